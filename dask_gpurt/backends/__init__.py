@@ -1,0 +1,1 @@
+"""The only importers of vendor libraries."""

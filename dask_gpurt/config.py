@@ -1,0 +1,218 @@
+"""One typed `Settings`, read once from Dask's configuration.
+
+The same names everywhere: ``gpurt.tiers.host-limit`` in YAML, ``DASK_GPURT__TIERS__HOST_LIMIT`` in the environment,
+``--gpurt-tiers-host-limit`` after ``--preload dask_gpurt.preload``. A key nobody knows or a value that is not allowed
+is an error that names the value, what is allowed and the nearest match; a typo must not run a cluster on defaults.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import dask.config
+import dask.utils
+import yaml
+
+from dask_gpurt.errors import ConfigError
+
+_HERE = os.path.dirname(__file__)
+
+
+def _load(name: str) -> dict[str, Any]:
+    with open(os.path.join(_HERE, name)) as f:
+        loaded: dict[str, Any] = yaml.safe_load(f)
+    return loaded
+
+
+#: what gpurt.yaml holds: defaults, and the complete list of keys
+DEFAULTS: dict[str, Any] = _load("gpurt.yaml")
+dask.config.update_defaults(DEFAULTS)
+
+
+@functools.cache
+def schema() -> dict[str, Any]:
+    """The JSON schema of the ``gpurt`` namespace."""
+    return _load("gpurt-schema.yaml")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlacementSettings:
+    enabled: bool
+    #: workers compared per decision, at most
+    candidates: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TierSettings:
+    enabled: bool
+    #: share (0, 1] of the worker's memory limit
+    host_limit: float
+    #: None: the worker's local directory
+    directory: str | None
+    #: bytes per worker; None: as much as the disk has
+    disk_limit: int | None
+    #: bytes of free space that spilling leaves on the disk
+    disk_reserve: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShuffleSettings:
+    enabled: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Everything under ``gpurt:``. Frozen and picklable: the scheduler's goes to the workers with the plugin."""
+
+    #: "gpurt" or "stock"
+    policy: str
+    #: "stop" or "stock"
+    on_error: str
+    placement: PlacementSettings
+    tiers: TierSettings
+    shuffle: ShuffleSettings
+
+    @classmethod
+    def load(cls, overrides: Mapping[str, Any] | None = None) -> Settings:
+        """Read Dask's configuration now.
+
+        Parameters
+        ----------
+        overrides
+            Dotted keys without ``gpurt.`` to values, e.g. ``{"tiers.host-limit": 0.5}``; they win. ``_`` and ``-`` are
+            the same in keys, as everywhere in Dask.
+
+        Raises
+        ------
+        ConfigError
+            An unknown key or a value that is not allowed.
+        """
+        tree = dask.config.get("gpurt", None)
+        if not isinstance(tree, Mapping):
+            raise ConfigError(f"gpurt: is {tree!r}, must be a mapping of settings. Remedy: see gpurt.yaml")
+        tree = _canonical(tree)
+        for dotted, value in (overrides or {}).items():
+            node = tree
+            *parents, leaf = dotted.replace("_", "-").split(".")
+            for p in parents:
+                below = node.setdefault(p, {})
+                if not isinstance(below, dict):
+                    break
+                node = below
+            node[leaf] = value
+        _check(tree, schema()["properties"]["gpurt"], "gpurt")
+        p, t, s = tree["placement"], tree["tiers"], tree["shuffle"]
+        return cls(
+            policy=tree["policy"],
+            on_error=tree["on-error"],
+            placement=PlacementSettings(enabled=p["enabled"], candidates=p["candidates"]),
+            tiers=TierSettings(
+                enabled=t["enabled"],
+                host_limit=float(t["host-limit"]),
+                directory=t["directory"],
+                disk_limit=None if t["disk-limit"] is None else _bytes(t["disk-limit"], "gpurt.tiers.disk-limit"),
+                disk_reserve=_bytes(t["disk-reserve"], "gpurt.tiers.disk-reserve"),
+            ),
+            shuffle=ShuffleSettings(enabled=s["enabled"]),
+        )
+
+
+def leaves() -> dict[str, dict[str, Any]]:
+    """Dotted key (without ``gpurt.``) to its schema, in the order of the file."""
+    out: dict[str, dict[str, Any]] = {}
+
+    def walk(node: dict[str, Any], prefix: str) -> None:
+        for key, sub in node["properties"].items():
+            if sub.get("type") == "object":
+                walk(sub, f"{prefix}{key}.")
+            else:
+                out[prefix + key] = sub
+
+    walk(schema()["properties"]["gpurt"], "")
+    return out
+
+
+def _canonical(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        str(k).replace("_", "-"): _canonical(v) if isinstance(v, Mapping) else v for k, v in tree.items()
+    }
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "boolean": (bool,),
+    "integer": (int,),
+    "number": (int, float),
+    "string": (str,),
+    "null": (type(None),),
+}
+
+
+def _check(value: Any, node: dict[str, Any], where: str) -> None:
+    """The part of JSON schema that our schema uses; a test holds the two against each other with jsonschema."""
+    if node.get("type") == "object":
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{where} is {value!r}, must be a mapping with the keys {', '.join(node['properties'])}")
+        for key in value:
+            if key not in node["properties"]:
+                known = list(node["properties"])
+                near = difflib.get_close_matches(key, known, 1, 0.5)
+                # A value given one level too high or too low is the other common slip.
+                elsewhere = [d for d in leaves() if d.rsplit(".", 1)[-1] == key]
+                hint = near or elsewhere
+                raise ConfigError(
+                    f"unknown key {where}.{key} = {value[key]!r}. Allowed here: {', '.join(known)}."
+                    + (f" Did you mean {where + '.' + near[0] if near else 'gpurt.' + elsewhere[0]}?" if hint else "")
+                )
+        for key in node["required"]:
+            if key not in value:
+                raise ConfigError(f"{where}.{key} is missing. Remedy: leave it at its default, see gpurt.yaml")
+        for key, sub in value.items():
+            _check(sub, node["properties"][key], f"{where}.{key}")
+        return
+    types = node["type"] if isinstance(node["type"], list) else [node["type"]]
+    allowed = tuple(t for name in types for t in _TYPES[name])
+    if not isinstance(value, allowed) or (isinstance(value, bool) and "boolean" not in types):
+        raise ConfigError(f"{where} is {value!r} ({type(value).__name__}), must be {_said(node)}")
+    if "enum" in node and value not in node["enum"]:
+        near = difflib.get_close_matches(str(value), node["enum"], 1, 0.4)
+        raise ConfigError(
+            f"{where} is {value!r}, must be {_said(node)}." + (f" Did you mean {near[0]!r}?" if near else "")
+        )
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        low, high = node.get("minimum"), node.get("maximum")
+        above = node.get("exclusiveMinimum")
+        if (
+            (low is not None and value < low)
+            or (high is not None and value > high)
+            or (above is not None and value <= above)
+        ):
+            raise ConfigError(f"{where} is {value!r}, must be {_said(node)}")
+
+
+def _said(node: dict[str, Any]) -> str:
+    """What a leaf allows, in words."""
+    if "enum" in node:
+        return "one of " + ", ".join(repr(v) for v in node["enum"])
+    types = node["type"] if isinstance(node["type"], list) else [node["type"]]
+    text = " or ".join({"boolean": "true or false", "null": "null"}.get(t, f"a {t}") for t in types)
+    bounds = [
+        f"{word} {node[key]}"
+        for key, word in (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="))
+        if key in node
+    ]
+    return text + (" " + " and ".join(bounds) if bounds else "")
+
+
+def _bytes(value: Any, where: str) -> int:
+    try:
+        n = int(dask.utils.parse_bytes(value))
+    except (ValueError, TypeError):
+        n = -1
+    if n < 0:
+        raise ConfigError(f"{where} is {value!r}, must be a number of bytes >= 0, such as 1000000 or '200 GiB'")
+    return n

@@ -1,0 +1,74 @@
+"""One exception tree. Every message says the value, what is allowed, and the remedy.
+
+::
+
+    GpurtError
+    ├── ConfigError (ValueError)        a key or value under ``gpurt:`` is wrong
+    ├── InstallError (RuntimeError)     a part could not take over; nothing was changed
+    │   └── SeamMismatch                this version of dask/distributed is not the one the seam was written for
+    ├── StoreError
+    │   ├── TierFull (OSError)          no room on a tier; the value stays where it was
+    │   ├── CorruptData                 length or checksum differ; that copy was dropped
+    │   └── LostData (KeyError)         no valid copy is left here; the key must come from elsewhere
+    └── WireError                       a shuffle message that does not parse, or fails its checksum
+
+    GpurtWarning (UserWarning)          something was left to stock Dask; the message says what and why
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ConfigError",
+    "CorruptData",
+    "GpurtError",
+    "GpurtWarning",
+    "InstallError",
+    "LostData",
+    "SeamMismatch",
+    "StoreError",
+    "TierFull",
+    "WireError",
+]
+
+
+class GpurtError(Exception):
+    """Root of everything raised on purpose by this package."""
+
+
+class ConfigError(GpurtError, ValueError):
+    """A key or a value under ``gpurt:`` is wrong."""
+
+
+class InstallError(GpurtError, RuntimeError):
+    """A part could not be installed. Whatever had been changed was put back."""
+
+
+class SeamMismatch(InstallError):
+    """A private name of dask or distributed is missing or has another signature than the one relied on."""
+
+
+class StoreError(GpurtError):
+    """A tier could not do what it was asked to; the docstring of the call says where the bytes are."""
+
+
+class TierFull(StoreError, OSError):
+    """No room on a tier (device full, quota or reserve reached). The value stays where it was."""
+
+
+class CorruptData(StoreError):
+    """A stored copy has the wrong length or checksum. That copy was dropped."""
+
+
+class LostData(StoreError, KeyError):
+    """No valid copy is left on this worker; the key has to be fetched or computed again."""
+
+    def __str__(self) -> str:  # KeyError would print the repr of the message
+        return Exception.__str__(self)
+
+
+class WireError(GpurtError):
+    """A shuffle message does not parse or fails its checksum; nothing of it was used."""
+
+
+class GpurtWarning(UserWarning):
+    """Something was left to stock Dask; the message says what and why."""

@@ -1,0 +1,1 @@
+"""Where a task runs. Pure decisions; `seam` and `plugin` act."""

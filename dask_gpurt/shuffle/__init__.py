@@ -1,0 +1,1 @@
+"""How partitions change place: a peer-to-peer shuffle behind the plugins named ``shuffle``."""

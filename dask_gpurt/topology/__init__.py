@@ -1,0 +1,1 @@
+"""What the machine is: link classes, and the link times learned online."""
