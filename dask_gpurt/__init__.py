@@ -1,6 +1,36 @@
-"""dask-gpurt: placement, memory tiers and shuffles for Dask clusters of GPUs and CPUs."""
+"""dask-gpurt: placement, memory tiers and shuffles for Dask clusters of GPUs and CPUs.
+
+A cluster gets it by ``dask scheduler --preload dask_gpurt.preload``; user code does not change. From Python:
+
+`local_cluster`
+    a `distributed.LocalCluster` with the extension
+`attach`, `detach`
+    put it into a running cluster, and take it out again
+`status`
+    what is installed, what it decided, moved and spilled
+"""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from dask_gpurt import config as config  # registers the defaults of the ``gpurt`` namespace
-from dask_gpurt._version import __version__ as __version__
+from dask_gpurt._version import __version__
+
+if TYPE_CHECKING:
+    from dask_gpurt.api import attach, detach, local_cluster, status
+
+__all__ = ["__version__", "attach", "detach", "local_cluster", "status"]
+
+
+def __getattr__(name: str) -> Any:
+    # Late, so that ``import dask_gpurt`` (every ``dask`` command does it, through the entry point) stays cheap.
+    if name in __all__:
+        from dask_gpurt import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module 'dask_gpurt' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

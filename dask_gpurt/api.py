@@ -1,0 +1,159 @@
+"""The public face: `local_cluster`, `attach`, `detach`, `status`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from distributed import Client, LocalCluster, Scheduler, Worker
+
+from dask_gpurt.config import Settings
+from dask_gpurt.errors import ConfigError, InstallError
+from dask_gpurt.extension import NAME, GpurtScheduler, on_worker
+from dask_gpurt.observe.status import Status
+
+#: what ``--preload`` is given
+PRELOAD = "dask_gpurt.preload"
+
+
+def local_cluster(*, settings: Mapping[str, Any] | None = None, **kwargs: Any) -> LocalCluster:
+    """A `distributed.LocalCluster` with the extension on its scheduler and, before they register, its workers.
+
+    Parameters
+    ----------
+    settings
+        Dotted keys without ``gpurt.`` to values, such as ``{"tiers.host-limit": 0.5}``; they win over YAML and environment.
+    **kwargs
+        As for `distributed.LocalCluster`. Preloads given there are kept and run before ours.
+
+    Raises
+    ------
+    ConfigError
+        An unknown setting, or a value that is not allowed. Nothing was started.
+    """
+    Settings.load(settings)  # here, where the caller sees it, rather than in a child process
+    argv = [part for key, value in (settings or {}).items() for part in (_flag(key), _argument(key, value))]
+    scheduler_kwargs = dict(kwargs.pop("scheduler_kwargs", None) or {})
+    _add_preload(scheduler_kwargs, argv)
+    _add_preload(kwargs, argv)
+    return LocalCluster(scheduler_kwargs=scheduler_kwargs, **kwargs)
+
+
+def _flag(key: str) -> str:
+    return "--gpurt-" + key.replace("_", "-").replace(".", "-")
+
+
+def _argument(key: str, value: Any) -> str:
+    if value is None:
+        raise ConfigError(f"gpurt.{key} is None; leave it out of `settings` to get the configured value")
+    return str(value)
+
+
+def _add_preload(kwargs: dict[str, Any], argv: list[str]) -> None:
+    """Append our module to the preloads in `kwargs`, whichever of Dask's forms they have."""
+    modules = kwargs.get("preload") or []
+    modules = [modules] if isinstance(modules, str) else list(modules)
+    argvs = list(kwargs.get("preload_argv") or [])
+    if not argvs or isinstance(argvs[0], str):
+        argvs = [argvs] * len(modules)
+    kwargs["preload"] = [*modules, PRELOAD]
+    kwargs["preload_argv"] = [*argvs, argv]
+
+
+def attach(client: Client, *, settings: Mapping[str, Any] | None = None) -> Status:
+    """Put the extension into the running cluster of `client`.
+
+    Data that workers hold already is adopted as it is: nothing is read or moved. A second call changes nothing.
+
+    Parameters
+    ----------
+    settings
+        As for `local_cluster`; read together with this process's configuration, not the scheduler's.
+
+    Returns
+    -------
+    The `status` afterwards.
+
+    Raises
+    ------
+    InstallError
+        The package is missing there, a part could not take over, or a shuffle is running. The cluster is as it was.
+    ConfigError
+        As for `local_cluster`, or ``gpurt.policy`` is ``stock``.
+    """
+    loaded = Settings.load(settings)
+    if loaded.policy == "stock":
+        raise ConfigError("gpurt.policy is 'stock', so there is nothing to attach. Remedy: set it to 'gpurt'")
+    try:
+        reply = client.run_on_scheduler(_attach, settings=loaded)
+    except (ImportError, ModuleNotFoundError) as e:
+        raise InstallError(f"the scheduler cannot import dask_gpurt ({e}). Remedy: install dask-gpurt there") from e
+    if reply is not None:
+        raise InstallError(reply)
+    return status(client)
+
+
+async def _attach(dask_scheduler: Scheduler, settings: Settings) -> str | None:
+    """Runs on the scheduler. Failures come back as text: a class of ours may not unpickle in another version."""
+    if NAME in dask_scheduler.plugins:
+        return None
+    plugin = GpurtScheduler(settings)
+    try:
+        await plugin.start(dask_scheduler)
+    except InstallError as e:
+        return str(e)
+    dask_scheduler.add_plugin(plugin, name=plugin.name)
+    return None
+
+
+def detach(client: Client) -> None:
+    """Take the extension out of the running cluster of `client`: every attribute and plugin is Dask's own again.
+
+    Keys stay readable throughout; spilled ones are handed to Dask's own spill buffer. Without the extension it does nothing.
+
+    Raises
+    ------
+    InstallError
+        A part refused to leave, as while a shuffle is running; the text says which and why.
+    """
+    reply = client.run_on_scheduler(_detach)
+    if reply is not None:
+        raise InstallError(reply)
+
+
+async def _detach(dask_scheduler: Scheduler) -> str | None:
+    plugin = dask_scheduler.plugins.get(NAME)
+    if not isinstance(plugin, GpurtScheduler):
+        return None
+    try:
+        await plugin.uninstall()
+    except ExceptionGroup as e:
+        return "; ".join(str(one) for one in e.exceptions)
+    return None
+
+
+def status(client: Client) -> Status:
+    """What is installed on the cluster of `client`, and what it has done so far.
+
+    Workers are asked directly, so the figures are those of now. A worker that does not answer or runs without the
+    extension is listed as such.
+    """
+    scheduler = client.run_on_scheduler(_scheduler_status)
+    workers = client.run(_worker_status, on_error="return")
+    return Status(
+        scheduler=scheduler,
+        workers={
+            address: {"error": repr(reply)} if isinstance(reply, BaseException) else reply
+            for address, reply in workers.items()
+        },
+    )
+
+
+def _scheduler_status(dask_scheduler: Scheduler) -> dict[str, Any]:
+    plugin = dask_scheduler.plugins.get(NAME)
+    return plugin.statistics() if isinstance(plugin, GpurtScheduler) else {}
+
+
+def _worker_status(dask_worker: Worker) -> dict[str, Any]:
+    parts = on_worker(dask_worker)
+    return {} if parts is None else parts.statistics()

@@ -1,0 +1,97 @@
+"""``dask gpurt status | enable | disable``"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import click
+import dask.config
+import yaml
+
+from dask_gpurt._version import __version__
+
+PRELOAD = "dask_gpurt.preload"
+ROLES = ("scheduler", "worker")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="dask-gpurt")
+def gpurt() -> None:
+    """dask-gpurt: placement, memory tiers and shuffles."""
+
+
+@gpurt.command()
+@click.argument("address")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@click.option("--timeout", default=10.0, show_default=True, help="Seconds to wait for the scheduler.")
+def status(address: str, as_json: bool, timeout: float) -> None:
+    """Print what is installed on the cluster at ADDRESS (tcp://host:port) and what it has done.
+
+    Exit code 1 when the extension is not installed there.
+    """
+    from distributed import Client  # late: `dask --help` must not pay for it
+
+    from dask_gpurt.api import status as get_status
+
+    try:
+        client = Client(address, timeout=timeout, set_as_default=False)
+    except (OSError, TimeoutError, ValueError) as e:
+        raise click.ClickException(f"no scheduler answers at {address!r} within {timeout} s ({e})") from e
+    with client:
+        snapshot = get_status(client)
+    click.echo(json.dumps(snapshot.to_dict(), indent=2, default=str) if as_json else repr(snapshot))
+    if not snapshot.installed:
+        raise SystemExit(1)
+
+
+def _file() -> Path:
+    """The file that `enable` writes: in the first directory that Dask reads for this user."""
+    return Path(os.environ.get("DASK_CONFIG", dask.config.PATH)).expanduser() / "gpurt-preload.yaml"
+
+
+@gpurt.command()
+def enable() -> None:
+    """Load the extension in every scheduler and worker this user starts, however they are started.
+
+    Writes a small YAML file into Dask's configuration directory ($DASK_CONFIG, else ~/.config/dask).
+    """
+    path = _file()
+    if path.parent.is_file():
+        raise click.ClickException(
+            f"DASK_CONFIG is the file {path.parent}; add there under distributed: scheduler: preload: [{PRELOAD}]"
+            f" and the same under worker:, or point DASK_CONFIG to a directory"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    before = dask.config.collect()
+    tree: dict[str, dict[str, dict[str, list[str]]]] = {"distributed": {}}
+    for role in ROLES:
+        # Lists do not merge across files, so what others preload is repeated here.
+        others = dask.config.get(f"distributed.{role}.preload", [], config=before)
+        tree["distributed"][role] = {"preload": [*(m for m in others if m != PRELOAD), PRELOAD]}
+    path.write_text(
+        "# Written by `dask gpurt enable`; `dask gpurt disable` removes it.\n" + yaml.safe_dump(tree, sort_keys=False)
+    )
+    after = dask.config.collect()
+    for role in ROLES:
+        got = dask.config.get(f"distributed.{role}.preload", [], config=after)
+        if PRELOAD not in got:
+            path.unlink()
+            raise click.ClickException(
+                f"another configuration file or DASK_DISTRIBUTED__{role.upper()}__PRELOAD sets"
+                f" distributed.{role}.preload to {got!r} and wins; add {PRELOAD} there"
+            )
+    click.echo(f"Enabled for this user: wrote {path}")
+
+
+@gpurt.command()
+def disable() -> None:
+    """Undo `enable`. Running clusters are not touched (see dask_gpurt.detach)."""
+    path = _file()
+    if path.exists():
+        path.unlink()
+        click.echo(f"Disabled: removed {path}")
+    else:
+        click.echo(f"Nothing to do: there is no {path}")

@@ -1,0 +1,101 @@
+"""Real `dask scheduler` and `dask worker` processes for tests, as a user starts them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+
+class Processes:
+    """Starts `dask` commands with their output in files; `close` ends them all."""
+
+    def __init__(self, directory: Path, env: dict[str, str] | None = None) -> None:
+        self.directory = directory
+        self.env = {
+            **os.environ,
+            # A late timer of an earlier loss closes a nanny that is restarting: not what is tested.
+            "DASK_DISTRIBUTED__DEPLOY__LOST_WORKER_TIMEOUT": "1 hour",
+            **(env or {}),
+        }
+        self.running: list[tuple[subprocess.Popen[bytes], Path]] = []
+
+    def start(self, *arguments: str) -> tuple[subprocess.Popen[bytes], Path]:
+        """``dask ARGUMENTS``; returns the process and the file with what it prints."""
+        log = self.directory / f"{len(self.running)}-{arguments[0]}.log"
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "dask", *arguments],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=self.env,
+                cwd=self.directory,
+                start_new_session=True,
+            )
+        self.running.append((process, log))
+        return process, log
+
+    def scheduler(self, *arguments: str) -> str:
+        """Start a scheduler; returns its address once it listens."""
+        file = self.directory / "scheduler.json"
+        process, log = self.start(
+            *("scheduler", "--host", "127.0.0.1", "--port", "0", "--dashboard-address", "127.0.0.1:0"),
+            *("--scheduler-file", str(file), *arguments),
+        )
+        while not (file.exists() and file.stat().st_size):
+            assert process.poll() is None, f"the scheduler ended with {process.returncode}:\n{log.read_text()}"
+            time.sleep(0.05)
+        import json
+
+        return str(json.loads(file.read_text())["address"])
+
+    def worker(self, address: str, *arguments: str) -> tuple[subprocess.Popen[bytes], Path]:
+        """Start one worker with a nanny."""
+        return self.start(
+            *("worker", address, "--host", "127.0.0.1", "--nthreads", "1", "--no-dashboard"),
+            *("--local-directory", str(self.directory / "scratch"), *arguments),
+        )
+
+    def close(self) -> None:
+        for process, _ in self.running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+        for process, _ in self.running:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            # A nanny killed early can leave its worker, which is in the same session.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def processes(directory: Path, env: dict[str, str] | None = None) -> Iterator[Processes]:
+    p = Processes(directory, env)
+    try:
+        yield p
+    finally:
+        p.close()
+
+
+def wait_text(log: Path, text: str, seconds: float = 30) -> str:
+    """Wait until a log file has a text; returns the whole."""
+    deadline = time.monotonic() + seconds
+    while True:
+        got = log.read_text()
+        if text in got:
+            return got
+        assert time.monotonic() < deadline, f"{text!r} did not appear in:\n{got}"
+        time.sleep(0.05)
+
+
+def arguments(**settings: Sequence[str] | str) -> list[str]:
+    """``policy="stock"`` -> ``["--gpurt-policy", "stock"]``"""
+    return [p for key, value in settings.items() for p in ("--gpurt-" + key.replace("_", "-"), str(value))]

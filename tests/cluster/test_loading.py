@@ -1,0 +1,285 @@
+"""Each way to load the extension, on real processes as users start them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed import Client, LocalCluster
+
+import dask_gpurt
+from dask_gpurt.errors import ConfigError, InstallError
+
+from .processes import processes, wait_text
+
+pytestmark = pytest.mark.cluster
+
+PRELOAD = "dask_gpurt.preload"
+PLUGINS = Path(__file__).parents[2] / "plugins"
+
+
+def _work(client: Client) -> None:
+    """Touch all three engines: a dependent task, and a shuffle."""
+    import dask.dataframe as dd
+    import pandas as pd
+
+    assert client.submit(sum, client.map(int, range(50))).result() == sum(range(50))
+    df = pd.DataFrame({"a": range(1000), "b": [i % 7 for i in range(1000)]})
+    out = dd.from_pandas(df, npartitions=4).shuffle("b").compute()
+    assert out.sort_values("a")["b"].tolist() == df["b"].tolist()
+
+
+def _shows_all(client: Client, workers: int) -> dict[str, Any]:
+    got = dask_gpurt.status(client).to_dict()
+    assert got["scheduler"]["parts"] == {"placement": "on", "shuffle": "on", "workers": "on"}
+    assert len(got["workers"]) == workers
+    assert all(w["parts"] == {"tiers": "on"} for w in got["workers"].values()), got["workers"]
+    return got
+
+
+def test_preload_on_the_scheduler_alone_is_enough(tmp_path: Path) -> None:
+    with processes(tmp_path) as p:
+        address = p.scheduler("--preload", PRELOAD)
+        p.worker(address)
+        p.worker(address)
+        with Client(address) as client:
+            client.wait_for_workers(2, timeout=60)
+            _work(client)
+            got = _shows_all(client, 2)
+            assert got["scheduler"]["placement"]["decisions"] > 0
+            log = wait_text(p.running[0][1], "dask-gpurt 0")
+            assert "took over placement, shuffle, workers" in log
+        out = subprocess.run(
+            [sys.executable, "-m", "dask", "gpurt", "status", address], capture_output=True, text=True, check=True
+        ).stdout
+        assert "placement on, shuffle on" in out
+        assert "on 2 of 2 workers" in out
+
+
+def test_on_workers_it_installs_before_registration(tmp_path: Path) -> None:
+    """Without the extension on the scheduler: what is there can only come from the worker's own preload."""
+    with processes(tmp_path) as p:
+        address = p.scheduler()
+        _, log = p.worker(address, "--preload", PRELOAD, "--gpurt-tiers-host-limit", "0.25", "--memory-limit", "1GB")
+        with Client(address) as client:
+            client.wait_for_workers(1, timeout=60)
+            got = dask_gpurt.status(client).to_dict()
+            assert not got["installed"]
+            (worker,) = got["workers"].values()
+            assert worker["tiers"]["host_limit_bytes"] == 250_000_000
+            text = log.read_text()
+            assert text.index("dask-gpurt 0") < text.index("Registered to")
+            assert client.submit(sum, client.map(int, range(50))).result() == sum(range(50))
+
+
+def test_preloads_by_path(tmp_path: Path) -> None:
+    with processes(tmp_path) as p:
+        address = p.scheduler("--preload", str(PLUGINS / "gpurt_scheduler.py"), "--gpurt-placement-candidates", "4")
+        p.worker(address, "--preload", str(PLUGINS / "gpurt_worker.py"))
+        with Client(address) as client:
+            client.wait_for_workers(1, timeout=60)
+            _work(client)
+            _shows_all(client, 1)
+
+
+def test_yaml_by_enable_and_disable(tmp_path: Path) -> None:
+    config = tmp_path / "config"
+    env = {**os.environ, "DASK_CONFIG": str(config)}
+
+    def gpurt(*args: str) -> str:
+        return subprocess.run(
+            [sys.executable, "-m", "dask", "gpurt", *args], env=env, check=True, capture_output=True, text=True
+        ).stdout
+
+    assert "wrote" in gpurt("enable")
+    with processes(tmp_path, {"DASK_CONFIG": str(config)}) as p:
+        address = p.scheduler()
+        p.worker(address)
+        with Client(address) as client:
+            client.wait_for_workers(1, timeout=60)
+            _shows_all(client, 1)
+    assert "removed" in gpurt("disable")
+    assert "Nothing to do" in gpurt("disable")
+    assert list(config.iterdir()) == []
+
+
+def test_enable_keeps_other_preloads_and_says_who_overrides(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("distributed: {scheduler: {preload: [json]}}")
+    env = {**os.environ, "DASK_CONFIG": str(tmp_path)}
+    enable = [sys.executable, "-m", "dask", "gpurt", "enable"]
+    refused = subprocess.run(enable, env=env, capture_output=True, text=True, check=False)
+    assert refused.returncode == 1
+    assert "['json'] and wins; add dask_gpurt.preload there" in refused.stderr
+    assert not (tmp_path / "gpurt-preload.yaml").exists()
+    (tmp_path / "mine.yaml").rename(tmp_path / "a.yaml")
+    subprocess.run(enable, env=env, check=True)
+    assert "- json\n" in (tmp_path / "gpurt-preload.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--gpurt-policy", "stok"], "Did you mean 'stock'?"),
+        (["--gpurt-tiers-host-limit", "7"], "must be a number > 0 and <= 1"),
+    ],
+)
+def test_a_bad_setting_ends_the_start(arguments: list[str], says: str, tmp_path: Path) -> None:
+    with processes(tmp_path) as p:
+        process, log = p.start("scheduler", "--port", "0", "--no-dashboard", "--preload", PRELOAD, *arguments)
+        assert process.wait(60) == 1
+        assert says in log.read_text()
+
+
+def test_an_unknown_key_in_the_environment_ends_the_start(tmp_path: Path) -> None:
+    with processes(tmp_path, {"DASK_GPURT__TIERS__HOST_LIMITS": "0.5"}) as p:
+        process, log = p.start("scheduler", "--port", "0", "--no-dashboard", "--preload", PRELOAD)
+        assert process.wait(60) == 1
+        assert "Did you mean gpurt.tiers.host-limit?" in log.read_text()
+
+
+def test_policy_stock_leaves_dask_as_it_was(tmp_path: Path) -> None:
+    with processes(tmp_path) as p:
+        address = p.scheduler("--preload", PRELOAD, "--gpurt-policy", "stock")
+        p.worker(address)
+        with Client(address) as client:
+            client.wait_for_workers(1, timeout=60)
+            _work(client)
+            got = dask_gpurt.status(client)
+            assert not got.installed
+            assert "is not installed" in repr(got)
+            names = client.run_on_scheduler(lambda dask_scheduler: sorted(dask_scheduler.plugins))
+            assert "gpurt" not in names
+            store = client.run(lambda dask_worker: type(dask_worker.data).__name__)
+            assert set(store.values()) == {"SpillBuffer"}
+
+
+def test_local_cluster_in_processes() -> None:
+    with (
+        dask_gpurt.local_cluster(
+            n_workers=2, threads_per_worker=1, dashboard_address=":0", settings={"tiers.host-limit": 0.5}
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        _work(client)
+        _shows_all(client, 2)
+
+
+def test_local_cluster_refuses_before_it_starts_anything() -> None:
+    with pytest.raises(ConfigError, match="Did you mean gpurt.tiers.host-limit"):
+        dask_gpurt.local_cluster(settings={"tiers.host-limits": 0.5})
+
+
+def _state(dask_scheduler: Any) -> dict[str, Any]:
+    return {
+        "attributes": sorted(dask_scheduler.__dict__),
+        "plugins": sorted(f"{k}: {type(v).__name__}" for k, v in dask_scheduler.plugins.items()),
+        "worker_plugins": sorted(dask_scheduler.worker_plugins),
+        "handlers": sorted(dask_scheduler.handlers),
+        "stream_handlers": sorted(dask_scheduler.stream_handlers),
+        "shuffle": type(dask_scheduler.extensions["shuffle"]).__name__,
+    }
+
+
+def _worker_state(dask_worker: Any) -> dict[str, Any]:
+    return {
+        "attributes": sorted(dask_worker.__dict__),
+        "data": type(dask_worker.data).__name__,
+        "same": dask_worker.data is dask_worker.state.data,
+        "plugins": sorted(dask_worker.plugins),
+        "handlers": sorted(f"{k}: {v.__qualname__}" for k, v in dask_worker.handlers.items() if hasattr(v, "__qualname__")),
+        "metrics": sorted(dask_worker.metrics),
+    }
+
+
+def test_attach_and_detach_with_data_in_flight() -> None:
+    """What was there stays readable on both sides of both moves, and detach leaves nothing behind."""
+    import numpy as np
+
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=1, memory_limit="400MB", dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        # 2 workers, 20 x 20 MB: part of it is spilled by stock already when we come.
+        before = client.map(lambda i: np.full(2_500_000, i), range(20), pure=False)
+        sums = client.map(lambda x: int(x.sum()), before)
+        client.gather(sums)
+        stock, stock_workers = client.run_on_scheduler(_state), client.run(_worker_state)
+
+        assert dask_gpurt.attach(client).installed
+        dask_gpurt.attach(client)  # a second time changes nothing
+        _shows_all(client, 2)
+        during = client.map(lambda x: x + 1, before)
+        assert client.gather(client.map(lambda x: int(x[-1]), during)) == [i + 1 for i in range(20)]
+        _work(client)
+
+        dask_gpurt.detach(client)
+        dask_gpurt.detach(client)
+        assert client.run_on_scheduler(_state) == stock
+        assert client.run(_worker_state) == stock_workers
+        assert client.gather(client.map(lambda x: int(x[0]), during, pure=False)) == [i + 1 for i in range(20)]
+        assert client.gather(client.map(lambda x: int(x[0]), before, pure=False)) == list(range(20))
+        _work(client)
+
+
+def test_attach_says_when_policy_is_stock() -> None:
+    with (
+        LocalCluster(n_workers=1, threads_per_worker=1, processes=False, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+        pytest.raises(ConfigError, match="nothing to attach"),
+    ):
+        dask_gpurt.attach(client, settings={"policy": "stock"})
+
+
+def test_a_part_that_cannot_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All or nothing; with on-error: stock only the failing part stays out."""
+    from dask_gpurt.shuffle.plugin import ShuffleTakeover
+
+    async def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise InstallError("injected")
+
+    monkeypatch.setattr(ShuffleTakeover, "install", refuse)
+    with (
+        LocalCluster(n_workers=1, threads_per_worker=1, processes=False, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        stock = client.run_on_scheduler(_state)
+        with pytest.raises(InstallError, match="injected"):
+            dask_gpurt.attach(client)
+        assert client.run_on_scheduler(_state) == stock
+        got = dask_gpurt.attach(client, settings={"on-error": "stock"}).to_dict()
+        assert got["scheduler"]["parts"] == {"placement": "on", "shuffle": "off: injected", "workers": "on"}
+        _work(client)
+
+
+def test_kill_a_worker_during_a_merge(tmp_path: Path) -> None:
+    """SIGKILL in the middle of shuffles: the result is right, the nanny's new worker has the extension again."""
+    import dask.dataframe as dd
+    import numpy as np
+    import pandas as pd
+
+    rng = np.random.default_rng(0)
+    left = pd.DataFrame({"k": rng.integers(0, 5000, 200_000), "x": rng.random(200_000)})
+    right = pd.DataFrame({"k": np.arange(5000), "y": np.arange(5000) * 2})
+    expected = left.merge(right, on="k")["y"].sum()
+
+    with processes(tmp_path) as p:
+        address = p.scheduler("--preload", PRELOAD)
+        for _ in range(2):
+            p.worker(address)
+        with Client(address) as client:
+            client.wait_for_workers(2, timeout=60)
+            a, b = dd.from_pandas(left, npartitions=20), dd.from_pandas(right, npartitions=20)
+            slow = a.map_partitions(lambda df: (time.sleep(0.1), df)[1], meta=a._meta)
+            future = client.compute(slow.merge(b, on="k", shuffle_method="p2p")["y"].sum())
+            pid = client.run(os.getpid, workers=[next(iter(client.scheduler_info()["workers"]))])
+            time.sleep(1)
+            os.kill(next(iter(pid.values())), signal.SIGKILL)
+            assert future.result(timeout=120) == expected
+            client.wait_for_workers(2, timeout=60)
+            _shows_all(client, 2)
