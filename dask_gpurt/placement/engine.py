@@ -17,6 +17,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.model import LinkClass
@@ -108,34 +109,41 @@ class Engine:
         return info.ws
 
     def comm_cost(self, ts: Any, ws: Any) -> float | None:
-        """Seconds to bring a task's missing inputs to a worker, for work stealing; None to leave it to stock."""
-        info = self.workers.by_address.get(ws.address)
+        """Seconds to bring a task's missing inputs to a worker, for work stealing; None to leave it to stock.
+
+        Stealing compares this with occupancies, which contain inbound bytes at the one bandwidth of stock. Pricing
+        moves in true seconds beside that made every move look profitable on fast links: simulated at 64 workers, it
+        stole ten times as much and tripled the time of a stencil. So the slowest kind of link in use is priced at
+        stock's bandwidth, and what was learned is used for what stock cannot know: how much less a neighbour costs,
+        and the latency of each fetch.
+        """
+        by_address = self.workers.by_address
+        info = by_address.get(ws.address)
         deps = ts.dependencies
         if info is None or info.ws is not ws or len(deps) > MAX_PRICED_INPUTS:
             return None
         self.priced += 1
         node = info.node
-        by_address = self.workers.by_address
-        one_node = len(self.workers.nodes) == 1
-        seconds = 0.0
         near = self.links.link(node.link_class)
-        far = self.links.link(LinkClass.NETWORK)
+        one_node = len(self.workers.nodes) == 1
+        far = near if one_node else self.links.link(LinkClass.NETWORK)
+        near_bytes = far_bytes = 0
+        seconds = 0.0
         for d in deps:
             holders = d.who_has or ()
             if ws in holders:
                 continue
-            link = near
-            if not one_node:
-                link = far
-                for n, h in enumerate(holders):
-                    if n == candidates.WIDE:
-                        break
-                    other = by_address.get(h.address)
-                    if other is not None and other.node is node:
-                        link = near
-                        break
-            seconds += link.seconds(d.get_nbytes())
-        return seconds
+            if one_node or any(
+                (other := by_address.get(h.address)) is not None and other.node is node
+                for h in islice(holders, candidates.WIDE)
+            ):
+                near_bytes += d.get_nbytes()
+                seconds += near.latency_seconds
+            else:
+                far_bytes += d.get_nbytes()
+                seconds += far.latency_seconds
+        discount = min(1.0, far.bytes_per_second / near.bytes_per_second)
+        return float(seconds + (far_bytes + near_bytes * discount) / self.scheduler.bandwidth)
 
     # ------------------------------------------------------------------ events
 

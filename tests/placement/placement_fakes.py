@@ -60,6 +60,7 @@ class FakeScheduler:
     def __init__(self, workers: list[FakeWorker]) -> None:
         self.workers = {ws.address: ws for ws in workers}
         self.tasks: dict[str, FakeTask] = {}
+        self.bandwidth = 1e8
 
 
 def make_engine(workers: list[FakeWorker], **settings: Any) -> Engine:

@@ -212,10 +212,21 @@ def test_left_to_stock() -> None:
 def test_steal_prices() -> None:
     a, near, far = FakeWorker(0, host="one"), FakeWorker(1, host="one"), FakeWorker(2, host="two")
     engine = make_engine([a, near, far])
+    engine.scheduler.bandwidth = 5e7
     x = FakeTask("x", nbytes=10**8, on=(a,))
     ts = FakeTask("f", x)
-    at_home, next_door, away = (engine.comm_cost(ts, ws) for ws in (a, near, far))
-    assert at_home == 0
-    assert next_door == engine.links.link(LinkClass.HOST).seconds(10**8)
-    assert away == engine.links.link(LinkClass.NETWORK).seconds(10**8)
+    host, network = (engine.links.link(c) for c in (LinkClass.HOST, LinkClass.NETWORK))
+    assert engine.comm_cost(ts, a) == 0
+    # The slowest link in use costs what stock says; a neighbour is cheaper by what was learned.
+    assert engine.comm_cost(ts, far) == pytest.approx(2.0 + network.latency_seconds)
+    cheaper = network.bytes_per_second / host.bytes_per_second
+    assert engine.comm_cost(ts, near) == pytest.approx(2.0 * cheaper + host.latency_seconds)
     assert engine.comm_cost(ts, FakeWorker(9)) is None, "a worker we do not know is priced by stock"
+
+
+def test_steal_prices_on_one_node_are_those_of_stock() -> None:
+    a, b = FakeWorker(0, host="one"), FakeWorker(1, host="one")
+    engine = make_engine([a, b])
+    engine.scheduler.bandwidth = 5e7
+    ts = FakeTask("f", FakeTask("x", nbytes=10**8, on=(a,)))
+    assert engine.comm_cost(ts, b) == pytest.approx(2.0 + engine.links.link(LinkClass.HOST).latency_seconds)
