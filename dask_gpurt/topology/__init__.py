@@ -1,1 +1,7 @@
-"""What the machine is: link classes, and the link times learned online."""
+"""What the hardware is like, as measured."""
+
+from __future__ import annotations
+
+from dask_gpurt.topology.links import LinkMatrix, Transfer, merge
+
+__all__ = ["LinkMatrix", "Transfer", "merge"]

@@ -1,0 +1,198 @@
+"""Microseconds per placement decision, stock and ours, by number of workers. Prints JSON.
+
+    python benchmarks/placement_decide.py [N ...]
+
+A real `Scheduler` that is not started (no sockets, no event loop traffic), with WorkerStates made by hand. Two cases:
+
+ordinary    a task with four inputs of 64 MB, each on another worker
+everywhere  the same plus an input that has a replica on every worker
+
+Each worker has two tasks of the prefixes in flight, so that queues and occupancies are what they are in a busy cluster.
+``hooks_us`` is what our transition hook adds when a task is assigned and when it finishes, both together.
+
+Claims: at most 20 us median and 50 us p99 added per decision, and no growth with the number of workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import platform
+import sys
+import time
+from typing import Any
+
+import dask
+import distributed
+from dask._task_spec import Task, TaskRef
+from distributed import Scheduler
+from distributed.core import Status
+from distributed.scheduler import ClientState, WorkerState
+
+from dask_gpurt.config import PlacementSettings
+from dask_gpurt.placement import PlacementPlugin
+
+PER_HOST = 8
+TASKS = 50
+
+
+class _Recorder:
+    """Stands in for the comm to a worker."""
+
+    def send(self, *messages: Any) -> None:
+        pass
+
+
+def fn(*args: Any) -> None:
+    return None
+
+
+def make_scheduler(n: int) -> Scheduler:
+    scheduler = Scheduler(dashboard=False, dashboard_address=":0", port=0)
+    for pc in scheduler.periodic_callbacks.values():
+        pc.stop()
+    for i in range(n):
+        host = i // PER_HOST
+        address = f"tcp://10.{host >> 16 & 255}.{host >> 8 & 255}.{host & 255}:{20000 + i % PER_HOST}"
+        ws = WorkerState(
+            address=address,
+            status=Status.running,
+            pid=0,
+            nthreads=1,
+            memory_limit=64 << 30,
+            name=i,
+            local_directory="",
+            nanny=None,
+            server_id=address,
+            scheduler=scheduler,
+        )
+        scheduler.workers[address] = ws
+        scheduler.running.add(ws)
+        known = scheduler.host_info.setdefault(ws.host, {"addresses": set(), "nthreads": 0})
+        known["addresses"].add(address)
+        known["nthreads"] += 1
+        scheduler.total_memory += ws.memory_limit
+        scheduler.total_nthreads += 1
+        scheduler.aliases[i] = address
+        scheduler.check_idle_saturated(ws)
+        scheduler.stream_comms[address] = _Recorder()
+    scheduler.clients["bench"] = ClientState("bench")
+    return scheduler
+
+
+def submit(scheduler: Scheduler, dsk: dict[Any, Task]) -> None:
+    scheduler._create_taskstate_from_graph(
+        start=time.time(),
+        dsk=dsk,
+        keys=set(dsk),
+        ordered=dask.order.order(dsk=dsk),
+        client="bench",
+        annotations_by_type={},
+        global_annotations=None,
+        stimulus_id="bench",
+        submitting_task=None,
+        span_metadata={"collections": []},
+        user_priority=0,
+    )
+
+
+def prepare(n: int) -> tuple[Scheduler, list[Any], list[Any]]:
+    """A busy scheduler, and tasks ready to be decided: ordinary ones, and ones with the input that is everywhere."""
+    s = make_scheduler(n)
+    addresses = list(s.workers)
+    submit(s, {(f"busy{p}", i): Task((f"busy{p}", i), fn, i) for p in range(2) for i in range(n)})
+    own = 4 * TASKS
+    s.update_data(
+        who_has={("own", i): [addresses[i * 7919 % n]] for i in range(own)},
+        nbytes={("own", i): 64 << 20 for i in range(own)},
+        client="bench",
+    )
+    s.update_data(who_has={"wide": addresses}, nbytes={"wide": 1000}, client="bench")
+    plain, wide = {}, {}
+    for i in range(TASKS):
+        refs = [TaskRef(("own", 4 * i + j)) for j in range(4)]
+        plain["plain", i] = Task(("plain", i), fn, *refs)
+        wide["wider", i] = Task(("wider", i), fn, TaskRef("wide"), *refs)
+    s.decide_worker_non_rootish = lambda ts: None  # park them in no-worker
+    s.is_rootish = lambda ts: False
+    submit(s, plain)
+    submit(s, wide)
+    del s.decide_worker_non_rootish, s.is_rootish
+    return s, [s.tasks[k] for k in plain], [s.tasks[k] for k in wide]
+
+
+def measure(call: Any, tasks: list[Any], calls: int) -> dict[str, float]:
+    times = []
+    for i in range(calls):
+        ts = tasks[i % len(tasks)]
+        began = time.perf_counter_ns()
+        call(ts)
+        times.append((time.perf_counter_ns() - began) / 1e3)
+    times.sort()
+    return {
+        "median_us": round(times[calls // 2], 1),
+        "p99_us": round(times[int(calls * 0.99)], 1),
+        "mean_us": round(sum(times) / calls, 1),
+    }
+
+
+async def case(n: int) -> dict[str, Any]:
+    s, plain, wide = prepare(n)
+    few = max(50, min(2000, 200_000 // n))
+    out: dict[str, Any] = {
+        "workers": n,
+        "ordinary": {"stock": measure(s.decide_worker_non_rootish, plain, 2000)},
+        "everywhere": {"stock": measure(s.decide_worker_non_rootish, wide, few)},
+    }
+    plugin = PlacementPlugin(PlacementSettings(enabled=True, candidates=16))
+    await plugin.start(s)
+    decide = s.decide_worker_non_rootish
+    out["ordinary"]["ours"] = measure(decide, plain, 5000)
+    out["everywhere"]["ours"] = measure(decide, wide, 5000)
+    statistics = plugin.statistics()
+    assert statistics["decisions"]["total"] == 10_000, statistics
+    assert not statistics["fallbacks"], statistics
+    engine = plugin.engine
+    assert engine is not None
+    busy = [ts for ws in list(s.workers.values())[:1000] for ts in ws.processing]
+    compute = [{"action": "compute", "start": 0.0, "stop": 0.1}]
+
+    def hooks(ts: Any) -> None:
+        plugin.transition(
+            ts.key,
+            "processing",
+            "memory",
+            stimulus_id="bench",
+            startstops=compute,
+            nbytes=1,
+            worker=ts.processing_on.address,
+        )
+        plugin.transition(ts.key, "waiting", "processing", stimulus_id="bench")
+
+    out["hooks"] = measure(hooks, busy, 5000)
+    plugin.uninstall()
+    return out
+
+
+def main() -> None:
+    logging.getLogger("distributed").setLevel(logging.ERROR)
+    sizes = [int(a) for a in sys.argv[1:]] or [10, 100, 1000, 10_000]
+    with dask.config.set({"distributed.scheduler.active-memory-manager.start": False}):
+        cases = [asyncio.run(case(n)) for n in sizes]
+    print(
+        json.dumps(
+            {
+                "benchmark": "placement_decide",
+                "python": platform.python_version(),
+                "distributed": distributed.__version__,
+                "machine": f"{platform.machine()} {platform.processor()}".strip(),
+                "cases": cases,
+            },
+            indent=1,
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

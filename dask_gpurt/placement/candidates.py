@@ -1,0 +1,251 @@
+"""Which workers to compare for a task, and what each would have to fetch. O(inputs + candidates), never O(workers).
+
+Candidates, at most `candidates` of them:
+
+* holders of the largest inputs, up to half;
+* up to two idle workers on each of the two nodes that hold most: near enough to fetch cheaply, and free;
+* two idle workers and two random ones from anywhere. Upstream compares holders only, so the dependents of one small
+  key all queue on its holder and only stealing spreads them (dask/distributed#8177). Two random probes are what makes
+  the choice as good as a look at everybody, nearly ("power of two choices").
+
+A small cluster is compared whole. An input with more than `WIDE` replicas is everywhere: no hint where to go, and
+walking over its holders is what makes upstream's decision O(workers).
+
+An input that a worker is already fetching for another task counts as there; the bytes are in its inbound traffic.
+"""
+
+from __future__ import annotations
+
+import heapq
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.model.link import LinkClass
+from dask_gpurt.model.views import WorkerView
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable
+
+    from dask_gpurt.placement.workers import Node, WorkerInfo, WorkerTable
+    from dask_gpurt.topology.links import LinkMatrix
+
+#: an input with more replicas than this says nothing about where to run
+WIDE = 8
+#: inputs looked at; of a task with more, a sample stands for all
+MAX_INPUTS = 256
+#: widely replicated inputs looked at
+MAX_WIDE = 8
+
+
+class Inputs:
+    """Where the inputs of one task are."""
+
+    __slots__ = ("by_node", "by_worker", "count", "counted", "scale", "total_bytes", "wide")
+
+    def __init__(self, deps: Collection[Any], by_address: dict[str, WorkerInfo]) -> None:
+        #: holder -> [bytes, inputs]
+        self.by_worker: dict[WorkerInfo, list[float]] = {}
+        #: node of holders -> [bytes, inputs], each input once however many replicas the node has
+        self.by_node: dict[Node, list[float]] = {}
+        #: (input, bytes, nodes known to have it) of widely replicated inputs
+        self.wide: list[tuple[Any, float, set[Node]]] = []
+        #: not counting the wide ones
+        self.total_bytes = 0.0
+        self.count = 0.0
+        n = len(deps)
+        self.scale = scale = 1.0 if n <= MAX_INPUTS else n / MAX_INPUTS
+        #: the inputs that are in the sums here or in `wide`
+        self.counted: list[Any] = []
+        by_worker, by_node, counted = self.by_worker, self.by_node, self.counted
+        for d in deps if n <= MAX_INPUTS else islice(deps, MAX_INPUTS):
+            nbytes = d.nbytes
+            nbytes = (nbytes if nbytes >= 0 else d.get_nbytes()) * scale
+            holders = d.who_has
+            if not holders:
+                continue
+            if len(holders) > WIDE:
+                if len(self.wide) < MAX_WIDE:
+                    nodes = {w.node for h in islice(holders, WIDE) if (w := by_address.get(h.address)) is not None}
+                    self.wide.append((d, nbytes, nodes))
+                    counted.append(d)
+                continue
+            counted.append(d)
+            self.total_bytes += nbytes
+            self.count += scale
+            seen: Node | None = None
+            for h in holders:
+                info = by_address.get(h.address)
+                if info is None:
+                    continue
+                entry = by_worker.get(info)
+                if entry is None:
+                    by_worker[info] = [nbytes, scale]
+                else:
+                    entry[0] += nbytes
+                    entry[1] += scale
+                node = info.node
+                # Replicas of one input are mostly on one node or few; the exact test is only needed from the second on.
+                if seen is not None and (node is seen or self._twice(h, holders, node, by_address)):
+                    continue
+                seen = node
+                entry = by_node.get(node)
+                if entry is None:
+                    by_node[node] = [nbytes, scale]
+                else:
+                    entry[0] += nbytes
+                    entry[1] += scale
+
+    @staticmethod
+    def _twice(holder: Any, holders: Iterable[Any], node: Node, by_address: dict[str, WorkerInfo]) -> bool:
+        """Whether an earlier holder of the same input is on the same node. At most `WIDE` holders."""
+        for h in holders:
+            if h is holder:
+                return False
+            info = by_address.get(h.address)
+            if info is not None and info.node is node:
+                return True
+        return False
+
+
+def pick(
+    inputs: Inputs, table: WorkerTable, limit: int, valid: Collection[Any] | None, is_running: Callable[[Any], bool]
+) -> list[WorkerInfo]:
+    """The candidates: running workers, all of them in `valid` (WorkerStates) unless that is None. May be empty."""
+    by_worker = inputs.by_worker
+    rnd = table.random
+    half = limit // 2
+    if valid is not None:
+        return _pick_valid(inputs, table, limit, valid, is_running)
+    everybody = table.all.items
+    if len(everybody) <= half:
+        return [w for w in everybody if is_running(w.ws)]
+    out: dict[WorkerInfo, None]
+    if len(by_worker) > half:
+        out = dict.fromkeys(heapq.nlargest(half, by_worker, key=lambda w: by_worker[w][0]))
+    else:
+        out = dict.fromkeys(by_worker)
+    by_node = inputs.by_node
+    if by_node:
+        top: Iterable[Node] = by_node
+        if len(by_node) > 2:
+            top = heapq.nlargest(2, by_node, key=lambda n: by_node[n][0])
+        for node in top:
+            idle = node.idle.items
+            if idle:
+                for _ in range(min(2, len(idle))):
+                    out[idle[int(rnd() * len(idle))]] = None
+    idle = table.idle.items
+    if idle:
+        n = len(idle)
+        out[idle[int(rnd() * n)]] = None
+        out[idle[int(rnd() * n)]] = None
+    n = len(everybody)
+    out[everybody[int(rnd() * n)]] = None
+    out[everybody[int(rnd() * n)]] = None
+    picked = [w for w in out if is_running(w.ws)]
+    if not picked:
+        # All holders and probes are paused or leaving. A few more probes, then it is for stock to search.
+        picked = [w for _ in range(limit) if is_running((w := everybody[int(rnd() * n)]).ws)]
+    return picked[:limit]
+
+
+def _pick_valid(
+    inputs: Inputs, table: WorkerTable, limit: int, valid: Collection[Any], is_running: Callable[[Any], bool]
+) -> list[WorkerInfo]:
+    """Candidates of a restricted task. Upstream has just built the set `valid`, so this may be linear in it, once."""
+    by_address = table.by_address
+    if len(valid) <= limit:
+        infos = (by_address.get(ws.address) for ws in valid)
+        return [w for w in infos if w is not None and is_running(w.ws)]
+    by_worker = inputs.by_worker
+    holders = [w for w in by_worker if w.ws in valid]
+    if len(holders) > limit // 2:
+        holders = heapq.nlargest(limit // 2, holders, key=lambda w: by_worker[w][0])
+    out = dict.fromkeys(holders)
+    pool = list(valid)
+    for _ in range(limit - len(out)):
+        info = by_address.get(pool[int(table.random() * len(pool))].address)
+        if info is not None:
+            out[info] = None
+    return [w for w in out if is_running(w.ws)]
+
+
+def views(
+    picked: Collection[WorkerInfo],
+    inputs: Inputs,
+    table: WorkerTable,
+    links: LinkMatrix,
+    pending_bytes: Callable[[Any], int],
+    reconcile: Callable[[WorkerInfo], None],
+) -> list[WorkerView]:
+    """A snapshot of each candidate, relative to the task with these inputs."""
+    by_worker, by_node, wide, scale = inputs.by_worker, inputs.by_node, inputs.wide, inputs.scale
+    total_bytes, count = inputs.total_bytes, inputs.count
+    fits = links.fits
+    by_address = table.by_address
+    far_spb = 1.0 / fits[LinkClass.NETWORK].link.bytes_per_second
+    out = []
+    nothing = (0.0, 0.0)
+    for info in picked:
+        ws = info.ws
+        node = info.node
+        here_bytes, here = by_worker.get(info, nothing)
+        at_node_bytes, at_node = by_node.get(node, nothing)
+        near_bytes, near_n = at_node_bytes - here_bytes, at_node - here
+        far_bytes, far_n = total_bytes - at_node_bytes, count - at_node
+        for d, nbytes, nodes in wide:
+            if ws in d.who_has:
+                continue
+            if node in nodes:
+                near_bytes += nbytes
+                near_n += scale
+            else:
+                far_bytes += nbytes
+                far_n += scale
+        needs = ws.needs_what
+        if needs and (near_n or far_n):
+            for d in inputs.counted:
+                if d in needs:  # promised: take it off the side it was counted on
+                    nbytes = d.get_nbytes() * scale
+                    if any(
+                        (w := by_address.get(h.address)) is not None and w.node is node
+                        for h in islice(d.who_has or (), WIDE)
+                    ):
+                        near_bytes, near_n = near_bytes - nbytes, near_n - scale
+                    else:
+                        far_bytes, far_n = far_bytes - nbytes, far_n - scale
+            # Sums of floats in another order: what is left of nothing may be a little less.
+            if near_n < 0.5:
+                near_bytes = near_n = 0.0
+            if far_n < 0.5:
+                far_bytes = far_n = 0.0
+        near = fits[node.link_class].link
+        pending = pending_bytes(ws)
+        if pending:
+            share = info.far_share
+            pending_seconds = pending * (share * far_spb + (1.0 - share) / near.bytes_per_second)
+        else:
+            pending_seconds = 0.0
+        if len(ws.long_running) != info.seceded:
+            reconcile(info)
+        threads = ws.nthreads
+        # A free thread means no wait, however long the tasks on the other threads are.
+        if len(ws.processing) - info.seceded < threads:
+            queue = 0.0
+        else:
+            queue = info.backlog_seconds * info.slowness / threads
+        out.append(
+            WorkerView(
+                queue,
+                pending_seconds,
+                near_bytes,
+                near_n,
+                far_bytes,
+                far_n,
+                info.slowness,
+                info.mark_bytes - ws.nbytes - info.reserved_bytes - pending,
+                ws.nbytes,
+                near,
+            )
+        )
+    return out

@@ -1,0 +1,78 @@
+"""What it costs to run a task on a worker, in seconds. Pure arithmetic.
+
+::
+
+    cost = max(Q, X) + C + E + lambda * F
+
+    Q  the worker's queue: work assigned to it and not yet done
+    X  its inputs: promised inbound traffic, then missing bytes over the link of each class, then one latency per fetch
+    C  the task itself, slower on a slow worker
+    E  overflow: what this task alone pushes over the memory mark has to be written out and, in general, read back
+    F  the bytes moved, priced as time on the link
+
+Q and X are a maximum, not a sum, because a worker fetches inputs while its threads compute. Upstream adds them and also
+counts queued transfers in the queue, so that a transfer is paid twice (dask/distributed#7003).
+
+E is *marginal*: min(new bytes, bytes over the mark). What is over already is sunk: it has to be paid wherever this
+task goes. Charging it made an over-full worker look worse with every task and drove data round the cluster.
+
+F is an externality: bytes on a link delay others, whom Q and X of this task do not see. Without it an idle worker wins
+as soon as its fetch is a little shorter than the holder's queue, and locality dissolves (dask/distributed#5253).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dask_gpurt.model.link import Link
+    from dask_gpurt.model.views import TaskView, WorkerView
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Weights:
+    """The two constants of the cost."""
+
+    #: lambda: seconds charged to the task per second that its bytes occupy a link
+    moved: float = 1.0
+    #: seconds to write one byte out and read it back: 1 GB/s each way, an ordinary NVMe shared by a few workers
+    overflow_seconds_per_byte: float = 2e-9
+
+
+def cost(task: TaskView, worker: WorkerView, far: Link, weights: Weights) -> float:
+    """Seconds; smaller is better. `far` is the network path to the worker."""
+    queue, pending, near_bytes, near_fetches, far_bytes, far_fetches, slowness, room, _, near = worker
+    compute, output = task
+    moved = 0.0
+    inputs = pending
+    if near_fetches:
+        moved = near_bytes / near.bytes_per_second
+        inputs += near.latency_seconds * near_fetches
+    if far_fetches:
+        moved += far_bytes / far.bytes_per_second
+        inputs += far.latency_seconds * far_fetches
+    inputs += moved
+    seconds = (queue if queue > inputs else inputs) + compute * slowness + weights.moved * moved
+    new = near_bytes + far_bytes + output
+    over = new - room
+    if over > 0:
+        seconds += (over if over < new else new) * weights.overflow_seconds_per_byte
+    return seconds
+
+
+def terms(task: TaskView, worker: WorkerView, far: Link, weights: Weights) -> dict[str, float]:
+    """The terms of `cost` by name, in seconds; ``max(queue, inputs) + compute + overflow + moved`` is the cost."""
+    near = worker.near
+    moved = worker.near_bytes / near.bytes_per_second + worker.far_bytes / far.bytes_per_second
+    new = worker.near_bytes + worker.far_bytes + task.output_bytes
+    return {
+        "queue": worker.queue_seconds,
+        "inputs": worker.pending_seconds
+        + near.latency_seconds * worker.near_fetches
+        + far.latency_seconds * worker.far_fetches
+        + moved,
+        "compute": task.compute_seconds * worker.slowness,
+        "overflow": max(0.0, min(new, new - worker.room_bytes)) * weights.overflow_seconds_per_byte,
+        "moved": weights.moved * moved,
+    }

@@ -1,0 +1,113 @@
+"""How long tasks take and how large their results are, per prefix; how slow each worker is.
+
+One model: ``duration = seconds(prefix) * slowness(worker)``.
+
+* ``seconds(prefix)`` is the median of the last few durations, each divided by the slowness of its worker. A median,
+  because a first call that imports a library, or one straggler, must not decide where a thousand tasks go.
+* ``slowness(worker)`` is a geometric moving average of measured over expected. Only the product of the two is ever
+  used, so the scale they share does not matter; `statistics` gives it relative to the median worker.
+* Only time spent computing counts. Reading spilled inputs is a matter of memory, not of the processor: counted as
+  compute it made every worker that had spilled look slow for good, and sent its data away.
+* A prefix never seen counts 5 ms, not upstream's 500 ms: a queue that nobody has measured must never justify moving
+  bytes. Stealing corrects when the guess was too small.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from dask_gpurt.placement.workers import WorkerInfo
+
+#: duration assumed for a prefix never seen, in seconds
+UNKNOWN_SECONDS = 0.005
+#: durations kept per prefix
+WINDOW = 11
+#: prefixes kept; a client that invents a new one for every task must not fill the scheduler
+MAX_PREFIXES = 10_000
+#: a duration below this says more about the thread pool than about the worker, in seconds
+MEASURABLE_SECONDS = 0.002
+#: samples of a prefix before it says anything about a worker
+JUDGING = 3
+#: weight of a new sample in a worker's slowness
+GAIN = 0.1
+_LOG_STEP = math.log(4)
+_LOG_BOUND = math.log(64)
+
+
+class Prefix:
+    """What is known of the tasks with one key prefix."""
+
+    __slots__ = ("_samples", "name", "output_bytes", "samples", "seconds")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        #: median duration in seconds on a worker of slowness 1; None: never seen
+        self.seconds: float | None = None
+        #: moving average of the result's size
+        self.output_bytes = 0.0
+        #: how many durations were learned
+        self.samples = 0
+        self._samples: list[float] = []
+
+    def learn(self, seconds: float, nbytes: float) -> None:
+        kept = self._samples
+        if len(kept) < WINDOW:
+            kept.append(seconds)
+        else:
+            kept[self.samples % WINDOW] = seconds
+        self.seconds = sorted(kept)[(len(kept) - 1) // 2]
+        if self.samples:
+            self.output_bytes += 0.2 * (nbytes - self.output_bytes)
+        else:
+            self.output_bytes = nbytes
+        self.samples += 1
+
+
+class Durations:
+    """All prefixes, and the learning of workers' slowness."""
+
+    def __init__(self) -> None:
+        self.prefixes: dict[str, Prefix] = {}
+
+    def prefix(self, name: str) -> Prefix:
+        found = self.prefixes.get(name)
+        if found is None:
+            if len(self.prefixes) >= MAX_PREFIXES:
+                del self.prefixes[next(iter(self.prefixes))]
+            found = self.prefixes[name] = Prefix(name)
+        return found
+
+    def learn(self, prefix: Prefix, worker: WorkerInfo, seconds: float, nbytes: float) -> None:
+        """A task with this prefix computed for so long on that worker."""
+        expected = prefix.seconds
+        if expected is not None and prefix.samples >= JUDGING and min(seconds, expected) > MEASURABLE_SECONDS:
+            # Bounded, so that one straggler moves the estimate by at most GAIN * log 4.
+            step = math.log(seconds / expected) - worker.log_slowness
+            step = min(max(step, -_LOG_STEP), _LOG_STEP)
+            log = min(max(worker.log_slowness + GAIN * step, -_LOG_BOUND), _LOG_BOUND)
+            worker.log_slowness = log
+            worker.slowness = math.exp(log)
+            worker.speed_samples += 1
+        prefix.learn(seconds / worker.slowness, nbytes)
+
+
+def compute_seconds(startstops: Iterable[Mapping[str, Any]]) -> float | None:
+    """Time spent in the last computation, without what overlaps with reading spilled data; None: nothing computed."""
+    start = stop = None
+    reads: list[tuple[float, float]] = []
+    for s in startstops:
+        action = s["action"]
+        if action == "compute":
+            start, stop = s["start"], s["stop"]
+        elif action == "disk-read":
+            reads.append((s["start"], s["stop"]))
+    if start is None or stop is None:
+        return None
+    seconds = stop - start
+    for a, b in reads:
+        seconds -= max(0.0, min(b, stop) - max(a, start))
+    return max(0.0, seconds)

@@ -1,0 +1,271 @@
+"""What placement knows and how it comes to know it: tables fed by scheduler events, asked for one decision at a time.
+
+The engine never acts. It reads TaskState and WorkerState objects (public attributes, and `seam` for the private one),
+keeps side tables, and answers `decide` and `comm_cost`. Whoever calls it catches its exceptions.
+
+Which tasks it decides:
+
+* tasks with inputs: yes, by `cost`;
+* tasks without inputs: left to stock. There is nothing to be near to, and stock's least-occupied and round-robin rules
+  are right and O(1) on large clusters;
+* root-ish tasks: stock's queuing keeps the order and the memory bound, and never asks;
+* actors: left to stock, which spreads them by number.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.model import LinkClass
+from dask_gpurt.model.views import TaskView
+from dask_gpurt.placement import candidates, seam
+from dask_gpurt.placement.budget import Budget
+from dask_gpurt.placement.durations import UNKNOWN_SECONDS, Durations, compute_seconds
+from dask_gpurt.placement.ledger import Charge, Ledger
+from dask_gpurt.placement.policy import choose
+from dask_gpurt.placement.workers import WorkerInfo, WorkerTable
+from dask_gpurt.topology.links import LinkMatrix, Transfer, merge
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Hashable, Mapping
+
+    from dask_gpurt.config import PlacementSettings
+
+#: share of a worker's memory limit that task data may fill before more of it overflows: Dask's memory.target
+HOST_SHARE = 0.6
+#: inputs remembered per task for learning links from their transfer
+MAX_LEARNED_INPUTS = 8
+#: a task with more inputs costs too much to price for every thief; stock prices it
+MAX_PRICED_INPUTS = 64
+#: weight of a decision in a worker's share of network traffic
+SHARE_GAIN = 0.2
+
+
+class Engine:
+    """Tables and decisions of one scheduler."""
+
+    def __init__(self, scheduler: Any, settings: PlacementSettings) -> None:
+        self.scheduler = scheduler
+        self.settings = settings
+        self.workers = WorkerTable(HOST_SHARE)
+        self.ledger = Ledger()
+        self.durations = Durations()
+        self.links = LinkMatrix()
+        self.budget = Budget()
+        #: decisions by what they came to
+        self.decided: Counter[str] = Counter()
+        #: decisions left to stock on purpose, by reason
+        self.declined: Counter[str] = Counter()
+        #: prices given to work stealing
+        self.priced = 0
+
+    # ------------------------------------------------------------------ decisions
+
+    def decide(self, ts: Any, valid: Collection[Any] | None) -> Any:
+        """The WorkerState to run a task on; None to leave it to stock.
+
+        Parameters
+        ----------
+        valid
+            WorkerStates the task may run on; None: all.
+        """
+        if self.budget.exhausted:
+            self.declined["over budget"] += 1
+            return None
+        deps = ts.dependencies
+        if not deps or ts.actor:
+            self.declined["actor" if ts.actor else "no inputs"] += 1
+            return None
+        began = time.perf_counter_ns()
+        workers = self.workers
+        inputs = candidates.Inputs(deps, workers.by_address)
+        picked = candidates.pick(inputs, workers, self.settings.candidates, valid, seam.is_running)
+        if not picked:
+            self.declined["no candidate"] += 1
+            return None
+        prefix = self.durations.prefixes.get(ts.prefix.name)
+        if prefix is None or prefix.seconds is None:
+            hint = ts.prefix.duration_average
+            task = TaskView(hint if hint >= 0 else UNKNOWN_SECONDS, 0.0)
+        else:
+            task = TaskView(prefix.seconds, prefix.output_bytes)
+        views = candidates.views(picked, inputs, workers, self.links, seam.pending_bytes, self.ledger.reconcile)
+        i = choose(task, views, self.links.link(LinkClass.NETWORK))
+        info, view = picked[i], views[i]
+        if valid is not None:
+            self.decided["restricted"] += 1
+        if view.far_fetches or view.near_fetches:
+            self.decided["moved"] += 1
+            moved = view.far_bytes + view.near_bytes
+            if moved > 0:
+                info.far_share += SHARE_GAIN * (view.far_bytes / moved - info.far_share)
+        else:
+            self.decided["local"] += 1
+        self.budget.record((time.perf_counter_ns() - began) * 1e-9)
+        return info.ws
+
+    def comm_cost(self, ts: Any, ws: Any) -> float | None:
+        """Seconds to bring a task's missing inputs to a worker, for work stealing; None to leave it to stock.
+
+        Stealing compares this with occupancies, which contain inbound bytes at the one bandwidth of stock. Pricing
+        moves in true seconds beside that made every move look profitable on fast links: simulated at 64 workers, it
+        stole ten times as much and tripled the time of a stencil. So the slowest kind of link in use is priced at
+        stock's bandwidth, and what was learned is used for what stock cannot know: how much less a neighbour costs,
+        and the latency of each fetch.
+        """
+        by_address = self.workers.by_address
+        info = by_address.get(ws.address)
+        deps = ts.dependencies
+        if info is None or info.ws is not ws or len(deps) > MAX_PRICED_INPUTS:
+            return None
+        self.priced += 1
+        node = info.node
+        near = self.links.link(node.link_class)
+        one_node = len(self.workers.nodes) == 1
+        far = near if one_node else self.links.link(LinkClass.NETWORK)
+        near_bytes = far_bytes = 0
+        seconds = 0.0
+        for d in deps:
+            holders = d.who_has or ()
+            if ws in holders:
+                continue
+            if one_node or any(
+                (other := by_address.get(h.address)) is not None and other.node is node
+                for h in islice(holders, candidates.WIDE)
+            ):
+                near_bytes += d.get_nbytes()
+                seconds += near.latency_seconds
+            else:
+                far_bytes += d.get_nbytes()
+                seconds += far.latency_seconds
+        discount = min(1.0, far.bytes_per_second / near.bytes_per_second)
+        return float(seconds + (far_bytes + near_bytes * discount) / self.scheduler.bandwidth)
+
+    # ------------------------------------------------------------------ events
+
+    def adopt(self) -> None:
+        """Take in the workers and the tasks in processing that are already there."""
+        for ws in self.scheduler.workers.values():
+            info = self.workers.add(ws)
+            for ts in ws.processing:
+                self._charge(ts, info)
+            self.workers.refresh(info)
+
+    def worker_added(self, address: str) -> None:
+        self.workers.add(self.scheduler.workers[address])
+
+    def worker_removed(self, address: str) -> None:
+        self.workers.remove(address)
+
+    def restarted(self) -> None:
+        """The scheduler has forgotten all tasks, without transitions."""
+        self.ledger.forget()
+        self.workers.clear_charges()
+
+    def entered_processing(self, key: Hashable) -> None:
+        """A task was assigned, by whomever."""
+        ts = self.scheduler.tasks.get(key)
+        ws = None if ts is None else ts.processing_on
+        info = None if ws is None else self.workers.by_address.get(ws.address)
+        if info is None or info.ws is not ws:
+            return
+        charge = self._charge(ts, info)
+        self.workers.refresh(info)
+        needs = ws.needs_what
+        if needs and len(needs) <= MAX_LEARNED_INPUTS:
+            # Only when all that is inbound is for this task will the transfers that the worker reports with it have
+            # carried its inputs and nothing else; their size is not reported.
+            deps = ts.dependencies
+            if all(d in deps for d in needs):
+                charge.inputs = tuple(needs)
+
+    def left_processing(self, key: Hashable, finish: str, details: Mapping[str, Any]) -> None:
+        """A task is no longer assigned. `details` are the keywords of the transition."""
+        charge = self.ledger.settle(key)
+        if charge is None:
+            return
+        info = charge.info
+        address = info.ws.address
+        if self.workers.by_address.get(address) is not info:
+            return
+        self.workers.refresh(info)
+        startstops = details.get("startstops")
+        if finish != "memory" or not startstops or details.get("worker") != address:
+            return
+        seconds = compute_seconds(startstops)
+        if seconds is not None:
+            prefix = self.durations.prefix(charge.prefix.name)
+            first = prefix.seconds is None
+            self.durations.learn(prefix, info, seconds, max(0, details.get("nbytes") or 0))
+            if first:
+                self.ledger.learned(prefix)
+        if charge.inputs:
+            self._learn_links(info, charge, startstops)
+
+    def stolen(self, key: Hashable, victim: str, thief: str) -> None:
+        """Work stealing moved a task."""
+        by_address = self.workers.by_address
+        to = by_address.get(thief)
+        ts = self.scheduler.tasks.get(key)
+        if to is None or ts is None or ts.processing_on is not to.ws:
+            return
+        self.ledger.move(key, to)
+        self.workers.refresh(to)
+        if (origin := by_address.get(victim)) is not None:
+            self.workers.refresh(origin)
+
+    def _charge(self, ts: Any, info: WorkerInfo) -> Charge:
+        return self.ledger.charge(ts.key, info, self.durations.prefix(ts.prefix.name), ts.prefix.duration_average)
+
+    def _learn_links(self, info: WorkerInfo, charge: Charge, startstops: Collection[Mapping[str, Any]]) -> None:
+        """Learn from a task's transfers if it is certain what each of them carried; most are not, and are skipped."""
+        reported = [s for s in startstops if s["action"] == "transfer"]
+        sources: dict[str, list[Any]] = {s["source"]: [] for s in reported}
+        if len(sources) != len(reported):
+            return  # two requests to one worker: no telling which carried what
+        for d in charge.inputs:
+            held = [h.address for h in d.who_has or () if h.address in sources]
+            if len(held) != 1:
+                return  # came with another task's transfer, or could have come from either of two
+            sources[held[0]].append(d)
+        transfers = []
+        for s in reported:
+            source = self.workers.by_address.get(s["source"])
+            carried = sources[s["source"]]
+            if source is None or not carried:
+                return
+            link_class = info.node.link_class if source.node is info.node else LinkClass.NETWORK
+            transfers.append(Transfer(s["start"], s["stop"], sum(d.get_nbytes() for d in carried), link_class))
+        for link_class, nbytes, seconds, requests in merge(transfers):
+            self.links.observe(link_class, nbytes, seconds, requests)
+
+    # ------------------------------------------------------------------ statistics
+
+    def statistics(self) -> dict[str, Any]:
+        """Plain JSON; see `PlacementPlugin.statistics`."""
+        measured = [w for w in self.workers.all.items if w.speed_samples]
+        usual = statistics.median(w.slowness for w in measured) if measured else 1.0
+        return {
+            "decisions": {
+                "total": self.budget.count,
+                "moved": self.decided["moved"],
+                "local": self.decided["local"],
+                "restricted": self.decided["restricted"],
+            },
+            "declined": dict(self.declined),
+            "prices": self.priced,
+            "microseconds": self.budget.statistics(),
+            "links": self.links.statistics(),
+            "prefixes": len(self.durations.prefixes),
+            #: address -> speed relative to the median worker (2: twice as fast)
+            "speeds": {w.ws.address: usual / w.slowness for w in measured},
+            "tables": {
+                "workers": len(self.workers.by_address),
+                "charges": len(self.ledger.charges),
+                "unknown": sum(map(len, self.ledger.unknown.values())),
+            },
+        }

@@ -1,0 +1,130 @@
+"""Who works on what, in seconds and bytes: the running sums behind a worker's queue.
+
+A task is *charged* to a worker when it goes to processing and *settled* when it leaves. Invariants:
+
+1. Every charge is settled by the amount it was charged, whatever has been learned in between; so sums return to zero.
+   (They are floats: a worker without tasks has its sums set to exactly 0.)
+2. A task charged before its prefix was known is charged again as soon as it is, once; without that, a burst of new
+   tasks counts 5 ms each until the last of them is done.
+3. A task that seceded (`worker_client`, `distributed.secede`) no longer occupies a thread and leaves the backlog. No
+   event tells us; `reconcile` compares counts when the worker is next looked at.
+4. A stolen task moves with its charge; stealing writes `processing_on` without any transition.
+
+Upstream instead keeps counts per prefix and multiplies by today's mean on every look: O(prefixes) per candidate.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.placement.durations import UNKNOWN_SECONDS, Prefix
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from dask_gpurt.placement.workers import WorkerInfo
+
+
+class Charge:
+    """One task in processing."""
+
+    __slots__ = ("info", "inputs", "nbytes", "prefix", "seconds", "unknown")
+
+    def __init__(self, info: WorkerInfo, prefix: Prefix, seconds: float, nbytes: float, unknown: bool) -> None:
+        self.info = info
+        self.prefix = prefix
+        #: in the worker's backlog for this task, on a worker of slowness 1
+        self.seconds = seconds
+        #: expected result
+        self.nbytes = nbytes
+        #: charged with a guess
+        self.unknown = unknown
+        #: the inputs being fetched for this task, when nothing else was inbound; () otherwise
+        self.inputs: tuple[Any, ...] = ()
+
+
+class Ledger:
+    """All charges, by key."""
+
+    def __init__(self) -> None:
+        self.charges: dict[Hashable, Charge] = {}
+        #: keys charged with a guess, by prefix name
+        self.unknown: dict[str, dict[Hashable, None]] = {}
+
+    def charge(self, key: Hashable, info: WorkerInfo, prefix: Prefix, hint_seconds: float) -> Charge:
+        """Charge a task that went to processing. `hint_seconds` < 0: nobody has a hint for an unknown prefix."""
+        if key in self.charges:  # back in processing without having left it, as far as we were told
+            self.settle(key)
+        known = prefix.seconds
+        seconds = known if known is not None else hint_seconds if hint_seconds >= 0 else UNKNOWN_SECONDS
+        charge = self.charges[key] = Charge(info, prefix, seconds, prefix.output_bytes, known is None)
+        if known is None:
+            self.unknown.setdefault(prefix.name, {})[key] = None
+        info.tasks += 1
+        info.backlog_seconds += seconds
+        info.reserved_bytes += charge.nbytes
+        return charge
+
+    def settle(self, key: Hashable) -> Charge | None:
+        """The task left processing; None when it was not charged."""
+        charge = self.charges.pop(key, None)
+        if charge is None:
+            return None
+        if charge.unknown:
+            self._known(key, charge)
+        self._take(charge)
+        return charge
+
+    def learned(self, prefix: Prefix) -> None:
+        """Charge again what was charged with a guess, now that the prefix has a duration (invariant 2)."""
+        for key in self.unknown.pop(prefix.name, ()):
+            charge = self.charges[key]
+            charge.unknown = False
+            if charge.seconds and prefix.seconds is not None:  # 0: seceded
+                charge.info.backlog_seconds += prefix.seconds - charge.seconds
+                charge.seconds = prefix.seconds
+            charge.info.reserved_bytes += prefix.output_bytes - charge.nbytes
+            charge.nbytes = prefix.output_bytes
+
+    def move(self, key: Hashable, thief: WorkerInfo) -> None:
+        """The task was stolen (invariant 4)."""
+        charge = self.charges.get(key)
+        if charge is None or charge.info is thief:
+            return
+        self._take(charge)
+        charge.info = thief
+        charge.inputs = ()
+        thief.tasks += 1
+        thief.backlog_seconds += charge.seconds
+        thief.reserved_bytes += charge.nbytes
+
+    def reconcile(self, info: WorkerInfo) -> None:
+        """Take seceded tasks out of the backlog (invariant 3)."""
+        for ts in info.ws.long_running:
+            charge = self.charges.get(ts.key)
+            if charge is not None and charge.seconds:
+                info.backlog_seconds -= charge.seconds
+                charge.seconds = 0.0
+        info.seceded = len(info.ws.long_running)
+
+    def forget(self) -> None:
+        """All tasks are gone."""
+        self.charges.clear()
+        self.unknown.clear()
+
+    def _known(self, key: Hashable, charge: Charge) -> None:
+        keys = self.unknown.get(charge.prefix.name)
+        if keys is not None:
+            keys.pop(key, None)
+            if not keys:
+                del self.unknown[charge.prefix.name]
+
+    @staticmethod
+    def _take(charge: Charge) -> None:
+        info = charge.info
+        info.tasks -= 1
+        if info.tasks:
+            info.backlog_seconds -= charge.seconds
+            info.reserved_bytes -= charge.nbytes
+        else:
+            info.backlog_seconds = info.reserved_bytes = 0.0  # invariant 1

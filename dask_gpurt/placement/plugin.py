@@ -1,0 +1,174 @@
+"""The scheduler plugin: events in, decisions out.
+
+Order of things:
+
+1. `start` compares signatures, adopts what is there, then installs. Whatever fails before the last step has changed
+   nothing.
+2. Every hook is guarded. distributed only logs what a hook raises; we count it as well, and when the bookkeeping fails
+   too often placement retires as a whole: decisions on wrong books are worse than stock ones.
+3. `uninstall` gives everything back and drops the tables. Hooks that still arrive (`remove_plugin` has no hook of its
+   own) find no engine and do nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from distributed.diagnostics.plugin import SchedulerPlugin
+
+from dask_gpurt.errors import GpurtError, InstallError
+from dask_gpurt.model import Sink, null_sink
+from dask_gpurt.placement.engine import Engine
+from dask_gpurt.placement.seam import Seam
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dask_gpurt.config import PlacementSettings
+
+#: the part that fails when a hook does
+BOOKKEEPING = "bookkeeping"
+
+
+class PlacementPlugin(SchedulerPlugin):
+    """Decides where tasks run.
+
+    Parameters
+    ----------
+    settings
+        ``gpurt.placement``.
+    sink
+        Receives ``placement.fallback`` and ``placement.retired`` events.
+
+    Examples
+    --------
+    In ``dask_setup``: ``scheduler.add_plugin(PlacementPlugin(Settings.load().placement))``; the scheduler calls
+    `start`. On a scheduler that runs already, await `start` yourself.
+    """
+
+    name = "gpurt-placement"
+    idempotent = True
+
+    def __init__(self, settings: PlacementSettings, *, sink: Sink = null_sink) -> None:
+        self.settings = settings
+        self._sink = sink
+        #: None before `start` and after `uninstall`
+        self.engine: Engine | None = None
+        self.seam: Seam | None = None
+
+    async def start(self, scheduler: Any) -> None:
+        """Take over.
+
+        Raises
+        ------
+        SeamMismatch
+            This distributed is not what the seam was written for. Nothing was changed.
+        InstallError
+            Another plugin has taken over already, or the scheduler's state could not be read. Nothing was changed.
+        """
+        if self.engine is not None:
+            raise InstallError(f"{self.name} has been started already. Remedy: use one plugin object per scheduler")
+        seam = Seam(scheduler, sink=self._sink)
+        seam.check()
+        engine = Engine(scheduler, self.settings)
+        try:
+            engine.adopt()
+            seam.install({"decide_worker_non_rootish": self._decide, "get_comm_cost": engine.comm_cost})
+        except GpurtError:
+            raise
+        except Exception as e:
+            seam.uninstall()
+            raise InstallError(f"placement could not take over: {type(e).__name__}: {e}. Nothing was changed") from e
+        self.seam, self.engine = seam, engine
+
+    def uninstall(self) -> None:
+        """Give the scheduler back as it was. Safe to call at any time, also twice."""
+        if self.seam is not None:
+            self.seam.uninstall()
+        self.engine = None
+
+    async def close(self) -> None:
+        self.uninstall()
+
+    @property
+    def installed(self) -> tuple[str, ...]:
+        """What is taken over now, by name of the scheduler's attribute."""
+        return () if self.seam is None else self.seam.installed
+
+    def statistics(self) -> dict[str, Any]:
+        """Counts since `start`, as plain JSON.
+
+        ``decisions`` (total, moved, local, restricted), ``declined`` (left to stock on purpose, by reason),
+        ``fallbacks`` (part -> reason -> count), ``exceptions``, ``last_traceback``, ``retired`` (part -> reason),
+        ``microseconds`` per decision (total, median, p99), ``links`` (latency in s, bytes/s, samples), ``prefixes``
+        known, ``speeds`` of workers, sizes of the ``tables``. Only ``installed: false`` after `uninstall`.
+        """
+        if self.engine is None or self.seam is None:
+            return {"installed": False}
+        parts = self.seam.parts
+        fallbacks = {name: dict(p.fallbacks) for name, p in parts.items() if p.fallbacks}
+        return {
+            "installed": True,
+            "overrides": list(self.seam.installed),
+            **self.engine.statistics(),
+            "fallbacks": fallbacks,
+            "exceptions": sum(p.fallbacks["exception"] for p in parts.values()),
+            "last_traceback": next((p.last_traceback for p in parts.values() if p.last_traceback), None),
+            "retired": {name: p.retired for name, p in parts.items() if p.retired is not None},
+        }
+
+    # ------------------------------------------------------------------ hooks
+
+    def _decide(self, ts: Any, valid: Any) -> Any:
+        if self.engine is None or self.seam is None:
+            return None
+        books = self.seam.parts.get(BOOKKEEPING)
+        if books is not None and books.retired is not None:
+            self.engine.declined["bookkeeping retired"] += 1
+            return None
+        return self.engine.decide(ts, valid)
+
+    def _guard(self, event: Callable[..., None], *args: Any) -> None:
+        try:
+            event(*args)
+        except Exception:
+            if self.seam is not None:
+                self.seam.failed(BOOKKEEPING)
+
+    def transition(self, key: Any, start: Any, finish: Any, *args: Any, stimulus_id: str, **kwargs: Any) -> None:
+        # Called for every transition of every task: leave as early as possible.
+        engine = self.engine
+        if engine is None or start == finish:
+            return
+        if start == "processing":
+            self._guard(engine.left_processing, key, finish, kwargs)
+        elif finish == "processing":
+            self._guard(engine.entered_processing, key)
+
+    def log_event(self, topic: Any, msg: Any) -> None:
+        # Stealing writes processing_on itself; its log is the only public trace of that.
+        engine = self.engine
+        if (
+            engine is not None
+            and topic == "stealing"
+            and isinstance(msg, (tuple, list))
+            and msg[:1]
+            in (
+                ("confirm",),
+                ["confirm"],
+            )
+        ):
+            # ("confirm", key, state, victim, thief, stimulus_id)
+            self._guard(engine.stolen, msg[1], msg[3], msg[4])
+
+    def add_worker(self, scheduler: Any, worker: str) -> None:
+        if self.engine is not None:
+            self._guard(self.engine.worker_added, worker)
+
+    def remove_worker(self, scheduler: Any, worker: str, *, stimulus_id: str, **kwargs: Any) -> None:
+        if self.engine is not None:
+            self._guard(self.engine.worker_removed, worker)
+
+    def restart(self, scheduler: Any) -> None:
+        if self.engine is not None:
+            self._guard(self.engine.restarted)

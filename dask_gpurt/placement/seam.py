@@ -1,0 +1,291 @@
+"""Taking over a live Scheduler, and giving it back. The only file of this area that touches its private API.
+
+The take-over is by instance attributes: ``scheduler.decide_worker_non_rootish = ours`` hides the class's method, and
+``delattr`` restores it exactly. `Scheduler` has a ``__dict__`` although `SchedulerState` has slots.
+
+Do no harm. An exception that escapes an overridden decider while a task finishes closes that worker's comm, and the
+scheduler *removes the worker*. So every override is wrapped:
+
+1. It raises: the class's own method decides; counted, the traceback kept as text, an event emitted (at most one per
+   `EVENT_SECONDS`).
+2. It returns None: it declines, the class's own method decides. Not a failure.
+3. It returns something that is not a running worker of this scheduler, or not one the task may run on: as 1, as
+   "rejected". The check costs less than a microsecond and is what keeps user restrictions safe from our mistakes.
+4. More than `LIMIT` failures within `WINDOW_SECONDS`: this override retires. It stays installed, but the class's own
+   method decides from then on; one WARNING says so. (It must not uninstall itself: it may be on the stack.)
+
+Signatures are compared at install time. A private name that changed in meaning but not in signature cannot be found
+that way; that is what the supported range of versions in setup.cfg and the upstream suites are for.
+
+Rejected: patching the class (leaks into every scheduler of the process, which tests have many of); a Scheduler subclass
+(``dask scheduler`` has no option for one).
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import operator
+import time
+import traceback
+from collections import Counter, deque
+from typing import TYPE_CHECKING, Any
+
+import distributed
+from distributed.core import Status
+from distributed.scheduler import TaskState, WorkerState
+
+from dask_gpurt.errors import InstallError, SeamMismatch
+from dask_gpurt.model import Event, Sink, null_sink
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+logger = logging.getLogger("distributed.scheduler.gpurt")
+
+#: failures within the window after which an override retires
+LIMIT = 100
+WINDOW_SECONDS = 60.0
+#: one event per so many seconds and part, at most
+EVENT_SECONDS = 10.0
+
+#: what an override or the plugin calls or hides: name -> parameters
+SIGNATURES: dict[str, tuple[str, ...]] = {
+    "decide_worker_non_rootish": ("self", "ts"),
+    "get_comm_cost": ("self", "ts", "ws"),
+    "valid_workers": ("self", "ts"),
+}
+#: slots that must exist
+ATTRIBUTES: dict[type, tuple[str, ...]] = {
+    WorkerState: (
+        "_network_occ",
+        "address",
+        "host",
+        "long_running",
+        "memory_limit",
+        "nbytes",
+        "needs_what",
+        "nthreads",
+        "processing",
+        "status",
+    ),
+    TaskState: (
+        "actor",
+        "dependencies",
+        "host_restrictions",
+        "key",
+        "loose_restrictions",
+        "nbytes",
+        "prefix",
+        "processing_on",
+        "resource_restrictions",
+        "who_has",
+        "worker_restrictions",
+    ),
+}
+
+#: bytes that tasks assigned to a worker still have to fetch, each input once
+pending_bytes: Callable[[Any], int] = operator.attrgetter("_network_occ")
+
+
+def is_running(ws: Any) -> bool:
+    """Whether a WorkerState takes tasks: not paused, closing or gone."""
+    return ws.status is Status.running
+
+
+class Part:
+    """One override, or one group of hooks, and its failures."""
+
+    __slots__ = ("_last_event", "_times", "fallbacks", "last_traceback", "name", "retired")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        #: reason -> how often the class's own method decided because of a failure
+        self.fallbacks: Counter[str] = Counter()
+        self.last_traceback: str | None = None
+        #: why it retired; None while it works
+        self.retired: str | None = None
+        self._times: deque[float] = deque(maxlen=LIMIT)
+        self._last_event = -math.inf
+
+
+class Seam:
+    """The take-over of one scheduler."""
+
+    def __init__(self, scheduler: Any, *, sink: Sink = null_sink, clock: Callable[[], float] = time.monotonic) -> None:
+        self.scheduler = scheduler
+        self.parts: dict[str, Part] = {}
+        self._sink = sink
+        self._clock = clock
+        self._installed: dict[str, Any] = {}
+
+    def check(self) -> None:
+        """Compare what is relied on with what is there.
+
+        Raises
+        ------
+        SeamMismatch
+            A name is missing or has other parameters.
+        InstallError
+            Somebody else has already overridden one of the names on this scheduler.
+        """
+        cls = type(self.scheduler)
+        for name, expected in SIGNATURES.items():
+            method: Any = getattr(cls, name, None)
+            if method is None:
+                self._mismatch(f"{cls.__name__}.{name}{_said(expected)}", "nothing of that name")
+            try:
+                parameters = inspect.signature(method).parameters
+            except (TypeError, ValueError):
+                self._mismatch(f"{cls.__name__}.{name}{_said(expected)}", repr(method))
+            if tuple(parameters) != expected:
+                self._mismatch(f"{cls.__name__}.{name}{_said(expected)}", f"{name}{_said(tuple(parameters))}")
+        for owner, names in ATTRIBUTES.items():
+            for name in names:
+                if not hasattr(owner, name):
+                    self._mismatch(f"{owner.__name__}.{name}", "nothing of that name")
+
+    @staticmethod
+    def _mismatch(expected: str, found: str) -> None:
+        raise SeamMismatch(
+            f"distributed {distributed.__version__} is not what placement was written for: expected {expected}, "
+            f"found {found}. Remedy: install a supported version (see `pip show dask-gpurt`), or set "
+            "gpurt.placement.enabled: false"
+        )
+
+    def install(self, overrides: Mapping[str, Callable[..., Any]]) -> None:
+        """Put `overrides` in place, wrapped; all of them or none.
+
+        Parameters
+        ----------
+        overrides
+            ``decide_worker_non_rootish``: ``(ts, valid: set[WorkerState] | None) -> WorkerState | None``; None
+            declines. `valid` is None when the task may run anywhere.
+            ``get_comm_cost``: ``(ts, ws) -> float | None`` in seconds; None declines.
+
+        Raises
+        ------
+        InstallError
+            An override that there is no wrapper for, or one that is in place already.
+        """
+        wrappers: dict[str, Callable[[Part, Callable[..., Any]], Callable[..., Any]]] = {
+            "decide_worker_non_rootish": self._wrap_decide,
+            "get_comm_cost": self._wrap_comm_cost,
+        }
+        for name in overrides:
+            if name not in wrappers:
+                raise InstallError(f"cannot override {name!r}; there are wrappers for {', '.join(wrappers)}")
+            if name in self.scheduler.__dict__:
+                raise InstallError(
+                    f"Scheduler.{name} is already overridden by {self.scheduler.__dict__[name]!r}. Remedy: remove "
+                    "the other plugin, or set gpurt.placement.enabled: false"
+                )
+        for name, ours in overrides.items():
+            part = self.parts.setdefault(name, Part(name))
+            wrapped = wrappers[name](part, ours)
+            self._installed[name] = wrapped
+            setattr(self.scheduler, name, wrapped)
+
+    def uninstall(self) -> None:
+        """Restore the class's methods. What somebody else has put over ours since is left alone, and said."""
+        attributes = self.scheduler.__dict__
+        for name, wrapped in self._installed.items():
+            if attributes.get(name) is wrapped:
+                delattr(self.scheduler, name)
+            elif name in attributes:
+                logger.warning("Scheduler.%s was overridden after placement took it over; left as it is", name)
+        self._installed.clear()
+
+    @property
+    def installed(self) -> tuple[str, ...]:
+        """Names taken over now."""
+        return tuple(self._installed)
+
+    def failed(self, part_name: str, reason: str = "exception", detail: str | None = None) -> None:
+        """Count a failure of a part; retire it when there are too many. Call inside ``except`` for the traceback."""
+        part = self.parts.setdefault(part_name, Part(part_name))
+        part.fallbacks[reason] += 1
+        part.last_traceback = detail if detail is not None else traceback.format_exc()
+        now = self._clock()
+        times = part._times
+        times.append(now)
+        if now - part._last_event >= EVENT_SECONDS:
+            part._last_event = now
+            self._emit(
+                Event(
+                    "placement.fallback",
+                    f"{part_name}: {reason}; stock Dask decided instead",
+                    {"part": part_name, "reason": reason, "traceback": part.last_traceback},
+                )
+            )
+        if part.retired is None and len(times) == times.maxlen and now - times[0] <= WINDOW_SECONDS:
+            part.retired = (
+                f"{len(times)} failures within {WINDOW_SECONDS:g} s; the last one: "
+                f"{part.last_traceback.strip().rsplit(chr(10), 1)[-1]}"
+            )
+            logger.warning("placement: %s retires, stock Dask decides from now on: %s", part_name, part.retired)
+            self._emit(Event("placement.retired", f"{part_name} retires: {part.retired}", {"part": part_name}))
+
+    def _emit(self, event: Event) -> None:
+        try:
+            self._sink(event)
+        except Exception:
+            # A listener that fails must not undo the fallback that it was told of.
+            logger.exception("placement: the event sink failed on %s", event.name)
+
+    def _stock(self, name: str) -> Callable[..., Any]:
+        """The class's own method, bound."""
+        bound: Callable[..., Any] = getattr(type(self.scheduler), name).__get__(self.scheduler)
+        return bound
+
+    def _wrap_decide(self, part: Part, ours: Callable[..., Any]) -> Callable[..., Any]:
+        scheduler = self.scheduler
+        stock = self._stock("decide_worker_non_rootish")
+        running = Status.running
+
+        def decide_worker_non_rootish(ts: TaskState) -> WorkerState | None:
+            if part.retired is not None:
+                part.fallbacks["retired"] += 1
+                return stock(ts)
+            try:
+                valid = None
+                if ts.worker_restrictions or ts.host_restrictions or ts.resource_restrictions:
+                    valid = scheduler.valid_workers(ts)
+                    if not valid and valid is not None and ts.loose_restrictions:
+                        valid = None
+                ws = ours(ts, valid)
+                if ws is None:
+                    return stock(ts)
+                if ws.status is running and scheduler.workers.get(ws.address) is ws and (valid is None or ws in valid):
+                    return ws
+                self.failed(part.name, "rejected", f"{ws!r} is not a running worker that {ts!r} may run on")
+            except Exception:
+                self.failed(part.name)
+            return stock(ts)
+
+        return decide_worker_non_rootish
+
+    def _wrap_comm_cost(self, part: Part, ours: Callable[..., Any]) -> Callable[..., Any]:
+        stock = self._stock("get_comm_cost")
+
+        def get_comm_cost(ts: TaskState, ws: WorkerState) -> float:
+            if part.retired is not None:
+                part.fallbacks["retired"] += 1
+                return stock(ts, ws)
+            try:
+                seconds = ours(ts, ws)
+                if seconds is None:
+                    return stock(ts, ws)
+                if 0 <= seconds < math.inf:
+                    return seconds
+                self.failed(part.name, "rejected", f"{seconds!r} is not a time in seconds, for {ts!r} on {ws!r}")
+            except Exception:
+                self.failed(part.name)
+            return stock(ts, ws)
+
+        return get_comm_cost
+
+
+def _said(parameters: tuple[str, ...]) -> str:
+    return f"({', '.join(parameters)})"

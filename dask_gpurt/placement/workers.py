@@ -1,0 +1,173 @@
+"""The workers as placement sees them: who is where, who is idle, how much work is assigned to each.
+
+Everything here is O(1) per event and per look-up; nothing ever walks over all workers. Probing idle or random workers
+needs a set that can be indexed: upstream's `idle` and `running` cannot, and ``next(iter(d))`` on a dict whose first
+entries were removed walks over their tombstones.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from dask_gpurt.model.link import LinkClass
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
+
+
+class IndexedSet(Generic[T]):
+    """A set that gives a random element in O(1). `add` and `discard` are O(1); order is arbitrary but deterministic."""
+
+    __slots__ = ("_position", "items")
+
+    def __init__(self) -> None:
+        #: the elements; read only
+        self.items: list[T] = []
+        self._position: dict[T, int] = {}
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __contains__(self, item: T) -> bool:
+        return item in self._position
+
+    def add(self, item: T) -> None:
+        if item not in self._position:
+            self._position[item] = len(self.items)
+            self.items.append(item)
+
+    def discard(self, item: T) -> None:
+        at = self._position.pop(item, None)
+        if at is None:
+            return
+        last = self.items.pop()
+        if at < len(self.items):
+            self.items[at] = last
+            self._position[last] = at
+
+
+class Node:
+    """Workers that reach one another without the network: those of one host, or of one process with ``inproc://``."""
+
+    __slots__ = ("idle", "link_class", "name", "workers")
+
+    def __init__(self, name: str, link_class: LinkClass) -> None:
+        self.name = name
+        #: the path between two of its workers
+        self.link_class = link_class
+        self.workers: IndexedSet[WorkerInfo] = IndexedSet()
+        self.idle: IndexedSet[WorkerInfo] = IndexedSet()
+
+
+class WorkerInfo:
+    """Our side table for one `WorkerState`, which has slots and takes no attributes of ours."""
+
+    __slots__ = (
+        "backlog_seconds",
+        "far_share",
+        "log_slowness",
+        "mark_bytes",
+        "node",
+        "reserved_bytes",
+        "seceded",
+        "slowness",
+        "speed_samples",
+        "tasks",
+        "ws",
+    )
+
+    def __init__(self, ws: Any, node: Node, mark_bytes: float) -> None:
+        #: distributed's WorkerState
+        self.ws = ws
+        self.node = node
+        #: bytes of task data at which it starts to overflow; infinite without a memory limit
+        self.mark_bytes = mark_bytes
+        #: work assigned and not done, in seconds on a worker of slowness 1
+        self.backlog_seconds = 0.0
+        #: expected results of the tasks assigned and not done
+        self.reserved_bytes = 0.0
+        #: tasks charged to this worker now
+        self.tasks = 0
+        #: how many of `ws.long_running` have been taken out of the backlog
+        self.seceded = 0
+        #: measured duration over expected duration; `log_slowness` is its logarithm
+        self.slowness = 1.0
+        self.log_slowness = 0.0
+        self.speed_samples = 0
+        #: decayed share of the inbound bytes that come over the network rather than from neighbours
+        self.far_share = 0.5
+
+    def __repr__(self) -> str:
+        return f"<WorkerInfo {self.ws.address} tasks={self.tasks} backlog={self.backlog_seconds:.3g}s>"
+
+
+class WorkerTable:
+    """All workers, by address, by node and by idleness."""
+
+    def __init__(self, host_share: float, seed: int = 0) -> None:
+        #: share of a worker's memory limit that task data may fill
+        self.host_share = host_share
+        self.by_address: dict[str, WorkerInfo] = {}
+        self.all: IndexedSet[WorkerInfo] = IndexedSet()
+        self.idle: IndexedSet[WorkerInfo] = IndexedSet()
+        self.nodes: dict[str, Node] = {}
+        #: seeded, so that the same events give the same decisions
+        self.random: Callable[[], float] = random.Random(seed).random
+
+    def add(self, ws: Any) -> WorkerInfo:
+        """Adopt a worker. A worker that came back under its old address replaces what was known of it."""
+        self.remove(ws.address)
+        name, link_class = node_of(ws.address, ws.host)
+        node = self.nodes.get(name)
+        if node is None:
+            node = self.nodes[name] = Node(name, link_class)
+        mark = ws.memory_limit * self.host_share if ws.memory_limit else float("inf")
+        info = self.by_address[ws.address] = WorkerInfo(ws, node, mark)
+        node.workers.add(info)
+        self.all.add(info)
+        self.refresh(info)
+        return info
+
+    def remove(self, address: str) -> WorkerInfo | None:
+        info = self.by_address.pop(address, None)
+        if info is None:
+            return None
+        node = info.node
+        self.all.discard(info)
+        self.idle.discard(info)
+        node.workers.discard(info)
+        node.idle.discard(info)
+        if not node.workers:
+            del self.nodes[node.name]
+        return info
+
+    def refresh(self, info: WorkerInfo) -> None:
+        """Note whether a thread of this worker is free."""
+        ws = info.ws
+        if len(ws.processing) - len(ws.long_running) < ws.nthreads:
+            self.idle.add(info)
+            info.node.idle.add(info)
+        else:
+            self.idle.discard(info)
+            info.node.idle.discard(info)
+
+    def clear_charges(self) -> None:
+        """Forget all assigned work (the scheduler has just forgotten all tasks)."""
+        for info in self.all.items:
+            info.backlog_seconds = info.reserved_bytes = 0.0
+            info.tasks = info.seceded = 0
+            self.refresh(info)
+
+
+def node_of(address: str, host: str) -> tuple[str, LinkClass]:
+    """The node of a worker and the path between two workers of that node.
+
+    ``inproc://host/pid/n`` hands references over within a process. Two ``tcp://`` workers may share a process too, but
+    they still talk through a socket, so they count as two processes of one host.
+    """
+    if address.startswith("inproc://"):
+        return address.rpartition("/")[0], LinkClass.PROCESS
+    return host, LinkClass.HOST
