@@ -1,0 +1,129 @@
+"""Who may bring more bytes into memory now.
+
+Synchronous spilling had a hidden virtue: a worker whose loop was busy writing could not start another task. Without
+it, tasks run ahead of the disk until the process is paused or killed (that is why upstream shelved its asynchronous
+buffer). So the start of a task, the loading of its inputs and the arrival of a shuffle chunk ask here first.
+
+Rules:
+
+1. first come, first served; a large request cannot be starved by small ones;
+2. the head waits while memory is above the mark *and* writes are under way or can be started: it waits for our own I/O
+   only, which always ends. It never waits for other tasks: a running task may itself wait for the one in the queue
+   (``worker_client``, ``secede``), which would be a deadlock;
+3. otherwise it is let in, whatever memory looks like: a value larger than the budget must be computable, as in stock
+   Dask.
+
+A granted request stays reserved until released, i.e. until its bytes are counted elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+
+class Reservation:
+    """Bytes promised to one request. A context manager; `release` twice is harmless."""
+
+    __slots__ = ("_gate", "nbytes")
+
+    def __init__(self, gate: Gate, nbytes: int) -> None:
+        self._gate: Gate | None = gate
+        self.nbytes = nbytes
+        gate.reserved_bytes += nbytes
+
+    def release(self) -> None:
+        if self._gate is not None:
+            gate, self._gate = self._gate, None
+            gate.reserved_bytes -= self.nbytes
+            gate.wake()
+
+    def __enter__(self) -> Reservation:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class Gate:
+    """The queue.
+
+    Parameters
+    ----------
+    over
+        ``over(nbytes)``: would memory be above the mark with `nbytes` more than what is counted and reserved?
+    progress
+        ``progress(nbytes)``: begin to move that much out of memory if that can be done; are writes under way then?
+    """
+
+    def __init__(self, over: Callable[[int], bool], progress: Callable[[int], bool]) -> None:
+        self._over = over
+        self._progress = progress
+        self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
+        #: granted, not yet released
+        self.reserved_bytes = 0
+        #: seconds that requests waited, summed
+        self.wait_seconds = 0.0
+        #: requests that had to wait
+        self.waits = 0
+        #: requests let in above the mark, because nothing could be moved out
+        self.forced = 0
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    async def admit(self, nbytes: int) -> Reservation:
+        """Wait for room for `nbytes`; see the module for when that ends."""
+        if not self._queue and not self._blocked(nbytes):
+            return Reservation(self, nbytes)
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        item = (nbytes, future)
+        self._queue.append(item)
+        self.waits += 1
+        start = time.monotonic()
+        try:
+            # `wake` takes granted items out of the queue and turns their bytes into reserved ones at once: between the
+            # result of the future and the resumption of this coroutine nobody else may get them.
+            await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():
+                self.reserved_bytes -= nbytes  # granted, but nobody is there to take it
+            else:
+                self._queue.remove(item)
+            self.wake()
+            raise
+        finally:
+            self.wait_seconds += time.monotonic() - start
+        self.reserved_bytes -= nbytes  # it is counted once more by the Reservation
+        return Reservation(self, nbytes)
+
+    def wake(self) -> None:
+        """Memory went down or a write ended: let in who fits."""
+        while self._queue:
+            nbytes, future = self._queue[0]
+            if future.done():  # cancelled; its own handler has not run yet
+                return
+            if self._blocked(nbytes):
+                return
+            self._queue.popleft()
+            self.reserved_bytes += nbytes
+            future.set_result(None)
+
+    def _blocked(self, nbytes: int) -> bool:
+        if not self._over(nbytes):
+            return False
+        progress = self._progress(nbytes)
+        if not self._over(nbytes):  # clean copies were dropped, at once
+            return False
+        if progress:
+            return True
+        self.forced += 1
+        return False

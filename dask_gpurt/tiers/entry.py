@@ -1,0 +1,148 @@
+"""One value and where its copies are: a state machine written as a table.
+
+Every value kept by the engine is an `Entry`. It is in exactly one state:
+
+==========  ======================================  ==========  ===============
+state       value in memory                         on disk     counted as
+==========  ======================================  ==========  ===============
+RESIDENT    yes                                     maybe       resident
+MOVING      yes, an I/O thread is writing it        not yet     resident, moving
+STORED      no                                      yes         stored
+LOADING     no, an I/O thread is reading it         yes         loading, stored
+LOST        no                                      no          nothing
+==========  ======================================  ==========  ===============
+
+Values are immutable by contract (as everywhere in Dask), therefore a disk copy stays valid after the value was
+loaded, and a RESIDENT entry that has one (*clean*) leaves memory for free.
+
+Removal is not a state: an entry taken out while an I/O thread works on it is flagged `gone`, and whoever hears the end
+of the I/O cleans up. `generation` numbers the I/O of an entry, so that a late end of an abandoned read is recognised.
+
+Moves are looked up in `TABLE`; a pair that is not there raises with the story of the key. Rejected: methods per
+transition that assign the state directly, as then no list of the legal moves exists to test against.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.errors import StoreError
+
+if TYPE_CHECKING:
+    import asyncio
+    import weakref
+    from collections.abc import Hashable
+
+    from dask_gpurt.tiers.account import Account
+    from dask_gpurt.tiers.handle import Handle
+
+__all__ = ["TABLE", "Entry", "EventLog", "IllegalMove", "State"]
+
+
+class State(enum.Enum):
+    RESIDENT = "resident"
+    MOVING = "moving"
+    STORED = "stored"
+    LOADING = "loading"
+    LOST = "lost"
+
+
+#: (state, event) -> next state
+TABLE: dict[tuple[State, str], State] = {
+    (State.RESIDENT, "write"): State.MOVING,
+    (State.RESIDENT, "drop"): State.STORED,  # it has a clean copy
+    (State.MOVING, "written"): State.STORED,
+    (State.MOVING, "kept"): State.RESIDENT,  # written, but somebody uses the value now: it is clean
+    (State.MOVING, "write-failed"): State.RESIDENT,
+    (State.STORED, "load"): State.LOADING,
+    (State.STORED, "revived"): State.RESIDENT,  # the user still held the object
+    (State.STORED, "read"): State.RESIDENT,  # read synchronously, the slow path
+    (State.STORED, "damaged"): State.LOST,
+    (State.LOADING, "loaded"): State.RESIDENT,
+    (State.LOADING, "read"): State.RESIDENT,  # the slow path overtook the I/O thread
+    (State.LOADING, "undecodable"): State.STORED,  # bytes are right, the object's own code raised
+    (State.LOADING, "damaged"): State.LOST,
+}
+
+
+class IllegalMove(StoreError):
+    """A bug in this package: an event that the state of the entry does not allow."""
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Entry:
+    """A value of one account. All fields are read and written on the loop thread only."""
+
+    key: Hashable
+    #: whose it is: codec and counters
+    account: Account
+    #: bytes of memory that go when the value goes (``sizeof``)
+    nbytes: int
+    #: the object; None unless RESIDENT or MOVING
+    value: Any = None
+    state: State = State.RESIDENT
+    #: the copy on a lower tier; kept after a load
+    handle: Handle | None = None
+    #: users that need the value in memory until they unpin
+    pins: int = 0
+    #: I/O threads that read the handle now; it is freed when they are done
+    readers: int = 0
+    #: the priority of the next task that reads it, smaller is sooner; None: none known
+    next_use: tuple[float, ...] | None = None
+    #: counts I/O operations of this entry
+    generation: int = 0
+    #: seconds (monotonic) of the last use
+    last_use: float = 0.0
+    #: taken out of the store
+    gone: bool = False
+    #: it could not be encoded; stays in memory for good
+    unspillable: bool = False
+    #: writes that failed in a row
+    failures: int = 0
+    #: the bytes are right but could not be turned into the object: what the object's code raised
+    load_error: BaseException | None = None
+    #: resolved when LOADING ends, whatever the outcome
+    waiter: asyncio.Future[None] | None = None
+    #: the object, if the user still holds it after it was evicted
+    weak: weakref.ref[Any] | None = None
+    #: ticket of the valid item in the heap of next uses
+    ticket: int = 0
+
+    @property
+    def in_memory(self) -> bool:
+        return self.state is State.RESIDENT or self.state is State.MOVING
+
+    @property
+    def clean(self) -> bool:
+        """In memory, with a copy below: dropping it costs nothing."""
+        return self.state is State.RESIDENT and self.handle is not None
+
+
+class EventLog:
+    """The last moves of all entries, for `story`."""
+
+    def __init__(self, length: int = 5000) -> None:
+        #: (seconds since the epoch, key, state before, event, state after)
+        self.events: deque[tuple[float, Hashable, str, str, str]] = deque(maxlen=length)
+
+    def append(self, key: Hashable, before: State | None, event: str, after: State | None) -> None:
+        self.events.append((time.time(), key, before.value if before else "-", event, after.value if after else "-"))
+
+    def story(self, key: Hashable) -> list[tuple[float, Hashable, str, str, str]]:
+        """What happened to one key, oldest first; bounded."""
+        return [e for e in self.events if e[1] == key]
+
+
+def next_state(entry: Entry, event: str, log: EventLog) -> State:
+    """The state that follows; `IllegalMove` when the table has none."""
+    try:
+        return TABLE[entry.state, event]
+    except KeyError:
+        story = "; ".join(f"{b} -{ev}-> {a}" for _, _, b, ev, a in log.story(entry.key))
+        raise IllegalMove(
+            f"entry {entry.key!r} is {entry.state.value}, where {event!r} is not allowed. Story: {story or 'none'}"
+        ) from None

@@ -1,0 +1,56 @@
+"""A copy of a value on a lower tier."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from dask_gpurt.tiers.account import Codec
+
+
+@dataclasses.dataclass(slots=True)
+class IoCost:
+    """What one write or read took."""
+
+    #: bytes written to or read from the tier
+    nbytes: int = 0
+    #: seconds in system calls and checksums
+    io_seconds: float = 0.0
+    #: seconds between objects and frames
+    codec_seconds: float = 0.0
+
+
+class Handle(Protocol):
+    """Immutable. `load` and `load_part` are called in I/O threads, never at the same time as `free`."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it takes on its tier."""
+
+    def load(self, codec: Codec) -> tuple[Any, IoCost]:
+        """Read, verify, decode.
+
+        Raises
+        ------
+        CorruptData
+            Length or checksum differ.
+        OSError
+            The tier could not read.
+        DecodeError
+            The bytes are right; the object's own code raised while it was rebuilt (``__cause__``).
+        """
+
+    def load_part(self, part: int) -> tuple[list[memoryview], IoCost]:
+        """Verified frames of one part. KeyError when it was not written; else raises as `load`."""
+
+    def free(self) -> None:
+        """Give the space back. Does not raise for a copy that is gone already."""
+
+
+class EncodeError(Exception):
+    """The object cannot be turned into frames (``__cause__``). It stays in memory."""
+
+
+class DecodeError(Exception):
+    """The frames are intact, but the object's own code raised (``__cause__``)."""

@@ -1,0 +1,128 @@
+"""How much host memory values may take, and the watch on the whole process.
+
+Two triggers move values to disk, as in distributed:
+
+* *managed* bytes (the sizes of values) above the budget, at once, by the engine itself;
+* the process's resident set above ``distributed.worker.memory.spill``, watched here every ``monitor-interval``, down to
+  ``distributed.worker.memory.target``: sizes are estimates, and tasks need memory too.
+
+Pausing stays with distributed's monitor, which resumes a worker that somebody else paused; it reads the same
+resident set. The nanny's ``terminate`` stays as well.
+
+What the user said to distributed is respected:
+
+==========================================  ==================================================================
+``memory_limit`` 0 or None                  nothing is ever spilled
+``distributed.worker.memory.target: false`` no budget of managed bytes
+``target`` changed, ``host-limit`` not      ``target`` is the budget
+``distributed.worker.memory.spill: false``  the resident set is not watched
+both false                                  nothing is ever spilled; values stay in memory
+``distributed.worker.memory.max-spill``     the disk limit, unless ``gpurt.tiers.disk-limit`` is set
+==========================================  ==================================================================
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import TYPE_CHECKING, Any
+
+from dask.utils import format_bytes
+from tornado.ioloop import PeriodicCallback
+
+from dask_gpurt.config import DEFAULTS
+
+if TYPE_CHECKING:
+    from dask_gpurt.config import TierSettings
+    from dask_gpurt.tiers.engine import Engine
+
+# distributed limits the rate of the warning below on this logger
+logger = logging.getLogger("distributed.worker.memory")
+
+_STOCK_TARGET = 0.6
+#: share of the budget for shards where worker.data stays with distributed, which fills its own 60 %
+_SHARDS_ONLY = 0.25
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """In bytes; None: no limit."""
+
+    budget_bytes: int | None
+    disk_limit_bytes: int | None
+    disk_reserve_bytes: int
+    #: resident set of the process at which values go to disk, and until which
+    watch_high_bytes: int | None
+    watch_low_bytes: int | None
+    interval_seconds: float
+
+
+def limits_of(manager: Any, settings: TierSettings) -> Limits:
+    """What a worker's memory manager and our settings say together; see the table above."""
+    limit = manager.memory_limit
+    target, spill = manager.memory_target_fraction, manager.memory_spill_fraction
+    share = settings.host_limit
+    if target and target != _STOCK_TARGET and share == DEFAULTS["gpurt"]["tiers"]["host-limit"]:
+        share = target
+    budget = int(limit * share) if limit and target else None
+    if budget is not None and not settings.enabled:
+        budget = int(budget * _SHARDS_ONLY)
+    disk = settings.disk_limit
+    if disk is None and manager.max_spill is not False:
+        disk = int(manager.max_spill)
+    watched = bool(limit and spill)
+    return Limits(
+        budget_bytes=budget,
+        disk_limit_bytes=disk,
+        disk_reserve_bytes=settings.disk_reserve,
+        watch_high_bytes=int(limit * spill) if watched else None,
+        watch_low_bytes=int(limit * (target or spill)) if watched else None,
+        interval_seconds=manager.memory_monitor_interval or 0.1,
+    )
+
+
+class MemoryWatch:
+    """Asks the engine to shrink while the process is too large."""
+
+    def __init__(self, worker: Any, engine: Engine, limits: Limits) -> None:
+        self._worker = worker
+        self._engine = engine
+        self._limits = limits
+        self._callback: PeriodicCallback | None = None
+        #: times the process was found above the mark
+        self.alarms = 0
+        self.set_limits(limits)
+
+    def set_limits(self, limits: Limits) -> None:
+        """Start, stop or change the watch."""
+        self.stop()
+        self._limits = limits
+        if limits.watch_high_bytes is not None:
+            self._callback = PeriodicCallback(self.look, limits.interval_seconds * 1000)
+            self._callback.start()
+
+    def stop(self) -> None:
+        if self._callback is not None:
+            self._callback.stop()
+            self._callback = None
+
+    def look(self) -> None:
+        """One look at the resident set."""
+        high, low = self._limits.watch_high_bytes, self._limits.watch_low_bytes
+        if high is None or low is None:
+            return
+        # The source that distributed itself uses, and that its tests replace.
+        size = self._worker.monitor.get_process_memory()
+        if size <= high:
+            self._engine.shrink(0)
+            return
+        self.alarms += 1
+        self._engine.shrink(size - low)
+        if not self._engine.can_shrink:
+            logger.warning(
+                "Unmanaged memory use is high. This may indicate a memory leak or the memory may not be released to "
+                "the OS; see https://distributed.dask.org/en/latest/worker-memory.html for more information. "
+                "-- Process memory: %s -- Managed in memory: %s",
+                format_bytes(size),
+                format_bytes(self._engine.resident_bytes),
+            )

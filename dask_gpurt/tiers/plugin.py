@@ -1,0 +1,246 @@
+"""`TierRuntime`: engine, store, shard store and watch of one worker, installed and taken out as one.
+
+Whoever loads us (a worker plugin, a preload) calls ``await TierRuntime.install(worker, settings)`` on the worker's
+event loop, at its start or while it works, and ``await runtime.uninstall()`` to give everything back. When the worker
+closes, the files go without being read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from dask.utils import format_bytes
+from distributed.core import Status
+from distributed.diskutils import WorkDir, WorkSpace
+
+from dask_gpurt.errors import InstallError
+from dask_gpurt.model.events import Event, Sink, null_sink
+from dask_gpurt.tiers.disk import ODD_FILESYSTEMS, DiskTier, filesystem_of
+from dask_gpurt.tiers.engine import Engine
+from dask_gpurt.tiers.memory import Limits, MemoryWatch, limits_of
+from dask_gpurt.tiers.seam import WorkerSeam
+from dask_gpurt.tiers.shards import TierShardStore
+
+if TYPE_CHECKING:
+    from dask_gpurt.config import TierSettings
+    from dask_gpurt.tiers.store import TieredStore
+
+logger = logging.getLogger("distributed.worker.gpurt")
+
+_runtimes: weakref.WeakKeyDictionary[Any, TierRuntime] = weakref.WeakKeyDictionary()
+_locks: weakref.WeakKeyDictionary[Any, asyncio.Lock] = weakref.WeakKeyDictionary()
+_ENDING = {Status.closing, Status.closed, Status.failed}
+
+
+class _CloseHook:
+    """Among the worker's extensions, which are closed with it: so our files go even if no plugin is torn down."""
+
+    def __init__(self, runtime: TierRuntime) -> None:
+        self._runtime = runtime
+
+    async def close(self) -> None:
+        await self._runtime.uninstall()
+
+
+class TierRuntime:
+    """The tiers of one worker. Made by `install` only."""
+
+    def __init__(
+        self, worker: Any, settings: TierSettings, limits: Limits, disk: DiskTier, work_dir: WorkDir | None, sink: Sink
+    ) -> None:
+        self._worker = worker
+        self._settings = settings
+        self._limits = limits
+        self._disk = disk
+        self._work_dir = work_dir
+        self._sink = sink
+        self._seam: WorkerSeam | None = None
+        self._engine = Engine(disk, budget_bytes=limits.budget_bytes, sink=sink)
+        self._engine.counters.listener = self._tell_metric
+        self._shards = TierShardStore(self._engine)
+        self._watch = MemoryWatch(worker, self._engine, limits)
+        self._running = True
+
+    # ------------------------------------------------------------------ life
+
+    @classmethod
+    async def install(cls, worker: Any, settings: TierSettings, *, sink: Sink = null_sink) -> TierRuntime:
+        """Start the tiers of a worker; on one that has them, apply the new settings and return the running ones.
+
+        With ``settings.enabled`` False ``worker.data`` is left alone and only the shard store is served.
+
+        Raises
+        ------
+        InstallError
+            The folder cannot be written, or ``worker.data`` cannot be taken over. Nothing was changed.
+        """
+        async with _locks.setdefault(worker, asyncio.Lock()):
+            runtime = _runtimes.get(worker)
+            if runtime is not None and runtime._running:
+                await runtime._apply(settings)
+                return runtime
+            limits = limits_of(worker.memory_manager, settings)
+            disk, work_dir = await asyncio.to_thread(_open_disk, worker.local_directory, settings, limits)
+            runtime = cls(worker, settings, limits, disk, work_dir, sink)
+            try:
+                runtime._warn_about_filesystem()
+                if settings.enabled:
+                    runtime._take_over()
+            except BaseException:
+                await runtime._stop()
+                raise
+            worker.extensions["gpurt-tiers"] = _CloseHook(runtime)
+            _runtimes[worker] = runtime
+            logger.info(
+                "Memory tiers: %s. Host budget %s, disk %s%s",
+                "worker.data taken over" if settings.enabled else "worker.data left to Dask, shuffles only",
+                _said(limits.budget_bytes),
+                disk.directory,
+                "" if limits.disk_limit_bytes is None else f" up to {format_bytes(limits.disk_limit_bytes)}",
+            )
+            return runtime
+
+    async def uninstall(self) -> None:
+        """Give everything back and delete all files. Chunks of running shuffles are lost. Idempotent.
+
+        On a worker that is closing, nothing is read back: its data ends with it.
+        """
+        async with _locks.setdefault(self._worker, asyncio.Lock()):
+            if not self._running:
+                return
+            if self._seam is not None:
+                if self._worker.status in _ENDING:
+                    self._seam.abandon()
+                else:
+                    await self._seam.give_back()
+                    self._seam = None
+            await self._stop()
+            if _runtimes.get(self._worker) is self:
+                del _runtimes[self._worker]
+            hook = self._worker.extensions.get("gpurt-tiers")
+            # While the worker closes it iterates over its extensions; they must not change then.
+            if self._worker.status not in _ENDING and isinstance(hook, _CloseHook):
+                del self._worker.extensions["gpurt-tiers"]
+
+    async def _stop(self) -> None:
+        self._running = False
+        self._watch.stop()
+        await self._engine.close()
+        if self._work_dir is not None:
+            await asyncio.to_thread(self._work_dir.release)
+
+    async def _apply(self, settings: TierSettings) -> None:
+        if settings.directory != self._settings.directory:
+            logger.warning(
+                "gpurt.tiers.directory cannot change while the worker runs; it stays %s", self._disk.directory
+            )
+        limits = limits_of(self._worker.memory_manager, settings)
+        self._settings, self._limits = settings, limits
+        self._disk.limit_bytes = limits.disk_limit_bytes
+        self._disk.reserve_bytes = limits.disk_reserve_bytes
+        self._engine.budget_bytes = limits.budget_bytes
+        self._watch.set_limits(limits)
+        if settings.enabled and self._seam is None:
+            self._take_over()
+        elif not settings.enabled and self._seam is not None:
+            await self._seam.give_back()
+            self._seam = None
+        self._engine.balance()
+
+    def _take_over(self) -> None:
+        seam = WorkerSeam(self._worker, self._engine)
+        seam.take_over()
+        self._seam = seam
+
+    def _warn_about_filesystem(self) -> None:
+        kind = filesystem_of(self._disk.directory)
+        if kind in ODD_FILESYSTEMS:
+            message = (
+                f"{self._disk.directory} is on {kind}, which {ODD_FILESYSTEMS[kind]}. "
+                "Remedy: set gpurt.tiers.directory to a local disk"
+            )
+            logger.warning("%s", message)
+            self._sink(Event("tiers.filesystem", message, {"filesystem": kind}))
+
+    def _tell_metric(self, label: str, value: float, unit: str) -> None:
+        # Writes belong to no task; stock files those of its monitor under the same heading.
+        self._worker.digest_metric(("memory-monitor", label, unit), value)
+
+    # ------------------------------------------------------------------ what others use
+
+    @property
+    def shard_store(self) -> TierShardStore:
+        """Keeps the chunks of shuffles (`dask_gpurt.model.ShardStore`)."""
+        return self._shards
+
+    @property
+    def store(self) -> TieredStore | None:
+        """What stands in for ``worker.data``; None when that was left to Dask."""
+        return self._seam.store if self._seam is not None else None
+
+    @property
+    def engine(self) -> Engine:
+        """For tests and diagnostics."""
+        return self._engine
+
+    def statistics(self) -> dict[str, Any]:
+        """Plain JSON, cheap enough for every heartbeat but for `entries`, which counts all entries."""
+        engine, seam = self._engine, self._seam
+        out: dict[str, Any] = {
+            "enabled": seam is not None,
+            "host_bytes": engine.resident_bytes,
+            "host_limit_bytes": engine.budget_bytes,
+            "moving_bytes": engine.moving_bytes,
+            "loading_bytes": engine.loading_bytes,
+            "reserved_bytes": engine.gate.reserved_bytes,
+            "disk_bytes": self._disk.used_bytes,
+            "disk_limit_bytes": self._disk.limit_bytes,
+            "spilled_keys": len(seam.store.slow) if seam is not None else 0,
+            "spilled_memory_bytes": seam.store.spilled_total.memory if seam is not None else 0,
+            "spilled_disk_bytes": seam.store.spilled_total.disk if seam is not None else 0,
+            "shard_chunks": len(self._shards),
+            "shard_disk_bytes": self._shards.spilled_bytes,
+            "entries": engine.states(),
+            "admission_wait_seconds": engine.gate.wait_seconds,
+            "admission_waits": engine.gate.waits,
+            "admission_forced": engine.gate.forced,
+            "admission_queue": len(engine.gate),
+            "memory_alarms": self._watch.alarms,
+            "fallbacks": dict(seam.fallbacks) if seam is not None else {},
+            "last_traceback": seam.last_traceback if seam is not None else "",
+            "lost_keys": seam.lost_keys if seam is not None else 0,
+            "returned_tasks": seam.returned_tasks if seam is not None else 0,
+        }
+        out.update(engine.counters.to_dict())
+        return out
+
+
+def _open_disk(local_directory: str, settings: TierSettings, limits: Limits) -> tuple[DiskTier, WorkDir | None]:
+    """In a thread. The folder lives below one with distributed's lock, so leftovers of a killed worker are purged."""
+    work_dir: WorkDir | None = None
+    parent = local_directory
+    try:
+        if settings.directory is not None:
+            work_dir = WorkSpace(os.path.join(settings.directory, "dask-gpurt-space")).new_work_dir(prefix="worker-")
+            parent = work_dir.dir_path
+        disk = DiskTier(
+            os.path.join(parent, "gpurt-tiers"),
+            limit_bytes=limits.disk_limit_bytes,
+            reserve_bytes=limits.disk_reserve_bytes,
+        )
+        return disk, work_dir
+    except OSError as e:
+        if work_dir is not None:
+            work_dir.release()
+        raise InstallError(
+            f"cannot use {parent!r} for spilled data: {e}. Remedy: set gpurt.tiers.directory to a folder that the "
+            "worker may write to"
+        ) from e
+
+
+def _said(nbytes: int | None) -> str:
+    return "unlimited" if nbytes is None else str(format_bytes(nbytes))

@@ -1,0 +1,81 @@
+"""What the engine counts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dask_gpurt.tiers.handle import IoCost
+
+
+@dataclasses.dataclass
+class Counters:
+    """Ever growing, since the engine was made. Written on the loop thread."""
+
+    #: values read on the caller's thread; on the event loop that blocks it
+    sync_reads: int = 0
+    #: evictions that needed no write
+    clean_drops: int = 0
+    #: copies with a wrong length or checksum
+    checksum_failures: int = 0
+    #: stored values that could not be read back
+    lost: int = 0
+    #: stored values whose own code raised while they were rebuilt
+    decode_errors: int = 0
+    write_errors: Counter[str] = dataclasses.field(default_factory=Counter)
+    read_errors: Counter[str] = dataclasses.field(default_factory=Counter)
+    #: (activity, unit) -> value, with the labels of distributed's own spilling
+    cumulative: defaultdict[tuple[str, str], float] = dataclasses.field(default_factory=lambda: defaultdict(float))
+    #: told about each write and read as (label, value, unit); for Dask's fine performance metrics
+    listener: Callable[[str, float, str], None] | None = None
+
+    def written(self, cost: IoCost) -> None:
+        self._io("disk-write", "serialize", cost)
+
+    def read(self, cost: IoCost) -> None:
+        self._io("disk-read", "deserialize", cost)
+
+    def memory_read(self, nbytes: int) -> None:
+        """A value was asked for and was in memory."""
+        self.cumulative["memory-read", "count"] += 1
+        self.cumulative["memory-read", "bytes"] += nbytes
+
+    def _io(self, io_label: str, codec_label: str, cost: IoCost) -> None:
+        for label, value, unit in (
+            (io_label, cost.io_seconds, "seconds"),
+            (io_label, 1, "count"),
+            (io_label, cost.nbytes, "bytes"),
+            (codec_label, cost.codec_seconds, "seconds"),
+        ):
+            self.cumulative[label, unit] += value
+            if self.listener is not None and io_label == "disk-write":
+                self.listener(label, value, unit)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON."""
+        get = self.cumulative.get
+        out: dict[str, Any] = {}
+        for word, io_label, codec_label in (
+            ("written", "disk-write", "serialize"),
+            ("read", "disk-read", "deserialize"),
+        ):
+            out[word] = {
+                "bytes": int(get((io_label, "bytes"), 0)),
+                "ops": int(get((io_label, "count"), 0)),
+                "io_seconds": get((io_label, "seconds"), 0.0),
+                "codec_seconds": get((codec_label, "seconds"), 0.0),
+            }
+        out.update(
+            sync_reads=self.sync_reads,
+            clean_drops=self.clean_drops,
+            checksum_failures=self.checksum_failures,
+            lost=self.lost,
+            decode_errors=self.decode_errors,
+            write_errors=dict(self.write_errors),
+            read_errors=dict(self.read_errors),
+        )
+        return out

@@ -1,0 +1,213 @@
+"""`TieredStore`: what stands in for ``worker.data``.
+
+To distributed it is the mapping it expects; three things differ from its own `SpillBuffer`:
+
+* nothing here evicts or reads files on the event loop. The worker's ``execute`` and ``get_data`` are wrapped (see
+  `seam`) to await `ensure` first; ``store[key]`` on a value that is on disk still works, blocks, and is counted
+  (`sync_reads`);
+* there is neither ``fast`` nor ``evict``: without both, distributed's own memory monitor leaves eviction alone;
+* ``in``, ``len``, iteration, ``keys`` and ``del`` never touch a file.
+
+Metrics by duck type keep the dashboards true: `spilled_total`, `slow`, `cumulative_metrics`. `spilled_total` counts
+values that are *only* on disk; clean copies of values in memory are told apart in ``TierRuntime.statistics()``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, MutableMapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from distributed.sizeof import safe_sizeof
+
+from dask_gpurt.tiers.account import Account
+from dask_gpurt.tiers.codec import PickleCodec
+from dask_gpurt.tiers.entry import Entry, State
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
+
+    from dask_gpurt.tiers.engine import Engine
+    from dask_gpurt.tiers.handle import Handle
+
+
+class SpilledSize(NamedTuple):
+    """Bytes of values that are not in memory."""
+
+    #: what they take in memory (``sizeof``)
+    memory: int
+    #: what they take on disk
+    disk: int
+
+
+class _Keys(Collection[Any]):
+    """The keys of a store in some states; a live view."""
+
+    def __init__(self, entries: dict[Any, Entry], below: bool, count: Callable[[], int]) -> None:
+        self._entries = entries
+        self._below = below
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count()
+
+    def __iter__(self) -> Iterator[Any]:
+        return (k for k, e in self._entries.items() if e.in_memory is not self._below)
+
+    def __contains__(self, key: object) -> bool:
+        entry = self._entries.get(key)
+        return entry is not None and entry.in_memory is not self._below
+
+
+class TieredStore(MutableMapping[Any, Any]):
+    """Task results of one worker, in memory and on disk. Use on the event loop's thread; reading also works elsewhere.
+
+    Parameters
+    ----------
+    engine
+        Moves the bytes; may have other owners too.
+    on_lost
+        Called on the loop with a key whose last copy turned out to be unreadable. The key is still in the store.
+    """
+
+    def __init__(self, engine: Engine, *, on_lost: Callable[[Any], None] = lambda key: None) -> None:
+        self._engine = engine
+        self._entries: dict[Any, Entry] = {}
+        self._account = Account("data", PickleCodec(), on_lost=lambda entry: on_lost(entry.key))
+        #: keys that are set go there while the store is being drained (see `seam`)
+        self.successor: MutableMapping[Any, Any] | None = None
+
+    # ------------------------------------------------------------------ mapping
+
+    def __setitem__(self, key: Hashable, value: Any) -> None:
+        """Never raises for reasons of space, never blocks on I/O."""
+        old = self._entries.pop(key, None)
+        if old is not None:
+            self._engine.remove(old)
+        if self.successor is not None:
+            self.successor[key] = value
+            return
+        # First the dict: adding may evict, and must find the key when something goes wrong.
+        nbytes = safe_sizeof(value)
+        self._entries[key] = self._engine.add(self._account, key, value, nbytes)
+
+    def __getitem__(self, key: Hashable) -> Any:
+        entry = self._entries.get(key)
+        if entry is None:
+            if self.successor is not None:
+                return self.successor[key]
+            raise KeyError(key)
+        if entry.in_memory:
+            self._engine.counters.memory_read(entry.nbytes)
+        return self._engine.get(entry)
+
+    def __delitem__(self, key: Hashable) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is None:
+            if self.successor is None:
+                raise KeyError(key)
+            del self.successor[key]
+            return
+        self._engine.remove(entry)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries or (self.successor is not None and key in self.successor)
+
+    def __len__(self) -> int:
+        return len(self._entries) + (0 if self.successor is None else len(self.successor))
+
+    def __iter__(self) -> Iterator[Any]:
+        keys = dict.fromkeys(self._entries)
+        if self.successor is not None:
+            keys.update(dict.fromkeys(self.successor))
+        return iter(keys)
+
+    def clear(self) -> None:
+        # The mixin's version pops items, which would read every value.
+        for key in list(self):
+            del self[key]
+
+    def __repr__(self) -> str:
+        return f"<TieredStore: {len(self)} keys, {len(self.slow)} on disk>"
+
+    # ------------------------------------------------------------------ residence
+
+    async def ensure(self, keys: Iterable[Hashable]) -> list[Entry]:
+        """Bring keys into memory and pin them. Unknown keys are skipped.
+
+        Returns
+        -------
+        list of Entry
+            What was pinned: give it to `release` in any case. An entry may have become LOST.
+        """
+        entries = [e for e in map(self._entries.get, keys) if e is not None]
+        for entry in entries:
+            self._engine.pin(entry)
+        try:
+            await self._engine.ensure(entries)
+        except BaseException:
+            self.release(entries)
+            raise
+        return entries
+
+    def release(self, entries: Iterable[Entry]) -> None:
+        """Unpin what `ensure` returned."""
+        for entry in entries:
+            self._engine.unpin(entry)
+
+    def is_lost(self, key: Hashable) -> bool:
+        """The key is here by name, but no valid copy is left."""
+        entry = self._entries.get(key)
+        return entry is not None and entry.state is State.LOST
+
+    def hint(self, key: Hashable, next_use: tuple[float, ...] | None) -> None:
+        """The priority of the next task that reads a key (smaller is sooner); None: nobody is known to."""
+        entry = self._entries.get(key)
+        if entry is not None:
+            self._engine.hint(entry, next_use)
+
+    def adopt(self, key: Hashable, nbytes: int, handle: Handle) -> None:
+        """Take over a value that is on disk already, without reading it."""
+        self._entries[key] = self._engine.add_stored(self._account, key, nbytes, handle)
+
+    def entry(self, key: Hashable) -> Entry | None:
+        """For inspection, and for draining."""
+        return self._entries.get(key)
+
+    def own_keys(self) -> list[Any]:
+        """Keys that are not in the successor."""
+        return list(self._entries)
+
+    @property
+    def own_keys_view(self) -> Collection[Any]:
+        """Live view of `own_keys`."""
+        return self._entries.keys()
+
+    def forget(self, key: Hashable) -> None:
+        """Drop a key that its successor has by now."""
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            self._engine.remove(entry)
+
+    # ------------------------------------------------------------------ what distributed reads
+
+    @property
+    def spilled_total(self) -> SpilledSize:
+        """Becomes ``spilled_bytes`` in the worker's metrics."""
+        total = SpilledSize(self._account.stored_memory_bytes, self._account.stored_disk_bytes)
+        other = getattr(self.successor, "spilled_total", None)
+        return total if other is None else SpilledSize(total[0] + other[0], total[1] + other[1])
+
+    @property
+    def slow(self) -> Collection[Any]:
+        """Keys that are not in memory; its length is the task count "disk" in Prometheus."""
+        return _Keys(self._entries, False, lambda: self._account.stored)
+
+    @property
+    def memory(self) -> Collection[Any]:
+        """Keys that are in memory."""
+        return _Keys(self._entries, True, lambda: len(self._entries) - self._account.stored)
+
+    @property
+    def cumulative_metrics(self) -> dict[tuple[str, str], float]:
+        """(activity, unit) to an ever growing value; ``dask_worker_spill_*`` in Prometheus."""
+        return self._engine.counters.cumulative
