@@ -1,0 +1,188 @@
+"""The scheduler's side: plain ``shuffle``, ``merge``, ``set_index``, ... become our runs without client code.
+
+Theory of operation. The scheduler plugin named ``shuffle`` is replaced by a subclass that overrides one decision,
+`_retrieve_spec`: which spec the workers get. Stock's worker plugin stays; it builds whatever run the spec says. A
+shuffle is decided once per run, for all workers alike, and from what is known before it starts:
+
+- array rechunks keep stock's spec;
+- a meta that is not a pandas frame keeps stock's spec;
+- so does a shuffle on a cluster with a worker that has not said that it can run ours (no package, another version,
+  another distributed): two formats in one run would lose rows or fail.
+
+Whatever else goes wrong in our decision keeps stock's spec too, and is counted. A worker that joins *during* a run and
+lacks the package can not take part and fails its tasks of that run; that case is left, since it needs a mixed cluster.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.errors import InstallError
+from dask_gpurt.model import Event, Sink, null_sink
+from dask_gpurt.shuffle import seam, stores
+from dask_gpurt.shuffle.spec import GpurtShuffleSpec
+
+if TYPE_CHECKING:
+    from dask_gpurt.config import ShuffleSettings
+
+logger = logging.getLogger("distributed.scheduler.gpurt")
+
+
+class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
+    """Stock's plugin with our choice of spec."""
+
+    def __init__(self, scheduler: Any, takeover: ShuffleTakeover) -> None:
+        self.takeover = takeover
+        super().__init__(scheduler)
+
+    def _retrieve_spec(self, shuffle_id: Any) -> Any:
+        return self.takeover.choose(super()._retrieve_spec(shuffle_id))
+
+    def add_worker(self, scheduler: Any, worker: str) -> None:
+        # Not awaited here: the worker answers calls only after its registration, which waits for us, has ended.
+        scheduler._ongoing_background_tasks.call_soon(self.takeover.ask, [worker])
+
+    def remove_worker(self, scheduler: Any, worker: str, *, stimulus_id: str, **kwargs: Any) -> None:
+        self.takeover.able.pop(worker, None)
+        super().remove_worker(scheduler, worker, stimulus_id=stimulus_id, **kwargs)
+
+
+class ShuffleTakeover:
+    """Our shuffle on one scheduler. Make it with `install`.
+
+    Examples
+    --------
+    >>> takeover = await ShuffleTakeover.install(scheduler, settings.shuffle)  # doctest: +SKIP
+    """
+
+    def __init__(self, scheduler: Any, sink: Sink) -> None:
+        self.scheduler = scheduler
+        #: worker address -> "" when it can run our spec, else why not; absent: not known yet
+        self.able: dict[str, str] = {}
+        self._sink = sink
+        self._stock: Any = None
+        self._plugin: Any = None
+        #: runs given our spec
+        self._runs = 0
+        #: runs left to stock, by reason
+        self._fallbacks: collections.Counter[str] = collections.Counter()
+        self._errors = 0
+        self._last_error = ""
+
+    @classmethod
+    async def install(cls, scheduler: Any, settings: ShuffleSettings, *, sink: Sink = null_sink) -> ShuffleTakeover:
+        """Take over the plugin named ``shuffle``.
+
+        Before the scheduler starts (a preload) or while it runs without an active shuffle.
+
+        Raises
+        ------
+        InstallError
+            Disabled by settings, no stock plugin there, a shuffle is active, or (`SeamMismatch`) a distributed that
+            this was not written for. Nothing was changed then.
+        """
+        if not settings.enabled:
+            raise InstallError("gpurt.shuffle.enabled is false, must be true to install the shuffle")
+        seam.check()
+        stock = scheduler.plugins.get("shuffle")
+        if type(stock) is not seam.ShuffleSchedulerPlugin:
+            raise InstallError(
+                f"the scheduler plugin 'shuffle' is {type(stock).__name__}, must be distributed's "
+                "ShuffleSchedulerPlugin. Remedy: uninstall what replaced it, or set gpurt.shuffle.enabled: false"
+            )
+        _refuse_active(stock, "install")
+        self = cls(scheduler, sink)
+        self._stock, self._plugin = seam.swap_plugin(scheduler, lambda: _SchedulerPlugin(scheduler, self))
+        await self.ask(list(scheduler.workers))
+        sink(Event("shuffle.installed", "the plugin named shuffle was taken over", {"workers": len(self.able)}))
+        return self
+
+    async def uninstall(self) -> None:
+        """Put stock's plugin back. No error when it is back already.
+
+        Raises
+        ------
+        InstallError
+            A shuffle is active.
+        """
+        if self.scheduler.plugins.get("shuffle") is not self._plugin:
+            return
+        _refuse_active(self._plugin, "uninstall")
+        seam.swap_plugin(self.scheduler, lambda: self._stock)
+        self._sink(Event("shuffle.uninstalled", "stock's plugin named shuffle was put back"))
+
+    async def ask(self, workers: list[str]) -> None:
+        """Ask workers whether they can run our spec."""
+        if not workers:
+            return
+        try:
+            answers = await seam.probe_workers(self.scheduler, workers)
+        except Exception as e:
+            self._failed()
+            answers = dict.fromkeys(workers, repr(e))
+        for address, reason in answers.items():
+            if address in self.scheduler.workers:
+                self.able[address] = reason
+                if reason:
+                    logger.warning("worker %s can not run gpurt's shuffle, stock's is used: %s", address, reason)
+
+    def choose(self, spec: Any) -> Any:
+        """The spec for a new run: ours, or the given one. Never raises."""
+        try:
+            reason = self._reason_for_stock(spec)
+            if not reason:
+                ours = GpurtShuffleSpec.of(spec)
+                self._runs += 1
+                return ours
+        except Exception:
+            self._failed()
+            reason = "error"
+        if reason != "rechunk":
+            message = f"shuffle {spec.id} is left to stock Dask: {reason}"
+            self._sink(Event("shuffle.fallback", message, {"shuffle": str(spec.id), "reason": reason}))
+        self._fallbacks[reason] += 1
+        return spec
+
+    def _reason_for_stock(self, spec: Any) -> str:
+        import pandas as pd
+
+        if type(spec) is not seam.DataFrameShuffleSpec:
+            return "rechunk"
+        if type(spec.meta) is not pd.DataFrame:
+            return f"meta is {type(spec.meta).__module__}.{type(spec.meta).__name__}"
+        unable = sum(self.able.get(address, "?") != "" for address in self.scheduler.workers)
+        return f"{unable} workers have not said that they can" if unable else ""
+
+    def _failed(self) -> None:
+        self._errors += 1
+        self._last_error = traceback.format_exc()
+        logger.warning("gpurt shuffle: left to stock Dask after an error")
+
+    def statistics(self) -> dict[str, Any]:
+        """Counts since the installation; plain JSON values."""
+        return {
+            "installed": self.scheduler.plugins.get("shuffle") is self._plugin,
+            "runs": self._runs,
+            "fallbacks": dict(self._fallbacks),
+            "errors": self._errors,
+            "last_error": self._last_error,
+            "active": len(self._plugin.active_shuffles) if self._plugin is not None else 0,
+            "workers_able": sum(reason == "" for reason in self.able.values()),
+            "workers_unable": {address: reason for address, reason in self.able.items() if reason},
+        }
+
+
+def _refuse_active(plugin: Any, what: str) -> None:
+    if plugin.active_shuffles:
+        raise InstallError(
+            f"can not {what} while {len(plugin.active_shuffles)} shuffles are active "
+            f"({', '.join(map(str, list(plugin.active_shuffles)[:3]))}). Remedy: wait until they are done"
+        )
+
+
+def worker_statistics(worker: Any) -> dict[str, Any]:
+    """What the shuffle did on one worker, see `stores.Counters`; plain JSON values."""
+    return stores.counters_of(worker).as_dict()

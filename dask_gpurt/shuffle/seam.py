@@ -1,0 +1,213 @@
+"""The only file of the shuffle that names private parts of dask and distributed.
+
+Theory of operation. `distributed.shuffle` is private and has no stability promise, so everything we inherit from or
+override is imported here, and `check` compares what is installed with what this code was written for: the parameters of
+every method we override or call. A difference means that nothing is installed (`SeamMismatch`), on the scheduler when
+the takeover is installed, on a worker when the scheduler asks whether it can run our spec (`probe`).
+
+Rejected: patching `P2PShuffle._layer` (needs the client, or the scheduler's copy of dask) and a shuffle method of our
+own (`dataframe.shuffle.method: gpurt`), which ten operations of dask refuse by name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import distributed
+from distributed.core import ErrorMessage, OKMessage, error_message
+from distributed.exceptions import Reschedule
+from distributed.metrics import context_meter
+from distributed.protocol import to_serialize
+from distributed.protocol.serialize import dask_deserialize, dask_serialize
+from distributed.shuffle._comms import CommShardsBuffer
+from distributed.shuffle._core import ShuffleRun, ShuffleSpec
+from distributed.shuffle._exceptions import P2PConsistencyError, ShuffleClosedError
+from distributed.shuffle._limiter import ResourceLimiter
+from distributed.shuffle._scheduler_plugin import ShuffleSchedulerPlugin
+from distributed.shuffle._shuffle import DataFrameShuffleRun, DataFrameShuffleSpec
+from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
+from distributed.utils import sync
+from distributed.utils_comm import retry
+
+from dask_gpurt._version import __version__
+from dask_gpurt.errors import SeamMismatch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+__all__ = [
+    "DataFrameShuffleRun",
+    "DataFrameShuffleSpec",
+    "ErrorMessage",
+    "OKMessage",
+    "P2PConsistencyError",
+    "Reschedule",
+    "ResourceLimiter",
+    "ShuffleClosedError",
+    "ShuffleRun",
+    "ShuffleSchedulerPlugin",
+    "ShuffleSpec",
+    "ShuffleWorkerPlugin",
+    "check",
+    "common_dtype",
+    "context_meter",
+    "dask_deserialize",
+    "dask_serialize",
+    "error_message",
+    "probe",
+    "probe_workers",
+    "retry",
+    "shuffle_tables",
+    "swap_plugin",
+    "sync",
+    "to_serialize",
+]
+
+#: what is overridden or called: (owner, name, parameters it must have, in order, without self)
+_SEAM: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
+    (ShuffleSchedulerPlugin, "__init__", ("scheduler",)),
+    (ShuffleSchedulerPlugin, "_retrieve_spec", ("shuffle_id",)),
+    (ShuffleSchedulerPlugin, "barrier", ("id", "run_id", "consistent")),
+    (ShuffleSchedulerPlugin, "get", ("id", "worker")),
+    (ShuffleSchedulerPlugin, "get_or_create", ("shuffle_id", "key", "worker")),
+    (ShuffleSchedulerPlugin, "restrict_task", ("id", "run_id", "key", "worker")),
+    (DataFrameShuffleSpec, "create_run_on_worker", ("run_id", "span_id", "worker_for", "plugin")),
+    (DataFrameShuffleRun, "_shard_partition", ("data", "partition_id", "kwargs")),
+    (DataFrameShuffleRun, "_get_output_partition", ("partition_id", "key", "kwargs")),
+    (ShuffleRun, "_write_to_comm", ("data",)),
+    (ShuffleRun, "send", ("address", "shards")),
+    (ShuffleRun, "_send", ("address", "shards")),
+    (ShuffleRun, "receive", ("data",)),
+    (ShuffleRun, "offload", ("func", "args", "kwargs")),
+    (ShuffleRun, "raise_if_closed", ()),
+    (ShuffleRun, "close", ()),
+    (CommShardsBuffer, "write", ("data",)),
+    (ShuffleWorkerPlugin, "shuffle_receive", ("shuffle_id", "run_id", "data")),
+    (ResourceLimiter, "__init__", ("limit", "metrics_label")),
+)
+_SPEC_FIELDS = {"id", "disk", "npartitions", "column", "meta", "parts_out", "drop_column"}
+_RUN_PARAMETERS = {
+    *("worker_for", "column", "meta", "id", "run_id", "span_id", "local_address", "directory", "executor", "rpc"),
+    *("digest_metric", "scheduler", "memory_limiter_disk", "memory_limiter_comms", "disk", "drop_column", "loop"),
+}
+_HANDLERS = ("shuffle_barrier", "shuffle_get", "shuffle_get_or_create", "shuffle_restrict_task")
+
+
+def check() -> None:
+    """Compare the installed distributed with what this code relies on.
+
+    Raises
+    ------
+    SeamMismatch
+        Names every difference and the installed version.
+    """
+    differences = []
+    for owner, name, wanted in _SEAM:
+        found = _parameters(getattr(owner, name, None))
+        if found != wanted:
+            differences.append(f"{owner.__name__}.{name}({', '.join(found) if found is not None else 'missing'})")
+    run = _parameters(DataFrameShuffleRun.__init__)
+    if run is None or set(run) != _RUN_PARAMETERS:
+        differences.append(f"DataFrameShuffleRun({', '.join(run or ())})")
+    fields = set(getattr(DataFrameShuffleSpec, "__dataclass_fields__", ()))
+    if fields != _SPEC_FIELDS:
+        differences.append(f"DataFrameShuffleSpec fields {sorted(fields)}")
+    if differences:
+        raise SeamMismatch(
+            f"distributed {distributed.__version__} differs from what the shuffle was written for: "
+            f"{'; '.join(differences)}. Remedy: use distributed >=2026.7.1,<2026.9, or set gpurt.shuffle.enabled: false"
+        )
+
+
+def _parameters(function: Any) -> tuple[str, ...] | None:
+    if not callable(function):
+        return None
+    return tuple(name for name in inspect.signature(function).parameters if name != "self")
+
+
+def probe(version: str) -> None:
+    """Run on a worker: can it make the runs of this version? Raises when not.
+
+    Raises
+    ------
+    SeamMismatch
+        Another version of this package or of distributed there.
+    """
+    if version != __version__:
+        raise SeamMismatch(
+            f"this worker has dask-gpurt {__version__}, the scheduler {version}. Remedy: install one version everywhere"
+        )
+    check()
+
+
+async def probe_workers(scheduler: Any, workers: Iterable[str], timeout_seconds: float = 30.0) -> dict[str, str]:
+    """Ask workers whether they can run our spec.
+
+    Returns
+    -------
+    dict
+        Address to ``""`` when it can, else to the reason why not (package missing, other version, no answer).
+    """
+    from distributed.protocol.pickle import dumps
+
+    msg = {"op": "run", "function": dumps(probe), "args": dumps((__version__,)), "wait": True}
+    workers = list(workers)
+    try:
+        answers = await asyncio.wait_for(
+            scheduler.broadcast(msg=msg, workers=workers, on_error="return"), timeout_seconds
+        )
+    except TimeoutError:
+        return dict.fromkeys(workers, f"no answer within {timeout_seconds:g} s")
+    reasons = {}
+    for address in workers:
+        answer = answers.get(address)
+        if isinstance(answer, dict) and answer.get("status") == "OK":
+            reasons[address] = ""
+        elif isinstance(answer, dict):
+            reasons[address] = str(answer.get("exception_text") or answer.get("text") or answer.get("status"))
+        else:
+            reasons[address] = repr(answer)
+    return reasons
+
+
+def swap_plugin(scheduler: Any, make: Callable[[], Any]) -> tuple[Any, Any]:
+    """Replace the scheduler plugin named ``shuffle``; returns (what was there, what is there now).
+
+    The plugin sits in three places: `plugins` (transitions), `extensions` (heartbeats of the workers) and `handlers`
+    (the workers' calls). All three change or none does.
+    """
+    before = scheduler.plugins["shuffle"]
+    handlers = {name: scheduler.handlers[name] for name in _HANDLERS}
+    extension = scheduler.extensions.get("shuffle")
+    scheduler.remove_plugin("shuffle")
+    try:
+        after = make()
+        if scheduler.plugins.get("shuffle") is not after:
+            scheduler.add_plugin(after, name="shuffle")
+        for name in _HANDLERS:
+            scheduler.handlers[name] = getattr(after, name.removeprefix("shuffle_"))
+        if extension is not None:
+            scheduler.extensions["shuffle"] = after
+    except BaseException:
+        scheduler.plugins["shuffle"] = before
+        scheduler.handlers.update(handlers)
+        if extension is not None:
+            scheduler.extensions["shuffle"] = extension
+        raise
+    return before, after
+
+
+def common_dtype(actual: Any, wanted: Any) -> Any:
+    """The dtype that stock's unpack gives a column that is `actual` in the data and `wanted` in the meta."""
+    from pandas.core.dtypes import cast
+
+    return cast.find_common_type([actual, wanted])  # type: ignore[attr-defined]
+
+
+def shuffle_tables() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Dask's conversions (frame to Arrow, Arrow to frame), those that stock's P2P uses."""
+    from dask.dataframe.dispatch import from_pyarrow_table_dispatch, to_pyarrow_table_dispatch
+
+    return to_pyarrow_table_dispatch, from_pyarrow_table_dispatch

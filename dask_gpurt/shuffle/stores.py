@@ -1,0 +1,166 @@
+"""Where a worker's runs find their store, and where they count.
+
+Theory of operation. The memory tiers are built by another part of the package that the shuffle does not import; whoever
+wires the two calls `provide(worker, store)` once per worker. A run asks `store_of(worker)` when it is created and keeps
+that store to its end, so a later `withdraw` never moves a run's shards. Without a provided store the worker gets a
+plain in-memory one, which is counted: its shards cannot leave memory.
+
+Workers are keyed weakly: many live and die in one process in tests and with in-process clusters.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.model import Chunk, ShardStore
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+
+class MemoryShardStore:
+    """A `ShardStore` that keeps everything in memory and never waits. All methods on the event loop."""
+
+    def __init__(self) -> None:
+        #: run -> chunk id -> chunk; a chunk stays until all its parts were taken
+        self._chunks: dict[Hashable, dict[Any, Chunk]] = {}
+        #: run -> chunk id -> parts not taken yet
+        self._left: dict[Hashable, dict[Any, set[int]]] = {}
+        #: runs that ended, and so take no more chunks
+        self._dropped: dict[Hashable, None] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the chunks held; a chunk counts in full until its last part is taken."""
+        return sum(chunk.nbytes for chunks in self._chunks.values() for chunk in chunks.values())
+
+    def __len__(self) -> int:
+        """Chunks held."""
+        return sum(map(len, self._chunks.values()))
+
+    async def put(self, run: Hashable, chunk_id: Hashable, chunk: Chunk) -> bool:
+        if run in self._dropped:
+            return False
+        chunks = self._chunks.setdefault(run, {})
+        if chunk_id in chunks:
+            return False
+        chunks[chunk_id] = chunk
+        self._left.setdefault(run, {})[chunk_id] = set(chunk.parts)
+        return True
+
+    async def take(self, run: Hashable, part: int) -> list[Any]:
+        out = []
+        chunks, left = self._chunks.get(run, {}), self._left.get(run, {})
+        for chunk_id in sorted(chunks):
+            if part in left[chunk_id]:
+                out.append(chunks[chunk_id].get(part))
+                left[chunk_id].discard(part)
+                if not left[chunk_id]:
+                    del chunks[chunk_id], left[chunk_id]
+        return out
+
+    def drop(self, run: Hashable) -> None:
+        self._chunks.pop(run, None)
+        self._left.pop(run, None)
+        self._dropped[run] = None
+        # Late messages come within seconds; run ids of old ones are refused by the run itself.
+        while len(self._dropped) > 10_000:
+            del self._dropped[next(iter(self._dropped))]
+
+
+@dataclasses.dataclass
+class Counters:
+    """What the runs of one worker did. Bytes and seconds are sums over all runs since the worker started."""
+
+    #: runs created
+    runs: int = 0
+    #: runs closed
+    runs_closed: int = 0
+    #: input partitions split
+    inputs: int = 0
+    #: output partitions assembled
+    outputs: int = 0
+    #: messages sent to peers, resends included
+    messages_sent: int = 0
+    #: shards (one input for one worker) sent to peers
+    shards_sent: int = 0
+    bytes_sent: int = 0
+    #: bytes handed to this worker itself, without a comm
+    bytes_self: int = 0
+    messages_received: int = 0
+    bytes_received: int = 0
+    #: chunks put into the store
+    chunks: int = 0
+    #: shards that had been received before, and were dropped
+    duplicates: int = 0
+    #: messages refused because they did not parse or failed their checksum
+    refused: int = 0
+    #: restarts of a whole shuffle asked for by this worker (an output asked for again, or lost on a tier)
+    restarts: int = 0
+    #: runs that had no tier store and used a plain one in memory
+    fallbacks: int = 0
+    seconds_partition: float = 0.0
+    seconds_encode: float = 0.0
+    seconds_send: float = 0.0
+    seconds_put: float = 0.0
+    seconds_assemble: float = 0.0
+    #: the last traceback of an error in our code, as text
+    last_error: str = ""
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lost: collections.Counter[str] = collections.Counter()
+
+    def add(self, **amounts: float) -> None:
+        """Add to counters; from any thread."""
+        with self._lock:
+            for name, amount in amounts.items():
+                setattr(self, name, getattr(self, name) + amount)
+
+    def lost_again(self, shuffle_id: str) -> int:
+        """Count one more loss of shards of a shuffle; how many there were."""
+        with self._lock:
+            self._lost[shuffle_id] += 1
+            return self._lost[shuffle_id]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        with self._lock:
+            return dataclasses.asdict(self)
+
+
+_stores: weakref.WeakKeyDictionary[Any, ShardStore] = weakref.WeakKeyDictionary()
+_plain: weakref.WeakKeyDictionary[Any, MemoryShardStore] = weakref.WeakKeyDictionary()
+_counters: weakref.WeakKeyDictionary[Any, Counters] = weakref.WeakKeyDictionary()
+
+
+def provide(worker: Any, store: ShardStore) -> None:
+    """Give a worker's future runs their store. Running ones keep theirs."""
+    if not isinstance(store, ShardStore):
+        raise TypeError(
+            f"store is {type(store).__name__}, must be a dask_gpurt.model.ShardStore (put, take, drop). "
+            "Remedy: pass the tier's shard store"
+        )
+    _stores[worker] = store
+
+
+def withdraw(worker: Any) -> None:
+    """Forget a worker's store; future runs use a plain one in memory. No error when there is none."""
+    _stores.pop(worker, None)
+
+
+def store_of(worker: Any) -> tuple[ShardStore, bool]:
+    """The store for a new run of this worker, and whether it is the plain one."""
+    store = _stores.get(worker)
+    if store is not None:
+        return store, False
+    return _plain.setdefault(worker, MemoryShardStore()), True
+
+
+def counters_of(worker: Any) -> Counters:
+    """The counters of a worker, made on first use."""
+    return _counters.setdefault(worker, Counters())

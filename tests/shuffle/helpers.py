@@ -1,0 +1,101 @@
+"""What the shuffle's tests share: clusters with and without the takeover, a nasty store, frames of every dtype."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import decimal
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from dask_gpurt.config import ShuffleSettings
+from dask_gpurt.shuffle import MemoryShardStore, ShuffleTakeover, provide
+
+ON = ShuffleSettings(enabled=True)
+
+
+class NastyStore(MemoryShardStore):
+    """Sends every shard through encode and decode on a fresh shell, as a tier that has spilled all of it would."""
+
+    async def put(self, run: Any, chunk_id: Any, chunk: Any) -> bool:
+        return await super().put(run, chunk_id, _Encoded(chunk))
+
+
+class _Encoded:
+    def __init__(self, chunk: Any) -> None:
+        self.parts, self.nbytes = list(chunk.parts), chunk.nbytes
+        self._frames = {part: [bytes(frame) for frame in chunk.encode(part)] for part in self.parts}
+        self._shell = chunk.shell()
+
+    def get(self, part: int) -> Any:
+        return self._shell.decode(self._frames.pop(part))
+
+    def encode(self, part: int) -> Any:
+        raise AssertionError("encoded once already")
+
+    def decode(self, frames: Any) -> Any:
+        raise AssertionError("not the shell")
+
+    def shell(self) -> Any:
+        raise AssertionError("not the shell")
+
+
+@contextlib.asynccontextmanager
+async def taken_over(scheduler: Any, workers: Any = (), store: Any = MemoryShardStore):
+    """The takeover on a running in-process cluster; gives (takeover, stores)."""
+    stores = []
+    for worker in workers:
+        stores.append(store())
+        provide(worker, stores[-1])
+    takeover = await ShuffleTakeover.install(scheduler, ON)
+    try:
+        yield takeover, stores
+    finally:
+        pass
+
+
+def mixed(i: int, n: int = 200) -> pd.DataFrame:
+    """A partition with a column of every kind that P2P takes, nulls in most, and a key ``k`` of about 40 values."""
+    rng = np.random.default_rng(i)
+    null = rng.random(n) < 0.2
+    words = np.array([f"w{j}" for j in range(50)])
+    ints = rng.integers(0, 1000, n)
+    day = datetime.date(2020, 1, 1)
+    stamp = pd.Timestamp("2020-01-01")
+
+    def holes(values: Any, empty: Any = None) -> list[Any]:
+        return [empty if hole else value for value, hole in zip(values, null, strict=True)]
+
+    return pd.DataFrame(
+        {
+            "k": rng.integers(0, 40, n),
+            "i8": ints.astype("i1"),
+            "u2": ints.astype("u2"),
+            "i8be": ints.astype("i8"),
+            "f4": ints.astype("f4"),
+            "f8": np.where(null, np.nan, ints),
+            "b": ints % 2 == 0,
+            "text": pd.Series(holes(words[ints % 50]), dtype="str"),
+            "text2": pd.Series(holes(words[ints % 50]), dtype="string[pyarrow]"),
+            "obj": pd.Series(holes(words[ints % 50]), dtype="object"),
+            "bytes": pd.Series(holes([w.encode() for w in words[ints % 50]]), dtype="object"),
+            "I8": pd.Series(holes(ints, pd.NA), dtype="Int64"),
+            "F8": pd.Series(holes(ints / 2, pd.NA), dtype="Float64"),
+            "B": pd.Series(holes(ints % 2 == 0, pd.NA), dtype="boolean"),
+            "cat": pd.Series(holes(words[ints % 3]), dtype=pd.CategoricalDtype(["w0", "w1", "w2"])),
+            "ocat": pd.Series(holes(words[ints % 3]), dtype=pd.CategoricalDtype(["w0", "w1", "w2"], ordered=True)),
+            "icat": pd.Series(ints % 5, dtype=pd.CategoricalDtype(range(5))),
+            "ns": pd.Series(holes([stamp + pd.Timedelta(int(j), "h") for j in ints], pd.NaT), dtype="M8[ns]"),
+            "us": pd.Series([stamp + pd.Timedelta(int(j), "h") for j in ints], dtype="M8[us]"),
+            "tz": pd.Series([stamp + pd.Timedelta(int(j), "h") for j in ints]).dt.tz_localize("Europe/Paris"),
+            "td": pd.Series(pd.to_timedelta(ints, unit="min")),
+            "date": pd.Series(holes([day + datetime.timedelta(int(j)) for j in ints]), dtype="object"),
+            "dec": pd.Series(holes([decimal.Decimal(int(j)) / 4 for j in ints]), dtype="object"),
+            "list": pd.Series(holes([[int(j), 1] for j in ints]), dtype="object"),
+            "arrow": pd.Series(holes(ints), dtype="int64[pyarrow]"),
+            "period": pd.Series(pd.period_range("2020-01", periods=n, freq="M")),
+            "interval": pd.Series(pd.arrays.IntervalArray.from_breaks(np.arange(n + 1.0))),
+        }
+    )
