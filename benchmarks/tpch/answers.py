@@ -12,14 +12,17 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import math
-from collections.abc import Iterator, Sequence
 from decimal import Decimal
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
-import pyarrow as pa
 
 from benchmarks.tpch.reference import LIMITS, ORDER
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import pyarrow as pa
 
 #: relative tolerance, for floats only
 RELATIVE = 1e-9

@@ -19,12 +19,15 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.tpch.reference import TABLES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 #: parts per table at scale 1; they grow with the scale
 PARTS_AT_1 = {"lineitem": 8, "orders": 4, "partsupp": 2, "customer": 2, "part": 1, "supplier": 1}

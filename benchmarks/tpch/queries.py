@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.tpch import queries_01_08, queries_09_15, queries_16_22
-from benchmarks.tpch.tables import Tables
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from benchmarks.tpch.tables import Tables
 
 _MODULES = (queries_01_08, queries_09_15, queries_16_22)
 
