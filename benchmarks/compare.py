@@ -1,7 +1,7 @@
 """Paired measurement: cases take turns, so that a machine that warms up or gets busy does so for all of them.
 
-A figure is the median of its runs, a comparison is the median of the ratios within each round (not the ratio of medians:
-a round shares its minute). The order is reversed every other round, so none is always first.
+A figure is the median of its runs, a comparison is the median of the ratios within each round (not the ratio of
+medians: a round shares its minute). The order is reversed every other round, so none is always first.
 """
 
 from __future__ import annotations

@@ -84,8 +84,8 @@ def facts(exercised_on: str) -> dict[str, Any]:
     Parameters
     ----------
     exercised_on
-        In words, what really ran: ``"2 CPU cores, no GPU, loopback"``. A figure must not be read as one of hardware that
-        was not there.
+        In words, what really ran: ``"2 CPU cores, no GPU, loopback"``. A figure must not be read as one of hardware
+        that was not there.
     """
     return {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),

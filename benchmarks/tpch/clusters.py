@@ -8,7 +8,8 @@ gpurt         ``dask scheduler --preload dask_gpurt.preload``
 gpurt-stock   the same with ``DASK_GPURT__POLICY=stock``: loaded, and told to do nothing
 ============  ====================================================================
 
-An engine may be named twice (``stock,stock``); the second is called ``stock#2``, and what differs between the two is noise.
+An engine may be named twice (``stock,stock``); the second is called ``stock#2``, and what differs between the two is
+the noise of the machine.
 
 Every process is the head of a group of its own, so that a nanny's worker goes with it, and every group is killed on
 `close`, which the caller runs on all ways out. Workers end by themselves when the scheduler stays away for a minute.
@@ -136,7 +137,7 @@ class ProcessCluster:
                     *("worker", address, "--host", "127.0.0.1", "--nthreads", str(self._threads)),
                     *("--memory-limit", str(self._memory_limit_bytes), "--name", f"{self.engine}-{i}"),
                     *("--no-dashboard", "--death-timeout", "60"),
-                    *("--local-directory", os.path.join(self.directory, f"worker-{i}")),
+                    *("--local-directory", os.path.join(self.directory, "scratch", f"worker-{i}")),
                 )
             self._client = Client(address, timeout=START_TIMEOUT_S, set_as_default=False)
             while len(self._client.scheduler_info(n_workers=-1)["workers"]) < self._workers:
@@ -157,7 +158,10 @@ class ProcessCluster:
         """Kill every process of this cluster. Never raises for one that has gone; a second call does nothing."""
         client, self._client = self._client, None
         processes, self._processes = self._processes, []
-        # The processes first: a client that says goodbye to a hung scheduler would wait for its timeout.
+        if client is not None:
+            # First, or it would log that its scheduler is gone. A hung scheduler costs the timeout, no more.
+            with contextlib.suppress(Exception):
+                client.close(timeout=2)
         for number in (signal.SIGTERM, signal.SIGKILL):
             # Workers first: with their scheduler gone they would only log about it.
             for _, process in reversed(processes):
@@ -170,9 +174,6 @@ class ProcessCluster:
                 time.sleep(0.02)
         for _, process in processes:
             process.wait()
-        if client is not None:
-            with contextlib.suppress(Exception):  # its scheduler is dead: there is nothing left to be told
-                client.close(timeout=1)
         shutil.rmtree(os.path.join(self.directory, "scratch"), ignore_errors=True)
 
     def leave(self) -> None:
@@ -237,6 +238,8 @@ def environment(engine: str) -> dict[str, str]:
     _, more = ENGINES[engine.partition("#")[0]]
     # A user's own preloads, in the environment or by DASK_GPURT__*, would end up in the stock cluster too.
     env = {k: v for k, v in os.environ.items() if not k.startswith(("DASK_DISTRIBUTED__", "DASK_GPURT__POLICY"))}
+    # The same for preloads in a YAML file: the environment wins over it, the command line over the environment.
+    env.update({f"DASK_DISTRIBUTED__{role}__PRELOAD": "[]" for role in ("SCHEDULER", "WORKER", "NANNY")})
     path = env.get("PYTHONPATH")
     env["PYTHONPATH"] = ROOT + (os.pathsep + path if path else "")
     # Arrow's hash join warns once per process about buffers that came out of a message; it works all the same.
@@ -258,8 +261,8 @@ def memory_limit_bytes(free_bytes: int, clusters: int, workers: int) -> int:
     limit = min(8 * 2**30, int(free_bytes * 0.75) // max(1, clusters * workers))
     if limit < 512 * 2**20:
         raise ValueError(
-            f"{free_bytes / 2**30:.1f} GiB of free memory leave {limit / 2**20:.0f} MiB for each of {workers} workers in "
-            f"{clusters} clusters, which is too little. Remedy: fewer --engines or --workers, or set --memory-limit"
+            f"{free_bytes / 2**30:.1f} GiB of free memory leave {limit / 2**20:.0f} MiB for each of {workers} workers "
+            f"in {clusters} clusters, which is too little. Remedy: fewer --engines or --workers, or set --memory-limit"
         )
     return limit
 

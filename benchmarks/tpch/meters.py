@@ -11,10 +11,10 @@ What is counted (bytes, all workers together):
     Shards produced by peer-to-peer shuffles, those that stay on their worker included (as serialised).
 
 Where the numbers come from. Keys: `Worker.transfer_outgoing_bytes_total`; it is the only such counter that neither
-decays nor is cut off (`transfer_incoming_log` keeps 1,000 entries). It includes what the client fetches, which `Meters`
-subtracts for the answer it is told of. Spilling: `worker.data.cumulative_metrics`, which stock's SpillBuffer and the
-extension's store both keep. Shuffles: `Worker.digests_total` (``("p2p", span, where, label, unit)``). Stock sends shards to
-its own worker through the same buffer as to others and counts them together, so `_watch` wraps
+decays nor is cut off (`transfer_incoming_log` keeps 1,000 entries). It includes what the client fetches, which
+`Meters` subtracts for the answer it is told of. Spilling: `worker.data.cumulative_metrics`, which stock's SpillBuffer
+and the extension's store both keep. Shuffles: `Worker.digests_total` (``("p2p", span, where, label, unit)``). Stock
+sends shards to its own worker through the same buffer as to others and counts them together, so `_watch` wraps
 `CommShardsBuffer.process` to tell them apart by the address; it only counts. It is installed on every cluster alike.
 The extension's shuffle has a data path of its own and its own counters, read from its worker part if there is one.
 

@@ -4,9 +4,9 @@ All clusters are up for the whole time and idle while another is measured (an id
 core, and every engine has the same number of them). Taking turns by the query keeps what changes slowly (clocks,
 page cache, neighbours) out of the ratio.
 
-What is timed: from the call that builds the query to the answer as a pandas DataFrame in this process; planning is part
-of it. What is not: comparing the answer, reading the counters, and the first contact with each cluster (`warm_up`, which
-imports what workers need). DuckDB answers first, so that all engines find the files in the page cache.
+What is timed: from the call that builds the query to the answer as a pandas DataFrame in this process; planning is
+part of it. What is not: comparing the answer, reading the counters, and the first contact with each cluster (`warm_up`,
+which imports what workers need). DuckDB answers first, so that all engines find the files in the page cache.
 """
 
 from __future__ import annotations
@@ -79,10 +79,6 @@ class Outcome:
         return [d for cell in self.cells.values() for d in cell.differences]
 
 
-#: called with (steps done, steps in all, what is going on now)
-Progress = "Callable[[int, int, str], None]"
-
-
 def run(
     clusters: Sequence[ProcessCluster],
     directory: str,
@@ -118,7 +114,9 @@ def _one(cell: Measured, cluster: ProcessCluster, meters: Meters, opened: tables
     meters.start()
     start = time.perf_counter()
     try:
-        got = cluster.client.compute(queries.QUERIES[cell.query](opened)).result()
+        # Current, not just called: dask.dataframe plans peer-to-peer shuffles only if there is a default client.
+        with cluster.client.as_current():
+            got = cluster.client.compute(queries.QUERIES[cell.query](opened)).result()
     except Exception as e:
         cell.errors.append(f"{type(e).__name__}: {e}")
         return
@@ -135,7 +133,8 @@ def warm_up(cluster: ProcessCluster, directory: str) -> None:
     nations = frame.nation.merge(
         frame.customer[["c_custkey", "c_nationkey"]], left_on="n_nationkey", right_on="c_nationkey"
     )
-    cluster.client.compute(nations.groupby("n_name").c_custkey.count()).result()
+    with cluster.client.as_current():
+        cluster.client.compute(nations.groupby("n_name").c_custkey.count()).result()
     Meters(cluster.client).start()
 
 
