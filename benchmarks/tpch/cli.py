@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import importlib.util
 import os
 import signal
@@ -66,8 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as e:
         out.error(str(e))  # exits with 2
     # A plain kill would leave the processes; as an exception it passes every `finally`.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _leave)
+    previous = {number: signal.signal(number, _leave) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         return run(options)
     except KeyboardInterrupt:
@@ -76,6 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ClusterError, RuntimeError, ValueError) as e:
         print(f"\nerror: {e}", file=sys.stderr)
         return 2
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _leave(number: int, frame: Any) -> None:
@@ -236,11 +239,9 @@ def tell(
 
 
 def _status(cluster: ProcessCluster) -> dict[str, Any]:
-    import dask_gpurt
-
     # A report must not fail on what it only adds; what went wrong is in the report instead.
     try:
-        out: dict[str, Any] = dask_gpurt.status(cluster.client).to_dict()
+        out: dict[str, Any] = importlib.import_module("dask_gpurt").status(cluster.client).to_dict()
         return out
     except Exception as e:
         return {"not available": repr(e)}

@@ -16,7 +16,9 @@ decays nor is cut off (`transfer_incoming_log` keeps 1,000 entries). It includes
 and the extension's store both keep. Shuffles: `Worker.digests_total` (``("p2p", span, where, label, unit)``). Stock
 sends shards to its own worker through the same buffer as to others and counts them together, so `_watch` wraps
 `CommShardsBuffer.process` to tell them apart by the address; it only counts. It is installed on every cluster alike.
-The extension's shuffle has a data path of its own and its own counters, read from its worker part if there is one.
+The extension's shuffle reports what it produces in the same digests. What its messages weigh it counts itself, on the
+receiving side, and that is read from its worker part. It keeps shards in its store, whose spilling is counted with that
+of keys.
 
 Counters die with their process. A worker that was restarted between two snapshots counts from zero, and what the dead
 one had counted since the first snapshot is lost: `Traffic.complete` is then False.
@@ -25,6 +27,7 @@ one had counted since the first snapshot is lost: `Traffic.complete` is then Fal
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -144,8 +147,10 @@ def _watch() -> dict[str, int]:
     process = CommShardsBuffer.process
 
     async def counting(self: Any, id: str, shards: Any, size: int) -> None:
-        run = getattr(self.send, "__self__", None)
-        sent["self" if run is not None and run.local_address == id else "peers"] += size
+        run = self.send.__self__
+        # A run of the extension passes through here too and counts for itself what its messages weigh.
+        if type(run).__module__.startswith("distributed."):
+            sent["self" if run.local_address == id else "peers"] += size
         await process(self, id, shards, size)
 
     CommShardsBuffer.process = counting
@@ -156,16 +161,12 @@ def _watch() -> dict[str, int]:
 def _of_extension(dask_worker: Worker) -> dict[str, int]:
     """Bytes that the extension's own shuffle counted on this worker; nothing without the extension."""
     try:
-        from dask_gpurt.shuffle.plugin import worker_statistics
+        plugin = importlib.import_module("dask_gpurt.shuffle.plugin")
     except ImportError:
         return {}
-    statistics = worker_statistics(dask_worker)
+    statistics = plugin.worker_statistics(dask_worker)
     return {ours: int(statistics[theirs]) for ours, theirs in _EXTENSION.items() if theirs in statistics}
 
 
 #: counter here -> key of the extension's shuffle statistics on a worker
-_EXTENSION = {
-    "shards_received": "bytes_received_from_peers",
-    "shuffled": "bytes_partitioned",
-    "shards_spilled": "bytes_to_disk",
-}
+_EXTENSION = {"shards_received": "bytes_received"}

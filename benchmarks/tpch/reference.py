@@ -12,8 +12,6 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-import duckdb
-
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -299,6 +297,12 @@ class Reference:
     """
 
     def __init__(self, directory: str, scale: float, *, threads: int | None = None) -> None:
+        try:
+            import duckdb
+        except ImportError as e:
+            raise RuntimeError(
+                "duckdb is not installed; it gives the right answers. Remedy: pip install '.[bench]'"
+            ) from e
         self.scale = scale
         self._db = duckdb.connect(":memory:")
         if threads is not None:

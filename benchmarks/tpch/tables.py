@@ -90,11 +90,18 @@ def _one_row(frame: Any, how: str) -> Any:
 def _reduced(frame: pd.DataFrame, how: str) -> pd.DataFrame:
     out = {}
     for name in frame.columns:
-        kind = pd.ArrowDtype(pa.decimal128(38, frame[name].dtype.pyarrow_dtype.scale))
+        kind = pd.ArrowDtype(pa.decimal128(38, _arrow_type(frame[name]).scale))
         # As in SQL, nothing has neither a sum nor a maximum (NA; skipped when partitions are put together).
         value = frame[name].sum(min_count=1) if how == "sum" else frame[name].max()
         out[name] = pd.Series([value], dtype=kind)
     return pd.DataFrame(out)
+
+
+def _arrow_type(series: pd.Series) -> Any:
+    dtype = series.dtype
+    if not isinstance(dtype, pd.ArrowDtype):
+        raise TypeError(f"column {series.name!r} is {dtype}, must be an Arrow decimal; see open_tables")
+    return dtype.pyarrow_dtype
 
 
 def keep(frame: Any, column: str, comparison: str, bound: Any, factor: Any = 1) -> Any:

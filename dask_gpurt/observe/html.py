@@ -30,10 +30,10 @@ p.bad { color: var(--bad); font-weight: 600; } p.good { color: var(--good); font
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
 th, td { padding: .25rem .75rem; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top; }
-thead th { border-bottom-width: 2px; color: var(--dim); font-weight: 600; white-space: nowrap; }
+thead th { border-bottom-width: 2px; color: var(--dim); font-weight: 600; vertical-align: bottom; }
 tbody tr:nth-child(even) { background: var(--band); }
 tfoot td { border-top: 2px solid var(--line); border-bottom: 0; font-weight: 600; }
-th.n, td.n { text-align: right; white-space: nowrap; }
+th.n, td.n { text-align: right; } td.n { white-space: nowrap; }
 td.k { color: var(--dim); white-space: nowrap; } td.v { overflow-wrap: anywhere; }
 pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; font-size: .8rem; }
 svg { display: block; max-width: 100%; height: auto; }
@@ -247,6 +247,6 @@ def _chart(series: Sequence[str], rows: Sequence[tuple[str, Sequence[float | Non
 def _figure(value: float | None, unit: str) -> str:
     if value is None:
         return "–"
-    return (f"{value:,.0f}" if value >= 1000 else f"{value:.3g}" if value < 100 else f"{value:.0f}") + (
-        f" {unit}" if unit else ""
-    )
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2
+    text = f"{value:,.{digits}f}" if value >= 0.1 or value == 0 else f"{value:.2g}"
+    return f"{text} {unit}" if unit else text
