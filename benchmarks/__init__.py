@@ -1,0 +1,1 @@
+"""Measurements, one claim a file. Nothing here is installed; run from a checkout (``python -m benchmarks.tpch``)."""

@@ -1,0 +1,261 @@
+"""The command: data, DuckDB's answers, clusters, queries, table, report. ``ci/quickstart.sh`` calls it.
+
+Exit codes: 0 all answers equal; 1 an answer differs or a query failed; 2 wrong arguments or the machine cannot run it;
+130 interrupted. Everything that was started is killed on all of them, except what ``--keep-running`` asks for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import importlib.util
+import os
+import signal
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import dask.utils
+
+from benchmarks import data
+from benchmarks.tpch import generate, queries, report, runner
+from benchmarks.tpch.clusters import (
+    ClusterError,
+    ProcessCluster,
+    describe,
+    memory_limit_bytes,
+    parse_engines,
+)
+from benchmarks.tpch.reference import Reference
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def parser() -> argparse.ArgumentParser:
+    out = argparse.ArgumentParser(
+        prog="python -m benchmarks.tpch",
+        description="TPC-H in plain dask.dataframe on real processes of this machine, every answer checked by DuckDB.",
+    )
+    add = out.add_argument
+    add("--scale", type=float, default=1.0, help="scale factor, 0.001 to 1000; 1 is 6 million order lines (default 1)")
+    add("--queries", default="all", help="such as 1,3,5-7; or all (default)")
+    add(
+        "--engines",
+        default="stock,gpurt",
+        help="in turn, first is the baseline: stock, gpurt, gpurt-stock (default stock,gpurt)",
+    )
+    add("--runs", "--repeat", type=int, default=1, help="runs of each query on each engine; medians (default 1)")
+    add("--workers", type=int, default=2, help="worker processes per cluster (default 2)")
+    add("--threads", type=int, help="threads per worker (default: cores / workers)")
+    add("--memory-limit", help="per worker, such as 2GiB (default: by what is free)")
+    add("--data", help="directory of the data at this scale; generated there if missing (default: out/tpch/sf<scale>)")
+    add("--out", help="directory for report, logs and scratch (default: out/tpch/run)")
+    add("--json", help="write all figures to this file too")
+    add("--kill-worker", type=float, metavar="SECONDS", help="SIGKILL a worker of the last engine so long after start")
+    add("--keep-running", action="store_true", help="leave the last engine's cluster up and say how to use and stop it")
+    return out
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    out = parser()
+    arguments = out.parse_args(argv)
+    try:
+        options = check(arguments)
+    except ValueError as e:
+        out.error(str(e))  # exits with 2
+    # A plain kill would leave the processes; as an exception it passes every `finally`.
+    previous = {number: signal.signal(number, _leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        return run(options)
+    except KeyboardInterrupt:
+        print("\ninterrupted; everything that was started has been stopped", file=sys.stderr)
+        return 130
+    except (ClusterError, RuntimeError, ValueError) as e:
+        print(f"\nerror: {e}", file=sys.stderr)
+        return 2
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _leave(number: int, frame: Any) -> None:
+    raise SystemExit(128 + number)
+
+
+def check(a: argparse.Namespace) -> argparse.Namespace:
+    """Arguments with their defaults filled in.
+
+    Raises
+    ------
+    ValueError
+        What is wrong, what is allowed, what to do.
+    """
+    generate.check_scale(a.scale)
+    a.numbers = queries.parse(a.queries)
+    a.engine_names = parse_engines(a.engines)
+    for name in ("runs", "workers"):
+        if getattr(a, name) < 1:
+            raise ValueError(f"--{name} is {getattr(a, name)}, must be at least 1")
+    if a.threads is None:
+        a.threads = max(1, data.cores() // a.workers)
+    elif a.threads < 1:
+        raise ValueError(f"--threads is {a.threads}, must be at least 1")
+    if a.kill_worker is not None and a.kill_worker < 0:
+        raise ValueError(f"--kill-worker is {a.kill_worker}, must be seconds from the start of the queries, 0 or more")
+    if a.memory_limit is None:
+        a.memory_limit_bytes = memory_limit_bytes(data.free_memory_bytes(), len(a.engine_names), a.workers)
+    else:
+        try:
+            a.memory_limit_bytes = int(dask.utils.parse_bytes(a.memory_limit))
+        except ValueError:
+            raise ValueError(f"--memory-limit is {a.memory_limit!r}, must be bytes such as 2GiB") from None
+    needs = "dask_gpurt.preload"
+    if any(e.startswith("gpurt") for e in a.engine_names) and importlib.util.find_spec(needs) is None:
+        raise ValueError(f"--engines {a.engines} needs {needs}, which is not installed here. Remedy: --engines stock")
+    a.out = os.path.abspath(a.out or os.path.join(data.OUT, "tpch", "run"))
+    a.data = os.path.abspath(a.data or os.path.join(data.OUT, "tpch", f"sf{a.scale:g}"))
+    return a
+
+
+class Progress:
+    """One line that is written over on a terminal; silent elsewhere, where the table's lines tell the same."""
+
+    def __init__(self) -> None:
+        self._live = sys.stdout.isatty()
+        self._start = time.monotonic()
+
+    def __call__(self, step: int, steps: int, what: str) -> None:
+        if self._live:
+            width = 24
+            filled = round(width * step / max(1, steps))
+            bar = "█" * filled + "·" * (width - filled)
+            text = f"{bar} {step}/{steps}  {what}  {time.monotonic() - self._start:.0f} s"
+            print(f"\r\033[K{text}", end="", flush=True)
+
+    def line(self, text: str) -> None:
+        """A line that stays."""
+        print(f"\r\033[K{text}" if self._live else text, flush=True)
+
+
+def run(o: argparse.Namespace) -> int:
+    """Do what the checked options say."""
+    begin = time.monotonic()
+    progress = Progress()
+    generate.ensure(o.data, o.scale, progress.line)
+    progress.line(f"data: {o.data} (scale {o.scale:g})")
+    reference = Reference(o.data, o.scale)
+    try:
+        expected = reference.answers(o.numbers)
+    finally:
+        reference.close()
+    progress.line(f"DuckDB's answers to {len(o.numbers)} queries: ready after {time.monotonic() - begin:.1f} s")
+    with contextlib.ExitStack() as stack:
+        clusters = []
+        for engine in o.engine_names:
+            cluster = ProcessCluster(
+                engine,
+                workers=o.workers,
+                threads=o.threads,
+                memory_limit_bytes=o.memory_limit_bytes,
+                directory=os.path.join(o.out, engine),
+            )
+            stack.callback(cluster.close)
+            cluster.start()
+            runner.warm_up(cluster, o.data)
+            progress.line(
+                f"{engine}: scheduler {cluster.address}, {o.workers} workers x {o.threads} thread(s), "
+                f"{o.memory_limit_bytes / 2**30:.1f} GiB each; dashboard {cluster.dashboard or '(needs bokeh)'}"
+            )
+            clusters.append(cluster)
+        outcome = measure(o, clusters, expected, progress)
+        described = [describe(c) for c in clusters]
+        status = {c.engine: _status(c) for c in clusters if c.engine.startswith("gpurt")}
+        tell(o, outcome, described, status, progress)
+        progress.line(f"took {time.monotonic() - begin:.0f} s in all")
+        if o.keep_running:
+            keep(clusters[-1])
+    return 0 if outcome.ok else 1
+
+
+def measure(o: argparse.Namespace, clusters: list[ProcessCluster], expected: Any, progress: Progress) -> runner.Outcome:
+    """Run the queries, printing the table's lines as they come."""
+    table = report.TextTable(report.columns(o.engine_names, joined=True))
+    progress.line("")
+    progress.line(table.head())
+    with contextlib.ExitStack() as stack:
+        killer = None
+        if o.kill_worker is not None:
+            killer = stack.enter_context(runner.Killer(clusters[-1], o.kill_worker))
+        outcome = runner.run(
+            clusters,
+            o.data,
+            o.scale,
+            o.numbers,
+            expected,
+            runs=o.runs,
+            progress=progress,
+            done=lambda number, cells: progress.line(table.line(report.row(number, cells, joined=True))),
+        )
+    for line in report.total_rows(outcome, joined=True):
+        progress.line(table.line(line))
+    if killer is not None:
+        outcome.notes.append(killer.note)
+    if not all(t.complete for cell in outcome.cells.values() for t in cell.traffic):
+        outcome.notes.append(
+            "a worker was lost, and its byte counts since the query's start with it: figures are too low"
+        )
+    return outcome
+
+
+def tell(
+    o: argparse.Namespace, outcome: runner.Outcome, described: list[dict[str, Any]], status: Any, progress: Progress
+) -> None:
+    """Differences, files."""
+    progress.line("")
+    for note in outcome.notes:
+        progress.line(f"note: {note}")
+    for (number, engine), cell in outcome.cells.items():
+        for difference in cell.differences:
+            progress.line(f"DIFFERENT on {engine}: {difference}")
+        for error in cell.errors:
+            progress.line(f"ERROR on {engine}, query {number}: {error}")
+    facts = data.facts(
+        f"{data.cores()} CPU cores, {o.workers} worker processes x {o.threads} thread(s) per cluster, loopback, "
+        "pandas on Arrow; no GPU used"
+    )
+    facts |= {
+        "scale": o.scale,
+        "runs": o.runs,
+        "engines": ", ".join(o.engine_names),
+        "memory_limit_bytes_per_worker": o.memory_limit_bytes,
+    }
+    path = report.page(outcome, facts, described, status).write(os.path.join(o.out, "report.html"))
+    progress.line(f"report: {path}")
+    if o.json:
+        progress.line(f"figures: {data.write_json(o.json, report.result(outcome, facts, described))}")
+
+
+def _status(cluster: ProcessCluster) -> dict[str, Any]:
+    # A report must not fail on what it only adds; what went wrong is in the report instead.
+    try:
+        out: dict[str, Any] = importlib.import_module("dask_gpurt").status(cluster.client).to_dict()
+        return out
+    except Exception as e:
+        return {"not available": repr(e)}
+
+
+def keep(cluster: ProcessCluster) -> None:
+    """Leave this cluster up, and say how to use and stop it."""
+    address, dashboard = cluster.address, cluster.dashboard
+    groups = " ".join(f"-{pid}" for pid in cluster.pids)
+    cluster.leave()
+    print(
+        f"\nThe {cluster.engine} cluster is left running.\n"
+        f"  connect:    from dask.distributed import Client; client = Client({address!r})\n"
+        f"  dashboard:  {dashboard or '(needs bokeh)'}\n"
+        f"  stop:       kill -TERM -- {groups}",
+        flush=True,
+    )

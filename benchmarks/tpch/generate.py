@@ -1,0 +1,143 @@
+"""TPC-H data by ``tpchgen-cli``, cached by scale, in files that every reader takes.
+
+Each table is a directory of parquet parts; one part is one Dask partition. Parts are sized so that a partition of the
+columns a query really reads is tens of megabytes: large enough that a task outweighs its scheduling, small enough that
+several fit in a worker.
+
+The generator marks its strings as Arrow ``string_view``. Arrow has no ``take`` kernel for that type (pyarrow 26), so
+pandas cannot even build the empty frames that dask.dataframe plans with. The parts are therefore rewritten once with
+plain strings. Values are not touched: decimals stay ``decimal128(15, 2)`` and dates ``date32``.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from benchmarks.tpch.reference import TABLES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+#: parts per table at scale 1; they grow with the scale
+PARTS_AT_1 = {"lineitem": 8, "orders": 4, "partsupp": 2, "customer": 2, "part": 1, "supplier": 1}
+#: fewest parts at any scale: the large tables stay divided, so that joins shuffle at scale 0.01 too
+FEWEST = {"lineitem": 4, "orders": 2, "partsupp": 2, "customer": 2, "part": 1, "supplier": 1}
+#: largest scale offered; beyond it the fixed names and checks here were never tried
+MAX_SCALE = 1000.0
+
+#: what is written beside the tables when they are complete
+_STAMP = "complete.json"
+#: changes when the layout changes, so that an old cache is not taken for a new one
+_LAYOUT = 1
+
+
+def check_scale(scale: float) -> float:
+    """Return `scale`, or raise ValueError with what is allowed."""
+    if not (math.isfinite(scale) and 0.001 <= scale <= MAX_SCALE):
+        raise ValueError(f"scale is {scale!r}, must be a number from 0.001 to {MAX_SCALE:g} (1 is about 1 GB of text)")
+    return scale
+
+
+def parts(scale: float) -> dict[str, int]:
+    """Table -> number of files at `scale`."""
+    out = {t: max(FEWEST[t], round(n * scale)) for t, n in PARTS_AT_1.items()}
+    return {**out, "nation": 1, "region": 1}
+
+
+def ensure(directory: str, scale: float, say: Callable[[str], None] = lambda text: None) -> str:
+    """Make `directory` hold all eight tables at `scale`; do nothing if it already does. Returns `directory`.
+
+    Raises
+    ------
+    ValueError
+        The directory holds tables of another scale, or something that is not ours.
+    RuntimeError
+        The generator is missing or failed.
+    """
+    check_scale(scale)
+    stamp = os.path.join(directory, _STAMP)
+    want = {"scale": scale, "layout": _LAYOUT, "parts": parts(scale)}
+    if os.path.exists(stamp):
+        with open(stamp) as f:
+            have = json.load(f)
+        if have == want:
+            return directory
+        raise ValueError(
+            f"{directory} holds TPC-H at scale {have.get('scale')!r} (layout {have.get('layout')!r}), "
+            f"wanted scale {scale!r} (layout {_LAYOUT}). Remedy: another --data, or remove that directory"
+        )
+    if os.path.isdir(directory) and any(name not in (*TABLES, "raw") for name in os.listdir(directory)):
+        raise ValueError(
+            f"{directory} exists and is not a data directory of this benchmark (no {_STAMP}). "
+            f"Remedy: give an empty or a new directory"
+        )
+    raw = os.path.join(directory, "raw")
+    # Left by an interrupted run: a part may be torn.
+    for name in (*TABLES, "raw"):
+        shutil.rmtree(os.path.join(directory, name), ignore_errors=True)
+    os.makedirs(raw)
+    _generate(raw, scale, say)
+    _rewrite(raw, directory, say)
+    shutil.rmtree(raw)
+    with open(stamp + ".new", "w") as f:
+        json.dump(want, f)
+    os.replace(stamp + ".new", stamp)
+    return directory
+
+
+def _generate(raw: str, scale: float, say: Callable[[str], None]) -> None:
+    command = _generator()
+    by_count: dict[int, list[str]] = {}
+    for table, n in parts(scale).items():
+        by_count.setdefault(n, []).append(table)
+    for n, tables in sorted(by_count.items()):
+        say(f"generating {', '.join(tables)} at scale {scale:g} ({n} part{'s' * (n > 1)} each)")
+        args = [command, "parquet", "-q", "-s", f"{scale:g}", f"--tables={','.join(tables)}", f"--parts={n}"]
+        done = subprocess.run([*args, f"--output-dir={raw}"], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(args)} failed with {done.returncode}: {done.stderr.strip()[-2000:]}")
+
+
+def _generator() -> str:
+    """Where ``tpchgen-cli`` is: beside this Python first, as a virtual environment need not be on PATH."""
+    beside = os.path.join(sysconfig.get_path("scripts"), "tpchgen-cli")
+    found = beside if os.path.exists(beside) else shutil.which("tpchgen-cli")
+    if not found:
+        raise RuntimeError(
+            f"tpchgen-cli was found neither beside {sys.executable} nor on PATH. Remedy: pip install '.[bench]'"
+        )
+    return found
+
+
+def _rewrite(raw: str, directory: str, say: Callable[[str], None]) -> None:
+    jobs: list[tuple[str, str]] = []
+    for table in TABLES:
+        os.makedirs(os.path.join(directory, table))
+        for name in sorted(os.listdir(os.path.join(raw, table))):
+            # Names are zero-padded: readers order parts by name, and part 10 must not follow part 1.
+            number = int(name.split(".")[1])
+            jobs.append((os.path.join(raw, table, name), os.path.join(directory, table, f"part.{number:05d}.parquet")))
+    say(f"rewriting {len(jobs)} parts with plain strings")
+    with concurrent.futures.ThreadPoolExecutor(max_workers=max(1, min(4, os.cpu_count() or 1))) as pool:
+        list(pool.map(lambda job: _rewrite_one(*job), jobs))
+
+
+def _rewrite_one(source: str, target: str) -> None:
+    table = pq.read_table(source, use_threads=False)
+    fields = [
+        pa.field(f.name, pa.string() if f.type == pa.string_view() else f.type, nullable=f.nullable)
+        for f in table.schema
+    ]
+    pq.write_table(table.cast(pa.schema(fields)), target, compression="snappy")
+    os.remove(source)

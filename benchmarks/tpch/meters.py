@@ -1,0 +1,172 @@
+"""How many bytes a query moved, from the workers' own counters.
+
+What is counted (bytes, all workers together):
+
+``network``
+    Received from other workers: keys fetched by tasks and by replication (in-memory size, as Dask accounts for them),
+    plus shards of a peer-to-peer shuffle that went to another worker (as serialised).
+``spilled``
+    Written to disk: keys evicted from memory, plus the shards that a shuffle stores in files.
+``shuffled``
+    Shards produced by peer-to-peer shuffles, those that stay on their worker included (as serialised).
+
+Where the numbers come from. Keys: `Worker.transfer_outgoing_bytes_total`; it is the only such counter that neither
+decays nor is cut off (`transfer_incoming_log` keeps 1,000 entries). It includes what the client fetches, which
+`Meters` subtracts for the answer it is told of. Spilling: `worker.data.cumulative_metrics`, which stock's SpillBuffer
+and the extension's store both keep. Shuffles: `Worker.digests_total` (``("p2p", span, where, label, unit)``). Stock
+sends shards to its own worker through the same buffer as to others and counts them together, so `_watch` wraps
+`CommShardsBuffer.process` to tell them apart by the address; it only counts. It is installed on every cluster alike.
+The extension's shuffle reports what it produces in the same digests. What its messages weigh it counts itself, on the
+receiving side, and that is read from its worker part. It keeps shards in its store, whose spilling is counted with that
+of keys.
+
+Counters die with their process. A worker that was restarted between two snapshots counts from zero, and what the dead
+one had counted since the first snapshot is lost: `Traffic.complete` is then False.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from distributed import Client, Worker
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Bytes between two snapshots, over all workers."""
+
+    #: keys received from other workers, in memory size
+    keys: int
+    #: serialised shards received from other workers
+    shards_received: int
+    #: serialised shards produced
+    shuffled: int
+    #: keys written to disk
+    keys_spilled: int
+    #: shards written to disk
+    shards_spilled: int
+    #: False if a worker was lost in between, and its counts with it
+    complete: bool = True
+
+    @property
+    def network(self) -> int:
+        """Bytes received from other workers."""
+        return self.keys + self.shards_received
+
+    @property
+    def spilled(self) -> int:
+        """Bytes written to disk."""
+        return self.keys_spilled + self.shards_spilled
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "network": self.network, "spilled": self.spilled}
+
+
+#: worker's address -> (its process's identity, counter name -> bytes)
+Snapshot = dict[str, tuple[str, dict[str, int]]]
+
+
+class Meters:
+    """Reads the counters of one cluster; `start` then `stop` around what is to be measured."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._before: Snapshot | None = None
+
+    def start(self) -> None:
+        self._before = self._snapshot()
+
+    def stop(self, *, fetched: int = 0) -> Traffic:
+        """Bytes since `start`. `fetched`: bytes of keys that the client took from the workers meanwhile."""
+        if self._before is None:
+            raise RuntimeError("Meters.stop without start; call start before what is to be measured")
+        before, self._before = self._before, None
+        return difference(before, self._snapshot(), fetched=fetched)
+
+    def _snapshot(self) -> Snapshot:
+        # A worker that dies during the call answers with an exception; the others' counters are still wanted.
+        replies = self._client.run(read, on_error="return")
+        return {address: reply for address, reply in replies.items() if not isinstance(reply, BaseException)}
+
+
+def difference(before: Snapshot, after: Snapshot, *, fetched: int = 0) -> Traffic:
+    """What was counted between two snapshots."""
+    total = dict.fromkeys(_COUNTERS, 0)
+    complete = True
+    for address, (process, counts) in after.items():
+        known = before.get(address)
+        base = known[1] if known is not None and known[0] == process else dict.fromkeys(_COUNTERS, 0)
+        for name in _COUNTERS:
+            total[name] += counts[name] - base[name]
+    for address, (process, _) in before.items():
+        if address not in after or after[address][0] != process:
+            complete = False
+    total["keys"] = max(0, total["keys"] - fetched)
+    return Traffic(**total, complete=complete)
+
+
+_COUNTERS = ("keys", "shards_received", "shuffled", "keys_spilled", "shards_spilled")
+
+
+def read(dask_worker: Worker) -> tuple[str, dict[str, int]]:
+    """Runs on each worker: its identity and its counters since it started."""
+    sent = _watch()
+    shuffled = shards_spilled = 0.0
+    for name, value in dask_worker.digests_total.items():
+        if isinstance(name, tuple) and name[0] == "p2p" and name[-1] == "bytes":
+            # (p2p, span, where, label, bytes): where is foreground, background-comms or background-disk
+            where, label = name[2], name[3]
+            if label == "shards":
+                shuffled += value
+            elif where == "background-disk" and label == "disk-write":
+                shards_spilled += value
+    spill_metrics = getattr(dask_worker.data, "cumulative_metrics", None) or {}
+    counts = {
+        "keys": dask_worker.transfer_outgoing_bytes_total,
+        "shards_received": sent["peers"],
+        "shuffled": int(shuffled),
+        "keys_spilled": int(spill_metrics.get(("disk-write", "bytes"), 0)),
+        "shards_spilled": int(shards_spilled),
+    }
+    for name, value in _of_extension(dask_worker).items():
+        counts[name] += value
+    return dask_worker.id, counts
+
+
+def _watch() -> dict[str, int]:
+    """Count what stock's shuffle sends, by whether it stays on its worker. Installs itself once per process."""
+    from distributed.shuffle._comms import CommShardsBuffer
+
+    known: dict[str, int] | None = getattr(CommShardsBuffer, "_tpch_sent", None)
+    if known is not None:
+        return known
+    sent = {"self": 0, "peers": 0}
+    process = CommShardsBuffer.process
+
+    async def counting(self: Any, id: str, shards: Any, size: int) -> None:
+        run = self.send.__self__
+        # A run of the extension passes through here too and counts for itself what its messages weigh.
+        if type(run).__module__.startswith("distributed."):
+            sent["self" if run.local_address == id else "peers"] += size
+        await process(self, id, shards, size)
+
+    CommShardsBuffer.process = counting
+    CommShardsBuffer._tpch_sent = sent
+    return sent
+
+
+def _of_extension(dask_worker: Worker) -> dict[str, int]:
+    """Bytes that the extension's own shuffle counted on this worker; nothing without the extension."""
+    try:
+        plugin = importlib.import_module("dask_gpurt.shuffle.plugin")
+    except ImportError:
+        return {}
+    statistics = plugin.worker_statistics(dask_worker)
+    return {ours: int(statistics[theirs]) for ours, theirs in _EXTENSION.items() if theirs in statistics}
+
+
+#: counter here -> key of the extension's shuffle statistics on a worker
+_EXTENSION = {"shards_received": "bytes_received"}

@@ -1,0 +1,168 @@
+"""Runs the queries: engines take turns query by query, every answer is checked, every byte is counted.
+
+All clusters are up for the whole time and idle while another is measured (an idle Dask process costs about 1 % of a
+core, and every engine has the same number of them). Taking turns by the query keeps what changes slowly (clocks,
+page cache, neighbours) out of the ratio.
+
+What is timed: from the call that builds the query to the answer as a pandas DataFrame in this process; planning is
+part of it. What is not: comparing the answer, reading the counters, and the first contact with each cluster (`warm_up`,
+which imports what workers need). DuckDB answers first, so that all engines find the files in the page cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from benchmarks.compare import Case, turns
+from benchmarks.tpch import answers, queries, tables
+from benchmarks.tpch.meters import Meters, Traffic
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import pyarrow as pa
+
+    from benchmarks.tpch.answers import Difference
+    from benchmarks.tpch.clusters import ProcessCluster
+
+
+@dataclasses.dataclass
+class Measured:
+    """One query on one engine."""
+
+    query: int
+    engine: str
+    #: one entry a run
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    traffic: list[Traffic] = dataclasses.field(default_factory=list)
+    differences: list[Difference] = dataclasses.field(default_factory=list)
+    #: text of the exception that a run ended with
+    errors: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not self.differences and not self.errors
+
+    @property
+    def case(self) -> Case | None:
+        """None if a run failed: a time that leaves out the failed runs compares with nothing."""
+        return Case(self.engine, tuple(self.seconds)) if self.seconds and not self.errors else None
+
+    def bytes(self, counter: str) -> int | None:
+        """Median over runs of one property of `Traffic`."""
+        values = sorted(getattr(t, counter) for t in self.traffic)
+        return values[len(values) // 2] if values else None
+
+
+@dataclasses.dataclass
+class Outcome:
+    """All of a benchmark's run."""
+
+    engines: list[str]
+    numbers: list[int]
+    #: (query, engine) -> what was measured
+    cells: dict[tuple[int, str], Measured]
+    #: what happened besides, such as a worker killed on purpose
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return all(cell.ok for cell in self.cells.values())
+
+    @property
+    def differences(self) -> list[Difference]:
+        return [d for cell in self.cells.values() for d in cell.differences]
+
+
+def run(
+    clusters: Sequence[ProcessCluster],
+    directory: str,
+    scale: float,
+    numbers: Sequence[int],
+    expected: dict[int, pa.Table],
+    *,
+    runs: int,
+    progress: Callable[[int, int, str], None],
+    done: Callable[[int, dict[str, Measured]], None] = lambda number, cells: None,
+) -> Outcome:
+    """Run `numbers` on all `clusters`, `runs` times each.
+
+    A query that raises is recorded and does not stop the others. `done` is called after each query with its cells.
+    """
+    by_name = {c.engine: c for c in clusters}
+    names = list(by_name)
+    meters = {name: Meters(c.client) for name, c in by_name.items()}
+    opened = tables.open_tables(directory, scale)
+    cells = {(q, e): Measured(q, e) for q in numbers for e in names}
+    steps, step = len(numbers) * runs * len(names), 0
+    for number in numbers:
+        for r, name in turns(names, runs):
+            progress(step, steps, f"q{number:02d} {name}" + (f" run {r + 1}/{runs}" if runs > 1 else ""))
+            _one(cells[number, name], by_name[name], meters[name], opened, expected[number])
+            step += 1
+        done(number, {name: cells[number, name] for name in names})
+    progress(steps, steps, "done")
+    return Outcome(names, list(numbers), cells)
+
+
+def _one(cell: Measured, cluster: ProcessCluster, meters: Meters, opened: tables.Tables, expected: pa.Table) -> None:
+    meters.start()
+    start = time.perf_counter()
+    try:
+        # Current, not just called: dask.dataframe plans peer-to-peer shuffles only if there is a default client.
+        with cluster.client.as_current():
+            got = cluster.client.compute(queries.QUERIES[cell.query](opened)).result()
+    except Exception as e:
+        cell.errors.append(f"{type(e).__name__}: {e}")
+        return
+    seconds = time.perf_counter() - start
+    fetched = int(got.memory_usage(deep=True).sum()) if isinstance(got, pd.DataFrame) else 0
+    cell.traffic.append(meters.stop(fetched=fetched))
+    cell.seconds.append(seconds)
+    cell.differences.extend(answers.compare(cell.query, expected, got))
+
+
+def warm_up(cluster: ProcessCluster, directory: str) -> None:
+    """First contact: imports, connections between workers, threads. Not measured."""
+    frame = tables.open_tables(directory, 1.0)
+    nations = frame.nation.merge(
+        frame.customer[["c_custkey", "c_nationkey"]], left_on="n_nationkey", right_on="c_nationkey"
+    )
+    with cluster.client.as_current():
+        cluster.client.compute(nations.groupby("n_name").c_custkey.count()).result()
+    Meters(cluster.client).start()
+
+
+class Killer:
+    """Kills one worker's process of one cluster after `seconds`, to show that answers survive it."""
+
+    def __init__(self, cluster: ProcessCluster, seconds: float) -> None:
+        self._cluster = cluster
+        self._timer = threading.Timer(seconds, self._kill)
+        self._timer.daemon = True
+        self._start = 0.0
+        #: what was done, once it was
+        self.note = f"no worker was killed: the run was over before {seconds:g} s"
+
+    def __enter__(self) -> Killer:
+        self._start = time.monotonic()
+        self._timer.start()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._timer.cancel()
+
+    def _kill(self) -> None:
+        try:
+            address = self._cluster.kill_worker()
+            after = time.monotonic() - self._start
+            self.note = (
+                f"{self._cluster.engine}: the process of worker {address} was killed (SIGKILL) after {after:.1f} s"
+            )
+        except Exception as e:
+            self.note = f"{self._cluster.engine}: killing a worker failed: {e!r}"

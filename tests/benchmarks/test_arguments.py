@@ -1,0 +1,146 @@
+"""Bad input gets an error that says the value, what is allowed, and the remedy; before anything is started."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import compare, data
+from benchmarks.tpch import cli, generate, queries, reference
+from benchmarks.tpch.clusters import environment, memory_limit_bytes, parse_engines
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [("1,3,5", [1, 3, 5]), ("5-7,1", [5, 6, 7, 1]), ("2,2", [2]), ("all", list(range(1, 23))), (" 4 ", [4])],
+)
+def test_query_lists(text: str, numbers: list[int]) -> None:
+    assert queries.parse(text) == numbers
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("23", "no query 23; TPC-H has 1 to 22"),
+        ("0", "no query 0"),
+        ("x", "'x' is not a number"),
+        ("7-5", "empty range"),
+        ("", "''"),
+    ],
+)
+def test_bad_query_lists(text: str, says: str) -> None:
+    with pytest.raises(ValueError, match="queries: ") as e:
+        queries.parse(text)
+    assert says in str(e.value)
+
+
+@pytest.mark.parametrize("scale", [0, -1, 1e9, float("nan"), float("inf")])
+def test_bad_scale(scale: float) -> None:
+    with pytest.raises(ValueError, match=r"scale is .* must be a number from 0\.001 to 1000"):
+        generate.check_scale(scale)
+
+
+def test_engines() -> None:
+    assert parse_engines("stock,gpurt") == ["stock", "gpurt"]
+    assert parse_engines("stock,stock,stock") == ["stock", "stock#2", "stock#3"]
+    with pytest.raises(ValueError, match=r"'fast' is unknown; there are stock, gpurt, gpurt-stock"):
+        parse_engines("stock,fast")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--scale", "-3"], "scale is -3.0"),
+        (["--queries", "99"], "no query 99"),
+        (["--engines", "turbo"], "'turbo' is unknown"),
+        (["--runs", "0"], "--runs is 0, must be at least 1"),
+        (["--workers", "0"], "--workers is 0"),
+        (["--threads", "0"], "--threads is 0"),
+        (["--memory-limit", "lots"], "--memory-limit is 'lots'"),
+        (["--kill-worker", "-1"], "--kill-worker is -1.0"),
+    ],
+)
+def test_command_refuses(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as e:
+        cli.main(["--engines", "stock", *arguments])
+    assert e.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_too_little_memory_says_what_to_do() -> None:
+    with pytest.raises(ValueError, match="Remedy: fewer --engines or --workers"):
+        memory_limit_bytes(2**30, clusters=2, workers=2)
+    assert memory_limit_bytes(8 * 2**30, clusters=2, workers=2) == int(1.5 * 2**30)
+
+
+def test_stock_processes_do_not_get_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DASK_DISTRIBUTED__SCHEDULER__PRELOAD", "['dask_gpurt.preload']")
+    monkeypatch.setenv("DASK_GPURT__POLICY", "gpurt")
+    stock = environment("stock#2")
+    assert stock["DASK_DISTRIBUTED__SCHEDULER__PRELOAD"] == "[]"
+    assert "DASK_GPURT__POLICY" not in stock
+    assert environment("gpurt-stock")["DASK_GPURT__POLICY"] == "stock"
+
+
+def test_generate_refuses_a_directory_of_something_else(tmp_path: Path) -> None:
+    (tmp_path / "photo.jpg").write_text("x")
+    with pytest.raises(ValueError, match="is not a data directory"):
+        generate.ensure(str(tmp_path), 0.01)
+    assert (tmp_path / "photo.jpg").exists()
+
+
+def test_generate_refuses_another_scale(tmp_path: Path) -> None:
+    (tmp_path / "complete.json").write_text(json.dumps({"scale": 1.0, "layout": 1, "parts": {}}))
+    with pytest.raises(ValueError, match=r"holds TPC-H at scale 1\.0"):
+        generate.ensure(str(tmp_path), 0.01)
+
+
+def test_large_tables_stay_divided_at_every_scale() -> None:
+    for scale in (0.001, 0.01, 1, 100):
+        n = generate.parts(scale)
+        assert n["lineitem"] >= 4
+        assert n["orders"] >= 2
+        assert n["nation"] == n["region"] == 1
+    assert generate.parts(100)["lineitem"] == 800
+
+
+def test_fraction_of_query_11_follows_the_scale() -> None:
+    assert "* 0.0001 from" in reference.sql(11, 1)
+    assert "* 0.01 from" in reference.sql(11, 0.01)
+    assert "* 0.000001 from" in reference.sql(11, 100)
+
+
+def test_turns_take_turns() -> None:
+    assert list(compare.turns(["a", "b"], 3)) == [(0, "a"), (0, "b"), (1, "b"), (1, "a"), (2, "a"), (2, "b")]
+    with pytest.raises(ValueError, match="runs is 0"):
+        list(compare.turns(["a"], 0))
+    with pytest.raises(ValueError, match="no case"):
+        list(compare.turns([], 1))
+
+
+def test_paired_runs_every_case_in_every_round() -> None:
+    calls: list[str] = []
+    results = compare.paired({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 2)
+    assert calls == ["a", "b", "b", "a"]
+    assert [len(c.seconds) for c in results.values()] == [2, 2]
+
+
+def test_ratio_is_the_median_of_the_rounds() -> None:
+    base, case = compare.Case("base", (1.0, 2.0, 10.0)), compare.Case("case", (2.0, 1.0, 30.0))
+    assert case.ratio(base) == 2.0
+    assert compare.table({"base": base, "case": case})["case"]["max_s"] == 30.0
+    assert compare.geometric_mean([0.5, 2.0]) == pytest.approx(1.0)
+
+
+def test_results_carry_what_they_were_measured_on(tmp_path: Path) -> None:
+    facts = data.facts("a test")
+    assert facts["exercised_on"] == "a test"
+    assert facts["machine"]["cores"] >= 1
+    assert facts["machine"]["memory_bytes"] > 2**20
+    assert facts["versions"]["distributed"][0].isdigit()
+    path = data.write_json(str(tmp_path / "deep" / "r.json"), facts)
+    assert json.loads(Path(path).read_text())["exercised_on"] == "a test"
+    with pytest.raises(ValueError, match="exercised_on"):
+        data.write_json(str(tmp_path / "r.json"), {"a": 1})
