@@ -1,10 +1,10 @@
 """A preload that logs, for each test and role, whether the extension's ``dask_setup`` ran and how it ended.
 
-It stands before the extension in the preload list. distributed only logs an exception raised in ``dask_setup`` and runs the
-server plain, so a suite could pass without the extension; and a test can start clusters in child processes where no fixture
-can look. Hence the record is made where the call is made: on import this module replaces ``dask_setup`` of the extension's
-module by a wrapper that passes arguments, result and exception through unchanged. The extension itself stays in the
-preload list, so its own code and configuration are those of a normal deployment.
+It stands before the extension in the preload list. distributed only logs an exception raised in ``dask_setup`` and
+runs the server plain, so a suite could pass without the extension; and a test can start clusters in child processes
+where no fixture can look. Hence the record is made where the call is made: on import this module replaces
+``dask_setup`` of the extension's module by a wrapper that passes arguments, result and exception through unchanged.
+The extension itself stays in the preload list, so its own code and configuration are those of a normal deployment.
 
 Log: one JSON object per line, appended with one ``write`` (atomic below the pipe size on Linux), path in
 ``UPSTREAM_ACTIVE_LOG``: ``{"test": nodeid, "role": ..., "ok": bool, "error": text or null, "pid": int}``.

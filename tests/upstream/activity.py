@@ -1,11 +1,15 @@
-"""Reads the logs of `active` and `on_cluster`: in which tests was the extension really active, and did it fail to start?"""
+"""Reads the logs of `active` and `on_cluster`: in which tests was the extension really active, and did it fail to
+start?"""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @dataclass

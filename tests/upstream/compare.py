@@ -1,18 +1,21 @@
 """Compares the outcomes of a stock run and of a run with the extension, test by test.
 
-Theory: upstream's suites are not expected to pass in full (some need another user, a network, a newer pandas). The claim that
-can be checked is *the extension changes nothing but what is listed*. So the outcome of each test is compared with stock, in both
-directions: a test that newly passes is a difference as well, and so is one that is newly skipped or not collected any more.
+Theory: upstream's suites are not expected to pass in full (some need another user, a network, a newer pandas). The
+claim that can be checked is *the extension changes nothing but what is listed*. So the outcome of each test is
+compared with stock, in both directions: a test that newly passes is a difference as well, and so is one that is newly
+skipped or not collected any more.
 
 A difference counts unless
 
 - an entry of ``differences.toml`` allows it: test id pattern, both outcomes and the versions must fit; or
-- it does not repeat: the test is run again, alone, in both modes, up to two times, and the outcomes agree in one of these pairs.
-  It is then reported as flaky, never dropped. A pair in which the test was not found in either mode proves nothing.
+- it does not repeat: the test is run again, alone, in both modes, up to two times, and the outcomes agree in one of
+  these pairs. It is then reported as flaky, never dropped. A pair in which the test was not found in either mode
+  proves nothing.
 
-A file whose process died has no results at all; that is one difference under the name ``module::<process>`` (and not one for each
-of its tests), which is not run again. A file that died in both modes, or in which nothing passed in stock, compares nothing and is
-a failure of its own, as is a file in which the extension was never active: see `report`.
+A file whose process died has no results at all; that is one difference under the name ``module::<process>`` (and not
+one for each of its tests), which is not run again. A file that died in both modes, or in which nothing passed in
+stock, compares nothing and is a failure of its own, as is a file in which the extension was never active: see
+`report`.
 """
 
 from __future__ import annotations
@@ -20,12 +23,15 @@ from __future__ import annotations
 import re
 import tomllib
 import xml.etree.ElementTree as ET
-from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import Version
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+    from pathlib import Path
 
 #: Best first. A test reported twice (body and teardown) counts with the worst.
 OUTCOMES = ("passed", "xfailed", "skipped", "missing", "failed", "error", "crashed")
@@ -145,8 +151,8 @@ def load_entries(path: Path, distributed_version: str) -> list[Entry]:
     """The allowed differences of this version. Raises ValueError with the entry and the remedy for a bad one."""
     try:
         raw = tomllib.loads(path.read_text())
-    except tomllib.TOMLDecodeError as e:
-        raise ValueError(f"{path}: {e}") from e
+    except tomllib.TOMLDecodeError as bad:
+        raise ValueError(f"{path}: {bad}") from bad
     if unknown := sorted(set(raw) - {"difference"}):
         raise ValueError(f"{path}: unknown tables {unknown}; only [[difference]] is allowed")
     need, may = {"test", "stock", "ours", "reason", "versions"}, {"sometimes"}
@@ -169,7 +175,9 @@ def load_entries(path: Path, distributed_version: str) -> list[Entry]:
         try:
             versions = SpecifierSet(e["versions"])
         except InvalidSpecifier as bad:
-            raise ValueError(f"{where}: versions = {e['versions']!r} is no version specifier such as '>=2026.7'") from bad
+            raise ValueError(
+                f"{where}: versions = {e['versions']!r} is no version specifier such as '>=2026.7'"
+            ) from bad
         if versions.contains(Version(distributed_version), prereleases=True):
             sometimes = bool(e.get("sometimes", False))
             entries.append(Entry(e["test"], e["stock"], e["ours"], e["reason"], versions, sometimes))
@@ -199,7 +207,10 @@ def judge(
     rerun: Callable[[Difference], tuple[str, str]] | None = None,
     attempts: int = 2,
 ) -> Verdict:
-    """Sorts the differences; ``ran`` are the ids of all tests, ``rerun`` runs one alone and returns (stock, extension)."""
+    """Sorts the differences.
+
+    ``ran`` are the ids of all tests; ``rerun`` runs one alone in both modes and returns (stock, extension).
+    """
     entries, verdict, used = list(entries), Verdict(), set()
     for d in found:
         entry = next((e for e in entries if e.allows(d)), None)

@@ -3,13 +3,14 @@
 A server reads its preloads from ``dask.config`` when it is made. Three places must be set:
 
 1. the environment, for child processes (Nanny workers, ``cluster()``, ``dask worker`` commands);
-2. ``dask.config``, for this process: pytest resolves the ini file's ``filterwarnings`` before it loads ``-p`` plugins, one of
-   these names a class of distributed, so distributed has read the environment already;
+2. ``dask.config``, for this process: pytest resolves the ini file's ``filterwarnings`` before it loads ``-p``
+   plugins, one of these names a class of distributed, so distributed has read the environment already;
 3. the ``defaults`` of the module ``distributed.config``: the TLS fixtures go back to them. (The *attribute*
    ``distributed.config`` is the configuration, hence the look into ``sys.modules``.)
 
-All three before ``distributed.utils_test`` is imported, which keeps a copy of the configuration and resets to it after every
-test. So this plugin must be the first ``-p`` of the command line; a late load is an error, not a silent stock run.
+All three before ``distributed.utils_test`` is imported, which keeps a copy of the configuration and resets to it
+after every test. So this plugin must be the first ``-p`` of the command line; a late load is an error, not a silent
+stock run.
 
 Not reached, by design of upstream: worker state machines without a server (``ws`` fixture) and an explicit ``preload=``
 argument, which replaces the configuration.
@@ -25,7 +26,7 @@ import sys
 
 if "distributed.utils_test" in sys.modules:
     raise ImportError(
-        "ext_everywhere was loaded after distributed.utils_test, which has copied a configuration without the extension; "
+        "ext_everywhere was loaded after distributed.utils_test, which has copied a plain configuration; "
         "give it as the first -p option of pytest"
     )
 

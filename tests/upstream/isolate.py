@@ -4,14 +4,15 @@ Why the network: some upstream tests claim fixed ports (8786, 8787); in parallel
 machine, they fail. Why the rights: tests that make a folder read-only with ``chmod`` expect the write to fail; root has
 CAP_DAC_OVERRIDE, for which it succeeds.
 
-The namespace gets a loopback interface that is up, a second address on it and a default route over it: distributed finds its
-own address by a connected UDP socket, and warns when there is no route (a warning is an error in its suite). Nothing leaves
-the machine. All of it is ioctl and prctl, so no tool needs to be installed.
+The namespace gets a loopback interface that is up, a second address on it and a default route over it: distributed
+finds its own address by a connected UDP socket, and warns when there is no route (a warning is an error in its
+suite). Nothing leaves the machine. All of it is ioctl and prctl, so no tool needs to be installed.
 
-As root: ``unshare(NEWNET)``; otherwise ``unshare(NEWUSER | NEWNET)`` with the user mapped to itself. A process cannot leave a
-namespace that it could enter but not set up, so `probe` tries it in a child first; where it fails the command runs on the
-shared network (``--shared-network``), and the status says so. Status: one JSON line on stderr, or, with ``--probe``, on stdout
-and no command is run: ``{"network": "own"|"shared: why", "rights": "no DAC override"|"ordinary user"|"root: why"}``.
+As root: ``unshare(NEWNET)``; otherwise ``unshare(NEWUSER | NEWNET)`` with the user mapped to itself. A process cannot
+leave a namespace that it could enter but not set up, so `probe` tries it in a child first; where it fails the command
+runs on the shared network (``--shared-network``), and the status says so. Status: one JSON line on stderr, or, with
+``--probe``, on stdout and no command is run: ``{"network": "own"|"shared: why", "rights": "no DAC override"|"ordinary
+user"|"root: why"}``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A preload that only registers plugins which do nothing.
 
-It is the control of the comparison: a run with it shows what *any* extension that registers a scheduler and a worker plugin
-changes in the upstream suites. Each further difference of the real extension is its own doing.
+It is the control of the comparison: a run with it shows what *any* extension that registers a scheduler and a worker
+plugin changes in the upstream suites. Each further difference of the real extension is its own doing.
 """
 
 from __future__ import annotations

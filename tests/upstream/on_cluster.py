@@ -1,15 +1,16 @@
 """pytest plugin: every compute of a suite that uses the local schedulers runs on one cluster, shuffles by P2P.
 
-dask's own DataFrame and array suites compute with ``scheduler="sync"``. They hold far more result checks for shuffles, merges
-and group-bys than distributed's, so they are worth having on a cluster. The named local schedulers are replaced by
-``Client.get`` of one session-wide LocalCluster (2 workers in this process, 2 threads each), and the default shuffle method is
-``p2p``. The fixture ``shuffle_method`` asks for ``disk`` and ``tasks``: its ``disk`` becomes ``p2p``, as ``disk`` cannot work on
-a cluster of more than one machine. (The test ids still say ``disk``.)
+dask's own DataFrame and array suites compute with ``scheduler="sync"``. They hold far more result checks for
+shuffles, merges and group-bys than distributed's, so they are worth having on a cluster. The named local schedulers
+are replaced by ``Client.get`` of one session-wide LocalCluster (2 workers in this process, 2 threads each), and the
+default shuffle method is ``p2p``. The fixture ``shuffle_method`` asks for ``disk`` and ``tasks``: its ``disk``
+becomes ``p2p``, as ``disk`` cannot work on a cluster of more than one machine. (The test ids still say ``disk``.)
 
-A compute started inside a task keeps its local scheduler: it would wait, in a worker's thread, for a free worker thread.
+A compute started inside a task keeps its local scheduler: it would wait, in a worker's thread, for a free worker
+thread.
 
-Some tests fail on a cluster by design (unserialisable inputs, ``disk`` messages): so sets are compared with a stock run under
-the same plugin, no zero is expected.
+Some tests fail on a cluster by design (unserialisable inputs, ``disk`` messages): so sets are compared with a stock
+run under the same plugin, no zero is expected.
 
 For each test the numbers of computes and of P2P barriers sent to the cluster go into the log of `active`.
 """
@@ -18,12 +19,14 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Generator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from .active import current_test, note
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
 
 _LOCAL = ("sync", "synchronous", "single-threaded", "threads", "threading")
 _KEPT = ("workers", "resources", "priority", "retries", "optimize_graph")

@@ -1,19 +1,21 @@
 """The verdict of a whole run as JSON, Markdown and an exit code.
 
-Besides unmatched differences these end a run with 1, because a comparison would otherwise be empty and look like a pass: a file
-whose process left no results in both modes, a file in which nothing passed in stock, a file in which the extension was never
-active, and a ``dask_setup`` that raised.
+Besides unmatched differences these end a run with 1, because a comparison would otherwise be empty and look like a
+pass: a file whose process left no results in both modes, a file in which nothing passed in stock, a file in which the
+extension was never active, and a ``dask_setup`` that raised.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .activity import Activity
 from .compare import Difference, Result, Verdict, counts, is_crash
-from .suites import Suite
+
+if TYPE_CHECKING:
+    from .activity import Activity
+    from .suites import Suite
 
 
 @dataclass
@@ -106,9 +108,11 @@ class Report:
             "",
             ", ".join(f"{k} {v}" for k, v in self.versions.items()),
             "",
-            f"Wall time {self.seconds / 60:.1f} min; network: {self.isolation['network']}; "
-            f"rights: {self.isolation['rights']}. Counts are passed/failed/skipped; errors and crashes count as failed, "
-            "expected failures as skipped.",
+            (
+                f"Wall time {self.seconds / 60:.1f} min; network: {self.isolation['network']}; "
+                f"rights: {self.isolation['rights']}. Counts are passed/failed/skipped; errors and crashes count "
+                "as failed, expected failures as skipped."
+            ),
             "",
             "| file | stock | extension | active in | p2p barriers | seconds |",
             "|---|---|---|---|---|---|",

@@ -1,4 +1,5 @@
-"""Runs the chosen upstream files stock and with the extension, compares, and writes ``summary.json`` and ``summary.md``.
+"""Runs the chosen upstream files stock and with the extension, compares, and writes ``summary.json`` and
+``summary.md``.
 
 Run by the Python whose dask and distributed are under test; ``ci/upstream.sh`` prepares one and calls this.
 Exit code: 0, every difference is explained; 1, something is not (see `report`); 2, the run could not start.
@@ -18,6 +19,12 @@ from . import activity, compare, isolate, runner, suites
 from .report import Report, SuiteRun
 
 HERE = Path(__file__).resolve().parent
+
+
+def say(text: str) -> None:
+    """Progress, for the reader of a CI log."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -51,8 +58,8 @@ def choose(args: argparse.Namespace, notes: list[str]) -> list[suites.Suite]:
     left_out = [s for s in chosen if s.package == "distributed"]
     if left_out:
         notes.append(
-            f"{len(left_out)} files of distributed were not run: its wheel has no tests. Give --distributed-src a checkout of "
-            f"github.com/dask/distributed at tag {installed}."
+            f"{len(left_out)} files of distributed were not run: its wheel has no tests. Give --distributed-src a "
+            f"checkout of github.com/dask/distributed at tag {installed}."
         )
     chosen = [s for s in chosen if s.package != "distributed"]
     if not chosen:
@@ -68,7 +75,8 @@ def _same_conditions(out: Path, conditions: dict[str, object]) -> bool:
 
 def main(argv: list[str] | None = None) -> int:
     """See the module; returns the exit code."""
-    start, notes = time.monotonic(), []
+    start = time.monotonic()
+    notes: list[str] = []
     args = _arguments(argv)
     out = args.out.resolve()
     if args.jobs < 1:
@@ -81,7 +89,9 @@ def main(argv: list[str] | None = None) -> int:
 
     isolation = isolate.probe()
     if isolation["network"] != "own":
-        notes.append(f"No network namespace ({isolation['network']}): tests that need fixed ports may fail, jobs set to 1.")
+        notes.append(
+            f"No network namespace ({isolation['network']}): tests that need fixed ports may fail, jobs set to 1."
+        )
         args.jobs = 1
     if isolation["rights"].startswith("root"):
         notes.append(f"Running as {isolation['rights']}: tests that need a read-only folder may fail.")
@@ -119,7 +129,7 @@ def main(argv: list[str] | None = None) -> int:
         for future in concurrent.futures.as_completed(futures):
             mode, suite = futures[future]
             results, seconds = done[mode.name, suite] = future.result()
-            print(f"{mode.name:9} {suite.path}: {compare.counts(results)} in {seconds:.0f} s", flush=True)
+            say(f"{mode.name:9} {suite.path}: {compare.counts(results)} in {seconds:.0f} s")
     for suite in reused:
         done[stock.name, suite] = compare.read_junit(place.junit(stock, suite)), None
 
@@ -142,14 +152,14 @@ def main(argv: list[str] | None = None) -> int:
                 pair.append("crashed")
             else:
                 pair.append(results.get(d.test, compare.MISSING).outcome)
-        print(f"again     {d.test}: stock {pair[0]}, extension {pair[1]}", flush=True)
+        say(f"again     {d.test}: stock {pair[0]}, extension {pair[1]}")
         return pair[0], pair[1]
 
     verdict = compare.judge(found, entries, ran, rerun)
     report = Report(args.extension, versions, isolation, time.monotonic() - start, runs, verdict, notes)
     (out / "summary.json").write_text(json.dumps(report.as_dict(), indent=1) + "\n")
     (out / "summary.md").write_text(report.markdown() + "\n")
-    print("\n" + report.markdown())
+    say("\n" + report.markdown())
     return 0 if report.ok() else 1
 
 
@@ -157,5 +167,5 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except ValueError as e:
-        print(f"upstream: {e}", file=sys.stderr)
+        sys.stderr.write(f"upstream: {e}\n")
         sys.exit(2)

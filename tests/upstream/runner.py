@@ -1,12 +1,13 @@
 """Runs one upstream test file (or one test of it) in one mode, in a process of its own.
 
-The process gets: its own network namespace and rights (`isolate`), its own home, temporary and working folder (removed
-afterwards), an environment without any Dask setting, a fixed hash seed (ids of tests come from sets in places), a per-test and
-a per-file time limit. Everything it left running is killed with its session.
+The process gets: its own network namespace and rights (`isolate`), its own home, temporary and working folder
+(removed afterwards), an environment without any Dask setting, a fixed hash seed (ids of tests come from sets in
+places), a per-test and a per-file time limit. Everything it left running is killed with its session.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -16,9 +17,12 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .compare import Result, crashed, read_junit
-from .suites import Suite
+
+if TYPE_CHECKING:
+    from .suites import Suite
 
 #: Import name of this folder in the processes that run tests; no other installed package has it.
 SUPPORT = "gpurt_upstream"
@@ -113,10 +117,8 @@ def _environment(place: Place, mode: Mode, suite: Suite, home: Path, log: Path) 
 
 def _end_session(process: subprocess.Popen[bytes]) -> None:
     """Kills what is left of the process's group; it leads the group, so the id stays taken until it is reaped."""
-    try:
+    with contextlib.suppress(ProcessLookupError):  # all ended by themselves
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass  # all ended by themselves
     process.wait()
 
 
@@ -125,7 +127,8 @@ def run_file(
 ) -> tuple[dict[str, Result], float]:
     """Runs a file, or only ``test`` of it (its junit id), and returns the results and the wall seconds.
 
-    A process that left no junit file gives the single result ``crashed``. Results go to ``folder``, default that of the mode.
+    A process that left no junit file gives the single result ``crashed``. Results go to ``folder``, default that of
+    the mode.
     """
     folder = folder or place.out / mode.name
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,5 @@
-"""pytest plugin for the suites in dask's wheel: the wheel lacks the top-level ``conftest.py`` that knows ``--runslow``."""
+"""pytest plugin for the suites in dask's wheel: the wheel lacks the top-level ``conftest.py`` that knows
+``--runslow``."""
 
 from __future__ import annotations
 

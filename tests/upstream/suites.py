@@ -1,10 +1,10 @@
 """Which upstream test files are run, and the overlay they are run from.
 
-Overlay: a copy of the *installed* package, with the tests of the same version laid over it where the wheel has none, in a
-folder of its own that comes first on ``PYTHONPATH``. So tests import their helpers by their real names
-(``distributed.shuffle.tests.utils``), child processes find them too, pytest's compiled files stay out of the environment, and
-nothing is ever written into site-packages. Rejected: a longer ``distributed.__path__`` (child processes do not have it) and
-tests unpacked into site-packages (changes an environment that is not ours).
+Overlay: a copy of the *installed* package, with the tests of the same version laid over it where the wheel has none,
+in a folder of its own that comes first on ``PYTHONPATH``. So tests import their helpers by their real names
+(``distributed.shuffle.tests.utils``), child processes find them too, pytest's compiled files stay out of the
+environment, and nothing is ever written into site-packages. Rejected: a longer ``distributed.__path__`` (child
+processes do not have it) and tests unpacked into site-packages (changes an environment that is not ours).
 """
 
 from __future__ import annotations
@@ -96,7 +96,9 @@ def source_version(src: Path) -> str:
     """
     pyproject, tests = src / "pyproject.toml", src / "distributed" / "shuffle" / "tests"
     if not pyproject.is_file() or not tests.is_dir():
-        raise ValueError(f"{src} is no checkout of dask/distributed: it lacks pyproject.toml or distributed/shuffle/tests")
+        raise ValueError(
+            f"{src} is no checkout of dask/distributed: it lacks pyproject.toml or distributed/shuffle/tests"
+        )
     found = re.search(r"""["']dask\s*>=\s*([0-9.]+)\s*,""", pyproject.read_text())
     if not found:
         raise ValueError(f"{pyproject} does not pin dask (dask >=VERSION,<NEXT): its version cannot be known")
@@ -111,7 +113,7 @@ def _installed(package: str) -> Path:
 
 
 def make_overlay(package: str, target: Path, ini: Path, src: Path | None = None) -> None:
-    """Makes ``target`` anew: a copy of the installed ``package`` and, from the checkout ``src``, its tests and conftest.
+    """Makes ``target`` anew: a copy of the installed ``package`` and, from ``src``, its tests and conftest.
 
     The pytest configuration is that of ``src`` or, for dask, whose wheel has none, the file ``ini``.
     """
