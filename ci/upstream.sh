@@ -72,8 +72,11 @@ if [ -z "$python" ]; then
             'import sys, pathlib; from upstream.suites import source_version; print(source_version(pathlib.Path(sys.argv[1])))' "$src")
         echo "upstream: $src is distributed $version; the environment gets that version"
     fi
-    pins=()
-    [ -z "$version" ] || pins=("dask==$version" "distributed==$version")
+    if [ -n "$version" ]; then
+        pins=("dask==$version" "distributed==$version")
+    else
+        pins=(--upgrade)
+    fi
     "$python" -m pip install --quiet --editable "$root[test]" "dask[array,dataframe,distributed]" pytest-asyncio "${pins[@]}"
     # With crick, distributed opens new digests for every span and never frees them; no suite here needs it.
     if "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("crick") is None)'; then

@@ -36,7 +36,7 @@ def _barriers(dsk: Any) -> int:
     """Number of P2P barrier tasks in what is about to be computed; an expression is asked for its graph."""
     graph = dsk.__dask_graph__() if hasattr(dsk, "__dask_graph__") else dsk
     names = (k[0] if isinstance(k, tuple) else k for k in graph)
-    return sum(isinstance(n, str) and n.startswith(("shuffle-barrier", "rechunk-p2p-barrier")) for n in names)
+    return sum(isinstance(n, str) and n.startswith("shuffle-barrier-") for n in names)
 
 
 @pytest.fixture(scope="session", autouse=True)
