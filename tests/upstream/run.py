@@ -11,6 +11,7 @@ import argparse
 import concurrent.futures
 import importlib.util
 import json
+import signal
 import sys
 import time
 from pathlib import Path
@@ -128,10 +129,15 @@ def main(argv: list[str] | None = None) -> int:
     done: dict[tuple[str, suites.Suite], tuple[dict[str, compare.Result], float | None]] = {}
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         futures = {pool.submit(runner.run_file, place, m, s): (m, s) for m, s in todo}
-        for future in concurrent.futures.as_completed(futures):
-            mode, suite = futures[future]
-            results, seconds = done[mode.name, suite] = future.result()
-            say(f"{mode.name:9} {suite.path}: {compare.counts(results)} in {seconds:.0f} s")
+        try:
+            for future in concurrent.futures.as_completed(futures):
+                mode, suite = futures[future]
+                results, seconds = done[mode.name, suite] = future.result()
+                say(f"{mode.name:9} {suite.path}: {compare.counts(results)} in {seconds:.0f} s")
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            runner.end_all()
+            raise
     for suite in reused:
         done[stock.name, suite] = compare.read_junit(place.junit(stock, suite)), None
 
@@ -169,6 +175,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("upstream: ended by SIGTERM"))
     try:
         sys.exit(main())
     except ValueError as e:

@@ -115,6 +115,17 @@ def _environment(place: Place, mode: Mode, suite: Suite, home: Path, log: Path) 
     return env
 
 
+#: Processes of this run that have not been reaped: to be ended when the run is interrupted.
+_live: set[subprocess.Popen[bytes]] = set()
+
+
+def end_all() -> None:
+    """Ends every file that is running, when the run itself is interrupted: they are in sessions of their own."""
+    for process in list(_live):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
 def _end_session(process: subprocess.Popen[bytes]) -> None:
     """Kills what is left of the process's group; it leads the group, so the id stays taken until it is reaped."""
     with contextlib.suppress(ProcessLookupError):  # all ended by themselves
@@ -149,11 +160,13 @@ def run_file(
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        _live.add(process)
         try:
             limit = place.limit_seconds if test is None else 2 * TEST_LIMIT_SECONDS
             # waitid leaves the process a zombie, so that its group id cannot be given to someone else before the kill
             why = _wait(process, limit)
         finally:
+            _live.discard(process)
             _end_session(process)
     seconds = time.monotonic() - start
     shutil.rmtree(home, ignore_errors=True)
