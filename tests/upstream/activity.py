@@ -24,8 +24,8 @@ class Activity:
     barriers: Counter[str] = field(default_factory=Counter)
     #: Whether ``dask_setup`` returned on the scheduler of the session cluster.
     session: bool = False
-    #: ``test: role: exception`` of each ``dask_setup`` that raised.
-    errors: list[str] = field(default_factory=list)
+    #: Test and ``role: exception`` of each ``dask_setup`` that raised.
+    errors: list[tuple[str, str]] = field(default_factory=list)
 
     def active_tests(self) -> set[str]:
         """Tests with at least one cluster, of their own or of the session, in which the extension started."""
@@ -56,7 +56,7 @@ def read(path: Path) -> Activity:
         try:
             record = json.loads(line)
         except ValueError:
-            activity.errors.append(f"unreadable line in {path.name}: {line[:80]!r}")
+            activity.errors.append(("", f"unreadable line in {path.name}: {line[:80]!r}"))
             continue
         test = test_id(record["test"]) if record["test"] else ""
         if "computes" in record:
@@ -68,5 +68,5 @@ def read(path: Path) -> Activity:
         elif record["ok"]:
             activity.setups.setdefault(test, Counter())[record["role"]] += 1
         else:
-            activity.errors.append(f"{test or 'outside a test'}: {record['role']}: {record['error']}")
+            activity.errors.append((test or "outside a test", f"{record['role']}: {record['error']}"))
     return activity

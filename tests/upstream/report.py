@@ -38,7 +38,12 @@ class SuiteRun:
             found.append(f"{name}: no test passed in the stock run, so nothing is compared")
         if self.suite.clusters and not is_crash(self.ours) and not self.activity.active_tests():
             found.append(f"{name}: the extension was not active in any test")
-        found += [f"{name}: dask_setup failed: {e}" for e in self.activity.errors]
+        # one cause usually hits every server: told once, with the first test
+        first: dict[str, str] = {}
+        for test, what in self.activity.errors:
+            first.setdefault(what, test)
+        times = Counter(what for _, what in self.activity.errors)
+        found += [f"{name}: dask_setup failed {times[w]} times: {w} (first in {t})" for w, t in first.items()]
         return found
 
 

@@ -221,12 +221,12 @@ def test_report_passes_only_what_was_compared() -> None:
     assert whole(run_of(good, good, clusters=False)).ok()
     dead = compare.crashed("m", "killed after 9 s")
     bad_setup = active_in("m::t")
-    bad_setup.errors.append("m::t: worker: ValueError()")
+    bad_setup.errors += [("m::t", "worker: ValueError()")] * 2
     for bad, text in (
         (run_of(good, good), "not active in any test"),
         (run_of(dead, dead), "killed after 9 s"),
         (run_of({"m::t": FAILED}, {"m::t": FAILED}, active_in("m::t")), "no test passed in the stock run"),
-        (run_of(good, good, bad_setup), "dask_setup failed"),
+        (run_of(good, good, bad_setup), "dask_setup failed 2 times: worker: ValueError() (first in m::t)"),
     ):
         assert not whole(bad).ok()
         assert text in whole(bad).markdown()

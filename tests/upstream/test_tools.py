@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import json
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -42,7 +44,7 @@ def test_wrapper_changes_nothing_and_logs_the_end(log: Path) -> None:
     test = "pkg.tests.test_a.TestC::test_t[a::b/c.py-1 2]"
     assert got.setups == {test: {"object": 2}}
     assert got.active_tests() == {test}
-    assert got.errors == [f"{test}: object: RuntimeError('no device')"]
+    assert got.errors == [(test, "object: RuntimeError('no device')")]
 
 
 def test_current_test_is_the_node_id(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,6 +62,15 @@ def test_only_a_failed_setup_is_not_active(log: Path) -> None:
     with pytest.raises(OSError, match="gone"):
         active.wrap(bad)(object())
     assert activity.read(log).active_tests() == set()
+
+
+def test_a_cancelled_setup_is_neither_active_nor_at_fault(log: Path) -> None:
+    async def cancelled(server: object) -> None:
+        raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(active.wrap(cancelled)(object()))
+    assert not log.exists()
 
 
 def test_install_wraps_once_and_keeps_click_commands(log: Path) -> None:
@@ -98,7 +109,7 @@ def test_session_cluster_counts_where_something_was_computed(log: Path) -> None:
 
 def test_a_torn_line_is_reported(log: Path) -> None:
     log.write_text('{"test": "a.py::t", "ro')
-    assert "unreadable line" in activity.read(log).errors[0]
+    assert "unreadable line" in activity.read(log).errors[0][1]
 
 
 @pytest.mark.parametrize("rest", ["::test_a", "::TestC::test_a[x]", "::test_a[b::c/d.py-1.5]"])
@@ -149,6 +160,7 @@ def test_isolation_runs_the_command_and_says_what_it_got(tmp_path: Path) -> None
 
 CASES = """
 import sys
+import time
 from distributed import Client, LocalCluster
 from distributed.utils_test import gen_cluster, cluster, loop, loop_in_thread, cleanup
 
@@ -200,3 +212,22 @@ def test_a_file_runs_with_the_extension_everywhere_and_stock_without(tmp_path: P
     dead, _ = runner.run_file(place, stock, suite)
     assert compare.is_crash(dead)
     assert "ended with 3" in next(iter(dead.values())).message
+
+
+def test_an_interrupted_run_ends_its_files(tmp_path: Path) -> None:
+    """The file would sleep for 100 s; it ends when the run does, and counts as dead, not as passed."""
+    place = runner.Place(tmp_path, tmp_path, isolate.probe()["network"] == "own", False, 100)
+    suite = suites.Suite("dask/test_sleeps.py")
+    made = place.overlay("dask") / suite.path
+    made.parent.mkdir(parents=True)
+    begun = tmp_path / "begun"
+    made.write_text(f"def test_t():\n    import time\n    open({str(begun)!r}, 'w').close()\n    time.sleep(100)\n")
+    (place.overlay("dask") / "pytest.ini").write_text("[pytest]\n")
+    runner.make_support(place)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        future = pool.submit(runner.run_file, place, runner.Mode("stock", None), suite)
+        while not begun.exists() and not future.done():
+            time.sleep(0.05)
+        runner.end_all()
+        results, _ = future.result()
+    assert "ended with 9" in next(iter(results.values())).message
