@@ -95,6 +95,7 @@ def _command(place: Place, mode: Mode, suite: Suite, target: str, junit: Path) -
         *("-p", "no:asyncio", "-p", "no:legacypath", "-p", "no:cacheprovider"),
         *(f"--timeout={TEST_LIMIT_SECONDS}", "--timeout-method=signal"),
         *(["--runslow"] if place.runslow else []),
+        *(["-k", suite.keyword] if suite.keyword else []),
         target,
     ]
 

@@ -25,6 +25,8 @@ class Suite:
     path: str
     #: Send the computes of the local schedulers to a cluster (see `on_cluster`).
     on_cluster: bool = False
+    #: pytest's ``-k`` expression; "" runs the whole file.
+    keyword: str = ""
     #: Whether its tests start clusters (or use that of `on_cluster`), so that the extension can be active at all.
     clusters: bool = True
     #: Seconds it takes about, alone and stock; only the order of a parallel run depends on it.
@@ -48,6 +50,11 @@ class Suite:
 
 _EXPR = "dask/dataframe/dask_expr/tests"
 
+#: 2,200 cases take half an hour on a cluster; most of them are combinations of aggregations, which never shuffle.
+_GROUPBY_SHUFFLES = (
+    "shuffle or split_out or apply or transform or full_groupby or on_index or sort_argument or hash_groupby"
+)
+
 SUITES = (
     Suite("dask/tests/test_distributed.py", about_seconds=50),
     Suite(f"{_EXPR}/test_distributed.py", about_seconds=20),
@@ -59,7 +66,7 @@ SUITES = (
     Suite("dask/dataframe/tests/test_shuffle.py", on_cluster=True, about_seconds=60),
     Suite("dask/dataframe/tests/test_multi.py", on_cluster=True, about_seconds=120),
     Suite("dask/dataframe/tests/test_merge_column_and_index.py", on_cluster=True, about_seconds=30),
-    Suite("dask/dataframe/tests/test_groupby.py", on_cluster=True, about_seconds=200),
+    Suite("dask/dataframe/tests/test_groupby.py", on_cluster=True, keyword=_GROUPBY_SHUFFLES, about_seconds=100),
     Suite("dask/array/tests/test_rechunk.py", on_cluster=True, about_seconds=20),
     Suite("distributed/shuffle/tests/test_shuffle.py", about_seconds=95),
     Suite("distributed/shuffle/tests/test_merge.py", about_seconds=25),
