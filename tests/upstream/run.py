@@ -47,7 +47,12 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def choose(args: argparse.Namespace, notes: list[str]) -> list[suites.Suite]:
     """The files to run. Raises ValueError where the checkout does not fit what is installed."""
-    chosen = suites.select(args.only)
+    chosen = []
+    for suite in suites.select(args.only):
+        if suite.needs and importlib.util.find_spec(suite.needs) is None:
+            notes.append(f"{suite.path} was not run: all its tests need {suite.needs}, which is not installed.")
+        else:
+            chosen.append(suite)
     installed = suites.versions()["distributed"]
     if args.distributed_src is not None:
         version = suites.source_version(args.distributed_src)
@@ -57,6 +62,8 @@ def choose(args: argparse.Namespace, notes: list[str]) -> list[suites.Suite]:
                 f"Tests fit only their own version: use a checkout of tag {installed}, or install "
                 f"dask=={version} distributed=={version} (--dask-version {version})."
             )
+        if not chosen:
+            raise ValueError(f"nothing left to run. {notes[-1]}")
         return chosen
     left_out = [s for s in chosen if s.package == "distributed"]
     if left_out:

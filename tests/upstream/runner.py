@@ -92,7 +92,8 @@ def _command(place: Place, mode: Mode, suite: Suite, target: str, junit: Path) -
         *(sys.executable, "-m", "pytest", "-c", str(overlay / ini), f"--rootdir={overlay}", f"--confcutdir={overlay}"),
         *(x for p in plugins for x in ("-p", p)),
         *("--override-ini=addopts=", "-q", "-rfE", "--tb=short", f"--junitxml={junit}"),
-        *("-p", "no:asyncio", "-p", "no:legacypath", "-p", "no:cacheprovider"),
+        *("-p", "no:asyncio", "-p", "no:cacheprovider"),
+        *(["-p", "no:legacypath"] if suite.package == "distributed" else []),  # dask's use the fixture tmpdir
         *(f"--timeout={TEST_LIMIT_SECONDS}", "--timeout-method=signal"),
         *(["--runslow"] if place.runslow else []),
         *(["-k", suite.keyword] if suite.keyword else []),

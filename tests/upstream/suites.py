@@ -27,6 +27,8 @@ class Suite:
     on_cluster: bool = False
     #: pytest's ``-k`` expression; "" runs the whole file.
     keyword: str = ""
+    #: A module without which all its tests are skipped; "" for none.
+    needs: str = ""
     #: Whether its tests start clusters (or use that of `on_cluster`), so that the extension can be active at all.
     clusters: bool = True
     #: Seconds it takes about, alone and stock; only the order of a parallel run depends on it.
@@ -58,7 +60,7 @@ _GROUPBY_SHUFFLES = (
 SUITES = (
     Suite("dask/tests/test_distributed.py", about_seconds=50),
     Suite(f"{_EXPR}/test_distributed.py", about_seconds=20),
-    Suite(f"{_EXPR}/test_diagnostics.py", about_seconds=10),
+    Suite(f"{_EXPR}/test_diagnostics.py", needs="crick", about_seconds=10),
     Suite(f"{_EXPR}/test_shuffle.py", on_cluster=True, about_seconds=50),
     Suite(f"{_EXPR}/test_merge.py", on_cluster=True, about_seconds=80),
     Suite(f"{_EXPR}/test_groupby.py", on_cluster=True, about_seconds=110),
