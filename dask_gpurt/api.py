@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distributed import Client, LocalCluster, Scheduler, Worker
 
@@ -11,6 +10,9 @@ from dask_gpurt.config import Settings
 from dask_gpurt.errors import ConfigError, InstallError
 from dask_gpurt.extension import NAME, GpurtScheduler, on_worker
 from dask_gpurt.observe.status import Status
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 #: what ``--preload`` is given
 PRELOAD = "dask_gpurt.preload"
@@ -22,7 +24,8 @@ def local_cluster(*, settings: Mapping[str, Any] | None = None, **kwargs: Any) -
     Parameters
     ----------
     settings
-        Dotted keys without ``gpurt.`` to values, such as ``{"tiers.host-limit": 0.5}``; they win over YAML and environment.
+        Dotted keys without ``gpurt.`` to values, such as ``{"tiers.host-limit": 0.5}``; they win over YAML and
+        the environment.
     **kwargs
         As for `distributed.LocalCluster`. Preloads given there are kept and run before ours.
 
@@ -109,7 +112,8 @@ async def _attach(dask_scheduler: Scheduler, settings: Settings) -> str | None:
 def detach(client: Client) -> None:
     """Take the extension out of the running cluster of `client`: every attribute and plugin is Dask's own again.
 
-    Keys stay readable throughout; spilled ones are handed to Dask's own spill buffer. Without the extension it does nothing.
+    Keys stay readable throughout; spilled ones are handed to Dask's own spill buffer. Without the
+    extension it does nothing.
 
     Raises
     ------
@@ -127,6 +131,8 @@ async def _detach(dask_scheduler: Scheduler) -> str | None:
         return None
     try:
         await plugin.uninstall()
+    except InstallError as e:
+        return str(e)
     except ExceptionGroup as e:
         return "; ".join(str(one) for one in e.exceptions)
     return None

@@ -138,9 +138,7 @@ def leaves() -> dict[str, dict[str, Any]]:
 
 
 def _canonical(tree: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        str(k).replace("_", "-"): _canonical(v) if isinstance(v, Mapping) else v for k, v in tree.items()
-    }
+    return {str(k).replace("_", "-"): _canonical(v) if isinstance(v, Mapping) else v for k, v in tree.items()}
 
 
 _TYPES: dict[str, tuple[type, ...]] = {

@@ -10,29 +10,30 @@
 Here, and only here, the engines meet: they never import each other, what they need of one another is a protocol in
 `dask_gpurt.model` and is handed over below.
 
-All or nothing: parts are installed in order; when one fails, those before it are taken out again (in reverse) before the
-error leaves, unless ``gpurt.on-error: stock``, which leaves only the failing part to Dask. Installing twice does nothing.
+All or nothing: parts are installed in order; when one fails, those before it are taken out again (in reverse) before
+the error leaves, unless ``gpurt.on-error: stock``, which leaves only the failing part to Dask. Installing twice does
+nothing.
 
-Who removes a worker's part: `teardown` of the worker plugin. Dask calls it on three occasions: a detach, a re-registration
-under the same name, and the worker's own close. Only on the last is there nothing to give back: the store dies with
-its worker, and draining it into Dask's would read every spilled byte for nobody.
+Who removes a worker's part: `teardown` of the worker plugin. Dask calls it on three occasions: a detach, a
+re-registration under the same name, and the worker's own close. Only on the last is there nothing to give back: the
+store dies with its worker, and draining it into Dask's would read every spilled byte for nobody.
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 import dask
 import distributed
+from dask.utils import format_bytes
 from distributed import Scheduler, SchedulerPlugin, Worker, WorkerPlugin
 from distributed.core import Status
 from distributed.protocol.pickle import dumps
 
 from dask_gpurt._version import __version__
-from dask_gpurt.errors import GpurtError
+from dask_gpurt.errors import GpurtError, InstallError
 from dask_gpurt.observe.journal import Journal
 from dask_gpurt.placement.plugin import PlacementPlugin
 from dask_gpurt.shuffle import stores
@@ -40,10 +41,14 @@ from dask_gpurt.shuffle.plugin import ShuffleTakeover, worker_statistics
 from dask_gpurt.tiers.plugin import TierRuntime
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from dask_gpurt.config import Settings
 
 #: name of both plugins, and of the entry in ``worker.metrics``
 NAME = "gpurt"
+#: what of a worker's tier statistics rides on its heartbeats
+HEARTBEAT = ("host_bytes", "host_limit_bytes", "disk_bytes", "disk_limit_bytes")
 
 scheduler_logger = logging.getLogger("distributed.scheduler.gpurt")
 worker_logger = logging.getLogger("distributed.worker.gpurt")
@@ -81,17 +86,28 @@ class Parts:
         self._undo.append((name, undo))
 
     async def remove(self) -> None:
-        """Take everything out, last first. A part that fails to leave does not keep the others in."""
+        """Take everything out, last first.
+
+        Raises
+        ------
+        InstallError
+            A part refused to leave (a shuffle is running); it and those below it stay in.
+        ExceptionGroup
+            Parts failed while leaving; that did not keep the others in.
+        """
         failed: list[Exception] = []
         while self._undo:
-            name, undo = self._undo.pop()
+            name, undo = self._undo[-1]
             try:
                 await undo()
                 self.state[name] = "off"
+            except InstallError:
+                raise
             except Exception as e:
                 self.logger.exception("dask-gpurt: removing %s failed", name)
                 self.state[name] = f"off: removal failed: {e}"
                 failed.append(e)
+            self._undo.pop()
         if failed:
             raise ExceptionGroup("parts of dask-gpurt could not be removed cleanly", failed)
 
@@ -130,11 +146,13 @@ class GpurtScheduler(SchedulerPlugin):
         self.journal = Journal(scheduler_logger)
         self.parts = Parts(self.settings, scheduler_logger)
         try:
+            # The shuffle comes last: it asks the workers whether they can, and it is the one part that may refuse to
+            # leave, which it has to do before anything else has left.
+            await self.parts.add("workers", self._add_workers)
             if self.settings.placement.enabled:
                 await self.parts.add("placement", self._add_placement)
             if self.settings.shuffle.enabled:
                 await self.parts.add("shuffle", self._add_shuffle)
-            await self.parts.add("workers", self._add_workers)
         except BaseException:
             self.scheduler = None
             raise
@@ -180,7 +198,9 @@ class GpurtScheduler(SchedulerPlugin):
             # Not raised: stock serves that worker, and a cluster with one odd worker must still be usable.
             if isinstance(reply, dict) and reply.get("status") == "error":
                 scheduler_logger.warning(
-                    "dask-gpurt: worker %s could not install its part and runs stock: %r", address, reply.get("exception")
+                    "dask-gpurt: worker %s could not install its part and runs stock: %r",
+                    address,
+                    reply.get("exception"),
                 )
 
         async def undo() -> None:
@@ -193,12 +213,20 @@ class GpurtScheduler(SchedulerPlugin):
         """Give the scheduler and its workers back to stock Dask. A second call does nothing."""
         if self.scheduler is None or self.parts is None:
             return
-        scheduler, self.scheduler = self.scheduler, None
+        scheduler = self.scheduler
         try:
             await self.parts.remove()
-        finally:
-            scheduler.plugins.pop(NAME, None)
-            scheduler_logger.info("dask-gpurt %s: removed, Dask is as it was", __version__)
+        except InstallError:
+            raise  # refused: all of it is still in
+        except ExceptionGroup:
+            self._removed(scheduler)
+            raise
+        self._removed(scheduler)
+
+    def _removed(self, scheduler: Scheduler) -> None:
+        self.scheduler = None
+        scheduler.plugins.pop(NAME, None)
+        scheduler_logger.info("dask-gpurt %s: removed, Dask is as it was", __version__)
 
     def statistics(self) -> dict[str, Any]:
         """Plain JSON values; see `dask_gpurt.status`."""
@@ -266,10 +294,22 @@ class WorkerParts:
         await self.parts.remove()
 
     def summary(self) -> str:
-        """One line: what this worker has."""
+        """What this worker has, in a few words."""
         if self.runtime is None:
             return "tiers are off"
-        return self.runtime.summary()
+        now = self.runtime.statistics()
+        limit = now["host_limit_bytes"]
+        host = "host memory" if limit is None else f"host memory up to {format_bytes(limit)}"
+        return (
+            f"tiers {host} -> disk" if now["enabled"] else "worker.data is left to Dask, shuffles are kept by the tiers"
+        )
+
+    def heartbeat(self) -> dict[str, Any]:
+        """Few figures, and none that costs more than a look."""
+        if self.runtime is None:
+            return {}
+        now = self.runtime.statistics()
+        return {key: now[key] for key in HEARTBEAT}
 
     def statistics(self) -> dict[str, Any]:
         """Plain JSON values; see `dask_gpurt.status`."""
@@ -292,7 +332,7 @@ def on_worker(worker: Worker) -> WorkerParts | None:
 def _heartbeat(worker: Worker) -> dict[str, Any]:
     """The few figures that ride on every heartbeat into ``WorkerState.metrics["gpurt"]``."""
     parts = _on_worker.get(worker)
-    return {} if parts is None or parts.runtime is None else parts.runtime.heartbeat()
+    return {} if parts is None else parts.heartbeat()
 
 
 class GpurtWorker(WorkerPlugin):

@@ -8,8 +8,10 @@ output partition can be read back alone (reading whole chunks once per output wo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Hashable, Sequence
 
 #: A read-only, contiguous object with the buffer protocol.
 Buffer = bytes | bytearray | memoryview

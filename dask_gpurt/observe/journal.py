@@ -8,12 +8,14 @@ most once per second: a fault that repeats a thousand times must not become the 
 from __future__ import annotations
 
 import collections
-import logging
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.model import Event
+if TYPE_CHECKING:
+    import logging
+
+    from dask_gpurt.model import Event
 
 
 class Journal:

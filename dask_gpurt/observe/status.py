@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import html
-from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 #: suffix of a figure's name -> how it is written
 _UNITS = {"_bytes": "B", "_seconds": "s", "_us": "us"}
