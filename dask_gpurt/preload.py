@@ -1,11 +1,12 @@
 """``dask scheduler --preload dask_gpurt.preload``: what Dask calls in each kind of process.
 
-On the scheduler this is all a cluster needs: it sends the worker part to every worker that comes. On a worker it installs
-before the worker registers, hence before it holds any data. On a nanny and a client there is nothing to do: a worker's
+On the scheduler this is all a cluster needs: it sends the worker part to every worker that comes. On a worker it
+installs before the worker registers, hence before it holds any data. On a nanny and a client there is nothing to do: a worker's
 preload is imported in its nanny's process too, so importing this module must not touch a GPU.
 
-Fail closed: Dask logs exceptions of a preload and goes on without it, and a policy that did not load looks exactly like
-one that did. So an error here is `SystemExit` with the remedy, which ends the process, unless ``gpurt.on-error: stock``.
+Fail closed: Dask logs exceptions of a preload and goes on without it, and a policy that did not load looks exactly
+like one that did. So an error here is `SystemExit` with the remedy, which ends the process, unless
+``gpurt.on-error: stock``.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ async def install(server: Any, overrides: dict[str, Any]) -> None:
             await WorkerParts.install(server, settings)
     except GpurtError as e:
         raise SystemExit(
-            f"dask-gpurt: {e}\nTo start without the failing part set gpurt.on-error: stock (DASK_GPURT__ON_ERROR=stock);"
-            " to leave Dask as it was set gpurt.policy: stock."
+            f"dask-gpurt: {e}\nTo start without the failing part set gpurt.on-error: stock"
+            " (DASK_GPURT__ON_ERROR=stock); to leave Dask as it was set gpurt.policy: stock."
         ) from e
 
 

@@ -1,3 +1,3 @@
-"""``dask scheduler --preload plugins/gpurt_scheduler.py``: dask-gpurt by path, for hosts where a file is easier to hand over."""
+"""``dask scheduler --preload plugins/gpurt_scheduler.py``: dask-gpurt by path."""
 
 from dask_gpurt.preload import dask_setup  # noqa: F401

@@ -28,7 +28,7 @@ class Status:
         return bool(self.scheduler)
 
     def to_dict(self) -> dict[str, Any]:
-        """``{"installed", "scheduler": {...}, "workers": {address: {...}}, "totals": {"tiers.written_bytes": n, ...}}``"""
+        """``{"installed", "scheduler": {...}, "workers": {address: {...}}, "totals": {"tiers.written_bytes": n}}``"""
         return {
             "installed": self.installed,
             "scheduler": self.scheduler,

@@ -57,7 +57,7 @@ class PlacementPlugin(SchedulerPlugin):
         self.seam: Seam | None = None
 
     async def start(self, scheduler: Any) -> None:
-        """Take over.
+        """Take over. A second call for the same scheduler does nothing.
 
         Raises
         ------
@@ -66,6 +66,8 @@ class PlacementPlugin(SchedulerPlugin):
         InstallError
             Another plugin has taken over already, or the scheduler's state could not be read. Nothing was changed.
         """
+        if self.engine is not None and self.engine.scheduler is scheduler:
+            return  # a preload has done it; the scheduler starts every plugin it finds
         if self.engine is not None:
             raise InstallError(f"{self.name} has been started already. Remedy: use one plugin object per scheduler")
         seam = Seam(scheduler, sink=self._sink)

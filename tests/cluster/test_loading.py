@@ -171,7 +171,7 @@ def test_local_cluster_in_processes() -> None:
 
 
 def test_local_cluster_refuses_before_it_starts_anything() -> None:
-    with pytest.raises(ConfigError, match="Did you mean gpurt.tiers.host-limit"):
+    with pytest.raises(ConfigError, match=r"Did you mean gpurt\.tiers\.host-limit"):
         dask_gpurt.local_cluster(settings={"tiers.host-limits": 0.5})
 
 
