@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# The whole test suite on this machine: an environment (made once, under .venv-test), lint, types, tests.
+#
+#   bash ci/test.sh [arguments for pytest]        e.g.  bash ci/test.sh tests/tiers -k disk
+#
+# Needs Linux, Python >= 3.11 and no GPU. Tests of GPU code are skipped without one, and fail with GPURT_REQUIRE_GPU=1.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+. ci/venv.sh
+make_venv "$(pwd)/.venv-test" test
+bash ci/lint.sh "$PYTHON"
+exec "$PYTHON" -m pytest "$@"
