@@ -227,7 +227,7 @@ def test_a_file_runs_with_the_extension_everywhere_and_stock_without(tmp_path: P
         root=Path(__file__).resolve().parent.parent.parent,
         own_network=isolate.probe()["network"] == "own",
         runslow=False,
-        limit_seconds=100,
+        limit_seconds=600,
     )
     suite = suites.Suite("dask/tests/test_made_up.py")
     suites.make_overlay("dask", place.overlay("dask"), Path(__file__).with_name("pytest-dask.ini"))
