@@ -9,8 +9,8 @@ becomes ``p2p``, as ``disk`` cannot work on a cluster of more than one machine. 
 A compute started inside a task keeps its local scheduler: it would wait, in a worker's thread, for a free worker
 thread.
 
-Some tests may fail on a cluster by design (inputs that cannot be pickled, messages of local schedulers): so sets are compared with a stock
-run under the same plugin, no zero is expected.
+Some tests may fail on a cluster by design (inputs that cannot be pickled, messages of local schedulers): so sets are
+compared with a stock run under the same plugin, no zero is expected.
 
 For each test the numbers of computes and of P2P barriers sent to the cluster go into the log of `active`.
 """
