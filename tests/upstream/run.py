@@ -106,6 +106,9 @@ def main(argv: list[str] | None = None) -> int:
     if isolation["rights"].startswith("root"):
         notes.append(f"Running as {isolation['rights']}: tests that need a read-only folder may fail.")
 
+    if settings := runner.kept_settings():
+        notes.append(f"Settings of the extension from the environment, in both modes: {', '.join(settings)}.")
+
     place = runner.Place(
         out=out,
         root=HERE.parent.parent,
@@ -120,11 +123,18 @@ def main(argv: list[str] | None = None) -> int:
         suites.make_overlay(package, place.overlay(package), HERE / "pytest-dask.ini", src)
     runner.make_support(place)
 
-    conditions: dict[str, object] = {"versions": versions, "python": sys.version, "runslow": args.runslow}
-    reusable = args.skip_stock and _same_conditions(out, conditions)
+    keywords = {s.path: s.keyword for s in suites.SUITES}
+    conditions: dict[str, object] = {
+        "versions": versions,
+        "python": sys.version,
+        "runslow": args.runslow,
+        "keywords": keywords,
+    }
+    same = _same_conditions(out, conditions)
+    reusable = args.skip_stock and same
     if args.skip_stock and not reusable:
         notes.append("The stock results in --out are missing or of other versions or options: stock was run again.")
-    if not reusable:
+    if not same:  # nobody may reuse these later
         for old in (out / "stock").glob("*.*"):
             old.unlink()
     reused = {s for s in chosen if reusable and place.junit(stock, s).exists()}

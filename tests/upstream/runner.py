@@ -1,8 +1,9 @@
 """Runs one upstream test file (or one test of it) in one mode, in a process of its own.
 
 The process gets: its own network namespace and rights (`isolate`), its own home, temporary and working folder
-(removed afterwards), an environment without any Dask setting, a fixed hash seed (ids of tests come from sets in
-places), a per-test and a per-file time limit. Everything it left running is killed with its session.
+(removed afterwards), an environment without any Dask setting but the extension's, a fixed hash seed (ids of tests
+come from sets in places), a per-test and a per-file time limit. Everything it left running is killed with its
+session.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ SUPPORT = "gpurt_upstream"
 #: One test may take so long, seconds. pytest-timeout raises in the test (signal), the file goes on.
 TEST_LIMIT_SECONDS = 120
 _DROPPED = ("DASK_", "PYTEST_", "UPSTREAM_")
+#: The extension's own settings pass, so that its options can be tried: stock has no use for them.
+_KEPT = "DASK_GPURT__"
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,11 @@ class Place:
         return self.out / mode.name / f"{suite.slug}.jsonl"
 
 
+def kept_settings() -> list[str]:
+    """Names of the environment's Dask settings that the tests get to see."""
+    return sorted(k for k in os.environ if k.startswith(_KEPT))
+
+
 def make_support(place: Place) -> None:
     """Makes this folder importable as `SUPPORT` without the rest of ``tests``."""
     link = place.out / "support" / SUPPORT
@@ -102,7 +110,8 @@ def _command(place: Place, mode: Mode, suite: Suite, target: str, junit: Path) -
 
 
 def _environment(place: Place, mode: Mode, suite: Suite, home: Path, log: Path) -> dict[str, str]:
-    env = {k: v for k, v in os.environ.items() if not k.startswith(_DROPPED)}
+    kept = kept_settings()
+    env = {k: v for k, v in os.environ.items() if not k.startswith(_DROPPED) or k in kept}
     path = [place.overlay(suite.package), place.out / "support", place.root]
     env |= {
         "PYTHONPATH": os.pathsep.join(map(str, path)),

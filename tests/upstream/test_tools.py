@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import concurrent.futures
 import json
@@ -14,7 +15,7 @@ from pathlib import Path
 import click
 import pytest
 
-from . import active, activity, compare, isolate, runner, suites
+from . import active, activity, compare, isolate, run, runner, suites
 
 
 @pytest.fixture
@@ -139,6 +140,46 @@ def test_source_version(tmp_path: Path) -> None:
         suites.source_version(tmp_path)
 
 
+def test_only_tests_of_the_installed_version_are_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "distributed/shuffle/tests").mkdir(parents=True)
+    (tmp_path / "pyproject.toml").write_text('dependencies = ["dask >=2026.7.1,<2026.7.2"]')
+    args = argparse.Namespace(distributed_src=tmp_path, only="test_spill,test_concat")
+    notes: list[str] = []
+    monkeypatch.setattr(suites, "versions", lambda: {"distributed": "2026.8.0"})
+    with pytest.raises(ValueError, match=r"is distributed 2026\.7\.1, but 2026\.8\.0 is installed"):
+        run.choose(args, notes)
+    monkeypatch.setattr(suites, "versions", lambda: {"distributed": "2026.7.1"})
+    assert {s.package for s in run.choose(args, notes)} == {"dask", "distributed"}
+    assert notes == []
+    args.distributed_src = None
+    assert {s.package for s in run.choose(args, notes)} == {"dask"}
+    assert "1 files of distributed were not run" in notes[0]
+
+
+def test_a_file_without_the_module_it_needs_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = (suites.Suite("dask/a.py", needs="no_such_module"), suites.Suite("dask/b.py", needs="json"))
+    monkeypatch.setattr(suites, "SUITES", made)
+    notes: list[str] = []
+    assert run.choose(argparse.Namespace(distributed_src=None, only=None), notes) == [made[1]]
+    assert "dask/a.py was not run: all its tests need no_such_module" in notes[0]
+
+
+def test_environment_of_a_test_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DASK_DISTRIBUTED__SCHEDULER__VALIDATE", "false")
+    monkeypatch.setenv("DASK_GPURT__X", "1")
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    place = runner.Place(tmp_path, tmp_path / "root", True, False, 1)
+    suite = suites.Suite("dask/a.py")
+    for mode in (runner.Mode("stock", None), runner.Mode("extension", "ext")):
+        env = runner._environment(place, mode, suite, tmp_path, tmp_path / "log")
+        assert "DASK_DISTRIBUTED__SCHEDULER__VALIDATE" not in env
+        assert env["DASK_GPURT__X"] == "1"
+        assert env["PYTHONPATH"].split(":") == [str(tmp_path / d) for d in ("overlay/dask", "support", "root")]
+        assert env.get("UPSTREAM_EXTENSION") == mode.extension
+        plugins = [x for x in runner._command(place, mode, suite, "t", tmp_path) if x.startswith(runner.SUPPORT)]
+        assert (plugins[0] == f"{runner.SUPPORT}.ext_everywhere") is (mode.extension is not None)
+
+
 def test_isolation_runs_the_command_and_says_what_it_got(tmp_path: Path) -> None:
     status = isolate.probe()
     command = [sys.executable, isolate.__file__]
@@ -186,7 +227,7 @@ def test_a_file_runs_with_the_extension_everywhere_and_stock_without(tmp_path: P
         root=Path(__file__).resolve().parent.parent.parent,
         own_network=isolate.probe()["network"] == "own",
         runslow=False,
-        limit_seconds=100,
+        limit_seconds=600,
     )
     suite = suites.Suite("dask/tests/test_made_up.py")
     suites.make_overlay("dask", place.overlay("dask"), Path(__file__).with_name("pytest-dask.ini"))
