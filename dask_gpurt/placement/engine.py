@@ -8,7 +8,7 @@ Which tasks it decides:
 * tasks with inputs: yes, by `cost`;
 * tasks without inputs: left to stock. There is nothing to be near to, and stock's least-occupied and round-robin rules
   are right and O(1) on large clusters;
-* root-ish tasks: stock's queuing keeps the order and the memory bound, and never asks;
+* root-ish tasks: stock's queuing keeps the memory bound; which of them a worker gets is `groups`;
 * actors: left to stock, which spreads them by number.
 """
 
@@ -25,6 +25,7 @@ from dask_gpurt.model.views import TaskView
 from dask_gpurt.placement import candidates, seam
 from dask_gpurt.placement.budget import Budget
 from dask_gpurt.placement.durations import UNKNOWN_SECONDS, Durations, compute_seconds
+from dask_gpurt.placement.groups import RootGroups
 from dask_gpurt.placement.ledger import Charge, Ledger
 from dask_gpurt.placement.policy import choose
 from dask_gpurt.placement.workers import WorkerInfo, WorkerTable
@@ -56,6 +57,7 @@ class Engine:
         self.durations = Durations()
         self.links = LinkMatrix()
         self.budget = Budget()
+        self.groups = RootGroups()
         #: decisions by what they came to
         self.decided: Counter[str] = Counter()
         #: decisions left to stock on purpose, by reason
@@ -160,14 +162,26 @@ class Engine:
 
     def worker_removed(self, address: str) -> None:
         self.workers.remove(address)
+        self.groups.worker_removed(address)
+
+    def graph_arrived(self, keys: Collection[Hashable]) -> None:
+        """Before the first transition of its tasks."""
+        tasks = self.scheduler.tasks
+        self.groups.arrived([ts for k in keys if (ts := tasks.get(k)) is not None], len(self.workers.all))
+
+    def pull(self, ws: Any) -> Any:
+        """The queued root task that a worker with a free slot should run; None: any."""
+        return self.groups.pull(ws.address, self.scheduler.tasks)
 
     def restarted(self) -> None:
         """The scheduler has forgotten all tasks, without transitions."""
         self.ledger.forget()
+        self.groups.clear()
         self.workers.clear_charges()
 
     def entered_processing(self, key: Hashable) -> None:
         """A task was assigned, by whomever."""
+        self.groups.gone(key)
         ts = self.scheduler.tasks.get(key)
         ws = None if ts is None else ts.processing_on
         info = None if ws is None else self.workers.by_address.get(ws.address)
@@ -258,6 +272,8 @@ class Engine:
             },
             "declined": dict(self.declined),
             "prices": self.priced,
+            #: cogroups closed, and root tasks handed to the owner of their group
+            "roots": {"groups": self.groups.closed, "pulled": self.groups.pulled},
             "microseconds": self.budget.statistics(),
             "links": self.links.statistics(),
             "prefixes": len(self.durations.prefixes),
@@ -267,5 +283,6 @@ class Engine:
                 "workers": len(self.workers.by_address),
                 "charges": len(self.ledger.charges),
                 "unknown": sum(map(len, self.ledger.unknown.values())),
+                "roots": len(self.groups),
             },
         }

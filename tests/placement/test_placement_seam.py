@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 from distributed.core import Status
+from distributed.scheduler import Scheduler
 from placement_fakes import FakeTask, FakeWorker
 
 from dask_gpurt.errors import InstallError, SeamMismatch
@@ -19,6 +20,12 @@ if TYPE_CHECKING:
 
 class Stock:
     """What `Scheduler` looks like to the seam."""
+
+    _TRANSITIONS_TABLE: ClassVar[Any] = Scheduler._TRANSITIONS_TABLE
+    decide_worker_rootish_queuing_enabled = Scheduler.decide_worker_rootish_queuing_enabled
+    is_rootish = Scheduler.is_rootish
+    stimulus_queue_slots_maybe_opened = Scheduler.stimulus_queue_slots_maybe_opened
+    transitions = Scheduler.transitions
 
     def __init__(self, *workers: FakeWorker) -> None:
         self.workers = {ws.address: ws for ws in workers}
@@ -83,6 +90,13 @@ def test_other_parameters_are_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(SeamMismatch, match=r"expected .*non_rootish\(self, ts\), found .*\(self, ts, valid\).*Remedy"):
         Seam(scheduler).check()
     assert scheduler.__dict__ == before
+
+
+@pytest.mark.parametrize("table", [None, {}, {("waiting", "processing"): lambda self, key: None}])
+def test_another_transition_table_is_a_mismatch(monkeypatch: pytest.MonkeyPatch, table: Any) -> None:
+    monkeypatch.setattr(Stock, "_TRANSITIONS_TABLE", table)
+    with pytest.raises(SeamMismatch, match="_TRANSITIONS_TABLE"):
+        Seam(Stock()).check()
 
 
 @pytest.mark.parametrize("found", [None, 3], ids=["missing", "not callable"])
