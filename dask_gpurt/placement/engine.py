@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Mapping
 
     from dask_gpurt.config import PlacementSettings
+    from dask_gpurt.placement.workers import Node
 
 #: share of a worker's memory limit that task data may fill before more of it overflows: Dask's memory.target
 HOST_SHARE = 0.6
@@ -64,6 +65,8 @@ class Engine:
         self.declined: Counter[str] = Counter()
         #: prices given to work stealing
         self.priced = 0
+        self._asked: tuple[Hashable, int] | None = None
+        self._located: list[tuple[Collection[Any], int, set[Node]]] = []
 
     # ------------------------------------------------------------------ decisions
 
@@ -125,25 +128,34 @@ class Engine:
         if info is None or info.ws is not ws or len(deps) > MAX_PRICED_INPUTS:
             return None
         self.priced += 1
+        # Stealing asks for one task and every idle worker in turn; what does not depend on the worker is kept. The
+        # counter bounds how stale it gets: replicas may appear without a transition, and this is only an estimate.
+        asked = (ts.key, self.scheduler.transition_counter)
+        if self._asked != asked:
+            self._asked = asked
+            self._located = [
+                (
+                    holders,
+                    d.get_nbytes(),
+                    {w.node for h in islice(holders, candidates.WIDE) if (w := by_address.get(h.address)) is not None},
+                )
+                for d in deps
+                if (holders := d.who_has)
+            ]
         node = info.node
         near = self.links.link(node.link_class)
-        one_node = len(self.workers.nodes) == 1
-        far = near if one_node else self.links.link(LinkClass.NETWORK)
-        near_bytes = far_bytes = 0
-        seconds = 0.0
-        for d in deps:
-            holders = d.who_has or ()
+        far = near if len(self.workers.nodes) == 1 else self.links.link(LinkClass.NETWORK)
+        near_bytes = far_bytes = near_fetches = far_fetches = 0
+        for holders, nbytes, nodes in self._located:
             if ws in holders:
                 continue
-            if one_node or any(
-                (other := by_address.get(h.address)) is not None and other.node is node
-                for h in islice(holders, candidates.WIDE)
-            ):
-                near_bytes += d.get_nbytes()
-                seconds += near.latency_seconds
+            if node in nodes:
+                near_bytes += nbytes
+                near_fetches += 1
             else:
-                far_bytes += d.get_nbytes()
-                seconds += far.latency_seconds
+                far_bytes += nbytes
+                far_fetches += 1
+        seconds = near.latency_seconds * near_fetches + far.latency_seconds * far_fetches
         discount = min(1.0, far.bytes_per_second / near.bytes_per_second)
         return float(seconds + (far_bytes + near_bytes * discount) / self.scheduler.bandwidth)
 

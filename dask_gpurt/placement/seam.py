@@ -6,13 +6,12 @@ The take-over is by instance attributes: ``scheduler.decide_worker_non_rootish =
 Do no harm. An exception that escapes an overridden decider while a task finishes closes that worker's comm, and the
 scheduler *removes the worker*. So every override is wrapped:
 
-1. It raises: the class's own method decides; counted, the traceback kept as text, an event emitted (at most one per
-   `EVENT_SECONDS`).
+1. It raises: the class's own method decides, and `guard` counts it.
 2. It returns None: it declines, the class's own method decides. Not a failure.
 3. It returns something that is not a running worker of this scheduler, or not one the task may run on: as 1, as
    "rejected". The check costs less than a microsecond and is what keeps user restrictions safe from our mistakes.
-4. More than `LIMIT` failures within `WINDOW_SECONDS`: this override retires. It stays installed, but the class's own
-   method decides from then on; one WARNING says so. (It must not uninstall itself: it may be on the stack.)
+4. Too many failures (see `guard`): this override retires. It stays installed, but the class's own method decides from
+   then on. (It must not uninstall itself: it may be on the stack.)
 
 Signatures are compared at install time. A private name that changed in meaning but not in signature cannot be found
 that way; that is what the supported range of versions in setup.cfg and the upstream suites are for.
@@ -25,12 +24,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 import math
 import operator
 import time
-import traceback
-from collections import Counter, deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -39,18 +35,11 @@ from distributed.core import Status
 from distributed.scheduler import TaskState, WorkerState
 
 from dask_gpurt.errors import InstallError, SeamMismatch
-from dask_gpurt.model import Event, Sink, null_sink
+from dask_gpurt.model import Sink, null_sink
+from dask_gpurt.placement.guard import Guard, Part, logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-logger = logging.getLogger("distributed.scheduler.gpurt")
-
-#: failures within the window after which an override retires
-LIMIT = 100
-WINDOW_SECONDS = 60.0
-#: one event per so many seconds and part, at most
-EVENT_SECONDS = 10.0
 
 #: what an override or the plugin calls or hides: name -> parameters
 SIGNATURES: dict[str, tuple[str, ...]] = {
@@ -103,30 +92,12 @@ def is_running(ws: Any) -> bool:
     return ws.status is Status.running
 
 
-class Part:
-    """One override, or one group of hooks, and its failures."""
-
-    __slots__ = ("_last_event", "_times", "fallbacks", "last_traceback", "name", "retired")
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        #: reason -> how often the class's own method decided because of a failure
-        self.fallbacks: Counter[str] = Counter()
-        self.last_traceback: str | None = None
-        #: why it retired; None while it works
-        self.retired: str | None = None
-        self._times: deque[float] = deque(maxlen=LIMIT)
-        self._last_event = -math.inf
-
-
-class Seam:
+class Seam(Guard):
     """The take-over of one scheduler."""
 
     def __init__(self, scheduler: Any, *, sink: Sink = null_sink, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(sink=sink, clock=clock)
         self.scheduler = scheduler
-        self.parts: dict[str, Part] = {}
-        self._sink = sink
-        self._clock = clock
         self._installed: dict[str, Any] = {}
         #: slots are to be dealt in the next turn of the event loop
         self._dealing = False
@@ -222,38 +193,6 @@ class Seam:
     def installed(self) -> tuple[str, ...]:
         """Names taken over now."""
         return tuple(self._installed)
-
-    def failed(self, part_name: str, reason: str = "exception", detail: str | None = None) -> None:
-        """Count a failure of a part; retire it when there are too many. Call inside ``except`` for the traceback."""
-        part = self.parts.setdefault(part_name, Part(part_name))
-        part.fallbacks[reason] += 1
-        part.last_traceback = detail if detail is not None else traceback.format_exc()
-        now = self._clock()
-        times = part._times
-        times.append(now)
-        if now - part._last_event >= EVENT_SECONDS:
-            part._last_event = now
-            self._emit(
-                Event(
-                    "placement.fallback",
-                    f"{part_name}: {reason}; stock Dask decided instead",
-                    {"part": part_name, "reason": reason, "traceback": part.last_traceback},
-                )
-            )
-        if part.retired is None and len(times) == times.maxlen and now - times[0] <= WINDOW_SECONDS:
-            part.retired = (
-                f"{len(times)} failures within {WINDOW_SECONDS:g} s; the last one: "
-                f"{part.last_traceback.strip().rsplit(chr(10), 1)[-1]}"
-            )
-            logger.warning("placement: %s retires, stock Dask decides from now on: %s", part_name, part.retired)
-            self._emit(Event("placement.retired", f"{part_name} retires: {part.retired}", {"part": part_name}))
-
-    def _emit(self, event: Event) -> None:
-        try:
-            self._sink(event)
-        except Exception:
-            # A listener that fails must not undo the fallback that it was told of.
-            logger.exception("placement: the event sink failed on %s", event.name)
 
     def _stock(self, name: str) -> Callable[..., Any]:
         """The class's own method, bound."""
