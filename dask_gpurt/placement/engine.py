@@ -182,8 +182,9 @@ class Engine:
         self.groups.arrived([ts for k in keys if (ts := tasks.get(k)) is not None], len(self.workers.all))
 
     def pull(self, ws: Any) -> Any:
-        """The queued root task that a worker with a free slot should run; None: any."""
-        return self.groups.pull(ws.address, self.scheduler.tasks)
+        """The queued root task that a worker with a free slot should run; None: the head of the queue."""
+        scheduler = self.scheduler
+        return self.groups.pull(ws.address, scheduler.tasks, scheduler.queued.peek())
 
     def restarted(self) -> None:
         """The scheduler has forgotten all tasks, without transitions."""

@@ -11,6 +11,7 @@ roots are sent out at once and memory overflows. Here the *number* of tasks out 
 3. A worker with a free slot pulls from the group it owns, else it comes to own the next group nobody owns, else None:
    stock's rule, the head of the queue. Nobody waits for anybody, and there are no timers.
 4. A worker leaves: its group goes back to the front.
+5. Within one graph a worker may be a group ahead of the queue; across graphs and user priorities it never is.
 
 A root is forgotten here as soon as it is assigned, by whomever, or no longer wanted; a group when it has no roots left.
 All of it is advice: a task that is not where a group says it is (cancelled, already running, recomputed) is skipped.
@@ -106,8 +107,11 @@ class RootGroups:
         """Whether a root that is ready should be queued for the owner of its group, even though workers are idle."""
         return ts.key in self.by_key
 
-    def pull(self, address: str, tasks: Mapping[Hashable, Any]) -> Any:
-        """The queued TaskState that this worker should run next; None: the head of the queue."""
+    def pull(self, address: str, tasks: Mapping[Hashable, Any], head: Any) -> Any:
+        """The queued TaskState that this worker should run next; None: the head of the queue.
+
+        `head` is that head. What the user or an older graph put before a group's roots goes first.
+        """
         group = self.by_owner.get(address)
         while True:
             if group is not None:
@@ -115,6 +119,9 @@ class RootGroups:
                     key = group.keys.popleft()
                     ts = tasks.get(key)
                     if ts is not None and ts.state == "queued" and self.by_key.get(key) is group:
+                        if head.priority[:2] < ts.priority[:2]:  # (minus the user's priority, generation of the graph)
+                            group.keys.appendleft(key)
+                            return None
                         self.pulled += 1
                         return ts
                     self.gone(key, group)

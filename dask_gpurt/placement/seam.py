@@ -295,7 +295,7 @@ class Seam(Guard):
             if part.retired is None and s.queued and s.idle_task_count and pending():
                 # Neighbouring groups go to workers of one host: sorted by address.
                 for ws in sorted(s.idle_task_count, key=operator.attrgetter("address")):
-                    while ws in s.idle_task_count and (ts := offer(ws)) is not None:
+                    while s.queued and ws in s.idle_task_count and (ts := offer(ws)) is not None:
                         chosen.append(ws)
                         try:
                             s.transitions({ts.key: "processing"}, stimulus_id)

@@ -54,7 +54,11 @@ def arrive(tasks: list[Task], workers: int) -> tuple[RootGroups, dict[Any, Task]
 def pull_all(g: RootGroups, tasks: dict[Any, Any], address: str, n: int) -> list[str]:
     out = []
     for _ in range(n):
-        ts = g.pull(address, tasks)
+        queued = [t for t in tasks.values() if t.state == "queued"]
+        if not queued:
+            g.pull(address, tasks, None)  # nothing is queued: drops what is stale
+            break
+        ts = g.pull(address, tasks, min(queued, key=lambda t: t.priority))
         if ts is None:
             break
         ts.state = "processing"
@@ -108,7 +112,7 @@ def test_a_root_that_everybody_needs_joins_nobody(monkeypatch: pytest.MonkeyPatc
 def test_small_graphs_have_no_groups() -> None:
     g, tasks = arrive(sums(4, 4), workers=4)
     assert len(g) == 0
-    assert g.pull("w", tasks) is None
+    assert g.pull("w", tasks, tasks["r0"]) is None
 
 
 def test_one_big_sum_is_not_a_group() -> None:
@@ -144,6 +148,19 @@ def test_a_group_whose_owner_left_is_taken_over() -> None:
     g.worker_removed("a")
     g.worker_removed("a")
     assert pull_all(g, tasks, "c", 4) == ["r1", "r2", "r3", "r8"]
+
+
+@pytest.mark.parametrize("before", [(-1, 2, 0), (0, 0, 0)], ids=["user's priority", "older graph"])
+def test_more_urgent_tasks_go_first(before: tuple[int, ...]) -> None:
+    g, tasks = arrive(sums(8, 4), workers=2)
+    assert pull_all(g, tasks, "w", 1) == ["r0"]
+    urgent = Task("urgent", 0)
+    urgent.priority, urgent.state = before, "queued"
+    tasks["urgent"] = urgent
+    assert pull_all(g, tasks, "w", 1) == []
+    assert pull_all(g, tasks, "v", 1) == []
+    urgent.state = "processing"
+    assert pull_all(g, tasks, "w", 3) == ["r1", "r2", "r3"]
 
 
 def test_the_same_graph_again() -> None:
