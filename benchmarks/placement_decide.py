@@ -8,7 +8,7 @@ ordinary    a task with four inputs of 64 MB, each on another worker
 everywhere  the same plus an input that has a replica on every worker
 
 Each worker has two tasks of the prefixes in flight, so that queues and occupancies are what they are in a busy cluster.
-``hooks_us`` is what our transition hook adds when a task is assigned and when it finishes, both together.
+``hooks`` is what our transition hook adds when a task is assigned and when it finishes, both together.
 
 Claims: at most 20 us median and 50 us p99 added per decision, and no growth with the number of workers.
 """

@@ -8,7 +8,7 @@
     X  its inputs: promised inbound traffic, then missing bytes over the link of each class, then one latency per fetch
     C  the task itself, slower on a slow worker
     E  overflow: what this task alone pushes over the memory mark has to be written out and, in general, read back
-    F  the bytes moved, priced as time on the link
+    F  what is moved, priced as time on the link and in the event loops at both ends: bytes and fetches
 
 Q and X are a maximum, not a sum, because a worker fetches inputs while its threads compute. Upstream adds them and also
 counts queued transfers in the queue, so that a transfer is paid twice (dask/distributed#7003).
@@ -18,6 +18,8 @@ task goes. Charging it made an over-full worker look worse with every task and d
 
 F is an externality: bytes on a link delay others, whom Q and X of this task do not see. Without it an idle worker wins
 as soon as its fetch is a little shorter than the holder's queue, and locality dissolves (dask/distributed#5253).
+The latency of a fetch is mostly work of the two event loops, so it is in F as well: without it a chain of very short
+tasks hops to whoever happens to be idle.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 class Weights:
     """The two constants of the cost."""
 
-    #: lambda: seconds charged to the task per second that its bytes occupy a link
+    #: lambda: seconds charged to the task per second that its fetches occupy a link
     moved: float = 1.0
     #: seconds to write one byte out and read it back: 1 GB/s each way, an ordinary NVMe shared by a few workers
     overflow_seconds_per_byte: float = 2e-9
@@ -45,14 +47,11 @@ def cost(task: TaskView, worker: WorkerView, far: Link, weights: Weights) -> flo
     queue, pending, near_bytes, near_fetches, far_bytes, far_fetches, slowness, room, _, near = worker
     compute, output = task
     moved = 0.0
-    inputs = pending
     if near_fetches:
-        moved = near_bytes / near.bytes_per_second
-        inputs += near.latency_seconds * near_fetches
+        moved = near.latency_seconds * near_fetches + near_bytes / near.bytes_per_second
     if far_fetches:
-        moved += far_bytes / far.bytes_per_second
-        inputs += far.latency_seconds * far_fetches
-    inputs += moved
+        moved += far.latency_seconds * far_fetches + far_bytes / far.bytes_per_second
+    inputs = pending + moved
     seconds = (queue if queue > inputs else inputs) + compute * slowness + weights.moved * moved
     new = near_bytes + far_bytes + output
     over = new - room
@@ -64,14 +63,12 @@ def cost(task: TaskView, worker: WorkerView, far: Link, weights: Weights) -> flo
 def terms(task: TaskView, worker: WorkerView, far: Link, weights: Weights) -> dict[str, float]:
     """The terms of `cost` by name, in seconds; ``max(queue, inputs) + compute + overflow + moved`` is the cost."""
     near = worker.near
-    moved = worker.near_bytes / near.bytes_per_second + worker.far_bytes / far.bytes_per_second
+    moved = near.latency_seconds * worker.near_fetches + worker.near_bytes / near.bytes_per_second
+    moved += far.latency_seconds * worker.far_fetches + worker.far_bytes / far.bytes_per_second
     new = worker.near_bytes + worker.far_bytes + task.output_bytes
     return {
         "queue": worker.queue_seconds,
-        "inputs": worker.pending_seconds
-        + near.latency_seconds * worker.near_fetches
-        + far.latency_seconds * worker.far_fetches
-        + moved,
+        "inputs": worker.pending_seconds + moved,
         "compute": task.compute_seconds * worker.slowness,
         "overflow": max(0.0, min(new, new - worker.room_bytes)) * weights.overflow_seconds_per_byte,
         "moved": weights.moved * moved,

@@ -8,7 +8,7 @@ Which tasks it decides:
 * tasks with inputs: yes, by `cost`;
 * tasks without inputs: left to stock. There is nothing to be near to, and stock's least-occupied and round-robin rules
   are right and O(1) on large clusters;
-* root-ish tasks: stock's queuing keeps the order and the memory bound, and never asks;
+* root-ish tasks: stock's queuing keeps the memory bound; which of them a worker gets is `groups`;
 * actors: left to stock, which spreads them by number.
 """
 
@@ -25,6 +25,7 @@ from dask_gpurt.model.views import TaskView
 from dask_gpurt.placement import candidates, seam
 from dask_gpurt.placement.budget import Budget
 from dask_gpurt.placement.durations import UNKNOWN_SECONDS, Durations, compute_seconds
+from dask_gpurt.placement.groups import RootGroups
 from dask_gpurt.placement.ledger import Charge, Ledger
 from dask_gpurt.placement.policy import choose
 from dask_gpurt.placement.workers import WorkerInfo, WorkerTable
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Mapping
 
     from dask_gpurt.config import PlacementSettings
+    from dask_gpurt.placement.workers import Node
 
 #: share of a worker's memory limit that task data may fill before more of it overflows: Dask's memory.target
 HOST_SHARE = 0.6
@@ -56,12 +58,15 @@ class Engine:
         self.durations = Durations()
         self.links = LinkMatrix()
         self.budget = Budget()
+        self.groups = RootGroups()
         #: decisions by what they came to
         self.decided: Counter[str] = Counter()
         #: decisions left to stock on purpose, by reason
         self.declined: Counter[str] = Counter()
         #: prices given to work stealing
         self.priced = 0
+        self._asked: tuple[Hashable, int] | None = None
+        self._located: list[tuple[Collection[Any], int, set[Node]]] = []
 
     # ------------------------------------------------------------------ decisions
 
@@ -123,25 +128,34 @@ class Engine:
         if info is None or info.ws is not ws or len(deps) > MAX_PRICED_INPUTS:
             return None
         self.priced += 1
+        # Stealing asks for one task and every idle worker in turn; what does not depend on the worker is kept. The
+        # counter bounds how stale it gets: replicas may appear without a transition, and this is only an estimate.
+        asked = (ts.key, self.scheduler.transition_counter)
+        if self._asked != asked:
+            self._asked = asked
+            self._located = [
+                (
+                    holders,
+                    d.get_nbytes(),
+                    {w.node for h in islice(holders, candidates.WIDE) if (w := by_address.get(h.address)) is not None},
+                )
+                for d in deps
+                if (holders := d.who_has)
+            ]
         node = info.node
         near = self.links.link(node.link_class)
-        one_node = len(self.workers.nodes) == 1
-        far = near if one_node else self.links.link(LinkClass.NETWORK)
-        near_bytes = far_bytes = 0
-        seconds = 0.0
-        for d in deps:
-            holders = d.who_has or ()
+        far = near if len(self.workers.nodes) == 1 else self.links.link(LinkClass.NETWORK)
+        near_bytes = far_bytes = near_fetches = far_fetches = 0
+        for holders, nbytes, nodes in self._located:
             if ws in holders:
                 continue
-            if one_node or any(
-                (other := by_address.get(h.address)) is not None and other.node is node
-                for h in islice(holders, candidates.WIDE)
-            ):
-                near_bytes += d.get_nbytes()
-                seconds += near.latency_seconds
+            if node in nodes:
+                near_bytes += nbytes
+                near_fetches += 1
             else:
-                far_bytes += d.get_nbytes()
-                seconds += far.latency_seconds
+                far_bytes += nbytes
+                far_fetches += 1
+        seconds = near.latency_seconds * near_fetches + far.latency_seconds * far_fetches
         discount = min(1.0, far.bytes_per_second / near.bytes_per_second)
         return float(seconds + (far_bytes + near_bytes * discount) / self.scheduler.bandwidth)
 
@@ -160,14 +174,27 @@ class Engine:
 
     def worker_removed(self, address: str) -> None:
         self.workers.remove(address)
+        self.groups.worker_removed(address)
+
+    def graph_arrived(self, keys: Collection[Hashable]) -> None:
+        """Before the first transition of its tasks."""
+        tasks = self.scheduler.tasks
+        self.groups.arrived([ts for k in keys if (ts := tasks.get(k)) is not None], len(self.workers.all))
+
+    def pull(self, ws: Any) -> Any:
+        """The queued root task that a worker with a free slot should run; None: the head of the queue."""
+        scheduler = self.scheduler
+        return self.groups.pull(ws.address, scheduler.tasks, scheduler.queued.peek())
 
     def restarted(self) -> None:
         """The scheduler has forgotten all tasks, without transitions."""
         self.ledger.forget()
+        self.groups.clear()
         self.workers.clear_charges()
 
     def entered_processing(self, key: Hashable) -> None:
         """A task was assigned, by whomever."""
+        self.groups.gone(key)
         ts = self.scheduler.tasks.get(key)
         ws = None if ts is None else ts.processing_on
         info = None if ws is None else self.workers.by_address.get(ws.address)
@@ -258,6 +285,8 @@ class Engine:
             },
             "declined": dict(self.declined),
             "prices": self.priced,
+            #: cogroups closed, and root tasks handed to the owner of their group
+            "roots": {"groups": self.groups.closed, "pulled": self.groups.pulled},
             "microseconds": self.budget.statistics(),
             "links": self.links.statistics(),
             "prefixes": len(self.durations.prefixes),
@@ -267,5 +296,6 @@ class Engine:
                 "workers": len(self.workers.by_address),
                 "charges": len(self.ledger.charges),
                 "unknown": sum(map(len, self.ledger.unknown.values())),
+                "roots": len(self.groups),
             },
         }

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 #: the part that fails when a hook does
 BOOKKEEPING = "bookkeeping"
+#: a root task that gets there before it was assigned is not wanted any more
+_UNWANTED = ("released", "forgotten", "erred", "no-worker")
 
 
 class PlacementPlugin(SchedulerPlugin):
@@ -76,7 +78,9 @@ class PlacementPlugin(SchedulerPlugin):
         try:
             engine.adopt()
             seam.install({"decide_worker_non_rootish": self._decide, "get_comm_cost": engine.comm_cost})
+            seam.install_roots(engine.groups.waits, engine.pull, engine.groups.__len__)
         except GpurtError:
+            seam.uninstall()
             raise
         except Exception as e:
             seam.uninstall()
@@ -101,9 +105,10 @@ class PlacementPlugin(SchedulerPlugin):
         """Counts since `start`, as plain JSON.
 
         ``decisions`` (total, moved, local, restricted), ``declined`` (left to stock on purpose, by reason),
-        ``fallbacks`` (part -> reason -> count), ``exceptions``, ``last_traceback``, ``retired`` (part -> reason),
-        ``microseconds`` per decision (total, median, p99), ``links`` (latency in s, bytes/s, samples), ``prefixes``
-        known, ``speeds`` of workers, sizes of the ``tables``. Only ``installed: false`` after `uninstall`.
+        ``prices`` given to stealing, ``roots`` (cogroups closed, root tasks handed to their owner),
+        ``microseconds`` per decision (total, median, p99), ``links`` (latency in s, bytes/s, samples),
+        ``prefixes`` known, ``speeds`` of workers, sizes of the ``tables``; ``fallbacks`` (part -> reason -> count),
+        ``exceptions``, ``last_traceback``, ``retired`` (part -> reason). Only ``installed: false`` after `uninstall`.
         """
         if self.engine is None or self.seam is None:
             return {"installed": False}
@@ -146,6 +151,12 @@ class PlacementPlugin(SchedulerPlugin):
             self._guard(engine.left_processing, key, finish, kwargs)
         elif finish == "processing":
             self._guard(engine.entered_processing, key)
+        elif finish in _UNWANTED:
+            self._guard(engine.groups.gone, key)
+
+    def update_graph(self, scheduler: Any, *, tasks: Any, **kwargs: Any) -> None:
+        if self.engine is not None:
+            self._guard(self.engine.graph_arrived, tasks)
 
     def log_event(self, topic: Any, msg: Any) -> None:
         # Stealing writes processing_on itself; its log is the only public trace of that.

@@ -6,13 +6,12 @@ The take-over is by instance attributes: ``scheduler.decide_worker_non_rootish =
 Do no harm. An exception that escapes an overridden decider while a task finishes closes that worker's comm, and the
 scheduler *removes the worker*. So every override is wrapped:
 
-1. It raises: the class's own method decides; counted, the traceback kept as text, an event emitted (at most one per
-   `EVENT_SECONDS`).
+1. It raises: the class's own method decides, and `guard` counts it.
 2. It returns None: it declines, the class's own method decides. Not a failure.
 3. It returns something that is not a running worker of this scheduler, or not one the task may run on: as 1, as
    "rejected". The check costs less than a microsecond and is what keeps user restrictions safe from our mistakes.
-4. More than `LIMIT` failures within `WINDOW_SECONDS`: this override retires. It stays installed, but the class's own
-   method decides from then on; one WARNING says so. (It must not uninstall itself: it may be on the stack.)
+4. Too many failures (see `guard`): this override retires. It stays installed, but the class's own method decides from
+   then on. (It must not uninstall itself: it may be on the stack.)
 
 Signatures are compared at install time. A private name that changed in meaning but not in signature cannot be found
 that way; that is what the supported range of versions in setup.cfg and the upstream suites are for.
@@ -23,13 +22,12 @@ Rejected: patching the class (leaks into every scheduler of the process, which t
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-import logging
 import math
 import operator
 import time
-import traceback
-from collections import Counter, deque
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import distributed
@@ -37,25 +35,24 @@ from distributed.core import Status
 from distributed.scheduler import TaskState, WorkerState
 
 from dask_gpurt.errors import InstallError, SeamMismatch
-from dask_gpurt.model import Event, Sink, null_sink
+from dask_gpurt.model import Sink, null_sink
+from dask_gpurt.placement.guard import Guard, Part, logger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-logger = logging.getLogger("distributed.scheduler.gpurt")
-
-#: failures within the window after which an override retires
-LIMIT = 100
-WINDOW_SECONDS = 60.0
-#: one event per so many seconds and part, at most
-EVENT_SECONDS = 10.0
+    from collections.abc import Callable
 
 #: what an override or the plugin calls or hides: name -> parameters
 SIGNATURES: dict[str, tuple[str, ...]] = {
     "decide_worker_non_rootish": ("self", "ts"),
+    "decide_worker_rootish_queuing_enabled": ("self",),
     "get_comm_cost": ("self", "ts", "ws"),
+    "is_rootish": ("self", "ts"),
+    "stimulus_queue_slots_maybe_opened": ("self", "stimulus_id"),
+    "transitions": ("self", "recommendations", "stimulus_id"),
     "valid_workers": ("self", "ts"),
 }
+#: entries of `_TRANSITIONS_TABLE` that are hidden, and their parameters
+ENTRIES: dict[tuple[str, str], tuple[str, ...]] = {("waiting", "processing"): ("self", "key", "stimulus_id")}
 #: slots that must exist
 ATTRIBUTES: dict[type, tuple[str, ...]] = {
     WorkerState: (
@@ -74,6 +71,7 @@ ATTRIBUTES: dict[type, tuple[str, ...]] = {
         "actor",
         "dependencies",
         "host_restrictions",
+        "_queueable",
         "key",
         "loose_restrictions",
         "nbytes",
@@ -94,31 +92,15 @@ def is_running(ws: Any) -> bool:
     return ws.status is Status.running
 
 
-class Part:
-    """One override, or one group of hooks, and its failures."""
-
-    __slots__ = ("_last_event", "_times", "fallbacks", "last_traceback", "name", "retired")
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        #: reason -> how often the class's own method decided because of a failure
-        self.fallbacks: Counter[str] = Counter()
-        self.last_traceback: str | None = None
-        #: why it retired; None while it works
-        self.retired: str | None = None
-        self._times: deque[float] = deque(maxlen=LIMIT)
-        self._last_event = -math.inf
-
-
-class Seam:
+class Seam(Guard):
     """The take-over of one scheduler."""
 
     def __init__(self, scheduler: Any, *, sink: Sink = null_sink, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(sink=sink, clock=clock)
         self.scheduler = scheduler
-        self.parts: dict[str, Part] = {}
-        self._sink = sink
-        self._clock = clock
         self._installed: dict[str, Any] = {}
+        #: slots are to be dealt in the next turn of the event loop
+        self._dealing = False
 
     def check(self) -> None:
         """Compare what is relied on with what is there.
@@ -141,6 +123,15 @@ class Seam:
                 self._mismatch(f"{cls.__name__}.{name}{_said(expected)}", repr(method))
             if tuple(parameters) != expected:
                 self._mismatch(f"{cls.__name__}.{name}{_said(expected)}", f"{name}{_said(tuple(parameters))}")
+        table = getattr(cls, "_TRANSITIONS_TABLE", None)
+        for entry, expected in ENTRIES.items():
+            said = f"{cls.__name__}._TRANSITIONS_TABLE[{entry!r}]"
+            method = table.get(entry) if isinstance(table, Mapping) else None
+            if method is None:
+                self._mismatch(f"{said}{_said(expected)}", "no such entry")
+            found = tuple(inspect.signature(method).parameters)
+            if found != expected:
+                self._mismatch(f"{said}{_said(expected)}", _said(found))
         for owner, names in ATTRIBUTES.items():
             for name in names:
                 if not hasattr(owner, name):
@@ -155,7 +146,7 @@ class Seam:
         )
 
     def install(self, overrides: Mapping[str, Callable[..., Any]]) -> None:
-        """Put `overrides` in place, wrapped; all of them or none.
+        """Put `overrides` in place, wrapped; all of them or none. May be called again for others.
 
         Parameters
         ----------
@@ -196,43 +187,12 @@ class Seam:
             elif name in attributes:
                 logger.warning("Scheduler.%s was overridden after placement took it over; left as it is", name)
         self._installed.clear()
+        # A deal that was promised still takes place: `_deal` calls whatever method is there by then.
 
     @property
     def installed(self) -> tuple[str, ...]:
         """Names taken over now."""
         return tuple(self._installed)
-
-    def failed(self, part_name: str, reason: str = "exception", detail: str | None = None) -> None:
-        """Count a failure of a part; retire it when there are too many. Call inside ``except`` for the traceback."""
-        part = self.parts.setdefault(part_name, Part(part_name))
-        part.fallbacks[reason] += 1
-        part.last_traceback = detail if detail is not None else traceback.format_exc()
-        now = self._clock()
-        times = part._times
-        times.append(now)
-        if now - part._last_event >= EVENT_SECONDS:
-            part._last_event = now
-            self._emit(
-                Event(
-                    "placement.fallback",
-                    f"{part_name}: {reason}; stock Dask decided instead",
-                    {"part": part_name, "reason": reason, "traceback": part.last_traceback},
-                )
-            )
-        if part.retired is None and len(times) == times.maxlen and now - times[0] <= WINDOW_SECONDS:
-            part.retired = (
-                f"{len(times)} failures within {WINDOW_SECONDS:g} s; the last one: "
-                f"{part.last_traceback.strip().rsplit(chr(10), 1)[-1]}"
-            )
-            logger.warning("placement: %s retires, stock Dask decides from now on: %s", part_name, part.retired)
-            self._emit(Event("placement.retired", f"{part_name} retires: {part.retired}", {"part": part_name}))
-
-    def _emit(self, event: Event) -> None:
-        try:
-            self._sink(event)
-        except Exception:
-            # A listener that fails must not undo the fallback that it was told of.
-            logger.exception("placement: the event sink failed on %s", event.name)
 
     def _stock(self, name: str) -> Callable[..., Any]:
         """The class's own method, bound."""
@@ -265,6 +225,117 @@ class Seam:
             return stock(ts)
 
         return decide_worker_non_rootish
+
+    def install_roots(
+        self, waits: Callable[[Any], bool], pull: Callable[[Any], Any], pending: Callable[[], int]
+    ) -> None:
+        """Take over which queued root task goes to which worker. Everything else of queuing stays stock's:
+
+        1. ``waiting -> processing`` (table entry): a root that `waits` becomes ``queued`` although workers are idle,
+           and the slots are dealt in the next turn of the event loop, when the whole graph has arrived. Not with
+           ``validate=True``: distributed then asserts that nothing is queued while a worker is idle, which is exactly
+           what this relaxes for one turn.
+        2. ``stimulus_queue_slots_maybe_opened``: every worker with a free slot is offered the task that `pull` names,
+           through stock's own transition; then stock's method runs and deals what is left.
+        3. ``decide_worker_rootish_queuing_enabled``: answers with the worker of step 2 while in it.
+
+        If anything raises, stock's methods do their work on a state that is valid at any point: a task is queued or
+        it is assigned.
+
+        Parameters
+        ----------
+        waits
+            ``(ts) -> bool``
+        pull
+            ``(ws) -> TaskState | None``; a queued task.
+        pending
+            How many tasks `pull` could name at most; 0 skips the offers.
+        """
+        names = ("_TRANSITIONS_TABLE", "stimulus_queue_slots_maybe_opened", "decide_worker_rootish_queuing_enabled")
+        s = self.scheduler
+        for name in names:
+            if name in s.__dict__:
+                raise InstallError(f"Scheduler.{name} is already overridden by {s.__dict__[name]!r}")
+        part = self.parts.setdefault("roots", Part("roots"))
+        stock_pump = self._stock("stimulus_queue_slots_maybe_opened")
+        stock_decide = self._stock("decide_worker_rootish_queuing_enabled")
+        table = dict(type(s)._TRANSITIONS_TABLE)
+        stock_ready = table["waiting", "processing"]
+        chosen: list[Any] = []
+
+        def waiting_processing(state: Any, key: Any, stimulus_id: str, **kwargs: Any) -> Any:
+            if part.retired is None and not state.validate:
+                try:
+                    ts = state.tasks[key]
+                    if (
+                        waits(ts)
+                        and state.idle_task_count
+                        and ts._queueable
+                        and not math.isinf(state.WORKER_SATURATION)
+                        and state.is_rootish(ts)
+                        and self._deal_soon()
+                    ):
+                        return {key: "queued"}, {}, {}
+                except Exception:
+                    self.failed(part.name)
+            return stock_ready(state, key, stimulus_id, **kwargs)
+
+        def offer(ws: Any) -> Any:
+            """The task to send to a worker with a free slot, checked; None: none in particular."""
+            try:
+                ts = pull(ws)
+                if ts is None or (ts.state == "queued" and s.tasks.get(ts.key) is ts):
+                    return ts
+                self.failed(part.name, "rejected", f"{ts!r} is not queued")
+            except Exception:
+                self.failed(part.name)
+            return None
+
+        def stimulus_queue_slots_maybe_opened(*, stimulus_id: str) -> None:
+            if part.retired is None and s.queued and s.idle_task_count and pending():
+                # Neighbouring groups go to workers of one host: sorted by address.
+                for ws in sorted(s.idle_task_count, key=operator.attrgetter("address")):
+                    while s.queued and ws in s.idle_task_count and (ts := offer(ws)) is not None:
+                        chosen.append(ws)
+                        try:
+                            s.transitions({ts.key: "processing"}, stimulus_id)
+                        finally:
+                            chosen.clear()
+                        if ts.state != "processing":
+                            break
+            stock_pump(stimulus_id=stimulus_id)
+
+        def decide_worker_rootish_queuing_enabled() -> Any:
+            if chosen:
+                ws = chosen.pop()
+                if ws in s.idle_task_count and s.workers.get(ws.address) is ws:
+                    return ws
+            return stock_decide()
+
+        table["waiting", "processing"] = waiting_processing
+        for name, ours in zip(
+            names, (table, stimulus_queue_slots_maybe_opened, decide_worker_rootish_queuing_enabled), strict=True
+        ):
+            self._installed[name] = ours
+            setattr(s, name, ours)
+
+    def _deal_soon(self) -> bool:
+        """Deal slots in the next turn of the event loop; False when there is no loop to do so."""
+        if self._dealing:
+            return True
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            return False
+        loop.call_soon(self._deal)
+        self._dealing = True
+        return True
+
+    def _deal(self) -> None:
+        self._dealing = False
+        s = self.scheduler
+        if s.queued and s.idle_task_count:
+            s.stimulus_queue_slots_maybe_opened(stimulus_id=f"gpurt-deal-{time.time()}")
 
     def _wrap_comm_cost(self, part: Part, ours: Callable[..., Any]) -> Callable[..., Any]:
         stock = self._stock("get_comm_cost")

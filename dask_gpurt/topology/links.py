@@ -7,6 +7,8 @@ decayed sums, so that it follows a network that changes and needs no memory of s
   slow gigabyte would outvote a thousand small fetches and the latency would be noise.
 * The seed is a pair of pseudo-observations that do not decay. They keep the fit well-posed when all transfers have the
   same size, and are outvoted after about ten real samples.
+* Times below `JITTER` count as that long when they are weighed or judged. Otherwise one optimistic fit makes every
+  small fetch look like an outlier, and the few that pass outweigh all others.
 * A sample that is off by more than a factor of `OUTLIER` is dropped: a paused process, a garbage collection. A run of
   them is not an accident but news, and resets the fit to it.
 * Concurrency is the caller's to resolve (see `merge`): what fetched at the same time shared the link.
@@ -26,11 +28,12 @@ from dask_gpurt.model.link import Link, LinkClass
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-#: before anything is measured: what Dask's comms deliver, not what the wire could carry
+#: before anything is measured: what Dask's comms deliver, not what the wire could carry. The latency is that of two
+#: busy event loops (5 ms measured over loopback), not of the wire.
 SEEDS: dict[LinkClass, Link] = {
-    LinkClass.PROCESS: Link(latency_seconds=1e-3, bytes_per_second=10e9),
-    LinkClass.HOST: Link(latency_seconds=2e-3, bytes_per_second=1e9),
-    LinkClass.NETWORK: Link(latency_seconds=2e-3, bytes_per_second=400e6),
+    LinkClass.PROCESS: Link(latency_seconds=2e-3, bytes_per_second=10e9),
+    LinkClass.HOST: Link(latency_seconds=5e-3, bytes_per_second=1e9),
+    LinkClass.NETWORK: Link(latency_seconds=5e-3, bytes_per_second=400e6),
 }
 #: weight that remains of a sample after the next one; half of it is gone after 69
 DECAY = 0.99
@@ -42,7 +45,10 @@ NEWS = 8
 TRUSTED = 16
 #: weight of each of the two pseudo-observations of the seed
 PRIOR = 1.0
-_LATENCY = (1e-7, 1.0)
+#: below this a time is jitter of the event loops: neither a weight nor an outlier is made of it, in seconds
+JITTER = 2e-3
+#: nothing that two event loops take part in is faster
+_LATENCY = (1e-4, 1.0)
 _BANDWIDTH = (1e5, 1e13)
 
 
@@ -66,8 +72,8 @@ class LinkFit:
         if not (math.isfinite(seconds) and math.isfinite(nbytes)) or seconds <= 0 or nbytes < 0 or requests < 1:
             self.dropped += 1
             return False
-        predicted = self.link.seconds(nbytes, requests)
-        if self.samples >= TRUSTED and not predicted / OUTLIER < seconds < predicted * OUTLIER:
+        predicted = max(JITTER, self.link.seconds(nbytes, requests))
+        if self.samples >= TRUSTED and not predicted / OUTLIER < max(JITTER, seconds) < predicted * OUTLIER:
             self._rejected_run += 1
             if self._rejected_run < NEWS:
                 self.dropped += 1
@@ -92,7 +98,7 @@ class LinkFit:
         # Their weight is relative to the slower of seed and estimate: relative to the seed alone, a link a hundred
         # times slower than its seed would be learned a thousand samples too late, because each of its (long) transfers
         # weighs little; relative to the estimate alone, the same holds for a faster one.
-        w_latency = PRIOR / max(latency, self.link.latency_seconds) ** 2
+        w_latency = PRIOR / max(JITTER, latency, self.link.latency_seconds) ** 2
         w_bandwidth = PRIOR * min(bandwidth, self.link.bytes_per_second) ** 2
         rr += w_latency
         rt += w_latency * latency

@@ -61,6 +61,7 @@ class FakeScheduler:
         self.workers = {ws.address: ws for ws in workers}
         self.tasks: dict[str, FakeTask] = {}
         self.bandwidth = 1e8
+        self.transition_counter = 0
 
 
 def make_engine(workers: list[FakeWorker], **settings: Any) -> Engine:

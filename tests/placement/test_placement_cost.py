@@ -37,9 +37,9 @@ def test_nothing_to_do_costs_the_task() -> None:
 
 def test_queue_and_inputs_overlap() -> None:
     fetching = cost(TASK, view(near_bytes=1e9, near_fetches=1), FAR, W)
-    assert fetching == pytest.approx(0.001 + 1 + 0.1 + 1)  # latency, bytes, the task, lambda * F
+    assert fetching == pytest.approx(1.001 + 0.1 + 1.001)  # latency and bytes, the task, lambda * F
     assert cost(TASK, view(near_bytes=1e9, near_fetches=1, queue_seconds=0.9), FAR, W) == pytest.approx(fetching)
-    assert cost(TASK, view(near_bytes=1e9, near_fetches=1, queue_seconds=5), FAR, W) == pytest.approx(5 + 0.1 + 1)
+    assert cost(TASK, view(near_bytes=1e9, near_fetches=1, queue_seconds=5), FAR, W) == pytest.approx(5 + 0.1 + 1.001)
 
 
 def test_link_classes_matter() -> None:

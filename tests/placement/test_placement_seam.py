@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 from distributed.core import Status
+from distributed.scheduler import Scheduler
 from placement_fakes import FakeTask, FakeWorker
 
 from dask_gpurt.errors import InstallError, SeamMismatch
+from dask_gpurt.placement import guard
 from dask_gpurt.placement import seam as seam_module
 from dask_gpurt.placement.seam import Seam
 
@@ -19,6 +21,12 @@ if TYPE_CHECKING:
 
 class Stock:
     """What `Scheduler` looks like to the seam."""
+
+    _TRANSITIONS_TABLE: ClassVar[Any] = Scheduler._TRANSITIONS_TABLE
+    decide_worker_rootish_queuing_enabled = Scheduler.decide_worker_rootish_queuing_enabled
+    is_rootish = Scheduler.is_rootish
+    stimulus_queue_slots_maybe_opened = Scheduler.stimulus_queue_slots_maybe_opened
+    transitions = Scheduler.transitions
 
     def __init__(self, *workers: FakeWorker) -> None:
         self.workers = {ws.address: ws for ws in workers}
@@ -83,6 +91,13 @@ def test_other_parameters_are_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(SeamMismatch, match=r"expected .*non_rootish\(self, ts\), found .*\(self, ts, valid\).*Remedy"):
         Seam(scheduler).check()
     assert scheduler.__dict__ == before
+
+
+@pytest.mark.parametrize("table", [None, {}, {("waiting", "processing"): lambda self, key: None}])
+def test_another_transition_table_is_a_mismatch(monkeypatch: pytest.MonkeyPatch, table: Any) -> None:
+    monkeypatch.setattr(Stock, "_TRANSITIONS_TABLE", table)
+    with pytest.raises(SeamMismatch, match="_TRANSITIONS_TABLE"):
+        Seam(Stock()).check()
 
 
 @pytest.mark.parametrize("found", [None, 3], ids=["missing", "not callable"])
@@ -204,13 +219,13 @@ def test_retires_after_too_many_failures(caplog: pytest.LogCaptureFixture) -> No
     now = [0.0]
     scheduler, seam, _, events = make(broken, clock=lambda: now[0])
     with caplog.at_level(logging.WARNING, logger="distributed.scheduler.gpurt"):
-        for _ in range(seam_module.LIMIT + 50):
+        for _ in range(guard.LIMIT + 50):
             assert scheduler.decide_worker_non_rootish(Task("t")) == "stock"
-    assert len(calls) == seam_module.LIMIT
+    assert len(calls) == guard.LIMIT
     part = seam.parts["decide_worker_non_rootish"]
     assert part.retired is not None
     assert "ValueError: always" in part.retired
-    assert part.fallbacks == {"exception": seam_module.LIMIT, "retired": 50}
+    assert part.fallbacks == {"exception": guard.LIMIT, "retired": 50}
     assert [r.name for r in caplog.records] == ["distributed.scheduler.gpurt"]
     assert [e.name for e in events] == ["placement.fallback", "placement.retired"]
     assert seam.parts["get_comm_cost"].retired is None
@@ -222,11 +237,11 @@ def test_rare_failures_do_not_retire_and_events_are_rationed() -> None:
 
     now = [0.0]
     scheduler, seam, _, events = make(broken, clock=lambda: now[0])
-    for _ in range(3 * seam_module.LIMIT):
+    for _ in range(3 * guard.LIMIT):
         now[0] += 1.0
         scheduler.decide_worker_non_rootish(Task("t"))
     assert seam.parts["decide_worker_non_rootish"].retired is None
-    assert len(events) == 3 * seam_module.LIMIT / seam_module.EVENT_SECONDS
+    assert len(events) == 3 * guard.LIMIT / guard.EVENT_SECONDS
 
 
 def test_a_broken_sink_does_no_harm() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dask_gpurt.model import Link, LinkClass
 from dask_gpurt.topology import LinkMatrix, Transfer, merge
-from dask_gpurt.topology.links import NEWS, SEEDS, TRUSTED, LinkFit
+from dask_gpurt.topology.links import JITTER, NEWS, SEEDS, TRUSTED, LinkFit
 
 
 def feed(fit: LinkFit, true: Link, n: int, *, noise: float = 0.1, sizes: tuple[float, float] = (1e3, 1e9)) -> None:
@@ -36,7 +36,8 @@ def test_learns_whatever_the_seed(true: Link) -> None:
     fit = LinkFit(Link(2e-3, 1e9))
     feed(fit, true, 300)
     for nbytes in (1e3, 1e6, 1e9):
-        assert fit.link.seconds(nbytes) == pytest.approx(true.seconds(nbytes), rel=0.2)
+        # Far below JITTER nothing is claimed.
+        assert fit.link.seconds(nbytes) == pytest.approx(true.seconds(nbytes), rel=0.2, abs=JITTER / 10)
 
 
 def test_a_few_samples_outvote_the_seed() -> None:
@@ -102,12 +103,26 @@ def test_classes_are_separate() -> None:
     assert said["host"]["samples"] == 0
 
 
+def test_jitter_of_small_fetches_does_not_unsettle_the_fit() -> None:
+    # Small fetches take anything from 0.2 ms to 20 ms, whatever their size; a few large ones are slower than linear.
+    fit = LinkFit(Link(2e-3, 10e9))
+    rnd = random.Random(5)
+    for i in range(600):
+        if i % 10:
+            fit.observe(rnd.uniform(100, 1e5), math.exp(rnd.uniform(math.log(2e-4), math.log(2e-2))))
+        else:
+            fit.observe(1e7, 0.05 * rnd.uniform(0.5, 2.0))
+    assert fit.dropped < 60
+    assert 1e-3 < fit.link.seconds(1e3) < 2e-2
+    assert 0.02 < fit.link.seconds(1e7) < 0.1
+
+
 @given(st.lists(st.tuples(st.floats(0, 1e13), st.floats(1e-9, 1e5), st.integers(1, 100)), max_size=60))
 def test_always_a_sane_link(samples: list[tuple[float, float, int]]) -> None:
     fit = LinkFit(Link(2e-3, 1e9))
     for sample in samples:
         fit.observe(*sample)
-    assert 1e-7 <= fit.link.latency_seconds <= 1.0
+    assert 1e-4 <= fit.link.latency_seconds <= 1.0
     assert 1e5 <= fit.link.bytes_per_second <= 1e13
     assert fit.samples + fit.dropped <= len(samples)
 

@@ -1,0 +1,86 @@
+"""Failures of our own code: counted, told, and after too many of them that part retires.
+
+Whoever catches an exception of ours lets stock Dask do the work and calls `Guard.failed`. That counts it by part and
+reason, keeps the last traceback as text, and emits an event, at most one per part and `EVENT_SECONDS`. `LIMIT` failures
+of one part within `WINDOW_SECONDS` retire it, with one WARNING: a part that fails on every task costs more than it can
+ever gain. Rare failures never add up to a retirement.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+import traceback
+from collections import Counter, deque
+from typing import TYPE_CHECKING
+
+from dask_gpurt.model import Event, Sink, null_sink
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+logger = logging.getLogger("distributed.scheduler.gpurt")
+
+#: failures within the window after which an override retires
+LIMIT = 100
+WINDOW_SECONDS = 60.0
+#: one event per so many seconds and part, at most
+EVENT_SECONDS = 10.0
+
+
+class Part:
+    """One override, or one group of hooks, and its failures."""
+
+    __slots__ = ("_last_event", "_times", "fallbacks", "last_traceback", "name", "retired")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        #: reason -> how often the class's own method decided because of a failure
+        self.fallbacks: Counter[str] = Counter()
+        self.last_traceback: str | None = None
+        #: why it retired; None while it works
+        self.retired: str | None = None
+        self._times: deque[float] = deque(maxlen=LIMIT)
+        self._last_event = -math.inf
+
+
+class Guard:
+    """The failures of all parts."""
+
+    def __init__(self, *, sink: Sink = null_sink, clock: Callable[[], float] = time.monotonic) -> None:
+        self.parts: dict[str, Part] = {}
+        self._sink = sink
+        self._clock = clock
+
+    def failed(self, part_name: str, reason: str = "exception", detail: str | None = None) -> None:
+        """Count a failure of a part; retire it when there are too many. Call inside ``except`` for the traceback."""
+        part = self.parts.setdefault(part_name, Part(part_name))
+        part.fallbacks[reason] += 1
+        part.last_traceback = detail if detail is not None else traceback.format_exc()
+        now = self._clock()
+        times = part._times
+        times.append(now)
+        if now - part._last_event >= EVENT_SECONDS:
+            part._last_event = now
+            self._emit(
+                Event(
+                    "placement.fallback",
+                    f"{part_name}: {reason}; stock Dask decided instead",
+                    {"part": part_name, "reason": reason, "traceback": part.last_traceback},
+                )
+            )
+        if part.retired is None and len(times) == times.maxlen and now - times[0] <= WINDOW_SECONDS:
+            part.retired = (
+                f"{len(times)} failures within {WINDOW_SECONDS:g} s; the last one: "
+                f"{part.last_traceback.strip().rsplit(chr(10), 1)[-1]}"
+            )
+            logger.warning("placement: %s retires, stock Dask decides from now on: %s", part_name, part.retired)
+            self._emit(Event("placement.retired", f"{part_name} retires: {part.retired}", {"part": part_name}))
+
+    def _emit(self, event: Event) -> None:
+        try:
+            self._sink(event)
+        except Exception:
+            # A listener that fails must not undo the fallback that it was told of.
+            logger.exception("placement: the event sink failed on %s", event.name)
