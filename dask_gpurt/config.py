@@ -92,10 +92,11 @@ class Settings:
         ConfigError
             An unknown key or a value that is not allowed.
         """
-        tree = dask.config.get("gpurt", None)
+        tree = dask.config.get("gpurt", {})
         if not isinstance(tree, Mapping):
             raise ConfigError(f"gpurt: is {tree!r}, must be a mapping of settings. Remedy: see gpurt.yaml")
-        tree = _canonical(tree)
+        # Over the defaults: whoever resets Dask's configuration (distributed's own test tools do) drops ours with it.
+        tree = dask.config.merge(DEFAULTS["gpurt"], _canonical(tree))
         for dotted, value in (overrides or {}).items():
             node = tree
             *parents, leaf = dotted.replace("_", "-").split(".")

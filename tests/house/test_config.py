@@ -112,6 +112,12 @@ def test_environment() -> None:
     assert out.strip() == "0.125"
 
 
+def test_a_reset_configuration_means_defaults() -> None:
+    with dask.config.set({"gpurt": {"policy": "stock"}}):
+        assert Settings.load().policy == "stock"
+        assert Settings.load().tiers.host_limit == 0.6
+
+
 def test_settings_travel() -> None:
     settings = Settings.load({"policy": "stock"})
     assert pickle.loads(pickle.dumps(settings)) == settings
