@@ -163,13 +163,15 @@ def run(o: argparse.Namespace) -> int:
                 directory=os.path.join(o.out, engine),
             )
             stack.callback(cluster.close)
-            cluster.start()
+            cluster.launch()
+            clusters.append(cluster)
+        for cluster in clusters:
+            cluster.join()
             runner.warm_up(cluster, o.data)
             progress.line(
-                f"{engine}: scheduler {cluster.address}, {o.workers} workers x {o.threads} thread(s), "
+                f"{cluster.engine}: scheduler {cluster.address}, {o.workers} workers x {o.threads} thread(s), "
                 f"{o.memory_limit_bytes / 2**30:.1f} GiB each; dashboard {cluster.dashboard or '(needs bokeh)'}"
             )
-            clusters.append(cluster)
         outcome = measure(o, clusters, expected, progress)
         described = [describe(c) for c in clusters]
         status = {c.engine: _status(c) for c in clusters if c.engine.startswith("gpurt")}

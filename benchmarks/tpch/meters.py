@@ -6,7 +6,8 @@ What is counted (bytes, all workers together):
     Received from other workers: keys fetched by tasks and by replication (in-memory size, as Dask accounts for them),
     plus shards of a peer-to-peer shuffle that went to another worker (as serialised).
 ``spilled``
-    Written to disk: keys evicted from memory, plus the shards that a shuffle stores in files.
+    Written to disk (as written: compressed where it is): keys evicted from memory, plus the shards that a shuffle
+    stores in files.
 ``shuffled``
     Shards produced by peer-to-peer shuffles, those that stay on their worker included (as serialised).
 
