@@ -148,7 +148,7 @@ def test_meters_count_a_shuffle(cluster: ProcessCluster) -> None:
 
 
 def test_meters_count_spilled_keys(cluster: ProcessCluster) -> None:
-    """Ten times 150 MB do not fit in two workers of 1 GiB, of which 60 % is for keys. Noise, as files are compressed."""
+    """Ten times 150 MB do not fit in two workers of 1 GiB, 60 % of it for keys. Noise, as files are compressed."""
     meters = Meters(cluster.client)
     meters.start()
     kept = cluster.client.map(lambda i: np.random.default_rng(i).random(150_000_000 // 8), range(10), pure=False)
