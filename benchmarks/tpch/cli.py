@@ -174,7 +174,7 @@ def run(o: argparse.Namespace) -> int:
             )
         outcome = measure(o, clusters, expected, progress)
         described = [describe(c) for c in clusters]
-        status = {c.engine: _status(c) for c in clusters if c.engine.startswith("gpurt")}
+        status = {c.engine: status_of(c) for c in clusters if c.engine.startswith("gpurt")}
         tell(o, outcome, described, status, progress)
         progress.line(f"took {time.monotonic() - begin:.0f} s in all")
         if o.keep_running:
@@ -240,7 +240,8 @@ def tell(
         progress.line(f"figures: {data.write_json(o.json, report.result(outcome, facts, described))}")
 
 
-def _status(cluster: ProcessCluster) -> dict[str, Any]:
+def status_of(cluster: ProcessCluster) -> dict[str, Any]:
+    """``dask_gpurt.status(client).to_dict()`` of a cluster, or why there is none."""
     # A report must not fail on what it only adds; what went wrong is in the report instead.
     try:
         out: dict[str, Any] = importlib.import_module("dask_gpurt").status(cluster.client).to_dict()

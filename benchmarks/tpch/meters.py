@@ -17,9 +17,9 @@ decays nor is cut off (`transfer_incoming_log` keeps 1,000 entries). It includes
 and the extension's store both keep. Shuffles: `Worker.digests_total` (``("p2p", span, where, label, unit)``). Stock
 sends shards to its own worker through the same buffer as to others and counts them together, so `_watch` wraps
 `CommShardsBuffer.process` to tell them apart by the address; it only counts. It is installed on every cluster alike.
-The extension's shuffle reports what it produces in the same digests. What its messages weigh it counts itself, on the
-receiving side, and that is read from its worker part. It keeps shards in its store, whose spilling is counted with that
-of keys.
+The extension's shuffle reports what it encodes for others in the same digests. What its messages weigh when received,
+and what it hands to its own worker without a message, it counts itself; both are read from its worker part. It keeps
+shards in its store, whose spilling is counted with that of keys.
 
 Counters die with their process. A worker that was restarted between two snapshots counts from zero, and what the dead
 one had counted since the first snapshot is lost: `Traffic.complete` is then False.
@@ -88,9 +88,15 @@ class Meters:
         return difference(before, self._snapshot(), fetched=fetched)
 
     def _snapshot(self) -> Snapshot:
-        # A worker that dies during the call answers with an exception; the others' counters are still wanted.
         replies = self._client.run(read, on_error="return")
-        return {address: reply for address, reply in replies.items() if not isinstance(reply, BaseException)}
+        out: Snapshot = {}
+        for address, reply in replies.items():
+            if isinstance(reply, OSError):
+                continue  # the worker died during the call; the others' counters are still wanted
+            if isinstance(reply, BaseException):
+                raise RuntimeError(f"reading the counters of worker {address} failed") from reply
+            out[address] = reply
+        return out
 
 
 def difference(before: Snapshot, after: Snapshot, *, fetched: int = 0) -> Traffic:
@@ -166,8 +172,5 @@ def _of_extension(dask_worker: Worker) -> dict[str, int]:
     except ImportError:
         return {}
     statistics = plugin.worker_statistics(dask_worker)
-    return {ours: int(statistics[theirs]) for ours, theirs in _EXTENSION.items() if theirs in statistics}
-
-
-#: counter here -> key of the extension's shuffle statistics on a worker
-_EXTENSION = {"shards_received": "bytes_received"}
+    # Its digests have the shards that it encodes for others; those for its own worker are handed over as they are.
+    return {"shards_received": statistics["bytes_received"], "shuffled": statistics["bytes_self"]}

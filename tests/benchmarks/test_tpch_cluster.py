@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import signal
@@ -20,7 +21,7 @@ from distributed import wait
 from benchmarks.data import ROOT
 from benchmarks.tpch import cli, generate, queries, report, runner, tables
 from benchmarks.tpch.clusters import ClusterError, ProcessCluster
-from benchmarks.tpch.meters import Meters, Snapshot, difference
+from benchmarks.tpch.meters import Meters, Snapshot, Traffic, difference
 from benchmarks.tpch.reference import Reference
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ pytestmark = pytest.mark.cluster
 
 SCALE = 0.01
 LIMIT = 1 << 30
+FACTS = {"scale": SCALE, "exercised_on": "a test", "commit": "?", "when": "?"}
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +115,7 @@ def test_a_wrong_and_a_failing_query_are_told(
     lines = {line[0]: line for line in (report.row(q, {"stock": outcome.cells[q, "stock"]}) for q in outcome.numbers)}
     assert (lines["q04"][1], lines["q04"][-1]) == ("failed", "ERROR")
     assert lines["q06"][-1] == "DIFFERENT"
-    document = report.page(outcome, {"scale": SCALE, "exercised_on": "a test", "commit": "?", "when": "?"}, [], {})
+    document = report.page(outcome, FACTS, [], {})
     assert "column revenue: expected Decimal" in document.render().replace("&#x27;", "'")
 
 
@@ -128,8 +130,8 @@ def test_meters_count_fetched_keys(cluster: ProcessCluster) -> None:
     assert (traffic.shards_received, traffic.shuffled, traffic.spilled, traffic.complete) == (0, 0, 0, True)
 
 
-def test_meters_count_a_shuffle(cluster: ProcessCluster) -> None:
-    """Four partitions of 12.5 MB; the key, the value, the index and the partition's number travel: twice the 50 MB."""
+def shuffle_some(cluster: ProcessCluster) -> Traffic:
+    """Shuffles four partitions of 12.5 MB: 3.1 million rows of a key and a value, 50 MB."""
 
     def some_rows(i: int) -> pd.DataFrame:  # local, so that it travels by value: workers do not have the tests
         return pd.DataFrame({"a": np.random.default_rng(i).integers(0, 10_000, 780_000), "b": 1.0})
@@ -139,12 +141,33 @@ def test_meters_count_a_shuffle(cluster: ProcessCluster) -> None:
     with cluster.client.as_current():
         shuffled = dd.from_map(some_rows, range(4)).shuffle("a").map_partitions(len)
         assert sum(cluster.client.compute(shuffled).result()) == 4 * 780_000
-    traffic = meters.stop()
+    return meters.stop()
+
+
+def test_meters_count_a_shuffle(cluster: ProcessCluster) -> None:
+    """With two workers and a uniform key half of the shards change worker; stock puts all of them into files."""
+    traffic = shuffle_some(cluster)
     assert 50e6 < traffic.shuffled < 120e6
-    # With two workers and a uniform key half of the shards change worker; all of them go through files.
     assert traffic.shards_received == pytest.approx(traffic.shuffled / 2, rel=0.1)
     assert traffic.shards_spilled == pytest.approx(traffic.shuffled, rel=0.2)
     assert traffic.network == traffic.keys + traffic.shards_received
+
+
+@pytest.mark.skipif(importlib.util.find_spec("dask_gpurt.preload") is None, reason="the extension is not here")
+def test_all_22_queries_and_the_meters_on_the_extension(
+    directory: str, expected: dict[int, pa.Table], tmp_path: Path
+) -> None:
+    with ProcessCluster("gpurt", workers=2, threads=1, memory_limit_bytes=LIMIT, directory=str(tmp_path)) as extended:
+        outcome = runner.run([extended], directory, SCALE, list(queries.QUERIES), expected, runs=1, progress=ignore)
+        assert [str(d) for d in outcome.differences] == []
+        assert {q: cell.errors for (q, _), cell in outcome.cells.items() if cell.errors} == {}
+        status = cli.status_of(extended)
+        assert status["installed"], status
+        traffic = shuffle_some(extended)
+        assert 45e6 < traffic.shuffled < 120e6
+        assert traffic.shards_received == pytest.approx(traffic.shuffled / 2, rel=0.25)
+        page = report.page(outcome, FACTS, [], {"gpurt": status})
+        assert "State of the extension on gpurt" in page.render()
 
 
 def test_meters_count_spilled_keys(cluster: ProcessCluster) -> None:
