@@ -24,6 +24,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -84,6 +85,8 @@ class ProcessCluster:
     def __init__(self, engine: str, *, workers: int, threads: int, memory_limit_bytes: int, directory: str) -> None:
         self.engine = engine
         self.directory = directory
+        #: set while a query runs on it
+        self.busy = threading.Event()
         self._workers = workers
         self._threads = threads
         self._memory_limit_bytes = memory_limit_bytes

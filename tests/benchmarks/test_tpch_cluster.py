@@ -189,6 +189,7 @@ def test_queries_survive_a_killed_worker(
     with runner.Killer(cluster, 0.3) as killer:
         outcome = runner.run([cluster], directory, SCALE, [1, 3, 5, 9, 21], expected, runs=1, progress=ignore)
     assert "was killed (SIGKILL)" in killer.note
+    assert not all(t.complete for cell in outcome.cells.values() for t in cell.traffic)
     assert outcome.ok
     cluster.client.wait_for_workers(2, timeout=60)
     assert len(before - set(cluster.client.run(os.getpid).values())) == 1
