@@ -28,7 +28,7 @@ one had counted since the first snapshot is lost: `Traffic.complete` is then Fal
 from __future__ import annotations
 
 import dataclasses
-import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -167,9 +167,9 @@ def _watch() -> dict[str, int]:
 
 def _of_extension(dask_worker: Worker) -> dict[str, int]:
     """Bytes that the extension's own shuffle counted on this worker; nothing without the extension."""
-    try:
-        plugin = importlib.import_module("dask_gpurt.shuffle.plugin")
-    except ImportError:
+    # Not imported for this: a stock worker must not load the extension because it was measured.
+    plugin = sys.modules.get("dask_gpurt.shuffle.plugin")
+    if plugin is None:
         return {}
     statistics = plugin.worker_statistics(dask_worker)
     # Its digests have the shards that it encodes for others; those for its own worker are handed over as they are.
