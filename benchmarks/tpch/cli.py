@@ -163,16 +163,18 @@ def run(o: argparse.Namespace) -> int:
                 directory=os.path.join(o.out, engine),
             )
             stack.callback(cluster.close)
-            cluster.start()
+            cluster.launch()
+            clusters.append(cluster)
+        for cluster in clusters:
+            cluster.join()
             runner.warm_up(cluster, o.data)
             progress.line(
-                f"{engine}: scheduler {cluster.address}, {o.workers} workers x {o.threads} thread(s), "
+                f"{cluster.engine}: scheduler {cluster.address}, {o.workers} workers x {o.threads} thread(s), "
                 f"{o.memory_limit_bytes / 2**30:.1f} GiB each; dashboard {cluster.dashboard or '(needs bokeh)'}"
             )
-            clusters.append(cluster)
         outcome = measure(o, clusters, expected, progress)
         described = [describe(c) for c in clusters]
-        status = {c.engine: _status(c) for c in clusters if c.engine.startswith("gpurt")}
+        status = {c.engine: status_of(c) for c in clusters if c.engine.startswith("gpurt")}
         tell(o, outcome, described, status, progress)
         progress.line(f"took {time.monotonic() - begin:.0f} s in all")
         if o.keep_running:
@@ -238,7 +240,8 @@ def tell(
         progress.line(f"figures: {data.write_json(o.json, report.result(outcome, facts, described))}")
 
 
-def _status(cluster: ProcessCluster) -> dict[str, Any]:
+def status_of(cluster: ProcessCluster) -> dict[str, Any]:
+    """``dask_gpurt.status(client).to_dict()`` of a cluster, or why there is none."""
     # A report must not fail on what it only adds; what went wrong is in the report instead.
     try:
         out: dict[str, Any] = importlib.import_module("dask_gpurt").status(cluster.client).to_dict()

@@ -24,6 +24,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -84,6 +85,8 @@ class ProcessCluster:
     def __init__(self, engine: str, *, workers: int, threads: int, memory_limit_bytes: int, directory: str) -> None:
         self.engine = engine
         self.directory = directory
+        #: set while a query runs on it
+        self.busy = threading.Event()
         self._workers = workers
         self._threads = threads
         self._memory_limit_bytes = memory_limit_bytes
@@ -112,13 +115,12 @@ class ProcessCluster:
         return [process.pid for _, process in self._processes]
 
     def start(self) -> ProcessCluster:
-        """Start everything and wait until all workers are there.
+        """`launch` and `join`."""
+        self.launch()
+        return self.join()
 
-        Raises
-        ------
-        ClusterError
-            Something ended early or took longer than `START_TIMEOUT_S`; everything was stopped again.
-        """
+    def launch(self) -> None:
+        """Start all processes and return at once; several clusters come up faster together."""
         shutil.rmtree(self.directory, ignore_errors=True)
         os.makedirs(self.directory)
         arguments, _ = ENGINES[self.engine.partition("#")[0]]
@@ -129,16 +131,37 @@ class ProcessCluster:
                 *("scheduler", "--host", "127.0.0.1", "--port", "0", "--dashboard-address", "127.0.0.1:0"),
                 *("--scheduler-file", scheduler_file, *arguments),
             )
-            deadline = time.monotonic() + START_TIMEOUT_S
-            address = self._address(scheduler_file, deadline)
             for i in range(self._workers):
                 self._spawn(
                     f"worker-{i}",
-                    *("worker", address, "--host", "127.0.0.1", "--nthreads", str(self._threads)),
+                    *(
+                        "worker",
+                        "--scheduler-file",
+                        scheduler_file,
+                        "--host",
+                        "127.0.0.1",
+                        "--nthreads",
+                        str(self._threads),
+                    ),
                     *("--memory-limit", str(self._memory_limit_bytes), "--name", f"{self.engine}-{i}"),
                     *("--no-dashboard", "--death-timeout", "60"),
                     *("--local-directory", os.path.join(self.directory, "scratch", f"worker-{i}")),
                 )
+        except BaseException:
+            self.close()
+            raise
+
+    def join(self) -> ProcessCluster:
+        """Wait until all workers are there.
+
+        Raises
+        ------
+        ClusterError
+            Something ended early or took longer than `START_TIMEOUT_S`; everything was stopped again.
+        """
+        deadline = time.monotonic() + START_TIMEOUT_S
+        try:
+            address = self._address(os.path.join(self.directory, "scheduler.json"), deadline)
             self._client = Client(address, timeout=START_TIMEOUT_S, set_as_default=False)
             while len(self._client.scheduler_info(n_workers=-1)["workers"]) < self._workers:
                 self._check(deadline)

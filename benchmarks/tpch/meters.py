@@ -6,7 +6,8 @@ What is counted (bytes, all workers together):
     Received from other workers: keys fetched by tasks and by replication (in-memory size, as Dask accounts for them),
     plus shards of a peer-to-peer shuffle that went to another worker (as serialised).
 ``spilled``
-    Written to disk: keys evicted from memory, plus the shards that a shuffle stores in files.
+    Written to disk (as written: compressed where it is): keys evicted from memory, plus the shards that a shuffle
+    stores in files.
 ``shuffled``
     Shards produced by peer-to-peer shuffles, those that stay on their worker included (as serialised).
 
@@ -16,9 +17,9 @@ decays nor is cut off (`transfer_incoming_log` keeps 1,000 entries). It includes
 and the extension's store both keep. Shuffles: `Worker.digests_total` (``("p2p", span, where, label, unit)``). Stock
 sends shards to its own worker through the same buffer as to others and counts them together, so `_watch` wraps
 `CommShardsBuffer.process` to tell them apart by the address; it only counts. It is installed on every cluster alike.
-The extension's shuffle reports what it produces in the same digests. What its messages weigh it counts itself, on the
-receiving side, and that is read from its worker part. It keeps shards in its store, whose spilling is counted with that
-of keys.
+The extension's shuffle reports what it encodes for others in the same digests. What its messages weigh when received,
+and what it hands to its own worker without a message, it counts itself; both are read from its worker part. It keeps
+shards in its store, whose spilling is counted with that of keys.
 
 Counters die with their process. A worker that was restarted between two snapshots counts from zero, and what the dead
 one had counted since the first snapshot is lost: `Traffic.complete` is then False.
@@ -27,7 +28,7 @@ one had counted since the first snapshot is lost: `Traffic.complete` is then Fal
 from __future__ import annotations
 
 import dataclasses
-import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -87,9 +88,15 @@ class Meters:
         return difference(before, self._snapshot(), fetched=fetched)
 
     def _snapshot(self) -> Snapshot:
-        # A worker that dies during the call answers with an exception; the others' counters are still wanted.
         replies = self._client.run(read, on_error="return")
-        return {address: reply for address, reply in replies.items() if not isinstance(reply, BaseException)}
+        out: Snapshot = {}
+        for address, reply in replies.items():
+            if isinstance(reply, OSError):
+                continue  # the worker died during the call; the others' counters are still wanted
+            if isinstance(reply, BaseException):
+                raise RuntimeError(f"reading the counters of worker {address} failed") from reply
+            out[address] = reply
+        return out
 
 
 def difference(before: Snapshot, after: Snapshot, *, fetched: int = 0) -> Traffic:
@@ -160,13 +167,10 @@ def _watch() -> dict[str, int]:
 
 def _of_extension(dask_worker: Worker) -> dict[str, int]:
     """Bytes that the extension's own shuffle counted on this worker; nothing without the extension."""
-    try:
-        plugin = importlib.import_module("dask_gpurt.shuffle.plugin")
-    except ImportError:
+    # Not imported for this: a stock worker must not load the extension because it was measured.
+    plugin = sys.modules.get("dask_gpurt.shuffle.plugin")
+    if plugin is None:
         return {}
     statistics = plugin.worker_statistics(dask_worker)
-    return {ours: int(statistics[theirs]) for ours, theirs in _EXTENSION.items() if theirs in statistics}
-
-
-#: counter here -> key of the extension's shuffle statistics on a worker
-_EXTENSION = {"shards_received": "bytes_received"}
+    # Its digests have the shards that it encodes for others; those for its own worker are handed over as they are.
+    return {"shards_received": statistics["bytes_received"], "shuffled": statistics["bytes_self"]}

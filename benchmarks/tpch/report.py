@@ -6,7 +6,7 @@ import statistics
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.compare import geometric_mean
-from dask_gpurt.observe.html import MAX_SERIES, Page
+from dask_gpurt.observe.html import MAX_SERIES, Page, flatten
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -180,5 +180,20 @@ def page(
         out.facts({k: v for k, v in cluster.items() if k != "engine"})
     for engine, state in status.items():
         out.heading(f"State of the extension on {engine}, at the end")
-        out.facts(state)
+        _state(out, state)
     return out
+
+
+def _state(out: Page, state: Mapping[str, Any]) -> None:
+    """The scheduler's part as a list; the workers' counters as a table, without those that are zero everywhere."""
+    workers = state.get("workers")
+    if not isinstance(workers, dict) or not all(isinstance(w, dict) for w in workers.values()):
+        out.facts(state)
+        return
+    out.facts({k: v for k, v in state.items() if k not in ("workers", "totals")})
+    by_worker = [dict(flatten(worker)) for worker in workers.values()]
+    names = list(dict.fromkeys(name for values in by_worker for name in values))
+    rows = [[name, *(values.get(name) for values in by_worker)] for name in names]
+    told = [r for r in rows if any(value not in (0, None, "", {}, []) for value in r[1:])]
+    out.table(["per worker", *workers], told)
+    out.text(f"Left out: {len(rows) - len(told)} counters that are zero or empty on every worker.", kind="note")

@@ -112,6 +112,7 @@ def run(
 
 def _one(cell: Measured, cluster: ProcessCluster, meters: Meters, opened: tables.Tables, expected: pa.Table) -> None:
     meters.start()
+    cluster.busy.set()
     start = time.perf_counter()
     try:
         # Current, not just called: dask.dataframe plans peer-to-peer shuffles only if there is a default client.
@@ -120,6 +121,8 @@ def _one(cell: Measured, cluster: ProcessCluster, meters: Meters, opened: tables
     except Exception as e:
         cell.errors.append(f"{type(e).__name__}: {e}")
         return
+    finally:
+        cluster.busy.clear()
     seconds = time.perf_counter() - start
     fetched = int(got.memory_usage(deep=True).sum()) if isinstance(got, pd.DataFrame) else 0
     cell.traffic.append(meters.stop(fetched=fetched))
@@ -139,12 +142,16 @@ def warm_up(cluster: ProcessCluster, directory: str) -> None:
 
 
 class Killer:
-    """Kills one worker's process of one cluster after `seconds`, to show that answers survive it."""
+    """Kills one worker's process of one cluster, to show that answers survive it.
+
+    That is done after `seconds`, or at the first moment after that at which the cluster runs a query.
+    """
 
     def __init__(self, cluster: ProcessCluster, seconds: float) -> None:
         self._cluster = cluster
         self._timer = threading.Timer(seconds, self._kill)
         self._timer.daemon = True
+        self._over = threading.Event()
         self._start = 0.0
         #: what was done, once it was
         self.note = f"no worker was killed: the run was over before {seconds:g} s"
@@ -155,9 +162,15 @@ class Killer:
         return self
 
     def __exit__(self, *exc: Any) -> None:
+        self._over.set()
         self._timer.cancel()
+        if self._timer.is_alive():
+            self._timer.join()
 
     def _kill(self) -> None:
+        while not self._cluster.busy.wait(0.05):
+            if self._over.is_set():
+                return
         try:
             address = self._cluster.kill_worker()
             after = time.monotonic() - self._start

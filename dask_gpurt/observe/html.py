@@ -32,7 +32,7 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size
 th, td { padding: .25rem .75rem; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top; }
 thead th { border-bottom-width: 2px; color: var(--dim); font-weight: 600; vertical-align: bottom; }
 tbody tr:nth-child(even) { background: var(--band); }
-tfoot td { border-top: 2px solid var(--line); border-bottom: 0; font-weight: 600; }
+tfoot td { border-top: 2px solid var(--line); border-bottom: 0; font-weight: 600; white-space: nowrap; }
 th.n, td.n { text-align: right; } td.n { white-space: nowrap; }
 td.k { color: var(--dim); white-space: nowrap; } td.v { overflow-wrap: anywhere; }
 pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; font-size: .8rem; }

@@ -92,7 +92,7 @@ def test_generate_refuses_a_directory_of_something_else(tmp_path: Path) -> None:
 
 
 def test_generate_refuses_another_scale(tmp_path: Path) -> None:
-    (tmp_path / "complete.json").write_text(json.dumps({"scale": 1.0, "layout": 1, "parts": {}}))
+    (tmp_path / "complete.json").write_text(json.dumps({"scale": 1.0, "layout": 2, "parts": {}}))
     with pytest.raises(ValueError, match=r"holds TPC-H at scale 1\.0"):
         generate.ensure(str(tmp_path), 0.01)
 

@@ -1,7 +1,8 @@
-"""The main job on real processes: all 22 queries against DuckDB, the meters, survival, and that nothing is left over."""
+"""The main job on real processes: all 22 queries against DuckDB, the meters, survival, and nothing left over."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import signal
@@ -20,7 +21,7 @@ from distributed import wait
 from benchmarks.data import ROOT
 from benchmarks.tpch import cli, generate, queries, report, runner, tables
 from benchmarks.tpch.clusters import ClusterError, ProcessCluster
-from benchmarks.tpch.meters import Meters, Snapshot, difference
+from benchmarks.tpch.meters import Meters, Snapshot, Traffic, difference
 from benchmarks.tpch.reference import Reference
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ pytestmark = pytest.mark.cluster
 
 SCALE = 0.01
 LIMIT = 1 << 30
+FACTS = {"scale": SCALE, "exercised_on": "a test", "commit": "?", "when": "?"}
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +115,7 @@ def test_a_wrong_and_a_failing_query_are_told(
     lines = {line[0]: line for line in (report.row(q, {"stock": outcome.cells[q, "stock"]}) for q in outcome.numbers)}
     assert (lines["q04"][1], lines["q04"][-1]) == ("failed", "ERROR")
     assert lines["q06"][-1] == "DIFFERENT"
-    document = report.page(outcome, {"scale": SCALE, "exercised_on": "a test", "commit": "?", "when": "?"}, [], {})
+    document = report.page(outcome, FACTS, [], {})
     assert "column revenue: expected Decimal" in document.render().replace("&#x27;", "'")
 
 
@@ -128,31 +130,53 @@ def test_meters_count_fetched_keys(cluster: ProcessCluster) -> None:
     assert (traffic.shards_received, traffic.shuffled, traffic.spilled, traffic.complete) == (0, 0, 0, True)
 
 
-def some_rows(i: int) -> pd.DataFrame:
-    return pd.DataFrame({"a": np.random.default_rng(i).integers(0, 10_000, 780_000), "b": 1.0})
+def shuffle_some(cluster: ProcessCluster) -> Traffic:
+    """Shuffles four partitions of 12.5 MB: 3.1 million rows of a key and a value, 50 MB."""
 
+    def some_rows(i: int) -> pd.DataFrame:  # local, so that it travels by value: workers do not have the tests
+        return pd.DataFrame({"a": np.random.default_rng(i).integers(0, 10_000, 780_000), "b": 1.0})
 
-def test_meters_count_a_shuffle(cluster: ProcessCluster) -> None:
-    """Four partitions of 12.5 MB; the key, the value, the index and the partition's number travel: twice the 50 MB."""
     meters = Meters(cluster.client)
     meters.start()
     with cluster.client.as_current():
         shuffled = dd.from_map(some_rows, range(4)).shuffle("a").map_partitions(len)
         assert sum(cluster.client.compute(shuffled).result()) == 4 * 780_000
-    traffic = meters.stop()
+    return meters.stop()
+
+
+def test_meters_count_a_shuffle(cluster: ProcessCluster) -> None:
+    """With two workers and a uniform key half of the shards change worker; stock puts all of them into files."""
+    traffic = shuffle_some(cluster)
     assert 50e6 < traffic.shuffled < 120e6
-    # With two workers and a uniform key half of the shards change worker; all of them go through files.
     assert traffic.shards_received == pytest.approx(traffic.shuffled / 2, rel=0.1)
     assert traffic.shards_spilled == pytest.approx(traffic.shuffled, rel=0.2)
     assert traffic.network == traffic.keys + traffic.shards_received
 
 
+@pytest.mark.skipif(importlib.util.find_spec("dask_gpurt.preload") is None, reason="the extension is not here")
+def test_all_22_queries_and_the_meters_on_the_extension(
+    directory: str, expected: dict[int, pa.Table], tmp_path: Path
+) -> None:
+    with ProcessCluster("gpurt", workers=2, threads=1, memory_limit_bytes=LIMIT, directory=str(tmp_path)) as extended:
+        outcome = runner.run([extended], directory, SCALE, list(queries.QUERIES), expected, runs=1, progress=ignore)
+        assert [str(d) for d in outcome.differences] == []
+        assert {q: cell.errors for (q, _), cell in outcome.cells.items() if cell.errors} == {}
+        status = cli.status_of(extended)
+        assert status["installed"], status
+        traffic = shuffle_some(extended)
+        assert 45e6 < traffic.shuffled < 120e6
+        assert traffic.shards_received == pytest.approx(traffic.shuffled / 2, rel=0.25)
+        page = report.page(outcome, FACTS, [], {"gpurt": status})
+        assert "State of the extension on gpurt" in page.render()
+
+
 def test_meters_count_spilled_keys(cluster: ProcessCluster) -> None:
-    """Ten times 150 MB do not fit in two workers of 1 GiB, of which 60 % is for keys."""
+    """Ten times 150 MB do not fit in two workers of 1 GiB, 60 % of it for keys. Noise, as files are compressed."""
     meters = Meters(cluster.client)
     meters.start()
-    kept = cluster.client.map(lambda i: np.full(150_000_000 // 8, i), range(10), pure=False)
-    wait(kept)
+    kept = cluster.client.map(lambda i: np.random.default_rng(i).random(150_000_000 // 8), range(10), pure=False)
+    with cluster.client.as_current():
+        wait(kept)
     spilled = meters.stop().keys_spilled
     assert spilled > 150e6
     assert spilled == pytest.approx(round(spilled / 150e6) * 150e6, rel=0.01)
@@ -165,6 +189,7 @@ def test_queries_survive_a_killed_worker(
     with runner.Killer(cluster, 0.3) as killer:
         outcome = runner.run([cluster], directory, SCALE, [1, 3, 5, 9, 21], expected, runs=1, progress=ignore)
     assert "was killed (SIGKILL)" in killer.note
+    assert not all(t.complete for cell in outcome.cells.values() for t in cell.traffic)
     assert outcome.ok
     cluster.client.wait_for_workers(2, timeout=60)
     assert len(before - set(cluster.client.run(os.getpid).values())) == 1
