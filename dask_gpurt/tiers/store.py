@@ -42,20 +42,20 @@ class SpilledSize(NamedTuple):
 class _Keys(Collection[Any]):
     """The keys of a store in some states; a live view."""
 
-    def __init__(self, entries: dict[Any, Entry], below: bool, count: Callable[[], int]) -> None:
+    def __init__(self, entries: dict[Any, Entry], in_memory: bool, count: Callable[[], int]) -> None:
         self._entries = entries
-        self._below = below
+        self._in_memory = in_memory
         self._count = count
 
     def __len__(self) -> int:
         return self._count()
 
     def __iter__(self) -> Iterator[Any]:
-        return (k for k, e in self._entries.items() if e.in_memory is not self._below)
+        return (k for k, e in self._entries.items() if e.in_memory is self._in_memory)
 
     def __contains__(self, key: object) -> bool:
         entry = self._entries.get(key)
-        return entry is not None and entry.in_memory is not self._below
+        return entry is not None and entry.in_memory is self._in_memory
 
 
 class TieredStore(MutableMapping[Any, Any]):
