@@ -65,8 +65,9 @@ def test_one_budget_with_task_results_but_other_metrics(run_rig: RunRig) -> None
             rig.store[i] = np.ones(10_000)
         await rig.settle()
         assert rig.engine.resident_bytes <= 400_000
-        assert rig.store.spilled_total.memory + shards._account.stored_memory_bytes == 1_600_000 - rig.engine.resident_bytes + sum(
-            rig.store.entry(i).nbytes - 80_000 for i in range(10)
+        assert (
+            rig.store.spilled_total.memory + shards._account.stored_memory_bytes
+            == 1_600_000 - rig.engine.resident_bytes + sum(rig.store.entry(i).nbytes - 80_000 for i in range(10))
         )
         assert len(rig.store.slow) == rig.store._account.stored
         rig.validate()
