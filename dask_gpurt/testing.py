@@ -6,13 +6,15 @@ Each ``check_*`` takes a factory of fresh objects and raises AssertionError with
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Hashable, MutableMapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dask_gpurt.errors import LostData
 from dask_gpurt.model.shards import Buffer, Chunk, ShardStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Hashable, MutableMapping, Sequence
 
 __all__ = ["ArrayChunk", "MemoryShardStore", "check_mapping", "check_shard_store"]
 

@@ -16,7 +16,8 @@ A lost key (its last copy unreadable) is freed: the state machine then tells the
 which computes it again, or fetches it from another holder. Tasks here that wait for it are freed and returned with a
 ``reschedule`` message each; the scheduler ignores that message for those it has taken back itself. A scattered
 key has no recipe, and freeing it would break the scheduler (its memory->released puts pure data back to "waiting" when
-a dependent is processing); it stays here as LOST, and who reads it fails with `LostData`. Only the scheduler knows
+a dependent is processing); it stays here as LOST, and tasks that read it fail with `LostData`, until no task here waits
+for it. Only the scheduler knows
 whether a key that was fetched here has a recipe or another holder, so it is asked.
 
 Rejected: letting a task fail on lost data (wrong: the recipe exists); a ``missing-data`` message (no longer understood
@@ -50,6 +51,7 @@ logger = logging.getLogger("distributed.worker.gpurt")
 
 #: times one task is handed back because an input was missing, before stock reports the error
 _MAX_RETURNS = 5
+_ENDED = {"error", "memory", "released", "forgotten"}
 _RUNNING = {Status.running, Status.paused, Status.closing_gracefully}
 
 
@@ -259,12 +261,26 @@ class WorkerSeam:
         task.add_done_callback(self._tasks.discard)
 
     async def _settle_lost(self, key: Any) -> None:
-        """Give the key up if it can be had elsewhere or computed again; else leave it LOST."""
+        """Give the key up if it can be had elsewhere or computed again; else later, when nobody here waits for it."""
         try:
-            if await self._recoverable(key) and key in self.store.own_keys_view and self.store.is_lost(key):
+            if not await self._recoverable(key):
+                task = asyncio.ensure_future(self._give_up_when_unused(key))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            elif self.store.is_lost(key):
                 self._give_up(key)
         except Exception:
             self._fell_back("lost")
+
+    async def _give_up_when_unused(self, key: Any) -> None:
+        # First its dependents fail (`LostData`), then the scheduler is told, which tells the clients.
+        while self._active and self.store.is_lost(key):
+            await asyncio.sleep(0.1)
+            ts = self._worker.state.tasks.get(key)
+            if ts is None or all(d.state in _ENDED for d in ts.dependents):
+                if self.store.is_lost(key):
+                    self._give_up(key)
+                return
 
     async def _recoverable(self, key: Any) -> bool:
         ts = self._worker.state.tasks.get(key)
@@ -274,8 +290,7 @@ class WorkerSeam:
         holders = await scheduler.who_has(keys=[key])
         if any(address != self._worker.address for address in holders.get(key, ())):
             return True
-        answer = await scheduler.get_runspec(key=key)
-        return answer.get("task") is not None
+        return await scheduler.get_runspec(key=key) is not None
 
     def _give_up(self, key: Any) -> None:
         """On the loop, outside of the state machine."""

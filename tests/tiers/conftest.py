@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from dask_gpurt.tiers.disk import DiskTier
 from dask_gpurt.tiers.engine import Engine
 from dask_gpurt.tiers.store import TieredStore
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
 
 
 class FaultyOs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -15,7 +15,8 @@ from dask_gpurt.testing import ArrayChunk
 from dask_gpurt.tiers.entry import State
 from dask_gpurt.tiers.shards import TierShardStore
 
-from .conftest import Rig
+if TYPE_CHECKING:
+    from .conftest import Rig
 
 RunRig = Callable[..., None]
 

@@ -8,7 +8,7 @@ import stat
 import threading
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -18,7 +18,8 @@ from dask_gpurt.testing import check_mapping
 from dask_gpurt.tiers.codec import PickleCodec, flat
 from dask_gpurt.tiers.entry import TABLE, Entry, IllegalMove, State
 
-from .conftest import Rig
+if TYPE_CHECKING:
+    from .conftest import Rig
 
 RunRig = Callable[..., None]
 KB = 1000

@@ -13,7 +13,7 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
-from distributed import Client, LocalCluster, Nanny, Scheduler, Worker, WorkerPlugin, wait
+from distributed import Client, LocalCluster, Scheduler, Worker, WorkerPlugin, wait
 from distributed.client import FutureCancelledError
 from distributed.spill import SpillBuffer
 from distributed.utils_test import async_poll_for, gen_cluster
@@ -239,7 +239,7 @@ async def test_adoption_and_draining_with_data(c: Client, s: Scheduler, a: Worke
         for i in range(30):
             np.testing.assert_array_equal(x_again[i], make(i))
         if round_ == 0:
-            keep = y  # noqa: F841
+            keep = y
     storage = original._slow_uncached.d.directory
     del x, y, keep, x_again
     await async_poll_for(lambda: not a.data, timeout=30)
@@ -565,7 +565,7 @@ def test_kill_in_mid_spill_leaves_nothing(tmp_path: Any) -> None:
 def test_array_computation_against_stock() -> None:
     def compute(client: Client) -> np.ndarray[Any, Any]:
         rng = da.random.default_rng(0)
-        x = rng.random((4000, 4000), chunks=(1000, 1000))
+        x = rng.random((2000, 2000), chunks=(500, 500))
         return (x @ x.T + x.T).mean(axis=0).compute()
 
     results = []
@@ -573,7 +573,7 @@ def test_array_computation_against_stock() -> None:
         with (
             dask.config.set(NO_WATCH),
             LocalCluster(
-                n_workers=2, threads_per_worker=1, processes=False, memory_limit="60 MB", dashboard_address=None
+                n_workers=2, threads_per_worker=1, processes=False, memory_limit="15 MB", dashboard_address=None
             ) as cluster,
             Client(cluster) as client,
         ):
