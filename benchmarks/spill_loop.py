@@ -1,8 +1,8 @@
 """Is a worker's event loop free while it spills? Stock Dask and the tiers, alternating.
 
-One worker makes arrays of several times its memory, then reads each again. Measured on its event loop: the gaps between wake-ups
-of a task that sleeps 2 ms (time beyond 20 ms counts as blocked), wall time of both phases, and the peak resident set. The
-results are checked. Prints, and with ``--out`` writes, JSON with every run.
+One worker makes arrays of several times its memory, then reads each again. Measured on its event loop: the gaps
+between wake-ups of a task that sleeps 2 ms (gaps beyond 20 ms count as blocked), wall time of both phases, and the peak
+resident set. The results are checked. Prints, and with ``--out`` writes, JSON with every run.
 
     python benchmarks/spill_loop.py --runs 5 --size 2GB --out spill_loop.json
 """

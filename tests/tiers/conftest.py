@@ -1,5 +1,6 @@
 """Helpers of the tier tests: an engine on a real folder, and system calls that fail on demand."""
 
+# ruff: noqa: ASYNC110, ASYNC230, ASYNC240, SIM115
 from __future__ import annotations
 
 import asyncio
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 class FaultyOs:
     """`os`, except that chosen calls fail, are short, or flip a bit.
 
-    ``plan`` maps (function name, n-th call counted from 0) to an exception to raise, or to a callable that gets the real
-    function and its arguments.
+    ``plan`` maps (function name, n-th call counted from 0) to an exception to raise, or to a callable that gets the
+    real function and its arguments.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Everything that can go wrong with a disk, at every call: no key is lost that can be had, no wrong value, no stray file."""
+"""What can go wrong with a disk, at every call: no key is lost that can be had, no wrong value, no stray file."""
 
 from __future__ import annotations
 

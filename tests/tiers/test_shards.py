@@ -1,5 +1,6 @@
 """What the tier shard store promises beyond the contract: ranged reads, one budget, and loss that is told."""
 
+# ruff: noqa: ASYNC110, ASYNC230, ASYNC240, SIM115
 from __future__ import annotations
 
 import asyncio
