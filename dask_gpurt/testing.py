@@ -6,6 +6,7 @@ Each ``check_*`` takes a factory of fresh objects and raises AssertionError with
 from __future__ import annotations
 
 import asyncio
+import functools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -54,7 +55,7 @@ def check_mapping(make: Callable[[], MutableMapping[Any, Any]]) -> None:
     for key in list(data):  # deleting while a copy of the keys is walked
         del data[key]
         assert key not in data
-        _raises(KeyError, lambda k=key: data[k])
+        _raises(KeyError, functools.partial(data.__getitem__, key))
     assert len(data) == 0
     data["again"] = 1
     data.clear()
@@ -93,7 +94,7 @@ class ArrayChunk:
         return self._block[self._slices[part]]
 
     def encode(self, part: int) -> Sequence[Buffer]:
-        return [b"head", memoryview(self.get(part)).cast("B")]
+        return [b"head", self.get(part).data.cast("B")]
 
     def decode(self, frames: Sequence[Buffer]) -> np.ndarray[Any, Any]:
         assert bytes(frames[0]) == b"head"

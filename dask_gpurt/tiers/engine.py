@@ -553,8 +553,13 @@ class Engine:
         # Deleting a large file takes milliseconds: not on the loop.
         if self._closed:
             return
-        with contextlib.suppress(RuntimeError):  # the pool was shut down: the whole folder goes
-            self._writers.submit(handle.free)
+        self._begin()
+
+        def hand_over(future: Future[None]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._end)
+
+        self._writers.submit(handle.free).add_done_callback(hand_over)
 
     def _submit(
         self,
@@ -588,7 +593,7 @@ class Engine:
             self._idle.set_result(None)
 
     async def idle(self) -> None:
-        """Wait until no I/O of entries is under way."""
+        """Wait until no I/O is under way, deletions included."""
         while self._in_flight:
             self._idle = self._loop.create_future()
             await self._idle

@@ -1,6 +1,6 @@
 """Helpers of the tier tests: an engine on a real folder, and system calls that fail on demand."""
 
-# ruff: noqa: ASYNC110, ASYNC230, ASYNC240, SIM115
+# ruff: noqa: ASYNC240
 from __future__ import annotations
 
 import asyncio
@@ -68,9 +68,6 @@ class Rig:
         """Until no I/O is under way and deletions have reached the disk."""
         while self.engine._in_flight:
             await self.engine.idle()
-        for _ in range(4):
-            futures = [self.engine._writers.submit(lambda: None) for _ in range(4)]
-            await asyncio.gather(*map(asyncio.wrap_future, futures))
         for _ in range(20):
             # An I/O thread may hold the object it wrote for a moment longer, and then it can be revived.
             if not any(e.weak is not None and e.weak() is not None for e in self.engine._entries if not e.in_memory):

@@ -1,6 +1,6 @@
 """What the tier shard store promises beyond the contract: ranged reads, one budget, and loss that is told."""
 
-# ruff: noqa: ASYNC110, ASYNC230, ASYNC240, SIM115
+# ruff: noqa: ASYNC230, SIM115
 from __future__ import annotations
 
 import asyncio
@@ -95,6 +95,7 @@ def test_put_waits_for_the_disk(run_rig: RunRig) -> None:
         for p in range(10):
             got = await shards.take("r", p)
             np.testing.assert_array_equal(np.concatenate(got), np.concatenate([chunk(i).get(p) for i in range(100)]))
+        await rig.settle()
         rig.validate()
 
     run_rig(test, budget=400_000)

@@ -1,6 +1,6 @@
 """`TieredStore` and its engine on a real folder: the mapping, eviction, and what goes on while I/O is under way."""
 
-# ruff: noqa: ASYNC110, ASYNC230, ASYNC240, SIM115
+# ruff: noqa: ASYNC110
 from __future__ import annotations
 
 import asyncio

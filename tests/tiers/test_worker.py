@@ -1,6 +1,6 @@
 """The runtime on real workers: right answers under pressure, true metrics, adoption and draining, lost data."""
 
-# ruff: noqa: ASYNC110, ASYNC230, ASYNC240, SIM115
+# ruff: noqa: ASYNC230, ASYNC240
 from __future__ import annotations
 
 import asyncio
