@@ -203,6 +203,11 @@ class TieredStore(MutableMapping[Any, Any]):
         return _Keys(self._entries, (State.STORED, State.LOADING), lambda: self._account.stored)
 
     @property
+    def disk(self) -> Collection[Any]:
+        """The same as `slow`, under the name that distributed's store has for people who look."""
+        return self.slow
+
+    @property
     def memory(self) -> Collection[Any]:
         """Keys that are in memory."""
         return _Keys(
