@@ -81,7 +81,10 @@ def check(data: Any) -> None:
 
 
 def adopt(data: MutableMapping[Any, Any], store: TieredStore) -> None:
-    """Move what `data` holds into `store`. What is on disk stays there. Synchronous: no task sees a state in between."""
+    """Move what `data` holds into `store`. What is on disk stays there.
+
+    Synchronous: no task sees a state in between.
+    """
     if isinstance(data, SpillBuffer):
         lock = threading.Lock()
         for key, size in list(data._slow_uncached.weight_by_key.items()):

@@ -21,6 +21,7 @@ import asyncio
 import contextlib
 import errno
 import heapq
+import itertools
 import logging
 import threading
 import time
@@ -89,8 +90,9 @@ class Engine:
         self._readers = ThreadPoolExecutor(threads, "gpurt-tier-read")
         self._entries: set[Entry] = set()
         self._victims = Victims()
-        #: (monotonic seconds, id, entry): writes that failed wait here
+        #: (monotonic seconds, serial number, entry): writes that failed wait here
         self._resting: list[tuple[float, int, Entry]] = []
+        self._serial = itertools.count()
         self._tier_rests_until = 0.0
         self._tier_failures = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -109,14 +111,18 @@ class Engine:
 
     # ------------------------------------------------------------------ entries
 
-    def add(self, account: Account, key: Hashable, value: Any, nbytes: int) -> Entry:
-        """Keep a value. Starts evictions if it makes memory pass the budget."""
+    def add(self, account: Account, key: Hashable, value: Any, nbytes: int, *, balance: bool = True) -> Entry:
+        """Keep a value. Starts evictions if it makes memory pass the budget, perhaps that of this value.
+
+        With `balance` False the caller has books of its own to bring up to date before it calls `balance`.
+        """
         entry = Entry(key, account, nbytes, value, last_use=self._clock())
         self._entries.add(entry)
         self.resident_bytes += nbytes
         self.log.append(key, None, "add", State.RESIDENT)
         self._victims.add(entry)
-        self.balance()
+        if balance:
+            self.balance()
         return entry
 
     def add_stored(self, account: Account, key: Hashable, nbytes: int, handle: Handle) -> Entry:
@@ -457,9 +463,10 @@ class Engine:
         self.gate.wake()
 
     def _write_failed(self, entry: Entry, error: BaseException) -> None:
-        self._move(entry, "write-failed")
+        # What keeps it from being chosen again is set before the move, which offers it as a victim.
         if isinstance(error, EncodeError):
             entry.unspillable = True
+            self._move(entry, "write-failed")
             self.counters.write_errors["unpicklable"] += 1
             logger.warning("%r cannot be written and stays in memory: %r", entry.key, error.__cause__)
             return
@@ -468,7 +475,8 @@ class Engine:
         entry.failures += 1
         now = self._clock()
         pause = min(60.0, 2.0 ** (entry.failures - 1))
-        heapq.heappush(self._resting, (now + pause, id(entry), entry))
+        heapq.heappush(self._resting, (now + pause, next(self._serial), entry))
+        self._move(entry, "write-failed")
         self._tier_failures += 1
         if self._tier_failures >= TIER_FAILURES:
             # The tier, not a key: trying every key in turn would cost as many failing writes.
@@ -545,8 +553,13 @@ class Engine:
         # Deleting a large file takes milliseconds: not on the loop.
         if self._closed:
             return
-        with contextlib.suppress(RuntimeError):  # the pool was shut down: the whole folder goes
-            self._writers.submit(handle.free)
+        self._begin()
+
+        def hand_over(future: Future[None]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._end)
+
+        self._writers.submit(handle.free).add_done_callback(hand_over)
 
     def _submit(
         self,
@@ -580,7 +593,7 @@ class Engine:
             self._idle.set_result(None)
 
     async def idle(self) -> None:
-        """Wait until no I/O of entries is under way."""
+        """Wait until no I/O is under way, deletions included."""
         while self._in_flight:
             self._idle = self._loop.create_future()
             await self._idle

@@ -116,6 +116,7 @@ class TierRuntime:
                 if self._worker.status in _ENDING:
                     self._seam.abandon()
                 else:
+                    self._watch.stop()  # distributed's own takes over with the first key given back
                     await self._seam.give_back()
                     self._seam = None
             await self._stop()

@@ -15,7 +15,10 @@ and want it again; so after the wait a task whose inputs are not all here is han
 A lost key (its last copy unreadable) is freed: the state machine then tells the scheduler (``release-worker-data``),
 which computes it again, or fetches it from another holder. Tasks here that wait for it are freed and returned with a
 ``reschedule`` message each; the scheduler ignores that message for those it has taken back itself. A scattered
-key has no recipe: the scheduler forgets it, and who waits for it gets the error of lost data, as when a worker dies.
+key has no recipe, and freeing it would break the scheduler (its memory->released puts pure data back to "waiting" when
+a dependent is processing); it stays here as LOST, and tasks that read it fail with `LostData`, until no task here waits
+for it. Only the scheduler knows
+whether a key that was fetched here has a recipe or another holder, so it is asked.
 
 Rejected: letting a task fail on lost data (wrong: the recipe exists); a ``missing-data`` message (no longer understood
 by the scheduler).
@@ -23,6 +26,7 @@ by the scheduler).
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 import traceback
@@ -47,6 +51,7 @@ logger = logging.getLogger("distributed.worker.gpurt")
 
 #: times one task is handed back because an input was missing, before stock reports the error
 _MAX_RETURNS = 5
+_ENDED = {"error", "memory", "released", "forgotten"}
 _RUNNING = {Status.running, Status.paused, Status.closing_gracefully}
 
 
@@ -89,6 +94,7 @@ class WorkerSeam:
         #: tasks handed back because an input was not here after the wait
         self.returned_tasks = 0
         self._returns: Counter[Any] = Counter()
+        self._tasks: set[asyncio.Future[None]] = set()
         self._execute_wrapper = self._wrap_execute()
         self._get_data_wrapper = self._wrap_get_data()
 
@@ -126,7 +132,7 @@ class WorkerSeam:
     async def give_back(self) -> None:
         """Drain into the original mapping, then put everything back."""
         for key in await adoption.give_back(self.store, self._original, self._engine):
-            self.lost(key)
+            self._give_up(key)
         self._restore()
 
     def abandon(self) -> None:
@@ -192,7 +198,7 @@ class WorkerSeam:
         seconds = time() - start
         for entry in pinned:
             if self.store.is_lost(entry.key):
-                self.lost(entry.key)
+                await self._settle_lost(entry.key)
         read = [e for e in absent if e.in_memory]
         if read:
             context_meter.digest_metric("disk-read", len(read), "count")
@@ -249,9 +255,45 @@ class WorkerSeam:
     # ------------------------------------------------------------------ loss
 
     def lost(self, key: Any) -> None:
-        """Give up a key of which no valid copy is left here. On the loop, outside of the state machine."""
-        if key not in self.store.own_keys_view:
-            return
+        """A key turned out to have no valid copy here: settle it in the background."""
+        task = asyncio.ensure_future(self._settle_lost(key))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _settle_lost(self, key: Any) -> None:
+        """Give the key up if it can be had elsewhere or computed again; else later, when nobody here waits for it."""
+        try:
+            if not await self._recoverable(key):
+                task = asyncio.ensure_future(self._give_up_when_unused(key))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            elif self.store.is_lost(key):
+                self._give_up(key)
+        except Exception:
+            self._fell_back("lost")
+
+    async def _give_up_when_unused(self, key: Any) -> None:
+        # First its dependents fail (`LostData`), then the scheduler is told, which tells the clients.
+        while self._active and self.store.is_lost(key):
+            await asyncio.sleep(0.1)
+            ts = self._worker.state.tasks.get(key)
+            if ts is None or all(d.state in _ENDED for d in ts.dependents):
+                if self.store.is_lost(key):
+                    self._give_up(key)
+                return
+
+    async def _recoverable(self, key: Any) -> bool:
+        ts = self._worker.state.tasks.get(key)
+        if ts is None or ts.run_spec is not None:
+            return True
+        scheduler = self._worker.scheduler
+        holders = await scheduler.who_has(keys=[key])
+        if any(address != self._worker.address for address in holders.get(key, ())):
+            return True
+        return await scheduler.get_runspec(key=key) is not None
+
+    def _give_up(self, key: Any) -> None:
+        """On the loop, outside of the state machine."""
         self.lost_keys += 1
         state = self._worker.state
         ts = state.tasks.get(key)

@@ -69,10 +69,10 @@ class TierShardStore:
                 return False
             parts = set(chunk.parts)
             if parts:
-                entry = self._engine.add(self._account, (run, chunk_id), chunk, chunk.nbytes)
+                entry = self._engine.add(self._account, (run, chunk_id), chunk, chunk.nbytes, balance=False)
                 self._left[entry] = parts
                 self._runs.setdefault(run, {})[chunk_id] = entry
-                self._engine.balance()
+                self._engine.balance()  # not before: the parts to write are read from _left
             else:
                 self._runs.setdefault(run, {})  # no rows: nothing to keep, but the run is known
         return True

@@ -1,0 +1,107 @@
+"""Helpers of the tier tests: an engine on a real folder, and system calls that fail on demand."""
+
+# ruff: noqa: ASYNC240
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from dask_gpurt.tiers.disk import DiskTier
+from dask_gpurt.tiers.engine import Engine
+from dask_gpurt.tiers.store import TieredStore
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+
+class FaultyOs:
+    """`os`, except that chosen calls fail, are short, or flip a bit.
+
+    ``plan`` maps (function name, n-th call counted from 0) to an exception to raise, or to a callable that gets the
+    real function and its arguments.
+    """
+
+    def __init__(self) -> None:
+        self.plan: dict[tuple[str, int], Any] = {}
+        #: function name -> what to do at every call
+        self.always: dict[str, Any] = {}
+        self.calls: dict[str, int] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(os, name)
+        if not callable(real):
+            return real
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            n = self.calls.get(name, 0)
+            self.calls[name] = n + 1
+            fault = self.plan.get((name, n), self.always.get(name))
+            if isinstance(fault, BaseException):
+                raise fault
+            if fault is not None:
+                return fault(real, *args, **kwargs)
+            return real(*args, **kwargs)
+
+        return call
+
+
+def enospc() -> OSError:
+    return OSError(errno.ENOSPC, "No space left on device")
+
+
+class Rig:
+    """An engine and a store on a folder of this test."""
+
+    def __init__(self, directory: str, budget: int | None, os_layer: Any, **disk: Any) -> None:
+        self.lost: list[Any] = []
+        #: seconds; back-off ends only when a test says so
+        self.now = 0.0
+        self.disk = DiskTier(directory, os_layer=os_layer, **disk)
+        self.engine = Engine(self.disk, budget_bytes=budget, clock=lambda: self.now)
+        self.store = TieredStore(self.engine, on_lost=self.lost.append)
+
+    async def settle(self) -> None:
+        """Until no I/O is under way and deletions have reached the disk."""
+        while self.engine._in_flight:
+            await self.engine.idle()
+        for _ in range(20):
+            # An I/O thread may hold the object it wrote for a moment longer, and then it can be revived.
+            if not any(e.weak is not None and e.weak() is not None for e in self.engine._entries if not e.in_memory):
+                break
+            await asyncio.sleep(0.01)
+
+    def validate(self) -> None:
+        """Every invariant of the engine, and: the files on disk are the handles."""
+        self.engine.validate()
+        names = sorted(h.name for h in self.engine.handles() if hasattr(h, "name"))
+        assert names == self.disk.files(), "files on disk and handles differ"
+        assert self.disk.used_bytes == sum(
+            os.stat(os.path.join(self.disk.directory, n)).st_size for n in self.disk.files()
+        )
+
+    def spill_all(self) -> None:
+        self.engine.shrink(1 << 60)
+
+
+@pytest.fixture
+def run_rig(tmp_path: Any) -> Callable[..., None]:
+    """``run_rig(test, budget=..., os_layer=..., **disk)`` runs ``await test(rig)`` and closes everything."""
+
+    def run(
+        test: Callable[[Rig], Awaitable[None]], *, budget: int | None = None, os_layer: Any = os, **disk: Any
+    ) -> None:
+        async def main() -> None:
+            rig = Rig(str(tmp_path / "tier"), budget, os_layer, **disk)
+            try:
+                await test(rig)
+            finally:
+                await rig.engine.close()
+            assert not os.path.exists(rig.disk.directory)
+
+        asyncio.run(main())
+
+    return run

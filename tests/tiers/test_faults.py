@@ -1,0 +1,339 @@
+"""What can go wrong with a disk, at every call: no key is lost that can be had, no wrong value, no stray file."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import random
+import resource
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dask_gpurt.errors import LostData, TierFull
+from dask_gpurt.tiers.disk import DiskTier, filesystem_of
+
+from .conftest import FaultyOs, Rig, enospc
+
+RunRig = Callable[..., None]
+
+
+def value(i: int, n: int = 20_000) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(i).integers(0, 255, n, dtype="u1")
+
+
+async def all_right(rig: Rig, n: int) -> None:
+    rig.engine.shrink(0)
+    for i in range(n):
+        rig.store.release(await asyncio.wait_for(rig.store.ensure([i]), 30))
+        np.testing.assert_array_equal(rig.store[i], value(i))
+    await rig.settle()
+    rig.validate()
+
+
+@pytest.mark.parametrize("call", ["open", "writev", "close", "rename", "statvfs"])
+@pytest.mark.parametrize("nth", [0, 1, 3])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EACCES, errno.EROFS, errno.EDQUOT])
+def test_any_call_of_a_write_fails_once(run_rig: RunRig, call: str, nth: int, code: int) -> None:
+    system = FaultyOs()
+    system.plan[call, nth] = OSError(code, os.strerror(code))
+
+    async def test(rig: Rig) -> None:
+        system.calls.clear()  # making the folder used some
+        for i in range(6):
+            rig.store[i] = value(i)
+        rig.spill_all()
+        await rig.settle()
+        assert sum(rig.engine.counters.write_errors.values()) == 1
+        assert len(rig.store.slow) == 5, "the other keys went"
+        await all_right(rig, 6)
+
+    run_rig(test, os_layer=system, reserve_bytes=1)
+
+
+def test_short_and_interrupted_writes_and_reads(run_rig: RunRig) -> None:
+    system = FaultyOs()
+    rng = random.Random(0)
+
+    def short(real: Any, fd: int, buffers: list[memoryview], *args: Any) -> int:
+        first = buffers[0]
+        return int(real(fd, [first[: rng.randint(1, max(1, len(first)))]], *args))
+
+    system.always["writev"] = system.always["preadv"] = short
+
+    async def test(rig: Rig) -> None:
+        for i in range(4):
+            rig.store[i] = value(i)
+        rig.spill_all()
+        await rig.settle()
+        assert len(rig.store.slow) == 4
+        await all_right(rig, 4)
+        assert system.calls["writev"] > 12
+
+    run_rig(test, os_layer=system)
+
+
+def test_more_buffers_than_one_call_takes(run_rig: RunRig) -> None:
+    async def test(rig: Rig) -> None:
+        rig.store["many"] = [np.full(3, i) for i in range(5000)]
+        rig.spill_all()
+        await rig.settle()
+        assert list(rig.store.slow) == ["many"]
+        rig.engine.shrink(0)
+        got = rig.store["many"]
+        assert all((a == i).all() and len(a) == 3 for i, a in enumerate(got))
+
+    run_rig(test)
+
+
+def test_disk_that_stays_full_is_left_in_peace(run_rig: RunRig) -> None:
+    """Stock tries again every 100 ms and leaves a partial file each time."""
+    system = FaultyOs()
+    system.always["writev"] = lambda *a: (_ for _ in ()).throw(enospc())
+
+    async def test(rig: Rig) -> None:
+        for i in range(50):
+            rig.store[i] = value(i)
+            with await asyncio.wait_for(rig.engine.admit(0), 30):
+                pass
+        for _ in range(20):
+            rig.spill_all()
+            await rig.settle()
+        assert system.calls["writev"] <= 5
+        assert rig.engine._timer is not None
+        assert len(rig.store.slow) == 0
+        assert rig.disk.files() == []
+        assert rig.disk.used_bytes == 0
+        rig.validate()
+        # Space is free again.
+        system.always.clear()
+        rig.now += 1000
+        rig.engine._on_timer()
+        for _ in range(10):
+            await rig.settle()
+        assert len(rig.store.slow) >= 40
+        await all_right(rig, 50)
+
+    run_rig(test, budget=60_000, os_layer=system)
+
+
+def test_file_size_limit_of_the_system(run_rig: RunRig) -> None:
+    async def test(rig: Rig) -> None:
+        rig.store[0] = value(0, 300_000)
+        rig.store[1] = value(1)
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+        try:
+            rig.spill_all()
+            await rig.settle()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert list(rig.store.slow) == [1]
+        assert rig.engine.counters.write_errors == {"EFBIG": 1}
+        assert len(rig.disk.files()) == 1
+        rig.validate()
+        np.testing.assert_array_equal(rig.store[0], value(0, 300_000))
+
+    run_rig(test)
+
+
+def test_quota(run_rig: RunRig) -> None:
+    async def test(rig: Rig) -> None:
+        for i in range(10):
+            rig.store[i] = value(i)
+            rig.spill_all()
+            await rig.settle()
+        assert rig.disk.used_bytes <= 50_000
+        assert len(rig.store.slow) == 2
+        assert rig.engine.counters.write_errors["EDQUOT"] >= 1
+        await all_right(rig, 10)
+
+    run_rig(test, limit_bytes=50_000)
+
+
+def test_quota_counts_what_is_deleted(tmp_path: Any) -> None:
+    disk = DiskTier(str(tmp_path / "t"), limit_bytes=30_000)
+    for _ in range(5):
+        handle = disk.write([(0, [value(1)])])
+        with pytest.raises(TierFull, match=r"30000.*gpurt\.tiers\.disk-limit"):
+            disk.write([(0, [value(1)])])
+        disk.free(handle)
+    assert disk.used_bytes == 0
+    disk.probe()
+    disk.close()
+
+
+def test_reserve(tmp_path: Any) -> None:
+    disk = DiskTier(str(tmp_path / "t"), reserve_bytes=1 << 60)
+    with pytest.raises(TierFull, match=r"gpurt\.tiers\.directory"):
+        disk.write([(0, [b"x"])])
+    assert disk.files() == []
+    disk.close()
+
+
+def test_folder_removed_under_us(run_rig: RunRig) -> None:
+    async def test(rig: Rig) -> None:
+        rig.store[0] = value(0)
+        os.rmdir(rig.disk.directory)
+        rig.spill_all()
+        await rig.settle()
+        assert len(rig.store.slow) == 0
+        np.testing.assert_array_equal(rig.store[0], value(0))
+
+    run_rig(test)
+
+
+def test_leftovers_are_purged(tmp_path: Any) -> None:
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t" / "0").write_text("of a dead process")
+    disk = DiskTier(str(tmp_path / "t"))
+    assert disk.files() == []
+    disk.close()
+
+
+class Unpicklable:
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("nope")
+
+    def __sizeof__(self) -> int:
+        return 100_000
+
+
+def test_unpicklable_value_stays_and_blocks_nobody(run_rig: RunRig) -> None:
+    async def test(rig: Rig) -> None:
+        bad = Unpicklable()
+        rig.store["bad"] = bad
+        for i in range(5):
+            rig.store[i] = value(i)
+        for _ in range(5):
+            rig.spill_all()
+            await rig.settle()
+        assert sorted(rig.store.slow) == [0, 1, 2, 3, 4]
+        assert rig.store["bad"] is bad
+        assert rig.engine.counters.write_errors == {"unpicklable": 1}, "tried once, not for ever"
+        rig.validate()
+
+    run_rig(test)
+
+
+def spoil(path: str, how: str, rng: random.Random) -> None:
+    if how == "gone":
+        os.unlink(path)
+        return
+    size = os.path.getsize(path)
+    if how == "truncated":
+        os.truncate(path, rng.randrange(size))
+        return
+    with open(path, "r+b") as f:
+        if how == "swapped":
+            f.write(b"\0" * size)
+            return
+        at = rng.randrange(size)
+        f.seek(at)
+        byte = f.read(1)[0]
+        f.seek(at)
+        f.write(bytes([byte ^ (1 << rng.randrange(8))]))
+
+
+@pytest.mark.parametrize("how", ["flipped", "truncated", "gone", "swapped"])
+@pytest.mark.parametrize("sync", [False, True])
+def test_a_spoilt_file_is_never_a_value(run_rig: RunRig, how: str, sync: bool) -> None:
+    rng = random.Random(1)
+
+    async def test(rig: Rig) -> None:
+        for round_ in range(40 if how in ("flipped", "truncated") else 2):
+            rig.lost.clear()
+            rig.store["k"] = value(round_, 3000)
+            rig.store["other"] = value(-1 if round_ < 0 else 1000 + round_, 3000)
+            rig.spill_all()
+            await rig.settle()
+            path = os.path.join(rig.disk.directory, rig.store.entry("k").handle.name)
+            spoil(path, how, rng)
+            if sync:
+                with pytest.raises(LostData):
+                    rig.store["k"]
+            else:
+                rig.store.release(await asyncio.wait_for(rig.store.ensure(["k", "other"]), 30))
+            assert rig.store.is_lost("k")
+            with pytest.raises(KeyError, match="k"):
+                rig.store["k"]
+            await asyncio.sleep(0)
+            assert rig.lost == ["k"], "its owner is told, once"
+            np.testing.assert_array_equal(rig.store["other"], value(1000 + round_, 3000))
+            assert "k" in rig.store, "until the owner gives it up"
+            del rig.store["k"]
+            await rig.settle()
+            rig.validate()
+        assert rig.engine.counters.lost == round_ + 1
+
+    run_rig(test)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE, errno.ENOMEM])
+def test_a_read_that_fails_once_is_tried_again(run_rig: RunRig, code: int) -> None:
+    system = FaultyOs()
+
+    async def test(rig: Rig) -> None:
+        rig.store[0] = value(0)
+        rig.spill_all()
+        await rig.settle()
+        system.plan["preadv", system.calls.get("preadv", 0)] = OSError(code, "x")
+        await all_right(rig, 1)
+        assert rig.engine.counters.lost == 0
+        assert rig.engine.counters.sync_reads == 0
+
+    run_rig(test, os_layer=system)
+
+
+def test_a_bit_that_flips_on_the_bus_once_heals(run_rig: RunRig) -> None:
+    system = FaultyOs()
+
+    def flip(real: Any, fd: int, buffers: list[memoryview], offset: int) -> int:
+        n = int(real(fd, buffers, offset))
+        buffers[-1][7] ^= 4
+        return n
+
+    async def test(rig: Rig) -> None:
+        rig.store[0] = value(0)
+        rig.spill_all()
+        await rig.settle()
+        system.plan["preadv", system.calls.get("preadv", 0) + 1] = flip
+        await all_right(rig, 1)
+        assert rig.engine.counters.lost == 0
+
+    run_rig(test, os_layer=system)
+
+
+def test_an_object_whose_own_code_raises_is_not_lost(run_rig: RunRig) -> None:
+    async def test(rig: Rig) -> None:
+        rig.store["k"] = _Grumpy()
+        rig.spill_all()
+        await rig.settle()
+        rig.store.release(await asyncio.wait_for(rig.store.ensure(["k"]), 30))
+        assert not rig.store.is_lost("k")
+        assert rig.engine.counters.decode_errors == 1
+        with pytest.raises(ZeroDivisionError, match="grumpy"):
+            rig.store["k"]
+        rig.validate()
+
+    run_rig(test)
+
+
+def _grump() -> Any:
+    raise ZeroDivisionError("grumpy")
+
+
+class _Grumpy:
+    def __reduce__(self) -> Any:
+        return _grump, ()
+
+    def __sizeof__(self) -> int:
+        return 10_000
+
+
+def test_filesystem_of(tmp_path: Any) -> None:
+    assert filesystem_of(str(tmp_path)) not in ("", "proc")
+    assert filesystem_of("/proc/self") == "proc"

@@ -1,0 +1,167 @@
+"""Random programs against the engine, on a real folder whose disk fails now and then; a dict is the model."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import random
+import tempfile
+from typing import Any
+
+import numpy as np
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from dask_gpurt.errors import LostData
+
+from .conftest import FaultyOs, Rig
+
+KEYS = st.integers(0, 7)
+
+
+class TierMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+        self.folder = tempfile.TemporaryDirectory()
+        self.os = FaultyOs()
+        self.rig: Rig = self.loop.run_until_complete(self._make())
+        self.model: dict[int, np.ndarray[Any, Any]] = {}
+        self.pinned: list[Any] = []
+        self.spoilt: set[int] = set()
+        self.serial = 0
+
+    async def _make(self) -> Rig:
+        return Rig(os.path.join(self.folder.name, "t"), 30_000, self.os, limit_bytes=60_000)
+
+    def teardown(self) -> None:
+        self.loop.run_until_complete(self.rig.engine.close())
+        self.loop.run_until_complete(self.loop.shutdown_default_executor())
+        self.loop.close()
+        self.folder.cleanup()
+
+    def on_loop(self, function: Any) -> Any:
+        async def main() -> Any:
+            result = function()
+            return await result if asyncio.iscoroutine(result) else result
+
+        return self.loop.run_until_complete(main())
+
+    @rule(key=KEYS, size=st.sampled_from([10, 5000, 10_000, 40_000]))
+    def set(self, key: int, size: int) -> None:
+        self.serial += 1
+        value = np.full(size, self.serial % 251, "u1")
+        self.model[key] = value.copy()
+        self.spoilt.discard(key)
+        self.on_loop(lambda: self.rig.store.__setitem__(key, value))
+
+    @rule(key=KEYS)
+    def delete(self, key: int) -> None:
+        if key in self.model:
+            del self.model[key]
+            self.spoilt.discard(key)
+            self.on_loop(lambda: self.rig.store.__delitem__(key))
+
+    @rule(key=KEYS)
+    def get(self, key: int) -> None:
+        if key not in self.model:
+            assert key not in self.rig.store
+            return
+        try:
+            got = self.on_loop(lambda: self.rig.store[key])
+        except LostData:
+            assert key in self.spoilt
+        else:
+            np.testing.assert_array_equal(got, self.model[key])
+
+    @rule(keys=st.lists(KEYS, max_size=4))
+    def ensure(self, keys: list[int]) -> None:
+        entries = self.on_loop(lambda: asyncio.wait_for(self.rig.store.ensure(keys), 60))
+        for entry in entries:
+            assert entry.in_memory or self.rig.store.is_lost(entry.key)
+            if entry.in_memory:
+                np.testing.assert_array_equal(entry.value, self.model[entry.key])
+        self.pinned.append(entries)
+
+    @rule()
+    @precondition(lambda self: self.pinned)
+    def release(self) -> None:
+        self.on_loop(lambda: self.rig.store.release(self.pinned.pop()))
+
+    @rule(keys=st.lists(KEYS, max_size=4))
+    def ensure_in_the_background(self, keys: list[int]) -> None:
+        async def go() -> None:
+            self.rig.store.release(await self.rig.store.ensure(keys))
+
+        async def start() -> None:
+            self.background = asyncio.ensure_future(go())
+            await asyncio.sleep(0)
+
+        self.on_loop(start)
+
+    @rule(n=st.sampled_from([0, 1, 20_000, 1 << 40]))
+    def shrink(self, n: int) -> None:
+        self.on_loop(lambda: self.rig.engine.shrink(n))
+
+    @rule(key=KEYS, use=st.one_of(st.none(), st.tuples(st.integers(0, 3), st.integers(0, 9))))
+    def hint(self, key: int, use: Any) -> None:
+        self.on_loop(lambda: self.rig.store.hint(key, use))
+
+    @rule(n=st.integers(0, 50_000))
+    def admit(self, n: int) -> None:
+        async def go() -> None:
+            with await asyncio.wait_for(self.rig.engine.admit(n), 60):
+                pass
+
+        self.on_loop(go)
+
+    @rule(call=st.sampled_from(["open", "writev", "rename"]), code=st.sampled_from([errno.ENOSPC, errno.EIO]))
+    def next_write_fails(self, call: str, code: int) -> None:
+        self.os.plan[call, self.os.calls.get(call, 0)] = OSError(code, "injected")
+
+    @rule(key=KEYS, at=st.integers(0, 10**6), how=st.sampled_from(["flip", "truncate", "remove"]))
+    def spoil(self, key: int, at: int, how: str) -> None:
+        self.settle()
+        entry = self.rig.store.entry(key)
+        if entry is None or entry.handle is None:
+            return
+        path = os.path.join(self.rig.disk.directory, entry.handle.name)
+        if how == "remove":
+            # Behind a handle: files and handles differ from now on, so put an empty file in its place.
+            open(path, "wb").close()
+        elif how == "truncate":
+            os.truncate(path, at % os.path.getsize(path)) if os.path.getsize(path) else None
+        elif os.path.getsize(path):
+            with open(path, "r+b") as f:
+                f.seek(at % os.path.getsize(path))
+                byte = f.read(1)[0]
+                f.seek(-1, 1)
+                f.write(bytes([byte ^ (1 << random.Random(at).randrange(8))]))
+        self.spoilt.add(key)
+
+    @rule()
+    def settle(self) -> None:
+        self.on_loop(self.rig.settle)
+
+    @invariant()
+    def books_are_right(self) -> None:
+        self.on_loop(self.rig.engine.validate)
+        assert set(self.rig.store) == set(self.model)
+        assert len(self.rig.store) == len(self.model)
+        assert len(self.rig.store.slow) == len(list(self.rig.store.slow))
+        assert len(self.rig.store.memory) == len(list(self.rig.store.memory))
+
+    @rule()
+    def files_are_the_handles(self) -> None:
+        self.settle()
+        names = sorted(h.name for h in self.rig.engine.handles())
+        assert names == self.rig.disk.files()
+        assert self.rig.disk.used_bytes == sum(h.nbytes for h in self.rig.engine.handles()) <= 60_000
+
+
+TierMachine.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestTierMachine = TierMachine.TestCase

@@ -1,0 +1,454 @@
+"""`TieredStore` and its engine on a real folder: the mapping, eviction, and what goes on while I/O is under way."""
+
+# ruff: noqa: ASYNC110
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+import threading
+import types
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from dask_gpurt.testing import check_mapping
+from dask_gpurt.tiers.codec import PickleCodec, flat
+from dask_gpurt.tiers.entry import TABLE, Entry, IllegalMove, State
+
+if TYPE_CHECKING:
+    from .conftest import Rig
+
+RunRig = Callable[..., None]
+KB = 1000
+
+
+def value(i: int, n: int = 10_000) -> np.ndarray[Any, Any]:
+    return np.full(n, i, "u1")
+
+
+def test_dict_conforms() -> None:
+    check_mapping(dict)
+
+
+@pytest.mark.parametrize("budget", [None, 0, 10_000])
+def test_conforms(run_rig: RunRig, budget: int | None) -> None:
+    async def test(rig: Rig) -> None:
+        check_mapping(lambda: rig.store)
+        await rig.settle()
+        rig.validate()
+
+    run_rig(test, budget=budget)
+
+
+def test_spills_in_lru_order_and_loads(run_rig: RunRig) -> None:
+    async def test(rig: Rig) -> None:
+        for i in range(10):
+            rig.store[i] = value(i)
+            await rig.settle()
+        assert sorted(rig.store.slow) == [0, 1, 2, 3, 4]
+        assert rig.store.spilled_total.memory == sum(rig.store.entry(i).nbytes for i in range(5))
+        assert rig.store.spilled_total.disk == rig.disk.used_bytes > 50_000
+        assert sorted(rig.store.memory) == [5, 6, 7, 8, 9]
+        pinned = await rig.store.ensure(range(3))
+        for i in range(3):
+            assert (rig.store[i] == i).all()
+        assert rig.engine.counters.sync_reads == 0
+        rig.store.release(pinned)
+        await rig.settle()
+        # 0-2 are clean now, and would go first, without a write
+        writes = rig.engine.counters.cumulative["disk-write", "count"]
+        rig.store["new"] = value(1)
+        rig.store["new2"] = value(1)
+        await rig.settle()
+        assert rig.engine.counters.cumulative["disk-write", "count"] <= writes + 1
+        assert rig.engine.counters.clean_drops >= 1
+        rig.validate()
+
+    run_rig(test, budget=52_000)
+
+
+def test_next_use(run_rig: RunRig) -> None:
+    """Victims: no known use first, then the farthest."""
+
+    async def test(rig: Rig) -> None:
+        for i in range(6):
+            rig.store[i] = value(i)
+        for i, use in {0: (0, 9), 1: (0, 1), 2: (0, 5), 3: None, 4: (0, 7), 5: (0, 2)}.items():
+            rig.store.hint(i, use)
+        order = []
+        for _ in range(6):
+            rig.engine.shrink(1)
+            await rig.settle()
+            order += [k for k in rig.store.slow if k not in order]
+        assert order == [3, 0, 4, 2, 5, 1]
+        rig.validate()
+
+    run_rig(test)
+
+
+def test_small_values_go_last(run_rig: RunRig) -> None:
+    async def test(rig: Rig) -> None:
+        rig.store["small"] = 1
+        rig.store["big"] = value(1)
+        rig.engine.shrink(1)
+        await rig.settle()
+        assert list(rig.store.slow) == ["big"]
+        rig.engine.shrink(1)
+        await rig.settle()
+        assert sorted(rig.store.slow) == ["big", "small"]
+
+    run_rig(test)
+
+
+def test_pinned_values_stay(run_rig: RunRig) -> None:
+    async def test(rig: Rig) -> None:
+        rig.store["a"] = value(1)
+        pinned = await rig.store.ensure(["a", "absent"])
+        assert [e.key for e in pinned] == ["a"]
+        rig.spill_all()
+        await rig.settle()
+        assert len(rig.store.slow) == 0
+        rig.store.release(pinned)
+        await rig.settle()
+        assert list(rig.store.slow) == ["a"]
+
+    run_rig(test)
+
+
+class SlowOs:
+    """`os`, whose writev and preadv wait for an event."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(os, name)
+        if name in ("writev", "preadv"):
+
+            def wait(*args: Any) -> Any:
+                assert self.gate.wait(30)
+                return real(*args)
+
+            return wait
+        return real
+
+
+def test_pinned_while_moving_is_kept_with_its_copy(run_rig: RunRig) -> None:
+    slow = SlowOs()
+
+    async def test(rig: Rig) -> None:
+        rig.store["a"] = value(1)
+        rig.spill_all()
+        assert rig.engine.states()["moving"] == 1
+        assert (rig.store["a"] == 1).all(), "readable while it is written"
+        pinned = await asyncio.wait_for(rig.store.ensure(["a"]), 30)  # does not wait for the write
+        slow.gate.set()
+        await rig.settle()
+        assert pinned[0].clean
+        rig.validate()
+        rig.store.release(pinned)
+        rig.spill_all()
+        assert list(rig.store.slow) == ["a"], "dropped at once, without a write"
+
+    run_rig(test, os_layer=slow)
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_deleted_while_moving(run_rig: RunRig, replace: bool) -> None:
+    slow = SlowOs()
+
+    async def test(rig: Rig) -> None:
+        rig.store["a"] = value(1)
+        rig.spill_all()
+        assert rig.engine.states()["moving"] == 1
+        if replace:
+            rig.store["a"] = value(2)
+        else:
+            del rig.store["a"]
+        slow.gate.set()
+        await rig.settle()
+        rig.engine.shrink(0)
+        assert ("a" in rig.store) is replace
+        if replace:
+            assert (rig.store["a"] == 2).all()
+        else:
+            assert rig.disk.files() == []
+        await rig.settle()
+        rig.validate()
+
+    run_rig(test, os_layer=slow)
+
+
+@pytest.mark.parametrize("how", ["delete", "read", "replace"])
+def test_interrupted_while_loading(run_rig: RunRig, how: str) -> None:
+    slow = SlowOs()
+    slow.gate.set()
+
+    async def test(rig: Rig) -> None:
+        rig.store["a"] = value(1)
+        rig.spill_all()
+        await rig.settle()
+        slow.gate.clear()
+        waiting = asyncio.ensure_future(rig.store.ensure(["a"]))
+        while rig.engine.states()["loading"] == 0:
+            await asyncio.sleep(0)
+        if how == "delete":
+            del rig.store["a"]
+        elif how == "replace":
+            rig.store["a"] = value(2)
+        else:
+            threading.Timer(0.05, slow.gate.set).start()
+            assert (rig.store["a"] == 1).all()
+            assert rig.engine.counters.sync_reads == 1
+        slow.gate.set()
+        rig.store.release(await asyncio.wait_for(waiting, 30))
+        await rig.settle()
+        assert ("a" in rig.store) is (how != "delete")
+        if how == "replace":
+            assert (rig.store["a"] == 2).all()
+        rig.validate()
+
+    run_rig(test, os_layer=slow)
+
+
+def test_two_wait_for_one_load_and_one_is_cancelled(run_rig: RunRig) -> None:
+    slow = SlowOs()
+    slow.gate.set()
+
+    async def test(rig: Rig) -> None:
+        rig.store["a"] = value(1)
+        rig.spill_all()
+        await rig.settle()
+        slow.gate.clear()
+        first, second = (asyncio.ensure_future(rig.store.ensure(["a"])) for _ in range(2))
+        await asyncio.sleep(0.01)
+        first.cancel()
+        await asyncio.sleep(0.01)
+        slow.gate.set()
+        pinned = await asyncio.wait_for(second, 30)
+        assert pinned[0].pins == 1
+        assert (rig.store["a"] == 1).all()
+        assert rig.engine.counters.cumulative["disk-read", "count"] == 1
+        rig.store.release(pinned)
+        rig.validate()
+
+    run_rig(test, os_layer=slow)
+
+
+def test_object_still_held_is_not_read_again(run_rig: RunRig) -> None:
+    async def test(rig: Rig) -> None:
+        held = value(1)
+        rig.store["a"] = held
+        rig.spill_all()
+        await rig.settle()
+        assert list(rig.store.slow) == ["a"]
+        rig.store.release(await rig.store.ensure(["a"]))
+        assert rig.store["a"] is held
+        assert rig.engine.counters.cumulative["disk-read", "count"] == 0
+        rig.validate()
+
+    run_rig(test)
+
+
+def test_reading_from_another_thread(run_rig: RunRig) -> None:
+    async def test(rig: Rig) -> None:
+        rig.store["a"], rig.store["b"] = value(1), value(2)
+        rig.engine.shrink(1)
+        await rig.settle()
+        assert list(rig.store.slow) == ["a"]
+        got = await asyncio.to_thread(lambda: (rig.store["a"], rig.store["b"]))
+        assert (got[0] == 1).all()
+        assert (got[1] == 2).all()
+        assert list(rig.store.slow) == ["a"], "books are the loop's alone"
+        rig.validate()
+
+    run_rig(test)
+
+
+def test_admission_is_first_come_first_served_and_ends(run_rig: RunRig) -> None:
+    slow = SlowOs()
+
+    async def test(rig: Rig) -> None:
+        for i in range(20):
+            rig.store[i] = value(i)
+        order: list[int] = []
+
+        async def ask(n: int) -> None:
+            with await rig.engine.admit(n):
+                order.append(n)
+
+        tasks = [asyncio.ensure_future(ask(n)) for n in (30_000, 1, 2)]
+        await asyncio.sleep(0.01)
+        assert order == []
+        assert len(rig.engine.gate) == 3
+        tasks[1].cancel()
+        slow.gate.set()
+        await asyncio.wait_for(asyncio.gather(tasks[0], tasks[2]), 30)
+        assert order == [30_000, 2]
+        assert rig.engine.gate.wait_seconds > 0
+        await rig.settle()
+        assert rig.engine.gate.reserved_bytes == 0
+        rig.validate()
+
+    run_rig(test, budget=50_000, os_layer=slow)
+
+
+def test_admission_never_waits_for_what_cannot_come(run_rig: RunRig) -> None:
+    async def test(rig: Rig) -> None:
+        for i in range(20):
+            rig.store[i] = value(i)
+        pinned = await asyncio.wait_for(rig.store.ensure(range(20)), 30)
+        forced = rig.engine.gate.forced
+        with await asyncio.wait_for(rig.engine.admit(10**9), 30):
+            assert rig.engine.gate.forced == forced + 1
+        rig.store.release(pinned)
+
+    run_rig(test, budget=50_000)
+
+
+def test_files_are_private(run_rig: RunRig) -> None:
+    async def test(rig: Rig) -> None:
+        rig.store["secret-name"] = value(1)
+        rig.spill_all()
+        await rig.settle()
+        (name,) = rig.disk.files()
+        assert "secret" not in name
+        assert stat.S_IMODE(os.stat(rig.disk.directory).st_mode) == 0o700
+        assert stat.S_IMODE(os.stat(os.path.join(rig.disk.directory, name)).st_mode) == 0o600
+
+    old = os.umask(0)
+    try:
+        run_rig(test)
+    finally:
+        os.umask(old)
+
+
+def test_cumulative_metrics_have_the_labels_of_stock(run_rig: RunRig) -> None:
+    async def test(rig: Rig) -> None:
+        rig.store["a"] = value(1)
+        assert rig.store["a"][0] == 1
+        rig.spill_all()
+        await rig.settle()
+        assert rig.store["a"][0] == 1
+        assert set(rig.store.cumulative_metrics) == {
+            (label, unit)
+            for label, units in {
+                "disk-write": ("seconds", "count", "bytes"),
+                "disk-read": ("seconds", "count", "bytes"),
+                "memory-read": ("count", "bytes"),
+                "serialize": ("seconds",),
+                "deserialize": ("seconds",),
+            }.items()
+            for unit in units
+        }
+        assert not hasattr(rig.store, "fast")
+        assert not hasattr(rig.store, "evict")
+
+    run_rig(test)
+
+
+class Custom:
+    def __init__(self, x: int) -> None:
+        self.x = x
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Custom) and other.x == self.x
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    "obj",
+    [
+        np.arange(12).reshape(3, 4).T,
+        np.arange(100)[::3],
+        np.broadcast_to(np.ones(3), (1000, 3)),
+        np.array(["a", None], object),
+        np.ma.masked_array([1, 2], [0, 1]),
+        np.empty(0),
+        np.array(["2020", "NaT"], "M8[s]"),
+        pd.DataFrame({"a": [1, 2], "b": ["x", None], "c": pd.Categorical(["u", "v"])}),
+        pd.Series(["x", "y"], dtype="str"),
+        b"x" * 5000,
+        bytearray(b"abc"),
+        {"k": [1, {"z": np.ones(3)}]},
+        Custom(4),
+        None,
+    ],
+    ids=lambda v: type(v).__name__,
+)
+def test_codec_round_trip(obj: Any) -> None:
+    codec = PickleCodec()
+    frames = [memoryview(bytearray(flat(f))) for _, group in codec.encode(obj) for f in group]
+    got = codec.decode(frames)
+    assert type(got) is type(obj)
+    if isinstance(obj, np.ndarray):
+        np.testing.assert_array_equal(got, obj)
+        assert got.flags.writeable == obj.flags.writeable
+    elif isinstance(obj, (pd.DataFrame, pd.Series)):
+        (pd.testing.assert_frame_equal if isinstance(obj, pd.DataFrame) else pd.testing.assert_series_equal)(got, obj)
+    else:
+        assert str(got) == str(obj) or got == obj
+
+
+def test_codec_does_not_blow_up_a_broadcast_array() -> None:
+    big = np.broadcast_to(np.ones(3), (100_000, 3))
+    assert sum(flat(f).nbytes for _, group in PickleCodec().encode(big) for f in group) < 10_000
+
+
+def test_codec_takes_what_stock_takes() -> None:
+    """Lambdas, local classes and modules go through cloudpickle."""
+    codec = PickleCodec()
+
+    class Local:
+        y = 5
+
+    def again(obj: Any) -> Any:
+        return codec.decode([memoryview(bytearray(flat(f))) for _, g in codec.encode(obj) for f in g])
+
+    assert again(lambda x: x + 1)(2) == 3
+    assert again(Local()).y == 5
+    assert isinstance(again(os), types.ModuleType)
+
+
+def test_illegal_moves_are_refused_with_the_story(run_rig: RunRig) -> None:
+    async def test(rig: Rig) -> None:
+        rig.store["a"] = value(1)
+        entry: Entry = rig.store.entry("a")
+        events = {event for _, event in TABLE}
+        for event in events:
+            if (State.RESIDENT, event) not in TABLE:
+                with pytest.raises(IllegalMove, match=r"'a' is resident, where .* Story: -"):
+                    rig.engine._move(entry, event)
+        assert entry.state is State.RESIDENT
+        rig.engine.validate()
+        assert [e[3] for e in rig.engine.log.story("a")] == ["add"]
+
+    run_rig(test)
+
+
+def test_many_keys_are_cheap(run_rig: RunRig) -> None:
+    """No operation looks at all keys: 20,000 insertions over budget need no more than a few per key."""
+
+    async def test(rig: Rig) -> None:
+        looks = 0
+        real = rig.engine._victims.pop_dirty
+
+        def counted(*, small: bool) -> Any:
+            nonlocal looks
+            looks += 1
+            return real(small=small)
+
+        rig.engine._victims.pop_dirty = counted
+        for i in range(20_000):
+            rig.store[i] = i
+        for i in range(20_000):
+            del rig.store[i]
+        assert looks <= 3 * 20_000
+        assert rig.engine.resident_bytes == 0
+
+    run_rig(test, budget=100_000)

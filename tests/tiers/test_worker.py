@@ -1,0 +1,584 @@
+"""The runtime on real workers: right answers under pressure, true metrics, adoption and draining, lost data."""
+
+# ruff: noqa: ASYNC230, ASYNC240
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from typing import Any
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+from distributed import Client, LocalCluster, Scheduler, Worker, WorkerPlugin, wait
+from distributed.client import FutureCancelledError
+from distributed.spill import SpillBuffer
+from distributed.utils_test import async_poll_for, gen_cluster
+
+import dask_gpurt  # noqa: F401  (registers the defaults)
+from dask_gpurt.config import Settings, TierSettings
+from dask_gpurt.errors import InstallError, LostData, SeamMismatch
+from dask_gpurt.testing import ArrayChunk, check_shard_store
+from dask_gpurt.tiers import TieredStore, TierRuntime
+
+pytestmark = pytest.mark.cluster
+
+MB = 1_000_000
+
+
+def tier_settings(**overrides: Any) -> TierSettings:
+    return Settings.load({"tiers.disk-reserve": 0, **{f"tiers.{k}": v for k, v in overrides.items()}}).tiers
+
+
+class Plugin(WorkerPlugin):
+    name = "tiers-under-test"
+
+    def __init__(self, settings: TierSettings) -> None:
+        self.settings = settings
+
+    async def setup(self, worker: Worker) -> None:
+        self.runtime = await TierRuntime.install(worker, self.settings)
+
+    async def teardown(self, worker: Worker) -> None:
+        await self.runtime.uninstall()
+
+
+def make(i: int, n: int = MB) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(i).integers(0, 255, n, dtype="u1")
+
+
+def total(*arrays: Any) -> int:
+    return sum(int(a.sum(dtype="i8")) for a in arrays)
+
+
+def spill_all(runtime: TierRuntime) -> None:
+    runtime.engine.shrink(1 << 60)
+
+
+async def all_stored(runtime: TierRuntime, n: int) -> None:
+    spill_all(runtime)
+    assert runtime.store is not None
+    store = runtime.store
+    await async_poll_for(lambda: len(store.slow) >= n, timeout=30)
+    runtime.engine.shrink(0)
+
+
+NO_WATCH = {"distributed.worker.memory.spill": False, "distributed.worker.memory.pause": False}
+
+
+# ---------------------------------------------------------------------------------------------- pressure
+
+
+@pytest.mark.slow
+def test_three_times_the_memory() -> None:
+    """Real processes, real pressure: right answers, no synchronous read, no loss, nothing left on disk."""
+    with (
+        LocalCluster(
+            n_workers=2, threads_per_worker=2, processes=True, memory_limit="300 MiB", dashboard_address=None
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        client.register_plugin(Plugin(tier_settings()))
+        n, size = 60, 20 * MB
+        blocks = client.map(make, range(n), n=size, pure=False)
+        wait(blocks)
+        sums = client.gather(client.map(total, blocks, blocks[::-1]))
+        want = [total(make(i, size)) for i in range(n)]
+        assert sums == [a + b for a, b in zip(want, want[::-1], strict=True)]
+
+        def look(dask_worker: Worker) -> dict[str, Any]:
+            runtime = dask_worker.plugins["tiers-under-test"].runtime
+            runtime.engine.validate()
+            return runtime.statistics()
+
+        for stats in client.run(look).values():
+            assert stats["sync_reads"] == 0
+            assert stats["fallbacks"] == {}, stats["last_traceback"]
+            assert stats["lost"] == stats["lost_keys"] == 0
+            assert stats["written"]["bytes"] > 100 * MB
+            assert stats["read"]["bytes"] > 100 * MB
+        folders = client.run(lambda dask_worker: dask_worker.local_directory).values()
+    assert not any(os.path.exists(os.path.join(f, "gpurt-tiers")) for f in folders)
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 2)] * 2, worker_kwargs={"memory_limit": "20 MB"}, config=NO_WATCH)
+async def test_metrics_are_true_and_peers_get_spilled_keys(c: Client, s: Scheduler, a: Worker, b: Worker) -> None:
+    runtimes = [await TierRuntime.install(w, tier_settings()) for w in (a, b)]
+    x = c.map(make, range(30), key=[f"x{i}" for i in range(30)], workers=[a.address])
+    await wait(x)
+    await runtimes[0].engine.idle()
+    await a.heartbeat()
+    spilled = s.workers[a.address].metrics["spilled_bytes"]
+    store = runtimes[0].store
+    assert isinstance(store, TieredStore)
+    assert spilled == {"memory": store.spilled_total.memory, "disk": store.spilled_total.disk}
+    assert 17 * MB < spilled["memory"] < 21 * MB
+    assert s.workers[a.address].memory.spilled == spilled["disk"]
+    assert s.workers[a.address].memory.managed == sum(e.nbytes for e in map(store.entry, store.memory))
+    assert ("memory-monitor", "disk-write", "bytes") in s.cumulative_worker_metrics
+
+    y = c.map(total, x, workers=[b.address])  # every one goes over the wire, most from disk
+    assert await c.gather(y) == [total(make(i)) for i in range(30)]
+    await runtimes[0].engine.idle()
+    for w, runtime in zip((a, b), runtimes, strict=True):
+        await w.heartbeat()
+        runtime.engine.validate()
+        assert runtime.statistics()["sync_reads"] == 0
+        assert runtime.statistics()["fallbacks"] == {}
+        assert set(runtime.store) == set(w.data)
+    assert ("get-data", "disk-read", "seconds") in s.cumulative_worker_metrics
+    assert b.state.tasks == {} or all(e.pins == 0 for e in runtimes[1].engine._entries)
+    assert all(e.pins == 0 for e in runtimes[0].engine._entries)
+    np.testing.assert_array_equal(await c.gather(x[0]), make(0))
+
+    z = c.map(total, x, workers=[a.address], pure=False)
+    await wait(z)
+    await a.heartbeat()
+    assert any(k[0] == "execute" and "disk-read" in k for k in s.cumulative_worker_metrics)
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 2)], worker_kwargs={"memory_limit": "30 MB"}, config=NO_WATCH)
+async def test_prometheus_counts(c: Client, s: Scheduler, a: Worker) -> None:
+    prometheus = pytest.importorskip("distributed.http.worker.prometheus.core")
+    pytest.importorskip("prometheus_client")
+    runtime = await TierRuntime.install(a, tier_settings())
+    x = c.map(make, range(30))
+    await wait(x)
+    await runtime.engine.idle()
+    families = {f.name: f for f in prometheus.WorkerMetricCollector(a).collect()}
+    tasks = {sample.labels["state"]: sample.value for sample in families["dask_worker_tasks"].samples}
+    assert tasks["disk"] == len(runtime.store.slow) > 0
+    assert tasks["disk"] + tasks["memory"] == 30
+    assert any(sample.labels["activity"] == "disk-write" for sample in families["dask_worker_spill_bytes"].samples)
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)], worker_kwargs={"memory_limit": "100 MB"})
+async def test_resident_set_above_the_mark_spills(c: Client, s: Scheduler, a: Worker) -> None:
+    runtime = await TierRuntime.install(a, tier_settings())
+    a.monitor.get_process_memory = lambda: 50 * MB
+    x = c.map(make, range(10))
+    await wait(x)
+    await asyncio.sleep(0.3)
+    assert len(runtime.store.slow) == 0
+    a.monitor.get_process_memory = lambda: 73 * MB if len(runtime.store.slow) < 10 else 10 * MB
+    await async_poll_for(lambda: len(runtime.store.slow) == 10, timeout=30)
+    a.monitor.get_process_memory = lambda: 85 * MB
+    await async_poll_for(lambda: a.status.name == "paused", timeout=30)  # distributed's own monitor is still there
+    a.monitor.get_process_memory = lambda: 10 * MB
+    await async_poll_for(lambda: a.status.name == "running", timeout=30)
+    assert await c.gather(c.map(total, x)) == [total(make(i)) for i in range(10)]
+
+
+@pytest.mark.parametrize(
+    ("config", "memory_limit", "budget", "watched"),
+    [
+        ({}, "100 MB", 60 * MB, True),
+        ({"distributed.worker.memory.target": 0.3}, "100 MB", 30 * MB, True),
+        ({"distributed.worker.memory.target": False}, "100 MB", None, True),
+        ({"distributed.worker.memory.spill": False}, "100 MB", 60 * MB, False),
+        ({"distributed.worker.memory.target": False, "distributed.worker.memory.spill": False}, "100 MB", None, False),
+        ({}, 0, None, False),
+    ],
+)
+def test_what_the_user_told_distributed_is_respected(
+    config: dict[str, Any], memory_limit: Any, budget: int | None, watched: bool
+) -> None:
+    @gen_cluster(nthreads=[("127.0.0.1", 1)], worker_kwargs={"memory_limit": memory_limit}, config=config)
+    async def inner(s: Scheduler, a: Worker) -> None:
+        runtime = await TierRuntime.install(a, tier_settings())
+        assert runtime.engine.budget_bytes == budget
+        assert (runtime._watch._callback is not None) is watched
+
+    inner()
+
+
+# ---------------------------------------------------------------------------------------------- life
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 2)], worker_kwargs={"memory_limit": "20 MB"}, config=NO_WATCH)
+async def test_adoption_and_draining_with_data(c: Client, s: Scheduler, a: Worker) -> None:
+    original, execute, get_data = a.data, a.execute, a.handlers["get_data"]
+    assert isinstance(original, SpillBuffer)
+    x = c.map(make, range(30))
+    await wait(x)
+    before = original.spilled_total
+    assert before.memory > 10 * MB
+    for round_ in range(2):
+        reads = original.cumulative_metrics["disk-read", "count"]
+        runtime = await TierRuntime.install(a, tier_settings())
+        assert original.cumulative_metrics["disk-read", "count"] == reads, "adopted without reading"
+        assert a.data is a.state.data is runtime.store
+        assert len(a.data) == 30 + 30 * round_
+        assert len(original.fast) == 0, "not held twice"
+        y = c.map(total, x, pure=False, key=[f"y{round_}-{i}" for i in range(30)])
+        assert await c.gather(y) == [total(make(i)) for i in range(30)]
+        assert runtime.statistics()["sync_reads"] == 0
+        runtime.engine.validate()
+
+        # New keys arrive, and old ones are read and deleted, while it drains.
+        draining = asyncio.ensure_future(runtime.uninstall())
+        z = c.map(total, x, pure=False)
+        w = c.map(make, range(100, 110), pure=False)
+        assert await c.gather(z) == [total(make(i)) for i in range(30)]
+        await draining
+        assert a.data is a.state.data is original
+        assert "execute" not in vars(a)
+        assert a.execute == execute
+        assert a.handlers["get_data"] == get_data
+        assert TierRuntime is not None
+        assert "gpurt-tiers" not in a.extensions
+        assert not os.path.exists(os.path.join(a.local_directory, "gpurt-tiers"))
+        assert [total(v) for v in await c.gather(w)] == [total(make(i)) for i in range(100, 110)]
+        del z, w
+        await async_poll_for(lambda n=30 + 30 * (round_ + 1): len(a.data) == n, timeout=30)
+        assert original.spilled_total.disk == sum(v.disk for v in original._slow_uncached.weight_by_key.values())
+        x_again = await c.gather(x)
+        for i in range(30):
+            np.testing.assert_array_equal(x_again[i], make(i))
+        if round_ == 0:
+            keep = y
+    storage = original._slow_uncached.d.directory
+    del x, y, keep, x_again
+    await async_poll_for(lambda: not a.data, timeout=30)
+    assert os.listdir(storage) == []
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 2)], worker_kwargs={"memory_limit": 0})
+async def test_plain_dict(c: Client, s: Scheduler, a: Worker) -> None:
+    original = a.data
+    assert type(original) is dict
+    x = c.map(make, range(5))
+    await wait(x)
+    runtime = await TierRuntime.install(a, tier_settings())
+    assert original == {}
+    await all_stored(runtime, 5)
+    await runtime.uninstall()
+    assert a.data is original
+    assert len(original) == 5
+    assert await c.gather(c.map(total, x)) == [total(make(i)) for i in range(5)]
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)], worker_kwargs={"memory_limit": "100 MB"}, config=NO_WATCH)
+async def test_second_install_applies_the_new_settings(c: Client, s: Scheduler, a: Worker) -> None:
+    runtime = await TierRuntime.install(a, tier_settings())
+    assert runtime.engine.budget_bytes == 60 * MB
+    x = c.map(make, range(10))
+    await wait(x)
+    again, third = await asyncio.gather(
+        TierRuntime.install(a, tier_settings(**{"host-limit": 0.02, "disk-limit": "100 MB"})),
+        TierRuntime.install(a, tier_settings(**{"host-limit": 0.02, "disk-limit": "100 MB"})),
+    )
+    assert again is runtime is third
+    assert runtime.engine.budget_bytes == 2 * MB
+    await async_poll_for(lambda: len(runtime.store.slow) >= 8, timeout=30)
+    await TierRuntime.install(a, tier_settings(enabled=False))
+    assert runtime.store is None
+    assert isinstance(a.data, SpillBuffer)
+    assert await c.gather(c.map(total, x)) == [total(make(i)) for i in range(10)]
+    await TierRuntime.install(a, tier_settings())
+    assert a.data is runtime.store
+    assert len(a.data) == 20
+    await runtime.uninstall()
+    await runtime.uninstall()
+    assert isinstance(a.data, SpillBuffer)
+    new = await TierRuntime.install(a, tier_settings())
+    assert new is not runtime
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)], worker_kwargs={"memory_limit": "100 MB"})
+async def test_shards_only(c: Client, s: Scheduler, a: Worker) -> None:
+    runtime = await TierRuntime.install(a, tier_settings(enabled=False))
+    assert runtime.store is None
+    assert isinstance(a.data, SpillBuffer)
+    await check_shard_store(lambda: runtime.shard_store)
+    assert runtime.engine.budget_bytes == 15 * MB
+    assert await runtime.shard_store.put("other", 1, ArrayChunk({0: np.arange(3)}))
+    assert runtime.statistics()["shard_chunks"] > 0
+
+
+class Foreign(dict):  # type: ignore[type-arg]
+    """Somebody else's mapping."""
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)], worker_kwargs={"data": Foreign})
+async def test_foreign_mapping(c: Client, s: Scheduler, a: Worker) -> None:
+    original = a.data
+    runtime = await TierRuntime.install(a, tier_settings())
+    x = c.submit(make, 1)
+    await x
+    await runtime.uninstall()
+    assert a.data is original
+    assert len(original) == 1
+    with pytest.raises(InstallError, match=r"Foreign with 1 keys.*Remedy"):
+        await TierRuntime.install(a, tier_settings())
+    assert a.data is original
+    assert not os.path.exists(os.path.join(a.local_directory, "gpurt-tiers"))
+    assert await c.submit(total, x) == total(make(1))
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)])
+async def test_unknown_worker_is_refused_untouched(c: Client, s: Scheduler, a: Worker) -> None:
+    async def execute(key: Any) -> None:
+        raise AssertionError
+
+    original = a.data
+    a.execute = execute
+    with pytest.raises(SeamMismatch, match=r"Worker\.execute"):
+        await TierRuntime.install(a, tier_settings())
+    del a.execute
+    a.state.data = {}
+    with pytest.raises(SeamMismatch, match="two objects"):
+        await TierRuntime.install(a, tier_settings())
+    a.state.data = original
+    assert a.data is original
+    assert await c.submit(total, make(1)) == total(make(1))
+
+
+class DeviceHostFile(dict):  # type: ignore[type-arg]
+    __module__ = "dask_cuda.device_host_file"
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)], worker_kwargs={"data": DeviceHostFile})
+async def test_dask_cuda_is_refused(c: Client, s: Scheduler, a: Worker) -> None:
+    with pytest.raises(InstallError, match="DeviceHostFile"):
+        await TierRuntime.install(a, tier_settings())
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)], worker_kwargs={"memory_limit": "20 MB"}, config=NO_WATCH)
+async def test_directory_of_the_users_choice(c: Client, s: Scheduler, a: Worker) -> None:
+    folder = os.path.join(a.local_directory, "elsewhere")
+    runtime = await TierRuntime.install(a, tier_settings(directory=folder))
+    x = c.map(make, range(30))
+    await wait(x)
+    await runtime.engine.idle()
+    found = [os.path.join(d, f) for d, _, files in os.walk(folder) for f in files if "lock" not in f]
+    assert len(found) == len(runtime.engine.handles()) > 5
+    await a.close()
+    assert [f for _, _, files in os.walk(folder) for f in files if "lock" not in f] == []
+
+
+@gen_cluster(nthreads=[("127.0.0.1", 1)])
+async def test_directory_that_cannot_be_used(s: Scheduler, a: Worker) -> None:
+    blocker = os.path.join(a.local_directory, "file")
+    with open(blocker, "w"):
+        pass
+    original = a.data
+    with pytest.raises(InstallError, match=r"gpurt\.tiers\.directory"):
+        await TierRuntime.install(a, tier_settings(directory=blocker))
+    assert a.data is original
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 2)], worker_kwargs={"memory_limit": "20 MB"}, config=NO_WATCH)
+async def test_an_exception_of_ours_is_stocks_decision(c: Client, s: Scheduler, a: Worker) -> None:
+    runtime = await TierRuntime.install(a, tier_settings())
+    x = c.map(make, range(30))
+    await wait(x)
+    await all_stored(runtime, 30)
+
+    async def broken(keys: Any) -> Any:
+        raise RuntimeError("a bug of ours")
+
+    runtime.store.ensure = broken  # type: ignore[method-assign,union-attr]
+    assert await c.gather(c.map(total, x)) == [total(make(i)) for i in range(30)]
+    np.testing.assert_array_equal(await x[3], make(3))
+    stats = runtime.statistics()
+    assert stats["fallbacks"]["execute"] == 30
+    assert stats["fallbacks"]["get_data"] >= 1
+    assert "a bug of ours" in stats["last_traceback"]
+    assert stats["sync_reads"] > 0
+
+
+# ---------------------------------------------------------------------------------------------- loss
+
+
+def spoil_all(runtime: TierRuntime, keys: Any = None) -> int:
+    n = 0
+    for handle in runtime.engine.handles():
+        entry = next(e for e in runtime.engine._entries if e.handle is handle)
+        if keys is not None and entry.key not in keys:
+            continue
+        path = os.path.join(runtime._disk.directory, handle.name)
+        with open(path, "r+b") as f:
+            f.seek(os.path.getsize(path) // 2)
+            byte = f.read(1)[0]
+            f.seek(-1, 1)
+            f.write(bytes([byte ^ 1]))
+        n += 1
+    return n
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 2)], worker_kwargs={"memory_limit": "20 MB"}, config=NO_WATCH)
+async def test_lost_keys_are_computed_again(c: Client, s: Scheduler, a: Worker) -> None:
+    runtime = await TierRuntime.install(a, tier_settings())
+    x = c.map(make, range(20))
+    x2 = c.map(lambda v: v + 1, x)
+    await wait([*x, *x2])
+    await all_stored(runtime, 40)
+    assert spoil_all(runtime) == 40
+    # Several dependents of each lost key, and lost keys that need lost keys.
+    y = c.map(total, x, x2, x2[::-1], pure=False)
+    z = c.map(total, x2, x, pure=False)
+    plus = [(make(i), make(i) + 1) for i in range(20)]
+    assert await c.gather(y) == [total(p[0], p[1], q[1]) for p, q in zip(plus, plus[::-1], strict=True)]
+    assert await c.gather(z) == [total(*p) for p in plus]
+    stats = runtime.statistics()
+    assert 20 <= stats["lost_keys"] <= 80
+    assert stats["checksum_failures"] == stats["lost"]
+    assert stats["sync_reads"] == 0
+    assert stats["fallbacks"] == {}, stats["last_traceback"]
+    runtime.engine.validate()
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_lost_keys_two_workers(replicas: int) -> None:
+    @gen_cluster(client=True, nthreads=[("127.0.0.1", 2)] * 2, worker_kwargs={"memory_limit": "20 MB"}, config=NO_WATCH)
+    async def inner(c: Client, s: Scheduler, a: Worker, b: Worker) -> None:
+        runtimes = [await TierRuntime.install(w, tier_settings()) for w in (a, b)]
+        x = c.map(make, range(20))
+        await wait(x)
+        if replicas == 2:
+            await c.replicate(x, 2)
+        for runtime in runtimes:
+            await all_stored(runtime, 20 if replicas == 2 else len(runtime.store or ()))
+        spoil_all(runtimes[0])
+        rounds = [c.map(total, x, x[::-1], pure=False, workers=w) for w in ([a.address], [b.address], None)]
+        want = [total(make(i), make(19 - i)) for i in range(20)]
+        for y in rounds:
+            assert await asyncio.wait_for(c.gather(y), 60) == want
+        got = await c.gather(x)
+        for i in range(20):
+            np.testing.assert_array_equal(got[i], make(i))
+        for runtime in runtimes:
+            runtime.engine.validate()
+            assert runtime.statistics()["fallbacks"] == {}
+        assert runtimes[0].statistics()["lost_keys"] >= 1
+
+    inner()
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 2)], worker_kwargs={"memory_limit": "20 MB"}, config=NO_WATCH)
+async def test_client_gathers_lost_keys(c: Client, s: Scheduler, a: Worker) -> None:
+    runtime = await TierRuntime.install(a, tier_settings())
+    x = c.map(make, range(5))
+    await wait(x)
+    await all_stored(runtime, 5)
+    spoil_all(runtime)
+    got = await asyncio.wait_for(c.gather(x), 60)
+    for i in range(5):
+        np.testing.assert_array_equal(got[i], make(i))
+    assert runtime.statistics()["lost_keys"] == 5
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 2)], worker_kwargs={"memory_limit": "20 MB"}, config=NO_WATCH)
+async def test_scattered_data_that_is_lost_is_an_error(c: Client, s: Scheduler, a: Worker) -> None:
+    runtime = await TierRuntime.install(a, tier_settings())
+    x = await c.scatter(make(1))
+    other = c.submit(make, 2)
+    await other
+    await all_stored(runtime, 2)
+    spoil_all(runtime)
+    y = c.submit(total, x)
+    with pytest.raises(LostData, match="no valid copy"):
+        await asyncio.wait_for(y.result(), 60)
+    with pytest.raises((LostData, FutureCancelledError)):
+        await asyncio.wait_for(x.result(), 60)
+    assert await c.submit(total, other) == total(make(2))
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 2)], worker_kwargs={"memory_limit": "20 MB"}, config=NO_WATCH)
+async def test_tasks_cancelled_while_their_inputs_are_read(c: Client, s: Scheduler, a: Worker) -> None:
+    """Releasing, and wanting again, in the window that asynchronous loading opens."""
+    runtime = await TierRuntime.install(a, tier_settings())
+    x = c.map(make, range(20))
+    await wait(x)
+    await all_stored(runtime, 20)
+    for _ in range(15):
+        y = c.map(total, x, x[::-1])
+        await asyncio.sleep(0.003)
+        for future in y:
+            future.release()
+        del y
+        await asyncio.sleep(0.001)
+    y = c.map(total, x, x[::-1])
+    assert await asyncio.wait_for(c.gather(y), 60) == [total(make(i), make(19 - i)) for i in range(20)]
+    # The same with inputs that go away.
+    for i in range(10):
+        z = c.map(make, range(1000 + 10 * i, 1010 + 10 * i))
+        await wait(z)
+        spill_all(runtime)
+        r = c.map(total, z)
+        await asyncio.sleep(0.002)
+        del z, r
+    runtime.engine.shrink(0)
+    await async_poll_for(lambda: len(a.data) == 40, timeout=30)
+    await runtime.engine.idle()
+    assert all(e.pins == 0 for e in runtime.engine._entries)
+    runtime.engine.validate()
+    assert runtime.statistics()["fallbacks"] == {}
+
+
+# ---------------------------------------------------------------------------------------------- crash
+
+
+@pytest.mark.slow
+def test_kill_in_mid_spill_leaves_nothing(tmp_path: Any) -> None:
+    with (
+        dask.config.set({"distributed.deploy.lost-worker-timeout": "1 hour"}),
+        LocalCluster(
+            n_workers=1,
+            threads_per_worker=1,
+            processes=True,
+            memory_limit="400 MiB",
+            dashboard_address=None,
+            local_directory=str(tmp_path),
+            silence_logs=logging.CRITICAL,
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        client.register_plugin(Plugin(tier_settings()))
+        (pid,) = client.run(os.getpid).values()
+        x = client.map(make, range(40), n=20 * MB, pure=False)
+
+        def files() -> list[str]:
+            return [f for d, _, fs in os.walk(tmp_path) for f in fs if d.endswith("gpurt-tiers")]
+
+        deadline = time.monotonic() + 60
+        while not files():
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        os.kill(pid, signal.SIGKILL)
+        sums = client.gather(client.map(total, x), errors="raise")
+        assert sums == [total(make(i, 20 * MB)) for i in range(40)]
+        del x
+        deadline = time.monotonic() + 60
+        while files():
+            assert time.monotonic() < deadline, files()
+            time.sleep(0.05)
+        folders = [d for d, _, _ in os.walk(tmp_path) if d.endswith("gpurt-tiers")]
+        assert len(folders) == 1, "that of the killed process is gone"
+
+
+@pytest.mark.slow
+def test_array_computation_against_stock() -> None:
+    def compute(client: Client) -> np.ndarray[Any, Any]:
+        rng = da.random.default_rng(0)
+        x = rng.random((2000, 2000), chunks=(500, 500))
+        return (x @ x.T + x.T).mean(axis=0).compute()
+
+    results = []
+    for ours in (False, True):
+        with (
+            dask.config.set(NO_WATCH),
+            LocalCluster(
+                n_workers=2, threads_per_worker=1, processes=False, memory_limit="15 MB", dashboard_address=None
+            ) as cluster,
+            Client(cluster) as client,
+        ):
+            if ours:
+                client.register_plugin(Plugin(tier_settings()))
+            results.append(compute(client))
+    np.testing.assert_allclose(results[0], results[1])
