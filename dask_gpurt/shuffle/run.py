@@ -4,7 +4,8 @@ Theory of operation. Restarts, barrier, pinning of outputs and the budget for un
 distributed's run; the row path is ours::
 
     task thread   _shard_partition    split + make parcels (no copy after the gather)
-    event loop    _write_to_comm      our own shard straight into the store; others to distributed's send buffer
+    event loop    _write_to_comm      our own shard straight into the store; others, small ones staged until they are
+                                      worth a message, to distributed's send buffer
     event loop    send                one message of several parcels per peer; acknowledged when the peer has stored it
     event loop    receive             checksums (in a thread when large), then `ShardStore.put`: its waiting is the
                                       brake, since the sender's budget is only given back by the acknowledgement
@@ -13,8 +14,8 @@ distributed's run; the row path is ours::
 Invariants
 - A shard (one input for one worker) travels in one message, whole. `_arrivals` has its input id from the moment it
   came; a second copy (a resend after a lost acknowledgement, a transfer task that ran twice) waits for the first and is
-  dropped. Race: (1) a message waits in `put`; (2) its comm breaks, the sender resends; (3) were the copy acknowledged at
-  once, the barrier could pass and an output be assembled before (1) is stored.
+  dropped. Race: (1) a message waits in `put`; (2) its comm breaks, the sender resends; (3) were the copy acknowledged
+  at once, the barrier could pass and an output be assembled before (1) is stored.
 - The run id is in every message and in the store's key, so nothing of an old run is used; the worker plugin refuses
   stale run ids before we see them.
 - `take` removes. An output asked for again (a task fused to it failed and is retried) can not be served, and an empty
@@ -28,6 +29,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import sys
 import time
 import traceback
 from typing import TYPE_CHECKING, Any
@@ -51,6 +54,8 @@ if TYPE_CHECKING:
 
 #: messages of this many bytes or more are checked in a thread
 OFFLOAD_BYTES = 1 << 18
+#: small parcels for one peer wait for each other until they are this many bytes, or until all inputs are split
+STAGE_BYTES = 1 << 19
 #: times a message is sent again after the peer refused it (checksum, schema not known there)
 RESENDS = 3
 #: restarts of one shuffle because of shards lost on this worker; then the error is the user's
@@ -64,19 +69,35 @@ class Message:
         self.frames = list(frames)
         self.nbytes = sum(memoryview(f).nbytes for f in self.frames)
 
-    def __sizeof__(self) -> int:
-        # distributed moves the packing of large messages to a thread; there is nothing to pack in ours.
-        return 256
-
 
 @seam.dask_serialize.register(Message)  # type: ignore[untyped-decorator]
 def _message_to_frames(message: Message) -> tuple[dict[str, Any], list[Any]]:
-    return {"compression": [False] * len(message.frames)}, message.frames
+    return {}, message.frames
 
 
 @seam.dask_deserialize.register(Message)  # type: ignore[untyped-decorator]
 def _message_from_frames(header: dict[str, Any], frames: list[Any]) -> Message:
     return Message(frames)
+
+
+def _as_is(message: Message) -> Any:
+    """The message in the form that distributed's comm sends without compressing or splitting its frames."""
+    return seam.Serialized(*seam.serialize(message, serializers=("dask",), on_error="raise"))
+
+
+class Batch:
+    """Parcels for one peer that wait together in distributed's send buffer."""
+
+    def __init__(self) -> None:
+        self.parcels: list[Parcel] = []
+        self.nbytes = 0
+
+    def append(self, parcel: Parcel) -> None:
+        self.parcels.append(parcel)
+        self.nbytes += sys.getsizeof(parcel)
+
+    def __sizeof__(self) -> int:  # what the send buffer charges its limiter with
+        return self.nbytes
 
 
 class GpurtShuffleRun(seam.DataFrameShuffleRun):
@@ -105,6 +126,8 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         self._schemas: dict[int, pa.Schema] = {}
         #: peer -> keys of the schemas it acknowledged
         self._known: dict[str, set[int]] = {}
+        #: peer -> parcels that wait for more
+        self._staged: dict[str, Batch] = {}
         #: outputs handed out
         self._taken: set[int] = set()
         self._sequence = 0
@@ -178,23 +201,39 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
     async def _write_to_comm(self, data: dict[str, Any]) -> None:
         self.raise_if_closed()
         own = data.pop(self.local_address, None)
-        if data:
-            await super()._write_to_comm(data)
+        full = {}
+        for address, parcel in data.items():
+            batch = self._staged.setdefault(address, Batch())
+            batch.append(parcel)
+            if batch.nbytes >= STAGE_BYTES:
+                full[address] = self._staged.pop(address)
+        if full:
+            await super()._write_to_comm(full)
         if own is not None:
             chunk_bytes = own.table.get_total_buffer_size()
             self._counters.add(bytes_self=chunk_bytes)
             await self._keep([own], chunk_bytes)
 
-    async def send(self, address: str, shards: list[Parcel]) -> Any:
+    async def _flush_comm(self) -> None:
+        self.raise_if_closed()
+        staged, self._staged = self._staged, {}
+        if staged:
+            await super()._write_to_comm(staged)
+        await super()._flush_comm()
+
+    async def _send(self, address: str, shards: Any) -> Any:
+        self.raise_if_closed()
+        return await self.rpc(address).shuffle_receive(data=shards, shuffle_id=self.id, run_id=self.run_id)
+
+    async def send(self, address: str, shards: list[Batch]) -> Any:
+        parcels = [parcel for batch in shards for parcel in batch.parcels]
         known = self._known.setdefault(address, set())
         start = time.perf_counter()
         for _ in range(1 + RESENDS):
             self._sequence += 1
-            frames = wire.pack(self._tag, self.run_id, self._sequence, shards, known)
+            frames = wire.pack(self._tag, self.run_id, self._sequence, parcels, known)
             message = Message(frames)
-
-            def post(message: Message = message) -> Any:
-                return self._send(address, message)
+            post = functools.partial(self._send, address, _as_is(message))
 
             response = await seam.retry(
                 post, count=self.RETRY_COUNT, delay_min=self.RETRY_DELAY_MIN, delay_max=self.RETRY_DELAY_MAX
@@ -210,8 +249,8 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
                 "run the same dask-gpurt, and the network for corruption"
             )
         if response["status"] == "OK":
-            known.update(p.schema_key for p in shards if p.schema)
-            self._counters.add(shards_sent=len(shards))
+            known.update(p.schema_key for p in parcels if p.schema)
+            self._counters.add(shards_sent=len(parcels))
         self._counters.add(seconds_send=time.perf_counter() - start)
         return response
 
@@ -285,6 +324,7 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
             await super().close()
             return
         self._counters.add(runs_closed=1)
+        self._staged.clear()
         self._store.drop(self._key)
         with contextlib.ExitStack() as stack:
             # A put that began before the drop and ends after it must not leave rows behind.

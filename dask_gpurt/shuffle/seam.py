@@ -19,8 +19,7 @@ import distributed
 from distributed.core import ErrorMessage, OKMessage, error_message
 from distributed.exceptions import Reschedule
 from distributed.metrics import context_meter
-from distributed.protocol import to_serialize
-from distributed.protocol.serialize import dask_deserialize, dask_serialize
+from distributed.protocol.serialize import Serialized, dask_deserialize, dask_serialize, serialize
 from distributed.shuffle._comms import CommShardsBuffer
 from distributed.shuffle._core import ShuffleRun, ShuffleSpec
 from distributed.shuffle._exceptions import P2PConsistencyError, ShuffleClosedError
@@ -45,6 +44,7 @@ __all__ = [
     "P2PConsistencyError",
     "Reschedule",
     "ResourceLimiter",
+    "Serialized",
     "ShuffleClosedError",
     "ShuffleRun",
     "ShuffleSchedulerPlugin",
@@ -59,10 +59,10 @@ __all__ = [
     "probe",
     "probe_workers",
     "retry",
+    "serialize",
     "shuffle_tables",
     "swap_plugin",
     "sync",
-    "to_serialize",
 ]
 
 #: what is overridden or called: (owner, name, parameters it must have, in order, without self)
@@ -77,6 +77,8 @@ _SEAM: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (DataFrameShuffleRun, "_shard_partition", ("data", "partition_id", "kwargs")),
     (DataFrameShuffleRun, "_get_output_partition", ("partition_id", "key", "kwargs")),
     (ShuffleRun, "_write_to_comm", ("data",)),
+    (ShuffleRun, "_flush_comm", ()),
+    (ShuffleRun, "inputs_done", ()),
     (ShuffleRun, "send", ("address", "shards")),
     (ShuffleRun, "_send", ("address", "shards")),
     (ShuffleRun, "receive", ("data",)),
