@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import datetime
 import decimal
@@ -55,6 +56,15 @@ async def taken_over(scheduler: Any, workers: Any = (), store: Any = MemoryShard
         yield takeover, stores
     finally:
         pass
+
+
+async def until(condition: Any) -> None:
+    """Poll on the event loop; fails after ten seconds."""
+    for _ in range(1000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("did not become true")
 
 
 def mixed(i: int, n: int = 200) -> pd.DataFrame:

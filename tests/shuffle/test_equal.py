@@ -186,9 +186,11 @@ async def test_refused_as_stock_refuses(c, s, *workers):
         ):
             with pytest.raises(TypeError, match=error):
                 dd.from_pandas(df, npartitions=1).shuffle("b", shuffle_method="p2p")
-        with dask.config.set({"dataframe.convert-string": False}), pytest.raises(RuntimeError, match="transfer phase"):
+        with dask.config.set({"dataframe.convert-string": False}):
             objects = source(lambda i: pd.DataFrame({"k": [1, 2], "o": [1, "x"]}), 2)
-            await c.compute(objects.shuffle("k", shuffle_method="p2p"))
+            future = c.compute(objects.shuffle("k", shuffle_method="p2p"))
+            with pytest.raises(RuntimeError, match="transfer phase"):
+                await future
 
 
 @cluster()
