@@ -18,9 +18,11 @@ Invariants
   at once, the barrier could pass and an output be assembled before (1) is stored.
 - The run id is in every message and in the store's key, so nothing of an old run is used; the worker plugin refuses
   stale run ids before we see them.
-- `take` removes. An output asked for again (a task fused to it failed and is retried) can not be served, and an empty
-  answer would be silently wrong. So the whole shuffle is restarted, by the way upstream restarts an inconsistent one.
-  Shards lost on a tier do the same, at most `LOST_RESTARTS` times per shuffle on one worker.
+- `take` removes. A frame merged with itself is one shuffle whose outputs are asked for twice by one task: the second
+  time it gets the first frame again, found by a weak reference, within the same execution only (a retry must not see
+  what the failed one changed). Any other output asked for again (its task failed after the take and is retried) can not
+  be served, and an empty answer would be silently wrong: the whole shuffle is restarted, by the way upstream restarts
+  an inconsistent one. Shards lost on a tier do the same. Both at most `RESTARTS` times per shuffle on one worker.
 - `close` drops the run in the store first: whoever waits in `put` wakes up, and memory goes before the last resend
   ends.
 """
@@ -33,7 +35,8 @@ import functools
 import sys
 import time
 import traceback
-from typing import TYPE_CHECKING, Any
+import weakref
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pandas as pd
 
@@ -58,8 +61,8 @@ OFFLOAD_BYTES = 1 << 18
 STAGE_BYTES = 1 << 19
 #: times a message is sent again after the peer refused it (checksum, schema not known there)
 RESENDS = 3
-#: restarts of one shuffle because of shards lost on this worker; then the error is the user's
-LOST_RESTARTS = 3
+#: restarts of one shuffle asked for by this worker; then the error is the user's
+RESTARTS = 5
 
 
 class Message:
@@ -130,13 +133,15 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         self._staged: dict[str, Batch] = {}
         #: outputs handed out
         self._taken: set[int] = set()
+        #: output -> (weak reference to the frame it was given as, the execution that got it)
+        self._given: dict[int, tuple[weakref.ref[pd.DataFrame], Any]] = {}
         self._sequence = 0
         counters.add(runs=1)
 
     # ---- task threads
 
     def _shard_partition(self, data: pd.DataFrame, partition_id: int, **kwargs: Any) -> dict[str, Any]:
-        if type(data) is not pd.DataFrame and not isinstance(data, pd.DataFrame):
+        if not isinstance(data, pd.DataFrame):
             raise TypeError(
                 f"input partition {partition_id} of shuffle {self.id} is a {type(data).__module__}."
                 f"{type(data).__name__}, its meta is a pandas.DataFrame. Remedy: make partitions and meta agree"
@@ -161,23 +166,28 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
 
     def _get_output_partition(self, partition_id: int, key: Any, **kwargs: Any) -> pd.DataFrame:
         meta = self.meta.drop(columns=self.column) if self.drop_column else self.meta
+        here = seam.execution()
+        frame, execution = self._given.get(partition_id, (None, None))
+        if frame is not None and execution is here is not None and (df := frame()) is not None:
+            return df.copy()
         try:
             first, taken = seam.sync(self._loop, self._take, partition_id)
         except LostData as e:
-            if self._counters.lost_again(self.id) > LOST_RESTARTS:
-                raise
-            self._restart(f"output {partition_id} was lost: {e}")
+            self._restart(f"output {partition_id} was lost: {e}", e)
         if not first:
             self._restart(f"output {partition_id} was asked for again")
         start = time.perf_counter()
         df = assemble((piece for pieces in taken for piece in pieces), meta)
+        self._given[partition_id] = (weakref.ref(df), here)
         self._counters.add(outputs=1, seconds_assemble=time.perf_counter() - start)
         return df
 
-    def _restart(self, why: str) -> None:
+    def _restart(self, why: str, cause: BaseException | None = None) -> NoReturn:
         """Have the scheduler start this shuffle anew (run id + 1), and this task again."""
-        self._counters.add(restarts=1)
         self._counters.last_error = f"{self}: {why}"
+        if self._counters.restarted(self.id) > RESTARTS:
+            raise RuntimeError(f"{self} was restarted {RESTARTS} times by this worker: {why}") from cause
+        self._counters.add(restarts=1)
         seam.sync(self._loop, self._ask_for_restart)
         raise seam.Reschedule
 
@@ -233,13 +243,15 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
             self._sequence += 1
             frames = wire.pack(self._tag, self.run_id, self._sequence, parcels, known)
             message = Message(frames)
-            post = functools.partial(self._send, address, _as_is(message))
-
             response = await seam.retry(
-                post, count=self.RETRY_COUNT, delay_min=self.RETRY_DELAY_MIN, delay_max=self.RETRY_DELAY_MAX
+                functools.partial(self._send, address, _as_is(message)),
+                count=self.RETRY_COUNT,
+                delay_min=self.RETRY_DELAY_MIN,
+                delay_max=self.RETRY_DELAY_MAX,
+                operation=f"P2P send to {address}",
             )
-            self._counters.add(messages_sent=1, bytes_sent=message.nbytes)
             refused = response.get("gpurt-refused")
+            self._counters.add(messages_sent=1, bytes_sent=message.nbytes)
             if refused is None:
                 break
             known.clear()

@@ -16,6 +16,7 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 import distributed
+from dask.context import thread_state
 from distributed.core import ErrorMessage, OKMessage, error_message
 from distributed.exceptions import Reschedule
 from distributed.metrics import context_meter
@@ -56,6 +57,7 @@ __all__ = [
     "dask_deserialize",
     "dask_serialize",
     "error_message",
+    "execution",
     "probe",
     "probe_workers",
     "retry",
@@ -199,6 +201,11 @@ def swap_plugin(scheduler: Any, make: Callable[[], Any]) -> tuple[Any, Any]:
             scheduler.extensions["shuffle"] = extension
         raise
     return before, after
+
+
+def execution() -> Any:
+    """What stands for the execution of the task that this thread is in: the same object during it; None outside."""
+    return getattr(thread_state, "execution_state", None)
 
 
 def common_dtype(actual: Any, wanted: Any) -> Any:

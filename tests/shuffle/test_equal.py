@@ -202,3 +202,18 @@ async def test_two_shuffles_at_once(c, s, *workers):
     for parts, make in zip(got, (left, right), strict=True):
         want = ordered(whole(make, 6)).astype({"s": parts[0]["s"].dtype})
         pd.testing.assert_frame_equal(ordered(pd.concat(parts)), want)
+
+
+@cluster()
+async def test_a_frame_merged_with_itself(c, s, *workers):
+    """One shuffle, every output asked for twice by one task."""
+
+    def build():
+        d = source(left)[["k", "a"]]
+        return d.merge(d, on="k", how="outer", indicator=True, shuffle_method="p2p", broadcast=False)
+
+    out = await both(c, s, workers, build, store=NastyStore, runs=1)
+    want = whole(left, 6)[["k", "a"]]
+    want = want.merge(want, on="k", how="outer", indicator=True)
+    pd.testing.assert_frame_equal(ordered(pd.concat(out)), ordered(want))
+    assert not sum(worker_statistics(w)["restarts"] for w in workers)

@@ -213,6 +213,7 @@ async def test_lost_for_good_is_an_error_with_its_reason(c, s, a, b):
         with pytest.raises(RuntimeError, match="unpack phase") as e:
             await f
         assert "the disk is gone" in str(e.value.__cause__)
+        assert sum(worker_statistics(w)["restarts"] for w in (a, b)) <= 2 * run_module.RESTARTS
         await f.cancel()
         await drained(stores)
 
