@@ -168,7 +168,7 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         meta = self.meta.drop(columns=self.column) if self.drop_column else self.meta
         here = seam.execution()
         frame, execution = self._given.get(partition_id, (None, None))
-        if frame is not None and execution is here is not None and (df := frame()) is not None:
+        if frame is not None and here is not None and execution == here and (df := frame()) is not None:
             return df.copy()
         try:
             first, taken = seam.sync(self._loop, self._take, partition_id)

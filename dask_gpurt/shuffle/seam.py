@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import threading
 from typing import TYPE_CHECKING, Any
 
 import distributed
@@ -203,9 +204,10 @@ def swap_plugin(scheduler: Any, make: Callable[[], Any]) -> tuple[Any, Any]:
     return before, after
 
 
-def execution() -> Any:
-    """What stands for the execution of the task that this thread is in: the same object during it; None outside."""
-    return getattr(thread_state, "execution_state", None)
+def execution() -> tuple[Any, float, int] | None:
+    """Stands for the execution of the task that this thread is in: (key, start, thread). None outside of one."""
+    start = getattr(thread_state, "start_time", None)
+    return None if start is None else (getattr(thread_state, "key", None), start, threading.get_ident())
 
 
 def common_dtype(actual: Any, wanted: Any) -> Any:
