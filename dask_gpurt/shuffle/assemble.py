@@ -71,23 +71,13 @@ def _is_text(kind: pa.DataType) -> bool:
 
 
 def _owned(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """The column in memory of its own, in one piece where Arrow can."""
+    """The column in memory of its own, in one piece where Arrow can (text with 32-bit offsets joins to 2 GiB)."""
     import pyarrow as pa
-    import pyarrow.compute as pc
 
-    if pa.types.is_dictionary(column.type):
+    if pa.types.is_dictionary(column.type) or not column.num_chunks:
         return column
-    if column.num_chunks > 1:
-        return pa.chunked_array([column.combine_chunks()] if not pa.types.is_string(column.type) else _text(column))
-    return pc.take(column, pa.array(range(len(column)), type=pa.int64())) if column.num_chunks else column
-
-
-def _text(column: pa.ChunkedArray) -> list[pa.Array]:
-    """Text with 32-bit offsets joins to at most 2 GiB."""
-    import pyarrow as pa
-
-    joined = column.combine_chunks()
-    return joined.chunks if isinstance(joined, pa.ChunkedArray) else [joined]
+    joined = column.combine_chunks()  # copies, one piece included
+    return joined if isinstance(joined, pa.ChunkedArray) else pa.chunked_array([joined])
 
 
 def _reconciled(df: pd.DataFrame, meta: pd.DataFrame) -> pd.DataFrame:

@@ -4,7 +4,8 @@ Theory of operation. Restarts, barrier, pinning of outputs and the budget for un
 distributed's run; the row path is ours::
 
     task thread   _shard_partition    split + make parcels (no copy after the gather)
-    event loop    _write_to_comm      our own shard straight into the store; others to distributed's send buffer
+    event loop    _write_to_comm      our own shard straight into the store; others, small ones staged until they are
+                                      worth a message, to distributed's send buffer
     event loop    send                one message of several parcels per peer; acknowledged when the peer has stored it
     event loop    receive             checksums (in a thread when large), then `ShardStore.put`: its waiting is the
                                       brake, since the sender's budget is only given back by the acknowledgement
@@ -13,13 +14,15 @@ distributed's run; the row path is ours::
 Invariants
 - A shard (one input for one worker) travels in one message, whole. `_arrivals` has its input id from the moment it
   came; a second copy (a resend after a lost acknowledgement, a transfer task that ran twice) waits for the first and is
-  dropped. Race: (1) a message waits in `put`; (2) its comm breaks, the sender resends; (3) were the copy acknowledged at
-  once, the barrier could pass and an output be assembled before (1) is stored.
+  dropped. Race: (1) a message waits in `put`; (2) its comm breaks, the sender resends; (3) were the copy acknowledged
+  at once, the barrier could pass and an output be assembled before (1) is stored.
 - The run id is in every message and in the store's key, so nothing of an old run is used; the worker plugin refuses
   stale run ids before we see them.
-- `take` removes. An output asked for again (a task fused to it failed and is retried) can not be served, and an empty
-  answer would be silently wrong. So the whole shuffle is restarted, by the way upstream restarts an inconsistent one.
-  Shards lost on a tier do the same, at most `LOST_RESTARTS` times per shuffle on one worker.
+- `take` removes. A frame merged with itself is one shuffle whose outputs are asked for twice by one task: the second
+  time it gets the first frame again, found by a weak reference, within the same execution only (a retry must not see
+  what the failed one changed). Any other output asked for again (its task failed after the take and is retried) can not
+  be served, and an empty answer would be silently wrong: the whole shuffle is restarted, by the way upstream restarts
+  an inconsistent one. Shards lost on a tier do the same. Both at most `RESTARTS` times per shuffle on one worker.
 - `close` drops the run in the store first: whoever waits in `put` wakes up, and memory goes before the last resend
   ends.
 """
@@ -28,9 +31,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import sys
 import time
 import traceback
-from typing import TYPE_CHECKING, Any
+import weakref
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pandas as pd
 
@@ -51,10 +57,12 @@ if TYPE_CHECKING:
 
 #: messages of this many bytes or more are checked in a thread
 OFFLOAD_BYTES = 1 << 18
+#: small parcels for one peer wait for each other until they are this many bytes, or until all inputs are split
+STAGE_BYTES = 1 << 19
 #: times a message is sent again after the peer refused it (checksum, schema not known there)
 RESENDS = 3
-#: restarts of one shuffle because of shards lost on this worker; then the error is the user's
-LOST_RESTARTS = 3
+#: restarts of one shuffle asked for by this worker; then the error is the user's
+RESTARTS = 5
 
 
 class Message:
@@ -64,19 +72,35 @@ class Message:
         self.frames = list(frames)
         self.nbytes = sum(memoryview(f).nbytes for f in self.frames)
 
-    def __sizeof__(self) -> int:
-        # distributed moves the packing of large messages to a thread; there is nothing to pack in ours.
-        return 256
-
 
 @seam.dask_serialize.register(Message)  # type: ignore[untyped-decorator]
 def _message_to_frames(message: Message) -> tuple[dict[str, Any], list[Any]]:
-    return {"compression": [False] * len(message.frames)}, message.frames
+    return {}, message.frames
 
 
 @seam.dask_deserialize.register(Message)  # type: ignore[untyped-decorator]
 def _message_from_frames(header: dict[str, Any], frames: list[Any]) -> Message:
     return Message(frames)
+
+
+def _as_is(message: Message) -> Any:
+    """The message in the form that distributed's comm sends without compressing or splitting its frames."""
+    return seam.Serialized(*seam.serialize(message, serializers=("dask",), on_error="raise"))
+
+
+class Batch:
+    """Parcels for one peer that wait together in distributed's send buffer."""
+
+    def __init__(self) -> None:
+        self.parcels: list[Parcel] = []
+        self.nbytes = 0
+
+    def append(self, parcel: Parcel) -> None:
+        self.parcels.append(parcel)
+        self.nbytes += sys.getsizeof(parcel)
+
+    def __sizeof__(self) -> int:  # what the send buffer charges its limiter with
+        return self.nbytes
 
 
 class GpurtShuffleRun(seam.DataFrameShuffleRun):
@@ -105,15 +129,19 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         self._schemas: dict[int, pa.Schema] = {}
         #: peer -> keys of the schemas it acknowledged
         self._known: dict[str, set[int]] = {}
+        #: peer -> parcels that wait for more
+        self._staged: dict[str, Batch] = {}
         #: outputs handed out
         self._taken: set[int] = set()
+        #: output -> (weak reference to the frame it was given as, the execution that got it)
+        self._given: dict[int, tuple[weakref.ref[pd.DataFrame], Any]] = {}
         self._sequence = 0
         counters.add(runs=1)
 
     # ---- task threads
 
     def _shard_partition(self, data: pd.DataFrame, partition_id: int, **kwargs: Any) -> dict[str, Any]:
-        if type(data) is not pd.DataFrame and not isinstance(data, pd.DataFrame):
+        if not isinstance(data, pd.DataFrame):
             raise TypeError(
                 f"input partition {partition_id} of shuffle {self.id} is a {type(data).__module__}."
                 f"{type(data).__name__}, its meta is a pandas.DataFrame. Remedy: make partitions and meta agree"
@@ -138,23 +166,28 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
 
     def _get_output_partition(self, partition_id: int, key: Any, **kwargs: Any) -> pd.DataFrame:
         meta = self.meta.drop(columns=self.column) if self.drop_column else self.meta
+        here = seam.execution()
+        frame, execution = self._given.get(partition_id, (None, None))
+        if frame is not None and here is not None and execution == here and (df := frame()) is not None:
+            return df.copy()
         try:
             first, taken = seam.sync(self._loop, self._take, partition_id)
         except LostData as e:
-            if self._counters.lost_again(self.id) > LOST_RESTARTS:
-                raise
-            self._restart(f"output {partition_id} was lost: {e}")
+            self._restart(f"output {partition_id} was lost: {e}", e)
         if not first:
             self._restart(f"output {partition_id} was asked for again")
         start = time.perf_counter()
         df = assemble((piece for pieces in taken for piece in pieces), meta)
+        self._given[partition_id] = (weakref.ref(df), here)
         self._counters.add(outputs=1, seconds_assemble=time.perf_counter() - start)
         return df
 
-    def _restart(self, why: str) -> None:
+    def _restart(self, why: str, cause: BaseException | None = None) -> NoReturn:
         """Have the scheduler start this shuffle anew (run id + 1), and this task again."""
-        self._counters.add(restarts=1)
         self._counters.last_error = f"{self}: {why}"
+        if self._counters.restarted(self.id) > RESTARTS:
+            raise RuntimeError(f"{self} was restarted {RESTARTS} times by this worker: {why}") from cause
+        self._counters.add(restarts=1)
         seam.sync(self._loop, self._ask_for_restart)
         raise seam.Reschedule
 
@@ -178,29 +211,47 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
     async def _write_to_comm(self, data: dict[str, Any]) -> None:
         self.raise_if_closed()
         own = data.pop(self.local_address, None)
-        if data:
-            await super()._write_to_comm(data)
+        full = {}
+        for address, parcel in data.items():
+            batch = self._staged.setdefault(address, Batch())
+            batch.append(parcel)
+            if batch.nbytes >= STAGE_BYTES:
+                full[address] = self._staged.pop(address)
+        if full:
+            await super()._write_to_comm(full)
         if own is not None:
             chunk_bytes = own.table.get_total_buffer_size()
             self._counters.add(bytes_self=chunk_bytes)
             await self._keep([own], chunk_bytes)
 
-    async def send(self, address: str, shards: list[Parcel]) -> Any:
+    async def _flush_comm(self) -> None:
+        self.raise_if_closed()
+        staged, self._staged = self._staged, {}
+        if staged:
+            await super()._write_to_comm(staged)
+        await super()._flush_comm()
+
+    async def _send(self, address: str, shards: Any) -> Any:
+        self.raise_if_closed()
+        return await self.rpc(address).shuffle_receive(data=shards, shuffle_id=self.id, run_id=self.run_id)
+
+    async def send(self, address: str, shards: list[Batch]) -> Any:
+        parcels = [parcel for batch in shards for parcel in batch.parcels]
         known = self._known.setdefault(address, set())
         start = time.perf_counter()
         for _ in range(1 + RESENDS):
             self._sequence += 1
-            frames = wire.pack(self._tag, self.run_id, self._sequence, shards, known)
+            frames = wire.pack(self._tag, self.run_id, self._sequence, parcels, known)
             message = Message(frames)
-
-            def post(message: Message = message) -> Any:
-                return self._send(address, message)
-
             response = await seam.retry(
-                post, count=self.RETRY_COUNT, delay_min=self.RETRY_DELAY_MIN, delay_max=self.RETRY_DELAY_MAX
+                functools.partial(self._send, address, _as_is(message)),
+                count=self.RETRY_COUNT,
+                delay_min=self.RETRY_DELAY_MIN,
+                delay_max=self.RETRY_DELAY_MAX,
+                operation=f"P2P send to {address}",
             )
-            self._counters.add(messages_sent=1, bytes_sent=message.nbytes)
             refused = response.get("gpurt-refused")
+            self._counters.add(messages_sent=1, bytes_sent=message.nbytes)
             if refused is None:
                 break
             known.clear()
@@ -210,8 +261,8 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
                 "run the same dask-gpurt, and the network for corruption"
             )
         if response["status"] == "OK":
-            known.update(p.schema_key for p in shards if p.schema)
-            self._counters.add(shards_sent=len(shards))
+            known.update(p.schema_key for p in parcels if p.schema)
+            self._counters.add(shards_sent=len(parcels))
         self._counters.add(seconds_send=time.perf_counter() - start)
         return response
 
@@ -285,6 +336,7 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
             await super().close()
             return
         self._counters.add(runs_closed=1)
+        self._staged.clear()
         self._store.drop(self._key)
         with contextlib.ExitStack() as stack:
             # A put that began before the drop and ends after it must not leave rows behind.

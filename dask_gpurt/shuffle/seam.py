@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import threading
 from typing import TYPE_CHECKING, Any
 
 import distributed
+from dask.context import thread_state
 from distributed.core import ErrorMessage, OKMessage, error_message
 from distributed.exceptions import Reschedule
 from distributed.metrics import context_meter
-from distributed.protocol import to_serialize
-from distributed.protocol.serialize import dask_deserialize, dask_serialize
+from distributed.protocol.serialize import Serialized, dask_deserialize, dask_serialize, serialize
 from distributed.shuffle._comms import CommShardsBuffer
 from distributed.shuffle._core import ShuffleRun, ShuffleSpec
 from distributed.shuffle._exceptions import P2PConsistencyError, ShuffleClosedError
@@ -45,6 +46,7 @@ __all__ = [
     "P2PConsistencyError",
     "Reschedule",
     "ResourceLimiter",
+    "Serialized",
     "ShuffleClosedError",
     "ShuffleRun",
     "ShuffleSchedulerPlugin",
@@ -56,13 +58,14 @@ __all__ = [
     "dask_deserialize",
     "dask_serialize",
     "error_message",
+    "execution",
     "probe",
     "probe_workers",
     "retry",
+    "serialize",
     "shuffle_tables",
     "swap_plugin",
     "sync",
-    "to_serialize",
 ]
 
 #: what is overridden or called: (owner, name, parameters it must have, in order, without self)
@@ -77,6 +80,8 @@ _SEAM: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (DataFrameShuffleRun, "_shard_partition", ("data", "partition_id", "kwargs")),
     (DataFrameShuffleRun, "_get_output_partition", ("partition_id", "key", "kwargs")),
     (ShuffleRun, "_write_to_comm", ("data",)),
+    (ShuffleRun, "_flush_comm", ()),
+    (ShuffleRun, "inputs_done", ()),
     (ShuffleRun, "send", ("address", "shards")),
     (ShuffleRun, "_send", ("address", "shards")),
     (ShuffleRun, "receive", ("data",)),
@@ -197,6 +202,12 @@ def swap_plugin(scheduler: Any, make: Callable[[], Any]) -> tuple[Any, Any]:
             scheduler.extensions["shuffle"] = extension
         raise
     return before, after
+
+
+def execution() -> tuple[Any, float, int] | None:
+    """Stands for the execution of the task that this thread is in: (key, start, thread). None outside of one."""
+    start = getattr(thread_state, "start_time", None)
+    return None if start is None else (getattr(thread_state, "key", None), start, threading.get_ident())
 
 
 def common_dtype(actual: Any, wanted: Any) -> Any:

@@ -113,7 +113,7 @@ class Counters:
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        self._lost: collections.Counter[str] = collections.Counter()
+        self._reasons: collections.Counter[str] = collections.Counter()
 
     def add(self, **amounts: float) -> None:
         """Add to counters; from any thread."""
@@ -121,11 +121,11 @@ class Counters:
             for name, amount in amounts.items():
                 setattr(self, name, getattr(self, name) + amount)
 
-    def lost_again(self, shuffle_id: str) -> int:
-        """Count one more loss of shards of a shuffle; how many there were."""
+    def restarted(self, shuffle_id: str) -> int:
+        """Count one more reason to restart a shuffle; how many there were."""
         with self._lock:
-            self._lost[shuffle_id] += 1
-            return self._lost[shuffle_id]
+            self._reasons[shuffle_id] += 1
+            return self._reasons[shuffle_id]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values."""

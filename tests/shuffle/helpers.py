@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import datetime
 import decimal
 from typing import Any
 
+import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 
@@ -56,6 +58,15 @@ async def taken_over(scheduler: Any, workers: Any = (), store: Any = MemoryShard
         pass
 
 
+async def until(condition: Any) -> None:
+    """Poll on the event loop; fails after ten seconds."""
+    for _ in range(1000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("did not become true")
+
+
 def mixed(i: int, n: int = 200) -> pd.DataFrame:
     """A partition with a column of every kind that P2P takes, nulls in most, and a key ``k`` of about 40 values."""
     rng = np.random.default_rng(i)
@@ -99,3 +110,31 @@ def mixed(i: int, n: int = 200) -> pd.DataFrame:
             "interval": pd.Series(pd.arrays.IntervalArray.from_breaks(np.arange(n + 1.0))),
         }
     )
+
+
+def source(make: Any, n: int = 6) -> dd.DataFrame:
+    return dd.from_map(make, list(range(n)), meta=make(0).iloc[:0])
+
+
+def same(a, b) -> None:
+    (pd.testing.assert_frame_equal if isinstance(a, pd.DataFrame) else pd.testing.assert_series_equal)(a, b)
+
+
+def left(i: int) -> pd.DataFrame:
+    r = np.random.default_rng(i)
+    return pd.DataFrame(
+        {"k": r.integers(0, 60, 80), "a": r.random(80), "s": pd.Series(r.integers(0, 9, 80)).astype("str")}
+    )
+
+
+def right(i: int) -> pd.DataFrame:
+    r = np.random.default_rng(100 + i)
+    return pd.DataFrame({"k": r.integers(30, 90, 50), "b": r.integers(0, 9, 50), "s": "right"})
+
+
+def whole(make, n) -> pd.DataFrame:
+    return pd.concat([make(i) for i in range(n)])
+
+
+def ordered(df):
+    return df.sort_values(list(df.columns), ignore_index=True)

@@ -1,0 +1,338 @@
+"""Lost workers, copies of messages, outputs asked for twice, corruption on the way: a right result or a clear error."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+
+import dask
+import dask.dataframe as dd
+import numpy as np
+import pandas as pd
+import pytest
+from distributed import Client, LocalCluster
+from distributed.utils_test import gen_cluster
+from helpers import NastyStore, left, mixed, ordered, source, taken_over, until, whole
+
+from dask_gpurt.errors import LostData
+from dask_gpurt.shuffle import MemoryShardStore, wire, worker_statistics
+from dask_gpurt.shuffle import run as run_module
+
+pytestmark = pytest.mark.cluster
+TWO = {"client": True, "nthreads": [("127.0.0.1", 1)] * 2, "timeout": 120}
+
+
+def same_rows(parts, make, n) -> None:
+    want = ordered(whole(make, n))
+    got = ordered(pd.concat(parts)) if isinstance(parts, list) else ordered(parts)
+    pd.testing.assert_frame_equal(got, want.astype(dict(got.dtypes)))
+
+
+async def drained(stores) -> None:
+    for _ in range(250):
+        if not any(len(s) for s in stores):
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError([(len(s), s.nbytes) for s in stores])
+
+
+PRELOAD = """
+async def dask_setup(server):
+    from dask_gpurt.config import ShuffleSettings
+    from dask_gpurt.shuffle import ShuffleTakeover
+    await ShuffleTakeover.install(server, ShuffleSettings(enabled=True))
+"""
+
+
+def part(i: int) -> pd.DataFrame:
+    r = np.random.default_rng(i)
+    return pd.DataFrame({"k": r.integers(0, 500, 2000), "v": r.random(2000)})
+
+
+def slow_part(i: int) -> pd.DataFrame:
+    time.sleep(0.1)
+    return part(i)
+
+
+def slow(df: pd.DataFrame) -> pd.DataFrame:
+    time.sleep(0.1)
+    return df
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["transfer", "unpack"])
+def test_worker_killed(phase, tmp_path):
+    (tmp_path / "takeover_preload.py").write_text(PRELOAD)
+
+    def progress(dask_scheduler):
+        tasks = [t for t in dask_scheduler.tasks.values() if t.state == "memory"]
+        names = [
+            "transfer" if "transfer" in str(t.key) else "slow" if str(t.key).startswith("('slow-") else ""
+            for t in tasks
+        ]
+        return names.count("transfer"), names.count("slow")
+
+    def runs(dask_scheduler):
+        plugin = dask_scheduler.plugins["shuffle"]
+        return plugin.takeover.statistics()["runs"]
+
+    config = {
+        "distributed.scheduler.preload": [str(tmp_path / "takeover_preload.py")],
+        "distributed.p2p.comm.retry.delay.min": "100ms",
+    }
+    with (
+        dask.config.set(config),
+        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as lc,
+        Client(lc) as client,
+    ):
+        d = dd.from_map(slow_part, list(range(16)), meta=part(0).iloc[:0])
+        result = client.persist(d.shuffle("k", npartitions=8).map_partitions(slow))
+        deadline = time.monotonic() + 60
+        while True:
+            transferred, unpacked = client.run_on_scheduler(progress)
+            if (transferred if phase == "transfer" else unpacked) >= 3:
+                break
+            assert time.monotonic() < deadline, (transferred, unpacked)
+            time.sleep(0.01)
+        os.kill(next(iter(client.run(os.getpid).values())), signal.SIGKILL)
+        same_rows(result.compute(), part, 16)
+        assert client.run_on_scheduler(runs) >= 2
+
+
+@gen_cluster(**TWO)
+async def test_every_message_delivered_twice(c, s, a, b):
+    async with taken_over(s, [a, b]) as (_, stores):
+        for w in (a, b):
+            inner = w.handlers["shuffle_receive"]
+
+            async def twice(*args, inner=inner, **kwargs):
+                first, second = await asyncio.gather(inner(*args, **kwargs), inner(*args, **kwargs))
+                assert first == second == {"status": "OK"}
+                return await inner(*args, **kwargs)
+
+            w.handlers["shuffle_receive"] = twice
+        got = await c.compute(source(left).shuffle("k", npartitions=5))
+        same_rows(got, left, 6)
+        await drained(stores)
+        counts = [worker_statistics(w) for w in (a, b)]
+        assert sum(x["duplicates"] for x in counts) == 2 * sum(x["shards_sent"] for x in counts) > 0
+
+
+class SlowStore(MemoryShardStore):
+    """Room comes late."""
+
+    waiting = 0
+
+    async def put(self, run, chunk_id, chunk):
+        self.waiting += 1
+        await asyncio.sleep(0.2)
+        self.waiting -= 1
+        return await super().put(run, chunk_id, chunk)
+
+
+@gen_cluster(**TWO)
+async def test_a_copy_is_not_acknowledged_before_the_first_is_stored(c, s, a, b):
+    from dask_gpurt.shuffle.partition import Layout, split
+
+    async with taken_over(s, [a, b], SlowStore) as (_, stores):
+        f = c.compute(dd.from_map(slow_part, list(range(20)), meta=part(0)).shuffle("k", npartitions=4))
+        active = a.plugins["shuffle"].shuffle_runs._active_runs
+        await until(lambda: active)
+        (run,) = active.values()
+        ((_, shard),) = split(
+            part(0).assign(p=run._layout.part_of[0]), "p", True, 10**6, Layout({int(run._layout.part_of[0]): "x"})
+        )
+        frames = [bytes(x) for x in wire.pack(run._tag, run.run_id, 1, [wire.encode(shard)])]
+        first = asyncio.create_task(run.receive(run_module.Message(frames)))
+        second = asyncio.create_task(run.receive(run_module.Message(frames)))
+        await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
+        assert 10**6 in run.received
+        assert await first == await second == {"status": "OK"}
+        await f.cancel()
+        await drained(stores)
+
+
+@gen_cluster(**TWO)
+async def test_output_asked_for_again_restarts_instead_of_being_empty(c, s, a, b):
+    """The task fails after its shards were taken from the store, and is retried."""
+    failed = []
+    assemble = run_module.assemble
+
+    def fails_once(pieces, meta):
+        df = assemble(pieces, meta)
+        if len(df) and not failed:
+            failed.append(1)
+            raise MemoryError("once")
+        return df
+
+    run_module.assemble = fails_once
+    try:
+        async with taken_over(s, [a, b], NastyStore) as (takeover, stores):
+            got = await c.compute(source(left).shuffle("k", npartitions=3), retries=2)
+            same_rows(got, left, 6)
+            await drained(stores)
+            assert failed
+            assert takeover.statistics()["runs"] >= 2
+            assert sum(worker_statistics(w)["restarts"] for w in (a, b)) >= 1
+    finally:
+        run_module.assemble = assemble
+
+
+@gen_cluster(**TWO)
+async def test_a_retry_never_gets_the_frame_of_the_failed_try(c, s, a, b):
+    """The frame lives on (here: in a list), and was changed in place by the task that failed."""
+    alive = []
+
+    def fails_once(df):
+        alive.append(df)
+        df["k"] = -1
+        raise ValueError("once")
+
+    unpack = run_module.GpurtShuffleRun._get_output_partition
+
+    def patched(self, *args, **kwargs):
+        df = unpack(self, *args, **kwargs)
+        if len(df) and not alive:
+            fails_once(df)
+        return df
+
+    run_module.GpurtShuffleRun._get_output_partition = patched
+    try:
+        async with taken_over(s, [a, b]) as (takeover, stores):
+            same_rows(await c.compute(source(left).shuffle("k", npartitions=3), retries=2), left, 6)
+            assert alive
+            assert takeover.statistics()["runs"] >= 2
+            await drained(stores)
+    finally:
+        run_module.GpurtShuffleRun._get_output_partition = unpack
+
+
+class LosesOnce(MemoryShardStore):
+    """A tier that could not read a shard back, the first time it is asked for any."""
+
+    lost = 0
+
+    async def take(self, run, part):
+        if not type(self).lost:
+            type(self).lost += 1
+            raise LostData("the disk is gone")
+        return await super().take(run, part)
+
+
+@gen_cluster(**TWO)
+async def test_lost_shards_restart_the_shuffle(c, s, a, b):
+    LosesOnce.lost = 0
+    async with taken_over(s, [a, b], LosesOnce) as (takeover, stores):
+        same_rows(await c.compute(source(left).shuffle("k", npartitions=3)), left, 6)
+        assert takeover.statistics()["runs"] == 2
+        await drained(stores)
+
+
+class LosesAlways(MemoryShardStore):
+    async def take(self, run, part):
+        raise LostData("the disk is gone")
+
+
+@gen_cluster(**TWO)
+async def test_lost_for_good_is_an_error_with_its_reason(c, s, a, b):
+    async with taken_over(s, [a, b], LosesAlways) as (_, stores):
+        f = c.compute(source(left).shuffle("k", npartitions=3))
+        with pytest.raises(RuntimeError, match="unpack phase") as e:
+            await f
+        assert "the disk is gone" in str(e.value.__cause__)
+        assert sum(worker_statistics(w)["restarts"] for w in (a, b)) <= 2 * run_module.RESTARTS
+        await f.cancel()
+        await drained(stores)
+
+
+def corrupt(rate: float, monkeypatch) -> list[int]:
+    """Flip a byte of some messages as they are sent."""
+    rng = np.random.default_rng(0)
+    hits: list[int] = []
+    pack = wire.pack
+
+    def bad(*args, **kwargs):
+        frames = pack(*args, **kwargs)
+        if rng.random() < rate:
+            frame = bytearray(frames[0] if not len(frames[1]) else frames[int(rng.integers(2))])
+            frame[int(rng.integers(len(frame)))] ^= 16
+            hits.append(1)
+            i = 0 if len(frame) == len(frames[0]) else 1
+            frames[i] = memoryview(frame)
+        return frames
+
+    monkeypatch.setattr(wire, "pack", bad)
+    return hits
+
+
+def test_corrupted_messages_are_sent_again(monkeypatch):
+    hits = corrupt(0.4, monkeypatch)
+    monkeypatch.setattr(run_module, "STAGE_BYTES", 1000)
+    monkeypatch.setattr(run_module, "RESENDS", 30)
+
+    @gen_cluster(**TWO)
+    async def check(c, s, a, b):
+        async with taken_over(s, [a, b]) as (_, stores):
+            same_rows(await c.compute(source(left, 20).shuffle("k", npartitions=5)), left, 20)
+            await drained(stores)
+        assert hits
+        assert sum(worker_statistics(w)["refused"] for w in (a, b)) == len(hits)
+
+    check()
+
+
+def test_a_wire_that_always_corrupts_is_an_error(monkeypatch):
+    corrupt(1.0, monkeypatch)
+
+    @gen_cluster(**TWO)
+    async def check(c, s, a, b):
+        async with taken_over(s, [a, b]) as (_, stores):
+            f = c.compute(source(left).shuffle("k", npartitions=5))
+            with pytest.raises(Exception, match=r"refused a message|barrier phase"):
+                await f
+            await f.cancel()
+            await drained(stores)
+
+    check()
+
+
+@gen_cluster(**TWO)
+async def test_cancelled_queries_leave_nothing(c, s, a, b):
+    async with taken_over(s, [a, b], SlowStore) as (_, stores):
+        f = c.compute(dd.from_map(slow_part, list(range(20)), meta=part(0)).shuffle("k", npartitions=4))
+        await until(lambda: any(store.waiting or len(store) for store in stores))
+        await f.cancel()
+        del f
+        await until(lambda: not s.tasks and not s.plugins["shuffle"].active_shuffles)
+        await until(lambda: all(x["runs_closed"] == x["runs"] for x in map(worker_statistics, (a, b))))
+        await until(lambda: not any(store.waiting for store in stores))
+        await drained(stores)
+
+
+@gen_cluster(**TWO)
+async def test_a_failing_store_fails_the_query_not_the_rows(c, s, a, b):
+    class Full(MemoryShardStore):
+        async def put(self, run, chunk_id, chunk):
+            raise OSError(28, "no space left")
+
+    async with taken_over(s, [a, b], Full):
+        with pytest.raises(Exception, match=r"phase|no space left"):
+            await c.compute(source(mixed).shuffle("k", npartitions=5))
+
+
+@gen_cluster(**TWO)
+async def test_memory_of_a_run_is_gone_when_its_outputs_are(c, s, a, b):
+    import pyarrow as pa
+
+    before = pa.total_allocated_bytes()
+    async with taken_over(s, [a, b]) as (_, stores):
+        out = c.persist(dd.from_map(part, list(range(20)), meta=part(0)).shuffle("k", npartitions=4))
+        await out
+        await drained(stores)
+        await until(lambda: not a.plugins["shuffle"].shuffle_runs._runs)
+        # Arrow owns the memory of the outputs' columns (24 bytes a row); the received shards were as much again.
+        await until(lambda: pa.total_allocated_bytes() < before + 1.2 * 24 * 20 * 2000)
+        del out
+        await until(lambda: pa.total_allocated_bytes() < before + (1 << 16))

@@ -1,0 +1,217 @@
+"""Taking over and giving back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import dask.array as da
+import pandas as pd
+import pytest
+from distributed.core import Status
+from distributed.shuffle._scheduler_plugin import ShuffleSchedulerPlugin
+from distributed.shuffle._shuffle import DataFrameShuffleSpec
+from distributed.utils_test import gen_cluster
+from helpers import ON, left, source, until
+
+from dask_gpurt.config import ShuffleSettings
+from dask_gpurt.errors import InstallError, SeamMismatch
+from dask_gpurt.shuffle import MemoryShardStore, ShuffleTakeover, provide, seam, store_of, withdraw, worker_statistics
+from dask_gpurt.shuffle.spec import GpurtShuffleSpec
+
+pytestmark = pytest.mark.cluster
+TWO = {"client": True, "nthreads": [("127.0.0.1", 1)] * 2, "timeout": 60}
+OPS = ("shuffle_barrier", "shuffle_get", "shuffle_get_or_create", "shuffle_restrict_task")
+
+
+@gen_cluster(**TWO)
+async def test_uninstall_restores_stock(c, s, a, b):
+    stock = s.plugins["shuffle"]
+    handlers = {op: s.handlers[op] for op in OPS}
+    takeover = await ShuffleTakeover.install(s, ON)
+    assert type(s.plugins["shuffle"]) is not ShuffleSchedulerPlugin
+    assert s.extensions["shuffle"] is s.plugins["shuffle"]
+    assert all(s.handlers[op].__self__ is s.plugins["shuffle"] for op in OPS)
+    await takeover.uninstall()
+    assert s.plugins["shuffle"] is s.extensions["shuffle"] is stock
+    assert {op: s.handlers[op] for op in OPS} == handlers
+    await takeover.uninstall()
+    assert len(await c.compute(source(left).shuffle("k"))) == 480
+    assert worker_statistics(a)["runs"] == worker_statistics(b)["runs"] == 0
+    assert not takeover.statistics()["installed"]
+    await (await ShuffleTakeover.install(s, ON)).uninstall()
+
+
+@gen_cluster(**TWO)
+async def test_statistics_are_json(c, s, a, b):
+    events = []
+    takeover = await ShuffleTakeover.install(s, ON, sink=events.append)
+    await c.compute(source(left).shuffle("k"))
+    stats = json.loads(json.dumps([takeover.statistics(), worker_statistics(a)]))
+    assert stats[0]["runs"] == 1
+    assert stats[0]["workers_able"] == 2
+    # No store was provided: counted.
+    assert stats[1]["fallbacks"] == stats[1]["runs"] == 1
+    assert [e.name for e in events] == ["shuffle.installed"]
+
+
+@gen_cluster(**TWO)
+async def test_refused_while_a_shuffle_is_active(c, s, a, b):
+    stock = s.plugins["shuffle"]
+    stock.active_shuffles["x"] = None
+    with pytest.raises(InstallError, match=r"1 shuffles are active.*Remedy"):
+        await ShuffleTakeover.install(s, ON)
+    assert s.plugins["shuffle"] is stock
+    stock.active_shuffles.clear()
+    takeover = await ShuffleTakeover.install(s, ON)
+    s.plugins["shuffle"].active_shuffles["x"] = None
+    with pytest.raises(InstallError, match="can not uninstall"):
+        await takeover.uninstall()
+    assert takeover.statistics()["installed"]
+    s.plugins["shuffle"].active_shuffles.clear()
+    with pytest.raises(InstallError, match="Remedy"):
+        await ShuffleTakeover.install(s, ON)
+    await takeover.uninstall()
+    with pytest.raises(InstallError, match="enabled is false"):
+        await ShuffleTakeover.install(s, ShuffleSettings(enabled=False))
+
+
+@gen_cluster(**TWO)
+async def test_another_distributed_is_left_alone(c, s, a, b):
+    stock = s.plugins["shuffle"]
+    original = ShuffleSchedulerPlugin._retrieve_spec
+    try:
+        ShuffleSchedulerPlugin._retrieve_spec = lambda self, shuffle_id, more: None
+        with pytest.raises(SeamMismatch, match=r"_retrieve_spec\(shuffle_id, more\).*Remedy"):
+            await ShuffleTakeover.install(s, ON)
+    finally:
+        ShuffleSchedulerPlugin._retrieve_spec = original
+    assert s.plugins["shuffle"] is stock
+    seam.check()
+
+
+@gen_cluster(**TWO)
+async def test_a_failing_swap_changes_nothing(c, s, a, b):
+    stock, handlers = s.plugins["shuffle"], {op: s.handlers[op] for op in OPS}
+
+    def make():
+        s.handlers["shuffle_get"] = None
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        seam.swap_plugin(s, make)
+    assert s.plugins["shuffle"] is s.extensions["shuffle"] is stock
+    assert {op: s.handlers[op] for op in OPS} == handlers
+
+
+@gen_cluster(**TWO)
+async def test_a_worker_that_can_not_means_stock_for_all(c, s, a, b):
+    events = []
+    takeover = await ShuffleTakeover.install(s, ON, sink=events.append)
+    takeover.able[a.address] = "has another version"
+    assert len(await c.compute(source(left).shuffle("k"))) == 480
+    assert takeover.statistics()["runs"] == 0
+    assert takeover.statistics()["fallbacks"] == {"1 workers have not said that they can": 1}
+    assert events[-1].name == "shuffle.fallback"
+    assert worker_statistics(b)["runs"] == 0
+
+
+@gen_cluster(**TWO)
+async def test_probe_says_why_a_worker_can_not(c, s, a, b):
+    assert await seam.probe_workers(s, [a.address]) == {a.address: ""}
+    with pytest.raises(SeamMismatch, match="this worker has dask-gpurt"):
+        seam.probe("0.0.0")
+    b.handlers["run"] = lambda comm, **kwargs: {"status": "error", "exception_text": "no module dask_gpurt"}
+    assert (await seam.probe_workers(s, [b.address]))[b.address] == "no module dask_gpurt"
+
+    async def never(comm, **kwargs):
+        await asyncio.sleep(60)
+
+    b.handlers["run"] = never
+    assert "no answer" in (await seam.probe_workers(s, [b.address], 0.1))[b.address]
+
+
+@gen_cluster(client=True, nthreads=[], timeout=60)
+async def test_workers_that_come_later_are_asked(c, s):
+    from distributed import Worker
+
+    takeover = await ShuffleTakeover.install(s, ON)
+    async with Worker(s.address, nthreads=1) as a:
+        await until(lambda: a.address in takeover.able)
+        assert a.status is Status.running
+        assert len(await c.compute(source(left).shuffle("k"))) == 480
+        assert takeover.statistics()["runs"] == 1
+    await until(lambda: not takeover.able)
+
+
+@gen_cluster(**TWO)
+async def test_rechunk_stays_stock(c, s, a, b):
+    takeover = await ShuffleTakeover.install(s, ON)
+    x = da.ones((40, 40), chunks=(4, 40)).rechunk((40, 4), method="p2p")
+    assert await c.compute(x.sum()) == 1600
+    assert takeover.statistics()["fallbacks"] == {"rechunk": 1}
+
+
+class NotPandas(pd.DataFrame):
+    pass
+
+
+@gen_cluster(**TWO)
+async def test_specs_that_are_not_ours(c, s, a, b):
+    takeover = await ShuffleTakeover.install(s, ON)
+
+    def spec(meta):
+        return DataFrameShuffleSpec(
+            id="x", disk=True, npartitions=2, column="p", meta=meta, parts_out=2, drop_column=True
+        )
+
+    assert type(takeover.choose(spec(left(0)))) is GpurtShuffleSpec
+    other = spec(NotPandas(left(0)))
+    assert takeover.choose(other) is other
+    assert "meta is test_install.NotPandas" in takeover.statistics()["fallbacks"]
+    broken = spec(left(0))
+    takeover.scheduler = None
+    assert takeover.choose(broken) is broken
+    takeover.scheduler = s
+    assert takeover.statistics()["errors"] == 1
+    assert "AttributeError" in takeover.statistics()["last_error"]
+
+
+@gen_cluster(**TWO)
+async def test_stores(c, s, a, b):
+    store = MemoryShardStore()
+    provide(a, store)
+    assert store_of(a) == (store, False)
+    plain, is_plain = store_of(b)
+    assert is_plain
+    assert store_of(b)[0] is plain
+    withdraw(a)
+    assert store_of(a)[1]
+    withdraw(a)
+    with pytest.raises(TypeError, match=r"store is int.*Remedy"):
+        provide(a, 3)
+
+
+def test_memory_store_keeps_the_contract():
+    class One:
+        nbytes, parts = 10, (1, 2)
+
+        def get(self, part):
+            return f"row{part}"
+
+    async def check():
+        store = MemoryShardStore()
+        assert await store.put("r", 2, One())
+        assert not await store.put("r", 2, One())
+        assert await store.put("r", 1, One())
+        assert store.nbytes == 20
+        assert await store.take("r", 1) == ["row1", "row1"]
+        assert await store.take("r", 9) == []
+        assert len(store) == 2
+        await store.take("r", 2)
+        assert len(store) == 0
+        store.drop("r")
+        store.drop("never")
+        assert not await store.put("r", 3, One())
+
+    asyncio.run(check())
