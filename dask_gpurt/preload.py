@@ -1,8 +1,8 @@
 """``dask scheduler --preload dask_gpurt.preload``: what Dask calls in each kind of process.
 
 On the scheduler this is all a cluster needs: it sends the worker part to every worker that comes. On a worker it
-installs before the worker registers, hence before it holds any data. On a nanny and a client there is nothing to do: a worker's
-preload is imported in its nanny's process too, so importing this module must not touch a GPU.
+installs before the worker registers, hence before it holds any data. On a nanny and a client there is nothing to do:
+a worker's preload is imported in its nanny's process too, so importing this module must not touch a GPU.
 
 Fail closed: Dask logs exceptions of a preload and goes on without it, and a policy that did not load looks exactly
 like one that did. So an error here is `SystemExit` with the remedy, which ends the process, unless
