@@ -170,6 +170,26 @@ def test_local_cluster_in_processes() -> None:
         _shows_all(client, 2)
 
 
+def test_on_a_tls_cluster() -> None:
+    """Shuffles use Dask's own comms, so they are encrypted when the cluster is, and no other port is opened."""
+    from distributed.security import Security
+
+    with (
+        dask_gpurt.local_cluster(
+            n_workers=2, threads_per_worker=1, dashboard_address=":0", security=Security.temporary(), protocol="tls"
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        assert cluster.scheduler_address.startswith("tls://")
+        # A worker is asked whether it can after it has joined; until it has answered, shuffles are stock's.
+        while dask_gpurt.status(client).scheduler["shuffle"]["workers_able"] < 2:
+            time.sleep(0.05)
+        _work(client)
+        got = _shows_all(client, 2)
+        assert got["scheduler"]["shuffle"]["runs"] == 1
+        assert sum(w["shuffle"]["bytes_received"] for w in got["workers"].values()) > 0
+
+
 def test_local_cluster_refuses_before_it_starts_anything() -> None:
     with pytest.raises(ConfigError, match=r"Did you mean gpurt\.tiers\.host-limit"):
         dask_gpurt.local_cluster(settings={"tiers.host-limits": 0.5})
