@@ -115,7 +115,8 @@ class WorkerSeam:
     def take_over(self) -> None:
         """Adopt the data and swap it in, in one step of the loop."""
         worker = self._worker
-        adoption.adopt(self.original, self.store)
+        with self._engine.counters.loop_time:
+            adoption.adopt(self.original, self.store)
         worker.memory_manager.data = self.store
         worker.state.data = self.store
         worker.execute = self._execute_wrapper

@@ -66,11 +66,13 @@ class Rig:
 
     async def settle(self) -> None:
         """Until no I/O is under way and deletions have reached the disk."""
-        while self.engine._in_flight:
+        while self.engine.io.in_flight:
             await self.engine.idle()
         for _ in range(20):
             # An I/O thread may hold the object it wrote for a moment longer, and then it can be revived.
-            if not any(e.weak is not None and e.weak() is not None for e in self.engine._entries if not e.in_memory):
+            if not any(
+                e.weak is not None and e.weak() is not None for e in self.engine.books.entries if not e.in_memory
+            ):
                 break
             await asyncio.sleep(0.01)
 

@@ -137,8 +137,8 @@ async def test_metrics_are_true_and_peers_get_spilled_keys(c: Client, s: Schedul
         assert runtime.statistics()["fallbacks"] == {}
         assert set(runtime.store) == set(w.data)
     assert ("get-data", "disk-read", "seconds") in s.cumulative_worker_metrics
-    assert b.state.tasks == {} or all(e.pins == 0 for e in runtimes[1].engine._entries)
-    assert all(e.pins == 0 for e in runtimes[0].engine._entries)
+    assert b.state.tasks == {} or all(e.pins == 0 for e in runtimes[1].engine.books.entries)
+    assert all(e.pins == 0 for e in runtimes[0].engine.books.entries)
     np.testing.assert_array_equal(await c.gather(x[0]), make(0))
 
     z = c.map(total, x, workers=[a.address], pure=False)
@@ -466,7 +466,7 @@ async def test_an_exception_of_ours_is_stocks_decision(c: Client, s: Scheduler, 
 def spoil_all(runtime: TierRuntime, keys: Any = None) -> int:
     n = 0
     for handle in runtime.engine.handles():
-        entry = next(e for e in runtime.engine._entries if e.handle is handle)
+        entry = next(e for e in runtime.engine.books.entries if e.handle is handle)
         if keys is not None and entry.key not in keys:
             continue
         path = os.path.join(runtime._disk.directory, handle.name)
@@ -584,7 +584,7 @@ async def test_tasks_cancelled_while_their_inputs_are_read(c: Client, s: Schedul
     runtime.engine.shrink(0)
     await async_poll_for(lambda: len(a.data) == 40, timeout=30)
     await runtime.engine.idle()
-    assert all(e.pins == 0 for e in runtime.engine._entries)
+    assert all(e.pins == 0 for e in runtime.engine.books.entries)
     runtime.engine.validate()
     assert runtime.statistics()["fallbacks"] == {}
 
