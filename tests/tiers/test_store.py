@@ -227,9 +227,11 @@ def test_two_wait_for_one_load_and_one_is_cancelled(run_rig: RunRig) -> None:
         await rig.settle()
         slow.gate.clear()
         first, second = (asyncio.ensure_future(rig.store.ensure(["a"])) for _ in range(2))
-        await asyncio.sleep(0.01)
+        while rig.store.entry("a").pins < 2 or rig.engine.states()["loading"] == 0:
+            await asyncio.sleep(0)
         first.cancel()
-        await asyncio.sleep(0.01)
+        while not first.done():
+            await asyncio.sleep(0)
         slow.gate.set()
         pinned = await asyncio.wait_for(second, 30)
         assert pinned[0].pins == 1
@@ -284,9 +286,9 @@ def test_admission_is_first_come_first_served_and_ends(run_rig: RunRig) -> None:
                 order.append(n)
 
         tasks = [asyncio.ensure_future(ask(n)) for n in (30_000, 1, 2)]
-        await asyncio.sleep(0.01)
+        while len(rig.engine.gate) < 3:
+            await asyncio.sleep(0)
         assert order == []
-        assert len(rig.engine.gate) == 3
         tasks[1].cancel()
         slow.gate.set()
         await asyncio.wait_for(asyncio.gather(tasks[0], tasks[2]), 30)

@@ -168,8 +168,9 @@ async def test_resident_set_above_the_mark_spills(c: Client, s: Scheduler, a: Wo
     a.monitor.get_process_memory = lambda: 50 * MB
     x = c.map(make, range(10))
     await wait(x)
-    await asyncio.sleep(0.3)
-    assert len(runtime.store.slow) == 0
+    runtime._watch.look()
+    assert runtime._watch.alarms == 0
+    assert runtime.engine.moving_bytes == len(runtime.store.slow) == 0
     a.monitor.get_process_memory = lambda: 73 * MB if len(runtime.store.slow) < 10 else 10 * MB
     await async_poll_for(lambda: len(runtime.store.slow) == 10, timeout=30)
     a.monitor.get_process_memory = lambda: 85 * MB
