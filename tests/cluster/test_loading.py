@@ -229,6 +229,30 @@ def test_attach_and_detach_with_data_in_flight() -> None:
         _work(client)
 
 
+@pytest.mark.parametrize("worker_kwargs", [{"memory_limit": 0}, {"data": dict}])
+def test_workers_with_data_of_another_kind(worker_kwargs: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    """Their task results are left alone; everything else works, and says so."""
+    caplog.set_level("INFO", "distributed.worker.gpurt")
+    with (
+        LocalCluster(
+            n_workers=2, threads_per_worker=1, processes=False, dashboard_address=":0", **worker_kwargs
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        stock_workers = client.run(_worker_state)
+        dask_gpurt.attach(client)
+        got = _shows_all(client, 2)
+        _work(client)
+        for worker in got["workers"].values():
+            assert worker["tiers"]["enabled"] is False
+            assert "plain dict" in worker["tiers"]["left_alone"]
+            assert worker["tiers"]["host_limit_bytes"] > 0
+        assert "tiers for shuffles only, host memory up to" in caplog.text
+        dask_gpurt.detach(client)
+        assert client.run(_worker_state) == stock_workers
+        _work(client)
+
+
 def test_attach_says_when_policy_is_stock() -> None:
     with (
         LocalCluster(n_workers=1, threads_per_worker=1, processes=False, dashboard_address=":0") as cluster,
