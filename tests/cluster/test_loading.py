@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from distributed import Client, LocalCluster
 
 import dask_gpurt
 from dask_gpurt.errors import ConfigError, InstallError
+from dask_gpurt.extension import on_worker
 
 from .processes import processes, wait_text
 
@@ -230,9 +232,8 @@ def test_attach_and_detach_with_data_in_flight() -> None:
 
 
 @pytest.mark.parametrize("worker_kwargs", [{"memory_limit": 0}, {"data": dict}])
-def test_workers_with_data_of_another_kind(worker_kwargs: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_workers_with_data_of_another_kind(worker_kwargs: dict[str, Any]) -> None:
     """Their task results are left alone; everything else works, and says so."""
-    caplog.set_level("INFO", "distributed.worker.gpurt")
     with (
         LocalCluster(
             n_workers=2, threads_per_worker=1, processes=False, dashboard_address=":0", **worker_kwargs
@@ -247,7 +248,10 @@ def test_workers_with_data_of_another_kind(worker_kwargs: dict[str, Any], caplog
             assert worker["tiers"]["enabled"] is False
             assert "plain dict" in worker["tiers"]["left_alone"]
             assert worker["tiers"]["host_limit_bytes"] > 0
-        assert "tiers for shuffles only, host memory up to" in caplog.text
+        for said in client.run(lambda dask_worker: on_worker(dask_worker).summary()).values():
+            assert re.match(
+                r"tiers for shuffles only, host memory up to .* -> disk \(worker.data is a plain dict", said
+            )
         dask_gpurt.detach(client)
         assert client.run(_worker_state) == stock_workers
         _work(client)
