@@ -300,9 +300,9 @@ class WorkerParts:
         now = self.runtime.statistics()
         limit = now["host_limit_bytes"]
         host = "host memory" if limit is None else f"host memory up to {format_bytes(limit)}"
-        return (
-            f"tiers {host} -> disk" if now["enabled"] else "worker.data is left to Dask, shuffles are kept by the tiers"
-        )
+        if now["enabled"]:
+            return f"tiers {host} -> disk"
+        return f"tiers for shuffles only, {host} -> disk ({now['left_alone']})"
 
     def heartbeat(self) -> dict[str, Any]:
         """Few figures, and none that costs more than a look."""

@@ -1,31 +1,139 @@
-"""Taking over a worker's data without reading it, and giving it back.
+"""Taking over a `SpillBuffer` without reading what it has on disk, and giving everything back.
 
-What can be taken over: a plain ``dict``, and distributed's `SpillBuffer` with whatever it has on disk, which stays
-where it is and is read by our reader threads when it is needed (`ForeignHandle`). Any other mapping only while it is
-empty, except dask-cuda's, which holds device memory that this package must not manage at the same time.
+This module and `seam` together are the seam to distributed: `seam` knows the private names of its Worker, this one
+those of its `SpillBuffer` and of the zict classes below it. No other module knows any. `check` looks them up before
+anything is changed.
 
-Used by `seam` alone: it knows the insides of `SpillBuffer`.
+Only distributed's own `SpillBuffer` is taken over. Anything else was chosen by somebody: a ``dict`` is what distributed
+takes when it must not spill, another mapping came with ``Worker(data=...)`` or from dask-cuda. `left_alone` says
+which.
+
+Adoption: values on disk stay in the buffer's files and are read by our reader threads when they are needed
+(`ForeignHandle`).
+
+Draining (`give_back`) happens on workers that are as full as they may be, so it is ordered by memory:
+
+1. what the buffer never ceased to have (`ForeignHandle`) is forgotten here; new results go to the buffer from now on;
+2. values in memory change hands, the least recently used first. That is a reference, no bytes. Those that do not fit
+   below the buffer's target are written to its folder in a thread;
+3. values on our disk are read and written to the buffer's folder one at a time. None of them goes to the buffer's
+   memory: they were on disk, and who needs them reads them.
+
+So bytes of values in both together never exceed ``max(budget, target)`` by more than one value. For what tasks load
+meanwhile to be in that sum, the bytes in the buffer are taken off the engine's budget until it is over. Values enter
+the buffer by ``set_noevict``: its normal ``__setitem__`` evicts to disk on the event loop, and drops a large value that
+cannot be pickled. A file becomes known to the buffer in one step of the loop, after it was written: a key deleted or
+set again during the write leaves only a file to delete.
+
+Rejected: draining in the order of keys (values read from disk came on top of those still in memory, and the nanny
+killed the worker); asking the buffer to evict (it writes on the event loop).
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import inspect
+import logging
+import os
 import threading
 import time
-from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from distributed.metrics import context_meter
 from distributed.sizeof import safe_sizeof
 from distributed.spill import SpillBuffer, SpilledSize
 
-from dask_gpurt.errors import CorruptData, InstallError
+from dask_gpurt.errors import CorruptData, SeamMismatch
 from dask_gpurt.tiers.handle import DecodeError, IoCost
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from dask_gpurt.tiers.account import Codec
     from dask_gpurt.tiers.engine import Engine
+    from dask_gpurt.tiers.entry import Entry
     from dask_gpurt.tiers.store import TieredStore
+
+_REMEDY = "Nothing was changed. Remedy: use distributed >= 2026.7.1, < 2026.9, or set gpurt.tiers.enabled: false"
+#: seconds of handing over after which the loop gets a turn
+_TURN_SECONDS = 0.005
+#: what is used of a SpillBuffer
+_INTERNALS = (
+    *("fast.n", "fast.total_weight", "evict", "set_noevict"),
+    *("slow.cache", "slow._gen", "slow._last_updated"),
+    *("_slow_uncached.load", "_slow_uncached.dump", "_slow_uncached.max_weight"),
+    *("_slow_uncached.weight_by_key", "_slow_uncached.total_weight"),
+    *("_slow_uncached.d.directory", "_slow_uncached.d.filenames", "_slow_uncached.d._safe_key"),
+)
+
+
+# ---------------------------------------------------------------------------------------------- checks
+
+
+def require_names(root: Any, what: str, paths: Iterable[str]) -> None:
+    """Raise `SeamMismatch` unless ``root`` has every dotted path; `what` names the root in the message."""
+    for path in paths:
+        target = root
+        for name in path.split("."):
+            if not hasattr(target, name):
+                raise SeamMismatch(f"{what}.{path} does not exist. {_REMEDY}")
+            target = getattr(target, name)
+
+
+def require_call(callable_: Any, what: str, *args: Any, **kwargs: Any) -> None:
+    """Raise `SeamMismatch` unless this can be called with these arguments; it is not called."""
+    try:
+        inspect.signature(callable_).bind(*args, **kwargs)
+    except (TypeError, ValueError) as e:
+        raise SeamMismatch(f"{what} cannot be called as this package relies on ({e}). {_REMEDY}") from e
+
+
+def check(data: Any) -> None:
+    """Raise `SeamMismatch` when this `SpillBuffer` is not the one this module was written for."""
+    require_names(data, "SpillBuffer", _INTERNALS)
+    require_call(data.set_noevict, "SpillBuffer.set_noevict", "key", None)
+    require_call(data.evict, "SpillBuffer.evict")
+    require_call(data._slow_uncached.d._safe_key, "the file mapping's _safe_key", "key")
+    require_call(data._slow_uncached.dump, "Slow.dump", None)
+    require_call(data._slow_uncached.load, "Slow.load", b"")
+    require_names(SpilledSize(0, 0), "SpilledSize", ("memory", "disk"))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LeftAlone:
+    """A ``worker.data`` that is not taken over."""
+
+    reason: str
+    #: what to do to have it taken over
+    remedy: str
+    #: of the log message
+    level: int
+
+
+def left_alone(data: Any) -> LeftAlone | None:
+    """Why this mapping is not taken over; None when it is."""
+    if type(data) is SpillBuffer:
+        return None
+    if type(data) is dict:
+        return LeftAlone(
+            "worker.data is a plain dict: the worker has no memory limit, or spilling is switched off",
+            "start the worker with a memory limit and distributed.worker.memory.target or .spill",
+            logging.INFO,
+        )
+    kind = f"{type(data).__module__}.{type(data).__qualname__}"
+    if kind.startswith("dask_cuda."):
+        return LeftAlone(
+            f"worker.data is a {kind}, which manages device memory itself",
+            "start the worker without device_memory_limit",
+            logging.WARNING,
+        )
+    return LeftAlone(
+        f"worker.data is a {kind}, not distributed's own SpillBuffer", "start the worker without data=", logging.WARNING
+    )
+
+
+# ---------------------------------------------------------------------------------------------- taking over
 
 
 @dataclasses.dataclass(slots=True)
@@ -36,6 +144,8 @@ class ForeignHandle:
     lock: threading.Lock
     key: Any
     nbytes: int
+    #: its file; the buffer may have another value of this key by now
+    name: str
     #: the buffer has the key to itself again: `free` must leave it there
     kept: bool = False
 
@@ -59,47 +169,34 @@ class ForeignHandle:
 
     def free(self) -> None:
         with self.lock:  # its byte totals are not safe against two threads
-            if not self.kept and self.key in self.buffer:
+            if not self.kept and _files(self.buffer).filenames.get(self.key) == self.name:
                 del self.buffer[self.key]
 
 
-def check(data: Any) -> None:
-    """Raise `InstallError` when this mapping cannot be taken over."""
-    kind = f"{type(data).__module__}.{type(data).__qualname__}"
-    if kind.startswith("dask_cuda."):
-        raise InstallError(
-            f"worker.data is a {kind}, which manages device memory itself; tiers cannot be stacked on it. "
-            "Remedy: start the worker without device_memory_limit, or set gpurt.tiers.enabled: false"
-        )
-    if not isinstance(data, MutableMapping):
-        raise InstallError(f"worker.data is a {kind}, must be a MutableMapping. Remedy: gpurt.tiers.enabled: false")
-    if len(data) and type(data) is not dict and not isinstance(data, SpillBuffer):
-        raise InstallError(
-            f"worker.data is a {kind} with {len(data)} keys; only a dict or distributed's SpillBuffer can be taken "
-            "over while there is data. Remedy: install at the start of the worker, or set gpurt.tiers.enabled: false"
-        )
+def _files(buffer: SpillBuffer) -> Any:
+    return buffer._slow_uncached.d
 
 
-def adopt(data: MutableMapping[Any, Any], store: TieredStore) -> None:
+def adopt(data: SpillBuffer, store: TieredStore) -> None:
     """Move what `data` holds into `store`. What is on disk stays there.
 
     Synchronous: no task sees a state in between.
     """
-    if isinstance(data, SpillBuffer):
-        lock = threading.Lock()
-        for key, size in list(data._slow_uncached.weight_by_key.items()):
-            store.adopt(key, size.memory, ForeignHandle(data, lock, key, size.disk))
-        for key in list(data.fast):
-            value = data.fast[key]
-            del data[key]
-            store[key] = value
-    else:
-        for key in list(data):
-            store[key] = data.pop(key)
+    lock = threading.Lock()
+    names = _files(data).filenames
+    for key, size in list(data._slow_uncached.weight_by_key.items()):
+        store.adopt(key, size.memory, ForeignHandle(data, lock, key, size.disk, names[key]))
+    for key in list(data.fast):
+        value = data.fast[key]
+        del data[key]
+        store[key] = value
 
 
-async def give_back(store: TieredStore, data: MutableMapping[Any, Any], engine: Engine) -> list[Any]:
-    """Move everything from `store` into `data`. The loop stays free; new keys go to `data` at once.
+# ---------------------------------------------------------------------------------------------- giving back
+
+
+async def give_back(store: TieredStore, data: SpillBuffer, engine: Engine) -> list[Any]:
+    """Move everything from `store` into `data`; see the module for the order. The loop stays free.
 
     Returns
     -------
@@ -111,54 +208,129 @@ async def give_back(store: TieredStore, data: MutableMapping[Any, Any], engine: 
         if entry is not None and isinstance(entry.handle, ForeignHandle):
             entry.handle.kept = True  # `data` never ceased to have it
             store.forget(key)
-    store.successor = data
-    for key in store.own_keys():
-        pinned = await store.ensure([key])
-        try:
-            entry = store.entry(key)
-            if entry is None or not entry.in_memory:
-                continue  # deleted, or lost and being recomputed
-            value = entry.value
-            if isinstance(data, SpillBuffer) and data.fast.total_weight + entry.nbytes > data.fast.n:
-                raw = await _to_disk(data, key, value, engine)
-                if store.entry(key) is not entry:  # deleted meanwhile
-                    if raw is not None:
-                        del data._slow_uncached.d[key]
-                    continue
-                if raw is not None:
-                    store.forget(key)
-                    slow = data._slow_uncached
-                    slow.weight_by_key[key] = raw
-                    slow.total_weight += raw
-                    data.slow._gen += 1
-                    data.slow._last_updated[key] = data.slow._gen
-                    continue
-            store.forget(key)
-            data[key] = value
-        finally:
-            store.release(pinned)
+    store.drain_into(data)
+    budget_bytes = engine.budget_bytes
+    try:
+        draining = _Draining(store, data, engine)
+        await draining.values_in_memory()
+        await draining.values_on_disk()
+    finally:
+        engine.budget_bytes = budget_bytes
     return store.own_keys()
 
 
-async def _to_disk(data: SpillBuffer, key: Any, value: Any, engine: Engine) -> SpilledSize | None:
-    """Write straight below, in a thread; None when that cannot be done."""
-    slow = data._slow_uncached
-    if not hasattr(data.slow, "_last_updated") or not hasattr(data.slow, "_gen"):
+class _Draining:
+    def __init__(self, store: TieredStore, data: SpillBuffer, engine: Engine) -> None:
+        self._store = store
+        self._data = data
+        self._engine = engine
+        self._budget_bytes = engine.budget_bytes
+        self._turn_began = time.perf_counter()
+        self._share_budget()
+
+    async def values_in_memory(self) -> None:
+        """Hand over as many as fit, the most recently used of them; write the others."""
+        entries = [e for e in map(self._store.entry, self._store.own_keys()) if e is not None and e.in_memory]
+        entries.sort(key=lambda e: e.last_use)
+        room = self._data.fast.n - self._data.fast.total_weight
+        fitting: list[Entry] = []
+        others: list[Entry] = []
+        for entry in reversed(entries):
+            if entry.nbytes <= room:
+                room -= entry.nbytes
+                fitting.append(entry)
+            else:
+                others.append(entry)
+        del entries
+        # From the oldest to the newest, which becomes the buffer's order of eviction.
+        for entry in [*reversed(fitting), *reversed(others)]:
+            if self._here(entry) and entry.in_memory:
+                await self._move(entry, to_memory=True)
+
+    async def values_on_disk(self) -> None:
+        """Read and write one after the other."""
+        for key in self._store.own_keys():
+            entry = self._store.entry(key)
+            if entry is None:
+                continue
+            was_in_memory = entry.in_memory  # a task has read it meanwhile
+            pinned = await self._store.ensure([key])
+            try:
+                if self._here(entry) and entry.in_memory:  # else deleted, or lost and being computed again
+                    await self._move(entry, to_memory=was_in_memory)
+            finally:
+                self._store.release(pinned)
+
+    def _here(self, entry: Entry) -> bool:
+        return self._store.entry(entry.key) is entry
+
+    async def _move(self, entry: Entry, *, to_memory: bool) -> None:
+        fast = self._data.fast
+        if to_memory and fast.total_weight + entry.nbytes <= fast.n:
+            self._hand_over(entry)
+        else:
+            await self._write(entry)
+        self._share_budget()
+        now = time.perf_counter()
+        if now - self._turn_began > _TURN_SECONDS:
+            await asyncio.sleep(0)
+            self._turn_began = time.perf_counter()
+
+    def _hand_over(self, entry: Entry) -> None:
+        key, value = entry.key, entry.value
+        self._store.forget(key)
+        self._data.set_noevict(key, value)
+
+    async def _write(self, entry: Entry) -> None:
+        """Straight to the buffer's folder; to its memory, whatever its target, when that cannot be done."""
+        key, value, files = entry.key, entry.value, _files(self._data)
+        name = files._safe_key(key)
+        path = os.path.join(files.directory, name)
+        self._engine.pin(entry)
+        try:
+            size = await self._engine.offload(_write_file, self._data._slow_uncached, path, value)
+        finally:
+            self._engine.unpin(entry)
+        if not self._here(entry):
+            if size is not None:
+                await self._engine.offload(_remove_file, path)
+            return
+        self._store.forget(key)
+        if size is None:
+            self._data.set_noevict(key, value)
+            return
+        slow, cached = self._data._slow_uncached, self._data.slow
+        files.filenames[key] = name
+        slow.weight_by_key[key] = size
+        slow.total_weight += size
+        cached._gen += 1
+        cached._last_updated[key] = cached._gen
+        cached.cache[key] = value  # weakly: a task that still has it needs no second copy
+
+    def _share_budget(self) -> None:
+        if self._budget_bytes is not None:
+            self._engine.budget_bytes = max(0, self._budget_bytes - int(self._data.fast.total_weight))
+
+
+def _write_file(slow: Any, path: str, value: Any) -> SpilledSize | None:
+    """In a thread. None when the value cannot be written."""
+    try:
+        with context_meter.clear_callbacks():
+            frames = slow.dump(value)
+        disk = sum(memoryview(frame).nbytes for frame in frames)
+        if slow.max_weight is not False and slow.total_weight.disk + disk > slow.max_weight:
+            return None
+        with open(path, "wb") as f:
+            f.writelines(frames)
+        return SpilledSize(safe_sizeof(value), disk)
+    except Exception:  # whatever it is, the value stays in memory, as distributed would have it
+        _remove_file(path)
         return None
 
-    def write() -> SpilledSize | None:
-        try:
-            with context_meter.clear_callbacks():
-                raw = slow.dump(value)
-            disk = sum(memoryview(frame).nbytes for frame in raw)
-            if slow.max_weight is not False and slow.total_weight.disk + disk > slow.max_weight:
-                return None
-            slow.d[key] = raw
-        except Exception:  # whatever it is, the value goes to memory instead, as distributed would have it
-            if key in slow.d:
-                del slow.d[key]
-            return None
-        return SpilledSize(safe_sizeof(value), disk)
 
-    size: SpilledSize | None = await engine.offload(write)
-    return size
+def _remove_file(path: str) -> None:
+    try:
+        os.remove(path)
+    except OSError:
+        # Not there, or the folder is broken; it goes with the worker's folder in any case.
+        return

@@ -103,6 +103,8 @@ class Entry:
     unspillable: bool = False
     #: writes that failed in a row
     failures: int = 0
+    #: it waits after a failed write before the next one
+    resting: bool = False
     #: the bytes are right but could not be turned into the object: what the object's code raised
     load_error: BaseException | None = None
     #: resolved when LOADING ends, whatever the outcome

@@ -19,6 +19,12 @@ What the user said to distributed is respected:
 both false                                  nothing is ever spilled; values stay in memory
 ``distributed.worker.memory.max-spill``     the disk limit, unless ``gpurt.tiers.disk-limit`` is set
 ==========================================  ==================================================================
+
+Where ``worker.data`` is left alone, the budget is that of the shards of shuffles: a quarter of what it would be else,
+as the rest is filled by somebody else. There what the user said about spilling *values* does not count, and a worker
+without a memory limit takes its part of the system's memory for it (as ``memory_limit="auto"`` does): Dask's own
+shuffle writes every byte to disk, whatever these settings are, so with shards in memory without limit a shuffle could
+end a worker that would have lived.
 """
 
 from __future__ import annotations
@@ -27,7 +33,9 @@ import dataclasses
 import logging
 from typing import TYPE_CHECKING, Any
 
+from dask.system import CPU_COUNT
 from dask.utils import format_bytes
+from distributed import system
 from tornado.ioloop import PeriodicCallback
 
 from dask_gpurt.config import DEFAULTS
@@ -55,18 +63,25 @@ class Limits:
     watch_high_bytes: int | None
     watch_low_bytes: int | None
     interval_seconds: float
+    #: task results are somebody else's
+    shards_only: bool
 
 
-def limits_of(manager: Any, settings: TierSettings) -> Limits:
-    """What a worker's memory manager and our settings say together; see the table above."""
+def limits_of(worker: Any, settings: TierSettings, *, shards_only: bool) -> Limits:
+    """What a worker and our settings say together; see the table above.
+
+    `shards_only`: ``worker.data`` is left alone.
+    """
+    manager = worker.memory_manager
     limit = manager.memory_limit
     target, spill = manager.memory_target_fraction, manager.memory_spill_fraction
     share = settings.host_limit
     if target and target != _STOCK_TARGET and share == DEFAULTS["gpurt"]["tiers"]["host-limit"]:
         share = target
     budget = int(limit * share) if limit and target else None
-    if budget is not None and not settings.enabled:
-        budget = int(budget * _SHARDS_ONLY)
+    if shards_only:
+        memory = limit or system.MEMORY_LIMIT * min(1, worker.state.nthreads / CPU_COUNT)
+        budget = int(memory * share * _SHARDS_ONLY)
     disk = settings.disk_limit
     if disk is None and manager.max_spill is not False:
         disk = int(manager.max_spill)
@@ -78,6 +93,7 @@ def limits_of(manager: Any, settings: TierSettings) -> Limits:
         watch_high_bytes=int(limit * spill) if watched else None,
         watch_low_bytes=int(limit * (target or spill)) if watched else None,
         interval_seconds=manager.memory_monitor_interval or 0.1,
+        shards_only=shards_only,
     )
 
 
@@ -118,7 +134,8 @@ class MemoryWatch:
             return
         self.alarms += 1
         self._engine.shrink(size - low)
-        if not self._engine.can_shrink:
+        # With shards alone our bytes say nothing about the process; distributed's monitor has its own warning.
+        if not self._engine.can_shrink and not self._limits.shards_only:
             logger.warning(
                 "Unmanaged memory use is high. This may indicate a memory leak or the memory may not be released to "
                 "the OS; see https://distributed.dask.org/en/latest/worker-memory.html for more information. "

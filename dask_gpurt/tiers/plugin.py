@@ -3,6 +3,10 @@
 Whoever loads us (a worker plugin, a preload) calls ``await TierRuntime.install(worker, settings)`` on the worker's
 event loop, at its start or while it works, and ``await runtime.uninstall()`` to give everything back. When the worker
 closes, the files go without being read.
+
+``worker.data`` is taken over only where it is distributed's own `SpillBuffer`; where somebody chose another mapping, it
+is left alone, and only the shards of shuffles are kept in the tiers. That is no error: it is logged once and shown as
+``left_alone`` in `TierRuntime.statistics`.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from distributed.diskutils import WorkDir, WorkSpace
 
 from dask_gpurt.errors import InstallError
 from dask_gpurt.model.events import Event, Sink, null_sink
+from dask_gpurt.tiers import adoption
 from dask_gpurt.tiers.disk import ODD_FILESYSTEMS, DiskTier, filesystem_of
 from dask_gpurt.tiers.engine import Engine
 from dask_gpurt.tiers.memory import Limits, MemoryWatch, limits_of
@@ -59,6 +64,8 @@ class TierRuntime:
         self._work_dir = work_dir
         self._sink = sink
         self._seam: WorkerSeam | None = None
+        #: why worker.data is left alone; empty when it is not
+        self._left_alone = ""
         self._engine = Engine(disk, budget_bytes=limits.budget_bytes, sink=sink)
         self._engine.counters.listener = self._tell_metric
         self._shards = TierShardStore(self._engine)
@@ -71,37 +78,34 @@ class TierRuntime:
     async def install(cls, worker: Any, settings: TierSettings, *, sink: Sink = null_sink) -> TierRuntime:
         """Start the tiers of a worker; on one that has them, apply the new settings and return the running ones.
 
-        With ``settings.enabled`` False ``worker.data`` is left alone and only the shard store is served.
+        With ``settings.enabled`` False, or where ``worker.data`` is not distributed's own, it is left alone and only
+        the shard store is served.
 
         Raises
         ------
         InstallError
-            The folder cannot be written, or ``worker.data`` cannot be taken over. Nothing was changed.
+            The folder cannot be written. Nothing was changed.
+        SeamMismatch
+            This distributed is not one we know. Nothing was changed.
         """
         async with _locks.setdefault(worker, asyncio.Lock()):
             runtime = _runtimes.get(worker)
             if runtime is not None and runtime._running:
                 await runtime._apply(settings)
                 return runtime
-            limits = limits_of(worker.memory_manager, settings)
+            limits = limits_of(
+                worker, settings, shards_only=_left_alone(worker.memory_manager.data, settings) is not None
+            )
             disk, work_dir = await asyncio.to_thread(_open_disk, worker.local_directory, settings, limits)
             runtime = cls(worker, settings, limits, disk, work_dir, sink)
             try:
                 runtime._warn_about_filesystem()
-                if settings.enabled:
-                    runtime._take_over()
+                runtime._take_over_or_leave(settings)
             except BaseException:
                 await runtime._stop()
                 raise
             worker.extensions["gpurt-tiers"] = _CloseHook(runtime)
             _runtimes[worker] = runtime
-            logger.info(
-                "Memory tiers: %s. Host budget %s, disk %s%s",
-                "worker.data taken over" if settings.enabled else "worker.data left to Dask, shuffles only",
-                _said(limits.budget_bytes),
-                disk.directory,
-                "" if limits.disk_limit_bytes is None else f" up to {format_bytes(limits.disk_limit_bytes)}",
-            )
             return runtime
 
     async def uninstall(self) -> None:
@@ -139,23 +143,47 @@ class TierRuntime:
             logger.warning(
                 "gpurt.tiers.directory cannot change while the worker runs; it stays %s", self._disk.directory
             )
-        limits = limits_of(self._worker.memory_manager, settings)
+        left = _left_alone(self._data(), settings)
+        if left is not None and self._seam is not None:
+            # Before the limits: with the lower budget of shards alone, values would go to our disk on their way out.
+            await self._seam.give_back()
+            self._seam = None
+        limits = limits_of(self._worker, settings, shards_only=left is not None)
         self._settings, self._limits = settings, limits
         self._disk.limit_bytes = limits.disk_limit_bytes
         self._disk.reserve_bytes = limits.disk_reserve_bytes
         self._engine.budget_bytes = limits.budget_bytes
         self._watch.set_limits(limits)
-        if settings.enabled and self._seam is None:
-            self._take_over()
-        elif not settings.enabled and self._seam is not None:
-            await self._seam.give_back()
-            self._seam = None
+        self._take_over_or_leave(settings)
         self._engine.balance()
 
-    def _take_over(self) -> None:
-        seam = WorkerSeam(self._worker, self._engine)
-        seam.take_over()
-        self._seam = seam
+    def _data(self) -> Any:
+        """What was ``worker.data`` without us."""
+        return self._worker.memory_manager.data if self._seam is None else self._seam.original
+
+    def _take_over_or_leave(self, settings: TierSettings) -> None:
+        """Take ``worker.data`` over unless that is done or it has to be left alone; say so once."""
+        left = _left_alone(self._data(), settings)
+        before, self._left_alone = self._left_alone, "" if left is None else left.reason
+        if left is None:
+            if self._seam is not None:
+                return
+            seam = WorkerSeam(self._worker, self._engine)
+            seam.take_over()
+            self._seam = seam
+        elif self._left_alone == before:
+            return
+        limits = self._limits
+        logger.log(
+            logging.INFO if left is None else left.level,
+            "Memory tiers: %s. Host budget %s, disk %s%s",
+            "worker.data taken over"
+            if left is None
+            else f"shuffles only. {left.reason}. To have the tiers: {left.remedy}",
+            _said(limits.budget_bytes),
+            self._disk.directory,
+            "" if limits.disk_limit_bytes is None else f" up to {format_bytes(limits.disk_limit_bytes)}",
+        )
 
     def _warn_about_filesystem(self) -> None:
         kind = filesystem_of(self._disk.directory)
@@ -193,6 +221,7 @@ class TierRuntime:
         engine, seam = self._engine, self._seam
         out: dict[str, Any] = {
             "enabled": seam is not None,
+            "left_alone": self._left_alone,
             "host_bytes": engine.resident_bytes,
             "host_limit_bytes": engine.budget_bytes,
             "moving_bytes": engine.moving_bytes,
@@ -218,6 +247,13 @@ class TierRuntime:
         }
         out.update(engine.counters.to_dict())
         return out
+
+
+def _left_alone(data: Any, settings: TierSettings) -> adoption.LeftAlone | None:
+    """Why these data are not taken over; None when they are."""
+    if not settings.enabled:
+        return adoption.LeftAlone("gpurt.tiers.enabled is false", "set it to true", logging.INFO)
+    return adoption.left_alone(data)
 
 
 def _open_disk(local_directory: str, settings: TierSettings, limits: Limits) -> tuple[DiskTier, WorkDir | None]:

@@ -1,5 +1,8 @@
 """The only file that touches private names of distributed's Worker.
 
+With `adoption`, which knows those of its `SpillBuffer`, it is the seam to distributed: no other module of the tiers
+uses a private name of it. Both look up all they rely on before anything is changed (`SeamMismatch`).
+
 Taken over, and put back exactly:
 
 * ``worker.memory_manager.data`` **and** ``worker.state.data``: setting one alone makes every dependent fail;
@@ -27,7 +30,6 @@ by the scheduler).
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import traceback
 from collections import Counter
@@ -39,10 +41,13 @@ from distributed.worker_state_machine import FreeKeysEvent, RescheduleEvent
 
 from dask_gpurt.errors import SeamMismatch
 from dask_gpurt.tiers import adoption
+from dask_gpurt.tiers.adoption import require_call, require_names
 from dask_gpurt.tiers.store import TieredStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, MutableMapping
+    from collections.abc import Callable
+
+    from distributed.spill import SpillBuffer
 
     from dask_gpurt.tiers.engine import Engine
     from dask_gpurt.tiers.entry import Entry
@@ -55,25 +60,13 @@ _ENDED = {"error", "memory", "released", "forgotten"}
 _RUNNING = {Status.running, Status.paused, Status.closing_gracefully}
 
 
-def _require(callable_: Any, what: str, *args: Any, **kwargs: Any) -> None:
-    try:
-        inspect.signature(callable_).bind(*args, **kwargs)
-    except (TypeError, ValueError) as e:
-        raise SeamMismatch(
-            f"{what} cannot be called as this package relies on ({e}). Nothing was changed. "
-            "Remedy: use distributed >= 2026.7.1, < 2026.9, or set gpurt.tiers.enabled: false"
-        ) from e
-
-
 class WorkerSeam:
-    """Puts a `TieredStore` in the place of ``worker.data``.
+    """Puts a `TieredStore` in the place of ``worker.data``, which is a `SpillBuffer`.
 
     Raises
     ------
     SeamMismatch
-        This distributed is not one we know.
-    InstallError
-        The worker's data cannot be taken over. Nothing was changed.
+        This distributed is not one we know. Nothing was changed.
     """
 
     def __init__(self, worker: Any, engine: Engine) -> None:
@@ -81,7 +74,8 @@ class WorkerSeam:
         self._engine = engine
         self._check()
         self.store = TieredStore(engine, on_lost=self.lost)
-        self._original: MutableMapping[Any, Any] = worker.memory_manager.data
+        #: what was ``worker.data``
+        self.original: SpillBuffer = worker.memory_manager.data
         self._stock_execute: Callable[..., Any] = worker.execute
         self._stock_get_data: Callable[..., Any] = worker.handlers["get_data"]
         self._had_execute = "execute" in vars(worker)
@@ -100,21 +94,20 @@ class WorkerSeam:
 
     def _check(self) -> None:
         worker = self._worker
-        for path in ("memory_manager.data", "state.data", "state.tasks", "state.actors", "handlers", "handle_stimulus"):
-            target = worker
-            for name in path.split("."):
-                if not hasattr(target, name):
-                    raise SeamMismatch(f"worker.{path} does not exist. Remedy: use distributed >= 2026.7.1, < 2026.9")
-                target = getattr(target, name)
+        require_names(
+            worker,
+            "worker",
+            ("memory_manager.data", "state.data", "state.tasks", "state.actors", "handlers", "handle_stimulus"),
+        )
         if worker.state.data is not worker.memory_manager.data:
             raise SeamMismatch(
                 "worker.state.data and worker.memory_manager.data are two objects: something else has replaced one "
                 "of them. Remedy: load dask_gpurt first, or set gpurt.tiers.enabled: false"
             )
-        _require(worker.execute, "Worker.execute", "key", stimulus_id="s")
-        _require(worker.handlers.get("get_data"), "the get_data handler", None, keys=(), who="", serializers=None)
-        _require(FreeKeysEvent, "FreeKeysEvent", keys=(), stimulus_id="s")
-        _require(RescheduleEvent, "RescheduleEvent", key="k", stimulus_id="s")
+        require_call(worker.execute, "Worker.execute", "key", stimulus_id="s")
+        require_call(worker.handlers.get("get_data"), "the get_data handler", None, keys=(), who="", serializers=None)
+        require_call(FreeKeysEvent, "FreeKeysEvent", keys=(), stimulus_id="s")
+        require_call(RescheduleEvent, "RescheduleEvent", key="k", stimulus_id="s")
         adoption.check(worker.memory_manager.data)
 
     # ------------------------------------------------------------------ taking over and giving back
@@ -122,7 +115,8 @@ class WorkerSeam:
     def take_over(self) -> None:
         """Adopt the data and swap it in, in one step of the loop."""
         worker = self._worker
-        adoption.adopt(self._original, self.store)
+        with self._engine.counters.loop_time:
+            adoption.adopt(self.original, self.store)
         worker.memory_manager.data = self.store
         worker.state.data = self.store
         worker.execute = self._execute_wrapper
@@ -131,7 +125,7 @@ class WorkerSeam:
 
     async def give_back(self) -> None:
         """Drain into the original mapping, then put everything back."""
-        for key in await adoption.give_back(self.store, self._original, self._engine):
+        for key in await adoption.give_back(self.store, self.original, self._engine):
             self._give_up(key)
         self._restore()
 
@@ -140,8 +134,8 @@ class WorkerSeam:
         self._unwrap()
 
     def _restore(self) -> None:
-        self._worker.memory_manager.data = self._original
-        self._worker.state.data = self._original
+        self._worker.memory_manager.data = self.original
+        self._worker.state.data = self.original
         self._unwrap()
 
     def _unwrap(self) -> None:

@@ -5,7 +5,8 @@ To distributed it is the mapping it expects; three things differ from its own `S
 * nothing here evicts or reads files on the event loop. The worker's ``execute`` and ``get_data`` are wrapped (see
   `seam`) to await `ensure` first; ``store[key]`` on a value that is on disk still works, blocks, and is counted
   (`sync_reads`);
-* there is neither ``fast`` nor ``evict``: without both, distributed's own memory monitor leaves eviction alone;
+* there is neither ``fast`` nor ``evict``: without both, distributed's own memory monitor leaves eviction alone. While
+  the store is drained into a `SpillBuffer` it has that buffer's, so that the monitor watches again;
 * ``in``, ``len``, iteration, ``keys`` and ``del`` never touch a file.
 
 Metrics by duck type keep the dashboards true: `spilled_total`, `slow`, `cumulative_metrics`. `spilled_total` counts
@@ -25,6 +26,8 @@ from dask_gpurt.tiers.entry import Entry, State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
+
+    from distributed.spill import SpillBuffer
 
     from dask_gpurt.tiers.engine import Engine
     from dask_gpurt.tiers.handle import Handle
@@ -73,8 +76,14 @@ class TieredStore(MutableMapping[Any, Any]):
         self._engine = engine
         self._entries: dict[Any, Entry] = {}
         self._account = Account("data", PickleCodec(), on_lost=lambda entry: on_lost(entry.key))
-        #: keys that are set go there while the store is being drained (see `seam`)
+        #: keys that are set go there while the store is being drained (see `adoption`)
         self.successor: MutableMapping[Any, Any] | None = None
+
+    def drain_into(self, successor: SpillBuffer) -> None:
+        """From now on keys are set in `successor`; the caller moves those that are here."""
+        self.successor = successor
+        self.fast: Any = successor.fast
+        self.evict: Any = successor.evict
 
     # ------------------------------------------------------------------ mapping
 

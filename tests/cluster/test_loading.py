@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from distributed import Client, LocalCluster
 
 import dask_gpurt
 from dask_gpurt.errors import ConfigError, InstallError
+from dask_gpurt.extension import on_worker
 
 from .processes import processes, wait_text
 
@@ -246,6 +248,32 @@ def test_attach_and_detach_with_data_in_flight() -> None:
         assert client.run(_worker_state) == stock_workers
         assert client.gather(client.map(lambda x: int(x[0]), during, pure=False)) == [i + 1 for i in range(20)]
         assert client.gather(client.map(lambda x: int(x[0]), before, pure=False)) == list(range(20))
+        _work(client)
+
+
+@pytest.mark.parametrize("worker_kwargs", [{"memory_limit": 0}, {"data": dict}])
+def test_workers_with_data_of_another_kind(worker_kwargs: dict[str, Any]) -> None:
+    """Their task results are left alone; everything else works, and says so."""
+    with (
+        LocalCluster(
+            n_workers=2, threads_per_worker=1, processes=False, dashboard_address=":0", **worker_kwargs
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        stock_workers = client.run(_worker_state)
+        dask_gpurt.attach(client)
+        got = _shows_all(client, 2)
+        _work(client)
+        for worker in got["workers"].values():
+            assert worker["tiers"]["enabled"] is False
+            assert "plain dict" in worker["tiers"]["left_alone"]
+            assert worker["tiers"]["host_limit_bytes"] > 0
+        for said in client.run(lambda dask_worker: on_worker(dask_worker).summary()).values():
+            assert re.match(
+                r"tiers for shuffles only, host memory up to .* -> disk \(worker.data is a plain dict", said
+            )
+        dask_gpurt.detach(client)
+        assert client.run(_worker_state) == stock_workers
         _work(client)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -65,14 +66,15 @@ class Rig:
         self.store = TieredStore(self.engine, on_lost=self.lost.append)
 
     async def settle(self) -> None:
-        """Until no I/O is under way and deletions have reached the disk."""
-        while self.engine._in_flight:
+        """Until no I/O is under way, deletions have reached the disk, and no I/O thread holds a value any more."""
+        io = self.engine.io
+        while io.in_flight:
             await self.engine.idle()
-        for _ in range(20):
-            # An I/O thread may hold the object it wrote for a moment longer, and then it can be revived.
-            if not any(e.weak is not None and e.weak() is not None for e in self.engine._entries if not e.in_memory):
-                break
-            await asyncio.sleep(0.01)
+        for pool in (io._writers, io._readers):
+            # A thread that wrote a value holds it until it takes up the next piece of work, and as long it can be
+            # revived. So each gets one: the barrier opens when all have come.
+            everyone = threading.Barrier(io.threads)
+            await asyncio.gather(*(io.loop.run_in_executor(pool, everyone.wait) for _ in range(io.threads)))
 
     def validate(self) -> None:
         """Every invariant of the engine, and: the files on disk are the handles."""

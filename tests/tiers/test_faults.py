@@ -103,7 +103,7 @@ def test_disk_that_stays_full_is_left_in_peace(run_rig: RunRig) -> None:
             rig.spill_all()
             await rig.settle()
         assert system.calls["writev"] <= 5
-        assert rig.engine._timer is not None
+        assert rig.engine.eviction.timer is not None
         assert len(rig.store.slow) == 0
         assert rig.disk.files() == []
         assert rig.disk.used_bytes == 0
@@ -111,7 +111,7 @@ def test_disk_that_stays_full_is_left_in_peace(run_rig: RunRig) -> None:
         # Space is free again.
         system.always.clear()
         rig.now += 1000
-        rig.engine._on_timer()
+        rig.engine.eviction.on_timer()
         for _ in range(10):
             await rig.settle()
         assert len(rig.store.slow) >= 40

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import stat
 import threading
@@ -18,6 +19,7 @@ import pytest
 from dask_gpurt.testing import check_mapping
 from dask_gpurt.tiers.codec import PickleCodec, flat
 from dask_gpurt.tiers.entry import TABLE, Entry, IllegalMove, State
+from dask_gpurt.tiers.statistics import LoopTime
 
 if TYPE_CHECKING:
     from .conftest import Rig
@@ -225,9 +227,11 @@ def test_two_wait_for_one_load_and_one_is_cancelled(run_rig: RunRig) -> None:
         await rig.settle()
         slow.gate.clear()
         first, second = (asyncio.ensure_future(rig.store.ensure(["a"])) for _ in range(2))
-        await asyncio.sleep(0.01)
+        while rig.store.entry("a").pins < 2 or rig.engine.states()["loading"] == 0:
+            await asyncio.sleep(0)
         first.cancel()
-        await asyncio.sleep(0.01)
+        while not first.done():
+            await asyncio.sleep(0)
         slow.gate.set()
         pinned = await asyncio.wait_for(second, 30)
         assert pinned[0].pins == 1
@@ -282,9 +286,9 @@ def test_admission_is_first_come_first_served_and_ends(run_rig: RunRig) -> None:
                 order.append(n)
 
         tasks = [asyncio.ensure_future(ask(n)) for n in (30_000, 1, 2)]
-        await asyncio.sleep(0.01)
+        while len(rig.engine.gate) < 3:
+            await asyncio.sleep(0)
         assert order == []
-        assert len(rig.engine.gate) == 3
         tasks[1].cancel()
         slow.gate.set()
         await asyncio.wait_for(asyncio.gather(tasks[0], tasks[2]), 30)
@@ -423,7 +427,7 @@ def test_illegal_moves_are_refused_with_the_story(run_rig: RunRig) -> None:
         for event in events:
             if (State.RESIDENT, event) not in TABLE:
                 with pytest.raises(IllegalMove, match=r"'a' is resident, where .* Story: -"):
-                    rig.engine._move(entry, event)
+                    rig.engine.books.move(entry, event)
         assert entry.state is State.RESIDENT
         rig.engine.validate()
         assert [e[3] for e in rig.engine.log.story("a")] == ["add"]
@@ -436,14 +440,14 @@ def test_many_keys_are_cheap(run_rig: RunRig) -> None:
 
     async def test(rig: Rig) -> None:
         looks = 0
-        real = rig.engine._victims.pop_dirty
+        real = rig.engine.books.victims.pop_dirty
 
         def counted(*, small: bool) -> Any:
             nonlocal looks
             looks += 1
             return real(small=small)
 
-        rig.engine._victims.pop_dirty = counted
+        rig.engine.books.victims.pop_dirty = counted
         for i in range(20_000):
             rig.store[i] = i
         for i in range(20_000):
@@ -452,3 +456,50 @@ def test_many_keys_are_cheap(run_rig: RunRig) -> None:
         assert rig.engine.resident_bytes == 0
 
     run_rig(test, budget=100_000)
+
+
+def test_time_on_the_loop_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("dask_gpurt.tiers.statistics.time", types.SimpleNamespace(perf_counter=lambda: now))
+    loop_time = LoopTime()
+    with loop_time:
+        now += 1
+        with loop_time:
+            now += 2
+        now += 4
+    now += 8
+    with contextlib.suppress(ZeroDivisionError), loop_time:
+        now += 16
+        raise ZeroDivisionError
+    with loop_time:
+        now += 1
+    assert (loop_time.sum_seconds, loop_time.max_seconds) == (24, 16)
+
+
+def test_every_way_into_our_code_is_timed(run_rig: RunRig) -> None:
+    """Each step adds to the sum, and the longest hold is part of it."""
+
+    async def test(rig: Rig) -> None:
+        loop_time = rig.engine.counters.loop_time
+
+        def spent() -> float:
+            got = rig.engine.counters.to_dict()["loop_blocked_seconds"]
+            assert got == {"sum": loop_time.sum_seconds, "max": loop_time.max_seconds}
+            assert 0 < got["max"] <= got["sum"]
+            return float(got["sum"])
+
+        rig.store["a"] = value(1)
+        added = spent()
+        rig.spill_all()
+        began = spent()
+        assert began > added
+        await rig.settle()
+        written = spent()
+        assert written > began
+        rig.engine.shrink(0)
+        before = spent()
+        assert (rig.store["a"] == 1).all()
+        assert rig.engine.counters.sync_reads == 1
+        assert spent() > before
+
+    run_rig(test)

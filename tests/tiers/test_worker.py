@@ -4,17 +4,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
+import re
 import signal
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import dask
 import dask.array as da
 import numpy as np
 import pytest
-from distributed import Client, LocalCluster, Scheduler, Worker, WorkerPlugin, wait
+from dask.system import CPU_COUNT
+from distributed import Client, LocalCluster, Scheduler, Worker, WorkerPlugin, system, wait
 from distributed.client import FutureCancelledError
 from distributed.spill import SpillBuffer
 from distributed.utils_test import async_poll_for, gen_cluster
@@ -24,6 +27,9 @@ from dask_gpurt.config import Settings, TierSettings
 from dask_gpurt.errors import InstallError, LostData, SeamMismatch
 from dask_gpurt.testing import ArrayChunk, check_shard_store
 from dask_gpurt.tiers import TieredStore, TierRuntime
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 pytestmark = pytest.mark.cluster
 
@@ -131,8 +137,8 @@ async def test_metrics_are_true_and_peers_get_spilled_keys(c: Client, s: Schedul
         assert runtime.statistics()["fallbacks"] == {}
         assert set(runtime.store) == set(w.data)
     assert ("get-data", "disk-read", "seconds") in s.cumulative_worker_metrics
-    assert b.state.tasks == {} or all(e.pins == 0 for e in runtimes[1].engine._entries)
-    assert all(e.pins == 0 for e in runtimes[0].engine._entries)
+    assert b.state.tasks == {} or all(e.pins == 0 for e in runtimes[1].engine.books.entries)
+    assert all(e.pins == 0 for e in runtimes[0].engine.books.entries)
     np.testing.assert_array_equal(await c.gather(x[0]), make(0))
 
     z = c.map(total, x, workers=[a.address], pure=False)
@@ -162,8 +168,9 @@ async def test_resident_set_above_the_mark_spills(c: Client, s: Scheduler, a: Wo
     a.monitor.get_process_memory = lambda: 50 * MB
     x = c.map(make, range(10))
     await wait(x)
-    await asyncio.sleep(0.3)
-    assert len(runtime.store.slow) == 0
+    runtime._watch.look()
+    assert runtime._watch.alarms == 0
+    assert runtime.engine.moving_bytes == len(runtime.store.slow) == 0
     a.monitor.get_process_memory = lambda: 73 * MB if len(runtime.store.slow) < 10 else 10 * MB
     await async_poll_for(lambda: len(runtime.store.slow) == 10, timeout=30)
     a.monitor.get_process_memory = lambda: 85 * MB
@@ -180,8 +187,14 @@ async def test_resident_set_above_the_mark_spills(c: Client, s: Scheduler, a: Wo
         ({"distributed.worker.memory.target": 0.3}, "100 MB", 30 * MB, True),
         ({"distributed.worker.memory.target": False}, "100 MB", None, True),
         ({"distributed.worker.memory.spill": False}, "100 MB", 60 * MB, False),
-        ({"distributed.worker.memory.target": False, "distributed.worker.memory.spill": False}, "100 MB", None, False),
-        ({}, 0, None, False),
+        # A plain dict: what is left is the budget of shards.
+        (
+            {"distributed.worker.memory.target": False, "distributed.worker.memory.spill": False},
+            "100 MB",
+            15 * MB,
+            False,
+        ),
+        ({}, 0, int(system.MEMORY_LIMIT * min(1, 1 / CPU_COUNT) * 0.6 * 0.25), False),
     ],
 )
 def test_what_the_user_told_distributed_is_respected(
@@ -247,21 +260,6 @@ async def test_adoption_and_draining_with_data(c: Client, s: Scheduler, a: Worke
     assert os.listdir(storage) == []
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 2)], worker_kwargs={"memory_limit": 0})
-async def test_plain_dict(c: Client, s: Scheduler, a: Worker) -> None:
-    original = a.data
-    assert type(original) is dict
-    x = c.map(make, range(5))
-    await wait(x)
-    runtime = await TierRuntime.install(a, tier_settings())
-    assert original == {}
-    await all_stored(runtime, 5)
-    await runtime.uninstall()
-    assert a.data is original
-    assert len(original) == 5
-    assert await c.gather(c.map(total, x)) == [total(make(i)) for i in range(5)]
-
-
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)], worker_kwargs={"memory_limit": "100 MB"}, config=NO_WATCH)
 async def test_second_install_applies_the_new_settings(c: Client, s: Scheduler, a: Worker) -> None:
     runtime = await TierRuntime.install(a, tier_settings())
@@ -304,20 +302,101 @@ class Foreign(dict):  # type: ignore[type-arg]
     """Somebody else's mapping."""
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)], worker_kwargs={"data": Foreign})
-async def test_foreign_mapping(c: Client, s: Scheduler, a: Worker) -> None:
+class DeviceHostFile(dict):  # type: ignore[type-arg]
+    __module__ = "dask_cuda.device_host_file"
+
+
+class MySpillBuffer(SpillBuffer):
+    """Distributed's, but with something of the user's in it."""
+
+    def __init__(self, worker_local_directory: str) -> None:
+        super().__init__(os.path.join(worker_local_directory, "mine"), target=10 * MB)
+
+
+NO_SPILL = {"distributed.worker.memory.target": False, "distributed.worker.memory.spill": False}
+
+
+@pytest.mark.parametrize(
+    ("worker_kwargs", "config", "level", "reason"),
+    [
+        ({"memory_limit": 0}, {}, "INFO", "plain dict"),
+        ({"memory_limit": "100 MB"}, NO_SPILL, "INFO", "plain dict"),
+        ({"data": Foreign}, {}, "WARNING", r"test_worker\.Foreign, not distributed's own"),
+        ({"data": MySpillBuffer}, {}, "WARNING", r"test_worker\.MySpillBuffer, not distributed's own"),
+        ({"data": DeviceHostFile}, {}, "WARNING", r"dask_cuda\.device_host_file\.DeviceHostFile, which manages device"),
+    ],
+)
+def test_other_mappings_are_left_alone(
+    worker_kwargs: dict[str, Any], config: dict[str, Any], level: str, reason: str
+) -> None:
+    """Shards are kept in the tiers all the same, within a budget, whatever `memory_limit` is."""
+
+    @gen_cluster(client=True, nthreads=[("127.0.0.1", 2)], worker_kwargs=worker_kwargs, config=config)
+    async def inner(c: Client, s: Scheduler, a: Worker) -> None:
+        original, execute, get_data = a.data, a.execute, a.handlers["get_data"]
+        x = c.map(make, range(5))
+        await wait(x)
+        with log_records("distributed.worker.gpurt") as records:
+            runtime = await TierRuntime.install(a, tier_settings())
+            await TierRuntime.install(a, tier_settings())  # says nothing again
+        assert [r.levelname for r in records] == [level]
+        assert re.search(
+            rf"shuffles only\. .*{reason}.*To have the tiers: start the worker with", records[0].getMessage()
+        )
+        assert a.data is a.state.data is original
+        assert a.execute == execute
+        assert a.handlers["get_data"] == get_data
+        assert len(original) == 5
+        stats = runtime.statistics()
+        assert stats["enabled"] is False
+        assert re.search(reason, stats["left_alone"])
+        assert runtime.store is None
+        assert 0 < stats["host_limit_bytes"] < system.MEMORY_LIMIT
+        await check_shard_store(lambda: runtime.shard_store)
+        assert await c.gather(c.map(total, x)) == [total(make(i)) for i in range(5)]
+        await TierRuntime.install(a, tier_settings(enabled=False))
+        assert runtime.statistics()["left_alone"] == "gpurt.tiers.enabled is false"
+        await runtime.uninstall()
+        assert a.data is a.state.data is original
+        assert "gpurt-tiers" not in a.extensions
+        assert not os.path.exists(os.path.join(a.local_directory, "gpurt-tiers"))
+
+    inner()
+
+
+@contextlib.contextmanager
+def log_records(name: str) -> Iterator[list[logging.LogRecord]]:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[assignment,method-assign]
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield records
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)], worker_kwargs={"memory_limit": "100 MB"})
+async def test_unknown_spill_buffer_is_refused_untouched(c: Client, s: Scheduler, a: Worker) -> None:
     original = a.data
-    runtime = await TierRuntime.install(a, tier_settings())
     x = c.submit(make, 1)
     await x
-    await runtime.uninstall()
-    assert a.data is original
-    assert len(original) == 1
-    with pytest.raises(InstallError, match=r"Foreign with 1 keys.*Remedy"):
+    slow = original._slow_uncached
+    weights = slow.weight_by_key
+    del slow.weight_by_key
+    with pytest.raises(SeamMismatch, match=r"_slow_uncached\.weight_by_key does not exist.*Remedy"):
         await TierRuntime.install(a, tier_settings())
-    assert a.data is original
+    slow.weight_by_key = weights
+    assert a.data is a.state.data is original
     assert not os.path.exists(os.path.join(a.local_directory, "gpurt-tiers"))
     assert await c.submit(total, x) == total(make(1))
+    runtime = await TierRuntime.install(a, tier_settings())
+    assert runtime.statistics()["enabled"] is True
+    assert runtime.statistics()["left_alone"] == ""
 
 
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)])
@@ -336,16 +415,6 @@ async def test_unknown_worker_is_refused_untouched(c: Client, s: Scheduler, a: W
     a.state.data = original
     assert a.data is original
     assert await c.submit(total, make(1)) == total(make(1))
-
-
-class DeviceHostFile(dict):  # type: ignore[type-arg]
-    __module__ = "dask_cuda.device_host_file"
-
-
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)], worker_kwargs={"data": DeviceHostFile})
-async def test_dask_cuda_is_refused(c: Client, s: Scheduler, a: Worker) -> None:
-    with pytest.raises(InstallError, match="DeviceHostFile"):
-        await TierRuntime.install(a, tier_settings())
 
 
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)], worker_kwargs={"memory_limit": "20 MB"}, config=NO_WATCH)
@@ -398,7 +467,7 @@ async def test_an_exception_of_ours_is_stocks_decision(c: Client, s: Scheduler, 
 def spoil_all(runtime: TierRuntime, keys: Any = None) -> int:
     n = 0
     for handle in runtime.engine.handles():
-        entry = next(e for e in runtime.engine._entries if e.handle is handle)
+        entry = next(e for e in runtime.engine.books.entries if e.handle is handle)
         if keys is not None and entry.key not in keys:
             continue
         path = os.path.join(runtime._disk.directory, handle.name)
@@ -516,7 +585,7 @@ async def test_tasks_cancelled_while_their_inputs_are_read(c: Client, s: Schedul
     runtime.engine.shrink(0)
     await async_poll_for(lambda: len(a.data) == 40, timeout=30)
     await runtime.engine.idle()
-    assert all(e.pins == 0 for e in runtime.engine._entries)
+    assert all(e.pins == 0 for e in runtime.engine.books.entries)
     runtime.engine.validate()
     assert runtime.statistics()["fallbacks"] == {}
 

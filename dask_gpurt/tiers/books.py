@@ -1,0 +1,157 @@
+"""The books of an engine: which entries there are, in which state, and how many bytes that makes.
+
+`Books.move` is the only place where an entry changes its state; all byte counts, the order of victims and the log
+follow from it. So one look at `validate` shows what always holds. No I/O, no decisions, event loop only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.tiers.entry import Entry, EventLog, State, next_state
+from dask_gpurt.tiers.policy import Victims
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
+
+    from dask_gpurt.tiers.account import Account
+    from dask_gpurt.tiers.handle import Handle
+
+_BELOW = (State.STORED, State.LOADING)
+
+
+class Books:
+    """Entries and byte counts.
+
+    Parameters
+    ----------
+    clock
+        Monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self.log = EventLog()
+        self.entries: set[Entry] = set()
+        self.victims = Victims()
+        #: bytes of values in memory (RESIDENT and MOVING)
+        self.resident_bytes = 0
+        #: of these, being written
+        self.moving_bytes = 0
+        #: being read
+        self.loading_bytes = 0
+
+    def add(self, account: Account, key: Hashable, value: Any, nbytes: int) -> Entry:
+        """A value in memory."""
+        entry = Entry(key, account, nbytes, value, last_use=self.clock())
+        self.entries.add(entry)
+        self.resident_bytes += nbytes
+        self.log.append(key, None, "add", State.RESIDENT)
+        self.victims.add(entry)
+        return entry
+
+    def add_stored(self, account: Account, key: Hashable, nbytes: int, handle: Handle) -> Entry:
+        """A value that is on a lower tier already."""
+        entry = Entry(key, account, nbytes, None, State.STORED, handle, last_use=self.clock())
+        self.entries.add(entry)
+        self._count_stored(entry, 1)
+        self.log.append(key, None, "adopt", State.STORED)
+        return entry
+
+    def remove(self, entry: Entry) -> None:
+        """Take an entry out. Its handle is still to be freed, and whoever waits for it to be woken."""
+        entry.gone = True
+        self.entries.discard(entry)
+        self.victims.discard(entry)
+        self.log.append(entry.key, entry.state, "remove", None)
+        if entry.in_memory:
+            self.resident_bytes -= entry.nbytes
+            if entry.state is State.MOVING:
+                self.moving_bytes -= entry.nbytes
+        elif entry.state is not State.LOST:
+            self._count_stored(entry, -1)
+            if entry.state is State.LOADING:
+                self.loading_bytes -= entry.nbytes
+        entry.value = None
+
+    def move(self, entry: Entry, event: str) -> None:
+        """The only place where states change, and with them all byte counts."""
+        before = entry.state
+        after = next_state(entry, event, self.log)
+        was, is_ = entry.in_memory, after in (State.RESIDENT, State.MOVING)
+        n = entry.nbytes
+        self.resident_bytes += n * (is_ - was)
+        self.moving_bytes += n * ((after is State.MOVING) - (before is State.MOVING))
+        self.loading_bytes += n * ((after is State.LOADING) - (before is State.LOADING))
+        was_stored, is_stored = before in _BELOW, after in _BELOW
+        if was_stored != is_stored:
+            self._count_stored(entry, 1 if is_stored else -1)
+        entry.state = after
+        if after is not State.RESIDENT:
+            self.victims.discard(entry)
+        elif before is not State.RESIDENT:
+            entry.weak = None
+            self.offer(entry)
+        self.log.append(entry.key, before, event, after)
+
+    def _count_stored(self, entry: Entry, sign: int) -> None:
+        account, handle = entry.account, entry.handle
+        account.stored += sign
+        account.stored_memory_bytes += sign * entry.nbytes
+        account.stored_disk_bytes += sign * (handle.nbytes if handle is not None else 0)
+
+    # ------------------------------------------------------------------ victims
+
+    def offer(self, entry: Entry) -> None:
+        """Make it a victim if it may be one."""
+        if entry.gone or entry.pins or entry.state is not State.RESIDENT:
+            return
+        if entry.handle is None and (entry.unspillable or entry.resting):
+            return
+        self.victims.add(entry)
+
+    def touch(self, entry: Entry) -> None:
+        """It was used just now."""
+        entry.last_use = self.clock()
+        if entry in self.victims:
+            self.victims.add(entry)
+
+    def hint(self, entry: Entry, next_use: tuple[float, ...] | None) -> None:
+        """Tell when it is used next (see `Entry.next_use`)."""
+        entry.next_use = next_use
+        if entry in self.victims:
+            self.victims.add(entry)
+
+    # ------------------------------------------------------------------ inspection
+
+    def states(self) -> dict[str, int]:
+        """Entries per state."""
+        counts = Counter(e.state.value for e in self.entries)
+        return {s.value: counts[s.value] for s in State}
+
+    def validate(self) -> None:
+        """Check every invariant; AssertionError names what is broken."""
+        entries = self.entries
+        assert self.resident_bytes == sum(e.nbytes for e in entries if e.in_memory), "resident_bytes"
+        assert self.moving_bytes == sum(e.nbytes for e in entries if e.state is State.MOVING), "moving_bytes"
+        assert self.loading_bytes == sum(e.nbytes for e in entries if e.state is State.LOADING), "loading_bytes"
+        for account in {e.account for e in entries}:
+            below = [e for e in entries if e.account is account and e.state in _BELOW]
+            assert account.stored == len(below), (account.name, "stored")
+            assert account.stored_memory_bytes == sum(e.nbytes for e in below), (account.name, "memory bytes")
+            disk = sum(e.handle.nbytes for e in below if e.handle is not None)
+            assert account.stored_disk_bytes == disk, (account.name, "disk bytes")
+        for e in entries:
+            story = self.log.story(e.key)
+            assert not e.gone, story
+            assert e.pins >= 0, story
+            assert e.readers >= 0, story
+            assert (e.handle is not None) or e.state not in _BELOW, story
+            assert (e.waiter is not None) == (e.state is State.LOADING), story
+            may_go = e.state is State.RESIDENT and not e.pins
+            if e in self.victims:
+                assert may_go, story
+            elif may_go:
+                assert e.handle is None, story
+                assert e.unspillable or e.resting, story

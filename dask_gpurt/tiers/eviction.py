@@ -1,0 +1,228 @@
+"""What leaves memory, when, and what happens when it cannot.
+
+`balance` keeps ``resident + loading + asked for`` below the budget by choosing victims (`policy.Victims`) late: only as
+many writes are begun as there are writer threads, so each choice is made with the newest knowledge.
+
+A write that fails leaves the value in memory: objects that cannot be encoded are never tried again; I/O errors make the
+key wait (1 s, doubling to 60 s), three in a row the whole tier. Other keys go on meanwhile.
+
+The gate (`admission`) is here because both of its questions are about evictions.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.model.events import Event, Sink
+from dask_gpurt.tiers.admission import Gate
+from dask_gpurt.tiers.handle import EncodeError
+from dask_gpurt.tiers.io import error_kind
+
+if TYPE_CHECKING:
+    import asyncio
+    from concurrent.futures import Future
+
+    from dask_gpurt.tiers.books import Books
+    from dask_gpurt.tiers.disk import StorageTier
+    from dask_gpurt.tiers.entry import Entry
+    from dask_gpurt.tiers.io import IoThreads
+    from dask_gpurt.tiers.statistics import Counters
+
+logger = logging.getLogger("distributed.worker.gpurt")
+
+#: share of the budget by which admitted requests may pass it, so that computing and writing overlap
+SLACK = 0.25
+#: failed writes in a row, of any keys, before the tier as a whole rests
+TIER_FAILURES = 3
+
+
+class Eviction:
+    """Keeps memory within the budget. Event loop only."""
+
+    def __init__(
+        self, books: Books, io: IoThreads, tier: StorageTier, counters: Counters, sink: Sink, budget_bytes: int | None
+    ) -> None:
+        self._books = books
+        self._io = io
+        self._tier = tier
+        self._counters = counters
+        self._sink = sink
+        #: bytes of values to hold in memory; None: any number
+        self.budget_bytes = budget_bytes
+        self.gate = Gate(self._over, self._can_progress)
+        #: (monotonic seconds, serial number, entry): writes that failed wait here
+        self._resting: list[tuple[float, int, Entry]] = []
+        self._serial = itertools.count()
+        self._tier_rests_until = 0.0
+        self._tier_failures = 0
+        #: runs when something that rests may be tried again
+        self.timer: asyncio.TimerHandle | None = None
+        #: bytes that `shrink` still wants out, beyond the budget
+        self._shrink_bytes = 0
+        self._writes = 0
+
+    # ------------------------------------------------------------------ choosing
+
+    def shrink(self, nbytes: int) -> None:
+        """Move `nbytes` out of memory, even below the budget (the process as a whole is too large)."""
+        self._shrink_bytes = max(0, nbytes - self._books.moving_bytes)
+        self.balance()
+
+    @property
+    def can_shrink(self) -> bool:
+        """Is anything leaving memory, or could it?"""
+        return self._writes > 0 or len(self._books.victims) > 0
+
+    def balance(self, wanted_bytes: int = 0) -> None:
+        """Begin evictions until memory (with `wanted_bytes` more) will be within budget, or all writers are busy."""
+        if self._io.closed:
+            return
+        with self._counters.loop_time:
+            self._balance(wanted_bytes)
+
+    def _balance(self, wanted_bytes: int) -> None:
+        now = self._books.clock()
+        while self._resting and self._resting[0][0] <= now:
+            rested = heapq.heappop(self._resting)[2]
+            rested.resting = False
+            self._books.offer(rested)
+        victims = self._books.victims
+        while self._excess(wanted_bytes) > 0:
+            entry = victims.pop_clean()
+            if entry is not None:
+                self._drop(entry)
+                continue
+            if self._writes >= self._io.threads:
+                return
+            if self._tier_rests_until > now:
+                self._set_timer(self._tier_rests_until - now)
+                return
+            # Small values only when nothing else is being done about it.
+            entry = victims.pop_dirty(small=self._writes == 0)
+            if entry is None:
+                if self._resting:
+                    self._set_timer(self._resting[0][0] - now)
+                return
+            self._start_write(entry)
+
+    def _excess(self, wanted_bytes: int) -> int:
+        books = self._books
+        staying = books.resident_bytes - books.moving_bytes
+        excess = self._shrink_bytes
+        if self.budget_bytes is not None:
+            coming = books.loading_bytes + self.gate.reserved_bytes + wanted_bytes
+            excess = max(excess, staying + coming - self.budget_bytes)
+        return excess if staying > 0 else 0
+
+    def _over(self, nbytes: int) -> bool:
+        if self.budget_bytes is None or self._io.closed:
+            return False
+        used = self._books.resident_bytes + self._books.loading_bytes + self.gate.reserved_bytes
+        return used + nbytes > self.budget_bytes * (1 + SLACK)
+
+    def _can_progress(self, nbytes: int) -> bool:
+        self.balance(nbytes)
+        return self._writes > 0
+
+    # ------------------------------------------------------------------ leaving
+
+    def _drop(self, entry: Entry) -> None:
+        self._books.move(entry, "drop")
+        self._shrunk(entry)
+        _forget_value(entry)
+        self._counters.clean_drops += 1
+
+    def _shrunk(self, entry: Entry) -> None:
+        self._shrink_bytes = max(0, self._shrink_bytes - entry.nbytes)
+
+    def _start_write(self, entry: Entry) -> None:
+        self._books.move(entry, "write")
+        self._shrunk(entry)
+        entry.generation += 1
+        self._writes += 1
+        self._io.write(entry, self._tier, self._written)
+
+    def _written(self, entry: Entry, generation: int, future: Future[Any]) -> None:
+        self._writes -= 1
+        error = future.exception()
+        if error is not None:
+            if not entry.gone:
+                self._write_failed(entry, error)
+        else:
+            handle, cost = future.result()
+            self._counters.written(cost)
+            self._tier_failures = 0
+            entry.failures = 0
+            if entry.gone:
+                self._io.free(handle)
+            else:
+                entry.handle = handle
+                if entry.pins:
+                    self._books.move(entry, "kept")
+                else:
+                    self._books.move(entry, "written")
+                    _forget_value(entry)
+        self.balance()
+        self.gate.wake()
+
+    # ------------------------------------------------------------------ failing
+
+    def _write_failed(self, entry: Entry, error: BaseException) -> None:
+        # What keeps it from being chosen again is set before the move, which offers it as a victim.
+        if isinstance(error, EncodeError):
+            entry.unspillable = True
+            self._books.move(entry, "write-failed")
+            self._counters.write_errors["unpicklable"] += 1
+            logger.warning("%r cannot be written and stays in memory: %r", entry.key, error.__cause__)
+            return
+        kind = error_kind(error)
+        self._counters.write_errors[kind] += 1
+        entry.failures += 1
+        now = self._books.clock()
+        pause = min(60.0, 2.0 ** (entry.failures - 1))
+        entry.resting = True
+        heapq.heappush(self._resting, (now + pause, next(self._serial), entry))
+        self._books.move(entry, "write-failed")
+        self._tier_failures += 1
+        if self._tier_failures >= TIER_FAILURES:
+            # The tier, not a key: trying every key in turn would cost as many failing writes.
+            self._tier_rests_until = now + min(60.0, 2.0 ** (self._tier_failures - TIER_FAILURES))
+        if self._tier_failures in (1, TIER_FAILURES):
+            message = f"could not write {entry.key!r} ({entry.nbytes} bytes), which stays in memory: {error}"
+            logger.warning("%s", message)
+            self._sink(Event("tiers.write-failed", message, {"key": str(entry.key), "error": kind}))
+
+    def _set_timer(self, seconds: float) -> None:
+        loop = self._io.loop
+        when = loop.time() + max(0.01, seconds)
+        if self.timer is not None:
+            if self.timer.when() <= when:
+                return
+            self.timer.cancel()
+        self.timer = loop.call_at(when, self.on_timer)
+
+    def on_timer(self) -> None:
+        """Something has rested long enough."""
+        self.timer = None
+        self.balance()
+        self.gate.wake()
+
+    def stop(self) -> None:
+        """Begin nothing more; whoever waits at the gate is let in."""
+        if self.timer is not None:
+            self.timer.cancel()
+        self.gate.wake()
+
+
+def _forget_value(entry: Entry) -> None:
+    # Whoever still holds the object gives it back for nothing, and a second copy in memory is avoided.
+    try:
+        entry.weak = weakref.ref(entry.value)
+    except TypeError:
+        entry.weak = None
+    shell = entry.account.shell
+    entry.value = None if shell is None else shell(entry.value)

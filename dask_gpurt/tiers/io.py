@@ -1,0 +1,169 @@
+"""The I/O threads of an engine, and what they do: encode and write, read and decode.
+
+`IoThreads` submits work for the event loop and brings the end of it back there. Nothing else in the tiers creates a
+thread or crosses from one to another. The ends carry the generation of their entry, because meanwhile the entry may
+have been deleted, or read by the synchronous slow path.
+
+Writers and readers are two pools: a task that waits for an input must not wait behind evictions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.errors import CorruptData
+from dask_gpurt.tiers.handle import EncodeError, Handle, IoCost
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from dask_gpurt.tiers.account import Account
+    from dask_gpurt.tiers.disk import StorageTier
+    from dask_gpurt.tiers.entry import Entry
+    from dask_gpurt.tiers.statistics import LoopTime
+
+#: errors of a read that say nothing about the data
+_TRANSIENT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR}
+
+
+class IoThreads:
+    """Threads for writing, and as many for reading. Create it, and call it, on the event loop's thread."""
+
+    def __init__(self, threads: int, loop_time: LoopTime) -> None:
+        self.threads = threads
+        self.loop = asyncio.get_running_loop()
+        self._thread_id = threading.get_ident()
+        self._loop_time = loop_time
+        self._writers = ThreadPoolExecutor(threads, "gpurt-tier-write")
+        self._readers = ThreadPoolExecutor(threads, "gpurt-tier-read")
+        self._idle: asyncio.Future[None] | None = None
+        #: writes, reads and deletions under way
+        self.in_flight = 0
+        #: nothing new is begun
+        self.closed = False
+
+    @property
+    def on_loop(self) -> bool:
+        """Is this the event loop's thread?"""
+        return threading.get_ident() == self._thread_id
+
+    def write(self, entry: Entry, tier: StorageTier, done: Callable[[Entry, int, Future[Any]], None]) -> None:
+        """Encode and write the value of an entry; ``done(entry, generation, future of (handle, cost))`` on the loop."""
+        account = entry.account
+        self._submit(self._writers, done, entry, _write, tier, account, entry.value, account.parts(entry))
+
+    def read(self, entry: Entry, done: Callable[[Entry, int, Future[Any]], None]) -> None:
+        """Read and decode the copy of an entry; ``done(entry, generation, future of (value, cost))`` on the loop."""
+        assert entry.handle is not None
+        self._submit(self._readers, done, entry, read_value, entry.handle, entry.account)
+
+    def _submit(
+        self,
+        pool: ThreadPoolExecutor,
+        done: Callable[[Entry, int, Future[Any]], None],
+        entry: Entry,
+        function: Callable[..., Any],
+        *args: Any,
+    ) -> None:
+        generation = entry.generation
+        self._begin()
+
+        def finish(future: Future[Any]) -> None:
+            try:
+                with self._loop_time:
+                    done(entry, generation, future)
+            finally:
+                self._end()
+
+        def hand_over(future: Future[Any]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+                self.loop.call_soon_threadsafe(finish, future)
+
+        pool.submit(function, *args).add_done_callback(hand_over)
+
+    def free(self, handle: Handle) -> None:
+        """Delete a copy. Not on the loop: a large file takes milliseconds."""
+        if self.closed:
+            return
+        self._begin()
+
+        def hand_over(future: Future[None]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self.loop.call_soon_threadsafe(self._end)
+
+        self._writers.submit(handle.free).add_done_callback(hand_over)
+
+    async def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run a function in a reader thread."""
+        self._begin()
+        try:
+            return await asyncio.wrap_future(self._readers.submit(function, *args))
+        finally:
+            self._end()
+
+    def _begin(self) -> None:
+        self.in_flight += 1
+
+    def _end(self) -> None:
+        self.in_flight -= 1
+        if not self.in_flight and self._idle is not None and not self._idle.done():
+            self._idle.set_result(None)
+
+    async def idle(self) -> None:
+        """Wait until no I/O is under way, deletions included."""
+        while self.in_flight:
+            self._idle = self.loop.create_future()
+            await self._idle
+
+    async def shutdown(self) -> None:
+        """End the threads; call it when idle."""
+        for pool in (self._writers, self._readers):
+            await self.loop.run_in_executor(None, pool.shutdown)
+
+
+def error_kind(error: BaseException) -> str:
+    """A short name to count an error under: ``ENOSPC``, or the name of the exception."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return errno.errorcode.get(error.errno, str(error.errno))
+    return type(error).__name__
+
+
+def _write(tier: StorageTier, account: Account, value: Any, parts: Sequence[int] | None) -> tuple[Handle, IoCost]:
+    start = time.perf_counter()
+    try:
+        groups = account.codec.encode(value, parts)
+    except MemoryError:  # says nothing about the object: try again later
+        raise
+    except Exception as e:
+        raise EncodeError from e
+    middle = time.perf_counter()
+    handle = tier.write(groups)
+    return handle, IoCost(handle.nbytes, time.perf_counter() - middle, middle - start)
+
+
+def read_value(handle: Handle, account: Account) -> tuple[Any, IoCost]:
+    """The value of a copy and what it cost. Raises as `Handle.load`."""
+    result: tuple[Any, IoCost] = retry(handle.load, account.codec)
+    return result
+
+
+def retry(read: Callable[[Any], Any], argument: Any) -> Any:
+    """Read; once more if the bytes were wrong (a bad bus heals), a few times if the system was short of something."""
+    for pause in (0.02, 0.1, 0.5):
+        try:
+            return read(argument)
+        except CorruptData:
+            break
+        except FileNotFoundError:
+            raise
+        except OSError as e:
+            if e.errno not in _TRANSIENT:
+                break
+            time.sleep(pause)
+    return read(argument)

@@ -1,0 +1,225 @@
+"""Bringing values back into memory, and what happens when a copy is no good.
+
+`Loading.ensure` reads in threads. The caller pins the entries first, so that they are not evicted between the end of
+the load and their use. `Loading.get` reads at once on the caller's thread, which is right but slow, and is counted.
+
+A copy that fails length, checksum or I/O (after one more try) makes its entry LOST and tells the owner. An object whose
+own code raises is not lost: whoever asks gets what it raised, as with stock Dask.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.errors import CorruptData, LostData
+from dask_gpurt.model.events import Event, Sink
+from dask_gpurt.tiers.entry import State
+from dask_gpurt.tiers.handle import DecodeError
+from dask_gpurt.tiers.io import error_kind, read_value, retry
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from concurrent.futures import Future
+
+    from dask_gpurt.tiers.books import Books
+    from dask_gpurt.tiers.entry import Entry
+    from dask_gpurt.tiers.eviction import Eviction
+    from dask_gpurt.tiers.io import IoThreads
+    from dask_gpurt.tiers.statistics import Counters
+
+logger = logging.getLogger("distributed.worker.gpurt")
+
+
+class Loading:
+    """Reads what is on lower tiers. Event loop only, but for `get`."""
+
+    def __init__(self, books: Books, io: IoThreads, eviction: Eviction, counters: Counters, sink: Sink) -> None:
+        self._books = books
+        self._io = io
+        self._eviction = eviction
+        self._counters = counters
+        self._sink = sink
+
+    # ------------------------------------------------------------------ in threads
+
+    async def ensure(self, entries: Iterable[Entry]) -> None:
+        """Bring entries into memory, all I/O in threads.
+
+        Returns when each of them is in memory, gone, LOST, or has a `load_error`. The caller pins them before. Waits
+        for room in memory first (see `admission`).
+        """
+        entries = list(entries)
+        for entry in entries:
+            if self._loadable(entry):
+                self._revive(entry)
+        with await self._eviction.gate.admit(sum(e.nbytes for e in entries if self._loadable(e))):
+            for entry in entries:
+                if self._loadable(entry):
+                    self._start(entry)
+        waiters = {e.waiter for e in entries if e.waiter is not None}
+        if waiters:
+            # not gather: its cancellation would cancel the futures that others wait for
+            await asyncio.wait(waiters)
+
+    async def load_part(self, entry: Entry, part: int) -> list[memoryview]:
+        """The frames of one part of an entry that is on a lower tier. It stays there.
+
+        Raises
+        ------
+        LostData
+            The copy could not be read or failed its checksum; the entry is LOST.
+        """
+        handle = entry.handle
+        if handle is None:
+            raise LostData(f"no valid copy of {entry.key!r} is left here")
+        entry.readers += 1
+        try:
+            frames, cost = await self._io.run(retry, handle.load_part, part)
+        except (CorruptData, OSError) as e:
+            if not entry.gone and entry.state is State.STORED:
+                self._damaged(entry, e)
+            raise LostData(f"part {part} of {entry.key!r} could not be read: {e}") from e
+        finally:
+            entry.readers -= 1
+            self.free_when_idle(entry)
+        self._counters.read(cost)
+        result: list[memoryview] = frames
+        return result
+
+    def _loadable(self, entry: Entry) -> bool:
+        return entry.state is State.STORED and not entry.gone and entry.load_error is None and not self._io.closed
+
+    def _revive(self, entry: Entry) -> bool:
+        value = entry.weak() if entry.weak is not None else None
+        if value is None or entry.state is not State.STORED:
+            return False
+        self._books.move(entry, "revived")
+        entry.value = value
+        self._books.offer(entry)
+        return True
+
+    def _start(self, entry: Entry) -> None:
+        self._books.move(entry, "load")
+        entry.generation += 1
+        entry.readers += 1
+        entry.waiter = self._io.loop.create_future()
+        self._io.read(entry, self._loaded)
+
+    def _loaded(self, entry: Entry, generation: int, future: Future[Any]) -> None:
+        entry.readers -= 1
+        error = future.exception()
+        if error is None:
+            self._counters.read(future.result()[1])
+        if entry.gone or generation != entry.generation:
+            self.free_when_idle(entry)
+            return
+        if error is None:
+            self._books.move(entry, "loaded")
+            entry.value = future.result()[0]
+        elif isinstance(error, DecodeError):
+            # Not lost: the next one who asks gets what the object's code raised, as with stock Dask.
+            self._books.move(entry, "undecodable")
+            entry.load_error = error.__cause__ or error
+            self._counters.decode_errors += 1
+        else:
+            self._damaged(entry, error)
+        wake(entry)
+        self._books.offer(entry)
+        self._eviction.balance()
+        self._eviction.gate.wake()
+
+    # ------------------------------------------------------------------ at once
+
+    def get(self, entry: Entry) -> Any:
+        """The value, now. Reads synchronously when it is not in memory: correct, but it blocks the caller, so counted.
+
+        Raises
+        ------
+        LostData
+            No valid copy is left.
+        """
+        if not self._io.on_loop:
+            return self._get_elsewhere(entry)
+        if entry.in_memory:
+            self._books.touch(entry)
+            return entry.value
+        if entry.load_error is not None:
+            raise entry.load_error
+        if entry.state is State.LOST or entry.handle is None:
+            raise LostData(f"no valid copy of {entry.key!r} is left here")
+        if self._revive(entry):
+            return entry.value
+        self._counters.sync_reads += 1
+        with self._counters.loop_time:
+            try:
+                value, cost = read_value(entry.handle, entry.account)
+            except DecodeError as e:
+                raise (e.__cause__ or e) from None
+            except Exception as e:
+                self._damaged(entry, e)
+                raise LostData(f"the last copy of {entry.key!r} could not be read: {e}") from e
+            self._counters.read(cost)
+            was_loading = entry.state is State.LOADING
+            self._books.move(entry, "read")
+            entry.value = value
+            entry.generation += 1  # an I/O thread at work on it brings a second object: not wanted
+            if was_loading:
+                wake(entry)
+            self._books.touch(entry)
+            self._eviction.balance()
+        return value
+
+    def _get_elsewhere(self, entry: Entry) -> Any:
+        # Called by user code in a task's thread: change no books. The value may go between any two lines.
+        value, handle = entry.value, entry.handle
+        if value is not None or entry.in_memory:
+            return value
+        if handle is None:
+            raise LostData(f"no valid copy of {entry.key!r} is left here")
+        self._counters.sync_reads += 1
+        try:
+            return read_value(handle, entry.account)[0]
+        except DecodeError as e:
+            raise (e.__cause__ or e) from None
+        except (CorruptData, OSError) as e:
+            raise LostData(f"the copy of {entry.key!r} could not be read: {e}") from e
+
+    # ------------------------------------------------------------------ copies that are no good, or not needed
+
+    def _damaged(self, entry: Entry, error: BaseException) -> None:
+        was_loading = entry.state is State.LOADING
+        self._books.move(entry, "damaged")
+        entry.generation += 1
+        if was_loading:
+            wake(entry)
+        self._counters.lost += 1
+        if isinstance(error, CorruptData):
+            self._counters.checksum_failures += 1
+        else:
+            self._counters.read_errors[error_kind(error)] += 1
+        self.free_when_idle(entry)
+        message = f"the stored copy of {entry.key!r} ({entry.nbytes} bytes) could not be read back: {error}"
+        logger.warning("%s", message)
+        self._sink(Event("tiers.lost", message, {"key": str(entry.key), "error": error_kind(error)}))
+        self._io.loop.call_soon(_tell_lost, entry)
+
+    def free_when_idle(self, entry: Entry) -> None:
+        """Delete the copy of an entry that is gone or LOST, once nobody reads it."""
+        if (entry.gone or entry.state is State.LOST) and not entry.readers and entry.handle is not None:
+            handle, entry.handle = entry.handle, None
+            self._io.free(handle)
+
+
+def _tell_lost(entry: Entry) -> None:
+    if not entry.gone:
+        entry.account.on_lost(entry)
+
+
+def wake(entry: Entry) -> None:
+    """Let those go on who wait for a load."""
+    if entry.waiter is not None:
+        if not entry.waiter.done():
+            entry.waiter.set_result(None)
+        entry.waiter = None
