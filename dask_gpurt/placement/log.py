@@ -298,6 +298,11 @@ def _actual(row: list[Any]) -> dict[str, Any] | None:
         return None
     startstops, nbytes, worker = row[_REPORT] or ((), None, None)
     began = next((s["start"] for s in reversed(startstops) if s["action"] == "compute"), None)
+    finish = None if row[_FINISHED] is None else row[_FINISHED] - row[_TIME]
+    wait = None
+    if began is not None and finish is not None:
+        # A worker's clock is set by its heartbeats, to some milliseconds: not more than is certain.
+        wait = min(max(0.0, began - row[_TIME]), finish)
     worker = worker or row[_WORKER]
     moved = row[_STOLEN_BYTES]
     if moved is None and row[_KIND] == COST:
@@ -309,10 +314,10 @@ def _actual(row: list[Any]) -> dict[str, Any] | None:
         "stolen_from": row[_VICTIM],
         "assigned": row[_ASSIGNED],
         "outcome": row[_OUTCOME],
-        "wait_seconds": None if began is None else max(0.0, began - row[_TIME]),
+        "wait_seconds": wait,
         "transfer_seconds": transfer_seconds(startstops),
         "compute_seconds": compute_seconds(startstops),
-        "finish_seconds": None if row[_FINISHED] is None else row[_FINISHED] - row[_TIME],
+        "finish_seconds": finish,
         "moved_bytes": moved,
         "result_bytes": nbytes,
     }
