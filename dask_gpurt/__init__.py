@@ -8,6 +8,8 @@ A cluster gets it by ``dask scheduler --preload dask_gpurt.preload``; user code 
     put it into a running cluster, and take it out again
 `status`
     what is installed, what it decided, moved and spilled
+`explain`, `where`
+    why a task ran where it ran; where a key is, in memory or on disk
 """
 
 from __future__ import annotations
@@ -19,12 +21,17 @@ from dask_gpurt._version import __version__
 
 if TYPE_CHECKING:
     from dask_gpurt.api import attach, detach, local_cluster, status
+    from dask_gpurt.questions import explain, where
 
-__all__ = ["__version__", "attach", "detach", "local_cluster", "status"]
+__all__ = ["__version__", "attach", "detach", "explain", "local_cluster", "status", "where"]
 
 
 def __getattr__(name: str) -> Any:
     # Late, so that ``import dask_gpurt`` (every ``dask`` command does it, through the entry point) stays cheap.
+    if name in ("explain", "where"):
+        from dask_gpurt import questions
+
+        return getattr(questions, name)
     if name in __all__:
         from dask_gpurt import api
 

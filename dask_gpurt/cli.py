@@ -1,16 +1,22 @@
-"""``dask gpurt status | enable | disable``"""
+"""``dask gpurt status | explain | where | enable | disable``"""
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 import dask.config
 import yaml
 
 from dask_gpurt._version import __version__
+from dask_gpurt.errors import GpurtError
+
+if TYPE_CHECKING:
+    from distributed import Client
 
 PRELOAD = "dask_gpurt.preload"
 ROLES = ("scheduler", "worker")
@@ -31,19 +37,78 @@ def status(address: str, as_json: bool, timeout: float) -> None:
 
     Exit code 1 when the extension is not installed there.
     """
-    from distributed import Client  # late: `dask --help` must not pay for it
-
     from dask_gpurt.api import status as get_status
 
-    try:
-        client = Client(address, timeout=timeout, set_as_default=False)
-    except (OSError, TimeoutError, ValueError) as e:
-        raise click.ClickException(f"no scheduler answers at {address!r} within {timeout} s ({e})") from e
-    with client:
+    with _connect(address, timeout) as client:
         snapshot = get_status(client)
-    click.echo(json.dumps(snapshot.to_dict(), indent=2, default=str) if as_json else repr(snapshot))
+    _print(snapshot, as_json)
     if not snapshot.installed:
         raise SystemExit(1)
+
+
+@gpurt.command()
+@click.argument("address")
+@click.argument("key")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@click.option("--timeout", default=10.0, show_default=True, help="Seconds to wait for the scheduler.")
+def explain(address: str, key: str, as_json: bool, timeout: float) -> None:
+    """Print why the task KEY ran where it ran, on the cluster at ADDRESS (tcp://host:port).
+
+    A key that is a tuple is given as Python writes it: "('x-1234', 0)". Exit code 1 when nothing is known about it.
+    """
+    from dask_gpurt.questions import explain as ask
+
+    with _connect(address, timeout) as client:
+        try:
+            answer = ask(client, _key(key))
+        except GpurtError as e:
+            raise click.ClickException(str(e)) from e
+    _print(answer, as_json)
+
+
+@gpurt.command()
+@click.argument("address")
+@click.argument("keys", metavar="KEY...", nargs=-1, required=True)
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@click.option("--timeout", default=10.0, show_default=True, help="Seconds to wait for the scheduler.")
+def where(address: str, keys: tuple[str, ...], as_json: bool, timeout: float) -> None:
+    """Print which workers of the cluster at ADDRESS (tcp://host:port) hold each KEY, in memory or on disk.
+
+    A key that is a tuple is given as Python writes it: "('x-1234', 0)". Exit code 1 when none of them is known.
+    """
+    from dask_gpurt.questions import where as ask
+
+    with _connect(address, timeout) as client:
+        try:
+            answer = ask(client, [_key(key) for key in keys])
+        except GpurtError as e:
+            raise click.ClickException(str(e)) from e
+    _print(answer, as_json)
+
+
+def _connect(address: str, timeout: float) -> Client:
+    from distributed import Client  # late: `dask --help` must not pay for it
+
+    try:
+        return Client(address, timeout=timeout, set_as_default=False)
+    except (OSError, TimeoutError, ValueError) as e:
+        raise click.ClickException(f"no scheduler answers at {address!r} within {timeout} s ({e})") from e
+
+
+def _print(answer: Any, as_json: bool) -> None:
+    click.echo(json.dumps(answer.to_dict(), indent=2, default=str) if as_json else repr(answer))
+
+
+def _key(text: str) -> Any:
+    """A key as it was typed: tuples as Python writes them, all else is text."""
+    if text.startswith("("):
+        try:
+            value = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            return text
+        if isinstance(value, tuple):
+            return value
+    return text
 
 
 def _file() -> Path:

@@ -10,7 +10,8 @@
     │   ├── TierFull (OSError)          no room on a tier; the value stays where it was
     │   ├── CorruptData                 length or checksum differ; that copy was dropped
     │   └── LostData (KeyError)         no valid copy is left here; the key must come from elsewhere
-    └── WireError                       a shuffle message that does not parse, or fails its checksum
+    ├── WireError                       a shuffle message that does not parse, or fails its checksum
+    └── UnknownKey (KeyError)           nothing is known about a key that was asked for
 
     GpurtWarning (UserWarning)          something was left to stock Dask; the message says what and why
 """
@@ -27,6 +28,7 @@ __all__ = [
     "SeamMismatch",
     "StoreError",
     "TierFull",
+    "UnknownKey",
     "WireError",
 ]
 
@@ -68,6 +70,13 @@ class LostData(StoreError, KeyError):
 
 class WireError(GpurtError):
     """A shuffle message does not parse or fails its checksum; nothing of it was used."""
+
+
+class UnknownKey(GpurtError, KeyError):
+    """Nothing is known about a key that was asked for, or nothing any more."""
+
+    def __str__(self) -> str:  # KeyError would print the repr of the message
+        return Exception.__str__(self)
 
 
 class GpurtWarning(UserWarning):

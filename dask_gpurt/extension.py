@@ -41,7 +41,7 @@ from dask_gpurt.shuffle.plugin import ShuffleTakeover, worker_statistics
 from dask_gpurt.tiers.plugin import TierRuntime
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterable
 
     from dask_gpurt.config import Settings
 
@@ -322,6 +322,39 @@ class WorkerParts:
         if self.runtime is not None:
             out["tiers"] = self.runtime.statistics()
         return out
+
+    def residence(self, keys: Iterable[Any]) -> dict[Any, dict[str, Any]]:
+        """Where this worker has its copies of keys: ``{key: {"tier", "nbytes", "disk_bytes"}}``; others are left out.
+
+        ``tier``: ``memory``, ``disk`` or ``lost`` (no readable copy is left); ``nbytes`` is what the value takes in
+        memory, ``disk_bytes`` what its copy on disk does, None without one. Nothing is read.
+        """
+        store = None if self.runtime is None else self.runtime.store
+        if store is None:
+            return stock_residence(self.worker, keys)
+        out: dict[Any, dict[str, Any]] = {}
+        rest = []
+        for key in keys:
+            entry = store.entry(key)
+            if entry is None:
+                rest.append(key)  # an actor, or given back already while the extension leaves
+                continue
+            tier = "lost" if store.is_lost(key) else "memory" if entry.in_memory else "disk"
+            disk_bytes = None if entry.handle is None else entry.handle.nbytes
+            out[key] = {"tier": tier, "nbytes": entry.nbytes, "disk_bytes": disk_bytes}
+        return {**out, **stock_residence(self.worker, rest)}
+
+
+def stock_residence(worker: Worker, keys: Iterable[Any]) -> dict[Any, dict[str, Any]]:
+    """`WorkerParts.residence` for what Dask's own store has. It knows the size of a spilled value only in memory."""
+    disk = getattr(worker.data, "disk", ())  # of a plain dict there is none
+    out: dict[Any, dict[str, Any]] = {}
+    for key in keys:
+        if key in worker.data or key in worker.state.actors:
+            ts = worker.state.tasks.get(key)
+            tier = "disk" if key in disk else "memory"
+            out[key] = {"tier": tier, "nbytes": None if ts is None else ts.nbytes, "disk_bytes": None}
+    return out
 
 
 def on_worker(worker: Worker) -> WorkerParts | None:

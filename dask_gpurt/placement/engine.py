@@ -27,6 +27,7 @@ from dask_gpurt.placement.budget import Budget
 from dask_gpurt.placement.durations import UNKNOWN_SECONDS, Durations, compute_seconds
 from dask_gpurt.placement.groups import RootGroups
 from dask_gpurt.placement.ledger import Charge, Ledger
+from dask_gpurt.placement.log import DecisionLog
 from dask_gpurt.placement.policy import choose
 from dask_gpurt.placement.workers import WorkerInfo, WorkerTable
 from dask_gpurt.topology.links import LinkMatrix, Transfer, merge
@@ -59,6 +60,7 @@ class Engine:
         self.links = LinkMatrix()
         self.budget = Budget()
         self.groups = RootGroups()
+        self.log = DecisionLog()
         #: decisions by what they came to
         self.decided: Counter[str] = Counter()
         #: decisions left to stock on purpose, by reason
@@ -79,19 +81,16 @@ class Engine:
             WorkerStates the task may run on; None: all.
         """
         if self.budget.exhausted:
-            self.declined["over budget"] += 1
-            return None
+            return self.leave(ts, "over budget")
         deps = ts.dependencies
         if not deps or ts.actor:
-            self.declined["actor" if ts.actor else "no inputs"] += 1
-            return None
+            return self.leave(ts, "actor" if ts.actor else "no inputs")
         began = time.perf_counter_ns()
         workers = self.workers
         inputs = candidates.Inputs(deps, workers.by_address)
         picked = candidates.pick(inputs, workers, self.settings.candidates, valid, seam.is_running)
         if not picked:
-            self.declined["no candidate"] += 1
-            return None
+            return self.leave(ts, "no candidate")
         prefix = self.durations.prefixes.get(ts.prefix.name)
         if prefix is None or prefix.seconds is None:
             hint = ts.prefix.duration_average
@@ -99,7 +98,8 @@ class Engine:
         else:
             task = TaskView(prefix.seconds, prefix.output_bytes)
         views = candidates.views(picked, inputs, workers, self.links, seam.pending_bytes, self.ledger.reconcile)
-        i = choose(task, views, self.links.link(LinkClass.NETWORK))
+        far = self.links.link(LinkClass.NETWORK)
+        i = choose(task, views, far)
         info, view = picked[i], views[i]
         if valid is not None:
             self.decided["restricted"] += 1
@@ -110,8 +110,14 @@ class Engine:
                 info.far_share += SHARE_GAIN * (view.far_bytes / moved - info.far_share)
         else:
             self.decided["local"] += 1
+        self.log.chosen(ts.key, picked, views, i, task, far, inputs, valid is not None, len(workers.all.items))
         self.budget.record((time.perf_counter_ns() - began) * 1e-9)
         return info.ws
+
+    def leave(self, ts: Any, reason: str) -> None:
+        """Leave a decision to stock on purpose."""
+        self.declined[reason] += 1
+        self.log.left(ts.key, reason)
 
     def comm_cost(self, ts: Any, ws: Any) -> float | None:
         """Seconds to bring a task's missing inputs to a worker, for work stealing; None to leave it to stock.
@@ -184,7 +190,10 @@ class Engine:
     def pull(self, ws: Any) -> Any:
         """The queued root task that a worker with a free slot should run; None: the head of the queue."""
         scheduler = self.scheduler
-        return self.groups.pull(ws.address, scheduler.tasks, scheduler.queued.peek())
+        ts = self.groups.pull(ws.address, scheduler.tasks, scheduler.queued.peek())
+        if ts is not None:
+            self.log.group(ts.key, ws.address)
+        return ts
 
     def restarted(self) -> None:
         """The scheduler has forgotten all tasks, without transitions."""
@@ -197,7 +206,10 @@ class Engine:
         self.groups.gone(key)
         ts = self.scheduler.tasks.get(key)
         ws = None if ts is None else ts.processing_on
-        info = None if ws is None else self.workers.by_address.get(ws.address)
+        if ws is None:
+            return
+        self.log.assigned(key, ws.address)
+        info = self.workers.by_address.get(ws.address)
         if info is None or info.ws is not ws:
             return
         charge = self._charge(ts, info)
@@ -212,6 +224,7 @@ class Engine:
 
     def left_processing(self, key: Hashable, finish: str, details: Mapping[str, Any]) -> None:
         """A task is no longer assigned. `details` are the keywords of the transition."""
+        self.log.finished(key, finish, details)
         charge = self.ledger.settle(key)
         if charge is None:
             return
@@ -240,6 +253,8 @@ class Engine:
         ts = self.scheduler.tasks.get(key)
         if to is None or ts is None or ts.processing_on is not to.ws:
             return
+        inputs = islice(ts.dependencies, candidates.MAX_INPUTS)
+        self.log.stolen(key, victim, thief, sum(d.get_nbytes() for d in inputs if to.ws not in (d.who_has or ())))
         self.ledger.move(key, to)
         self.workers.refresh(to)
         if (origin := by_address.get(victim)) is not None:
@@ -282,6 +297,8 @@ class Engine:
                 "moved": self.decided["moved"],
                 "local": self.decided["local"],
                 "restricted": self.decided["restricted"],
+                "logged": len(self.log),
+                **self.log.calibration(),
             },
             "declined": dict(self.declined),
             "prices": self.priced,

@@ -72,7 +72,7 @@ class PlacementPlugin(SchedulerPlugin):
             return  # a preload has done it; the scheduler starts every plugin it finds
         if self.engine is not None:
             raise InstallError(f"{self.name} has been started already. Remedy: use one plugin object per scheduler")
-        seam = Seam(scheduler, sink=self._sink)
+        seam = Seam(scheduler, sink=self._sink, told=self._fell_back)
         seam.check()
         engine = Engine(scheduler, self.settings)
         try:
@@ -104,7 +104,8 @@ class PlacementPlugin(SchedulerPlugin):
     def statistics(self) -> dict[str, Any]:
         """Counts since `start`, as plain JSON.
 
-        ``decisions`` (total, moved, local, restricted), ``declined`` (left to stock on purpose, by reason),
+        ``decisions`` (total, moved, local, restricted; predicted and actual times of the newest, see
+        `DecisionLog.calibration`), ``declined`` (left to stock on purpose, by reason),
         ``prices`` given to stealing, ``roots`` (cogroups closed, root tasks handed to their owner),
         ``microseconds`` per decision (total, median, p99), ``links`` (latency in s, bytes/s, samples),
         ``prefixes`` known, ``speeds`` of workers, sizes of the ``tables``; ``fallbacks`` (part -> reason -> count),
@@ -124,6 +125,10 @@ class PlacementPlugin(SchedulerPlugin):
             "retired": {name: p.retired for name, p in parts.items() if p.retired is not None},
         }
 
+    def explain(self, key: Any) -> dict[str, Any] | None:
+        """The newest decision about a key, see `DecisionLog.story`; None when there is none."""
+        return None if self.engine is None else self.engine.log.story(key)
+
     # ------------------------------------------------------------------ hooks
 
     def _decide(self, ts: Any, valid: Any) -> Any:
@@ -131,9 +136,12 @@ class PlacementPlugin(SchedulerPlugin):
             return None
         books = self.seam.parts.get(BOOKKEEPING)
         if books is not None and books.retired is not None:
-            self.engine.declined["bookkeeping retired"] += 1
-            return None
+            return self.engine.leave(ts, "bookkeeping retired")
         return self.engine.decide(ts, valid)
+
+    def _fell_back(self, key: Any, reason: str) -> None:
+        if self.engine is not None:
+            self._guard(self.engine.log.failed, key, reason)
 
     def _guard(self, event: Callable[..., None], *args: Any) -> None:
         try:

@@ -95,8 +95,17 @@ def is_running(ws: Any) -> bool:
 class Seam(Guard):
     """The take-over of one scheduler."""
 
-    def __init__(self, scheduler: Any, *, sink: Sink = null_sink, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        scheduler: Any,
+        *,
+        sink: Sink = null_sink,
+        clock: Callable[[], float] = time.monotonic,
+        told: Callable[[Any, str], None] = lambda key, reason: None,
+    ) -> None:
         super().__init__(sink=sink, clock=clock)
+        #: called with the key of a task that stock decided for because ours failed, and why; must not raise
+        self._told = told
         self.scheduler = scheduler
         self._installed: dict[str, Any] = {}
         #: slots are to be dealt in the next turn of the event loop
@@ -202,11 +211,12 @@ class Seam(Guard):
     def _wrap_decide(self, part: Part, ours: Callable[..., Any]) -> Callable[..., Any]:
         scheduler = self.scheduler
         stock = self._stock("decide_worker_non_rootish")
-        running = Status.running
+        running, told = Status.running, self._told
 
         def decide_worker_non_rootish(ts: TaskState) -> WorkerState | None:
             if part.retired is not None:
                 part.fallbacks["retired"] += 1
+                told(ts.key, f"placement had retired after {part.retired}")
                 return stock(ts)
             try:
                 valid = None
@@ -219,9 +229,12 @@ class Seam(Guard):
                     return stock(ts)
                 if ws.status is running and scheduler.workers.get(ws.address) is ws and (valid is None or ws in valid):
                     return ws
-                self.failed(part.name, "rejected", f"{ws!r} is not a running worker that {ts!r} may run on")
-            except Exception:
+                detail = f"{ws!r} is not a running worker that {ts!r} may run on"
+                self.failed(part.name, "rejected", detail)
+                told(ts.key, f"the choice was rejected: {detail}")
+            except Exception as e:
                 self.failed(part.name)
+                told(ts.key, f"{type(e).__name__}: {e}")
             return stock(ts)
 
         return decide_worker_non_rootish

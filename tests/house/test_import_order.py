@@ -30,8 +30,9 @@ ALLOWED: dict[str, set[str]] = {
     "extension": {"config", "observe", "placement", "tiers", "shuffle"},
     "preload": {"config", "extension"},
     "api": {"config", "extension", "observe"},
-    "cli": {"api", "config"},
-    "__init__": {"config", "api"},
+    "questions": {"extension", "observe"},
+    "cli": {"api", "config", "questions"},
+    "__init__": {"config", "api", "questions"},
 }
 VENDOR = {"cudf", "cupy", "rmm", "pynvml", "pylibcudf", "amdsmi", "kvikio", "ucxx", "dask_cuda", "numba"}
 

@@ -1,0 +1,62 @@
+"""`dask gpurt explain` and `dask gpurt where`, against real processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from distributed import Client
+
+from .processes import processes
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.cluster
+
+
+def gpurt(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "dask", "gpurt", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+def test_from_the_command_line(tmp_path: Path) -> None:
+    with processes(tmp_path) as p:
+        address = p.scheduler("--preload", "dask_gpurt.preload")
+        p.worker(address)
+        p.worker(address)
+        with Client(address) as client:
+            client.wait_for_workers(2, timeout=60)
+            first, second = client.scheduler_info()["workers"]
+            x = client.submit(bytes, 30_000_000, workers=[first], key="x")
+            total = client.submit(len, x, key=("total", 0))
+            assert total.result() == 30_000_000
+
+            told = gpurt("explain", address, "('total', 0)")
+            assert told.returncode == 0, told.stderr
+            assert f"It ran on {first} because it holds all of its inputs (30 MB); {second} was idle" in told.stdout
+            chosen = next(line for line in told.stdout.splitlines() if "->" in line)
+            assert first in chosen
+            told = gpurt("explain", address, "x", "--json")
+            got = json.loads(told.stdout)
+            assert (got["kind"], got["reason"], got["actual"]["worker"]) == ("stock", "no inputs", first)
+
+            told = gpurt("where", address, "x", "('total', 0)")
+            assert told.returncode == 0, told.stderr
+            assert "2 keys: 2 memory" in told.stdout
+            got = json.loads(gpurt("where", address, "x", "--json").stdout)
+            (copy,) = got["keys"]["x"]["copies"]
+            assert (copy["address"], copy["tier"]) == (first, "memory")
+
+            for command in ("explain", "where"):
+                told = gpurt(command, address, "(nope")
+                assert told.returncode == 1
+                assert "'(nope'" in told.stderr
+                assert "Remedy" in told.stderr
+                assert "Traceback" not in told.stderr
+    told = gpurt("where", "tcp://127.0.0.1:1", "x", "--timeout", "1")
+    assert told.returncode == 1
+    assert "no scheduler answers at 'tcp://127.0.0.1:1'" in told.stderr
