@@ -378,7 +378,7 @@ class Engine:
             excess = self._excess(wanted_bytes)
             if excess <= 0:
                 return
-            entry = self._victims.pop_clean()
+            entry = self._victims.pop_clean(any_place=self._tier_rests_until > now)
             if entry is not None:
                 self._drop(entry)
                 continue
@@ -612,6 +612,11 @@ class Engine:
         for entry in self._entries:
             entry.handle = None
         await self._loop.run_in_executor(None, self.tier.close)
+
+    @property
+    def decided_by(self) -> dict[str, int]:
+        """What chose the victims so far; see `Victims.decided_by`."""
+        return dict(self._victims.decided_by)
 
     def states(self) -> dict[str, int]:
         """Entries per state."""
