@@ -12,8 +12,7 @@ sends each worker one message with what has changed for it:
 3. a worker that understands us is met for the first time: all it holds is dirty.
 
 A worker takes away by itself the uses that it executes. `_told` therefore follows what each worker believes, and a
-message is due only when the soonest use it believes in is not the right one. In the common case of one replica that is
-never after the first message.
+message is due only when the soonest use it believes in is not the right one, or it is about to run out of uses.
 
 An unknown op closes a worker. So only those get messages whose last heartbeat carried our `PROTOCOL`; and as messages
 may be under way when a worker is told (on another connection) to remove its part, `stop` ends each stream with a
@@ -39,7 +38,7 @@ from distributed.scheduler import TaskState, WorkerState
 
 from dask_gpurt.errors import SeamMismatch
 from dask_gpurt.model.events import Event, Sink, null_sink
-from dask_gpurt.tiers.hints_wire import HEARTBEAT_FIELD, HEARTBEAT_NAME, KEEP, OP, PROTOCOL, Uses
+from dask_gpurt.tiers.hints_wire import HEARTBEAT_FIELD, HEARTBEAT_NAME, KEEP, OP, PROTOCOL, Uses, without
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -48,6 +47,8 @@ if TYPE_CHECKING:
 FLUSH_SECONDS = 0.01
 #: keys looked at in one flush; the others wait for the next, so that the loop is never held for long
 FLUSH_KEYS = 500
+#: a worker that knows fewer uses than this is told more, if there are more
+LOW = 2
 #: more waiters than this are kept sorted instead of being sorted anew for every message
 MANY_WAITERS = 64
 #: exceptions after which the plugin stops
@@ -207,9 +208,11 @@ class NextUsePlugin(SchedulerPlugin):
         uses = told.get(ws, _UNKNOWN)
         if uses is _UNKNOWN or uses is None:
             return True
-        left = tuple(u for u in uses if u != use)
-        told[ws] = left if left or not uses else None
-        return not left or len(dts.who_has) > 1
+        if use not in uses:
+            return True
+        left = without(uses, use)
+        told[ws] = left or None
+        return len(left) < LOW or len(dts.who_has) > 1
 
     def remove_worker(self, scheduler: Any, worker: str, *, stimulus_id: str, **kwargs: Any) -> None:
         self._ready = {ws for ws in self._ready if ws.address != worker}
@@ -269,7 +272,7 @@ class NextUsePlugin(SchedulerPlugin):
             if told is None:
                 told = self._told.setdefault(ts, {})
             believed = told.get(ws)
-            if believed is None or believed[:1] != now[:1]:
+            if believed is None or believed[:1] != now[:1] or len(believed) < min(LOW, len(now)):
                 messages.setdefault(ws.address, []).append((ts.key, now))
                 told[ws] = now
 

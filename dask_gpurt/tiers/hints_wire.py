@@ -19,3 +19,9 @@ KEEP = 8
 
 #: priorities of the tasks that will read a key, soonest first; empty: no task is known to
 Uses = tuple[tuple[float, ...], ...]
+
+
+def without(uses: Uses, use: tuple[float, ...]) -> Uses:
+    """One use less. Only one: tasks that were submitted one by one may have the same priority."""
+    i = uses.index(use)
+    return uses[:i] + uses[i + 1 :]

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 from distributed.worker_state_machine import ExecuteSuccessEvent, TaskState
 
 from dask_gpurt.tiers.entry import NEVER
-from dask_gpurt.tiers.hints_wire import HEARTBEAT_FIELD, OP, PROTOCOL
+from dask_gpurt.tiers.hints_wire import HEARTBEAT_FIELD, OP, PROTOCOL, without
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -195,7 +195,7 @@ class HintReceiver:
             for entry in inputs:
                 if use not in entry.uses:
                     continue
-                entry.uses = tuple(u for u in entry.uses if u != use)
+                entry.uses = without(entry.uses, use)
                 if entry.uses:
                     self.advanced += 1
                     self._engine.hint(entry, entry.uses[0])

@@ -44,8 +44,8 @@ class Victims:
     def __init__(self) -> None:
         self._unknown: dict[Entry, None] = {}
         self._small: dict[Entry, None] = {}
-        #: (negated next use, is dirty, ticket, entry), valid while the ticket is the entry's
-        self._known: list[tuple[tuple[float, ...], bool, int, Entry]] = []
+        #: (negated next use, is dirty, last use, ticket, entry), valid while the ticket is the entry's
+        self._known: list[tuple[tuple[float, ...], bool, float, int, Entry]] = []
         self._known_set: set[Entry] = set()
         #: those of all classes that cost no write
         self._clean: dict[Entry, None] = {}
@@ -74,7 +74,8 @@ class Victims:
             self._ticket += 1
             entry.ticket = self._ticket
             self._known_set.add(entry)
-            heapq.heappush(self._known, (tuple(-x for x in entry.next_use), not clean, self._ticket, entry))
+            place = tuple(-x for x in entry.next_use)
+            heapq.heappush(self._known, (place, not clean, entry.last_use, self._ticket, entry))
             if len(self._known) > 2 * len(self._known_set) + 64:
                 self._known = [item for item in self._known if self._valid(item)]
                 heapq.heapify(self._known)
@@ -109,15 +110,15 @@ class Victims:
             heapq.heappop(known)
         if self._unknown and not (known and known[0][0] == _NEVER_PLACE):
             return next(iter(self._unknown))
-        return known[0][3] if known else None
+        return known[0][4] if known else None
 
     def _take(self, entry: Entry, reason: str) -> Entry:
         self.discard(entry)
         self.decided_by[reason] += 1
         return entry
 
-    def _valid(self, item: tuple[tuple[float, ...], bool, int, Entry]) -> bool:
-        return item[3].ticket == item[2] and item[3] in self._known_set
+    def _valid(self, item: tuple[tuple[float, ...], bool, float, int, Entry]) -> bool:
+        return item[4].ticket == item[3] and item[4] in self._known_set
 
 
 def _reason(entry: Entry) -> str:

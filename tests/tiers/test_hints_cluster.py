@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 from distributed import Client, Event, Scheduler, Worker, wait
 from distributed.utils_test import async_poll_for, gen_cluster
@@ -28,8 +27,9 @@ NO_WATCH = {"distributed.worker.memory.spill": False, "distributed.worker.memory
 SIZE = 10_000
 
 
-def make(i: int, *_: Any) -> Any:
-    return np.full(SIZE, i % 251, dtype="u1")
+def make(i: int, *_: Any) -> bytes:
+    # Not an array: nothing can refer weakly to it, so what was evicted is gone until it is read.
+    return bytes([i % 251]) * SIZE
 
 
 def gated(event: str, *arrays: Any) -> int:
@@ -63,48 +63,69 @@ def entry(w: Worker, key: Any) -> Entry:
     return found
 
 
+def bytes_moved(w: Worker) -> int:
+    stats = runtime(w).statistics()
+    return int(stats["written"]["bytes"] + stats["read"]["bytes"])
+
+
 def uses_in_graph(s: Scheduler, key: Any) -> list[tuple[Any, ...]]:
     return sorted(w.priority for w in s.tasks[key].waiters or ())
 
 
-def right(s: Scheduler, workers: list[Worker]) -> bool:
-    """Does every worker believe in the true next use of all it holds?"""
+def wrong(s: Scheduler, workers: list[Worker]) -> list[Any]:
+    """What workers believe about the next use of what they hold, where it is not the truth.
+
+    A copy that was fetched and not used yet is not known to the scheduler's plugin: there the worker guesses by those
+    of its own tasks that wait for it.
+    """
+    out = []
     for w in workers:
         for ts in s.workers[w.address].has_what:
             want = uses_in_graph(s, ts.key)
             got = entry(w, ts.key)
+            if got.guessed and w.state.tasks[ts.key].run_spec is None and got.next_use in want:
+                continue
             if got.guessed or got.next_use != (want[0] if want else NEVER):
-                return False
-    return True
+                out.append((w.address, ts.key, want[:1], got.next_use, got.guessed, got.uses))
+    return out
+
+
+async def known(s: Scheduler, n: int) -> None:
+    """Graphs and events travel on different roads: wait until all tasks are there before a gate opens."""
+    await async_poll_for(lambda: len(s.tasks) >= n, timeout=20)
 
 
 async def settled(s: Scheduler, *workers: Worker) -> None:
-    await async_poll_for(lambda: right(s, list(workers)), timeout=20)
+    for _ in range(1000):
+        if not wrong(s, list(workers)):
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(wrong(s, list(workers)))
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 2, config=NO_WATCH)
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 30)] * 2, config=NO_WATCH)
 async def test_hints_are_right_at_every_stage(c: Client, s: Scheduler, a: Worker, b: Worker) -> None:
     """Against the scheduler's graph: after computing, as uses pass, with replicas, many dependents, and none."""
     plugin = await attach(s, a, b)
     gates = [Event(f"gate{i}", client=c) for i in range(4)]
-    hold = [c.submit(gated, "gate0", key=f"hold{w.name}", workers=[w.address], priority=100) for w in (a, b)]
-    await async_poll_for(lambda: sum(ts.state == "processing" for ts in s.tasks.values()) == 2, timeout=10)
     x = [c.submit(make, i, key=("x", i), workers=[(a, b)[i % 2].address], priority=200) for i in range(8)]
     reads = []
     for i in range(24):  # each x is read six times, on both sides
         w = (a, b)[i // 12]
-        reads.append(
-            c.submit(gated, f"gate{1 + i // 8}", x[i % 8], x[(3 * i + 1) % 8], key=f"read{i}", workers=[w.address])
-        )
+        v, u = x[i % 8], x[(3 * i + 1) % 8]
+        reads.append(c.submit(gated, f"gate{1 + i // 8}", v, u, key=f"read{i}", workers=[w.address], priority=-i))
+    alone = c.submit(make, 7, key="alone", workers=[a.address], priority=200)
     many = c.submit(make, 99, key="many", workers=[a.address], priority=200)
-    readers = [c.submit(gated, "gate3", many, key=f"reader{i}", workers=[a.address]) for i in range(200)]
-    await gates[0].set()
-    await wait([*x, many, *hold])
+    readers = [c.submit(gated, "gate1", many, key=f"reader{i}", workers=[a.address], priority=-100) for i in range(200)]
+    await known(s, 8 + 24 + 1 + 200 + 1)
+    await wait([*x, many, alone])
     await settled(s, a, b)
-    assert entry(a, ("x", 0)).uses == tuple(uses_in_graph(s, ("x", 0)))
-    assert list(entry(a, "many").uses) == uses_in_graph(s, "many")[:KEEP]
+    for key in (("x", 0), "many"):
+        uses = entry(a, key).uses
+        assert 2 <= len(uses) <= KEEP
+        assert list(uses) == uses_in_graph(s, key)[: len(uses)]
     assert len(uses_in_graph(s, "many")) > hints_scheduler.MANY_WAITERS
-    assert entry(a, "holdgpurt" if False else hold[0].key).next_use == NEVER
+    assert entry(a, "alone").next_use == NEVER
 
     await gates[1].set()
     await wait(reads[:8])
@@ -129,7 +150,7 @@ async def test_hints_are_right_at_every_stage(c: Client, s: Scheduler, a: Worker
         hints = runtime(w).statistics()["hints"]
         assert hints["exceptions"] == 0, hints["last_traceback"]
         assert hints["received"] > 0
-    assert runtime(a).statistics()["hints"]["advanced"] > 100
+    assert runtime(a).statistics()["hints"]["advanced"] > 10
     del x, many
     reads.clear()
     readers.clear()
@@ -176,17 +197,17 @@ async def test_a_worker_that_does_not_ask_gets_nothing(c: Client, s: Scheduler, 
     s.worker_send = spy  # type: ignore[method-assign]
     x = [c.submit(make, i, key=f"x{i}", workers=[w.address]) for i in range(10) for w in ((a, b)[i % 2],)]
     await wait(x)
-    assert plugin.statistics()["flushes"] >= 0
     await async_poll_for(lambda: not plugin.statistics()["tables"]["dirty"], timeout=10)
     assert sent == []
     a.metrics[NAME] = lambda w: receiver.heartbeat()
     await a.heartbeat()
     # met for the first time: also told about what it had before
-    await wait(c.submit(make, 10, key="x10", workers=[a.address]))
+    last = c.submit(make, 10, key="x10", workers=[a.address])
+    await wait(last)
     store = receiver.store
     assert store is not None
     await async_poll_for(lambda: all(store.entry(k).next_use == NEVER for k in store), timeout=10)  # type: ignore[union-attr]
-    assert len(store) == 5
+    assert len(store) == 6
     assert set(sent) == {a.address}
     y = c.map(lambda v, w: int(v[0] + w[0]), x[1::2], x[::2], workers=[b.address])
     assert await c.gather(y) == [1, 5, 9, 13, 17]
@@ -201,11 +222,10 @@ async def test_eviction_follows_the_graph(c: Client, s: Scheduler, a: Worker) ->
     """Made in one order, read in another: what leaves first is what no task reads, then what is read last."""
     await attach(s, a)
     gate = Event("gate", client=c)
-    hold = c.submit(gated, "gate", key="hold", priority=100)
-    x = [c.submit(make, i, key=f"x{i}", priority=200) for i in range(8)]
+    x = [c.submit(make, i, key=f"x{i}") for i in range(8)]
     await wait(x)
-    order = [3, 0, 6, 1, 5, 2]  # 4 and 7 are not read
-    reads = [c.submit(gated, "gate", x[i], key=f"read{i}") for i in order]
+    hold = c.submit(gated, "gate", key="hold", priority=100)
+    readers = {i: c.submit(gated, "gate", x[i], key=f"read{i}", priority=-p) for p, i in enumerate([3, 0, 6, 1, 5, 2])}
     await async_poll_for(lambda: sum(len(entry(a, f"x{i}").uses) for i in range(8)) == 6, timeout=10)
     engine, store = runtime(a).engine, runtime(a).store
     assert store is not None
@@ -214,13 +234,14 @@ async def test_eviction_follows_the_graph(c: Client, s: Scheduler, a: Worker) ->
         engine.shrink(1)
         await engine.idle()
         left += [k for k in store.slow if k not in left]
-    assert left == ["x4", "x7", *(f"x{i}" for i in reversed(order))]
+    assert set(left[:2]) == {"x4", "x7"}
+    assert left[2:] == [f"x{i}" for i in reversed(readers)]
     stats = runtime(a).statistics()
     assert stats["evictions"] == {"hint": 8}
     assert stats["hints"]["evictions_by_hint_share"] == 1.0
     engine.shrink(0)
     await gate.set()
-    assert await c.gather(reads) == order
+    assert await c.gather(list(readers.values())) == list(readers)
     await hold
 
 
@@ -229,18 +250,23 @@ async def test_fewer_bytes_than_without(c: Client, s: Scheduler, a: Worker) -> N
     """A scan made and read in the same order is LRU's worst case. The same work, real spilling, bytes counted."""
 
     async def work(tag: str) -> int:
-        gate = Event(tag, client=c)
+        x = [c.submit(make, i, key=f"{tag}-x{i}") for i in range(30)]
+        await wait(x)
+        await runtime(a).engine.idle()
+        before = bytes_moved(a)
         hold = c.submit(gated, tag, key=f"{tag}-hold", priority=1)
-        x = [c.submit(make, i, key=f"{tag}-x{i}", priority=0) for i in range(30)]
-        rounds = [
-            [c.submit(gated, tag, v, key=f"{tag}-{r}-{i}", priority=-1) for i, v in enumerate(x)] for r in range(3)
+        reads = [
+            c.submit(gated, tag, v, key=f"{tag}-{r}-{i}", priority=-100 * r - i)
+            for r in range(3)
+            for i, v in enumerate(x)
         ]
-        await gate.set()
-        assert await c.gather(rounds[2]) == list(range(30))
+        await async_poll_for(lambda: all(f.key in a.state.tasks for f in reads), timeout=20)
+        await asyncio.sleep(10 * hints_scheduler.FLUSH_SECONDS)
+        await Event(tag, client=c).set()
+        assert await c.gather(reads) == [*range(30)] * 3
         await hold
         await runtime(a).engine.idle()
-        stats = runtime(a).statistics()
-        return int(stats["written"]["bytes"] + stats["read"]["bytes"])
+        return bytes_moved(a) - before
 
     plugin = await attach(s, a)
     hinted = await work("hinted")
@@ -248,9 +274,9 @@ async def test_fewer_bytes_than_without(c: Client, s: Scheduler, a: Worker) -> N
     assert plugin.next_use is not None
     plugin.next_use.stop()
     await async_poll_for(lambda: not runtime(a).statistics()["hints"]["active"], timeout=10)
-    lru = await work("lru") - hinted
-    assert lru > 100 * SIZE
-    assert hinted < 0.9 * lru
+    lru = await work("lru")
+    assert lru > 60 * SIZE
+    assert hinted < 0.8 * lru
     runtime(a).engine.validate()
 
 
@@ -259,7 +285,8 @@ async def test_late_worker_is_told_in_portions(c: Client, s: Scheduler, a: Worke
     x = c.map(lambda i: i, range(1200), key=[f"x{i}" for i in range(1200)], workers=[a.address])
     await wait(x)
     plugin = await attach(s, a, b)
-    await wait(c.submit(make, 1, key="last", workers=[a.address]))
+    last = c.submit(make, 1, key="last", workers=[a.address])
+    await wait(last)
     await settled(s, a, b)
     assert plugin.statistics()["next_use"]["flushes"] >= 1200 / hints_scheduler.FLUSH_KEYS
 
@@ -310,7 +337,8 @@ def test_exceptions_are_counted_and_harmless(where: str, monkeypatch: pytest.Mon
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)], config=NO_WATCH)
 async def test_an_exception_on_the_worker(c: Client, s: Scheduler, a: Worker) -> None:
     plugin = await attach(s, a)
-    await wait(c.submit(make, 1))
+    first = c.submit(make, 1)
+    await wait(first)
     await async_poll_for(lambda: runtime(a).statistics()["hints"]["active"], timeout=10)
 
     def fail(*args: Any, **kwargs: Any) -> None:

@@ -135,7 +135,7 @@ def bench(run_rig: RunRig, test: Callable[[Bench], Awaitable[None]]) -> None:
 def test_uses_pass_as_tasks_are_executed(run_rig: RunRig) -> None:
     async def test(b: Bench) -> None:
         x = b.put("x")
-        b.hear(items=[("x", [[0, 1, 4], [0, 1, 8]]), ("absent", [])])
+        b.hear(items=[("x", [[0, 1, 4], [0, 1, 4], [0, 1, 8]]), ("absent", [])])
         assert x.next_use == (0, 1, 4)
         b.tasks["t"] = FakeTask((0, 1, 4, -7))
         b.tasks["u"] = FakeTask((0, 1, 8, -8))
@@ -145,6 +145,8 @@ def test_uses_pass_as_tasks_are_executed(run_rig: RunRig) -> None:
         )  # fmt: skip
         b.receiver.executed("t", [x], failure)
         assert x.next_use == (0, 1, 4), "it may run again"
+        b.receiver.executed("t", [x], success("t"))
+        assert x.next_use == (0, 1, 4), "two tasks may have one priority"
         b.receiver.executed("t", [x], success("t"))
         assert x.next_use == (0, 1, 8)
         assert not x.guessed
@@ -156,7 +158,7 @@ def test_uses_pass_as_tasks_are_executed(run_rig: RunRig) -> None:
         assert x.next_use == NEVER
         assert not x.guessed
         stats = b.receiver.statistics()
-        assert (stats["received"], stats["unknown_keys"], stats["advanced"], stats["guessed"]) == (3, 1, 1, 1)
+        assert (stats["received"], stats["unknown_keys"], stats["advanced"], stats["guessed"]) == (3, 1, 2, 1)
         assert stats["exceptions"] == 0
 
     bench(run_rig, test)
