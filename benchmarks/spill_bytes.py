@@ -49,12 +49,16 @@ def persist_and_sum(nbytes: int) -> float:
 
 def transpose(nbytes: int) -> float:
     x = _square(nbytes // 2)
-    return float((x + x.T).sum().compute())
+    y = (x + x.T).persist()
+    wait(y)
+    return float(y.sum().compute())
 
 
 def tensordot(nbytes: int) -> float:
-    x = _square(nbytes // 2)
-    return float(da.tensordot(x, x.T, axes=1).sum().compute())
+    x = _square(nbytes // 2).astype("f8")  # sums of small whole numbers: the same in any order
+    y = da.tensordot(x, x.T, axes=1).persist()
+    wait(y)
+    return float(y.sum().compute())
 
 
 def merge_groupby(nbytes: int) -> float:
@@ -79,7 +83,7 @@ GRAPHS: dict[str, Callable[[int], float]] = {
 
 def _square(nbytes: int) -> da.Array:
     n = int((nbytes / 8) ** 0.5)
-    return da.random.default_rng(0).integers(0, 100, (n, n), dtype="i8", chunks=(max(1, n // 10),) * 2)
+    return da.random.default_rng(0).integers(0, 100, (n, n), dtype="i8", chunks=(max(1, n // 8),) * 2)
 
 
 def _frame(i: int, rows: int) -> pd.DataFrame:
