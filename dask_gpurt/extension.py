@@ -3,8 +3,9 @@
 ::
 
     GpurtScheduler  (SchedulerPlugin "gpurt")        GpurtWorker  (WorkerPlugin "gpurt", pushed by the former)
-      ├── placement.PlacementPlugin                    ├── tiers.TierRuntime
-      ├── shuffle.ShuffleTakeover                      └── hands the runtime's shard store to shuffle
+      ├── tiers.NextUsePlugin                          ├── tiers.TierRuntime
+      ├── placement.PlacementPlugin                    └── hands the runtime's shard store to shuffle
+      ├── shuffle.ShuffleTakeover
       └── pushes GpurtWorker to every worker
 
 Here, and only here, the engines meet: they never import each other, what they need of one another is a protocol in
@@ -38,6 +39,7 @@ from dask_gpurt.observe.journal import Journal
 from dask_gpurt.placement.plugin import PlacementPlugin
 from dask_gpurt.shuffle import stores
 from dask_gpurt.shuffle.plugin import ShuffleTakeover, worker_statistics
+from dask_gpurt.tiers.hints_scheduler import NextUsePlugin
 from dask_gpurt.tiers.plugin import TierRuntime
 
 if TYPE_CHECKING:
@@ -124,10 +126,13 @@ class GpurtScheduler(SchedulerPlugin):
 
     name = NAME
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, next_use: bool = True) -> None:
         self.settings = settings
+        #: False: no hints to the tiers, so that benchmarks can tell what they are worth
+        self._send_next_use = next_use
         self.scheduler: Scheduler | None = None
         self.parts: Parts | None = None
+        self.next_use: NextUsePlugin | None = None
         self.placement: PlacementPlugin | None = None
         self.shuffle: ShuffleTakeover | None = None
         self.journal: Journal | None = None
@@ -149,6 +154,9 @@ class GpurtScheduler(SchedulerPlugin):
             # The shuffle comes last: it asks the workers whether they can, and it is the one part that may refuse to
             # leave, which it has to do before anything else has left.
             await self.parts.add("workers", self._add_workers)
+            # After the workers' part, hence removed before it: no hint may come to a worker that has none any more.
+            if self.settings.tiers.enabled and self._send_next_use:
+                await self.parts.add("next-use", self._add_next_use)
             if self.settings.placement.enabled:
                 await self.parts.add("placement", self._add_placement)
             if self.settings.shuffle.enabled:
@@ -160,6 +168,21 @@ class GpurtScheduler(SchedulerPlugin):
         scheduler_logger.info(
             "dask-gpurt %s: policy %s; took over %s; %s", __version__, self.settings.policy, ", ".join(on), _versions()
         )
+
+    async def _add_next_use(self) -> Callable[[], Awaitable[None]]:
+        assert self.scheduler is not None
+        assert self.journal is not None
+        scheduler, plugin = self.scheduler, NextUsePlugin(sink=self.journal)
+        await plugin.start(scheduler)
+        scheduler.plugins[plugin.name] = plugin
+        self.next_use = plugin
+
+        async def undo() -> None:
+            scheduler.plugins.pop(plugin.name, None)
+            plugin.stop()
+            self.next_use = None
+
+        return undo
 
     async def _add_placement(self) -> Callable[[], Awaitable[None]]:
         assert self.scheduler is not None
@@ -235,6 +258,8 @@ class GpurtScheduler(SchedulerPlugin):
             "policy": self.settings.policy,
             "parts": dict(self.parts.state) if self.parts else {},
         }
+        if self.next_use is not None:
+            out["next_use"] = self.next_use.statistics()
         if self.placement is not None:
             out["placement"] = self.placement.statistics()
         if self.shuffle is not None:
@@ -309,7 +334,7 @@ class WorkerParts:
         if self.runtime is None:
             return {}
         now = self.runtime.statistics()
-        return {key: now[key] for key in HEARTBEAT}
+        return {**{key: now[key] for key in HEARTBEAT}, **self.runtime.heartbeat()}
 
     def statistics(self) -> dict[str, Any]:
         """Plain JSON values; see `dask_gpurt.status`."""

@@ -164,6 +164,11 @@ class Engine:
             entry.handle = None
         await asyncio.get_running_loop().run_in_executor(None, self.tier.close)
 
+    @property
+    def decided_by(self) -> dict[str, int]:
+        """What chose the victims so far; see `Victims.decided_by`."""
+        return dict(self.books.victims.decided_by)
+
     def validate(self) -> None:
         """Check every invariant; AssertionError names what is broken."""
         self.books.validate()

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
@@ -40,7 +41,10 @@ if TYPE_CHECKING:
     from dask_gpurt.tiers.account import Account
     from dask_gpurt.tiers.handle import Handle
 
-__all__ = ["TABLE", "Entry", "EventLog", "IllegalMove", "State"]
+__all__ = ["NEVER", "TABLE", "Entry", "EventLog", "IllegalMove", "State"]
+
+#: a next use that is later than all others
+NEVER: tuple[float, ...] = (math.inf,)
 
 
 class State(enum.Enum):
@@ -91,8 +95,12 @@ class Entry:
     pins: int = 0
     #: I/O threads that read the handle now; it is freed when they are done
     readers: int = 0
-    #: the priority of the next task that reads it, smaller is sooner; None: none known
+    #: the priority of the next task that reads it, smaller is sooner; `NEVER`: no task will; None: not known
     next_use: tuple[float, ...] | None = None
+    #: the priorities that the scheduler named and that have not passed, soonest first; see `hints_worker`
+    uses: tuple[tuple[float, ...], ...] = ()
+    #: `next_use` is a guess of this worker that stands until the scheduler's word comes
+    guessed: bool = False
     #: counts I/O operations of this entry
     generation: int = 0
     #: seconds (monotonic) of the last use

@@ -92,7 +92,7 @@ class Eviction:
             self._books.offer(rested)
         victims = self._books.victims
         while self._excess(wanted_bytes) > 0:
-            entry = victims.pop_clean()
+            entry = victims.pop_clean(any_place=self._tier_rests_until > now)
             if entry is not None:
                 self._drop(entry)
                 continue

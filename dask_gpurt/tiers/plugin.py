@@ -246,7 +246,13 @@ class TierRuntime:
             "returned_tasks": seam.returned_tasks if seam is not None else 0,
         }
         out.update(engine.counters.to_dict())
+        out["evictions"] = engine.decided_by
+        out["hints"] = seam.hints.statistics() if seam is not None else {}
         return out
+
+    def heartbeat(self) -> dict[str, Any]:
+        """What a scheduler that sends next uses has to see in ``metrics["gpurt"]``."""
+        return self._seam.hints.heartbeat() if self._seam is not None else {}
 
 
 def _left_alone(data: Any, settings: TierSettings) -> adoption.LeftAlone | None:

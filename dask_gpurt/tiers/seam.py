@@ -42,6 +42,7 @@ from distributed.worker_state_machine import FreeKeysEvent, RescheduleEvent
 from dask_gpurt.errors import SeamMismatch
 from dask_gpurt.tiers import adoption
 from dask_gpurt.tiers.adoption import require_call, require_names
+from dask_gpurt.tiers.hints_worker import HintReceiver
 from dask_gpurt.tiers.store import TieredStore
 
 if TYPE_CHECKING:
@@ -74,6 +75,8 @@ class WorkerSeam:
         self._engine = engine
         self._check()
         self.store = TieredStore(engine, on_lost=self.lost)
+        #: what the scheduler says about next uses
+        self.hints = HintReceiver(worker, engine, self.store)
         #: what was ``worker.data``
         self.original: SpillBuffer = worker.memory_manager.data
         self._stock_execute: Callable[..., Any] = worker.execute
@@ -122,9 +125,11 @@ class WorkerSeam:
         worker.execute = self._execute_wrapper
         worker.handlers["get_data"] = self._get_data_wrapper
         self._active = True
+        self.hints.install()
 
     async def give_back(self) -> None:
         """Drain into the original mapping, then put everything back."""
+        await self.hints.uninstall()
         for key in await adoption.give_back(self.store, self.original, self._engine):
             self._give_up(key)
         self._restore()
@@ -170,7 +175,9 @@ class WorkerSeam:
                 self.store.release(pinned)
                 raise
             try:
-                return await stock(key, stimulus_id=stimulus_id)
+                event = await stock(key, stimulus_id=stimulus_id)
+                self.hints.executed(key, pinned, event)
+                return event
             finally:
                 self.store.release(pinned)
 

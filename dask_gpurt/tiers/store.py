@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from dask_gpurt.tiers.handle import Handle
 
 
+def _nothing(entry: Entry) -> None:
+    return None
+
+
 class SpilledSize(NamedTuple):
     """Bytes of values that are not in memory."""
 
@@ -78,6 +82,8 @@ class TieredStore(MutableMapping[Any, Any]):
         self._account = Account("data", PickleCodec(), on_lost=lambda entry: on_lost(entry.key))
         #: keys that are set go there while the store is being drained (see `adoption`)
         self.successor: MutableMapping[Any, Any] | None = None
+        #: called with each entry made, before any victim is chosen; must not raise
+        self.on_add: Callable[[Entry], None] = _nothing
 
     def drain_into(self, successor: SpillBuffer) -> None:
         """From now on keys are set in `successor`; the caller moves those that are here."""
@@ -97,7 +103,9 @@ class TieredStore(MutableMapping[Any, Any]):
             return
         # First the dict: adding may evict, and must find the key when something goes wrong.
         nbytes = safe_sizeof(value)
-        self._entries[key] = self._engine.add(self._account, key, value, nbytes)
+        entry = self._entries[key] = self._engine.add(self._account, key, value, nbytes, balance=False)
+        self.on_add(entry)
+        self._engine.balance()
 
     def __getitem__(self, key: Hashable) -> Any:
         entry = self._entries.get(key)
@@ -169,7 +177,7 @@ class TieredStore(MutableMapping[Any, Any]):
         return entry is not None and entry.state is State.LOST
 
     def hint(self, key: Hashable, next_use: tuple[float, ...] | None) -> None:
-        """The priority of the next task that reads a key (smaller is sooner); None: nobody is known to."""
+        """The priority of the next task that reads a key (smaller is sooner); `NEVER`; None: not known."""
         entry = self._entries.get(key)
         if entry is not None:
             self._engine.hint(entry, next_use)

@@ -39,7 +39,7 @@ def _work(client: Client) -> None:
 
 def _shows_all(client: Client, workers: int) -> dict[str, Any]:
     got = dask_gpurt.status(client).to_dict()
-    assert got["scheduler"]["parts"] == {"placement": "on", "shuffle": "on", "workers": "on"}
+    assert got["scheduler"]["parts"] == {"next-use": "on", "placement": "on", "shuffle": "on", "workers": "on"}
     assert len(got["workers"]) == workers
     assert all(w["parts"] == {"tiers": "on"} for w in got["workers"].values()), got["workers"]
     return got
@@ -56,11 +56,11 @@ def test_preload_on_the_scheduler_alone_is_enough(tmp_path: Path) -> None:
             got = _shows_all(client, 2)
             assert got["scheduler"]["placement"]["decisions"]["total"] > 0
             log = wait_text(p.running[0][1], "dask-gpurt 0")
-            assert "took over workers, placement, shuffle" in log
+            assert "took over workers, next-use, placement, shuffle" in log
         out = subprocess.run(
             [sys.executable, "-m", "dask", "gpurt", "status", address], capture_output=True, text=True, check=True
         ).stdout
-        assert "workers on, placement on, shuffle on" in out
+        assert "workers on, next-use on, placement on, shuffle on" in out
         assert "on 2 of 2 workers" in out
 
 
@@ -217,6 +217,7 @@ def _worker_state(dask_worker: Any) -> dict[str, Any]:
         "handlers": sorted(
             f"{k}: {v.__qualname__}" for k, v in dask_worker.handlers.items() if hasattr(v, "__qualname__")
         ),
+        "stream_handlers": sorted(dask_worker.stream_handlers),
         "metrics": sorted(dask_worker.metrics),
     }
 
@@ -303,7 +304,8 @@ def test_a_part_that_cannot_install(monkeypatch: pytest.MonkeyPatch) -> None:
             dask_gpurt.attach(client)
         assert client.run_on_scheduler(_state) == stock
         got = dask_gpurt.attach(client, settings={"on-error": "stock"}).to_dict()
-        assert got["scheduler"]["parts"] == {"placement": "on", "shuffle": "off: injected", "workers": "on"}
+        want = {"next-use": "on", "placement": "on", "shuffle": "off: injected", "workers": "on"}
+        assert got["scheduler"]["parts"] == want
         _work(client)
 
 

@@ -1,0 +1,352 @@
+"""Tells workers when the keys that they hold are used next. The scheduler's half; `hints_worker` is the other.
+
+Only the scheduler knows: a worker hears of a dependent when all inputs of it are ready, which is too late to choose a
+victim by (it knows the next use of 8 to 29 % of its keys). With it, eviction is close to Belady's optimum.
+
+For a key in memory the *uses* are the priorities of its unfinished dependents (``TaskState.waiters``), soonest first,
+at most `KEEP`; none means that only a client holds it. Events mark keys as dirty, and a flush every `FLUSH_SECONDS`
+sends each worker one message with what has changed for it:
+
+1. a task is in memory: it is dirty, and so are its inputs, which have one use less;
+2. a task begins to wait, or is given up before it finished: its inputs have one use more or less;
+3. a worker that understands us is met for the first time: all it holds is dirty.
+
+A worker takes away by itself the uses that it executes. `_told` therefore follows what each worker believes, and a
+message is due only when the soonest use it believes in is not the right one, or it is about to run out of uses.
+
+An unknown op closes a worker. So only those get messages whose last heartbeat carried our `PROTOCOL`; and as messages
+may be under way when a worker is told (on another connection) to remove its part, `stop` ends each stream with a
+message that the worker waits for.
+
+Public names only: ``worker_send``, ``waiters``, ``priority``, ``who_has``, ``metrics``. A hook never raises: failures
+are counted, and too many end it, as hints are not worth a scheduler's time spent on tracebacks.
+
+Rejected: sending on every transition (several messages per task); all waiters' priorities (a broadcast key has as many
+as there are tasks); a score instead of priorities (stale at the next event, and the worker could not subtract).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from distributed.diagnostics.plugin import SchedulerPlugin
+from distributed.scheduler import TaskState, WorkerState
+
+from dask_gpurt.errors import SeamMismatch
+from dask_gpurt.model.events import Event, Sink, null_sink
+from dask_gpurt.tiers.hints_wire import HEARTBEAT_FIELD, HEARTBEAT_NAME, KEEP, OP, PROTOCOL, Uses, without
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+#: between the first event and the message about it
+FLUSH_SECONDS = 0.01
+#: keys looked at in one flush; the others wait for the next, so that the loop is never held for long
+FLUSH_KEYS = 500
+#: a worker that knows fewer uses than this is told more, if there are more
+LOW = 2
+#: more waiters than this are kept sorted instead of being sorted anew for every message
+MANY_WAITERS = 64
+#: exceptions after which the plugin stops
+MAX_EXCEPTIONS = 100
+
+_ATTRIBUTES: dict[type, tuple[str, ...]] = {
+    TaskState: ("dependencies", "key", "priority", "waiters", "who_has"),
+    WorkerState: ("address", "has_what", "metrics"),
+}
+#: states of a task that still wants its inputs
+_UNFINISHED = frozenset({"waiting", "processing", "queued", "no-worker"})
+_UNKNOWN: Any = object()
+
+
+class NextUsePlugin(SchedulerPlugin):
+    """Sends next uses to workers. `start` it on a scheduler, `stop` it to end.
+
+    Parameters
+    ----------
+    sink
+        Receives ``tiers.hints-failed`` and ``tiers.hints-retired``.
+    """
+
+    name = "gpurt-next-use"
+    idempotent = True
+
+    def __init__(self, *, sink: Sink = null_sink) -> None:
+        self._sink = sink
+        self._scheduler: Any = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        #: tasks whose holders may have to be told, oldest event first
+        self._dirty: dict[Any, None] = {}
+        #: task -> worker -> the uses it believes in; None: it has used up what it was told
+        self._told: dict[Any, dict[Any, Uses | None]] = {}
+        #: task with many waiters -> its waiters, latest use first; finished ones are dropped when met
+        self._sorted: dict[Any, list[Any]] = {}
+        #: workers that understand us and have been told all
+        self._ready: set[Any] = set()
+        #: why it ended by itself; "" if it did not
+        self.retired = ""
+        self.exceptions = 0
+        self.last_traceback = ""
+        #: (key, uses) pairs that were sent
+        self.sent_hints = 0
+        self.sent_messages = 0
+        self._transitions = 0
+        self._transition_seconds = 0.0
+        self._flushes = 0
+        self._flush_seconds = 0.0
+
+    # ------------------------------------------------------------------ life
+
+    async def start(self, scheduler: Any) -> None:
+        """Begin. A second call for the same scheduler does nothing.
+
+        Raises
+        ------
+        SeamMismatch
+            This distributed is not what it was written for.
+        """
+        if self._scheduler is not None:
+            return
+        _check(scheduler)
+        self._loop = asyncio.get_running_loop()
+        self._scheduler = scheduler
+
+    def stop(self) -> None:
+        """End, and tell the workers that nothing follows. A second call does nothing."""
+        scheduler, self._scheduler = self._scheduler, None
+        if scheduler is None:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        for address, ws in list(scheduler.workers.items()):
+            if _speaks(ws):
+                try:
+                    scheduler.worker_send(address, {"op": OP, "items": [], "stop": True})
+                except Exception:  # it is gone
+                    self._count_failure()
+        self._forget()
+
+    async def close(self) -> None:
+        """The scheduler closes: its workers hear that from itself."""
+        self._scheduler = None
+        if self._timer is not None:
+            self._timer.cancel()
+        self._forget()
+
+    def _forget(self) -> None:
+        for table in (self._dirty, self._told, self._sorted, self._ready):
+            table.clear()
+
+    def statistics(self) -> dict[str, Any]:
+        """Counts since `start`, as plain JSON."""
+        return {
+            "installed": self._scheduler is not None,
+            "workers": len(self._ready),
+            "sent": {"hints": self.sent_hints, "messages": self.sent_messages},
+            "transitions": self._transitions,
+            "transition_us": self._transition_seconds / max(1, self._transitions) * 1e6,
+            "flushes": self._flushes,
+            # what a transition costs in all: its own hook, and its share of the messages
+            "total_us_per_transition": (self._transition_seconds + self._flush_seconds)
+            / max(1, self._transitions)
+            * 1e6,
+            "tables": {"dirty": len(self._dirty), "told": len(self._told), "sorted": len(self._sorted)},
+            "exceptions": self.exceptions,
+            "last_traceback": self.last_traceback,
+            "retired": self.retired,
+        }
+
+    # ------------------------------------------------------------------ events
+
+    def transition(self, key: Any, start: Any, finish: Any, *args: Any, stimulus_id: str, **kwargs: Any) -> None:
+        # Called for every transition of every task: leave as early as possible.
+        if self._scheduler is None:
+            return
+        before = time.perf_counter()
+        try:
+            if finish != "processing":
+                self._note(key, start, finish, kwargs.get("worker"))
+        except Exception:
+            self._failed("transition")
+        self._transitions += 1
+        self._transition_seconds += time.perf_counter() - before
+
+    def _note(self, key: Any, start: Any, finish: Any, worker: Any) -> None:
+        ts = self._scheduler.tasks.get(key)
+        if ts is None:
+            return
+        dirty = self._dirty
+        if finish == "memory":
+            dirty[ts] = None
+            executed_on = self._scheduler.workers.get(worker)
+            for dts in ts.dependencies:
+                if dts.who_has and self._used(dts, ts.priority, executed_on):
+                    dirty[dts] = None
+        elif finish == "waiting" or start in _UNFINISHED:
+            for dts in ts.dependencies:
+                if dts.who_has:
+                    dirty[dts] = None
+                    self._sorted.pop(dts, None)
+        if start == "memory":
+            dirty.pop(ts, None)
+            self._told.pop(ts, None)
+            self._sorted.pop(ts, None)
+        if dirty and self._timer is None and self._loop is not None:
+            self._timer = self._loop.call_later(FLUSH_SECONDS, self._flush)
+
+    def _used(self, dts: Any, use: Any, ws: Any) -> bool:
+        """A dependent of `dts` was executed on `ws`: follow what that worker now believes. Is anybody to be told?"""
+        told = self._told.get(dts)
+        if told is None:
+            return True
+        uses = told.get(ws, _UNKNOWN)
+        if uses is _UNKNOWN or uses is None:
+            return True
+        if use not in uses:
+            return True
+        left = without(uses, use)
+        told[ws] = left or None
+        return len(left) < LOW or len(dts.who_has) > 1
+
+    def remove_worker(self, scheduler: Any, worker: str, *, stimulus_id: str, **kwargs: Any) -> None:
+        self._ready = {ws for ws in self._ready if ws.address != worker}
+
+    def restart(self, scheduler: Any) -> None:
+        self._forget()
+
+    # ------------------------------------------------------------------ messages
+
+    def _flush(self) -> None:
+        self._timer = None
+        if self._scheduler is None:
+            return
+        before = time.perf_counter()
+        messages: dict[str, list[tuple[Any, Uses]]] = {}
+        for _ in range(FLUSH_KEYS):
+            if not self._dirty:
+                break
+            ts = next(iter(self._dirty))
+            del self._dirty[ts]
+            try:
+                self._collect(ts, messages)
+            except Exception:
+                self._told.pop(ts, None)  # so that all is sent at its next event
+                self._failed("collect")
+                if self._scheduler is None:
+                    return
+        for address, items in messages.items():
+            try:
+                self._scheduler.worker_send(address, {"op": OP, "items": items})
+                self.sent_hints += len(items)
+                self.sent_messages += 1
+            except Exception:
+                self._failed("send")
+                if self._scheduler is None:
+                    return
+        if self._dirty and self._loop is not None:
+            self._timer = self._loop.call_later(FLUSH_SECONDS, self._flush)
+        self._flushes += 1
+        self._flush_seconds += time.perf_counter() - before
+
+    def _collect(self, ts: Any, messages: dict[str, list[tuple[Any, Uses]]]) -> None:
+        holders = ts.who_has
+        if not holders or self._scheduler.tasks.get(ts.key) is not ts:
+            self._told.pop(ts, None)
+            self._sorted.pop(ts, None)
+            return
+        told = self._told.get(ts)
+        if told is not None and len(told) > len(holders):
+            told = self._told[ts] = {ws: uses for ws, uses in told.items() if ws in holders}
+        now: Uses | None = None
+        for ws in holders:
+            if not self._understands(ws):
+                continue
+            if now is None:
+                now = self._uses(ts)
+            if told is None:
+                told = self._told.setdefault(ts, {})
+            believed = told.get(ws)
+            if believed is None or believed[:1] != now[:1] or len(believed) < min(LOW, len(now)):
+                messages.setdefault(ws.address, []).append((ts.key, now))
+                told[ws] = now
+
+    def _uses(self, ts: Any) -> Uses:
+        waiters = ts.waiters
+        if not waiters:
+            return ()
+        if len(waiters) <= MANY_WAITERS:
+            self._sorted.pop(ts, None)
+            return tuple(sorted(_priorities(waiters))[:KEEP])
+        order = self._sorted.get(ts)
+        if order is None:
+            order = [w for w in waiters if w.priority is not None]
+            order.sort(key=lambda w: w.priority, reverse=True)
+            self._sorted[ts] = order
+        uses: list[tuple[float, ...]] = []
+        while order and order[-1] not in waiters:
+            order.pop()
+        for w in reversed(order):
+            if w in waiters:
+                uses.append(tuple(w.priority))
+                if len(uses) == KEEP:
+                    break
+        return tuple(uses)
+
+    def _understands(self, ws: Any) -> bool:
+        if not _speaks(ws) or self._scheduler.workers.get(ws.address) is not ws:
+            self._ready.discard(ws)
+            return False
+        if ws not in self._ready:
+            self._ready.add(ws)
+            for ts in ws.has_what:
+                self._dirty[ts] = None
+                told = self._told.get(ts)
+                if told is not None:
+                    told.pop(ws, None)
+        return True
+
+    # ------------------------------------------------------------------ failures
+
+    def _count_failure(self) -> None:
+        self.exceptions += 1
+        self.last_traceback = traceback.format_exc()
+
+    def _failed(self, where: str) -> None:
+        self._count_failure()
+        if self.exceptions == 1:
+            message = f"a next-use hint was not sent ({where}); eviction on workers goes on with what is known there"
+            self._sink(Event("tiers.hints-failed", message, {"where": where}))
+        if self.exceptions >= MAX_EXCEPTIONS and not self.retired:
+            self.retired = f"{self.exceptions} exceptions, the last in {where}"
+            self._sink(Event("tiers.hints-retired", f"no more next-use hints: {self.retired}", {}))
+            self.stop()
+
+
+def _priorities(tasks: Iterable[Any]) -> list[tuple[float, ...]]:
+    return [tuple(t.priority) for t in tasks if t.priority is not None]
+
+
+def _speaks(ws: Any) -> bool:
+    ours = ws.metrics.get(HEARTBEAT_NAME)
+    return isinstance(ours, dict) and ours.get(HEARTBEAT_FIELD) == PROTOCOL
+
+
+def _check(scheduler: Any) -> None:
+    remedy = "Nothing was changed. Remedy: use distributed >= 2026.7.1, < 2026.9, or set gpurt.tiers.enabled: false"
+    try:
+        inspect.signature(scheduler.worker_send).bind("address", {})
+    except (AttributeError, TypeError, ValueError) as e:
+        raise SeamMismatch(f"Scheduler.worker_send cannot be called as this package relies on ({e}). {remedy}") from e
+    for owner, names in _ATTRIBUTES.items():
+        for name in names:
+            if not hasattr(owner, name):
+                raise SeamMismatch(f"distributed has no {owner.__name__}.{name}. {remedy}")
+    for name in ("tasks", "workers"):
+        if not hasattr(scheduler, name):
+            raise SeamMismatch(f"distributed has no Scheduler.{name}. {remedy}")

@@ -1,0 +1,27 @@
+"""What both halves of the next-use hints agree on.
+
+One message, from the scheduler on a worker's stream: ``{"op": OP, "items": [(key, uses), ...]}``; the last one of a
+stream has ``"stop": True``. A worker that handles it says so in its heartbeats: ``metrics["gpurt"]["next_use"]`` is
+`PROTOCOL`.
+"""
+
+from __future__ import annotations
+
+#: of the messages
+OP = "gpurt-next-use"
+#: to be raised when messages change: workers of another release then get none
+PROTOCOL = 1
+#: entry of ``worker.metrics``, and the field in it
+HEARTBEAT_NAME = "gpurt"
+HEARTBEAT_FIELD = "next_use"
+#: uses of one key that are sent
+KEEP = 8
+
+#: priorities of the tasks that will read a key, soonest first; empty: no task is known to
+Uses = tuple[tuple[float, ...], ...]
+
+
+def without(uses: Uses, use: tuple[float, ...]) -> Uses:
+    """One use less. Only one: tasks that were submitted one by one may have the same priority."""
+    i = uses.index(use)
+    return uses[:i] + uses[i + 1 :]

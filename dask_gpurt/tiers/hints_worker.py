@@ -1,0 +1,267 @@
+"""Next uses as a worker hears of them; `hints_scheduler` sends them. Sets `Entry.next_use`, which `policy` goes by.
+
+What is known about a value, from best to worst:
+
+* the scheduler's word: the next priorities at which it is read, or that no task will (`NEVER`). When a task has read
+  it here, that priority is dropped and the next one stands; the scheduler follows and sends only what we cannot know;
+* a guess, for `GUESS_SECONDS`, until that word comes. A value that was fetched is read by the tasks that wait for it
+  here; one that was computed here is read soon after its own priority, as Dask orders graphs depth first; one whose
+  last known use has just passed is either about to be freed or to be spoken of;
+* nothing: its place is by the time of its last use.
+
+Without guesses a fresh value would be the preferred victim among values with known uses; see `policy`. Guesses are made
+only while a scheduler sends hints, else this would not be LRU any more. A guess that is not confirmed in time is
+dropped, so that a silent scheduler costs nothing.
+
+The op must stay known as long as a message may be under way, since an unknown one closes the worker. `uninstall`
+waits for the message that says "stop", if the scheduler has reason to send one; if it does not come, a
+handler that does nothing stays behind (harmless; replaced by the next `install`).
+
+The handler runs in the loop that reads the scheduler's stream: whatever it raises would end this worker, so nothing
+leaves it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import traceback
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from distributed.worker_state_machine import ExecuteSuccessEvent, TaskState
+
+from dask_gpurt.tiers.entry import NEVER
+from dask_gpurt.tiers.hints_wire import HEARTBEAT_FIELD, OP, PROTOCOL, without
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from dask_gpurt.tiers.engine import Engine
+    from dask_gpurt.tiers.entry import Entry
+    from dask_gpurt.tiers.store import TieredStore
+
+logger = logging.getLogger("distributed.worker.gpurt")
+
+#: a guess holds for so long
+GUESS_SECONDS = 2.0
+#: to wait for the last message before the handler is removed
+STOP_SECONDS = 1.0
+
+_ATTRIBUTES = ("priority", "run_spec", "waiters")
+
+
+class HintReceiver:
+    """Hears the scheduler on behalf of one store. Use on the loop's thread.
+
+    Parameters
+    ----------
+    clock
+        Monotonic seconds.
+    """
+
+    def __init__(
+        self, worker: Any, engine: Engine, store: TieredStore, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._worker = worker
+        self._engine = engine
+        self._store = store
+        self._clock = clock
+        #: it is installed; "off: why" when this distributed is not one we know
+        self.state = "off"
+        #: the scheduler sends hints
+        self._hinted = False
+        #: a heartbeat has asked for hints, so there may be some under way
+        self._asked = False
+        self._stopped = asyncio.Event()
+        #: (time when it ends, entry), oldest first
+        self._guesses: deque[tuple[float, Entry]] = deque()
+        #: (key, uses) pairs that came, and those for keys that are not here any more
+        self.received = 0
+        self.unknown_keys = 0
+        #: uses that passed here and left a next one, without a message
+        self.advanced = 0
+        self.guessed = 0
+        self.expired = 0
+        self.exceptions = 0
+        self.last_traceback = ""
+
+    # ------------------------------------------------------------------ life
+
+    def install(self) -> None:
+        """Begin to listen. Hints are dispensable: where this cannot be, it says so and the tiers work without."""
+        handlers = getattr(self._worker, "stream_handlers", None)
+        missing = [name for name in _ATTRIBUTES if not hasattr(TaskState, name)]
+        if not isinstance(handlers, dict) or missing:
+            self.state = f"off: distributed's worker has no {missing[0] if missing else 'stream_handlers'}"
+        elif OP in handlers and handlers[OP] is not _ignore:
+            self.state = f"off: {handlers[OP]!r} handles {OP} already"
+        else:
+            handlers[OP] = self._heard
+            self._store.on_add = self._added
+            self.state = "on"
+            return
+        logger.warning("next-use hints are %s", self.state)
+
+    async def uninstall(self) -> None:
+        """Take the handler out, when nothing can come any more. A second call does nothing."""
+        if self.state != "on":
+            return
+        self.state = "off"
+        handlers = self._worker.stream_handlers
+        handlers[OP] = self._last_ones
+        self._forget()
+        if self._asked:
+            try:
+                await asyncio.wait_for(self._stopped.wait(), STOP_SECONDS)
+            except TimeoutError:
+                handlers[OP] = _ignore
+                return
+        handlers.pop(OP, None)
+
+    def heartbeat(self) -> dict[str, Any]:
+        """Tells the scheduler that hints are welcome. Called for a heartbeat that is about to leave."""
+        if self.state != "on":
+            return {}
+        self._asked = True
+        return {HEARTBEAT_FIELD: PROTOCOL}
+
+    def statistics(self) -> dict[str, Any]:
+        """Counts since `install`, as plain JSON. What they were good for is in ``evictions``: see `decided_share`."""
+        return {
+            "state": self.state,
+            "active": self._hinted,
+            "received": self.received,
+            "unknown_keys": self.unknown_keys,
+            "advanced": self.advanced,
+            "guessed": self.guessed,
+            "expired": self.expired,
+            "evictions_by_hint_share": decided_share(self._engine.decided_by),
+            "exceptions": self.exceptions,
+            "last_traceback": self.last_traceback,
+        }
+
+    # ------------------------------------------------------------------ from the scheduler
+
+    def _heard(self, items: Iterable[tuple[Any, Sequence[Sequence[float]]]] = (), stop: bool = False, **_: Any) -> None:
+        try:
+            if stop:
+                self._stopped.set()
+                self._forget()
+                return
+            self._hinted = True
+            self._stopped.clear()
+            self._expire()
+            for key, uses in items:
+                self.received += 1
+                entry = self._store.entry(key)
+                if entry is None:
+                    self.unknown_keys += 1
+                    continue
+                # float: what cannot be compared must fail here, not in the order of victims
+                entry.uses = tuple(tuple(map(float, use)) for use in uses)
+                entry.guessed = False
+                self._engine.hint(entry, entry.uses[0] if entry.uses else NEVER)
+        except Exception:
+            self._failed()
+
+    def _last_ones(self, stop: bool = False, **_: Any) -> None:
+        if stop:
+            self._stopped.set()
+
+    def _forget(self) -> None:
+        """Nobody will say when a use has passed: back to the order of last use."""
+        self._hinted = False
+        self._guesses.clear()
+        for key in self._store.own_keys():
+            entry = self._store.entry(key)
+            if entry is not None:
+                entry.uses, entry.guessed = (), False
+                if entry.next_use is not None:
+                    self._engine.hint(entry, None)
+
+    # ------------------------------------------------------------------ from this worker
+
+    def executed(self, key: Any, inputs: Iterable[Entry], event: Any) -> None:
+        """A task has run with these inputs; `event` is how it ended. Before they are unpinned."""
+        if not self._hinted or not isinstance(event, ExecuteSuccessEvent):
+            return  # one that failed may run again, and the scheduler counts it as a use to come
+        try:
+            ts = self._worker.state.tasks.get(key)
+            if ts is None or ts.priority is None:
+                return
+            use = _as_sent(ts.priority)
+            for entry in inputs:
+                if use not in entry.uses:
+                    continue
+                entry.uses = without(entry.uses, use)
+                if entry.uses:
+                    self.advanced += 1
+                    self._engine.hint(entry, entry.uses[0])
+                else:
+                    self._guess(entry, use)
+        except Exception:
+            self._failed()
+
+    def _added(self, entry: Entry) -> None:
+        if not self._hinted:
+            return
+        try:
+            self._expire()
+            use = self._local(entry.key, fresh=True)
+            if use is not None:
+                self._guess(entry, use)
+        except Exception:
+            self._failed()
+
+    def _local(self, key: Any, *, fresh: bool) -> tuple[float, ...] | None:
+        """What this worker knows of the next use."""
+        ts = self._worker.state.tasks.get(key)
+        if ts is None:
+            return None
+        waiting = [_as_sent(d.priority) for d in ts.waiters if d.priority is not None]
+        if waiting:
+            return min(waiting)
+        return _as_sent(ts.priority) if fresh and ts.run_spec is not None and ts.priority is not None else None
+
+    def _guess(self, entry: Entry, use: tuple[float, ...]) -> None:
+        self.guessed += 1
+        entry.guessed = True
+        self._engine.hint(entry, use)
+        self._guesses.append((self._clock() + GUESS_SECONDS, entry))
+
+    def _expire(self) -> None:
+        now = self._clock()
+        while self._guesses and self._guesses[0][0] <= now:
+            _, entry = self._guesses.popleft()
+            if entry.gone or not entry.guessed:
+                continue
+            use = self._local(entry.key, fresh=False)
+            if use is not None:
+                self._guess(entry, use)
+            else:
+                self.expired += 1
+                entry.guessed = False
+                self._engine.hint(entry, None)
+
+    def _failed(self) -> None:
+        self.exceptions += 1
+        self.last_traceback = traceback.format_exc()
+        if self.exceptions in (1, 10, 100, 1000):
+            logger.warning("a next-use hint was not used (%d times)", self.exceptions)
+
+
+def decided_share(decided_by: dict[str, int]) -> float | None:
+    """Share of the victims that the scheduler's word chose; None before the first."""
+    total = sum(decided_by.values())
+    return decided_by.get("hint", 0) / total if total else None
+
+
+def _as_sent(priority: tuple[Any, ...]) -> tuple[float, ...]:
+    # The worker appends a number of its own to what the scheduler sends.
+    return tuple(priority[:-1])
+
+
+def _ignore(**_: Any) -> None:
+    """Stands in for a handler that left while a message may have been under way."""

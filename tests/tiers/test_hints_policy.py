@@ -1,0 +1,278 @@
+"""The order of victims, and what a worker makes of hints, without a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from distributed.worker_state_machine import ExecuteFailureEvent, ExecuteSuccessEvent
+
+from dask_gpurt.tiers.account import Account
+from dask_gpurt.tiers.codec import PickleCodec
+from dask_gpurt.tiers.entry import NEVER, Entry
+from dask_gpurt.tiers.hints_wire import OP
+from dask_gpurt.tiers.hints_worker import GUESS_SECONDS, HintReceiver, decided_share
+from dask_gpurt.tiers.policy import Victims
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from .conftest import Rig
+
+    RunRig = Callable[..., None]
+
+ACCOUNT = Account("test", PickleCodec())
+
+
+def entry(key: str, next_use: tuple[float, ...] | None = None, *, clean: bool = False, nbytes: int = 10_000) -> Entry:
+    handle: Any = object() if clean else None
+    return Entry(key, ACCOUNT, nbytes, value=0, handle=handle, next_use=next_use)
+
+
+def drain(victims: Victims) -> list[str]:
+    """All victims as `Engine.balance` asks for them; clean ones in capitals."""
+    out = []
+    while True:
+        clean = victims.pop_clean()
+        if clean is not None:
+            out.append(str(clean.key).upper())
+            continue
+        dirty = victims.pop_dirty(small=True)
+        if dirty is None:
+            return out
+        out.append(str(dirty.key))
+
+
+def test_order() -> None:
+    """No use ever, then unknown in LRU order, then the farthest use; clean among equals first; small ones last."""
+    victims = Victims()
+    for e in (
+        entry("small", nbytes=10),
+        entry("soon", (0, 1, 5)),
+        entry("lru1"),
+        entry("far", (0, 2, 0)),
+        entry("lru2", clean=True),
+        entry("never1", NEVER),
+        entry("tie1", (0, 1, 9)),
+        entry("tie2", (0, 1, 9), clean=True),
+        entry("never2", NEVER),
+        entry("lru3"),
+        entry("soonest", (0, 1, 4), clean=True),
+    ):
+        victims.add(e)
+    assert len(victims) == 11
+    want = ["never1", "never2", "lru1", "LRU2", "lru3", "far", "TIE2", "tie1", "soon", "SOONEST", "small"]
+    assert drain(victims) == want
+    assert victims.decided_by == {"hint": 7, "lru": 3, "small": 1}
+    assert decided_share(victims.decided_by) == 7 / 11
+    assert len(victims) == 0
+
+
+def test_a_changed_hint_changes_the_place() -> None:
+    victims = Victims()
+    a, b = entry("a", (0, 1, 5)), entry("b", (0, 1, 6))
+    victims.add(a)
+    victims.add(b)
+    a.next_use = (0, 1, 7)
+    victims.add(a)
+    b.guessed = True
+    assert drain(victims) == ["a", "b"]
+    assert victims.decided_by == {"hint": 1, "guess": 1}
+
+
+def test_any_clean_one_when_nothing_can_be_written() -> None:
+    victims = Victims()
+    dirty, clean = entry("dirty", NEVER), entry("clean", (0, 1, 1), clean=True)
+    victims.add(dirty)
+    victims.add(clean)
+    assert victims.pop_clean() is None
+    assert victims.pop_clean(any_place=True) is clean
+    assert victims.pop_clean(any_place=True) is None
+    assert victims.decided_by == {"clean": 1}
+    assert decided_share({}) is None
+
+
+class FakeTask(SimpleNamespace):
+    """The fields of a worker's TaskState that the receiver reads."""
+
+    def __init__(self, priority: tuple[int, ...], *, run_spec: Any = "f", waiters: Any = ()) -> None:
+        super().__init__(priority=priority, run_spec=run_spec, waiters=set(waiters))
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
+class Bench:
+    """A receiver on a real engine and store, with a worker that has only tasks."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.tasks: dict[str, FakeTask] = {}
+        self.rig = rig
+        self.worker = SimpleNamespace(stream_handlers={}, state=SimpleNamespace(tasks=self.tasks))
+        self.receiver = HintReceiver(self.worker, rig.engine, rig.store, clock=lambda: rig.now)
+        self.receiver.install()
+        self.hear: Callable[..., None] = self.worker.stream_handlers[OP]
+
+    def put(self, key: str) -> Entry:
+        self.rig.store[key] = np.zeros(1000)
+        found = self.rig.store.entry(key)
+        assert found is not None
+        return found
+
+
+def success(key: str) -> Any:
+    return ExecuteSuccessEvent(key=key, run_id=1, value=1, start=0, stop=1, nbytes=1, type=int, stimulus_id="s")
+
+
+def bench(run_rig: RunRig, test: Callable[[Bench], Awaitable[None]]) -> None:
+    async def main(rig: Rig) -> None:
+        await test(Bench(rig))
+
+    run_rig(main)
+
+
+def test_uses_pass_as_tasks_are_executed(run_rig: RunRig) -> None:
+    async def test(b: Bench) -> None:
+        x = b.put("x")
+        b.hear(items=[("x", [[0, 1, 4], [0, 1, 4], [0, 1, 8]]), ("absent", [])])
+        assert x.next_use == (0, 1, 4)
+        b.tasks["t"] = FakeTask((0, 1, 4, -7))
+        b.tasks["u"] = FakeTask((0, 1, 8, -8))
+        failure = ExecuteFailureEvent(
+            key="t", run_id=1, start=0, stop=1, exception=None, traceback=None, exception_text="", traceback_text="",
+            stimulus_id="s",
+        )  # fmt: skip
+        b.receiver.executed("t", [x], failure)
+        assert x.next_use == (0, 1, 4), "it may run again"
+        b.receiver.executed("t", [x], success("t"))
+        assert x.next_use == (0, 1, 4), "two tasks may have one priority"
+        b.receiver.executed("t", [x], success("t"))
+        assert x.next_use == (0, 1, 8)
+        assert not x.guessed
+        b.receiver.executed("u", [x], success("u"))
+        # what comes next only the scheduler knows: not a victim before that
+        assert x.next_use == (0, 1, 8)
+        assert x.guessed
+        b.hear(items=[("x", [])])
+        assert x.next_use == NEVER
+        assert not x.guessed
+        stats = b.receiver.statistics()
+        assert (stats["received"], stats["unknown_keys"], stats["advanced"], stats["guessed"]) == (3, 1, 2, 1)
+        assert stats["exceptions"] == 0
+
+    bench(run_rig, test)
+
+
+def test_guesses(run_rig: RunRig) -> None:
+    """Only while hints come; own priority when computed here, that of who waits when fetched; not for ever."""
+
+    async def test(b: Bench) -> None:
+        b.tasks["early"] = FakeTask((0, 1, 1, -1))
+        assert b.put("early").next_use is None
+        b.hear(items=[])
+        b.tasks["computed"] = FakeTask((0, 1, 2, -1))
+        reader = FakeTask((0, 1, 9, -3))
+        b.tasks["fetched"] = FakeTask((0, 1, 9, -1), run_spec=None, waiters=[reader, FakeTask((0, 2, 0, -3))])
+        b.tasks["replica"] = FakeTask((1, 0), run_spec=None)
+        computed, fetched, replica = b.put("computed"), b.put("fetched"), b.put("replica")
+        assert (computed.next_use, fetched.next_use, replica.next_use) == ((0, 1, 2), (0, 1, 9), None)
+        b.rig.now += GUESS_SECONDS
+        b.hear(items=[])
+        # no word came: one is LRU again, of the other its reader is still known here
+        assert (computed.next_use, fetched.next_use) == (None, (0, 1, 9))
+        b.tasks["fetched"].waiters.clear()
+        b.rig.now += GUESS_SECONDS
+        b.hear(items=[])
+        assert fetched.next_use is None
+        b.rig.validate()
+
+    bench(run_rig, test)
+
+
+def test_a_fresh_value_is_not_the_victim(run_rig: RunRig) -> None:
+    async def test(b: Bench) -> None:
+        b.put("old")
+        b.hear(items=[("old", [[0, 1, 50]])])
+        b.tasks["fresh"] = FakeTask((0, 1, 49, -1))
+        b.put("fresh")
+        b.rig.engine.shrink(1)
+        await b.rig.settle()
+        assert list(b.rig.store.slow) == ["old"]
+
+    bench(run_rig, test)
+
+
+def test_garbage_never_raises(run_rig: RunRig) -> None:
+    """An exception in a stream handler would close the worker."""
+
+    async def test(b: Bench) -> None:
+        x = b.put("x")
+        for garbage in ([1], [("x", 3)], [("x", [[None]])], [([], [])], None):
+            b.hear(items=garbage)
+            assert x in b.rig.engine._victims
+            assert x.next_use is None
+        b.hear(items=[], of_the_future=1)
+        assert b.receiver.exceptions >= 4
+        assert "Error" in b.receiver.last_traceback
+        b.hear(items=[("x", [(0, 1, 1)])])
+        assert x.next_use == (0, 1, 1)
+        b.tasks["t"] = FakeTask(5)  # type: ignore[arg-type]
+        before = b.receiver.exceptions
+        b.receiver.executed("t", [x], success("t"))
+        assert b.receiver.exceptions == before + 1
+        b.rig.validate()
+
+    bench(run_rig, test)
+
+
+def test_the_handler_stays_until_nothing_can_come(run_rig: RunRig, monkeypatch: Any) -> None:
+    from dask_gpurt.tiers import hints_worker
+
+    async def test(b: Bench) -> None:
+        x = b.put("x")
+        assert b.receiver.heartbeat() == {"next_use": 1}
+        b.hear(items=[("x", [[0, 1, 1]])])
+        leaving = asyncio.ensure_future(b.receiver.uninstall())
+        await asyncio.sleep(0)
+        assert OP in b.worker.stream_handlers
+        assert x.next_use is None
+        b.worker.stream_handlers[OP](items=[("x", [[0, 1, 1]])])
+        assert x.next_use is None
+        assert not leaving.done()
+        b.worker.stream_handlers[OP](items=[], stop=True)
+        await leaving
+        assert b.worker.stream_handlers == {}
+        assert b.receiver.heartbeat() == {}
+
+        # never asked for hints: nothing to wait for
+        other = HintReceiver(b.worker, b.rig.engine, b.rig.store)
+        other.install()
+        await other.uninstall()
+        assert b.worker.stream_handlers == {}
+
+        # nobody says stop: something that does nothing stays, and does not keep the next one out
+        monkeypatch.setattr(hints_worker, "STOP_SECONDS", 0.01)
+        other.install()
+        other.heartbeat()
+        await other.uninstall()
+        b.worker.stream_handlers[OP](items=[("x", [[0, 1, 1]])], anything=1)
+        assert x.next_use is None
+        other.install()
+        assert other.state == "on"
+
+    bench(run_rig, test)
+
+
+def test_somebody_elses_handler_is_left_alone(run_rig: RunRig) -> None:
+    async def test(b: Bench) -> None:
+        theirs = print
+        worker = SimpleNamespace(stream_handlers={OP: theirs}, state=b.worker.state)
+        receiver = HintReceiver(worker, b.rig.engine, b.rig.store)
+        receiver.install()
+        assert receiver.state.startswith("off: ")
+        assert receiver.heartbeat() == {}
+        await receiver.uninstall()
+        assert worker.stream_handlers == {OP: theirs}
+
+    bench(run_rig, test)
