@@ -1,9 +1,9 @@
 """The figures of `dask_gpurt.observe.metrics` in the ``/metrics`` page that Dask serves.
 
 Dask's page shows the process-wide registry of ``prometheus_client``. A process may hold several servers (in-process
-clusters, tests), and a registry refuses a second collector of the same names ("Duplicated timeseries"). So there is one
-collector for the process, which asks every server that is provided; the label ``address`` tells them apart. It is in the
-registry exactly while there is a server to ask.
+clusters, tests), and a registry refuses a second collector of the same names ("Duplicated timeseries"). So there is
+one collector for the process, which asks every server that is provided; the label ``address`` tells them apart. It is
+in the registry exactly while there is a server to ask.
 
 Without ``prometheus_client`` nothing happens. A server whose figures cannot be read is left out of that scrape and
 counted: an exception would take Dask's own metrics with it.

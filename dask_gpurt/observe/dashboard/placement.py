@@ -1,0 +1,163 @@
+"""What placement decided, and what it has learned about the links that it decides by."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from bokeh.layouts import column
+from bokeh.models import ColumnDataSource, HoverTool, NumeralTickFormatter, Range1d
+from bokeh.plotting import figure
+from dask.utils import format_bytes
+
+from dask_gpurt.observe import feed as feeds
+from dask_gpurt.observe.dashboard import style
+from dask_gpurt.observe.dashboard.axes import TimeAxis
+from dask_gpurt.observe.dashboard.component import GpurtPlot, fill
+
+if TYPE_CHECKING:
+    from dask_gpurt.observe.feed import Feed
+
+OFF = "placement is not installed (gpurt.placement.enabled)"
+
+
+class PlacementDecisions(GpurtPlot):
+    """Tasks placed per second, stacked by what became of them."""
+
+    TITLE = "Placement: tasks per second"
+    NAME = "gpurt_placement_decisions"
+    SERIES = (
+        ("local", "all inputs there", style.TEAL),
+        ("moved", "inputs moved", style.ORANGE),
+        ("stock", "left to Dask", style.PURPLE),
+    )
+
+    def _build(self, **kwargs: Any) -> Any:
+        keys = [key for key, _, _ in self.SERIES]
+        self.lines = ColumnDataSource({key: [] for key in ("ago", *keys, "total")})
+        self.sources = [self.lines]
+        fig = figure(title=self.TITLE, name=self.NAME, tools="", y_range=style.from_zero(), **kwargs)
+        self.axis = TimeAxis(fig)
+        areas = fig.varea_stack(keys, x="ago", color=[c for *_, c in self.SERIES], fill_alpha=0.85, source=self.lines)
+        total = fig.line(x="ago", y="total", line_color=style.INK, line_width=1, source=self.lines)
+        fig.yaxis.formatter = NumeralTickFormatter(format="0.[0]a")
+        style.legend(fig, [(label, [area]) for (_, label, _), area in zip(self.SERIES, areas, strict=True)])
+        style.dress(fig, self.headline)
+        fig.add_tools(
+            HoverTool(
+                renderers=[total],
+                mode="vline",
+                tooltips=[("seconds ago", "@ago{0}"), *((label, f"@{key}{{0.0}}/s") for key, label, _ in self.SERIES)],
+            )
+        )
+        self.figure = fig
+        return fig
+
+    def _draw(self, feed: Feed) -> str:
+        ago, rates = feed.rates(("local", "moved", "stock"))
+        total = [sum(at) for at in zip(*rates.values(), strict=True)]
+        fill(self.lines, {"ago": ago, **rates, "total": total})
+        self.axis.show(ago)
+        style.fit(self.figure.y_range, max(total, default=0))
+        placement = feed.latest.get("placement")
+        if not placement:
+            return OFF
+        decisions = placement["decisions"]
+        fallbacks = feeds.fallbacks(placement)
+        median = placement["microseconds"]["median"]
+        return (
+            f"local {decisions['local']:,} · moved {decisions['moved']:,}"
+            f" · left {sum(placement['declined'].values()):,}"
+            f" · fallbacks {fallbacks:,} · {median:.0f} µs each"
+        )
+
+
+class LinkEstimates(GpurtPlot):
+    """Latency and bandwidth of each class of link; hollow where nothing was measured yet."""
+
+    TITLE = "Links: what a transfer costs"
+    NAME = "gpurt_link_estimates"
+    #: nearest on top
+    CLASSES = ("process", "host", "network")
+
+    def _build(self, **kwargs: Any) -> Any:
+        self.dots = ColumnDataSource(
+            {key: [] for key in ("y", "latency", "bandwidth", "latency_text", "bandwidth_text", "samples", "alpha")}
+        )
+        self.sources = [self.dots]
+        inner = {"sizing_mode": kwargs.get("sizing_mode", "stretch_both")}
+        self.bandwidth = self._axis(self.TITLE, "bandwidth", Range1d(1e6, 1e11), **inner)
+        style.bytes_axis(self.bandwidth.xaxis, per_second=True)
+        style.dress(self.bandwidth, self.headline)
+        self.latency = self._axis(None, "latency", Range1d(1e-4, 1e1), **inner)
+        style.dress(self.latency, style.headline())
+        self.latency.xaxis.axis_label = "seconds per request"
+        return column(self.bandwidth, self.latency, name=self.NAME, **kwargs)
+
+    def _axis(self, title: str | None, key: str, extent: Range1d, **kwargs: Any) -> Any:
+        fig = figure(
+            title=title,
+            tools="",
+            x_axis_type="log",
+            x_range=extent,
+            y_range=list(reversed(self.CLASSES)),
+            min_height=90,
+            **kwargs,
+        )
+        fig.ygrid.grid_line_dash = [2, 4]
+        dots = fig.scatter(
+            x=key,
+            y="y",
+            size=13,
+            line_width=2,
+            line_color=style.TEAL,
+            fill_color=style.TEAL,
+            fill_alpha="alpha",
+            source=self.dots,
+        )
+        fig.text(
+            x=key,
+            y="y",
+            text=f"{key}_text",
+            x_offset=12,
+            text_baseline="middle",
+            text_font_size="12px",
+            text_color=style.INK,
+            source=self.dots,
+        )
+        fig.add_tools(
+            HoverTool(
+                renderers=[dots],
+                tooltips=[
+                    ("link", "@y"),
+                    ("bandwidth", "@bandwidth_text"),
+                    ("latency", "@latency_text"),
+                    ("transfers measured", "@samples{0,0}"),
+                ],
+            )
+        )
+        return fig
+
+    def _draw(self, feed: Feed) -> str:
+        placement = feed.latest.get("placement")
+        if not placement:
+            self._clear()
+            return OFF
+        links = [(c, placement["links"][c]) for c in self.CLASSES if c in placement["links"]]
+        fill(
+            self.dots,
+            {
+                "y": [c for c, _ in links],
+                "latency": [f["latency_seconds"] for _, f in links],
+                "bandwidth": [f["bytes_per_second"] for _, f in links],
+                "latency_text": [_seconds(f["latency_seconds"]) for _, f in links],
+                "bandwidth_text": [f"{format_bytes(int(f['bytes_per_second']))}/s" for _, f in links],
+                "samples": [f["samples"] for _, f in links],
+                "alpha": [0.9 if f["samples"] else 0.0 for _, f in links],
+            },
+        )
+        measured = " · ".join(f"{c} {f['samples']:,}" for c, f in links if f["samples"])
+        return f"transfers measured: {measured or 'none'} · hollow: assumed"
+
+
+def _seconds(value: float) -> str:
+    return f"{value * 1e3:.3g} ms" if value < 1 else f"{value:.3g} s"
