@@ -74,12 +74,8 @@ WORKER: tuple[Figure, ...] = (
     Figure("spilled_keys", "gauge", "tier_spilled_keys", "count", "Task results that are not in host memory"),
     Figure("written_bytes", "counter", "tier_written_bytes", "bytes", "Written to disk by the tiers"),
     Figure("read_bytes", "counter", "tier_read_bytes", "bytes", "Read from disk by the tiers"),
-    Figure(
-        "write_seconds", "counter", "tier_write_seconds", "seconds", "Spent in writes to disk, without encoding"
-    ),
-    Figure(
-        "read_seconds", "counter", "tier_read_seconds", "seconds", "Spent in reads from disk, without decoding"
-    ),
+    Figure("write_seconds", "counter", "tier_write_seconds", "seconds", "Spent in writes to disk, without encoding"),
+    Figure("read_seconds", "counter", "tier_read_seconds", "seconds", "Spent in reads from disk, without decoding"),
     Figure("sync_reads", "counter", "tier_sync_reads", "count", "Values read on the caller's thread"),
     Figure("errors", "counter", "tier_errors", "count", "Failed writes, reads, checksums and rebuilds"),
     Figure("lost", "counter", "tier_lost_values", "count", "Stored values that could not be read back, so recomputed"),

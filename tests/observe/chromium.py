@@ -4,6 +4,8 @@ Chromium's own ``--screenshot --virtual-time-budget`` stops the clock that Bokeh
 plots. So a page is opened, the test waits in real time until an expression is true, and looks then.
 """
 
+# ruff: noqa: ASYNC210, ASYNC220, ASYNC230, ASYNC240  (one test, one page: nothing else waits for this loop)
+
 from __future__ import annotations
 
 import asyncio
@@ -110,7 +112,7 @@ class Tab:
 @contextlib.asynccontextmanager
 async def browser() -> AsyncIterator[Browser]:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
-        process = subprocess.Popen(  # noqa: ASYNC220
+        process = subprocess.Popen(
             [executable(), *FLAGS, f"--user-data-dir={home}", "about:blank"],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -122,7 +124,7 @@ async def browser() -> AsyncIterator[Browser]:
                 if os.path.exists(port_file) and os.path.getsize(port_file):
                     break
                 await asyncio.sleep(0.25)
-            with open(port_file, encoding="ascii") as f:  # noqa: ASYNC230
+            with open(port_file, encoding="ascii") as f:
                 port = int(f.readline())
             yield Browser(port)
         finally:
@@ -140,7 +142,7 @@ class Browser:
     async def tab(self) -> AsyncIterator[Tab]:
         """A new page, closed at the end."""
         request = urllib.request.Request(f"http://127.0.0.1:{self._port}/json/new?about:blank", method="PUT")
-        with urllib.request.urlopen(request) as reply:  # noqa: ASYNC210
+        with urllib.request.urlopen(request) as reply:
             target = json.load(reply)
         socket = await websocket_connect(target["webSocketDebuggerUrl"], max_message_size=2**28)
         tab = Tab(socket)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
-from bokeh.models import BasicTicker, CustomJSTickFormatter, FixedTicker, Range1d
+from bokeh.models import CustomJSTickFormatter, FixedTicker, Range1d
 
 from dask_gpurt.observe.dashboard import style
 
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
 BARS = 0.8
 #: workers up to which an axis names them; with more, names overlap and the pointer tells
 NAMED = 24
-#: seconds shown at least
-SHORTEST = 60.0
+#: (minutes shown at most, seconds between two ticks)
+STEPS = ((1, 15), (2, 30), (5, 60), (10, 120))
 
 
 class WorkerAxis:
@@ -42,23 +43,24 @@ class WorkerAxis:
         # Labels before ticks: a tick without label would show its number for a moment.
         axis.major_label_overrides = {} if many else dict(enumerate(shown))
         axis.ticker = FixedTicker(ticks=[] if many else list(range(len(shown))))
-        axis.axis_label = f"{len(shown)} workers" if many else None
+        axis.axis_label = f"{len(shown)} workers" if many else "worker"
 
 
 class TimeAxis:
     """Seconds before now: the past on the left. No clock of the reader's or the cluster's time zone is involved."""
 
     def __init__(self, fig: Any) -> None:
-        fig.x_range = Range1d(start=SHORTEST, end=0)
-        fig.xaxis.ticker = BasicTicker(base=60, mantissas=[0.25, 0.5, 1, 2, 5], desired_num_ticks=5)
+        fig.x_range = Range1d(start=0, end=0)
         fig.xaxis.formatter = CustomJSTickFormatter(
-            code="if (tick == 0) return 'now';"
-            "return tick < 60 ? `-${tick} s` : `-${(tick / 60).toFixed(tick % 60 ? 1 : 0)} min`"
+            code="if (tick == 0) return 'now'; return tick % 60 ? `-${tick} s` : `-${tick / 60} min`"
         )
         self._figure = fig
+        self.show(())
 
     def show(self, ago: Sequence[float]) -> None:
         """Show all of `ago`, by whole minutes."""
-        start = max(SHORTEST, 60.0 * -(-max(ago, default=0) // 60))
-        if self._figure.x_range.start != start:
-            self._figure.x_range.start = start
+        minutes = max(1, math.ceil(max(ago, default=0) / 60))
+        if self._figure.x_range.start != 60 * minutes:
+            self._figure.x_range.start = 60 * minutes
+            step = next((s for most, s in STEPS if minutes <= most), 60 * math.ceil(minutes / 5))
+            self._figure.xaxis.ticker = FixedTicker(ticks=list(range(0, 60 * minutes + 1, step)))

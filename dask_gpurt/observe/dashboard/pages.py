@@ -15,7 +15,7 @@ from distributed.dashboard.components.scheduler import BOKEH_THEME, env
 
 from dask_gpurt.observe.dashboard.placement import LinkEstimates, PlacementDecisions
 from dask_gpurt.observe.dashboard.shuffle import ShuffleTraffic
-from dask_gpurt.observe.dashboard.tiers import SpillRates, TierOccupancy
+from dask_gpurt.observe.dashboard.tiers import DiskRates, TierOccupancy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,7 +28,7 @@ INTERVAL_MS = 1000
 #: address -> plot
 PLOTS: dict[str, type[GpurtPlot]] = {
     "/individual-tier-occupancy": TierOccupancy,
-    "/individual-tier-disk-rates": SpillRates,
+    "/individual-tier-disk-rates": DiskRates,
     "/individual-placement-decisions": PlacementDecisions,
     "/individual-link-estimates": LinkEstimates,
     "/individual-shuffle-traffic": ShuffleTraffic,
@@ -40,7 +40,8 @@ _TEMPLATE = """
 {% block extra_resources %}
 <style>
   #gpurt { display: grid; gap: 1.5rem; padding-top: 1rem;
-    grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); }
+    grid-template-columns: repeat(auto-fit, minmax(min(100%, max(30rem, 40%)), 1fr)); }
+  #gpurt > div:last-child:nth-child(odd) { grid-column: 1 / -1; }
   #gpurt > div { height: 20rem; min-width: 0; }
 </style>
 {% endblock %}

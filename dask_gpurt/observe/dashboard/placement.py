@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from bokeh.layouts import column
-from bokeh.models import ColumnDataSource, HoverTool, NumeralTickFormatter, Range1d
+from bokeh.models import ColumnDataSource, FixedTicker, HoverTool, NumeralTickFormatter, Range1d
 from bokeh.plotting import figure
 from dask.utils import format_bytes
 
@@ -16,6 +17,16 @@ from dask_gpurt.observe.dashboard.component import GpurtPlot, fill
 
 if TYPE_CHECKING:
     from dask_gpurt.observe.feed import Feed
+
+#: where the axes have ticks, and what is written there
+BANDWIDTHS: dict[float, str] = {
+    2.0**20: "1 MiB/s",
+    2.0**24: "16 MiB/s",
+    2.0**28: "256 MiB/s",
+    2.0**32: "4 GiB/s",
+    2.0**36: "64 GiB/s",
+}
+LATENCIES: dict[float, str] = {1e-4: "0.1 ms", 1e-3: "1 ms", 1e-2: "10 ms", 1e-1: "100 ms", 1.0: "1 s"}
 
 OFF = "placement is not installed (gpurt.placement.enabled)"
 
@@ -67,7 +78,7 @@ class PlacementDecisions(GpurtPlot):
         return (
             f"local {decisions['local']:,} · moved {decisions['moved']:,}"
             f" · left {sum(placement['declined'].values()):,}"
-            f" · fallbacks {fallbacks:,} · {median:.0f} µs each"
+            f" · fallbacks {fallbacks:,} · {median:.0f} µs/task"
         )
 
 
@@ -81,28 +92,34 @@ class LinkEstimates(GpurtPlot):
 
     def _build(self, **kwargs: Any) -> Any:
         self.dots = ColumnDataSource(
-            {key: [] for key in ("y", "latency", "bandwidth", "latency_text", "bandwidth_text", "samples", "alpha")}
+            {
+                key: []
+                for axis in ("latency", "bandwidth")
+                for key in ("y", "samples", "alpha", axis, f"{axis}_text", f"{axis}_align", f"{axis}_offset")
+            }
         )
         self.sources = [self.dots]
         inner = {"sizing_mode": kwargs.get("sizing_mode", "stretch_both")}
-        self.bandwidth = self._axis(self.TITLE, "bandwidth", Range1d(1e6, 1e11), **inner)
-        style.bytes_axis(self.bandwidth.xaxis, per_second=True)
+        self.bandwidth = self._axis(self.TITLE, "bandwidth", BANDWIDTHS, **inner)
         style.dress(self.bandwidth, self.headline)
-        self.latency = self._axis(None, "latency", Range1d(1e-4, 1e1), **inner)
-        style.dress(self.latency, style.headline())
-        self.latency.xaxis.axis_label = "seconds per request"
+        self.latency = self._axis(None, "latency", LATENCIES, **inner)
+        style.dress(self.latency, None)
         return column(self.bandwidth, self.latency, name=self.NAME, **kwargs)
 
-    def _axis(self, title: str | None, key: str, extent: Range1d, **kwargs: Any) -> Any:
+    def _axis(self, title: str | None, key: str, ticks: dict[float, str], **kwargs: Any) -> Any:
+        low, high = min(ticks), max(ticks)
         fig = figure(
             title=title,
             tools="",
             x_axis_type="log",
-            x_range=extent,
+            x_range=Range1d(low, high),
+            x_axis_label=key,
             y_range=list(reversed(self.CLASSES)),
             min_height=90,
             **kwargs,
         )
+        fig.xaxis.ticker = FixedTicker(ticks=list(ticks))
+        fig.xaxis.major_label_overrides = dict(ticks)
         fig.ygrid.grid_line_dash = [2, 4]
         dots = fig.scatter(
             x=key,
@@ -118,7 +135,8 @@ class LinkEstimates(GpurtPlot):
             x=key,
             y="y",
             text=f"{key}_text",
-            x_offset=12,
+            text_align=f"{key}_align",
+            x_offset=f"{key}_offset",
             text_baseline="middle",
             text_font_size="12px",
             text_color=style.INK,
@@ -143,18 +161,21 @@ class LinkEstimates(GpurtPlot):
             self._clear()
             return OFF
         links = [(c, placement["links"][c]) for c in self.CLASSES if c in placement["links"]]
-        fill(
-            self.dots,
-            {
-                "y": [c for c, _ in links],
-                "latency": [f["latency_seconds"] for _, f in links],
-                "bandwidth": [f["bytes_per_second"] for _, f in links],
-                "latency_text": [_seconds(f["latency_seconds"]) for _, f in links],
-                "bandwidth_text": [f"{format_bytes(int(f['bytes_per_second']))}/s" for _, f in links],
-                "samples": [f["samples"] for _, f in links],
-                "alpha": [0.9 if f["samples"] else 0.0 for _, f in links],
-            },
-        )
+        data: dict[str, list[Any]] = {
+            "y": [c for c, _ in links],
+            "latency": [f["latency_seconds"] for _, f in links],
+            "bandwidth": [f["bytes_per_second"] for _, f in links],
+            "latency_text": [_seconds(f["latency_seconds"]) for _, f in links],
+            "bandwidth_text": [f"{format_bytes(int(f['bytes_per_second']))}/s" for _, f in links],
+            "samples": [f["samples"] for _, f in links],
+            "alpha": [0.9 if f["samples"] else 0.0 for _, f in links],
+        }
+        for key, ticks in (("latency", LATENCIES), ("bandwidth", BANDWIDTHS)):
+            # The figure stands on the side of its dot where there is room.
+            middle = math.sqrt(min(ticks) * max(ticks))
+            data[f"{key}_align"] = ["left" if x < middle else "right" for x in data[key]]
+            data[f"{key}_offset"] = [12 if x < middle else -12 for x in data[key]]
+        fill(self.dots, data)
         measured = " · ".join(f"{c} {f['samples']:,}" for c, f in links if f["samples"])
         return f"transfers measured: {measured or 'none'} · hollow: assumed"
 

@@ -75,4 +75,4 @@ class ShuffleTraffic(GpurtPlot):
         if not rows:
             return NO_FIGURES
         left = sum(n for reason, n in shuffle["fallbacks"].items() if reason != "rechunk")
-        return f"active {shuffle['active']:,} · run so far {shuffle['runs']:,} · left to Dask {left:,}"
+        return f"active {shuffle['active']:,} · runs so far {shuffle['runs']:,} · left to Dask {left:,}"

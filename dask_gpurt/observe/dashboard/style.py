@@ -14,26 +14,30 @@ from bokeh.models import AdaptiveTicker, Legend, NumeralTickFormatter, Range1d, 
 #: text, axes
 INK = "#6e7681"
 GRID = "#8b949e"
-#: first, second, third series, and what went wrong
-TEAL, ORANGE, PURPLE, RED = "#1b9e96", "#d08338", "#8a6fc4", "#d64545"
+#: first, second, third series
+TEAL, ORANGE, PURPLE = "#1b9e96", "#d08338", "#8a6fc4"
+#: a mark on bars of any colour: the first, with the second around it
+MARK, HALO = "#24292f", "#ffffff"
 
 #: steps of an axis of bytes
 BYTES_TICKER = {"base": 1024, "mantissas": [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]}
-#: how NumeralJS shows bytes, with units of 1024: "1.5 GiB"
-BYTES_FORMAT = "0.[0] ib"
+#: how NumeralJS shows bytes, with units of 1024: "64 MiB"
+BYTES_FORMAT = "0 ib"
 
 
-def dress(fig: Any, headline: Title) -> None:
-    """Give a figure the common looks: title, a line of text below it, quiet axes."""
+def dress(fig: Any, headline: Title | None) -> None:
+    """Give a figure the common looks: title and a line of text below it, where it has them; quiet axes."""
     fig.toolbar_location = None
-    fig.title.text_font_size = "14px"
-    fig.title.text_color = INK
-    fig.add_layout(headline, "above")
-    # Titles stack upwards in the order they are added; the figure's own title has to be the topmost.
+    if fig.title is not None:
+        fig.title.text_font_size = "14px"
+        fig.title.text_color = INK
+    if headline is not None:
+        fig.add_layout(headline, "above")
     fig.outline_line_color = None
     fig.grid.grid_line_color = GRID
     fig.grid.grid_line_alpha = 0.25
-    fig.min_border_right = 16
+    fig.min_border_left = 40
+    fig.min_border_right = 24
     for axis in fig.axis:
         axis.axis_line_color = GRID
         axis.major_tick_line_color = GRID
@@ -89,7 +93,7 @@ def fit(extent: Range1d, highest: float) -> None:
         extent.end = end
 
 
-def short(name: str, longest: int = 16) -> str:
+def short(name: str, longest: int = 18) -> str:
     """A worker's name for an axis: without protocol, and its end when it is long, where addresses differ."""
     name = name.rsplit("://", 1)[-1]
     return name if len(name) <= longest else "…" + name[-(longest - 1) :]

@@ -32,9 +32,12 @@ class TierOccupancy(GpurtPlot):
         self.axis = WorkerAxis(fig)
         host = fig.hbar(y="y", left=0, right="host", height=BARS, color=style.TEAL, source=self.bars)
         disk = fig.hbar(y="y", left="host", right="end", height=BARS, color=style.ORANGE, source=self.bars)
-        limit = fig.segment(x0="x", x1="x", y0="y0", y1="y1", color=style.RED, line_width=2, source=self.limits)
+        halo, limit = (
+            fig.segment(x0="x", x1="x", y0="y0", y1="y1", color=color, line_width=width, source=self.limits)
+            for color, width in ((style.HALO, 5), (style.MARK, 2))
+        )
         style.bytes_axis(fig.xaxis)
-        style.legend(fig, [("host memory", [host]), ("disk", [disk]), ("limit of host memory", [limit])])
+        style.legend(fig, [("host memory", [host]), ("disk", [disk]), ("limit of host memory", [halo, limit])])
         style.dress(fig, self.headline)
         fig.add_tools(
             HoverTool(
@@ -88,11 +91,11 @@ class TierOccupancy(GpurtPlot):
         )
 
 
-class SpillRates(GpurtPlot):
+class DiskRates(GpurtPlot):
     """Bytes per second written to and read from disk, all workers together."""
 
     TITLE = "Memory tiers: to and from disk"
-    NAME = "gpurt_spill_rates"
+    NAME = "gpurt_disk_rates"
 
     def _build(self, **kwargs: Any) -> Any:
         self.lines = ColumnDataSource({"ago": [], "written": [], "read": []})
