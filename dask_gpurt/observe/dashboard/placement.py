@@ -85,7 +85,7 @@ class PlacementDecisions(GpurtPlot):
 class LinkEstimates(GpurtPlot):
     """Latency and bandwidth of each class of link; hollow where nothing was measured yet."""
 
-    TITLE = "Links: what a transfer costs"
+    TITLE = "Links: bandwidth and latency by kind"
     NAME = "gpurt_link_estimates"
     #: nearest on top
     CLASSES = ("process", "host", "network")
@@ -113,7 +113,6 @@ class LinkEstimates(GpurtPlot):
             tools="",
             x_axis_type="log",
             x_range=Range1d(low, high),
-            x_axis_label=key,
             y_range=list(reversed(self.CLASSES)),
             min_height=90,
             **kwargs,

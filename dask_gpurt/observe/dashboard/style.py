@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bokeh.models import AdaptiveTicker, Legend, NumeralTickFormatter, Range1d, Title
+from bokeh.models import AdaptiveTicker, CustomJSTickFormatter, Legend, Range1d, Title
 
 #: text, axes
 INK = "#6e7681"
@@ -21,8 +21,13 @@ MARK, HALO = "#24292f", "#ffffff"
 
 #: steps of an axis of bytes
 BYTES_TICKER = {"base": 1024, "mantissas": [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]}
-#: how NumeralJS shows bytes, with units of 1024: "64 MiB"
-BYTES_FORMAT = "0 ib"
+#: "64 MiB"; NumeralJS, which Bokeh brings, leaves no space between number and unit
+BYTES_JS = """
+const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
+let i = 0
+while (tick >= 1024 && i < units.length - 1) { tick /= 1024; i++ }
+return `${+tick.toFixed(1)} ${units[i]}`
+"""
 
 
 def dress(fig: Any, headline: Title | None) -> None:
@@ -56,7 +61,7 @@ def headline() -> Title:
 def bytes_axis(axis: Any, *, per_second: bool = False) -> None:
     """Label an axis in bytes of 1024."""
     axis.ticker = AdaptiveTicker(desired_num_ticks=5, **BYTES_TICKER)
-    axis.formatter = NumeralTickFormatter(format=BYTES_FORMAT)
+    axis.formatter = CustomJSTickFormatter(code=BYTES_JS)
     if per_second:
         axis.axis_label = "bytes per second"
 
