@@ -93,14 +93,14 @@ class Tab:
         result = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         return result["result"].get("value")
 
-    async def until(self, expression: str, seconds: float = 40) -> Any:
-        """Wait until an expression is true; returns its value."""
+    async def until(self, expression: str, seconds: float = 40) -> None:
+        """Wait until an expression is true."""
         value = None
         for _ in range(int(seconds / 0.25)):
             with contextlib.suppress(KeyError):
-                value = await self.value(f"(() => {{ try {{ return {expression} }} catch (e) {{ return null }} }})()")
+                value = await self.value(f"(() => {{ try {{ return !!({expression}) }} catch (e) {{ return null }} }})()")
                 if value:
-                    return value
+                    return
             await asyncio.sleep(0.25)
         raise AssertionError(f"{expression} is {value!r} after {seconds} s; console: {self.errors}")
 
