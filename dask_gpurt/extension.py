@@ -35,6 +35,8 @@ from distributed.protocol.pickle import dumps
 
 from dask_gpurt._version import __version__
 from dask_gpurt.errors import GpurtError, InstallError
+from dask_gpurt.observe import feed, prometheus
+from dask_gpurt.observe.dashboard import late
 from dask_gpurt.observe.journal import Journal
 from dask_gpurt.placement.plugin import PlacementPlugin
 from dask_gpurt.shuffle import stores
@@ -49,8 +51,6 @@ if TYPE_CHECKING:
 
 #: name of both plugins, and of the entry in ``worker.metrics``
 NAME = "gpurt"
-#: what of a worker's tier statistics rides on its heartbeats
-HEARTBEAT = ("host_bytes", "host_limit_bytes", "disk_bytes", "disk_limit_bytes")
 
 scheduler_logger = logging.getLogger("distributed.scheduler.gpurt")
 worker_logger = logging.getLogger("distributed.worker.gpurt")
@@ -136,6 +136,8 @@ class GpurtScheduler(SchedulerPlugin):
         self.placement: PlacementPlugin | None = None
         self.shuffle: ShuffleTakeover | None = None
         self.journal: Journal | None = None
+        #: "on", or why there are no plots
+        self.plots = "off"
 
     async def start(self, scheduler: Scheduler) -> None:
         """Install. Also called by Dask itself after a preload has done it: the second call does nothing.
@@ -164,6 +166,7 @@ class GpurtScheduler(SchedulerPlugin):
         except BaseException:
             self.scheduler = None
             raise
+        self._show(scheduler)
         on = [name for name, state in self.parts.state.items() if state == "on"]
         scheduler_logger.info(
             "dask-gpurt %s: policy %s; took over %s; %s", __version__, self.settings.policy, ", ".join(on), _versions()
@@ -183,6 +186,31 @@ class GpurtScheduler(SchedulerPlugin):
             self.next_use = None
 
         return undo
+
+    def _show(self, scheduler: Scheduler) -> None:
+        """Figures for dashboard and Prometheus. Neither is worth an installation: what is missing is told."""
+        # By weak reference: both keep what they are given as long as the scheduler, which would then keep itself.
+        read = weakref.WeakMethod(self.figures)
+
+        def figures() -> dict[str, Any]:
+            method = read()
+            return {} if method is None else method()
+
+        feed.provide(scheduler, figures)
+        prometheus.provide_scheduler(scheduler, figures)
+        self.plots = late.install(scheduler)
+        if self.plots != "on":
+            scheduler_logger.info("dask-gpurt: plots: %s", self.plots)
+
+    def _hide(self, scheduler: Scheduler) -> None:
+        feed.withdraw(scheduler)
+        prometheus.withdraw(scheduler)
+        self.plots = "off"
+
+    async def close(self) -> None:
+        """The scheduler closes."""
+        if self.scheduler is not None:
+            self._hide(self.scheduler)
 
     async def _add_placement(self) -> Callable[[], Awaitable[None]]:
         assert self.scheduler is not None
@@ -247,9 +275,21 @@ class GpurtScheduler(SchedulerPlugin):
         self._removed(scheduler)
 
     def _removed(self, scheduler: Scheduler) -> None:
+        self._hide(scheduler)
         self.scheduler = None
         scheduler.plugins.pop(NAME, None)
         scheduler_logger.info("dask-gpurt %s: removed, Dask is as it was", __version__)
+
+    def figures(self) -> dict[str, Any]:
+        """What the engines tell of themselves; plain JSON values."""
+        out: dict[str, Any] = {}
+        if self.next_use is not None:
+            out["next_use"] = self.next_use.statistics()
+        if self.placement is not None:
+            out["placement"] = self.placement.statistics()
+        if self.shuffle is not None:
+            out["shuffle"] = self.shuffle.statistics()
+        return out
 
     def statistics(self) -> dict[str, Any]:
         """Plain JSON values; see `dask_gpurt.status`."""
@@ -257,13 +297,9 @@ class GpurtScheduler(SchedulerPlugin):
             "version": __version__,
             "policy": self.settings.policy,
             "parts": dict(self.parts.state) if self.parts else {},
+            "plots": self.plots,
+            **self.figures(),
         }
-        if self.next_use is not None:
-            out["next_use"] = self.next_use.statistics()
-        if self.placement is not None:
-            out["placement"] = self.placement.statistics()
-        if self.shuffle is not None:
-            out["shuffle"] = self.shuffle.statistics()
         if self.journal is not None:
             out["events"] = self.journal.statistics()
         return out
@@ -296,6 +332,8 @@ class WorkerParts:
         await self.parts.add("tiers", self._add_tiers)
         _on_worker[worker] = self
         worker.metrics[NAME] = _heartbeat
+        seen = weakref.ref(worker)
+        prometheus.provide_worker(worker, lambda: {} if (w := seen()) is None else _heartbeat(w))
         worker_logger.info("dask-gpurt %s: %s; %s", __version__, self.summary(), _versions())
         return self
 
@@ -316,6 +354,7 @@ class WorkerParts:
         """Give the worker back to stock Dask; every key stays readable throughout."""
         _on_worker.pop(self.worker, None)
         self.worker.metrics.pop(NAME, None)
+        prometheus.withdraw(self.worker)
         await self.parts.remove()
 
     def summary(self) -> str:
@@ -330,11 +369,15 @@ class WorkerParts:
         return f"tiers for shuffles only, {host} -> disk ({now['left_alone']})"
 
     def heartbeat(self) -> dict[str, Any]:
-        """Few figures, and none that costs more than a look."""
+        """Few figures, and none that costs more than a look; `dask_gpurt.observe.metrics.WORKER` says what they are."""
         if self.runtime is None:
-            return {}
-        now = self.runtime.statistics()
-        return {**{key: now[key] for key in HEARTBEAT}, **self.runtime.heartbeat()}
+            return stores.counters_of(self.worker).heartbeat()
+        # `protocols` is no figure: it tells the scheduler which messages this worker understands.
+        return {
+            **self.runtime.heartbeat(),
+            **self.runtime.protocols(),
+            **stores.counters_of(self.worker).heartbeat(),
+        }
 
     def statistics(self) -> dict[str, Any]:
         """Plain JSON values; see `dask_gpurt.status`."""
@@ -414,6 +457,7 @@ class GpurtWorker(WorkerPlugin):
     async def teardown(self, worker: Worker) -> None:
         """Give the worker back, unless it is closing."""
         parts = _on_worker.get(worker)
+        prometheus.withdraw(worker)
         if parts is None or worker.status in (Status.closing, Status.closing_gracefully, Status.closed):
             return
         await parts.uninstall()

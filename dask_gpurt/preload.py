@@ -20,6 +20,7 @@ from distributed import Scheduler, Worker
 from dask_gpurt.config import Settings, leaves
 from dask_gpurt.errors import ConfigError, GpurtError
 from dask_gpurt.extension import GpurtScheduler, WorkerParts
+from dask_gpurt.observe.dashboard import hook
 
 logger = logging.getLogger("distributed.preloading.gpurt")
 
@@ -75,6 +76,9 @@ def _options() -> list[click.Parameter]:
         out.append(click.Option([flag, key.replace("-", "_").replace(".", "__")], type=kind, help=node["description"]))
     return out
 
+
+# In the body, as the scheduler builds its dashboard before it calls `dask_setup`; costs nothing elsewhere.
+hook.announce()
 
 #: Dask makes the arguments after ``--preload`` into this command's options
 dask_setup = click.Command("dask_setup", params=_options(), callback=_setup)

@@ -127,6 +127,17 @@ class Counters:
             self._reasons[shuffle_id] += 1
             return self._reasons[shuffle_id]
 
+    def heartbeat(self) -> dict[str, int]:
+        """What rides on every heartbeat: flat, and none of it costs more than a look."""
+        return {
+            "shuffle_sent_bytes": self.bytes_sent,
+            "shuffle_received_bytes": self.bytes_received,
+            "shuffle_kept_bytes": self.bytes_self,
+            "shuffle_active_runs": self.runs - self.runs_closed,
+            "shuffle_outputs": self.outputs,
+            "shuffle_restarts": self.restarts,
+        }
+
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         with self._lock:

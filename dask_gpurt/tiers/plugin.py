@@ -216,8 +216,35 @@ class TierRuntime:
         """For tests and diagnostics."""
         return self._engine
 
+    def heartbeat(self) -> dict[str, float | int | None]:
+        """What rides on every heartbeat: flat, and none of it costs more than a look."""
+        engine, seam, counters = self._engine, self._seam, self._engine.counters
+        done = counters.cumulative.get
+        return {
+            "host_bytes": engine.resident_bytes,
+            "host_limit_bytes": engine.budget_bytes,
+            "moving_bytes": engine.moving_bytes,
+            "reserved_bytes": engine.gate.reserved_bytes,
+            "disk_bytes": self._disk.used_bytes,
+            "disk_limit_bytes": self._disk.limit_bytes,
+            "spilled_keys": len(seam.store.slow) if seam is not None else 0,
+            "written_bytes": int(done(("disk-write", "bytes"), 0)),
+            "read_bytes": int(done(("disk-read", "bytes"), 0)),
+            "write_seconds": done(("disk-write", "seconds"), 0.0),
+            "read_seconds": done(("disk-read", "seconds"), 0.0),
+            "sync_reads": counters.sync_reads,
+            "errors": sum(counters.write_errors.values())
+            + sum(counters.read_errors.values())
+            + counters.checksum_failures
+            + counters.decode_errors,
+            "lost": counters.lost,
+            "admission_waits": engine.gate.waits,
+            "admission_wait_seconds": engine.gate.wait_seconds,
+            "memory_alarms": self._watch.alarms,
+        }
+
     def statistics(self) -> dict[str, Any]:
-        """Plain JSON, cheap enough for every heartbeat but for `entries`, which counts all entries."""
+        """Plain JSON. `entries` counts all entries: not for every heartbeat, see `heartbeat`."""
         engine, seam = self._engine, self._seam
         out: dict[str, Any] = {
             "enabled": seam is not None,
@@ -250,7 +277,7 @@ class TierRuntime:
         out["hints"] = seam.hints.statistics() if seam is not None else {}
         return out
 
-    def heartbeat(self) -> dict[str, Any]:
+    def protocols(self) -> dict[str, Any]:
         """What a scheduler that sends next uses has to see in ``metrics["gpurt"]``."""
         return self._seam.hints.heartbeat() if self._seam is not None else {}
 

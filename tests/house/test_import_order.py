@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "observe": {"config", "topology"},
     "testing": set(),
     "extension": {"config", "observe", "placement", "tiers", "shuffle"},
-    "preload": {"config", "extension"},
+    "preload": {"config", "extension", "observe"},
     "api": {"config", "extension", "observe"},
     "questions": {"extension", "observe"},
     "cli": {"api", "config", "questions"},

@@ -1,0 +1,89 @@
+"""What every plot of ours is: a Dask dashboard component that cannot fail its page.
+
+A subclass makes its figures in `_build` and fills them in `_draw`, which returns the line of text below the title.
+`update` guards it: without the extension the plot is emptied and says so; an exception is counted, logged once for each
+plot, and shown in that line, and the next update tries again.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from distributed.dashboard.components import DashboardComponent
+
+from dask_gpurt.observe import feed as feeds
+from dask_gpurt.observe.dashboard import style
+
+if TYPE_CHECKING:
+    from bokeh.models import ColumnDataSource
+
+    from dask_gpurt.observe.feed import Feed
+
+logger = logging.getLogger("distributed.scheduler.gpurt")
+
+NOT_INSTALLED = "dask-gpurt is not installed on this scheduler"
+NO_WORKERS = "no workers"
+NO_FIGURES = "no worker has sent figures yet"
+
+
+class GpurtPlot(DashboardComponent):
+    """A plot on one page.
+
+    Parameters
+    ----------
+    scheduler
+        The scheduler whose feed is shown, if it has one.
+    **kwargs
+        For the figure: ``sizing_mode`` and sizes.
+    """
+
+    #: above the plot
+    TITLE = ""
+    #: name of the root in a page's template
+    NAME = ""
+
+    def __init__(self, scheduler: Any, **kwargs: Any) -> None:
+        self.scheduler = scheduler
+        self.headline = style.headline()
+        #: everything that is emptied when there is nothing to show
+        self.sources: list[ColumnDataSource] = []
+        #: updates that failed
+        self.errors = 0
+        self.root = self._build(**kwargs)
+        self.source = self.sources[0]
+
+    def _build(self, **kwargs: Any) -> Any:
+        """Make figures and sources; returns the root."""
+        raise NotImplementedError
+
+    def _draw(self, feed: Feed) -> str:
+        """Fill the sources; returns the headline."""
+        raise NotImplementedError
+
+    def update(self) -> None:
+        """Called by Bokeh while a page is open. Never raises."""
+        try:
+            feed = feeds.of(self.scheduler)
+            if feed is None:
+                self._clear()
+                text = NOT_INSTALLED
+            else:
+                text = self._draw(feed)
+        except Exception as e:
+            self.errors += 1
+            if self.errors == 1:
+                logger.warning("dask-gpurt: the plot %r could not be updated", self.TITLE, exc_info=True)
+            text = f"not shown ({self.errors} errors): {type(e).__name__}: {e}"
+        if self.headline.text != text:
+            self.headline.text = text
+
+    def _clear(self) -> None:
+        for source in self.sources:
+            fill(source, {key: [] for key in source.data})
+
+
+def fill(source: ColumnDataSource, data: dict[str, list[Any]]) -> None:
+    """Replace a source's data, unless it is the same: what did not change is not sent to the browser."""
+    if dict(source.data) != data:
+        source.data = data

@@ -1,0 +1,91 @@
+"""The addresses of the plots, and the page with all of them.
+
+Keys of `PLOTS` that start with ``/individual-`` are listed by Dask itself: in ``/individual-plots.json``, which
+JupyterLab's sidebar reads, and in the "More..." menu. The page ``/gpurt`` gets into the menu by `late.install`, which
+has the scheduler at hand.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from distributed.dashboard import scheduler as board
+from distributed.dashboard.components import add_periodic_callback
+from distributed.dashboard.components.scheduler import BOKEH_THEME, env
+
+from dask_gpurt.observe.dashboard.placement import LinkEstimates, PlacementDecisions
+from dask_gpurt.observe.dashboard.shuffle import ShuffleTraffic
+from dask_gpurt.observe.dashboard.tiers import DiskRates, TierOccupancy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dask_gpurt.observe.dashboard.component import GpurtPlot
+
+#: milliseconds between two updates of an open page
+INTERVAL_MS = 1000
+
+#: address -> plot
+PLOTS: dict[str, type[GpurtPlot]] = {
+    "/individual-tier-occupancy": TierOccupancy,
+    "/individual-tier-disk-rates": DiskRates,
+    "/individual-placement-decisions": PlacementDecisions,
+    "/individual-link-estimates": LinkEstimates,
+    "/individual-shuffle-traffic": ShuffleTraffic,
+}
+OVERVIEW = "/gpurt"
+
+_TEMPLATE = """
+{% extends "base.html" %}
+{% block extra_resources %}
+<style>
+  #gpurt { display: grid; gap: 1.5rem; padding-top: 1rem;
+    grid-template-columns: repeat(auto-fit, minmax(min(100%, max(30rem, 40%)), 1fr)); }
+  #gpurt > div:last-child:nth-child(odd) { grid-column: 1 / -1; }
+  #gpurt > div { height: 20rem; min-width: 0; }
+</style>
+{% endblock %}
+{% block content %}
+{% from macros import embed %}
+<div id="gpurt">{% for root in roots %}<div>{{ embed(root) }}</div>{% endfor %}</div>
+{{ plot_script }}
+{% endblock %}
+"""
+
+
+def individual(plot: type[GpurtPlot]) -> Callable[[Any, dict[str, Any], Any], None]:
+    """A document with one plot and nothing else, as a JupyterLab panel shows it."""
+
+    def page(scheduler: Any, extra: dict[str, Any], doc: Any) -> None:
+        _add(doc, plot(scheduler, sizing_mode="stretch_both"))
+        doc.title = f"Dask: {plot.TITLE}"
+        doc.theme = BOKEH_THEME
+
+    return page
+
+
+def overview(scheduler: Any, extra: dict[str, Any], doc: Any) -> None:
+    """All plots, below Dask's own menu."""
+    for plot in PLOTS.values():
+        _add(doc, plot(scheduler, sizing_mode="stretch_both"))
+    doc.title = "Dask: dask-gpurt"
+    doc.theme = BOKEH_THEME
+    doc.template = env.from_string(_TEMPLATE)
+    doc.template_variables.update(extra)
+
+
+def _add(doc: Any, component: GpurtPlot) -> None:
+    component.update()
+    add_periodic_callback(doc, component, INTERVAL_MS)
+    doc.add_root(component.root)
+
+
+def documents() -> dict[str, Callable[[Any, dict[str, Any], Any], None]]:
+    """Address -> what makes its document."""
+    return {**{address: individual(plot) for address, plot in PLOTS.items()}, OVERVIEW: overview}
+
+
+def register() -> None:
+    """Add our pages to those of schedulers that are made from now on. A second call changes nothing."""
+    for address, document in documents().items():
+        board.applications.setdefault(address, document)

@@ -1,0 +1,183 @@
+"""What placement decided, and what it has learned about the links that it decides by."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from bokeh.layouts import column
+from bokeh.models import ColumnDataSource, FixedTicker, HoverTool, NumeralTickFormatter, Range1d
+from bokeh.plotting import figure
+from dask.utils import format_bytes
+
+from dask_gpurt.observe import feed as feeds
+from dask_gpurt.observe.dashboard import style
+from dask_gpurt.observe.dashboard.axes import TimeAxis
+from dask_gpurt.observe.dashboard.component import GpurtPlot, fill
+
+if TYPE_CHECKING:
+    from dask_gpurt.observe.feed import Feed
+
+#: where the axes have ticks, and what is written there
+BANDWIDTHS: dict[float, str] = {
+    2.0**20: "1 MiB/s",
+    2.0**24: "16 MiB/s",
+    2.0**28: "256 MiB/s",
+    2.0**32: "4 GiB/s",
+    2.0**36: "64 GiB/s",
+}
+LATENCIES: dict[float, str] = {1e-4: "0.1 ms", 1e-3: "1 ms", 1e-2: "10 ms", 1e-1: "100 ms", 1.0: "1 s"}
+
+OFF = "placement is not installed (gpurt.placement.enabled)"
+
+
+class PlacementDecisions(GpurtPlot):
+    """Tasks placed per second, stacked by what became of them."""
+
+    TITLE = "Placement: tasks per second"
+    NAME = "gpurt_placement_decisions"
+    SERIES = (
+        ("local", "all inputs there", style.TEAL),
+        ("moved", "inputs moved", style.ORANGE),
+        ("stock", "left to Dask", style.PURPLE),
+    )
+
+    def _build(self, **kwargs: Any) -> Any:
+        keys = [key for key, _, _ in self.SERIES]
+        self.lines = ColumnDataSource({key: [] for key in ("ago", *keys, "total")})
+        self.sources = [self.lines]
+        fig = figure(title=self.TITLE, name=self.NAME, tools="", y_range=style.from_zero(), **kwargs)
+        self.axis = TimeAxis(fig)
+        areas = fig.varea_stack(keys, x="ago", color=[c for *_, c in self.SERIES], fill_alpha=0.85, source=self.lines)
+        total = fig.line(x="ago", y="total", line_color=style.INK, line_width=1, source=self.lines)
+        fig.yaxis.formatter = NumeralTickFormatter(format="0.[0]a")
+        style.legend(fig, [(label, [area]) for (_, label, _), area in zip(self.SERIES, areas, strict=True)])
+        style.dress(fig, self.headline)
+        fig.add_tools(
+            HoverTool(
+                renderers=[total],
+                mode="vline",
+                tooltips=[("seconds ago", "@ago{0}"), *((label, f"@{key}{{0.0}}/s") for key, label, _ in self.SERIES)],
+            )
+        )
+        self.figure = fig
+        return fig
+
+    def _draw(self, feed: Feed) -> str:
+        ago, rates = feed.rates(("local", "moved", "stock"))
+        total = [sum(at) for at in zip(*rates.values(), strict=True)]
+        fill(self.lines, {"ago": ago, **rates, "total": total})
+        self.axis.show(ago)
+        style.fit(self.figure.y_range, max(total, default=0))
+        placement = feed.latest.get("placement")
+        if not placement:
+            return OFF
+        decisions = placement["decisions"]
+        fallbacks = feeds.fallbacks(placement)
+        median = placement["microseconds"]["median"]
+        return (
+            f"local {decisions['local']:,} · moved {decisions['moved']:,}"
+            f" · left {sum(placement['declined'].values()):,}"
+            f" · fallbacks {fallbacks:,} · {median:.0f} µs/task"
+        )
+
+
+class LinkEstimates(GpurtPlot):
+    """Latency and bandwidth of each class of link; hollow where nothing was measured yet."""
+
+    TITLE = "Links: bandwidth and latency by kind"
+    NAME = "gpurt_link_estimates"
+    #: nearest on top
+    CLASSES = ("process", "host", "network")
+
+    def _build(self, **kwargs: Any) -> Any:
+        self.dots = ColumnDataSource(
+            {
+                key: []
+                for axis in ("latency", "bandwidth")
+                for key in ("y", "samples", "alpha", axis, f"{axis}_text", f"{axis}_align", f"{axis}_offset")
+            }
+        )
+        self.sources = [self.dots]
+        inner = {"sizing_mode": kwargs.get("sizing_mode", "stretch_both")}
+        self.bandwidth = self._axis(self.TITLE, "bandwidth", BANDWIDTHS, **inner)
+        style.dress(self.bandwidth, self.headline)
+        self.latency = self._axis(None, "latency", LATENCIES, **inner)
+        style.dress(self.latency, None)
+        return column(self.bandwidth, self.latency, name=self.NAME, **kwargs)
+
+    def _axis(self, title: str | None, key: str, ticks: dict[float, str], **kwargs: Any) -> Any:
+        low, high = min(ticks), max(ticks)
+        fig = figure(
+            title=title,
+            tools="",
+            x_axis_type="log",
+            x_range=Range1d(low, high),
+            y_range=list(reversed(self.CLASSES)),
+            min_height=90,
+            **kwargs,
+        )
+        fig.xaxis.ticker = FixedTicker(ticks=list(ticks))
+        fig.xaxis.major_label_overrides = dict(ticks)
+        fig.ygrid.grid_line_dash = [2, 4]
+        dots = fig.scatter(
+            x=key,
+            y="y",
+            size=13,
+            line_width=2,
+            line_color=style.TEAL,
+            fill_color=style.TEAL,
+            fill_alpha="alpha",
+            source=self.dots,
+        )
+        fig.text(
+            x=key,
+            y="y",
+            text=f"{key}_text",
+            text_align=f"{key}_align",
+            x_offset=f"{key}_offset",
+            text_baseline="middle",
+            text_font_size="12px",
+            text_color=style.INK,
+            source=self.dots,
+        )
+        fig.add_tools(
+            HoverTool(
+                renderers=[dots],
+                tooltips=[
+                    ("link", "@y"),
+                    ("bandwidth", "@bandwidth_text"),
+                    ("latency", "@latency_text"),
+                    ("transfers measured", "@samples{0,0}"),
+                ],
+            )
+        )
+        return fig
+
+    def _draw(self, feed: Feed) -> str:
+        placement = feed.latest.get("placement")
+        if not placement:
+            self._clear()
+            return OFF
+        links = [(c, placement["links"][c]) for c in self.CLASSES if c in placement["links"]]
+        data: dict[str, list[Any]] = {
+            "y": [c for c, _ in links],
+            "latency": [f["latency_seconds"] for _, f in links],
+            "bandwidth": [f["bytes_per_second"] for _, f in links],
+            "latency_text": [_seconds(f["latency_seconds"]) for _, f in links],
+            "bandwidth_text": [f"{format_bytes(int(f['bytes_per_second']))}/s" for _, f in links],
+            "samples": [f["samples"] for _, f in links],
+            "alpha": [0.9 if f["samples"] else 0.0 for _, f in links],
+        }
+        for key, ticks in (("latency", LATENCIES), ("bandwidth", BANDWIDTHS)):
+            # The figure stands on the side of its dot where there is room.
+            middle = math.sqrt(min(ticks) * max(ticks))
+            data[f"{key}_align"] = ["left" if x < middle else "right" for x in data[key]]
+            data[f"{key}_offset"] = [12 if x < middle else -12 for x in data[key]]
+        fill(self.dots, data)
+        measured = " · ".join(f"{c} {f['samples']:,}" for c, f in links if f["samples"])
+        return f"transfers measured: {measured or 'none'} · hollow: assumed"
+
+
+def _seconds(value: float) -> str:
+    return f"{value * 1e3:.3g} ms" if value < 1 else f"{value:.3g} s"

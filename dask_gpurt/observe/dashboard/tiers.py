@@ -1,0 +1,149 @@
+"""Where the bytes are, worker by worker, and how fast they move to and from disk."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from bokeh.models import ColumnDataSource, HoverTool
+from bokeh.plotting import figure
+from dask.utils import format_bytes
+
+from dask_gpurt.observe.dashboard import style
+from dask_gpurt.observe.dashboard.axes import BARS, TimeAxis, WorkerAxis
+from dask_gpurt.observe.dashboard.component import NO_FIGURES, NO_WORKERS, GpurtPlot, fill
+
+if TYPE_CHECKING:
+    from dask_gpurt.observe.feed import Feed
+
+
+class TierOccupancy(GpurtPlot):
+    """Bytes in host memory and on disk per worker, with the limits of both."""
+
+    TITLE = "Memory tiers: bytes held per worker"
+    NAME = "gpurt_tier_occupancy"
+
+    def _build(self, **kwargs: Any) -> Any:
+        self.bars = ColumnDataSource(
+            {key: [] for key in ("y", "name", "host", "end", "disk", "host_limit_text", "disk_limit_text")}
+        )
+        self.limits = ColumnDataSource({"x": [], "y0": [], "y1": []})
+        self.sources = [self.bars, self.limits]
+        fig = figure(title=self.TITLE, name=self.NAME, tools="", x_range=style.from_zero(), **kwargs)
+        self.axis = WorkerAxis(fig)
+        host = fig.hbar(y="y", left=0, right="host", height=BARS, color=style.TEAL, source=self.bars)
+        disk = fig.hbar(y="y", left="host", right="end", height=BARS, color=style.ORANGE, source=self.bars)
+        halo, limit = (
+            fig.segment(x0="x", x1="x", y0="y0", y1="y1", color=color, line_width=width, source=self.limits)
+            for color, width in ((style.HALO, 5), (style.MARK, 2))
+        )
+        style.bytes_axis(fig.xaxis)
+        style.legend(fig, [("host memory", [host]), ("disk", [disk]), ("limit of host memory", [halo, limit])])
+        style.dress(fig, self.headline)
+        fig.add_tools(
+            HoverTool(
+                renderers=[host, disk],
+                tooltips=[
+                    ("worker", "@name"),
+                    ("host memory", "@host{0.0 ib} of @host_limit_text"),
+                    ("disk", "@disk{0.0 ib} of @disk_limit_text"),
+                ],
+            )
+        )
+        self.figure = fig
+        return fig
+
+    def _draw(self, feed: Feed) -> str:
+        every = feed.rows()
+        rows = [(row.name, row.figures) for row in every if row.figures is not None]
+        self.axis.show([name for name, _ in rows])
+        host = [_number(f, "host_bytes") for _, f in rows]
+        disk = [_number(f, "disk_bytes") for _, f in rows]
+        end = [h + d for h, d in zip(host, disk, strict=True)]
+        marks = [(i, f["host_limit_bytes"]) for i, (_, f) in enumerate(rows) if f.get("host_limit_bytes")]
+        fill(
+            self.bars,
+            {
+                "y": list(range(len(rows))),
+                "name": [name for name, _ in rows],
+                "host": host,
+                "end": end,
+                "disk": disk,
+                "host_limit_text": [_limit(f.get("host_limit_bytes")) for _, f in rows],
+                "disk_limit_text": [_limit(f.get("disk_limit_bytes")) for _, f in rows],
+            },
+        )
+        fill(
+            self.limits,
+            {
+                "x": [limit for _, limit in marks],
+                "y0": [i - BARS / 2 for i, _ in marks],
+                "y1": [i + BARS / 2 for i, _ in marks],
+            },
+        )
+        style.fit(self.figure.x_range, max([*end, *(limit for _, limit in marks)], default=0))
+        if not every:
+            return NO_WORKERS
+        if not rows:
+            return NO_FIGURES
+        stock = len(every) - len(rows)
+        return f"host {format_bytes(int(sum(host)))} · disk {format_bytes(int(sum(disk)))} · {_workers(len(rows))}" + (
+            f" · {stock} without dask-gpurt" if stock else ""
+        )
+
+
+class DiskRates(GpurtPlot):
+    """Bytes per second written to and read from disk, all workers together."""
+
+    TITLE = "Memory tiers: to and from disk"
+    NAME = "gpurt_disk_rates"
+
+    def _build(self, **kwargs: Any) -> Any:
+        self.lines = ColumnDataSource({"ago": [], "written": [], "read": []})
+        self.sources = [self.lines]
+        fig = figure(title=self.TITLE, name=self.NAME, tools="", y_range=style.from_zero(), **kwargs)
+        self.axis = TimeAxis(fig)
+        items = []
+        for key, label, color in (("written", "written", style.ORANGE), ("read", "read", style.TEAL)):
+            area = fig.varea(x="ago", y1=0, y2=key, fill_color=color, fill_alpha=0.25, source=self.lines)
+            line = fig.line(x="ago", y=key, line_color=color, line_width=2, source=self.lines)
+            items.append((label, [line, area]))
+        style.bytes_axis(fig.yaxis, per_second=True)
+        style.legend(fig, items)
+        style.dress(fig, self.headline)
+        fig.add_tools(
+            HoverTool(
+                renderers=[items[0][1][0]],
+                mode="vline",
+                tooltips=[
+                    ("seconds ago", "@ago{0}"),
+                    ("written", "@written{0.0 ib}/s"),
+                    ("read", "@read{0.0 ib}/s"),
+                ],
+            )
+        )
+        self.figure = fig
+        return fig
+
+    def _draw(self, feed: Feed) -> str:
+        ago, rates = feed.rates(("written_bytes", "read_bytes"))
+        written, read = rates["written_bytes"], rates["read_bytes"]
+        fill(self.lines, {"ago": ago, "written": written, "read": read})
+        self.axis.show(ago)
+        style.fit(self.figure.y_range, max([*written, *read], default=0))
+        total = feed.history[-1].sums if feed.history else {}
+        return (
+            f"so far written {format_bytes(int(total.get('written_bytes', 0)))}"
+            f" · read {format_bytes(int(total.get('read_bytes', 0)))}"
+        )
+
+
+def _number(figures: Any, key: str) -> float:
+    return float(figures.get(key) or 0)
+
+
+def _limit(limit: Any) -> str:
+    return "no limit" if limit is None else str(format_bytes(int(limit)))
+
+
+def _workers(n: int) -> str:
+    return "1 worker" if n == 1 else f"{n} workers"

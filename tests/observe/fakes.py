@@ -1,0 +1,68 @@
+"""Stand-ins for a scheduler and its workers: the attributes that the feed reads, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dask_gpurt.observe import feed
+from dask_gpurt.observe.metrics import WORKER
+
+MiB = 2**20
+
+
+class FakeWorkerState:
+    def __init__(self, name: Any, figures: dict[str, Any] | None) -> None:
+        self.name = name
+        self.metrics: dict[str, Any] = {"cpu": 1.0} if figures is None else {"cpu": 1.0, "gpurt": figures}
+
+
+class FakeScheduler:
+    def __init__(self) -> None:
+        self.workers: dict[str, FakeWorkerState] = {}
+        self.address = f"tcp://10.0.0.1:{id(self) % 60000}"
+
+    def add(self, name: Any, figures: dict[str, Any] | None) -> str:
+        address = f"tcp://10.0.0.2:{4000 + len(self.workers)}"
+        self.workers[address] = FakeWorkerState(name, figures)
+        return address
+
+
+class Clock:
+    """Moves when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def heartbeat(**known: Any) -> dict[str, Any]:
+    """All figures of a worker, zero unless given."""
+    out: dict[str, Any] = {figure.key: 0 for figure in WORKER}
+    out |= {"disk_limit_bytes": None, "host_limit_bytes": 100 * MiB}
+    assert set(known) <= set(out)
+    return out | known
+
+
+def figures(local: int = 0, moved: int = 0, declined: int = 0, fallbacks: int = 0) -> dict[str, Any]:
+    """Statistics of a scheduler."""
+    link = {"latency_seconds": 0.005, "bytes_per_second": 4e8, "samples": 0, "dropped": 0}
+    return {
+        "placement": {
+            "decisions": {"total": local + moved, "local": local, "moved": moved, "restricted": 0},
+            "declined": {"no inputs": declined},
+            "fallbacks": {"decide": {"exception": fallbacks}},
+            "microseconds": {"median": 25.0},
+            "links": {"process": link, "host": {**link, "samples": 7}, "network": link},
+        },
+        "shuffle": {"runs": 3, "active": 1, "fallbacks": {"rechunk": 4, "error": 2}},
+    }
+
+
+def give_feed(scheduler: FakeScheduler, read: Any, monkeypatch: Any) -> tuple[feed.Feed, Clock]:
+    """A feed that ticks when it is told to."""
+    clock = Clock()
+    made = feed.Feed(scheduler, read, clock)
+    monkeypatch.setitem(feed._feeds, scheduler, made)
+    return made, clock

@@ -1,0 +1,137 @@
+"""Each page in a real browser while a real cluster works: plots have data, move, fit, and nothing fails in silence."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from distributed import Client
+
+import dask_gpurt
+
+from .chromium import Tab, browser, executable
+
+pytest.importorskip("bokeh")
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+#: in the page: all values of the columns of that name
+COLUMN = (
+    "(name => [...Bokeh.documents[0]._all_models.values()]"
+    ".filter(m => m.type == 'ColumnDataSource' && name in m.data).flatMap(m => Array.from(m.data[name])))"
+)
+TEXTS = "[...Bokeh.documents[0]._all_models.values()].filter(m => m.type == 'Title').map(m => m.text)"
+
+#: page -> columns that have a value above zero while the workload below runs
+PAGES: dict[str, tuple[str, ...]] = {
+    "individual-tier-occupancy": ("host", "disk", "x"),
+    "individual-tier-disk-rates": ("ago", "written", "read"),
+    "individual-placement-decisions": ("local", "moved", "total"),
+    "individual-link-estimates": ("latency", "bandwidth", "samples", "alpha"),
+    "individual-shuffle-traffic": ("sent", "received", "kept"),
+}
+PAGES["gpurt"] = tuple(column for columns in PAGES.values() for column in columns)
+
+
+def _work(client: Client, stop: threading.Event) -> None:
+    """Shuffles of data frames that do not fit into the workers' host budget."""
+    import dask.dataframe as dd
+    import numpy as np
+    import pandas as pd
+
+    def make(i: int, n: int = 300_000) -> Any:
+        r = np.random.default_rng(i)
+        return pd.DataFrame({"k": r.integers(0, 1000, n), "a": r.random(n), "b": r.random(n)})
+
+    while not stop.is_set():
+        df = dd.from_map(make, range(24)).persist()
+        # A sum rather than a length, which Dask would find without the shuffle.
+        assert df.shuffle("k")[["a", "b"]].sum().compute().gt(1e6).all()
+        del df
+
+
+@pytest.fixture(scope="module")
+def base() -> Iterator[str]:
+    """Address of a dashboard whose cluster works."""
+    executable()  # skip before the cluster starts
+    with (
+        dask_gpurt.local_cluster(
+            n_workers=2,
+            threads_per_worker=1,
+            memory_limit="800 MB",
+            dashboard_address="127.0.0.1:0",
+            settings={"tiers.host-limit": 0.08},
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        stop, failed = threading.Event(), list[BaseException]()
+
+        def run() -> None:
+            try:
+                _work(client, stop)
+            except BaseException as e:
+                failed.append(e)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{cluster.scheduler.http_server.port}/"
+        finally:
+            stop.set()
+            thread.join()
+        assert failed == []
+
+
+async def _shows(tab: Tab, base: str, page: str, width: int) -> None:
+    await tab.open(base + page, width, 700)
+    await tab.until("Bokeh.documents[0].roots().length > 0")
+    for column in PAGES[page]:
+        await tab.until(f"{COLUMN}('{column}').some(v => v > 0)")
+    texts = await tab.value(TEXTS)
+    assert not [text for text in texts if "not " in text], texts
+    # Alive: the websocket brings something new.
+    before = await tab.value(f"JSON.stringify({TEXTS}) + {COLUMN}('ago')")
+    await tab.until(f"JSON.stringify({TEXTS}) + {COLUMN}('ago') != {before!r}")
+    # Drawn, and not wider than the window.
+    canvases = "[...document.querySelectorAll('*')].filter(e => e.shadowRoot).length"
+    assert await tab.value(canvases) > 0
+    assert await tab.value("document.documentElement.scrollWidth") <= width
+    assert tab.errors == []
+    elsewhere = [url for url in tab.requests if not url.startswith((base, base.replace("http", "ws"), "data:"))]
+    assert elsewhere == []
+
+
+@pytest.mark.parametrize("page", list(PAGES))
+def test_page(page: str, base: str) -> None:
+    async def run() -> None:
+        # A panel of JupyterLab's is as narrow as that; the overview is opened in a browser of its own.
+        async with browser() as chromium, chromium.tab() as tab:
+            await _shows(tab, base, page, 1300 if page == "gpurt" else 400)
+
+    asyncio.run(run())
+
+
+def test_the_menu_leads_to_the_overview(base: str) -> None:
+    async def run() -> None:
+        async with browser() as chromium, chromium.tab() as tab:
+            await tab.open(base + "status")
+            await tab.until("document.querySelector('.dropdown-content a[href=gpurt]')")
+            await tab.value("document.querySelector('.dropdown-content a[href=gpurt]').click()")
+            await tab.until("location.pathname == '/gpurt' && Bokeh.documents[0].roots().length == 5")
+
+    asyncio.run(run())
+
+
+def test_a_missing_browser_is_skipped_or_fails_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("GPURT_REQUIRE_CHROMIUM", raising=False)
+    with pytest.raises(pytest.skip.Exception):
+        executable()
+    monkeypatch.setenv("GPURT_REQUIRE_CHROMIUM", "1")
+    with pytest.raises(pytest.fail.Exception):
+        executable()

@@ -1,0 +1,110 @@
+"""The feed adds up growth, whatever workers come, go and start over, and never fails its caller."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+from dask_gpurt.observe import feed
+
+from .fakes import Clock, FakeScheduler, figures, heartbeat
+
+
+def _feed(scheduler: FakeScheduler) -> tuple[feed.Feed, Clock]:
+    clock = Clock()
+    return feed.Feed(scheduler, lambda: figures(local=10, moved=5, declined=2, fallbacks=1), clock), clock
+
+
+def test_sums_never_fall() -> None:
+    scheduler = FakeScheduler()
+    made, _ = _feed(scheduler)
+    a = scheduler.add("a", heartbeat(written_bytes=100))
+    b = scheduler.add("b", heartbeat(written_bytes=10))
+    made.tick()
+    assert made.history[-1].sums["written_bytes"] == 110
+    scheduler.workers[a].metrics["gpurt"] = heartbeat(written_bytes=150)
+    del scheduler.workers[b]
+    made.tick()
+    assert made.history[-1].sums["written_bytes"] == 160  # b's ten stay counted
+    scheduler.workers[a].metrics["gpurt"] = heartbeat(written_bytes=30)  # restarted under its address
+    made.tick()
+    assert made.history[-1].sums["written_bytes"] == 190
+    sums = [sample.sums["written_bytes"] for sample in made.history]
+    assert sums == sorted(sums)
+
+
+def test_placement_is_counted_once() -> None:
+    made, _ = _feed(FakeScheduler())
+    made.tick()
+    made.tick()
+    sums = made.history[-1].sums
+    assert (sums["local"], sums["moved"], sums["stock"], sums["fallbacks"]) == (10, 5, 2, 1)
+
+
+def test_rates_are_growth_over_time() -> None:
+    scheduler = FakeScheduler()
+    made, clock = _feed(scheduler)
+    a = scheduler.add("a", heartbeat())
+    for i in range(5):
+        scheduler.workers[a].metrics["gpurt"] = heartbeat(read_bytes=i * 1000)
+        made.tick()
+        clock.now += 2
+    ago, rates = made.rates(("read_bytes",))
+    assert ago == [8.0, 6.0, 4.0, 2.0]
+    assert rates["read_bytes"] == [500.0] * 4
+
+
+def test_history_is_bounded() -> None:
+    made, clock = _feed(FakeScheduler())
+    for _ in range(feed.KEEP + 10):
+        made.tick()
+        clock.now += 1
+    assert len(made.history) == feed.KEEP
+    assert len(made.rates(("local",))[0]) == feed.KEEP - 1
+
+
+def test_two_looks_at_one_moment_are_no_rate() -> None:
+    made, _ = _feed(FakeScheduler())
+    made.tick()
+    made.tick()
+    assert made.rates(("local",)) == ([], {"local": []})
+
+
+def test_workers_without_the_extension() -> None:
+    scheduler = FakeScheduler()
+    scheduler.add("stock", None)
+    scheduler.add(7, heartbeat(host_bytes=5))
+    scheduler.add("empty", {})
+    made, _ = _feed(scheduler)
+    made.tick()
+    assert made.errors == 0
+    assert [(row.name, row.figures is None) for row in made.rows()] == [("stock", True), ("7", False), ("empty", True)]
+
+
+def test_an_exception_is_counted_and_the_next_look_works() -> None:
+    answers: list[Any] = [figures(local=1), RuntimeError("no figures today"), figures(local=4)]
+
+    def read() -> dict[str, Any]:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return dict(answer)
+
+    scheduler = FakeScheduler()  # the feed holds it weakly
+    made = feed.Feed(scheduler, read, Clock())
+    for _ in range(3):
+        made.tick()
+    assert made.errors == 1
+    assert "no figures today" in made.last_error
+    assert [sample.sums["local"] for sample in made.history] == [1, 4]
+
+
+def test_a_feed_does_not_keep_its_scheduler() -> None:
+    scheduler = FakeScheduler()
+    made, _ = _feed(scheduler)
+    seen = weakref.ref(scheduler)
+    del scheduler
+    gc.collect()
+    assert seen() is None
+    assert made.rows() == []

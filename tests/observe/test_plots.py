@@ -1,0 +1,252 @@
+"""Every plot draws what it is given, from nothing to a hundred workers, and fails into a text."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("bokeh")
+
+from bokeh.document import Document
+from bokeh.models import LayoutDOM
+
+from dask_gpurt.observe.dashboard import component, hook, late, pages
+from dask_gpurt.observe.dashboard.axes import NAMED
+
+from .fakes import Clock, FakeScheduler, MiB, figures, give_feed, heartbeat
+
+if TYPE_CHECKING:
+    from dask_gpurt.observe.feed import Feed
+
+PLOTS = list(pages.PLOTS.values())
+#: plots with a row per worker
+PER_WORKER = [plot for address, plot in pages.PLOTS.items() if address.endswith(("occupancy", "traffic"))]
+
+
+@pytest.fixture
+def scheduler() -> FakeScheduler:
+    return FakeScheduler()
+
+
+def _run(made: Feed, clock: Clock, seconds: int = 5) -> None:
+    for _ in range(seconds):
+        made.tick()
+        clock.now += 1
+
+
+def _lengths(plot: Any) -> list[int]:
+    """Rows of each source; its columns have one length."""
+    out = []
+    for source in plot.sources:
+        (length,) = {len(column) for column in source.data.values()}
+        out.append(length)
+    return out
+
+
+@pytest.mark.parametrize("plot", PLOTS)
+def test_without_the_extension(plot: Any, scheduler: FakeScheduler) -> None:
+    made = plot(scheduler)
+    made.update()
+    assert made.headline.text == component.NOT_INSTALLED
+    assert set(_lengths(made)) == {0}
+    assert made.errors == 0
+
+
+@pytest.mark.parametrize("plot", PLOTS)
+def test_after_a_detach_the_plot_is_empty_and_says_so(
+    plot: Any, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as m:
+        scheduler.add("a", heartbeat(host_bytes=1))
+        feed, clock = give_feed(scheduler, lambda: figures(local=9), m)
+        _run(feed, clock)
+        made = plot(scheduler)
+        made.update()
+        assert max(_lengths(made)) > 0
+    made.update()
+    assert set(_lengths(made)) == {0}
+    assert made.headline.text == component.NOT_INSTALLED
+
+
+@pytest.mark.parametrize("plot", PLOTS)
+@pytest.mark.parametrize("engines", [True, False])
+def test_without_workers(plot: Any, engines: bool, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    feed, clock = give_feed(scheduler, figures if engines else dict, monkeypatch)
+    _run(feed, clock)
+    made = plot(scheduler)
+    made.update()
+    assert made.errors == 0, made.headline.text
+    assert made.headline.text
+    if plot in PER_WORKER:
+        assert made.headline.text == component.NO_WORKERS
+
+
+@pytest.mark.parametrize("plot", PER_WORKER)
+def test_workers_without_the_extension(plot: Any, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler.add("a", None)
+    give_feed(scheduler, figures, monkeypatch)[0].tick()
+    made = plot(scheduler)
+    made.update()
+    assert made.headline.text == component.NO_FIGURES
+    assert set(_lengths(made)) == {0}
+
+
+def test_occupancy_stacks_disk_on_host_and_marks_the_limit(
+    scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler.add("tcp://10.20.30.40:40000", heartbeat(host_bytes=60 * MiB, disk_bytes=200 * MiB))
+    scheduler.add(1, heartbeat(host_bytes=10 * MiB, host_limit_bytes=None))
+    scheduler.add("stock", None)
+    give_feed(scheduler, figures, monkeypatch)[0].tick()
+    made = pages.TierOccupancy(scheduler)
+    made.update()
+    assert made.bars.data["host"] == [60 * MiB, 10 * MiB]
+    assert made.bars.data["end"] == [260 * MiB, 10 * MiB]
+    assert made.bars.data["disk_limit_text"] == ["no limit"] * 2
+    assert made.limits.data["x"] == [100 * MiB]
+    assert made.figure.x_range.end == pytest.approx(1.08 * 260 * MiB)
+    assert made.figure.yaxis[0].major_label_overrides == {0: "10.20.30.40:40000", 1: "1"}
+    assert made.headline.text == "host 70.00 MiB · disk 200.00 MiB · 2 workers · 1 without dask-gpurt"
+
+
+def test_rates_and_decisions(scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    a = scheduler.add("a", heartbeat())
+    told = figures()
+    feed, clock = give_feed(scheduler, lambda: told, monkeypatch)
+    for i in range(100):
+        scheduler.workers[a].metrics["gpurt"] = heartbeat(written_bytes=i * MiB, read_bytes=i * 2 * MiB)
+        told = figures(local=i * 4, moved=i * 2, declined=i, fallbacks=i)
+        feed.tick()
+        clock.now += 1
+    disk, decisions = pages.DiskRates(scheduler), pages.PlacementDecisions(scheduler)
+    disk.update()
+    decisions.update()
+    assert set(disk.lines.data["written"]) == {MiB}
+    assert set(disk.lines.data["read"]) == {2 * MiB}
+    assert disk.figure.x_range.start == 120
+    assert disk.figure.xaxis[0].ticker.ticks == [0, 30, 60, 90, 120]
+    assert disk.headline.text == "so far written 99.00 MiB · read 198.00 MiB"
+    assert set(decisions.lines.data["total"]) == {7.0}
+    assert decisions.headline.text == "local 396 · moved 198 · left 99 · fallbacks 99 · 25 µs/task"
+
+
+def test_links_say_what_is_measured(scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    give_feed(scheduler, figures, monkeypatch)[0].tick()
+    made = pages.LinkEstimates(scheduler)
+    made.update()
+    assert made.dots.data["alpha"] == [0.0, 0.9, 0.0]
+    assert made.dots.data["latency_text"] == ["5 ms"] * 3
+    assert made.dots.data["bandwidth_text"] == ["381.47 MiB/s"] * 3
+    assert made.headline.text.startswith("transfers measured: host 7 ·")
+
+
+def test_shuffle_counts_and_leaves_out_rechunks(scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler.add("a", heartbeat(shuffle_sent_bytes=3, shuffle_received_bytes=2, shuffle_kept_bytes=1))
+    give_feed(scheduler, figures, monkeypatch)[0].tick()
+    made = pages.ShuffleTraffic(scheduler)
+    made.update()
+    assert [made.bars.data[key] for key in ("sent", "received", "kept")] == [[3], [2], [1]]
+    assert made.headline.text == "active 1 · runs so far 3 · left to Dask 2"
+
+
+@pytest.mark.parametrize("plot", PER_WORKER)
+def test_a_hundred_workers_and_fewer_again(
+    plot: Any, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for i in range(100):
+        scheduler.add(i, heartbeat(host_bytes=i, shuffle_sent_bytes=i))
+    feed, _ = give_feed(scheduler, figures, monkeypatch)
+    feed.tick()
+    made = plot(scheduler)
+    made.update()
+    assert _lengths(made)[0] == 100
+    assert made.figure.y_range.start == 99.5
+    assert made.figure.yaxis[0].ticker.ticks == []
+    assert made.figure.yaxis[0].axis_label == "100 workers"
+    for address in list(scheduler.workers)[NAMED:]:
+        del scheduler.workers[address]
+    made.update()
+    assert made.figure.yaxis[0].ticker.ticks == list(range(NAMED))
+    assert made.errors == 0
+
+
+@pytest.mark.parametrize("plot", PLOTS)
+def test_an_exception_is_counted_and_shown_and_gone_with_its_cause(
+    plot: Any, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler.add("a", heartbeat())
+    feed, clock = give_feed(scheduler, figures, monkeypatch)
+    _run(feed, clock)
+    made = plot(scheduler)
+    with monkeypatch.context() as m:
+        m.setattr(type(made), "_draw", lambda *_: 1 / 0)
+        made.update()
+        made.update()
+    assert made.errors == 2
+    assert made.headline.text == "not shown (2 errors): ZeroDivisionError: division by zero"
+    made.update()
+    assert "not shown" not in made.headline.text
+
+
+def test_what_did_not_change_is_not_sent(scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler.add("a", heartbeat(host_bytes=5))
+    give_feed(scheduler, figures, monkeypatch)[0].tick()
+    made = pages.TierOccupancy(scheduler)
+    made.update()
+    before = made.bars.data
+    made.update()
+    assert made.bars.data is before
+
+
+@pytest.mark.parametrize("address", list(pages.documents()))
+def test_documents_build_and_are_valid(
+    address: str, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    scheduler.add("a", heartbeat(host_bytes=5))
+    feed, clock = give_feed(scheduler, figures, monkeypatch)
+    _run(feed, clock)
+    doc = Document()
+    pages.documents()[address](scheduler, {"prefix": "/", "pages": [], "plots": []}, doc)
+    doc.validate()
+    assert len(doc.roots) == (len(PLOTS) if address == pages.OVERVIEW else 1)
+    assert len(doc.session_callbacks) == len(doc.roots)
+    assert not [w for w in recwarn if "bokeh" in str(w.filename)]
+    # A fixed width would not fit a narrow panel.
+    assert {model.sizing_mode for model in doc.models if isinstance(model, LayoutDOM)} == {"stretch_both"}
+
+
+def test_the_menu_is_sorted_and_has_each_page_once() -> None:
+    menu = [{"url": "hardware", "name": "Hardware"}, {"url": "individual-tier-occupancy", "name": "Tier Occupancy"}]
+    for _ in range(2):
+        late._list(menu, list(pages.PLOTS))
+    urls = [item["url"] for item in menu]
+    assert sorted(urls) == sorted({"hardware", "gpurt", *(address.strip("/") for address in pages.PLOTS)})
+    assert [item["name"] for item in menu] == sorted(item["name"] for item in menu)
+
+
+def test_importing_the_preload_brings_no_bokeh_and_announces_the_plots() -> None:
+    """It is imported in every nanny and worker."""
+    code = (
+        "import sys, dask, dask_gpurt.preload as p;"
+        "heavy = {'bokeh', 'distributed.dashboard', 'prometheus_client'} & set(sys.modules);"
+        "assert not heavy, heavy;"
+        f"assert dask.config.get({hook.ROUTES!r}).count({hook.__name__!r}) == 1;"
+        "p.hook.announce();"
+        f"assert dask.config.get({hook.ROUTES!r}).count({hook.__name__!r}) == 1;"
+        # A scheduler without a dashboard reads the routes, too.
+        "assert p.hook.routes == [];"
+        "assert 'bokeh' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_an_error_while_plots_are_added_does_not_end_the_scheduler(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pages, "register", lambda: 1 / 0)
+    assert hook.routes == []
+    assert "no plots" in caplog.text
+    assert "ZeroDivisionError" in caplog.text
