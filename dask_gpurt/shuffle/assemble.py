@@ -8,48 +8,174 @@ the few rows it has of it, and a column in hundreds of pieces is slow ever after
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.shuffle import seam
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+
+from dask_gpurt.shuffle import gather, seam
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    import pandas as pd
-    import pyarrow as pa
-
-    from dask_gpurt.shuffle.chunk import Piece
+    from dask_gpurt.shuffle.chunk import KnownSchema, Piece, Slice
 
 
-def assemble(pieces: Iterable[Piece], meta: pd.DataFrame) -> pd.DataFrame:
-    """One output partition.
+class Assembler:
+    """Makes the output partitions of one run. Any thread.
 
     Parameters
     ----------
-    pieces
-        (input partition id, rows), any order, each input at most once.
     meta
-        Empty frame with the output's columns and dtypes.
-
-    Raises
-    ------
-    pyarrow.ArrowException
-        Pieces whose types have no common one, as stock's P2P raises.
+        Empty frame with the outputs' columns and dtypes.
     """
+
+    def __init__(self, meta: pd.DataFrame) -> None:
+        self._meta = meta
+        #: schema -> the frame that its data becomes; None: only the general way will do
+        self._templates: dict[KnownSchema, Template | None] = {}
+
+    def __call__(self, pieces: Iterable[Piece]) -> pd.DataFrame:
+        """One output partition.
+
+        Parameters
+        ----------
+        pieces
+            (input partition id, rows), any order, each input at most once.
+
+        Raises
+        ------
+        pyarrow.ArrowException
+            Pieces whose types have no common one, as stock's P2P raises.
+        """
+        slices = [rows for _, rows in sorted(pieces, key=lambda piece: piece[0])]
+        if not slices:
+            return self._meta.copy()
+        known = slices[0].rows.schema
+        if all(s.rows.schema is known and s.rows.views for s in slices):
+            if known not in self._templates:
+                self._templates[known] = template(known.schema, self._meta)
+            if (shape := self._templates[known]) is not None:
+                return joined(slices, shape)
+        return general([s.table() for s in slices], self._meta)
+
+
+def assemble(pieces: Iterable[Piece], meta: pd.DataFrame) -> pd.DataFrame:
+    """One output partition; see `Assembler`, which is for many."""
+    return Assembler(meta)(pieces)
+
+
+def general(tables: list[pa.Table], meta: pd.DataFrame) -> pd.DataFrame:
+    """Any types, by Arrow. At least one table; empties the list."""
     import pyarrow as pa
 
-    tables = [table for _, table in sorted(pieces, key=lambda piece: piece[0])]
-    if not tables:
-        return meta.copy()
     table = pa.concat_tables(tables, promote_options="permissive")
     single = len(tables) == 1
-    del tables, pieces
+    tables.clear()
     keep = _arrow_columns(meta)
     for i, field in enumerate(table.schema):
         if single or field.name in keep or _is_text(field.type):
             table = table.set_column(i, field, _owned(table.column(i)))
     _, from_arrow = seam.shuffle_tables()
     return _reconciled(from_arrow(meta, table, self_destruct=True), meta)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Template:
+    """What the data of one schema becomes, where every column is simple (see `chunk.Rows.views`)."""
+
+    #: no rows; names, dtypes and order as in the output
+    frame: pd.DataFrame
+    #: numpy dtype -> (places in the output, fields of the schema) of its columns
+    blocks: tuple[tuple[np.dtype[Any], list[int], list[int]], ...]
+    #: (place in the output, field of the schema) of columns of text
+    text: tuple[tuple[int, int], ...]
+    #: field of the schema that is the index
+    index: int
+    index_dtype: np.dtype[Any]
+
+
+def template(schema: pa.Schema, meta: pd.DataFrame) -> Template | None:
+    """None when the general way is needed: types that differ from the meta's, an index that is not one plain column."""
+    try:
+        from pandas.api.internals import create_dataframe_from_blocks  # noqa: F401
+    except ImportError:
+        return None
+    _, from_arrow = seam.shuffle_tables()
+    raw = from_arrow(meta, schema.empty_table())
+    frame = _reconciled(raw, meta)
+    if list(raw.dtypes) != list(frame.dtypes) or list(raw.columns) != list(meta.columns):
+        return None
+    notes = (schema.pandas_metadata or {}).get("index_columns", [])
+    if len(notes) != 1 or not isinstance(notes[0], str) or notes[0] not in schema.names:
+        return None
+    index = schema.get_field_index(notes[0])
+    fields = [i for i in range(len(schema)) if i != index]
+    if [schema.names[i] for i in fields] != list(frame.columns) or not gather.is_plain(frame.index.dtype):
+        return None
+    if type(frame.index) not in (pd.Index, pd.RangeIndex, pd.DatetimeIndex, pd.TimedeltaIndex):
+        return None
+    blocks: dict[np.dtype[Any], tuple[list[int], list[int]]] = {}
+    text = []
+    for place, (i, dtype) in enumerate(zip(fields, frame.dtypes, strict=True)):
+        if gather.is_text(dtype):
+            text.append((place, i))
+        elif gather.is_plain(dtype):
+            places, sources = blocks.setdefault(dtype, ([], []))
+            places.append(place)
+            sources.append(i)
+        else:
+            return None
+    for i, dtype in [*zip(fields, frame.dtypes, strict=True), (index, frame.index.dtype)]:
+        if schema.field(i).type != (pa.large_string() if gather.is_text(dtype) else pa.from_numpy_dtype(dtype)):
+            return None
+    return Template(
+        frame, tuple((d, p, s) for d, (p, s) in blocks.items()), tuple(text), index, np.dtype(str(frame.index.dtype))
+    )
+
+
+def joined(slices: list[Slice], shape: Template) -> pd.DataFrame:
+    """Each column written once, into its final place; in memory that came from Arrow's pool."""
+    from pandas.api.internals import create_dataframe_from_blocks
+
+    n = sum(s.high - s.low for s in slices)
+    blocks: list[tuple[Any, Any]] = []
+    for dtype, places, fields in shape.blocks:
+        block = _empty((len(fields), n), dtype)
+        for out, i in zip(block, fields, strict=True):
+            np.concatenate([_values(s, i) for s in slices], out=out)
+        blocks.append((block, np.array(places, dtype=np.intp)))
+    dtypes = shape.frame.dtypes.array
+    for place, i in shape.text:
+        text = _text([(s.rows.views[i], s.low, s.high) for s in slices])
+        blocks.append((dtypes[place].__from_arrow__(pa.chunked_array([text])), np.array([place], dtype=np.intp)))
+    values = _empty((n,), shape.index_dtype)
+    np.concatenate([_values(s, shape.index) for s in slices], out=values)
+    index = pd.Index(values, name=shape.frame.index.name, copy=False)
+    return create_dataframe_from_blocks(blocks, index=index, columns=shape.frame.columns)
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """Uninitialised memory of Arrow's pool, which is warm where numpy's is fresh (see `gather`)."""
+    count = math.prod(shape)
+    return np.frombuffer(pa.allocate_buffer(count * dtype.itemsize), dtype=dtype, count=count).reshape(shape)
+
+
+def _values(rows: Slice, i: int) -> np.ndarray[Any, Any]:
+    values = rows.rows.views[i]
+    if isinstance(values, np.ndarray):
+        return values[rows.low : rows.high]
+    out: np.ndarray[Any, Any] = values.slice(rows.low, rows.high - rows.low).to_numpy(zero_copy_only=False)
+    return out
+
+
+def _text(pieces: list[tuple[pa.LargeStringArray, int, int]]) -> pa.LargeStringArray:
+    """Text of several arrays as one, in memory of its own."""
+    out: pa.LargeStringArray = pa.concat_arrays([array.slice(low, high - low) for array, low, high in pieces])
+    return out
 
 
 def _arrow_columns(meta: pd.DataFrame) -> set[str]:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dask_gpurt.shuffle import seam
+from dask_gpurt.shuffle import gather, seam
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -49,12 +49,15 @@ class Layout:
     code_of: np.ndarray[Any, Any]
     #: number of wanted outputs, and the code of rows to drop
     unwanted: int
+    #: Arrow schemas of the kinds of plain frames seen so far (see `gather.plan`)
+    schemas: dict[Any, pa.Schema]
 
     def __init__(self, worker_for: Mapping[int, str]) -> None:
         by_worker: dict[str, list[int]] = {}
         for part, address in worker_for.items():
             by_worker.setdefault(address, []).append(int(part))
         self.ranges = {}
+        self.schemas = {}
         order: list[int] = []
         for address, parts in by_worker.items():
             self.ranges[address] = (len(order), len(order) + len(parts))
@@ -68,11 +71,15 @@ class Layout:
 
     def codes(self, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Codes of integer ids; `unwanted` for every id that is not an output of this run."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
         n = len(self.code_of)
         if not len(ids) or not n:
             return np.full(len(ids), self.unwanted, dtype=self.code_of.dtype)
         if ids.min() >= 0 and ids.max() < n:
-            return self.code_of[ids]
+            codes = pc.take(pa.array(self.code_of), pa.array(np.ascontiguousarray(ids)), boundscheck=False)
+            return np.frombuffer(codes.buffers()[1], dtype=self.code_of.dtype, count=len(ids))
         inside = (ids >= 0) & (ids < n)
         out = np.full(len(ids), self.unwanted, dtype=self.code_of.dtype)
         out[inside] = self.code_of[ids[inside]]
@@ -91,16 +98,20 @@ class Rows:
 
 def locate(data: pd.DataFrame, column: str, layout: Layout) -> Rows:
     """Order the rows of a frame by destination, from its column of output partition ids."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
     ids = data[column]
     rows = None
     if getattr(ids.dtype, "kind", "O") in "iu" and isinstance(ids.dtype, np.dtype):
         codes = layout.codes(ids.to_numpy())
     else:
         rows, codes = _merged(ids, layout)
-    order = np.argsort(codes, kind="stable")
-    counts = np.bincount(codes, minlength=layout.unwanted + 1)
-    offsets = np.zeros(layout.unwanted + 1, dtype=np.int64)
-    np.cumsum(counts[: layout.unwanted], out=offsets[1:])
+    # Arrow's sort is stable and, for codes this narrow, a counting sort; what it returns are row numbers as uint64.
+    at = pc.array_sort_indices(pa.array(codes))
+    sorted_codes = pc.take(pa.array(codes), at, boundscheck=False).to_numpy()
+    offsets = np.searchsorted(sorted_codes, np.arange(layout.unwanted + 1, dtype=codes.dtype)).astype(np.int64)
+    order = at.to_numpy().view(np.int64)
     order = order[: offsets[-1]]
     return Rows(order if rows is None else rows[order], offsets)
 
@@ -145,14 +156,20 @@ def split(
     rows = locate(data, column, layout)
     if not len(rows.order):
         return
-    to_arrow, _ = seam.shuffle_tables()
-    table = _prepared(to_arrow(data.drop(columns=column) if drop_column else data, preserve_index=True))
+    plain = gather.plan(data, column if drop_column else None, layout.schemas)
+    if plain is None:
+        to_arrow, _ = seam.shuffle_tables()
+        table = _prepared(to_arrow(data.drop(columns=column) if drop_column else data, preserve_index=True))
     counts = np.diff(rows.offsets)
     for address, (first, last) in layout.ranges.items():
         low, high = int(rows.offsets[first]), int(rows.offsets[last])
         if low == high:
             continue
-        gathered = pc.take(table, pa.array(rows.order[low:high]), boundscheck=False)
+        order = rows.order[low:high]
+        if plain is None:
+            gathered = pc.take(table, pa.array(order), boundscheck=False)
+        else:
+            gathered = gather.gather(plain, order)
         here = counts[first:last]
         some = np.flatnonzero(here)
         yield address, Shard(input_id, gathered, layout.part_of[first:last][some], here[some].astype(np.uint64))

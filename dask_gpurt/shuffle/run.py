@@ -42,7 +42,7 @@ import pandas as pd
 
 from dask_gpurt.errors import LostData, WireError
 from dask_gpurt.shuffle import seam, wire
-from dask_gpurt.shuffle.assemble import assemble
+from dask_gpurt.shuffle.assemble import Assembler
 from dask_gpurt.shuffle.chunk import ReceivedChunk
 from dask_gpurt.shuffle.partition import Layout, Shard, split
 
@@ -121,6 +121,7 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         self._store = store
         self._counters = counters
         self._layout = Layout(kwargs["worker_for"])
+        self._assemble = Assembler(self.meta.drop(columns=self.column) if self.drop_column else self.meta)
         self._tag = wire.run_tag(self.id)
         self._key: Hashable = (self.id, self.run_id)
         #: input id -> None once stored here, else what to wait for
@@ -165,7 +166,6 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         return out
 
     def _get_output_partition(self, partition_id: int, key: Any, **kwargs: Any) -> pd.DataFrame:
-        meta = self.meta.drop(columns=self.column) if self.drop_column else self.meta
         here = seam.execution()
         frame, execution = self._given.get(partition_id, (None, None))
         if frame is not None and here is not None and execution == here and (df := frame()) is not None:
@@ -177,7 +177,7 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         if not first:
             self._restart(f"output {partition_id} was asked for again")
         start = time.perf_counter()
-        df = assemble((piece for pieces in taken for piece in pieces), meta)
+        df = self._assemble(piece for pieces in taken for piece in pieces)
         self._given[partition_id] = (weakref.ref(df), here)
         self._counters.add(outputs=1, seconds_assemble=time.perf_counter() - start)
         return df

@@ -10,7 +10,8 @@ bytes are never copied or pickled here::
                      shards: input id, kind, schema key, rows, counts, xxh3-64 of its buffers; then its output ids,
                      rows per output, and (frame, offset, length) of each buffer
     frame 1   blob   all buffers shorter than `SMALL`, at multiples of 64
-    frame 2.. one large buffer each
+    frame 2.. a large buffer, or several that follow one another in memory, as those of one gather do: the receiver's
+              memory is then one large allocation, which has fewer page faults
 
 A shard is *raw* (the buffers of its columns, one by one; types that are a validity bitmap, offsets and data) or a
 *stream* (Arrow IPC, self-contained; nested, dictionary and extension types, or more than one batch).
@@ -38,7 +39,7 @@ from dask_gpurt.errors import WireError
 from dask_gpurt.shuffle.partition import Shard
 
 if TYPE_CHECKING:
-    from collections.abc import MutableMapping, Sequence
+    from collections.abc import Iterator, MutableMapping, Sequence
 
     import pyarrow as pa
 
@@ -133,16 +134,20 @@ def pack(
         if p.kind == _RAW and p.schema_key not in known:
             schemas[p.schema_key] = p.schema
         spots = []
-        for buffer in p.buffers:
-            if buffer is None:
-                spots.append((0, 0, 0))
-            elif buffer.size < SMALL:
-                blob += bytes(-len(blob) % _ALIGN)
-                spots.append((1, len(blob), buffer.size))
-                blob += memoryview(buffer).cast("B")
-            else:
-                large.append(memoryview(buffer).cast("B"))
-                spots.append((len(large) + 1, 0, buffer.size))
+        for run in _runs(p.buffers):
+            if (size := sum(b.size for b in run if b is not None)) >= SMALL:
+                large.append(_frame(run, size))
+            at = 0
+            for buffer in run:
+                if buffer is None:
+                    spots.append((0, 0, 0))
+                elif size >= SMALL:
+                    spots.append((len(large) + 1, at, buffer.size))
+                    at += buffer.size
+                else:
+                    blob += bytes(-len(blob) % _ALIGN)
+                    spots.append((1, len(blob), buffer.size))
+                    blob += memoryview(buffer).cast("B")
         places.append(spots)
     n_frames = 2 + len(large)
     body += _HEAD.pack(tag, run_id, sequence, len(schemas), len(parcels), n_frames)
@@ -157,6 +162,35 @@ def pack(
     # Not `bytes`: distributed joins the first frame that is not bytes with its own header and gives later ones memory
     # of their own. So the head is joined, and the payload starts at an aligned address.
     return [memoryview(head), memoryview(blob), *large]
+
+
+def _runs(buffers: Sequence[pa.Buffer | None]) -> Iterator[list[pa.Buffer | None]]:
+    """Buffers in their order, those together that follow one another in memory.
+
+    A frame is received at a multiple of 8, so what follows the first buffer of a run is as aligned there as here only
+    if that first one is at a multiple of 8, too.
+    """
+    run: list[pa.Buffer | None] = []
+    end = None
+    for buffer in buffers:
+        if buffer is not None:
+            if end is not None and buffer.address != end:
+                yield run
+                run = []
+            end = buffer.address + buffer.size if buffer.address % 8 == 0 or any(run) else -1
+        run.append(buffer)
+    if run:
+        yield run
+
+
+def _frame(run: Sequence[pa.Buffer | None], size: int) -> memoryview:
+    import pyarrow as pa
+
+    some = [buffer for buffer in run if buffer is not None]
+    if len(some) == 1:
+        return memoryview(some[0]).cast("B")
+    # All of them are kept alive by the frame, so it does not matter whether one allocation or several lie there.
+    return memoryview(pa.foreign_buffer(some[0].address, size, base=some)).cast("B")
 
 
 def peek(head: Any) -> tuple[int, int]:

@@ -31,7 +31,7 @@ async def settle(stores) -> None:
     assert [(len(s), s.nbytes) for s in stores] == [(0, 0)] * len(stores)
 
 
-async def both(c, s, workers, build, *, store=MemoryShardStore, runs=None):
+async def both(c, s, workers, build, *, store=MemoryShardStore, runs=None, any_order=False):
     """Partitions by stock and by ours, checked to be the same and to leave nothing behind."""
     stock = await partitions(c, build())
     async with taken_over(s, workers, store) as (takeover, stores):
@@ -45,7 +45,7 @@ async def both(c, s, workers, build, *, store=MemoryShardStore, runs=None):
         await takeover.uninstall()
     assert len(stock) == len(ours)
     for x, y in zip(stock, ours, strict=True):
-        same(x, y)
+        same(x[list(y)] if any_order else x, y)
     return ours
 
 
@@ -109,7 +109,12 @@ def test_frames(name):
 
     @cluster()
     async def check(c, s, *workers):
-        await both(c, s, workers, lambda: source(make).shuffle("k", npartitions=5), store=NastyStore, runs=1)
+        def build():
+            return source(make).shuffle("k", npartitions=5)
+
+        # Stock takes the order of the columns from the input that happened to arrive first.
+        any_order = name == "columns in another order"
+        await both(c, s, workers, build, store=NastyStore, runs=1, any_order=any_order)
 
     check()
 

@@ -158,16 +158,16 @@ async def test_a_copy_is_not_acknowledged_before_the_first_is_stored(c, s, a, b)
 async def test_output_asked_for_again_restarts_instead_of_being_empty(c, s, a, b):
     """The task fails after its shards were taken from the store, and is retried."""
     failed = []
-    assemble = run_module.assemble
+    assemble = run_module.Assembler.__call__
 
-    def fails_once(pieces, meta):
-        df = assemble(pieces, meta)
+    def fails_once(self, pieces):
+        df = assemble(self, pieces)
         if len(df) and not failed:
             failed.append(1)
             raise MemoryError("once")
         return df
 
-    run_module.assemble = fails_once
+    run_module.Assembler.__call__ = fails_once
     try:
         async with taken_over(s, [a, b], NastyStore) as (takeover, stores):
             got = await c.compute(source(left).shuffle("k", npartitions=3), retries=2)
@@ -177,7 +177,7 @@ async def test_output_asked_for_again_restarts_instead_of_being_empty(c, s, a, b
             assert takeover.statistics()["runs"] >= 2
             assert sum(worker_statistics(w)["restarts"] for w in (a, b)) >= 1
     finally:
-        run_module.assemble = assemble
+        run_module.Assembler.__call__ = assemble
 
 
 @gen_cluster(**TWO)
