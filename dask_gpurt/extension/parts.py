@@ -1,0 +1,87 @@
+"""What is installed in one process, and how it leaves again.
+
+All or nothing: parts are installed in order; when one fails, those before it are taken out again (in reverse) before
+the error leaves, unless ``gpurt.on-error: stock``, which leaves only the failing part to Dask. Installing twice does
+nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import dask
+import distributed
+
+from dask_gpurt.errors import InstallError
+
+if TYPE_CHECKING:
+    import logging
+    from collections.abc import Awaitable, Callable
+
+    from dask_gpurt.config import Settings
+
+#: name of both plugins, and of the entry in ``worker.metrics``
+NAME = "gpurt"
+
+
+class Parts:
+    """What is installed in one process, in order, each with the way to take it out."""
+
+    def __init__(self, settings: Settings, logger: logging.Logger) -> None:
+        self.settings = settings
+        self.logger = logger
+        #: part name -> "on", "off" or "off: why"
+        self.state: dict[str, str] = {}
+        self._undo: list[tuple[str, Callable[[], Awaitable[None]]]] = []
+
+    async def add(self, name: str, install: Callable[[], Awaitable[Callable[[], Awaitable[None]]]]) -> None:
+        """Install one part; `install` returns the way to take it out.
+
+        Raises
+        ------
+        Exception
+            Whatever the part raised; all parts installed so far were taken out. Not with ``on-error: stock``, where the
+            part is left to Dask with a warning.
+        """
+        try:
+            undo = await install()
+        except Exception as e:
+            self.state[name] = f"off: {e}"
+            if self.settings.on_error == "stock":
+                self.logger.warning("dask-gpurt: %s is left to stock Dask (gpurt.on-error: stock). %s", name, e)
+                return
+            await self.remove()
+            raise
+        self.state[name] = "on"
+        self._undo.append((name, undo))
+
+    async def remove(self) -> None:
+        """Take everything out, last first.
+
+        Raises
+        ------
+        InstallError
+            A part refused to leave (a shuffle is running); it and those below it stay in.
+        ExceptionGroup
+            Parts failed while leaving; that did not keep the others in.
+        """
+        failed: list[Exception] = []
+        while self._undo:
+            name, undo = self._undo[-1]
+            try:
+                await undo()
+                self.state[name] = "off"
+            except InstallError:
+                raise
+            except Exception as e:
+                self.logger.exception("dask-gpurt: removing %s failed", name)
+                self.state[name] = f"off: removal failed: {e}"
+                failed.append(e)
+            self._undo.pop()
+        if failed:
+            raise ExceptionGroup("parts of dask-gpurt could not be removed cleanly", failed)
+
+
+def versions() -> str:
+    """Of what we run on, for the line at the start."""
+    return f"dask {dask.__version__}, distributed {distributed.__version__}"

@@ -1,0 +1,215 @@
+"""The scheduler's half: installs the engines there and sends the other half to the workers."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from distributed import Scheduler, SchedulerPlugin
+from distributed.protocol.pickle import dumps
+
+from dask_gpurt._version import __version__
+from dask_gpurt.errors import InstallError
+from dask_gpurt.extension.parts import NAME, Parts, versions
+from dask_gpurt.extension.worker import GpurtWorker
+from dask_gpurt.observe import feed, prometheus
+from dask_gpurt.observe.dashboard import late
+from dask_gpurt.observe.journal import Journal
+from dask_gpurt.placement.plugin import PlacementPlugin
+from dask_gpurt.shuffle.plugin import ShuffleTakeover
+from dask_gpurt.tiers.hints_scheduler import NextUsePlugin
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from dask_gpurt.config import Settings
+
+logger = logging.getLogger("distributed.scheduler.gpurt")
+
+
+class GpurtScheduler(SchedulerPlugin):
+    """Puts placement and shuffle into a scheduler and sends `GpurtWorker` to its workers.
+
+    Picklable before `start`: `dask_gpurt.attach` sends it from a client.
+    """
+
+    name = NAME
+
+    def __init__(self, settings: Settings, *, next_use: bool = True) -> None:
+        self.settings = settings
+        #: False: no hints to the tiers, so that benchmarks can tell what they are worth
+        self._send_next_use = next_use
+        self.scheduler: Scheduler | None = None
+        self.parts: Parts | None = None
+        self.next_use: NextUsePlugin | None = None
+        self.placement: PlacementPlugin | None = None
+        self.shuffle: ShuffleTakeover | None = None
+        self.journal: Journal | None = None
+        #: "on", or why there are no plots
+        self.plots = "off"
+
+    async def start(self, scheduler: Scheduler) -> None:
+        """Install. Also called by Dask itself after a preload has done it: the second call does nothing.
+
+        Raises
+        ------
+        InstallError
+            A part could not take over; the scheduler is as it was.
+        """
+        if self.scheduler is not None:
+            return
+        self.scheduler = scheduler
+        self.journal = Journal(logger)
+        self.parts = Parts(self.settings, logger)
+        try:
+            # The shuffle comes last: it asks the workers whether they can, and it is the one part that may refuse to
+            # leave, which it has to do before anything else has left.
+            await self.parts.add("workers", self._add_workers)
+            # After the workers' part, hence removed before it: no hint may come to a worker that has none any more.
+            if self.settings.tiers.enabled and self._send_next_use:
+                await self.parts.add("next-use", self._add_next_use)
+            if self.settings.placement.enabled:
+                await self.parts.add("placement", self._add_placement)
+            if self.settings.shuffle.enabled:
+                await self.parts.add("shuffle", self._add_shuffle)
+        except BaseException:
+            self.scheduler = None
+            raise
+        self._show(scheduler)
+        on = [name for name, state in self.parts.state.items() if state == "on"]
+        logger.info(
+            "dask-gpurt %s: policy %s; took over %s; %s", __version__, self.settings.policy, ", ".join(on), versions()
+        )
+
+    async def _add_next_use(self) -> Callable[[], Awaitable[None]]:
+        assert self.scheduler is not None
+        assert self.journal is not None
+        scheduler, plugin = self.scheduler, NextUsePlugin(sink=self.journal)
+        await plugin.start(scheduler)
+        scheduler.plugins[plugin.name] = plugin
+        self.next_use = plugin
+
+        async def undo() -> None:
+            scheduler.plugins.pop(plugin.name, None)
+            plugin.stop()
+            self.next_use = None
+
+        return undo
+
+    def _show(self, scheduler: Scheduler) -> None:
+        """Figures for dashboard and Prometheus. Neither is worth an installation: what is missing is told."""
+        # By weak reference: both keep what they are given as long as the scheduler, which would then keep itself.
+        read = weakref.WeakMethod(self.figures)
+
+        def figures() -> dict[str, Any]:
+            method = read()
+            return {} if method is None else method()
+
+        feed.provide(scheduler, figures)
+        prometheus.provide_scheduler(scheduler, figures)
+        self.plots = late.install(scheduler)
+        if self.plots != "on":
+            logger.info("dask-gpurt: plots: %s", self.plots)
+
+    def _hide(self, scheduler: Scheduler) -> None:
+        feed.withdraw(scheduler)
+        prometheus.withdraw(scheduler)
+        self.plots = "off"
+
+    async def close(self) -> None:
+        """The scheduler closes."""
+        if self.scheduler is not None:
+            self._hide(self.scheduler)
+
+    async def _add_placement(self) -> Callable[[], Awaitable[None]]:
+        assert self.scheduler is not None
+        assert self.journal is not None
+        scheduler, plugin = self.scheduler, PlacementPlugin(self.settings.placement, sink=self.journal)
+        await plugin.start(scheduler)
+        scheduler.plugins[plugin.name] = plugin
+        self.placement = plugin
+
+        async def undo() -> None:
+            scheduler.plugins.pop(plugin.name, None)
+            plugin.uninstall()
+            self.placement = None
+
+        return undo
+
+    async def _add_shuffle(self) -> Callable[[], Awaitable[None]]:
+        assert self.scheduler is not None
+        assert self.journal is not None
+        takeover = await ShuffleTakeover.install(self.scheduler, self.settings.shuffle, sink=self.journal)
+        self.shuffle = takeover
+
+        async def undo() -> None:
+            await takeover.uninstall()
+            self.shuffle = None
+
+        return undo
+
+    async def _add_workers(self) -> Callable[[], Awaitable[None]]:
+        assert self.scheduler is not None
+        scheduler = self.scheduler
+        replies = await scheduler.register_worker_plugin(
+            None, dumps(GpurtWorker(self.settings)), name=NAME, idempotent=False
+        )
+        for address, reply in replies.items():
+            # Not raised: stock serves that worker, and a cluster with one odd worker must still be usable.
+            if isinstance(reply, dict) and reply.get("status") == "error":
+                logger.warning(
+                    "dask-gpurt: worker %s could not install its part and runs stock: %r",
+                    address,
+                    reply.get("exception"),
+                )
+
+        async def undo() -> None:
+            if NAME in scheduler.worker_plugins:
+                await scheduler.unregister_worker_plugin(None, NAME)
+
+        return undo
+
+    async def uninstall(self) -> None:
+        """Give the scheduler and its workers back to stock Dask. A second call does nothing."""
+        if self.scheduler is None or self.parts is None:
+            return
+        scheduler = self.scheduler
+        try:
+            await self.parts.remove()
+        except InstallError:
+            raise  # refused: all of it is still in
+        except ExceptionGroup:
+            self._removed(scheduler)
+            raise
+        self._removed(scheduler)
+
+    def _removed(self, scheduler: Scheduler) -> None:
+        self._hide(scheduler)
+        self.scheduler = None
+        scheduler.plugins.pop(NAME, None)
+        logger.info("dask-gpurt %s: removed, Dask is as it was", __version__)
+
+    def figures(self) -> dict[str, Any]:
+        """What the engines tell of themselves; plain JSON values."""
+        out: dict[str, Any] = {}
+        if self.next_use is not None:
+            out["next_use"] = self.next_use.statistics()
+        if self.placement is not None:
+            out["placement"] = self.placement.statistics()
+        if self.shuffle is not None:
+            out["shuffle"] = self.shuffle.statistics()
+        return out
+
+    def statistics(self) -> dict[str, Any]:
+        """Plain JSON values; see `dask_gpurt.status`."""
+        out: dict[str, Any] = {
+            "version": __version__,
+            "policy": self.settings.policy,
+            "parts": dict(self.parts.state) if self.parts else {},
+            "plots": self.plots,
+            **self.figures(),
+        }
+        if self.journal is not None:
+            out["events"] = self.journal.statistics()
+        return out

@@ -1,0 +1,189 @@
+"""The worker's half: the tiers, and the store that shuffles on this worker keep their shards in.
+
+Who removes it: `GpurtWorker.teardown`. Dask calls that on three occasions: a detach, a re-registration under the same
+name, and the worker's own close. Only on the last is there nothing to give back: the store dies with its worker, and
+draining it into Dask's would read every spilled byte for nobody.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from dask.utils import format_bytes
+from distributed import Worker, WorkerPlugin
+from distributed.core import Status
+
+from dask_gpurt._version import __version__
+from dask_gpurt.errors import GpurtError
+from dask_gpurt.extension.parts import NAME, Parts, versions
+from dask_gpurt.observe import prometheus
+from dask_gpurt.observe.journal import Journal
+from dask_gpurt.shuffle import stores
+from dask_gpurt.shuffle.plugin import worker_statistics
+from dask_gpurt.tiers.plugin import TierRuntime
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterable
+
+    from dask_gpurt.config import Settings
+
+logger = logging.getLogger("distributed.worker.gpurt")
+
+#: what is installed on each worker of this process; a worker preload and the plugin sent by the scheduler share it
+_on_worker: weakref.WeakKeyDictionary[Worker, WorkerParts] = weakref.WeakKeyDictionary()
+
+
+class WorkerParts:
+    """The engines on one worker."""
+
+    def __init__(self, worker: Worker, settings: Settings) -> None:
+        self.worker = worker
+        self.settings = settings
+        self.journal = Journal(logger)
+        self.parts = Parts(settings, logger)
+        self.runtime: TierRuntime | None = None
+
+    @classmethod
+    async def install(cls, worker: Worker, settings: Settings) -> WorkerParts:
+        """Install on a worker, or give an installed one the new settings."""
+        known = _on_worker.get(worker)
+        if known is not None:
+            known.settings = settings
+            if known.runtime is not None:
+                await TierRuntime.install(worker, settings.tiers, sink=known.journal)
+            return known
+        self = cls(worker, settings)
+        await self.parts.add("tiers", self._add_tiers)
+        _on_worker[worker] = self
+        worker.metrics[NAME] = _heartbeat
+        seen = weakref.ref(worker)
+        prometheus.provide_worker(worker, lambda: {} if (w := seen()) is None else _heartbeat(w))
+        logger.info("dask-gpurt %s: %s; %s", __version__, self.summary(), versions())
+        return self
+
+    async def _add_tiers(self) -> Callable[[], Awaitable[None]]:
+        worker = self.worker
+        runtime = await TierRuntime.install(worker, self.settings.tiers, sink=self.journal)
+        self.runtime = runtime
+        stores.provide(worker, runtime.shard_store)
+
+        async def undo() -> None:
+            stores.withdraw(worker)
+            await runtime.uninstall()
+            self.runtime = None
+
+        return undo
+
+    async def uninstall(self) -> None:
+        """Give the worker back to stock Dask; every key stays readable throughout."""
+        _on_worker.pop(self.worker, None)
+        self.worker.metrics.pop(NAME, None)
+        prometheus.withdraw(self.worker)
+        await self.parts.remove()
+
+    def summary(self) -> str:
+        """What this worker has, in a few words."""
+        if self.runtime is None:
+            return "tiers are off"
+        now = self.runtime.statistics()
+        limit = now["host_limit_bytes"]
+        host = "host memory" if limit is None else f"host memory up to {format_bytes(limit)}"
+        if now["enabled"]:
+            return f"tiers {host} -> disk"
+        return f"tiers for shuffles only, {host} -> disk ({now['left_alone']})"
+
+    def heartbeat(self) -> dict[str, Any]:
+        """Few figures, and none that costs more than a look; `dask_gpurt.observe.metrics.WORKER` says what they are."""
+        if self.runtime is None:
+            return stores.counters_of(self.worker).heartbeat()
+        # `protocols` is no figure: it tells the scheduler which messages this worker understands.
+        return {
+            **self.runtime.heartbeat(),
+            **self.runtime.protocols(),
+            **stores.counters_of(self.worker).heartbeat(),
+        }
+
+    def statistics(self) -> dict[str, Any]:
+        """Plain JSON values; see `dask_gpurt.status`."""
+        out: dict[str, Any] = {
+            "version": __version__,
+            "parts": dict(self.parts.state),
+            "shuffle": worker_statistics(self.worker),
+            "events": self.journal.statistics(),
+        }
+        if self.runtime is not None:
+            out["tiers"] = self.runtime.statistics()
+        return out
+
+    def residence(self, keys: Iterable[Any]) -> dict[Any, dict[str, Any]]:
+        """Where this worker has its copies of keys: ``{key: {"tier", "nbytes", "disk_bytes"}}``; others are left out.
+
+        ``tier``: ``memory``, ``disk`` or ``lost`` (no readable copy is left); ``nbytes`` is what the value takes in
+        memory, ``disk_bytes`` what its copy on disk does, None without one. Nothing is read.
+        """
+        store = None if self.runtime is None else self.runtime.store
+        if store is None:
+            return stock_residence(self.worker, keys)
+        out: dict[Any, dict[str, Any]] = {}
+        rest = []
+        for key in keys:
+            entry = store.entry(key)
+            if entry is None:
+                rest.append(key)  # an actor, or given back already while the extension leaves
+                continue
+            tier = "lost" if store.is_lost(key) else "memory" if entry.in_memory else "disk"
+            disk_bytes = None if entry.handle is None else entry.handle.nbytes
+            out[key] = {"tier": tier, "nbytes": entry.nbytes, "disk_bytes": disk_bytes}
+        return {**out, **stock_residence(self.worker, rest)}
+
+
+def stock_residence(worker: Worker, keys: Iterable[Any]) -> dict[Any, dict[str, Any]]:
+    """`WorkerParts.residence` for what Dask's own store has. It knows the size of a spilled value only in memory."""
+    disk = getattr(worker.data, "disk", ())  # of a plain dict there is none
+    out: dict[Any, dict[str, Any]] = {}
+    for key in keys:
+        if key in worker.data or key in worker.state.actors:
+            ts = worker.state.tasks.get(key)
+            tier = "disk" if key in disk else "memory"
+            out[key] = {"tier": tier, "nbytes": None if ts is None else ts.nbytes, "disk_bytes": None}
+    return out
+
+
+def on_worker(worker: Worker) -> WorkerParts | None:
+    """What is installed on this worker, if anything."""
+    return _on_worker.get(worker)
+
+
+def _heartbeat(worker: Worker) -> dict[str, Any]:
+    """The few figures that ride on every heartbeat into ``WorkerState.metrics["gpurt"]``."""
+    parts = _on_worker.get(worker)
+    return {} if parts is None else parts.heartbeat()
+
+
+class GpurtWorker(WorkerPlugin):
+    """Puts the tiers into a worker."""
+
+    name = NAME
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    async def setup(self, worker: Worker) -> None:
+        """Install, or adopt what a preload installed."""
+        try:
+            await WorkerParts.install(worker, self.settings)
+        except GpurtError as e:
+            # The plugin came from the scheduler: a worker that cannot follow must not take the cluster down. A worker
+            # that was asked directly (--preload on the worker) ends instead, see preload.py.
+            logger.error("dask-gpurt: this worker runs stock. %s", e)
+            raise
+
+    async def teardown(self, worker: Worker) -> None:
+        """Give the worker back, unless it is closing."""
+        parts = _on_worker.get(worker)
+        prometheus.withdraw(worker)
+        if parts is None or worker.status in (Status.closing, Status.closing_gracefully, Status.closed):
+            return
+        await parts.uninstall()
