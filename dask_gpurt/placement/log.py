@@ -127,6 +127,13 @@ class DecisionLog:
             if outcome == "memory":
                 row[_REPORT] = (report.get("startstops") or (), report.get("nbytes"), report.get("worker"))
 
+    def restarted(self) -> None:
+        """The scheduler has forgotten all tasks, without transitions."""
+        now = _time()
+        for row in self._rows:
+            if row[_WORKER] is not None and row[_FINISHED] is None:
+                row[_FINISHED], row[_OUTCOME] = now, "forgotten"
+
     def _add(self, row: list[Any]) -> None:
         rows, by_key = self._rows, self._by_key
         if len(rows) >= self.limit:
