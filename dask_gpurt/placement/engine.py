@@ -197,6 +197,7 @@ class Engine:
 
     def restarted(self) -> None:
         """The scheduler has forgotten all tasks, without transitions."""
+        self.log.restarted()
         self.ledger.forget()
         self.groups.clear()
         self.workers.clear_charges()

@@ -85,9 +85,10 @@ class DecisionLog:
         """A decision by cost. `views` must not be changed afterwards; `workers` is how many there are in all."""
         total_bytes, count = inputs.total_bytes, inputs.count
         if inputs.wide:
-            total_bytes += sum(nbytes for _, nbytes, _ in inputs.wide)
+            for _, nbytes, _ in inputs.wide:
+                total_bytes += nbytes
             count += inputs.scale * len(inputs.wide)
-        addresses = [w.ws.address for w in picked]
+        addresses = [w.address for w in picked]
         detail = (addresses, views, choice, task, far, total_bytes, count, restricted, workers)
         self._add([key, COST, _time(), detail, None, None, None, None, None, None, None])
 
@@ -126,6 +127,13 @@ class DecisionLog:
             row[_OUTCOME] = outcome
             if outcome == "memory":
                 row[_REPORT] = (report.get("startstops") or (), report.get("nbytes"), report.get("worker"))
+
+    def restarted(self) -> None:
+        """The scheduler has forgotten all tasks, without transitions."""
+        now = _time()
+        for row in self._rows:
+            if row[_WORKER] is not None and row[_FINISHED] is None:
+                row[_FINISHED], row[_OUTCOME] = now, "forgotten"
 
     def _add(self, row: list[Any]) -> None:
         rows, by_key = self._rows, self._by_key

@@ -66,6 +66,7 @@ class WorkerInfo:
     """Our side table for one `WorkerState`, which has slots and takes no attributes of ours."""
 
     __slots__ = (
+        "address",
         "backlog_seconds",
         "far_share",
         "log_slowness",
@@ -82,6 +83,7 @@ class WorkerInfo:
     def __init__(self, ws: Any, node: Node, mark_bytes: float) -> None:
         #: distributed's WorkerState
         self.ws = ws
+        self.address: str = ws.address
         self.node = node
         #: bytes of task data at which it starts to overflow; infinite without a memory limit
         self.mark_bytes = mark_bytes

@@ -158,6 +158,20 @@ def test_a_key_that_is_computed_again_has_its_newest_decision() -> None:
     assert len(engine.log) == 2
 
 
+def test_a_restart_ends_what_was_under_way() -> None:
+    a = FakeWorker(0)
+    engine = make_engine([a])
+    x = FakeTask("x", nbytes=1, on=(a,))
+    for key in ("f-1", "f-2"):
+        task = FakeTask(key, x)
+        decide(engine, task)
+        assign(engine, task, a)
+    finish(engine, engine.scheduler.tasks["f-1"], 0.1)
+    engine.restarted()
+    told = [engine.log.story(key) for key in ("f-1", "f-2")]
+    assert [s["actual"]["outcome"] for s in told if s] == ["memory", "forgotten"]
+
+
 def test_it_is_bounded_and_forgets_the_oldest() -> None:
     log = DecisionLog(limit=10)
     for i in range(25):
