@@ -99,6 +99,8 @@ class Entry:
     next_use: tuple[float, ...] | None = None
     #: the priorities that the scheduler named and that have not passed, soonest first; see `hints_worker`
     uses: tuple[tuple[float, ...], ...] = ()
+    #: uses that passed here since the scheduler last spoke; a message may have crossed with the news of them
+    passed: tuple[tuple[float, ...], ...] = ()
     #: `next_use` is a guess of this worker that stands until the scheduler's word comes
     guessed: bool = False
     #: counts I/O operations of this entry

@@ -23,5 +23,7 @@ Uses = tuple[tuple[float, ...], ...]
 
 def without(uses: Uses, use: tuple[float, ...]) -> Uses:
     """One use less. Only one: tasks that were submitted one by one may have the same priority."""
+    if use not in uses:
+        return uses
     i = uses.index(use)
     return uses[:i] + uses[i + 1 :]

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 from distributed.worker_state_machine import ExecuteSuccessEvent, TaskState
 
 from dask_gpurt.tiers.entry import NEVER
-from dask_gpurt.tiers.hints_wire import HEARTBEAT_FIELD, OP, PROTOCOL, without
+from dask_gpurt.tiers.hints_wire import HEARTBEAT_FIELD, KEEP, OP, PROTOCOL, without
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -160,8 +160,16 @@ class HintReceiver:
                     self.unknown_keys += 1
                     continue
                 # float: what cannot be compared must fail here, not in the order of victims
-                entry.uses = tuple(tuple(map(float, use)) for use in uses)
-                entry.guessed = False
+                now = tuple(tuple(map(float, use)) for use in uses)
+                for use in entry.passed:
+                    # The message had left before the scheduler heard that this task has run.
+                    now = without(now, use)
+                entry.passed = ()
+                if uses and not now:
+                    self._guess(entry, entry.uses[-1] if entry.uses else tuple(map(float, uses[-1])))
+                    entry.uses = ()
+                    continue
+                entry.uses, entry.guessed = now, False
                 self._engine.hint(entry, entry.uses[0] if entry.uses else NEVER)
         except Exception:
             self._failed()
@@ -177,7 +185,7 @@ class HintReceiver:
         for key in self._store.own_keys():
             entry = self._store.entry(key)
             if entry is not None:
-                entry.uses, entry.guessed = (), False
+                entry.uses, entry.passed, entry.guessed = (), (), False
                 if entry.next_use is not None:
                     self._engine.hint(entry, None)
 
@@ -193,6 +201,7 @@ class HintReceiver:
                 return
             use = _as_sent(ts.priority)
             for entry in inputs:
+                entry.passed = (*entry.passed[-KEEP:], use)
                 if use not in entry.uses:
                     continue
                 entry.uses = without(entry.uses, use)

@@ -164,6 +164,26 @@ def test_uses_pass_as_tasks_are_executed(run_rig: RunRig) -> None:
     bench(run_rig, test)
 
 
+def test_a_message_that_crossed_with_the_end_of_a_task(run_rig: RunRig) -> None:
+    """It names a use that has passed here meanwhile; the scheduler takes for granted that we subtract it."""
+
+    async def test(b: Bench) -> None:
+        x = b.put("x")
+        b.hear(items=[])
+        b.tasks["t"] = FakeTask((0, 1, 4, -7))
+        b.receiver.executed("t", [x], success("t"))
+        b.hear(items=[("x", [[0, 1, 4], [0, 1, 8]])])
+        assert x.next_use == (0, 1, 8)
+        b.hear(items=[("x", [[0, 1, 4], [0, 1, 8]])])
+        assert x.next_use == (0, 1, 4), "said again: it has to run again"
+        b.receiver.executed("t", [x], success("t"))
+        b.hear(items=[("x", [[0, 1, 4]])])
+        assert x.guessed
+        assert x.uses == ()
+
+    bench(run_rig, test)
+
+
 def test_guesses(run_rig: RunRig) -> None:
     """Only while hints come; own priority when computed here, that of who waits when fetched; not for ever."""
 
