@@ -91,8 +91,13 @@ def _provide(server: Any, figures: tuple[Figure, ...], read: Callable[[], dict[s
     except ImportError:
         return False
     if _collector is None:
-        _collector = _Collector()
-        REGISTRY.register(_collector)
+        made = _Collector()
+        try:
+            REGISTRY.register(made)
+        except Exception:
+            logger.warning("dask-gpurt: Prometheus does not take the figures, they are not shown", exc_info=True)
+            return False
+        _collector = made
     _collector.sources[server] = (figures, read)
     return True
 
