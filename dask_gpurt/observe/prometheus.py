@@ -44,7 +44,7 @@ class _Collector:
     def collect(self) -> Iterator[Metric]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        namespace = dask.config.get("distributed.dashboard.prometheus.namespace")
+        namespace = dask.config.get("distributed.dashboard.prometheus.namespace", default="dask")
         families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
 
         def add(figure: Figure, labels: list[str], values: list[str], number: float) -> None:
