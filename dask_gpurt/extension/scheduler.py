@@ -106,9 +106,12 @@ class GpurtScheduler(SchedulerPlugin):
             method = read()
             return {} if method is None else method()
 
-        feed.provide(scheduler, figures)
         prometheus.provide_scheduler(scheduler, figures)
-        self.plots = late.install(scheduler)
+        try:
+            feed.provide(scheduler, figures)
+            self.plots = late.install(scheduler)
+        except Exception as e:
+            self.plots = f"not available because {type(e).__name__}: {e}"
         if self.plots != "on":
             logger.info("dask-gpurt: plots: %s", self.plots)
 

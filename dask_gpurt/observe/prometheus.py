@@ -44,7 +44,7 @@ class _Collector:
     def collect(self) -> Iterator[Metric]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        namespace = dask.config.get("distributed.dashboard.prometheus.namespace")
+        namespace = dask.config.get("distributed.dashboard.prometheus.namespace", default="dask")
         families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
 
         def add(figure: Figure, labels: list[str], values: list[str], number: float) -> None:
@@ -91,8 +91,13 @@ def _provide(server: Any, figures: tuple[Figure, ...], read: Callable[[], dict[s
     except ImportError:
         return False
     if _collector is None:
-        _collector = _Collector()
-        REGISTRY.register(_collector)
+        made = _Collector()
+        try:
+            REGISTRY.register(made)
+        except Exception:
+            logger.warning("dask-gpurt: Prometheus does not take the figures, they are not shown", exc_info=True)
+            return False
+        _collector = made
     _collector.sources[server] = (figures, read)
     return True
 

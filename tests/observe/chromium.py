@@ -98,9 +98,7 @@ class Tab:
         value = None
         for _ in range(int(seconds / 0.25)):
             with contextlib.suppress(KeyError):
-                value = await self.value(
-                    f"(() => {{ try {{ return !!({expression}) }} catch (e) {{ return null }} }})()"
-                )
+                value = await self.value(f"(() => {{ try {{ return !!({expression}) }} catch {{ return null }} }})()")
                 if value:
                     return
             await asyncio.sleep(0.25)

@@ -84,3 +84,12 @@ def test_without_prometheus_client(monkeypatch: pytest.MonkeyPatch) -> None:
     server = FakeScheduler()
     assert not prometheus.provide_worker(server, heartbeat)
     prometheus.withdraw(server)
+
+
+def test_a_registry_that_refuses_is_told_and_left(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(prometheus_client.REGISTRY, "register", lambda _: 1 / 0)
+    assert not prometheus.provide_worker(FakeScheduler(), heartbeat)
+    assert prometheus._collector is None
+    assert "does not take the figures" in caplog.text
