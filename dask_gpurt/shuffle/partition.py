@@ -2,8 +2,8 @@
 
 Theory of operation. Dask has assigned every row its output partition in a column (``_partitions``). Those ids are
 taken as they are, never rehashed: dask elides later shuffles because it knows them. `Layout` permutes them so that each
-worker owns one contiguous range of *codes*; a stable argsort of the codes (one byte wide up to 255 outputs: a radix
-sort, 0.04 s per GB where int64 takes 0.63 s) then orders the rows by destination worker, within it by output partition,
+worker owns one contiguous range of *codes*; a stable argsort of the codes (one byte wide up to 255 outputs: a counting
+sort, 0.03 s per GB where int64 takes 0.63 s) then orders the rows by destination worker, within it by output partition,
 within it by their old order. So each destination's rows are one gather, and each output partition in it is one slice.
 
 Rows of outputs nobody asked for (filtered ``parts_out``) get the highest code and fall off the end.
@@ -111,7 +111,8 @@ def locate(data: pd.DataFrame, column: str, layout: Layout) -> Rows:
     at = pc.array_sort_indices(pa.array(codes))
     sorted_codes = pc.take(pa.array(codes), at, boundscheck=False).to_numpy()
     offsets = np.searchsorted(sorted_codes, np.arange(layout.unwanted + 1, dtype=codes.dtype)).astype(np.int64)
-    order = at.to_numpy().view(np.int64)
+    # numpy copies indices that cannot be written to, at every gather; whether these can is up to Arrow.
+    order = np.require(np.frombuffer(at.buffers()[1], dtype=np.int64, count=len(at)), requirements="W")
     order = order[: offsets[-1]]
     return Rows(order if rows is None else rows[order], offsets)
 
