@@ -75,6 +75,7 @@ def test_pages_metrics_and_heartbeats_with_the_preload(tmp_path: Path) -> None:
             (figures,) = client.run_on_scheduler(
                 lambda dask_scheduler: [ws.metrics["gpurt"] for ws in dask_scheduler.workers.values()]
             )
+            assert figures.pop("next_use") == 1  # the version of a protocol that the worker understands: no figure
             assert set(figures) == {figure.key for figure in WORKER}
             assert all(v is None or type(v) in (int, float) for v in figures.values())
             scraped = {
@@ -153,7 +154,7 @@ def test_without_bokeh_everything_else_works(tmp_path: Path) -> None:
             client.wait_for_workers(1, timeout=60)
             assert client.submit(sum, client.map(int, range(9))).result() == 36
             got = status_of(client)
-            assert got["parts"] == {"placement": "on", "shuffle": "on", "workers": "on"}
+            assert got["parts"] == {"next-use": "on", "placement": "on", "shuffle": "on", "workers": "on"}
             assert got["plots"].startswith("not available because this scheduler has no dashboard")
             log = p.running[0][1].read_text()
             assert log.count("no plots") == 1

@@ -199,7 +199,7 @@ async def test_a_worker_that_does_not_ask_gets_nothing(c: Client, s: Scheduler, 
     await wait(x)
     await async_poll_for(lambda: not plugin.statistics()["tables"]["dirty"], timeout=10)
     assert sent == []
-    a.metrics[NAME] = lambda w: receiver.heartbeat()
+    a.metrics[NAME] = lambda w: receiver.protocols()
     await a.heartbeat()
     # met for the first time: also told about what it had before
     last = c.submit(make, 10, key="x10", workers=[a.address])

@@ -230,7 +230,7 @@ def test_garbage_never_raises(run_rig: RunRig) -> None:
         x = b.put("x")
         for garbage in ([1], [("x", 3)], [("x", [[None]])], [([], [])], None):
             b.hear(items=garbage)
-            assert x in b.rig.engine._victims
+            assert x in b.rig.engine.books.victims
             assert x.next_use is None
         b.hear(items=[], of_the_future=1)
         assert b.receiver.exceptions >= 4
