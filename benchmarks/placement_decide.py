@@ -1,6 +1,6 @@
 """Microseconds per placement decision, stock and ours, by number of workers. Prints JSON.
 
-    python benchmarks/placement_decide.py [N ...]
+    python -m benchmarks.placement_decide [N ...]
 
 A real `Scheduler` that is not started (no sockets, no event loop traffic), with WorkerStates made by hand. Two cases:
 
@@ -15,21 +15,20 @@ Claims: at most 20 us median and 50 us p99 added per decision, and no growth wit
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import logging
-import platform
-import sys
 import time
 from typing import Any
 
 import dask
-import distributed
 from dask._task_spec import Task, TaskRef
 from distributed import Scheduler
 from distributed.core import Status
 from distributed.scheduler import ClientState, WorkerState
 
+from benchmarks import data
 from dask_gpurt.config import PlacementSettings
 from dask_gpurt.placement import PlacementPlugin
 
@@ -177,21 +176,21 @@ async def case(n: int) -> dict[str, Any]:
 
 def main() -> None:
     logging.getLogger("distributed").setLevel(logging.ERROR)
-    sizes = [int(a) for a in sys.argv[1:]] or [10, 100, 1000, 10_000]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("workers", type=int, nargs="*", default=[10, 100, 1000, 10_000], help="sizes of the cluster")
+    parser.add_argument("--out", help="JSON file to write")
+    args = parser.parse_args()
+    sizes = args.workers
     with dask.config.set({"distributed.scheduler.active-memory-manager.start": False}):
         cases = [asyncio.run(case(n)) for n in sizes]
-    print(
-        json.dumps(
-            {
-                "benchmark": "placement_decide",
-                "python": platform.python_version(),
-                "distributed": distributed.__version__,
-                "machine": f"{platform.machine()} {platform.processor()}".strip(),
-                "cases": cases,
-            },
-            indent=1,
-        )
-    )
+    report = {
+        **data.facts("one CPU core; a real scheduler with workers that exist only in its tables"),
+        "benchmark": "placement_decide",
+        "cases": cases,
+    }
+    print(json.dumps(report, indent=1))
+    if args.out:
+        print(data.write_json(args.out, report))
 
 
 if __name__ == "__main__":

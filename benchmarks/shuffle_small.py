@@ -1,6 +1,6 @@
 """A shuffle of about 1 GB on two workers of one thread: stock P2P, stock tasks and ours, alternating in one run.
 
-    python benchmarks/shuffle_small.py --runs 5 --size 1.0 --partitions 16 128 --out results.json
+    python -m benchmarks.shuffle_small --runs 5 --size 1.0 --partitions 16 128 --out results.json
 
 One cluster serves all variants; between runs the takeover is installed or uninstalled on its scheduler. The input (2
 int64, 4 float64, one text column) is persisted before the clock starts; every result is checked by row count and sum.
@@ -16,19 +16,17 @@ import gc
 import json
 import logging
 import os
-import platform
 import statistics
-import subprocess
 import time
 from typing import Any
 
 import dask
 import dask.dataframe as dd
-import distributed
 import numpy as np
 import pandas as pd
-import pyarrow as pa
 from distributed import Client, LocalCluster, wait
+
+from benchmarks import data
 
 ROWS_PER_GB = 15_000_000
 VARIANTS = ("p2p", "tasks", "gpurt")
@@ -111,21 +109,6 @@ def one(client: Client, d: Any, variant: str, want: int) -> dict[str, float]:
     }
 
 
-def machine() -> dict[str, Any]:
-    """Where and with what this ran."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    dirty = bool(subprocess.run(["git", "status", "--porcelain"], capture_output=True, text=True, check=False).stdout)
-    return {
-        "cpus": os.cpu_count(),
-        "machine": platform.machine(),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "versions": {m.__name__: m.__version__ for m in (dask, distributed, pd, pa, np)},
-        "commit": commit + ("+dirty" if dirty else ""),
-        "load_before": os.getloadavg()[0],
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=5, help="runs of every variant")
@@ -139,7 +122,12 @@ def main() -> None:
         {f"distributed.worker.memory.{name}": False for name in ("target", "spill", "pause", "terminate")}
         | {"logging.distributed": "error"}
     )
-    report: dict[str, Any] = {"machine": machine(), "arguments": vars(args), "results": {}}
+    report: dict[str, Any] = {
+        **data.facts(f"{data.cores()} CPU cores, 2 worker processes with one thread, loopback, no GPU"),
+        "load_before": os.getloadavg()[0],
+        "arguments": vars(args),
+        "results": {},
+    }
     with (
         LocalCluster(n_workers=2, threads_per_worker=1, memory_limit=0, dashboard_address=":0") as cluster,
         Client(cluster) as client,
@@ -169,12 +157,10 @@ def main() -> None:
                 "runs": runs,
             }
             del d
-    text = json.dumps(report, indent=1)
     if args.out == "-":
-        print(text)
+        print(json.dumps(report, indent=1))
     else:
-        with open(args.out, "w") as f:
-            f.write(text + "\n")
+        print(data.write_json(args.out, report))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ One worker makes arrays of several times its memory, then reads each again. Meas
 between wake-ups of a task that sleeps 2 ms (gaps beyond 20 ms count as blocked), wall time of both phases, and the peak
 resident set. The results are checked. Prints, and with ``--out`` writes, JSON with every run.
 
-    python benchmarks/spill_loop.py --runs 5 --size 2GB --out spill_loop.json
+    python -m benchmarks.spill_loop --runs 5 --size 2GB --out spill_loop.json
 """
 
 from __future__ import annotations
@@ -13,22 +13,17 @@ import argparse
 import asyncio
 import json
 import logging
-import os
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from typing import Any
 
-import dask
-import distributed
 import numpy as np
 from dask.utils import parse_bytes
 from distributed import Client, LocalCluster, Worker, WorkerPlugin, wait
 
-import dask_gpurt
+from benchmarks import data
 from dask_gpurt.config import Settings, TierSettings
 
 PERIOD_SECONDS = 0.002
@@ -147,16 +142,6 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def commit() -> str:
-    try:
-        here = os.path.dirname(os.path.abspath(__file__))
-        return subprocess.run(
-            ["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True, check=True
-        ).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--runs", type=int, default=5, help="of each kind")
@@ -172,26 +157,16 @@ def main(argv: list[str] | None = None) -> int:
             runs.append(one_run(kind, parse_bytes(args.size), parse_bytes(args.chunk), args.memory_limit))
             print(json.dumps(runs[-1]), file=sys.stderr)
     report = {
+        **data.facts(f"{data.cores()} CPU cores, one worker with one thread in this process, local disk, no GPU"),
         "benchmark": "spill_loop",
         "arguments": vars(args),
-        "machine": {"platform": platform.platform(), "cpus": os.cpu_count(), "load": os.getloadavg()},
-        "versions": {
-            "python": platform.python_version(),
-            "dask": dask.__version__,
-            "distributed": distributed.__version__,
-            "numpy": np.__version__,
-            "dask-gpurt": dask_gpurt.__version__,
-        },
-        "commit": commit(),
         "correct": all(r["correct"] for r in runs),
         "summary": summary(runs),
         "runs": runs,
     }
-    text = json.dumps(report, indent=1)
-    print(text)
+    print(json.dumps(report["summary"], indent=1))
     if args.out:
-        with open(args.out, "w") as f:
-            f.write(text + "\n")
+        print(data.write_json(args.out, report))
     return 0 if report["correct"] else 1
 
 
