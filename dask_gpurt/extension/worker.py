@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("distributed.worker.gpurt")
 
-#: what is installed on each worker of this process; a worker preload and the plugin sent by the scheduler share it
-_on_worker: weakref.WeakKeyDictionary[Worker, WorkerParts] = weakref.WeakKeyDictionary()
+#: Where a worker keeps its `WorkerParts`; a worker preload and the plugin sent by the scheduler share it. An attribute
+#: of the worker and not a table keyed by it: the parts refer to the worker, so a weak-keyed table would keep both.
+ATTRIBUTE = "_gpurt"
 
 
 class WorkerParts:
@@ -48,7 +49,7 @@ class WorkerParts:
     @classmethod
     async def install(cls, worker: Worker, settings: Settings) -> WorkerParts:
         """Install on a worker, or give an installed one the new settings."""
-        known = _on_worker.get(worker)
+        known = on_worker(worker)
         if known is not None:
             known.settings = settings
             if known.runtime is not None:
@@ -56,7 +57,7 @@ class WorkerParts:
             return known
         self = cls(worker, settings)
         await self.parts.add("tiers", self._add_tiers)
-        _on_worker[worker] = self
+        setattr(worker, ATTRIBUTE, self)
         worker.metrics[NAME] = _heartbeat
         seen = weakref.ref(worker)
         prometheus.provide_worker(worker, lambda: {} if (w := seen()) is None else _heartbeat(w))
@@ -78,7 +79,7 @@ class WorkerParts:
 
     async def uninstall(self) -> None:
         """Give the worker back to stock Dask; every key stays readable throughout."""
-        _on_worker.pop(self.worker, None)
+        vars(self.worker).pop(ATTRIBUTE, None)
         self.worker.metrics.pop(NAME, None)
         prometheus.withdraw(self.worker)
         await self.parts.remove()
@@ -153,12 +154,13 @@ def stock_residence(worker: Worker, keys: Iterable[Any]) -> dict[Any, dict[str, 
 
 def on_worker(worker: Worker) -> WorkerParts | None:
     """What is installed on this worker, if anything."""
-    return _on_worker.get(worker)
+    parts: WorkerParts | None = getattr(worker, ATTRIBUTE, None)
+    return parts
 
 
 def _heartbeat(worker: Worker) -> dict[str, Any]:
     """The few figures that ride on every heartbeat into ``WorkerState.metrics["gpurt"]``."""
-    parts = _on_worker.get(worker)
+    parts = on_worker(worker)
     return {} if parts is None else parts.heartbeat()
 
 
@@ -182,7 +184,7 @@ class GpurtWorker(WorkerPlugin):
 
     async def teardown(self, worker: Worker) -> None:
         """Give the worker back, unless it is closing."""
-        parts = _on_worker.get(worker)
+        parts = on_worker(worker)
         prometheus.withdraw(worker)
         if parts is None or worker.status in (Status.closing, Status.closing_gracefully, Status.closed):
             return

@@ -73,7 +73,7 @@ class Status:
         )
 
     def _sections(self) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-        for part in ("placement", "shuffle"):
+        for part in ("placement", "next_use", "shuffle"):
             if part in self.scheduler:
                 yield f"scheduler: {part}", _rows(self.scheduler[part])
         counts = self.scheduler.get("events", {}).get("counts")
