@@ -101,12 +101,14 @@ def test_three_times_the_memory() -> None:
             runtime.engine.validate()
             return runtime.statistics()
 
-        for stats in client.run(look).values():
+        replies = client.run(look)
+        for stats in replies.values():
             assert stats["sync_reads"] == 0
             assert stats["fallbacks"] == {}, stats["last_traceback"]
             assert stats["lost"] == stats["lost_keys"] == 0
-            assert stats["written"]["bytes"] > 100 * MB
-            assert stats["read"]["bytes"] > 100 * MB
+        # Of both together: how the work is shared depends on how busy the machine is.
+        for direction in ("written", "read"):
+            assert sum(stats[direction]["bytes"] for stats in replies.values()) > 100 * MB
         folders = client.run(lambda dask_worker: dask_worker.local_directory).values()
     assert not any(os.path.exists(os.path.join(f, "gpurt-tiers")) for f in folders)
 
