@@ -12,8 +12,6 @@
     │   └── LostData (KeyError)         no valid copy is left here; the key must come from elsewhere
     ├── WireError                       a shuffle message that does not parse, or fails its checksum
     └── UnknownKey (KeyError)           nothing is known about a key that was asked for
-
-    GpurtWarning (UserWarning)          something was left to stock Dask; the message says what and why
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ __all__ = [
     "ConfigError",
     "CorruptData",
     "GpurtError",
-    "GpurtWarning",
     "InstallError",
     "LostData",
     "SeamMismatch",
@@ -77,7 +74,3 @@ class UnknownKey(GpurtError, KeyError):
 
     def __str__(self) -> str:  # KeyError would print the repr of the message
         return Exception.__str__(self)
-
-
-class GpurtWarning(UserWarning):
-    """Something was left to stock Dask; the message says what and why."""

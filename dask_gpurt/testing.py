@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dask_gpurt.errors import LostData
-from dask_gpurt.model.shards import Buffer, Chunk, ShardStore
+from dask_gpurt.model.shards import Buffer, ShardStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Hashable, MutableMapping, Sequence
+    from collections.abc import Callable, Collection, MutableMapping, Sequence
 
-__all__ = ["ArrayChunk", "MemoryShardStore", "check_mapping", "check_shard_store"]
+__all__ = ["ArrayChunk", "check_mapping", "check_shard_store"]
 
 
 def check_mapping(make: Callable[[], MutableMapping[Any, Any]]) -> None:
@@ -102,33 +102,6 @@ class ArrayChunk:
 
     def shell(self) -> ArrayChunk:
         return ArrayChunk({})
-
-
-class MemoryShardStore:
-    """A `ShardStore` that keeps everything in memory. For tests of what stands above one."""
-
-    def __init__(self) -> None:
-        self._runs: dict[Hashable, dict[Any, tuple[Chunk, set[int]]]] = {}
-        self._dropped: set[Hashable] = set()
-
-    async def put(self, run: Hashable, chunk_id: Hashable, chunk: Chunk) -> bool:
-        chunks = self._runs.setdefault(run, {})
-        if run in self._dropped or chunk_id in chunks:
-            return False
-        chunks[chunk_id] = (chunk, set(chunk.parts))
-        return True
-
-    async def take(self, run: Hashable, part: int) -> list[Any]:
-        out = []
-        for _, (chunk, left) in sorted(self._runs.get(run, {}).items(), key=lambda item: item[0]):
-            if part in left:
-                left.discard(part)
-                out.append(chunk.get(part))
-        return out
-
-    def drop(self, run: Hashable) -> None:
-        self._dropped.add(run)
-        self._runs.pop(run, None)
 
 
 async def check_shard_store(make: Callable[[], ShardStore], *, settle: Callable[[], Any] | None = None) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from dask_gpurt.model import Chunk, ShardStore
-from dask_gpurt.testing import ArrayChunk, MemoryShardStore, check_shard_store
+from dask_gpurt.shuffle.stores import MemoryShardStore
+from dask_gpurt.testing import ArrayChunk, check_shard_store
 from dask_gpurt.tiers.disk import DiskTier
 from dask_gpurt.tiers.engine import Engine
 from dask_gpurt.tiers.shards import TierShardStore
