@@ -66,6 +66,13 @@ class ShuffleSettings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ObserveSettings:
+    enabled: bool
+    #: of one host; a number, or pattern of host or worker name -> number; None: not told
+    cost_per_hour: float | Mapping[str, float] | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
     """Everything under ``gpurt:``. Frozen and picklable: the scheduler's goes to the workers with the plugin."""
 
@@ -76,6 +83,7 @@ class Settings:
     placement: PlacementSettings
     tiers: TierSettings
     shuffle: ShuffleSettings
+    observe: ObserveSettings
 
     @classmethod
     def load(cls, overrides: Mapping[str, Any] | None = None) -> Settings:
@@ -107,7 +115,7 @@ class Settings:
                 node = below
             node[leaf] = value
         _check(tree, schema()["properties"]["gpurt"], "gpurt")
-        p, t, s = tree["placement"], tree["tiers"], tree["shuffle"]
+        p, t, s, o = tree["placement"], tree["tiers"], tree["shuffle"], tree["observe"]
         return cls(
             policy=tree["policy"],
             on_error=tree["on-error"],
@@ -120,6 +128,7 @@ class Settings:
                 disk_reserve=_bytes(t["disk-reserve"], "gpurt.tiers.disk-reserve"),
             ),
             shuffle=ShuffleSettings(enabled=s["enabled"]),
+            observe=ObserveSettings(enabled=o["enabled"], cost_per_hour=_prices(o["cost-per-hour"])),
         )
 
 
@@ -148,6 +157,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "number": (int, float),
     "string": (str,),
     "null": (type(None),),
+    "object": (dict,),
 }
 
 
@@ -198,13 +208,26 @@ def _said(node: dict[str, Any]) -> str:
     if "enum" in node:
         return "one of " + ", ".join(repr(v) for v in node["enum"])
     types = node["type"] if isinstance(node["type"], list) else [node["type"]]
-    text = " or ".join({"boolean": "true or false", "null": "null"}.get(t, f"a {t}") for t in types)
+    text = " or ".join({"boolean": "true or false", "null": "null", "object": "a mapping"}.get(t, f"a {t}") for t in types)
     bounds = [
         f"{word} {node[key]}"
         for key, word in (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="))
         if key in node
     ]
     return text + (" " + " and ".join(bounds) if bounds else "")
+
+
+def _prices(value: Any) -> float | dict[str, float] | None:
+    if value is None:
+        return None
+    prices = value if isinstance(value, dict) else {"*": value}
+    for pattern, price in prices.items():
+        if isinstance(price, bool) or not isinstance(price, (int, float)) or not 0 <= price < float("inf"):
+            raise ConfigError(
+                f"gpurt.observe.cost-per-hour is {price!r} for {pattern!r}, must be a number >= 0, such as 3.06, or a "
+                "mapping of patterns to such numbers"
+            )
+    return {str(k): float(v) for k, v in value.items()} if isinstance(value, dict) else float(value)
 
 
 def _bytes(value: Any, where: str) -> int:

@@ -16,6 +16,7 @@ from dask_gpurt.extension.worker import GpurtWorker
 from dask_gpurt.observe import feed, prometheus
 from dask_gpurt.observe.dashboard import late
 from dask_gpurt.observe.journal import Journal
+from dask_gpurt.observe.ledger_plugin import LedgerPlugin
 from dask_gpurt.placement.plugin import PlacementPlugin
 from dask_gpurt.shuffle.plugin import ShuffleTakeover
 from dask_gpurt.tiers.hints_scheduler import NextUsePlugin
@@ -46,6 +47,7 @@ class GpurtScheduler(SchedulerPlugin):
         self.placement: PlacementPlugin | None = None
         self.shuffle: ShuffleTakeover | None = None
         self.journal: Journal | None = None
+        self.ledger: LedgerPlugin | None = None
         #: "on", or why there are no plots
         self.plots = "off"
 
@@ -65,6 +67,8 @@ class GpurtScheduler(SchedulerPlugin):
         try:
             # The shuffle comes last: it asks the workers whether they can, and it is the one part that may refuse to
             # leave, which it has to do before anything else has left.
+            if self.settings.observe.enabled:
+                await self.parts.add("ledger", self._add_ledger, wanted=False)
             await self.parts.add("workers", self._add_workers)
             # After the workers' part, hence removed before it: no hint may come to a worker that has none any more.
             if self.settings.tiers.enabled and self._send_next_use:
@@ -76,11 +80,29 @@ class GpurtScheduler(SchedulerPlugin):
         except BaseException:
             self.scheduler = None
             raise
-        self._show(scheduler)
+        if self.settings.observe.enabled:
+            self._show(scheduler)
         on = [name for name, state in self.parts.state.items() if state == "on"]
         logger.info(
             "dask-gpurt %s: policy %s; took over %s; %s", __version__, self.settings.policy, ", ".join(on), versions()
         )
+
+    async def _add_ledger(self) -> Callable[[], Awaitable[None]]:
+        assert self.scheduler is not None
+        plugin = LedgerPlugin(self._planning_seconds)
+        plugin.attach(self.scheduler)
+        self.ledger = plugin
+
+        async def undo() -> None:
+            plugin.detach()
+            self.ledger = None
+
+        return undo
+
+    def _planning_seconds(self) -> float:
+        """Spent in decisions of ours so far."""
+        engine = None if self.placement is None else self.placement.engine
+        return 0.0 if engine is None else engine.budget.total_seconds
 
     async def _add_next_use(self) -> Callable[[], Awaitable[None]]:
         assert self.scheduler is not None
@@ -202,6 +224,8 @@ class GpurtScheduler(SchedulerPlugin):
             out["placement"] = self.placement.statistics()
         if self.shuffle is not None:
             out["shuffle"] = self.shuffle.statistics()
+        if self.ledger is not None:
+            out["ledger"] = self.ledger.statistics()
         return out
 
     def statistics(self) -> dict[str, Any]:

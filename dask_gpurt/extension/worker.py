@@ -18,8 +18,10 @@ from distributed.core import Status
 from dask_gpurt._version import __version__
 from dask_gpurt.errors import GpurtError
 from dask_gpurt.extension.parts import NAME, Parts, versions
+from dask_gpurt.backends import nvtx
 from dask_gpurt.observe import prometheus
 from dask_gpurt.observe.journal import Journal
+from dask_gpurt.observe.slots_worker import WorkerSlots
 from dask_gpurt.shuffle import stores
 from dask_gpurt.shuffle.plugin import worker_statistics
 from dask_gpurt.tiers.plugin import TierRuntime
@@ -45,6 +47,8 @@ class WorkerParts:
         self.journal = Journal(logger)
         self.parts = Parts(settings, logger)
         self.runtime: TierRuntime | None = None
+        #: what its slots do; None: observation is off
+        self.slots: WorkerSlots | None = None
 
     @classmethod
     async def install(cls, worker: Worker, settings: Settings) -> WorkerParts:
@@ -57,10 +61,14 @@ class WorkerParts:
             return known
         self = cls(worker, settings)
         await self.parts.add("tiers", self._add_tiers)
+        # After the tiers, so that their waits are inside of what is measured.
+        if settings.observe.enabled:
+            await self.parts.add("slots", self._add_slots, wanted=False)
         setattr(worker, ATTRIBUTE, self)
         worker.metrics[NAME] = _heartbeat
-        seen = weakref.ref(worker)
-        prometheus.provide_worker(worker, lambda: {} if (w := seen()) is None else _heartbeat(w))
+        if settings.observe.enabled:
+            seen = weakref.ref(worker)
+            prometheus.provide_worker(worker, lambda: {} if (w := seen()) is None else _heartbeat(w))
         logger.info("dask-gpurt %s: %s; %s", __version__, self.summary(), versions())
         return self
 
@@ -74,6 +82,17 @@ class WorkerParts:
             stores.withdraw(worker)
             await runtime.uninstall()
             self.runtime = None
+
+        return undo
+
+    async def _add_slots(self) -> Callable[[], Awaitable[None]]:
+        slots = WorkerSlots(self.worker, nvtx.find())
+        slots.install()
+        self.slots = slots
+
+        async def undo() -> None:
+            slots.uninstall()
+            self.slots = None
 
         return undo
 
@@ -97,14 +116,13 @@ class WorkerParts:
 
     def heartbeat(self) -> dict[str, Any]:
         """Few figures, and none that costs more than a look; `dask_gpurt.observe.metrics.WORKER` says what they are."""
-        if self.runtime is None:
-            return stores.counters_of(self.worker).heartbeat()
-        # `protocols` is no figure: it tells the scheduler which messages this worker understands.
-        return {
-            **self.runtime.heartbeat(),
-            **self.runtime.protocols(),
-            **stores.counters_of(self.worker).heartbeat(),
-        }
+        out: dict[str, Any] = stores.counters_of(self.worker).heartbeat()
+        if self.slots is not None:
+            out |= self.slots.heartbeat()
+        if self.runtime is not None:
+            # `protocols` is no figure: it tells the scheduler which messages this worker understands.
+            out |= {**self.runtime.heartbeat(), **self.runtime.protocols()}
+        return out
 
     def statistics(self) -> dict[str, Any]:
         """Plain JSON values; see `dask_gpurt.status`."""
@@ -114,6 +132,8 @@ class WorkerParts:
             "shuffle": worker_statistics(self.worker),
             "events": self.journal.statistics(),
         }
+        if self.slots is not None:
+            out["slots"] = self.slots.statistics()
         if self.runtime is not None:
             out["tiers"] = self.runtime.statistics()
         return out

@@ -40,6 +40,7 @@ from distributed.metrics import context_meter, time
 from distributed.worker_state_machine import FreeKeysEvent, RescheduleEvent
 
 from dask_gpurt.errors import SeamMismatch
+from dask_gpurt.model.slots import UNSPILL, waiting
 from dask_gpurt.tiers import adoption
 from dask_gpurt.tiers.adoption import require_call, require_names
 from dask_gpurt.tiers.hints_worker import HintReceiver
@@ -185,7 +186,8 @@ class WorkerSeam:
 
     async def _bring_inputs(self, key: Any) -> list[Entry]:
         ts = self._worker.state.tasks[key]
-        pinned, seconds = await self._ensure([d.key for d in ts.dependencies])
+        with waiting(UNSPILL):
+            pinned, seconds = await self._ensure([d.key for d in ts.dependencies])
         if seconds > 0.005:  # the threshold and the label of stock: orange in the task stream
             now = time()
             ts.startstops.append({"action": "disk-read", "start": now - seconds, "stop": now})

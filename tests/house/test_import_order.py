@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "shuffle": {"config", "backends"},
     "observe": {"config", "topology"},
     "testing": set(),
-    "extension": {"config", "observe", "placement", "tiers", "shuffle"},
+    "extension": {"config", "backends", "observe", "placement", "tiers", "shuffle"},
     "preload": {"config", "extension", "observe"},
     "api": {"config", "extension", "observe"},
     "questions": {"extension", "observe"},
