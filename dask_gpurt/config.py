@@ -208,7 +208,9 @@ def _said(node: dict[str, Any]) -> str:
     if "enum" in node:
         return "one of " + ", ".join(repr(v) for v in node["enum"])
     types = node["type"] if isinstance(node["type"], list) else [node["type"]]
-    text = " or ".join({"boolean": "true or false", "null": "null", "object": "a mapping"}.get(t, f"a {t}") for t in types)
+    text = " or ".join(
+        {"boolean": "true or false", "null": "null", "object": "a mapping"}.get(t, f"a {t}") for t in types
+    )
     bounds = [
         f"{word} {node[key]}"
         for key, word in (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="))

@@ -6,6 +6,7 @@ The package works without a GPU and without a profiler: its ranges then cost abo
 from __future__ import annotations
 
 import functools
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class NvtxRanges:
 def find() -> Ranges | None:
     """NVTX ranges; None where the package is not installed, or does not work."""
     try:
-        import nvtx
+        nvtx = importlib.import_module("nvtx")
     except Exception:  # a broken installation raises what it likes; then there is no profiler either
         return None
     return NvtxRanges(nvtx)

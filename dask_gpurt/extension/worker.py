@@ -16,9 +16,9 @@ from distributed import Worker, WorkerPlugin
 from distributed.core import Status
 
 from dask_gpurt._version import __version__
+from dask_gpurt.backends import nvtx
 from dask_gpurt.errors import GpurtError
 from dask_gpurt.extension.parts import NAME, Parts, versions
-from dask_gpurt.backends import nvtx
 from dask_gpurt.observe import prometheus
 from dask_gpurt.observe.journal import Journal
 from dask_gpurt.observe.slots_worker import WorkerSlots

@@ -39,7 +39,7 @@ class Slot(Protocol):
 SLOT: ContextVar[Slot | None] = ContextVar("gpurt-slot", default=None)
 
 
-class waiting:  # noqa: N801  (used as a function)
+class waiting:
     """``with waiting(cause)``: what is inside is no work of the task. Nests; the innermost cause counts."""
 
     __slots__ = ("_cause", "_slot", "_token")

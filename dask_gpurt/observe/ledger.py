@@ -20,16 +20,15 @@ So the causes of a worker always sum to what it reported, which sums to slots x 
 A skewed task is looked for at heartbeats only (it needs a walk over what runs, and nothing but time makes a task long):
 one that has run more than twice as long as the mean of its prefix, while slots are free and nothing else is ready.
 
-The same events fill what reports are made of: the newest tasks (`rows`), durations by prefix and worker (`slowness`),
-and sizes of shuffle outputs. All of it is bounded.
+The same events fill what reports are made of: the newest tasks (`rows`), durations by prefix, and sizes of shuffle
+outputs. All of it is bounded.
 """
 
 from __future__ import annotations
 
-import math
 import time
 import traceback
-from collections import Counter, deque
+from collections import defaultdict, deque
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.observe.causes import CAUSES, CENTRAL, LOCAL, UNASSIGNED, heartbeat_key
@@ -50,14 +49,13 @@ SKEW_FACTOR = 2.0
 SKEW_SECONDS = 0.2
 #: siblings that must have ended before a task is called skewed
 SIBLINGS = 2
-#: durations below say nothing of a worker's speed, in seconds
-MEASURABLE = 1e-3
 #: exceptions of our own until nothing is written any more
 ERRORS = 10
 
 _INDEX = {name: i for i, name in enumerate(CENTRAL)}
 _BARRIER = "shuffle-barrier-"
-_UNPACK = ("p2p", "shuffle-p2p", "shuffle_p2p", "shuffle-unpack")
+#: prefixes of the tasks that take an output out of a shuffle of dask.dataframe
+UNPACK = ("p2pshuffle", "hashjoinp2p")
 
 
 class _Books:
@@ -77,7 +75,7 @@ class _Books:
         #: what the last heartbeat said
         self.figures: dict[str, float] = {}
         #: slot-seconds by cause, and ``busy``, ``slots``
-        self.totals: Counter[str] = Counter()
+        self.totals: defaultdict[str, float] = defaultdict(float)
         #: clock, and seconds that were spent planning, at the last heartbeat
         self.since = 0.0
         self.planned = 0.0
@@ -86,14 +84,12 @@ class _Books:
 class _Prefix:
     """Durations of the tasks of one prefix, in seconds."""
 
-    __slots__ = ("by_worker", "count", "longest", "total")
+    __slots__ = ("count", "longest", "total")
 
     def __init__(self) -> None:
         self.count = 0
         self.total = 0.0
         self.longest = 0.0
-        #: address -> [measurable tasks, sum of logarithms, sum of seconds]
-        self.by_worker: dict[str, list[float]] = {}
 
 
 class StallLedger:
@@ -121,6 +117,8 @@ class StallLedger:
         #: seconds per cause since the start, for one slot that had nothing all the time
         self._vector = [0.0] * len(CENTRAL)
         self._last = clock()
+        #: Unix time
+        self.started = time.time()
         self._now_cause = _INDEX["no_work"]
         #: key -> (address, prefix, when assigned)
         self._running: dict[Hashable, tuple[str, str, float]] = {}
@@ -133,14 +131,15 @@ class StallLedger:
         self._last_skewed: tuple[str, str] | None = None
         self._books: dict[str, _Books] = {}
         #: sums of workers that left
-        self._gone: Counter[str] = Counter()
+        self._gone: defaultdict[str, float] = defaultdict(float)
         self.prefixes: dict[str, _Prefix] = {}
         #: (address, prefix, start, stop, seconds of transfers before), newest last; times are Unix
         self.rows: deque[tuple[str, str, float, float, float]] = deque(maxlen=ROWS)
         #: (prefix, bytes) of shuffle outputs
         self.outputs: deque[tuple[str, int]] = deque(maxlen=OUTPUTS)
+        self.outputs_seen = 0
         #: (prefix, address) -> slot-seconds that others waited for its tasks
-        self.skewed: Counter[tuple[str, str]] = Counter()
+        self.skewed: defaultdict[tuple[str, str], float] = defaultdict(float)
         self.tasks_seen = 0
         self.errors = 0
         self.last_traceback = ""
@@ -176,11 +175,10 @@ class StallLedger:
             return
         self._turn()
         self._backlog -= max(0, books.assigned - books.slots)
-        self._gone.update(books.totals)
+        for name, seconds in books.totals.items():
+            self._gone[name] += seconds
         for key in [key for key, (where, _, _) in self._running.items() if where == address]:
             del self._running[key]
-        for prefix in self.prefixes.values():
-            prefix.by_worker.pop(address, None)
 
     def transition(self, key: Hashable, start: str, finish: str, details: Mapping[str, Any]) -> None:
         """A task went from one state to another."""
@@ -292,11 +290,12 @@ class StallLedger:
             return
         self.tasks_seen += 1
         self.rows.append((worker, name, begin, end, transfers))
-        self._learn(name, worker, max(0.0, end - begin))
-        if name.startswith(_UNPACK) or "p2p" in name:
+        self._learn(name, max(0.0, end - begin))
+        if name in UNPACK:
+            self.outputs_seen += 1
             self.outputs.append((name, max(0, details.get("nbytes") or 0)))
 
-    def _learn(self, name: str, address: str, seconds: float) -> None:
+    def _learn(self, name: str, seconds: float) -> None:
         prefix = self.prefixes.get(name)
         if prefix is None:
             if len(self.prefixes) >= PREFIXES:
@@ -305,11 +304,6 @@ class StallLedger:
         prefix.count += 1
         prefix.total += seconds
         prefix.longest = max(prefix.longest, seconds)
-        if seconds >= MEASURABLE:
-            sums = prefix.by_worker.setdefault(address, [0.0, 0.0, 0.0])
-            sums[0] += 1
-            sums[1] += math.log(seconds)
-            sums[2] += seconds
 
     def _find_skew(self) -> None:
         self._skewed = None
@@ -376,12 +370,13 @@ class StallLedger:
         """Plain JSON.
 
         ``slot_seconds``, ``busy_seconds``, ``causes`` (cause -> slot-seconds) over all workers that ever told theirs;
-        ``workers``: the same by address; ``slowness``: by address; ``errors``, ``last_traceback``.
+        ``workers``: the same by address; ``tasks`` that ended; ``errors``, ``last_traceback``.
         """
         workers = {address: _told(books.totals) for address, books in self._books.items() if books.totals["slots"] > 0}
-        every: Counter[str] = Counter(self._gone)
+        every = self._gone.copy()
         for books in self._books.values():
-            every.update(books.totals)
+            for name, seconds in books.totals.items():
+                every[name] += seconds
         return {
             **_told(every),
             "workers": workers,
@@ -390,36 +385,14 @@ class StallLedger:
             "last_traceback": self.last_traceback,
         }
 
-    def slowness(self) -> dict[str, dict[str, float]]:
-        """By address, how much longer it takes for the same tasks than the others do: ``factor`` (2: twice as long),
-        over ``tasks`` tasks of ``seconds`` in all.
-
-        The mean of logarithms: one task of a hundred that takes ten times as long moves it by 2 %, not by 9 %.
-        """
-        sums: dict[str, list[float]] = {}
-        for prefix in self.prefixes.values():
-            count = sum(s[0] for s in prefix.by_worker.values())
-            logs = sum(s[1] for s in prefix.by_worker.values())
-            for address, (n, log, seconds) in prefix.by_worker.items():
-                if count - n < SIBLINGS:
-                    continue
-                mine = sums.setdefault(address, [0.0, 0.0, 0.0])
-                # Weighted by time: what takes long is what matters, and what is measured well.
-                mine[0] += seconds * (log / n - (logs - log) / (count - n))
-                mine[1] += seconds
-                mine[2] += n
-        return {
-            address: {"factor": math.exp(total / weight), "tasks": n, "seconds": weight}
-            for address, (total, weight, n) in sums.items()
-        }
-
     def details(self) -> dict[str, Any]:
         """What a report shows besides: plain JSON, bounded."""
+        skewed = sorted(self.skewed.items(), key=lambda item: -item[1])
         return {
             "rows": list(self.rows),
             "outputs": list(self.outputs),
-            "skewed": [[name, address, seconds] for (name, address), seconds in self.skewed.most_common(10)],
-            "slowness": self.slowness(),
+            "outputs_seen": self.outputs_seen,
+            "skewed": [[name, address, seconds] for (name, address), seconds in skewed[:10]],
             "prefixes": {
                 name: {"count": p.count, "seconds": p.total, "longest_seconds": p.longest}
                 for name, p in sorted(self.prefixes.items(), key=lambda item: -item[1].total)[:50]

@@ -80,7 +80,13 @@ class LedgerPlugin(SchedulerPlugin):
     def log_event(self, topic: Any, msg: Any) -> None:
         # ("confirm", key, state, victim, thief, stimulus_id) is the only public trace of a stolen task.
         ledger = self.ledger
-        if ledger is not None and topic == "stealing" and isinstance(msg, (tuple, list)) and msg and msg[0] == "confirm":
+        if (
+            ledger is not None
+            and topic == "stealing"
+            and isinstance(msg, (tuple, list))
+            and msg
+            and msg[0] == "confirm"
+        ):
             ledger.guarded(ledger.moved, msg[1], msg[3], msg[4])
 
     def add_worker(self, scheduler: Any, worker: str) -> None:

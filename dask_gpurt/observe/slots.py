@@ -221,6 +221,4 @@ class SlotMeter:
             }
         for cause in ("network", "unspill", "memory", "shuffle_barrier", "resources", UNASSIGNED):
             out[cause] = waits.pop(cause, 0.0) + idle.get(cause, 0.0)
-        for cause, seconds in waits.items():  # a cause that somebody made up is shown, not dropped
-            out[cause] = seconds
-        return out
+        return {**out, **waits}  # a cause that somebody made up is shown, not dropped
