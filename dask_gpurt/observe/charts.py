@@ -122,7 +122,7 @@ def timeline(workers: Sequence[WorkerRun], tasks: Sequence[Task], start: float, 
         )
         height = max(1.1, 0.55 * lanes)
         body.append(
-            f'<div class=name title="{_e(worker.address)}">{_e(worker.name)}</div>'
+            f'<div class=name title="{_e(worker.address)}">{_e(worker.title)}</div>'
             f'<svg class=lane role=img aria-label="tasks of {_e(worker.name)}" style="height:{height:.2f}rem" '
             f'viewBox="0 0 {PIXELS} {lanes * 10}" preserveAspectRatio=none>{rects}</svg>'
         )

@@ -92,20 +92,20 @@ def _ledger(out: Page, run: Run) -> None:
         kind="note",
     )
     rows = [("all workers", run.busy_seconds, run.causes)]
-    rows += [(w.name, w.busy_seconds, w.causes) for w in run.workers[: charts.WORKERS]]
+    rows += [(w.title, w.busy_seconds, w.causes) for w in run.workers[: charts.WORKERS]]
     out.drawing(charts.stacks(rows))
     total = run.slot_seconds or 1.0
-    table: list[list[Any]] = [["busy", "a task runs", run.busy_seconds, f"{run.busy_seconds / total:.1%}"]]
+    table: list[list[Any]] = [["busy", f"{run.busy_seconds / total:.1%}", run.busy_seconds, "a task runs"]]
     for cause, (label, about) in CAUSES.items():
         seconds = run.causes.get(cause, 0.0)
         if seconds > 0:
-            table.append([label, about, seconds, f"{seconds / total:.1%}"])
+            table.append([label, f"{seconds / total:.1%}", seconds, about])
     told = run.busy_seconds + sum(run.causes.values())
     error = abs(told - run.slot_seconds) / total
     out.table(
-        ["Use", "Meaning", "Seconds", "Share"],
+        ["Use", "Share", "Seconds", "Meaning"],
         table,
-        footer=[["threads x time", f"the sum differs by {error:.2%}", run.slot_seconds, "100.0%"]],
+        footer=[["threads x time", "100.0%", run.slot_seconds, f"the sum differs by {error:.2%}"]],
     )
 
 
@@ -153,7 +153,7 @@ def _tiers(out: Page, run: Run) -> None:
     out.heading("Memory tiers")
     rows = [
         [
-            w.name,
+            w.title,
             bytes_said(w.tiers.get("host_bytes")),
             bytes_said(w.tiers.get("host_limit_bytes")),
             bytes_said(w.tiers.get("disk_bytes")),

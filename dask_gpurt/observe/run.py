@@ -73,6 +73,11 @@ class WorkerRun:
     #: ``written_bytes``, ``read_bytes``, ``write_seconds``, ... of the tiers in the run; what is held, at its end
     tiers: Mapping[str, float]
 
+    @property
+    def title(self) -> str:
+        """Its name; a number alone would not say that it is one."""
+        return f"worker {self.name}" if self.name.isdigit() else self.name
+
 
 @dataclasses.dataclass(frozen=True)
 class Run:
@@ -112,11 +117,8 @@ class Run:
         return max(0.0, self.slot_seconds - self.causes.get("no_work", 0.0))
 
     def worker(self, address: str) -> str:
-        """How a worker is called: its name, if it has one of its own."""
-        for w in self.workers:
-            if w.address == address:
-                return w.name if w.name != w.address else w.address
-        return address
+        """How a worker is called; one that has left has only its address."""
+        return next((w.title for w in self.workers if w.address == address), address)
 
 
 def from_snapshots(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> Run:
