@@ -163,7 +163,7 @@ def _slow_worker(run: Run, slow: Slowness, waited: float) -> Finding:
         "slow worker",
         lost + waited,
         0.0,
-        f"{run.worker(slow.address).capitalize()} takes {slow.factor:.1f} times as long as the others for the same tasks "
+        f"The same tasks take {slow.factor:.1f} times as long on {run.worker(slow.address)} as on the others "
         f"({slow.tasks} tasks); that cost {seconds_said(lost)} there, and others waited {seconds_said(waited)} for it.",
         "Look what else runs on that host, whether its clock is throttled (heat, power limit) or its CPU quota is "
         "smaller than its threads; until then, retire it or give it fewer threads.",

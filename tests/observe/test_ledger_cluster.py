@@ -1,5 +1,7 @@
 """The ledger, the dictionary of metrics and the report on live clusters."""
 
+# ruff: noqa: ASYNC110  (what is waited for is in another part of the same loop, and has no event)
+
 from __future__ import annotations
 
 import asyncio
