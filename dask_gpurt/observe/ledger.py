@@ -53,7 +53,9 @@ SIBLINGS = 2
 ERRORS = 10
 
 _INDEX = {name: i for i, name in enumerate(CENTRAL)}
-_BARRIER = "shuffle-barrier-"
+BARRIER = "shuffle-barrier-"
+#: states of a barrier that is still to be passed
+_OPEN = ("waiting", "queued", "processing", "no-worker")
 #: prefixes of the tasks that take an output out of a shuffle of dask.dataframe
 UNPACK = ("p2pshuffle", "hashjoinp2p")
 
@@ -148,7 +150,7 @@ class StallLedger:
             for ts in ws.processing:
                 self._enter(ts.key, ts, ws)
         for ts in scheduler.tasks.values():
-            if _is_barrier(ts.key) and ts.state in ("waiting", "queued", "processing", "no-worker"):
+            if _is_barrier(ts.key) and ts.state in _OPEN:
                 self._barriers.add(ts.key)
         self._turn()
 
@@ -187,12 +189,10 @@ class StallLedger:
             ws = None if ts is None else ts.processing_on
             if ws is not None:
                 self._enter(key, ts, ws)
-                self._turn()
         elif start == "processing":
             self._leave(key, finish, details)
-            self._turn()
-        if _is_barrier(key):
-            if finish in ("waiting", "queued", "processing", "no-worker"):
+        if type(key) is str and key.startswith(BARRIER):
+            if finish in _OPEN:
                 self._barriers.add(key)
             else:
                 self._barriers.discard(key)
@@ -243,29 +243,36 @@ class StallLedger:
         return "no_ready_task" if self._running or scheduler.unrunnable else "no_work"
 
     def _touch(self, ws: Any) -> None:
-        """The number of tasks assigned to a worker may have changed."""
+        """The number of tasks assigned to a worker may have changed. Also does what `_turn` does."""
         books = self._books.get(ws.address)
         if books is None:
+            self._turn()
             return
-        self._charge(books)
-        before = max(0, books.assigned - books.slots)
-        books.assigned = len(ws.processing) - len(ws.long_running)
-        books.slots = ws.nthreads
-        self._backlog += max(0, books.assigned - books.slots) - before
-
-    def _charge(self, books: _Books) -> None:
-        self._turn()
+        now = self._clock()
+        vector = self._vector
+        if now > self._last:
+            vector[self._now_cause] += now - self._last
+            self._last = now
         free = books.slots - books.assigned
-        vector, at = self._vector, books.at
         if free > 0:
-            sums = books.unassigned
+            at, sums = books.at, books.unassigned
             for i, seconds in enumerate(vector):
                 if seconds != at[i]:
                     sums[i] += free * (seconds - at[i])
-        books.at = list(vector)
+        elif free < 0:
+            self._backlog += free
+        books.assigned = len(ws.processing) - len(ws.long_running)
+        books.slots = ws.nthreads
+        free = books.slots - books.assigned
+        if free > 0:
+            # A worker without free slots needs none: nothing is charged until it has one again.
+            books.at = vector.copy()
+        elif free < 0:
+            self._backlog -= free
+        self._now_cause = _INDEX[self._cause()]
 
     def _enter(self, key: Hashable, ts: Any, ws: Any) -> None:
-        self._running[key] = (ws.address, ts.prefix.name, self._clock())
+        self._running[key] = (ws.address, ts.prefix.name, self._last)
         self._touch(ws)
 
     def _leave(self, key: Hashable, finish: str, details: Mapping[str, Any]) -> None:
@@ -274,7 +281,9 @@ class StallLedger:
             self._turn()
             self._skewed = None
         ws = self._scheduler.workers.get(address)
-        if ws is not None:
+        if ws is None:
+            self._turn()
+        else:
             self._touch(ws)
         if finish != "memory":
             return
@@ -409,4 +418,4 @@ def _told(totals: Mapping[str, float]) -> dict[str, Any]:
 
 
 def _is_barrier(key: Hashable) -> bool:
-    return type(key) is str and key.startswith(_BARRIER)
+    return type(key) is str and key.startswith(BARRIER)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributed import SchedulerPlugin
 
-from dask_gpurt.observe.ledger import StallLedger
+from dask_gpurt.observe.ledger import BARRIER, StallLedger
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,8 +73,11 @@ class LedgerPlugin(SchedulerPlugin):
     # ------------------------------------------------------------------ hooks
 
     def transition(self, key: Any, start: Any, finish: Any, *args: Any, stimulus_id: str, **kwargs: Any) -> None:
+        # Called for every transition of every task: leave as early as possible.
         ledger = self.ledger
-        if ledger is not None and start != finish:
+        if ledger is None or start == finish:
+            return
+        if "processing" in (start, finish) or (type(key) is str and key.startswith(BARRIER)):
             ledger.guarded(ledger.transition, key, start, finish, kwargs)
 
     def log_event(self, topic: Any, msg: Any) -> None:

@@ -85,6 +85,10 @@ class RunningTask:
                     self.in_thread += now - self._since
             self._switch(+1)
 
+    @property
+    def has_waits(self) -> bool:
+        return bool(self._waits)
+
     def _switch(self, amount: int) -> None:
         if self._waits:
             counts = self._meter.waits
@@ -99,7 +103,6 @@ class RunningTask:
             if self._waits[0][1]:
                 self.in_thread += now - self._since
             self._waits = []
-        self.closed = True
 
     def running(self, now: float) -> float:
         """Seconds until now, without waits."""
@@ -122,6 +125,8 @@ class SlotMeter:
         self._last = clock()
         self._slots = slots
         self._executing = 0
+        #: arguments of the last `state`: most events change none of them
+        self._state: tuple[int, int, bool, int, int] | None = None
         #: idle slots now, by `_IDLE`
         self._idle = (0, 0, 0, slots)
         self._idle_seconds = [0.0] * len(_IDLE)
@@ -158,8 +163,12 @@ class SlotMeter:
 
     def state(self, slots: int, executing: int, *, paused: bool, waiting: int, constrained: int) -> None:
         """The state machine has changed: so many tasks execute, wait for inputs, or wait for resources."""
+        told = (slots, executing, paused, waiting, constrained)
+        if told == self._state:
+            return
         with self.lock:
             self.advance()
+            self._state = told
             slots = max(slots, executing)
             self._slots, self._executing = slots, executing
             idle = slots - executing
@@ -172,9 +181,8 @@ class SlotMeter:
 
     def started(self, key: Hashable) -> RunningTask:
         """A task begins to be executed."""
-        with self.lock:
-            task = RunningTask(self, key, self.advance())
-            self._tasks[key] = task
+        # No integral changes: the state machine has told that one more executes.
+        task = self._tasks[key] = RunningTask(self, key, self._clock())
         if type(key) is str and key.startswith(BARRIER_PREFIX):
             task.enter("shuffle_barrier")
         return task
@@ -184,8 +192,11 @@ class SlotMeter:
         with self.lock:
             if task.closed:
                 return
-            now = self.advance()
-            task.close(now)
+            now = self._clock()
+            if task.has_waits:
+                now = self.advance()
+                task.close(now)
+            task.closed = True
             if self._tasks.get(task.key) is task:
                 del self._tasks[task.key]
             longest = now - task.start - task.waited

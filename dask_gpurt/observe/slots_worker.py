@@ -120,16 +120,16 @@ class WorkerSlots:
                 self.meter.ended(self._adopted.pop(key))
 
     def _wrap_stimulus(self) -> Callable[..., Any]:
-        stock = self._stock_stimulus
+        stock, look = self._stock_stimulus, self._look
 
         def handle_stimulus(*stims: Any) -> Any:
             instructions = stock(*stims)
             if self._active:
                 try:
                     for stim in stims:
-                        if isinstance(stim, SecedeEvent):
+                        if type(stim) is SecedeEvent:
                             self.meter.seceded(stim.key)
-                    self._look()
+                    look()
                 except Exception:
                     self._failed()
             return instructions

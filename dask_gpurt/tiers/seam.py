@@ -186,8 +186,7 @@ class WorkerSeam:
 
     async def _bring_inputs(self, key: Any) -> list[Entry]:
         ts = self._worker.state.tasks[key]
-        with waiting(UNSPILL):
-            pinned, seconds = await self._ensure([d.key for d in ts.dependencies])
+        pinned, seconds = await self._ensure([d.key for d in ts.dependencies])
         if seconds > 0.005:  # the threshold and the label of stock: orange in the task stream
             now = time()
             ts.startstops.append({"action": "disk-read", "start": now - seconds, "stop": now})
@@ -197,7 +196,11 @@ class WorkerSeam:
         """Pin, load, and give up what turns out to be lost. Also the seconds it took."""
         absent = [e for e in map(self.store.entry, keys) if e is not None and not e.in_memory]
         start = time()
-        pinned = await self.store.ensure(keys)
+        if absent:
+            with waiting(UNSPILL):
+                pinned = await self.store.ensure(keys)
+        else:
+            pinned = await self.store.ensure(keys)
         seconds = time() - start
         for entry in pinned:
             if self.store.is_lost(entry.key):
