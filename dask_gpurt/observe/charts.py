@@ -120,7 +120,7 @@ def timeline(workers: Sequence[WorkerRun], tasks: Sequence[Task], start: float, 
                 by_worker.get(worker.address, ()), colour, lanes, start, span
             )
         )
-        height = max(1.1, 0.55 * lanes)
+        height = max(1.1, 0.7 * lanes)
         body.append(
             f'<div class=name title="{_e(worker.address)}">{_e(worker.title)}</div>'
             f'<svg class=lane role=img aria-label="tasks of {_e(worker.name)}" style="height:{height:.2f}rem" '

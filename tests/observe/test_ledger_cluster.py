@@ -1,7 +1,5 @@
 """The ledger, the dictionary of metrics and the report on live clusters."""
 
-# ruff: noqa: ASYNC110  (what is waited for is in another part of the same loop, and has no event)
-
 from __future__ import annotations
 
 import asyncio
@@ -10,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from distributed import Client, secede, worker_client
-from distributed.utils_test import gen_cluster
 
 import dask_gpurt
 from benchmarks.advice import TROUBLES
@@ -139,47 +136,6 @@ def test_observation_can_be_off() -> None:
         assert feed.of(scheduler) is None
         with pytest.raises(GpurtError, match="observation is off"), dask_gpurt.report("never.html", client):
             pass
-
-
-@gen_cluster(client=True, nthreads=[("", 1)])
-async def test_attached_and_detached_while_a_task_runs(c: Any, s: Any, a: Any) -> None:
-    from dask_gpurt.config import Settings
-    from dask_gpurt.extension import GpurtScheduler
-
-    stock = s.handlers["heartbeat_worker"]
-    future = c.submit(time.sleep, 0.4)
-    while not a.state.executing:
-        await asyncio.sleep(0.01)
-    plugin = GpurtScheduler(Settings.load())
-    await plugin.start(s)
-    await future
-    await a.heartbeat()
-    told = plugin.statistics()["ledger"]
-    assert told["busy_seconds"] + sum(told["causes"].values()) == pytest.approx(told["slot_seconds"], rel=0.02)
-    assert told["busy_seconds"] >= 0.2
-    await plugin.uninstall()
-    assert s.handlers["heartbeat_worker"] == stock
-    assert "handle_stimulus" not in vars(a)
-    assert "execute" not in vars(a)
-    assert await c.submit(_sleep, 3) == 3
-
-
-@gen_cluster(client=True, nthreads=[("", 1)])
-async def test_the_feed_looks_only_while_a_page_asks(c: Any, s: Any, a: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(feed, "INTERVAL_MS", 20)
-    made = feed.provide(s, dict)
-    assert feed.CALLBACK not in s.periodic_callbacks
-    assert len(made.history) == 0
-    assert feed.of(s) is made
-    while len(made.history) < 3:
-        await asyncio.sleep(0.02)
-    monkeypatch.setattr(feed, "UNSEEN_SECONDS", 0.0)
-    while feed.CALLBACK in s.periodic_callbacks:
-        await asyncio.sleep(0.02)
-    looks = len(made.history)
-    await asyncio.sleep(0.1)
-    assert len(made.history) == looks
-    feed.withdraw(s)
 
 
 @pytest.mark.slow
