@@ -158,8 +158,14 @@ def _rectangles(
         x = max(0.0, (task.start - start) / span * PIXELS)
         right = min(float(PIXELS), max(x, (task.stop - start) / span * PIXELS))
         last = pending[lane]
-        if last is not None and last[0] == kind and x - last[2] < 1 and (right - last[1] < 3 or right - x < 1):
-            pending[lane] = (kind, last[1], right, last[3] + 1, last[4])
+        # Drawn as one: neighbours of one kind, whatever is within one pixel, and what overlaps (a task that has given
+        # its thread away is beside others, and there is no line for it).
+        if last is not None and (
+            (last[0] == kind and x - last[2] < 1 and (right - last[1] < 3 or right - x < 1))
+            or right - last[1] < 1
+            or x < last[2] - 1
+        ):
+            pending[lane] = (last[0], last[1], max(right, last[2]), last[3] + 1, last[4])
             continue
         flush(lane)
         pending[lane] = (kind, x, right, 1, f"{task.prefix}: {seconds_said(task.seconds)}")
