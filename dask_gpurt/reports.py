@@ -86,7 +86,14 @@ def snapshot(client: Client) -> dict[str, Any]:
     ------
     GpurtError
         As for `report`.
+    TypeError
+        The client is asynchronous.
     """
+    if client.asynchronous:
+        raise TypeError(
+            "the client is asynchronous, and a report is written by a `with` block that waits. Remedy: a second client, "
+            "Client(client.scheduler.address), in a thread (asyncio.to_thread)"
+        )
     statuses = client.run(_beat, on_error="return")
     told: dict[str, Any] = client.run_on_scheduler(_told)
     if told.get("off"):
