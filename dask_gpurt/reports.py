@@ -91,7 +91,7 @@ def snapshot(client: Client) -> dict[str, Any]:
     """
     if client.asynchronous:
         raise TypeError(
-            "the client is asynchronous, and a report is written by a `with` block that waits. Remedy: a second client, "
+            "the client is asynchronous, and a report is a `with` block that waits. Remedy: a second client, "
             "Client(client.scheduler.address), in a thread (asyncio.to_thread)"
         )
     statuses = client.run(_beat, on_error="return")
