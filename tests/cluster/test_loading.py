@@ -57,7 +57,7 @@ def test_preload_on_the_scheduler_alone_is_enough(tmp_path: Path) -> None:
             got = _shows_all(client, 2)
             assert got["scheduler"]["placement"]["decisions"]["total"] > 0
             log = wait_text(p.running[0][1], "dask-gpurt 0")
-            assert "took over workers, next-use, placement, shuffle" in log
+            assert "took over ledger, workers, next-use, placement, shuffle" in log
         out = subprocess.run(
             [sys.executable, "-m", "dask", "gpurt", "status", address], capture_output=True, text=True, check=True
         ).stdout
