@@ -28,6 +28,8 @@ SLOW = 1.5
 SLOW_LINK = 0.34
 #: or less than this, in bytes per second: a gigabit has 125 MB/s
 LITTLE = 60e6
+#: share of the time of all fetches below which a link does not explain the waiting
+LINK_SHARE = 0.3
 #: bytes without which a bandwidth is not believed
 MEASURED_BYTES = 4e6
 #: tasks shorter than this are mostly overhead, in seconds
@@ -185,19 +187,23 @@ def _network(run: Run, seconds: float, slow: Fetches | None) -> Finding:
         "slow link",
         seconds,
         0.0,
-        f"{waited}, most of it on a slow link: from {run.worker(slow.source)} to {run.worker(slow.target)} came "
-        f"{bytes_said(slow.bytes)} at {bytes_said(slow.bytes_per_second)}/s.",
+        f"{waited}; {slow.seconds / sum(f.seconds for f in run.fetches):.0%} of the time of all fetches was that of a "
+        f"slow link: from {run.worker(slow.source)} to {run.worker(slow.target)} came {bytes_said(slow.bytes)} at "
+        f"{bytes_said(slow.bytes_per_second)}/s.",
         "Check that path (link speed, duplex, a shared or throttled interface, traffic of others, which interface the "
         "workers listen on: --interface); keep workers that exchange much on one side of it.",
     )
 
 
 def _slow_link(run: Run) -> Fetches | None:
-    """The slow link that took most time, if there is one."""
+    """The slow link that took most time, if there is one that matters."""
+    every = sum(f.seconds for f in run.fetches)
     measured = [f for f in run.fetches if f.bytes >= MEASURED_BYTES and f.seconds > 0]
     for f in sorted(measured, key=lambda f: -f.seconds):
         others = sorted(o.bytes_per_second for o in measured if o is not f)
         usual = others[len(others) // 2] if others else 0.0
+        if f.seconds < LINK_SHARE * every:
+            return None
         if f.bytes_per_second < LITTLE or f.bytes_per_second < SLOW_LINK * usual:
             return f
     return None

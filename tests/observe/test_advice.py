@@ -76,6 +76,9 @@ def test_links() -> None:
     (first,) = advise(run({"network": 20}, fetches=(slow, fast)))
     assert first.cause == "slow link"
     assert "from b to a came 1 GB at 100 MB/s" in first.text
+    assert "91% of the time of all fetches" in first.text
+    longer = Fetches("a", "b", 9e9, 30.0, 10)
+    assert advise(run({"network": 20}, fetches=(slow, longer)))[0].cause == "network"
     assert advise(run({"network": 20}, fetches=(Fetches("a", "b", 1e3, 1.0, 1),)))[0].cause == "network"
 
 
