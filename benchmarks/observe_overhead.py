@@ -35,8 +35,8 @@ def main() -> int:
     parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--data", help="directory of the data at this scale (default: out/tpch/sf<scale>)")
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--tasks", type=int, default=2000)
-    parser.add_argument("--queries", type=int, nargs="*", default=[6, 14, 22])
+    parser.add_argument("--tasks", type=int, default=1000)
+    parser.add_argument("--queries", type=int, nargs="*", default=[6, 14])
     parser.add_argument("--out", default=os.path.join(RESULTS, "observe_overhead.json"))
     o = parser.parse_args()
     directory = o.data or os.path.join(OUT, "tpch", f"sf{o.scale:g}")
@@ -46,14 +46,16 @@ def main() -> int:
         try:
             for name, value in CASES.items():
                 os.environ[SWITCH] = value  # what is started inherits it
-                clusters[name] = ProcessCluster(
+                cluster = clusters[name] = ProcessCluster(
                     "gpurt",
                     workers=2,
                     threads=1,
                     memory_limit_bytes=2 * 2**30,
                     directory=os.path.join(scratch, name.replace(" ", "-")),
-                ).start()
-                runner.warm_up(clusters[name], directory)
+                )
+                cluster.launch()  # they come up together
+            for cluster in clusters.values():
+                runner.warm_up(cluster.join(), directory)
             opened = tables.open_tables(directory, o.scale)
 
             def tiny(cluster: ProcessCluster) -> Callable[[], object]:
@@ -73,12 +75,13 @@ def main() -> int:
                 for cluster in clusters.values():
                     make(cluster)()
                 results[what] = paired({name: make(cluster) for name, cluster in clusters.items()}, o.runs)
+                baseline = results[what]["off"]
+                said = [f"{n} {c.median:.3f} s {c.ratio(baseline) - 1:+.2%}" for n, c in results[what].items()]
+                print(f"{what}: {', '.join(said)}", flush=True)
         finally:
             close_all(list(clusters.values()))
             os.environ.pop(SWITCH, None)
     tables_out: dict[str, Any] = {what: table(cases) for what, cases in results.items()}
-    for what, cases in tables_out.items():
-        print(what, {name: f"{case['median_s']:.3f} s, {case['ratio'] - 1:+.2%}" for name, case in cases.items()})
     result = facts(f"{cores()} CPU cores, 2 worker processes x 1 thread per cluster, loopback; no GPU")
     described = {"tasks": o.tasks, "queries": o.queries, "scale": o.scale, "goal_ratio": GOAL, "no_page_open": True}
     write_json(o.out, {**result, **described, "cases": tables_out})
