@@ -26,6 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "tiers": {"config", "backends"},
     "shuffle": {"config", "backends"},
     "observe": {"config", "topology"},
+    "simulate": {"config", "topology", "placement"},
     "testing": set(),
     "extension": {"config", "observe", "placement", "tiers", "shuffle"},
     "preload": {"config", "extension", "observe"},
