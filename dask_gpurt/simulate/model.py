@@ -79,6 +79,8 @@ class Workload:
     jitter: float = 0.0
     #: seconds that the network needs under any schedule; what `bounds` cannot see from the graph
     network_seconds: float = 0.0
+    #: key -> index of the worker that runs it under the policy ``plan``: a schedule made by hand, with hindsight
+    plan: Mapping[Any, int] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for key, task in self.tasks.items():

@@ -99,6 +99,8 @@ class Simulation:
         self.ignored: collections.Counter[str] = collections.Counter()
         self.stolen = 0
         self.keep_timeline = False
+        #: pin every task to the worker that `Workload.plan` names
+        self.follow_plan = False
         self._memory = 0
         self._progress_at = 0.0
         self._outputs_left: set[Any] = set()
@@ -265,7 +267,10 @@ class Simulation:
             name = self._name(key)
             refs = [TaskRef(self._name(d)) for d in task.dependencies]
             dsk[name] = Task(name, function, *refs, _data_producer=task.data_producer)
-            for kind, value in (task.annotations or {}).items():
+            annotations = dict(task.annotations or {})
+            if self.follow_plan:
+                annotations["workers"] = [self.workload.plan[key]]
+            for kind, value in annotations.items():
                 by_type.setdefault(kind, {})[name] = self._annotation(kind, value)
         outputs = {self._name(k) for k in self.workload.outputs}
         self._outputs_left = set(outputs)
