@@ -20,14 +20,13 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import dask
-import dask.order
 from dask._task_spec import Task, TaskRef
 from distributed import Scheduler
 from distributed.core import Status
 from distributed.scheduler import ClientState, WorkerState, heartbeat_interval
 
 from dask_gpurt.simulate.clock import EPOCH, VirtualLoop
-from dask_gpurt.simulate.model import Cluster, Result, StableStr, Workload
+from dask_gpurt.simulate.model import Cluster, Result, StableStr, Workload, function, stable
 from dask_gpurt.simulate.network import Network
 from dask_gpurt.simulate.worker import SimWorker
 
@@ -41,10 +40,6 @@ STUCK_SECONDS = 300.0
 
 class SimulationError(RuntimeError):
     """The simulated cluster does not get its work done."""
-
-
-def function(*args: Any) -> None:
-    """What every task of a simulated graph would call."""
 
 
 class _Stream:
@@ -158,21 +153,19 @@ class Simulation:
     def _learn_keys(self) -> None:
         durations = self.workload.durations(self.seed)
         for key, task in self.workload.tasks.items():
-            stable = self._name(key)
-            self._durations[stable] = durations[key]
-            self._sizes[stable] = int(task.nbytes)
+            name = self._name(key)
+            self._durations[name] = durations[key]
+            self._sizes[name] = int(task.nbytes)
         for key, placed in self.workload.inputs.items():
             self._sizes[self._name(key)] = int(placed.nbytes)
 
     def _name(self, key: Any) -> Any:
         """The scheduler's key for one of the workload's: the same, but with a hash that does not change."""
-        stable = self._stable.get(key)
-        if stable is None:
-            parts = key if isinstance(key, tuple) else (key,)
-            made = tuple(StableStr(p, self.seed) if isinstance(p, str) else p for p in parts)
-            stable = self._stable[key] = made if isinstance(key, tuple) else made[0]
-            self.names[stable] = key
-        return stable
+        name = self._stable.get(key)
+        if name is None:
+            name = self._stable[key] = stable(key, self.seed)
+            self.names[name] = key
+        return name
 
     def stable(self, key: Any) -> Any:
         """The scheduler's key for one of the workload's."""
@@ -279,7 +272,7 @@ class Simulation:
             start=EPOCH + self.loop.now,
             dsk=dsk,
             keys=outputs,
-            ordered=dask.order.order(dsk=dsk),
+            ordered={self._name(k): i for k, i in self.workload.order.items()},
             client=CLIENT,
             annotations_by_type=by_type,
             global_annotations=None,

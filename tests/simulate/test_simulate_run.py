@@ -22,11 +22,13 @@ from dask_gpurt.placement import PlacementPlugin
 from dask_gpurt.simulate import Cluster, Path, Placed, SimulationError, TaskSpec, Workload, simulate
 from dask_gpurt.simulate.bounds import bound
 from dask_gpurt.simulate.clock import EPOCH, VirtualLoop, patched
+from dask_gpurt.simulate.model import function
 from dask_gpurt.simulate.shapes import MIXES, SHAPES, build
-from dask_gpurt.simulate.simulation import Simulation, function
 
 if TYPE_CHECKING:
     from distributed.scheduler import Scheduler
+
+    from dask_gpurt.simulate.simulation import Simulation
 
 POLICIES = ("stock", "inf", "random", "plan", "gpurt")
 
