@@ -67,6 +67,12 @@ class ShuffleSettings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TraceSettings:
+    #: None: no recording
+    path: str | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
     """Everything under ``gpurt:``. Frozen and picklable: the scheduler's goes to the workers with the plugin."""
 
@@ -77,6 +83,7 @@ class Settings:
     placement: PlacementSettings
     tiers: TierSettings
     shuffle: ShuffleSettings
+    trace: TraceSettings
 
     @classmethod
     def load(cls, overrides: Mapping[str, Any] | None = None) -> Settings:
@@ -121,6 +128,7 @@ class Settings:
                 disk_reserve=_bytes(t["disk-reserve"], "gpurt.tiers.disk-reserve"),
             ),
             shuffle=ShuffleSettings(enabled=s["enabled"]),
+            trace=TraceSettings(path=tree["trace"]["path"]),
         )
 
 
