@@ -6,10 +6,14 @@ Everything here is frozen and picklable; benchmarks send it to other processes.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import random
 import zlib
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import dask.order
+from dask._task_spec import Task, TaskRef
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
@@ -39,6 +43,17 @@ class StableStr(str):
 
     def __reduce__(self) -> Any:
         return str, (str(self),)
+
+
+def stable(key: Any, salt: int) -> Any:
+    """A key with a hash that does not change: its strings made `StableStr`."""
+    if isinstance(key, tuple):
+        return tuple(StableStr(p, salt) if isinstance(p, str) else p for p in key)
+    return StableStr(key, salt) if isinstance(key, str) else key
+
+
+def function(*args: Any) -> None:
+    """What every task of a simulated graph would call."""
 
 
 class TaskSpec(NamedTuple):
@@ -79,6 +94,8 @@ class Workload:
     jitter: float = 0.0
     #: seconds that the network needs under any schedule; what `bounds` cannot see from the graph
     network_seconds: float = 0.0
+    #: key -> index of the worker that runs it under the policy ``plan``: a schedule made by hand, with hindsight
+    plan: Mapping[Any, int] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for key, task in self.tasks.items():
@@ -88,6 +105,17 @@ class Workload:
         for key in self.outputs:
             if key not in self.tasks:
                 raise ValueError(f"output {key!r} is not a task of {self.name}")
+
+    @functools.cached_property
+    def order(self) -> dict[Any, int]:
+        """Key -> position in `dask.order`, which a client sends along. Kept: it takes longer than a small run."""
+        names = {key: stable(key, 0) for key in (*self.tasks, *self.inputs)}
+        dsk = {
+            names[k]: Task(names[k], function, *(TaskRef(names[d]) for d in t.dependencies))
+            for k, t in self.tasks.items()
+        }
+        positions = dask.order.order(dsk=dsk)
+        return {k: positions[names[k]] for k in self.tasks}
 
     def durations(self, seed: int) -> dict[Any, float]:
         """Seconds of every task on a worker of slowness 1, with jitter. The mean is `seconds` for any jitter."""

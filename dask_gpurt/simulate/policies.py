@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dask_gpurt.simulate.simulation import Simulation
 
 #: policies by name; every other one is "package.module:Class"
-NAMES = ("stock", "inf", "random", "gpurt")
+NAMES = ("stock", "inf", "random", "plan", "gpurt")
 
 
 def configuration(policy: str | Policy) -> dict[str, Any]:
@@ -54,6 +54,12 @@ def install(sim: Simulation, policy: str | Policy, settings: PlacementSettings |
         return None
     if policy == "random":
         _install_random(sim)
+        return None
+    if policy == "plan":
+        missing = [k for k in sim.workload.tasks if k not in sim.workload.plan]
+        if missing:
+            raise ConfigError(f"policy 'plan' needs Workload.plan; {sim.workload.name} has none for {missing[0]!r}")
+        sim.follow_plan = True
         return None
     chooser: Policy | None = policy if not isinstance(policy, str) else load(policy)
     if isinstance(chooser, Cheapest) and policy == "gpurt":

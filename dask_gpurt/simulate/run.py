@@ -39,8 +39,9 @@ def simulate(
     Parameters
     ----------
     policy
-        ``stock``, ``inf`` (stock with ``worker-saturation: inf``), ``random``, ``gpurt``, ``package.module:Class``, or
-        an object with a ``decide`` method, see `dask_gpurt.placement.policy.Policy`.
+        ``stock``, ``inf`` (stock with ``worker-saturation: inf``), ``random``, ``plan`` (every task pinned to where
+        `Workload.plan` says), ``gpurt``, ``package.module:Class``, or an object with a ``decide`` method, see
+        `dask_gpurt.placement.policy.Policy`.
     seed
         Of everything left to chance: jitter of durations, the order in which sets are walked, sources of transfers.
         The same arguments give the same result in every process.

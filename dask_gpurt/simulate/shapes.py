@@ -11,8 +11,10 @@ Clusters come in *mixes*, see `MIXES`. `build` puts both together:
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import difflib
+import itertools
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.simulate.model import Cluster, Path, Placed, TaskSpec, Workload
@@ -270,4 +272,23 @@ def build(name: str, workers: int, mix: str = "nodes", jitter: float = JITTER) -
             hint = f". Did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"{what} is {given!r}, must be one of {', '.join(known)}{hint}")
     workload, cluster = SHAPES[name](MIXES[mix](workers))
-    return dataclasses.replace(workload, jitter=jitter), cluster
+    return dataclasses.replace(workload, jitter=jitter, plan=_plan(workload, cluster)), cluster
+
+
+def _plan(workload: Workload, c: Cluster) -> dict[Any, int]:
+    """Contiguous blocks of every prefix, in proportion to the workers' speed; next to inputs that are in memory."""
+    ends = list(itertools.accumulate(1 / c.slowness_of(i) for i in range(c.workers)))
+    count: dict[Any, int] = {}
+    for key in workload.tasks:
+        if isinstance(key, tuple):
+            count[key[0]] = max(count.get(key[0], 0), key[1] + 1)
+    plan = {}
+    for key, task in workload.tasks.items():
+        placed = next((workload.inputs[d] for d in task.dependencies if d in workload.inputs), None)
+        if placed is not None:
+            plan[key] = next(i for i, tier in placed.where.items() if tier == "memory")
+        elif isinstance(key, tuple):
+            plan[key] = bisect.bisect(ends, (key[1] + 0.5) / count[key[0]] * ends[-1])
+        else:
+            plan[key] = 0
+    return plan

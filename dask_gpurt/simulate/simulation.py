@@ -27,7 +27,7 @@ from distributed.core import Status
 from distributed.scheduler import ClientState, WorkerState, heartbeat_interval
 
 from dask_gpurt.simulate.clock import EPOCH, VirtualLoop
-from dask_gpurt.simulate.model import Cluster, Result, StableStr, Workload
+from dask_gpurt.simulate.model import Cluster, Result, StableStr, Workload, function, stable
 from dask_gpurt.simulate.network import Network
 from dask_gpurt.simulate.worker import SimWorker
 
@@ -41,10 +41,6 @@ STUCK_SECONDS = 300.0
 
 class SimulationError(RuntimeError):
     """The simulated cluster does not get its work done."""
-
-
-def function(*args: Any) -> None:
-    """What every task of a simulated graph would call."""
 
 
 class _Stream:
@@ -99,6 +95,8 @@ class Simulation:
         self.ignored: collections.Counter[str] = collections.Counter()
         self.stolen = 0
         self.keep_timeline = False
+        #: pin every task to the worker that `Workload.plan` names
+        self.follow_plan = False
         self._memory = 0
         self._progress_at = 0.0
         self._outputs_left: set[Any] = set()
@@ -156,21 +154,19 @@ class Simulation:
     def _learn_keys(self) -> None:
         durations = self.workload.durations(self.seed)
         for key, task in self.workload.tasks.items():
-            stable = self._name(key)
-            self._durations[stable] = durations[key]
-            self._sizes[stable] = int(task.nbytes)
+            name = self._name(key)
+            self._durations[name] = durations[key]
+            self._sizes[name] = int(task.nbytes)
         for key, placed in self.workload.inputs.items():
             self._sizes[self._name(key)] = int(placed.nbytes)
 
     def _name(self, key: Any) -> Any:
         """The scheduler's key for one of the workload's: the same, but with a hash that does not change."""
-        stable = self._stable.get(key)
-        if stable is None:
-            parts = key if isinstance(key, tuple) else (key,)
-            made = tuple(StableStr(p, self.seed) if isinstance(p, str) else p for p in parts)
-            stable = self._stable[key] = made if isinstance(key, tuple) else made[0]
-            self.names[stable] = key
-        return stable
+        name = self._stable.get(key)
+        if name is None:
+            name = self._stable[key] = stable(key, self.seed)
+            self.names[name] = key
+        return name
 
     def stable(self, key: Any) -> Any:
         """The scheduler's key for one of the workload's."""
@@ -282,8 +278,15 @@ class Simulation:
             name = self._name(key)
             refs = [TaskRef(self._name(d)) for d in task.dependencies]
             dsk[name] = Task(name, function, *refs, _data_producer=task.data_producer)
-            for kind, value in (task.annotations or {}).items():
+            annotations = dict(task.annotations or {})
+            if self.follow_plan:
+                annotations["workers"] = [self.workload.plan[key]]
+            for kind, value in annotations.items():
                 by_type.setdefault(kind, {})[name] = self._annotation(kind, value)
+        if keys is None:
+            order = {self._name(k): i for k, i in self.workload.order.items()}
+        else:
+            order = dask.order.order(dsk=dsk)
         wanted = {self._name(k) for k in (self.workload.outputs if outputs is None else outputs)}
         self._outputs_left |= wanted
         self.in_scheduler(
@@ -291,7 +294,7 @@ class Simulation:
             start=EPOCH + self.loop.now,
             dsk=dsk,
             keys=wanted,
-            ordered=dask.order.order(dsk=dsk),
+            ordered=order,
             client=CLIENT,
             annotations_by_type=by_type,
             global_annotations=None,

@@ -18,7 +18,7 @@ import pickle
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.simulate.clock import EPOCH
-from dask_gpurt.simulate.memory import DISK, Store
+from dask_gpurt.simulate.memory import Store
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -142,11 +142,8 @@ class SimWorker:
                 self._uses_less(run.inputs)
             else:
                 self._forget(run)
-        if not self._uses.get(key):
-            self.store.drop(key)
-        elif self.store.drop(key):
-            # A released input of a task that still runs: its value stays referenced, but nobody else gets it.
-            pass
+        # An input of a task that still runs goes as well: the task keeps its value, but nobody else gets it.
+        self.store.drop(key)
 
     def _remove_replicas(self, keys: Iterable[Any], stimulus_id: str) -> None:
         refused = []
@@ -382,6 +379,3 @@ class SimWorker:
     def executing(self) -> dict[Any, float]:
         now = self.loop.now
         return {r.key: now - r.since for r in self.runs.values() if r.state is EXECUTING and not r.cancelled}
-
-    def on_disk(self, key: Any) -> bool:
-        return key in self.store and self.store.where(key) == DISK
