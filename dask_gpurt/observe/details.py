@@ -106,6 +106,10 @@ SCHEDULER: tuple[tuple[str, str, str], ...] = (
     ("placement.prefixes", "count", "Kinds of task whose duration is known"),
     ("placement.tables.*", "count", "Entries of its tables"),
     ("shuffle.workers_able", "count", "Workers that can run the engine's shuffles"),
+    ("trace.records", "count", "Records of the trace that is being written"),
+    ("trace.lost_records", "count", "Records that were dropped, as the disk was too slow"),
+    ("trace.bytes", "bytes", "Written into the trace"),
+    ("trace.errors", "count", "Exceptions while the trace was written"),
 )
 
 

@@ -26,14 +26,16 @@ ALLOWED: dict[str, set[str]] = {
     "tiers": {"config", "backends"},
     "shuffle": {"config", "backends"},
     "observe": {"config", "topology"},
+    "simulate": {"config", "topology", "placement", "observe"},
     "testing": set(),
     "extension": {"config", "backends", "observe", "placement", "tiers", "shuffle"},
     "preload": {"config", "extension", "observe"},
     "api": {"config", "extension", "observe"},
     "questions": {"extension", "observe"},
     "reports": {"extension", "observe"},
-    "cli": {"api", "config", "observe", "questions", "reports"},
-    "__init__": {"config", "api", "questions", "reports"},
+    "recording": {"extension", "observe"},
+    "cli": {"api", "config", "observe", "questions", "recording", "reports", "simulate"},
+    "__init__": {"config", "api", "questions", "recording", "reports"},
 }
 VENDOR = {"cudf", "cupy", "rmm", "pynvml", "pylibcudf", "amdsmi", "kvikio", "ucxx", "dask_cuda", "numba"}
 

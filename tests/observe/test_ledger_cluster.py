@@ -114,7 +114,9 @@ def test_every_number_is_in_the_dictionary() -> None:
             assert {figure.key for figure in WORKER} == set(figures) & {figure.key for figure in WORKER}
         # The scheduler's figures have samples; those without are of what did not happen here.
         empty = {figure.key for figure in SCHEDULER if not list(figure.samples(plugin.figures()))}
-        assert empty <= {"placement.declined.*", "placement.fallbacks.*.*", "shuffle.fallbacks.*"}
+        assert empty <= {
+            f"{p}.*" for p in ("placement.declined", "placement.fallbacks.*", "placement.speeds", "shuffle.fallbacks")
+        }
 
 
 def test_observation_can_be_off() -> None:
