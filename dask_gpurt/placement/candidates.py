@@ -177,6 +177,7 @@ def views(
     links: LinkMatrix,
     pending_bytes: Callable[[Any], int],
     reconcile: Callable[[WorkerInfo], None],
+    prefix: str = "",
 ) -> list[WorkerView]:
     """A snapshot of each candidate, relative to the task with these inputs."""
     by_worker, by_node, wide, scale = inputs.by_worker, inputs.by_node, inputs.wide, inputs.scale
@@ -242,7 +243,7 @@ def views(
                 near_n,
                 far_bytes,
                 far_n,
-                info.slowness,
+                info.speed.for_prefix(prefix) if info.speed_samples else info.slowness,
                 info.mark_bytes - ws.nbytes - info.reserved_bytes - pending,
                 ws.nbytes,
                 near,

@@ -60,6 +60,17 @@ def cost(task: TaskView, worker: WorkerView, far: Link, weights: Weights) -> flo
     return seconds
 
 
+def finish_seconds(task: TaskView, worker: WorkerView, far: Link) -> tuple[float, float]:
+    """(seconds until the result is there, seconds its fetches occupy links), without what others pay for it."""
+    moved = 0.0
+    if worker.near_fetches:
+        moved = worker.near.latency_seconds * worker.near_fetches + worker.near_bytes / worker.near.bytes_per_second
+    if worker.far_fetches:
+        moved += far.latency_seconds * worker.far_fetches + worker.far_bytes / far.bytes_per_second
+    wait = max(worker.queue_seconds, worker.pending_seconds + moved)
+    return wait + task.compute_seconds * worker.slowness, moved
+
+
 def terms(task: TaskView, worker: WorkerView, far: Link, weights: Weights) -> dict[str, float]:
     """The terms of `cost` by name, in seconds; ``max(queue, inputs) + compute + overflow + moved`` is the cost."""
     near = worker.near

@@ -11,6 +11,7 @@ import random
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from dask_gpurt.model.link import LinkClass
+from dask_gpurt.placement.speed import Speed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,12 +70,12 @@ class WorkerInfo:
         "address",
         "backlog_seconds",
         "far_share",
-        "log_slowness",
         "mark_bytes",
         "node",
         "reserved_bytes",
         "seceded",
         "slowness",
+        "speed",
         "speed_samples",
         "tasks",
         "ws",
@@ -95,9 +96,10 @@ class WorkerInfo:
         self.tasks = 0
         #: how many of `ws.long_running` have been taken out of the backlog
         self.seceded = 0
-        #: measured duration over expected duration; `log_slowness` is its logarithm
+        #: measured duration over expected duration, whatever the task; `speed` knows it per prefix
         self.slowness = 1.0
-        self.log_slowness = 0.0
+        self.speed = Speed()
+        #: durations compared so far
         self.speed_samples = 0
         #: decayed share of the inbound bytes that come over the network rather than from neighbours
         self.far_share = 0.5
