@@ -4,8 +4,8 @@ Each round, in this order:
 
 1. *Suspicions*: what workers said of their running tasks (heartbeats carry the run time of each), beside what such
    tasks usually take, is a lower bound of their slowness, see `speed`.
-2. *Rescue*: tasks that wait on a slow worker while a faster one is idle are asked back, by work stealing. Stock sees
-   only that the slow worker has little to do.
+2. *Rescue*: tasks that wait on a slow worker and would be done sooner in the queue of a faster one are asked back, by
+   the means of work stealing. Stock sees only that the slow worker has little to do.
 3. *Stragglers*: a second copy of overdue tasks on idle workers, see `stragglers`.
 4. *The queue* is dealt again when a slow worker was refused a root task: the safety net of `pace`.
 
@@ -15,6 +15,7 @@ takes about one percent of the event loop; it stops after `LIMIT_SECONDS` and go
 
 from __future__ import annotations
 
+import asyncio
 import math
 import statistics
 import time
@@ -77,6 +78,11 @@ class Patrol:
         self._callback: PeriodicCallback | None = None
 
     def start(self) -> None:
+        """Begin the rounds; without an event loop (a simulated scheduler) they are the caller's to make."""
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return
         scheduler = self.engine.scheduler
         self._callback = PeriodicCallback(self._round, self._interval() * 1000)
         scheduler.periodic_callbacks[CALLBACK] = self._callback
@@ -125,7 +131,7 @@ class Patrol:
                 break
         self._at = at
         engine.speeds.refresh()
-        if engine.speeds.uneven and engine.workers.idle.items:
+        if engine.speeds.uneven:
             self._rescue()
         if overdue and self.copies is not None and engine.workers.idle.items:
             overdue.sort(key=lambda o: -o[0])
@@ -179,27 +185,28 @@ class Patrol:
             ws = home.ws
             if len(ws.processing) - len(ws.long_running) <= ws.nthreads:
                 continue
-            idle = [w.ws for w in self._idle(home)]
-            if not idle:
+            others = [w.ws for w in {**dict.fromkeys(self._some(home, idle=True)), **dict.fromkeys(self._some(home))}]
+            if not others:
                 continue
             for ts in [t for t in ws.processing if t not in ws.executing and t not in ws.long_running]:
                 if moves >= MOVES:
                     return
                 valid = engine.scheduler.valid_workers(ts)
-                thief = engine.thieves.choose(ts, idle, self.stealing.in_flight, valid)
+                thief = engine.thieves.choose(ts, others, self.stealing.in_flight, valid, busy=True)
                 if thief is not None and thief is not STOCK and self.stealing.request(ts, thief):
                     moves += 1
 
-    def _idle(self, home: WorkerInfo) -> list[WorkerInfo]:
-        """A few idle workers that are not slow themselves."""
-        items = self.engine.workers.idle.items
+    def _some(self, home: WorkerInfo, idle: bool = False) -> list[WorkerInfo]:
+        """A few other workers: those with a free thread (`idle`), or faster ones."""
+        workers = self.engine.workers
+        items = workers.idle.items if idle else workers.all.items
         if not items:
             return []
         start = int(self.engine.workers.random() * len(items))
         found = []
         for i in range(min(len(items), 4 * IDLE)):
             info = items[(start + i) % len(items)]
-            if info is not home and info.slowness < home.slowness and seam.is_running(info.ws):
+            if info is not home and (idle or info.slowness < home.slowness) and seam.is_running(info.ws):
                 found.append(info)
                 if len(found) >= IDLE:
                     break
@@ -218,7 +225,7 @@ class Patrol:
         valid = engine.scheduler.valid_workers(ts)
         free = [
             info
-            for info in self._idle(home)
+            for info in self._some(home, idle=True)
             if (valid is None or info.ws in valid)
             and len(info.ws.processing)
             - len(info.ws.long_running)

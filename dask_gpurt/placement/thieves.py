@@ -5,7 +5,8 @@ bandwidth. It knows neither the speed of a worker nor what a link costs, and `En
 must not be mixed into that. So ours is a second opinion on the thief, asked before stock's own test: a task moves only
 when both agree.
 
-1. A worker without a free thread is no thief: work does not move from the busy to the busy.
+1. A worker without a free thread is no thief: work does not move from the busy to the busy. Except from a slow worker
+   (`busy`): what waits there is better off in the queue of a fast one.
 2. At home the task is taken to be the last in the queue; elsewhere it needs its inputs first. What is moved is charged
    once more as what it costs others, as in `cost`.
 3. A task of unknown duration is stock's: there is nothing to compare.
@@ -58,7 +59,9 @@ class Thieves:
         self._round = 0.0
         self._spent = 0.0
 
-    def choose(self, ts: Any, thieves: Collection[Any], in_flight: Mapping[Any, int], valid: Any = None) -> Any:
+    def choose(
+        self, ts: Any, thieves: Collection[Any], in_flight: Mapping[Any, int], valid: Any = None, *, busy: bool = False
+    ) -> Any:
         """The WorkerState to move a task to, None to leave it where it is, or `STOCK`.
 
         Parameters
@@ -66,9 +69,11 @@ class Thieves:
         thieves
             WorkerStates that stock considers.
         in_flight
-            WorkerState -> tasks being moved to it.
+            WorkerState -> tasks being moved to it, less those being moved from it.
         valid
             WorkerStates the task may run on; None: all.
+        busy
+            Whether workers without a free thread are considered too.
         """
         engine = self._engine
         victim = ts.processing_on
@@ -83,11 +88,11 @@ class Thieves:
             self.opinions["time"] += 1
             return None
         try:
-            return self._choose(ts, thieves, in_flight, valid, home, prefix)
+            return self._choose(ts, thieves, in_flight, valid, home, prefix, busy)
         finally:
             self._spent += time.perf_counter() - began
 
-    def _choose(self, ts: Any, thieves: Any, in_flight: Any, valid: Any, home: Any, prefix: Any) -> Any:
+    def _choose(self, ts: Any, thieves: Any, in_flight: Any, valid: Any, home: Any, prefix: Any, busy: bool) -> Any:
         engine = self._engine
         by_address = engine.workers.by_address
         pool: Any = thieves
@@ -103,7 +108,7 @@ class Thieves:
                 and info is not home
                 and seam.is_running(ws)
                 and (valid is None or ws in valid)
-                and len(ws.processing) - len(ws.long_running) + in_flight.get(ws, 0) < ws.nthreads
+                and (busy or len(ws.processing) - len(ws.long_running) + in_flight.get(ws, 0) < ws.nthreads)
             ):
                 free.append(info)
                 if len(free) >= THIEVES:
@@ -127,10 +132,14 @@ class Thieves:
         for info, view in zip(free, views, strict=True):
             finish, moved = finish_seconds(task, view, far)
             seconds = finish + WEIGHTS.moved * moved
+            coming = in_flight.get(info.ws, 0)
+            if busy and coming > 0:
+                seconds += coming * task.compute_seconds * info.slowness / info.ws.nthreads
             if best is None or seconds < best_seconds:
                 best, best_seconds = info, seconds
         slowness = home.speed.for_prefix(name)
-        at_home = max(home.backlog_seconds * home.slowness / home.ws.nthreads, task.compute_seconds * slowness)
+        backlog = home.backlog_seconds + min(0, in_flight.get(home.ws, 0)) * task.compute_seconds
+        at_home = max(backlog * home.slowness / home.ws.nthreads, task.compute_seconds * slowness)
         if best is None or best_seconds >= at_home:
             self.opinions["home"] += 1
             return None
