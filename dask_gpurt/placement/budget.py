@@ -22,7 +22,7 @@ WINDOW = 1000
 LIMIT_SECONDS = 200e-6
 REST_SECONDS = 30.0
 #: a decision that has taken so long is left to stock
-DECISION_SECONDS = 5e-3
+DECISION_SECONDS = 10e-3
 #: share of any second that decisions may take
 SHARE = 0.25
 
@@ -37,6 +37,7 @@ class Budget:
         "_second",
         "_spent",
         "count",
+        "decision_seconds",
         "late",
         "limit_seconds",
         "rests",
@@ -46,6 +47,8 @@ class Budget:
 
     def __init__(self, limit_seconds: float = LIMIT_SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit_seconds = limit_seconds
+        #: a decision that has taken so long is given up
+        self.decision_seconds = DECISION_SECONDS
         #: decisions recorded, and their sum
         self.count = 0
         self.total_seconds = 0.0

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from dask_gpurt.model import LinkClass
 from dask_gpurt.model.views import TaskView
 from dask_gpurt.placement import candidates, seam
-from dask_gpurt.placement.budget import DECISION_SECONDS, Budget
+from dask_gpurt.placement.budget import Budget
 from dask_gpurt.placement.cost import finish_seconds
 from dask_gpurt.placement.durations import UNKNOWN_SECONDS, Durations, compute_seconds
 from dask_gpurt.placement.governor import Governor, Standing
@@ -35,7 +35,8 @@ from dask_gpurt.placement.policy import WEIGHTS, choose
 from dask_gpurt.placement.shadow import Shadowed
 from dask_gpurt.placement.thieves import STOCK, Thieves
 from dask_gpurt.placement.workers import WorkerInfo, WorkerTable
-from dask_gpurt.topology.links import LinkMatrix, Transfer, merge
+from dask_gpurt.topology.links import SEEDS, LinkMatrix, Transfer, merge
+from dask_gpurt.topology.zones import Zones, seed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Mapping
@@ -67,6 +68,7 @@ class Engine:
         self.ledger = Ledger()
         self.durations = Durations()
         self.links = LinkMatrix()
+        self.zones = Zones()
         self.budget = Budget()
         self.groups = RootGroups()
         self.log = DecisionLog()
@@ -169,7 +171,7 @@ class Engine:
             picked.append(too)
         views = candidates.views(picked, inputs, workers, self.links, seam.pending_bytes, self.ledger.reconcile, name)
         spent = (time.perf_counter_ns() - began) * 1e-9
-        if spent > DECISION_SECONDS:
+        if spent > self.budget.decision_seconds:
             self.budget.gave_up(spent)
             return "took too long"
         return picked, inputs, views, task, far, self._choose(task, views, far)
@@ -263,7 +265,19 @@ class Engine:
         info = self.workers.remove(address)
         if info is not None:
             self.speeds.removed(info)
+        self.zones.remove(address)
         self.groups.worker_removed(address)
+
+    def measured(self, info: WorkerInfo, round_trip: float) -> None:
+        """The round trip between the scheduler and a worker is known."""
+        zones, workers = self.zones, self.workers
+        if zones.add(info.address, round_trip):
+            self.links.reseed(LinkClass.NETWORK, seed(zones.farthest, SEEDS[LinkClass.NETWORK]))
+            for other in workers.all.items:
+                if (zone := zones.by_address.get(other.address)) is not None:
+                    workers.move(other, zone, LinkClass.RACK)
+        elif zones.several:
+            workers.move(info, zones.by_address[info.address], LinkClass.RACK)
 
     def graph_arrived(self, keys: Collection[Hashable]) -> None:
         """Before the first transition of its tasks."""
@@ -442,6 +456,7 @@ class Engine:
             "microseconds": self.budget.statistics(),
             "governor": self.governor.statistics(),
             "links": self.links.statistics(),
+            "zones": self.zones.statistics(),
             "prefixes": len(self.durations.prefixes),
             #: address -> speed relative to the median worker (2: twice as fast)
             "speeds": {w.ws.address: usual / w.slowness for w in measured},

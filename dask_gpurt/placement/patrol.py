@@ -2,6 +2,7 @@
 
 Each round, in this order:
 
+0. *Zones*: the round trip of each new worker, see `topology.zones`.
 1. *Suspicions*: what workers said of their running tasks (heartbeats carry the run time of each), beside what such
    tasks usually take, is a lower bound of their slowness, see `speed`.
 2. *Rescue*: tasks that wait on a slow worker and would be done sooner in the queue of a faster one are asked back, by
@@ -30,6 +31,7 @@ from dask_gpurt.placement.cost import finish_seconds
 from dask_gpurt.placement.durations import JUDGING, MEASURABLE_SECONDS
 from dask_gpurt.placement.speed import FORGET_SECONDS
 from dask_gpurt.placement.thieves import STOCK
+from dask_gpurt.topology.zones import round_trip_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -145,6 +147,11 @@ class Patrol:
 
     def _look(self, info: WorkerInfo, now: float, overdue: list[tuple[float, Any, WorkerInfo]]) -> None:
         ws = info.ws
+        engine = self.engine
+        if info.address not in engine.zones.by_address:
+            sock = seam.connection(engine.scheduler, info.address)
+            if sock is not None and (trip := round_trip_seconds(sock)) is not None:
+                engine.measured(info, trip)
         logs = []
         if ws.executing and ws.processing:
             since = max(0.0, now - ws.last_seen)

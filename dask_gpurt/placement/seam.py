@@ -87,6 +87,12 @@ ATTRIBUTES: dict[type, tuple[str, ...]] = {
 pending_bytes: Callable[[Any], int] = operator.attrgetter("_network_occ")
 
 
+def connection(scheduler: Any, address: str) -> Any:
+    """The socket of a worker's stream to the scheduler; None when there is none, or none we know."""
+    stream = getattr(getattr(scheduler.stream_comms.get(address), "comm", None), "stream", None)
+    return getattr(stream, "socket", None)
+
+
 def is_running(ws: Any) -> bool:
     """Whether a WorkerState takes tasks: not paused, closing or gone."""
     return ws.status is Status.running

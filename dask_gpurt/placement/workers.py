@@ -51,7 +51,11 @@ class IndexedSet(Generic[T]):
 
 
 class Node:
-    """Workers that reach one another without the network: those of one host, or of one process with ``inproc://``."""
+    """Workers that reach one another without the network: those of one host, or of one process with ``inproc://``.
+
+    Where the network has near and far, it is those of one zone instead (see `topology.zones`): then the way between
+    zones is so much longer than any within one that hosts do not matter beside it.
+    """
 
     __slots__ = ("idle", "link_class", "name", "workers")
 
@@ -134,6 +138,22 @@ class WorkerTable:
         self.all.add(info)
         self.refresh(info)
         return info
+
+    def move(self, info: WorkerInfo, name: str, link_class: LinkClass) -> None:
+        """Put a worker on another node."""
+        old = info.node
+        if old.name == name:
+            return
+        old.workers.discard(info)
+        old.idle.discard(info)
+        if not old.workers:
+            del self.nodes[old.name]
+        node = self.nodes.get(name)
+        if node is None:
+            node = self.nodes[name] = Node(name, link_class)
+        info.node = node
+        node.workers.add(info)
+        self.refresh(info)
 
     def remove(self, address: str) -> WorkerInfo | None:
         info = self.by_address.pop(address, None)

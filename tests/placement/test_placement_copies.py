@@ -83,9 +83,7 @@ async def settled(s: Scheduler, copies: CopySeam, *workers: Worker) -> None:
     await until(lambda: all(not w.state.executing_count for w in workers))
     await until(
         lambda: all(
-            set(w.data) == {ts.key for ts in s.workers[w.address].has_what}
-            for w in workers
-            if w.address in s.workers
+            set(w.data) == {ts.key for ts in s.workers[w.address].has_what} for w in workers if w.address in s.workers
         )
     )
     s.validate_state()
@@ -365,11 +363,11 @@ def test_patrol_finds_a_straggler() -> None:
         for i in range(6):
             await c.submit(held, pure=False, key=f"held-{i}")
         GATES[a.address] = threading.Event()
-        f = c.submit(held, pure=False, key="held-hangs", workers=[a.address])
+        f = c.submit(held, pure=False, key="held-77", workers=[a.address])
         await until(lambda: a.state.executing_count == 1)
         s.tasks[f.key].worker_restrictions = None
         with dask.annotate(gpurt_rerun=False):
-            g = c.submit(held, pure=False, key="held-once", workers=[a.address])
+            g = c.submit(held, pure=False, key="held-78", workers=[a.address])
         assert await f in (b.address, d.address)
         assert plugin.copies is not None
         await until(lambda: plugin.engine is not None and plugin.copies is not None and plugin.copies.counts["won"])
@@ -393,7 +391,7 @@ def test_never_when_annotated_or_switched_off() -> None:
             await c.submit(held, pure=False, key=f"held-{i}")
         GATES[a.address] = threading.Event()
         with dask.annotate(gpurt_rerun=False):
-            f = c.submit(held, pure=False, key="held-hangs", workers=[a.address])
+            f = c.submit(held, pure=False, key="held-77", workers=[a.address])
         await until(lambda: a.state.executing_count == 1)
         s.tasks[f.key].worker_restrictions = None
         assert plugin.engine is not None
