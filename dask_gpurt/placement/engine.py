@@ -61,7 +61,9 @@ OBSERVED = 4
 class Engine:
     """Tables and decisions of one scheduler."""
 
-    def __init__(self, scheduler: Any, settings: PlacementSettings) -> None:
+    def __init__(
+        self, scheduler: Any, settings: PlacementSettings, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.scheduler = scheduler
         self.settings = settings
         self.workers = WorkerTable(HOST_SHARE)
@@ -72,8 +74,8 @@ class Engine:
         self.budget = Budget()
         self.groups = RootGroups()
         self.log = DecisionLog()
-        self.governor = Governor(time.monotonic)
-        self.speeds = Pace(self.workers)
+        self.governor = Governor(clock)
+        self.speeds = Pace(self.workers, clock)
         self.thieves = Thieves(self)
         #: overdue tasks that must not run twice, by reason
         self.forbade: Counter[str] = Counter()
@@ -116,7 +118,10 @@ class Engine:
         info, view = picked[i], views[i]
         self._turn = (self._turn + 1) % OBSERVED
         if not self._turn or self.governor.standing is Standing.TRIAL:
-            self._tell_governor(ts, ours, weighed)
+            known = self.durations.prefixes.get(ts.prefix.name)
+            # What nobody has seen before nobody could have predicted.
+            if known is not None and known.seconds is not None:
+                self._tell_governor(ts, ours, weighed)
         if not ours:
             return self.leave(ts, "trial")
         if valid is not None:
