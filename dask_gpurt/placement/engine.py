@@ -22,16 +22,16 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.model import LinkClass
 from dask_gpurt.model.views import TaskView
-from dask_gpurt.placement import candidates, seam
+from dask_gpurt.placement import candidates, judge, seam
 from dask_gpurt.placement.budget import Budget
-from dask_gpurt.placement.cost import finish_seconds
 from dask_gpurt.placement.durations import UNKNOWN_SECONDS, Durations, compute_seconds
 from dask_gpurt.placement.governor import Governor, Standing
 from dask_gpurt.placement.groups import RootGroups
 from dask_gpurt.placement.ledger import Charge, Ledger
 from dask_gpurt.placement.log import DecisionLog
 from dask_gpurt.placement.pace import Pace
-from dask_gpurt.placement.policy import WEIGHTS, choose
+from dask_gpurt.placement.policy import choose
+from dask_gpurt.placement.prices import Prices
 from dask_gpurt.placement.shadow import Shadowed
 from dask_gpurt.placement.thieves import STOCK, Thieves
 from dask_gpurt.placement.workers import WorkerInfo, WorkerTable
@@ -44,14 +44,11 @@ if TYPE_CHECKING:
     from dask_gpurt.config import PlacementSettings
     from dask_gpurt.model.link import Link
     from dask_gpurt.model.views import WorkerView
-    from dask_gpurt.placement.workers import Node
 
 #: share of a worker's memory limit that task data may fill before more of it overflows: Dask's memory.target
 HOST_SHARE = 0.6
 #: inputs remembered per task for learning links from their transfer
 MAX_LEARNED_INPUTS = 8
-#: a task with more inputs costs too much to price for every thief; stock prices it
-MAX_PRICED_INPUTS = 64
 #: weight of a decision in a worker's share of network traffic
 SHARE_GAIN = 0.2
 #: the governor observes every so many-th decision, and all of a trial
@@ -85,13 +82,10 @@ class Engine:
         self.decided: Counter[str] = Counter()
         #: decisions left to stock on purpose, by reason
         self.declined: Counter[str] = Counter()
-        #: prices given to work stealing
-        self.priced = 0
+        self.prices = Prices(self)
         #: called with the reason when the governor retires the policy
         self.on_retired: Callable[[str], None] = lambda reason: None
         self._turn = 0
-        self._asked: tuple[Hashable, int] | None = None
-        self._located: list[tuple[Collection[Any], int, set[Node]]] = []
 
     # ------------------------------------------------------------------ decisions
 
@@ -121,7 +115,7 @@ class Engine:
             known = self.durations.prefixes.get(ts.prefix.name)
             # What nobody has seen before nobody could have predicted.
             if known is not None and known.seconds is not None:
-                self._tell_governor(ts, ours, weighed)
+                judge.tell(self, ts, ours, weighed)
         if not ours:
             return self.leave(ts, "trial")
         if valid is not None:
@@ -185,73 +179,14 @@ class Engine:
         """The policy: index of the view to choose."""
         return choose(task, views, far)
 
-    def _tell_governor(self, ts: Any, ours: bool, weighed: Any) -> None:
-        _, inputs, views, task, far, i = weighed
-        view = views[i]
-        predicted, moved = finish_seconds(task, view, far)
-        stock = predicted
-        if len(views) > 1:
-            # Stock compares holders only, by queue and bytes missing; without inputs, by queue.
-            holders = [v for v in views if inputs.count - v.near_fetches - v.far_fetches > 0.5] or views
-            if len(holders) > 1 or holders[0] is not view:
-                theirs = min(holders, key=lambda v: v.queue_seconds * v.slowness + finish_seconds(task, v, far)[1])
-                stock = finish_seconds(task, theirs, far)[0]
-        self.governor.decided(
-            ts.key, ts.prefix.name, ours, predicted, stock, view.near_bytes + view.far_bytes, WEIGHTS.moved * moved
-        )
-
     def leave(self, ts: Any, reason: str) -> None:
         """Leave a decision to stock on purpose."""
         self.declined[reason] += 1
         self.log.left(ts.key, reason)
 
     def comm_cost(self, ts: Any, ws: Any) -> float | None:
-        """Seconds to bring a task's missing inputs to a worker, for work stealing; None to leave it to stock.
-
-        Stealing compares this with occupancies, which contain inbound bytes at the one bandwidth of stock. Pricing
-        moves in true seconds beside that made every move look profitable on fast links: simulated at 64 workers, it
-        stole ten times as much and tripled the time of a stencil. So the slowest kind of link in use is priced at
-        stock's bandwidth, and what was learned is used for what stock cannot know: how much less a neighbour costs,
-        and the latency of each fetch.
-        """
-        by_address = self.workers.by_address
-        info = by_address.get(ws.address)
-        deps = ts.dependencies
-        if self.retired:
-            return None
-        if info is None or info.ws is not ws or len(deps) > MAX_PRICED_INPUTS:
-            return None
-        self.priced += 1
-        # Stealing asks for one task and every idle worker in turn; what does not depend on the worker is kept. The
-        # counter bounds how stale it gets: replicas may appear without a transition, and this is only an estimate.
-        asked = (ts.key, self.scheduler.transition_counter)
-        if self._asked != asked:
-            self._asked = asked
-            self._located = [
-                (
-                    holders,
-                    d.get_nbytes(),
-                    {w.node for h in islice(holders, candidates.WIDE) if (w := by_address.get(h.address)) is not None},
-                )
-                for d in deps
-                if (holders := d.who_has)
-            ]
-        node = info.node
-        near = self.links.link(node.link_class)
-        far = near if len(self.workers.nodes) == 1 else self.links.link(LinkClass.NETWORK)
-        near_bytes = far_bytes = near_fetches = far_fetches = 0
-        for holders, nbytes, nodes in self._located:
-            if ws in holders:
-                continue
-            if node in nodes:
-                near_bytes += nbytes
-                near_fetches += 1
-            else:
-                far_bytes += nbytes
-                far_fetches += 1
-        seconds = near.latency_seconds * near_fetches + far.latency_seconds * far_fetches
-        discount = min(1.0, far.bytes_per_second / near.bytes_per_second)
-        return float(seconds + (far_bytes + near_bytes * discount) / self.scheduler.bandwidth)
+        """Seconds to bring a task's missing inputs to a worker, see `Prices`; None to leave it to stock."""
+        return None if self.retired else self.prices.comm_cost(ts, ws)
 
     # ------------------------------------------------------------------ events
 
@@ -327,7 +262,7 @@ class Engine:
             return
         self.log.assigned(key, ws.address)
         if self.governor.standing is Standing.TRIAL and self.governor.is_open(key):
-            self._tell_moved(ts, ws)
+            judge.tell_moved(self, ts, ws)
         info = self.workers.by_address.get(ws.address)
         if info is None or info.ws is not ws:
             return
@@ -398,22 +333,6 @@ class Engine:
         if (origin := by_address.get(victim)) is not None:
             self.workers.refresh(origin)
 
-    def _tell_moved(self, ts: Any, ws: Any) -> None:
-        """What stock's decision in a trial moves."""
-        info = self.workers.by_address.get(ws.address)
-        if info is None or len(ts.dependencies) > candidates.MAX_INPUTS:
-            return
-        view = candidates.views(
-            [info],
-            candidates.Inputs(ts.dependencies, self.workers.by_address),
-            self.workers,
-            self.links,
-            lambda ws: 0,
-            self.ledger.reconcile,
-        )[0]
-        _, moved = finish_seconds(TaskView(0.0, 0.0), view, self.links.link(LinkClass.NETWORK))
-        self.governor.moved(ts.key, view.near_bytes + view.far_bytes, WEIGHTS.moved * moved)
-
     def _charge(self, ts: Any, info: WorkerInfo) -> Charge:
         return self.ledger.charge(ts.key, info, self.durations.prefix(ts.prefix.name), ts.prefix.duration_average)
 
@@ -455,7 +374,7 @@ class Engine:
                 **self.log.calibration(),
             },
             "declined": dict(self.declined),
-            "prices": self.priced,
+            "prices": self.prices.given,
             #: cogroups closed, and root tasks handed to the owner of their group
             "roots": {"groups": self.groups.closed, "pulled": self.groups.pulled},
             "microseconds": self.budget.statistics(),

@@ -24,6 +24,7 @@ from dask_gpurt.placement.patrol import Patrol
 from dask_gpurt.placement.replicas import ReplicaSeam
 from dask_gpurt.placement.seam import Seam
 from dask_gpurt.placement.seam_copies import CopySeam
+from dask_gpurt.placement.seam_shadow import watch
 from dask_gpurt.placement.seam_stealing import StealingSeam
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class PlacementPlugin(SchedulerPlugin):
             engine.adopt()
             self.seam, self.engine = seam, engine
             if self.settings.shadow:
-                seam.install_shadow(engine.shadow)
+                watch(seam, engine.shadow)
             else:
                 self._take_over(scheduler, seam, engine)
         except GpurtError:

@@ -245,32 +245,6 @@ class Seam(Guard):
 
         return decide_worker_non_rootish
 
-    def install_shadow(self, observe: Callable[[Any, Any, Any], None]) -> None:
-        """Only watch: stock decides, then ``observe(ts, valid, ws)`` is told its choice. Nothing else is taken over."""
-        name = "decide_worker_non_rootish"
-        scheduler = self.scheduler
-        if name in scheduler.__dict__:
-            raise InstallError(f"Scheduler.{name} is already overridden by {scheduler.__dict__[name]!r}")
-        part = self.parts.setdefault(name, Part(name))
-        stock = self._stock(name)
-
-        def decide_worker_non_rootish(ts: TaskState) -> WorkerState | None:
-            ws = stock(ts)
-            if part.retired is None:
-                try:
-                    valid = None
-                    if ts.worker_restrictions or ts.host_restrictions or ts.resource_restrictions:
-                        valid = scheduler.valid_workers(ts)
-                        if not valid and valid is not None and ts.loose_restrictions:
-                            valid = None
-                    observe(ts, valid, ws)
-                except Exception:
-                    self.failed(part.name)
-            return ws
-
-        self._installed[name] = decide_worker_non_rootish
-        setattr(scheduler, name, decide_worker_non_rootish)
-
     def install_roots(
         self,
         waits: Callable[[Any], bool],
