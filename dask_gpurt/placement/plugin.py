@@ -24,6 +24,7 @@ from dask_gpurt.placement.patrol import Patrol
 from dask_gpurt.placement.replicas import ReplicaSeam
 from dask_gpurt.placement.seam import Seam
 from dask_gpurt.placement.seam_copies import CopySeam
+from dask_gpurt.placement.seam_routes import RouteSeam
 from dask_gpurt.placement.seam_shadow import watch
 from dask_gpurt.placement.seam_stealing import StealingSeam
 
@@ -65,6 +66,7 @@ class PlacementPlugin(SchedulerPlugin):
         self.seam: Seam | None = None
         self.stealing: StealingSeam | None = None
         self.replicas: ReplicaSeam | None = None
+        self.routes: RouteSeam | None = None
         #: None also when second copies are switched off
         self.copies: CopySeam | None = None
         self.patrol: Patrol | None = None
@@ -108,6 +110,8 @@ class PlacementPlugin(SchedulerPlugin):
         self.stealing.install(engine.thief)
         self.replicas = ReplicaSeam(scheduler, seam)
         self.replicas.install()
+        self.routes = RouteSeam(scheduler, seam, engine.zones)
+        self.routes.install()
         if self.settings.stragglers:
             self.copies = CopySeam(scheduler, seam)
             self.copies.on_won = engine.copy_won
@@ -117,10 +121,10 @@ class PlacementPlugin(SchedulerPlugin):
 
     def uninstall(self) -> None:
         """Give the scheduler back as it was. Safe to call at any time, also twice."""
-        for part in (self.patrol, self.copies, self.replicas, self.stealing, self.seam):
+        for part in (self.patrol, self.copies, self.routes, self.replicas, self.stealing, self.seam):
             if part is not None:
                 (part.stop if isinstance(part, Patrol) else part.uninstall)()
-        self.patrol = self.copies = self.replicas = self.stealing = None
+        self.patrol = self.copies = self.routes = self.replicas = self.stealing = None
         self.engine = None
 
     async def close(self) -> None:
@@ -163,6 +167,7 @@ class PlacementPlugin(SchedulerPlugin):
                 "running": 0 if self.copies is None else len(self.copies.copies),
                 "forbidden": dict(self.engine.forbade),
             },
+            "routes_shortened": 0 if self.routes is None else self.routes.shortened,
             "replicas": None
             if self.replicas is None or self.replicas.policy is None
             else {"named": self.replicas.policy.named, "not_the_fullest": self.replicas.policy.otherwise},

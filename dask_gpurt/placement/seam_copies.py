@@ -140,7 +140,8 @@ class CopySeam:
         ):
             return False
         first_run = ts.run_id
-        msg = scheduler._task_to_msg(ts)  # gives the task a new run id
+        # The class's own: ours would take it for a message to the first worker. It gives the task a new run id.
+        msg = type(scheduler)._task_to_msg(scheduler, ts)
         second_run, ts.run_id = ts.run_id, first_run
         self.copies[ts.key] = Copy(ts, ws, second_run)
         self.per_worker[ws.address] += 1

@@ -17,7 +17,7 @@ from distributed.utils_test import gen_cluster, inc, slowinc
 from placement_fakes import SETTINGS
 
 from dask_gpurt.config import PlacementSettings
-from dask_gpurt.placement import PlacementPlugin, governor, guard, patrol, replicas
+from dask_gpurt.placement import PlacementPlugin, governor, guard, patrol, replicas, seam_routes
 from dask_gpurt.placement.engine import Engine
 
 if TYPE_CHECKING:
@@ -185,6 +185,7 @@ FAULTS = [
     (Engine, "restarted"),
     (patrol.Patrol, "round"),
     (replicas.WorstReplicas, "_name"),
+    (seam_routes.RouteSeam, "_shorten"),
 ]
 
 
@@ -202,6 +203,10 @@ def test_faults_everywhere(monkeypatch: pytest.MonkeyPatch, owner: type, name: s
     @gen_cluster(client=True, nthreads=FOUR, config=FAST_STEALING, timeout=60)
     async def run(c: Any, s: Scheduler, *workers: Worker) -> None:
         plugin = await install(s)
+        if name == "_shorten":
+            assert plugin.engine is not None
+            for w, trip in zip(workers, (1e-5, 1e-5, 1e-1, 1e-1), strict=True):
+                plugin.engine.measured(plugin.engine.workers.by_address[w.address], trip)
         async with Worker(s.address, nthreads=1):
             assert await tree(c) == EXPECTED
             # Something to steal, and something with more replicas than needed.
@@ -305,3 +310,35 @@ def test_badness() -> None:
     assert rank == sorted(rank)
     assert len(set(rank)) == 4
     assert replicas.badness(idle, 3, 100) > replicas.badness(spilling, 1, 100)
+
+
+def test_workers_fetch_from_near_holders() -> None:
+    @gen_cluster(client=True, nthreads=FOUR)
+    async def run(c: Any, s: Scheduler, *workers: Worker) -> None:
+        plugin = await install(s)
+        assert plugin.engine is not None
+        assert plugin.patrol is not None
+        plugin.patrol.stop()  # this machine's own round trips do not matter here
+        engine = plugin.engine
+        engine.zones.by_address.clear()
+        engine.zones.round_trips.clear()
+        for w, trip in zip(workers, (1e-5, 1e-5, 1e-1, 1e-1), strict=True):
+            engine.measured(engine.workers.by_address[w.address], trip)
+        assert {n.link_class.value for n in engine.workers.nodes.values()} == {"rack"}
+        a, b, near, there = workers
+        xs = await c.scatter([bytes([i]) * 1000 for i in range(12)], workers=[a.address, b.address, there.address])
+        await c.replicate(xs, 3, workers=[a.address, b.address, there.address])
+        await c.gather([c.submit(len, x, workers=[near.address], pure=False) for x in xs])
+        assert {t["who"] for t in near.transfer_incoming_log} == {there.address}
+        stats = plugin.statistics()
+        assert stats["routes_shortened"] == 12
+        assert stats["zones"]["zone-1"]["workers"] == 2
+        # The near holder dies with the only copy that was named: the worker asks for the others.
+        y = (await c.scatter([b"y" * 1000], workers=[a.address, there.address]))[0]
+        await c.replicate(y, 2, workers=[a.address, there.address])
+        f = c.submit(len, y, workers=[near.address], pure=False)
+        await there.close()
+        assert await f == 1000
+        assert not stats["fallbacks"]
+
+    run()
