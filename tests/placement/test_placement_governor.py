@@ -162,8 +162,8 @@ def test_compare() -> None:
 def test_the_share_of_a_second() -> None:
     now = [10.0]
     b = Budget(clock=lambda: now[0])
-    for _ in range(300):  # half of each second
-        now[0] += 0.004
+    for _ in range(600):  # four fifths of each second
+        now[0] += 0.0025
         b.record(0.002)
         if b.exhausted:
             break
