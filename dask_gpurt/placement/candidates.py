@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.model.link import LinkClass
 from dask_gpurt.model.views import WorkerView
+from dask_gpurt.placement.across import price
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
@@ -247,6 +248,7 @@ def views(
                 info.mark_bytes - ws.nbytes - info.reserved_bytes - pending,
                 ws.nbytes,
                 near,
+                price(inputs.counted, node, by_address) if far_n and table.zoned else 1.0,
             )
         )
     return out

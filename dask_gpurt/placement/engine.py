@@ -213,6 +213,7 @@ class Engine:
         zones, workers = self.zones, self.workers
         if zones.add(info.address, round_trip):
             self.links.reseed(LinkClass.NETWORK, seed(zones.farthest, SEEDS[LinkClass.NETWORK]))
+            workers.zoned = True
             for other in workers.all.items:
                 if (zone := zones.by_address.get(other.address)) is not None:
                     workers.move(other, zone, LinkClass.RACK)

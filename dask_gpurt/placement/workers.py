@@ -122,6 +122,8 @@ class WorkerTable:
         self.all: IndexedSet[WorkerInfo] = IndexedSet()
         self.idle: IndexedSet[WorkerInfo] = IndexedSet()
         self.nodes: dict[str, Node] = {}
+        #: whether nodes are zones
+        self.zoned = False
         #: seeded, so that the same events give the same decisions
         self.random: Callable[[], float] = random.Random(seed).random
 

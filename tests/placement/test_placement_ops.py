@@ -143,19 +143,18 @@ def test_a_bad_policy_is_retired(monkeypatch: pytest.MonkeyPatch, caplog: pytest
     # All tasks go to one worker: it is what the predictions say, and far worse than what stock would do.
     monkeypatch.setattr(Engine, "_choose", lambda self, task, views, far: 0)
     monkeypatch.setattr(governor, "WINDOW", 16)
-    monkeypatch.setattr(governor, "TRIAL", 32)
+    monkeypatch.setattr(governor, "TRIAL", 64)
 
     @gen_cluster(client=True, nthreads=FOUR, timeout=90, config={"distributed.scheduler.work-stealing": False})
     async def run(c: Any, s: Scheduler, *workers: Worker) -> None:
         plugin = await install(s)
         assert plugin.engine is not None
         rounds = 0
-        while plugin.engine.governor.retirements == 0 and rounds < 30:
+        while plugin.engine.governor.retirements == 0 and rounds < 12:
             rounds += 1
-            xs = await c.scatter(list(range(12)), hash=False, broadcast=True)
-            # One graph of several small groups: not root-ish.
+            xs = await c.scatter(list(range(32)), hash=False, broadcast=True)
             ys = [c.submit(slowinc, x, delay=0.02, key=f"slowinc-{rounds}-{i}") for i, x in enumerate(xs)]
-            assert await c.gather(ys) == list(range(1, 13))
+            assert await c.gather(ys) == list(range(1, 33))
             del xs, ys
         stats = plugin.statistics()
         assert stats["governor"]["standing"] == "retired", stats["governor"]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from placement_fakes import FakeTask, FakeWorker, assign, learn, make_engine
 
+from dask_gpurt.model.link import LinkClass
 from dask_gpurt.placement import stragglers
 from dask_gpurt.placement.durations import Prefix
 from dask_gpurt.placement.pace import PATIENCE_SECONDS, Pace
@@ -247,3 +248,56 @@ def test_independent_tasks_avoid_a_slow_worker() -> None:
         chosen.append(ws)
     assert workers[0] not in chosen
     assert {chosen.count(w) for w in workers[1:]} == {3}
+
+
+def zoned() -> tuple[Engine, list[FakeWorker]]:
+    """Two racks of two hosts."""
+    workers = [FakeWorker(i) for i in range(4)]
+    engine = make_engine(workers)
+    for ws, trip in zip(workers, (1e-5, 1e-5, 2e-2, 2e-2), strict=True):
+        engine.measured(engine.workers.by_address[ws.address], trip)
+    return engine, workers
+
+
+def test_two_racks_are_known_by_their_round_trips() -> None:
+    engine, workers = zoned()
+    nodes = [engine.workers.by_address[w.address].node for w in workers]
+    assert nodes[0] is nodes[1]
+    assert nodes[2] is nodes[3]
+    assert nodes[0] is not nodes[2]
+    far, near = engine.links.link(LinkClass.NETWORK), engine.links.link(LinkClass.RACK)
+    assert far.seconds(10**7) > 10 * near.seconds(10**7)
+    late = FakeWorker(9)
+    engine.scheduler.workers[late.address] = late
+    engine.worker_added(late.address)
+    engine.measured(engine.workers.by_address[late.address], 2.1e-2)
+    assert engine.workers.by_address[late.address].node is nodes[2]
+    engine.worker_removed(late.address)
+    assert late.address not in engine.zones.by_address
+
+
+def test_pairs_stay_in_their_rack() -> None:
+    engine, workers = zoned()
+    learn(engine, "f", 0.1)
+    for i in range(16):
+        inputs = [FakeTask(f"x{k}-{i}", nbytes=10**6, on=(workers[k],)) for k in (0, 1)]
+        ts = FakeTask(f"f-{i}", *inputs)
+        ws = engine.decide(ts, None)
+        assert ws in workers[:2]
+        assign(engine, ts, ws)
+
+
+def test_what_many_need_crosses_once() -> None:
+    engine, workers = zoned()
+    learn(engine, "f", 0.1)
+    x = FakeTask("x", nbytes=8 * 10**6, on=(workers[0],))
+    tasks = [FakeTask(f"f-{i}", x) for i in range(40)]
+    x.waiters = set(tasks)  # type: ignore[attr-defined]
+    used = []
+    for ts in tasks:
+        ws = engine.decide(ts, None)
+        assert ws is not None
+        assign(engine, ts, ws)
+        used.append(ws)
+    far = {w.address for w in used} & {w.address for w in workers[2:]}
+    assert len(far) == 1, "one of the other rack fetches it, the other does not fetch it too"
