@@ -30,7 +30,7 @@ from dask_gpurt.placement.groups import RootGroups
 from dask_gpurt.placement.ledger import Charge, Ledger
 from dask_gpurt.placement.log import DecisionLog
 from dask_gpurt.placement.pace import Pace
-from dask_gpurt.placement.policy import choose
+from dask_gpurt.placement.policy import Cheapest
 from dask_gpurt.placement.prices import Prices
 from dask_gpurt.placement.shadow import Shadowed
 from dask_gpurt.placement.thieves import STOCK, Thieves
@@ -42,8 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Mapping
 
     from dask_gpurt.config import PlacementSettings
-    from dask_gpurt.model.link import Link
-    from dask_gpurt.model.views import WorkerView
+    from dask_gpurt.placement.policy import Policy
 
 #: share of a worker's memory limit that task data may fill before more of it overflows: Dask's memory.target
 HOST_SHARE = 0.6
@@ -59,10 +58,18 @@ class Engine:
     """Tables and decisions of one scheduler."""
 
     def __init__(
-        self, scheduler: Any, settings: PlacementSettings, *, clock: Callable[[], float] = time.monotonic
+        self,
+        scheduler: Any,
+        settings: PlacementSettings,
+        policy: Policy | None = None,
+        *,
+        clock: Callable[[], float] | None = None,
     ) -> None:
+        # Looked up at each call, so that a simulator can exchange it.
+        clock = clock or (lambda: time.monotonic())
         self.scheduler = scheduler
         self.settings = settings
+        self.policy: Policy = policy or Cheapest()
         self.workers = WorkerTable(HOST_SHARE)
         self.ledger = Ledger()
         self.durations = Durations()
@@ -173,11 +180,12 @@ class Engine:
         if spent > self.budget.decision_seconds:
             self.budget.gave_up(spent)
             return "took too long"
-        return picked, inputs, views, task, far, self._choose(task, views, far)
-
-    def _choose(self, task: TaskView, views: list[WorkerView], far: Link) -> int:
-        """The policy: index of the view to choose."""
-        return choose(task, views, far)
+        i = self.policy.decide(task, views, far)
+        if i is None:
+            return "policy"
+        if not 0 <= i < len(picked):
+            raise IndexError(f"{type(self.policy).__name__}.decide gave {i!r}; there are {len(picked)} candidates")
+        return picked, inputs, views, task, far, i
 
     def leave(self, ts: Any, reason: str) -> None:
         """Leave a decision to stock on purpose."""

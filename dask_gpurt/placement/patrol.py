@@ -66,7 +66,7 @@ class Patrol:
         guard: Seam,
         stealing: StealingSeam,
         copies: CopySeam | None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self.engine = engine
         self.guard = guard
@@ -74,7 +74,8 @@ class Patrol:
         #: None: no second copies
         self.copies = copies
         self.rounds = 0
-        self._clock = clock
+        # Looked up at each call, so that a simulator can exchange it.
+        self._clock = clock or (lambda: time.time())
         self._at = 0
         self._learned: dict[WorkerInfo, tuple[int, float]] = {}
         self._callback: PeriodicCallback | None = None

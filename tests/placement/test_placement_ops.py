@@ -30,8 +30,15 @@ SHADOW = PlacementSettings(enabled=True, candidates=16, shadow=True)
 FAST_STEALING = {"distributed.scheduler.work-stealing-interval": "10ms"}
 
 
-async def install(s: Scheduler, settings: PlacementSettings = SETTINGS) -> PlacementPlugin:
-    plugin = PlacementPlugin(settings)
+class First:
+    """A bad policy: the first candidate, whatever it costs."""
+
+    def decide(self, task: Any, workers: Any, far: Any) -> int:
+        return 0
+
+
+async def install(s: Scheduler, settings: PlacementSettings = SETTINGS, policy: Any = None) -> PlacementPlugin:
+    plugin = PlacementPlugin(settings, policy=policy)
     s.add_plugin(plugin)
     await plugin.start(s)
     return plugin
@@ -141,13 +148,12 @@ def test_an_exception_in_shadow_mode_is_counted(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_bad_policy_is_retired(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     # All tasks go to one worker: it is what the predictions say, and far worse than what stock would do.
-    monkeypatch.setattr(Engine, "_choose", lambda self, task, views, far: 0)
     monkeypatch.setattr(governor, "WINDOW", 16)
     monkeypatch.setattr(governor, "TRIAL", 64)
 
     @gen_cluster(client=True, nthreads=FOUR, timeout=90, config={"distributed.scheduler.work-stealing": False})
     async def run(c: Any, s: Scheduler, *workers: Worker) -> None:
-        plugin = await install(s)
+        plugin = await install(s, policy=First())
         assert plugin.engine is not None
         rounds = 0
         while plugin.engine.governor.retirements == 0 and rounds < 12:
