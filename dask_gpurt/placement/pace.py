@@ -36,7 +36,8 @@ class Pace:
         self._clock = clock
         #: root tasks that a slow worker was not given
         self.spared = 0
-        self._slow: set[WorkerInfo] = set()
+        #: a dict, for its order: the same events must give the same decisions in every process
+        self._slow: dict[WorkerInfo, None] = {}
         self._refused: dict[WorkerInfo, float] = {}
         self._taken = -math.inf
         self._sum = 0.0
@@ -51,12 +52,12 @@ class Pace:
     def learned(self, info: WorkerInfo) -> None:
         """The slowness of a worker may have changed."""
         if info.slowness > SLOW * self.usual:
-            self._slow.add(info)
+            self._slow[info] = None
         else:
-            self._slow.discard(info)
+            self._slow.pop(info, None)
 
     def removed(self, info: WorkerInfo) -> None:
-        self._slow.discard(info)
+        self._slow.pop(info, None)
         self._refused.pop(info, None)
 
     @property

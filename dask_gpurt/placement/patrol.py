@@ -87,7 +87,7 @@ class Patrol:
         except RuntimeError:
             return
         scheduler = self.engine.scheduler
-        self._callback = PeriodicCallback(self._round, self._interval() * 1000)
+        self._callback = PeriodicCallback(self.go, self.interval_seconds() * 1000)
         scheduler.periodic_callbacks[CALLBACK] = self._callback
         self._callback.start()
 
@@ -100,17 +100,19 @@ class Patrol:
             self._callback = None
         self._learned.clear()
 
-    def _interval(self) -> float:
+    def interval_seconds(self) -> float:
+        """Between two rounds."""
         return max(ROUND_SECONDS, len(self.engine.workers.all) * PER_WORKER_SECONDS)
 
-    def _round(self) -> None:
+    def go(self) -> None:
+        """One round, guarded."""
         part = self.guard.parts.get(NAME)
         if part is not None and part.retired is not None:
             return
         try:
             self.round()
             if self._callback is not None:
-                self._callback.callback_time = self._interval() * 1000
+                self._callback.callback_time = self.interval_seconds() * 1000
         except Exception:
             self.guard.failed(NAME)
 
@@ -196,7 +198,10 @@ class Patrol:
             others = [w.ws for w in {**dict.fromkeys(self._some(home, idle=True)), **dict.fromkeys(self._some(home))}]
             if not others:
                 continue
-            for ts in [t for t in ws.processing if t not in ws.executing and t not in ws.long_running]:
+            waiting = [t for t in ws.processing if t not in ws.executing and t not in ws.long_running]
+            # What its worker would come to last goes first.
+            waiting.sort(key=lambda t: t.priority, reverse=True)
+            for ts in waiting:
                 if moves >= MOVES:
                     return
                 valid = engine.scheduler.valid_workers(ts)

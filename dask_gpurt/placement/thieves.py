@@ -17,6 +17,7 @@ more is stolen in it.
 
 from __future__ import annotations
 
+import operator
 import time
 from collections import Counter
 from itertools import islice
@@ -40,6 +41,9 @@ MAX_INPUTS = 64
 #: time of one round of balancing, and what counts as one round
 ROUND_SECONDS = 0.02
 ROUND = 0.2
+
+
+_address = operator.attrgetter("address")
 
 
 class Stock:
@@ -95,11 +99,17 @@ class Thieves:
     def _choose(self, ts: Any, thieves: Any, in_flight: Any, valid: Any, home: Any, prefix: Any, busy: bool) -> Any:
         engine = self._engine
         by_address = engine.workers.by_address
-        pool: Any = thieves
+        # Sets are in another order in every process; the same events must give the same decisions.
+        pool: list[Any]
         if len(thieves) > THIEVES:
-            # Those that have the largest input first, then any.
+            # Those that have inputs first, then some that are idle.
             near = {h for d in ts.dependencies for h in islice(d.who_has or (), THIEVES) if h in thieves}
-            pool = [*islice(near, THIEVES), *islice((w for w in thieves if w not in near), 2 * THIEVES)]
+            idle = engine.workers.idle.items
+            start = int(engine.workers.random() * len(idle))
+            some = (idle[(start + i) % len(idle)].ws for i in range(min(len(idle), 4 * THIEVES)))
+            pool = [*sorted(near, key=_address)[:THIEVES], *(w for w in some if w in thieves and w not in near)]
+        else:
+            pool = sorted(thieves, key=_address)
         free = []
         for ws in pool:
             info = by_address.get(ws.address)
