@@ -249,6 +249,8 @@ def main() -> None:
     missing = why_not()
     if missing is not None:
         raise SystemExit(f"placement_net: {missing}")
+    # Ended from outside, it still has to take the racks down.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(f"placement_net: ended by signal {number}"))
     measured = measure(args)
     report = {
         **data.facts("5 network namespaces on one machine, joined by a user-space wire of 10 ms and 100 Mbit/s"),
