@@ -22,8 +22,12 @@ How, and why that is safe with distributed's state machines:
    charged the task to that worker, so it is not suspicious of anything.
 7. The task is cancelled, released or has another recipe: the copy is told to free the key. A `TaskState` that is not
    the same object with the same ``run_spec`` never takes a copy's result.
+8. *Inputs of a copy.* The scheduler does not know that the second worker needs them, so active memory management would
+   drop them there as superfluous replicas; a worker that is told so while a task runs on the input raises, and with
+   that exception closes. Such a request is not sent while the copy runs.
 
-Taken over: the entries ``task-finished`` and ``task-erred`` of ``scheduler.stream_handlers`` (an instance's dict).
+Taken over: the entries ``task-finished`` and ``task-erred`` of ``scheduler.stream_handlers`` (an instance's dict), and
+``scheduler.request_remove_replicas``.
 
 Rejected: a second task under an internal name (the graph, the clients and every dashboard would see it, and its result
 has the wrong key); re-assigning at the start (the first result would be thrown away as stale, and the first worker
@@ -84,6 +88,7 @@ class CopySeam:
         self._losers: dict[tuple[Hashable, str, int], None] = {}
         self._stock: dict[str, Any] = {}
         self._ours: dict[str, Any] = {}
+        self._remove: Any = None
 
     def install(self) -> None:
         part = self.guard.parts.setdefault(NAME, Part(NAME))
@@ -112,6 +117,25 @@ class CopySeam:
         self._stock = {"task-finished": finished, "task-erred": erred}
         self._ours = {"task-finished": task_finished, "task-erred": task_erred}
         handlers.update(self._ours)
+        remove = self.scheduler.request_remove_replicas
+
+        def request_remove_replicas(addr: str, keys: list[Any], *, stimulus_id: str) -> None:
+            kept = keys
+            if addr in self.per_worker:
+                try:
+                    kept = [key for key in keys if not self._needed(addr, key)]
+                    self.counts["inputs kept"] += len(keys) - len(kept)
+                except Exception:
+                    self.guard.failed(part.name)
+            if kept:
+                remove(addr, kept, stimulus_id=stimulus_id)
+
+        self._remove = request_remove_replicas
+        self.scheduler.request_remove_replicas = request_remove_replicas
+
+    def _needed(self, address: str, key: Any) -> bool:
+        """Whether a copy that runs on a worker has a key among its inputs."""
+        return any(c.address == address and any(d.key == key for d in c.ts.dependencies) for c in self.copies.values())
 
     def uninstall(self) -> None:
         for key in list(self.copies):
@@ -123,6 +147,9 @@ class CopySeam:
             else:
                 logger.warning("the handler %s was overridden after placement took it over; left as it is", name)
         self._ours, self._stock = {}, {}
+        if vars(self.scheduler).get("request_remove_replicas") is self._remove and self._remove is not None:
+            del self.scheduler.request_remove_replicas
+        self._remove = None
         self._losers.clear()
 
     # ------------------------------------------------------------------ acting

@@ -352,6 +352,38 @@ def test_a_broken_handler_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
     run()
 
 
+def test_inputs_of_a_copy_are_not_dropped_as_superfluous() -> None:
+    @gen_cluster(client=True, nthreads=THREE)
+    async def run(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
+        data = (await c.scatter({"input": "x"}, workers=[a.address]))["input"]
+        plugin = PlacementPlugin(SETTINGS)
+        s.add_plugin(plugin)
+        await plugin.start(s)
+        copies = plugin.copies
+        assert copies is not None
+        f = c.submit(held, data, pure=False, key="held-1", workers=[a.address])
+        await until(lambda: a.state.executing_count == 1)
+        s.tasks[f.key].worker_restrictions = None
+        assert copies.start(s.tasks[f.key], s.workers[b.address])
+        await until(lambda: b.state.executing_count == 1)
+        await until(lambda: len(s.tasks["input"].who_has or ()) == 2)
+        # What active memory management does with a replica that no task it knows of needs.
+        s.request_remove_replicas(b.address, ["input"], stimulus_id="superfluous")
+        await c.run(lambda: None)  # after whatever was sent
+        assert "input" in b.data
+        assert copies.counts["inputs kept"] == 1
+        open_gate(b)
+        assert await f == b.address
+        await settled(s, copies, a, b, d)
+        # With no copy there the request goes through.
+        s.request_remove_replicas(b.address, ["input"], stimulus_id="superfluous")
+        await until(lambda: "input" not in b.data)
+        plugin.uninstall()
+        assert "request_remove_replicas" not in vars(s)
+
+    run()
+
+
 def test_patrol_finds_a_straggler() -> None:
     @gen_cluster(client=True, nthreads=THREE, timeout=60)
     async def run(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
