@@ -33,7 +33,7 @@ def cut(shard: Shard, limit_bytes: int) -> list[Shard]:
     if shard.table.nbytes <= limit_bytes or n <= _ROWS:
         return [shard]
     ends = np.cumsum(shard.lengths, dtype=np.int64)
-    out = []
+    out: list[Shard] = []
     for low, high in _ranges(shard.table, 0, n, limit_bytes):
         first, last = np.searchsorted(ends, [low, high - 1], side="right")
         edges = np.clip(ends[first : last + 1], low, high)

@@ -24,6 +24,7 @@ from dask_gpurt.errors import InstallError
 from dask_gpurt.model import Event, Sink, null_sink
 from dask_gpurt.shuffle import seam, stores
 from dask_gpurt.shuffle.spec import GpurtShuffleSpec
+from dask_gpurt.shuffle.transport.plane import statistics_of
 
 if TYPE_CHECKING:
     from dask_gpurt.config import ShuffleSettings
@@ -58,8 +59,9 @@ class ShuffleTakeover:
     >>> takeover = await ShuffleTakeover.install(scheduler, settings.shuffle)  # doctest: +SKIP
     """
 
-    def __init__(self, scheduler: Any, sink: Sink) -> None:
+    def __init__(self, scheduler: Any, settings: ShuffleSettings, sink: Sink) -> None:
         self.scheduler = scheduler
+        self.settings = settings
         #: worker address -> "" when it can run our spec, else why not; absent: not known yet
         self.able: dict[str, str] = {}
         self._sink = sink
@@ -94,7 +96,7 @@ class ShuffleTakeover:
                 "ShuffleSchedulerPlugin. Remedy: uninstall what replaced it, or set gpurt.shuffle.enabled: false"
             )
         _refuse_active(stock, "install")
-        self = cls(scheduler, sink)
+        self = cls(scheduler, settings, sink)
         self._stock, self._plugin = seam.swap_plugin(scheduler, lambda: _SchedulerPlugin(scheduler, self))
         await self.ask(list(scheduler.workers))
         sink(Event("shuffle.installed", "the plugin named shuffle was taken over", {"workers": len(self.able)}))
@@ -134,7 +136,7 @@ class ShuffleTakeover:
         try:
             reason = self._reason_for_stock(spec)
             if not reason:
-                ours = GpurtShuffleSpec.of(spec)
+                ours = GpurtShuffleSpec.of(spec, self.settings)
                 self._runs += 1
                 return ours
         except Exception:
@@ -184,5 +186,5 @@ def _refuse_active(plugin: Any, what: str) -> None:
 
 
 def worker_statistics(worker: Any) -> dict[str, Any]:
-    """What the shuffle did on one worker, see `stores.Counters`; plain JSON values."""
-    return stores.counters_of(worker).as_dict()
+    """What the shuffle did on one worker, see `stores.Counters` and `transport.Plane.statistics`; plain JSON values."""
+    return {**stores.counters_of(worker).as_dict(), "transport": statistics_of(worker)}

@@ -5,17 +5,20 @@ distributed's run; the row path is ours::
 
     task thread   _shard_partition    split + make parcels (no copy after the gather)
     event loop    _write_to_comm      our own shard straight into the store; others, small ones staged until they are
-                                      worth a message, to distributed's send buffer
-    event loop    send                one message of several parcels per peer; acknowledged when the peer has stored it
-    event loop    receive             checksums (in a thread when large), then `ShardStore.put`: its waiting is the
-                                      brake, since the sender's budget is only given back by the acknowledgement
+                                      worth a message (inside the send budget), to distributed's send buffer
+    event loop    send                one message of several parcels per peer, by the worker's `transport.Plane`;
+                                      acknowledged when the peer has stored it
+    any thread    unpack              checksums and views of a message that a transport brought
+    event loop    accept, receive     `ShardStore.put`: its waiting is the brake, since the receive budget is only given
+                                      back when a message is stored
     task thread   _get_output_partition   `ShardStore.take`, assemble
 
 Invariants
-- A shard (one input for one worker) travels in one message, whole. `_arrivals` has its input id from the moment it
-  came; a second copy (a resend after a lost acknowledgement, a transfer task that ran twice) waits for the first and is
-  dropped. Race: (1) a message waits in `put`; (2) its comm breaks, the sender resends; (3) were the copy acknowledged
-  at once, the barrier could pass and an output be assembled before (1) is stored.
+- A shard (one input for one worker, or a cut of it, see `cut`) travels in one message, whole. `_arrivals` has its
+  input id from the moment it came; a second copy (a resend after a lost acknowledgement, a transfer task that ran
+  twice) waits for the first and is dropped. Race: (1) a message waits in `put`; (2) its comm breaks, the sender
+  resends; (3) were the copy acknowledged at once, the barrier could pass and an output be assembled before (1) is
+  stored.
 - The run id is in every message and in the store's key, so nothing of an old run is used; the worker plugin refuses
   stale run ids before we see them.
 - `take` removes. A frame merged with itself is one shuffle whose outputs are asked for twice by one task: the second
@@ -44,7 +47,9 @@ from dask_gpurt.errors import LostData, WireError
 from dask_gpurt.shuffle import seam, wire
 from dask_gpurt.shuffle.assemble import Assembler
 from dask_gpurt.shuffle.chunk import ReceivedChunk
+from dask_gpurt.shuffle.cut import ID_STEP, cut
 from dask_gpurt.shuffle.partition import Layout, Shard, split
+from dask_gpurt.shuffle.transport import records
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -53,6 +58,7 @@ if TYPE_CHECKING:
 
     from dask_gpurt.model import ShardStore
     from dask_gpurt.shuffle.stores import Counters
+    from dask_gpurt.shuffle.transport.plane import Plane
     from dask_gpurt.shuffle.wire import Parcel
 
 #: messages of this many bytes or more are checked in a thread
@@ -68,19 +74,21 @@ RESTARTS = 5
 class Message:
     """The frames of one message, to be sent as they are: not pickled, not compressed, not split."""
 
-    def __init__(self, frames: Sequence[Any]) -> None:
+    def __init__(self, frames: Sequence[Any], sender: str = "") -> None:
         self.frames = list(frames)
+        #: address of the worker that made it
+        self.sender = sender
         self.nbytes = sum(memoryview(f).nbytes for f in self.frames)
 
 
 @seam.dask_serialize.register(Message)  # type: ignore[untyped-decorator]
 def _message_to_frames(message: Message) -> tuple[dict[str, Any], list[Any]]:
-    return {}, message.frames
+    return {"sender": message.sender}, message.frames
 
 
 @seam.dask_deserialize.register(Message)  # type: ignore[untyped-decorator]
 def _message_from_frames(header: dict[str, Any], frames: list[Any]) -> Message:
-    return Message(frames)
+    return Message(frames, str(header.get("sender", "")))
 
 
 def _as_is(message: Message) -> Any:
@@ -112,11 +120,15 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         Where received shards wait for their outputs.
     counters
         What this worker's runs count.
+    plane
+        How messages travel to other workers.
+    secret
+        What proves to others that a worker takes part in this run.
     kwargs
         Those of distributed's `DataFrameShuffleRun`, `disk` excepted.
     """
 
-    def __init__(self, *, store: ShardStore, counters: Counters, **kwargs: Any) -> None:
+    def __init__(self, *, store: ShardStore, counters: Counters, plane: Plane, secret: bytes, **kwargs: Any) -> None:
         super().__init__(disk=False, **kwargs)
         self._store = store
         self._counters = counters
@@ -137,6 +149,10 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         #: output -> (weak reference to the frame it was given as, the execution that got it)
         self._given: dict[int, tuple[weakref.ref[pd.DataFrame], Any]] = {}
         self._sequence = 0
+        self._plane = plane
+        self._run_key = records.RunKey(self._tag, self.run_id)
+        self._cut_bytes = plane.settings.cut_bytes
+        plane.join(self, self._run_key, secret)
         counters.add(runs=1)
 
     # ---- task threads
@@ -148,7 +164,7 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
                 f"{type(data).__name__}, its meta is a pandas.DataFrame. Remedy: make partitions and meta agree"
             )
         start = time.perf_counter()
-        shards = dict(split(data, self.column, self.drop_column, partition_id, self._layout))
+        shards = dict(split(data, self.column, self.drop_column, partition_id * ID_STEP, self._layout))
         middle = time.perf_counter()
         out: dict[str, Any] = {}
         schema = None
@@ -158,8 +174,8 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
                 out[address] = shard
                 continue
             schema = schema or wire.schema_bytes(shard.table.schema)
-            out[address] = parcel = wire.encode(shard, schema)
-            nbytes += parcel.nbytes
+            out[address] = [wire.encode(piece, schema) for piece in cut(shard, self._cut_bytes)]
+            nbytes += sum(parcel.nbytes for parcel in out[address])
         self._counters.add(inputs=1, seconds_partition=middle - start, seconds_encode=time.perf_counter() - middle)
         seam.context_meter.digest_metric("p2p-shards", nbytes, "bytes")
         seam.context_meter.digest_metric("p2p-shards", len(out), "count")
@@ -211,14 +227,17 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
     async def _write_to_comm(self, data: dict[str, Any]) -> None:
         self.raise_if_closed()
         own = data.pop(self.local_address, None)
-        full = {}
-        for address, parcel in data.items():
-            batch = self._staged.setdefault(address, Batch())
-            batch.append(parcel)
-            if batch.nbytes >= STAGE_BYTES:
-                full[address] = self._staged.pop(address)
-        if full:
-            await super()._write_to_comm(full)
+        limiter = self._comm_buffer.memory_limiter
+        for address, parcels in data.items():
+            for parcel in parcels:
+                batch = self._staged.setdefault(address, Batch())
+                batch.append(parcel)
+                limiter.increase(sys.getsizeof(parcel))
+                if batch.nbytes >= STAGE_BYTES:
+                    await self._unstage([address])
+        if limiter.full:
+            # Nobody but us can make room by sending what is staged.
+            await self._unstage(list(self._staged))
         if own is not None:
             chunk_bytes = own.table.get_total_buffer_size()
             self._counters.add(bytes_self=chunk_bytes)
@@ -226,10 +245,18 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
 
     async def _flush_comm(self) -> None:
         self.raise_if_closed()
-        staged, self._staged = self._staged, {}
-        if staged:
-            await super()._write_to_comm(staged)
+        await self._unstage(list(self._staged))
         await super()._flush_comm()
+
+    async def _unstage(self, addresses: list[str]) -> None:
+        """Hand what is staged for peers to the send buffer; what it is charged moves along."""
+        full = {address: batch for address in addresses if (batch := self._staged.pop(address, None)) is not None}
+        if full:
+            await self._release(full)
+            await super()._write_to_comm(full)
+
+    async def _release(self, batches: dict[str, Batch]) -> None:
+        await self._comm_buffer.memory_limiter.decrease(sum(batch.nbytes for batch in batches.values()))
 
     async def _send(self, address: str, shards: Any) -> Any:
         self.raise_if_closed()
@@ -242,13 +269,10 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         for _ in range(1 + RESENDS):
             self._sequence += 1
             frames = wire.pack(self._tag, self.run_id, self._sequence, parcels, known)
-            message = Message(frames)
-            response = await seam.retry(
-                functools.partial(self._send, address, _as_is(message)),
-                count=self.RETRY_COUNT,
-                delay_min=self.RETRY_DELAY_MIN,
-                delay_max=self.RETRY_DELAY_MAX,
-                operation=f"P2P send to {address}",
+            message = Message(frames, self.local_address)
+            response = await self._plane.send(
+                *(self, self._run_key, address, message.frames),
+                functools.partial(self._retrying, address, message),
             )
             refused = response.get("gpurt-refused")
             self._counters.add(messages_sent=1, bytes_sent=message.nbytes)
@@ -266,11 +290,43 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         self._counters.add(seconds_send=time.perf_counter() - start)
         return response
 
+    async def ask(self, address: str, question: dict[str, Any]) -> Any:
+        """Ask a peer's run something by distributed's comms; see `transport.Plane.answer`."""
+        return await self._retrying(address, question)
+
+    async def _retrying(self, address: str, data: Message | dict[str, Any]) -> Any:
+        return await seam.retry(
+            functools.partial(self._send, address, _as_is(data) if isinstance(data, Message) else data),
+            count=self.RETRY_COUNT,
+            delay_min=self.RETRY_DELAY_MIN,
+            delay_max=self.RETRY_DELAY_MAX,
+            operation=f"P2P send to {address}",
+        )
+
     async def receive(self, data: Any) -> Any:
         try:
+            if isinstance(data, dict):
+                self.raise_if_closed()
+                return await self._plane.answer(self._run_key, data)
             return await self._receive_message(data)
         except seam.P2PConsistencyError as e:
             return seam.error_message(e)
+
+    def unpack(self, frames: Sequence[Any]) -> list[Shard]:
+        """Shards of a message, as views on its frames; any thread.
+
+        Raises
+        ------
+        WireError
+        """
+        return wire.unpack(frames, self._tag, self.run_id, self._schemas)
+
+    async def accept(self, shards: list[Shard], nbytes: int) -> None:
+        """Store the shards of a message that a transport brought; returns when they are stored."""
+        self.raise_if_closed()
+        self._counters.add(messages_received=1, bytes_received=nbytes)
+        self.total_recvd += nbytes
+        await self._keep(shards, nbytes)
 
     async def _receive_message(self, message: Message) -> dict[str, Any]:
         self.raise_if_closed()
@@ -279,20 +335,21 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
                 f"{self} received a {type(message).__name__}, must be a Message. Remedy: run one version of dask-gpurt "
                 "on all workers"
             )
-        self._counters.add(messages_received=1, bytes_received=message.nbytes)
-        arguments = (message.frames, self._tag, self.run_id, self._schemas)
+        stored = self._plane.arrive(self._run_key, message.sender, records.message_bytes(message.frames))
         try:
             if message.nbytes < OFFLOAD_BYTES:
-                shards = wire.unpack(*arguments)
+                shards = self.unpack(message.frames)
             else:
-                shards = await self.offload(wire.unpack, *arguments)
+                shards = await self.offload(self.unpack, message.frames)
+            await self.accept(shards, message.nbytes)
         except WireError as e:
-            self._counters.add(refused=1)
+            self._counters.add(messages_received=1, bytes_received=message.nbytes, refused=1)
             self._counters.last_error = traceback.format_exc()
             return {"status": "OK", "gpurt-refused": str(e)}
-        self.total_recvd += message.nbytes
-        await self._keep(shards, message.nbytes)
-        return {"status": "OK"}
+        finally:
+            stored()
+        # The credit that this message has given back.
+        return {"status": "OK", "granted": self._plane.granted(self._run_key, message.sender)}
 
     async def _keep(self, shards: list[Shard], nbytes: int) -> None:
         """Store shards that are new; return when every one of them, and every earlier copy of it, is stored."""
@@ -336,7 +393,9 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
             await super().close()
             return
         self._counters.add(runs_closed=1)
-        self._staged.clear()
+        self._plane.leave(self, self._run_key)
+        staged, self._staged = self._staged, {}
+        await self._release(staged)
         self._store.drop(self._key)
         with contextlib.ExitStack() as stack:
             # A put that began before the drop and ends after it must not leave rows behind.

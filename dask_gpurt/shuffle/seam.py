@@ -16,8 +16,10 @@ import inspect
 import threading
 from typing import TYPE_CHECKING, Any
 
+import dask
 import distributed
 from dask.context import thread_state
+from distributed.comm import get_address_host
 from distributed.core import ErrorMessage, OKMessage, error_message
 from distributed.exceptions import Reschedule
 from distributed.metrics import context_meter
@@ -36,7 +38,7 @@ from dask_gpurt._version import __version__
 from dask_gpurt.errors import SeamMismatch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Awaitable, Callable, Iterable
 
 __all__ = [
     "DataFrameShuffleRun",
@@ -59,8 +61,11 @@ __all__ = [
     "dask_serialize",
     "error_message",
     "execution",
+    "host_of",
+    "on_teardown",
     "probe",
     "probe_workers",
+    "require_encryption",
     "retry",
     "serialize",
     "shuffle_tables",
@@ -89,6 +94,7 @@ _SEAM: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (ShuffleRun, "raise_if_closed", ()),
     (ShuffleRun, "close", ()),
     (CommShardsBuffer, "write", ("data",)),
+    (ShuffleWorkerPlugin, "teardown", ("worker",)),
     (ShuffleWorkerPlugin, "shuffle_receive", ("shuffle_id", "run_id", "data")),
     (ResourceLimiter, "__init__", ("limit", "metrics_label")),
 )
@@ -216,6 +222,29 @@ def common_dtype(actual: Any, wanted: Any) -> Any:
 
     find: Any = vars(cast)["find_common_type"]  # not in pandas' public stubs
     return find([actual, wanted])
+
+
+def on_teardown(plugin: Any, last: Callable[[], Awaitable[None]]) -> None:
+    """Have a worker's shuffle plugin await `last` after it is torn down, which happens when the worker closes."""
+    inner = plugin.teardown
+
+    async def teardown(worker: Any) -> None:
+        try:
+            await inner(worker)
+        finally:
+            await last()
+
+    plugin.teardown = teardown
+
+
+def host_of(address: str) -> str:
+    """The host in a worker's address, as sockets take it."""
+    return str(get_address_host(address))
+
+
+def require_encryption() -> bool:
+    """Whether distributed refuses comms that are not encrypted."""
+    return bool(dask.config.get("distributed.comm.require-encryption", False))
 
 
 def shuffle_tables() -> tuple[Callable[..., Any], Callable[..., Any]]:

@@ -99,6 +99,17 @@ class Counters:
     duplicates: int = 0
     #: messages refused because they did not parse or failed their checksum
     refused: int = 0
+    #: messages that went by a transport of ours and not by distributed's comms
+    messages_direct: int = 0
+    bytes_direct: int = 0
+    #: messages sent again by distributed's comms, after a transport of ours lost or the peer refused them
+    resent_safe: int = 0
+    #: links between workers that ended out of order
+    links_lost: int = 0
+    #: messages by distributed's comms that came without credit (a retry, or one larger than the budget allows)
+    uncredited: int = 0
+    #: errors in a transport
+    transport_errors: int = 0
     #: restarts of a whole shuffle asked for by this worker (an output asked for again, or lost on a tier)
     restarts: int = 0
     #: runs that had no tier store and used a plain one in memory

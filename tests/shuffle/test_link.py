@@ -19,6 +19,7 @@ from dask_gpurt.shuffle.transport.records import Kind, Record, RunKey
 
 RUN = RunKey(7, 1)
 SECRET = bytes(range(16))
+STEPS = ["open", "want", "arrive", "stored", "close"]
 
 
 class Worker:
@@ -276,7 +277,9 @@ def test_tags_differ_by_everything_they_are_made_of():
 @given(
     budget=st.integers(1024, 10_000),
     steps=st.lists(
-        st.tuples(st.sampled_from(["open", "want", "arrive", "stored", "close"]), st.integers(0, 3), st.integers(1, 4000)),
+        st.tuples(
+            st.sampled_from(["open", "want", "arrive", "stored", "close"]), st.integers(0, 3), st.integers(1, 4000)
+        ),
         max_size=60,
     ),
 )

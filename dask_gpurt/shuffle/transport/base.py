@@ -61,6 +61,9 @@ class Transport(Protocol):
 
     name: str
 
+    def endpoint_for(self, run: RunKey, sender: str) -> Any:
+        """What a sender needs to reach us in this run, of types that msgpack has; from now on it is expected."""
+
     def send(self, peer: Peer, header: Header, buffers: Sequence[Any]) -> Future[Receipt]:
         """Send one message. The buffers must not change until the future is done; it never has an exception."""
 

@@ -181,7 +181,7 @@ class Arbiter:
         assert 0 <= self._windows <= self.budget // 2
         for link, a in self._accounts.items():
             assert 0 <= a.arrived <= a.granted, (link, a)
-            assert 0 <= a.held, (link, a)
+            assert a.held >= 0, (link, a)
             assert 0 <= a.window <= a.granted - a.arrived, (link, a)
             assert not a.closed or a.granted == a.arrived, (link, a)
         assert all(link in self._accounts for link in self._queue)

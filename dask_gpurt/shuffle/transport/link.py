@@ -25,7 +25,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
-from typing import TYPE_CHECKING, Any
+import hmac
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from dask_gpurt.errors import WireError
 from dask_gpurt.shuffle.transport import records
@@ -105,10 +106,13 @@ class Deliver:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Close:
-    """Close the link. `violation`: the other side did what it must not."""
+    """Close the link."""
 
     reason: str
+    #: the other side did what it must not
     violation: bool = False
+    #: nobody misses anything: no message had still to end
+    quiet: bool = False
 
 
 Instruction = Send | Ended | Opened | Wanted | Deliver | Close
@@ -154,7 +158,7 @@ class SenderLink:
         self.stall_seconds = 0.0
 
     #: (state, kind) -> the method that handles it; None: a copy or a late one, nothing to do
-    _TABLE = {
+    _TABLE: ClassVar[dict[tuple[State, Kind], str | None]] = {
         (State.OPENING, Kind.CHALLENGE): "_on_challenge",
         (State.GREETING, Kind.CHALLENGE): None,
         (State.GREETING, Kind.WELCOME): "_on_welcome",
@@ -233,7 +237,7 @@ class SenderLink:
         ended: list[Instruction] = [Ended(p.token, reason, lost=True) for p in (*self._flying.values(), *self._queue)]
         self._flying.clear()
         self._queue.clear()
-        return [*ended, Close(reason, violation)]
+        return [*ended, Close(reason, violation, quiet=not ended and not violation)]
 
     def _on_challenge(self, record: Record, body: bytes, now: float) -> list[Instruction]:
         if len(body) != records.NONCE_BYTES:
@@ -247,7 +251,7 @@ class SenderLink:
         want = records.mac(
             self._secret, "receiver", self.run, self._challenge, self._nonce, self._sender, self._receiver
         )
-        if not records.hmac.compare_digest(bytes(body), want):
+        if not hmac.compare_digest(bytes(body), want):
             return self._close("the receiver does not know the secret of the run", violation=True)
         self.state = State.OPEN
         return self._on_grant(record, body, now)
@@ -340,7 +344,7 @@ class ReceiverLink:
         self._copy_limit = 0
         self.copies = 0
 
-    _TABLE = {
+    _TABLE: ClassVar[dict[tuple[State, Kind], str | None]] = {
         (State.WAITING, Kind.HELLO): "_on_hello",
         (State.WAITING, Kind.BYE): "_on_bye",
         (State.OPEN, Kind.HELLO): None,
@@ -365,7 +369,11 @@ class ReceiverLink:
         if record.kind is Kind.DATA:
             if self._seen(record.sequence):
                 # Costs no credit; its body is received to stay in step, and dropped.
-                return (Verdict.COPY, []) if record.length <= self._copy_limit else (Verdict.NO, self._close("a long copy"))
+                return (
+                    (Verdict.COPY, [])
+                    if record.length <= self._copy_limit
+                    else (Verdict.NO, self._close("a long copy"))
+                )
             if not self._low < record.sequence <= self._low + _AHEAD:
                 return Verdict.NO, self._close(f"message {record.sequence} after {self._low}", violation=True)
             if not self._arrive(record.length):
@@ -427,6 +435,12 @@ class ReceiverLink:
 
     def lost(self, reason: str) -> list[Instruction]:
         return [] if self.state is State.CLOSED else self._close(reason)
+
+    def bye(self) -> list[Instruction]:
+        """The run ended here."""
+        if self.state is State.CLOSED:
+            return []
+        return [Send(Record(Kind.BYE, self.run)), *self._close("the run ended")]
 
     def violation(self, reason: str) -> list[Instruction]:
         """What came is not even a record."""

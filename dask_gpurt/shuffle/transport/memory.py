@@ -8,6 +8,7 @@ same state machines (`link`) and the same credit (`credits`, behind `base.Gate`)
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 import itertools
 import random
@@ -100,6 +101,9 @@ class MemoryTransport:
         self.strangers = self.lost = 0
         network.members[services.address] = self
 
+    def endpoint_for(self, run: RunKey, sender: str) -> Any:
+        return self.endpoint
+
     def send(self, peer: Peer, header: Header, buffers: Sequence[Any]) -> Future[Receipt]:
         future: Future[Receipt] = Future()
         key = (peer.address, header.run)
@@ -119,13 +123,13 @@ class MemoryTransport:
                 out.carry_out(out.machine.bye())
         for i in list(self._inbound):
             if i.machine.run == run:
-                i.carry_out(i.machine.lost("the run ended"))
+                i.carry_out(i.machine.bye())
 
     def stop(self) -> None:
         for out in list(self._outbound.values()):
             out.carry_out(out.machine.bye())
         for i in list(self._inbound):
-            i.carry_out(i.machine.lost("stopped"))
+            i.carry_out(i.machine.bye())
         self.network.members.pop(self.services.address, None)
 
     def tick(self) -> None:
@@ -144,9 +148,13 @@ class MemoryTransport:
 
     def _gone(self, out: _Out, close: lk.Close) -> None:
         self._outbound.pop((out.peer.address, out.machine.run), None)
-        if close.reason != "the run ended":
+        if not close.quiet:
             self.lost += 1
             self.services.on_loss(self.name, out.peer.address, close.reason, close.violation)
+
+
+def _closed(end: _Out | _In) -> None:
+    end.carry_out(end.machine.lost("closed by the peer"))
 
 
 class _Out:
@@ -186,8 +194,7 @@ class _Out:
             elif isinstance(i, lk.Close):
                 self.owner._gone(self, i)
                 if self.other is not None:  # as a socket would
-                    other = self.other
-                    net.later(0, lambda: other.carry_out(other.machine.lost("closed by the peer")))
+                    net.later(0, functools.partial(_closed, self.other))
 
 
 class _In:
@@ -229,8 +236,7 @@ class _In:
                 self.owner._inbound.discard(self)
                 if not self.machine.sender:
                     self.owner.strangers += 1
-                out = self.out
-                net.later(0, lambda: out.carry_out(out.machine.lost("closed by the peer")))
+                net.later(0, functools.partial(_closed, self.out))
 
     def _deliver(self, deliver: lk.Deliver) -> None:
         def done(problem: str) -> None:

@@ -2,11 +2,11 @@
 
 Theory of operation. Receiving into fresh memory costs a page fault for every 4 KiB, which halves the bandwidth. A block
 comes as a numpy array; a message's frames are views on it, and whoever keeps one (the store, an Arrow table) keeps the
-block. When the last view dies the memory goes back here, idle, up to `idle_limit` bytes; beyond that it is freed. So the
-pool never holds more than what is in use plus `idle_limit`, and nobody has to say when he is done.
+block. When the last view dies the memory goes back here, idle, up to `idle_limit` bytes; beyond that it is freed. So
+the pool never holds more than what is in use plus `idle_limit`, and nobody has to say when he is done.
 
-Blocks come in eighths of powers of two: at most 12.5 % more address space than asked for, and pages beyond the message's
-end are never touched.
+Blocks come in eighths of powers of two: at most 12.5 % more address space than asked for, and pages beyond the end of a
+message are never touched.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class BufferPool:
         if block is None:
             block = np.empty(size + 64, "u1")
         # The array that users see is another object on the same memory: its death says that no view is left.
-        seen = np.frombuffer(memoryview(block), "u1")
+        seen = np.frombuffer(block.data, "u1")
         weakref.finalize(seen, self._give_back, block, size).atexit = False
         return _aligned(seen, nbytes)
 
@@ -79,4 +79,4 @@ class BufferPool:
 
 def _aligned(block: np.ndarray[Any, Any], nbytes: int) -> memoryview:
     skip = -block.ctypes.data % 64
-    return memoryview(block)[skip : skip + nbytes]
+    return block.data[skip : skip + nbytes]

@@ -7,9 +7,9 @@ header of `HEADER_BYTES`, then `length` bytes of body::
     body     DATA: `count` lengths of 8 bytes, filled to 64; then the frames, each filled to 64 bytes
              CHALLENGE, HELLO, WELCOME: nonces, addresses and MACs; REFUSED: text; others: none
 
-So the one number that decides an allocation, `length`, is checked by the header's own checksum before it is used, and by
-its receiver against what it has granted. Frames lie at multiples of 64, so that a body that is received into one buffer
-gives frames that numpy and Arrow may use as they are.
+So the one number that decides an allocation, `length`, is checked by the header's own checksum before it is used, and
+by its receiver against what it has granted. Frames lie at multiples of 64, so that a body that is received into one
+buffer gives frames that numpy and Arrow may use as they are.
 
 A run's secret comes from the scheduler. The first record of a sender carries an HMAC-SHA256 over both nonces, both
 addresses and the run; the answer carries one, too, so a stranger who took over a dead worker's port learns nothing and
@@ -190,11 +190,16 @@ def frames_of(record: Record, body: memoryview) -> list[memoryview]:
     if len(body) != record.length:
         raise WireError(f"a message has {len(body)} bytes, its header says {record.length}")
     at, out = table_bytes(record.count), []
+    fillings = [(8 * record.count, at)]
     for n, device in lengths_of(record, body):
         if device:
             raise WireError("a message over a link of host memory says that a frame lies in device memory")
         out.append(body[at : at + n])
+        fillings.append((at + n, at + padded(n)))
         at += padded(n)
+    # Of no use to anybody, but a message is as it was sent or it is refused.
+    if any(bytes(body[low:high]).strip(b"\0") for low, high in fillings if low != high):
+        raise WireError("the filling between a message's frames is not zero")
     return out
 
 

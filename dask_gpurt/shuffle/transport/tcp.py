@@ -6,8 +6,8 @@ threads per worker do all of it, however many peers there are, and each socket b
     gpurt-tcp-send    outbound links: connects, writes messages from where they lie (`sendmsg`), reads answers
     gpurt-tcp-recv    the listener and inbound links: reads messages into pooled memory, writes answers
 
-A link is one connection, from one sender to one receiver, for one run; `link` decides what is said on it. The GIL is free
-during every `sendmsg`, `recv_into` and wait. Loss of a peer is seen by the kernel: at once when its process dies
+A link is one connection, from one sender to one receiver, for one run; `link` decides what is said on it. The GIL is
+free during every `sendmsg`, `recv_into` and wait. Loss of a peer is seen by the kernel: at once when its process dies
 (reset), within `LOST_SECONDS` when its host or the network goes (keepalive, user timeout).
 
 The listener is bound to the worker's own address, never to all; a connection that has not proved itself within a second
@@ -27,7 +27,6 @@ import select
 import socket
 import threading
 import time
-import traceback
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -35,13 +34,14 @@ from dask_gpurt.errors import WireError
 from dask_gpurt.shuffle.transport import link as lk
 from dask_gpurt.shuffle.transport import records
 from dask_gpurt.shuffle.transport.base import Receipt
-from dask_gpurt.shuffle.transport.pool import BufferPool
+from dask_gpurt.shuffle.transport.ioloop import IoLoop
 from dask_gpurt.shuffle.transport.records import HEADER_BYTES, Kind, Record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from dask_gpurt.shuffle.transport.base import Header, Peer, Services
+    from dask_gpurt.shuffle.transport.pool import BufferPool
     from dask_gpurt.shuffle.transport.records import RunKey
 
 logger = logging.getLogger("distributed.worker.gpurt")
@@ -51,7 +51,6 @@ LOST_SECONDS = 5
 CONNECT_SECONDS = 5.0
 #: connections that have not proved themselves yet, at most
 MAX_STRANGERS = 64
-_TICK_SECONDS = 0.25
 _PAD = memoryview(bytes(records.ALIGN))
 #: records read from one link before the others get their turn
 _RECORDS_AT_ONCE = 8
@@ -59,82 +58,10 @@ _RECORDS_AT_ONCE = 8
 _IOV = 512
 
 
-class _Loop:
-    """A thread that waits for sockets and for calls from other threads."""
-
-    def __init__(self, name: str, failed: Callable[[str], None]) -> None:
-        self._calls: collections.deque[Callable[[], None]] = collections.deque()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.poll = select.epoll()
-        self.poll.register(self._wake, select.EPOLLIN)
-        self.on_event: dict[int, Callable[[int], None]] = {}
-        self.on_tick: Callable[[float], None] = lambda now: None
-        self._failed = failed
-        self._lock = threading.Lock()
-        self._stopping = self._ended = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def call(self, function: Callable[[], None]) -> None:
-        """Run it in the thread, soon; at once, and here, when the loop has ended."""
-        if threading.current_thread() is self._thread:
-            function()
-            return
-        with self._lock:
-            # Under the lock: a descriptor closed meanwhile may be somebody else's file by now.
-            if not self._ended:
-                self._calls.append(function)
-                os.eventfd_write(self._wake, 1)
-                return
-        self._safely(function)
-
-    def stop(self, last: Callable[[], None]) -> None:
-        """Run `last` in the thread and end it."""
-
-        def end() -> None:
-            self._stopping = True
-            last()
-
-        self.call(end)
-        if threading.current_thread() is not self._thread:
-            self._thread.join(10)
-
-    def _run(self) -> None:
-        ticked = time.monotonic()
-        try:
-            while not self._stopping:
-                for fd, event in self.poll.poll(_TICK_SECONDS):
-                    if fd == self._wake:
-                        with contextlib.suppress(BlockingIOError):
-                            os.eventfd_read(self._wake)
-                    elif (handler := self.on_event.get(fd)) is not None:
-                        self._safely(handler, event)
-                while self._calls:
-                    self._safely(self._calls.popleft())
-                if (now := time.monotonic()) - ticked >= _TICK_SECONDS:
-                    ticked = now
-                    self._safely(self.on_tick, now)
-        finally:
-            with self._lock:
-                self._ended = True
-                self.poll.close()
-                os.close(self._wake)
-            # What came after the end finds everything closed, and ends as lost.
-            while self._calls:
-                self._safely(self._calls.popleft())
-
-    def _safely(self, function: Callable[..., None], *args: Any) -> None:
-        """An error in one link must not end the thread of all of them."""
-        try:
-            function(*args)
-        except Exception:
-            self._failed(traceback.format_exc())
-
-
 class _Connection:
     """A socket that belongs to one loop: what waits to be written, and the record that is being read."""
 
-    def __init__(self, loop: _Loop, sock: socket.socket) -> None:
+    def __init__(self, loop: IoLoop, sock: socket.socket) -> None:
         self.loop, self.sock = loop, sock
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -412,14 +339,17 @@ class TcpTransport:
             raise
         #: (host, port) that peers connect to
         self.endpoint: tuple[str, int] = self._listener.getsockname()[:2]
-        self.sending = _Loop("gpurt-tcp-send", self._failed)
-        self.receiving = _Loop("gpurt-tcp-recv", self._failed)
+        self.sending = IoLoop("gpurt-tcp-send", self._failed)
+        self.receiving = IoLoop("gpurt-tcp-recv", self._failed)
         self.sending.on_tick = self._tick_outbound
         self.receiving.on_tick = self._tick_inbound
         self.receiving.on_event[self._listener.fileno()] = self._accept
         self.receiving.poll.register(self._listener, select.EPOLLIN)
 
     # ---- any thread
+
+    def endpoint_for(self, run: RunKey, sender: str) -> Any:
+        return list(self.endpoint)
 
     def send(self, peer: Peer, header: Header, buffers: Sequence[Any]) -> Future[Receipt]:
         future: Future[Receipt] = Future()
@@ -484,7 +414,7 @@ class TcpTransport:
 
     def outbound_closed(self, link: _Outbound, close: lk.Close) -> None:
         self._outbound.pop((link.peer.address, link.run), None)
-        if close.reason != "the run ended":
+        if not close.quiet:
             self.lost += 1
             self.services.on_loss(self.name, link.peer.address, close.reason, close.violation)
 
@@ -520,7 +450,7 @@ class TcpTransport:
 
     def _drop(self, which: Callable[[_Inbound], bool]) -> None:
         for link in [i for i in self._inbound if which(i)]:
-            link.carry_out(link.machine.lost("the run ended"))
+            link.carry_out(link.machine.bye())
 
     def _tick_inbound(self, now: float) -> None:
         for link in list(self._inbound):

@@ -1,0 +1,103 @@
+"""Which transport a message takes. Pure: figures in, a name out.
+
+Theory of operation. What can reach a peer is known from its card (`candidates`); which of these is fastest is measured.
+Every pair starts from rates measured before (`PRIOR`, GB/s of one stream by place and size of message) and learns from
+its own traffic: bytes over the seconds from the hand-over to the acknowledgement, waiting for credit excluded. A prior
+counts as much as `PRIOR_BYTES` of traffic, so that one slow message does not change the order, and ten do.
+
+Nothing is tried on purpose: a message sent by a slower way to learn how slow it is costs more than it brings, since the
+order of the priors is right wherever it was measured. A transport that lost a link is out for `BACKOFF_SECONDS`, twice
+as long each time; the safe path is always in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+#: always there: distributed's comms
+SAFE = "rpc"
+INPROC = "inproc"
+BACKOFF_SECONDS = 5.0
+BACKOFF_LIMIT = 300.0
+PRIOR_BYTES = 64 << 20
+_SIZES = (1 << 18, 1 << 22)
+
+
+class Place(enum.Enum):
+    """Where a peer is."""
+
+    PROCESS = "same process"
+    HOST = "same host"
+    REMOTE = "another host"
+
+
+#: place -> transport -> GB/s for messages below 256 KiB, below 4 MiB, and longer (benchmarks/results/transport.json)
+PRIOR: dict[Place, dict[str, tuple[float, float, float]]] = {
+    Place.HOST: {"ucx": (1.3, 5.0, 5.5), "tcp": (1.2, 3.5, 3.5), SAFE: (0.25, 1.5, 2.0)},
+    Place.REMOTE: {"ucx": (0.8, 1.5, 1.5), "tcp": (1.2, 3.0, 3.0), SAFE: (0.25, 1.5, 2.0)},
+}
+
+
+@dataclasses.dataclass(slots=True)
+class _Rate:
+    nbytes: float = 0.0
+    seconds: float = 0.0
+
+
+class Chooser:
+    """What is known about the ways to one peer.
+
+    Parameters
+    ----------
+    forced
+        ``auto``, or the only transport to use besides the safe one.
+    """
+
+    def __init__(self, place: Place, candidates: Iterable[str], forced: str = "auto") -> None:
+        self.place = place
+        self.candidates = tuple(dict.fromkeys([*candidates, SAFE]))
+        self.forced = forced
+        self._rates: dict[tuple[str, int], _Rate] = {}
+        #: transport -> (out until, times lost)
+        self._out: dict[str, tuple[float, int]] = {}
+
+    def choose(self, nbytes: int, device: bool, now: float) -> str:
+        """The transport for a message of `nbytes`."""
+        able = [c for c in self.candidates if c == SAFE or self._out.get(c, (0.0, 0))[0] <= now]
+        if self.forced != "auto":
+            return self.forced if self.forced in able else SAFE
+        if INPROC in able:
+            return INPROC
+        if device:
+            return "ucx" if "ucx" in able else SAFE
+        return max(able, key=lambda name: self.rate(name, nbytes))
+
+    def rate(self, name: str, nbytes: int) -> float:
+        """Expected bytes per second."""
+        bucket = sum(nbytes >= size for size in _SIZES)
+        prior = PRIOR.get(self.place, {}).get(name, (0.0, 0.0, 0.0))[bucket] * 1e9
+        if not prior:
+            return 0.0
+        seen = self._rates.get((name, bucket), _Rate())
+        return (PRIOR_BYTES + seen.nbytes) / (PRIOR_BYTES / prior + seen.seconds)
+
+    def observe(self, name: str, nbytes: int, seconds: float) -> None:
+        """A message of `nbytes` took so long."""
+        key = name, sum(nbytes >= size for size in _SIZES)
+        rate = self._rates.setdefault(key, _Rate())
+        # Old traffic fades, so that a change is seen.
+        if rate.nbytes > 16 * PRIOR_BYTES:
+            rate.nbytes, rate.seconds = rate.nbytes / 2, rate.seconds / 2
+        rate.nbytes += nbytes
+        rate.seconds += seconds
+
+    def lost(self, name: str, now: float) -> None:
+        """A link of this transport was lost."""
+        until, times = self._out.get(name, (0.0, 0))
+        if until <= now:
+            self._out[name] = (now + min(BACKOFF_LIMIT, BACKOFF_SECONDS * 2**times), times + 1)
