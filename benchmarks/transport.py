@@ -3,13 +3,15 @@
     python -m benchmarks.transport --runs 5 --out results.json
     python -m benchmarks.transport --runs 5 --place netns --out results.json      (as root; makes a veth pair)
     python -m benchmarks.transport --runs 5 --shuffle --out results.json
+    python -m benchmarks.transport --runs 5 --kill --out results.json
 
-Three parts, each alternating over the transports, medians of the runs:
+Parts, each alternating over the transports, medians of the runs:
 
 - messages: one process sends `--bytes` in messages of one size to another, at most 16 MiB ahead of the answers; the
   receiver checks nothing and drops them (what a shuffle does with messages is in `shuffle_small`). `auto` is the
   choice that `transport.choice` makes for that pair and size from its priors.
 - `--place netns`: the receiver in a network namespace of its own, over a veth pair.
+- `--kill`: how soon a sender knows that its receiver was killed.
 - `--shuffle`: the frame of `shuffle_small` on two workers, with each transport forced, and `auto`.
 """
 
@@ -21,6 +23,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import signal
 import statistics
 import subprocess
 import threading
@@ -46,7 +49,7 @@ def _cpu() -> float:
     return t.user + t.system
 
 
-def _node(kind: str, address: str, host: str) -> Any:
+def _node(kind: str, address: str, host: str, hold: bool = False) -> Any:
     from dask_gpurt.shuffle.transport.base import Gate, Services
     from dask_gpurt.shuffle.transport.pool import BufferPool
     from dask_gpurt.shuffle.transport.tcp import TcpTransport
@@ -55,7 +58,7 @@ def _node(kind: str, address: str, host: str) -> Any:
         address=address,
         gate=Gate(512 << 20),
         secret_of=lambda run: _RUN_SECRET,
-        on_message=lambda run, sender, frames, done: done(""),
+        on_message=lambda run, sender, frames, done: None if hold else done(""),
         on_loss=lambda *a: print("lost", a),
     )
     pool = BufferPool(256 << 20)
@@ -97,9 +100,8 @@ def receiver(pipe: Any, host: str) -> None:
         elif asked == "rpc":
             pipe.send(asyncio.run_coroutine_threadsafe(listen(), loop).result())
         else:
-            kind, run = asked
-            node = nodes.setdefault(kind, None) or _node(kind, "b", host)
-            nodes[kind] = node
+            kind, run, hold = asked
+            node = nodes[kind] = nodes.get(kind) or _node(kind, "b", host, hold)
             pipe.send(node.endpoint_for(RunKey(1, run), "a"))
     os._exit(0)
 
@@ -123,7 +125,7 @@ class Bench:
         self.pipe.send(what)
         return self.pipe.recv()
 
-    def open(self, kind: str) -> Any:
+    def open(self, kind: str, hold: bool = False) -> Any:
         """Connect, so that the clock sees messages only; returns what `send` needs."""
         from dask_gpurt.shuffle.transport.base import Header, Peer
         from dask_gpurt.shuffle.transport.records import RunKey
@@ -140,11 +142,18 @@ class Bench:
                 asyncio.run_coroutine_threadsafe(connect(), self.loop).result()
             return None
         self.run += 1
-        endpoint = self.ask((kind, self.run))
+        endpoint = self.ask((kind, self.run, hold))
         node = self.nodes.get(kind) or self.nodes.setdefault(kind, _node(kind, "a", self.here))
         target = Peer("b", endpoint, 128 << 20), Header(RunKey(1, self.run), _RUN_SECRET)
-        node.send(*target, [b"first"]).result(30)
+        first = node.send(*target, [b"first"])
+        if not hold:
+            first.result(30)
         return target
+
+    def nodes_send(self, kind: str) -> Any:
+        """One message to a receiver that never says that it is stored."""
+        target = self.open(kind, hold=True)
+        return self.nodes[kind].send(*target, [b"held"])
 
     def send(self, kind: str, size: int, total: int, target: Any) -> None:
         """`total` bytes in messages of `size`."""
@@ -254,6 +263,25 @@ def messages(args: argparse.Namespace) -> dict[str, Any]:
     return out
 
 
+def killed(args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds from SIGKILL of the receiver, which holds messages, until the sender knows that they are lost."""
+    out: dict[str, list[float]] = {kind: [] for kind in args.transports if kind != "rpc"}
+    for _, kind in compare.turns(list(out), args.runs):
+        bench = Bench("127.0.0.1", "127.0.0.1")
+        future = bench.nodes_send(kind)
+        time.sleep(1.0)
+        assert not future.done()
+        os.kill(bench.process.pid or 0, signal.SIGKILL)
+        start = time.perf_counter()
+        bench.process.join()  # a process that nobody has waited for still counts as alive
+        receipt = future.result(60)
+        out[kind].append(time.perf_counter() - start)
+        assert receipt.lost, receipt
+        for node in bench.nodes.values():
+            node.stop()
+    return {kind: {"seconds": s, "median": statistics.median(s), "max": max(s)} for kind, s in out.items()}
+
+
 def shuffles(args: argparse.Namespace) -> dict[str, Any]:
     """Wall and CPU seconds of a real shuffle with each transport."""
     import dask
@@ -322,6 +350,7 @@ def main() -> None:
     parser.add_argument("--transports", nargs="+", default=list(TRANSPORTS), choices=TRANSPORTS)
     parser.add_argument("--place", default="host", choices=["host", "netns"])
     parser.add_argument("--shuffle", action="store_true", help="the real shuffle instead of messages")
+    parser.add_argument("--kill", action="store_true", help="how soon a killed peer is noticed, instead of messages")
     parser.add_argument("--size", type=float, default=1.0, help="GB of the shuffle's input")
     parser.add_argument("--partitions", type=int, nargs="+", default=[16, 128])
     parser.add_argument("--out", default="-", help="JSON file; - for standard output")
@@ -331,7 +360,7 @@ def main() -> None:
         **data.facts(f"{data.cores()} CPU cores, two processes, {where}, no GPU, no RDMA"),
         "load_before": os.getloadavg()[0],
         "arguments": vars(args),
-        "results": shuffles(args) if args.shuffle else messages(args),
+        "results": (shuffles if args.shuffle else killed if args.kill else messages)(args),
     }
     if args.out == "-":
         print(json.dumps(report, indent=1))

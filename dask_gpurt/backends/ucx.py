@@ -14,6 +14,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
+# Else UCX complains, on stdout, of variables that importing ucxx sets. Read when its library is loaded.
+os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
+
 
 def available() -> str:
     """``""`` when UCX can be used here, else why not. Imports ucxx."""
@@ -35,8 +38,6 @@ class UcxWorker:
     """A UCX context of our own, with one worker."""
 
     def __init__(self) -> None:
-        # Else UCX complains, on stdout, of variables that importing ucxx sets.
-        os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
         import ucxx._lib.libucxx as lib
         from ucxx._lib.arr import Array
         from ucxx.types import Tag, TagMaskFull
@@ -62,6 +63,14 @@ class UcxWorker:
         while self._worker.progress_once():
             any_done = True
         return any_done
+
+    def keepalive(self) -> None:
+        """Let UCX look whether peers are alive; to be called a few times a second.
+
+        UCX looks on every 32nd progress only, and a thread that sleeps in epoll hardly progresses.
+        """
+        for _ in range(64):
+            self._worker.progress_once()
 
     def arm(self) -> bool:
         """Whether the descriptor may be waited for; False: call `progress` first."""

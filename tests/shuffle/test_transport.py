@@ -114,7 +114,7 @@ def nodes():
 
 def send_all(node: Node, peer: Peer, messages: list[list[bytes]], secret: bytes = SECRET) -> list[str]:
     futures = [node.transport.send(peer, Header(RUN, secret), m) for m in messages]
-    done, late = wait(futures, 60)
+    _done, late = wait(futures, 60)
     assert not late
     return [f.result().problem for f in futures]
 

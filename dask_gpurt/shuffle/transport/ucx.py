@@ -1,9 +1,9 @@
 """ucx: tag-matched messages over shared memory, RDMA or NVLink, host and device buffers alike.
 
 Theory of operation. One thread owns a UCX context (`backends.ucx`), progresses it, sleeps in epoll when there is
-nothing to do, and runs the machines of the links. No listener: a worker's UCX address is on its card, which travels over
-distributed's comms. A link uses four tags, which only those who know the run's secret can compute, so a message of a
-stranger matches no receive::
+nothing to do, and runs the machines of the links. No listener: a worker's UCX address is on its card, which travels
+over distributed's comms. A link uses four tags, which only those who know the run's secret can compute, so a message
+of a stranger matches no receive::
 
     knock     sender -> receiver, once: MAC and the sender's UCX address, so that the receiver can answer
     control   sender -> receiver: records, and the table of a message
@@ -20,7 +20,6 @@ peer dies: endpoints are asked on every tick whether they are alive (keepalive 1
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import hmac
 import logging
@@ -122,7 +121,8 @@ class _Base:
     def shut(self) -> None:
         self.closed = True
         if self.endpoint is not None:
-            with contextlib.suppress(Exception):  # it may be closed by the peer's death already
+            # Only what is alive: UCX has let go of the endpoint of a dead peer, and closing that again is a crash.
+            if self.endpoint.alive:
                 self.endpoint.close()
             # UCX closes in the background; the object must outlive that.
             self.owner.closing.append((time.monotonic(), self.endpoint))
@@ -432,6 +432,8 @@ class UcxTransport:
         return not busy and self.ucx.arm()
 
     def _tick(self, now: float) -> None:
+        if self._outbound or self._inbound:
+            self.ucx.keepalive()
         for out in list(self._outbound.values()):
             if not out.endpoint.alive:
                 out.lost("the peer's endpoint is gone")
