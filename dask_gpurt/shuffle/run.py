@@ -52,7 +52,7 @@ from dask_gpurt.shuffle.partition import Layout, Shard, split
 from dask_gpurt.shuffle.transport import records
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Hashable, Iterator, Sequence
 
     import pyarrow as pa
 
@@ -109,6 +109,21 @@ class Batch:
 
     def __sizeof__(self) -> int:  # what the send buffer charges its limiter with
         return self.nbytes
+
+
+def _groups(parcels: list[Parcel], limit_bytes: int) -> Iterator[list[Parcel]]:
+    """Parcels that travel together: at most `limit_bytes`, or one that is more than that."""
+    group: list[Parcel] = []
+    nbytes = 0
+    for parcel in parcels:
+        size = sys.getsizeof(parcel)
+        if group and nbytes + size > limit_bytes:
+            yield group
+            group, nbytes = [], 0
+        group.append(parcel)
+        nbytes += size
+    if group:
+        yield group
 
 
 class GpurtShuffleRun(seam.DataFrameShuffleRun):
@@ -263,7 +278,15 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         return await self.rpc(address).shuffle_receive(data=shards, shuffle_id=self.id, run_id=self.run_id)
 
     async def send(self, address: str, shards: list[Batch]) -> Any:
-        parcels = [parcel for batch in shards for parcel in batch.parcels]
+        response: Any = {"status": "OK"}
+        # What was staged and buffered together may be more than the peer takes in one message.
+        for parcels in _groups([parcel for batch in shards for parcel in batch.parcels], self._cut_bytes):
+            response = await self._send_message(address, parcels)
+            if response["status"] != "OK":
+                break
+        return response
+
+    async def _send_message(self, address: str, parcels: list[Parcel]) -> Any:
         known = self._known.setdefault(address, set())
         start = time.perf_counter()
         for _ in range(1 + RESENDS):
