@@ -150,7 +150,7 @@ class Bench:
             first.result(30)
         return target
 
-    def nodes_send(self, kind: str) -> Any:
+    def send_held(self, kind: str) -> Any:
         """One message to a receiver that never says that it is stored."""
         target = self.open(kind, hold=True)
         return self.nodes[kind].send(*target, [b"held"])
@@ -268,7 +268,7 @@ def killed(args: argparse.Namespace) -> dict[str, Any]:
     out: dict[str, list[float]] = {kind: [] for kind in args.transports if kind != "rpc"}
     for _, kind in compare.turns(list(out), args.runs):
         bench = Bench("127.0.0.1", "127.0.0.1")
-        future = bench.nodes_send(kind)
+        future = bench.send_held(kind)
         time.sleep(1.0)
         assert not future.done()
         os.kill(bench.process.pid or 0, signal.SIGKILL)

@@ -7,7 +7,7 @@ import gc
 import numpy as np
 import pytest
 
-from dask_gpurt.shuffle.transport.choice import BACKOFF_SECONDS, SAFE, Chooser, Place
+from dask_gpurt.shuffle.transport.choice import BACKOFF_SECONDS, SAFE, TRY_EVERY, Chooser, Place
 from dask_gpurt.shuffle.transport.pool import BufferPool
 
 MiB = 1 << 20
@@ -44,15 +44,38 @@ def test_a_lost_transport_is_out_for_a_while_longer_each_time():
     assert c.choose(MiB, False, 3 * BACKOFF_SECONDS) == "tcp"
 
 
-def test_traffic_changes_the_order_and_one_slow_message_does_not():
-    c = Chooser(Place.HOST, ["tcp"])
-    assert c.choose(MiB, False, 0.0) == "tcp"
-    c.observe("tcp", MiB, 0.01)
-    assert c.choose(MiB, False, 0.0) == "tcp"
+def most(c: Chooser, size: int = MiB) -> str:
+    names = [c.choose(size, False, 0.0) for _ in range(TRY_EVERY)]
+    return max(names, key=names.count)
+
+
+def test_a_slow_network_does_not_change_the_order():
+    """All ways are slow then; those that were not tried must not look better for it."""
+    c = Chooser(Place.REMOTE, ["tcp"])
+    for _ in range(5000):
+        c.observe("tcp", MiB, 0.1)
+    assert most(c) == "tcp"
+
+
+def test_what_is_really_slower_is_left_and_taken_again():
+    c = Chooser(Place.REMOTE, ["tcp"])
     for _ in range(1000):
-        c.observe("tcp", MiB, 0.01)  # 0.1 GB/s: below what the safe path does
-    assert c.choose(MiB, False, 0.0) == SAFE
-    assert c.choose(64 * MiB, False, 0.0) == "tcp"  # nothing was learned about these
+        c.observe("tcp", MiB, 0.01)
+    for _ in range(300):
+        c.observe(SAFE, MiB, 0.001)
+    assert most(c) == SAFE
+    assert most(c, 64 * MiB) == "tcp"  # nothing was learned about these
+    for _ in range(20_000):
+        c.observe("tcp", MiB, 0.0003)
+    assert most(c) == "tcp"
+
+
+def test_other_ways_are_tried_now_and_then():
+    c = Chooser(Place.REMOTE, ["tcp"])
+    names = [c.choose(MiB, False, 0.0) for _ in range(10 * TRY_EVERY)]
+    assert names.count(SAFE) == 10
+    forced = Chooser(Place.REMOTE, ["tcp"], "tcp")
+    assert {forced.choose(MiB, False, 0.0) for _ in range(10 * TRY_EVERY)} == {"tcp"}
 
 
 def test_memory_is_used_again_when_the_last_view_is_gone():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import struct
 import threading
@@ -14,6 +15,7 @@ import dask
 import numpy as np
 import pandas as pd
 import pytest
+from distributed import Security
 from distributed.utils_test import gen_cluster
 from helpers import left, mixed, ordered, source, taken_over, until, whole
 
@@ -165,6 +167,24 @@ def test_a_receiver_that_stops_ends_what_is_under_way(nodes, kind):
     b.transport.stop()
     assert future.result(15).lost
     eventually(lambda: a.losses)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", WAYS)
+def test_a_killed_peer_is_noticed(kind):
+    """Another process; how soon is a figure of `benchmarks/transport.py --kill`."""
+    from benchmarks.transport import Bench
+
+    bench = Bench("127.0.0.1", "127.0.0.1")
+    try:
+        future = bench.send_held(kind)
+        time.sleep(0.3)
+        os.kill(bench.process.pid or 0, signal.SIGKILL)
+        bench.process.join()
+        assert future.result(30).lost
+    finally:
+        for node in bench.nodes.values():
+            node.stop()
 
 
 def test_the_listener_is_bound_to_its_own_address_and_strangers_are_closed(nodes):
@@ -361,6 +381,24 @@ def test_nothing_plaintext_on_an_encrypted_cluster(transport):
                         assert {link["transport"] for link in stats["links"]} <= {"rpc", "inproc"}
 
         check()
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("transport", ["tcp", "auto"])
+def test_a_tls_cluster_opens_nothing_of_ours(transport):
+    pytest.importorskip("cryptography")
+
+    @gen_cluster(**TWO, security=Security.temporary())
+    async def check(c, s, a, b):
+        assert a.address.startswith("tls://")
+        async with taken_over(s, [a, b], settings=with_transport(transport)):
+            same_rows(await c.compute(source(left).shuffle("k", npartitions=5)), left, 6)
+            for w in (a, b):
+                stats = worker_statistics(w)["transport"]
+                assert stats["encrypted"]
+                assert stats["transports"] == {}
+
+    check()
 
 
 @pytest.mark.cluster

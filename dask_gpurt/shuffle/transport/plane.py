@@ -87,8 +87,6 @@ class LinkCounters:
     resent: int = 0
     #: messages from this peer that did not parse or failed a checksum
     corrupt: int = 0
-    #: how messages are encoded on this link
-    codec: str = "none"
 
 
 class _NoRoute(Exception):
