@@ -18,6 +18,9 @@ from typing import Any
 os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
 
 
+_DEVICE_NODE = "/dev/nvidiactl"
+
+
 def available() -> str:
     """``""`` when UCX can be used here, else why not. Imports ucxx."""
     try:
@@ -25,6 +28,11 @@ def available() -> str:
     except Exception as e:  # a missing shared library raises what it likes
         return f"{type(e).__name__}: {e}. Remedy: pip install 'dask-gpurt[ucx]'"
     return ""
+
+
+def has_device() -> bool:
+    """Whether there is a GPU here whose memory UCX could send from. Touches none."""
+    return os.path.exists(_DEVICE_NODE)
 
 
 def device_buffer(nbytes: int) -> Any:
@@ -44,7 +52,7 @@ class UcxWorker:
 
         self._lib, self._array, self._tag, self._full = lib, Array, Tag, TagMaskFull
         options = {"MM_ERROR_HANDLING": "y", "KEEPALIVE_INTERVAL": "1s", "RNDV_THRESH": "auto"}
-        if not os.path.exists("/dev/nvidiactl"):
+        if not has_device():
             options["RNDV_FRAG_MEM_TYPE"] = "host"
         self._context = lib.UCXContext(options)
         self._worker = lib.UCXWorker(self._context, enable_delayed_submission=False, enable_python_future=False)

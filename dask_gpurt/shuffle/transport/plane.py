@@ -29,6 +29,7 @@ import uuid
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from dask_gpurt.backends.ucx import has_device
 from dask_gpurt.errors import WireError
 from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.transport import records
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("distributed.worker.gpurt")
 
-#: whether `auto` takes UCX over shared memory between workers of one host
+#: whether `auto` opens UCX for shared memory between workers of one host without a GPU
 UCX_ON_HOST = False
 _TOKEN = uuid.uuid4().hex
 #: idle receive memory kept for later, as a share of the receive budget
@@ -487,8 +488,9 @@ class Plane:
 
 def candidates(place: Place) -> list[str]:
     """What `auto` opens for a peer at this place, where nothing forbids it."""
-    # Over plain Ethernet UCX loses to sockets; on one host it is there for shared memory.
-    return ["tcp", "ucx"] if UCX_ON_HOST and place is Place.HOST else ["tcp"]
+    # Over plain Ethernet UCX loses to sockets, and on one host it wins nothing that a busy shuffle could use; a further
+    # thread and its memory are worth it for device buffers only.
+    return ["tcp", "ucx"] if (UCX_ON_HOST and place is Place.HOST) or has_device() else ["tcp"]
 
 
 def _place(ours: dict[str, Any], theirs: dict[str, Any]) -> Place:
