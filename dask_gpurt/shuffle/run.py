@@ -44,10 +44,11 @@ from dask_gpurt.errors import LostData, WireError
 from dask_gpurt.shuffle import seam, wire
 from dask_gpurt.shuffle.assemble import Assembler
 from dask_gpurt.shuffle.chunk import ReceivedChunk
+from dask_gpurt.shuffle.heap import heap
 from dask_gpurt.shuffle.partition import Layout, Shard, split
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
     import pyarrow as pa
 
@@ -132,12 +133,15 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         self._known: dict[str, set[int]] = {}
         #: peer -> parcels that wait for more
         self._staged: dict[str, Batch] = {}
+        #: as inherited, but a dict: a look into a pandas series costs more than the rest of finding an output
+        self._worker_for: dict[int, str] = dict(kwargs["worker_for"])
         #: outputs handed out
         self._taken: set[int] = set()
         #: output -> (weak reference to the frame it was given as, the execution that got it)
         self._given: dict[int, tuple[weakref.ref[pd.DataFrame], Any]] = {}
         self._sequence = 0
         counters.add(runs=1)
+        heap.keep()
 
     # ---- task threads
 
@@ -164,6 +168,22 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         seam.context_meter.digest_metric("p2p-shards", nbytes, "bytes")
         seam.context_meter.digest_metric("p2p-shards", len(out), "count")
         return out
+
+    def _get_assigned_worker(self, id: int) -> str:
+        return self._worker_for[id]
+
+    def get_output_partition(self, partition_id: int, key: Any, **kwargs: Any) -> pd.DataFrame:
+        # As inherited, without its two round trips to the event loop where there is nothing to wait for there: the
+        # output belongs here, and nothing is ever under way to a disk of ours.
+        if self._get_assigned_worker(partition_id) != self.local_address or not self.transferred or self.closed:
+            out: pd.DataFrame = super().get_output_partition(partition_id, key, **kwargs)
+            return out
+        with (
+            self._capture_metrics("foreground"),
+            seam.context_meter.meter("p2p-get-output-noncpu"),
+            seam.context_meter.meter("p2p-get-output-cpu", func=seam.thread_time),
+        ):
+            return self._get_output_partition(partition_id, key, **kwargs)
 
     def _get_output_partition(self, partition_id: int, key: Any, **kwargs: Any) -> pd.DataFrame:
         here = seam.execution()
@@ -340,5 +360,11 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         self._store.drop(self._key)
         with contextlib.ExitStack() as stack:
             # A put that began before the drop and ends after it must not leave rows behind.
+            stack.callback(heap.release, self._in_thread)
             stack.callback(self._store.drop, self._key)
             await super().close()
+
+    def _in_thread(self, function: Callable[[], None]) -> None:
+        # The worker's pool may be shut down already when it closes with runs open; its memory goes with it.
+        with contextlib.suppress(RuntimeError):
+            self.executor.submit(function)
