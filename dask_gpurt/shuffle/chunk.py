@@ -7,8 +7,8 @@ stay one chunk, so the store has as many entries as there were messages, not as 
 `get` gives *pieces*: (input partition id, rows), the rows as a place in their shard's table (`Slice`): slicing a table
 makes a new array of every column, which costs more than copying the few rows that a piece has when partitions are many.
 Whoever assembles an output sorts pieces by input id, because
-messages of several senders interleave. An input id is in exactly one chunk of a run, so the smallest one in a chunk
-identifies it.
+messages of several senders interleave. The shards of one input that are large enough to be several are a chunk each,
+so that a store gives their memory back as their outputs are taken.
 
 Spilled, a chunk becomes one list of frames per output: a small head, then one Arrow record batch body per piece. The
 schemas stay behind in the `shell`; only dictionaries, which no schema holds, make a piece a whole IPC stream.
@@ -147,9 +147,9 @@ class ReceivedChunk:
         self._nbytes = sum(s.table.get_total_buffer_size() for s in self._shards) if nbytes is None else nbytes
 
     @property
-    def chunk_id(self) -> int:
-        """Sorts and identifies the chunks of one run."""
-        return min(s.input_id for s in self._shards)
+    def chunk_id(self) -> tuple[int, int]:
+        """Sorts and identifies the chunks of one run: no two have rows of the same input for the same output."""
+        return min((s.input_id, int(s.parts[0]) if len(s.parts) else -1) for s in self._shards)
 
     @property
     def nbytes(self) -> int:

@@ -1,7 +1,7 @@
 """The C allocator keeps freed memory while a shuffle runs in this process, and gives it back when the last one ends.
 
-Theory of operation. distributed's nanny starts workers with ``MALLOC_TRIM_THRESHOLD_`` (64 KiB), so that freed memory goes
-back to the system at once. With glibc that also pins the size from which an allocation is a mapping of its own, at
+Theory of operation. distributed's nanny starts workers with ``MALLOC_TRIM_THRESHOLD_`` (64 KiB), so that freed memory
+goes back to the system at once. With glibc that also pins the size from which an allocation is a mapping of its own, at
 128 KiB. A shuffle allocates and frees everything in larger pieces: temporaries of the hash, receive buffers. Each of
 them is then fresh memory, and its page faults cost ten times what writing to it costs (0.5 ms per MB on a virtual
 machine). They were half of a worker's CPU time in a shuffle.

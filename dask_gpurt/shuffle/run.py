@@ -12,7 +12,7 @@ distributed's run; the row path is ours::
     task thread   _get_output_partition   `ShardStore.take`, assemble
 
 Invariants
-- A shard (one input for one worker) travels in one message, whole. `_arrivals` has its input id from the moment it
+- What one input has for one worker travels in one message, whole. `_arrivals` has its input id from the moment it
   came; a second copy (a resend after a lost acknowledgement, a transfer task that ran twice) waits for the first and is
   dropped. Race: (1) a message waits in `put`; (2) its comm breaks, the sender resends; (3) were the copy acknowledged
   at once, the barrier could pass and an output be assembled before (1) is stored.
@@ -152,17 +152,18 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
                 f"{type(data).__name__}, its meta is a pandas.DataFrame. Remedy: make partitions and meta agree"
             )
         start = time.perf_counter()
-        shards = dict(split(data, self.column, self.drop_column, partition_id, self._layout))
+        shards = list(split(data, self.column, self.drop_column, partition_id, self._layout))
         middle = time.perf_counter()
         out: dict[str, Any] = {}
         schema = None
         nbytes = 0
-        for address, shard in shards.items():
+        for address, shard in shards:
             if address == self.local_address:
-                out[address] = shard
+                out.setdefault(address, []).append(shard)
                 continue
             schema = schema or wire.schema_bytes(shard.table.schema)
-            out[address] = parcel = wire.encode(shard, schema)
+            parcel = wire.encode(shard, schema)
+            out.setdefault(address, []).append(parcel)
             nbytes += parcel.nbytes
         self._counters.add(inputs=1, seconds_partition=middle - start, seconds_encode=time.perf_counter() - middle)
         seam.context_meter.digest_metric("p2p-shards", nbytes, "bytes")
@@ -232,17 +233,18 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         self.raise_if_closed()
         own = data.pop(self.local_address, None)
         full = {}
-        for address, parcel in data.items():
+        for address, parcels in data.items():
             batch = self._staged.setdefault(address, Batch())
-            batch.append(parcel)
+            for parcel in parcels:  # all shards of one input in one message
+                batch.append(parcel)
             if batch.nbytes >= STAGE_BYTES:
                 full[address] = self._staged.pop(address)
         if full:
             await super()._write_to_comm(full)
         if own is not None:
-            chunk_bytes = own.table.get_total_buffer_size()
+            chunk_bytes = sum(shard.table.get_total_buffer_size() for shard in own)
             self._counters.add(bytes_self=chunk_bytes)
-            await self._keep([own], chunk_bytes)
+            await self._keep(own, chunk_bytes)
 
     async def _flush_comm(self) -> None:
         self.raise_if_closed()
@@ -326,17 +328,21 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
             await asyncio.shield(future)
 
     async def _put(self, shards: list[Shard], nbytes: int | None) -> None:
-        chunk = ReceivedChunk(shards, nbytes)
+        whole = len({s.input_id for s in shards}) == len(shards)
+        chunks = [ReceivedChunk(shards, nbytes)] if whole else [ReceivedChunk([s]) for s in shards]
         stored: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         for s in shards:
             self._arrivals[s.input_id] = stored
         start = time.perf_counter()
+        kept = 0
         try:
-            kept = await self._store.put(self._key, chunk.chunk_id, chunk)
-            if not kept:
-                # Ids are new by `_arrivals`, so the run was dropped.
-                self.raise_if_closed()
-                raise seam.ShuffleClosedError(f"{self} was dropped by its store")
+            while chunks:
+                chunk = chunks.pop()
+                if not await self._store.put(self._key, chunk.chunk_id, chunk):
+                    # Ids are new by `_arrivals`, so the run was dropped.
+                    self.raise_if_closed()
+                    raise seam.ShuffleClosedError(f"{self} was dropped by its store")
+                kept += 1
         except BaseException as e:
             for s in shards:
                 self._arrivals.pop(s.input_id, None)
@@ -349,7 +355,7 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
             self._arrivals[s.input_id] = None
             self.received.add(s.input_id)
         stored.set_result(None)
-        self._counters.add(chunks=1, seconds_put=time.perf_counter() - start)
+        self._counters.add(chunks=kept, seconds_put=time.perf_counter() - start)
 
     async def close(self) -> None:
         if self.closed:
