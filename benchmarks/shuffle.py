@@ -5,9 +5,9 @@
     python -m benchmarks.shuffle --frames mixed --partitions 1000 --size 0.2 --runs 3 --variants p2p gpurt
 
 Each call adds its results to ``benchmarks/results/shuffle.json`` (same frame, keys, partitions and size: replaced), so
-that one long sweep can be made of several short calls. One cluster of two workers with one thread serves all variants, which
-take turns; between runs the takeover is installed or uninstalled on its scheduler. The input is persisted before the
-clock starts; every result is checked by row count and sum. Reported per variant: wall seconds, CPU seconds of both
+that one long sweep can be made of several short calls. One cluster of two workers with one thread serves all variants,
+which take turns; between runs the takeover is installed or uninstalled on its scheduler. The input is persisted before
+the clock starts; every result is checked by row count and sum. Reported per variant: wall seconds, CPU seconds of both
 workers, peak RSS of the larger worker; for ours also the seconds by phase and the bytes moved; ratios are those of
 the medians, stock over ours: above 1, ours is better.
 
@@ -110,7 +110,8 @@ def limit(frame: str, keys: str, n: int, rows: int) -> dict[str, float]:
         import polars as pl
     except ImportError:
         pl = None
-    sums = dict.fromkeys(("hash", "partition", "encode", "decode", "loopback"), 0.0)
+    steps = ("hash", "partition", "encode", "decode", "loopback")
+    sums = dict.fromkeys(steps, 0.0)
     encoded_bytes = 0
     few = min(n, 16)  # the rest are like these
     for i in range(few):
@@ -135,7 +136,7 @@ def limit(frame: str, keys: str, n: int, rows: int) -> dict[str, float]:
         _loopback(encoded.size // 2)
         t.append(time.process_time())
         encoded_bytes += encoded.size
-        for name, seconds in zip(sums, np.diff(t), strict=True):
+        for name, seconds in zip(steps, np.diff(t), strict=True):
             sums[name] += float(seconds) * n / few
         if pl is not None:
             polars = pl.from_arrow(pa.Table.from_pandas(df.assign(p=codes)))
@@ -145,7 +146,7 @@ def limit(frame: str, keys: str, n: int, rows: int) -> dict[str, float]:
             sums["polars_partition_by"] = sums.get("polars_partition_by", 0.0) + (
                 (time.process_time() - start) * n / few
             )
-    sums["all"] = sum(sums[name] for name in ("hash", "partition", "encode", "decode", "loopback"))
+    sums["all"] = sum(sums[name] for name in steps)
     return {name: round(seconds, 3) for name, seconds in sums.items()}
 
 
