@@ -149,6 +149,8 @@ class Shard:
     parts: np.ndarray[Any, Any]
     #: rows of each of them, uint64, same length
     lengths: np.ndarray[Any, Any]
+    #: id of the input partition of each row, int64, where several were merged (see `merge`); `input_id` is the least
+    inputs: np.ndarray[Any, Any] | None = None
 
 
 def split(

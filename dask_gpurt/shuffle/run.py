@@ -16,6 +16,9 @@ Invariants
   came; a second copy (a resend after a lost acknowledgement, a transfer task that ran twice) waits for the first and is
   dropped. Race: (1) a message waits in `put`; (2) its comm breaks, the sender resends; (3) were the copy acknowledged
   at once, the barrier could pass and an output be assembled before (1) is stored.
+- Shards with few rows per output wait in `_few` until they are worth a merge (see `merge`), at most `MERGE_BYTES` of
+  them. They are acknowledged before: the first `_take`, which is after the barrier, stores the last of them and waits
+  for merges under way, so no output is assembled without them.
 - The run id is in every message and in the store's key, so nothing of an old run is used; the worker plugin refuses
   stale run ids before we see them.
 - `take` removes. A frame merged with itself is one shuffle whose outputs are asked for twice by one task: the second
@@ -41,7 +44,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pandas as pd
 
 from dask_gpurt.errors import LostData, WireError
-from dask_gpurt.shuffle import seam, wire
+from dask_gpurt.shuffle import merge, seam, wire
 from dask_gpurt.shuffle.assemble import Assembler
 from dask_gpurt.shuffle.chunk import ReceivedChunk
 from dask_gpurt.shuffle.heap import heap
@@ -60,6 +63,8 @@ if TYPE_CHECKING:
 OFFLOAD_BYTES = 1 << 18
 #: small parcels for one peer wait for each other until they are this many bytes, or until all inputs are split
 STAGE_BYTES = 1 << 19
+#: shards with few rows per output are merged when they are so many bytes
+MERGE_BYTES = 1 << 23
 #: times a message is sent again after the peer refused it (checksum, schema not known there)
 RESENDS = 3
 #: restarts of one shuffle asked for by this worker; then the error is the user's
@@ -133,6 +138,10 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         self._known: dict[str, set[int]] = {}
         #: peer -> parcels that wait for more
         self._staged: dict[str, Batch] = {}
+        #: shards with few rows per output that wait to be merged; stored by the first `take` at the latest
+        self._few: list[Shard] = []
+        self._few_bytes = 0
+        self._merging = asyncio.Lock()
         #: as inherited, but a dict: a look into a pandas series costs more than the rest of finding an output
         self._worker_for: dict[int, str] = dict(kwargs["worker_for"])
         #: outputs handed out
@@ -227,6 +236,8 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         if part in self._taken:
             return False, []
         self._taken.add(part)
+        if self._few or self._merging.locked():
+            await self._merge()
         return True, await self._store.take(self._key, part)
 
     async def _write_to_comm(self, data: dict[str, Any]) -> None:
@@ -328,6 +339,36 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
             await asyncio.shield(future)
 
     async def _put(self, shards: list[Shard], nbytes: int | None) -> None:
+        few = [s for s in shards if merge.worth(s)]
+        # One shard of an input alone may not wait: what an input has here is stored as a whole, or not at all.
+        if len(few) == len(shards) == len({s.input_id for s in shards}):
+            self._few += few
+            self._few_bytes += sum(s.table.nbytes for s in few) if nbytes is None else nbytes
+            for s in few:
+                self._arrivals[s.input_id] = None
+                self.received.add(s.input_id)
+            if self._few_bytes >= MERGE_BYTES:
+                await self._merge()
+            return
+        await self._store_shards(shards, nbytes)
+
+    async def _merge(self) -> None:
+        """Store what waits to be merged; returns when it, and what another call was about to store, is stored."""
+        async with self._merging:
+            few, self._few, self._few_bytes = self._few, [], 0
+            if not few:
+                return
+            try:
+                shards = await self.offload(merge.merged, few)
+            except Exception as e:
+                if not self.closed:
+                    self._exception = e
+                raise
+            few.clear()
+            for shard in shards:
+                await self._store_shards([shard], None)
+
+    async def _store_shards(self, shards: list[Shard], nbytes: int | None) -> None:
         whole = len({s.input_id for s in shards}) == len(shards)
         chunks = [ReceivedChunk(shards, nbytes)] if whole else [ReceivedChunk([s]) for s in shards]
         stored: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -363,6 +404,7 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
             return
         self._counters.add(runs_closed=1)
         self._staged.clear()
+        self._few.clear()
         self._store.drop(self._key)
         with contextlib.ExitStack() as stack:
             # A put that began before the drop and ends after it must not leave rows behind.
