@@ -149,6 +149,8 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         #: output -> (weak reference to the frame it was given as, the execution that got it)
         self._given: dict[int, tuple[weakref.ref[pd.DataFrame], Any]] = {}
         self._sequence = 0
+        #: bytes of a row of the outputs, about
+        self._row_bytes = 0.0
         counters.add(runs=1)
         heap.keep()
 
@@ -209,6 +211,10 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         start = time.perf_counter()
         df = self._assemble(piece for pieces in taken for piece in pieces)
         self._given[partition_id] = (weakref.ref(df), here)
+        if len(df):
+            if not self._row_bytes:
+                self._row_bytes = float(df.memory_usage().sum()) / len(df)
+            heap.freed(int(len(df) * self._row_bytes), self._in_thread)
         self._counters.add(outputs=1, seconds_assemble=time.perf_counter() - start)
         return df
 

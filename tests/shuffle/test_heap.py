@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dask_gpurt.shuffle.heap import HEAP_BYTES, KEEP_BYTES, Heap
+from dask_gpurt.shuffle.heap import HEAP_BYTES, KEEP_BYTES, TRIM_BYTES, Heap
 
 
 class Libc:
@@ -69,3 +69,13 @@ def test_nothing_without_the_nannys_setting():
     heap = Heap(NANNY, None)
     heap.keep()
     heap.release(lambda f: f())
+
+
+def test_what_outputs_freed_is_given_back_in_between():
+    libc = Libc()
+    heap = Heap(NANNY, libc)
+    heap.keep()
+    libc.calls.clear()
+    for _ in range(4):
+        heap.freed(TRIM_BYTES // 2, lambda f: f())
+    assert libc.calls == ["trim", "trim"]
