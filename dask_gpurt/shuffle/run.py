@@ -19,6 +19,9 @@ Invariants
   twice) waits for the first and is dropped. Race: (1) a message waits in `put`; (2) its comm breaks, the sender
   resends; (3) were the copy acknowledged at once, the barrier could pass and an output be assembled before (1) is
   stored.
+- Shards with few rows per output wait in `_few` until they are worth a merge (see `merge`), at most `MERGE_BYTES` of
+  them. They are acknowledged before: the first `_take`, which is after the barrier, stores the last of them and waits
+  for merges under way, so no output is assembled without them.
 - The run id is in every message and in the store's key, so nothing of an old run is used; the worker plugin refuses
   stale run ids before we see them.
 - `take` removes. A frame merged with itself is one shuffle whose outputs are asked for twice by one task: the second
@@ -34,6 +37,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import sys
 import time
@@ -44,15 +48,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pandas as pd
 
 from dask_gpurt.errors import LostData, WireError
-from dask_gpurt.shuffle import seam, wire
+from dask_gpurt.shuffle import merge, seam, wire
 from dask_gpurt.shuffle.assemble import Assembler
 from dask_gpurt.shuffle.chunk import ReceivedChunk
 from dask_gpurt.shuffle.cut import ID_STEP, cut
-from dask_gpurt.shuffle.partition import Layout, Shard, split
+from dask_gpurt.shuffle.heap import heap
+from dask_gpurt.shuffle.partition import SHARD_BYTES, Layout, Shard, split
 from dask_gpurt.shuffle.transport import records
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Sequence
+    from collections.abc import Callable, Hashable, Iterator, Sequence
 
     import pyarrow as pa
 
@@ -65,6 +70,8 @@ if TYPE_CHECKING:
 OFFLOAD_BYTES = 1 << 18
 #: small parcels for one peer wait for each other until they are this many bytes, or until all inputs are split
 STAGE_BYTES = 1 << 19
+#: shards with few rows per output are merged when they are so many bytes
+MERGE_BYTES = 1 << 23
 #: times a message is sent again after the peer refused it (checksum, schema not known there)
 RESENDS = 3
 #: restarts of one shuffle asked for by this worker; then the error is the user's
@@ -159,6 +166,12 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         self._known: dict[str, set[int]] = {}
         #: peer -> parcels that wait for more
         self._staged: dict[str, Batch] = {}
+        #: shards with few rows per output that wait to be merged; stored by the first `take` at the latest
+        self._few: list[Shard] = []
+        self._few_bytes = 0
+        self._merging = asyncio.Lock()
+        #: as inherited, but a dict: a look into a pandas series costs more than the rest of finding an output
+        self._worker_for: dict[int, str] = dict(kwargs["worker_for"])
         #: outputs handed out
         self._taken: set[int] = set()
         #: output -> (weak reference to the frame it was given as, the execution that got it)
@@ -168,7 +181,10 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         self._run_key = records.RunKey(self._tag, self.run_id)
         self._cut_bytes = plane.settings.cut_bytes
         plane.join(self, self._run_key, secret)
+        #: bytes of a row of the outputs, about
+        self._row_bytes = 0.0
         counters.add(runs=1)
+        heap.keep()
 
     # ---- task threads
 
@@ -179,22 +195,44 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
                 f"{type(data).__name__}, its meta is a pandas.DataFrame. Remedy: make partitions and meta agree"
             )
         start = time.perf_counter()
-        shards = dict(split(data, self.column, self.drop_column, partition_id * ID_STEP, self._layout))
+        first_id = partition_id * ID_STEP
+        shards = list(split(data, self.column, self.drop_column, first_id, self._layout))
         middle = time.perf_counter()
         out: dict[str, Any] = {}
         schema = None
         nbytes = 0
-        for address, shard in shards.items():
+        for address, shard in shards:
+            mine = out.setdefault(address, [])
+            # Every shard and every cut of one has an id of its own; they sort by input first.
+            shard = dataclasses.replace(shard, input_id=first_id + len(mine))
             if address == self.local_address:
-                out[address] = shard
+                mine.append(shard)
                 continue
             schema = schema or wire.schema_bytes(shard.table.schema)
-            out[address] = [wire.encode(piece, schema) for piece in cut(shard, self._cut_bytes)]
-            nbytes += sum(parcel.nbytes for parcel in out[address])
+            for piece in cut(shard, self._cut_bytes):
+                parcel = wire.encode(piece, schema)
+                mine.append(parcel)
+                nbytes += parcel.nbytes
         self._counters.add(inputs=1, seconds_partition=middle - start, seconds_encode=time.perf_counter() - middle)
         seam.context_meter.digest_metric("p2p-shards", nbytes, "bytes")
         seam.context_meter.digest_metric("p2p-shards", len(out), "count")
         return out
+
+    def _get_assigned_worker(self, id: int) -> str:
+        return self._worker_for[id]
+
+    def get_output_partition(self, partition_id: int, key: Any, **kwargs: Any) -> pd.DataFrame:
+        # As inherited, without its two round trips to the event loop where there is nothing to wait for there: the
+        # output belongs here, and nothing is ever under way to a disk of ours.
+        if self._get_assigned_worker(partition_id) != self.local_address or not self.transferred or self.closed:
+            out: pd.DataFrame = super().get_output_partition(partition_id, key, **kwargs)
+            return out
+        with (
+            self._capture_metrics("foreground"),
+            seam.context_meter.meter("p2p-get-output-noncpu"),
+            seam.context_meter.meter("p2p-get-output-cpu", func=seam.thread_time),
+        ):
+            return self._get_output_partition(partition_id, key, **kwargs)
 
     def _get_output_partition(self, partition_id: int, key: Any, **kwargs: Any) -> pd.DataFrame:
         here = seam.execution()
@@ -210,6 +248,10 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         start = time.perf_counter()
         df = self._assemble(piece for pieces in taken for piece in pieces)
         self._given[partition_id] = (weakref.ref(df), here)
+        if len(df):
+            if not self._row_bytes:
+                self._row_bytes = float(df.memory_usage().sum()) / len(df)
+            heap.freed(int(len(df) * self._row_bytes), self._in_thread)
         self._counters.add(outputs=1, seconds_assemble=time.perf_counter() - start)
         return df
 
@@ -237,6 +279,8 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         if part in self._taken:
             return False, []
         self._taken.add(part)
+        if self._few or self._merging.locked():
+            await self._merge()
         return True, await self._store.take(self._key, part)
 
     async def _write_to_comm(self, data: dict[str, Any]) -> None:
@@ -254,9 +298,9 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
             # Nobody but us can make room by sending what is staged.
             await self._unstage(list(self._staged))
         if own is not None:
-            chunk_bytes = own.table.get_total_buffer_size()
+            chunk_bytes = sum(shard.table.get_total_buffer_size() for shard in own)
             self._counters.add(bytes_self=chunk_bytes)
-            await self._keep([own], chunk_bytes)
+            await self._keep(own, chunk_bytes)
 
     async def _flush_comm(self) -> None:
         self.raise_if_closed()
@@ -386,17 +430,54 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
             await asyncio.shield(future)
 
     async def _put(self, shards: list[Shard], nbytes: int | None) -> None:
-        chunk = ReceivedChunk(shards, nbytes)
+        few = [s for s in shards if merge.worth(s)]
+        if len(few) == len(shards):
+            self._few += few
+            self._few_bytes += sum(s.table.nbytes for s in few) if nbytes is None else nbytes
+            for s in few:
+                self._arrivals[s.input_id] = None
+                self.received.add(s.input_id)
+            if self._few_bytes >= MERGE_BYTES:
+                await self._merge()
+            return
+        await self._store_shards(shards, nbytes)
+
+    async def _merge(self) -> None:
+        """Store what waits to be merged; returns when it, and what another call was about to store, is stored."""
+        async with self._merging:
+            few, self._few, self._few_bytes = self._few, [], 0
+            if not few:
+                return
+            try:
+                shards = await self.offload(merge.merged, few)
+            except Exception as e:
+                if not self.closed:
+                    self._exception = e
+                raise
+            few.clear()
+            for shard in shards:
+                await self._store_shards([shard], None)
+
+    async def _store_shards(self, shards: list[Shard], nbytes: int | None) -> None:
+        large = [s for s in shards if s.table.nbytes >= SHARD_BYTES]
+        small = [s for s in shards if s.table.nbytes < SHARD_BYTES]
+        # A large shard is a chunk of its own: it can go, or leave memory, while the rest still waits.
+        chunks = [ReceivedChunk([s], nbytes if len(shards) == 1 else None) for s in large]
+        if small:
+            chunks.append(ReceivedChunk(small, None if large else nbytes))
         stored: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         for s in shards:
             self._arrivals[s.input_id] = stored
         start = time.perf_counter()
+        kept = 0
         try:
-            kept = await self._store.put(self._key, chunk.chunk_id, chunk)
-            if not kept:
-                # Ids are new by `_arrivals`, so the run was dropped.
-                self.raise_if_closed()
-                raise seam.ShuffleClosedError(f"{self} was dropped by its store")
+            while chunks:
+                chunk = chunks.pop()
+                if not await self._store.put(self._key, chunk.chunk_id, chunk):
+                    # Ids are new by `_arrivals`, so the run was dropped.
+                    self.raise_if_closed()
+                    raise seam.ShuffleClosedError(f"{self} was dropped by its store")
+                kept += 1
         except BaseException as e:
             for s in shards:
                 self._arrivals.pop(s.input_id, None)
@@ -409,7 +490,7 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
             self._arrivals[s.input_id] = None
             self.received.add(s.input_id)
         stored.set_result(None)
-        self._counters.add(chunks=1, seconds_put=time.perf_counter() - start)
+        self._counters.add(chunks=kept, seconds_put=time.perf_counter() - start)
 
     async def close(self) -> None:
         if self.closed:
@@ -419,8 +500,15 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         self._plane.leave(self, self._run_key)
         staged, self._staged = self._staged, {}
         await self._release(staged)
+        self._few.clear()
         self._store.drop(self._key)
         with contextlib.ExitStack() as stack:
             # A put that began before the drop and ends after it must not leave rows behind.
+            stack.callback(heap.release, self._in_thread)
             stack.callback(self._store.drop, self._key)
             await super().close()
+
+    def _in_thread(self, function: Callable[[], None]) -> None:
+        # The worker's pool may be shut down already when it closes with runs open; its memory goes with it.
+        with contextlib.suppress(RuntimeError):
+            self.executor.submit(function)

@@ -22,14 +22,14 @@ from dask.context import thread_state
 from distributed.comm import get_address_host
 from distributed.core import ErrorMessage, OKMessage, error_message
 from distributed.exceptions import Reschedule
-from distributed.metrics import context_meter
+from distributed.metrics import context_meter, thread_time
 from distributed.protocol.serialize import Serialized, dask_deserialize, dask_serialize, serialize
 from distributed.shuffle._comms import CommShardsBuffer
-from distributed.shuffle._core import ShuffleRun, ShuffleSpec
+from distributed.shuffle._core import ShuffleRun, ShuffleSpec, barrier_key
 from distributed.shuffle._exceptions import P2PConsistencyError, ShuffleClosedError
 from distributed.shuffle._limiter import ResourceLimiter
 from distributed.shuffle._scheduler_plugin import ShuffleSchedulerPlugin
-from distributed.shuffle._shuffle import DataFrameShuffleRun, DataFrameShuffleSpec
+from distributed.shuffle._shuffle import DataFrameShuffleRun, DataFrameShuffleSpec, shuffle_unpack
 from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
 from distributed.utils import sync
 from distributed.utils_comm import retry
@@ -71,6 +71,8 @@ __all__ = [
     "shuffle_tables",
     "swap_plugin",
     "sync",
+    "thread_time",
+    "unpack_tasks",
 ]
 
 #: what is overridden or called: (owner, name, parameters it must have, in order, without self)
@@ -78,11 +80,15 @@ _SEAM: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (ShuffleSchedulerPlugin, "__init__", ("scheduler",)),
     (ShuffleSchedulerPlugin, "_retrieve_spec", ("shuffle_id",)),
     (ShuffleSchedulerPlugin, "barrier", ("id", "run_id", "consistent")),
+    (ShuffleSchedulerPlugin, "_set_restriction", ("ts", "worker")),
     (ShuffleSchedulerPlugin, "get", ("id", "worker")),
     (ShuffleSchedulerPlugin, "get_or_create", ("shuffle_id", "key", "worker")),
     (ShuffleSchedulerPlugin, "restrict_task", ("id", "run_id", "key", "worker")),
     (DataFrameShuffleSpec, "create_run_on_worker", ("run_id", "span_id", "worker_for", "plugin")),
     (DataFrameShuffleRun, "_shard_partition", ("data", "partition_id", "kwargs")),
+    (DataFrameShuffleRun, "_get_assigned_worker", ("id",)),
+    (ShuffleRun, "get_output_partition", ("partition_id", "key", "kwargs")),
+    (ShuffleRun, "_capture_metrics", ("where",)),
     (DataFrameShuffleRun, "_get_output_partition", ("partition_id", "key", "kwargs")),
     (ShuffleRun, "_write_to_comm", ("data",)),
     (ShuffleRun, "_flush_comm", ()),
@@ -208,6 +214,18 @@ def swap_plugin(scheduler: Any, make: Callable[[], Any]) -> tuple[Any, Any]:
             scheduler.extensions["shuffle"] = extension
         raise
     return before, after
+
+
+def unpack_tasks(scheduler: Any, shuffle_id: Any) -> list[tuple[Any, int]]:
+    """(task state, output partition) of the outputs of a shuffle whose task is nothing but the unpacking."""
+    found = []
+    for ts in scheduler.tasks[barrier_key(shuffle_id)].dependents:
+        spec = ts.run_spec
+        if getattr(spec, "func", None) is shuffle_unpack and not spec.kwargs and len(spec.args) == 3:
+            of, part, _ = spec.args
+            if of == shuffle_id and isinstance(part, int):
+                found.append((ts, part))
+    return found
 
 
 def execution() -> tuple[Any, float, int] | None:

@@ -28,8 +28,10 @@ class MemoryShardStore:
     def __init__(self) -> None:
         #: run -> chunk id -> chunk; a chunk stays until all its parts were taken
         self._chunks: dict[Hashable, dict[Any, Chunk]] = {}
-        #: run -> chunk id -> parts not taken yet
-        self._left: dict[Hashable, dict[Any, set[int]]] = {}
+        #: run -> chunk id -> how many of its parts were not taken yet
+        self._left: dict[Hashable, dict[Any, int]] = {}
+        #: run -> part -> ids of the chunks that have rows for it
+        self._chunks_of: dict[Hashable, dict[int, list[Any]]] = {}
         #: runs that ended, and so take no more chunks
         self._dropped: dict[Hashable, None] = {}
 
@@ -49,23 +51,26 @@ class MemoryShardStore:
         if chunk_id in chunks:
             return False
         chunks[chunk_id] = chunk
-        self._left.setdefault(run, {})[chunk_id] = set(chunk.parts)
+        self._left.setdefault(run, {})[chunk_id] = len(chunk.parts)
+        chunks_of = self._chunks_of.setdefault(run, {})
+        for part in chunk.parts:
+            chunks_of.setdefault(part, []).append(chunk_id)
         return True
 
     async def take(self, run: Hashable, part: int) -> list[Any]:
         out = []
         chunks, left = self._chunks.get(run, {}), self._left.get(run, {})
-        for chunk_id in sorted(chunks):
-            if part in left[chunk_id]:
-                out.append(chunks[chunk_id].get(part))
-                left[chunk_id].discard(part)
-                if not left[chunk_id]:
-                    del chunks[chunk_id], left[chunk_id]
+        for chunk_id in sorted(self._chunks_of.get(run, {}).pop(part, ())):
+            out.append(chunks[chunk_id].get(part))
+            left[chunk_id] -= 1
+            if not left[chunk_id]:
+                del chunks[chunk_id], left[chunk_id]
         return out
 
     def drop(self, run: Hashable) -> None:
         self._chunks.pop(run, None)
         self._left.pop(run, None)
+        self._chunks_of.pop(run, None)
         self._dropped[run] = None
         # Late messages come within seconds; run ids of old ones are refused by the run itself.
         while len(self._dropped) > 10_000:
