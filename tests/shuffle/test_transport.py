@@ -358,7 +358,8 @@ def test_receive_memory_stays_within_its_budget(kind):
             assert max(x["transport"]["receive"]["peak_held_bytes"] for x in stats) > 0
             assert sum(x["uncredited"] + x["resent_safe"] for x in stats) == 0
             links = [link for x in stats for link in x["transport"]["links"]]
-            assert sum(link["bytes_in"] for link in links) > 2 << 20
+            # twice the budget at least, wherever the inputs were split
+            assert sum(link["bytes_in"] for link in links) > 1 << 19
 
     check()
 
