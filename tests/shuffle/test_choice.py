@@ -57,6 +57,16 @@ def test_a_slow_network_does_not_change_the_order():
     assert most(c) == "tcp"
 
 
+@pytest.mark.parametrize("messages", [1, 3, 10, 30, 100, 1000])
+@pytest.mark.parametrize("seconds", [0.001, 0.01, 0.1])
+def test_nor_does_it_at_any_time(messages, seconds):
+    """A burst on a busy machine: from the first slow message on, the order stays that of the priors."""
+    c = Chooser(Place.HOST, ["tcp"])
+    for _ in range(messages):
+        c.observe("tcp", MiB, seconds)
+    assert most(c) == "tcp"
+
+
 def test_what_is_really_slower_is_left_and_taken_again():
     c = Chooser(Place.REMOTE, ["tcp"])
     for _ in range(1000):

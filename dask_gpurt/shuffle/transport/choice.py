@@ -5,8 +5,10 @@ Every pair starts from rates measured before (`PRIOR`, GB/s of one stream by pla
 its own traffic: bytes over the seconds from the hand-over to the acknowledgement. A prior counts as much as
 `PRIOR_BYTES` of traffic, so that one slow message does not change the order, and many do.
 
-What slows one way down (a slow network, a busy peer) mostly slows all of them, so the priors of a pair are scaled by
-what its traffic has shown; else the way that is used would always lose to those that are not. To see the exception,
+What slows one way down (a slow network, a busy peer) mostly slows all of them, so the prior of one way is scaled by
+what the traffic of the others has shown; else the way that is used would always lose to those that are not. The
+evidence counts for a way that was not tried exactly as for the one it came from: were it diluted more, a burst on a
+busy machine would send everything to the slower way. To see the exception,
 one message in `TRY_EVERY` goes by another way. A transport that lost a link is out for `BACKOFF_SECONDS`, twice as
 long each time; the safe path is always in.
 """
@@ -95,10 +97,13 @@ class Chooser:
         prior = self._prior(name, bucket)
         if not prior:
             return 0.0
-        seen = [(self._prior(other, bucket), rate) for (other, at), rate in self._rates.items() if at == bucket]
-        took = sum(rate.seconds for _, rate in seen)
-        expected = sum(rate.nbytes / p for p, rate in seen if p)
-        prior *= min(1.0, (PRIOR_BYTES / prior + expected) / (PRIOR_BYTES / prior + took))
+        expected = took = 0.0
+        for (other, at), rate in self._rates.items():
+            if at == bucket and other != name and (p := self._prior(other, bucket)):
+                expected += (PRIOR_BYTES + rate.nbytes) / p
+                took += PRIOR_BYTES / p + rate.seconds
+        if took:
+            prior *= min(1.0, expected / took)
         own = self._rates.get((name, bucket), _Rate())
         return (PRIOR_BYTES + own.nbytes) / (PRIOR_BYTES / prior + own.seconds)
 
