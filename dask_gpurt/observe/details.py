@@ -120,6 +120,7 @@ SCHEDULER: tuple[tuple[str, str, str], ...] = (
     ("placement.links.*.dropped", "count", "Transfers not believed"),
     ("placement.prefixes", "count", "Kinds of task whose duration is known"),
     ("placement.tables.*", "count", "Entries of its tables"),
+    ("shuffle.pinned", "count", "Outputs sent to their worker at once"),
     ("shuffle.workers_able", "count", "Workers that can run the engine's shuffles"),
     ("trace.records", "count", "Records of the trace that is being written"),
     ("trace.lost_records", "count", "Records that were dropped, as the disk was too slow"),
