@@ -52,12 +52,16 @@ class TierSettings:
     enabled: bool
     #: share (0, 1] of the worker's memory limit
     host_limit: float
-    #: None: the worker's local directory
-    directory: str | None
+    #: folders for spilled data; none: the worker's local directory
+    directories: tuple[str, ...]
     #: bytes per worker; None: as much as the disk has
     disk_limit: int | None
     #: bytes of free space that spilling leaves on the disk
     disk_reserve: int
+    #: "auto", "on" or "off"
+    direct_io: str
+    #: "auto", "none", "lz4" or "zstd"
+    codec: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,9 +119,11 @@ class Settings:
             tiers=TierSettings(
                 enabled=t["enabled"],
                 host_limit=float(t["host-limit"]),
-                directory=t["directory"],
+                directories=_folders(t["directory"]),
                 disk_limit=None if t["disk-limit"] is None else _bytes(t["disk-limit"], "gpurt.tiers.disk-limit"),
                 disk_reserve=_bytes(t["disk-reserve"], "gpurt.tiers.disk-reserve"),
+                direct_io=t["direct-io"],
+                codec=t["codec"],
             ),
             shuffle=ShuffleSettings(enabled=s["enabled"]),
         )
@@ -148,6 +154,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "number": (int, float),
     "string": (str,),
     "null": (type(None),),
+    "array": (list, tuple),
 }
 
 
@@ -182,6 +189,11 @@ def _check(value: Any, node: dict[str, Any], where: str) -> None:
         raise ConfigError(
             f"{where} is {value!r}, must be {_said(node)}." + (f" Did you mean {near[0]!r}?" if near else "")
         )
+    if isinstance(value, (list, tuple)):
+        if len(value) < node.get("minItems", 0):
+            raise ConfigError(f"{where} is {value!r}, must be {_said(node)}")
+        for i, item in enumerate(value):
+            _check(item, node["items"], f"{where}[{i}]")
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         low, high = node.get("minimum"), node.get("maximum")
         above = node.get("exclusiveMinimum")
@@ -198,13 +210,19 @@ def _said(node: dict[str, Any]) -> str:
     if "enum" in node:
         return "one of " + ", ".join(repr(v) for v in node["enum"])
     types = node["type"] if isinstance(node["type"], list) else [node["type"]]
-    text = " or ".join({"boolean": "true or false", "null": "null"}.get(t, f"a {t}") for t in types)
+    text = " or ".join(
+        {"boolean": "true or false", "null": "null", "array": "a list of strings"}.get(t, f"a {t}") for t in types
+    )
     bounds = [
         f"{word} {node[key]}"
         for key, word in (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="))
         if key in node
     ]
     return text + (" " + " and ".join(bounds) if bounds else "")
+
+
+def _folders(value: Any) -> tuple[str, ...]:
+    return () if value is None else (value,) if isinstance(value, str) else tuple(value)
 
 
 def _bytes(value: Any, where: str) -> int:

@@ -117,7 +117,7 @@ class TierMachine(RuleBasedStateMachine):
 
         self.on_loop(go)
 
-    @rule(call=st.sampled_from(["open", "writev", "rename"]), code=st.sampled_from([errno.ENOSPC, errno.EIO]))
+    @rule(call=st.sampled_from(["open", "pwritev", "rename"]), code=st.sampled_from([errno.ENOSPC, errno.EIO]))
     def next_write_fails(self, call: str, code: int) -> None:
         self.os.plan[call, self.os.calls.get(call, 0)] = OSError(code, "injected")
 

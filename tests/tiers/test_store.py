@@ -130,7 +130,7 @@ class SlowOs:
 
     def __getattr__(self, name: str) -> Any:
         real = getattr(os, name)
-        if name in ("writev", "preadv"):
+        if name in ("pwritev", "preadv"):
 
             def wait(*args: Any) -> Any:
                 assert self.gate.wait(30)

@@ -1,0 +1,255 @@
+"""Compression of frames: which pays, decided per frame, and the block format.
+
+On a local NVMe disk compression mostly loses (a codec does 0.5 GB/s, the disk 2), on a slow or a shared disk, on an
+object store and for sparse data it wins. So `auto` compares expected seconds per byte for a write and a read::
+
+    none   1/W + 1/R
+    c      1/C + ratio/W + ratio/R + 1/D
+
+W and R are the bandwidths of the tier, learned from its own transfers (`Rate`); ratio, C and D come from a sample of
+the frame itself: a few pieces of 16 KiB, about 1/128 of the frame, which costs a percent or so. A codec has to win by
+`MARGIN`. zstd is sampled only where the tier is slow enough for it to have a chance. Frames below `SAMPLED` bytes are
+never worth a look.
+
+A compressed frame is a row of blocks of up to 1 MiB, each behind four bytes of length (the top bit: stored as it is).
+So it streams in both directions, needs no second buffer of the size of the frame to be made, and cannot grow by more
+than four bytes per MiB.
+
+lz4 and zstandard are optional: without them `auto` knows what is there, and naming one that is missing is an error.
+"""
+
+from __future__ import annotations
+
+import importlib
+import struct
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy
+
+from dask_gpurt.errors import ConfigError, CorruptData
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+#: bytes from which on `auto` samples a frame
+SAMPLED = 1 << 18
+#: a named codec compresses frames from this size on
+LEAST = 1 << 12
+#: share of the time without compression that a codec may take at most to be chosen
+MARGIN = 0.92
+#: bytes per second of a tier (written and read) above which zstd has no chance
+ZSTD_CEILING = 0.5e9
+#: what is assumed of a tier before its first transfer; no codec is near it
+_UNKNOWN = 1e9
+_BLOCK = 1 << 20
+_PIECE = 1 << 14
+_LENGTH = struct.Struct("<I")
+_RAW = 1 << 31
+_PACKAGES = {"lz4": "lz4.block", "zstd": "zstandard"}
+
+
+class Rate:
+    """Bytes per second, learned: the last few hundred MB count most. Thread-safe."""
+
+    #: transfers below this say more about latency
+    LEAST_BYTES = 1 << 20
+
+    def __init__(self, window_bytes: float = 256e6) -> None:
+        self._window_bytes = window_bytes
+        self._bytes = self._seconds = 0.0
+        self._lock = threading.Lock()
+
+    def add(self, nbytes: int, seconds: float) -> None:
+        if nbytes < self.LEAST_BYTES or seconds <= 0:
+            return
+        with self._lock:
+            keep = min(1.0, self._window_bytes / (self._bytes + nbytes))
+            self._bytes = (self._bytes + nbytes) * keep
+            self._seconds = (self._seconds + seconds) * keep
+
+    @property
+    def bytes_per_second(self) -> float | None:
+        """None: nothing was transferred yet."""
+        with self._lock:
+            return self._bytes / self._seconds if self._seconds else None
+
+
+class BlockCodec(Protocol):
+    """One way of compressing a block."""
+
+    def compress(self, block: Any) -> bytes: ...
+
+    def expand_into(self, block: Any, target: memoryview) -> int:
+        """Fill `target`; returns the bytes written."""
+
+
+class _Lz4:
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def compress(self, block: Any) -> bytes:
+        result: bytes = self._module.compress(block, store_size=False)
+        return result
+
+    def expand_into(self, block: Any, target: memoryview) -> int:
+        data = self._module.decompress(block, uncompressed_size=target.nbytes)
+        n = min(len(data), target.nbytes)
+        target[:n] = data[:n]
+        return len(data)
+
+
+class _Zstd:
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._local = threading.local()  # its contexts are not thread-safe
+
+    def compress(self, block: Any) -> bytes:
+        if not hasattr(self._local, "compressor"):
+            self._local.compressor = self._module.ZstdCompressor(level=1)
+        result: bytes = self._local.compressor.compress(block)
+        return result
+
+    def expand_into(self, block: Any, target: memoryview) -> int:
+        if not hasattr(self._local, "expander"):
+            self._local.expander = self._module.ZstdDecompressor()
+        with self._local.expander.stream_reader(block) as reader:
+            total = 0
+            while total < target.nbytes:
+                n = reader.readinto(target[total:])
+                if not n:
+                    break
+                total += n
+        return total
+
+
+_MAKERS: dict[str, Callable[[Any], BlockCodec]] = {"lz4": _Lz4, "zstd": _Zstd}
+_codecs: dict[str, BlockCodec] = {}
+
+
+def codec_of(name: str) -> BlockCodec:
+    """ConfigError, with the remedy, when its package is not installed."""
+    codec = _codecs.get(name)
+    if codec is None:
+        try:
+            module = importlib.import_module(_PACKAGES[name])
+        except ImportError as e:
+            package = _PACKAGES[name].partition(".")[0]
+            raise ConfigError(
+                f"gpurt.tiers.codec is {name!r}, which needs the package {package}, and that cannot be imported here "
+                f"({e}). Remedy: install {package} on the workers, or set gpurt.tiers.codec to auto or none"
+            ) from e
+        codec = _codecs[name] = _MAKERS[name](module)
+    return codec
+
+
+def installed() -> list[str]:
+    """Names of the codecs that can be used here."""
+    names = []
+    for name in _MAKERS:
+        try:
+            codec_of(name)
+        except ConfigError:
+            continue
+        names.append(name)
+    return names
+
+
+class Chooser:
+    """Which codec a frame gets, on one tier.
+
+    Parameters
+    ----------
+    setting
+        ``auto``, ``none``, or the codec for every frame of at least `LEAST` bytes.
+    """
+
+    def __init__(self, setting: str = "none") -> None:
+        self.setting = setting
+        if setting not in ("auto", "none"):
+            codec_of(setting)
+        self._installed = installed() if setting == "auto" else []
+
+    def choose(self, frame: memoryview, write: float | None, read: float | None) -> str:
+        """A name of `codec_of`, or "" for none.
+
+        Parameters
+        ----------
+        write, read
+            Bytes per second of the tier; None when not known.
+        """
+        if self.setting == "none":
+            return ""
+        if self.setting != "auto":
+            return self.setting if frame.nbytes >= LEAST else ""
+        if frame.nbytes < SAMPLED:
+            return ""
+        per_byte = 1 / (write or _UNKNOWN) + 1 / (read or write or _UNKNOWN)
+        best, best_seconds = "", MARGIN * per_byte
+        for name in self._installed:
+            if name == "zstd" and per_byte < 2 / ZSTD_CEILING:
+                continue
+            seconds, ratio = _sample(codec_of(name), frame)
+            if ratio < 0.95 and seconds + ratio * per_byte < best_seconds:
+                best, best_seconds = name, seconds + ratio * per_byte
+        return best
+
+
+def _sample(codec: BlockCodec, frame: memoryview) -> tuple[float, float]:
+    """(seconds per byte to compress and expand, ratio) of a few pieces. The fastest piece counts: the thread may have
+    been interrupted in the others."""
+    count = max(2, min(16, frame.nbytes // 128 // _PIECE))
+    step = (frame.nbytes - _PIECE) // (count - 1)
+    out = bytearray(_PIECE)
+    small, fastest = 0, float("inf")
+    for i in range(count):
+        piece = frame[i * step : i * step + _PIECE]
+        start = time.perf_counter()
+        block = codec.compress(piece)
+        codec.expand_into(block, memoryview(out))
+        fastest = min(fastest, time.perf_counter() - start)
+        small += len(block)
+    return fastest / _PIECE, small / (count * _PIECE)
+
+
+def compress(name: str, frame: memoryview) -> Iterator[memoryview]:
+    """The stored pieces of a frame, made one block at a time."""
+    codec = codec_of(name)
+    for at in range(0, frame.nbytes, _BLOCK):
+        block = frame[at : at + _BLOCK]
+        small = codec.compress(block)
+        if len(small) < block.nbytes:
+            yield memoryview(_LENGTH.pack(len(small)))
+            yield memoryview(small)
+        else:
+            yield memoryview(_LENGTH.pack(block.nbytes | _RAW))
+            yield block
+
+
+def expand(name: str, stored: memoryview, nbytes: int) -> memoryview:
+    """The frame again, in fresh, writeable memory. CorruptData when the pieces do not make `nbytes`."""
+    codec = codec_of(name)
+    out = numpy.empty(nbytes, "u1").data
+    at = done = 0
+    while done < nbytes:
+        if at + _LENGTH.size > stored.nbytes:
+            raise CorruptData(f"a compressed frame ends after {done} of {nbytes} bytes")
+        (length,) = _LENGTH.unpack_from(stored, at)
+        at += _LENGTH.size
+        block = stored[at : at + (length & ~_RAW)]
+        at += block.nbytes
+        target = out[done : done + _BLOCK]
+        if length & _RAW:
+            if block.nbytes != target.nbytes:
+                raise CorruptData(f"a block of {block.nbytes} bytes, not {target.nbytes}")
+            target[:] = block
+        elif codec.expand_into(block, target) != target.nbytes:
+            raise CorruptData(f"a compressed block does not make {target.nbytes} bytes")
+        done += target.nbytes
+    return out
+
+
+def most_stored(nbytes: int) -> int:
+    """Bytes that a compressed frame of `nbytes` takes at most."""
+    return nbytes + _LENGTH.size * (nbytes // _BLOCK + 1)
