@@ -122,7 +122,8 @@ class Settings:
                 directories=_folders(t["directory"]),
                 disk_limit=None if t["disk-limit"] is None else _bytes(t["disk-limit"], "gpurt.tiers.disk-limit"),
                 disk_reserve=_bytes(t["disk-reserve"], "gpurt.tiers.disk-reserve"),
-                direct_io=t["direct-io"],
+                # YAML takes a bare on or off for a boolean.
+                direct_io={True: "on", False: "off"}.get(t["direct-io"], t["direct-io"]),
                 codec=t["codec"],
             ),
             shuffle=ShuffleSettings(enabled=s["enabled"]),
