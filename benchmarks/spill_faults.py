@@ -306,7 +306,8 @@ async def kills(kind: str, first: int, last: int, folder: str) -> Counter[str]:
                 await client.register_plugin(Tiers(settings))
             for k in range(first, last + 1):
                 keys = range(1000 * k, 1000 * k + 40)
-                sums = client.map(total, client.map(slowly, keys, pure=False))
+                arrays = client.map(slowly, keys, pure=False)  # held, so that they do not go when they are summed
+                sums = client.map(total, arrays)
                 victim: Nanny = cluster.workers[k % 2]
                 await _until(lambda: bool(_spilled(folder)), 20)
                 await asyncio.sleep(random.Random(k).random() * 0.15)
@@ -316,7 +317,7 @@ async def kills(kind: str, first: int, last: int, folder: str) -> Counter[str]:
                 got = await asyncio.wait_for(client.gather(sums), 120)
                 out["kills, done"] += 1
                 out["kills, results right"] += got == [total(slowly(i)) for i in keys]
-                del sums
+                del sums, arrays
                 await client.wait_for_workers(2)
                 # By the time a new worker runs, whoever starts has purged what the dead one left.
                 await _until(lambda: not _spilled(folder), 10)
