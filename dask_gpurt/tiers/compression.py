@@ -244,8 +244,13 @@ def expand(name: str, stored: memoryview, nbytes: int) -> memoryview:
             if block.nbytes != target.nbytes:
                 raise CorruptData(f"a block of {block.nbytes} bytes, not {target.nbytes}")
             target[:] = block
-        elif codec.expand_into(block, target) != target.nbytes:
-            raise CorruptData(f"a compressed block does not make {target.nbytes} bytes")
+        else:
+            try:
+                made = codec.expand_into(block, target)
+            except Exception as e:  # each library has an exception of its own
+                raise CorruptData(f"a compressed block cannot be expanded: {e!r}") from e
+            if made != target.nbytes:
+                raise CorruptData(f"a compressed block makes {made} bytes, not {target.nbytes}")
         done += target.nbytes
     return out
 
