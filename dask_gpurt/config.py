@@ -186,7 +186,7 @@ def _check(value: Any, node: dict[str, Any], where: str) -> None:
     if not isinstance(value, allowed) or (isinstance(value, bool) and "boolean" not in types):
         raise ConfigError(f"{where} is {value!r} ({type(value).__name__}), must be {_said(node)}")
     if "enum" in node and value not in node["enum"]:
-        near = difflib.get_close_matches(str(value), node["enum"], 1, 0.4)
+        near = difflib.get_close_matches(str(value), [e for e in node["enum"] if isinstance(e, str)], 1, 0.4)
         raise ConfigError(
             f"{where} is {value!r}, must be {_said(node)}." + (f" Did you mean {near[0]!r}?" if near else "")
         )

@@ -1,8 +1,10 @@
 """Several folders as one tier: values go where they are soonest written, and a folder that fails is set aside.
 
-A value goes to the folder with the least expected time: bytes on their way to it and the value's own, over the
-bandwidth measured there, among those that have room for it. Equal ones take turns. A folder on the same file system as
-another is no faster for it; both are used as if they were.
+Weighted fair queueing: each folder has a clock that advances by bytes / bandwidth with every value it gets, and the
+next value goes where the clock would be least. So each gets bytes in proportion to the bandwidth measured there, also
+when values come one at a time, and what was written in parallel can be read in parallel. Room counts too: below
+`AMPLE_BYTES` of it a folder counts as slower in proportion, one without room for the value comes last. A folder on the
+same file system as another is no faster for it; both are used as if they were.
 
 A write that fails is tried on the next folder at once; the one that failed is set aside, 1 s at first and twice as long
 each time up to 60 s. The same for a read that the device could not do (EIO): what is there may still be readable, but
@@ -43,6 +45,8 @@ logger = logging.getLogger("distributed.worker.gpurt")
 
 #: seconds that a folder is set aside after its first failure, and at most
 REST_SECONDS = (1.0, 60.0)
+#: bytes of room from which on more makes no difference
+AMPLE_BYTES = 4 << 30
 #: bytes per second of a folder to which nothing was written yet
 _UNKNOWN = 1e9
 #: system errors of a read that are about the device
@@ -55,12 +59,12 @@ class _Folder:
     def __init__(self, disk: DiskTier, serial: int) -> None:
         self.disk = disk
         self.serial = serial
-        self.pending_bytes = 0
+        #: seconds it would have taken to write all it got; how far it is ahead of the others is what counts
+        self.clock_seconds = 0.0
         #: failures in a row
         self.failures = 0
         self.rests_until = 0.0
         self.errors: dict[str, int] = {}
-        self.writes = 0
 
 
 class Directories:
@@ -135,12 +139,15 @@ class Directories:
         nbytes = sum(memoryview(b).nbytes for _, buffers in groups for b in buffers)
         error: OSError | None = None
         for folder in self._order(nbytes):
+            seconds = self._seconds(folder, nbytes)[1]
             with self._lock:
-                folder.pending_bytes += nbytes
+                folder.clock_seconds += seconds
             try:
                 handle = folder.disk.write(groups)
             except OSError as e:
                 error = e
+                with self._lock:
+                    folder.clock_seconds -= seconds
                 # The worker's quota says nothing about the folder.
                 quota = isinstance(e, TierFull) and e.errno == errno.EDQUOT and e.__cause__ is None
                 if quota:
@@ -148,12 +155,12 @@ class Directories:
                 self._failed(folder, e)
             else:
                 with self._lock:
-                    folder.failures = 0
-                    folder.writes += 1
+                    if folder.failures:
+                        # It got nothing meanwhile; it is not to get everything now.
+                        folder.failures = 0
+                        others = [f.clock_seconds for f in self._folders if f is not folder]
+                        folder.clock_seconds = max(folder.clock_seconds, min(others))
                 return handle
-            finally:
-                with self._lock:
-                    folder.pending_bytes -= nbytes
         assert error is not None
         raise error
 
@@ -164,15 +171,23 @@ class Directories:
             ready = [f for f in self._folders if f.rests_until <= now]
             if not ready:
                 return [min(self._folders, key=lambda f: f.rests_until)]
-            return sorted(ready, key=lambda f: self._seconds(f, nbytes))
+        if len(ready) == 1:
+            return ready
 
-    def _seconds(self, folder: _Folder, nbytes: int) -> tuple[bool, float, int, int]:
+        def key(folder: _Folder) -> tuple[bool, float, int]:
+            lacks_room, seconds = self._seconds(folder, nbytes)
+            return lacks_room, folder.clock_seconds + seconds, folder.serial
+
+        return sorted(ready, key=key)
+
+    def _seconds(self, folder: _Folder, nbytes: int) -> tuple[bool, float]:
+        """Has it no room for so many bytes? Seconds that they would take."""
         try:
-            lacks_room = folder.disk.free_bytes() < nbytes
+            room = folder.disk.free_bytes()
         except OSError:
-            lacks_room = True  # it will say so itself when it is tried, as the last
+            room = 0  # it will say so itself when it is tried, as the last
         rate = folder.disk.write_rate.bytes_per_second or _UNKNOWN
-        return lacks_room, (folder.pending_bytes + nbytes) / rate, folder.writes, folder.serial
+        return room < nbytes, nbytes / (rate * min(1.0, max(room, 1) / AMPLE_BYTES))
 
     def _failed(self, folder: _Folder, error: OSError) -> None:
         first, longest = REST_SECONDS

@@ -30,11 +30,13 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy
+
 from dask_gpurt.errors import CorruptData, TierFull
 from dask_gpurt.model.tier import Tier
 from dask_gpurt.tiers import compression
 from dask_gpurt.tiers.codec import flat
-from dask_gpurt.tiers.direct import BLOCK, CHUNK, O_DIRECT, DirectFile, aligned_buffer, drop_cache, supports_direct
+from dask_gpurt.tiers.direct import BLOCK, CHUNK, O_DIRECT, DirectFile, drop_cache, supports_direct
 from dask_gpurt.tiers.frames import LARGE, Frame, FrameWriter, read_frames
 from dask_gpurt.tiers.handle import DecodeError, Handle, IoCost
 from dask_gpurt.tiers.segments import SEGMENT, Piece, Record, Segments
@@ -438,8 +440,7 @@ class DiskTier:
         """Write, read and delete one chunk (less under a small quota), which also measures. Raises what went wrong."""
         room = CHUNK if self.limit_bytes is None else (self.limit_bytes - self.quota.used_bytes) // 2
         nbytes = max(1, min(CHUNK, room))
-        data = aligned_buffer(nbytes)
-        data[:] = bytes(nbytes)
+        data = numpy.random.default_rng(0).integers(0, 256, nbytes, "u1").data  # no codec makes it smaller
         handle = self._write_file([(0, [data])])
         try:
             _, (got,) = self.read(handle)

@@ -106,7 +106,7 @@ def test_every_byte_of_a_file_is_checked(tmp_path: Path) -> None:
             f.write(bytes([byte]))
             f.flush()
     assert [bytes(b) for b in disk.read(handle)[1]] == data
-    for length in (0, 1, BLOCK, size - BLOCK, size - 1):
+    for length in (size - 1, size - BLOCK, BLOCK, 1, 0):
         os.truncate(path, length)
         with pytest.raises(CorruptData, match="ends before"):
             disk.read(handle)
