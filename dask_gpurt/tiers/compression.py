@@ -8,8 +8,10 @@ object store and for sparse data it wins. So `auto` compares expected seconds pe
 
 W and R are the bandwidths of the tier, learned from its own transfers (`Rate`); ratio, C and D come from a sample of
 the frame itself: a few pieces of 16 KiB, about 1/128 of the frame, which costs a percent or so. A codec has to win by
-`MARGIN`. zstd is sampled only where the tier is slow enough for it to have a chance. Frames below `SAMPLED` bytes are
-never worth a look.
+`MARGIN`. A sample is faster than the whole: it lies in the processor's cache, and its fastest piece was not
+interrupted. So C and D are corrected by what compressing really took in comparison, learned per codec
+(`Chooser.learn`): 2 on a quiet machine, 5 on one whose cores are all busy with tasks. zstd is sampled only where the
+tier is slow enough for it to have a chance. Frames below `SAMPLED` bytes are never worth a look.
 
 A compressed frame is a row of blocks of up to 1 MiB, each behind four bytes of length (the top bit: stored as it is).
 So it streams in both directions, needs no second buffer of the size of the frame to be made, and cannot grow by more
@@ -21,10 +23,11 @@ lz4 and zstandard are optional: without them `auto` knows what is there, and nam
 from __future__ import annotations
 
 import importlib
+import math
 import struct
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy
 
@@ -37,6 +40,8 @@ if TYPE_CHECKING:
 SAMPLED = 1 << 18
 #: a named codec compresses frames from this size on
 LEAST = 1 << 12
+#: how much longer compressing takes than a sample says, before anything was learned
+SLOWDOWN = 2.0
 #: share of the time without compression that a codec may take at most to be chosen
 MARGIN = 0.92
 #: bytes per second of a tier (written and read) above which zstd has no chance
@@ -156,8 +161,17 @@ def installed() -> list[str]:
     return names
 
 
+class Choice(NamedTuple):
+    """How a frame is stored."""
+
+    #: a name of `codec_of`, or "" for as it is
+    codec: str
+    #: what compressing it would take if the rest were as fast as the sample; 0: it was not sampled
+    seconds: float = 0.0
+
+
 class Chooser:
-    """Which codec a frame gets, on one tier.
+    """Which codec a frame gets, on one tier. Thread-safe.
 
     Parameters
     ----------
@@ -169,10 +183,12 @@ class Chooser:
         self.setting = setting
         if setting not in ("auto", "none"):
             codec_of(setting)
-        self._installed = installed() if setting == "auto" else []
+        #: codec -> how much longer it really takes than a sample says
+        self.slowdown = dict.fromkeys(installed() if setting == "auto" else [], SLOWDOWN)
+        self._lock = threading.Lock()
 
-    def choose(self, frame: memoryview, write: float | None, read: float | None) -> str:
-        """A name of `codec_of`, or "" for none.
+    def choose(self, frame: memoryview, write: float | None, read: float | None) -> Choice:
+        """How to store a frame.
 
         Parameters
         ----------
@@ -180,37 +196,49 @@ class Chooser:
             Bytes per second of the tier; None when not known.
         """
         if self.setting == "none":
-            return ""
+            return Choice("")
         if self.setting != "auto":
-            return self.setting if frame.nbytes >= LEAST else ""
+            return Choice(self.setting if frame.nbytes >= LEAST else "")
         if frame.nbytes < SAMPLED:
-            return ""
+            return Choice("")
         per_byte = 1 / (write or _UNKNOWN) + 1 / (read or write or _UNKNOWN)
-        best, best_seconds = "", MARGIN * per_byte
-        for name in self._installed:
+        best, best_seconds = Choice(""), MARGIN * per_byte
+        for name, slowdown in self.slowdown.items():
             if name == "zstd" and per_byte < 2 / ZSTD_CEILING:
                 continue
-            seconds, ratio = _sample(codec_of(name), frame)
-            if ratio < 0.95 and seconds + ratio * per_byte < best_seconds:
-                best, best_seconds = name, seconds + ratio * per_byte
+            compressing, expanding, ratio = _sample(codec_of(name), frame)
+            seconds = (compressing + expanding) * slowdown + ratio * per_byte
+            if ratio < 0.95 and seconds < best_seconds:
+                best, best_seconds = Choice(name, compressing * frame.nbytes), seconds
+            with self._lock:  # what was learned when the machine was busy fades
+                self.slowdown[name] += 0.02 * (SLOWDOWN - self.slowdown[name])
         return best
 
+    def learn(self, choice: Choice, seconds: float) -> None:
+        """Compressing took so long."""
+        if choice.seconds > 0:
+            with self._lock:
+                factor = self.slowdown[choice.codec]
+                self.slowdown[choice.codec] = factor + 0.25 * (seconds / choice.seconds - factor)
 
-def _sample(codec: BlockCodec, frame: memoryview) -> tuple[float, float]:
-    """(seconds per byte to compress and expand, ratio) of a few pieces. The fastest piece counts: the thread may have
+
+def _sample(codec: BlockCodec, frame: memoryview) -> tuple[float, float, float]:
+    """(seconds per byte to compress, to expand, ratio) of a few pieces. The fastest piece counts: the thread may have
     been interrupted in the others."""
     count = max(2, min(16, frame.nbytes // 128 // _PIECE))
     step = (frame.nbytes - _PIECE) // (count - 1)
-    out = bytearray(_PIECE)
-    small, fastest = 0, float("inf")
+    out = memoryview(bytearray(_PIECE))
+    small, compressing, expanding = 0, math.inf, math.inf
     for i in range(count):
         piece = frame[i * step : i * step + _PIECE]
         start = time.perf_counter()
         block = codec.compress(piece)
-        codec.expand_into(block, memoryview(out))
-        fastest = min(fastest, time.perf_counter() - start)
+        middle = time.perf_counter()
+        codec.expand_into(block, out)
+        compressing = min(compressing, middle - start)
+        expanding = min(expanding, time.perf_counter() - middle)
         small += len(block)
-    return fastest / _PIECE, small / (count * _PIECE)
+    return compressing / _PIECE, expanding / _PIECE, small / (count * _PIECE)
 
 
 def compress(name: str, frame: memoryview) -> Iterator[memoryview]:

@@ -329,7 +329,7 @@ class DiskTier:
         pieces = []
         for part, buffers in views:
             for view in buffers:
-                codec = self._choose(view)
+                codec = self._choose(view).codec
                 stored = list(compression.compress(codec, view)) if codec else [view]
                 pieces.append(Piece(part, view.nbytes, codec, stored))
         record = self._segments.write(pieces)
@@ -365,9 +365,11 @@ class DiskTier:
             try:
                 for part, buffers in views:
                     for view in buffers:
-                        codec = self._choose(view)
+                        choice = self._choose(view)
+                        codec, before = choice.codec, timer.inside
                         pieces = timer.around(compression.compress(codec, view)) if codec else [view]
                         writer.frame(part, view.nbytes, codec, pieces, large=view.nbytes >= LARGE)
+                        self.chooser.learn(choice, timer.inside - before)
                 frames = writer.finish()
             finally:
                 writer.release()
@@ -384,13 +386,14 @@ class DiskTier:
         flags |= os.O_NOFOLLOW | os.O_CLOEXEC | (O_DIRECT if self.direct else 0)
         return DirectFile(self._os, self._os.open(name, flags, 0o600, dir_fd=self._dir_fd), self.direct)
 
-    def _choose(self, view: memoryview) -> str:
+    def _choose(self, view: memoryview) -> compression.Choice:
         if self.chooser.setting == "none" or view.nbytes < compression.LEAST:
-            return ""
-        codec = self.chooser.choose(view, self.write_rate.bytes_per_second, self.read_rate.bytes_per_second)
+            return compression.Choice("")
+        choice = self.chooser.choose(view, self.write_rate.bytes_per_second, self.read_rate.bytes_per_second)
+        name = choice.codec or "none"
         with self._lock:
-            self.compressed_frames[codec or "none"] = self.compressed_frames.get(codec or "none", 0) + 1
-        return codec
+            self.compressed_frames[name] = self.compressed_frames.get(name, 0) + 1
+        return choice
 
     # ------------------------------------------------------------------ reading
 
@@ -465,20 +468,21 @@ class _Timer:
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
-        self._inside = 0.0
+        #: seconds spent in the iterators
+        self.inside = 0.0
 
     def around(self, pieces: Iterator[memoryview]) -> Iterator[memoryview]:
         while True:
             start = time.perf_counter()
             piece = next(pieces, None)
-            self._inside += time.perf_counter() - start
+            self.inside += time.perf_counter() - start
             if piece is None:
                 return
             yield piece
 
     @property
     def seconds_outside(self) -> float:
-        return time.perf_counter() - self._start - self._inside
+        return time.perf_counter() - self._start - self.inside
 
 
 def filesystem_of(directory: str) -> str:

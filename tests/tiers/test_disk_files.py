@@ -320,13 +320,25 @@ def test_auto_compresses_where_it_is_faster() -> None:
     chooser = compression.Chooser("auto")
     sparse, dense = np.zeros(1 << 22, "u1"), noise(1 << 22)
     text = memoryview("".join(f"customer_{i % 999:07d} " for i in range(200_000)).encode())
-    assert chooser.choose(dense.data, 20e6, 20e6) == ""
-    assert chooser.choose(sparse.data, 20e6, 20e6) in ("lz4", "zstd")
-    assert chooser.choose(text, 20e6, 20e6) == "zstd", "the disk is slow, so the ratio decides"
-    assert chooser.choose(text, 50e9, 50e9) == "", "no codec is that fast"
-    assert chooser.choose(text[:1000], 20e6, 20e6) == "", "not worth a look"
-    assert compression.Chooser("none").choose(text, 1.0, 1.0) == ""
-    assert compression.Chooser("lz4").choose(text, 50e9, 50e9) == "lz4"
+    assert chooser.choose(dense.data, 20e6, 20e6).codec == ""
+    assert chooser.choose(sparse.data, 20e6, 20e6).codec in ("lz4", "zstd")
+    assert chooser.choose(text, 1e6, 1e6).codec == "zstd", "the disk is slow, so the ratio decides"
+    assert chooser.choose(text, 50e9, 50e9).codec == "", "no codec is that fast"
+    assert chooser.choose(text[:1000], 20e6, 20e6).codec == "", "not worth a look"
+    assert compression.Chooser("none").choose(text, 1.0, 1.0).codec == ""
+    assert compression.Chooser("lz4").choose(text, 50e9, 50e9).codec == "lz4"
+
+
+def test_a_codec_that_turns_out_slow_is_chosen_less() -> None:
+    chooser = compression.Chooser("auto")
+    text = memoryview("".join(f"customer_{i % 999:07d} " for i in range(200_000)).encode())
+    for _ in range(20):
+        for name in ("lz4", "zstd"):
+            chooser.learn(compression.Choice(name, 1.0), 100_000.0)
+    assert chooser.choose(text, 20e6, 20e6).codec == ""
+    for _ in range(400):
+        chooser.choose(text[: compression.SAMPLED], 20e6, 20e6)
+    assert chooser.choose(text, 1e5, 1e5).codec == "zstd", "what was learned fades"
 
 
 def test_rate_follows() -> None:
@@ -348,7 +360,7 @@ def test_missing_package_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     with pytest.raises(ConfigError, match=r"'lz4'.*install lz4.*auto or none"):
         DiskTier(str(tmp_path / "t"), codec="lz4")
     assert "lz4" not in compression.installed()
-    assert compression.Chooser("auto").choose(noise(1 << 20).data, 1e6, 1e6) == ""
+    assert compression.Chooser("auto").choose(noise(1 << 20).data, 1e6, 1e6).codec == ""
 
 
 # ---------------------------------------------------------------------------------------------- objects
@@ -356,9 +368,9 @@ def test_missing_package_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 def test_objects_keep_their_types(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow")
-    table = pa.table({"s": [f"abc{i}" for i in range(50_000)], "n": range(50_000)})
+    table = pa.table({"s": [f"abc{i}" for i in range(9000)], "n": range(9000)})
     frame = table.to_pandas()
-    frame["object"] = pd.Series([(i,) for i in range(50_000)], dtype=object)
+    frame["object"] = pd.Series([(i,) for i in range(9000)], dtype=object)
     frame["category"] = frame["s"].astype("category")
     frame["arrow"] = pd.Series(frame["n"], dtype="int64[pyarrow]")
     for codec in ("none", "zstd"):
@@ -370,6 +382,6 @@ def test_objects_keep_their_types(tmp_path: Path) -> None:
             test(got, value)
         for value in (table, table.slice(100, 50), table.to_batches()[0].slice(3, 9)):
             handle = disk.write(CODEC.encode(value))
-            assert handle.nbytes < 2 * value.nbytes + 10_000, "a slice is stored, not what it was cut from"
+            assert handle.nbytes < 2 * value.nbytes + 9000, "a slice is stored, not what it was cut from"
             assert handle.load(CODEC)[0].equals(value)
         disk.close()
