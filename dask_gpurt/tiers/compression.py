@@ -206,10 +206,13 @@ class Chooser:
         for name, slowdown in self.slowdown.items():
             if name == "zstd" and per_byte < 2 / ZSTD_CEILING:
                 continue
-            compressing, expanding, ratio = _sample(codec_of(name), frame)
-            seconds = (compressing + expanding) * slowdown + ratio * per_byte
-            if ratio < 0.95 and seconds < best_seconds:
-                best, best_seconds = Choice(name, compressing * frame.nbytes), seconds
+            sample = _Sample()
+            for sampled in sample.take(codec_of(name), frame):
+                seconds = sample.seconds * slowdown + sample.ratio * per_byte
+                if sampled >= 2 and (sample.ratio > 0.97 or seconds > 1.3 * best_seconds):
+                    break  # hopeless: look no further
+            if sample.ratio < 0.95 and seconds < best_seconds:
+                best, best_seconds = Choice(name, sample.compressing * frame.nbytes), seconds
             with self._lock:  # what was learned when the machine was busy fades
                 self.slowdown[name] += 0.02 * (SLOWDOWN - self.slowdown[name])
         return best
@@ -222,23 +225,45 @@ class Chooser:
                 self.slowdown[choice.codec] = factor + 0.25 * (seconds / choice.seconds - factor)
 
 
-def _sample(codec: BlockCodec, frame: memoryview) -> tuple[float, float, float]:
-    """(seconds per byte to compress, to expand, ratio) of a few pieces. The fastest piece counts: the thread may have
-    been interrupted in the others."""
-    count = max(2, min(16, frame.nbytes // 128 // _PIECE))
-    step = (frame.nbytes - _PIECE) // (count - 1)
-    out = memoryview(bytearray(_PIECE))
-    small, compressing, expanding = 0, math.inf, math.inf
-    for i in range(count):
-        piece = frame[i * step : i * step + _PIECE]
-        start = time.perf_counter()
-        block = codec.compress(piece)
-        middle = time.perf_counter()
-        codec.expand_into(block, out)
-        compressing = min(compressing, middle - start)
-        expanding = min(expanding, time.perf_counter() - middle)
-        small += len(block)
-    return compressing / _PIECE, expanding / _PIECE, small / (count * _PIECE)
+class _Sample:
+    """What a few pieces of a frame say. The fastest piece counts: the thread may have been interrupted in others."""
+
+    def __init__(self) -> None:
+        self._compressing = self._expanding = math.inf
+        self._small = self._pieces = 0
+
+    @property
+    def compressing(self) -> float:
+        """Seconds per byte."""
+        return self._compressing / _PIECE
+
+    @property
+    def seconds(self) -> float:
+        """Per byte, compressing and expanding."""
+        return (self._compressing + self._expanding) / _PIECE
+
+    @property
+    def ratio(self) -> float:
+        return self._small / (self._pieces * _PIECE)
+
+    def take(self, codec: BlockCodec, frame: memoryview) -> Iterator[int]:
+        """Sample piece after piece; yields how many."""
+        count = max(2, min(16, frame.nbytes // 128 // _PIECE))
+        step = (frame.nbytes - _PIECE) // (count - 1)
+        out = memoryview(bytearray(_PIECE))
+        for i in range(count):
+            # The first two are the ends of the frame: unlike each other if it is uneven.
+            at = (0, count - 1, *range(1, count - 1))[i] * step
+            piece = frame[at : at + _PIECE]
+            start = time.perf_counter()
+            block = codec.compress(piece)
+            middle = time.perf_counter()
+            codec.expand_into(block, out)
+            self._compressing = min(self._compressing, middle - start)
+            self._expanding = min(self._expanding, time.perf_counter() - middle)
+            self._small += len(block)
+            self._pieces += 1
+            yield self._pieces
 
 
 def compress(name: str, frame: memoryview) -> Iterator[memoryview]:
