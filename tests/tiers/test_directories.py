@@ -7,14 +7,18 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
+from distributed import wait
+from distributed.utils_test import gen_cluster
 
 from dask_gpurt.config import Settings
 from dask_gpurt.errors import InstallError, TierFull
+from dask_gpurt.tiers import TierRuntime
 from dask_gpurt.tiers.directories import AMPLE_BYTES, Directories, open_directories
 from dask_gpurt.tiers.disk import DiskTier, InFlight, Quota
 
@@ -22,6 +26,8 @@ from .conftest import FaultyOs, enospc
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from distributed import Client, Scheduler, Worker
 
     from dask_gpurt.model.events import Event
     from dask_gpurt.tiers.memory import Limits
@@ -238,3 +244,20 @@ def test_odd_file_systems_are_named_once(tmp_path: Path, kind: str, monkeypatch:
     rig.end({})
     monkeypatch.setattr("dask_gpurt.tiers.disk.filesystem_of", lambda directory: "ext4")
     assert Rig(tmp_path, 2).tier.warnings() == []
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 2)], worker_kwargs={"memory_limit": "2 GiB"})
+async def test_a_worker_spills_to_several(c: Client, s: Scheduler, a: Worker) -> None:
+    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as two:
+        chosen = settings(one, two, **{"tiers.host-limit": 0.0001, "tiers.disk-reserve": 0})
+        runtime = await TierRuntime.install(a, chosen)
+        arrays = c.map(noise, range(20))
+        await wait(arrays)
+        await runtime.engine.idle()
+        disks = runtime.statistics()["disks"]
+        assert [d["directory"].startswith(f) for d, f in zip(disks, (one, two), strict=True)] == [True, True]
+        assert all(d["used_bytes"] >= 3 * SIZE for d in disks)
+        assert runtime.statistics()["disk_bytes"] == sum(d["used_bytes"] for d in disks)
+        assert await c.gather(c.map(lambda x: int(x.sum()), arrays)) == [int(noise(i).sum()) for i in range(20)]
+        await runtime.uninstall()
+        assert not [n for f in (one, two) for _, _, names in os.walk(f) for n in names if not n.endswith("lock")]
