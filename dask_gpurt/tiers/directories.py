@@ -31,8 +31,9 @@ from distributed.diskutils import WorkDir, WorkSpace
 from dask_gpurt.errors import InstallError, TierFull
 from dask_gpurt.model.events import Event, Sink, null_sink
 from dask_gpurt.model.tier import Tier
-from dask_gpurt.tiers.disk import ODD_FILESYSTEMS, DiskHandle, DiskTier, InFlight, Quota
+from dask_gpurt.tiers.disk import DiskHandle, DiskTier
 from dask_gpurt.tiers.io import error_kind
+from dask_gpurt.tiers.space import ODD_FILESYSTEMS, InFlight, Quota
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

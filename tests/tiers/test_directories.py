@@ -20,7 +20,8 @@ from dask_gpurt.config import Settings
 from dask_gpurt.errors import InstallError, TierFull
 from dask_gpurt.tiers import TierRuntime
 from dask_gpurt.tiers.directories import AMPLE_BYTES, Directories, open_directories
-from dask_gpurt.tiers.disk import DiskTier, InFlight, Quota
+from dask_gpurt.tiers.disk import DiskTier
+from dask_gpurt.tiers.space import InFlight, Quota
 
 from .conftest import FaultyOs, enospc
 

@@ -15,7 +15,8 @@ import pytest
 
 from dask_gpurt.errors import LostData, TierFull
 from dask_gpurt.tiers import compression
-from dask_gpurt.tiers.disk import DiskHandle, DiskTier, filesystem_of
+from dask_gpurt.tiers.disk import DiskHandle, DiskTier
+from dask_gpurt.tiers.space import filesystem_of
 
 from .conftest import FaultyOs, Rig, enospc
 
