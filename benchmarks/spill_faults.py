@@ -273,7 +273,7 @@ def _places(b: Bench) -> list[tuple[str, int, int]]:
         if handle is not None and not entry.in_memory and entry.weak is not None and entry.weak() is not None:
             continue  # somebody holds the object, so its copy is not read
         if handle is not None and not entry.in_memory:
-            frames = handle.frames if isinstance(handle.place, str) else handle.place.frames
+            frames = handle.frames
             path = os.path.join(b.folder, handle.name)
             out.append((path, frames[0].offset, frames[-1].offset + frames[-1].extent_bytes))
     return out

@@ -77,7 +77,7 @@ class DiskHandle:
     #: the name of its file, or its place in a segment
     place: str | Record
     #: of a file; a segment's record has its own
-    frames: tuple[Frame, ...]
+    file_frames: tuple[Frame, ...]
     #: bytes on disk
     nbytes: int
 
@@ -85,6 +85,11 @@ class DiskHandle:
     def name(self) -> str:
         """The file it is in now."""
         return self.place if isinstance(self.place, str) else self.place.segment.name
+
+    @property
+    def frames(self) -> tuple[Frame, ...]:
+        """Where its bytes are in that file now."""
+        return self.file_frames if isinstance(self.place, str) else self.place.frames
 
     def load(self, codec: Codec) -> tuple[Any, IoCost]:
         buffers, cost = self._read(None)

@@ -248,7 +248,7 @@ def test_unpicklable_value_stays_and_blocks_nobody(run_rig: RunRig) -> None:
 
 def extent(handle: DiskHandle) -> tuple[int, int]:
     """Bytes of its file that are a value's: from, to."""
-    frames = handle.frames if isinstance(handle.place, str) else handle.place.frames
+    frames = handle.frames
     return frames[0].offset, frames[-1].offset + frames[-1].extent_bytes
 
 

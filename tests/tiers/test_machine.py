@@ -136,7 +136,7 @@ class TierMachine(RuleBasedStateMachine):
             return
         handle = entry.handle
         path = os.path.join(self.rig.disk.directory, handle.name)
-        frames = handle.frames if isinstance(handle.place, str) else handle.place.frames
+        frames = handle.frames
         start, end = frames[0].offset, frames[-1].offset + frames[-1].extent_bytes
         if how == "flip":
             if os.path.getsize(path) < end:
