@@ -114,7 +114,6 @@ class Segments:
         self._segment_bytes = segment_bytes
         self._lock = threading.Lock()
         self._open: list[Segment] = []
-        self._all: set[Segment] = set()
         #: segments that were compacted
         self.compactions = 0
 
@@ -156,10 +155,7 @@ class Segments:
                 return segment
         name = self._name()
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        segment = Segment(name, self._os.open(name, flags, 0o600, dir_fd=self._dir_fd), busy=True)
-        with self._lock:
-            self._all.add(segment)
-        return segment
+        return Segment(name, self._os.open(name, flags, 0o600, dir_fd=self._dir_fd), busy=True)
 
     def _put_back(self, segment: Segment) -> None:
         """With the lock."""
@@ -232,10 +228,7 @@ class Segments:
             segment = record.segment
             segment.records.discard(record)
             segment.live_bytes -= record.nbytes
-            if not segment.records and segment in self._open:
-                self._open.remove(segment)
-                self._seal(segment)
-            self._drop_if_dead(segment)
+            self._lost_one(segment)
             worth = (
                 segment.sealed
                 and not segment.unlinked
@@ -263,8 +256,7 @@ class Segments:
                 copy.records.discard(moved)
                 if record.freed:
                     copy.live_bytes -= record.nbytes
-                    if not copy.busy:
-                        self._drop_if_dead(copy)
+                    self._lost_one(copy)
                     continue
                 copy.records.add(record)
                 segment.records.discard(record)
@@ -274,6 +266,14 @@ class Segments:
         with self._lock:
             self.compactions += 1
 
+    def _lost_one(self, segment: Segment) -> None:
+        """With the lock: a record left it. An open one that has none left takes no more, so that it can go."""
+        if not segment.records and segment in self._open:
+            self._open.remove(segment)
+            self._seal(segment)
+        else:
+            self._drop_if_dead(segment)
+
     def _drop_if_dead(self, segment: Segment) -> None:
         """With the lock."""
         if segment.records or not segment.sealed or segment.busy or segment.readers or segment.unlinked:
@@ -281,7 +281,6 @@ class Segments:
         segment.unlinked = True
         with contextlib.suppress(OSError):  # gone with its folder, or by somebody's hand
             self._os.unlink(segment.name, dir_fd=self._dir_fd)
-        self._all.discard(segment)
         self._release(segment.size)
 
     def close(self) -> None:
@@ -291,4 +290,3 @@ class Segments:
                 with contextlib.suppress(OSError):
                     self._os.close(segment.fd)
             self._open.clear()
-            self._all.clear()
