@@ -287,7 +287,13 @@ async def kills(kind: str, first: int, last: int, folder: str) -> Counter[str]:
     """Two workers under nannies; one is killed while it has files. Files are counted when the nanny has a new one."""
     out: Counter[str] = Counter()
     limit = 400_000_000
-    with dask.config.set({"distributed.worker.memory.target": 0.05, "distributed.worker.memory.pause": False}):
+    config = {
+        "distributed.worker.memory.target": 0.05,
+        "distributed.worker.memory.pause": False,
+        # Else the timer of an earlier loss closes a nanny for good while it restarts its worker.
+        "distributed.deploy.lost-worker-timeout": "1 hour",
+    }
+    with dask.config.set(config):
         async with (
             LocalCluster(
                 n_workers=2,
