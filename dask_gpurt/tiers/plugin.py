@@ -13,24 +13,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import weakref
 from typing import TYPE_CHECKING, Any
 
 from dask.utils import format_bytes
 from distributed.core import Status
-from distributed.diskutils import WorkDir, WorkSpace
 
-from dask_gpurt.errors import InstallError
 from dask_gpurt.model.events import Event, Sink, null_sink
 from dask_gpurt.tiers import adoption
-from dask_gpurt.tiers.disk import ODD_FILESYSTEMS, DiskTier, filesystem_of
+from dask_gpurt.tiers.directories import Directories, open_directories
 from dask_gpurt.tiers.engine import Engine
 from dask_gpurt.tiers.memory import Limits, MemoryWatch, limits_of
 from dask_gpurt.tiers.seam import WorkerSeam
 from dask_gpurt.tiers.shards import TierShardStore
 
 if TYPE_CHECKING:
+    from distributed.diskutils import WorkDir
+
     from dask_gpurt.config import TierSettings
     from dask_gpurt.tiers.store import TieredStore
 
@@ -55,13 +54,19 @@ class TierRuntime:
     """The tiers of one worker. Made by `install` only."""
 
     def __init__(
-        self, worker: Any, settings: TierSettings, limits: Limits, disk: DiskTier, work_dir: WorkDir | None, sink: Sink
+        self,
+        worker: Any,
+        settings: TierSettings,
+        limits: Limits,
+        disk: Directories,
+        work_dirs: list[WorkDir],
+        sink: Sink,
     ) -> None:
         self._worker = worker
         self._settings = settings
         self._limits = limits
         self._disk = disk
-        self._work_dir = work_dir
+        self._work_dirs = work_dirs
         self._sink = sink
         self._seam: WorkerSeam | None = None
         #: why worker.data is left alone; empty when it is not
@@ -96,8 +101,8 @@ class TierRuntime:
             limits = limits_of(
                 worker, settings, shards_only=_left_alone(worker.memory_manager.data, settings) is not None
             )
-            disk, work_dir = await asyncio.to_thread(_open_disk, worker.local_directory, settings, limits)
-            runtime = cls(worker, settings, limits, disk, work_dir, sink)
+            disk, work_dirs = await asyncio.to_thread(open_directories, worker.local_directory, settings, limits, sink)
+            runtime = cls(worker, settings, limits, disk, work_dirs, sink)
             try:
                 runtime._warn_about_filesystem()
                 runtime._take_over_or_leave(settings)
@@ -135,14 +140,16 @@ class TierRuntime:
         self._running = False
         self._watch.stop()
         await self._engine.close()
-        if self._work_dir is not None:
-            await asyncio.to_thread(self._work_dir.release)
+        for work_dir in self._work_dirs:
+            await asyncio.to_thread(work_dir.release)
 
     async def _apply(self, settings: TierSettings) -> None:
-        if settings.directory != self._settings.directory:
+        if settings.directories != self._settings.directories:
             logger.warning(
                 "gpurt.tiers.directory cannot change while the worker runs; it stays %s", self._disk.directory
             )
+        if (settings.direct_io, settings.codec) != (self._settings.direct_io, self._settings.codec):
+            logger.warning("gpurt.tiers.direct-io and gpurt.tiers.codec stay as they were until the worker restarts")
         left = _left_alone(self._data(), settings)
         if left is not None and self._seam is not None:
             # Before the limits: with the lower budget of shards alone, values would go to our disk on their way out.
@@ -186,12 +193,7 @@ class TierRuntime:
         )
 
     def _warn_about_filesystem(self) -> None:
-        kind = filesystem_of(self._disk.directory)
-        if kind in ODD_FILESYSTEMS:
-            message = (
-                f"{self._disk.directory} is on {kind}, which {ODD_FILESYSTEMS[kind]}. "
-                "Remedy: set gpurt.tiers.directory to a local disk"
-            )
+        for message, kind in self._disk.warnings():
             logger.warning("%s", message)
             self._sink(Event("tiers.filesystem", message, {"filesystem": kind}))
 
@@ -256,6 +258,7 @@ class TierRuntime:
             "reserved_bytes": engine.gate.reserved_bytes,
             "disk_bytes": self._disk.used_bytes,
             "disk_limit_bytes": self._disk.limit_bytes,
+            "disks": self._disk.statistics(),
             "spilled_keys": len(seam.store.slow) if seam is not None else 0,
             "spilled_memory_bytes": seam.store.spilled_total.memory if seam is not None else 0,
             "spilled_disk_bytes": seam.store.spilled_total.disk if seam is not None else 0,
@@ -287,29 +290,6 @@ def _left_alone(data: Any, settings: TierSettings) -> adoption.LeftAlone | None:
     if not settings.enabled:
         return adoption.LeftAlone("gpurt.tiers.enabled is false", "set it to true", logging.INFO)
     return adoption.left_alone(data)
-
-
-def _open_disk(local_directory: str, settings: TierSettings, limits: Limits) -> tuple[DiskTier, WorkDir | None]:
-    """In a thread. The folder lives below one with distributed's lock, so leftovers of a killed worker are purged."""
-    work_dir: WorkDir | None = None
-    parent = local_directory
-    try:
-        if settings.directory is not None:
-            work_dir = WorkSpace(os.path.join(settings.directory, "dask-gpurt-space")).new_work_dir(prefix="worker-")
-            parent = work_dir.dir_path
-        disk = DiskTier(
-            os.path.join(parent, "gpurt-tiers"),
-            limit_bytes=limits.disk_limit_bytes,
-            reserve_bytes=limits.disk_reserve_bytes,
-        )
-        return disk, work_dir
-    except OSError as e:
-        if work_dir is not None:
-            work_dir.release()
-        raise InstallError(
-            f"cannot use {parent!r} for spilled data: {e}. Remedy: set gpurt.tiers.directory to a folder that the "
-            "worker may write to"
-        ) from e
 
 
 def _said(nbytes: int | None) -> str:

@@ -79,7 +79,7 @@ class Rig:
     def validate(self) -> None:
         """Every invariant of the engine, and: the files on disk are the handles."""
         self.engine.validate()
-        names = sorted(h.name for h in self.engine.handles() if hasattr(h, "name"))
+        names = sorted({h.name for h in self.engine.handles() if hasattr(h, "name")})
         assert names == self.disk.files(), "files on disk and handles differ"
         assert self.disk.used_bytes == sum(
             os.stat(os.path.join(self.disk.directory, n)).st_size for n in self.disk.files()

@@ -322,7 +322,12 @@ NO_SPILL = {"distributed.worker.memory.target": False, "distributed.worker.memor
     ("worker_kwargs", "config", "level", "reason"),
     [
         ({"memory_limit": 0}, {}, "INFO", "plain dict"),
-        ({"memory_limit": "100 MB"}, NO_SPILL, "INFO", "plain dict"),
+        (  # this process is larger than that: without pausing
+            {"memory_limit": "100 MB"},
+            {**NO_SPILL, "distributed.worker.memory.pause": False},
+            "INFO",
+            "plain dict",
+        ),
         ({"data": Foreign}, {}, "WARNING", r"test_worker\.Foreign, not distributed's own"),
         ({"data": MySpillBuffer}, {}, "WARNING", r"test_worker\.MySpillBuffer, not distributed's own"),
         ({"data": DeviceHostFile}, {}, "WARNING", r"dask_cuda\.device_host_file\.DeviceHostFile, which manages device"),
