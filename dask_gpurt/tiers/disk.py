@@ -36,7 +36,7 @@ import shutil
 import struct
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import xxhash
@@ -67,22 +67,6 @@ ODD_FILESYSTEMS = {
     "nfs4": "is a network mount: spilling is slow and competes with transfers",
     "cifs": "is a network mount: spilling is slow and competes with transfers",
 }
-
-
-class StorageTier(Protocol):
-    """A place below host memory. A second one (an object store) joins by implementing this."""
-
-    @property
-    def tier(self) -> Tier: ...
-
-    @property
-    def used_bytes(self) -> int: ...
-
-    def write(self, groups: Sequence[Group]) -> DiskHandle: ...
-
-    def probe(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

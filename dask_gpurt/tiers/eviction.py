@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from dask_gpurt.tiers.books import Books
-    from dask_gpurt.tiers.disk import StorageTier
     from dask_gpurt.tiers.entry import Entry
     from dask_gpurt.tiers.io import IoThreads
+    from dask_gpurt.tiers.protocol import StorageTier
     from dask_gpurt.tiers.statistics import Counters
 
 logger = logging.getLogger("distributed.worker.gpurt")

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from dask_gpurt.tiers.account import Account
-    from dask_gpurt.tiers.disk import StorageTier
     from dask_gpurt.tiers.entry import Entry
+    from dask_gpurt.tiers.protocol import StorageTier
     from dask_gpurt.tiers.statistics import LoopTime
 
 #: errors of a read that say nothing about the data

@@ -1,0 +1,73 @@
+"""Every tier below memory passes the one suite, whether disk, object store, blocks of memory, or several as one."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from dask_gpurt.testing import check_storage_tier
+from dask_gpurt.tiers.cascade import Cascade
+from dask_gpurt.tiers.disk import DiskTier
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+def damage_file(handle: Any) -> None:
+    """Flip one bit of the last frame of a `DiskHandle`."""
+    with open(os.path.join(handle.disk.directory, handle.name), "r+b") as f:
+        offset = handle.frames[-1].offset
+        f.seek(offset)
+        first = f.read(1)
+        f.seek(offset)
+        f.write(bytes([first[0] ^ 1]))
+
+
+def disks(tmp_path: Path) -> Callable[[int | None], DiskTier]:
+    count = itertools.count()
+    return lambda limit: DiskTier(str(tmp_path / f"disk{next(count)}"), limit_bytes=limit)
+
+
+def test_disk(tmp_path: Path) -> None:
+    check_storage_tier(disks(tmp_path), damage=damage_file)
+
+
+def test_cascade(tmp_path: Path) -> None:
+    make = disks(tmp_path)
+    check_storage_tier(
+        lambda limit: Cascade([make(1000), make(limit)]),
+        damage=damage_file,
+    )
+
+
+def objects(url: str) -> Callable[[int | None], Any]:
+    pytest.importorskip("obstore")
+    from dask_gpurt.tiers.bucket import Bucket
+    from dask_gpurt.tiers.object import ObjectTier
+
+    bucket = Bucket(url, timeout_seconds=10)
+    count = itertools.count()
+    return lambda limit: ObjectTier(bucket, f"conformance/{next(count)}", limit_bytes=limit)
+
+
+def damage_object(handle: Any) -> None:
+    bucket = handle.store.bucket
+    data = bytearray(bucket.read_range(handle.name, 0, handle.nbytes))
+    data[-1] ^= 1
+    bucket.put(handle.name, [bytes(data)])
+
+
+def test_object_in_memory() -> None:
+    check_storage_tier(objects("memory://"), damage=damage_object)
+
+
+def test_object_in_a_folder(tmp_path: Path) -> None:
+    check_storage_tier(objects((tmp_path / "shared").as_uri()), damage=damage_object)
+
+
+def test_object_in_s3(s3_url: str) -> None:
+    check_storage_tier(objects(s3_url), damage=damage_object)
