@@ -58,6 +58,12 @@ class TierSettings:
     disk_limit: int | None
     #: bytes of free space that spilling leaves on the disk
     disk_reserve: int
+    #: URL; None: no object store
+    object_store: str | None
+    #: "overflow" or "first"
+    object_use: str
+    #: seconds of one request to it
+    object_timeout: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,6 +124,9 @@ class Settings:
                 directory=t["directory"],
                 disk_limit=None if t["disk-limit"] is None else _bytes(t["disk-limit"], "gpurt.tiers.disk-limit"),
                 disk_reserve=_bytes(t["disk-reserve"], "gpurt.tiers.disk-reserve"),
+                object_store=t["object-store"],
+                object_use=t["object-use"],
+                object_timeout=float(t["object-timeout"]),
             ),
             shuffle=ShuffleSettings(enabled=s["enabled"]),
         )

@@ -255,7 +255,7 @@ def check_storage_tier(
     _same(handles[3].load(codec)[0], values[3])  # and no view of the copy
 
     # Parts, in any order.
-    parts = {0: [b"a", b"bc" * 500], 7: [b"", b"z" * 9000], 3: [np.arange(1000.0).data.cast("B")]}
+    parts: dict[int, list[Any]] = {0: [b"a", b"bc" * 500], 7: [b"", b"z" * 9000], 3: [np.arange(1000.0).data.cast("B")]}
     parted = tier.write(list(parts.items()))
     for part in (3, 0, 7, 3):
         frames, _ = parted.load_part(part)

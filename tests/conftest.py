@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import urllib.request
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -53,6 +54,8 @@ class S3Server:
     def make_bucket(self) -> None:
         import boto3
 
+        # What moto keeps is in this process and survives its server.
+        urllib.request.urlopen(urllib.request.Request(f"{self.endpoint}/moto-api/reset", method="POST")).close()
         boto3.client("s3", endpoint_url=self.endpoint).create_bucket(Bucket="bucket")
 
     def stop(self) -> None:

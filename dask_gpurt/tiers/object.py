@@ -28,7 +28,7 @@ from dask_gpurt.tiers.handle import DecodeError, IoCost
 from dask_gpurt.tiers.layout import USUAL_HEAD_BYTES, Frame, Layout, allocate, parse, plan, verify
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from dask_gpurt.tiers.account import Codec, Group
     from dask_gpurt.tiers.bucket import Bucket
@@ -46,6 +46,8 @@ class ObjectHandle:
     nbytes: int
     #: None: it was written elsewhere, its own head tells
     layout: Layout | None
+    #: called, in an I/O thread, when it was freed
+    on_free: Callable[[ObjectHandle], None] | None = None
     tier: Tier = Tier.OBJECT
 
     def load(self, codec: Codec) -> tuple[Any, IoCost]:
@@ -132,11 +134,11 @@ class ObjectTier:
             raise
         return ObjectHandle(self, name, layout.nbytes, layout)
 
-    def adopt(self, name: str, nbytes: int) -> ObjectHandle:
+    def adopt(self, name: str, nbytes: int, *, on_free: Callable[[ObjectHandle], None] | None = None) -> ObjectHandle:
         """A handle for an object that a worker wrote which is gone; from now on it is ours to delete."""
         with self._lock:
             self._used_bytes += nbytes
-        return ObjectHandle(self, name, nbytes, None)
+        return ObjectHandle(self, name, nbytes, None, on_free)
 
     def layout_of(self, handle: ObjectHandle) -> Layout:
         """Where the frames of an object are; read from its head if it was written elsewhere."""
@@ -202,6 +204,8 @@ class ObjectTier:
             self.failed_deletions += 1
             if self.failed_deletions in (1, 100, 10_000):
                 logger.warning("an object was not deleted and is left to the sweep (%d): %s", self.failed_deletions, e)
+        if handle.on_free is not None:
+            handle.on_free(handle)
 
     def probe(self) -> None:
         """See `StorageTier.probe`."""

@@ -21,17 +21,22 @@ from dask.utils import format_bytes
 from distributed.core import Status
 from distributed.diskutils import WorkDir, WorkSpace
 
-from dask_gpurt.errors import InstallError
+from dask_gpurt.errors import InstallError, StoreError
 from dask_gpurt.model.events import Event, Sink, null_sink
 from dask_gpurt.tiers import adoption
+from dask_gpurt.tiers.cascade import Cascade
 from dask_gpurt.tiers.disk import ODD_FILESYSTEMS, DiskTier, filesystem_of
 from dask_gpurt.tiers.engine import Engine
+from dask_gpurt.tiers.leases import LeaseKeeper, worker_prefix
 from dask_gpurt.tiers.memory import Limits, MemoryWatch, limits_of
+from dask_gpurt.tiers.object import ObjectTier
 from dask_gpurt.tiers.seam import WorkerSeam
 from dask_gpurt.tiers.shards import TierShardStore
+from dask_gpurt.tiers.shared_worker import SharedCopies
 
 if TYPE_CHECKING:
     from dask_gpurt.config import TierSettings
+    from dask_gpurt.tiers.protocol import StorageTier
     from dask_gpurt.tiers.store import TieredStore
 
 logger = logging.getLogger("distributed.worker.gpurt")
@@ -55,7 +60,14 @@ class TierRuntime:
     """The tiers of one worker. Made by `install` only."""
 
     def __init__(
-        self, worker: Any, settings: TierSettings, limits: Limits, disk: DiskTier, work_dir: WorkDir | None, sink: Sink
+        self,
+        worker: Any,
+        settings: TierSettings,
+        limits: Limits,
+        disk: DiskTier,
+        work_dir: WorkDir | None,
+        objects: tuple[ObjectTier, LeaseKeeper] | None,
+        sink: Sink,
     ) -> None:
         self._worker = worker
         self._settings = settings
@@ -66,7 +78,17 @@ class TierRuntime:
         self._seam: WorkerSeam | None = None
         #: why worker.data is left alone; empty when it is not
         self._left_alone = ""
-        self._engine = Engine(disk, budget_bytes=limits.budget_bytes, sink=sink)
+        self._objects: ObjectTier | None = None
+        self._lease: LeaseKeeper | None = None
+        if objects is not None:
+            self._objects, self._lease = objects
+        below: list[StorageTier] = [disk]
+        if self._objects is not None:
+            below.insert(0 if settings.object_use == "first" else 1, self._objects)
+        self._below = Cascade(below)
+        self._engine = Engine(self._below if len(below) > 1 else disk, budget_bytes=limits.budget_bytes, sink=sink)
+        #: reports to the scheduler what of this worker can be had without it
+        self._shared: SharedCopies | None = None
         self._engine.counters.listener = self._tell_metric
         self._shards = TierShardStore(self._engine)
         self._watch = MemoryWatch(worker, self._engine, limits)
@@ -97,8 +119,17 @@ class TierRuntime:
                 worker, settings, shards_only=_left_alone(worker.memory_manager.data, settings) is not None
             )
             disk, work_dir = await asyncio.to_thread(_open_disk, worker.local_directory, settings, limits)
-            runtime = cls(worker, settings, limits, disk, work_dir, sink)
             try:
+                objects = await asyncio.to_thread(_open_objects, worker, settings)
+            except BaseException:
+                disk.close()
+                if work_dir is not None:
+                    work_dir.release()
+                raise
+            runtime = cls(worker, settings, limits, disk, work_dir, objects, sink)
+            try:
+                if runtime._lease is not None:
+                    runtime._lease.start()
                 runtime._warn_about_filesystem()
                 runtime._take_over_or_leave(settings)
             except BaseException:
@@ -116,6 +147,13 @@ class TierRuntime:
         async with _locks.setdefault(self._worker, asyncio.Lock()):
             if not self._running:
                 return
+            if self._shared is not None:
+                if self._worker.status in _ENDING:
+                    # What is there may be adopted by others; a scheduler that listens sweeps.
+                    assert self._objects is not None
+                    self._objects.leave_objects = self._shared.heard
+                else:
+                    self._shared.uninstall()
             if self._seam is not None:
                 if self._worker.status in _ENDING:
                     self._seam.abandon()
@@ -134,6 +172,8 @@ class TierRuntime:
     async def _stop(self) -> None:
         self._running = False
         self._watch.stop()
+        if self._lease is not None:
+            await self._lease.stop()
         await self._engine.close()
         if self._work_dir is not None:
             await asyncio.to_thread(self._work_dir.release)
@@ -143,9 +183,14 @@ class TierRuntime:
             logger.warning(
                 "gpurt.tiers.directory cannot change while the worker runs; it stays %s", self._disk.directory
             )
+        if (settings.object_store, settings.object_use) != (self._settings.object_store, self._settings.object_use):
+            logger.warning("gpurt.tiers.object-store and object-use cannot change while the worker runs; they stay")
         left = _left_alone(self._data(), settings)
         if left is not None and self._seam is not None:
             # Before the limits: with the lower budget of shards alone, values would go to our disk on their way out.
+            if self._shared is not None:
+                self._shared.uninstall()
+                self._shared = None
             await self._seam.give_back()
             self._seam = None
         limits = limits_of(self._worker, settings, shards_only=left is not None)
@@ -171,6 +216,9 @@ class TierRuntime:
             seam = WorkerSeam(self._worker, self._engine)
             seam.take_over()
             self._seam = seam
+            if self._objects is not None and self._lease is not None and self._objects.bucket.shared:
+                self._shared = SharedCopies(self._worker, self._engine, seam.store, self._objects, self._lease)
+                self._shared.install()
         elif self._left_alone == before:
             return
         limits = self._limits
@@ -275,11 +323,18 @@ class TierRuntime:
         out.update(engine.counters.to_dict())
         out["evictions"] = engine.decided_by
         out["hints"] = seam.hints.statistics() if seam is not None else {}
+        if self._objects is not None:
+            out["below"] = self._below.statistics()
+            out["below"]["object"].update(self._objects.metrics.to_dict())
+            out["shared"] = self._shared.statistics() if self._shared is not None else {}
         return out
 
     def protocols(self) -> dict[str, Any]:
         """What a scheduler that sends next uses has to see in ``metrics["gpurt"]``."""
-        return self._seam.hints.heartbeat() if self._seam is not None else {}
+        out = dict(self._seam.hints.heartbeat()) if self._seam is not None else {}
+        if self._shared is not None:
+            out.update(self._shared.heartbeat())
+        return out
 
 
 def _left_alone(data: Any, settings: TierSettings) -> adoption.LeftAlone | None:
@@ -310,6 +365,30 @@ def _open_disk(local_directory: str, settings: TierSettings, limits: Limits) -> 
             f"cannot use {parent!r} for spilled data: {e}. Remedy: set gpurt.tiers.directory to a folder that the "
             "worker may write to"
         ) from e
+
+
+def _open_objects(worker: Any, settings: TierSettings) -> tuple[ObjectTier, LeaseKeeper] | None:
+    """In a thread. The store must answer once: a wrong URL or missing credentials must not wait for a full disk."""
+    url = settings.object_store
+    if url is None:
+        return None
+    from dask_gpurt.tiers.bucket import Bucket
+
+    bucket = Bucket(url, timeout_seconds=settings.object_timeout)
+    prefix = worker_prefix(worker.scheduler.address)
+    owner = {"worker": worker.address_safe, "name": str(worker.name), "scheduler": worker.scheduler.address}
+    lease = LeaseKeeper(bucket, prefix, owner)
+    tier = ObjectTier(bucket, prefix)
+    try:
+        lease.renew()
+        tier.probe()
+    except (OSError, StoreError) as e:
+        raise InstallError(
+            f"gpurt.tiers.object-store is {url!r}, where a test object could not be written and read back: {e}. "
+            "Remedy: correct the URL, give credentials in the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...), "
+            "or set it to null"
+        ) from e
+    return tier, lease
 
 
 def _said(nbytes: int | None) -> str:

@@ -37,6 +37,20 @@ def _nothing(entry: Entry) -> None:
     return None
 
 
+class StoredCopy:
+    """Set as the value of a key whose value is on a lower tier already: the store takes the copy over, unread."""
+
+    __slots__ = ("handle", "nbytes")
+
+    def __init__(self, nbytes: int, handle: Handle) -> None:
+        #: of the value in memory
+        self.nbytes = nbytes
+        self.handle = handle
+
+    def __sizeof__(self) -> int:
+        return self.nbytes
+
+
 class SpilledSize(NamedTuple):
     """Bytes of values that are not in memory."""
 
@@ -100,6 +114,9 @@ class TieredStore(MutableMapping[Any, Any]):
             self._engine.remove(old)
         if self.successor is not None:
             self.successor[key] = value
+            return
+        if isinstance(value, StoredCopy):
+            self.adopt(key, value.nbytes, value.handle)
             return
         # First the dict: adding may evict, and must find the key when something goes wrong.
         nbytes = safe_sizeof(value)
