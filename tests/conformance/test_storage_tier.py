@@ -11,6 +11,7 @@ import pytest
 from dask_gpurt.testing import check_storage_tier
 from dask_gpurt.tiers.cascade import Cascade
 from dask_gpurt.tiers.disk import DiskTier
+from dask_gpurt.tiers.pinned import BlockPool, HostSlabs, SlabTier
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,3 +72,18 @@ def test_object_in_a_folder(tmp_path: Path) -> None:
 
 def test_object_in_s3(s3_url: str) -> None:
     check_storage_tier(objects(s3_url), damage=damage_object)
+
+
+@pytest.mark.parametrize(("block_bytes", "slab_bytes"), [(1 << 20, 64 << 20), (1000, 7000)])
+def test_blocks_of_ordinary_memory(block_bytes: int, slab_bytes: int) -> None:
+    """The arithmetic of the pinned tier, over memory that is not pinned (`tests/gpu` has the pinned one)."""
+    check_storage_tier(
+        lambda limit: SlabTier(
+            BlockPool(
+                HostSlabs(),
+                limit_bytes=None if limit is None else limit // 1000 * min(block_bytes, 1 << 20),
+                block_bytes=block_bytes,
+                slab_bytes=slab_bytes,
+            )
+        )
+    )

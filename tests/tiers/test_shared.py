@@ -3,10 +3,10 @@
 # ruff: noqa: ASYNC240
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,14 +16,16 @@ from distributed.utils_test import async_poll_for, gen_cluster
 from dask_gpurt.config import Settings
 from dask_gpurt.errors import InstallError
 from dask_gpurt.extension import GpurtScheduler, WorkerParts, on_worker
-from dask_gpurt.extension.scheduler import SharedCopiesPlugin
-from dask_gpurt.tiers import TierRuntime
+from tests.conftest import S3_ENVIRONMENT
 
 pytest.importorskip("obstore")
 pytestmark = pytest.mark.cluster
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from dask_gpurt.tiers import TierRuntime
+    from dask_gpurt.tiers.shared_scheduler import SharedCopiesPlugin
 
 CONFIG = {
     "distributed.worker.memory.spill": False,
@@ -84,7 +86,7 @@ def check(*workers: Worker) -> None:
         assert stats["shared"]["exceptions"] == 0, stats["shared"]["last_traceback"]
 
 
-@gen_cluster(client=True, nthreads=[("", 1)] * 3, config=CONFIG, heartbeats=True)
+@gen_cluster(client=True, nthreads=[("", 1)] * 3, config=CONFIG)
 async def test_spilled_keys_of_a_lost_worker_are_read_back(c: Client, s: Scheduler, *workers: Worker) -> None:
     import tempfile
     from pathlib import Path
@@ -129,7 +131,7 @@ async def test_spilled_keys_of_a_lost_worker_are_read_back(c: Client, s: Schedul
         assert left == []
 
 
-@gen_cluster(client=True, nthreads=[("", 1)] * 2, config=CONFIG, heartbeats=True)
+@gen_cluster(client=True, nthreads=[("", 1)] * 2, config=CONFIG)
 async def test_without_a_copy_or_with_a_bad_one_it_is_computed_again(
     c: Client, s: Scheduler, a: Worker, b: Worker
 ) -> None:
@@ -163,7 +165,7 @@ async def test_without_a_copy_or_with_a_bad_one_it_is_computed_again(
         check(b)
 
 
-@gen_cluster(client=True, nthreads=[("", 1)] * 2, config=CONFIG, heartbeats=True)
+@gen_cluster(client=True, nthreads=[("", 1)] * 2, config=CONFIG)
 async def test_removal_gives_everything_back(c: Client, s: Scheduler, a: Worker, b: Worker) -> None:
     import tempfile
     from pathlib import Path
@@ -214,7 +216,7 @@ async def test_a_worker_that_cannot_take_over_says_so(c: Client, s: Scheduler, a
 
 @pytest.mark.slow
 @gen_cluster(client=True, nthreads=[("", 1)] * 2, Worker=Nanny, config=CONFIG, timeout=120)
-async def test_kill_9_in_real_processes_against_s3(c: Client, s: Scheduler, a: Nanny, b: Nanny) -> None:
+async def test_kill_9_of_a_real_process(c: Client, s: Scheduler, a: Nanny, b: Nanny) -> None:
     """Two processes and a shared folder: one is killed; what it had stored is not computed again."""
     import tempfile
     from pathlib import Path
@@ -223,7 +225,7 @@ async def test_kill_9_in_real_processes_against_s3(c: Client, s: Scheduler, a: N
         log = Path(folder) / "log"
         shared = await extended(s, Path(folder, "store").as_uri())
         await greeted(shared, 2)
-        victim, other = list(s.workers)
+        victim, _ = list(s.workers)
         roots = c.map(make, range(10), log=str(log), workers=[victim], allow_other_workers=True, pure=False)
         await wait(roots)
 
@@ -245,7 +247,8 @@ async def test_kill_9_in_real_processes_against_s3(c: Client, s: Scheduler, a: N
 
 @gen_cluster(nthreads=[("", 1)], config=CONFIG)
 async def test_a_store_that_does_not_answer_at_the_start_is_an_error(s: Scheduler, a: Worker) -> None:
-    with pytest.raises(InstallError, match=r"Remedy: correct the URL"):
-        await WorkerParts.install(a, settings("file:///proc/nothing/here"))
+    nobody = {**S3_ENVIRONMENT, "AWS_ENDPOINT_URL": "http://127.0.0.1:1"}
+    with mock.patch.dict(os.environ, nobody), pytest.raises(InstallError, match=r"Remedy: correct the URL"):
+        await WorkerParts.install(a, settings("s3://bucket/x"))
     assert on_worker(a) is None
-    await asyncio.sleep(0)
+    assert not os.path.exists(os.path.join(a.local_directory, "gpurt-tiers"))
