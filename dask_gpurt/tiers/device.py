@@ -290,19 +290,21 @@ class DeviceSpace:
     def _write(self, groups: list[Group]) -> Handle:
         error: Exception = TierFull("there is no tier below the device")
         staged: list[Group] | None = None
-        for tier in self.below:
-            try:
-                if hasattr(tier, "pool"):  # blocks take device frames as they are
-                    return tier.write(groups)
-                if staged is None:
-                    staged = [(part, [stage(b) for b in buffers]) for part, buffers in groups]
-                return tier.write(staged)
-            except OSError as e:
-                error = e
         try:
+            for tier in self.below:
+                try:
+                    if hasattr(tier, "pool"):  # blocks take device frames as they are
+                        return tier.write(groups)
+                    if staged is None:
+                        staged = [(part, [stage(b) for b in buffers]) for part, buffers in groups]
+                    return tier.write(staged)
+                except OSError as e:
+                    error = e
             raise error
         finally:
-            del error  # its traceback holds this frame, and with it the frames of the value
+            # Its traceback holds this frame, which holds it and the frames of the value: the value would stay on the
+            # device until the next garbage collection.
+            del error
 
     def _failed(self, error: BaseException) -> None:
         self.metrics.add(write_failures=1)
