@@ -1,4 +1,4 @@
-"""``dask gpurt status | explain | where | enable | disable``"""
+"""``dask gpurt status | explain | where | trace | enable | disable``"""
 
 from __future__ import annotations
 
@@ -84,6 +84,27 @@ def where(address: str, keys: tuple[str, ...], as_json: bool, timeout: float) ->
         except GpurtError as e:
             raise click.ClickException(str(e)) from e
     _print(answer, as_json)
+
+
+@gpurt.command()
+@click.argument("file", type=click.Path(exists=True, dir_okay=False))
+@click.option("--chrome", type=click.Path(dir_okay=False), help="Write Chrome trace events (for ui.perfetto.dev) here.")
+@click.option("--damaged", is_flag=True, help="Take what is good of a file that was cut off or damaged.")
+def trace(file: str, chrome: str | None, damaged: bool) -> None:
+    """Print what the trace FILE holds; see dask_gpurt.record and gpurt.trace.path."""
+    from dask_gpurt.observe.trace.chrome import write
+    from dask_gpurt.observe.trace.reader import Trace
+    from dask_gpurt.observe.trace.summary import summary
+
+    try:
+        loaded = Trace.load(file, damaged=damaged)
+    except GpurtError as e:
+        raise click.ClickException(str(e)) from e
+    click.echo(summary(loaded))
+    if chrome is not None:
+        with open(chrome, "w", encoding="utf-8") as out:
+            write(loaded, out)
+        click.echo(f"Wrote {chrome}; open it at https://ui.perfetto.dev or chrome://tracing")
 
 
 def _connect(address: str, timeout: float) -> Client:

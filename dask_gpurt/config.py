@@ -72,6 +72,12 @@ class ShuffleSettings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TraceSettings:
+    #: None: no recording
+    path: str | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
     """Everything under ``gpurt:``. Frozen and picklable: the scheduler's goes to the workers with the plugin."""
 
@@ -82,6 +88,7 @@ class Settings:
     placement: PlacementSettings
     tiers: TierSettings
     shuffle: ShuffleSettings
+    trace: TraceSettings
 
     @classmethod
     def load(cls, overrides: Mapping[str, Any] | None = None) -> Settings:
@@ -129,6 +136,7 @@ class Settings:
                 object_timeout=float(t["object-timeout"]),
             ),
             shuffle=ShuffleSettings(enabled=s["enabled"]),
+            trace=TraceSettings(path=tree["trace"]["path"]),
         )
 
 

@@ -129,6 +129,10 @@ class PlacementPlugin(SchedulerPlugin):
         """The newest decision about a key, see `DecisionLog.story`; None when there is none."""
         return None if self.engine is None else self.engine.log.story(key)
 
+    def decision(self, key: Any) -> tuple[str, str | None, float | None] | None:
+        """The same in short, see `DecisionLog.brief`."""
+        return None if self.engine is None else self.engine.log.brief(key)
+
     # ------------------------------------------------------------------ hooks
 
     def _decide(self, ts: Any, valid: Any) -> Any:

@@ -31,8 +31,9 @@ ALLOWED: dict[str, set[str]] = {
     "preload": {"config", "extension", "observe"},
     "api": {"config", "extension", "observe"},
     "questions": {"extension", "observe"},
-    "cli": {"api", "config", "questions"},
-    "__init__": {"config", "api", "questions"},
+    "recording": {"extension", "observe"},
+    "cli": {"api", "config", "observe", "questions", "recording"},
+    "__init__": {"config", "api", "questions", "recording"},
 }
 VENDOR = {"cudf", "cupy", "rmm", "pynvml", "pylibcudf", "amdsmi", "kvikio", "ucxx", "dask_cuda", "numba"}
 
