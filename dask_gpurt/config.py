@@ -64,6 +64,12 @@ class TierSettings:
     object_use: str
     #: seconds of one request to it
     object_timeout: float
+    #: "off" or "auto"
+    device: str
+    #: share (0, 1] of the device's memory
+    device_limit: float
+    #: bytes of page-locked host memory for what leaves the device
+    pinned_limit: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,6 +140,9 @@ class Settings:
                 object_store=t["object-store"],
                 object_use=t["object-use"],
                 object_timeout=float(t["object-timeout"]),
+                device=t["device"],
+                device_limit=float(t["device-limit"]),
+                pinned_limit=_bytes(t["pinned-limit"], "gpurt.tiers.pinned-limit"),
             ),
             shuffle=ShuffleSettings(enabled=s["enabled"]),
             trace=TraceSettings(path=tree["trace"]["path"]),

@@ -147,6 +147,8 @@ class DeviceSpace:
         self.metrics = TierMetrics()
         self._lock = threading.Lock()
         self._boxes: dict[int, Box] = {}
+        #: of boxes whose value is on the device
+        self._device_bytes = 0
         self._serial = itertools.count(1)
         self.unspillable = 0
         #: loads that had to make room first, and that failed for want of memory
@@ -161,6 +163,7 @@ class DeviceSpace:
         box.last_use = next(self._serial)
         with self._lock:
             self._boxes[id(box)] = box
+            self._device_bytes += box.nbytes
         return box
 
     def remove(self, box: Box) -> None:
@@ -168,6 +171,8 @@ class DeviceSpace:
         with self._lock:
             self._boxes.pop(id(box), None)
         with box.lock:  # waits for a copy that is under way, by a thread that waits for nobody
+            if box.state is BoxState.DEVICE:
+                self._count(-box.nbytes)
             box.state = BoxState.GONE
             box.value = None
             handle, box.handle = box.handle, None
@@ -203,15 +208,26 @@ class DeviceSpace:
                 raise LostData(f"the copy of {box.key!r} below the device could not be read: {e}") from e
             box.value = value
             box.state = BoxState.DEVICE
+            self._count(box.nbytes)
             self.metrics.add(reads=1, read_bytes=box.nbytes, read_seconds=time.perf_counter() - start)
             return value
 
     # ------------------------------------------------------------------ leaving
 
     @property
+    def over(self) -> bool:
+        """Do kept values take more than the limit?"""
+        return self.limit_bytes is not None and self.device_bytes > self.limit_bytes
+
+    @property
     def device_bytes(self) -> int:
         """Of kept values, by their own account."""
-        return sum(b.nbytes for b in self._all() if b.state in (BoxState.DEVICE, BoxState.SPILLING))
+        return self._device_bytes
+
+    def _count(self, nbytes: int) -> None:
+        # Never held where device memory is allocated: the callback cannot meet its own thread in it.
+        with self._lock:
+            self._device_bytes += nbytes
 
     def balance(self, coming_bytes: int = 0) -> int:
         """Make values leave until they and `coming_bytes` are within the limit; what left. For an I/O thread."""
@@ -243,6 +259,7 @@ class DeviceSpace:
                 if self._copy_down(box):
                     box.value = None
                     box.state = BoxState.BELOW
+                    self._count(-box.nbytes)
                     left += box.nbytes
             finally:
                 box.lock.release()
@@ -338,6 +355,7 @@ class DeviceSpace:
 
     def validate(self) -> None:
         """Check every invariant; AssertionError names what is broken. Nothing may be under way."""
+        assert self._device_bytes == sum(b.nbytes for b in self._all() if b.state is BoxState.DEVICE)
         for box in self._all():
             assert not box.lock.locked(), box.key
             assert box.state in (BoxState.DEVICE, BoxState.BELOW), (box.key, box.state)

@@ -25,17 +25,20 @@ from dask_gpurt.errors import InstallError, StoreError
 from dask_gpurt.model.events import Event, Sink, null_sink
 from dask_gpurt.tiers import adoption
 from dask_gpurt.tiers.cascade import Cascade
+from dask_gpurt.tiers.device_memory import DeviceMemory
 from dask_gpurt.tiers.disk import ODD_FILESYSTEMS, DiskTier, filesystem_of
 from dask_gpurt.tiers.engine import Engine
 from dask_gpurt.tiers.leases import LeaseKeeper, worker_prefix
 from dask_gpurt.tiers.memory import Limits, MemoryWatch, limits_of
 from dask_gpurt.tiers.object import ObjectTier
+from dask_gpurt.tiers.oom import RetryAlone
 from dask_gpurt.tiers.seam import WorkerSeam
 from dask_gpurt.tiers.shards import TierShardStore
 from dask_gpurt.tiers.shared_worker import SharedCopies
 
 if TYPE_CHECKING:
     from dask_gpurt.config import TierSettings
+    from dask_gpurt.tiers.device import DeviceSpace
     from dask_gpurt.tiers.protocol import StorageTier
     from dask_gpurt.tiers.store import TieredStore
 
@@ -67,6 +70,7 @@ class TierRuntime:
         disk: DiskTier,
         work_dir: WorkDir | None,
         objects: tuple[ObjectTier, LeaseKeeper] | None,
+        device: DeviceMemory | None,
         sink: Sink,
     ) -> None:
         self._worker = worker
@@ -87,6 +91,10 @@ class TierRuntime:
             below.insert(0 if settings.object_use == "first" else 1, self._objects)
         self._below = Cascade(below)
         self._engine = Engine(self._below if len(below) > 1 else disk, budget_bytes=limits.budget_bytes, sink=sink)
+        self._device_memory = device
+        self._device: DeviceSpace | None = None if device is None else device.space
+        if self._device is not None:
+            self._device.below.append(self._below)
         #: reports to the scheduler what of this worker can be had without it
         self._shared: SharedCopies | None = None
         self._engine.counters.listener = self._tell_metric
@@ -121,12 +129,13 @@ class TierRuntime:
             disk, work_dir = await asyncio.to_thread(_open_disk, worker.local_directory, settings, limits)
             try:
                 objects = await asyncio.to_thread(_open_objects, worker, settings)
+                device = await asyncio.to_thread(DeviceMemory.open, worker, settings, limits.budget_bytes)
             except BaseException:
                 disk.close()
                 if work_dir is not None:
                     work_dir.release()
                 raise
-            runtime = cls(worker, settings, limits, disk, work_dir, objects, sink)
+            runtime = cls(worker, settings, limits, disk, work_dir, objects, device, sink)
             try:
                 if runtime._lease is not None:
                     runtime._lease.start()
@@ -174,6 +183,9 @@ class TierRuntime:
         self._watch.stop()
         if self._lease is not None:
             await self._lease.stop()
+        if self._device_memory is not None:
+            await self._engine.idle()
+            await asyncio.to_thread(self._device_memory.close)
         await self._engine.close()
         if self._work_dir is not None:
             await asyncio.to_thread(self._work_dir.release)
@@ -216,6 +228,9 @@ class TierRuntime:
             seam = WorkerSeam(self._worker, self._engine)
             seam.take_over()
             self._seam = seam
+            if self._device is not None:
+                seam.store.device = self._device
+                seam.retry_alone = RetryAlone(self._device, lambda: seam.executing)
             if self._objects is not None and self._lease is not None and self._objects.bucket.shared:
                 self._shared = SharedCopies(self._worker, self._engine, seam.store, self._objects, self._lease)
                 self._shared.install()
@@ -327,6 +342,10 @@ class TierRuntime:
             out["below"] = self._below.statistics()
             out["below"]["object"].update(self._objects.metrics.to_dict())
             out["shared"] = self._shared.statistics() if self._shared is not None else {}
+        if self._device_memory is not None:
+            out["device"] = self._device_memory.statistics()
+            if seam is not None and seam.retry_alone is not None:
+                out["device"].update(seam.retry_alone.statistics())
         return out
 
     def protocols(self) -> dict[str, Any]:

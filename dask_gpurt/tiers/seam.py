@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.core import Status
 from distributed.metrics import context_meter, time
-from distributed.worker_state_machine import FreeKeysEvent, RescheduleEvent
+from distributed.worker_state_machine import ExecuteFailureEvent, FreeKeysEvent, RescheduleEvent
 
 from dask_gpurt.errors import SeamMismatch
 from dask_gpurt.tiers import adoption
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
     from dask_gpurt.tiers.engine import Engine
     from dask_gpurt.tiers.entry import Entry
+    from dask_gpurt.tiers.oom import RetryAlone
 
 logger = logging.getLogger("distributed.worker.gpurt")
 
@@ -83,6 +84,9 @@ class WorkerSeam:
         self._stock_get_data: Callable[..., Any] = worker.handlers["get_data"]
         self._had_execute = "execute" in vars(worker)
         self._active = False
+        #: runs a task again that failed for want of device memory; None without a device tier
+        self.retry_alone: RetryAlone | None = None
+        self._executing = 0
         #: decisions that were left to stock Dask because our code raised
         self.fallbacks: Counter[str] = Counter()
         self.last_traceback = ""
@@ -127,9 +131,16 @@ class WorkerSeam:
         self._active = True
         self.hints.install()
 
+    @property
+    def executing(self) -> int:
+        """Tasks that run now."""
+        return self._executing
+
     async def give_back(self) -> None:
         """Drain into the original mapping, then put everything back."""
         await self.hints.uninstall()
+        for key in await self.store.unbox():
+            self._give_up(key)
         for key in await adoption.give_back(self.store, self.original, self._engine):
             self._give_up(key)
         self._restore()
@@ -175,7 +186,17 @@ class WorkerSeam:
                 self.store.release(pinned)
                 raise
             try:
-                event = await stock(key, stimulus_id=stimulus_id)
+                retry = self.retry_alone
+                if retry is not None:
+                    await retry.enter()
+                self._executing += 1
+                try:
+                    event = await stock(key, stimulus_id=stimulus_id)
+                finally:
+                    self._executing -= 1
+                if retry is not None and _memory_error(event) is not None:
+                    # The task has not ended for the state machine: it hears of the second event alone.
+                    event = await retry.again(lambda: stock(key, stimulus_id=stimulus_id), _memory_error)
                 self.hints.executed(key, pinned, event)
                 return event
             finally:
@@ -309,3 +330,11 @@ class WorkerSeam:
                 self._worker.batched_send({"op": "reschedule", "key": dependent, "stimulus_id": stimulus_id})
         if key in self.store.own_keys_view:  # the state machine did not know it
             self.store.forget(key)
+
+
+def _memory_error(event: Any) -> BaseException | None:
+    """What a task failed with, if that was a want of memory."""
+    if not isinstance(event, ExecuteFailureEvent):
+        return None
+    error = getattr(event.exception, "data", None)
+    return error if isinstance(error, MemoryError) else None
