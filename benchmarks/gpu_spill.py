@@ -1,7 +1,7 @@
 """Work on more than the device holds: the device tier, dask-cuda's DeviceHostFile, cuDF's own spilling.
 
 One worker on one GPU whose allocator is limited (``--limit``), data of 2 and 4 times that. Workloads: CuPy arrays that
-are persisted, then summed twice; cuDF frames, persisted, then a groupby and a join on them. Every answer is checked. What
+are persisted, then summed twice; cuDF frames, persisted, then a groupby and a join on them. Answers are checked. What
 a system cannot complete is a result ("failed", with the error), not left out. Systems take turns within a round.
 
 Needs a GPU, dask-cuda, CuPy and cuDF; exits with 3 and the reason where one is missing.
