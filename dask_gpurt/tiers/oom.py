@@ -139,13 +139,20 @@ class RetryAlone:
             except TimeoutError:
                 return  # the one that runs alone may be waiting for this one
 
-    async def again(self, run: Callable[[], Awaitable[Any]], failed_with: Callable[[Any], BaseException | None]) -> Any:
+    async def again(
+        self,
+        run: Callable[[], Awaitable[Any]],
+        failed: Callable[[Any], bool],
+        annotate: Callable[[Any, str], Any],
+    ) -> Any:
         """What `run` gives when no other task runs here and all values that can leave have left the device.
 
         Parameters
         ----------
-        failed_with
-            The MemoryError in the outcome, None when it is not one; a report is added to it as a note.
+        failed
+            Is this outcome a want of memory again?
+        annotate
+            The outcome with a report as a note.
         """
         async with self._alone:
             self.retried += 1
@@ -158,13 +165,11 @@ class RetryAlone:
                 outcome = await run()
             finally:
                 self._entry.set()
-        error = failed_with(outcome)
-        if error is None:
+        if not failed(outcome):
             self.succeeded += 1
-        else:
-            self.failed += 1
-            error.add_note(self.report())
-        return outcome
+            return outcome
+        self.failed += 1
+        return annotate(outcome, self.report())
 
     def report(self) -> str:
         """Who holds the device's memory, for people."""

@@ -37,6 +37,8 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.core import Status
 from distributed.metrics import context_meter, time
+from distributed.protocol import to_serialize
+from distributed.protocol.pickle import dumps, loads
 from distributed.worker_state_machine import ExecuteFailureEvent, FreeKeysEvent, RescheduleEvent
 
 from dask_gpurt.errors import SeamMismatch
@@ -194,9 +196,11 @@ class WorkerSeam:
                     event = await stock(key, stimulus_id=stimulus_id)
                 finally:
                     self._executing -= 1
-                if retry is not None and _memory_error(event) is not None:
+                if retry is not None and self._wants_memory(event):
                     # The task has not ended for the state machine: it hears of the second event alone.
-                    event = await retry.again(lambda: stock(key, stimulus_id=stimulus_id), _memory_error)
+                    event = await retry.again(
+                        lambda: stock(key, stimulus_id=stimulus_id), self._wants_memory, _with_note
+                    )
                 self.hints.executed(key, pinned, event)
                 return event
             finally:
@@ -268,6 +272,13 @@ class WorkerSeam:
 
         return get_data
 
+    def _wants_memory(self, event: Any) -> bool:
+        try:
+            return _out_of_memory(event) is not None
+        except Exception:  # the error's own code, while it is unpickled
+            self._fell_back("out of memory")
+            return False
+
     def _fell_back(self, where: str) -> None:
         self.fallbacks[where] += 1
         self.last_traceback = traceback.format_exc()
@@ -332,9 +343,21 @@ class WorkerSeam:
             self.store.forget(key)
 
 
-def _memory_error(event: Any) -> BaseException | None:
-    """What a task failed with, if that was a want of memory."""
+def _out_of_memory(event: Any) -> BaseException | None:
+    """What a task failed with, if that was a want of device memory. (The event has it pickled, for the scheduler.)"""
     if not isinstance(event, ExecuteFailureEvent):
         return None
-    error = getattr(event.exception, "data", None)
-    return error if isinstance(error, MemoryError) else None
+    # RMM's and cuDF's words; a MemoryError of NumPy is one of host memory, and none of our business.
+    if "bad_alloc" not in event.exception_text and "OutOfMemory" not in event.exception_text:
+        return None
+    error = loads(event.exception.data)
+    # torch's is a RuntimeError
+    return error if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" else None
+
+
+def _with_note(event: Any, note: str) -> Any:
+    error = _out_of_memory(event)
+    assert error is not None
+    error.add_note(note)
+    event.exception = to_serialize(dumps(error))
+    return event

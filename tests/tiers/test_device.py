@@ -323,7 +323,7 @@ def test_a_task_that_fails_is_run_again_alone(tmp_path: Path) -> None:
 
         first = await asyncio.to_thread(_caught, lambda: rig.backend.make(5, 7 * size))
         assert isinstance(first, MemoryError)
-        again = asyncio.ensure_future(retry.again(run, _error))
+        again = asyncio.ensure_future(retry.again(run, _failed, _noted))
         entered = asyncio.ensure_future(retry.enter())
         for _ in range(5):
             await asyncio.sleep(0.01)
@@ -351,7 +351,7 @@ def test_the_report_names_who_holds_the_memory(tmp_path: Path) -> None:
         async def run() -> Any:
             return await asyncio.to_thread(_caught, lambda: rig.backend.make(9, 900 * KB))
 
-        error = await retry.again(run, _error)
+        error = await retry.again(run, _failed, _noted)
         assert isinstance(error, MemoryError)
         (note,) = error.__notes__
         assert "300.00 kiB  key-1  (in use)" in note
@@ -371,7 +371,7 @@ def test_a_task_that_waits_for_another_does_not_wait_for_ever(tmp_path: Path) ->
             await retry.enter()  # what the one that runs alone waits for
             return 7
 
-        assert await retry.again(run, _error) == 7
+        assert await retry.again(run, _failed, _noted) == 7
 
     asyncio.run(main())
 
@@ -383,8 +383,13 @@ def _caught(call: Any) -> Any:
         return e
 
 
-def _error(outcome: Any) -> BaseException | None:
-    return outcome if isinstance(outcome, MemoryError) else None
+def _failed(outcome: Any) -> bool:
+    return isinstance(outcome, MemoryError)
+
+
+def _noted(outcome: Any, note: str) -> Any:
+    outcome.add_note(note)
+    return outcome
 
 
 def test_blocks_grow_lazily_and_are_used_again() -> None:

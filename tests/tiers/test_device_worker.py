@@ -50,6 +50,26 @@ def make(i: int, nbytes: int) -> Value:
     return BACKENDS[-1].make(i, nbytes)
 
 
+BEGAN, GO_ON = threading.Event(), threading.Event()
+
+
+def hog() -> int:
+    """Holds most of the device until `other` has failed."""
+    big = make(0, 600 * KB)
+    BEGAN.set()
+    assert GO_ON.wait(30)
+    return big.nbytes
+
+
+def other() -> int:
+    assert BEGAN.wait(30)
+    try:
+        return make(1, 600 * KB).nbytes
+    except MemoryError:
+        GO_ON.set()
+        raise
+
+
 def right(value: Value, i: int) -> bool:
     return bool((value.array() == pattern(i, value.nbytes)).all())
 
@@ -79,20 +99,9 @@ async def test_tasks_on_four_times_the_limit(c: Client, s: Scheduler, a: Worker)
 @gen_cluster(client=True, nthreads=[("", 2)], config=CONFIG)
 async def test_two_tasks_that_do_not_fit_together(c: Client, s: Scheduler, a: Worker) -> None:
     runtime, _ = await install(a)
-    began, go_on = threading.Event(), threading.Event()
-
-    def hog() -> int:
-        big = make(0, 600 * KB)
-        began.set()
-        assert go_on.wait(30)
-        return big.nbytes
-
-    def other() -> int:
-        assert began.wait(30)
-        threading.Timer(0.2, go_on.set).start()
-        return make(1, 600 * KB).nbytes
-
-    assert await c.gather([c.submit(hog), c.submit(other)]) == [600 * KB] * 2
+    BEGAN.clear()
+    GO_ON.clear()
+    assert await c.gather([c.submit(hog, pure=False), c.submit(other, pure=False)]) == [600 * KB] * 2
     device = runtime.statistics()["device"]
     assert (device["retried_alone"], device["succeeded"], device["failed"]) == (1, 1, 0)
 
