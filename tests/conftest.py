@@ -56,7 +56,13 @@ class S3Server:
 
         # What moto keeps is in this process and survives its server.
         urllib.request.urlopen(urllib.request.Request(f"{self.endpoint}/moto-api/reset", method="POST")).close()
-        boto3.client("s3", endpoint_url=self.endpoint).create_bucket(Bucket="bucket")
+        boto3.client(
+            "s3",
+            endpoint_url=self.endpoint,
+            region_name="us-east-1",
+            aws_access_key_id="test",
+            aws_secret_access_key="test",
+        ).create_bucket(Bucket="bucket")
 
     def stop(self) -> None:
         self._server.stop()

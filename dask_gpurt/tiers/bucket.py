@@ -67,6 +67,7 @@ class Bucket:
                 f"gpurt.tiers.object-store is {url!r}, which needs obstore ({e}). Remedy: pip install dask-gpurt[s3]"
             ) from e
         self.url = url
+        #: of one operation; lowered to 1 by who is about to close, so that nothing under way is begun again
         self.attempts = attempts
         self.metrics = TierMetrics()
         self._obstore = obstore
@@ -211,7 +212,9 @@ class Bucket:
 
     def _repeat(self, what: str, name: str, once: Callable[[], Any]) -> Any:
         pause = BACK_OFF_SECONDS
-        for attempt in range(self.attempts):
+        attempt = 0
+        while True:
+            attempt += 1
             try:
                 return once()
             except FileNotFoundError as e:
@@ -221,15 +224,14 @@ class Bucket:
             except self._denied as e:
                 raise PermissionError(errno.EACCES, f"may not {what}: {_first_line(e)}", self.where(name)) from e
             except self._errors as e:
-                if attempt + 1 == self.attempts:
+                if attempt >= self.attempts:
                     raise OSError(
-                        errno.EIO, f"cannot {what} after {self.attempts} attempts: {_first_line(e)}", self.where(name)
+                        errno.EIO, f"cannot {what} after {attempt} attempts: {_first_line(e)}", self.where(name)
                     ) from e
             self.metrics.add(retries=1)
             # Jitter: when a store comes back, its workers must not come all at once.
             time.sleep(pause * (0.5 + random.random()))
             pause *= 2
-        raise AssertionError("unreachable")
 
 
 def _first_line(error: BaseException) -> str:

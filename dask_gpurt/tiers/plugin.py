@@ -181,7 +181,8 @@ class TierRuntime:
     async def _stop(self) -> None:
         self._running = False
         self._watch.stop()
-        if self._lease is not None:
+        if self._lease is not None and self._objects is not None:
+            self._objects.bucket.attempts = 1  # a store that is down must not keep the worker from closing
             await self._lease.stop()
         if self._device_memory is not None:
             await self._engine.idle()

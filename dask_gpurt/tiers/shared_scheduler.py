@@ -49,7 +49,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("distributed.scheduler.gpurt")
 
+#: between two looks for workers that have not been greeted
 LOOK_SECONDS = 1.0
+#: for the last sweep
+CLOSE_SECONDS = 20.0
 
 
 class SharedCopiesPlugin(SchedulerPlugin):
@@ -75,7 +78,8 @@ class SharedCopiesPlugin(SchedulerPlugin):
         self._look_again: PeriodicCallback | None = None
         #: workers that were greeted -> their prefix, "" until they have answered
         self._prefixes: dict[str, str] = {}
-        #: prefixes of workers that are gone -> names that others adopted
+        #: prefixes of workers that are gone -> names that others adopted. All are swept once more at the end: a write
+        #: may have been under way when its worker went.
         self._adopted_names: dict[str, set[str]] = {}
         #: key -> worker -> its copy
         self._copies: dict[Any, dict[str, Copy]] = {}
@@ -149,8 +153,12 @@ class SharedCopiesPlugin(SchedulerPlugin):
         prefixes = {p for p in self._prefixes.values() if p} | set(self._adopted_names)
         for task in list(self._sweeps):
             task.cancel()
-        for prefix in prefixes:
-            await self._sweep(prefix, set())
+        self._bucket.attempts = 1  # a store that is down must not keep the scheduler from closing
+        work = [asyncio.ensure_future(self._sweep(prefix, set())) for prefix in prefixes]
+        if work:
+            _, left = await asyncio.wait(work, timeout=CLOSE_SECONDS)
+            if left:
+                logger.warning("%d prefixes in %s are left to a later sweep", len(left), self._bucket.url)
 
     def statistics(self) -> dict[str, Any]:
         """Plain JSON."""
@@ -261,8 +269,6 @@ class SharedCopiesPlugin(SchedulerPlugin):
     async def _sweep(self, prefix: str, keep: set[str]) -> None:
         try:
             self.swept_objects += await asyncio.to_thread(sweep, self._bucket, prefix, keep=keep)
-            if not keep:
-                self._adopted_names.pop(prefix, None)
         except Exception:
             self._failed("sweep")
 

@@ -11,12 +11,13 @@ from unittest import mock
 import numpy as np
 import pytest
 from distributed import Client, Nanny, Scheduler, Worker, wait
-from distributed.utils_test import async_poll_for, gen_cluster
+from distributed.utils_test import async_poll_for, gen_cluster, gen_test
 
+import dask_gpurt
 from dask_gpurt.config import Settings
 from dask_gpurt.errors import InstallError
 from dask_gpurt.extension import GpurtScheduler, WorkerParts, on_worker
-from tests.conftest import S3_ENVIRONMENT
+from tests.conftest import S3_ENVIRONMENT, S3Server
 
 pytest.importorskip("obstore")
 pytestmark = pytest.mark.cluster
@@ -252,3 +253,65 @@ async def test_a_store_that_does_not_answer_at_the_start_is_an_error(s: Schedule
         await WorkerParts.install(a, settings("s3://bucket/x"))
     assert on_worker(a) is None
     assert not os.path.exists(os.path.join(a.local_directory, "gpurt-tiers"))
+
+
+@gen_cluster(client=True, nthreads=[("", 1)] * 2, config=CONFIG)
+async def test_the_same_in_s3(c: Client, s: Scheduler, a: Worker, b: Worker) -> None:
+    import tempfile
+    from pathlib import Path
+
+    pytest.importorskip("moto.server")
+    pytest.importorskip("boto3")
+    server = S3Server()
+    try:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            mock.patch.dict(os.environ, {**S3_ENVIRONMENT, "AWS_ENDPOINT_URL": server.endpoint}),
+        ):
+            log = Path(folder) / "log"
+            shared = await extended(s, "s3://bucket/some/prefix")
+            await greeted(shared, 2)
+            roots = c.map(make, range(8), log=str(log), workers=[a.address], allow_other_workers=True, pure=False)
+            await wait(roots)
+            await spill(a, shared, len(a.data))
+            await a.close()
+            assert await c.gather(c.map(lambda x: int(x.max()), roots)) == list(range(8))
+            assert len(runs(log)) == 8
+            assert runtime_of(b).statistics()["below"]["object"]["reads"] > 0
+            check(b)
+            await s.plugins["gpurt"].uninstall()  # type: ignore[attr-defined]
+    finally:
+        server.stop()
+
+
+@gen_test()
+async def test_nothing_is_left_in_the_store() -> None:
+    """Half of the keys spilled, one worker closed before: the end of the cluster sweeps all."""
+    import tempfile
+    from pathlib import Path
+
+    tmp_path = Path(tempfile.mkdtemp())
+    settings_ = {"tiers.object-store": (tmp_path / "store").as_uri(), "tiers.object-use": "first"}
+    async with (
+        dask_gpurt.local_cluster(
+            settings=settings_,
+            n_workers=2,
+            threads_per_worker=1,
+            processes=False,
+            dashboard_address=None,
+            asynchronous=True,
+        ) as cluster,
+        Client(cluster, asynchronous=True) as client,
+    ):
+        shared = cluster.scheduler.plugins["gpurt"].shared_copies
+        await greeted(shared, 2)
+        await client.gather(client.map(make, range(6), log=str(tmp_path / "log"), pure=False))
+        futures = client.map(make, range(6), log=str(tmp_path / "log"), pure=False)
+        await wait(futures)
+        for worker in cluster.workers.values():
+            runtime_of(worker).engine.shrink(1 << 60)
+            await runtime_of(worker).engine.idle()
+        assert [p for p in (tmp_path / "store").rglob("*") if p.is_file()]
+        await next(iter(cluster.workers.values())).close()
+        assert await client.gather(client.map(lambda x: int(x.max()), futures)) == list(range(6))
+    assert [p for p in (tmp_path / "store").rglob("*") if p.is_file()] == []
