@@ -28,7 +28,6 @@ import pickle
 import sys
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.errors import InstallError
 from dask_gpurt.model.tier import Tier
 
 if TYPE_CHECKING:
@@ -277,8 +276,12 @@ class CudaBackend:
         return hasattr(value, "__cuda_array_interface__") or library in ("cudf", "pylibcudf", "cupyx")
 
     def nbytes(self, value: Any) -> int:
-        if type(value).__module__.partition(".")[0] == "torch":
+        library = type(value).__module__.partition(".")[0]
+        if library == "torch":
             return int(value.untyped_storage().nbytes())
+        if library == "cudf":  # whose frames may have a column of any name
+            usage = value.memory_usage(deep=True)
+            return int(usage.sum() if hasattr(usage, "sum") else usage)
         from dask.sizeof import sizeof
 
         return int(getattr(value, "nbytes", None) or sizeof(value))
@@ -338,19 +341,3 @@ def _frame(frame: Any) -> Any:
     for n in interface["shape"]:
         size *= n
     return DeviceBytes(int(interface["data"][0] or 0), size * int(interface["typestr"][2:]), frame)
-
-
-def require(worker: Any) -> Probe:
-    """The probe, for a worker that shall have a device tier.
-
-    Raises
-    ------
-    InstallError
-        Something else moves device values here.
-    """
-    found = probe()
-    if not found.reason:
-        stacked = conflict(worker)
-        if stacked:
-            raise InstallError(f"no device tier: {stacked}")
-    return found

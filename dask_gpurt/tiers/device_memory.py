@@ -38,8 +38,17 @@ class DeviceMemory:
         self._facts = facts
 
     @classmethod
-    def open(cls, worker: Any, settings: TierSettings, host_bytes: int | None) -> DeviceMemory | None:
+    def open(
+        cls, worker: Any, settings: TierSettings, host_bytes: int | None, *, serves: bool = True
+    ) -> DeviceMemory | None:
         """Probe, and install where an allocation succeeds; None where there is no device. In a thread.
+
+        Parameters
+        ----------
+        host_bytes
+            Budget of values in host memory, of which page-locked blocks may take half.
+        serves
+            ``worker.data`` is ours; else there are no values that could leave the device.
 
         Raises
         ------
@@ -55,6 +64,9 @@ class DeviceMemory:
         stacked = cuda.conflict(worker)
         if stacked:
             raise InstallError(f"no device tier: {stacked}")
+        if not serves:
+            logger.info("No device tier: worker.data is left alone")
+            return None
         limit = int(found.total_bytes * settings.device_limit)
         # Page-locked memory is host memory: it must leave room for values there.
         pinned = settings.pinned_limit if host_bytes is None else min(settings.pinned_limit, host_bytes // 2)

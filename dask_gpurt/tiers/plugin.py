@@ -123,13 +123,14 @@ class TierRuntime:
             if runtime is not None and runtime._running:
                 await runtime._apply(settings)
                 return runtime
-            limits = limits_of(
-                worker, settings, shards_only=_left_alone(worker.memory_manager.data, settings) is not None
-            )
+            left = _left_alone(worker.memory_manager.data, settings)
+            limits = limits_of(worker, settings, shards_only=left is not None)
             disk, work_dir = await asyncio.to_thread(_open_disk, worker.local_directory, settings, limits)
             try:
                 objects = await asyncio.to_thread(_open_objects, worker, settings)
-                device = await asyncio.to_thread(DeviceMemory.open, worker, settings, limits.budget_bytes)
+                device = await asyncio.to_thread(
+                    DeviceMemory.open, worker, settings, limits.budget_bytes, serves=left is None
+                )
             except BaseException:
                 disk.close()
                 if work_dir is not None:

@@ -30,7 +30,7 @@ LIMIT = 1000 * KB
 BACKENDS: list[HostRmmBackend] = []
 
 
-def open_on_host_memory(worker: Any, settings: Any, host_bytes: int | None) -> DeviceMemory:
+def open_on_host_memory(worker: Any, settings: Any, host_bytes: int | None, *, serves: bool) -> DeviceMemory:
     """`DeviceMemory.open` over host memory."""
     callback = _Late()
     backend = HostRmmBackend(LIMIT)
