@@ -10,6 +10,7 @@ import pytest
 
 from dask_gpurt.testing import check_storage_tier
 from dask_gpurt.tiers.cascade import Cascade
+from dask_gpurt.tiers.codec import PickleCodec
 from dask_gpurt.tiers.disk import DiskTier
 from dask_gpurt.tiers.pinned import BlockPool, HostSlabs, SlabTier
 
@@ -34,13 +35,14 @@ def disks(tmp_path: Path) -> Callable[[int | None], DiskTier]:
 
 
 def test_disk(tmp_path: Path) -> None:
-    check_storage_tier(disks(tmp_path), damage=damage_file)
+    check_storage_tier(disks(tmp_path), PickleCodec(), damage=damage_file)
 
 
 def test_cascade(tmp_path: Path) -> None:
     make = disks(tmp_path)
     check_storage_tier(
         lambda limit: Cascade([make(1000), make(limit)]),
+        PickleCodec(),
         damage=damage_file,
     )
 
@@ -63,15 +65,15 @@ def damage_object(handle: Any) -> None:
 
 
 def test_object_in_memory() -> None:
-    check_storage_tier(objects("memory://"), damage=damage_object)
+    check_storage_tier(objects("memory://"), PickleCodec(), damage=damage_object)
 
 
 def test_object_in_a_folder(tmp_path: Path) -> None:
-    check_storage_tier(objects((tmp_path / "shared").as_uri()), damage=damage_object)
+    check_storage_tier(objects((tmp_path / "shared").as_uri()), PickleCodec(), damage=damage_object)
 
 
 def test_object_in_s3(s3_url: str) -> None:
-    check_storage_tier(objects(s3_url), damage=damage_object)
+    check_storage_tier(objects(s3_url), PickleCodec(), damage=damage_object)
 
 
 @pytest.mark.parametrize(("block_bytes", "slab_bytes"), [(1 << 20, 64 << 20), (1000, 7000)])
@@ -85,5 +87,6 @@ def test_blocks_of_ordinary_memory(block_bytes: int, slab_bytes: int) -> None:
                 block_bytes=block_bytes,
                 slab_bytes=slab_bytes,
             )
-        )
+        ),
+        PickleCodec(),
     )

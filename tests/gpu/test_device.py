@@ -13,6 +13,7 @@ import pytest
 from dask_gpurt.backends import cuda
 from dask_gpurt.config import Settings
 from dask_gpurt.testing import check_storage_tier
+from dask_gpurt.tiers.codec import PickleCodec
 from dask_gpurt.tiers.device import BoxState
 from dask_gpurt.tiers.device_memory import DeviceMemory, _Late
 from dask_gpurt.tiers.disk import DiskTier
@@ -94,7 +95,8 @@ def test_pinned_blocks_pass_the_suite_of_tiers() -> None:
     check_storage_tier(
         lambda limit: SlabTier(
             BlockPool(cuda.PinnedSlabs(), limit_bytes=limit, block_bytes=4096 if limit else MB, slab_bytes=8 * MB)
-        )
+        ),
+        PickleCodec(),
     )
 
 
