@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import functools
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -87,7 +88,7 @@ class TraceSettings:
 class Settings:
     """Everything under ``gpurt:``. Frozen and picklable: the scheduler's goes to the workers with the plugin."""
 
-    #: "gpurt" or "stock"
+    #: "gpurt", "stock" or "package.module:Class", see `placement.policy`
     policy: str
     #: "stop" or "stock"
     on_error: str
@@ -208,6 +209,11 @@ def _check(value: Any, node: dict[str, Any], where: str) -> None:
         raise ConfigError(
             f"{where} is {value!r}, must be {_said(node)}." + (f" Did you mean {near[0]!r}?" if near else "")
         )
+    if "pattern" in node and isinstance(value, str) and not re.search(node["pattern"], value):
+        near = difflib.get_close_matches(value, node["examples"], 1, 0.4)
+        raise ConfigError(
+            f"{where} is {value!r}, must be {_said(node)}." + (f" Did you mean {near[0]!r}?" if near else "")
+        )
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         low, high = node.get("minimum"), node.get("maximum")
         above = node.get("exclusiveMinimum")
@@ -223,6 +229,8 @@ def _said(node: dict[str, Any]) -> str:
     """What a leaf allows, in words."""
     if "enum" in node:
         return "one of " + ", ".join(repr(v) for v in node["enum"])
+    if "pattern" in node:
+        return "one like " + ", ".join(repr(v) for v in node["examples"])
     types = node["type"] if isinstance(node["type"], list) else [node["type"]]
     text = " or ".join({"boolean": "true or false", "null": "null"}.get(t, f"a {t}") for t in types)
     bounds = [

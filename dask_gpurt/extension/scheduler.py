@@ -19,6 +19,7 @@ from dask_gpurt.observe import feed, prometheus
 from dask_gpurt.observe.dashboard import late
 from dask_gpurt.observe.journal import Journal
 from dask_gpurt.observe.trace.recorder import TraceRecorder
+from dask_gpurt.placement import policy
 from dask_gpurt.placement.plugin import PlacementPlugin
 from dask_gpurt.shuffle.plugin import ShuffleTakeover
 from dask_gpurt.tiers.bucket import Bucket
@@ -157,7 +158,8 @@ class GpurtScheduler(SchedulerPlugin):
     async def _add_placement(self) -> Callable[[], Awaitable[None]]:
         assert self.scheduler is not None
         assert self.journal is not None
-        scheduler, plugin = self.scheduler, PlacementPlugin(self.settings.placement, sink=self.journal)
+        scheduler = self.scheduler
+        plugin = PlacementPlugin(self.settings.placement, policy=policy.load(self.settings.policy), sink=self.journal)
         await plugin.start(scheduler)
         scheduler.plugins[plugin.name] = plugin
         self.placement = plugin

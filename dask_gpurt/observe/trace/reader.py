@@ -47,7 +47,8 @@ class TracedTask:
     priority: tuple[float, ...]
     #: numbers of tasks
     dependencies: tuple[int, ...]
-    #: None, or any of ``workers`` (numbers), ``hosts``, ``resources``, ``loose``, ``actor``, ``queueable``
+    #: None, or any of ``workers`` (numbers), ``hosts``, ``resources``, ``loose``, ``actor``, ``queueable``,
+    #: ``data_producer``
     restrictions: dict[str, Any] | None = None
     #: which graph it came with, counted from 0; None: it was there before
     graph: int | None = None

@@ -261,7 +261,8 @@ class TraceRecorder(SchedulerPlugin):
         """Write it; False when it is data, not a task."""
         number = self._number(ts.key)
         self._unwritten.discard(ts.key)
-        if ts.run_spec is None:
+        if ts.run_spec is None or ts.state == "memory":
+            # Scattered, or there before the trace began.
             holders = [self._workers[ws.address] for ws in ts.who_has or () if ws.address in self._workers]
             self._add([int(Kind.DATA), number, plain_key(ts.key), max(ts.nbytes, 0), holders])
             return False
@@ -287,6 +288,8 @@ class TraceRecorder(SchedulerPlugin):
             out["actor"] = True
         if not ts._queueable:
             out["queueable"] = False
+        if getattr(ts.run_spec, "data_producer", False):
+            out["data_producer"] = True
         return out or None
 
     def _assigned(self, key: Hashable) -> None:
