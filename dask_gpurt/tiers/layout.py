@@ -57,6 +57,8 @@ class Layout:
     head_bytes: int
     #: of the whole object
     nbytes: int
+    #: xxh3-64 of header and index, and through it of all frames
+    digest: int
 
     def of_part(self, part: int) -> tuple[Frame, ...]:
         """Frames of one part, in order. KeyError when it has none."""
@@ -82,9 +84,10 @@ def plan(groups: Sequence[Group]) -> tuple[Layout, bytes, list[memoryview]]:
     index = _HEADER.pack(MAGIC, VERSION, 0, len(frames), offset - head) + b"".join(
         _INDEX.pack(f.part, f.nbytes, f.digest) for f in frames
     )
+    digest = xxhash.xxh3_64_intdigest(index)
     return (
-        Layout(tuple(frames), head, offset),
-        index + _DIGEST.pack(xxhash.xxh3_64_intdigest(index)),
+        Layout(tuple(frames), head, offset, digest),
+        index + _DIGEST.pack(digest),
         [view for _, view in flattened],
     )
 
@@ -107,17 +110,18 @@ def parse(data: memoryview, name: str) -> Layout | int:
     if data.nbytes < size:
         return size
     end = size - _DIGEST.size
-    if _DIGEST.unpack_from(data, end)[0] != xxhash.xxh3_64_intdigest(data[:end]):
+    digest = xxhash.xxh3_64_intdigest(data[:end])
+    if _DIGEST.unpack_from(data, end)[0] != digest:
         raise CorruptData(f"the index of {name} is not what was written")
     offset = size
     frames = []
     for i in range(n_frames):
-        part, nbytes, digest = _INDEX.unpack_from(data, _HEADER.size + i * _INDEX.size)
-        frames.append(Frame(part, offset, nbytes, digest))
+        part, nbytes, frame_digest = _INDEX.unpack_from(data, _HEADER.size + i * _INDEX.size)
+        frames.append(Frame(part, offset, nbytes, frame_digest))
         offset += nbytes
     if offset - size != payload:
         raise CorruptData(f"the lengths in the index of {name} do not add up")
-    return Layout(tuple(frames), size, offset)
+    return Layout(tuple(frames), size, offset, digest)
 
 
 def allocate(frames: Sequence[Frame]) -> list[memoryview]:

@@ -46,6 +46,8 @@ class ObjectHandle:
     nbytes: int
     #: None: it was written elsewhere, its own head tells
     layout: Layout | None
+    #: of the layout: an object that is whole, but another one, is noticed too
+    digest: int
     #: called, in an I/O thread, when it was freed
     on_free: Callable[[ObjectHandle], None] | None = None
     tier: Tier = Tier.OBJECT
@@ -132,13 +134,15 @@ class ObjectTier:
             with contextlib.suppress(OSError):
                 self.bucket.delete([name])
             raise
-        return ObjectHandle(self, name, layout.nbytes, layout)
+        return ObjectHandle(self, name, layout.nbytes, layout, layout.digest)
 
-    def adopt(self, name: str, nbytes: int, *, on_free: Callable[[ObjectHandle], None] | None = None) -> ObjectHandle:
+    def adopt(
+        self, name: str, nbytes: int, digest: int, *, on_free: Callable[[ObjectHandle], None] | None = None
+    ) -> ObjectHandle:
         """A handle for an object that a worker wrote which is gone; from now on it is ours to delete."""
         with self._lock:
             self._used_bytes += nbytes
-        return ObjectHandle(self, name, nbytes, None, on_free)
+        return ObjectHandle(self, name, nbytes, None, digest, on_free)
 
     def layout_of(self, handle: ObjectHandle) -> Layout:
         """Where the frames of an object are; read from its head if it was written elsewhere."""
@@ -151,8 +155,8 @@ class ObjectTier:
                 known = parse(self._begin(handle, known), where)
             if isinstance(known, int):
                 raise CorruptData(f"{where} ends before its index does")
-            if known.nbytes != handle.nbytes:
-                raise CorruptData(f"{where} has an index for {known.nbytes} bytes, {handle.nbytes} were written")
+            if known.digest != handle.digest:
+                raise CorruptData(f"{where} holds another value than was written there")
         except CorruptData:
             self.metrics.add(checksum_failures=1)
             raise

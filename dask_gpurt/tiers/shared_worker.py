@@ -119,7 +119,7 @@ class SharedCopies:
         self._timer = None
         fresh, self._fresh = self._fresh, {}
         copies: list[Copy] = [
-            (e.key, e.handle.name, e.nbytes, e.handle.nbytes)
+            (e.key, e.handle.name, e.nbytes, e.handle.nbytes, e.handle.digest)
             for e in fresh
             if not e.gone and isinstance(e.handle, ObjectHandle)
         ]
@@ -161,7 +161,7 @@ class SharedCopies:
     def _adopt(self, prefix: str, copies: list[Copy], stimulus_id: str) -> None:
         data: dict[Any, StoredCopy] = {}
         tasks = self._worker.state.tasks
-        for key, name, nbytes, stored_bytes in copies:
+        for key, name, nbytes, stored_bytes, digest in copies:
             ts = tasks.get(key)
             if ts is not None and ts.state == "memory":
                 continue  # it has come here meanwhile; the object goes with the prefix
@@ -169,7 +169,7 @@ class SharedCopies:
                 self._decline(key)
                 continue
             self._lease.foster(prefix, 1)
-            data[key] = StoredCopy(nbytes, self._objects.adopt(name, stored_bytes, on_free=self._freed))
+            data[key] = StoredCopy(nbytes, self._objects.adopt(name, stored_bytes, digest, on_free=self._freed))
         if data:
             self._worker.handle_stimulus(UpdateDataEvent(data=data, stimulus_id=stimulus_id or f"gpurt-adopt-{time()}"))
         for key, copy in data.items():

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def damage_file(handle: Any) -> None:
     """Flip one bit of the last frame of a `DiskHandle`."""
     with open(os.path.join(handle.disk.directory, handle.name), "r+b") as f:
-        offset = handle.frames[-1].offset
+        offset = (handle.frames or handle.place.frames)[-1].offset  # of a file, or of a record in a segment
         f.seek(offset)
         first = f.read(1)
         f.seek(offset)
@@ -41,7 +41,7 @@ def test_disk(tmp_path: Path) -> None:
 def test_cascade(tmp_path: Path) -> None:
     make = disks(tmp_path)
     check_storage_tier(
-        lambda limit: Cascade([make(1000), make(limit)]),
+        lambda limit: Cascade([make(20_000), make(limit)]),
         PickleCodec(),
         damage=damage_file,
     )

@@ -109,16 +109,12 @@ def test_a_server_killed_in_the_middle_leaves_nothing_half_written(s3_server: An
     assert isinstance(outcomes[-1], OSError)
     s3_server.restart()
     good = outcomes[:-1]
+    layout = plan(CODEC.encode(value))[0]
     assert tier.metrics["writes"] - before == len(good)
     assert set(tier.files()) >= {h.name.rpartition("/")[2] for h in good}
     for name in tier.files():  # also one whose answer was lost is whole
-        copy = tier.adopt(f"{tier.prefix}/{name}", size_of(value))
+        copy = tier.adopt(f"{tier.prefix}/{name}", layout.nbytes, layout.digest)
         assert (copy.load(CODEC)[0] == value).all()
-
-
-def size_of(value: Any) -> int:
-    """Of its object."""
-    return plan(CODEC.encode(value))[0].nbytes
 
 
 class SlowServer:
@@ -179,9 +175,9 @@ def test_every_damage_is_noticed(change: str, tmp_path: Path) -> None:
     else:
         path.unlink()
     # By the worker that wrote it, and by one that adopts it and knows only its name; the latter alone reads the head.
-    for copy in (handle, tier.adopt(handle.name, handle.nbytes)):
-        if (change, copy.layout is None) in (("swap", True), ("head", False)):
-            continue  # a whole, right object of another key; a head that nobody looks at
+    for copy in (handle, tier.adopt(handle.name, handle.nbytes, handle.digest)):
+        if change == "head" and copy.layout is not None:
+            continue  # nobody looks at it
         with pytest.raises((CorruptData, OSError)):
             copy.load(CODEC)
     if change != "missing":
@@ -357,7 +353,7 @@ def test_an_adopted_copy_is_read_by_a_store_that_never_wrote_it(tmp_path: Path) 
         freed: list[Any] = []
         engine = Engine(reader, budget_bytes=None)
         store = TieredStore(engine)
-        store["k"] = StoredCopy(4000, reader.adopt(handle.name, handle.nbytes, on_free=freed.append))
+        store["k"] = StoredCopy(4000, reader.adopt(handle.name, handle.nbytes, handle.digest, on_free=freed.append))
         assert len(store.slow) == 1
         assert store.spilled_total == (4000, handle.nbytes)
         entries = await store.ensure(["k"])
