@@ -63,6 +63,18 @@ class TierSettings:
     direct_io: str
     #: "auto", "none", "lz4" or "zstd"
     codec: str
+    #: URL; None: no object store
+    object_store: str | None
+    #: "overflow" or "first"
+    object_use: str
+    #: seconds of one request to it
+    object_timeout: float
+    #: "off" or "auto"
+    device: str
+    #: share (0, 1] of the device's memory
+    device_limit: float
+    #: bytes of page-locked host memory for what leaves the device
+    pinned_limit: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,6 +153,12 @@ class Settings:
                 # YAML takes a bare on or off for a boolean.
                 direct_io={True: "on", False: "off"}.get(t["direct-io"], t["direct-io"]),
                 codec=t["codec"],
+                object_store=t["object-store"],
+                object_use=t["object-use"],
+                object_timeout=float(t["object-timeout"]),
+                device=t["device"],
+                device_limit=float(t["device-limit"]),
+                pinned_limit=_bytes(t["pinned-limit"], "gpurt.tiers.pinned-limit"),
             ),
             shuffle=ShuffleSettings(enabled=s["enabled"]),
             observe=ObserveSettings(enabled=o["enabled"], cost_per_hour=_prices(o["cost-per-hour"])),

@@ -31,7 +31,7 @@ from distributed.diskutils import WorkDir, WorkSpace
 from dask_gpurt.errors import InstallError, TierFull
 from dask_gpurt.model.events import Event, Sink, null_sink
 from dask_gpurt.model.tier import Tier
-from dask_gpurt.tiers.disk import DiskHandle, DiskTier
+from dask_gpurt.tiers.disk import DiskTier
 from dask_gpurt.tiers.io import error_kind
 from dask_gpurt.tiers.space import ODD_FILESYSTEMS, InFlight, Quota
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from dask_gpurt.config import TierSettings
     from dask_gpurt.tiers.account import Group
+    from dask_gpurt.tiers.disk_handle import DiskHandle
     from dask_gpurt.tiers.memory import Limits
 
 logger = logging.getLogger("distributed.worker.gpurt")

@@ -21,14 +21,13 @@ each of them fail.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import itertools
 import os
 import shutil
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy
 
@@ -37,88 +36,20 @@ from dask_gpurt.model.tier import Tier
 from dask_gpurt.tiers import compression
 from dask_gpurt.tiers.codec import flat
 from dask_gpurt.tiers.direct import BLOCK, CHUNK, O_DIRECT, DirectFile, drop_cache, supports_direct
+from dask_gpurt.tiers.disk_handle import DiskHandle
 from dask_gpurt.tiers.frames import LARGE, Frame, FrameWriter, read_frames
-from dask_gpurt.tiers.handle import DecodeError, Handle, IoCost
-from dask_gpurt.tiers.segments import SEGMENT, Piece, Record, Segments
+from dask_gpurt.tiers.segments import SEGMENT, Piece, Segments
 from dask_gpurt.tiers.space import InFlight, Quota, filesystem_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from dask_gpurt.tiers.account import Codec, Group
+    from dask_gpurt.tiers.account import Group
 
 #: a value below this goes to a segment
 SMALL = 1 << 18
 #: a cached write from this size on is synced, so that its pages can be dropped
 _SYNCED = 8 << 20
-
-
-class StorageTier(Protocol):
-    """A place below host memory. A second one (an object store) joins by implementing this."""
-
-    @property
-    def tier(self) -> Tier: ...
-
-    @property
-    def used_bytes(self) -> int: ...
-
-    def write(self, groups: Sequence[Group]) -> Handle: ...
-
-    def probe(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class DiskHandle:
-    """A value on a `DiskTier`."""
-
-    disk: DiskTier
-    #: the name of its file, or its place in a segment
-    place: str | Record
-    #: of a file; a segment's record has its own
-    file_frames: tuple[Frame, ...]
-    #: bytes on disk
-    nbytes: int
-
-    @property
-    def name(self) -> str:
-        """The file it is in now."""
-        return self.place if isinstance(self.place, str) else self.place.segment.name
-
-    @property
-    def frames(self) -> tuple[Frame, ...]:
-        """Where its bytes are in that file now."""
-        return self.file_frames if isinstance(self.place, str) else self.place.frames
-
-    def load(self, codec: Codec) -> tuple[Any, IoCost]:
-        buffers, cost = self._read(None)
-        start = time.perf_counter()
-        try:
-            value = codec.decode(buffers)
-        except Exception as e:
-            raise DecodeError from e
-        cost.codec_seconds += time.perf_counter() - start
-        return value, cost
-
-    def load_part(self, part: int) -> tuple[list[memoryview], IoCost]:
-        buffers, cost = self._read(part)
-        if not buffers:
-            raise KeyError(part)
-        return buffers, cost
-
-    def _read(self, part: int | None) -> tuple[list[memoryview], IoCost]:
-        start = time.perf_counter()
-        frames, stored = self.disk.read(self, part)
-        middle = time.perf_counter()
-        buffers = [
-            compression.expand(f.codec, b, f.nbytes) if f.codec else b for f, b in zip(frames, stored, strict=True)
-        ]
-        nbytes = sum(f.stored_bytes for f in frames) if part is not None else self.nbytes
-        return buffers, IoCost(nbytes, middle - start, time.perf_counter() - middle)
-
-    def free(self) -> None:
-        self.disk.free(self)
 
 
 def _nobody(disk: DiskTier, error: OSError) -> None:

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
     from dask_gpurt.tiers.account import Account
     from dask_gpurt.tiers.admission import Gate, Reservation
-    from dask_gpurt.tiers.disk import StorageTier
     from dask_gpurt.tiers.entry import Entry, EventLog
     from dask_gpurt.tiers.handle import Handle
+    from dask_gpurt.tiers.protocol import StorageTier
 
 
 class Engine:

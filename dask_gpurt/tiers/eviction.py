@@ -24,12 +24,13 @@ from dask_gpurt.tiers.io import error_kind
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Callable
     from concurrent.futures import Future
 
     from dask_gpurt.tiers.books import Books
-    from dask_gpurt.tiers.disk import StorageTier
     from dask_gpurt.tiers.entry import Entry
     from dask_gpurt.tiers.io import IoThreads
+    from dask_gpurt.tiers.protocol import StorageTier
     from dask_gpurt.tiers.statistics import Counters
 
 logger = logging.getLogger("distributed.worker.gpurt")
@@ -64,6 +65,8 @@ class Eviction:
         #: bytes that `shrink` still wants out, beyond the budget
         self._shrink_bytes = 0
         self._writes = 0
+        #: told of each copy that was written, after the books; must not raise
+        self.on_copy: Callable[[Entry], None] | None = None
 
     # ------------------------------------------------------------------ choosing
 
@@ -166,6 +169,8 @@ class Eviction:
                 else:
                     self._books.move(entry, "written")
                     _forget_value(entry)
+                if self.on_copy is not None:
+                    self.on_copy(entry)
         self.balance()
         self.gate.wake()
 

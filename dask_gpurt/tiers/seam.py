@@ -37,7 +37,9 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.core import Status
 from distributed.metrics import context_meter, time
-from distributed.worker_state_machine import FreeKeysEvent, RescheduleEvent
+from distributed.protocol import to_serialize
+from distributed.protocol.pickle import dumps, loads
+from distributed.worker_state_machine import ExecuteFailureEvent, FreeKeysEvent, RescheduleEvent
 
 from dask_gpurt.errors import SeamMismatch
 from dask_gpurt.model.slots import UNSPILL, waiting
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
 
     from dask_gpurt.tiers.engine import Engine
     from dask_gpurt.tiers.entry import Entry
+    from dask_gpurt.tiers.oom import RetryAlone
 
 logger = logging.getLogger("distributed.worker.gpurt")
 
@@ -84,6 +87,9 @@ class WorkerSeam:
         self._stock_get_data: Callable[..., Any] = worker.handlers["get_data"]
         self._had_execute = "execute" in vars(worker)
         self._active = False
+        #: runs a task again that failed for want of device memory; None without a device tier
+        self.retry_alone: RetryAlone | None = None
+        self._executing = 0
         #: decisions that were left to stock Dask because our code raised
         self.fallbacks: Counter[str] = Counter()
         self.last_traceback = ""
@@ -128,9 +134,16 @@ class WorkerSeam:
         self._active = True
         self.hints.install()
 
+    @property
+    def executing(self) -> int:
+        """Tasks that run now."""
+        return self._executing
+
     async def give_back(self) -> None:
         """Drain into the original mapping, then put everything back."""
         await self.hints.uninstall()
+        for key in await self.store.unbox():
+            self._give_up(key)
         for key in await adoption.give_back(self.store, self.original, self._engine):
             self._give_up(key)
         self._restore()
@@ -176,7 +189,19 @@ class WorkerSeam:
                 self.store.release(pinned)
                 raise
             try:
-                event = await stock(key, stimulus_id=stimulus_id)
+                retry = self.retry_alone
+                if retry is not None:
+                    await retry.enter()
+                self._executing += 1
+                try:
+                    event = await stock(key, stimulus_id=stimulus_id)
+                finally:
+                    self._executing -= 1
+                if retry is not None and self._wants_memory(event):
+                    # The task has not ended for the state machine: it hears of the second event alone.
+                    event = await retry.again(
+                        lambda: stock(key, stimulus_id=stimulus_id), self._wants_memory, _with_note
+                    )
                 self.hints.executed(key, pinned, event)
                 return event
             finally:
@@ -252,6 +277,13 @@ class WorkerSeam:
 
         return get_data
 
+    def _wants_memory(self, event: Any) -> bool:
+        try:
+            return _out_of_memory(event) is not None
+        except Exception:  # the error's own code, while it is unpickled
+            self._fell_back("out of memory")
+            return False
+
     def _fell_back(self, where: str) -> None:
         self.fallbacks[where] += 1
         self.last_traceback = traceback.format_exc()
@@ -314,3 +346,23 @@ class WorkerSeam:
                 self._worker.batched_send({"op": "reschedule", "key": dependent, "stimulus_id": stimulus_id})
         if key in self.store.own_keys_view:  # the state machine did not know it
             self.store.forget(key)
+
+
+def _out_of_memory(event: Any) -> BaseException | None:
+    """What a task failed with, if that was a want of device memory. (The event has it pickled, for the scheduler.)"""
+    if not isinstance(event, ExecuteFailureEvent):
+        return None
+    # RMM's and cuDF's words; a MemoryError of NumPy is one of host memory, and none of our business.
+    if "bad_alloc" not in event.exception_text and "OutOfMemory" not in event.exception_text:
+        return None
+    error = loads(event.exception.data)
+    # torch's is a RuntimeError
+    return error if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" else None
+
+
+def _with_note(event: Any, note: str) -> Any:
+    error = _out_of_memory(event)
+    assert error is not None
+    error.add_note(note)
+    event.exception = to_serialize(dumps(error))
+    return event

@@ -16,7 +16,7 @@ from dask_gpurt.errors import ConfigError, CorruptData, TierFull
 from dask_gpurt.tiers import compression, segments
 from dask_gpurt.tiers.codec import PickleCodec
 from dask_gpurt.tiers.direct import BLOCK, CHUNK, BufferPool, aligned_buffer
-from dask_gpurt.tiers.disk import DiskHandle, DiskTier
+from dask_gpurt.tiers.disk import DiskTier
 from dask_gpurt.tiers.frames import LARGE
 from dask_gpurt.tiers.segments import Record
 
@@ -25,6 +25,8 @@ from .conftest import FaultyOs, enospc
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from dask_gpurt.tiers.disk_handle import DiskHandle
 
 CODEC = PickleCodec()
 

@@ -8,17 +8,20 @@ import os
 import random
 import resource
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 from dask_gpurt.errors import LostData, TierFull
 from dask_gpurt.tiers import compression
-from dask_gpurt.tiers.disk import DiskHandle, DiskTier
+from dask_gpurt.tiers.disk import DiskTier
 from dask_gpurt.tiers.space import filesystem_of
 
 from .conftest import FaultyOs, Rig, enospc
+
+if TYPE_CHECKING:
+    from dask_gpurt.tiers.disk_handle import DiskHandle
 
 RunRig = Callable[..., None]
 
