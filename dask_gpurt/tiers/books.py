@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from dask_gpurt.tiers.account import Account
     from dask_gpurt.tiers.handle import Handle
+    from dask_gpurt.tiers.trace import Trace
 
 _BELOW = (State.STORED, State.LOADING)
 
@@ -41,6 +42,8 @@ class Books:
         self.moving_bytes = 0
         #: being read
         self.loading_bytes = 0
+        #: what is asked and done, while somebody wants to know
+        self.trace: Trace | None = None
 
     def add(self, account: Account, key: Hashable, value: Any, nbytes: int) -> Entry:
         """A value in memory."""
@@ -48,6 +51,8 @@ class Books:
         self.entries.add(entry)
         self.resident_bytes += nbytes
         self.log.append(key, None, "add", State.RESIDENT)
+        if self.trace is not None:
+            self.trace.note("add", entry, nbytes)
         self.victims.add(entry)
         return entry
 
@@ -57,6 +62,8 @@ class Books:
         self.entries.add(entry)
         self._count_stored(entry, 1)
         self.log.append(key, None, "adopt", State.STORED)
+        if self.trace is not None:
+            self.trace.note("adopt", entry, nbytes)
         return entry
 
     def remove(self, entry: Entry) -> None:
@@ -65,6 +72,8 @@ class Books:
         self.entries.discard(entry)
         self.victims.discard(entry)
         self.log.append(entry.key, entry.state, "remove", None)
+        if self.trace is not None:
+            self.trace.note("remove", entry)
         if entry.in_memory:
             self.resident_bytes -= entry.nbytes
             if entry.state is State.MOVING:
@@ -94,6 +103,8 @@ class Books:
             entry.weak = None
             self.offer(entry)
         self.log.append(entry.key, before, event, after)
+        if self.trace is not None:
+            self.trace.note(event, entry, n)
 
     def _count_stored(self, entry: Entry, sign: int) -> None:
         account, handle = entry.account, entry.handle
@@ -114,12 +125,43 @@ class Books:
     def touch(self, entry: Entry) -> None:
         """It was used just now."""
         entry.last_use = self.clock()
+        if self.trace is not None:
+            self.trace.note("touch", entry)
         if entry in self.victims:
             self.victims.add(entry)
+
+    def pin(self, entry: Entry) -> None:
+        """Keep it in memory once it is there, until `unpin`. Counts."""
+        entry.pins += 1
+        if entry.pins == 1:
+            self.victims.discard(entry)
+            if self.trace is not None:
+                self.trace.note("pin", entry)
+
+    def unpin(self, entry: Entry) -> bool:
+        """One user less. Was it the last one of an entry that is still here?"""
+        entry.pins -= 1
+        if entry.pins or entry.gone:
+            return False
+        entry.last_use = self.clock()
+        if self.trace is not None:
+            self.trace.note("unpin", entry)
+        self.offer(entry)
+        return True
 
     def hint(self, entry: Entry, next_use: tuple[float, ...] | None) -> None:
         """Tell when it is used next (see `Entry.next_use`)."""
         entry.next_use = next_use
+        if self.trace is not None:
+            self.trace.note("hint", entry, next_use)
+        if entry in self.victims:
+            self.victims.add(entry)
+
+    def set_due(self, entry: Entry, due: tuple[float, ...] | None) -> None:
+        """Tell which task that is here already reads it next (see `Entry.due`)."""
+        entry.due = due
+        if self.trace is not None:
+            self.trace.note("due", entry, due)
         if entry in self.victims:
             self.victims.add(entry)
 

@@ -101,6 +101,10 @@ class Entry:
     uses: tuple[tuple[float, ...], ...] = ()
     #: uses that passed here since the scheduler last spoke; a message may have crossed with the news of them
     passed: tuple[tuple[float, ...], ...] = ()
+    #: the priority of the first task that was sent here and will read it; None: no such task. See `hints_local`
+    due: tuple[float, ...] | None = None
+    #: heap of (priority, number) of tasks that were sent here; some may have run
+    dues: list[tuple[tuple[float, ...], int]] = dataclasses.field(default_factory=list)
     #: `next_use` is a guess of this worker that stands until the scheduler's word comes
     guessed: bool = False
     #: counts I/O operations of this entry

@@ -42,6 +42,7 @@ from distributed.worker_state_machine import FreeKeysEvent, RescheduleEvent
 from dask_gpurt.errors import SeamMismatch
 from dask_gpurt.tiers import adoption
 from dask_gpurt.tiers.adoption import require_call, require_names
+from dask_gpurt.tiers.hints_local import LocalUses
 from dask_gpurt.tiers.hints_worker import HintReceiver
 from dask_gpurt.tiers.store import TieredStore
 
@@ -77,6 +78,8 @@ class WorkerSeam:
         self.store = TieredStore(engine, on_lost=self.lost)
         #: what the scheduler says about next uses
         self.hints = HintReceiver(worker, engine, self.store)
+        #: what this worker knows by itself
+        self.local = LocalUses(worker, engine, self.store)
         #: what was ``worker.data``
         self.original: SpillBuffer = worker.memory_manager.data
         self._stock_execute: Callable[..., Any] = worker.execute
@@ -125,17 +128,20 @@ class WorkerSeam:
         worker.execute = self._execute_wrapper
         worker.handlers["get_data"] = self._get_data_wrapper
         self._active = True
+        self.local.install()
         self.hints.install()
 
     async def give_back(self) -> None:
         """Drain into the original mapping, then put everything back."""
         await self.hints.uninstall()
+        self.local.uninstall()
         for key in await adoption.give_back(self.store, self.original, self._engine):
             self._give_up(key)
         self._restore()
 
     def abandon(self) -> None:
         """The worker is closing: unhook, but leave the data where it is."""
+        self.local.uninstall()
         self._unwrap()
 
     def _restore(self) -> None:
@@ -176,6 +182,7 @@ class WorkerSeam:
                 raise
             try:
                 event = await stock(key, stimulus_id=stimulus_id)
+                self.local.executed(key)
                 self.hints.executed(key, pinned, event)
                 return event
             finally:

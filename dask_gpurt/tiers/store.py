@@ -33,10 +33,6 @@ if TYPE_CHECKING:
     from dask_gpurt.tiers.handle import Handle
 
 
-def _nothing(entry: Entry) -> None:
-    return None
-
-
 class SpilledSize(NamedTuple):
     """Bytes of values that are not in memory."""
 
@@ -83,7 +79,7 @@ class TieredStore(MutableMapping[Any, Any]):
         #: keys that are set go there while the store is being drained (see `adoption`)
         self.successor: MutableMapping[Any, Any] | None = None
         #: called with each entry made, before any victim is chosen; must not raise
-        self.on_add: Callable[[Entry], None] = _nothing
+        self.on_add: list[Callable[[Entry], None]] = []
 
     def drain_into(self, successor: SpillBuffer) -> None:
         """From now on keys are set in `successor`; the caller moves those that are here."""
@@ -104,7 +100,8 @@ class TieredStore(MutableMapping[Any, Any]):
         # First the dict: adding may evict, and must find the key when something goes wrong.
         nbytes = safe_sizeof(value)
         entry = self._entries[key] = self._engine.add(self._account, key, value, nbytes, balance=False)
-        self.on_add(entry)
+        for listener in self.on_add:
+            listener(entry)
         self._engine.balance()
 
     def __getitem__(self, key: Hashable) -> Any:
