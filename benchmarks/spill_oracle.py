@@ -72,7 +72,9 @@ def _traces(dask_worker: Worker) -> dict[str, Any]:
     }
 
 
-def one_run(workload: str, workers: int, memory: int, times: float, *, threads: int, keep: str | None) -> dict[str, Any]:
+def one_run(
+    workload: str, workers: int, memory: int, times: float, *, threads: int, keep: str | None
+) -> dict[str, Any]:
     """One workload on a fresh cluster, and what its traces say."""
     with (
         dask.config.set({f"distributed.worker.memory.{k}": False for k in ("spill", "pause", "terminate")}),
@@ -150,9 +152,7 @@ def main(argv: list[str] | None = None) -> int:
                 )
                 print(json.dumps({k: v for k, v in runs[-1].items() if k != "per_worker"}), file=sys.stderr)
     ratios = {
-        f"{name}_to_belady": compare.geometric_mean(
-            r[f"{name}_to_belady"] for r in runs if r.get(f"{name}_to_belady")
-        )
+        f"{name}_to_belady": compare.geometric_mean(r[f"{name}_to_belady"] for r in runs if r.get(f"{name}_to_belady"))
         for name in ("moved", "policy", "lru")
     }
     if args.out:

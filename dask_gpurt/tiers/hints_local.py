@@ -4,7 +4,7 @@ A task is sent to a worker when all its inputs exist, so it runs soon: before an
 scheduler, whatever their priorities say. Priorities order graphs depth first, while tasks run when they are ready, and
 the two drift apart (in a join by tasks, two thirds of the values evicted by priority alone were needed next). So an
 input of such a task is *due* (`Entry.due`), and values that are due leave memory last, those of the last task in
-priority order first. It needs no message, works without a scheduler of ours, and where hints are there it corrects them.
+priority order first. It needs no message, works without a scheduler of ours, and corrects hints where there are any.
 
 It listens to the worker's transitions as a plugin, which is public interface. A use is due from ``waiting`` until the
 task has run; the number of a task that is not pending any more is not *live*, so that it need not be searched for in
@@ -83,7 +83,7 @@ class LocalUses(WorkerPlugin):
             self._failed()
 
     def executed(self, key: Any) -> None:
-        """A task has read its inputs for good. Before they are unpinned, so that they are judged by what comes after."""
+        """A task has read its inputs. Before they are unpinned, so that they are judged by what comes after."""
         try:
             if key in self._pending:
                 self._end(key)

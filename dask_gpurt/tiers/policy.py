@@ -51,8 +51,8 @@ class Victims:
         #: those of all classes that cost no write
         self._clean: dict[Entry, None] = {}
         self._ticket = 0
-        #: victims by what chose them: "due" (see `hints_local`), "hint" (the scheduler's word), "guess" (see `Entry.guessed`), "lru", "small",
-        #: "clean" (nothing could be written)
+        #: victims by what chose them: "due" (see `hints_local`), "hint" (the scheduler's word), "guess" (see
+        #: `Entry.guessed`), "lru", "small", "clean" (nothing could be written)
         self.decided_by: Counter[str] = Counter()
 
     def __len__(self) -> int:
