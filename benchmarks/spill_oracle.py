@@ -34,6 +34,8 @@ from dask_gpurt.tiers.replay import Belady, Lru, Ours, moved, replay
 
 #: events kept per worker
 EVENTS = 500_000
+#: chunks that fit in the memory of one worker
+CHUNKS = 20
 
 
 async def _attach(dask_scheduler: Scheduler, settings: Settings) -> None:
@@ -96,7 +98,7 @@ def one_run(
         client.run(_heartbeat)
         client.run(_record)
         start = time.perf_counter()
-        WORKLOADS[workload](int(times * memory * workers))
+        WORKLOADS[workload](int(times * memory * workers), memory // CHUNKS)
         seconds = time.perf_counter() - start
         per_worker = list(client.run(_traces).values())
     out: dict[str, Any] = {"workload": workload, "workers": workers, "wall_seconds": seconds}
