@@ -198,7 +198,9 @@ def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Per workload and size: medians of both kinds, and of the ratios within rounds."""
     out = []
     for workload, times in dict.fromkeys((r["workload"], r["times"]) for r in runs):
-        by_kind = {k: [r for r in runs if (r["workload"], r["times"], r["kind"]) == (workload, times, k)] for k in KINDS}
+        by_kind = {
+            k: [r for r in runs if (r["workload"], r["times"], r["kind"]) == (workload, times, k)] for k in KINDS
+        }
         row: dict[str, Any] = {"workload": workload, "times": times}
         for kind, mine in by_kind.items():
             if mine:

@@ -1,9 +1,8 @@
 """What the spilling benchmarks run: array and dataframe work on data that does not fit in memory.
 
 Each function takes the bytes of its working set (what it keeps in memory at a time, were there enough) and of one chunk
-or partition, and returns a number that depends on all of the data, so that answers can be compared. Values are random: where spilled data is
-compressed (stock Dask does so when lz4 is installed), bytes that were moved would not be comparable otherwise, as one
-side counts compressed ones.
+or partition, and returns a number that depends on all of the data, so that answers can be compared. Values are random:
+stock Dask compresses what it spills when lz4 is installed, and then counts compressed bytes, which cannot be compared.
 """
 
 from __future__ import annotations
@@ -71,7 +70,8 @@ def join_chain(nbytes: int, chunk_bytes: int) -> float:
     """Two joins in a row of tables that are kept, then two questions about the result."""
     big = _table(nbytes // 2, chunk_bytes).persist()
     small = [
-        _table(nbytes // 16, chunk_bytes, seed=100_000 * i).drop(columns=["x", "y"]).rename(columns={"z": f"z{i}"}) for i in (1, 2)
+        _table(nbytes // 16, chunk_bytes, seed=100_000 * i).drop(columns=["x", "y"]).rename(columns={"z": f"z{i}"})
+        for i in (1, 2)
     ]
     small = [s.groupby("k").mean(split_out=4).reset_index().persist() for s in small]
     wait([big, *small])

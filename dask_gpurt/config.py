@@ -58,6 +58,8 @@ class TierSettings:
     disk_limit: int | None
     #: bytes of free space that spilling leaves on the disk
     disk_reserve: int
+    #: share [0, 1] of the host budget for values read ahead; 0: none
+    prefetch: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,6 +120,7 @@ class Settings:
                 directory=t["directory"],
                 disk_limit=None if t["disk-limit"] is None else _bytes(t["disk-limit"], "gpurt.tiers.disk-limit"),
                 disk_reserve=_bytes(t["disk-reserve"], "gpurt.tiers.disk-reserve"),
+                prefetch=float(t["prefetch"]),
             ),
             shuffle=ShuffleSettings(enabled=s["enabled"]),
         )

@@ -20,6 +20,16 @@ if TYPE_CHECKING:
     from dask_gpurt.tiers.trace import Trace
 
 _BELOW = (State.STORED, State.LOADING)
+#: events that end the stay of a value in memory, or its way there
+_LEAVES = frozenset({"write", "drop", "damaged", "undecodable"})
+
+
+def _nothing() -> None:
+    return None
+
+
+def _prefetch_ended(entry: Entry, outcome: str) -> None:
+    entry.prefetched = False
 
 
 class Books:
@@ -42,6 +52,10 @@ class Books:
         self.moving_bytes = 0
         #: being read
         self.loading_bytes = 0
+        #: told when a value that was read ahead is used, or leaves; see `prefetch`
+        self.on_prefetch_end: Callable[[Entry, str], None] = _prefetch_ended
+        #: told when there may be room
+        self.on_change: Callable[[], None] = _nothing
         #: what is asked and done, while somebody wants to know
         self.trace: Trace | None = None
 
@@ -68,6 +82,8 @@ class Books:
 
     def remove(self, entry: Entry) -> None:
         """Take an entry out. Its handle is still to be freed, and whoever waits for it to be woken."""
+        if entry.prefetched:
+            self.on_prefetch_end(entry, "wasted")
         entry.gone = True
         self.entries.discard(entry)
         self.victims.discard(entry)
@@ -83,9 +99,12 @@ class Books:
             if entry.state is State.LOADING:
                 self.loading_bytes -= entry.nbytes
         entry.value = None
+        self.on_change()
 
     def move(self, entry: Entry, event: str) -> None:
         """The only place where states change, and with them all byte counts."""
+        if entry.prefetched and event in _LEAVES:
+            self.on_prefetch_end(entry, "early" if event in ("write", "drop") else "wasted")
         before = entry.state
         after = next_state(entry, event, self.log)
         was, is_ = entry.in_memory, after in (State.RESIDENT, State.MOVING)
@@ -99,6 +118,8 @@ class Books:
         entry.state = after
         if after is not State.RESIDENT:
             self.victims.discard(entry)
+            if after is State.STORED:
+                self.on_change()
         elif before is not State.RESIDENT:
             entry.weak = None
             self.offer(entry)
@@ -125,6 +146,8 @@ class Books:
     def touch(self, entry: Entry) -> None:
         """It was used just now."""
         entry.last_use = self.clock()
+        if entry.prefetched:
+            self.on_prefetch_end(entry, "in_time")
         if self.trace is not None:
             self.trace.note("touch", entry)
         if entry in self.victims:
@@ -133,6 +156,8 @@ class Books:
     def pin(self, entry: Entry) -> None:
         """Keep it in memory once it is there, until `unpin`. Counts."""
         entry.pins += 1
+        if entry.prefetched:
+            self.on_prefetch_end(entry, "in_time" if entry.in_memory else "late")
         if entry.pins == 1:
             self.victims.discard(entry)
             if self.trace is not None:
@@ -147,6 +172,7 @@ class Books:
         if self.trace is not None:
             self.trace.note("unpin", entry)
         self.offer(entry)
+        self.on_change()
         return True
 
     def hint(self, entry: Entry, next_use: tuple[float, ...] | None) -> None:
@@ -189,6 +215,7 @@ class Books:
             assert not e.gone, story
             assert e.pins >= 0, story
             assert e.readers >= 0, story
+            assert not e.prefetched or (not e.pins and e.state in (State.RESIDENT, State.LOADING)), story
             assert (e.handle is not None) or e.state not in _BELOW, story
             assert (e.waiter is not None) == (e.state is State.LOADING), story
             may_go = e.state is State.RESIDENT and not e.pins

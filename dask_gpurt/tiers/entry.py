@@ -107,6 +107,8 @@ class Entry:
     dues: list[tuple[tuple[float, ...], int]] = dataclasses.field(default_factory=list)
     #: `next_use` is a guess of this worker that stands until the scheduler's word comes
     guessed: bool = False
+    #: it was read ahead, or is being read, for a task that has not come yet
+    prefetched: bool = False
     #: counts I/O operations of this entry
     generation: int = 0
     #: seconds (monotonic) of the last use

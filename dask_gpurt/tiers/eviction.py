@@ -21,6 +21,7 @@ from dask_gpurt.model.events import Event, Sink
 from dask_gpurt.tiers.admission import Gate
 from dask_gpurt.tiers.handle import EncodeError
 from dask_gpurt.tiers.io import error_kind
+from dask_gpurt.tiers.policy import leaves_before
 
 if TYPE_CHECKING:
     import asyncio
@@ -108,6 +109,16 @@ class Eviction:
                     self._set_timer(self._resting[0][0] - now)
                 return
             self._start_write(entry)
+
+    def yields(self, entry: Entry) -> bool:
+        """May this value come to memory ahead of its use, without driving out anything that is needed sooner?"""
+        if self.budget_bytes is None or self._over(entry.nbytes):
+            return False
+        lacking = self._excess(entry.nbytes)
+        if lacking <= 0:
+            return True
+        victim = self._books.victims.first()
+        return victim is not None and victim.nbytes >= lacking and leaves_before(victim, entry)
 
     def _excess(self, wanted_bytes: int) -> int:
         books = self._books

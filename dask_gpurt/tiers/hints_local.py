@@ -49,8 +49,8 @@ class LocalUses(WorkerPlugin):
         #: key of a pending task -> its number, and those of its inputs that are here
         self._pending: dict[Any, tuple[int, list[Entry]]] = {}
         self._live: set[int] = set()
-        #: told about each task whose inputs are all here (ready to run)
-        self.on_ready: Callable[[Any], None] | None = None
+        #: told about each task that was sent here: its priority, its number, its key
+        self.on_pending: Callable[[tuple[float, ...], int, Any], None] | None = None
         self.exceptions = 0
         self.last_traceback = ""
 
@@ -75,8 +75,6 @@ class LocalUses(WorkerPlugin):
             if finish in PENDING:
                 if key not in self._pending:
                     self._begin(key)
-                if finish in ("ready", "constrained") and self.on_ready is not None:
-                    self.on_ready(key)
             elif key in self._pending:
                 self._end(key)
         except Exception:
@@ -100,6 +98,8 @@ class LocalUses(WorkerPlugin):
         self._live.add(number)
         for entry in entries:
             self._push(entry, ts.priority, number)
+        if entries and self.on_pending is not None:
+            self.on_pending(ts.priority, number, key)
 
     def _end(self, key: Any) -> None:
         number, entries = self._pending.pop(key)

@@ -63,6 +63,13 @@ class Loading:
             # not gather: its cancellation would cancel the futures that others wait for
             await asyncio.wait(waiters)
 
+    def prefetch(self, entry: Entry) -> bool:
+        """Begin to read what nobody needs yet; ask `Eviction.yields` first. False: there was nothing to read."""
+        if not self._loadable(entry) or self._revive(entry):
+            return False
+        self._start(entry)
+        return True
+
     async def load_part(self, entry: Entry, part: int) -> list[memoryview]:
         """The frames of one part of an entry that is on a lower tier. It stays there.
 

@@ -89,7 +89,7 @@ class Victims:
 
     def pop_clean(self, *, any_place: bool = False) -> Entry | None:
         """The next victim if it costs no write; with `any_place` also one that is not next."""
-        entry = self._first()
+        entry = self.first()
         if entry is not None and entry in self._clean:
             return self._take(entry, _reason(entry))
         if any_place and self._clean:
@@ -98,14 +98,15 @@ class Victims:
 
     def pop_dirty(self, *, small: bool) -> Entry | None:
         """The next victim that has to be written; with `small`, also those of last resort."""
-        entry = self._first()
+        entry = self.first()
         if entry is not None:
             return self._take(entry, _reason(entry))
         if small and self._small:
             return self._take(next(iter(self._small)), "small")
         return None
 
-    def _first(self) -> Entry | None:
+    def first(self) -> Entry | None:
+        """The next victim, small ones apart. It stays."""
         known = self._known
         while known and not self._valid(known[0]):
             heapq.heappop(known)
@@ -120,6 +121,13 @@ class Victims:
 
     def _valid(self, item: tuple[tuple[float, ...], bool, float, int, Entry]) -> bool:
         return item[4].ticket == item[3] and item[4] in self._known_set
+
+
+def leaves_before(a: Entry, b: Entry) -> bool:
+    """Is `a`, which is in memory, certainly not needed before `b`? Values of which nothing is known are used last."""
+    if b.next_use is None and b.due is None:
+        return False
+    return (a.next_use is None and a.due is None) or _place(a) < _place(b)
 
 
 def _place(entry: Entry) -> tuple[float, ...]:

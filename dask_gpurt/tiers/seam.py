@@ -44,6 +44,7 @@ from dask_gpurt.tiers import adoption
 from dask_gpurt.tiers.adoption import require_call, require_names
 from dask_gpurt.tiers.hints_local import LocalUses
 from dask_gpurt.tiers.hints_worker import HintReceiver
+from dask_gpurt.tiers.prefetch import Prefetch
 from dask_gpurt.tiers.store import TieredStore
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class WorkerSeam:
         This distributed is not one we know. Nothing was changed.
     """
 
-    def __init__(self, worker: Any, engine: Engine) -> None:
+    def __init__(self, worker: Any, engine: Engine, *, prefetch_share: float = 0.0) -> None:
         self._worker = worker
         self._engine = engine
         self._check()
@@ -80,6 +81,9 @@ class WorkerSeam:
         self.hints = HintReceiver(worker, engine, self.store)
         #: what this worker knows by itself
         self.local = LocalUses(worker, engine, self.store)
+        #: reads ahead what it tells
+        self.prefetch = Prefetch(engine, worker.state.tasks, self.store.entry, prefetch_share)
+        self.local.on_pending = self.prefetch.pending
         #: what was ``worker.data``
         self.original: SpillBuffer = worker.memory_manager.data
         self._stock_execute: Callable[..., Any] = worker.execute
@@ -91,6 +95,8 @@ class WorkerSeam:
         self.last_traceback = ""
         #: keys that were lost and given up to the scheduler
         self.lost_keys = 0
+        #: seconds that tasks waited for their inputs, the gate included, summed
+        self.input_wait_seconds = 0.0
         #: tasks handed back because an input was not here after the wait
         self.returned_tasks = 0
         self._returns: Counter[Any] = Counter()
@@ -128,6 +134,7 @@ class WorkerSeam:
         worker.execute = self._execute_wrapper
         worker.handlers["get_data"] = self._get_data_wrapper
         self._active = True
+        self.prefetch.install()
         self.local.install()
         self.hints.install()
 
@@ -135,6 +142,7 @@ class WorkerSeam:
         """Drain into the original mapping, then put everything back."""
         await self.hints.uninstall()
         self.local.uninstall()
+        self.prefetch.uninstall()
         for key in await adoption.give_back(self.store, self.original, self._engine):
             self._give_up(key)
         self._restore()
@@ -142,6 +150,7 @@ class WorkerSeam:
     def abandon(self) -> None:
         """The worker is closing: unhook, but leave the data where it is."""
         self.local.uninstall()
+        self.prefetch.uninstall()
         self._unwrap()
 
     def _restore(self) -> None:
@@ -193,6 +202,7 @@ class WorkerSeam:
     async def _bring_inputs(self, key: Any) -> list[Entry]:
         ts = self._worker.state.tasks[key]
         pinned, seconds = await self._ensure([d.key for d in ts.dependencies])
+        self.input_wait_seconds += seconds
         if seconds > 0.005:  # the threshold and the label of stock: orange in the task stream
             now = time()
             ts.startstops.append({"action": "disk-read", "start": now - seconds, "stop": now})
