@@ -112,13 +112,15 @@ class Eviction:
 
     def yields(self, entry: Entry) -> bool:
         """May this value come to memory ahead of its use, without driving out anything that is needed sooner?"""
-        if self.budget_bytes is None or self._over(entry.nbytes):
+        if self.budget_bytes is None:
             return False
         lacking = self._excess(entry.nbytes)
         if lacking <= 0:
-            return True
+            return not self._over(entry.nbytes)
         victim = self._books.victims.first()
-        return victim is not None and victim.nbytes >= lacking and leaves_before(victim, entry)
+        if victim is None or victim.nbytes < lacking or not leaves_before(victim, entry):
+            return False
+        return victim.clean or not self._over(entry.nbytes)  # a clean one makes room at once
 
     def _excess(self, wanted_bytes: int) -> int:
         books = self._books
