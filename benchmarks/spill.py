@@ -43,6 +43,8 @@ PERIOD_SECONDS = 0.002
 ALLOWED_SECONDS = 0.020
 #: chunks that fit in the memory limit of one worker
 CHUNKS = 25
+#: array work that is bound by arithmetic (`tensordot`) says little here
+DEFAULT = ("persist_and_sum", "dot_product", "sort", "join_chain", "groupby_chain")
 
 
 class Watchdog(WorkerPlugin):
@@ -164,6 +166,15 @@ def one_run(kind: str, workload: str, times: float, args: argparse.Namespace) ->
     if kind == "gpurt":
         result["own_loop_max_seconds"] = max(w["own_loop_seconds"]["max"] for w in per_worker)
         result["own_loop_sum_seconds"] = sum(w["own_loop_seconds"]["sum"] for w in per_worker)
+        stats = [w["statistics"] for w in per_worker]
+        reading = sum(s["read"]["io_seconds"] + s["read"]["codec_seconds"] for s in stats)
+        waiting = sum(s["input_wait_seconds"] for s in stats)
+        result["reading_seconds"], result["input_wait_seconds"] = reading, waiting
+        # Waiting at the gate and for an I/O thread is in it, so this is what reading ahead achieves at least.
+        result["hidden_seconds_share"] = max(0.0, 1 - waiting / reading) if reading else None
+        in_time = sum(s["prefetch"]["bytes"]["in_time"] for s in stats)
+        result["read_in_time_share"] = in_time / result["read_bytes"] if result["read_bytes"] else None
+        result["prefetch"] = {k: sum(s["prefetch"][k] for s in stats) for k in ("in_time", "late", "early", "wasted")}
     result["peak_rss_share"] = result["peak_rss_bytes"] / limit
     result["per_worker"] = per_worker
     return result
@@ -216,6 +227,9 @@ def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         ours = by_kind["gpurt"]
         if ours:
             row["gpurt"]["max_own_loop_max_seconds"] = max(r["own_loop_max_seconds"] for r in ours)
+            for f in ("hidden_seconds_share", "read_in_time_share"):
+                shares = [r[f] for r in ours if r[f] is not None]
+                row["gpurt"][f] = statistics.median(shares) if shares else None
         pairs = [
             (s, g) for s, g in zip(by_kind["stock"], ours, strict=False) if "failed" not in s and "failed" not in g
         ]
@@ -236,7 +250,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=2, help="of each worker")
     parser.add_argument("--memory-limit", default="1GB", help="of each worker")
     parser.add_argument("--times", type=float, default=3, help="the data is so many times the memory of all workers")
-    parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
+    parser.add_argument("--workloads", nargs="+", default=list(DEFAULT), choices=list(WORKLOADS))
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--add", action="store_true", help="keep the runs that are in --out already")
     parser.add_argument("--out", help="JSON file to write")
