@@ -8,7 +8,8 @@ Taken over, and put back exactly:
 * ``worker.memory_manager.data`` **and** ``worker.state.data``: setting one alone makes every dependent fail;
 * ``worker.execute``: first the inputs are brought into memory (in threads) and pinned for the run, and the gate is
   passed;
-* ``worker.handlers["get_data"]``: the same for keys that a peer asks for.
+* ``worker.handlers["get_data"]``: the same for keys that a peer asks for;
+* ``worker.gather_dep``: what is about to be fetched passes the gate first, as what is read from disk does.
 
 An exception in our part of a wrapper is counted and the stock function runs as if we were not there: it reads
 synchronously, which is slow but right. While `execute` awaits, the state machine may cancel the task, free its inputs,
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 
     from distributed.spill import SpillBuffer
 
+    from dask_gpurt.tiers.admission import Reservation
     from dask_gpurt.tiers.engine import Engine
     from dask_gpurt.tiers.entry import Entry
 
@@ -88,7 +90,9 @@ class WorkerSeam:
         self.original: SpillBuffer = worker.memory_manager.data
         self._stock_execute: Callable[..., Any] = worker.execute
         self._stock_get_data: Callable[..., Any] = worker.handlers["get_data"]
-        self._had_execute = "execute" in vars(worker)
+        self._stock_gather_dep: Callable[..., Any] = worker.gather_dep
+        #: what was set on the worker itself, by somebody who wrapped it before us
+        self._had = {name for name in ("execute", "gather_dep") if name in vars(worker)}
         self._active = False
         #: decisions that were left to stock Dask because our code raised
         self.fallbacks: Counter[str] = Counter()
@@ -103,6 +107,7 @@ class WorkerSeam:
         self._tasks: set[asyncio.Future[None]] = set()
         self._execute_wrapper = self._wrap_execute()
         self._get_data_wrapper = self._wrap_get_data()
+        self._gather_dep_wrapper = self._wrap_gather_dep()
 
     def _check(self) -> None:
         worker = self._worker
@@ -117,6 +122,7 @@ class WorkerSeam:
                 "of them. Remedy: load dask_gpurt first, or set gpurt.tiers.enabled: false"
             )
         require_call(worker.execute, "Worker.execute", "key", stimulus_id="s")
+        require_call(worker.gather_dep, "Worker.gather_dep", "address", ["key"], 1, stimulus_id="s")
         require_call(worker.handlers.get("get_data"), "the get_data handler", None, keys=(), who="", serializers=None)
         require_call(FreeKeysEvent, "FreeKeysEvent", keys=(), stimulus_id="s")
         require_call(RescheduleEvent, "RescheduleEvent", key="k", stimulus_id="s")
@@ -132,6 +138,7 @@ class WorkerSeam:
         worker.memory_manager.data = self.store
         worker.state.data = self.store
         worker.execute = self._execute_wrapper
+        worker.gather_dep = self._gather_dep_wrapper
         worker.handlers["get_data"] = self._get_data_wrapper
         self._active = True
         self.prefetch.install()
@@ -162,11 +169,16 @@ class WorkerSeam:
         worker = self._worker
         # Where somebody has wrapped us in turn, ours stays in the chain and only passes through.
         self._active = False
-        if vars(worker).get("execute") is self._execute_wrapper:
-            if self._had_execute:
-                worker.execute = self._stock_execute
+        for name, ours, stock in (
+            ("execute", self._execute_wrapper, self._stock_execute),
+            ("gather_dep", self._gather_dep_wrapper, self._stock_gather_dep),
+        ):
+            if vars(worker).get(name) is not ours:
+                continue
+            if name in self._had:
+                setattr(worker, name, stock)
             else:
-                del worker.execute
+                delattr(worker, name)
         if worker.handlers.get("get_data") is self._get_data_wrapper:
             worker.handlers["get_data"] = self._stock_get_data
 
@@ -263,6 +275,25 @@ class WorkerSeam:
                 self.store.release(pinned)
 
         return get_data
+
+    def _wrap_gather_dep(self) -> Callable[..., Any]:
+        stock = self._stock_gather_dep
+
+        async def gather_dep(worker: str, to_gather: Any, total_nbytes: int, *, stimulus_id: str) -> Any:
+            room: Reservation | None = None
+            if self._active and self._worker.status in _RUNNING:
+                try:
+                    room = await self._engine.admit(total_nbytes)
+                except Exception:
+                    self._fell_back("gather_dep")
+            try:
+                return await stock(worker, to_gather, total_nbytes, stimulus_id=stimulus_id)
+            finally:
+                # The values become entries in this turn of the loop or the next.
+                if room is not None:
+                    room.release()
+
+        return gather_dep
 
     def _fell_back(self, where: str) -> None:
         self.fallbacks[where] += 1

@@ -242,6 +242,7 @@ async def test_adoption_and_draining_with_data(c: Client, s: Scheduler, a: Worke
         await draining
         assert a.data is a.state.data is original
         assert "execute" not in vars(a)
+        assert "gather_dep" not in vars(a)
         assert a.execute == execute
         assert a.handlers["get_data"] == get_data
         assert TierRuntime is not None
