@@ -263,15 +263,16 @@ def main(argv: list[str] | None = None) -> int:
         runs, devices = before["runs"], before["device"]
     with tempfile.TemporaryDirectory() as folder:
         devices.append(device_bandwidth(folder))
+    exercised = f"{data.cores()} CPU cores, worker processes under nannies, local disk, loopback, no GPU"
+    report = {**data.facts(exercised), "benchmark": "spill", "arguments": vars(args), "device": devices}
+    rows = []
     for workload in args.workloads:
         for _, kind in compare.turns(args.kinds, args.runs):
             runs.append(one_run(kind, workload, args.times, args))
             print(json.dumps({k: v for k, v in runs[-1].items() if k != "per_worker"}), file=sys.stderr, flush=True)
-    rows = summary(runs)
-    if args.out:
-        exercised = f"{data.cores()} CPU cores, worker processes under nannies, local disk, loopback, no GPU"
-        report = {**data.facts(exercised), "benchmark": "spill", "arguments": vars(args), "device": devices}
-        data.write_json(args.out, {**report, "summary": rows, "runs": runs})
+            rows = summary(runs)
+            if args.out:  # after each run: a long series may be cut short
+                data.write_json(args.out, {**report, "summary": rows, "runs": runs})
     print(json.dumps(rows, indent=1))
     return 0 if all(r.get("same_answers", True) for r in rows) else 1
 
