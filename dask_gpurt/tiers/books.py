@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.tiers.entry import Entry, EventLog, State, next_state
 from dask_gpurt.tiers.policy import Victims
+from dask_gpurt.tiers.sharing import Blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -46,10 +47,7 @@ class Books:
         self.log = EventLog()
         self.entries: set[Entry] = set()
         self.victims = Victims()
-        #: bytes of values in memory (RESIDENT and MOVING)
-        self.resident_bytes = 0
-        #: of these, being written
-        self.moving_bytes = 0
+        self._blocks = Blocks()
         #: being read
         self.loading_bytes = 0
         #: told when a value that was read ahead is used, or leaves; see `prefetch`
@@ -63,7 +61,7 @@ class Books:
         """A value in memory."""
         entry = Entry(key, account, nbytes, value, last_use=self.clock())
         self.entries.add(entry)
-        self.resident_bytes += nbytes
+        self._blocks.join(entry, value)
         self.log.append(key, None, "add", State.RESIDENT)
         if self.trace is not None:
             self.trace.note("add", entry, nbytes)
@@ -91,9 +89,7 @@ class Books:
         if self.trace is not None:
             self.trace.note("remove", entry)
         if entry.in_memory:
-            self.resident_bytes -= entry.nbytes
-            if entry.state is State.MOVING:
-                self.moving_bytes -= entry.nbytes
+            self._blocks.leave(entry, was_moving=entry.state is State.MOVING)
         elif entry.state is not State.LOST:
             self._count_stored(entry, -1)
             if entry.state is State.LOADING:
@@ -101,16 +97,31 @@ class Books:
         entry.value = None
         self.on_change()
 
-    def move(self, entry: Entry, event: str) -> None:
-        """The only place where states change, and with them all byte counts."""
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of values in memory (RESIDENT and MOVING); what several share is counted once, see `sharing`."""
+        return self._blocks.resident_bytes
+
+    @property
+    def moving_bytes(self) -> int:
+        """Of these, bytes that go when the writes under way are done."""
+        return self._blocks.moving_bytes
+
+    def move(self, entry: Entry, event: str, value: Any = None) -> None:
+        """The only place where states change, and with them all byte counts. `value`: what came to memory."""
         if entry.prefetched and event in _LEAVES:
             self.on_prefetch_end(entry, "early" if event in ("write", "drop") else "wasted")
         before = entry.state
         after = next_state(entry, event, self.log)
         was, is_ = entry.in_memory, after in (State.RESIDENT, State.MOVING)
         n = entry.nbytes
-        self.resident_bytes += n * (is_ - was)
-        self.moving_bytes += n * ((after is State.MOVING) - (before is State.MOVING))
+        if is_ and not was:
+            entry.value = value
+            self._blocks.join(entry, value)
+        elif was and not is_:
+            self._blocks.leave(entry, was_moving=before is State.MOVING)
+        elif is_ and (after is State.MOVING) != (before is State.MOVING):
+            self._blocks.move(entry, 1 if after is State.MOVING else -1)
         self.loading_bytes += n * ((after is State.LOADING) - (before is State.LOADING))
         was_stored, is_stored = before in _BELOW, after in _BELOW
         if was_stored != is_stored:
@@ -201,8 +212,8 @@ class Books:
     def validate(self) -> None:
         """Check every invariant; AssertionError names what is broken."""
         entries = self.entries
-        assert self.resident_bytes == sum(e.nbytes for e in entries if e.in_memory), "resident_bytes"
-        assert self.moving_bytes == sum(e.nbytes for e in entries if e.state is State.MOVING), "moving_bytes"
+        self._blocks.validate(entries)
+        assert all(e.in_memory == (e.block is not None) for e in entries), "in memory, without a block"
         assert self.loading_bytes == sum(e.nbytes for e in entries if e.state is State.LOADING), "loading_bytes"
         for account in {e.account for e in entries}:
             below = [e for e in entries if e.account is account and e.state in _BELOW]

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from dask_gpurt.tiers.account import Account
     from dask_gpurt.tiers.handle import Handle
+    from dask_gpurt.tiers.sharing import Block
 
 __all__ = ["NEVER", "TABLE", "Entry", "EventLog", "IllegalMove", "State"]
 
@@ -109,6 +110,8 @@ class Entry:
     guessed: bool = False
     #: it was read ahead, or is being read, for a task that has not come yet
     prefetched: bool = False
+    #: the memory that its value is made of; None unless it is in memory
+    block: Block | None = None
     #: counts I/O operations of this entry
     generation: int = 0
     #: seconds (monotonic) of the last use

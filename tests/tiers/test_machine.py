@@ -62,6 +62,17 @@ class TierMachine(RuleBasedStateMachine):
         self.spoilt.discard(key)
         self.on_loop(lambda: self.rig.store.__setitem__(key, value))
 
+    @rule(key=KEYS, other=KEYS, view=st.booleans())
+    def set_to_another_ones_value(self, key: int, other: int, view: bool) -> None:
+        """Two keys, one memory."""
+        entry = self.rig.store.entry(other)
+        if entry is None or not entry.in_memory or key == other:
+            return
+        value = entry.value[1:] if view else entry.value
+        self.model[key] = value.copy()
+        self.spoilt.discard(key)
+        self.on_loop(lambda: self.rig.store.__setitem__(key, value))
+
     @rule(key=KEYS)
     def delete(self, key: int) -> None:
         if key in self.model:
