@@ -10,6 +10,8 @@ A cluster gets it by ``dask scheduler --preload dask_gpurt.preload``; user code 
     what is installed, what it decided, moved and spilled
 `explain`, `where`
     why a task ran where it ran; where a key is, in memory or on disk
+`record`
+    write a run into a file, to be replayed or drawn
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ from dask_gpurt._version import __version__
 if TYPE_CHECKING:
     from dask_gpurt.api import attach, detach, local_cluster, status
     from dask_gpurt.questions import explain, where
+    from dask_gpurt.recording import record
 
-__all__ = ["__version__", "attach", "detach", "explain", "local_cluster", "status", "where"]
+__all__ = ["__version__", "attach", "detach", "explain", "local_cluster", "record", "status", "where"]
 
 
 def __getattr__(name: str) -> Any:
@@ -32,6 +35,10 @@ def __getattr__(name: str) -> Any:
         from dask_gpurt import questions
 
         return getattr(questions, name)
+    if name == "record":
+        from dask_gpurt import recording
+
+        return recording.record
     if name in __all__:
         from dask_gpurt import api
 

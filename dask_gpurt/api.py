@@ -103,7 +103,7 @@ async def _attach(dask_scheduler: Scheduler, settings: Settings) -> str | None:
     plugin = GpurtScheduler(settings)
     try:
         await plugin.start(dask_scheduler)
-    except InstallError as e:
+    except (ConfigError, InstallError) as e:  # ConfigError: a policy that the scheduler cannot import
         return str(e)
     dask_scheduler.add_plugin(plugin, name=plugin.name)
     return None

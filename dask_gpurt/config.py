@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import functools
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -68,16 +69,23 @@ class ShuffleSettings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TraceSettings:
+    #: None: no recording
+    path: str | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
     """Everything under ``gpurt:``. Frozen and picklable: the scheduler's goes to the workers with the plugin."""
 
-    #: "gpurt" or "stock"
+    #: "gpurt", "stock" or "package.module:Class", see `placement.policy`
     policy: str
     #: "stop" or "stock"
     on_error: str
     placement: PlacementSettings
     tiers: TierSettings
     shuffle: ShuffleSettings
+    trace: TraceSettings
 
     @classmethod
     def load(cls, overrides: Mapping[str, Any] | None = None) -> Settings:
@@ -123,6 +131,7 @@ class Settings:
                 prefetch=float(t["prefetch"]),
             ),
             shuffle=ShuffleSettings(enabled=s["enabled"]),
+            trace=TraceSettings(path=tree["trace"]["path"]),
         )
 
 
@@ -185,6 +194,11 @@ def _check(value: Any, node: dict[str, Any], where: str) -> None:
         raise ConfigError(
             f"{where} is {value!r}, must be {_said(node)}." + (f" Did you mean {near[0]!r}?" if near else "")
         )
+    if "pattern" in node and isinstance(value, str) and not re.search(node["pattern"], value):
+        near = difflib.get_close_matches(value, node["examples"], 1, 0.4)
+        raise ConfigError(
+            f"{where} is {value!r}, must be {_said(node)}." + (f" Did you mean {near[0]!r}?" if near else "")
+        )
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         low, high = node.get("minimum"), node.get("maximum")
         above = node.get("exclusiveMinimum")
@@ -200,6 +214,8 @@ def _said(node: dict[str, Any]) -> str:
     """What a leaf allows, in words."""
     if "enum" in node:
         return "one of " + ", ".join(repr(v) for v in node["enum"])
+    if "pattern" in node:
+        return "one like " + ", ".join(repr(v) for v in node["examples"])
     types = node["type"] if isinstance(node["type"], list) else [node["type"]]
     text = " or ".join({"boolean": "true or false", "null": "null"}.get(t, f"a {t}") for t in types)
     bounds = [

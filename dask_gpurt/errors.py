@@ -10,6 +10,7 @@
     │   ├── TierFull (OSError)          no room on a tier; the value stays where it was
     │   ├── CorruptData                 length or checksum differ; that copy was dropped
     │   └── LostData (KeyError)         no valid copy is left here; the key must come from elsewhere
+    ├── TraceError                      a file is not a trace, or is damaged
     ├── WireError                       a shuffle message that does not parse, or fails its checksum
     └── UnknownKey (KeyError)           nothing is known about a key that was asked for
 """
@@ -25,6 +26,7 @@ __all__ = [
     "SeamMismatch",
     "StoreError",
     "TierFull",
+    "TraceError",
     "UnknownKey",
     "WireError",
 ]
@@ -63,6 +65,10 @@ class LostData(StoreError, KeyError):
 
     def __str__(self) -> str:  # KeyError would print the repr of the message
         return Exception.__str__(self)
+
+
+class TraceError(GpurtError):
+    """A file is not a trace, is of another version, or is damaged or cut off."""
 
 
 class WireError(GpurtError):

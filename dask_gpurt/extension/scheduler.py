@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import logging
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -16,12 +18,14 @@ from dask_gpurt.extension.worker import GpurtWorker
 from dask_gpurt.observe import feed, prometheus
 from dask_gpurt.observe.dashboard import late
 from dask_gpurt.observe.journal import Journal
+from dask_gpurt.observe.trace.recorder import TraceRecorder
+from dask_gpurt.placement import policy
 from dask_gpurt.placement.plugin import PlacementPlugin
 from dask_gpurt.shuffle.plugin import ShuffleTakeover
 from dask_gpurt.tiers.hints_scheduler import NextUsePlugin
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Hashable
 
     from dask_gpurt.config import Settings
 
@@ -45,6 +49,7 @@ class GpurtScheduler(SchedulerPlugin):
         self.next_use: NextUsePlugin | None = None
         self.placement: PlacementPlugin | None = None
         self.shuffle: ShuffleTakeover | None = None
+        self.trace: TraceRecorder | None = None
         self.journal: Journal | None = None
         #: "on", or why there are no plots
         self.plots = "off"
@@ -73,6 +78,8 @@ class GpurtScheduler(SchedulerPlugin):
                 await self.parts.add("placement", self._add_placement)
             if self.settings.shuffle.enabled:
                 await self.parts.add("shuffle", self._add_shuffle)
+            if self.settings.trace.path is not None:
+                await self.parts.add("trace", self._add_trace)
         except BaseException:
             self.scheduler = None
             raise
@@ -128,7 +135,8 @@ class GpurtScheduler(SchedulerPlugin):
     async def _add_placement(self) -> Callable[[], Awaitable[None]]:
         assert self.scheduler is not None
         assert self.journal is not None
-        scheduler, plugin = self.scheduler, PlacementPlugin(self.settings.placement, sink=self.journal)
+        scheduler = self.scheduler
+        plugin = PlacementPlugin(self.settings.placement, policy=policy.load(self.settings.policy), sink=self.journal)
         await plugin.start(scheduler)
         scheduler.plugins[plugin.name] = plugin
         self.placement = plugin
@@ -151,6 +159,34 @@ class GpurtScheduler(SchedulerPlugin):
             self.shuffle = None
 
         return undo
+
+    async def _add_trace(self) -> Callable[[], Awaitable[None]]:
+        assert self.scheduler is not None
+        assert self.settings.trace.path is not None
+        scheduler = self.scheduler
+        recorder = TraceRecorder(self.settings.trace.path, decision=self.decision)
+        try:
+            recorder.open(scheduler, dataclasses.asdict(self.settings))
+        except OSError as e:
+            raise InstallError(
+                f"gpurt.trace.path is {self.settings.trace.path!r}, where no new file can be made: {e}. Remedy: a path "
+                "in a directory that exists, of a file that does not"
+            ) from e
+        scheduler.add_plugin(recorder, name=recorder.name)
+        self.trace = recorder
+
+        async def undo() -> None:
+            scheduler.plugins.pop(recorder.name, None)
+            writer = recorder.stop()
+            if writer is not None:
+                await asyncio.to_thread(writer.close, recorder.last)
+            self.trace = None
+
+        return undo
+
+    def decision(self, key: Hashable) -> tuple[str, str | None, float | None] | None:
+        """The newest decision about a task, for a trace: its kind, the worker chosen, the seconds predicted."""
+        return None if self.placement is None else self.placement.decision(key)
 
     async def _add_workers(self) -> Callable[[], Awaitable[None]]:
         assert self.scheduler is not None
@@ -202,6 +238,8 @@ class GpurtScheduler(SchedulerPlugin):
             out["placement"] = self.placement.statistics()
         if self.shuffle is not None:
             out["shuffle"] = self.shuffle.statistics()
+        if self.trace is not None:
+            out["trace"] = self.trace.statistics()
         return out
 
     def statistics(self) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from dask_gpurt.placement.durations import UNKNOWN_SECONDS, Durations, compute_s
 from dask_gpurt.placement.groups import RootGroups
 from dask_gpurt.placement.ledger import Charge, Ledger
 from dask_gpurt.placement.log import DecisionLog
-from dask_gpurt.placement.policy import choose
+from dask_gpurt.placement.policy import Cheapest
 from dask_gpurt.placement.workers import WorkerInfo, WorkerTable
 from dask_gpurt.topology.links import LinkMatrix, Transfer, merge
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Mapping
 
     from dask_gpurt.config import PlacementSettings
+    from dask_gpurt.placement.policy import Policy
     from dask_gpurt.placement.workers import Node
 
 #: share of a worker's memory limit that task data may fill before more of it overflows: Dask's memory.target
@@ -51,9 +52,10 @@ SHARE_GAIN = 0.2
 class Engine:
     """Tables and decisions of one scheduler."""
 
-    def __init__(self, scheduler: Any, settings: PlacementSettings) -> None:
+    def __init__(self, scheduler: Any, settings: PlacementSettings, policy: Policy | None = None) -> None:
         self.scheduler = scheduler
         self.settings = settings
+        self.policy: Policy = policy or Cheapest()
         self.workers = WorkerTable(HOST_SHARE)
         self.ledger = Ledger()
         self.durations = Durations()
@@ -99,7 +101,11 @@ class Engine:
             task = TaskView(prefix.seconds, prefix.output_bytes)
         views = candidates.views(picked, inputs, workers, self.links, seam.pending_bytes, self.ledger.reconcile)
         far = self.links.link(LinkClass.NETWORK)
-        i = choose(task, views, far)
+        i = self.policy.decide(task, views, far)
+        if i is None:
+            return self.leave(ts, "policy")
+        if not 0 <= i < len(picked):
+            raise IndexError(f"{type(self.policy).__name__}.decide gave {i!r}; there are {len(picked)} candidates")
         info, view = picked[i], views[i]
         if valid is not None:
             self.decided["restricted"] += 1

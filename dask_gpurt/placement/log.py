@@ -182,6 +182,23 @@ class DecisionLog:
             story["predicted"] = _predicted(detail)
         return story
 
+    def brief(self, key: Hashable) -> tuple[str, str | None, float | None] | None:
+        """The newest decision about a key, for a recorder: kind, worker chosen, predicted seconds until it is finished.
+
+        None when there is none; the worker and the seconds are None where stock decided.
+        """
+        row = self._by_key.get(key)
+        if row is None:
+            return None
+        kind, detail = row[_KIND], row[_DETAIL]
+        if kind == GROUP:
+            return kind, detail, None
+        if kind != COST:
+            return kind, None, None
+        addresses, views, choice, task, far, *_ = detail
+        t = terms(task, views[choice], far, WEIGHTS)
+        return kind, addresses[choice], max(t["queue"], t["inputs"]) + t["compute"]
+
     def matches(self, text: str) -> list[str]:
         """A few keys that begin with a text, newest first; for those who ask for one that is not here."""
         out: dict[str, None] = {}

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dask_gpurt.config import PlacementSettings
+    from dask_gpurt.placement.policy import Policy
 
 #: the part that fails when a hook does
 BOOKKEEPING = "bookkeeping"
@@ -39,6 +40,8 @@ class PlacementPlugin(SchedulerPlugin):
     ----------
     settings
         ``gpurt.placement``.
+    policy
+        Chooses among the candidates; None: the cheapest by `cost`.
     sink
         Receives ``placement.fallback`` and ``placement.retired`` events.
 
@@ -51,8 +54,9 @@ class PlacementPlugin(SchedulerPlugin):
     name = "gpurt-placement"
     idempotent = True
 
-    def __init__(self, settings: PlacementSettings, *, sink: Sink = null_sink) -> None:
+    def __init__(self, settings: PlacementSettings, *, policy: Policy | None = None, sink: Sink = null_sink) -> None:
         self.settings = settings
+        self.policy = policy
         self._sink = sink
         #: None before `start` and after `uninstall`
         self.engine: Engine | None = None
@@ -74,7 +78,7 @@ class PlacementPlugin(SchedulerPlugin):
             raise InstallError(f"{self.name} has been started already. Remedy: use one plugin object per scheduler")
         seam = Seam(scheduler, sink=self._sink, told=self._fell_back)
         seam.check()
-        engine = Engine(scheduler, self.settings)
+        engine = Engine(scheduler, self.settings, self.policy)
         try:
             engine.adopt()
             seam.install({"decide_worker_non_rootish": self._decide, "get_comm_cost": engine.comm_cost})
@@ -128,6 +132,10 @@ class PlacementPlugin(SchedulerPlugin):
     def explain(self, key: Any) -> dict[str, Any] | None:
         """The newest decision about a key, see `DecisionLog.story`; None when there is none."""
         return None if self.engine is None else self.engine.log.story(key)
+
+    def decision(self, key: Any) -> tuple[str, str | None, float | None] | None:
+        """The same in short, see `DecisionLog.brief`."""
+        return None if self.engine is None else self.engine.log.brief(key)
 
     # ------------------------------------------------------------------ hooks
 

@@ -1,9 +1,22 @@
-"""The choice: the cheapest of a few candidates. Who they are is `candidates`, what they cost is `cost`. Pure."""
+"""The choice among the candidates, and how somebody else's choice is plugged in.
+
+A *policy* is any class that can be made without arguments and has the method of `Policy`. It sees one task and at most
+``gpurt.placement.candidates`` workers as tuples of numbers (`dask_gpurt.model.views`) and says which one. Who the
+candidates are is `candidates`; user restrictions, the checks of the answer and the fall-back to stock Dask when it
+raises are `seam`. A policy acts on nothing and sees no scheduler, so the same class runs in a live cluster
+(``gpurt.policy: "package.module:Class"``) and in `dask_gpurt.simulate.simulate`. Root tasks and stealing are not asked
+about; they are as with ``gpurt``.
+
+The protocol is stable: fields are only ever added to the end of the views.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import importlib
+import re
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from dask_gpurt.errors import ConfigError
 from dask_gpurt.placement.cost import Weights, cost
 
 if TYPE_CHECKING:
@@ -14,6 +27,90 @@ if TYPE_CHECKING:
 
 #: used when nobody says otherwise
 WEIGHTS = Weights()
+#: the name of a class, as in the setting
+CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """What a placement policy must be able to do."""
+
+    def decide(self, task: TaskView, workers: Sequence[WorkerView], far: Link) -> int | None:
+        """Where a task should run.
+
+        Called on the scheduler's event loop, once per task that has inputs: some ten microseconds are what a decision
+        may take.
+
+        Parameters
+        ----------
+        task
+            What is expected of the task: seconds, bytes of result.
+        workers
+            The candidates, at least one, all of them allowed to run the task.
+        far
+            The path between two nodes: latency in seconds, bytes/s.
+
+        Returns
+        -------
+        int or None
+            Index into `workers`; None leaves the decision to stock Dask. Anything else, and any exception, is counted
+            as a failure, and stock Dask decides.
+        """
+        ...
+
+
+class Cheapest:
+    """``gpurt``: the worker on which the task costs the fewest seconds, see `cost`."""
+
+    def __init__(self, weights: Weights = WEIGHTS) -> None:
+        self.weights = weights
+
+    def decide(self, task: TaskView, workers: Sequence[WorkerView], far: Link) -> int | None:
+        return choose(task, workers, far, self.weights)
+
+
+def load(name: str) -> Policy:
+    """The policy for a value of ``gpurt.policy`` (not for ``stock``, with which there is none).
+
+    Raises
+    ------
+    ConfigError
+        The module or the class is not there, the class cannot be made without arguments, or it has no ``decide``.
+    """
+    if name == "gpurt":
+        return Cheapest()
+    if not CLASS.fullmatch(name):
+        raise ConfigError(
+            f"gpurt.policy is {name!r}, must be 'gpurt', 'stock' or 'package.module:Class'. "
+            "Remedy: see docs/policies.md"
+        )
+    module_name, _, class_name = name.partition(":")
+    said = f"gpurt.policy is {name!r}, but "
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as e:
+        raise ConfigError(
+            f"{said}importing {module_name} failed: {type(e).__name__}: {e}. Remedy: install the module where the "
+            "scheduler runs, or add its folder to PYTHONPATH"
+        ) from e
+    try:
+        cls = getattr(module, class_name)
+    except AttributeError:
+        classes = ", ".join(sorted(k for k, v in vars(module).items() if isinstance(v, type) and hasattr(v, "decide")))
+        raise ConfigError(
+            f"{said}{module_name} has no {class_name}. Classes with a decide method there: {classes or 'none'}"
+        ) from None
+    if not callable(getattr(cls, "decide", None)):
+        raise ConfigError(
+            f"{said}{class_name} has no method decide(task, workers, far). Remedy: see docs/policies.md for an example"
+        )
+    try:
+        policy = cls()
+    except Exception as e:
+        raise ConfigError(
+            f"{said}{class_name}() failed: {type(e).__name__}: {e}. It must be made without arguments"
+        ) from e
+    return policy
 
 
 def choose(task: TaskView, workers: Sequence[WorkerView], far: Link, weights: Weights = WEIGHTS) -> int:

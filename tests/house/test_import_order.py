@@ -26,13 +26,15 @@ ALLOWED: dict[str, set[str]] = {
     "tiers": {"config", "backends"},
     "shuffle": {"config", "backends"},
     "observe": {"config", "topology"},
+    "simulate": {"config", "topology", "placement", "observe"},
     "testing": set(),
     "extension": {"config", "observe", "placement", "tiers", "shuffle"},
     "preload": {"config", "extension", "observe"},
     "api": {"config", "extension", "observe"},
     "questions": {"extension", "observe"},
-    "cli": {"api", "config", "questions"},
-    "__init__": {"config", "api", "questions"},
+    "recording": {"extension", "observe"},
+    "cli": {"api", "config", "observe", "questions", "recording", "simulate"},
+    "__init__": {"config", "api", "questions", "recording"},
 }
 VENDOR = {"cudf", "cupy", "rmm", "pynvml", "pylibcudf", "amdsmi", "kvikio", "ucxx", "dask_cuda", "numba"}
 

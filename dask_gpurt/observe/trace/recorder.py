@@ -1,0 +1,358 @@
+"""Records a run on the scheduler: graphs, sizes, times, transfers, tiers and decisions, as `format` has them.
+
+A scheduler plugin that appends a small list per event and hands a block of them to `Writer` when it has 4,096, or every
+second. What a task costs is one record when its graph comes, one when it is assigned and one when it is finished, 1 to
+3 us each; other transitions return at once. Numbers stand for keys, and the table of them has an entry per task that
+the scheduler knows, so memory is bounded by what the scheduler holds itself.
+
+Nothing here may disturb the run: Dask catches what a plugin raises, and this one counts it. It works without the rest
+of the extension, so that a run of stock Dask can be recorded and replayed under another policy.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import dask
+import distributed
+from distributed import SchedulerPlugin
+from tornado.ioloop import PeriodicCallback
+
+from dask_gpurt._version import __version__
+from dask_gpurt.observe.trace.format import Kind, plain_key
+from dask_gpurt.observe.trace.writer import Writer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterable, Mapping
+
+    from distributed import Scheduler
+    from distributed.scheduler import TaskState, WorkerState
+
+#: records in a block
+BLOCK = 4096
+#: milliseconds between two samples of the workers' memory, and at most between two blocks
+SAMPLE_MS = 1000
+#: characters kept of an exception's text
+MAX_ERROR = 200
+#: of ``ws.metrics``
+SAMPLED = ("memory", "cpu", "spilled_bytes", "managed_bytes")
+
+# Numbers, because an enum's attribute is three times the price of a global, and these are on the hot path.
+_TASK, _ASSIGNED, _FINISHED, _RELEASED = int(Kind.TASK), int(Kind.ASSIGNED), int(Kind.FINISHED), int(Kind.RELEASED)
+_ERRED, _FORGOTTEN, _DECISION = int(Kind.ERRED), int(Kind.FORGOTTEN), int(Kind.DECISION)
+_time = time.time
+
+
+def _discard(writer: Writer, last: Callable[[int, int], list[Any]]) -> None:
+    writer.close(last)
+    os.unlink(writer.path)
+    os.rmdir(os.path.dirname(writer.path))
+
+
+class TraceRecorder(SchedulerPlugin):
+    """Writes the trace of one scheduler to one file, from `start` to `stop`.
+
+    Parameters
+    ----------
+    path
+        A new file on the scheduler's machine.
+    name
+        The plugin's name.
+    client
+        Stop when this client leaves, and remove the file and its directory, which holds nothing else. None: record
+        until `stop`.
+    decision
+        Asked for a task's decision when it is assigned: ``(kind, address or None, predicted seconds or None)``, or None
+        when nothing is known. None: no decisions are recorded.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        name: str = "gpurt-trace",
+        client: str | None = None,
+        decision: Callable[[Hashable], tuple[str, str | None, float | None] | None] | None = None,
+    ) -> None:
+        self.name = name
+        self.path = path
+        self.client = client
+        self.decision = decision
+        #: exceptions in our hooks; the last one as text
+        self.errors = 0
+        self.last_error: str | None = None
+        self.scheduler: Scheduler | None = None
+        self._writer: Writer | None = None
+        self._t0 = 0.0
+        self._block: list[list[Any]] = []
+        #: key -> number of every task the scheduler knows
+        self._tasks: dict[Hashable, int] = {}
+        self._next_task = 0
+        #: keys that have a number, as a task depends on them, and no record yet
+        self._unwritten: set[Hashable] = set()
+        self._workers: dict[str, int] = {}
+        self._next_worker = 0
+        self._prefixes: dict[str, int] = {}
+        self._ticks: PeriodicCallback | None = None
+
+    # ------------------------------------------------------------------ begin and end
+
+    def open(self, scheduler: Scheduler, config: Mapping[str, Any]) -> None:
+        """Begin. Tasks and workers that are there already are written first.
+
+        Raises
+        ------
+        OSError
+            The file cannot be made.
+        """
+        self._writer = Writer(self.path)
+        self.scheduler = scheduler
+        self._t0 = _time()
+        versions = {"dask": dask.__version__, "distributed": distributed.__version__, "dask_gpurt": __version__}
+        about = {"versions": versions, "config": dict(config), "bandwidth": float(scheduler.bandwidth)}
+        self._add([int(Kind.BEGIN), self._t0, about])
+        for ws in scheduler.workers.values():
+            self._worker(ws)
+        for ts in scheduler.tasks.values():
+            self._task(ts)
+        self._ticks = PeriodicCallback(self._tick, SAMPLE_MS)
+        self._ticks.start()
+
+    def stop(self) -> Writer | None:
+        """End; the caller closes the writer it gets off the event loop. None: it was not recording."""
+        writer, self._writer = self._writer, None
+        if writer is None:
+            return None
+        if self._ticks is not None:
+            self._ticks.stop()
+        self._sample()
+        writer.put(self._block)
+        self._block = []
+        self.scheduler = None
+        return writer
+
+    def last(self, records: int, lost: int) -> list[Any]:
+        """The record at the end."""
+        return [int(Kind.END), self._now(), records, lost]
+
+    def statistics(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        w = self._writer
+        return {
+            "path": self.path,
+            "recording": w is not None and w.error is None,
+            "records": w.records + len(self._block) if w else 0,
+            "lost_records": w.lost if w else 0,
+            "bytes": w.bytes if w else 0,
+            "error": (w.error if w else None) or self.last_error,
+            "errors": self.errors,
+        }
+
+    # ------------------------------------------------------------------ Dask's hooks
+
+    async def close(self) -> None:
+        """The scheduler closes."""
+        writer = self.stop()
+        if writer is not None:
+            writer.close(self.last)
+
+    def update_graph(self, scheduler: Scheduler, *, client: str, keys: Any, tasks: Any, **kwargs: Any) -> None:
+        self._guarded(self._graph, scheduler, client, keys, tasks)
+
+    def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
+        # Most transitions are none of these.
+        if finish == "processing":
+            self._guarded(self._assigned, key)
+        elif finish == "memory":
+            if start != "memory":
+                self._guarded(self._finished, key, kwargs)
+        elif start == "memory":
+            self._event(_RELEASED, key)
+        elif finish == "erred":
+            self._guarded(self._erred, key, kwargs)
+        if finish == "forgotten" and self._writer is not None and (number := self._tasks.pop(key, None)) is not None:
+            self._add([_FORGOTTEN, number, self._now()])
+
+    def add_worker(self, scheduler: Scheduler, worker: str) -> None:
+        ws = scheduler.workers.get(worker)
+        if self._writer is not None and ws is not None:
+            self._worker(ws)
+
+    def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
+        number = self._workers.pop(worker, None)
+        if self._writer is not None and number is not None:
+            self._add([int(Kind.WORKER_GONE), number, self._now()])
+
+    def remove_client(self, scheduler: Scheduler, client: str) -> None:
+        # Nobody is left who could fetch the file.
+        if client == self.client and (writer := self.stop()) is not None:
+            scheduler.plugins.pop(self.name, None)
+            threading.Thread(target=_discard, args=(writer, self.last), name="gpurt-trace-end", daemon=True).start()
+
+    # ------------------------------------------------------------------ records
+
+    def _graph(self, scheduler: Scheduler, client: str, keys: Iterable[Any], tasks: Iterable[Any]) -> None:
+        known, states, new = self._tasks, scheduler.tasks, 0
+        for key in tasks:
+            if (key not in known or key in self._unwritten) and (ts := states.get(key)) is not None:
+                new += self._task(ts)
+        # Inputs that came by another way than a graph: scattered data.
+        for key in list(self._unwritten):
+            if (ts := states.get(key)) is not None:
+                self._task(ts)
+        wanted = [known[k] for k in keys if k in known]
+        self._add([int(Kind.GRAPH), self._now(), client, new, wanted])
+
+    def _guarded(self, record: Callable[..., None], *args: Any) -> None:
+        if self._writer is None:
+            return
+        try:
+            record(*args)
+        except Exception as e:
+            self.errors += 1
+            self.last_error = f"{type(e).__name__}: {e}"
+
+    def _now(self) -> int:
+        return int((_time() - self._t0) * 1e6)
+
+    def _us(self, seconds: float) -> int:
+        return int((seconds - self._t0) * 1e6)
+
+    def _add(self, record: list[Any]) -> None:
+        block = self._block
+        block.append(record)
+        if len(block) >= BLOCK:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._writer is not None and self._block:
+            self._writer.put(self._block)
+            self._block = []
+
+    def _worker(self, ws: WorkerState) -> None:
+        # Numbers are never given twice, also when a worker has left.
+        number = self._workers.get(ws.address)
+        if number is None:
+            number = self._workers[ws.address] = self._next_worker
+            self._next_worker += 1
+        limit = int(ws.memory_limit)
+        self._add([int(Kind.WORKER), number, self._now(), ws.address, ws.host, str(ws.name), ws.nthreads, limit])
+
+    def _prefix(self, name: str) -> int:
+        number = self._prefixes.get(name)
+        if number is None:
+            number = self._prefixes[name] = len(self._prefixes)
+            self._add([int(Kind.PREFIX), number, name])
+        return number
+
+    def _number(self, key: Hashable) -> int:
+        """Of a task, whose record is written now or will be before the graph's."""
+        number = self._tasks.get(key)
+        if number is None:
+            number = self._tasks[key] = self._next_task
+            self._next_task += 1
+            self._unwritten.add(key)
+        return number
+
+    def _task(self, ts: TaskState) -> bool:
+        """Write it; False when it is data, not a task."""
+        number = self._number(ts.key)
+        self._unwritten.discard(ts.key)
+        if ts.run_spec is None or ts.state == "memory":
+            # Scattered, or there before the trace began.
+            holders = [self._workers[ws.address] for ws in ts.who_has or () if ws.address in self._workers]
+            self._add([int(Kind.DATA), number, plain_key(ts.key), max(ts.nbytes, 0), holders])
+            return False
+        depends = [self._number(d.key) for d in ts.dependencies]
+        # Whatever is not a number (a user's own type) orders after what is; a trace keeps the order, not the type.
+        priority = [p if isinstance(p, (int, float)) else 0 for p in ts.priority or ()]
+        prefix = self._prefix(ts.prefix.name)
+        self._add([_TASK, number, plain_key(ts.key), prefix, priority, depends, self._restrictions(ts)])
+        return True
+
+    def _restrictions(self, ts: TaskState) -> dict[str, Any] | None:
+        """What the user or a shuffle demanded; None for most."""
+        out: dict[str, Any] = {}
+        if ts.worker_restrictions:
+            out["workers"] = [self._workers[a] for a in ts.worker_restrictions if a in self._workers]
+        if ts.host_restrictions:
+            out["hosts"] = sorted(ts.host_restrictions)
+        if ts.resource_restrictions:
+            out["resources"] = dict(ts.resource_restrictions)
+        if out and ts.loose_restrictions:
+            out["loose"] = True
+        if ts.actor:
+            out["actor"] = True
+        if not ts._queueable:
+            out["queueable"] = False
+        if getattr(ts.run_spec, "data_producer", False):
+            out["data_producer"] = True
+        return out or None
+
+    def _assigned(self, key: Hashable) -> None:
+        assert self.scheduler is not None
+        number = self._tasks.get(key)
+        ts = self.scheduler.tasks.get(key)
+        if number is None or ts is None or ts.processing_on is None:
+            return
+        self._add([_ASSIGNED, number, self._workers.get(ts.processing_on.address), self._now()])
+        if self.decision is not None and (told := self.decision(key)) is not None:
+            kind, address, seconds = told
+            where = None if address is None else self._workers.get(address)
+            self._add([_DECISION, number, kind, where, seconds])
+
+    def _finished(self, key: Hashable, report: Mapping[str, Any]) -> None:
+        assert self.scheduler is not None
+        number = self._tasks.get(key)
+        if number is None:
+            ts = self.scheduler.tasks.get(key)
+            if ts is None:
+                return
+            self._task(ts)
+            number = self._tasks[key]
+        start = stop = None
+        transfers: list[list[int | None]] = []
+        reads: list[list[int]] = []
+        for s in report.get("startstops") or ():
+            a, b = self._us(s["start"]), self._us(s["stop"])
+            action = s["action"]
+            if action == "compute":
+                start, stop = a, b
+            elif action == "transfer":
+                transfers.append([a, b, self._workers.get(s.get("source"))])
+            elif action == "disk-read":
+                reads.append([a, b])
+        worker = self._workers.get(report.get("worker", ""))
+        nbytes = report.get("nbytes")
+        self._add([_FINISHED, number, worker, self._now(), nbytes, start, stop, transfers, reads])
+
+    def _erred(self, key: Hashable, report: Mapping[str, Any]) -> None:
+        number = self._tasks.get(key)
+        if number is not None:
+            self._add([_ERRED, number, self._now(), str(report.get("exception_text", ""))[:MAX_ERROR]])
+
+    def _event(self, kind: int, key: Hashable) -> None:
+        number = self._tasks.get(key)
+        if number is not None and self._writer is not None:
+            self._add([kind, number, self._now()])
+
+    # ------------------------------------------------------------------ samples
+
+    def _tick(self) -> None:
+        self._guarded(self._sample)
+        self._flush()
+
+    def _sample(self) -> None:
+        if self.scheduler is None:
+            return
+        now = self._now()
+        for address, ws in self.scheduler.workers.items():
+            metrics = ws.metrics
+            figures: dict[str, Any] = {name: metrics[name] for name in SAMPLED if name in metrics}
+            ours = metrics.get("gpurt")
+            if isinstance(ours, dict):
+                figures["gpurt"] = ours
+            self._add([int(Kind.SAMPLE), now, self._workers.get(address), figures])

@@ -1,0 +1,98 @@
+"""Writes blocks from a thread of its own, so that no disk and no compression is ever waited for on the event loop.
+
+The queue is bounded in records. When the disk is slower than the run for so long that it fills, blocks are dropped and
+counted: a recorder that slows down what it records is of no use, and neither is one that takes the scheduler's memory.
+The first error (disk full, say) ends the recording, and is kept as text.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.observe.trace.format import pack, write_header
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+#: blocks waiting to be written
+MAX_WAITING = 64
+
+
+class Writer:
+    """Owns the file and the thread.
+
+    Parameters
+    ----------
+    path
+        A new file; one that exists is not overwritten.
+
+    Raises
+    ------
+    OSError
+        The file cannot be made.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        #: records handed over, and those dropped
+        self.records = 0
+        self.lost = 0
+        self.bytes = 0
+        #: why it ended early; None: it did not
+        self.error: str | None = None
+        self._file = os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb")
+        self._queue: queue.Queue[list[list[Any]] | None] = queue.Queue(MAX_WAITING)
+        self._thread = threading.Thread(target=self._run, name="gpurt-trace", daemon=True)
+        self._thread.start()
+
+    def put(self, records: list[list[Any]]) -> None:
+        """Hand over a block; never waits. The list must not be changed afterwards."""
+        if self.error is not None:
+            self.lost += len(records)
+            return
+        try:
+            self._queue.put_nowait(records)
+        except queue.Full:
+            self.lost += len(records)
+        else:
+            self.records += len(records)
+
+    def close(self, last: Callable[[int, int], list[Any]]) -> None:
+        """Write what waits, then the record that `last` makes of (records, lost), and close the file. Blocks."""
+        self._queue.put(None)
+        self._thread.join()
+        try:
+            if self.error is None:
+                self._write([last(self.records, self.lost)])
+        except OSError as e:
+            self.error = str(e)
+        finally:
+            try:
+                self._file.close()
+            except OSError as e:  # the buffer's last flush
+                self.error = self.error or str(e)
+
+    def _write(self, records: list[list[Any]]) -> None:
+        block = pack(records)
+        self._file.write(block)
+        # A block at a time reaches the file, so that a killed scheduler leaves all but the last seconds.
+        self._file.flush()
+        self.bytes += len(block)
+
+    def _run(self) -> None:
+        try:
+            write_header(self._file)
+            while (records := self._queue.get()) is not None:
+                self._write(records)
+        except Exception as e:
+            self.error = f"{type(e).__name__}: {e}"
+            # Whoever closes waits for nothing; what still comes is counted by `put`.
+            while True:
+                records = self._queue.get()
+                if records is None:
+                    return
+                self.lost += len(records)
+                self.records -= len(records)

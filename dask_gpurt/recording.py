@@ -1,0 +1,166 @@
+"""`record`: a run of somebody's cluster, written into a file of the client's.
+
+The scheduler records into a file in its own local directory (`observe.trace.recorder`), and the client fetches it in
+pieces when the block ends, so that the two need no file system in common. When the client disappears, the recording
+ends and its file is removed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import tempfile
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.errors import GpurtError, TraceError
+from dask_gpurt.extension import NAME, GpurtScheduler
+from dask_gpurt.observe.trace.recorder import TraceRecorder
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from distributed import Client, Scheduler
+
+#: bytes fetched at a time
+PIECE_BYTES = 4 * 2**20
+
+
+class record:
+    """Record what the cluster does while a block runs.
+
+    ::
+
+        with dask_gpurt.record(client, "run.trace"):
+            df.groupby("a").b.sum().compute()
+
+    ``dask gpurt trace run.trace`` tells what is in the file and makes one for https://ui.perfetto.dev of it;
+    `Trace.load` of `dask_gpurt.observe.trace.reader` reads it in Python.
+
+    Parameters
+    ----------
+    client
+        Of any cluster whose scheduler can import this package; the extension need not be installed there. With an
+        asynchronous client use ``async with``.
+    path
+        Where the file goes, on the client's machine. It appears when the block ends, also by an exception; one that is
+        there is replaced then.
+
+    Raises
+    ------
+    FileNotFoundError
+        `path` is in a directory that does not exist. Nothing was recorded.
+    GpurtError
+        The scheduler cannot record (no room, the package is missing there).
+    """
+
+    def __init__(self, client: Client, path: str | os.PathLike[str]) -> None:
+        self.client = client
+        self.path = os.path.abspath(path)
+        self._name = f"gpurt-trace-{uuid.uuid4().hex[:12]}"
+        #: what the scheduler told at the end: records, lost_records, bytes, error
+        self.summary: dict[str, Any] = {}
+        folder = os.path.dirname(self.path)
+        if not os.path.isdir(folder):
+            raise FileNotFoundError(f"cannot record into {self.path!r}: there is no directory {folder!r}")
+
+    def __enter__(self) -> record:
+        if self.client.asynchronous:
+            raise TypeError("the client is asynchronous. Remedy: `async with dask_gpurt.record(client, path)`")
+        self.client.sync(self._begin)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.client.sync(self._end)
+
+    async def __aenter__(self) -> record:
+        await self._begin()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._end()
+
+    async def _begin(self) -> None:
+        try:
+            problem = await self.client.run_on_scheduler(_begin, name=self._name, client=self.client.id)
+        except ImportError as e:
+            raise GpurtError(f"the scheduler cannot import dask_gpurt ({e}). Remedy: install dask-gpurt there") from e
+        if problem is not None:
+            raise GpurtError(f"the scheduler cannot record: {problem}")
+
+    async def _end(self) -> None:
+        self.summary = await self.client.run_on_scheduler(_end, name=self._name)
+        if "path" not in self.summary:
+            raise TraceError("the scheduler was restarted in the meantime; what it had recorded is gone with it")
+        source, size = self.summary.pop("path"), self.summary["bytes"]
+        partial = f"{self.path}.part-{os.getpid()}"
+        try:
+            for offset in range(0, size, PIECE_BYTES):
+                piece = await self.client.run_on_scheduler(_piece, path=source, offset=offset)
+                await asyncio.to_thread(_append, partial, piece)
+            os.replace(partial, self.path)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(partial)
+            await self.client.run_on_scheduler(_remove, path=source)
+
+
+def _append(path: str, piece: bytes) -> None:
+    with open(path, "ab") as file:
+        file.write(piece)
+
+
+def _begin(dask_scheduler: Scheduler, name: str, client: str) -> str | None:
+    """Runs on the scheduler."""
+    plugin = dask_scheduler.plugins.get(NAME)
+    ours = plugin if isinstance(plugin, GpurtScheduler) else None
+    folder = tempfile.mkdtemp(prefix="trace-", dir=dask_scheduler.local_directory)
+    recorder = TraceRecorder(
+        os.path.join(folder, "run.trace"), name=name, client=client, decision=None if ours is None else ours.decision
+    )
+    policy = "stock" if ours is None else ours.settings.policy
+    try:
+        recorder.open(dask_scheduler, {"policy": policy})
+    except OSError as e:
+        os.rmdir(folder)
+        return str(e)
+    dask_scheduler.add_plugin(recorder, name=name)
+    return None
+
+
+async def _end(dask_scheduler: Scheduler, name: str) -> dict[str, Any]:
+    """Runs on the scheduler."""
+    recorder = dask_scheduler.plugins.pop(name, None)
+    writer = recorder.stop() if isinstance(recorder, TraceRecorder) else None
+    if writer is None:
+        return {}
+    await asyncio.to_thread(writer.close, recorder.last)
+    return {
+        "path": writer.path,
+        "bytes": await asyncio.to_thread(os.path.getsize, writer.path),
+        "records": writer.records,
+        "lost_records": writer.lost,
+        "error": writer.error or recorder.last_error,
+    }
+
+
+async def _piece(dask_scheduler: Scheduler, path: str, offset: int) -> bytes:
+    """Runs on the scheduler."""
+    return await asyncio.to_thread(_read, path, offset)
+
+
+def _read(path: str, offset: int) -> bytes:
+    with open(path, "rb") as file:
+        file.seek(offset)
+        return file.read(PIECE_BYTES)
+
+
+def _remove(dask_scheduler: Scheduler, path: str) -> None:
+    """Runs on the scheduler."""
+    os.unlink(path)
+    os.rmdir(os.path.dirname(path))

@@ -1,0 +1,381 @@
+"""One simulated worker: what a live one does with the scheduler's messages, without sockets and threads.
+
+Followed from upstream's worker state machine, because schedules depend on it: inputs are fetched in order of the
+priority of the tasks that need them, one request per peer at a time, as many keys of a peer together as fit one
+request; ready tasks run in order of priority; a task that is stolen or released while it runs runs to its end, and its
+result is dropped. Reported with a finished task: the times of its computation, of reading spilled inputs and of the
+transfers made for it, as live workers report them.
+
+Left out: failures, actors, resources, pausing, the retry of requests to busy peers, the time to (de)serialise.
+"""
+
+from __future__ import annotations
+
+import collections
+import heapq
+import itertools
+import pickle
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.simulate.clock import EPOCH
+from dask_gpurt.simulate.memory import Store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from dask_gpurt.simulate.simulation import Simulation
+
+#: holders of an input that are considered as its source
+SOURCES = 4
+_TYPE = pickle.dumps(object)
+WAITING, READY, EXECUTING = "waiting", "ready", "executing"
+
+
+class Run:
+    """A task on a worker, from the scheduler's message to its end."""
+
+    __slots__ = ("cancelled", "inputs", "key", "missing", "priority", "run_id", "since", "startstops", "state")
+
+    def __init__(self, key: Any, priority: Any, run_id: int, inputs: tuple[Any, ...]) -> None:
+        self.key = key
+        self.priority = priority
+        self.run_id = run_id
+        self.inputs = inputs
+        #: inputs that are not here yet
+        self.missing: set[Any] = set()
+        self.state = WAITING
+        self.cancelled = False
+        #: begin of execution
+        self.since = 0.0
+        self.startstops: list[dict[str, Any]] = []
+
+
+class SimWorker:
+    """Executors, memory and the requests of one worker."""
+
+    def __init__(self, sim: Simulation, index: int, address: str) -> None:
+        self.sim = sim
+        self.loop = sim.loop
+        self.index = index
+        self.address = address
+        cluster = sim.cluster
+        self.threads = cluster.threads
+        self.slowness = cluster.slowness_of(index)
+        memory = cluster.memory_of(index)
+        limit = float("inf") if memory is None else memory * cluster.spill_share
+        self.store = Store(self.loop, limit, cluster.disk_write, cluster.disk_read, sim.memory_changed, self._resides)
+        self.free = self.threads
+        self.runs: dict[Any, Run] = {}
+        self._ready: list[tuple[Any, int, Run]] = []
+        self._order = itertools.count()
+        #: input -> tasks waiting for it; None among them: a replica wanted by the scheduler
+        self._wanted: dict[Any, dict[Run | None, None]] = {}
+        #: how many tasks here use a key
+        self._uses: collections.Counter[Any] = collections.Counter()
+        #: peer -> heap of (priority, order, key) it could send
+        self._offers: dict[int, list[tuple[Any, int, Any]]] = {}
+        self._peers: list[tuple[Any, bool, int, int]] = []
+        self._fetching: set[Any] = set()
+        self._asked: set[int] = set()
+        self._woken = False
+        #: as `Worker.bandwidth`, bytes/s
+        self.bandwidth = sim.bandwidth
+        self.busy_seconds = 0.0
+
+    # ------------------------------------------------------------------ messages
+
+    def receive(self, message: dict[str, Any]) -> None:
+        """A message of the scheduler arrives."""
+        op = message["op"]
+        if op == "compute-task":
+            self._compute(message)
+        elif op == "free-keys":
+            for key in message["keys"]:
+                self._free(key)
+        elif op == "remove-replicas":
+            self._remove_replicas(message["keys"], message["stimulus_id"])
+        elif op == "acquire-replicas":
+            for key in message["who_has"]:
+                if key not in self.store and key not in self._wanted:
+                    self._want(key, None, (1,))
+            self._communicate()
+        elif op == "steal-request":
+            self._steal(message["key"], message["stimulus_id"])
+        else:
+            self.sim.ignored[op] += 1  # a policy's own messages to its worker part, which is not simulated
+
+    def _resides(self, key: Any, tier: str | None, nbytes: int) -> None:
+        if self.sim.residence:
+            self.sim.resides(self, key, tier, nbytes)
+
+    def _compute(self, message: dict[str, Any]) -> None:
+        key = message["key"]
+        old = self.runs.get(key)
+        if old is not None:
+            old.run_id = message["run_id"]
+            if old.cancelled:
+                old.cancelled = False
+                self._uses.update(old.inputs)
+            return
+        inputs = tuple(message["who_has"])
+        run = Run(key, message["priority"], message["run_id"], inputs)
+        if key in self.store:
+            self._finished(run, self.loop.now)
+            return
+        self.runs[key] = run
+        self._uses.update(inputs)
+        for d in inputs:
+            if d not in self.store:
+                run.missing.add(d)
+                self._want(d, run, run.priority)
+        if run.missing:
+            self._communicate()
+        else:
+            self._is_ready(run)
+            self._wake()
+
+    def _free(self, key: Any) -> None:
+        run = self.runs.get(key)
+        if run is not None and not run.cancelled:
+            if run.state is EXECUTING:
+                run.cancelled = True
+                self._uses_less(run.inputs)
+            else:
+                self._forget(run)
+        # An input of a task that still runs goes as well: the task keeps its value, but nobody else gets it.
+        self.store.drop(key)
+
+    def _remove_replicas(self, keys: Iterable[Any], stimulus_id: str) -> None:
+        refused = []
+        for key in keys:
+            if self._uses.get(key):
+                refused.append(key)
+            else:
+                self.store.drop(key)
+        if refused:
+            self.sim.tell("add-keys", self, keys=refused, stimulus_id=stimulus_id)
+
+    def _steal(self, key: Any, stimulus_id: str) -> None:
+        run = self.runs.get(key)
+        state: str | None
+        if run is not None and not run.cancelled:
+            state = run.state
+            if state is not EXECUTING:
+                self._forget(run)
+                self.sim.stolen += 1
+        else:
+            state = "memory" if key in self.store else None
+        self.sim.tell("steal-response", self, key=key, state=state, stimulus_id=stimulus_id)
+
+    def _forget(self, run: Run) -> None:
+        del self.runs[run.key]
+        run.cancelled = True
+        self._uses_less(run.inputs)
+        for d in run.missing:
+            waiting = self._wanted.get(d)
+            if waiting is not None:
+                waiting.pop(run, None)
+                if not waiting and d not in self._fetching:
+                    del self._wanted[d]
+
+    def _uses_less(self, keys: Iterable[Any]) -> None:
+        for key in keys:
+            self._uses[key] -= 1
+            if not self._uses[key]:
+                del self._uses[key]
+
+    # ------------------------------------------------------------------ inputs
+
+    def _want(self, key: Any, run: Run | None, priority: Any) -> None:
+        waiting = self._wanted.setdefault(key, {})
+        waiting[run] = None
+        if key not in self._fetching:
+            self._offer(key, priority)
+
+    def _offer(self, key: Any, priority: Any) -> None:
+        """Note who could send a key: neighbours if there are any, else a few of its holders."""
+        sim = self.sim
+        holders = sim.holders(key)
+        if not holders:
+            return  # its last copy is gone; the scheduler computes it again and sends the task anew
+        node = sim.cluster.node_of(self.index)
+        near = [h for h in holders if sim.cluster.node_of(h) == node]
+        sources = near or holders
+        if len(sources) > SOURCES:
+            sources = sim.random.sample(sources, SOURCES)
+        for h in sources:
+            heapq.heappush(self._offers.setdefault(h, []), (priority, next(self._order), key))
+            heapq.heappush(self._peers, (priority, not near, next(self._order), h))
+
+    def _communicate(self) -> None:
+        limit = self.sim.cluster.connections
+        while self._peers and len(self._asked) < limit:
+            peer = heapq.heappop(self._peers)[-1]
+            if peer in self._asked:
+                continue  # listed again when its answer is here
+            offers = self._offers.get(peer)
+            if not offers:
+                continue
+            source = self.sim.workers[peer]
+            keys: list[Any] = []
+            nbytes = 0
+            while offers:
+                priority, _, key = offers[0]
+                if key in self._fetching or key in self.store or not self._wanted.get(key):
+                    heapq.heappop(offers)
+                    continue
+                if key not in source.store:
+                    heapq.heappop(offers)
+                    self._offer(key, priority)
+                    continue
+                size = source.store.sizes[key]
+                if keys and nbytes + size > self.sim.cluster.request_bytes:
+                    break
+                heapq.heappop(offers)
+                keys.append(key)
+                nbytes += size
+                self._fetching.add(key)
+            if keys:
+                self._asked.add(peer)
+                self._fetch(source, keys, nbytes)
+
+    def _fetch(self, source: SimWorker, keys: list[Any], nbytes: int) -> None:
+        latency, resources = self.sim.cluster.route(source.index, self.index)
+        started = self.loop.now
+        # Spilled values are read before they are sent.
+        _, ready = source.store.use(keys)
+        source.store.pin(keys)
+
+        def send() -> None:
+            self.sim.network.start(resources, nbytes, arrived)
+
+        def arrived() -> None:
+            source.store.unpin(keys)
+            self._arrived(source, keys, nbytes, started)
+
+        self.loop.at(max(ready, started) + latency, send)
+
+    def _arrived(self, source: SimWorker, keys: list[Any], nbytes: int, started: float) -> None:
+        sim, now = self.sim, self.loop.now
+        self._asked.discard(source.index)
+        sim.moved(source.index, self.index, nbytes)
+        if nbytes > 1_000_000:
+            self.bandwidth = self.bandwidth * 0.95 + nbytes / max(now - started, 1e-3) * 0.05
+        kept, reported, done = [], False, now
+        for key in keys:
+            self._fetching.discard(key)
+            waiting = self._wanted.pop(key, {})
+            if not waiting:
+                continue  # nobody wants it any more
+            done = max(done, self.store.put(key, sim.size(key)))
+            kept.append(key)
+            for run in waiting:
+                if run is None:
+                    continue
+                run.missing.discard(key)
+                if not reported:
+                    # All of a request is reported with one task, whichever that is.
+                    reported = True
+                    run.startstops.append(
+                        {
+                            "action": "transfer",
+                            "start": EPOCH + started,
+                            "stop": EPOCH + now,
+                            "source": source.address,
+                        }
+                    )
+                if not run.missing:
+                    self._is_ready(run)
+        if kept:
+            sim.tell("add-keys", self, after=done, keys=kept, stimulus_id="fetched")
+        offers = self._offers.get(source.index)
+        if offers:
+            heapq.heappush(self._peers, (offers[0][0], False, next(self._order), source.index))
+        self._communicate()
+        self._wake()
+
+    # ------------------------------------------------------------------ execution
+
+    def _is_ready(self, run: Run) -> None:
+        run.state = READY
+        heapq.heappush(self._ready, (run.priority, next(self._order), run))
+
+    def _wake(self) -> None:
+        """Start what can start, after all that happens at this instant, or when the disk lets us."""
+        if self._woken:
+            return
+        self._woken = True
+        self.loop.at(max(self.loop.now, self.store.settled_at), self._execute)
+
+    def _execute(self) -> None:
+        self._woken = False
+        if self.store.settled_at > self.loop.now:
+            self._wake()
+            return
+        while self.free and self._ready:
+            run = heapq.heappop(self._ready)[-1]
+            if run.cancelled:
+                continue
+            self.free -= 1
+            run.state = EXECUTING
+            self.store.pin(run.inputs)
+            began, loaded = self.store.use(run.inputs)
+            if loaded > self.loop.now:
+                run.startstops.append({"action": "disk-read", "start": EPOCH + began, "stop": EPOCH + loaded})
+            run.since = self.loop.now
+            seconds = self.sim.duration(run.key) * self.slowness
+            self.loop.at(loaded + seconds, self._executed, run, loaded)
+
+    def _executed(self, run: Run, began: float) -> None:
+        now = self.loop.now
+        self.free += 1
+        self.store.unpin(run.inputs)
+        self.busy_seconds += now - began
+        del self.runs[run.key]
+        self.sim.executed(run.key, self.index, began, now, run.cancelled)
+        if run.cancelled:
+            self._wake()
+            return
+        self._uses_less(run.inputs)
+        run.startstops.append({"action": "compute", "start": EPOCH + began, "stop": EPOCH + now})
+        done = self.store.put(run.key, self.sim.size(run.key))
+        self._finished(run, done)
+        self._wake()
+
+    def _finished(self, run: Run, when: float) -> None:
+        self.sim.tell(
+            "task-finished",
+            self,
+            after=when,
+            key=run.key,
+            stimulus_id="task-finished",
+            run_id=run.run_id,
+            metadata={},
+            nbytes=self.store.sizes[run.key],
+            type=_TYPE,
+            typename="object",
+            thread=self.index,
+            startstops=run.startstops,
+        )
+
+    # ------------------------------------------------------------------ heartbeat
+
+    def metrics(self) -> dict[str, Any]:
+        """What upstream's `Worker.get_metrics` tells that the scheduler reads."""
+        store = self.store
+        return {
+            "bandwidth": {"total": self.bandwidth, "workers": {}, "types": {}},
+            "digests_total_since_heartbeat": {},
+            "managed_bytes": store.resident_bytes,
+            "spilled_bytes": {"memory": store.on_disk_bytes, "disk": store.on_disk_bytes},
+            "transfer": {"incoming_bytes": 0, "incoming_count": len(self._asked), "incoming_count_total": 0},
+            "event_loop_interval": 0.02,
+            "memory": store.resident_bytes,
+            "cpu": 0.0,
+            "time": EPOCH + self.loop.now,
+            "num_fds": 0,
+        }
+
+    def executing(self) -> dict[Any, float]:
+        now = self.loop.now
+        return {r.key: now - r.since for r in self.runs.values() if r.state is EXECUTING and not r.cancelled}

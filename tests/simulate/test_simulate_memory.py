@@ -1,0 +1,96 @@
+"""A worker's memory: what is spilled, when, and that the sums are right."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from dask_gpurt.simulate.clock import VirtualLoop
+from dask_gpurt.simulate.memory import DISK, MEMORY, Store
+
+
+def run(loop: VirtualLoop) -> None:
+    while loop.step():
+        pass
+
+
+def test_the_least_recently_used_goes_and_comes_back() -> None:
+    loop = VirtualLoop()
+    told: list[tuple[str, str | None, int]] = []
+    store = Store(loop, 100, write=10, read=20, resides=lambda *a: told.append(a))
+    assert store.put("a", 60) == 0
+    assert store.put("b", 40) == 0
+    store.use(["a"])  # now b is the older one
+    assert store.put("c", 30) == pytest.approx(4.0)  # 40 bytes at 10 B/s
+    assert store.settled_at == pytest.approx(4.0)
+    assert store.where("b") == MEMORY, "it is still being written"
+    run(loop)
+    assert {k: store.where(k) for k in "abc"} == {"a": MEMORY, "b": DISK, "c": MEMORY}
+    assert (store.resident_bytes, store.on_disk_bytes, store.peak_bytes) == (90, 40, 130)
+    began, loaded = store.use(["b"])
+    # Read at 20 B/s; then a (older than c now? no: a was used before c came) is written to make room.
+    assert began == pytest.approx(4.0)
+    assert loaded == pytest.approx(4.0 + 2.0 + 6.0)
+    run(loop)
+    assert store.where("a") == DISK
+    assert (store.spilled_bytes, store.read_bytes) == (100, 40)
+    assert told[0] == ("a", MEMORY, 60)
+    assert ("b", DISK, 40) in told
+
+
+def test_inputs_of_running_tasks_stay() -> None:
+    loop = VirtualLoop()
+    store = Store(loop, 100, write=10, read=20)
+    store.put("a", 90)
+    store.pin(["a"])
+    store.put("b", 50)
+    run(loop)
+    assert store.where("a") == MEMORY
+    assert store.where("b") == DISK
+    store.unpin(["a"])
+    store.put("c", 90)
+    run(loop)
+    assert store.where("a") == DISK
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_sums_are_right_whatever_happens(seed: int) -> None:
+    rnd = random.Random(seed)
+    loop = VirtualLoop()
+    total = 0
+
+    def changed(nbytes: int) -> None:
+        nonlocal total
+        total += nbytes
+        assert total >= 0
+
+    store = Store(loop, 1000, write=500, read=900, changed=changed)
+    pinned: list[str] = []
+    for step in range(400):
+        key = str(rnd.randrange(40))
+        what = rnd.random()
+        if what < 0.5:
+            store.put(key, rnd.randrange(1, 200))
+        elif what < 0.7:
+            store.use([key])
+        elif what < 0.8:
+            store.drop(key)
+        elif what < 0.9 or not pinned:
+            store.pin([key])
+            pinned.append(key)
+        else:
+            store.unpin([pinned.pop()])
+        if step % 3 == 0:
+            loop.step()
+        in_memory = sum(n for k, n in store.sizes.items() if store.where(k) == MEMORY)
+        assert store.resident_bytes == in_memory == total
+        assert store.on_disk_bytes >= 0
+    store.unpin(pinned)
+    run(loop)
+    store.put("last", 1)
+    run(loop)
+    assert store.resident_bytes <= 1000
+    for key in list(store.sizes):
+        store.drop(key)
+    assert store.resident_bytes == total == 0
