@@ -75,6 +75,8 @@ class TierSettings:
     device_limit: float
     #: bytes of page-locked host memory for what leaves the device
     pinned_limit: int
+    #: share [0, 1] of the host budget for values read ahead; 0: none
+    prefetch: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -159,6 +161,7 @@ class Settings:
                 device=t["device"],
                 device_limit=float(t["device-limit"]),
                 pinned_limit=_bytes(t["pinned-limit"], "gpurt.tiers.pinned-limit"),
+                prefetch=float(t["prefetch"]),
             ),
             shuffle=ShuffleSettings(enabled=s["enabled"]),
             observe=ObserveSettings(enabled=o["enabled"], cost_per_hour=_prices(o["cost-per-hour"])),

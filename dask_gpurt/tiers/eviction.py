@@ -21,6 +21,7 @@ from dask_gpurt.model.events import Event, Sink
 from dask_gpurt.tiers.admission import Gate
 from dask_gpurt.tiers.handle import EncodeError
 from dask_gpurt.tiers.io import error_kind
+from dask_gpurt.tiers.policy import leaves_before
 
 if TYPE_CHECKING:
     import asyncio
@@ -111,6 +112,18 @@ class Eviction:
                     self._set_timer(self._resting[0][0] - now)
                 return
             self._start_write(entry)
+
+    def yields(self, entry: Entry) -> bool:
+        """May this value come to memory ahead of its use, without driving out anything that is needed sooner?"""
+        if self.budget_bytes is None:
+            return False
+        lacking = self._excess(entry.nbytes)
+        if lacking <= 0:
+            return not self._over(entry.nbytes)
+        victim = self._books.victims.first()
+        if victim is None or victim.nbytes < lacking or not leaves_before(victim, entry):
+            return False
+        return victim.clean or not self._over(entry.nbytes)  # a clean one makes room at once
 
     def _excess(self, wanted_bytes: int) -> int:
         books = self._books

@@ -22,6 +22,9 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from dask.utils import format_bytes
+from distributed.protocol import to_serialize
+from distributed.protocol.pickle import dumps, loads
+from distributed.worker_state_machine import ExecuteFailureEvent
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -192,3 +195,23 @@ class RetryAlone:
     def statistics(self) -> dict[str, Any]:
         """Plain JSON."""
         return {"retried_alone": self.retried, "succeeded": self.succeeded, "failed": self.failed}
+
+
+def out_of_memory(event: Any) -> BaseException | None:
+    """What a task failed with, if that was a want of device memory. (The event has it pickled, for the scheduler.)"""
+    if not isinstance(event, ExecuteFailureEvent):
+        return None
+    # RMM's and cuDF's words; a MemoryError of NumPy is one of host memory, and none of our business.
+    if "bad_alloc" not in event.exception_text and "OutOfMemory" not in event.exception_text:
+        return None
+    error = loads(event.exception.data)
+    # torch's is a RuntimeError
+    return error if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" else None
+
+
+def with_note(event: Any, note: str) -> Any:
+    error = out_of_memory(event)
+    assert error is not None
+    error.add_note(note)
+    event.exception = to_serialize(dumps(error))
+    return event

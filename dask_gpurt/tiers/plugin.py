@@ -192,6 +192,8 @@ class TierRuntime:
         self._disk.reserve_bytes = limits.disk_reserve_bytes
         self._engine.budget_bytes = limits.budget_bytes
         self._watch.set_limits(limits)
+        if self._seam is not None:
+            self._seam.prefetch.share = settings.prefetch
         self._take_over_or_leave(settings)
         self._engine.balance()
 
@@ -206,7 +208,7 @@ class TierRuntime:
         if left is None:
             if self._seam is not None:
                 return
-            seam = WorkerSeam(self._worker, self._engine)
+            seam = WorkerSeam(self._worker, self._engine, prefetch_share=settings.prefetch)
             seam.take_over()
             self._seam = seam
             if self._device is not None:
@@ -316,6 +318,9 @@ class TierRuntime:
         out.update(engine.counters.to_dict())
         out["evictions"] = engine.decided_by
         out["hints"] = seam.hints.statistics() if seam is not None else {}
+        out["local_uses"] = seam.local.statistics() if seam is not None else {}
+        out["prefetch"] = seam.prefetch.statistics() if seam is not None else {}
+        out["input_wait_seconds"] = seam.input_wait_seconds if seam is not None else 0.0
         if self._below.objects is not None:
             out["below"] = self._below.statistics()
             out["shared"] = self._shared.statistics() if self._shared is not None else {}

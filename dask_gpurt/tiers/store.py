@@ -37,10 +37,6 @@ if TYPE_CHECKING:
     from dask_gpurt.tiers.handle import Handle
 
 
-def _nothing(entry: Entry) -> None:
-    return None
-
-
 class StoredCopy:
     """Set as the value of a key whose value is on a lower tier already: the store takes the copy over, unread."""
 
@@ -103,7 +99,7 @@ class TieredStore(MutableMapping[Any, Any]):
         #: inputs that could not be brought to the device before their task began
         self.device_load_failures = 0
         #: called with each entry made, before any victim is chosen; must not raise
-        self.on_add: Callable[[Entry], None] = _nothing
+        self.on_add: list[Callable[[Entry], None]] = []
         #: keeps the values that are in device memory; the entry's value is then a `Box`
         self.device: DeviceSpace | None = None
 
@@ -132,7 +128,8 @@ class TieredStore(MutableMapping[Any, Any]):
         # First the dict: adding may evict, and must find the key when something goes wrong.
         nbytes = safe_sizeof(value)
         entry = self._entries[key] = self._engine.add(self._account, key, value, nbytes, balance=False)
-        self.on_add(entry)
+        for listener in self.on_add:
+            listener(entry)
         self._engine.balance()
 
     def __getitem__(self, key: Hashable) -> Any:
@@ -168,7 +165,8 @@ class TieredStore(MutableMapping[Any, Any]):
         entry.unspillable = True  # it leaves the device by other ways than memory
         self._engine.books.victims.discard(entry)
         box.next_use = lambda: entry.next_use
-        self.on_add(entry)
+        for listener in self.on_add:
+            listener(entry)
         self._engine.balance()
         if device.over:
             self._engine.io.submit(device.balance)
@@ -248,7 +246,7 @@ class TieredStore(MutableMapping[Any, Any]):
                 failed.append(key)
                 continue
             if not entry.gone and entry.value is box:
-                entry.value = value
+                self._engine.books.replace(entry, value)
             self._engine.io.submit(box.space.remove, box)
         self.device = None
         return failed

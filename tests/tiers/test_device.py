@@ -33,7 +33,7 @@ class Rig:
         self.backend = HostRmmBackend(limit)
         pool = BlockPool(HostSlabs(), limit_bytes=blocks, block_bytes=16 * KB, slab_bytes=256 * KB)
         self.slabs = SlabTier(pool)
-        self.disk = DiskTier(str(tmp_path / "disk"))
+        self.disk = DiskTier(str(tmp_path / "disk"), small_bytes=0)
         self.space = DeviceSpace(self.backend, below or [self.slabs, self.disk], limit_bytes=soft)
         self.oom = SpillOnFailure(self.space, self.backend.stack.headroom_bytes)
         self.backend.callback = self.oom

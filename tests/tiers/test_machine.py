@@ -7,6 +7,7 @@ import errno
 import os
 import random
 import tempfile
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from dask_gpurt.errors import LostData
+from dask_gpurt.tiers.prefetch import Prefetch
 
 from .conftest import FaultyOs, Rig
 
@@ -35,6 +37,9 @@ class TierMachine(RuleBasedStateMachine):
         self.model: dict[int, np.ndarray[Any, Any]] = {}
         self.pinned: list[Any] = []
         self.spoilt: set[int] = set()
+        self.tasks: dict[int, Any] = {}
+        self.prefetch = Prefetch(self.rig.engine, self.tasks, self.rig.store.entry, 0.5)
+        self.prefetch.install()
         self.serial = 0
 
     async def _make(self) -> Rig:
@@ -57,6 +62,17 @@ class TierMachine(RuleBasedStateMachine):
     def set(self, key: int, size: int) -> None:
         self.serial += 1
         value = np.full(size, self.serial % 251, "u1")
+        self.model[key] = value.copy()
+        self.spoilt.discard(key)
+        self.on_loop(lambda: self.rig.store.__setitem__(key, value))
+
+    @rule(key=KEYS, other=KEYS, view=st.booleans())
+    def set_to_another_ones_value(self, key: int, other: int, view: bool) -> None:
+        """Two keys, one memory."""
+        entry = self.rig.store.entry(other)
+        if entry is None or not entry.in_memory or key == other:
+            return
+        value = entry.value[1:] if view else entry.value
         self.model[key] = value.copy()
         self.spoilt.discard(key)
         self.on_loop(lambda: self.rig.store.__setitem__(key, value))
@@ -113,6 +129,26 @@ class TierMachine(RuleBasedStateMachine):
     def hint(self, key: int, use: Any) -> None:
         self.on_loop(lambda: self.rig.store.hint(key, use))
 
+    @rule(key=KEYS, due=st.one_of(st.none(), st.tuples(st.integers(0, 9))))
+    def due(self, key: int, due: Any) -> None:
+        entry = self.rig.store.entry(key)
+        if entry is not None:
+            self.on_loop(lambda: self.rig.engine.books.set_due(entry, due))
+
+    @rule(keys=st.lists(KEYS, min_size=1, max_size=3, unique=True), priority=st.integers(0, 9))
+    def task_is_sent(self, keys: list[int], priority: int) -> None:
+        """Its inputs may be read ahead; it never runs, so some of them leave again, or are deleted, or are pinned."""
+        self.serial += 1
+        self.tasks[self.serial] = SimpleNamespace(
+            state="ready", dependencies=[SimpleNamespace(key=key) for key in keys]
+        )
+        self.on_loop(lambda: self.prefetch.pending((priority,), self.serial, self.serial))
+
+    @rule()
+    def tasks_are_cancelled(self) -> None:
+        self.tasks.clear()
+        self.on_loop(self.prefetch.pump)
+
     @rule(n=st.integers(0, 50_000))
     def admit(self, n: int) -> None:
         async def go() -> None:
@@ -162,6 +198,10 @@ class TierMachine(RuleBasedStateMachine):
     @invariant()
     def books_are_right(self) -> None:
         self.on_loop(self.rig.engine.validate)
+        entries = self.rig.engine.books.entries
+        assert self.prefetch.ahead_bytes == sum(e.nbytes for e in entries if e.prefetched)
+        assert self.prefetch.started == sum(self.prefetch.outcomes.values()) + sum(e.prefetched for e in entries)
+        assert self.prefetch.exceptions == 0, self.prefetch.last_traceback
         assert set(self.rig.store) == set(self.model)
         assert len(self.rig.store) == len(self.model)
         assert len(self.rig.store.slow) == len(list(self.rig.store.slow))

@@ -228,7 +228,7 @@ class Broken:
 
 
 def test_a_full_disk_overflows_into_the_store(tmp_path: Path) -> None:
-    disk = DiskTier(str(tmp_path / "disk"), limit_bytes=25_000)
+    disk = DiskTier(str(tmp_path / "disk"), limit_bytes=35_000, small_bytes=0)
     store = tier_at((tmp_path / "store").as_uri())
     cascade = Cascade([disk, store])
     handles = [cascade.write(CODEC.encode(array(i, 10_000))) for i in range(5)]
@@ -244,8 +244,8 @@ def test_a_full_disk_overflows_into_the_store(tmp_path: Path) -> None:
 
 def test_a_failing_tier_is_set_aside_and_tried_again(tmp_path: Path) -> None:
     now = [0.0]
-    bad = Broken(DiskTier(str(tmp_path / "a")))
-    good = DiskTier(str(tmp_path / "b"))
+    bad = Broken(DiskTier(str(tmp_path / "a"), small_bytes=0))
+    good = DiskTier(str(tmp_path / "b"), small_bytes=0)
     cascade = Cascade([bad, good], clock=lambda: now[0])
     bad.error = OSError(5, "EIO")
     for _ in range(FAILURES + 5):
