@@ -131,6 +131,13 @@ def leaves_before(a: Entry, b: Entry) -> bool:
     return (a.next_use is None and a.due is None) or _place(a) < _place(b)
 
 
+def soonest_use(entry: Entry) -> tuple[float, ...] | None:
+    """The next use as one order for those that are due and those that are not; smaller is sooner, None: not known."""
+    if entry.next_use is None and entry.due is None:
+        return None
+    return tuple(-x for x in _place(entry))
+
+
 def _place(entry: Entry) -> tuple[float, ...]:
     """Smaller leaves sooner."""
     if entry.due is not None:

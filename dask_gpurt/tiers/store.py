@@ -26,6 +26,7 @@ from dask_gpurt.tiers.account import Account
 from dask_gpurt.tiers.codec import PickleCodec
 from dask_gpurt.tiers.device import Box
 from dask_gpurt.tiers.entry import Entry, State
+from dask_gpurt.tiers.policy import soonest_use
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -164,7 +165,7 @@ class TieredStore(MutableMapping[Any, Any]):
         entry = self._entries[key] = self._engine.add(self._account, key, box, sys.getsizeof(box), balance=False)
         entry.unspillable = True  # it leaves the device by other ways than memory
         self._engine.books.victims.discard(entry)
-        box.next_use = lambda: entry.next_use
+        box.next_use = lambda: soonest_use(entry)
         for listener in self.on_add:
             listener(entry)
         self._engine.balance()

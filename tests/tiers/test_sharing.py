@@ -65,3 +65,22 @@ def test_leaving_one_by_one(run_rig: Callable[..., None]) -> None:
         engine.validate()
 
     run_rig(test)
+
+
+def test_another_object_stands_for_a_value(run_rig: Callable[..., None]) -> None:
+    """As when what was on a device becomes a plain value."""
+
+    async def test(rig: Rig) -> None:
+        engine = rig.engine
+        x = np.ones(10_000, "u1")
+        rig.store["a"], rig.store["b"] = x, x
+        before = engine.resident_bytes
+        entry = rig.store.entry("a")
+        assert entry is not None
+        engine.books.replace(entry, x.copy())
+        engine.validate()
+        assert engine.resident_bytes > before + 9000  # no longer one memory
+        del rig.store["a"], rig.store["b"]
+        assert engine.resident_bytes == 0
+
+    run_rig(test)
