@@ -48,6 +48,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_disk(tmp_path: Path, layout: str) -> None:
+    codec = LAYOUTS[layout].get("codec", "auto")
+    if codec != "auto":
+        pytest.importorskip({"lz4": "lz4.block", "zstd": "zstandard"}[codec])
     check_storage_tier(disks(tmp_path, **LAYOUTS[layout]), PickleCodec(), damage=damage_file)
 
 

@@ -18,6 +18,8 @@ from dask_gpurt.tiers.entry import NEVER
 from dask_gpurt.tiers.hints_scheduler import NextUsePlugin
 from dask_gpurt.tiers.hints_wire import KEEP, OP
 
+from .conftest import beat
+
 if TYPE_CHECKING:
     from dask_gpurt.tiers.entry import Entry
 
@@ -44,7 +46,7 @@ async def attach(s: Scheduler, *workers: Worker, **settings: Any) -> GpurtSchedu
     await plugin.start(s)
     s.add_plugin(plugin, name=plugin.name)
     for w in workers:
-        await w.heartbeat()
+        await beat(w)
     return plugin
 
 
@@ -200,7 +202,7 @@ async def test_a_worker_that_does_not_ask_gets_nothing(c: Client, s: Scheduler, 
     await async_poll_for(lambda: not plugin.statistics()["tables"]["dirty"], timeout=10)
     assert sent == []
     a.metrics[NAME] = lambda w: receiver.protocols()
-    await a.heartbeat()
+    await beat(a)
     # met for the first time: also told about what it had before
     last = c.submit(make, 10, key="x10", workers=[a.address])
     await wait(last)
@@ -387,7 +389,7 @@ async def test_only_with_tiers(c: Client, s: Scheduler, a: Worker) -> None:
     assert plugin.next_use is None
     assert NextUsePlugin.name not in s.plugins
     assert OP not in a.stream_handlers
-    await a.heartbeat()
+    await beat(a)
     assert "next_use" not in s.workers[a.address].metrics[NAME]
 
 

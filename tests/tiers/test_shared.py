@@ -19,6 +19,8 @@ from dask_gpurt.errors import InstallError
 from dask_gpurt.extension import GpurtScheduler, WorkerParts, on_worker
 from tests.conftest import S3_ENVIRONMENT, S3Server
 
+from .conftest import beat
+
 pytest.importorskip("obstore")
 pytestmark = pytest.mark.cluster
 
@@ -200,7 +202,7 @@ async def test_a_worker_that_cannot_take_over_says_so(c: Client, s: Scheduler, a
         log = Path(folder) / "log"
         shared = await extended(s, Path(folder, "store").as_uri())
         for w in (a, b):
-            await w.heartbeat()
+            await beat(w)
         shared._look()
         await greeted(shared, 2)
         roots = c.map(make, range(4), log=str(log), workers=[a.address], allow_other_workers=True, pure=False)
