@@ -1,4 +1,4 @@
-"""How many bytes does spilling move? Stock Dask, the tiers in LRU order, and the tiers with next-use hints.
+"""How many bytes does spilling move? Stock Dask, the tiers with what a worker knows by itself, and with hints.
 
 Graphs whose data is about three times the workers' memory run on a real cluster of processes. Counted on the workers:
 bytes written to and read from disk; measured: wall time. Cases take turns, a figure is the median of its runs, and the
@@ -19,14 +19,11 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import dask
-import dask.array as da
-import dask.dataframe as dd
-import numpy as np
-import pandas as pd
 from dask.utils import parse_bytes
-from distributed import Client, LocalCluster, Scheduler, Worker, wait
+from distributed import Client, LocalCluster, Scheduler, Worker
 
 from benchmarks import compare, data
+from benchmarks.spill_workloads import WORKLOADS, same
 from dask_gpurt.config import Settings
 from dask_gpurt.extension import GpurtScheduler, on_worker
 
@@ -34,61 +31,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 #: the first is what the others are compared with
-CASES = ("stock", "lru", "hints")
+CASES = ("stock", "local", "hints")
 #: the working set is so many times the workers' memory
 TIMES = 3
+#: chunks that fit in the memory of one worker
+CHUNKS = 20
 
 
-def persist_and_sum(nbytes: int) -> float:
-    """Make it, then read it twice: the data of a notebook."""
-    n = nbytes // 8
-    x = da.arange(n, chunks=max(1, n // 60), dtype="i8").persist()
-    wait(x)
-    return float(x.sum().compute()) + float((x % 7).sum().compute())
-
-
-def transpose(nbytes: int) -> float:
-    x = _square(nbytes // 2)
-    y = (x + x.T).persist()
-    wait(y)
-    return float(y.sum().compute())
-
-
-def tensordot(nbytes: int) -> float:
-    x = _square(nbytes // 2).astype("f8")  # sums of small whole numbers: the same in any order
-    y = da.tensordot(x, x.T, axes=1).persist()
-    wait(y)
-    return float(y.sum().compute())
-
-
-def merge_groupby(nbytes: int) -> float:
-    """Task shuffles, kept for two questions."""
-    rows = nbytes // 64
-    left = dd.map_partitions(_frame, range(32), rows // 32, meta=_frame(0, 1), enforce_metadata=False)
-    right = dd.map_partitions(_frame, range(100, 108), rows // 320, meta=_frame(0, 1), enforce_metadata=False)
-    right = right.drop_duplicates("k", split_out=4, shuffle_method="tasks").rename(columns={"x": "y"})
-    joined = left.merge(right[["k", "y"]], on="k", shuffle_method="tasks").persist()
-    wait(joined)
-    totals = joined.groupby("k").x.sum().sum().compute()
-    return float(totals) + float((joined.x * joined.y).sum().compute())
-
-
-GRAPHS: dict[str, Callable[[int], float]] = {
-    "persist, sum twice": persist_and_sum,
-    "x + x.T": transpose,
-    "tensordot": tensordot,
-    "merge, groupby": merge_groupby,
+GRAPHS: dict[str, Callable[[int, int], float]] = {
+    name: WORKLOADS[name] for name in ("persist_and_sum", "transpose", "tensordot", "join_chain")
 }
-
-
-def _square(nbytes: int) -> da.Array:
-    n = int((nbytes / 8) ** 0.5)
-    return da.random.default_rng(0).integers(0, 100, (n, n), dtype="i8", chunks=(max(1, n // 8),) * 2)
-
-
-def _frame(i: int, rows: int) -> pd.DataFrame:
-    rng = np.random.default_rng(i)
-    return pd.DataFrame({"k": rng.integers(0, 100_000, rows), "x": rng.integers(0, 100, rows)})
 
 
 async def _attach(dask_scheduler: Scheduler, settings: Settings, next_use: bool) -> None:
@@ -132,6 +84,8 @@ def one_run(case: str, graph: str, workers: int, memory: int) -> dict[str, Any]:
     with (
         # The process itself may be larger than such a limit: only data is to decide, in all cases.
         dask.config.set({f"distributed.worker.memory.{k}": False for k in ("spill", "pause", "terminate")}),
+        # Stock compresses when lz4 is installed, and then counts compressed bytes.
+        dask.config.set({"distributed.worker.memory.spill-compression": False, "dataframe.shuffle.method": "tasks"}),
         tempfile.TemporaryDirectory() as folder,
         LocalCluster(
             n_workers=workers,
@@ -149,7 +103,7 @@ def one_run(case: str, graph: str, workers: int, memory: int) -> dict[str, Any]:
             client.run_on_scheduler(_attach, settings=settings, next_use=case == "hints")
         client.run(_heartbeat)
         start = time.perf_counter()
-        answer = GRAPHS[graph](TIMES * memory * workers)
+        answer = GRAPHS[graph](TIMES * memory * workers, memory // CHUNKS)
         seconds = time.perf_counter() - start
         moved = list(client.run(_moved).values())
         return {
@@ -184,7 +138,9 @@ def summary(runs: list[dict[str, Any]], cases: list[str]) -> list[dict[str, Any]
             row[case]["wall_ratio"] = statistics.median(
                 a["wall_seconds"] / b["wall_seconds"] for a, b in zip(mine, base, strict=True)
             )
-        row["same_answers"] = len({r["answer"] for mine in by_case.values() for r in mine}) == 1
+        row["same_answers"] = all(
+            same(r["answer"], by_case[cases[0]][0]["answer"]) for mine in by_case.values() for r in mine
+        )
         out.append(row)
     return out
 

@@ -57,12 +57,30 @@ class TierSettings:
     enabled: bool
     #: share (0, 1] of the worker's memory limit
     host_limit: float
-    #: None: the worker's local directory
-    directory: str | None
+    #: folders for spilled data; none: the worker's local directory
+    directories: tuple[str, ...]
     #: bytes per worker; None: as much as the disk has
     disk_limit: int | None
     #: bytes of free space that spilling leaves on the disk
     disk_reserve: int
+    #: "auto", "on" or "off"
+    direct_io: str
+    #: "auto", "none", "lz4" or "zstd"
+    codec: str
+    #: URL; None: no object store
+    object_store: str | None
+    #: "overflow" or "first"
+    object_use: str
+    #: seconds of one request to it
+    object_timeout: float
+    #: "off" or "auto"
+    device: str
+    #: share (0, 1] of the device's memory
+    device_limit: float
+    #: bytes of page-locked host memory for what leaves the device
+    pinned_limit: int
+    #: share [0, 1] of the host budget for values read ahead; 0: none
+    prefetch: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,9 +166,19 @@ class Settings:
             tiers=TierSettings(
                 enabled=t["enabled"],
                 host_limit=float(t["host-limit"]),
-                directory=t["directory"],
+                directories=_folders(t["directory"]),
                 disk_limit=None if t["disk-limit"] is None else _bytes(t["disk-limit"], "gpurt.tiers.disk-limit"),
                 disk_reserve=_bytes(t["disk-reserve"], "gpurt.tiers.disk-reserve"),
+                # YAML takes a bare on or off for a boolean.
+                direct_io={True: "on", False: "off"}.get(t["direct-io"], t["direct-io"]),
+                codec=t["codec"],
+                object_store=t["object-store"],
+                object_use=t["object-use"],
+                object_timeout=float(t["object-timeout"]),
+                device=t["device"],
+                device_limit=float(t["device-limit"]),
+                pinned_limit=_bytes(t["pinned-limit"], "gpurt.tiers.pinned-limit"),
+                prefetch=float(t["prefetch"]),
             ),
             shuffle=ShuffleSettings(
                 enabled=s["enabled"],
@@ -189,6 +217,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "null": (type(None),),
     "object": (dict,),
+    "array": (list, tuple),
 }
 
 
@@ -219,10 +248,15 @@ def _check(value: Any, node: dict[str, Any], where: str) -> None:
     if not isinstance(value, allowed) or (isinstance(value, bool) and "boolean" not in types):
         raise ConfigError(f"{where} is {value!r} ({type(value).__name__}), must be {_said(node)}")
     if "enum" in node and value not in node["enum"]:
-        near = difflib.get_close_matches(str(value), node["enum"], 1, 0.4)
+        near = difflib.get_close_matches(str(value), [e for e in node["enum"] if isinstance(e, str)], 1, 0.4)
         raise ConfigError(
             f"{where} is {value!r}, must be {_said(node)}." + (f" Did you mean {near[0]!r}?" if near else "")
         )
+    if isinstance(value, (list, tuple)):
+        if len(value) < node.get("minItems", 0):
+            raise ConfigError(f"{where} is {value!r}, must be {_said(node)}")
+        for i, item in enumerate(value):
+            _check(item, node["items"], f"{where}[{i}]")
     if "pattern" in node and isinstance(value, str) and not re.search(node["pattern"], value):
         near = difflib.get_close_matches(value, node["examples"], 1, 0.4)
         raise ConfigError(
@@ -247,7 +281,10 @@ def _said(node: dict[str, Any]) -> str:
         return "one like " + ", ".join(repr(v) for v in node["examples"])
     types = node["type"] if isinstance(node["type"], list) else [node["type"]]
     text = " or ".join(
-        {"boolean": "true or false", "null": "null", "object": "a mapping"}.get(t, f"a {t}") for t in types
+        {"boolean": "true or false", "null": "null", "object": "a mapping", "array": "a list of strings"}.get(
+            t, f"a {t}"
+        )
+        for t in types
     )
     bounds = [
         f"{word} {node[key]}"
@@ -268,6 +305,10 @@ def _prices(value: Any) -> float | dict[str, float] | None:
                 "mapping of patterns to such numbers"
             )
     return {str(k): float(v) for k, v in value.items()} if isinstance(value, dict) else float(value)
+
+
+def _folders(value: Any) -> tuple[str, ...]:
+    return () if value is None else (value,) if isinstance(value, str) else tuple(value)
 
 
 def _bytes(value: Any, where: str) -> int:

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dask_gpurt.errors import LostData
+from dask_gpurt.errors import CorruptData, LostData, TierFull
 from dask_gpurt.model.shards import Buffer, ShardStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, MutableMapping, Sequence
 
-__all__ = ["ArrayChunk", "check_mapping", "check_shard_store"]
+__all__ = ["ArrayChunk", "check_mapping", "check_shard_store", "check_storage_tier"]
 
 
 def check_mapping(make: Callable[[], MutableMapping[Any, Any]]) -> None:
@@ -188,20 +190,127 @@ async def check_shard_store(make: Callable[[], ShardStore], *, settle: Callable[
             np.testing.assert_array_equal(shard, np.arange(1000) + i)
 
 
-def _raises(kind: type[BaseException], call: Callable[[], Any]) -> None:
+def _raises(kind: type[BaseException] | tuple[type[BaseException], ...], call: Callable[[], Any]) -> None:
     try:
         result = call()
     except kind:
         return
-    raise AssertionError(f"{kind.__name__} expected, got {result!r}")
+    raise AssertionError(f"{kind} expected, got {result!r}")
 
 
 def _same(got: Any, want: Any) -> None:
     if isinstance(want, np.ndarray):
         np.testing.assert_array_equal(got, want)
-    elif isinstance(want, tuple):
+    elif isinstance(want, (tuple, list)):
         assert len(got) == len(want)
         for g, w in zip(got, want, strict=True):
             _same(g, w)
     else:
         assert got == want, (got, want)
+
+
+def check_storage_tier(
+    make: Callable[[int | None], Any], codec: Any, *, damage: Callable[[Any], None] | None = None
+) -> None:
+    """What the engine relies on in a tier (`dask_gpurt.tiers.protocol.StorageTier`).
+
+    Parameters
+    ----------
+    make
+        Returns a fresh, empty tier with the given limit in bytes (None: none).
+    codec
+        Encodes NumPy arrays, strings and lists of them (`dask_gpurt.tiers.account.Codec`).
+    damage
+        Changes one byte of the last frame of the copy behind a handle. None: the tier is memory, which is not verified.
+    """
+    tier = make(None)
+    assert tier.used_bytes == 0
+    assert tier.limit_bytes is None
+    tier.probe()
+    assert tier.used_bytes == 0, "probe leaves something behind"
+
+    # Whole values: empty frames, no frames of size, several, large ones, non-contiguous.
+    values: list[Any] = [
+        None,
+        b"",
+        "x" * 100_000,
+        np.arange(300_000.0),
+        np.empty((0, 3)),
+        [np.arange(n) for n in (0, 1, 7, 5000)],
+        np.arange(10_000).reshape(100, 100)[::2, ::3],
+        np.asfortranarray(np.ones((40, 30))),
+    ]
+    handles = [tier.write(codec.encode(v, None)) for v in values]
+    assert tier.used_bytes == sum(h.nbytes for h in handles) > 0
+    for handle, value in zip(handles * 2, values * 2, strict=True):  # twice: reading takes nothing away
+        got, cost = handle.load(codec)
+        _same(got, value)
+        assert cost.io_seconds >= 0
+    array = handles[3].load(codec)[0]
+    array[0] = -1.0  # as writeable as it was
+    _same(handles[3].load(codec)[0], values[3])  # and no view of the copy
+
+    # Parts, in any order.
+    parts: dict[int, list[Any]] = {0: [b"a", b"bc" * 500], 7: [b"", b"z" * 9000], 3: [np.arange(1000.0).data.cast("B")]}
+    parted = tier.write(list(parts.items()))
+    for part in (3, 0, 7, 3):
+        frames, _ = parted.load_part(part)
+        assert [bytes(f) for f in frames] == [bytes(f) for f in parts[part]]
+    _raises(KeyError, lambda: parted.load_part(99))
+
+    class Bad:
+        def encode(self, value: Any, parts: Any) -> Any:
+            raise NotImplementedError
+
+        def decode(self, frames: Any) -> Any:
+            raise ValueError("the object's own code")
+
+    try:
+        handles[0].load(Bad())
+    except Exception as e:
+        if not isinstance(e.__cause__, ValueError):
+            raise AssertionError("what the object's own code raised is not the cause") from e
+    else:
+        raise AssertionError("an object's own code raised, and load did not")
+    if damage is not None:
+        damage(parted)
+        failed = 0
+        for part in parts:
+            try:
+                parted.load_part(part)
+            except CorruptData:
+                failed += 1
+        assert failed == 1, "exactly the damaged part is refused"
+        damage(handles[3])
+        _raises(CorruptData, lambda: handles[3].load(codec))
+    # Space is given back, by each copy once.
+    for handle in [*handles, parted]:
+        handle.free()
+    assert tier.used_bytes == 0
+    _raises((OSError, CorruptData), lambda: handles[2].load(codec))
+    tier.close()
+    tier.close()
+
+    # The limit: refused before anything is written, and the space of what was freed counts again.
+    tier = make(50_000)
+    assert tier.limit_bytes is not None
+    room = tier.limit_bytes
+    data = os.urandom(room)  # a tier may compress
+    first = tier.write([(0, [data[: room // 2]])])
+    before = tier.used_bytes
+    _raises(TierFull, lambda: tier.write([(0, [data])]))
+    assert tier.used_bytes == before
+    first.free()
+    tier.write([(0, [data[: room // 2]])]).free()
+    assert tier.used_bytes == 0
+    tier.close()
+
+    # From several threads at once.
+    tier = make(None)
+    with ThreadPoolExecutor(8) as pool:
+        many = list(pool.map(lambda i: tier.write([(0, [bytes([i]) * (1000 * i)])]), range(1, 60)))
+        read = list(pool.map(lambda h: h.load_part(0)[0], many))
+        assert [bytes(f[0]) for f in read] == [bytes([i]) * (1000 * i) for i in range(1, 60)]
+        list(pool.map(lambda h: h.free(), many))
+    assert tier.used_bytes == 0
+    tier.close()

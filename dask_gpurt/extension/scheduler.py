@@ -23,7 +23,9 @@ from dask_gpurt.observe.trace.recorder import TraceRecorder
 from dask_gpurt.placement import policy
 from dask_gpurt.placement.plugin import PlacementPlugin
 from dask_gpurt.shuffle.plugin import ShuffleTakeover
+from dask_gpurt.tiers.bucket import Bucket
 from dask_gpurt.tiers.hints_scheduler import NextUsePlugin
+from dask_gpurt.tiers.shared_scheduler import SharedCopiesPlugin
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Hashable
@@ -48,6 +50,7 @@ class GpurtScheduler(SchedulerPlugin):
         self.scheduler: Scheduler | None = None
         self.parts: Parts | None = None
         self.next_use: NextUsePlugin | None = None
+        self.shared_copies: SharedCopiesPlugin | None = None
         self.placement: PlacementPlugin | None = None
         self.shuffle: ShuffleTakeover | None = None
         self.trace: TraceRecorder | None = None
@@ -78,6 +81,8 @@ class GpurtScheduler(SchedulerPlugin):
             # After the workers' part, hence removed before it: no hint may come to a worker that has none any more.
             if self.settings.tiers.enabled and self._send_next_use:
                 await self.parts.add("next-use", self._add_next_use)
+            if self.settings.tiers.enabled and self.settings.tiers.object_store is not None:
+                await self.parts.add("shared-copies", self._add_shared_copies)
             if self.settings.placement.enabled:
                 await self.parts.add("placement", self._add_placement)
             if self.settings.shuffle.enabled:
@@ -123,6 +128,24 @@ class GpurtScheduler(SchedulerPlugin):
             scheduler.plugins.pop(plugin.name, None)
             plugin.stop()
             self.next_use = None
+
+        return undo
+
+    async def _add_shared_copies(self) -> Callable[[], Awaitable[None]]:
+        assert self.scheduler is not None
+        assert self.journal is not None
+        url = self.settings.tiers.object_store
+        assert url is not None
+        bucket = Bucket(url, timeout_seconds=self.settings.tiers.object_timeout)
+        scheduler, plugin = self.scheduler, SharedCopiesPlugin(bucket, sink=self.journal)
+        await plugin.start(scheduler)
+        scheduler.plugins[plugin.name] = plugin
+        self.shared_copies = plugin
+
+        async def undo() -> None:
+            scheduler.plugins.pop(plugin.name, None)
+            plugin.stop()
+            self.shared_copies = None
 
         return undo
 
@@ -256,6 +279,8 @@ class GpurtScheduler(SchedulerPlugin):
         out: dict[str, Any] = {}
         if self.next_use is not None:
             out["next_use"] = self.next_use.statistics()
+        if self.shared_copies is not None:
+            out["shared_copies"] = self.shared_copies.statistics()
         if self.placement is not None:
             out["placement"] = self.placement.statistics()
         if self.shuffle is not None:

@@ -19,6 +19,7 @@ from dask_gpurt._version import __version__
 from dask_gpurt.backends import nvtx
 from dask_gpurt.errors import GpurtError
 from dask_gpurt.extension.parts import NAME, Parts, versions
+from dask_gpurt.model import Tier
 from dask_gpurt.observe import prometheus
 from dask_gpurt.observe.journal import Journal
 from dask_gpurt.observe.slots_worker import WorkerSlots
@@ -142,8 +143,8 @@ class WorkerParts:
     def residence(self, keys: Iterable[Any]) -> dict[Any, dict[str, Any]]:
         """Where this worker has its copies of keys: ``{key: {"tier", "nbytes", "disk_bytes"}}``; others are left out.
 
-        ``tier``: ``memory``, ``disk`` or ``lost`` (no readable copy is left); ``nbytes`` is what the value takes in
-        memory, ``disk_bytes`` what its copy on disk does, None without one. Nothing is read.
+        ``tier``: ``memory``, ``disk``, ``object`` or ``lost`` (no readable copy is left); ``nbytes`` is what the value
+        takes in memory, ``disk_bytes`` what its copy below memory does, None without one. Nothing is read.
         """
         store = None if self.runtime is None else self.runtime.store
         if store is None:
@@ -155,7 +156,8 @@ class WorkerParts:
             if entry is None:
                 rest.append(key)  # an actor, or given back already while the extension leaves
                 continue
-            tier = "lost" if store.is_lost(key) else "memory" if entry.in_memory else "disk"
+            below = getattr(entry.handle, "tier", Tier.DISK).name.lower()
+            tier = "lost" if store.is_lost(key) else "memory" if entry.in_memory else below
             disk_bytes = None if entry.handle is None else entry.handle.nbytes
             out[key] = {"tier": tier, "nbytes": entry.nbytes, "disk_bytes": disk_bytes}
         return {**out, **stock_residence(self.worker, rest)}

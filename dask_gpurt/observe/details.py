@@ -35,6 +35,19 @@ WORKER: tuple[tuple[str, str, str], ...] = (
     ("shuffle.links_lost", "count", "Links to other workers that ended out of order"),
     ("shuffle.uncredited", "count", "Messages by Dask's comms that came without credit"),
     ("shuffle.transport_errors", "count", "Exceptions in transports"),
+    ("shuffle.transport.links.*.messages_out", "count", "Messages to one peer by one transport"),
+    ("shuffle.transport.links.*.bytes_out", "bytes", "Of those"),
+    ("shuffle.transport.links.*.messages_in", "count", "Messages from that peer"),
+    ("shuffle.transport.links.*.bytes_in", "bytes", "Of those"),
+    ("shuffle.transport.links.*.seconds", "seconds", "From hand-over to acknowledgement, summed"),
+    ("shuffle.transport.links.*.stall_seconds", "seconds", "Waiting for credit"),
+    ("shuffle.transport.links.*.resent", "count", "Messages that went again by the safe path"),
+    ("shuffle.transport.links.*.corrupt", "count", "Messages that did not parse or failed a checksum"),
+    ("shuffle.transport.receive.budget_bytes", "bytes", "That may be on their way to this worker at a time"),
+    ("shuffle.transport.receive.reserved_bytes", "bytes", "Of those, promised to senders"),
+    ("shuffle.transport.receive.held_bytes", "bytes", "Of those, received and not stored yet"),
+    ("shuffle.transport.receive.peak_reserved_bytes", "bytes", "The most that was promised at a time"),
+    ("shuffle.transport.receive.peak_held_bytes", "bytes", "The most that was held at a time"),
     ("shuffle.transport.transports.*.links_out", "count", "Links to other workers that are open"),
     ("shuffle.transport.transports.*.links_in", "count", "Links from other workers that are open"),
     ("shuffle.transport.transports.*.strangers", "count", "Connections refused, as they proved no part in a shuffle"),
@@ -58,6 +71,16 @@ WORKER: tuple[tuple[str, str, str], ...] = (
     ("tiers.reserved_bytes", "bytes", "Host memory promised to reads under way"),
     ("tiers.disk_bytes", "bytes", "Held on disk"),
     ("tiers.disk_limit_bytes", "bytes", "Budget of disk"),
+    ("tiers.disks.*.used_bytes", "bytes", "Held in that folder, dead records included"),
+    ("tiers.disks.*.write_bytes_per_second", "bytes/s", "Bandwidth of writes there, as measured"),
+    ("tiers.disks.*.read_bytes_per_second", "bytes/s", "Bandwidth of reads there, as measured"),
+    (
+        "tiers.disks.*.compressed_frames.*",
+        "count",
+        "Frames written there, by codec; not counted where there is none",
+    ),
+    ("tiers.disks.*.compactions", "count", "Files of small values whose living ones were moved elsewhere"),
+    ("tiers.disks.*.errors.*", "count", "Failures that set the folder aside, by kind"),
     ("tiers.spilled_keys", "count", "Task results that are not in host memory"),
     ("tiers.spilled_memory_bytes", "bytes", "What those take in memory"),
     ("tiers.spilled_disk_bytes", "bytes", "What those take on disk"),
@@ -92,6 +115,46 @@ WORKER: tuple[tuple[str, str, str], ...] = (
     ("tiers.evictions.*", "count", "Values chosen to leave memory, by what decided"),
     ("tiers.hints.*", "count", "Next uses received, unknown, advanced, guessed, expired; exceptions"),
     ("tiers.hints.evictions_by_hint_share", "ratio", "Evictions that a next use decided"),
+    ("tiers.local_uses.*", "count", "Tasks that are here and have not run; exceptions"),
+    ("tiers.input_wait_seconds", "seconds", "Tasks waited for their inputs to come to memory, summed"),
+    ("tiers.prefetch.share", "ratio", "Of the host budget, for values read ahead"),
+    ("tiers.prefetch.queue", "count", "Tasks whose inputs may be read ahead"),
+    ("tiers.prefetch.ahead_bytes", "bytes", "Read ahead, or being read, and not used yet"),
+    ("tiers.prefetch.started", "count", "Values read ahead; the sum of the next four, and those not used yet"),
+    ("tiers.prefetch.started_bytes", "bytes", "Of those"),
+    ("tiers.prefetch.in_time", "count", "Were in memory when their task came"),
+    ("tiers.prefetch.late", "count", "Were still being read when their task came"),
+    ("tiers.prefetch.early", "count", "Left memory again before their task came"),
+    ("tiers.prefetch.wasted", "count", "Were deleted, or could not be read"),
+    ("tiers.prefetch.bytes.*", "bytes", "The same by outcome"),
+    ("tiers.prefetch.rests", "count", "Times that reading ahead paused, as it had been wrong"),
+    ("tiers.prefetch.exceptions", "count", "Exceptions while it was decided what to read ahead"),
+    ("tiers.below.*.used_bytes", "bytes", "Held on that tier; tiers.below is told with an object store only"),
+    ("tiers.below.*.limit_bytes", "bytes", "Budget of that tier"),
+    ("tiers.below.*.writes", "count", "Values that it took"),
+    ("tiers.below.*.written_bytes", "bytes", "Of those"),
+    ("tiers.below.*.full", "count", "Values that it had no room for"),
+    ("tiers.below.*.failed_writes", "count", "Writes that failed otherwise"),
+    ("tiers.below.*.skipped_writes", "count", "Values not offered to it, as it was set aside"),
+    ("tiers.below.*.resting_seconds", "seconds", "For which it is set aside still"),
+    (
+        "tiers.below.object.*",
+        "count",
+        "Requests of the object store by kind; bytes and seconds as named",
+    ),
+    (
+        "tiers.shared.*",
+        "count",
+        "Copies that outlive this worker: reported, adopted, refused; leases; exceptions",
+    ),
+    ("tiers.device.*", "count", "Values in device memory, tasks run again alone; bytes as named"),
+    (
+        "tiers.device.out_of_memory.*",
+        "count",
+        "Allocations on the device that failed at first, and their outcome",
+    ),
+    ("tiers.device.to_and_from_device.*", "count", "What left the device and came back; bytes and seconds as named"),
+    ("tiers.device.below.*.*", "count", "The same for each tier below the device"),
 )
 
 SCHEDULER: tuple[tuple[str, str, str], ...] = (
@@ -145,6 +208,14 @@ SCHEDULER: tuple[tuple[str, str, str], ...] = (
     ("placement.links.*.dropped", "count", "Transfers not believed"),
     ("placement.prefixes", "count", "Kinds of task whose duration is known"),
     ("placement.tables.*", "count", "Entries of its tables"),
+    ("shared_copies.workers", "count", "Workers whose copies in the object store are known"),
+    ("shared_copies.known_copies", "count", "Such copies"),
+    ("shared_copies.adopted_keys", "count", "Results of lost workers that others took over without computing them"),
+    ("shared_copies.adopted_bytes", "bytes", "Of those"),
+    ("shared_copies.lost_keys", "count", "Results of lost workers that had no copy there"),
+    ("shared_copies.swept_objects", "count", "Objects deleted for workers that are gone"),
+    ("shared_copies.expired_prefixes", "count", "Leftovers of dead clusters that were deleted"),
+    ("shared_copies.exceptions", "count", "Exceptions in this part"),
     ("shuffle.pinned", "count", "Outputs sent to their worker at once"),
     ("shuffle.workers_able", "count", "Workers that can run the engine's shuffles"),
     ("trace.records", "count", "Records of the trace that is being written"),
@@ -155,9 +226,11 @@ SCHEDULER: tuple[tuple[str, str, str], ...] = (
 
 
 def numbers(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], float]]:
-    """(path, number) for every number in nested mappings, without booleans."""
+    """(path, number) for every number in nested mappings, and lists of mappings, without booleans."""
     for key, value in tree.items():
-        if isinstance(value, dict):
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            yield from numbers({str(i): item for i, item in enumerate(value)}, (*path, str(key)))
+        elif isinstance(value, dict):
             yield from numbers(value, (*path, str(key)))
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             yield (*path, str(key)), value

@@ -110,10 +110,10 @@ class Where:
         return {"keys": keys, "workers": self.workers()}
 
     def workers(self) -> dict[str, dict[str, int]]:
-        """Bytes by worker and tier: as they are in memory, and for ``disk`` on disk."""
+        """Bytes by worker and tier: as they are in memory, and for ``disk`` and ``object`` as they are there."""
         out: dict[str, Counter[str]] = {}
         for copy in (c for p in self.places for c in p.copies):
-            nbytes = copy.disk_bytes if copy.tier == "disk" else copy.nbytes
+            nbytes = copy.disk_bytes if copy.tier in ("disk", "object") else copy.nbytes
             out.setdefault(copy.address, Counter())[copy.tier] += nbytes or 0
         return {address: dict(tiers) for address, tiers in sorted(out.items())}
 
@@ -153,11 +153,11 @@ class Where:
         tables = [(columns, rows, len(names) + 2)]
         if several:
             sums = [
-                [a, *(bytes_said(t[tier]) if tier in t else "-" for tier in ("memory", "disk"))]
+                [a, *(bytes_said(t[tier]) if tier in t else "-" for tier in ("memory", "disk", "object"))]
                 for a, t in self.workers().items()
             ]
             if sums:
-                tables.append((["worker", "in memory", "on disk"], sums, 1))
+                tables.append((["worker", "in memory", "on disk", "in store"], sums, 1))
         return tables
 
 

@@ -11,14 +11,26 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.tiers.entry import Entry, EventLog, State, next_state
 from dask_gpurt.tiers.policy import Victims
+from dask_gpurt.tiers.sharing import Blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
     from dask_gpurt.tiers.account import Account
     from dask_gpurt.tiers.handle import Handle
+    from dask_gpurt.tiers.trace import Trace
 
 _BELOW = (State.STORED, State.LOADING)
+#: events that end the stay of a value in memory, or its way there
+_LEAVES = frozenset({"write", "drop", "damaged", "undecodable"})
+
+
+def _nothing() -> None:
+    return None
+
+
+def _prefetch_ended(entry: Entry, outcome: str) -> None:
+    entry.prefetched = False
 
 
 class Books:
@@ -35,19 +47,24 @@ class Books:
         self.log = EventLog()
         self.entries: set[Entry] = set()
         self.victims = Victims()
-        #: bytes of values in memory (RESIDENT and MOVING)
-        self.resident_bytes = 0
-        #: of these, being written
-        self.moving_bytes = 0
+        self._blocks = Blocks()
         #: being read
         self.loading_bytes = 0
+        #: told when a value that was read ahead is used, or leaves; see `prefetch`
+        self.on_prefetch_end: Callable[[Entry, str], None] = _prefetch_ended
+        #: told when there may be room
+        self.on_change: Callable[[], None] = _nothing
+        #: what is asked and done, while somebody wants to know
+        self.trace: Trace | None = None
 
     def add(self, account: Account, key: Hashable, value: Any, nbytes: int) -> Entry:
         """A value in memory."""
         entry = Entry(key, account, nbytes, value, last_use=self.clock())
         self.entries.add(entry)
-        self.resident_bytes += nbytes
+        self._blocks.join(entry, value)
         self.log.append(key, None, "add", State.RESIDENT)
+        if self.trace is not None:
+            self.trace.note("add", entry, nbytes)
         self.victims.add(entry)
         return entry
 
@@ -57,32 +74,54 @@ class Books:
         self.entries.add(entry)
         self._count_stored(entry, 1)
         self.log.append(key, None, "adopt", State.STORED)
+        if self.trace is not None:
+            self.trace.note("adopt", entry, nbytes)
         return entry
 
     def remove(self, entry: Entry) -> None:
         """Take an entry out. Its handle is still to be freed, and whoever waits for it to be woken."""
+        if entry.prefetched:
+            self.on_prefetch_end(entry, "wasted")
         entry.gone = True
         self.entries.discard(entry)
         self.victims.discard(entry)
         self.log.append(entry.key, entry.state, "remove", None)
+        if self.trace is not None:
+            self.trace.note("remove", entry)
         if entry.in_memory:
-            self.resident_bytes -= entry.nbytes
-            if entry.state is State.MOVING:
-                self.moving_bytes -= entry.nbytes
+            self._blocks.leave(entry, was_moving=entry.state is State.MOVING)
         elif entry.state is not State.LOST:
             self._count_stored(entry, -1)
             if entry.state is State.LOADING:
                 self.loading_bytes -= entry.nbytes
         entry.value = None
+        self.on_change()
 
-    def move(self, entry: Entry, event: str) -> None:
-        """The only place where states change, and with them all byte counts."""
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of values in memory (RESIDENT and MOVING); what several share is counted once, see `sharing`."""
+        return self._blocks.resident_bytes
+
+    @property
+    def moving_bytes(self) -> int:
+        """Of these, bytes that go when the writes under way are done."""
+        return self._blocks.moving_bytes
+
+    def move(self, entry: Entry, event: str, value: Any = None) -> None:
+        """The only place where states change, and with them all byte counts. `value`: what came to memory."""
+        if entry.prefetched and event in _LEAVES:
+            self.on_prefetch_end(entry, "early" if event in ("write", "drop") else "wasted")
         before = entry.state
         after = next_state(entry, event, self.log)
         was, is_ = entry.in_memory, after in (State.RESIDENT, State.MOVING)
         n = entry.nbytes
-        self.resident_bytes += n * (is_ - was)
-        self.moving_bytes += n * ((after is State.MOVING) - (before is State.MOVING))
+        if is_ and not was:
+            entry.value = value
+            self._blocks.join(entry, value)
+        elif was and not is_:
+            self._blocks.leave(entry, was_moving=before is State.MOVING)
+        elif is_ and (after is State.MOVING) != (before is State.MOVING):
+            self._blocks.move(entry, 1 if after is State.MOVING else -1)
         self.loading_bytes += n * ((after is State.LOADING) - (before is State.LOADING))
         was_stored, is_stored = before in _BELOW, after in _BELOW
         if was_stored != is_stored:
@@ -90,10 +129,20 @@ class Books:
         entry.state = after
         if after is not State.RESIDENT:
             self.victims.discard(entry)
+            if after is State.STORED:
+                self.on_change()
         elif before is not State.RESIDENT:
             entry.weak = None
             self.offer(entry)
         self.log.append(entry.key, before, event, after)
+        if self.trace is not None:
+            self.trace.note(event, entry, n)
+
+    def replace(self, entry: Entry, value: Any) -> None:
+        """Another object stands for a value that is in memory, and is not being written."""
+        self._blocks.leave(entry, was_moving=False)
+        entry.value = value
+        self._blocks.join(entry, value)
 
     def _count_stored(self, entry: Entry, sign: int) -> None:
         account, handle = entry.account, entry.handle
@@ -114,12 +163,48 @@ class Books:
     def touch(self, entry: Entry) -> None:
         """It was used just now."""
         entry.last_use = self.clock()
+        if entry.prefetched:
+            self.on_prefetch_end(entry, "in_time")
+        if self.trace is not None:
+            self.trace.note("touch", entry)
         if entry in self.victims:
             self.victims.add(entry)
+
+    def pin(self, entry: Entry) -> None:
+        """Keep it in memory once it is there, until `unpin`. Counts."""
+        entry.pins += 1
+        if entry.prefetched:
+            self.on_prefetch_end(entry, "in_time" if entry.in_memory else "late")
+        if entry.pins == 1:
+            self.victims.discard(entry)
+            if self.trace is not None:
+                self.trace.note("pin", entry)
+
+    def unpin(self, entry: Entry) -> bool:
+        """One user less. Was it the last one of an entry that is still here?"""
+        entry.pins -= 1
+        if entry.pins or entry.gone:
+            return False
+        entry.last_use = self.clock()
+        if self.trace is not None:
+            self.trace.note("unpin", entry)
+        self.offer(entry)
+        self.on_change()
+        return True
 
     def hint(self, entry: Entry, next_use: tuple[float, ...] | None) -> None:
         """Tell when it is used next (see `Entry.next_use`)."""
         entry.next_use = next_use
+        if self.trace is not None:
+            self.trace.note("hint", entry, next_use)
+        if entry in self.victims:
+            self.victims.add(entry)
+
+    def set_due(self, entry: Entry, due: tuple[float, ...] | None) -> None:
+        """Tell which task that is here already reads it next (see `Entry.due`)."""
+        entry.due = due
+        if self.trace is not None:
+            self.trace.note("due", entry, due)
         if entry in self.victims:
             self.victims.add(entry)
 
@@ -133,8 +218,8 @@ class Books:
     def validate(self) -> None:
         """Check every invariant; AssertionError names what is broken."""
         entries = self.entries
-        assert self.resident_bytes == sum(e.nbytes for e in entries if e.in_memory), "resident_bytes"
-        assert self.moving_bytes == sum(e.nbytes for e in entries if e.state is State.MOVING), "moving_bytes"
+        self._blocks.validate(entries)
+        assert all(e.in_memory == (e.block is not None) for e in entries), "in memory, without a block"
         assert self.loading_bytes == sum(e.nbytes for e in entries if e.state is State.LOADING), "loading_bytes"
         for account in {e.account for e in entries}:
             below = [e for e in entries if e.account is account and e.state in _BELOW]
@@ -147,6 +232,7 @@ class Books:
             assert not e.gone, story
             assert e.pins >= 0, story
             assert e.readers >= 0, story
+            assert not e.prefetched or (not e.pins and e.state in (State.RESIDENT, State.LOADING)), story
             assert (e.handle is not None) or e.state not in _BELOW, story
             assert (e.waiter is not None) == (e.state is State.LOADING), story
             may_go = e.state is State.RESIDENT and not e.pins

@@ -5,11 +5,15 @@ joins them into one ``bytes`` and copies twice on reading. Everything that Dask'
 here:
 
 1. ``distributed.protocol.pickle`` (pickle, then Dask's reducers, then cloudpickle), protocol 5, buffers out of band;
-2. if that fails, or would copy (an array that is neither C- nor F-contiguous, above all a broadcast one, which would be
-   blown up), Dask's serialization families through ``distributed.protocol.serialize``.
+2. if that fails, or would copy or write too much, Dask's serialization families through
+   ``distributed.protocol.serialize``: for an array that is neither C- nor F-contiguous (above all a broadcast one,
+   which would be blown up), and as Arrow IPC for a slice of an Arrow table, whose pickle holds the buffers of the whole
+   table (1,300 times the bytes for 100 rows of 100,000).
 
-No compression: on local disks above about 0.4 GB/s it makes both directions slower (measured, and so in the figures
-of others). Frames of both kinds start with one byte that says which.
+Other Arrow data gain nothing by IPC: pickled, their buffers are out of band too and are not copied, and pandas cuts its
+Arrow columns to size itself. IPC of a pandas frame was rejected: it changes the dtype of object columns.
+
+Frames of both kinds start with one byte that says which. Compression is the tier's business (`compression`).
 """
 
 from __future__ import annotations
@@ -43,7 +47,7 @@ class PickleCodec:
 
     def encode(self, value: Any, parts: Sequence[int] | None = None) -> list[Group]:
         frames: list[Buffer]
-        if not _would_copy(value):
+        if not _better_by_family(value):
             out_of_band: list[pickle.PickleBuffer] = []
             try:
                 head = dask_pickle.dumps(value, buffer_callback=out_of_band.append, protocol=5)
@@ -68,8 +72,11 @@ def _by_family(value: Any) -> list[Buffer]:
     return [_FAMILY, pickle.dumps(header, 5), *map(flat, frames)]
 
 
-def _would_copy(value: Any) -> bool:
-    flags = getattr(value, "flags", None)
-    if flags is None or type(value).__module__ != "numpy":
-        return False
-    return not (getattr(flags, "c_contiguous", True) or getattr(flags, "f_contiguous", True))
+def _better_by_family(value: Any) -> bool:
+    module = type(value).__module__
+    if module == "numpy":
+        flags = getattr(value, "flags", None)
+        return flags is not None and not (getattr(flags, "c_contiguous", True) or getattr(flags, "f_contiguous", True))
+    if module == "pyarrow.lib" and type(value).__name__ in ("Table", "RecordBatch"):
+        return bool(value.get_total_buffer_size() > 1.1 * value.nbytes + 4096)
+    return False

@@ -1,25 +1,18 @@
-"""The disk tier: one file per value, checksummed, written by gather and read by scatter.
+"""The disk tier in one folder: a file per large value, segments for small ones (`segments`).
 
-Layout of a file::
-
-    header   magic "GPRT", version, number of frames, bytes of payload          (struct, 24 bytes)
-    index    per frame: part, length, xxh3-64                                   (24 bytes each)
-    payload  the frames, one after the other
-
-The handle keeps the same index in memory; a whole read verifies magic, version, lengths and the checksum of the index
-and of every frame; a read of one part (a shuffle's shard) verifies the frames it reads. A truncated, swapped or flipped
-file therefore never yields a value.
+The handle keeps where the frames are and their checksums; reading verifies length and checksum of each, so a truncated,
+swapped or flipped file never yields a value (`frames`). Large values go past the page cache where the file system
+allows (`direct`), compressed where that pays (`compression`).
 
 * Files are 0600 below a 0700 folder, under opaque names, made with O_EXCL|O_NOFOLLOW relative to a directory
   descriptor, renamed when complete. Whatever fails, the partial file is unlinked and its bytes are given back.
-* Quota (`limit_bytes`) and free space to leave (`reserve_bytes`, by statvfs, writes in flight included) are checked
-  before the first byte is written: `TierFull`.
-* After a crash the folder is removed with the worker's local directory by distributed's own lock files; a folder of
-  the user's choice gets the same lock.
-* No fsync and no FADV_DONTNEED: the data need not survive the process, and dirty pages cannot be dropped without
-  waiting for the device (0.12-0.30 s per 200 MB measured), which the kernel does better when it must.
-  Rejected: O_DIRECT (needs aligned copies of every frame), mmap for reading (a truncated file kills the process with
-  SIGBUS).
+* Quota (`Quota`, shared by the folders of a worker) and free space to leave (`reserve_bytes`, by statvfs, writes in
+  flight of all folders on that file system included) are checked before the first byte is written: `TierFull`.
+* After a crash the folder is removed with the worker's local directory by distributed's own lock files; folders of the
+  user's choice get the same lock.
+* No fsync for durability: the data need not survive the process. Where ``O_DIRECT`` cannot be had, a large file is
+  synced all the same, because only written pages can be dropped, and until then they count as memory.
+  Rejected: mmap for reading (a truncated file kills the process with SIGBUS).
 
 Methods are called in I/O threads and are thread-safe. System calls go through `os_layer`, so that tests can make
 each of them fail.
@@ -28,102 +21,39 @@ each of them fail.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import itertools
 import os
 import shutil
-import struct
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy
-import xxhash
 
 from dask_gpurt.errors import CorruptData, TierFull
 from dask_gpurt.model.tier import Tier
+from dask_gpurt.tiers import compression
 from dask_gpurt.tiers.codec import flat
-from dask_gpurt.tiers.handle import DecodeError, IoCost
+from dask_gpurt.tiers.direct import BLOCK, CHUNK, O_DIRECT, DirectFile, drop_cache, supports_direct
+from dask_gpurt.tiers.disk_handle import DiskHandle
+from dask_gpurt.tiers.frames import LARGE, Frame, FrameWriter, read_frames
+from dask_gpurt.tiers.segments import SEGMENT, Piece, Segments
+from dask_gpurt.tiers.space import InFlight, Quota, filesystem_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from dask_gpurt.tiers.account import Codec, Group
+    from dask_gpurt.tiers.account import Group
 
-MAGIC = b"GPRT"
-VERSION = 1
-_HEADER = struct.Struct("<4sHHQQ")
-_INDEX = struct.Struct("<qQQ")
-try:
-    _IOV_MAX = min(1024, os.sysconf("SC_IOV_MAX"))
-except (ValueError, OSError):
-    _IOV_MAX = 16  # what POSIX guarantees
-#: file systems on which spilling does not do what one expects, and why
-ODD_FILESYSTEMS = {
-    "tmpfs": "keeps its files in memory: spilling to it frees none",
-    "ramfs": "keeps its files in memory: spilling to it frees none",
-    "nfs": "is a network mount: spilling is slow and competes with transfers",
-    "nfs4": "is a network mount: spilling is slow and competes with transfers",
-    "cifs": "is a network mount: spilling is slow and competes with transfers",
-}
+#: a value below this goes to a segment
+SMALL = 1 << 18
+#: a cached write from this size on is synced, so that its pages can be dropped
+_SYNCED = 8 << 20
 
 
-class StorageTier(Protocol):
-    """A place below host memory. A second one (an object store) joins by implementing this."""
-
-    @property
-    def tier(self) -> Tier: ...
-
-    @property
-    def used_bytes(self) -> int: ...
-
-    def write(self, groups: Sequence[Group]) -> DiskHandle: ...
-
-    def probe(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Frame:
-    part: int
-    offset: int
-    nbytes: int
-    digest: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class DiskHandle:
-    """A file of a `DiskTier`."""
-
-    disk: DiskTier
-    name: str
-    frames: tuple[_Frame, ...]
-    #: xxh3-64 of header and index
-    head_digest: int
-    nbytes: int
-
-    def load(self, codec: Codec) -> tuple[Any, IoCost]:
-        start = time.perf_counter()
-        buffers = self.disk.read(self, self.frames, head=True)
-        middle = time.perf_counter()
-        try:
-            value = codec.decode(buffers)
-        except Exception as e:
-            raise DecodeError from e
-        return value, IoCost(self.nbytes, middle - start, time.perf_counter() - middle)
-
-    def load_part(self, part: int) -> tuple[list[memoryview], IoCost]:
-        frames = tuple(f for f in self.frames if f.part == part)
-        if not frames:
-            raise KeyError(part)
-        start = time.perf_counter()
-        buffers = self.disk.read(self, frames, head=False)
-        return buffers, IoCost(sum(f.nbytes for f in frames), time.perf_counter() - start, 0.0)
-
-    def free(self) -> None:
-        self.disk.free(self)
+def _nobody(disk: DiskTier, error: OSError) -> None:
+    return None
 
 
 class DiskTier:
@@ -132,41 +62,136 @@ class DiskTier:
     Parameters
     ----------
     directory
-        Made (0700) if it is not there. Must be empty otherwise: leftovers of a dead process are deleted.
+        Made (0700) if it is not there. Leftovers of a dead process in it are deleted.
     limit_bytes
-        Quota; None: none.
+        Quota; None: none. Ignored when `quota` is given.
     reserve_bytes
         Bytes of the file system that are always left free.
+    direct_io
+        ``auto``, ``on`` or ``off``. ``on`` where it does not work is an error.
+    codec
+        See `compression.Chooser`.
+    small_bytes
+        Values below this share segment files; 0: none does.
+    quota, in_flight
+        What is shared with other folders of the worker, and with those on the same file system.
+
+    Raises
+    ------
+    OSError
+        The folder cannot be made, or ``direct_io`` is ``on`` and does not work.
     """
 
     tier = Tier.DISK
 
     def __init__(
-        self, directory: str, *, limit_bytes: int | None = None, reserve_bytes: int = 0, os_layer: Any = os
+        self,
+        directory: str,
+        *,
+        limit_bytes: int | None = None,
+        reserve_bytes: int = 0,
+        direct_io: str = "auto",
+        codec: str = "none",
+        small_bytes: int = SMALL,
+        segment_bytes: int = SEGMENT,
+        quota: Quota | None = None,
+        in_flight: InFlight | None = None,
+        os_layer: Any = os,
     ) -> None:
         self.directory = directory
-        self.limit_bytes = limit_bytes
         self.reserve_bytes = reserve_bytes
+        self.quota = Quota(limit_bytes) if quota is None else quota
+        #: compresses what it is told to, or what pays
+        self.chooser = compression.Chooser(codec)
+        #: of large values, in bytes as they lie on disk
+        self.write_rate = compression.Rate()
+        self.read_rate = compression.Rate()
+        #: frames written, by codec
+        self.compressed_frames: dict[str, int] = {}
+        #: told about reads that the system could not do
+        self.on_read_error: Callable[[DiskTier, OSError], None] = _nobody
+        self._in_flight = InFlight() if in_flight is None else in_flight
         self._os = os_layer
         self._lock = threading.Lock()
-        #: bytes of complete and of half-written files
+        self._closed = False
         self._used_bytes = 0
-        #: bytes of files being written, which statvfs does not know yet
-        self._in_flight_bytes = 0
         self._names = itertools.count()
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(directory)
         os.makedirs(directory, mode=0o700)
         #: all names are relative to it, so that a swapped path component cannot redirect us
         self._dir_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        self.filesystem = filesystem_of(directory)
+        #: large values go past the page cache
+        self.direct = direct_io != "off" and supports_direct(self._dir_fd, os_layer)
+        if direct_io == "on" and not self.direct:
+            os.close(self._dir_fd)
+            shutil.rmtree(directory, ignore_errors=True)
+            raise OSError(
+                errno.EINVAL,
+                f"{directory} ({self.filesystem}) does not take O_DIRECT. Remedy: set gpurt.tiers.direct-io to auto",
+            )
+        self._small_bytes = small_bytes
+        self._segments = Segments(
+            os_layer, directory, self._dir_fd, self._next_name, self._claim_segment, self._release, segment_bytes
+        )
+
+    # ------------------------------------------------------------------ bytes
 
     @property
     def used_bytes(self) -> int:
+        """Bytes of files, half-written ones and dead records of segments included."""
         return self._used_bytes
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """Quota of the worker; None: none."""
+        return self.quota.limit_bytes
+
+    @limit_bytes.setter
+    def limit_bytes(self, nbytes: int | None) -> None:
+        self.quota.limit_bytes = nbytes
+
+    @property
+    def compactions(self) -> int:
+        """Segments whose live records were moved elsewhere."""
+        return self._segments.compactions
 
     def files(self) -> list[str]:
         """Names on disk now, partial ones included. For tests and `validate`."""
         return sorted(os.listdir(self.directory))
+
+    def free_bytes(self) -> int:
+        """Bytes that may still be written before the reserve is reached, quota aside."""
+        stat = self._os.statvfs(self._dir_fd)
+        return int(stat.f_bavail * stat.f_frsize - self._in_flight.nbytes - self.reserve_bytes)
+
+    def _claim(self, nbytes: int) -> None:
+        if self.reserve_bytes:
+            free = self.free_bytes()
+            if free < nbytes:
+                raise TierFull(
+                    errno.ENOSPC,
+                    f"{nbytes} bytes would leave less than {self.reserve_bytes} of "
+                    f"{free + self.reserve_bytes} free on {self.directory}. The value stays in memory. Remedy: free "
+                    "space, set gpurt.tiers.directory, or lower gpurt.tiers.disk-reserve",
+                )
+        self.quota.claim(nbytes)
+        with self._lock:
+            self._used_bytes += nbytes
+
+    def _release(self, nbytes: int) -> None:
+        self.quota.release(nbytes)
+        with self._lock:
+            self._used_bytes -= nbytes
+
+    def _claim_segment(self, nbytes: int) -> None:
+        self._claim(nbytes)  # small and soon with the system: not worth being counted in flight
+
+    def _next_name(self) -> str:
+        return f"{next(self._names):x}"
+
+    # ------------------------------------------------------------------ writing
 
     def write(self, groups: Sequence[Group]) -> DiskHandle:
         """Write the frames of a value.
@@ -178,94 +203,95 @@ class DiskTier:
         OSError
             Any other failure. Nothing is left behind.
         """
-        views: list[memoryview] = []
-        frames: list[_Frame] = []
-        total = 0
-        parts: list[int] = []
-        for part, buffers in groups:
-            for buffer in buffers:
-                view = flat(buffer)
-                views.append(view)
-                parts.append(part)
-        offset = _HEADER.size + _INDEX.size * len(views)
-        for part, view in zip(parts, views, strict=True):
-            frames.append(_Frame(part, offset, view.nbytes, xxhash.xxh3_64_intdigest(view)))
-            offset += view.nbytes
-            total += view.nbytes
-        head = _HEADER.pack(MAGIC, VERSION, 0, len(views), total) + b"".join(
-            _INDEX.pack(f.part, f.nbytes, f.digest) for f in frames
-        )
-        handle = DiskHandle(self, f"{next(self._names):x}", tuple(frames), xxhash.xxh3_64_intdigest(head), offset)
-        self._claim(offset)
+        views = [(part, [flat(b) for b in buffers]) for part, buffers in groups]
+        total = sum(v.nbytes for _, part in views for v in part)
         try:
-            self._write_file(handle.name, [memoryview(head), *views])
-        except BaseException as e:
-            with self._lock:
-                self._used_bytes -= offset
-            if isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT):
+            return self._write_record(views) if total < self._small_bytes else self._write_file(views)
+        except TierFull:
+            raise
+        except OSError as e:
+            if e.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise TierFull(
                     e.errno,
-                    f"{os.strerror(e.errno)} while writing {offset} bytes to {self.directory}. The value stays in "
+                    f"{os.strerror(e.errno)} while writing {total} bytes to {self.directory}. The value stays in "
                     "memory. Remedy: free space, or set gpurt.tiers.directory to a larger disk",
                 ) from e
             raise
-        finally:
-            with self._lock:
-                self._in_flight_bytes -= offset
-        return handle
 
-    def _claim(self, nbytes: int) -> None:
-        free_bytes: int | None = None
-        if self.reserve_bytes:
-            stat = self._os.statvfs(self._dir_fd)
-            free_bytes = stat.f_bavail * stat.f_frsize
-        with self._lock:
-            if self.limit_bytes is not None and self._used_bytes + nbytes > self.limit_bytes:
-                raise TierFull(
-                    errno.EDQUOT,
-                    f"{nbytes} bytes more than the {self._used_bytes} spilled would pass the limit of "
-                    f"{self.limit_bytes}. The value stays in memory. Remedy: raise gpurt.tiers.disk-limit",
-                )
-            if free_bytes is not None and free_bytes - self._in_flight_bytes - nbytes < self.reserve_bytes:
-                raise TierFull(
-                    errno.ENOSPC,
-                    f"{nbytes} bytes would leave less than {self.reserve_bytes} of {free_bytes} free on "
-                    f"{self.directory}. The value stays in memory. Remedy: free space, set gpurt.tiers.directory, "
-                    "or lower gpurt.tiers.disk-reserve",
-                )
-            self._used_bytes += nbytes
-            self._in_flight_bytes += nbytes
+    def _write_record(self, views: list[tuple[int, list[memoryview]]]) -> DiskHandle:
+        pieces = []
+        for part, buffers in views:
+            for view in buffers:
+                codec = self._choose(view).codec
+                stored = list(compression.compress(codec, view)) if codec else [view]
+                pieces.append(Piece(part, view.nbytes, codec, stored))
+        record = self._segments.write(pieces)
+        return DiskHandle(self, record, (), record.nbytes)
 
-    def _write_file(self, name: str, views: list[memoryview]) -> None:
-        system = self._os
-        partial = name + ".part"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = system.open(partial, flags, 0o600, dir_fd=self._dir_fd)
+    def _write_file(self, views: list[tuple[int, list[memoryview]]]) -> DiskHandle:
+        # At most: every frame has a block of its own, and none becomes smaller.
+        most = sum(compression.most_stored(v.nbytes) + (BLOCK if v.nbytes >= LARGE else 0) for _, p in views for v in p)
+        most += BLOCK
+        self._claim(most)
+        self._in_flight.add(most)
+        name = self._next_name()
+        stored = 0
         try:
-            try:
-                pending = [v for v in reversed(views) if v.nbytes]
-                while pending:
-                    batch = pending[: -_IOV_MAX - 1 : -1]
-                    written = system.writev(fd, batch)
-                    if written <= 0:
-                        raise OSError(errno.EIO, f"writev wrote {written} bytes", partial)
-                    while written:
-                        view = pending.pop()
-                        if written < view.nbytes:  # a short write: go on in the middle of this frame
-                            pending.append(view[written:])
-                            break
-                        written -= view.nbytes
-            finally:
-                system.close(fd)
-            system.rename(partial, name, src_dir_fd=self._dir_fd, dst_dir_fd=self._dir_fd)
+            frames, stored = self._stream(name, views)
         except BaseException:
-            for leftover in (partial, name):
+            for leftover in (name + ".part", name):
                 with contextlib.suppress(OSError):
                     os.unlink(leftover, dir_fd=self._dir_fd)
             raise
+        finally:
+            self._in_flight.add(-most)
+            self._release(most - stored)
+        return DiskHandle(self, name, frames, stored)
 
-    def read(self, handle: DiskHandle, frames: Sequence[_Frame], *, head: bool) -> list[memoryview]:
-        """Fresh, writeable memory with the verified bytes of `frames`, which must be in file order.
+    def _stream(self, name: str, views: list[tuple[int, list[memoryview]]]) -> tuple[tuple[Frame, ...], int]:
+        system = self._os
+        partial = name + ".part"
+        file = self._open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            writer = FrameWriter(file, drop_behind=True)
+            timer = _Timer()
+            try:
+                for part, buffers in views:
+                    for view in buffers:
+                        choice = self._choose(view)
+                        codec, before = choice.codec, timer.inside
+                        pieces = timer.around(compression.compress(codec, view)) if codec else [view]
+                        writer.frame(part, view.nbytes, codec, pieces, large=view.nbytes >= LARGE)
+                        self.chooser.learn(choice, timer.inside - before)
+                frames = writer.finish()
+            finally:
+                writer.release()
+            if not self.direct and writer.at >= _SYNCED:
+                system.fdatasync(file.fd)
+                drop_cache(file.fd)
+        finally:
+            system.close(file.fd)
+        system.rename(partial, name, src_dir_fd=self._dir_fd, dst_dir_fd=self._dir_fd)
+        self.write_rate.add(writer.at, timer.seconds_outside)
+        return frames, writer.at
+
+    def _open(self, name: str, flags: int) -> DirectFile:
+        flags |= os.O_NOFOLLOW | os.O_CLOEXEC | (O_DIRECT if self.direct else 0)
+        return DirectFile(self._os, self._os.open(name, flags, 0o600, dir_fd=self._dir_fd), self.direct)
+
+    def _choose(self, view: memoryview) -> compression.Choice:
+        if self.chooser.setting == "none" or view.nbytes < compression.LEAST:
+            return compression.Choice("")
+        choice = self.chooser.choose(view, self.write_rate.bytes_per_second, self.read_rate.bytes_per_second)
+        name = choice.codec or "none"
+        with self._lock:
+            self.compressed_frames[name] = self.compressed_frames.get(name, 0) + 1
+        return choice
+
+    # ------------------------------------------------------------------ reading
+
+    def read(self, handle: DiskHandle, part: int | None = None) -> tuple[tuple[Frame, ...], list[memoryview]]:
+        """The frames of a value, or of one part, and their verified bytes as stored, in fresh, writeable memory.
 
         Raises
         ------
@@ -274,85 +300,79 @@ class DiskTier:
         OSError
             The device could not read.
         """
-        fd = self._os.open(handle.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._dir_fd)
         try:
-            buffers = [numpy.empty(f.nbytes, "u1").data for f in frames]
-            if head:
-                head_view = numpy.empty(_HEADER.size + _INDEX.size * len(handle.frames), "u1").data
-                self._read_into(fd, handle, 0, [head_view])
-                magic, version, *_ = _HEADER.unpack_from(head_view)
-                if magic != MAGIC or version != VERSION or xxhash.xxh3_64_intdigest(head_view) != handle.head_digest:
-                    raise CorruptData(f"header or index of {handle.name} in {self.directory} is not what was written")
-            # Frames of one part lie together; those of another part in between end a run.
-            run: list[memoryview] = []
-            start = end = -1
-            for frame, buffer in zip(frames, buffers, strict=True):
-                if frame.offset != end:
-                    self._read_into(fd, handle, start, run)
-                    run, start = [], frame.offset
-                run.append(buffer)
-                end = frame.offset + frame.nbytes
-            self._read_into(fd, handle, start, run)
-        finally:
-            self._os.close(fd)
-        for i, (frame, buffer) in enumerate(zip(frames, buffers, strict=True)):
-            if xxhash.xxh3_64_intdigest(buffer) != frame.digest:
-                raise CorruptData(
-                    f"checksum of frame {i} ({frame.nbytes} bytes at {frame.offset}) of {handle.name} in "
-                    f"{self.directory} differs"
-                )
-        return buffers
+            if not isinstance(handle.place, str):
+                return self._segments.read(handle.place, part)
+            return self._read_file(handle, handle.place, part)
+        except OSError as e:
+            self.on_read_error(self, e)
+            raise
 
-    def _read_into(self, fd: int, handle: DiskHandle, offset: int, buffers: list[memoryview]) -> None:
-        pending = [b for b in reversed(buffers) if b.nbytes]
-        while pending:
-            got = self._os.preadv(fd, pending[: -_IOV_MAX - 1 : -1], offset)
-            if got <= 0:
-                raise CorruptData(f"{handle.name} in {self.directory} ends at {offset} of {handle.nbytes} bytes")
-            offset += got
-            while got:
-                view = pending.pop()
-                if got < view.nbytes:
-                    pending.append(view[got:])
-                    break
-                got -= view.nbytes
+    def _read_file(self, handle: DiskHandle, name: str, part: int | None) -> tuple[tuple[Frame, ...], list[memoryview]]:
+        frames = handle.frames if part is None else tuple(f for f in handle.frames if f.part == part)
+        start = time.perf_counter()
+        file = self._open(name, os.O_RDONLY)
+        try:
+            buffers = read_frames(file, frames, f"{name} in {self.directory}")
+            if not file.direct:
+                drop_cache(file.fd)
+        finally:
+            self._os.close(file.fd)
+        self.read_rate.add(sum(f.extent_bytes for f in frames), time.perf_counter() - start)
+        return frames, buffers
 
     def free(self, handle: DiskHandle) -> None:
-        """Delete the file. Once per handle."""
+        """Give the space back. Once per handle."""
+        if not isinstance(handle.place, str):
+            self._segments.free(handle.place)
+            return
         with contextlib.suppress(OSError):  # gone with its folder, or by somebody's hand: the space is free
-            self._os.unlink(handle.name, dir_fd=self._dir_fd)
-        with self._lock:
-            self._used_bytes -= handle.nbytes
+            self._os.unlink(handle.place, dir_fd=self._dir_fd)
+        self._release(handle.nbytes)
+
+    # ------------------------------------------------------------------ life
 
     def probe(self) -> None:
-        """Write, read and delete a small file. Raises what went wrong."""
-        handle = self.write([(0, [b"dask-gpurt"])])
+        """Write, read and delete one chunk (less under a small quota), which also measures. Raises what went wrong."""
+        room = CHUNK if self.limit_bytes is None else (self.limit_bytes - self.quota.used_bytes) // 2
+        nbytes = max(1, min(CHUNK, room))
+        data = numpy.random.default_rng(0).integers(0, 256, nbytes, "u1").data  # no codec makes it smaller
+        handle = self._write_file([(0, [data])])
         try:
-            (data,) = self.read(handle, handle.frames, head=True)
-            if bytes(data) != b"dask-gpurt":
-                raise CorruptData(f"{self.directory} gave back {bytes(data)!r}")
+            _, (got,) = self.read(handle)
+            if got != data and not handle.frames[0].codec:
+                raise CorruptData(f"{self.directory} gave back other bytes than were written")
         finally:
             self.free(handle)
 
     def close(self) -> None:
         """Delete everything, the folder too."""
+        if self._closed:
+            return
+        self._closed = True
+        self._segments.close()
         shutil.rmtree(self.directory, ignore_errors=True)
         with contextlib.suppress(OSError):
             os.close(self._dir_fd)
 
 
-def filesystem_of(directory: str) -> str:
-    """Type of the file system a folder is on (``ext4``), or "" when the system does not tell."""
-    best, kind = "", ""
-    real = os.path.realpath(directory)
-    try:
-        with open("/proc/self/mountinfo") as f:
-            for line in f:
-                left, _, right = line.partition(" - ")
-                mount = left.split()[4].replace("\\040", " ")
-                inside = real == mount or real.startswith(mount.rstrip("/") + "/")
-                if inside and len(mount) >= len(best):
-                    best, kind = mount, right.split()[0]
-    except (OSError, IndexError):
-        return ""
-    return kind
+class _Timer:
+    """Seconds since it was made, without those spent in the iterators it is around."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        #: seconds spent in the iterators
+        self.inside = 0.0
+
+    def around(self, pieces: Iterator[memoryview]) -> Iterator[memoryview]:
+        while True:
+            start = time.perf_counter()
+            piece = next(pieces, None)
+            self.inside += time.perf_counter() - start
+            if piece is None:
+                return
+            yield piece
+
+    @property
+    def seconds_outside(self) -> float:
+        return time.perf_counter() - self._start - self.inside

@@ -24,15 +24,16 @@ from dask_gpurt.tiers.eviction import Eviction
 from dask_gpurt.tiers.io import IoThreads
 from dask_gpurt.tiers.loading import Loading, wake
 from dask_gpurt.tiers.statistics import Counters
+from dask_gpurt.tiers.trace import Trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
     from dask_gpurt.tiers.account import Account
     from dask_gpurt.tiers.admission import Gate, Reservation
-    from dask_gpurt.tiers.disk import StorageTier
     from dask_gpurt.tiers.entry import Entry, EventLog
     from dask_gpurt.tiers.handle import Handle
+    from dask_gpurt.tiers.protocol import StorageTier
 
 
 class Engine:
@@ -87,6 +88,8 @@ class Engine:
     @budget_bytes.setter
     def budget_bytes(self, nbytes: int | None) -> None:
         self.eviction.budget_bytes = nbytes
+        if self.books.trace is not None:
+            self.books.trace.note("budget", None, nbytes)
 
     @property
     def resident_bytes(self) -> int:
@@ -135,16 +138,22 @@ class Engine:
 
     def pin(self, entry: Entry) -> None:
         """Keep it in memory once it is there, until `unpin`. Counts."""
-        entry.pins += 1
-        if entry.pins == 1:
-            self.books.victims.discard(entry)
+        self.books.pin(entry)
 
     def unpin(self, entry: Entry) -> None:
-        entry.pins -= 1
-        if entry.pins == 0 and not entry.gone:
-            entry.last_use = self.books.clock()
-            self.books.offer(entry)
+        if self.books.unpin(entry):
             self.balance()
+
+    def record(self, limit: int) -> Trace:
+        """Begin a record of at most `limit` events, see `trace`; what is here already is its first events."""
+        trace = Trace(limit, self.books.clock)
+        trace.note("budget", None, self.budget_bytes)
+        for entry in self.books.entries:
+            trace.note("add" if entry.in_memory else "adopt", entry, entry.nbytes)
+            if entry.pins:
+                trace.note("pin", entry)
+        self.books.trace = trace
+        return trace
 
     async def admit(self, nbytes: int) -> Reservation:
         """Room for `nbytes` more; see `admission`. Release it when the bytes are in an entry, or given up."""

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from dask_gpurt.tiers.account import Account
     from dask_gpurt.tiers.handle import Handle
+    from dask_gpurt.tiers.sharing import Block
 
 __all__ = ["NEVER", "TABLE", "Entry", "EventLog", "IllegalMove", "State"]
 
@@ -101,8 +102,16 @@ class Entry:
     uses: tuple[tuple[float, ...], ...] = ()
     #: uses that passed here since the scheduler last spoke; a message may have crossed with the news of them
     passed: tuple[tuple[float, ...], ...] = ()
+    #: the priority of the first task that was sent here and will read it; None: no such task. See `hints_local`
+    due: tuple[float, ...] | None = None
+    #: heap of (priority, number) of tasks that were sent here; some may have run
+    dues: list[tuple[tuple[float, ...], int]] = dataclasses.field(default_factory=list)
     #: `next_use` is a guess of this worker that stands until the scheduler's word comes
     guessed: bool = False
+    #: it was read ahead, or is being read, for a task that has not come yet
+    prefetched: bool = False
+    #: the memory that its value is made of; None unless it is in memory
+    block: Block | None = None
     #: counts I/O operations of this entry
     generation: int = 0
     #: seconds (monotonic) of the last use

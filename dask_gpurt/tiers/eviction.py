@@ -21,15 +21,17 @@ from dask_gpurt.model.events import Event, Sink
 from dask_gpurt.tiers.admission import Gate
 from dask_gpurt.tiers.handle import EncodeError
 from dask_gpurt.tiers.io import error_kind
+from dask_gpurt.tiers.policy import leaves_before
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Callable
     from concurrent.futures import Future
 
     from dask_gpurt.tiers.books import Books
-    from dask_gpurt.tiers.disk import StorageTier
     from dask_gpurt.tiers.entry import Entry
     from dask_gpurt.tiers.io import IoThreads
+    from dask_gpurt.tiers.protocol import StorageTier
     from dask_gpurt.tiers.statistics import Counters
 
 logger = logging.getLogger("distributed.worker.gpurt")
@@ -64,6 +66,8 @@ class Eviction:
         #: bytes that `shrink` still wants out, beyond the budget
         self._shrink_bytes = 0
         self._writes = 0
+        #: told of each copy that was written, after the books; must not raise
+        self.on_copy: Callable[[Entry], None] | None = None
 
     # ------------------------------------------------------------------ choosing
 
@@ -108,6 +112,18 @@ class Eviction:
                     self._set_timer(self._resting[0][0] - now)
                 return
             self._start_write(entry)
+
+    def yields(self, entry: Entry) -> bool:
+        """May this value come to memory ahead of its use, without driving out anything that is needed sooner?"""
+        if self.budget_bytes is None:
+            return False
+        lacking = self._excess(entry.nbytes)
+        if lacking <= 0:
+            return not self._over(entry.nbytes)
+        victim = self._books.victims.first()
+        if victim is None or victim.nbytes < lacking or not leaves_before(victim, entry):
+            return False
+        return victim.clean or not self._over(entry.nbytes)  # a clean one makes room at once
 
     def _excess(self, wanted_bytes: int) -> int:
         books = self._books
@@ -166,6 +182,8 @@ class Eviction:
                 else:
                     self._books.move(entry, "written")
                     _forget_value(entry)
+                if self.on_copy is not None:
+                    self.on_copy(entry)
         self.balance()
         self.gate.wake()
 

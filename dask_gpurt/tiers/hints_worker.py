@@ -99,7 +99,7 @@ class HintReceiver:
             self.state = f"off: {handlers[OP]!r} handles {OP} already"
         else:
             handlers[OP] = self._heard
-            self._store.on_add = self._added
+            self._store.on_add.append(self._added)
             self.state = "on"
             return
         logger.warning("next-use hints are %s", self.state)
@@ -208,6 +208,9 @@ class HintReceiver:
                 if entry.uses:
                     self.advanced += 1
                     self._engine.hint(entry, entry.uses[0])
+                elif entry.handle is not None:
+                    # Freed in a moment, or kept for a client only: as a victim it costs nothing either way.
+                    self._guess(entry, NEVER)
                 else:
                     self._guess(entry, use)
         except Exception:

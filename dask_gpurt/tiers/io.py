@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from dask_gpurt.tiers.account import Account
-    from dask_gpurt.tiers.disk import StorageTier
     from dask_gpurt.tiers.entry import Entry
+    from dask_gpurt.tiers.protocol import StorageTier
     from dask_gpurt.tiers.statistics import LoopTime
 
 #: errors of a read that say nothing about the data
@@ -89,15 +89,19 @@ class IoThreads:
 
     def free(self, handle: Handle) -> None:
         """Delete a copy. Not on the loop: a large file takes milliseconds."""
+        self.submit(handle.free)
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> None:
+        """Run a function that does not raise in a writer thread; nobody waits for it but `idle`."""
         if self.closed:
             return
         self._begin()
 
-        def hand_over(future: Future[None]) -> None:
+        def hand_over(future: Future[Any]) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self.loop.call_soon_threadsafe(self._end)
 
-        self._writers.submit(handle.free).add_done_callback(hand_over)
+        self._writers.submit(function, *args).add_done_callback(hand_over)
 
     async def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run a function in a reader thread."""

@@ -63,6 +63,13 @@ class Loading:
             # not gather: its cancellation would cancel the futures that others wait for
             await asyncio.wait(waiters)
 
+    def prefetch(self, entry: Entry) -> bool:
+        """Begin to read what nobody needs yet; ask `Eviction.yields` first. False: there was nothing to read."""
+        if not self._loadable(entry) or self._revive(entry):
+            return False
+        self._start(entry)
+        return True
+
     async def load_part(self, entry: Entry, part: int) -> list[memoryview]:
         """The frames of one part of an entry that is on a lower tier. It stays there.
 
@@ -95,8 +102,7 @@ class Loading:
         value = entry.weak() if entry.weak is not None else None
         if value is None or entry.state is not State.STORED:
             return False
-        self._books.move(entry, "revived")
-        entry.value = value
+        self._books.move(entry, "revived", value)
         self._books.offer(entry)
         return True
 
@@ -116,8 +122,7 @@ class Loading:
             self.free_when_idle(entry)
             return
         if error is None:
-            self._books.move(entry, "loaded")
-            entry.value = future.result()[0]
+            self._books.move(entry, "loaded", future.result()[0])
         elif isinstance(error, DecodeError):
             # Not lost: the next one who asks gets what the object's code raised, as with stock Dask.
             self._books.move(entry, "undecodable")
@@ -162,8 +167,7 @@ class Loading:
                 raise LostData(f"the last copy of {entry.key!r} could not be read: {e}") from e
             self._counters.read(cost)
             was_loading = entry.state is State.LOADING
-            self._books.move(entry, "read")
-            entry.value = value
+            self._books.move(entry, "read", value)
             entry.generation += 1  # an I/O thread at work on it brings a second object: not wanted
             if was_loading:
                 wake(entry)

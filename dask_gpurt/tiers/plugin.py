@@ -13,25 +13,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import weakref
 from typing import TYPE_CHECKING, Any
 
 from dask.utils import format_bytes
 from distributed.core import Status
-from distributed.diskutils import WorkDir, WorkSpace
 
-from dask_gpurt.errors import InstallError
 from dask_gpurt.model.events import Event, Sink, null_sink
 from dask_gpurt.tiers import adoption
-from dask_gpurt.tiers.disk import ODD_FILESYSTEMS, DiskTier, filesystem_of
+from dask_gpurt.tiers.below import Below
+from dask_gpurt.tiers.device_memory import DeviceMemory
 from dask_gpurt.tiers.engine import Engine
 from dask_gpurt.tiers.memory import Limits, MemoryWatch, limits_of
+from dask_gpurt.tiers.oom import RetryAlone
 from dask_gpurt.tiers.seam import WorkerSeam
 from dask_gpurt.tiers.shards import TierShardStore
+from dask_gpurt.tiers.shared_worker import SharedCopies
 
 if TYPE_CHECKING:
     from dask_gpurt.config import TierSettings
+    from dask_gpurt.tiers.device import DeviceSpace
     from dask_gpurt.tiers.store import TieredStore
 
 logger = logging.getLogger("distributed.worker.gpurt")
@@ -55,18 +56,30 @@ class TierRuntime:
     """The tiers of one worker. Made by `install` only."""
 
     def __init__(
-        self, worker: Any, settings: TierSettings, limits: Limits, disk: DiskTier, work_dir: WorkDir | None, sink: Sink
+        self,
+        worker: Any,
+        settings: TierSettings,
+        limits: Limits,
+        below: Below,
+        device: DeviceMemory | None,
+        sink: Sink,
     ) -> None:
         self._worker = worker
         self._settings = settings
         self._limits = limits
-        self._disk = disk
-        self._work_dir = work_dir
+        self._below = below
+        self._disk = below.disk
         self._sink = sink
         self._seam: WorkerSeam | None = None
         #: why worker.data is left alone; empty when it is not
         self._left_alone = ""
-        self._engine = Engine(disk, budget_bytes=limits.budget_bytes, sink=sink)
+        self._engine = Engine(below.tier, budget_bytes=limits.budget_bytes, sink=sink)
+        self._device_memory = device
+        self._device: DeviceSpace | None = None if device is None else device.space
+        if self._device is not None:
+            self._device.below.append(below.cascade)
+        #: reports to the scheduler what of this worker can be had without it
+        self._shared: SharedCopies | None = None
         self._engine.counters.listener = self._tell_metric
         self._shards = TierShardStore(self._engine)
         self._watch = MemoryWatch(worker, self._engine, limits)
@@ -93,12 +106,20 @@ class TierRuntime:
             if runtime is not None and runtime._running:
                 await runtime._apply(settings)
                 return runtime
-            limits = limits_of(
-                worker, settings, shards_only=_left_alone(worker.memory_manager.data, settings) is not None
-            )
-            disk, work_dir = await asyncio.to_thread(_open_disk, worker.local_directory, settings, limits)
-            runtime = cls(worker, settings, limits, disk, work_dir, sink)
+            left = _left_alone(worker.memory_manager.data, settings)
+            limits = limits_of(worker, settings, shards_only=left is not None)
+            below = await Below.open(worker, settings, limits, sink)
             try:
+                device = await asyncio.to_thread(
+                    DeviceMemory.open, worker, settings, limits.budget_bytes, serves=left is None
+                )
+            except BaseException:
+                await below.abandon()
+                raise
+            runtime = cls(worker, settings, limits, below, device, sink)
+            try:
+                if below.lease is not None:
+                    below.lease.start()
                 runtime._warn_about_filesystem()
                 runtime._take_over_or_leave(settings)
             except BaseException:
@@ -116,6 +137,13 @@ class TierRuntime:
         async with _locks.setdefault(self._worker, asyncio.Lock()):
             if not self._running:
                 return
+            if self._shared is not None:
+                if self._worker.status in _ENDING:
+                    # What is there may be adopted by others; a scheduler that listens sweeps.
+                    assert self._below.objects is not None
+                    self._below.objects.leave_objects = self._shared.heard
+                else:
+                    self._shared.uninstall()
             if self._seam is not None:
                 if self._worker.status in _ENDING:
                     self._seam.abandon()
@@ -134,18 +162,28 @@ class TierRuntime:
     async def _stop(self) -> None:
         self._running = False
         self._watch.stop()
+        await self._below.before_close()
+        if self._device_memory is not None:
+            await self._engine.idle()
+            await asyncio.to_thread(self._device_memory.close)
         await self._engine.close()
-        if self._work_dir is not None:
-            await asyncio.to_thread(self._work_dir.release)
+        await self._below.after_close()
 
     async def _apply(self, settings: TierSettings) -> None:
-        if settings.directory != self._settings.directory:
+        if settings.directories != self._settings.directories:
             logger.warning(
                 "gpurt.tiers.directory cannot change while the worker runs; it stays %s", self._disk.directory
             )
+        if (settings.direct_io, settings.codec) != (self._settings.direct_io, self._settings.codec):
+            logger.warning("gpurt.tiers.direct-io and gpurt.tiers.codec stay as they were until the worker restarts")
+        if (settings.object_store, settings.object_use) != (self._settings.object_store, self._settings.object_use):
+            logger.warning("gpurt.tiers.object-store and object-use cannot change while the worker runs; they stay")
         left = _left_alone(self._data(), settings)
         if left is not None and self._seam is not None:
             # Before the limits: with the lower budget of shards alone, values would go to our disk on their way out.
+            if self._shared is not None:
+                self._shared.uninstall()
+                self._shared = None
             await self._seam.give_back()
             self._seam = None
         limits = limits_of(self._worker, settings, shards_only=left is not None)
@@ -154,6 +192,8 @@ class TierRuntime:
         self._disk.reserve_bytes = limits.disk_reserve_bytes
         self._engine.budget_bytes = limits.budget_bytes
         self._watch.set_limits(limits)
+        if self._seam is not None:
+            self._seam.prefetch.share = settings.prefetch
         self._take_over_or_leave(settings)
         self._engine.balance()
 
@@ -168,9 +208,16 @@ class TierRuntime:
         if left is None:
             if self._seam is not None:
                 return
-            seam = WorkerSeam(self._worker, self._engine)
+            seam = WorkerSeam(self._worker, self._engine, prefetch_share=settings.prefetch)
             seam.take_over()
             self._seam = seam
+            if self._device is not None:
+                seam.store.device = self._device
+                seam.retry_alone = RetryAlone(self._device, lambda: seam.executing)
+            objects, lease = self._below.objects, self._below.lease
+            if objects is not None and lease is not None and objects.bucket.shared:
+                self._shared = SharedCopies(self._worker, self._engine, seam.store, objects, lease)
+                self._shared.install()
         elif self._left_alone == before:
             return
         limits = self._limits
@@ -186,12 +233,7 @@ class TierRuntime:
         )
 
     def _warn_about_filesystem(self) -> None:
-        kind = filesystem_of(self._disk.directory)
-        if kind in ODD_FILESYSTEMS:
-            message = (
-                f"{self._disk.directory} is on {kind}, which {ODD_FILESYSTEMS[kind]}. "
-                "Remedy: set gpurt.tiers.directory to a local disk"
-            )
+        for message, kind in self._disk.warnings():
             logger.warning("%s", message)
             self._sink(Event("tiers.filesystem", message, {"filesystem": kind}))
 
@@ -256,6 +298,7 @@ class TierRuntime:
             "reserved_bytes": engine.gate.reserved_bytes,
             "disk_bytes": self._disk.used_bytes,
             "disk_limit_bytes": self._disk.limit_bytes,
+            "disks": self._disk.statistics(),
             "spilled_keys": len(seam.store.slow) if seam is not None else 0,
             "spilled_memory_bytes": seam.store.spilled_total.memory if seam is not None else 0,
             "spilled_disk_bytes": seam.store.spilled_total.disk if seam is not None else 0,
@@ -275,11 +318,24 @@ class TierRuntime:
         out.update(engine.counters.to_dict())
         out["evictions"] = engine.decided_by
         out["hints"] = seam.hints.statistics() if seam is not None else {}
+        out["local_uses"] = seam.local.statistics() if seam is not None else {}
+        out["prefetch"] = seam.prefetch.statistics() if seam is not None else {}
+        out["input_wait_seconds"] = seam.input_wait_seconds if seam is not None else 0.0
+        if self._below.objects is not None:
+            out["below"] = self._below.statistics()
+            out["shared"] = self._shared.statistics() if self._shared is not None else {}
+        if self._device_memory is not None:
+            out["device"] = self._device_memory.statistics()
+            if seam is not None and seam.retry_alone is not None:
+                out["device"].update(seam.retry_alone.statistics())
         return out
 
     def protocols(self) -> dict[str, Any]:
         """What a scheduler that sends next uses has to see in ``metrics["gpurt"]``."""
-        return self._seam.hints.heartbeat() if self._seam is not None else {}
+        out = dict(self._seam.hints.heartbeat()) if self._seam is not None else {}
+        if self._shared is not None:
+            out.update(self._shared.heartbeat())
+        return out
 
 
 def _left_alone(data: Any, settings: TierSettings) -> adoption.LeftAlone | None:
@@ -287,29 +343,6 @@ def _left_alone(data: Any, settings: TierSettings) -> adoption.LeftAlone | None:
     if not settings.enabled:
         return adoption.LeftAlone("gpurt.tiers.enabled is false", "set it to true", logging.INFO)
     return adoption.left_alone(data)
-
-
-def _open_disk(local_directory: str, settings: TierSettings, limits: Limits) -> tuple[DiskTier, WorkDir | None]:
-    """In a thread. The folder lives below one with distributed's lock, so leftovers of a killed worker are purged."""
-    work_dir: WorkDir | None = None
-    parent = local_directory
-    try:
-        if settings.directory is not None:
-            work_dir = WorkSpace(os.path.join(settings.directory, "dask-gpurt-space")).new_work_dir(prefix="worker-")
-            parent = work_dir.dir_path
-        disk = DiskTier(
-            os.path.join(parent, "gpurt-tiers"),
-            limit_bytes=limits.disk_limit_bytes,
-            reserve_bytes=limits.disk_reserve_bytes,
-        )
-        return disk, work_dir
-    except OSError as e:
-        if work_dir is not None:
-            work_dir.release()
-        raise InstallError(
-            f"cannot use {parent!r} for spilled data: {e}. Remedy: set gpurt.tiers.directory to a folder that the "
-            "worker may write to"
-        ) from e
 
 
 def _said(nbytes: int | None) -> str:

@@ -8,7 +8,8 @@ Taken over, and put back exactly:
 * ``worker.memory_manager.data`` **and** ``worker.state.data``: setting one alone makes every dependent fail;
 * ``worker.execute``: first the inputs are brought into memory (in threads) and pinned for the run, and the gate is
   passed;
-* ``worker.handlers["get_data"]``: the same for keys that a peer asks for.
+* ``worker.handlers["get_data"]``: the same for keys that a peer asks for;
+* ``worker.gather_dep``: what is about to be fetched passes the gate first, as what is read from disk does.
 
 An exception in our part of a wrapper is counted and the stock function runs as if we were not there: it reads
 synchronously, which is slow but right. While `execute` awaits, the state machine may cancel the task, free its inputs,
@@ -43,7 +44,10 @@ from dask_gpurt.errors import SeamMismatch
 from dask_gpurt.model.slots import UNSPILL, waiting
 from dask_gpurt.tiers import adoption
 from dask_gpurt.tiers.adoption import require_call, require_names
+from dask_gpurt.tiers.hints_local import LocalUses
 from dask_gpurt.tiers.hints_worker import HintReceiver
+from dask_gpurt.tiers.oom import out_of_memory, with_note
+from dask_gpurt.tiers.prefetch import Prefetch
 from dask_gpurt.tiers.store import TieredStore
 
 if TYPE_CHECKING:
@@ -51,8 +55,10 @@ if TYPE_CHECKING:
 
     from distributed.spill import SpillBuffer
 
+    from dask_gpurt.tiers.admission import Reservation
     from dask_gpurt.tiers.engine import Engine
     from dask_gpurt.tiers.entry import Entry
+    from dask_gpurt.tiers.oom import RetryAlone
 
 logger = logging.getLogger("distributed.worker.gpurt")
 
@@ -71,30 +77,43 @@ class WorkerSeam:
         This distributed is not one we know. Nothing was changed.
     """
 
-    def __init__(self, worker: Any, engine: Engine) -> None:
+    def __init__(self, worker: Any, engine: Engine, *, prefetch_share: float = 0.0) -> None:
         self._worker = worker
         self._engine = engine
         self._check()
         self.store = TieredStore(engine, on_lost=self.lost)
         #: what the scheduler says about next uses
         self.hints = HintReceiver(worker, engine, self.store)
+        #: what this worker knows by itself
+        self.local = LocalUses(worker, engine, self.store)
+        #: reads ahead what it tells
+        self.prefetch = Prefetch(engine, worker.state.tasks, self.store.entry, prefetch_share)
+        self.local.on_pending = self.prefetch.pending
         #: what was ``worker.data``
         self.original: SpillBuffer = worker.memory_manager.data
         self._stock_execute: Callable[..., Any] = worker.execute
         self._stock_get_data: Callable[..., Any] = worker.handlers["get_data"]
-        self._had_execute = "execute" in vars(worker)
+        self._stock_gather_dep: Callable[..., Any] = worker.gather_dep
+        #: what was set on the worker itself, by somebody who wrapped it before us
+        self._had = {name for name in ("execute", "gather_dep") if name in vars(worker)}
         self._active = False
+        #: runs a task again that failed for want of device memory; None without a device tier
+        self.retry_alone: RetryAlone | None = None
+        self._executing = 0
         #: decisions that were left to stock Dask because our code raised
         self.fallbacks: Counter[str] = Counter()
         self.last_traceback = ""
         #: keys that were lost and given up to the scheduler
         self.lost_keys = 0
+        #: seconds that tasks waited for their inputs, the gate included, summed
+        self.input_wait_seconds = 0.0
         #: tasks handed back because an input was not here after the wait
         self.returned_tasks = 0
         self._returns: Counter[Any] = Counter()
         self._tasks: set[asyncio.Future[None]] = set()
         self._execute_wrapper = self._wrap_execute()
         self._get_data_wrapper = self._wrap_get_data()
+        self._gather_dep_wrapper = self._wrap_gather_dep()
 
     def _check(self) -> None:
         worker = self._worker
@@ -109,6 +128,7 @@ class WorkerSeam:
                 "of them. Remedy: load dask_gpurt first, or set gpurt.tiers.enabled: false"
             )
         require_call(worker.execute, "Worker.execute", "key", stimulus_id="s")
+        require_call(worker.gather_dep, "Worker.gather_dep", "address", ["key"], 1, stimulus_id="s")
         require_call(worker.handlers.get("get_data"), "the get_data handler", None, keys=(), who="", serializers=None)
         require_call(FreeKeysEvent, "FreeKeysEvent", keys=(), stimulus_id="s")
         require_call(RescheduleEvent, "RescheduleEvent", key="k", stimulus_id="s")
@@ -124,19 +144,33 @@ class WorkerSeam:
         worker.memory_manager.data = self.store
         worker.state.data = self.store
         worker.execute = self._execute_wrapper
+        worker.gather_dep = self._gather_dep_wrapper
         worker.handlers["get_data"] = self._get_data_wrapper
         self._active = True
+        self.prefetch.install()
+        self.local.install()
         self.hints.install()
+
+    @property
+    def executing(self) -> int:
+        """Tasks that run now."""
+        return self._executing
 
     async def give_back(self) -> None:
         """Drain into the original mapping, then put everything back."""
         await self.hints.uninstall()
+        self.local.uninstall()
+        self.prefetch.uninstall()
+        for key in await self.store.unbox():
+            self._give_up(key)
         for key in await adoption.give_back(self.store, self.original, self._engine):
             self._give_up(key)
         self._restore()
 
     def abandon(self) -> None:
         """The worker is closing: unhook, but leave the data where it is."""
+        self.local.uninstall()
+        self.prefetch.uninstall()
         self._unwrap()
 
     def _restore(self) -> None:
@@ -148,11 +182,16 @@ class WorkerSeam:
         worker = self._worker
         # Where somebody has wrapped us in turn, ours stays in the chain and only passes through.
         self._active = False
-        if vars(worker).get("execute") is self._execute_wrapper:
-            if self._had_execute:
-                worker.execute = self._stock_execute
+        for name, ours, stock in (
+            ("execute", self._execute_wrapper, self._stock_execute),
+            ("gather_dep", self._gather_dep_wrapper, self._stock_gather_dep),
+        ):
+            if vars(worker).get(name) is not ours:
+                continue
+            if name in self._had:
+                setattr(worker, name, stock)
             else:
-                del worker.execute
+                delattr(worker, name)
         if worker.handlers.get("get_data") is self._get_data_wrapper:
             worker.handlers["get_data"] = self._stock_get_data
 
@@ -176,7 +215,20 @@ class WorkerSeam:
                 self.store.release(pinned)
                 raise
             try:
-                event = await stock(key, stimulus_id=stimulus_id)
+                retry = self.retry_alone
+                if retry is not None:
+                    await retry.enter()
+                self._executing += 1
+                try:
+                    event = await stock(key, stimulus_id=stimulus_id)
+                finally:
+                    self._executing -= 1
+                if retry is not None and self._wants_memory(event):
+                    # The task has not ended for the state machine: it hears of the second event alone.
+                    event = await retry.again(
+                        lambda: stock(key, stimulus_id=stimulus_id), self._wants_memory, with_note
+                    )
+                self.local.executed(key)
                 self.hints.executed(key, pinned, event)
                 return event
             finally:
@@ -187,6 +239,7 @@ class WorkerSeam:
     async def _bring_inputs(self, key: Any) -> list[Entry]:
         ts = self._worker.state.tasks[key]
         pinned, seconds = await self._ensure([d.key for d in ts.dependencies])
+        self.input_wait_seconds += seconds
         if seconds > 0.005:  # the threshold and the label of stock: orange in the task stream
             now = time()
             ts.startstops.append({"action": "disk-read", "start": now - seconds, "stop": now})
@@ -251,6 +304,32 @@ class WorkerSeam:
                 self.store.release(pinned)
 
         return get_data
+
+    def _wants_memory(self, event: Any) -> bool:
+        try:
+            return out_of_memory(event) is not None
+        except Exception:  # the error's own code, while it is unpickled
+            self._fell_back("out of memory")
+            return False
+
+    def _wrap_gather_dep(self) -> Callable[..., Any]:
+        stock = self._stock_gather_dep
+
+        async def gather_dep(worker: str, to_gather: Any, total_nbytes: int, *, stimulus_id: str) -> Any:
+            room: Reservation | None = None
+            if self._active and self._worker.status in _RUNNING:
+                try:
+                    room = await self._engine.admit(total_nbytes)
+                except Exception:
+                    self._fell_back("gather_dep")
+            try:
+                return await stock(worker, to_gather, total_nbytes, stimulus_id=stimulus_id)
+            finally:
+                # The values become entries in this turn of the loop or the next.
+                if room is not None:
+                    room.release()
+
+        return gather_dep
 
     def _fell_back(self, where: str) -> None:
         self.fallbacks[where] += 1

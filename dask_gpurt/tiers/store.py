@@ -15,26 +15,41 @@ values that are *only* on disk; clean copies of values in memory are told apart 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterable, Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distributed.sizeof import safe_sizeof
 
+from dask_gpurt.errors import LostData
 from dask_gpurt.tiers.account import Account
 from dask_gpurt.tiers.codec import PickleCodec
+from dask_gpurt.tiers.device import Box
 from dask_gpurt.tiers.entry import Entry, State
+from dask_gpurt.tiers.policy import soonest_use
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
     from distributed.spill import SpillBuffer
 
+    from dask_gpurt.tiers.device import DeviceSpace
     from dask_gpurt.tiers.engine import Engine
     from dask_gpurt.tiers.handle import Handle
 
 
-def _nothing(entry: Entry) -> None:
-    return None
+class StoredCopy:
+    """Set as the value of a key whose value is on a lower tier already: the store takes the copy over, unread."""
+
+    __slots__ = ("handle", "nbytes")
+
+    def __init__(self, nbytes: int, handle: Handle) -> None:
+        #: of the value in memory
+        self.nbytes = nbytes
+        self.handle = handle
+
+    def __sizeof__(self) -> int:
+        return self.nbytes
 
 
 class SpilledSize(NamedTuple):
@@ -82,8 +97,12 @@ class TieredStore(MutableMapping[Any, Any]):
         self._account = Account("data", PickleCodec(), on_lost=lambda entry: on_lost(entry.key))
         #: keys that are set go there while the store is being drained (see `adoption`)
         self.successor: MutableMapping[Any, Any] | None = None
+        #: inputs that could not be brought to the device before their task began
+        self.device_load_failures = 0
         #: called with each entry made, before any victim is chosen; must not raise
-        self.on_add: Callable[[Entry], None] = _nothing
+        self.on_add: list[Callable[[Entry], None]] = []
+        #: keeps the values that are in device memory; the entry's value is then a `Box`
+        self.device: DeviceSpace | None = None
 
     def drain_into(self, successor: SpillBuffer) -> None:
         """From now on keys are set in `successor`; the caller moves those that are here."""
@@ -97,14 +116,21 @@ class TieredStore(MutableMapping[Any, Any]):
         """Never raises for reasons of space, never blocks on I/O."""
         old = self._entries.pop(key, None)
         if old is not None:
-            self._engine.remove(old)
+            self._remove(old)
         if self.successor is not None:
             self.successor[key] = value
+            return
+        if isinstance(value, StoredCopy):
+            self.adopt(key, value.nbytes, value.handle)
+            return
+        if self.device is not None and self.device.backend.owns(value):
+            self._set_device_value(self.device, key, value)
             return
         # First the dict: adding may evict, and must find the key when something goes wrong.
         nbytes = safe_sizeof(value)
         entry = self._entries[key] = self._engine.add(self._account, key, value, nbytes, balance=False)
-        self.on_add(entry)
+        for listener in self.on_add:
+            listener(entry)
         self._engine.balance()
 
     def __getitem__(self, key: Hashable) -> Any:
@@ -115,7 +141,8 @@ class TieredStore(MutableMapping[Any, Any]):
             raise KeyError(key)
         if entry.in_memory:
             self._engine.counters.memory_read(entry.nbytes)
-        return self._engine.get(entry)
+        value = self._engine.get(entry)
+        return value.get() if type(value) is Box else value
 
     def __delitem__(self, key: Hashable) -> None:
         entry = self._entries.pop(key, None)
@@ -124,7 +151,26 @@ class TieredStore(MutableMapping[Any, Any]):
                 raise KeyError(key)
             del self.successor[key]
             return
+        self._remove(entry)
+
+    def _remove(self, entry: Entry) -> None:
+        value = entry.value
         self._engine.remove(entry)
+        if type(value) is Box:
+            # In a thread: its copy may be on a disk, and another thread may be at work on it.
+            self._engine.io.submit(value.space.remove, value)
+
+    def _set_device_value(self, device: DeviceSpace, key: Hashable, value: Any) -> None:
+        box = device.put(key, value)
+        entry = self._entries[key] = self._engine.add(self._account, key, box, sys.getsizeof(box), balance=False)
+        entry.unspillable = True  # it leaves the device by other ways than memory
+        self._engine.books.victims.discard(entry)
+        box.next_use = lambda: soonest_use(entry)
+        for listener in self.on_add:
+            listener(entry)
+        self._engine.balance()
+        if device.over:
+            self._engine.io.submit(device.balance)
 
     def __contains__(self, key: object) -> bool:
         return key in self._entries or (self.successor is not None and key in self.successor)
@@ -159,17 +205,52 @@ class TieredStore(MutableMapping[Any, Any]):
         entries = [e for e in map(self._entries.get, keys) if e is not None]
         for entry in entries:
             self._engine.pin(entry)
+            if type(entry.value) is Box:
+                entry.value.pins += 1
         try:
             await self._engine.ensure(entries)
+            for entry in entries:
+                if type(entry.value) is Box and not entry.gone:
+                    await self._bring(entry)
         except BaseException:
             self.release(entries)
             raise
         return entries
 
+    async def _bring(self, entry: Entry) -> None:
+        """To the device. What fails here fails again, and is told, where the value is asked for."""
+        try:
+            await self._engine.offload(entry.value.get)
+        except LostData:
+            if not entry.gone:
+                self._account.on_lost(entry)
+        except MemoryError:
+            self.device_load_failures += 1
+
     def release(self, entries: Iterable[Entry]) -> None:
         """Unpin what `ensure` returned."""
         for entry in entries:
+            if type(entry.value) is Box:
+                entry.value.pins -= 1
             self._engine.unpin(entry)
+
+    async def unbox(self) -> list[Any]:
+        """Make plain values of all device values, for a store that has no device tier; keys that could not be."""
+        failed = []
+        for key, entry in list(self._entries.items()):
+            box = entry.value
+            if type(box) is not Box:
+                continue
+            try:
+                value = await self._engine.offload(box.get)
+            except (LostData, MemoryError):
+                failed.append(key)
+                continue
+            if not entry.gone and entry.value is box:
+                self._engine.books.replace(entry, value)
+            self._engine.io.submit(box.space.remove, box)
+        self.device = None
+        return failed
 
     def is_lost(self, key: Hashable) -> bool:
         """The key is here by name, but no valid copy is left."""
@@ -203,7 +284,7 @@ class TieredStore(MutableMapping[Any, Any]):
         """Drop a key that its successor has by now."""
         entry = self._entries.pop(key, None)
         if entry is not None:
-            self._engine.remove(entry)
+            self._remove(entry)
 
     # ------------------------------------------------------------------ what distributed reads
 

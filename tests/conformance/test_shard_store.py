@@ -10,9 +10,11 @@ import pytest
 from dask_gpurt.model import Chunk, ShardStore
 from dask_gpurt.shuffle.stores import MemoryShardStore
 from dask_gpurt.testing import ArrayChunk, check_shard_store
+from dask_gpurt.tiers.directories import Directories
 from dask_gpurt.tiers.disk import DiskTier
 from dask_gpurt.tiers.engine import Engine
 from dask_gpurt.tiers.shards import TierShardStore
+from dask_gpurt.tiers.space import Quota
 
 
 def test_array_chunk_is_a_chunk() -> None:
@@ -24,10 +26,26 @@ def test_memory() -> None:
     asyncio.run(check_shard_store(MemoryShardStore))
 
 
+#: how a disk tier may lay out its files
+DISKS: dict[str, dict[str, Any]] = {
+    "segments": {},
+    "compacted often": {"segment_bytes": 4000},
+    "a file each": {"small_bytes": 0},
+    "through the page cache": {"small_bytes": 0, "direct_io": "off"},
+}
+
+
+@pytest.mark.parametrize("disk", [*DISKS, "two folders"])
 @pytest.mark.parametrize("budget", [None, 0, 30_000, 10**9])
-def test_tiers(tmp_path: Any, budget: int | None) -> None:
+def test_tiers(tmp_path: Any, budget: int | None, disk: str) -> None:
+    def make() -> Any:
+        if disk in DISKS:
+            return DiskTier(str(tmp_path / "t"), **DISKS[disk])
+        quota = Quota()
+        return Directories([DiskTier(str(tmp_path / name), quota=quota) for name in ("t", "u")], quota)
+
     async def main() -> None:
-        engine = Engine(DiskTier(str(tmp_path / "t")), budget_bytes=budget)
+        engine = Engine(make(), budget_bytes=budget)
         try:
             await check_shard_store(lambda: TierShardStore(engine), settle=engine.idle)
             engine.validate()

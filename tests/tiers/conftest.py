@@ -7,9 +7,11 @@ import asyncio
 import errno
 import os
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from distributed.utils_test import async_poll_for
 
 from dask_gpurt.tiers.disk import DiskTier
 from dask_gpurt.tiers.engine import Engine
@@ -17,6 +19,29 @@ from dask_gpurt.tiers.store import TieredStore
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
+
+    from distributed import Worker
+
+_beats: weakref.WeakKeyDictionary[Worker, asyncio.Lock] = weakref.WeakKeyDictionary()
+
+
+async def beat(worker: Worker) -> None:
+    """One more heartbeat, now. Its own must not be under way: two at a time end a worker (distributed's `spans`)."""
+    lock = _beats.get(worker)
+    if lock is None:
+        lock = _beats[worker] = asyncio.Lock()
+        periodic = worker.periodic_callbacks["heartbeat"]
+        own = periodic.callback
+
+        async def one_at_a_time() -> None:
+            async with lock:
+                await own()
+
+        periodic.callback = one_at_a_time
+        spans: Any = worker.extensions["spans"]
+        await async_poll_for(lambda: not spans.digests_total_since_heartbeat, timeout=30)  # one that began before
+    async with lock:
+        await worker.heartbeat()
 
 
 class FaultyOs:
@@ -79,7 +104,7 @@ class Rig:
     def validate(self) -> None:
         """Every invariant of the engine, and: the files on disk are the handles."""
         self.engine.validate()
-        names = sorted(h.name for h in self.engine.handles() if hasattr(h, "name"))
+        names = sorted({h.name for h in self.engine.handles() if hasattr(h, "name")})
         assert names == self.disk.files(), "files on disk and handles differ"
         assert self.disk.used_bytes == sum(
             os.stat(os.path.join(self.disk.directory, n)).st_size for n in self.disk.files()

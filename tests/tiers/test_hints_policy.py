@@ -14,7 +14,7 @@ from dask_gpurt.tiers.codec import PickleCodec
 from dask_gpurt.tiers.entry import NEVER, Entry
 from dask_gpurt.tiers.hints_wire import OP
 from dask_gpurt.tiers.hints_worker import GUESS_SECONDS, HintReceiver, decided_share
-from dask_gpurt.tiers.policy import Victims
+from dask_gpurt.tiers.policy import Victims, soonest_use
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -68,6 +68,16 @@ def test_order() -> None:
     assert victims.decided_by == {"hint": 7, "lru": 3, "small": 1}
     assert decided_share(victims.decided_by) == 7 / 11
     assert len(victims) == 0
+
+
+def test_one_order_for_those_that_rank_by_the_next_use_alone() -> None:
+    """As values in device memory do: what is due here is needed before what is only foretold."""
+    due_first, due_last, soon, far = entry("a", (0, 9)), entry("b"), entry("c", (0, 1)), entry("d", (0, 2))
+    due_first.due, due_last.due = (0, 3), (0, 8)
+    uses = [soonest_use(e) for e in (due_first, due_last, soon, far, entry("e", NEVER))]
+    assert None not in uses
+    assert uses == sorted(uses, key=lambda use: use or ())
+    assert soonest_use(entry("f")) is None
 
 
 def test_a_changed_hint_changes_the_place() -> None:

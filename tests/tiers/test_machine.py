@@ -7,7 +7,8 @@ import errno
 import os
 import random
 import tempfile
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 from hypothesis import HealthCheck, settings
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from dask_gpurt.errors import LostData
+from dask_gpurt.tiers.prefetch import Prefetch
 
 from .conftest import FaultyOs, Rig
 
@@ -22,6 +24,10 @@ KEYS = st.integers(0, 7)
 
 
 class TierMachine(RuleBasedStateMachine):
+    """A file per value."""
+
+    layout: ClassVar[dict[str, Any]] = {"small_bytes": 0}
+
     def __init__(self) -> None:
         super().__init__()
         self.loop = asyncio.new_event_loop()
@@ -31,10 +37,13 @@ class TierMachine(RuleBasedStateMachine):
         self.model: dict[int, np.ndarray[Any, Any]] = {}
         self.pinned: list[Any] = []
         self.spoilt: set[int] = set()
+        self.tasks: dict[int, Any] = {}
+        self.prefetch = Prefetch(self.rig.engine, self.tasks, self.rig.store.entry, 0.5)
+        self.prefetch.install()
         self.serial = 0
 
     async def _make(self) -> Rig:
-        return Rig(os.path.join(self.folder.name, "t"), 30_000, self.os, limit_bytes=60_000)
+        return Rig(os.path.join(self.folder.name, "t"), 30_000, self.os, limit_bytes=60_000, **self.layout)
 
     def teardown(self) -> None:
         self.loop.run_until_complete(self.rig.engine.close())
@@ -53,6 +62,17 @@ class TierMachine(RuleBasedStateMachine):
     def set(self, key: int, size: int) -> None:
         self.serial += 1
         value = np.full(size, self.serial % 251, "u1")
+        self.model[key] = value.copy()
+        self.spoilt.discard(key)
+        self.on_loop(lambda: self.rig.store.__setitem__(key, value))
+
+    @rule(key=KEYS, other=KEYS, view=st.booleans())
+    def set_to_another_ones_value(self, key: int, other: int, view: bool) -> None:
+        """Two keys, one memory."""
+        entry = self.rig.store.entry(other)
+        if entry is None or not entry.in_memory or key == other:
+            return
+        value = entry.value[1:] if view else entry.value
         self.model[key] = value.copy()
         self.spoilt.discard(key)
         self.on_loop(lambda: self.rig.store.__setitem__(key, value))
@@ -109,6 +129,26 @@ class TierMachine(RuleBasedStateMachine):
     def hint(self, key: int, use: Any) -> None:
         self.on_loop(lambda: self.rig.store.hint(key, use))
 
+    @rule(key=KEYS, due=st.one_of(st.none(), st.tuples(st.integers(0, 9))))
+    def due(self, key: int, due: Any) -> None:
+        entry = self.rig.store.entry(key)
+        if entry is not None:
+            self.on_loop(lambda: self.rig.engine.books.set_due(entry, due))
+
+    @rule(keys=st.lists(KEYS, min_size=1, max_size=3, unique=True), priority=st.integers(0, 9))
+    def task_is_sent(self, keys: list[int], priority: int) -> None:
+        """Its inputs may be read ahead; it never runs, so some of them leave again, or are deleted, or are pinned."""
+        self.serial += 1
+        self.tasks[self.serial] = SimpleNamespace(
+            state="ready", dependencies=[SimpleNamespace(key=key) for key in keys]
+        )
+        self.on_loop(lambda: self.prefetch.pending((priority,), self.serial, self.serial))
+
+    @rule()
+    def tasks_are_cancelled(self) -> None:
+        self.tasks.clear()
+        self.on_loop(self.prefetch.pump)
+
     @rule(n=st.integers(0, 50_000))
     def admit(self, n: int) -> None:
         async def go() -> None:
@@ -117,7 +157,10 @@ class TierMachine(RuleBasedStateMachine):
 
         self.on_loop(go)
 
-    @rule(call=st.sampled_from(["open", "writev", "rename"]), code=st.sampled_from([errno.ENOSPC, errno.EIO]))
+    @rule(
+        call=st.sampled_from(["open", "pwritev", "rename", "ftruncate"]),
+        code=st.sampled_from([errno.ENOSPC, errno.EIO]),
+    )
     def next_write_fails(self, call: str, code: int) -> None:
         self.os.plan[call, self.os.calls.get(call, 0)] = OSError(code, "injected")
 
@@ -127,19 +170,26 @@ class TierMachine(RuleBasedStateMachine):
         entry = self.rig.store.entry(key)
         if entry is None or entry.handle is None:
             return
-        path = os.path.join(self.rig.disk.directory, entry.handle.name)
-        if how == "remove":
-            # Behind a handle: files and handles differ from now on, so put an empty file in its place.
-            open(path, "wb").close()
-        elif how == "truncate":
-            os.truncate(path, at % os.path.getsize(path)) if os.path.getsize(path) else None
-        elif os.path.getsize(path):
+        handle = entry.handle
+        path = os.path.join(self.rig.disk.directory, handle.name)
+        frames = handle.frames
+        start, end = frames[0].offset, frames[-1].offset + frames[-1].extent_bytes
+        if how == "flip":
+            if os.path.getsize(path) < end:
+                return  # cut off before
             with open(path, "r+b") as f:
-                f.seek(at % os.path.getsize(path))
+                f.seek(start + at % (end - start))
                 byte = f.read(1)[0]
                 f.seek(-1, 1)
                 f.write(bytes([byte ^ (1 << random.Random(at).randrange(8))]))
-        self.spoilt.add(key)
+            self.spoilt.add(key)
+            return
+        # Behind the back of the handles: files and handles must stay the same, so an empty file is put in its place.
+        os.truncate(path, 0 if how == "remove" else min(os.path.getsize(path), start + at % (end - start)))
+        self.spoilt.update(e.key for e in self.entries() if e.handle is not None and e.handle.name == handle.name)
+
+    def entries(self) -> list[Any]:
+        return [e for e in map(self.rig.store.entry, self.model) if e is not None]
 
     @rule()
     def settle(self) -> None:
@@ -148,6 +198,10 @@ class TierMachine(RuleBasedStateMachine):
     @invariant()
     def books_are_right(self) -> None:
         self.on_loop(self.rig.engine.validate)
+        entries = self.rig.engine.books.entries
+        assert self.prefetch.ahead_bytes == sum(e.nbytes for e in entries if e.prefetched)
+        assert self.prefetch.started == sum(self.prefetch.outcomes.values()) + sum(e.prefetched for e in entries)
+        assert self.prefetch.exceptions == 0, self.prefetch.last_traceback
         assert set(self.rig.store) == set(self.model)
         assert len(self.rig.store) == len(self.model)
         assert len(self.rig.store.slow) == len(list(self.rig.store.slow))
@@ -156,12 +210,21 @@ class TierMachine(RuleBasedStateMachine):
     @rule()
     def files_are_the_handles(self) -> None:
         self.settle()
-        names = sorted(h.name for h in self.rig.engine.handles())
-        assert names == self.rig.disk.files()
-        assert self.rig.disk.used_bytes == sum(h.nbytes for h in self.rig.engine.handles()) <= 60_000
+        handles = self.rig.engine.handles()
+        assert sorted({h.name for h in handles}) == self.rig.disk.files()
+        assert sum(h.nbytes for h in handles) <= self.rig.disk.used_bytes <= 60_000
+        if not self.rig.disk.files():
+            assert self.rig.disk.used_bytes == 0
 
 
-TierMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+class SegmentMachine(TierMachine):
+    """Several values per file, which are moved when the others are dead."""
+
+    layout: ClassVar[dict[str, Any]] = {"small_bytes": 1 << 20, "segment_bytes": 16_000}
+
+
+TierMachine.TestCase.settings = SegmentMachine.TestCase.settings = settings(
+    max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestTierMachine = TierMachine.TestCase
+TestSegmentMachine = SegmentMachine.TestCase

@@ -28,6 +28,8 @@ from dask_gpurt.errors import InstallError, LostData, SeamMismatch
 from dask_gpurt.testing import ArrayChunk, check_shard_store
 from dask_gpurt.tiers import TieredStore, TierRuntime
 
+from .conftest import beat
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -119,7 +121,7 @@ async def test_metrics_are_true_and_peers_get_spilled_keys(c: Client, s: Schedul
     x = c.map(make, range(30), key=[f"x{i}" for i in range(30)], workers=[a.address])
     await wait(x)
     await runtimes[0].engine.idle()
-    await a.heartbeat()
+    await beat(a)
     spilled = s.workers[a.address].metrics["spilled_bytes"]
     store = runtimes[0].store
     assert isinstance(store, TieredStore)
@@ -133,7 +135,7 @@ async def test_metrics_are_true_and_peers_get_spilled_keys(c: Client, s: Schedul
     assert await c.gather(y) == [total(make(i)) for i in range(30)]
     await runtimes[0].engine.idle()
     for w, runtime in zip((a, b), runtimes, strict=True):
-        await w.heartbeat()
+        await beat(w)
         runtime.engine.validate()
         assert runtime.statistics()["sync_reads"] == 0
         assert runtime.statistics()["fallbacks"] == {}
@@ -145,7 +147,7 @@ async def test_metrics_are_true_and_peers_get_spilled_keys(c: Client, s: Schedul
 
     z = c.map(total, x, workers=[a.address], pure=False)
     await wait(z)
-    await a.heartbeat()
+    await beat(a)
     assert any(k[0] == "execute" and "disk-read" in k for k in s.cumulative_worker_metrics)
 
 
@@ -242,6 +244,7 @@ async def test_adoption_and_draining_with_data(c: Client, s: Scheduler, a: Worke
         await draining
         assert a.data is a.state.data is original
         assert "execute" not in vars(a)
+        assert "gather_dep" not in vars(a)
         assert a.execute == execute
         assert a.handlers["get_data"] == get_data
         assert TierRuntime is not None
@@ -315,7 +318,8 @@ class MySpillBuffer(SpillBuffer):
         super().__init__(os.path.join(worker_local_directory, "mine"), target=10 * MB)
 
 
-NO_SPILL = {"distributed.worker.memory.target": False, "distributed.worker.memory.spill": False}
+#: the process that runs the tests is larger than the workers' limit: it would be paused for good
+NO_SPILL = {f"distributed.worker.memory.{name}": False for name in ("target", "spill", "pause")}
 
 
 @pytest.mark.parametrize(
@@ -382,7 +386,7 @@ def log_records(name: str) -> Iterator[list[logging.LogRecord]]:
         logger.setLevel(level)
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)], worker_kwargs={"memory_limit": "100 MB"})
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)], worker_kwargs={"memory_limit": "100 MB"}, config=NO_WATCH)
 async def test_unknown_spill_buffer_is_refused_untouched(c: Client, s: Scheduler, a: Worker) -> None:
     original = a.data
     x = c.submit(make, 1)

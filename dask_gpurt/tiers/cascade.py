@@ -1,0 +1,150 @@
+"""Several tiers as one: a value goes to the first that takes it.
+
+The order is the cost of return, cheapest first: a read from a local disk costs a tenth of one from an object store, so
+the store is used when the disk is full or fails. With ``gpurt.tiers.object-use: first`` it is the other way round.
+
+A tier whose writes fail (not: one that is full, which knows at once and for free) is set aside, for one second after
+`FAILURES` failures in a row, doubling to a minute; a success forgives all. When none takes the value, the error of the
+first one that was asked is raised, and the value stays in memory (`eviction` goes on from there).
+
+Rejected: moving values from disk to the store to make room for ones that are needed sooner. It costs a read and an
+upload, and eviction already writes the farthest first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.errors import TierFull
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from dask_gpurt.model.tier import Tier
+    from dask_gpurt.tiers.account import Group
+    from dask_gpurt.tiers.handle import Handle
+    from dask_gpurt.tiers.protocol import StorageTier
+
+logger = logging.getLogger("distributed.worker.gpurt")
+
+#: in a row, before a tier is set aside
+FAILURES = 2
+MAX_REST_SECONDS = 60.0
+
+
+@dataclasses.dataclass(eq=False)
+class _Level:
+    tier: StorageTier
+    #: monotonic seconds
+    rests_until: float = 0.0
+    #: in a row
+    failures: int = 0
+    writes: int = 0
+    written_bytes: int = 0
+    full: int = 0
+    failed: int = 0
+    skipped: int = 0
+    last_error: str = ""
+
+
+class Cascade:
+    """Implements `StorageTier` over others. Thread-safe.
+
+    Parameters
+    ----------
+    tiers
+        In the order in which they are asked; at least one.
+    """
+
+    def __init__(self, tiers: Sequence[StorageTier], *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._levels = [_Level(t) for t in tiers]
+        self._clock = clock
+        self._lock = threading.Lock()
+
+    @property
+    def tier(self) -> Tier:
+        return self._levels[0].tier.tier
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(level.tier.used_bytes for level in self._levels)
+
+    @property
+    def limit_bytes(self) -> int | None:
+        limits = [level.tier.limit_bytes for level in self._levels]
+        return None if None in limits else sum(n for n in limits if n is not None)
+
+    def write(self, groups: Sequence[Group]) -> Handle:
+        """Keep the frames on the first tier that takes them; see `StorageTier.write`."""
+        first: OSError | None = None
+        try:
+            for level in self._levels:
+                if self._clock() < level.rests_until:
+                    level.skipped += 1
+                    continue
+                try:
+                    handle = level.tier.write(groups)
+                except TierFull as e:
+                    level.full += 1
+                    first = first or e
+                except OSError as e:
+                    self._failed(level, e)
+                    first = first or e
+                else:
+                    with self._lock:
+                        level.failures = 0
+                        level.writes += 1
+                        level.written_bytes += handle.nbytes
+                    return handle
+            raise first or TierFull(
+                errno.EAGAIN, "all tiers below memory rest after failed writes. The value stays in memory"
+            )
+        finally:
+            # Its traceback holds this frame, which holds it: the frames of the value would live until the next
+            # garbage collection.
+            del first
+
+    def _failed(self, level: _Level, error: OSError) -> None:
+        with self._lock:
+            level.failed += 1
+            level.failures += 1
+            level.last_error = str(error)
+            if level.failures < FAILURES:
+                return
+            rest = min(MAX_REST_SECONDS, 2.0 ** (level.failures - FAILURES))
+            level.rests_until = self._clock() + rest
+            first = level.failures == FAILURES
+        if first:
+            logger.warning("the %s tier is set aside after failed writes: %s", level.tier.tier.name.lower(), error)
+
+    def probe(self) -> None:
+        """All of them."""
+        for level in self._levels:
+            level.tier.probe()
+
+    def close(self) -> None:
+        for level in self._levels:
+            level.tier.close()
+
+    def statistics(self) -> dict[str, dict[str, Any]]:
+        """Per tier, as plain JSON: what it took, and how often it did not."""
+        now = self._clock()
+        return {
+            level.tier.tier.name.lower(): {
+                "used_bytes": level.tier.used_bytes,
+                "limit_bytes": level.tier.limit_bytes,
+                "writes": level.writes,
+                "written_bytes": level.written_bytes,
+                "full": level.full,
+                "failed_writes": level.failed,
+                "skipped_writes": level.skipped,
+                "resting_seconds": max(0.0, level.rests_until - now),
+                "last_error": level.last_error,
+            }
+            for level in self._levels
+        }

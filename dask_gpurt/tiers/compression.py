@@ -1,0 +1,313 @@
+"""Compression of frames: which pays, decided per frame, and the block format.
+
+On a local NVMe disk compression mostly loses (a codec does 0.5 GB/s, the disk 2), on a slow or a shared disk, on an
+object store and for sparse data it wins. So `auto` compares expected seconds per byte for a write and a read::
+
+    none   1/W + 1/R
+    c      1/C + ratio/W + ratio/R + 1/D
+
+W and R are the bandwidths of the tier, learned from its own transfers (`Rate`); ratio, C and D come from a sample of
+the frame itself: a few pieces of 16 KiB, about 1/128 of the frame, which costs a percent or so. A codec has to win by
+`MARGIN`. A sample is faster than the whole: it lies in the processor's cache, and its fastest piece was not
+interrupted. So C and D are corrected by what compressing really took in comparison, learned per codec
+(`Chooser.learn`): 2 on a quiet machine, 5 on one whose cores are all busy with tasks. zstd is sampled only where the
+tier is slow enough for it to have a chance. Frames below `SAMPLED` bytes are never worth a look.
+
+A compressed frame is a row of blocks of up to 1 MiB, each behind four bytes of length (the top bit: stored as it is).
+So it streams in both directions, needs no second buffer of the size of the frame to be made, and cannot grow by more
+than four bytes per MiB.
+
+lz4 and zstandard are optional: without them `auto` knows what is there, and naming one that is missing is an error.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import struct
+import threading
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy
+
+from dask_gpurt.errors import ConfigError, CorruptData
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+#: bytes from which on `auto` samples a frame
+SAMPLED = 1 << 18
+#: a named codec compresses frames from this size on
+LEAST = 1 << 12
+#: how much longer compressing takes than a sample says, before anything was learned
+SLOWDOWN = 2.0
+#: share of the time without compression that a codec may take at most to be chosen
+MARGIN = 0.92
+#: bytes per second of a tier (written and read) above which zstd has no chance
+ZSTD_CEILING = 0.5e9
+#: what is assumed of a tier before its first transfer; no codec is near it
+_UNKNOWN = 1e9
+_BLOCK = 1 << 20
+_PIECE = 1 << 14
+_LENGTH = struct.Struct("<I")
+_RAW = 1 << 31
+_PACKAGES = {"lz4": "lz4.block", "zstd": "zstandard"}
+
+
+class Rate:
+    """Bytes per second, learned: the last few hundred MB count most. Thread-safe."""
+
+    #: transfers below this say more about latency
+    LEAST_BYTES = 1 << 20
+
+    def __init__(self, window_bytes: float = 256e6) -> None:
+        self._window_bytes = window_bytes
+        self._bytes = self._seconds = 0.0
+        self._lock = threading.Lock()
+
+    def add(self, nbytes: int, seconds: float) -> None:
+        if nbytes < self.LEAST_BYTES or seconds <= 0:
+            return
+        with self._lock:
+            keep = min(1.0, self._window_bytes / (self._bytes + nbytes))
+            self._bytes = (self._bytes + nbytes) * keep
+            self._seconds = (self._seconds + seconds) * keep
+
+    @property
+    def bytes_per_second(self) -> float | None:
+        """None: nothing was transferred yet."""
+        with self._lock:
+            return self._bytes / self._seconds if self._seconds else None
+
+
+class BlockCodec(Protocol):
+    """One way of compressing a block."""
+
+    def compress(self, block: Any) -> bytes: ...
+
+    def expand_into(self, block: Any, target: memoryview) -> int:
+        """Fill `target`; returns the bytes written."""
+
+
+class _Lz4:
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def compress(self, block: Any) -> bytes:
+        result: bytes = self._module.compress(block, store_size=False)
+        return result
+
+    def expand_into(self, block: Any, target: memoryview) -> int:
+        data = self._module.decompress(block, uncompressed_size=target.nbytes)
+        n = min(len(data), target.nbytes)
+        target[:n] = data[:n]
+        return len(data)
+
+
+class _Zstd:
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._local = threading.local()  # its contexts are not thread-safe
+
+    def compress(self, block: Any) -> bytes:
+        if not hasattr(self._local, "compressor"):
+            self._local.compressor = self._module.ZstdCompressor(level=1)
+        result: bytes = self._local.compressor.compress(block)
+        return result
+
+    def expand_into(self, block: Any, target: memoryview) -> int:
+        if not hasattr(self._local, "expander"):
+            self._local.expander = self._module.ZstdDecompressor()
+        with self._local.expander.stream_reader(block) as reader:
+            total = 0
+            while total < target.nbytes:
+                n = reader.readinto(target[total:])
+                if not n:
+                    break
+                total += n
+        return total
+
+
+_MAKERS: dict[str, Callable[[Any], BlockCodec]] = {"lz4": _Lz4, "zstd": _Zstd}
+_codecs: dict[str, BlockCodec] = {}
+
+
+def codec_of(name: str) -> BlockCodec:
+    """ConfigError, with the remedy, when its package is not installed."""
+    codec = _codecs.get(name)
+    if codec is None:
+        try:
+            module = importlib.import_module(_PACKAGES[name])
+        except ImportError as e:
+            package = _PACKAGES[name].partition(".")[0]
+            raise ConfigError(
+                f"gpurt.tiers.codec is {name!r}, which needs the package {package}, and that cannot be imported here "
+                f"({e}). Remedy: install {package} on the workers, or set gpurt.tiers.codec to auto or none"
+            ) from e
+        codec = _codecs[name] = _MAKERS[name](module)
+    return codec
+
+
+def installed() -> list[str]:
+    """Names of the codecs that can be used here."""
+    names = []
+    for name in _MAKERS:
+        try:
+            codec_of(name)
+        except ConfigError:
+            continue
+        names.append(name)
+    return names
+
+
+class Choice(NamedTuple):
+    """How a frame is stored."""
+
+    #: a name of `codec_of`, or "" for as it is
+    codec: str
+    #: what compressing it would take if the rest were as fast as the sample; 0: it was not sampled
+    seconds: float = 0.0
+
+
+class Chooser:
+    """Which codec a frame gets, on one tier. Thread-safe.
+
+    Parameters
+    ----------
+    setting
+        ``auto``, ``none``, or the codec for every frame of at least `LEAST` bytes.
+    """
+
+    def __init__(self, setting: str = "none") -> None:
+        self.setting = setting
+        if setting not in ("auto", "none"):
+            codec_of(setting)
+        #: codec -> how much longer it really takes than a sample says
+        self.slowdown = dict.fromkeys(installed() if setting == "auto" else [], SLOWDOWN)
+        self._lock = threading.Lock()
+
+    def choose(self, frame: memoryview, write: float | None, read: float | None) -> Choice:
+        """How to store a frame.
+
+        Parameters
+        ----------
+        write, read
+            Bytes per second of the tier; None when not known.
+        """
+        if self.setting == "none":
+            return Choice("")
+        if self.setting != "auto":
+            return Choice(self.setting if frame.nbytes >= LEAST else "")
+        if frame.nbytes < SAMPLED:
+            return Choice("")
+        per_byte = 1 / (write or _UNKNOWN) + 1 / (read or write or _UNKNOWN)
+        best, best_seconds = Choice(""), MARGIN * per_byte
+        for name, slowdown in self.slowdown.items():
+            if name == "zstd" and per_byte < 2 / ZSTD_CEILING:
+                continue
+            sample = _Sample()
+            for sampled in sample.take(codec_of(name), frame):
+                seconds = sample.seconds * slowdown + sample.ratio * per_byte
+                if sampled >= 2 and (sample.ratio > 0.97 or seconds > 1.3 * best_seconds):
+                    break  # hopeless: look no further
+            if sample.ratio < 0.95 and seconds < best_seconds:
+                best, best_seconds = Choice(name, sample.compressing * frame.nbytes), seconds
+            with self._lock:  # what was learned when the machine was busy fades
+                self.slowdown[name] += 0.02 * (SLOWDOWN - self.slowdown[name])
+        return best
+
+    def learn(self, choice: Choice, seconds: float) -> None:
+        """Compressing took so long."""
+        if choice.seconds > 0:
+            with self._lock:
+                factor = self.slowdown[choice.codec]
+                self.slowdown[choice.codec] = factor + 0.25 * (seconds / choice.seconds - factor)
+
+
+class _Sample:
+    """What a few pieces of a frame say. The fastest piece counts: the thread may have been interrupted in others."""
+
+    def __init__(self) -> None:
+        self._compressing = self._expanding = math.inf
+        self._small = self._pieces = 0
+
+    @property
+    def compressing(self) -> float:
+        """Seconds per byte."""
+        return self._compressing / _PIECE
+
+    @property
+    def seconds(self) -> float:
+        """Per byte, compressing and expanding."""
+        return (self._compressing + self._expanding) / _PIECE
+
+    @property
+    def ratio(self) -> float:
+        return self._small / (self._pieces * _PIECE)
+
+    def take(self, codec: BlockCodec, frame: memoryview) -> Iterator[int]:
+        """Sample piece after piece; yields how many."""
+        count = max(2, min(16, frame.nbytes // 128 // _PIECE))
+        step = (frame.nbytes - _PIECE) // (count - 1)
+        out = memoryview(bytearray(_PIECE))
+        for i in range(count):
+            # The first two are the ends of the frame: unlike each other if it is uneven.
+            at = (0, count - 1, *range(1, count - 1))[i] * step
+            piece = frame[at : at + _PIECE]
+            start = time.perf_counter()
+            block = codec.compress(piece)
+            middle = time.perf_counter()
+            codec.expand_into(block, out)
+            self._compressing = min(self._compressing, middle - start)
+            self._expanding = min(self._expanding, time.perf_counter() - middle)
+            self._small += len(block)
+            self._pieces += 1
+            yield self._pieces
+
+
+def compress(name: str, frame: memoryview) -> Iterator[memoryview]:
+    """The stored pieces of a frame, made one block at a time."""
+    codec = codec_of(name)
+    for at in range(0, frame.nbytes, _BLOCK):
+        block = frame[at : at + _BLOCK]
+        small = codec.compress(block)
+        if len(small) < block.nbytes:
+            yield memoryview(_LENGTH.pack(len(small)))
+            yield memoryview(small)
+        else:
+            yield memoryview(_LENGTH.pack(block.nbytes | _RAW))
+            yield block
+
+
+def expand(name: str, stored: memoryview, nbytes: int) -> memoryview:
+    """The frame again, in fresh, writeable memory. CorruptData when the pieces do not make `nbytes`."""
+    codec = codec_of(name)
+    out = numpy.empty(nbytes, "u1").data
+    at = done = 0
+    while done < nbytes:
+        if at + _LENGTH.size > stored.nbytes:
+            raise CorruptData(f"a compressed frame ends after {done} of {nbytes} bytes")
+        (length,) = _LENGTH.unpack_from(stored, at)
+        at += _LENGTH.size
+        block = stored[at : at + (length & ~_RAW)]
+        at += block.nbytes
+        target = out[done : done + _BLOCK]
+        if length & _RAW:
+            if block.nbytes != target.nbytes:
+                raise CorruptData(f"a block of {block.nbytes} bytes, not {target.nbytes}")
+            target[:] = block
+        else:
+            try:
+                made = codec.expand_into(block, target)
+            except Exception as e:  # each library has an exception of its own
+                raise CorruptData(f"a compressed block cannot be expanded: {e!r}") from e
+            if made != target.nbytes:
+                raise CorruptData(f"a compressed block makes {made} bytes, not {target.nbytes}")
+        done += target.nbytes
+    return out
+
+
+def most_stored(nbytes: int) -> int:
+    """Bytes that a compressed frame of `nbytes` takes at most."""
+    return nbytes + _LENGTH.size * (nbytes // _BLOCK + 1)

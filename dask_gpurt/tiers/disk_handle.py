@@ -1,0 +1,72 @@
+"""A value on a `DiskTier`: where it is, and how it comes back.
+
+The handle is all that knows a file: its name, where the frames are in it, and what each must hash to. A value in a
+segment may be moved by a compaction meanwhile, so its place is asked for at each read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.tiers import compression
+from dask_gpurt.tiers.handle import DecodeError, IoCost
+
+if TYPE_CHECKING:
+    from dask_gpurt.tiers.account import Codec
+    from dask_gpurt.tiers.disk import DiskTier
+    from dask_gpurt.tiers.frames import Frame
+    from dask_gpurt.tiers.segments import Record
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DiskHandle:
+    """A value on a `DiskTier`."""
+
+    disk: DiskTier
+    #: the name of its file, or its place in a segment
+    place: str | Record
+    #: of a file; a segment's record has its own
+    file_frames: tuple[Frame, ...]
+    #: bytes on disk
+    nbytes: int
+
+    @property
+    def name(self) -> str:
+        """The file it is in now."""
+        return self.place if isinstance(self.place, str) else self.place.segment.name
+
+    @property
+    def frames(self) -> tuple[Frame, ...]:
+        """Where its bytes are in that file now."""
+        return self.file_frames if isinstance(self.place, str) else self.place.frames
+
+    def load(self, codec: Codec) -> tuple[Any, IoCost]:
+        buffers, cost = self._read(None)
+        start = time.perf_counter()
+        try:
+            value = codec.decode(buffers)
+        except Exception as e:
+            raise DecodeError from e
+        cost.codec_seconds += time.perf_counter() - start
+        return value, cost
+
+    def load_part(self, part: int) -> tuple[list[memoryview], IoCost]:
+        buffers, cost = self._read(part)
+        if not buffers:
+            raise KeyError(part)
+        return buffers, cost
+
+    def _read(self, part: int | None) -> tuple[list[memoryview], IoCost]:
+        start = time.perf_counter()
+        frames, stored = self.disk.read(self, part)
+        middle = time.perf_counter()
+        buffers = [
+            compression.expand(f.codec, b, f.nbytes) if f.codec else b for f, b in zip(frames, stored, strict=True)
+        ]
+        nbytes = sum(f.stored_bytes for f in frames) if part is not None else self.nbytes
+        return buffers, IoCost(nbytes, middle - start, time.perf_counter() - middle)
+
+    def free(self) -> None:
+        self.disk.free(self)

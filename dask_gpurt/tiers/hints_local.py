@@ -1,0 +1,146 @@
+"""What a worker knows of the next uses by itself: the tasks that were sent to it and have not run yet.
+
+A task is sent to a worker when all its inputs exist, so it runs soon: before any task that still waits on the
+scheduler, whatever their priorities say. Priorities order graphs depth first, while tasks run when they are ready, and
+the two drift apart (in a join by tasks, two thirds of the values evicted by priority alone were needed next). So an
+input of such a task is *due* (`Entry.due`), and values that are due leave memory last, those of the last task in
+priority order first. It needs no message, works without a scheduler of ours, and corrects hints where there are any.
+
+It listens to the worker's transitions as a plugin, which is public interface. A use is due from ``waiting`` until the
+task has run; the number of a task that is not pending any more is not *live*, so that it need not be searched for in
+the heaps of its inputs.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from distributed.diagnostics.plugin import WorkerPlugin
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dask_gpurt.tiers.engine import Engine
+    from dask_gpurt.tiers.entry import Entry
+    from dask_gpurt.tiers.store import TieredStore
+
+logger = logging.getLogger("distributed.worker.gpurt")
+
+#: states of a task that will read its inputs here
+PENDING = frozenset({"waiting", "ready", "constrained", "executing", "long-running"})
+#: its name among the worker's plugins
+NAME = "gpurt-local-uses"
+
+
+class LocalUses(WorkerPlugin):
+    """Keeps `Entry.due` of one store. Loop thread only."""
+
+    name = NAME
+
+    def __init__(self, worker: Any, engine: Engine, store: TieredStore) -> None:
+        self._worker = worker
+        self._engine = engine
+        self._store = store
+        self._numbers = itertools.count()
+        #: key of a pending task -> its number, and those of its inputs that are here
+        self._pending: dict[Any, tuple[int, list[Entry]]] = {}
+        self._live: set[int] = set()
+        #: told about each task that was sent here: its priority, its number, its key
+        self.on_pending: Callable[[tuple[float, ...], int, Any], None] | None = None
+        self.exceptions = 0
+        self.last_traceback = ""
+
+    def install(self) -> None:
+        """Begin to listen; tasks that are here already are noted."""
+        self._worker.plugins[NAME] = self
+        self._store.on_add.append(self._added)
+        for key, ts in list(self._worker.state.tasks.items()):
+            self.transition(key, "released", ts.state)
+
+    def uninstall(self) -> None:
+        """Stop listening, and forget all. A second call does nothing."""
+        if self._worker.plugins.get(NAME) is self:
+            del self._worker.plugins[NAME]
+        for key in list(self._pending):
+            self._end(key)
+
+    # ------------------------------------------------------------------ events
+
+    def transition(self, key: Any, start: Any, finish: Any, **kwargs: Any) -> None:
+        try:
+            if finish in PENDING:
+                if key not in self._pending:
+                    self._begin(key)
+            elif key in self._pending:
+                self._end(key)
+        except Exception:
+            self._failed()
+
+    def executed(self, key: Any) -> None:
+        """A task has read its inputs. Before they are unpinned, so that they are judged by what comes after."""
+        try:
+            if key in self._pending:
+                self._end(key)
+        except Exception:
+            self._failed()
+
+    def _begin(self, key: Any) -> None:
+        ts = self._worker.state.tasks.get(key)
+        if ts is None or ts.priority is None:
+            return
+        number = next(self._numbers)
+        entries = [e for e in (self._store.entry(d.key) for d in ts.dependencies) if e is not None]
+        self._pending[key] = number, entries
+        self._live.add(number)
+        for entry in entries:
+            self._push(entry, ts.priority, number)
+        if entries and self.on_pending is not None:
+            self.on_pending(ts.priority, number, key)
+
+    def _end(self, key: Any) -> None:
+        number, entries = self._pending.pop(key)
+        self._live.discard(number)
+        for entry in entries:
+            if not entry.gone:
+                self._refresh(entry)
+
+    def _added(self, entry: Entry) -> None:
+        try:
+            ts = self._worker.state.tasks.get(entry.key)
+            for dependent in ts.dependents if ts is not None else ():
+                pending = self._pending.get(dependent.key)
+                if pending is not None:
+                    pending[1].append(entry)
+                    self._push(entry, dependent.priority, pending[0])
+        except Exception:
+            self._failed()
+
+    def _push(self, entry: Entry, priority: tuple[float, ...], number: int) -> None:
+        heapq.heappush(entry.dues, (priority, number))
+        self._refresh(entry)
+
+    def _refresh(self, entry: Entry) -> None:
+        dues = entry.dues
+        while dues and dues[0][1] not in self._live:
+            heapq.heappop(dues)
+        due = dues[0][0] if dues else None
+        if due != entry.due:
+            self._engine.books.set_due(entry, due)
+
+    def _failed(self) -> None:
+        self.exceptions += 1
+        self.last_traceback = traceback.format_exc()
+        if self.exceptions in (1, 10, 100, 1000):
+            logger.warning("what this worker knows of next uses was not used (%d times)", self.exceptions)
+
+    def statistics(self) -> dict[str, Any]:
+        """Plain JSON."""
+        return {
+            "pending_tasks": len(self._pending),
+            "exceptions": self.exceptions,
+            "last_traceback": self.last_traceback,
+        }

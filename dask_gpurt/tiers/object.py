@@ -1,0 +1,231 @@
+"""The object tier: one object per value, in an object store or a shared folder.
+
+The last tier: it has no end, but each access costs tens of milliseconds and the network. It is written to when the disk
+is full or fails, or first of all with ``gpurt.tiers.object-use: first``, which buys that what is spilled outlives its
+worker (`shared_scheduler`).
+
+Layout of an object: see `layout`. Every frame is verified when it is read. Names are ``<prefix>/<number>``; the prefix
+is this worker's own and holds its lease (`leases`). Nothing of a key is in a name.
+
+Store down, slow or refusing: `bucket` retries with back-off, then the operation fails as an `OSError`. A write then
+leaves the value where it was (the `cascade` sets the tier aside for a while); a read that fails for good makes the
+engine treat the copy as lost: the key is computed again, and one that has no recipe raises `LostData`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.errors import CorruptData, TierFull
+from dask_gpurt.model.tier import Tier
+from dask_gpurt.tiers.handle import DecodeError, IoCost
+from dask_gpurt.tiers.layout import USUAL_HEAD_BYTES, Frame, Layout, allocate, parse, plan, verify
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from dask_gpurt.tiers.account import Codec, Group
+    from dask_gpurt.tiers.bucket import Bucket
+    from dask_gpurt.tiers.protocol import TierMetrics
+
+logger = logging.getLogger("distributed.worker.gpurt")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ObjectHandle:
+    """An object of an `ObjectTier`, written by it or by a worker that is gone."""
+
+    store: ObjectTier
+    name: str
+    nbytes: int
+    #: None: it was written elsewhere, its own head tells
+    layout: Layout | None
+    #: of the layout: an object that is whole, but another one, is noticed too
+    digest: int
+    #: called, in an I/O thread, when it was freed
+    on_free: Callable[[ObjectHandle], None] | None = None
+    tier: Tier = Tier.OBJECT
+
+    def load(self, codec: Codec) -> tuple[Any, IoCost]:
+        start = time.perf_counter()
+        layout = self.store.layout_of(self)
+        buffers = self.store.read(self, layout.frames)
+        middle = time.perf_counter()
+        try:
+            value = codec.decode(buffers)
+        except Exception as e:
+            raise DecodeError from e
+        return value, IoCost(self.nbytes, middle - start, time.perf_counter() - middle)
+
+    def load_part(self, part: int) -> tuple[list[memoryview], IoCost]:
+        start = time.perf_counter()
+        frames = self.store.layout_of(self).of_part(part)
+        buffers = self.store.read(self, frames)
+        return buffers, IoCost(sum(f.nbytes for f in frames), time.perf_counter() - start, 0.0)
+
+    def free(self) -> None:
+        self.store.free(self)
+
+
+class ObjectTier:
+    """Objects below one prefix that nobody else writes to.
+
+    Parameters
+    ----------
+    bucket
+        The store.
+    prefix
+        Of this worker, without a slash at its end.
+    limit_bytes
+        Quota; None: none.
+    """
+
+    tier = Tier.OBJECT
+
+    def __init__(self, bucket: Bucket, prefix: str, *, limit_bytes: int | None = None) -> None:
+        self.bucket = bucket
+        self.prefix = prefix
+        self.limit_bytes = limit_bytes
+        #: leave the objects at `close`: the scheduler knows of them, and sweeps
+        self.leave_objects = False
+        #: deletions that failed; a sweep finds what they left
+        self.failed_deletions = 0
+        self._lock = threading.Lock()
+        self._used_bytes = 0
+        self._names = itertools.count()
+
+    @property
+    def used_bytes(self) -> int:
+        return self._used_bytes
+
+    @property
+    def metrics(self) -> TierMetrics:
+        """Of the edges to and from this tier."""
+        return self.bucket.metrics
+
+    def files(self) -> list[str]:
+        """Names of the objects now, without prefix. For tests."""
+        return sorted(name.rpartition("/")[2] for name in self.bucket.list(self.prefix + "/"))
+
+    def write(self, groups: Sequence[Group]) -> ObjectHandle:
+        """See `StorageTier.write`."""
+        layout, head, views = plan(groups)
+        with self._lock:
+            if self.limit_bytes is not None and self._used_bytes + layout.nbytes > self.limit_bytes:
+                raise TierFull(
+                    f"{layout.nbytes} bytes more than the {self._used_bytes} in {self.bucket.url} would pass the limit "
+                    f"of {self.limit_bytes}. The value stays where it is"
+                )
+            self._used_bytes += layout.nbytes
+        name = f"{self.prefix}/{next(self._names):x}"
+        try:
+            self.bucket.put(name, [head, *views])
+        except BaseException:
+            with self._lock:
+                self._used_bytes -= layout.nbytes
+            self.metrics.add(write_failures=1)
+            # An answer may have been lost after the object was complete.
+            with contextlib.suppress(OSError):
+                self.bucket.delete([name])
+            raise
+        return ObjectHandle(self, name, layout.nbytes, layout, layout.digest)
+
+    def adopt(
+        self, name: str, nbytes: int, digest: int, *, on_free: Callable[[ObjectHandle], None] | None = None
+    ) -> ObjectHandle:
+        """A handle for an object that a worker wrote which is gone; from now on it is ours to delete."""
+        with self._lock:
+            self._used_bytes += nbytes
+        return ObjectHandle(self, name, nbytes, None, digest, on_free)
+
+    def layout_of(self, handle: ObjectHandle) -> Layout:
+        """Where the frames of an object are; read from its head if it was written elsewhere."""
+        if handle.layout is not None:
+            return handle.layout
+        where = self.bucket.where(handle.name)
+        try:
+            known = parse(self._begin(handle, USUAL_HEAD_BYTES), where)
+            if isinstance(known, int):
+                known = parse(self._begin(handle, known), where)
+            if isinstance(known, int):
+                raise CorruptData(f"{where} ends before its index does")
+            if known.digest != handle.digest:
+                raise CorruptData(f"{where} holds another value than was written there")
+        except CorruptData:
+            self.metrics.add(checksum_failures=1)
+            raise
+        except OSError:
+            self.metrics.add(read_failures=1)
+            raise
+        return known
+
+    def _begin(self, handle: ObjectHandle, nbytes: int) -> memoryview:
+        return self.bucket.read_range(handle.name, 0, min(nbytes, handle.nbytes))
+
+    def read(self, handle: ObjectHandle, frames: Sequence[Frame]) -> list[memoryview]:
+        """Fresh, writeable memory with the verified bytes of `frames`, which are in the order of the object.
+
+        Raises
+        ------
+        CorruptData
+            Short object, or a checksum differs.
+        OSError
+            The store did not deliver.
+        """
+        buffers = allocate(frames)
+        try:
+            run: list[memoryview] = []
+            start = end = -1
+            for frame, buffer in zip(frames, buffers, strict=True):
+                if frame.offset != end:  # those of another part lie in between
+                    self.bucket.read_into(handle.name, start, run)
+                    run, start = [], frame.offset
+                run.append(buffer)
+                end = frame.offset + frame.nbytes
+            self.bucket.read_into(handle.name, start, run)
+            verify(frames, buffers, self.bucket.where(handle.name))
+        except CorruptData:
+            self.metrics.add(checksum_failures=1)
+            raise
+        except OSError:
+            self.metrics.add(read_failures=1)
+            raise
+        return buffers
+
+    def free(self, handle: ObjectHandle) -> None:
+        """Delete the object. Once per handle."""
+        with self._lock:
+            self._used_bytes -= handle.nbytes
+        try:
+            self.bucket.delete([handle.name])
+        except OSError as e:
+            self.failed_deletions += 1
+            if self.failed_deletions in (1, 100, 10_000):
+                logger.warning("an object was not deleted and is left to the sweep (%d): %s", self.failed_deletions, e)
+        if handle.on_free is not None:
+            handle.on_free(handle)
+
+    def probe(self) -> None:
+        """See `StorageTier.probe`."""
+        handle = self.write([(0, [b"dask-gpurt"])])
+        try:
+            (data,) = self.read(handle, self.layout_of(dataclasses.replace(handle, layout=None)).frames)
+            if bytes(data) != b"dask-gpurt":
+                raise CorruptData(f"{self.bucket.where(handle.name)} gave back {bytes(data)!r}")
+        finally:
+            self.free(handle)
+
+    def close(self) -> None:
+        """Delete all that is below the prefix, unless it was left to the scheduler."""
+        if self.leave_objects:
+            return
+        try:
+            self.bucket.delete(self.bucket.list(self.prefix + "/"))
+        except OSError as e:
+            logger.warning("%s is left to the sweep: %s", self.bucket.where(self.prefix), e)

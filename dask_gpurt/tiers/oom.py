@@ -1,0 +1,217 @@
+"""When the device has no memory: make room and try again, then alone, then say who holds what.
+
+::
+
+    allocation fails ── callback: spill, RMM tries again ── ... ── nothing is left to spill ── MemoryError in the task
+    task fails with it ── `RetryAlone`: wait until no other task runs here, spill all ── run it once more ── report
+
+`SpillOnFailure` is the callback. RMM calls it in whatever thread allocates, and tries again as long as it says True,
+without a limit of its own. So it says True only if something really left, which ends by itself, and where the
+allocator's count says that there is room and still it fails (fragmentation), at most `MAX_FRAGMENTED` times in a row.
+It never raises: what it raised would travel through C++ that does not expect it.
+
+Tasks are idempotent by contract (Dask itself runs them again when a worker is lost), so to run one once more is
+allowed. The second run waits `WAIT_SECONDS` at most for the others: one of them may wait for this one
+(``worker_client``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import TYPE_CHECKING, Any
+
+from dask.utils import format_bytes
+from distributed.protocol import to_serialize
+from distributed.protocol.pickle import dumps, loads
+from distributed.worker_state_machine import ExecuteFailureEvent
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from dask_gpurt.tiers.device import DeviceSpace
+
+#: attempts of one allocation for which there seems to be room
+MAX_FRAGMENTED = 8
+#: to wait for other tasks before a task is run alone
+WAIT_SECONDS = 60.0
+
+
+class SpillOnFailure:
+    """The callback of RMM's ``FailureCallbackResourceAdaptor``.
+
+    Parameters
+    ----------
+    space
+        Whose values may leave.
+    headroom_bytes
+        Bytes that the allocator could still give, by its own count; None: it does not know.
+    """
+
+    def __init__(self, space: DeviceSpace, headroom_bytes: Callable[[], int | None]) -> None:
+        self._space = space
+        self._headroom_bytes = headroom_bytes
+        self._local = threading.local()
+        #: allocations that failed
+        self.calls = 0
+        #: calls while the same thread was in one already: refused
+        self.reentered = 0
+        #: calls that freed nothing
+        self.given_up = 0
+        #: allocations that failed although there was room by the count
+        self.fragmented = 0
+        self.spilled_bytes = 0
+        self.exceptions = 0
+        self.last_error = ""
+
+    def __call__(self, nbytes: int) -> bool:
+        """`nbytes` could not be allocated; True: try again."""
+        local = self._local
+        if getattr(local, "inside", False):
+            self.reentered += 1
+            return False
+        local.inside = True
+        try:
+            return self._make_room(nbytes)
+        except BaseException as e:
+            self.exceptions += 1
+            self.last_error = f"{type(e).__name__}: {e}"
+            return False
+        finally:
+            local.inside = False
+
+    def _make_room(self, nbytes: int) -> bool:
+        self.calls += 1
+        local = self._local
+        headroom = self._headroom_bytes()
+        need = nbytes
+        if headroom is not None and headroom < nbytes:
+            need = nbytes - headroom
+            local.fragmented = 0
+        elif headroom is not None:
+            self.fragmented += 1
+            local.fragmented = getattr(local, "fragmented", 0) + 1
+            if local.fragmented > MAX_FRAGMENTED:
+                local.fragmented = 0
+                self.given_up += 1
+                return False
+        left = self._space.spill(need)
+        self.spilled_bytes += left
+        if not left:
+            self.given_up += 1
+        return left > 0
+
+    def statistics(self) -> dict[str, Any]:
+        """Plain JSON."""
+        return {
+            "calls": self.calls,
+            "reentered": self.reentered,
+            "given_up": self.given_up,
+            "fragmented": self.fragmented,
+            "spilled_bytes": self.spilled_bytes,
+            "exceptions": self.exceptions,
+            "last_error": self.last_error,
+        }
+
+
+class RetryAlone:
+    """Runs a task again, alone, that failed for want of device memory. Event loop only.
+
+    Parameters
+    ----------
+    others
+        How many other tasks run on this worker now.
+    """
+
+    def __init__(self, space: DeviceSpace, others: Callable[[], int], *, wait_seconds: float = WAIT_SECONDS) -> None:
+        self._space = space
+        self._others = others
+        self._wait_seconds = wait_seconds
+        self._alone = asyncio.Lock()
+        self._entry = asyncio.Event()
+        self._entry.set()
+        self.retried = 0
+        self.succeeded = 0
+        self.failed = 0
+
+    async def enter(self) -> None:
+        """A task that is about to begin waits here while another runs alone."""
+        if not self._entry.is_set():
+            try:
+                await asyncio.wait_for(self._entry.wait(), self._wait_seconds)
+            except TimeoutError:
+                return  # the one that runs alone may be waiting for this one
+
+    async def again(
+        self,
+        run: Callable[[], Awaitable[Any]],
+        failed: Callable[[Any], bool],
+        annotate: Callable[[Any, str], Any],
+    ) -> Any:
+        """What `run` gives when no other task runs here and all values that can leave have left the device.
+
+        Parameters
+        ----------
+        failed
+            Is this outcome a want of memory again?
+        annotate
+            The outcome with a report as a note.
+        """
+        async with self._alone:
+            self.retried += 1
+            self._entry.clear()
+            try:
+                deadline = asyncio.get_running_loop().time() + self._wait_seconds
+                while self._others() and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)  # polled: Dask has no event for "a task has ended"
+                await asyncio.to_thread(self._space.spill, 1 << 62)
+                outcome = await run()
+            finally:
+                self._entry.set()
+        if not failed(outcome):
+            self.succeeded += 1
+            return outcome
+        self.failed += 1
+        return annotate(outcome, self.report())
+
+    def report(self) -> str:
+        """Who holds the device's memory, for people."""
+        space = self._space
+        kept = space.device_bytes
+        total = space.backend.allocated_bytes()
+        lines = [
+            (
+                f"dask-gpurt: the device has no memory for this task, even alone. Allocated {format_bytes(total)}, of "
+                f"which {format_bytes(kept)} are results kept on this worker and "
+                f"{format_bytes(max(0, total - kept))} belong to running tasks and libraries. Largest results:"
+            )
+        ]
+        lines += [
+            f"  {format_bytes(n):>12}  {key}{'  (in use)' if pinned else ''}" for key, n, pinned in space.largest()
+        ] or ["  none"]
+        lines.append("Remedy: smaller partitions or chunks, fewer threads per worker, or a device with more memory")
+        return "\n".join(lines)
+
+    def statistics(self) -> dict[str, Any]:
+        """Plain JSON."""
+        return {"retried_alone": self.retried, "succeeded": self.succeeded, "failed": self.failed}
+
+
+def out_of_memory(event: Any) -> BaseException | None:
+    """What a task failed with, if that was a want of device memory. (The event has it pickled, for the scheduler.)"""
+    if not isinstance(event, ExecuteFailureEvent):
+        return None
+    # RMM's and cuDF's words; a MemoryError of NumPy is one of host memory, and none of our business.
+    if "bad_alloc" not in event.exception_text and "OutOfMemory" not in event.exception_text:
+        return None
+    error = loads(event.exception.data)
+    # torch's is a RuntimeError
+    return error if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" else None
+
+
+def with_note(event: Any, note: str) -> Any:
+    error = out_of_memory(event)
+    assert error is not None
+    error.add_note(note)
+    event.exception = to_serialize(dumps(error))
+    return event

@@ -1,0 +1,330 @@
+"""Host memory cut into blocks: where device values go first.
+
+Page-locked memory takes copies from a GPU at several times the rate of ordinary memory, but to lock it takes as long as
+many copies. So it is allocated in *slabs* that are kept, each cut into *blocks* of 1 to 4 MB, grown lazily up to a
+limit. A value takes as many blocks as it needs, wherever they are: there is no fragmentation, and at most one block per
+value is partly unused.
+
+`BlockPool` does the arithmetic over any writeable memory; a `SlabSource` provides it. Page-locked slabs come from
+`dask_gpurt.backends.cuda.PinnedSlabs`; `HostSlabs` here is ordinary memory, named so, for machines without a GPU and
+for tests.
+
+Frames are copied into blocks, device frames (`DeviceFrame`) directly by their own ``copy_to``. Reading gives the pieces
+to a codec that can take them (``decode_pieces``: back to the device without a detour), or else joins them. Bytes that
+stay in memory are not checksummed; they are when they go on to a disk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy
+
+from dask_gpurt.errors import CorruptData, TierFull
+from dask_gpurt.model.tier import Tier
+from dask_gpurt.tiers.codec import flat
+from dask_gpurt.tiers.handle import DecodeError, IoCost
+from dask_gpurt.tiers.protocol import TierMetrics
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dask_gpurt.tiers.account import Codec, Group
+
+DEFAULT_BLOCK_BYTES = 1 << 20
+DEFAULT_SLAB_BYTES = 64 << 20
+
+
+class SlabSource(Protocol):
+    """Where slabs come from."""
+
+    #: PINNED when the memory is page-locked, else HOST
+    tier: Tier
+
+    def allocate(self, nbytes: int) -> memoryview:
+        """Writeable memory; MemoryError or OSError when there is none."""
+
+    def release(self, slab: memoryview) -> None:
+        """Give it back. Nobody uses it any more."""
+
+
+class HostSlabs:
+    """Ordinary, pageable memory."""
+
+    tier = Tier.HOST
+
+    def allocate(self, nbytes: int) -> memoryview:
+        return numpy.empty(nbytes, "u1").data
+
+    def release(self, slab: memoryview) -> None:
+        slab.release()
+
+
+class DeviceFrame(Protocol):
+    """A frame whose bytes are on a device."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def copy_to(self, offset: int, target: memoryview) -> None:
+        """Fill `target` with the bytes from `offset` on. Returns when they are there."""
+
+
+class BlockPool:
+    """Blocks of one size, in slabs allocated as they are needed. Thread-safe.
+
+    Parameters
+    ----------
+    limit_bytes
+        Of all slabs; None: none.
+    """
+
+    def __init__(
+        self,
+        source: SlabSource,
+        *,
+        limit_bytes: int | None,
+        block_bytes: int = DEFAULT_BLOCK_BYTES,
+        slab_bytes: int = DEFAULT_SLAB_BYTES,
+    ) -> None:
+        if block_bytes <= 0:
+            raise ValueError(f"block_bytes is {block_bytes}, must be > 0; 1 to 4 MB is usual")
+        self.source = source
+        self.limit_bytes = limit_bytes
+        self.block_bytes = block_bytes
+        self._blocks_per_slab = max(1, slab_bytes // block_bytes)
+        self._lock = threading.Lock()
+        self._slabs: list[memoryview] = []
+        #: (slab, block) that nobody has; the last freed first, as it is in the caches
+        self._free: list[tuple[int, int]] = []
+        self._slab_sizes: list[int] = []
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Of all slabs."""
+        with self._lock:
+            return sum(self._slab_sizes)
+
+    @property
+    def free_blocks(self) -> int:
+        """In slabs that are there."""
+        with self._lock:
+            return len(self._free)
+
+    def take(self, nbytes: int) -> list[tuple[int, int]]:
+        """Blocks for so many bytes.
+
+        Raises
+        ------
+        TierFull
+            The limit would be passed, or the system has no such memory. Nothing was taken.
+        """
+        need = -(-nbytes // self.block_bytes)
+        with self._lock:
+            while len(self._free) < need:
+                self._grow()
+            if not need:
+                return []
+            taken, self._free = self._free[-need:], self._free[:-need]
+            return taken
+
+    def _grow(self) -> None:
+        n = self._blocks_per_slab
+        if self.limit_bytes is not None:
+            n = min(n, (self.limit_bytes - sum(self._slab_sizes)) // self.block_bytes)
+        if n <= 0:
+            raise TierFull(f"all {self.limit_bytes} bytes of {self.source.tier.name.lower()} blocks are taken")
+        try:
+            slab = self.source.allocate(n * self.block_bytes)
+        except (MemoryError, OSError) as e:
+            raise TierFull(f"no {self.source.tier.name.lower()} memory for {n} blocks more: {e}") from e
+        self._slabs.append(slab)
+        self._slab_sizes.append(slab.nbytes)
+        i = len(self._slabs) - 1
+        self._free.extend((i, j) for j in reversed(range(n)))
+
+    def view(self, block: tuple[int, int]) -> memoryview:
+        """The memory of one block."""
+        slab, i = block
+        return self._slabs[slab][i * self.block_bytes : (i + 1) * self.block_bytes]
+
+    def give(self, blocks: Sequence[tuple[int, int]]) -> None:
+        """Back to the pool."""
+        with self._lock:
+            self._free.extend(blocks)
+
+    def close(self) -> None:
+        """Give all slabs back; blocks must not be used afterwards."""
+        with self._lock:
+            slabs, self._slabs = self._slabs, []
+            self._free.clear()
+            self._slab_sizes.clear()
+        for slab in slabs:
+            self.source.release(slab)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SlabHandle:
+    """Frames in blocks of a `SlabTier`, one after the other without gaps."""
+
+    slab: SlabTier
+    blocks: tuple[tuple[int, int], ...]
+    #: part and length of each frame
+    frames: tuple[tuple[int, int], ...]
+    nbytes: int
+    #: cleared when freed
+    alive: list[bool]
+
+    @property
+    def tier(self) -> Tier:
+        """Where it is."""
+        return self.slab.tier
+
+    def load(self, codec: Codec) -> tuple[Any, IoCost]:
+        start = time.perf_counter()
+        self._check()
+        decode_pieces = getattr(codec, "decode_pieces", None)
+        if decode_pieces is not None:
+            pieces = [self.pieces(i) for i in range(len(self.frames))]
+            middle = time.perf_counter()
+            try:
+                value = decode_pieces(pieces)
+            except MemoryError:  # of the device: says nothing about the copy
+                raise
+            except Exception as e:
+                raise DecodeError from e
+        else:
+            buffers = [self._joined(i) for i in range(len(self.frames))]
+            middle = time.perf_counter()
+            try:
+                value = codec.decode(buffers)
+            except Exception as e:
+                raise DecodeError from e
+        end = time.perf_counter()
+        self.slab.metrics.add(reads=1, read_bytes=self.nbytes, read_seconds=end - start)
+        return value, IoCost(self.nbytes, middle - start, end - middle)
+
+    def load_part(self, part: int) -> tuple[list[memoryview], IoCost]:
+        start = time.perf_counter()
+        self._check()
+        mine = [i for i, (p, _) in enumerate(self.frames) if p == part]
+        if not mine:
+            raise KeyError(part)
+        buffers = [self._joined(i) for i in mine]
+        nbytes = sum(b.nbytes for b in buffers)
+        self.slab.metrics.add(reads=1, read_bytes=nbytes, read_seconds=time.perf_counter() - start)
+        return buffers, IoCost(nbytes, time.perf_counter() - start, 0.0)
+
+    def pieces(self, frame: int) -> list[memoryview]:
+        """The memory of one frame, in order; valid until `free`."""
+        offset = sum(n for _, n in self.frames[:frame])
+        return self.slab.span(self.blocks, offset, self.frames[frame][1])
+
+    def groups(self) -> list[Group]:
+        """The frames as they were written, to write them elsewhere."""
+        self._check()
+        return [(part, [self._joined(i)]) for i, (part, _) in enumerate(self.frames)]
+
+    def _joined(self, frame: int) -> memoryview:
+        out = numpy.empty(self.frames[frame][1], "u1").data
+        at = 0
+        for piece in self.pieces(frame):
+            out[at : at + piece.nbytes] = piece
+            at += piece.nbytes
+        return out
+
+    def _check(self) -> None:
+        if not self.alive[0]:
+            raise CorruptData("the blocks of this copy were given back")
+
+    def free(self) -> None:
+        if self.alive[0]:
+            self.alive[0] = False
+            self.slab.give(self)
+
+
+class SlabTier:
+    """Implements `StorageTier` over a `BlockPool`."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
+        self.tier = pool.source.tier
+        self.metrics = TierMetrics()
+        self._lock = threading.Lock()
+        self._used_bytes = 0
+
+    @property
+    def used_bytes(self) -> int:
+        """Blocks taken, in bytes."""
+        return self._used_bytes
+
+    @property
+    def limit_bytes(self) -> int | None:
+        return self.pool.limit_bytes
+
+    def write(self, groups: Sequence[tuple[int, Sequence[Any]]]) -> SlabHandle:
+        """See `StorageTier.write`; frames may be `DeviceFrame`."""
+        start = time.perf_counter()
+        sources: list[Any] = []
+        frames: list[tuple[int, int]] = []
+        for part, buffers in groups:
+            for buffer in buffers:
+                source = buffer if hasattr(buffer, "copy_to") else flat(buffer)
+                sources.append(source)
+                frames.append((part, source.nbytes))
+        total = sum(n for _, n in frames)
+        blocks = self.pool.take(total)
+        nbytes = len(blocks) * self.pool.block_bytes
+        with self._lock:
+            self._used_bytes += nbytes
+        handle = SlabHandle(self, tuple(blocks), tuple(frames), nbytes, [True])
+        try:
+            offset = 0
+            for source in sources:
+                done = 0
+                for piece in self.span(handle.blocks, offset, source.nbytes):
+                    if isinstance(source, memoryview):
+                        piece[:] = source[done : done + piece.nbytes]
+                    else:
+                        source.copy_to(done, piece)
+                    done += piece.nbytes
+                offset += source.nbytes
+        except BaseException:
+            self.metrics.add(write_failures=1)
+            handle.free()
+            raise
+        self.metrics.add(writes=1, written_bytes=total, write_seconds=time.perf_counter() - start)
+        return handle
+
+    def span(self, blocks: Sequence[tuple[int, int]], offset: int, nbytes: int) -> list[memoryview]:
+        """The memory from `offset` on, in the order of the blocks."""
+        size = self.pool.block_bytes
+        out = []
+        while nbytes:
+            i, at = divmod(offset, size)
+            n = min(size - at, nbytes)
+            out.append(self.pool.view(blocks[i])[at : at + n])
+            offset += n
+            nbytes -= n
+        return out
+
+    def give(self, handle: SlabHandle) -> None:
+        """Blocks back to the pool."""
+        self.pool.give(handle.blocks)
+        with self._lock:
+            self._used_bytes -= handle.nbytes
+
+    def probe(self) -> None:
+        """See `StorageTier.probe`."""
+        handle = self.write([(0, [b"dask-gpurt"])])
+        try:
+            if bytes(handle.load_part(0)[0][0]) != b"dask-gpurt":
+                raise CorruptData(f"a block of {self.tier.name.lower()} memory did not keep what was written")
+        finally:
+            handle.free()
+
+    def close(self) -> None:
+        self.pool.close()

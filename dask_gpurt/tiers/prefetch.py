@@ -1,0 +1,214 @@
+"""Reads the inputs of tasks that will run soon, while others compute.
+
+A task that was sent here (`hints_local`) has all its inputs somewhere; those on a lower tier are read ahead, in the
+order of the tasks' priorities. What this must never do is move more bytes than without it, or keep others waiting:
+
+1. a value is read ahead only into room that is there, or that a victim needed later than it makes (`Eviction.yields`);
+2. nobody waits at the gate: who runs now comes before who runs soon;
+3. one reader thread fewer than there are is used (but one at least), so that a task that needs a value now finds one;
+4. values read ahead and not used yet take at most `share` of the budget.
+
+How each ended is counted, and a bad end makes it slower:
+
+==========  ===============================================================  ======
+outcome     meaning
+==========  ===============================================================  ======
+in_time     it was in memory when its user came                              good
+late        it was still being read: that part of the reading was hidden     good
+early       it had to leave again before its use: read twice                 bad
+wasted      it went away without having been used                            bad
+==========  ===============================================================  ======
+
+`BAD_IN_A_ROW` bad ends without a good one between them stop it for a second, doubled each time up to a minute; a good
+one puts it back to the full pace.
+
+It sees tasks only when they were sent here. Reading ahead for those that still wait on the scheduler was rejected: a
+worker does not know where they will run.
+"""
+
+from __future__ import annotations
+
+import heapq
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.tiers.entry import State
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from dask_gpurt.tiers.engine import Engine
+    from dask_gpurt.tiers.entry import Entry
+
+#: bad ends after which it rests
+BAD_IN_A_ROW = 3
+#: seconds of the longest rest
+LONGEST_REST_SECONDS = 60.0
+_SOON = frozenset({"waiting", "ready", "constrained"})
+
+
+class Prefetch:
+    """Loop thread only. `pending` and `pump` may be called at any time; they never raise.
+
+    Parameters
+    ----------
+    tasks
+        The worker's ``state.tasks``.
+    find
+        Key -> its entry, or None.
+    share
+        Of the budget, for values that were read ahead and not used yet; 0: never read ahead.
+    """
+
+    def __init__(self, engine: Engine, tasks: Any, find: Any, share: float) -> None:
+        self._engine = engine
+        self._tasks = tasks
+        self._find = find
+        self.share = share
+        #: (priority, number of the task, its key)
+        self._queue: list[tuple[tuple[float, ...], int, Any]] = []
+        self._scheduled = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._bad = 0
+        self._rests_until = 0.0
+        #: bytes read ahead, or being read, and not used yet
+        self.ahead_bytes = 0
+        self._in_flight = 0
+        self.started = 0
+        self.started_bytes = 0
+        #: outcome -> values, and their bytes; see the module
+        self.outcomes = {"in_time": 0, "late": 0, "early": 0, "wasted": 0}
+        self.outcome_bytes = dict.fromkeys(self.outcomes, 0)
+        #: times it stopped because it had been wrong
+        self.rests = 0
+        self.exceptions = 0
+        self.last_traceback = ""
+
+    # ------------------------------------------------------------------ what happens
+
+    def install(self) -> None:
+        """Begin."""
+        self._engine.books.on_prefetch_end = self.ended
+        self._engine.books.on_change = self.pump
+
+    def uninstall(self) -> None:
+        """Read nothing ahead any more. A second call does nothing."""
+        self.share = 0
+        self._queue.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def pending(self, priority: tuple[float, ...], number: int, key: Any) -> None:
+        """A task was sent here."""
+        if self.share:
+            heapq.heappush(self._queue, (priority, number, key))
+            self.pump()
+
+    def ended(self, entry: Entry, outcome: str) -> None:
+        """A value that was read ahead was used, or left."""
+        entry.prefetched = False
+        self.ahead_bytes -= entry.nbytes
+        self.outcomes[outcome] += 1
+        self.outcome_bytes[outcome] += entry.nbytes
+        if outcome in ("in_time", "late"):
+            self._bad = 0
+            self._rests_until = 0.0
+        else:
+            self._bad += 1
+            if self._bad >= BAD_IN_A_ROW:
+                self.rests += 1
+                seconds = min(LONGEST_REST_SECONDS, 2.0 ** (self._bad - BAD_IN_A_ROW))
+                self._rests_until = self._engine.books.clock() + seconds
+        self.pump()
+
+    def pump(self) -> None:
+        """Something has changed: look, soon, whether a value can be read ahead."""
+        if not self._queue or self._scheduled or self._engine.io.closed:
+            return
+        self._scheduled = True
+        self._engine.io.loop.call_soon(self._pump)
+
+    # ------------------------------------------------------------------ decisions
+
+    def _pump(self) -> None:
+        self._scheduled = False
+        with self._engine.counters.loop_time:
+            try:
+                self._read_ahead()
+            except Exception:
+                self.exceptions += 1
+                self.last_traceback = traceback.format_exc()
+                self._queue.clear()  # the tasks read what they need themselves
+
+    def _read_ahead(self) -> None:
+        engine = self._engine
+        budget = engine.budget_bytes
+        if budget is None or engine.io.closed:
+            self._queue.clear()
+            return
+        rest = self._rests_until - engine.books.clock()
+        if rest > 0:
+            self._later(rest)
+            return
+        while self._queue:
+            ts = self._tasks.get(self._queue[0][2])
+            if ts is None or ts.state not in _SOON:
+                heapq.heappop(self._queue)
+                continue
+            entry = self._next_input(ts)
+            if entry is None:
+                heapq.heappop(self._queue)
+                continue
+            if (
+                self._in_flight >= max(1, engine.io.threads - 1)
+                or len(engine.gate)
+                or (self.ahead_bytes + entry.nbytes > budget * self.share)
+                or not engine.eviction.yields(entry)
+            ):
+                return  # `pump` is called again when that may have changed
+            self._start(entry)
+
+    def _next_input(self, ts: Any) -> Entry | None:
+        for dependency in ts.dependencies:
+            entry: Entry | None = self._find(dependency.key)
+            if entry is not None and entry.state is State.STORED and not entry.pins and entry.load_error is None:
+                return entry
+        return None
+
+    def _start(self, entry: Entry) -> None:
+        if not self._engine.loading.prefetch(entry):
+            return  # the object was still alive: nothing had to be read
+        entry.prefetched = True
+        self.started += 1
+        self.started_bytes += entry.nbytes
+        self.ahead_bytes += entry.nbytes
+        self._in_flight += 1
+        waiter = entry.waiter
+        assert waiter is not None
+        waiter.add_done_callback(self._loaded)
+        self._engine.balance()
+
+    def _loaded(self, waiter: asyncio.Future[None]) -> None:
+        self._in_flight -= 1
+        self.pump()
+
+    def _later(self, seconds: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._engine.io.loop.call_later(seconds, self.pump)
+
+    def statistics(self) -> dict[str, Any]:
+        """Plain JSON."""
+        return {
+            "share": self.share,
+            "queue": len(self._queue),
+            "ahead_bytes": self.ahead_bytes,
+            "started": self.started,
+            "started_bytes": self.started_bytes,
+            **self.outcomes,
+            "bytes": dict(self.outcome_bytes),
+            "rests": self.rests,
+            "exceptions": self.exceptions,
+            "last_traceback": self.last_traceback,
+        }

@@ -1,0 +1,314 @@
+"""Copies on shared storage outlive their worker. The scheduler's half; `shared_worker` is the other.
+
+Workers report which keys they have written to the object store. When one is about to be removed, *before* Dask works
+out what was lost with it, each key whose only holder it was, and of which there is such a copy, gets a second
+holder: a running worker, which is told on its stream to take the copy over, and is registered by ``add_keys`` (Dask's
+own call for "learn that a worker has certain keys"). For Dask the key was then never lost: nothing is computed again,
+no dependent goes back to waiting, and scattered data survive too. There is no race with a recomputation, as none is
+begun.
+
+The order that makes it right: the message to the new holder is sent on the same stream, and before, any task that
+needs the key there. A peer that asks over its own connection may come sooner: Dask then asks the scheduler again
+for holders and retries. If the copy is missing or damaged, or the new holder declines, the key is released there and
+computed again, later than it would have been, but right.
+
+Objects of a worker that is gone are swept, but for adopted ones; all that is known is swept when the scheduler ends,
+and what other clusters left behind when it starts (`leases`).
+
+Private to Dask: nothing but the name ``remove_worker``, which is a public method, replaced on the instance and in the
+handlers (a worker that leaves calls it there), and put back. An exception of ours is counted and Dask goes on.
+
+Rejected: to let the recomputation begin and overtake it (no transition leads from "waiting" to "memory", and inputs
+that were released long ago would be computed for nothing); to answer a recomputation in ``execute`` with the
+copy (the same inputs).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import inspect
+import logging
+import time
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from distributed.core import Status
+from distributed.diagnostics.plugin import SchedulerPlugin
+from tornado.ioloop import PeriodicCallback
+
+from dask_gpurt.errors import SeamMismatch
+from dask_gpurt.model.events import Event, Sink, null_sink
+from dask_gpurt.tiers.leases import EXPIRE_SECONDS, sweep, sweep_expired
+from dask_gpurt.tiers.shared_wire import HEARTBEAT_FIELD, HEARTBEAT_NAME, PROTOCOL, REPORT, TELL, Copy
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from dask_gpurt.tiers.bucket import Bucket
+
+logger = logging.getLogger("distributed.scheduler.gpurt")
+
+#: between two looks for workers that have not been greeted
+LOOK_SECONDS = 1.0
+#: for the last sweep
+CLOSE_SECONDS = 20.0
+
+
+class SharedCopiesPlugin(SchedulerPlugin):
+    """`start` it on a scheduler, `stop` it to end.
+
+    Parameters
+    ----------
+    bucket
+        The store that the workers write to.
+    """
+
+    name = "gpurt-shared-copies"
+    idempotent = True
+
+    def __init__(self, bucket: Bucket, *, sink: Sink = null_sink, expire_seconds: float = EXPIRE_SECONDS) -> None:
+        self._bucket = bucket
+        self._sink = sink
+        self._expire_seconds = expire_seconds
+        self._scheduler: Any = None
+        self._stock: Callable[..., Awaitable[Any]] | None = None
+        self._wrapper: Callable[..., Awaitable[Any]] | None = None
+        self._handled = False
+        self._look_again: PeriodicCallback | None = None
+        #: workers that were greeted -> their prefix, "" until they have answered
+        self._prefixes: dict[str, str] = {}
+        #: prefixes of workers that are gone -> names that others adopted. All are swept once more at the end: a write
+        #: may have been under way when its worker went.
+        self._adopted_names: dict[str, set[str]] = {}
+        #: key -> worker -> its copy
+        self._copies: dict[Any, dict[str, Copy]] = {}
+        self._sweeps: set[asyncio.Task[None]] = set()
+        self.adopted_keys = 0
+        self.adopted_bytes = 0
+        #: keys of removed workers that had no copy, or that nobody could take
+        self.lost_keys = 0
+        self.swept_objects = 0
+        self.expired_prefixes = 0
+        self.exceptions = 0
+        self.last_traceback = ""
+
+    # ------------------------------------------------------------------ life
+
+    async def start(self, scheduler: Any) -> None:
+        """Begin.
+
+        Raises
+        ------
+        SeamMismatch
+            This distributed is not what it was written for.
+        """
+        if self._scheduler is not None:
+            return
+        _check(scheduler)
+        self._scheduler = scheduler
+        stock = self._stock = scheduler.remove_worker
+
+        async def remove_worker(address: str, *args: Any, **kwargs: Any) -> Any:
+            try:
+                self._before_removal(address)
+            except Exception:
+                self._failed("adoption")
+            return await stock(address, *args, **kwargs)
+
+        self._wrapper = remove_worker
+        scheduler.remove_worker = remove_worker
+        if scheduler.handlers.get("unregister") == stock:
+            scheduler.handlers["unregister"] = remove_worker
+            self._handled = True
+        scheduler.stream_handlers[REPORT] = self._reported
+        self._look_again = PeriodicCallback(self._look, LOOK_SECONDS * 1000)
+        self._look_again.start()
+        self._look()
+        self._begin_sweep(self._sweep_expired())
+
+    def stop(self) -> None:
+        """End: workers report no more, and keep what they have."""
+        scheduler, self._scheduler = self._scheduler, None
+        if scheduler is None:
+            return
+        if self._look_again is not None:
+            self._look_again.stop()
+        if vars(scheduler).get("remove_worker") is self._wrapper:
+            del scheduler.remove_worker
+        if self._handled and scheduler.handlers.get("unregister") is self._wrapper:
+            scheduler.handlers["unregister"] = self._stock
+        # It stays known: reports may be under way, and an unknown op would end the worker that sent it.
+        scheduler.stream_handlers[REPORT] = _ignore
+        for address in self._prefixes:
+            if address in scheduler.workers:
+                scheduler.worker_send(address, {"op": TELL, "bye": True})
+        self._copies.clear()
+
+    async def close(self) -> None:
+        """The scheduler closes, and with it the cluster: all that is known goes."""
+        if self._look_again is not None:
+            self._look_again.stop()
+        self._scheduler = None
+        prefixes = {p for p in self._prefixes.values() if p} | set(self._adopted_names)
+        for task in list(self._sweeps):
+            task.cancel()
+        self._bucket.attempts = 1  # a store that is down must not keep the scheduler from closing
+        work = [asyncio.ensure_future(self._sweep(prefix, set())) for prefix in prefixes]
+        if work:
+            _, left = await asyncio.wait(work, timeout=CLOSE_SECONDS)
+            if left:
+                logger.warning("%d prefixes in %s are left to a later sweep", len(left), self._bucket.url)
+
+    def statistics(self) -> dict[str, Any]:
+        """Plain JSON."""
+        return {
+            "store": self._bucket.url,
+            "workers": sum(1 for p in self._prefixes.values() if p),
+            "known_copies": sum(map(len, self._copies.values())),
+            "adopted_keys": self.adopted_keys,
+            "adopted_bytes": self.adopted_bytes,
+            "lost_keys": self.lost_keys,
+            "swept_objects": self.swept_objects,
+            "expired_prefixes": self.expired_prefixes,
+            "exceptions": self.exceptions,
+            "last_traceback": self.last_traceback,
+        }
+
+    # ------------------------------------------------------------------ who has what
+
+    def _look(self) -> None:
+        """Greet workers that understand us and have not been greeted."""
+        scheduler = self._scheduler
+        if scheduler is None:
+            return
+        for address, ws in scheduler.workers.items():
+            if address not in self._prefixes and _speaks(ws):
+                self._prefixes[address] = ""
+                scheduler.worker_send(address, {"op": TELL, "hello": True})
+
+    def _reported(self, worker: str = "", prefix: str = "", copies: list[Copy] | tuple[()] = (), **_: Any) -> None:
+        # In the loop that reads the worker's stream: what is raised here would remove the worker.
+        try:
+            if self._scheduler is None or worker not in self._scheduler.workers:
+                return
+            if not prefix:  # it has left us
+                self._prefixes.pop(worker, None)
+                return
+            self._prefixes[worker] = prefix
+            tasks = self._scheduler.tasks
+            for copy in copies:
+                if copy[0] in tasks:
+                    self._copies.setdefault(copy[0], {})[worker] = tuple(copy)
+        except Exception:
+            self._failed("report")
+
+    def transition(self, key: Any, start: Any, finish: Any, *args: Any, stimulus_id: str, **kwargs: Any) -> None:
+        if start == "memory":
+            self._copies.pop(key, None)
+
+    def restart(self, scheduler: Any) -> None:
+        self._copies.clear()
+
+    # ------------------------------------------------------------------ a worker goes
+
+    def _before_removal(self, address: str) -> None:
+        scheduler = self._scheduler
+        if scheduler is None or scheduler.status in (Status.closing, Status.closed):
+            return
+        address = scheduler.coerce_address(address)
+        leaving = scheduler.workers.get(address)
+        prefix = self._prefixes.pop(address, "")
+        if leaving is None or not prefix:
+            return
+        heirs = [
+            (ws.nbytes, i, ws)
+            for i, ws in enumerate(scheduler.workers.values())
+            if ws is not leaving and self._prefixes.get(ws.address) and ws.status == Status.running
+        ]
+        heapq.heapify(heirs)
+        legacies: dict[str, dict[str, list[Copy]]] = {}
+        kept: set[str] = set()
+        for ts in leaving.has_what:
+            if len(ts.who_has) > 1 or ts.actor:
+                continue
+            copy = self._copies.get(ts.key, {}).pop(address, None)
+            if copy is None or not heirs:
+                self.lost_keys += 1
+                continue
+            # To the one that holds least: the keys of one worker spread over all others.
+            held, i, heir = heirs[0]
+            heapq.heapreplace(heirs, (held + copy[2], i, heir))
+            legacies.setdefault(heir.address, {}).setdefault(copy[1].rpartition("/")[0], []).append(copy)
+            self._copies[ts.key] = {heir.address: copy}
+            kept.add(copy[1])
+            self.adopted_keys += 1
+            self.adopted_bytes += copy[2]
+        for heir_address, by_prefix in legacies.items():
+            stimulus_id = f"gpurt-adopt-{time.time()}"
+            for origin, copies in by_prefix.items():
+                scheduler.worker_send(
+                    heir_address, {"op": TELL, "prefix": origin, "adopt": copies, "stimulus_id": stimulus_id}
+                )
+                scheduler.add_keys(worker=heir_address, keys=[c[0] for c in copies], stimulus_id=stimulus_id)
+                self._adopted_names.setdefault(origin, set()).update(c[1] for c in copies)
+        if kept:
+            message = f"{len(kept)} keys of {address} are read back from {self._bucket.url} instead of computed again"
+            logger.info("%s", message)
+            self._sink(Event("tiers.adopted", message, {"worker": address, "keys": len(kept)}))
+        self._adopted_names.setdefault(prefix, set())
+        self._begin_sweep(self._sweep(prefix, kept))
+
+    # ------------------------------------------------------------------ sweeping
+
+    def _begin_sweep(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._sweeps.add(task)
+        task.add_done_callback(self._sweeps.discard)
+
+    async def _sweep(self, prefix: str, keep: set[str]) -> None:
+        try:
+            self.swept_objects += await asyncio.to_thread(sweep, self._bucket, prefix, keep=keep)
+        except Exception:
+            self._failed("sweep")
+
+    async def _sweep_expired(self) -> None:
+        try:
+            expired = await asyncio.to_thread(sweep_expired, self._bucket, expire_seconds=self._expire_seconds)
+            self.expired_prefixes += len(expired)
+        except Exception:
+            self._failed("sweep of expired leases")
+
+    def _failed(self, where: str) -> None:
+        self.exceptions += 1
+        self.last_traceback = traceback.format_exc()
+        if self.exceptions in (1, 10, 100, 1000):
+            logger.warning(
+                "shared copies: %s failed (%d failures so far); see last_traceback in statistics",
+                where,
+                self.exceptions,
+            )
+
+
+def _speaks(ws: Any) -> bool:
+    ours = ws.metrics.get(HEARTBEAT_NAME)
+    return isinstance(ours, dict) and ours.get(HEARTBEAT_FIELD) == PROTOCOL
+
+
+def _ignore(**_: Any) -> None:
+    """Stands in for a handler that left while a message may have been under way."""
+
+
+def _check(scheduler: Any) -> None:
+    remedy = (
+        "Nothing was changed. Remedy: use distributed >= 2026.7.1, < 2026.9, or leave gpurt.tiers.object-store null"
+    )
+    try:
+        inspect.signature(scheduler.worker_send).bind("address", {})
+        inspect.signature(scheduler.add_keys).bind(worker="address", keys=[], stimulus_id="s")
+        inspect.signature(scheduler.remove_worker).bind("address", stimulus_id="s")
+    except (AttributeError, TypeError, ValueError) as e:
+        raise SeamMismatch(f"the Scheduler cannot be called as this package relies on ({e}). {remedy}") from e
+    for name in ("tasks", "workers", "handlers", "stream_handlers", "coerce_address"):
+        if not hasattr(scheduler, name):
+            raise SeamMismatch(f"distributed has no Scheduler.{name}. {remedy}")

@@ -1,0 +1,211 @@
+"""Copies on shared storage outlive their worker. The worker's half; `shared_scheduler` is the other.
+
+It tells the scheduler which keys it has written to the object store, and takes over copies of workers that are gone:
+the key comes into ``worker.data`` as STORED, without being read, through the event with which scattered data come
+(`UpdateDataEvent`). If the copy turns out to be missing or damaged when it is needed, that is an ordinary loss: see
+`seam`.
+
+Nothing is reported when a copy goes: the scheduler forgets a copy when its key leaves memory, and asks nobody about
+copies of keys that a worker does not hold.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from distributed.metrics import time
+from distributed.worker_state_machine import UpdateDataEvent
+
+from dask_gpurt.tiers.object import ObjectHandle
+from dask_gpurt.tiers.shared_wire import HEARTBEAT_FIELD, PROTOCOL, REPORT, TELL, Copy
+from dask_gpurt.tiers.store import StoredCopy
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable
+
+    from dask_gpurt.tiers.engine import Engine
+    from dask_gpurt.tiers.entry import Entry
+    from dask_gpurt.tiers.leases import LeaseKeeper
+    from dask_gpurt.tiers.object import ObjectTier
+    from dask_gpurt.tiers.store import TieredStore
+
+logger = logging.getLogger("distributed.worker.gpurt")
+
+#: between a write and the message about it
+REPORT_SECONDS = 0.05
+
+
+class SharedCopies:
+    """Use on the event loop's thread.
+
+    Parameters
+    ----------
+    store
+        What stands in for ``worker.data``.
+    objects
+        The tier whose copies other workers can read.
+    """
+
+    def __init__(
+        self, worker: Any, engine: Engine, store: TieredStore, objects: ObjectTier, lease: LeaseKeeper
+    ) -> None:
+        self._worker = worker
+        self._engine = engine
+        self._store = store
+        self._objects = objects
+        self._lease = lease
+        #: a scheduler listens
+        self.heard = False
+        self._fresh: dict[Entry, None] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self.reported = 0
+        self.adopted = 0
+        #: adoptions that could not be: the key was being computed here, say
+        self.refused = 0
+        self.exceptions = 0
+        self.last_traceback = ""
+
+    # ------------------------------------------------------------------ life
+
+    def install(self) -> None:
+        """Begin to listen."""
+        self._worker.stream_handlers[TELL] = self._told
+        self._engine.eviction.on_copy = self._copied
+
+    def uninstall(self) -> None:
+        """End. A handler stays and declines, as messages may be under way."""
+        if self.heard:
+            _leave(self._worker)
+        self.heard = False
+        self._engine.eviction.on_copy = None
+        self._worker.stream_handlers[TELL] = _decliner(self._worker)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def heartbeat(self) -> dict[str, Any]:
+        """What a scheduler that wants reports has to see."""
+        return {HEARTBEAT_FIELD: PROTOCOL}
+
+    def statistics(self) -> dict[str, Any]:
+        """Plain JSON."""
+        return {
+            "scheduler_listens": self.heard,
+            "reported": self.reported,
+            "adopted": self.adopted,
+            "refused": self.refused,
+            "fostered_prefixes": len(self._lease.fostered),
+            "lease_renewals": self._lease.renewals,
+            "lease_failures": self._lease.failures,
+            "failed_deletions": self._objects.failed_deletions,
+            "exceptions": self.exceptions,
+            "last_traceback": self.last_traceback,
+        }
+
+    # ------------------------------------------------------------------ telling
+
+    def _copied(self, entry: Entry) -> None:
+        if not self.heard or self._store.entry(entry.key) is not entry:
+            return  # a shard, or gone
+        if isinstance(entry.handle, ObjectHandle):
+            self._fresh[entry] = None
+            if self._timer is None:
+                self._timer = self._engine.io.loop.call_later(REPORT_SECONDS, self._report)
+
+    def _report(self) -> None:
+        self._timer = None
+        fresh, self._fresh = self._fresh, {}
+        copies: list[Copy] = [
+            (e.key, e.handle.name, e.nbytes, e.handle.nbytes, e.handle.digest)
+            for e in fresh
+            if not e.gone and isinstance(e.handle, ObjectHandle)
+        ]
+        self._send(copies)
+
+    def _send(self, copies: list[Copy]) -> None:
+        self.reported += len(copies)
+        self._worker.batched_send({"op": REPORT, "prefix": self._objects.prefix, "copies": copies})
+
+    # ------------------------------------------------------------------ being told
+
+    def _told(
+        self,
+        hello: bool = False,
+        bye: bool = False,
+        prefix: str = "",
+        adopt: list[Copy] | tuple[()] = (),
+        stimulus_id: str = "",
+    ) -> None:
+        # In the loop that reads the scheduler's stream: what is raised here would end this worker.
+        try:
+            if hello:
+                self.heard = True
+                for entry in map(self._store.entry, self._store.own_keys()):
+                    if entry is not None and isinstance(entry.handle, ObjectHandle):
+                        self._fresh[entry] = None
+                self._report()  # even if there is none: it tells our prefix, which is to be swept
+            if bye:
+                self.heard = False
+            if adopt:
+                self._adopt(prefix, list(adopt), stimulus_id)
+        except Exception:
+            self.exceptions += 1
+            self.last_traceback = traceback.format_exc()
+            logger.warning("copies of a lost worker were not taken over; their keys are computed again", exc_info=True)
+            for key, *_ in adopt:
+                self._decline(key)
+
+    def _adopt(self, prefix: str, copies: list[Copy], stimulus_id: str) -> None:
+        data: dict[Any, StoredCopy] = {}
+        tasks = self._worker.state.tasks
+        for key, name, nbytes, stored_bytes, digest in copies:
+            ts = tasks.get(key)
+            if ts is not None and ts.state == "memory":
+                continue  # it has come here meanwhile; the object goes with the prefix
+            if ts is not None and ts.state not in ("released", "fetch", "flight", "missing"):
+                self._decline(key)
+                continue
+            self._lease.foster(prefix, 1)
+            data[key] = StoredCopy(nbytes, self._objects.adopt(name, stored_bytes, digest, on_free=self._freed))
+        if data:
+            self._worker.handle_stimulus(UpdateDataEvent(data=data, stimulus_id=stimulus_id or f"gpurt-adopt-{time()}"))
+        for key, copy in data.items():
+            entry = self._store.entry(key)
+            if entry is not None and entry.handle is copy.handle:
+                self.adopted += 1
+            else:
+                self._engine.io.free(copy.handle)
+                self._decline(key)
+
+    def _freed(self, handle: ObjectHandle) -> None:
+        # In an I/O thread.
+        self._lease.foster(handle.name.rpartition("/")[0], -1)
+
+    def _decline(self, key: Any) -> None:
+        """The scheduler believes that we have it: tell it otherwise, and it is computed again."""
+        self.refused += 1
+        _release(self._worker, key)
+
+
+def _release(worker: Any, key: Any) -> None:
+    worker.batched_send({"op": "release-worker-data", "key": key, "stimulus_id": f"gpurt-not-adopted-{time()}"})
+
+
+def _leave(worker: Any) -> None:
+    """Without a prefix a worker is no heir."""
+    worker.batched_send({"op": REPORT, "prefix": "", "copies": []})
+
+
+def _decliner(worker: Any) -> Callable[..., None]:
+    """Stands in for the handler when that has left: the scheduler must not believe that we took something over."""
+
+    def decline(hello: bool = False, adopt: list[Copy] | tuple[()] = (), **_: Any) -> None:
+        if hello:
+            _leave(worker)
+        for key, *_rest in adopt:
+            _release(worker, key)
+
+    return decline

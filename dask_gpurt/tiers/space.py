@@ -1,0 +1,71 @@
+"""Room on disks: a quota, what is on its way to a file system, and file systems that are not what one expects."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+
+from dask_gpurt.errors import TierFull
+
+#: file systems on which spilling does not do what one expects, and why
+ODD_FILESYSTEMS = {
+    "tmpfs": "keeps its files in memory: spilling to it frees none",
+    "ramfs": "keeps its files in memory: spilling to it frees none",
+    "nfs": "is a network mount: spilling is slow and competes with transfers",
+    "nfs4": "is a network mount: spilling is slow and competes with transfers",
+    "cifs": "is a network mount: spilling is slow and competes with transfers",
+}
+
+
+class Quota:
+    """Bytes spilled by one worker, to whichever folder. Thread-safe."""
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        #: None: none
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+        self._lock = threading.Lock()
+
+    def claim(self, nbytes: int) -> None:
+        with self._lock:
+            if self.limit_bytes is not None and self.used_bytes + nbytes > self.limit_bytes:
+                raise TierFull(
+                    errno.EDQUOT,
+                    f"{nbytes} bytes more than the {self.used_bytes} spilled would pass the limit of "
+                    f"{self.limit_bytes}. The value stays in memory. Remedy: raise gpurt.tiers.disk-limit",
+                )
+            self.used_bytes += nbytes
+
+    def release(self, nbytes: int) -> None:
+        with self._lock:
+            self.used_bytes -= nbytes
+
+
+class InFlight:
+    """Bytes being written to one file system, which statvfs does not know yet. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._lock = threading.Lock()
+
+    def add(self, nbytes: int) -> None:
+        with self._lock:
+            self.nbytes += nbytes
+
+
+def filesystem_of(directory: str) -> str:
+    """Type of the file system a folder is on (``ext4``), or "" when the system does not tell."""
+    best, kind = "", ""
+    real = os.path.realpath(directory)
+    try:
+        with open("/proc/self/mountinfo") as f:
+            for line in f:
+                left, _, right = line.partition(" - ")
+                mount = left.split()[4].replace("\\040", " ")
+                inside = real == mount or real.startswith(mount.rstrip("/") + "/")
+                if inside and len(mount) >= len(best):
+                    best, kind = mount, right.split()[0]
+    except (OSError, IndexError):
+        return ""
+    return kind

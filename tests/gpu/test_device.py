@@ -1,0 +1,208 @@
+"""On a real GPU: round trips through every tier, more than the device holds, and frees that wait for their streams.
+
+Skipped without a GPU; with GPURT_REQUIRE_GPU=1 they fail there (``ci/gpu.sh``).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from dask_gpurt.backends import cuda
+from dask_gpurt.config import Settings
+from dask_gpurt.testing import check_storage_tier
+from dask_gpurt.tiers.codec import PickleCodec
+from dask_gpurt.tiers.device import BoxState
+from dask_gpurt.tiers.device_memory import DeviceMemory, _Late
+from dask_gpurt.tiers.disk import DiskTier
+from dask_gpurt.tiers.pinned import BlockPool, SlabTier
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.gpu
+
+MB = 1 << 20
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[Callable[..., DeviceMemory]]:
+    """``memory(limit)``: a device tier of so many bytes, with pinned blocks and a disk below."""
+    opened: list[DeviceMemory] = []
+
+    def make(limit: int, *, pinned: int = 256 * MB, kind: str = "async") -> DeviceMemory:
+        callback = _Late()
+        stack = cuda.stack_over(cuda.base_resource(kind, limit), limit, callback)
+        memory = DeviceMemory.over(
+            cuda.CudaBackend(stack), stack, callback, cuda.PinnedSlabs(), pinned, cuda.install(stack)
+        )
+        memory.space.below.append(DiskTier(str(tmp_path / f"disk{len(opened)}")))
+        opened.append(memory)
+        return memory
+
+    yield make
+    for m in opened:
+        m.close()
+
+
+def cupy_value(i: int, nbytes: int) -> Any:
+    cupy = pytest.importorskip("cupy")
+    return cupy.arange(i, i + nbytes // 8, dtype="i8")
+
+
+def cudf_value(i: int, nbytes: int) -> Any:
+    cudf = pytest.importorskip("cudf")
+    n = nbytes // 24
+    return cudf.DataFrame({"a": np.arange(i, i + n), "b": np.arange(n) * 0.5, "s": [f"row-{k % 97}" for k in range(n)]})
+
+
+def numba_value(i: int, nbytes: int) -> Any:
+    numba_cuda = pytest.importorskip("numba.cuda")
+    return numba_cuda.to_device(np.arange(i, i + nbytes // 8))
+
+
+def torch_value(i: int, nbytes: int) -> Any:
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("torch has no CUDA")
+    return torch.arange(i, i + nbytes // 2, device="cuda").to(torch.bfloat16)
+
+
+def on_host(value: Any) -> Any:
+    if hasattr(value, "to_pandas"):
+        return value.to_pandas()
+    if hasattr(value, "copy_to_host"):
+        return value.copy_to_host()
+    if type(value).__module__.startswith("torch"):
+        return value.float().cpu().numpy()
+    return value.get()
+
+
+MAKERS = [cupy_value, cudf_value, numba_value, torch_value]
+
+
+def test_the_probe_names_the_device() -> None:
+    found = cuda.probe()
+    assert found.reason == ""
+    assert found.name
+    assert found.total_bytes > 1 << 30
+
+
+def test_pinned_blocks_pass_the_suite_of_tiers() -> None:
+    check_storage_tier(
+        lambda limit: SlabTier(
+            BlockPool(cuda.PinnedSlabs(), limit_bytes=limit, block_bytes=4096 if limit else MB, slab_bytes=8 * MB)
+        ),
+        PickleCodec(),
+    )
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("pinned", [256 * MB, 0], ids=["pinned", "disk"])
+def test_round_trip(make: Any, pinned: int, memory: Any) -> None:
+    m = memory(512 * MB, pinned=pinned)
+    value = make(3, 4 * MB)
+    assert m.space.backend.owns(value)
+    want = on_host(value)
+    box = m.space.put("k", value)
+    kind = type(value)
+    del value
+    assert m.space.spill(1) > 0
+    assert box.state is BoxState.BELOW
+    got = box.get()
+    assert type(got) is kind
+    np.testing.assert_array_equal(np.asarray(on_host(got)), np.asarray(want))
+    m.space.validate()
+
+
+@pytest.mark.parametrize("times", [2, 4])
+@pytest.mark.parametrize("make", [cupy_value, cudf_value])
+@pytest.mark.parametrize("kind", ["async", "pool"])
+def test_more_than_the_device_holds(times: int, make: Any, kind: str, memory: Any) -> None:
+    limit, size = 256 * MB, 16 * MB
+    m = memory(limit, kind=kind, pinned=128 * MB)
+    n = times * limit // size
+    boxes = [m.space.put(i, make(i, size)) for i in range(n)]
+    for i, box in enumerate(boxes):
+        value = box.get()
+        first = on_host(value["a"])[0] if hasattr(value, "columns") else on_host(value)[0]
+        assert int(first) == i
+        del value
+    statistics = m.statistics()
+    assert statistics["out_of_memory"]["calls"] > 0
+    assert statistics["out_of_memory"]["exceptions"] == 0, statistics["out_of_memory"]["last_error"]
+    assert statistics["peak_bytes"] <= limit
+    m.space.validate()
+
+
+def test_a_free_waits_for_the_kernel_that_still_reads(memory: Any) -> None:
+    """A kernel on another stream reads a value while it is spilled and its memory is given to somebody else."""
+    cupy = pytest.importorskip("cupy")
+    m = memory(512 * MB)
+    n = 16 * MB
+    for _ in range(20):
+        box = m.space.put("k", cupy.ones(n // 4, "f4"))
+        stream = cupy.cuda.Stream(non_blocking=True)
+        cupy.cuda.get_current_stream().synchronize()
+        with stream:
+            result = cupy.zeros((), "f8")
+            for _ in range(50):
+                result += box.get().sum(dtype="f8")
+        m.space.spill(1)
+        clobber = [cupy.full(n // 4, 7, "f4") for _ in range(4)]
+        stream.synchronize()
+        assert float(result) == 50 * (n // 4)
+        del clobber
+        m.space.remove(box)
+
+
+def test_too_large_is_a_memory_error(memory: Any) -> None:
+    cupy = pytest.importorskip("cupy")
+    m = memory(64 * MB)
+    with pytest.raises(MemoryError):
+        cupy.zeros(128 * MB, "u1")
+    assert m.statistics()["out_of_memory"]["given_up"] == 1
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("times", [2, 4])
+def test_a_cluster_on_more_than_the_device_holds(times: int) -> None:
+    pytest.importorskip("cupy")
+    import dask.array as da
+    from distributed import Client
+
+    import dask_gpurt
+
+    limit = 1 << 30
+    share = limit / cuda.probe().total_bytes
+    settings = {"tiers.device": "auto", "tiers.device-limit": share, "tiers.pinned-limit": 512 * MB}
+    Settings.load(settings)
+    with (
+        dask_gpurt.local_cluster(
+            settings=settings, n_workers=1, threads_per_worker=2, processes=True, dashboard_address=None
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+
+        def block(block_info: Any = None) -> Any:
+            import cupy
+
+            return cupy.full(block_info[None]["chunk-shape"], block_info[None]["chunk-location"][0], "f8")
+
+        n = times * limit // (32 * MB)
+        x = da.map_blocks(block, chunks=((4 * MB,) * n,), dtype="f8", meta=np.empty(0)).persist()
+        total = float(x.sum().compute())
+        assert total == sum(range(n)) * 4 * MB
+
+        def look(dask_worker: Any) -> Any:
+            from dask_gpurt.extension import on_worker
+
+            return on_worker(dask_worker).runtime.statistics()  # type: ignore[union-attr]
+
+        (statistics,) = client.run(look).values()
+    assert statistics["device"]["below_values"] > 0
+    assert statistics["device"]["out_of_memory"]["exceptions"] == 0
+    assert statistics["fallbacks"] == {}, statistics["last_traceback"]

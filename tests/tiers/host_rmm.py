@@ -1,0 +1,103 @@
+"""RMM without a GPU: its own resources and adaptors over ordinary host memory, and values that live there.
+
+`rmm.mr.CallbackMemoryResource` calls `aligned_alloc`, so allocation, limits, counting and failure callbacks are those
+of RMM itself; only the memory is not a device's, and nothing here says that it is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import rmm
+import rmm.mr
+
+from dask_gpurt.backends import cuda
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_LIBC = ctypes.CDLL(None)
+_LIBC.aligned_alloc.restype = ctypes.c_void_p
+_LIBC.aligned_alloc.argtypes = [ctypes.c_size_t, ctypes.c_size_t]
+_LIBC.free.argtypes = [ctypes.c_void_p]
+
+
+def host_memory() -> Any:
+    """An RMM resource over the C library's allocator."""
+
+    def allocate(nbytes: int, stream: Any) -> int:
+        return int(_LIBC.aligned_alloc(256, max(256, (nbytes + 255) // 256 * 256)))
+
+    def free(pointer: int, nbytes: int, stream: Any) -> None:
+        _LIBC.free(pointer)
+
+    return rmm.mr.CallbackMemoryResource(allocate, free)
+
+
+class Value:
+    """Bytes in a buffer that RMM allocated."""
+
+    def __init__(self, data: np.ndarray[Any, Any], resource: Any) -> None:
+        self.buffer = rmm.DeviceBuffer(size=data.nbytes, mr=resource)
+        ctypes.memmove(self.buffer.ptr, data.ctypes.data, data.nbytes)
+        self.nbytes = data.nbytes
+
+    def array(self) -> np.ndarray[Any, Any]:
+        """A copy of the bytes."""
+        return np.frombuffer(ctypes.string_at(self.buffer.ptr, self.nbytes), "u1")
+
+
+class _Frame:
+    def __init__(self, value: Value) -> None:
+        self._value = value
+        self.nbytes = value.nbytes
+
+    def copy_to(self, offset: int, target: memoryview) -> None:
+        n = target.nbytes
+        ctypes.memmove(np.frombuffer(target, "u1").ctypes.data, self._value.buffer.ptr + offset, n)
+
+
+class HostRmmBackend:
+    """`DeviceBackend` for `Value`."""
+
+    def __init__(self, limit_bytes: int, base: Callable[[], Any] = host_memory) -> None:
+        self.callback: Callable[[int], bool] = lambda nbytes: False
+        self.stack = cuda.stack_over(base(), limit_bytes, lambda nbytes: self.callback(nbytes))
+        self.fences = 0
+        #: called in each `encode`
+        self.on_encode: Callable[[Any], None] = lambda value: None
+
+    def make(self, i: int, nbytes: int) -> Value:
+        """A value of which all bytes depend on `i`."""
+        return Value(pattern(i, nbytes), self.stack.resource)
+
+    def owns(self, value: Any) -> bool:
+        return isinstance(value, Value)
+
+    def nbytes(self, value: Value) -> int:
+        return value.nbytes
+
+    def encode(self, value: Value, parts: Sequence[int] | None = None) -> list[tuple[int, Sequence[Any]]]:
+        self.on_encode(value)
+        return [(0, [pickle.dumps(value.nbytes), _Frame(value)])]
+
+    def decode(self, frames: list[memoryview]) -> Value:
+        return self.decode_pieces([[f] for f in frames])
+
+    def decode_pieces(self, frames: list[list[memoryview]]) -> Value:
+        assert pickle.loads(b"".join(frames[0])) == sum(p.nbytes for p in frames[1])
+        return Value(np.frombuffer(b"".join(frames[1]), "u1"), self.stack.resource)
+
+    def fence(self) -> None:
+        self.fences += 1
+
+    def allocated_bytes(self) -> int:
+        return self.stack.allocated_bytes()
+
+
+def pattern(i: int, nbytes: int) -> np.ndarray[Any, Any]:
+    """What `HostRmmBackend.make` puts into a value."""
+    return np.random.default_rng(i).integers(0, 255, nbytes, dtype="u1")

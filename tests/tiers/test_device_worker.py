@@ -1,0 +1,189 @@
+"""The device tier inside a worker: real RMM over ordinary memory, real tasks, the real state machine."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pytest
+from distributed import Client, Scheduler, Worker, wait
+from distributed.utils_test import async_poll_for, gen_cluster
+
+from dask_gpurt.backends import cuda, rocm
+from dask_gpurt.config import Settings
+from dask_gpurt.errors import InstallError
+from dask_gpurt.tiers import TierRuntime
+from dask_gpurt.tiers.device_memory import DeviceMemory, _Late
+from dask_gpurt.tiers.pinned import HostSlabs
+
+pytest.importorskip("rmm")
+
+from tests.tiers.host_rmm import HostRmmBackend, Value, pattern
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CONFIG = {"distributed.worker.memory.spill": False, "distributed.worker.memory.pause": False}
+KB = 1 << 10
+LIMIT = 1000 * KB
+BACKENDS: list[HostRmmBackend] = []
+
+
+def open_on_host_memory(worker: Any, settings: Any, host_bytes: int | None, *, serves: bool) -> DeviceMemory:
+    """`DeviceMemory.open` over host memory."""
+    callback = _Late()
+    backend = HostRmmBackend(LIMIT)
+    backend.callback = callback
+    BACKENDS.append(backend)
+    return DeviceMemory.over(backend, backend.stack, callback, HostSlabs(), 64 << 20, lambda: None)
+
+
+async def install(worker: Worker) -> tuple[TierRuntime, HostRmmBackend]:
+    settings = Settings.load({"tiers.device": "auto", "tiers.disk-reserve": 0}).tiers
+    with mock.patch.object(DeviceMemory, "open", open_on_host_memory):
+        runtime = await TierRuntime.install(worker, settings)
+    return runtime, BACKENDS[-1]
+
+
+def make(i: int, nbytes: int) -> Value:
+    return BACKENDS[-1].make(i, nbytes)
+
+
+BEGAN, GO_ON = threading.Event(), threading.Event()
+
+
+def hog() -> int:
+    """Holds most of the device until `other` has failed."""
+    big = make(0, 600 * KB)
+    BEGAN.set()
+    assert GO_ON.wait(30)
+    return big.nbytes
+
+
+def other() -> int:
+    assert BEGAN.wait(30)
+    try:
+        return make(1, 600 * KB).nbytes
+    except MemoryError:
+        GO_ON.set()
+        raise
+
+
+def right(value: Value, i: int) -> bool:
+    return bool((value.array() == pattern(i, value.nbytes)).all())
+
+
+@pytest.mark.cluster
+@gen_cluster(client=True, nthreads=[("", 2)], config=CONFIG)
+async def test_tasks_on_four_times_the_limit(c: Client, s: Scheduler, a: Worker) -> None:
+    runtime, backend = await install(a)
+    n, size = 40, 100 * KB
+    values = c.map(make, range(n), nbytes=size, key=[f"v{i}" for i in range(n)])
+    await wait(values)
+    assert all(await c.gather(c.map(right, values, range(n))))
+    assert backend.stack.peak_bytes() <= LIMIT
+    stats = runtime.statistics()
+    assert stats["fallbacks"] == {}, stats["last_traceback"]
+    assert stats["device"]["below_values"] > n // 2
+    assert stats["device"]["device_bytes"] <= LIMIT
+    assert stats["device"]["out_of_memory"]["exceptions"] == 0
+    assert stats["host_bytes"] < 100 * KB  # boxes, not values
+    runtime.engine.validate()
+    del values
+    await async_poll_for(lambda: runtime.statistics()["device"]["values"] == 0, timeout=30)
+    await async_poll_for(lambda: backend.allocated_bytes() == 0, timeout=30)
+
+
+@pytest.mark.cluster
+@gen_cluster(client=True, nthreads=[("", 2)], config=CONFIG)
+async def test_two_tasks_that_do_not_fit_together(c: Client, s: Scheduler, a: Worker) -> None:
+    runtime, _ = await install(a)
+    BEGAN.clear()
+    GO_ON.clear()
+    assert await c.gather([c.submit(hog, pure=False), c.submit(other, pure=False)]) == [600 * KB] * 2
+    device = runtime.statistics()["device"]
+    assert (device["retried_alone"], device["succeeded"], device["failed"]) == (1, 1, 0)
+
+
+@pytest.mark.cluster
+@gen_cluster(client=True, nthreads=[("", 1)], config=CONFIG)
+async def test_a_task_too_large_fails_with_a_report_and_the_worker_lives(c: Client, s: Scheduler, a: Worker) -> None:
+    runtime, _ = await install(a)
+    kept = c.map(make, range(4), nbytes=200 * KB, key=[f"kept-{i}" for i in range(4)])
+    await wait(kept)
+    error = await c.submit(make, 9, 2 * LIMIT).exception()
+    assert isinstance(error, MemoryError)
+    (note,) = error.__notes__
+    assert "even alone" in note
+    assert "Remedy" in note
+    assert all(await c.gather(c.map(right, kept, range(4))))
+    device = runtime.statistics()["device"]
+    assert (device["retried_alone"], device["failed"]) == (1, 1)
+
+
+@pytest.mark.cluster
+@gen_cluster(client=True, nthreads=[("", 2)], config=CONFIG)
+async def test_uninstall_keeps_what_fits_and_recomputes_the_rest(c: Client, s: Scheduler, a: Worker) -> None:
+    runtime, _ = await install(a)
+    values = c.map(make, range(5), nbytes=100 * KB, key=[f"v{i}" for i in range(5)])
+    await wait(values)
+    runtime._device.spill(300 * KB)  # type: ignore[union-attr]
+    await runtime.uninstall()
+    assert all(isinstance(a.data[f.key], Value) for f in values)
+    assert all(await c.gather(c.map(right, values, range(5))))
+
+
+def test_without_a_gpu_there_is_no_device_tier_and_a_reason() -> None:
+    found = cuda.probe()
+    if not found.reason:
+        pytest.skip("there is a GPU")
+    settings = Settings.load({"tiers.device": "auto"}).tiers
+    assert DeviceMemory.open(None, settings, None) is None
+    assert "allocation of 256 bytes failed" in found.reason or "RMM cannot be imported" in found.reason
+
+
+def test_off_means_that_nothing_is_probed() -> None:
+    with mock.patch.object(cuda, "probe", side_effect=AssertionError("probed")):
+        assert DeviceMemory.open(None, Settings.load().tiers, None) is None
+
+
+def test_no_stacking_on_others() -> None:
+    class DeviceHostFile(dict[Any, Any]):
+        pass
+
+    DeviceHostFile.__module__ = "dask_cuda.device_host_file"
+    worker = mock.Mock()
+    worker.memory_manager.data = DeviceHostFile()
+    assert "dask-cuda's DeviceHostFile" in cuda.conflict(worker)
+    worker.memory_manager.data = {}
+    assert cuda.conflict(worker) == ""
+    cudf = mock.Mock()
+    cudf.get_option.return_value = True
+    with mock.patch.dict("sys.modules", {"cudf": cudf}):
+        assert "cuDF's own spilling is on" in cuda.conflict(worker)
+    worker.memory_manager.data = DeviceHostFile()
+    settings = Settings.load({"tiers.device": "auto"}).tiers
+    with (
+        mock.patch.object(cuda, "probe", return_value=cuda.Probe("", "a device", 1 << 30)),
+        pytest.raises(InstallError, match=r"no device tier: worker\.data is dask-cuda's DeviceHostFile.*Remedy"),
+    ):
+        DeviceMemory.open(worker, settings, None)
+
+
+def test_values_in_host_memory_are_not_taken_for_device_values() -> None:
+    import numpy as np
+    import pandas as pd
+
+    backend = cuda.CudaBackend(mock.Mock())
+    for value in (1, None, b"x", np.ones(3), pd.DataFrame({"a": [1]}), {"k": 1}, Value):
+        assert not backend.owns(value)
+
+
+def test_amd_gpus_are_counted_and_nothing_more(tmp_path: Path) -> None:
+    assert rocm.devices(tmp_path / "absent") == 0
+    for i, count in enumerate((0, 256, 304)):
+        (tmp_path / str(i)).mkdir()
+        (tmp_path / str(i) / "properties").write_text(f"cpu_cores_count 8\nsimd_count {count}\n")
+    assert rocm.devices(tmp_path) == 2
+    assert "no AMD GPU" in rocm.reason() or "found" in rocm.reason()

@@ -1,0 +1,429 @@
+"""The object tier against moto's S3 server, a shared folder and its own failures."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from distributed.utils_test import async_poll_for
+
+from dask_gpurt.errors import ConfigError, CorruptData, LostData, TierFull
+from dask_gpurt.tiers import bucket as bucket_module
+from dask_gpurt.tiers.cascade import FAILURES, Cascade
+from dask_gpurt.tiers.codec import PickleCodec
+from dask_gpurt.tiers.disk import DiskTier
+from dask_gpurt.tiers.engine import Engine
+from dask_gpurt.tiers.layout import plan
+from dask_gpurt.tiers.leases import LeaseKeeper, sweep, sweep_expired, worker_prefix
+from dask_gpurt.tiers.store import StoredCopy, TieredStore
+
+pytest.importorskip("obstore")
+
+from dask_gpurt.tiers.bucket import PART_BYTES, Bucket
+from dask_gpurt.tiers.object import ObjectTier
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CODEC = PickleCodec()
+MB = 1_000_000
+
+
+@pytest.fixture(autouse=True)
+def _quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bucket_module, "BACK_OFF_SECONDS", 0.01)
+
+
+def tier_at(url: str, **options: Any) -> ObjectTier:
+    return ObjectTier(Bucket(url, timeout_seconds=options.pop("timeout_seconds", 10.0)), "gpurt/c/w", **options)
+
+
+def array(i: int, n: int = MB) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(i).integers(0, 255, n, dtype="u1")
+
+
+# ---------------------------------------------------------------------------------------------- objects
+
+
+def test_a_large_object_goes_up_in_parts(s3_server: Any, s3_url: str) -> None:
+    tier = tier_at(s3_url)
+    value = [array(0, PART_BYTES), array(1, PART_BYTES + 5), array(2, 3)]
+    handle = tier.write(CODEC.encode(value))
+    import boto3
+
+    (listed,) = boto3.client("s3", endpoint_url=s3_server.endpoint).list_objects_v2(Bucket="bucket")["Contents"]
+    assert listed["Key"] == "some/prefix/gpurt/c/w/0"
+    assert listed["Size"] == handle.nbytes
+    assert listed["ETag"].strip('"').endswith("-3")  # S3's mark of an object that came in three parts
+    got = handle.load(CODEC)[0]
+    assert all((g == v).all() for g, v in zip(got, value, strict=True))
+    metrics = tier.metrics.to_dict()
+    assert metrics["written_bytes"] == handle.nbytes
+    assert metrics["writes"] == 1
+    assert metrics["retries"] == 0
+    assert metrics["write_seconds"] > 0
+
+
+def test_nothing_of_a_key_or_value_is_in_a_name(tmp_path: Path) -> None:
+    tier = tier_at(tmp_path.as_uri())
+    tier.write(CODEC.encode("secret"))
+    assert tier.files() == ["0"]
+
+
+def test_a_server_that_is_gone_and_comes_back(s3_server: Any, s3_url: str) -> None:
+    tier = tier_at(s3_url, timeout_seconds=2.0)
+    handle = tier.write(CODEC.encode(array(0)))
+    s3_server.stop()
+    with pytest.raises(OSError, match="cannot write after 4 attempts"):
+        tier.write(CODEC.encode(array(1)))
+    with pytest.raises(OSError, match="cannot read after 4 attempts"):
+        handle.load(CODEC)
+    assert tier.used_bytes == handle.nbytes
+    counts = tier.metrics.to_dict()
+    assert counts["write_failures"] == counts["read_failures"] == 1
+    assert counts["retries"] >= 6
+    s3_server.restart()
+    assert (handle.load(CODEC)[0] == array(0)).all()
+    tier.write(CODEC.encode(array(1))).free()
+
+
+def test_a_server_killed_in_the_middle_leaves_nothing_half_written(s3_server: Any, s3_url: str) -> None:
+    """Uploads in parts are cut at a random point; no object is visible that was not complete."""
+    tier = tier_at(s3_url, timeout_seconds=2.0)
+    value = array(0, 5 * PART_BYTES)
+    before = tier.metrics["writes"]
+    threading.Timer(0.15, s3_server.stop).start()
+    outcomes = []
+    while len(outcomes) < 20:
+        try:
+            outcomes.append(tier.write(CODEC.encode(value)))
+        except OSError as e:
+            outcomes.append(e)
+            break
+    assert isinstance(outcomes[-1], OSError)
+    s3_server.restart()
+    good = outcomes[:-1]
+    layout = plan(CODEC.encode(value))[0]
+    assert tier.metrics["writes"] - before == len(good)
+    assert set(tier.files()) >= {h.name.rpartition("/")[2] for h in good}
+    for name in tier.files():  # also one whose answer was lost is whole
+        copy = tier.adopt(f"{tier.prefix}/{name}", layout.nbytes, layout.digest)
+        assert (copy.load(CODEC)[0] == value).all()
+
+
+class SlowServer:
+    """Accepts connections and never answers: a store that is stuck, not one that is gone."""
+
+    def __init__(self) -> None:
+        import socket
+
+        self.socket = socket.socket()
+        self.socket.bind(("127.0.0.1", 0))
+        self.socket.listen(50)
+        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
+
+
+def test_a_server_that_never_answers_fails_in_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.conftest import S3_ENVIRONMENT
+
+    server = SlowServer()
+    for name, value in {**S3_ENVIRONMENT, "AWS_ENDPOINT_URL": server.url}.items():
+        monkeypatch.setenv(name, value)
+    tier = tier_at("s3://bucket/x", timeout_seconds=0.2)
+    done = threading.Event()
+    errors: list[BaseException] = []
+
+    def write() -> None:
+        try:
+            tier.write(CODEC.encode(1))
+        except OSError as e:
+            errors.append(e)
+        done.set()
+
+    threading.Thread(target=write, daemon=True).start()
+    assert done.wait(60), "a write to a stuck server never ends"
+    assert len(errors) == 1
+    assert tier.used_bytes == 0
+    server.socket.close()
+
+
+@pytest.mark.parametrize("change", ["flip", "truncate", "empty", "swap", "missing", "head"])
+def test_every_damage_is_noticed(change: str, tmp_path: Path) -> None:
+    tier = tier_at(tmp_path.as_uri())
+    handle = tier.write(CODEC.encode(array(0, 5000)))
+    other = tier.write(CODEC.encode(array(1, 5000)))
+    path = tmp_path / handle.name
+    data = bytearray(path.read_bytes())
+    if change == "flip":
+        data[-100] ^= 4
+        path.write_bytes(data)
+    elif change == "head":
+        data[30] ^= 4
+        path.write_bytes(data)
+    elif change == "truncate":
+        path.write_bytes(data[:-1])
+    elif change == "empty":
+        path.write_bytes(b"")
+    elif change == "swap":
+        path.write_bytes((tmp_path / other.name).read_bytes())
+    else:
+        path.unlink()
+    # By the worker that wrote it, and by one that adopts it and knows only its name; the latter alone reads the head.
+    for copy in (handle, tier.adopt(handle.name, handle.nbytes, handle.digest)):
+        if change == "head" and copy.layout is not None:
+            continue  # nobody looks at it
+        with pytest.raises((CorruptData, OSError)):
+            copy.load(CODEC)
+    if change != "missing":
+        assert tier.metrics["checksum_failures"] + tier.metrics["read_failures"] >= 1
+
+
+def test_a_refusal_is_not_repeated(tmp_path: Path) -> None:
+    bucket = Bucket(tmp_path.as_uri())
+    calls = []
+
+    def denied() -> None:
+        calls.append(1)
+        raise PermissionError("no")
+
+    with pytest.raises(PermissionError, match="may not write"):
+        bucket._repeat("write", "x", denied)
+    with pytest.raises(FileNotFoundError):
+        bucket.read_range("absent", 0, 5)
+    assert len(calls) == 1
+    assert bucket.metrics["retries"] == 0
+
+
+@pytest.mark.parametrize("url", ["nonsense://x", "just a word", "s3://"])
+def test_a_wrong_url_says_what_is_allowed(url: str) -> None:
+    with pytest.raises(ConfigError, match="s3://bucket/prefix"):
+        Bucket(url)
+
+
+# ---------------------------------------------------------------------------------------------- cascade
+
+
+class Broken:
+    """A tier that fails on demand. (No tier of ours: only the failures of one.)"""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.error: BaseException | None = None
+        self.asked = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def write(self, groups: Any) -> Any:
+        self.asked += 1
+        if self.error is not None:
+            raise self.error
+        return self.inner.write(groups)
+
+
+def test_a_full_disk_overflows_into_the_store(tmp_path: Path) -> None:
+    disk = DiskTier(str(tmp_path / "disk"), limit_bytes=35_000, small_bytes=0)
+    store = tier_at((tmp_path / "store").as_uri())
+    cascade = Cascade([disk, store])
+    handles = [cascade.write(CODEC.encode(array(i, 10_000))) for i in range(5)]
+    assert disk.used_bytes + store.used_bytes == cascade.used_bytes
+    assert (len(disk.files()), len(store.files())) == (2, 3)
+    assert all((h.load(CODEC)[0] == array(i, 10_000)).all() for i, h in enumerate(handles))
+    handles[0].free()  # room on the disk again: it comes first
+    cascade.write(CODEC.encode(array(9, 10_000)))
+    assert len(disk.files()) == 2
+    stats = cascade.statistics()
+    assert (stats["disk"]["full"], stats["disk"]["writes"], stats["object"]["writes"]) == (3, 3, 3)
+
+
+def test_a_failing_tier_is_set_aside_and_tried_again(tmp_path: Path) -> None:
+    now = [0.0]
+    bad = Broken(DiskTier(str(tmp_path / "a"), small_bytes=0))
+    good = DiskTier(str(tmp_path / "b"), small_bytes=0)
+    cascade = Cascade([bad, good], clock=lambda: now[0])
+    bad.error = OSError(5, "EIO")
+    for _ in range(FAILURES + 5):
+        cascade.write([(0, [b"x"])])
+    assert bad.asked == FAILURES  # then it rests
+    assert len(good.files()) == FAILURES + 5
+    rests = []
+    for _ in range(8):
+        now[0] += 61.0
+        asked = bad.asked
+        cascade.write([(0, [b"x"])])
+        rests.append(bad.asked - asked)
+    assert rests == [1] * 8
+    bad.error = None
+    now[0] += 61
+    cascade.write([(0, [b"x"])])
+    assert len(bad.inner.files()) == 1
+    cascade.write([(0, [b"x"])])
+    assert len(bad.inner.files()) == 2
+
+
+def test_when_all_fail_the_first_answer_counts_and_nothing_is_kept(tmp_path: Path) -> None:
+    full = DiskTier(str(tmp_path / "a"), limit_bytes=10)
+    bad = Broken(DiskTier(str(tmp_path / "b")))
+    bad.error = OSError(5, "EIO")
+    cascade = Cascade([full, bad], clock=lambda: 0.0)
+    for _ in range(FAILURES):
+        with pytest.raises(TierFull, match="limit of 10"):
+            cascade.write([(0, [b"x" * 100])])
+    assert cascade.used_bytes == 0
+    both = Cascade([bad], clock=lambda: 0.0)
+    for _ in range(FAILURES):
+        with pytest.raises(OSError, match="EIO"):
+            both.write([(0, [b"x"])])
+    with pytest.raises(TierFull, match="all tiers"):
+        both.write([(0, [b"x"])])
+
+
+def test_store_down_values_stay_in_memory_and_leave_when_it_is_back(
+    s3_server: Any, s3_url: str, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        now = [0.0]
+        disk = DiskTier(str(tmp_path / "disk"), limit_bytes=1000)
+        cascade = Cascade([disk, tier_at(s3_url, timeout_seconds=2.0)], clock=lambda: now[0])
+        engine = Engine(cascade, budget_bytes=3 * MB, clock=lambda: now[0])
+        store = TieredStore(engine)
+        s3_server.stop()
+        for i in range(8):
+            store[i] = array(i)
+        await engine.idle()
+        assert engine.states()["stored"] == 0
+        assert cascade.statistics()["object"]["failed_writes"] >= FAILURES
+        assert sum(engine.counters.write_errors.values()) >= 1
+        assert all((store[i] == array(i)).all() for i in range(8))
+        s3_server.restart()
+        for _ in range(10):
+            now[0] += 120.0
+            engine.eviction.on_timer()
+            await engine.idle()
+        assert engine.resident_bytes <= 3 * MB
+        entries = await store.ensure(range(8))
+        assert all((store[i] == array(i)).all() for i in range(8))
+        store.release(entries)
+        engine.validate()
+        await engine.close()
+        assert cascade.used_bytes >= 0
+
+    asyncio.run(main())
+
+
+def test_an_object_that_is_gone_is_a_lost_key_and_no_wrong_answer(tmp_path: Path) -> None:
+    async def main() -> None:
+        tier = tier_at(tmp_path.as_uri())
+        engine = Engine(tier, budget_bytes=None)
+        lost: list[Any] = []
+        store = TieredStore(engine, on_lost=lost.append)
+        store["a"], store["b"] = array(0), array(1)
+        engine.shrink(1 << 40)
+        await engine.idle()
+        engine.shrink(0)
+        # An I/O thread holds what it wrote last until it takes up something else; as long it could be revived.
+        barrier = threading.Barrier(engine.io.threads)
+        await asyncio.gather(
+            *(asyncio.wrap_future(engine.io._writers.submit(barrier.wait)) for _ in range(engine.io.threads))
+        )
+        for name in tier.files():
+            os.unlink(tmp_path / tier.prefix / name)
+        entries = await store.ensure(["a", "b"])
+        await asyncio.sleep(0)
+        assert sorted(lost) == ["a", "b"]
+        with pytest.raises(LostData):
+            store["a"]
+        store.release(entries)
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_an_adopted_copy_is_read_by_a_store_that_never_wrote_it(tmp_path: Path) -> None:
+    async def main() -> None:
+        writer, reader = tier_at(tmp_path.as_uri()), ObjectTier(Bucket(tmp_path.as_uri()), "gpurt/c/other")
+        many = [array(i, 10) for i in range(400)]  # an index larger than what is read at once
+        handle = writer.write(CODEC.encode(many))
+        freed: list[Any] = []
+        engine = Engine(reader, budget_bytes=None)
+        store = TieredStore(engine)
+        store["k"] = StoredCopy(4000, reader.adopt(handle.name, handle.nbytes, handle.digest, on_free=freed.append))
+        assert len(store.slow) == 1
+        assert store.spilled_total == (4000, handle.nbytes)
+        entries = await store.ensure(["k"])
+        assert all((g == v).all() for g, v in zip(store["k"], many, strict=True))
+        store.release(entries)
+        engine.validate()
+        del store["k"]
+        await engine.idle()
+        assert writer.files() == []
+        assert len(freed) == 1
+        assert reader.used_bytes == 0
+        await engine.close()
+
+    asyncio.run(main())
+
+
+# ---------------------------------------------------------------------------------------------- leases
+
+
+def test_prefixes_are_never_the_same() -> None:
+    names = {worker_prefix("tls://10.0.0.1:8786") for _ in range(100)}
+    assert len(names) == 100
+    assert all(n.startswith("gpurt/tls-10-0-0-1-8786/") for n in names)
+
+
+def test_a_lease_is_renewed_also_for_what_was_adopted(tmp_path: Path) -> None:
+    async def main() -> None:
+        bucket = Bucket(tmp_path.as_uri())
+        keeper = LeaseKeeper(bucket, "gpurt/c/a", {"worker": "w"}, renew_seconds=0.01)
+        keeper.renew()
+        lease = json.loads((tmp_path / "gpurt/c/a/lease").read_text())
+        assert lease["worker"] == "w"
+        keeper.foster("gpurt/c/dead", 2)
+        keeper.foster("gpurt/c/dead", -1)
+        keeper.start()
+        await async_poll_for(lambda: keeper.renewals >= 4, timeout=30)
+        assert (tmp_path / "gpurt/c/dead/lease").exists()
+        keeper.foster("gpurt/c/dead", -1)
+        assert keeper.fostered == []
+        await keeper.stop()
+        n = keeper.renewals
+        await asyncio.sleep(0.05)
+        assert keeper.renewals == n
+
+    asyncio.run(main())
+
+
+def test_expired_prefixes_go_and_live_ones_stay(tmp_path: Path) -> None:
+    bucket = Bucket(tmp_path.as_uri())
+    for prefix in ("gpurt/c1/dead", "gpurt/c1/alive", "gpurt/c2/dead"):
+        bucket.put(f"{prefix}/lease", [b"{}"])
+        bucket.put(f"{prefix}/0", [b"value"])
+    bucket.put("somebody-elses", [b"x"])
+    old = time.time() - 3600
+    for prefix in ("gpurt/c1/dead", "gpurt/c2/dead"):
+        for name in ("lease", "0"):
+            os.utime(tmp_path / prefix / name, (old, old))
+    os.utime(tmp_path / "gpurt/c1/alive/0", (old, old))  # an old value, but the lease was renewed
+    os.utime(tmp_path / "somebody-elses", (old, old))
+    assert sorted(sweep_expired(bucket, expire_seconds=60)) == ["gpurt/c1/dead", "gpurt/c2/dead"]
+    assert sorted(bucket.list("")) == ["gpurt/c1/alive/0", "gpurt/c1/alive/lease", "somebody-elses"]
+    assert sweep_expired(bucket, expire_seconds=60) == []
+
+
+def test_sweep_keeps_what_was_adopted(s3_url: str) -> None:
+    bucket = Bucket(s3_url, timeout_seconds=10)
+    for name in ("lease", "0", "1", "2"):
+        bucket.put(f"gpurt/c/w/{name}", [name.encode()])
+    bucket.put("gpurt/c/w2/0", [b"of another"])
+    assert sweep(bucket, "gpurt/c/w", keep={"gpurt/c/w/1"}) == 2
+    assert sorted(bucket.list("gpurt")) == ["gpurt/c/w/1", "gpurt/c/w/lease", "gpurt/c/w2/0"]
+    assert sweep(bucket, "gpurt/c/w") == 2
+    assert sorted(bucket.list("gpurt")) == ["gpurt/c/w2/0"]

@@ -1,0 +1,321 @@
+"""A worker goes; what it had stored on shared storage is read back by others, not computed again."""
+
+# ruff: noqa: ASYNC240
+from __future__ import annotations
+
+import os
+import signal
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from distributed import Client, Nanny, Scheduler, Worker, wait
+from distributed.utils_test import async_poll_for, gen_cluster, gen_test
+
+import dask_gpurt
+from dask_gpurt.config import Settings
+from dask_gpurt.errors import InstallError
+from dask_gpurt.extension import GpurtScheduler, WorkerParts, on_worker
+from tests.conftest import S3_ENVIRONMENT, S3Server
+
+from .conftest import beat
+
+pytest.importorskip("obstore")
+pytestmark = pytest.mark.cluster
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dask_gpurt.tiers import TierRuntime
+    from dask_gpurt.tiers.shared_scheduler import SharedCopiesPlugin
+
+CONFIG = {
+    "distributed.worker.memory.spill": False,
+    "distributed.worker.memory.pause": False,
+    "distributed.scheduler.allowed-failures": 10,
+}
+
+
+def make(i: int, log: str) -> np.ndarray[Any, Any]:
+    with open(log, "a") as f:
+        f.write(f"{i}\n")
+    return np.full(20_000, i)
+
+
+def runs(log: Path) -> list[int]:
+    return [int(line) for line in log.read_text().split()] if log.exists() else []
+
+
+def settings(url: str, **more: Any) -> Settings:
+    return Settings.load(
+        {"tiers.object-store": url, "tiers.object-use": "first", "tiers.disk-reserve": 0, "placement.enabled": False}
+        | more
+    )
+
+
+def runtime_of(worker: Worker) -> TierRuntime:
+    parts = on_worker(worker)
+    assert parts is not None
+    assert parts.runtime is not None
+    return parts.runtime
+
+
+async def extended(s: Scheduler, url: str, **more: Any) -> SharedCopiesPlugin:
+    plugin = GpurtScheduler(settings(url, **more))
+    await plugin.start(s)
+    s.add_plugin(plugin, name=plugin.name)
+    shared = plugin.shared_copies
+    assert shared is not None
+    return shared
+
+
+async def greeted(shared: SharedCopiesPlugin, n: int) -> None:
+    await async_poll_for(lambda: shared.statistics()["workers"] == n, timeout=30)
+
+
+async def spill(worker: Worker, shared: SharedCopiesPlugin, known: int) -> None:
+    runtime = runtime_of(worker)
+    runtime.engine.shrink(1 << 60)
+    await async_poll_for(lambda: shared.statistics()["known_copies"] >= known, timeout=30)
+    runtime.engine.shrink(0)
+
+
+def check(*workers: Worker) -> None:
+    for w in workers:
+        runtime_of(w).engine.validate()
+        stats = runtime_of(w).statistics()
+        assert stats["fallbacks"] == {}, stats["last_traceback"]
+        assert stats["shared"]["exceptions"] == 0, stats["shared"]["last_traceback"]
+
+
+@gen_cluster(client=True, nthreads=[("", 1)] * 3, config=CONFIG)
+async def test_spilled_keys_of_a_lost_worker_are_read_back(c: Client, s: Scheduler, *workers: Worker) -> None:
+    import tempfile
+    from pathlib import Path
+
+    a, b, d = workers
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        shared = await extended(s, Path(folder, "store").as_uri())
+        await greeted(shared, 3)
+        roots = c.map(make, range(12), log=str(log), workers=[a.address], allow_other_workers=True, pure=False)
+        await wait(roots)
+        scattered = await c.scatter(np.arange(5000), workers=[a.address])
+        on_a = len(a.data)
+        before = len(runs(log))
+        await spill(a, shared, on_a)
+        await a.close()
+        assert all(s.tasks[f.key].state == "memory" for f in roots)  # for Dask they were never lost
+        assert s.tasks[scattered.key].state == "memory"
+        got = await c.gather(c.map(lambda x: int(x.sum()), roots))
+        assert got == [20_000 * i for i in range(12)]
+        assert (await scattered).sum() == np.arange(5000).sum()
+        assert len(runs(log)) == before == 12
+        stats = shared.statistics()
+        assert stats["adopted_keys"] == on_a >= 2
+        assert stats["lost_keys"] == stats["exceptions"] == 0, stats["last_traceback"]
+        assert sum(runtime_of(w).statistics()["shared"]["adopted"] for w in (b, d)) == on_a
+        check(b, d)
+
+        # Twice over: an heir goes too.
+        again = [k for k in b.data if runtime_of(b).store.entry(k).handle is not None]  # type: ignore[union-attr]
+        assert again
+        await b.close()
+        assert await c.gather(c.map(lambda x: int(x.max()), roots)) == list(range(12))
+        assert len(runs(log)) == 12
+        check(d)
+
+        # What nobody needs any more is deleted, wherever it was written.
+        del roots, scattered
+        await async_poll_for(lambda: not any(k for k in s.tasks), timeout=30)
+        await runtime_of(d).engine.idle()
+        left = [p for p in Path(folder, "store").rglob("*") if p.is_file() and p.name != "lease"]
+        assert left == []
+
+
+@gen_cluster(client=True, nthreads=[("", 1)] * 2, config=CONFIG)
+async def test_without_a_copy_or_with_a_bad_one_it_is_computed_again(
+    c: Client, s: Scheduler, a: Worker, b: Worker
+) -> None:
+    import tempfile
+    from pathlib import Path
+
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        shared = await extended(s, Path(folder, "store").as_uri())
+        await greeted(shared, 2)
+        roots = c.map(make, range(9), log=str(log), workers=[a.address], allow_other_workers=True, pure=False)
+        await wait(roots)
+        await spill(a, shared, len(a.data))
+        fresh = c.submit(make, 99, log=str(log), workers=[a.address], allow_other_workers=True)  # in memory only
+        await wait(fresh)
+        prefix = runtime_of(a)._below.objects.prefix  # type: ignore[union-attr]
+        objects = [p for p in Path(folder, "store", prefix).iterdir() if p.name != "lease"]
+        bad = objects[::3]
+        for i, path in enumerate(bad):
+            if i % 2:
+                path.unlink()
+            else:
+                data = bytearray(path.read_bytes())
+                data[-7] ^= 1
+                path.write_bytes(data)
+        await a.close()
+        got = await c.gather(c.map(lambda x: int(x.max()), [*roots, fresh]))
+        assert got == [*range(9), 99]
+        assert 10 <= len(runs(log)) <= 10 + len(bad) + 1
+        assert shared.statistics()["exceptions"] == 0
+        check(b)
+
+
+@gen_cluster(client=True, nthreads=[("", 1)] * 2, config=CONFIG)
+async def test_removal_gives_everything_back(c: Client, s: Scheduler, a: Worker, b: Worker) -> None:
+    import tempfile
+    from pathlib import Path
+
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        stock = s.handlers["unregister"]
+        shared = await extended(s, Path(folder, "store").as_uri())
+        assert s.handlers["unregister"] is not stock
+        await greeted(shared, 2)
+        roots = c.map(make, range(6), log=str(log), pure=False)
+        await wait(roots)
+        await spill(a, shared, 1)
+        plugin = s.plugins["gpurt"]
+        await plugin.uninstall()  # type: ignore[attr-defined]
+        assert s.handlers["unregister"] == stock
+        assert "remove_worker" not in vars(s)
+        assert await c.gather(c.map(lambda x: int(x.max()), roots)) == list(range(6))
+        assert not [p for p in Path(folder, "store").rglob("*") if p.is_file()]
+        await a.close()  # stock: what was there is computed again
+        assert await c.gather(c.map(lambda x: int(x.min()), roots)) == list(range(6))
+
+
+@gen_cluster(client=True, nthreads=[("", 1)] * 2, config=CONFIG)
+async def test_a_worker_that_cannot_take_over_says_so(c: Client, s: Scheduler, a: Worker, b: Worker) -> None:
+    """The scheduler believes what it was told last: a worker without tiers declines, and the key is computed again."""
+    import tempfile
+    from pathlib import Path
+
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        shared = await extended(s, Path(folder, "store").as_uri())
+        for w in (a, b):
+            await beat(w)
+        shared._look()
+        await greeted(shared, 2)
+        roots = c.map(make, range(4), log=str(log), workers=[a.address], allow_other_workers=True, pure=False)
+        await wait(roots)
+        await spill(a, shared, len(a.data))
+        runtime = runtime_of(b)
+        assert runtime._shared is not None
+        runtime._shared.uninstall()
+        b.batched_stream.buffer.clear()  # the word that it has left does not come in time
+        await a.close()
+        assert await c.gather(c.map(lambda x: int(x.max()), roots)) == list(range(4))
+        assert len(runs(log)) > 4
+
+
+@pytest.mark.slow
+@gen_cluster(client=True, nthreads=[("", 1)] * 2, Worker=Nanny, config=CONFIG, timeout=120)
+async def test_kill_9_of_a_real_process(c: Client, s: Scheduler, a: Nanny, b: Nanny) -> None:
+    """Two processes and a shared folder: one is killed; what it had stored is not computed again."""
+    import tempfile
+    from pathlib import Path
+
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        shared = await extended(s, Path(folder, "store").as_uri())
+        await greeted(shared, 2)
+        victim, _ = list(s.workers)
+        roots = c.map(make, range(10), log=str(log), workers=[victim], allow_other_workers=True, pure=False)
+        await wait(roots)
+
+        async def spill_here(dask_worker: Worker) -> int:
+            runtime = runtime_of(dask_worker)
+            # Every look at a process that is small enough ends what was asked for, however little was written by then.
+            runtime._watch.stop()
+            runtime.engine.shrink(1 << 60)
+            await runtime.engine.idle()
+            return os.getpid()
+
+        held = len(s.workers[victim].has_what)
+        pid = (await c.run(spill_here, workers=[victim]))[victim]
+        await async_poll_for(lambda: shared.statistics()["known_copies"] >= held, timeout=60)
+        os.kill(pid, signal.SIGKILL)
+        await async_poll_for(lambda: victim not in s.workers, timeout=60)
+        assert await c.gather(c.map(lambda x: int(x.max()), roots)) == list(range(10))
+        assert len(runs(log)) == 10
+        assert shared.statistics()["adopted_keys"] == held > 0
+
+
+@gen_cluster(nthreads=[("", 1)], config=CONFIG)
+async def test_a_store_that_does_not_answer_at_the_start_is_an_error(s: Scheduler, a: Worker) -> None:
+    nobody = {**S3_ENVIRONMENT, "AWS_ENDPOINT_URL": "http://127.0.0.1:1"}
+    with mock.patch.dict(os.environ, nobody), pytest.raises(InstallError, match=r"Remedy: correct the URL"):
+        await WorkerParts.install(a, settings("s3://bucket/x"))
+    assert on_worker(a) is None
+    assert not os.path.exists(os.path.join(a.local_directory, "gpurt-tiers"))
+
+
+@gen_cluster(client=True, nthreads=[("", 1)] * 2, config=CONFIG)
+async def test_the_same_in_s3(c: Client, s: Scheduler, a: Worker, b: Worker) -> None:
+    import tempfile
+    from pathlib import Path
+
+    pytest.importorskip("moto.server")
+    pytest.importorskip("boto3")
+    server = S3Server()
+    try:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            mock.patch.dict(os.environ, {**S3_ENVIRONMENT, "AWS_ENDPOINT_URL": server.endpoint}),
+        ):
+            log = Path(folder) / "log"
+            shared = await extended(s, "s3://bucket/some/prefix")
+            await greeted(shared, 2)
+            roots = c.map(make, range(8), log=str(log), workers=[a.address], allow_other_workers=True, pure=False)
+            await wait(roots)
+            await spill(a, shared, len(a.data))
+            await a.close()
+            assert await c.gather(c.map(lambda x: int(x.max()), roots)) == list(range(8))
+            assert len(runs(log)) == 8
+            assert runtime_of(b).statistics()["below"]["object"]["reads"] > 0
+            check(b)
+            await s.plugins["gpurt"].uninstall()  # type: ignore[attr-defined]
+    finally:
+        server.stop()
+
+
+@gen_test()
+async def test_nothing_is_left_in_the_store() -> None:
+    """Half of the keys spilled, one worker closed before: the end of the cluster sweeps all."""
+    import tempfile
+    from pathlib import Path
+
+    tmp_path = Path(tempfile.mkdtemp())
+    settings_ = {"tiers.object-store": (tmp_path / "store").as_uri(), "tiers.object-use": "first"}
+    async with (
+        dask_gpurt.local_cluster(
+            settings=settings_,
+            n_workers=2,
+            threads_per_worker=1,
+            processes=False,
+            dashboard_address=None,
+            asynchronous=True,
+        ) as cluster,
+        Client(cluster, asynchronous=True) as client,
+    ):
+        shared = cluster.scheduler.plugins["gpurt"].shared_copies
+        await greeted(shared, 2)
+        await client.gather(client.map(make, range(6), log=str(tmp_path / "log"), pure=False))
+        futures = client.map(make, range(6), log=str(tmp_path / "log"), pure=False)
+        await wait(futures)
+        for worker in cluster.workers.values():
+            runtime_of(worker).engine.shrink(1 << 60)
+            await runtime_of(worker).engine.idle()
+        assert [p for p in (tmp_path / "store").rglob("*") if p.is_file()]
+        await next(iter(cluster.workers.values())).close()
+        assert await client.gather(client.map(lambda x: int(x.max()), futures)) == list(range(6))
+    assert [p for p in (tmp_path / "store").rglob("*") if p.is_file()] == []
