@@ -74,6 +74,7 @@ class Engine:
         self.hint = self.books.hint
         self.balance = self.eviction.balance
         self.shrink = self.eviction.shrink
+        self.set_room = self.eviction.set_room
         self.offload = self.io.run
         self.idle = self.io.idle
         self.states = self.books.states

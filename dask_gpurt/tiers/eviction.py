@@ -65,6 +65,8 @@ class Eviction:
         self.timer: asyncio.TimerHandle | None = None
         #: bytes that `shrink` still wants out, beyond the budget
         self._shrink_bytes = 0
+        #: bytes of values above which nothing more is let in, as the process needs the rest for itself; None: unknown
+        self._room_bytes: float | None = None
         self._writes = 0
         #: told of each copy that was written, after the books; must not raise
         self.on_copy: Callable[[Entry], None] | None = None
@@ -75,6 +77,16 @@ class Eviction:
         """Move `nbytes` out of memory, even below the budget (the process as a whole is too large)."""
         self._shrink_bytes = max(0, nbytes - self._books.moving_bytes)
         self.balance()
+
+    def set_room(self, nbytes: float | None) -> None:
+        """How many bytes of values the process can hold beside what it needs for itself; None: any number.
+
+        The budget is a share of the worker's limit and knows nothing of the interpreter, of libraries and of what tasks
+        allocate, which on a small worker is a third of the limit. Without this the slack above the budget brought such
+        workers to where the nanny ends them. Never below half the budget: values must be computable, as in stock Dask.
+        """
+        self._room_bytes = nbytes
+        self.gate.wake()
 
     @property
     def can_shrink(self) -> bool:
@@ -138,7 +150,10 @@ class Eviction:
         if self.budget_bytes is None or self._io.closed:
             return False
         used = self._books.resident_bytes + self._books.loading_bytes + self.gate.reserved_bytes
-        return used + nbytes > self.budget_bytes * (1 + SLACK)
+        mark = self.budget_bytes * (1 + SLACK)
+        if self._room_bytes is not None:
+            mark = min(mark, max(self._room_bytes, self.budget_bytes / 2))
+        return used + nbytes > mark
 
     def _can_progress(self, nbytes: int) -> bool:
         self.balance(nbytes)

@@ -51,6 +51,9 @@ _STOCK_TARGET = 0.6
 #: share of the budget for shards where worker.data stays with distributed, which fills its own 60 %
 _SHARDS_ONLY = 0.25
 
+#: share of the limit; between two looks a process may grow by what its threads allocate in a tenth of a second
+_CEILING = 0.85
+
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
@@ -62,6 +65,8 @@ class Limits:
     #: resident set of the process at which values go to disk, and until which
     watch_high_bytes: int | None
     watch_low_bytes: int | None
+    #: resident set of the process that values may fill it up to; below where distributed's nanny ends it
+    ceiling_bytes: int | None
     interval_seconds: float
     #: task results are somebody else's
     shards_only: bool
@@ -92,6 +97,7 @@ def limits_of(worker: Any, settings: TierSettings, *, shards_only: bool) -> Limi
         disk_reserve_bytes=settings.disk_reserve,
         watch_high_bytes=int(limit * spill) if watched else None,
         watch_low_bytes=int(limit * (target or spill)) if watched else None,
+        ceiling_bytes=int(limit * _CEILING) if watched else None,
         interval_seconds=manager.memory_monitor_interval or 0.1,
         shards_only=shards_only,
     )
@@ -129,6 +135,8 @@ class MemoryWatch:
             return
         # The source that distributed itself uses, and that its tests replace.
         size = self._worker.monitor.get_process_memory()
+        if self._limits.ceiling_bytes is not None and not self._limits.shards_only:
+            self._engine.set_room(self._limits.ceiling_bytes - max(0, size - self._engine.resident_bytes))
         if size <= high:
             self._engine.shrink(0)
             return

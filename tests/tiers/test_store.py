@@ -161,6 +161,34 @@ def test_pinned_while_moving_is_kept_with_its_copy(run_rig: RunRig) -> None:
     run_rig(test, os_layer=slow)
 
 
+def test_what_the_process_needs_for_itself_is_not_filled_with_values(run_rig: RunRig) -> None:
+    """The mark comes down with the room that the process leaves, and never below half the budget."""
+    slow = SlowOs()
+
+    async def test(rig: Rig) -> None:
+        size = value(1).nbytes
+        rig.engine.budget_bytes = 4 * size
+        rig.engine.set_room(3 * size)
+        rig.store["a"] = value(1)
+        rig.store["b"] = value(2)
+        rig.spill_all()
+        assert rig.engine.states()["moving"] > 0, "without writes under way nobody waits"
+        rig.engine.shrink(0)
+        (await asyncio.wait_for(rig.engine.admit(size), 30)).release()
+        waits = asyncio.ensure_future(rig.engine.admit(2 * size))
+        await asyncio.sleep(0)
+        assert not waits.done(), "two there and two more are within the budget, but more than there is room for"
+        rig.engine.set_room(None)
+        (await asyncio.wait_for(waits, 30)).release()
+        rig.engine.set_room(-size)
+        slow.gate.set()
+        await rig.settle()
+        (await asyncio.wait_for(rig.engine.admit(2 * size), 30)).release()
+        rig.validate()
+
+    run_rig(test, os_layer=slow)
+
+
 @pytest.mark.parametrize("replace", [False, True])
 def test_deleted_while_moving(run_rig: RunRig, replace: bool) -> None:
     slow = SlowOs()
