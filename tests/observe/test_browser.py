@@ -29,11 +29,17 @@ TEXTS = "[...Bokeh.documents[0]._all_models.values()].filter(m => m.type == 'Tit
 
 #: page -> columns that have a value above zero while the workload below runs
 PAGES: dict[str, tuple[str, ...]] = {
+    "individual-stall-causes": ("ago", "busy", "total"),
+    "individual-shuffle-progress": ("inputs", "outputs", "count"),
+    "individual-tier-history": ("ago", "host_bytes", "disk_bytes"),
     "individual-tier-occupancy": ("host", "disk", "x"),
     "individual-tier-disk-rates": ("ago", "written", "read"),
-    "individual-placement-decisions": ("local", "moved", "total"),
-    "individual-link-estimates": ("latency", "bandwidth", "samples", "alpha"),
     "individual-shuffle-traffic": ("sent", "received", "kept"),
+    "individual-placement-decisions": ("local", "moved", "total"),
+    "individual-placement-accuracy": ("predicted", "actual"),
+    "individual-link-matrix": ("moved_bytes", "requests"),
+    "individual-link-estimates": ("latency", "bandwidth", "samples", "alpha"),
+    "individual-worker-speeds": ("speed",),
 }
 PAGES["gpurt"] = tuple(column for columns in PAGES.values() for column in columns)
 
@@ -122,7 +128,7 @@ def test_the_menu_leads_to_the_overview(base: str) -> None:
             await tab.open(base + "status")
             await tab.until("document.querySelector('.dropdown-content a[href=gpurt]')")
             await tab.value("document.querySelector('.dropdown-content a[href=gpurt]').click()")
-            await tab.until("location.pathname == '/gpurt' && Bokeh.documents[0].roots().length == 5")
+            await tab.until("location.pathname == '/gpurt' && Bokeh.documents[0].roots().length == 11")
 
     asyncio.run(run())
 

@@ -16,6 +16,8 @@ INK = "#6e7681"
 GRID = "#8b949e"
 #: first, second, third series
 TEAL, ORANGE, PURPLE = "#1b9e96", "#d08338", "#8a6fc4"
+#: a fourth, where there is one
+GREEN = "#7aa63c"
 #: a mark on bars of any colour: the first, with the second around it
 MARK, HALO = "#24292f", "#ffffff"
 
