@@ -7,8 +7,8 @@ Which rows these are changes with their order: they are gauges, not counters.
 `matrix` is the scheduler's side: source x destination, workers in small clusters and hosts in others. Rows of workers
 that have left are in `OTHERS` as well. What shuffles send goes another way, which Dask's transfer log does not see.
 
-The nominal speed of a link is that of the slower network card of its two ends, as the operating system tells it. Virtual
-and wireless cards have none, nor has a link within a host: it is unknown then, never guessed.
+The nominal speed of a link is that of the slower network card of its two ends, as the operating system tells it. A
+virtual card has none, nor has a link within a host: it is unknown then, never guessed.
 """
 
 from __future__ import annotations

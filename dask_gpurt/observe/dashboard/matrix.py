@@ -157,11 +157,8 @@ def _headline(matrix: Matrix, median: float | None) -> str:
     speed = "" if median is None else f" · median {format_bytes(int(median))}/s"
     cards = sorted({cell.nominal for cell in matrix.cells if cell.nominal is not None})
     if cards:
-        nominal = (
-            f"{cards[0] * 8e-9:.3g} Gbit/s"
-            if len(cards) == 1
-            else f"{cards[0] * 8e-9:.3g} to {cards[-1] * 8e-9:.3g} Gbit/s"
-        )
+        slowest = f"{cards[0] * 8e-9:.3g} to " if len(cards) > 1 else ""
+        nominal = f"{slowest}{cards[-1] * 8e-9:.3g} Gbit/s"
     elif matrix.cells and all(cell.within_host for cell in matrix.cells):
         nominal = "none (one host)"
     else:

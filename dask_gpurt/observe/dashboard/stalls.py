@@ -43,7 +43,7 @@ assert set(COLOURS) == set(USES)
 
 
 class StallCauses(GpurtPlot):
-    """Slots by what they do, stacked: busy at the bottom, then each cause of idleness. The height is the number of slots."""
+    """Slots by what they do, stacked: busy at the bottom, then the causes of idleness. The height is all slots."""
 
     TITLE = "Stalls: what slots do"
     NAME = "gpurt_stall_causes"
