@@ -12,7 +12,7 @@ from bokeh.document import Document
 
 from dask_gpurt.observe.causes import CAUSES
 from dask_gpurt.observe.dashboard import pages
-from dask_gpurt.observe.feed import KEEP, POINTS, USES
+from dask_gpurt.observe.feed import POINTS, USES
 from dask_gpurt.observe.progress import Progress
 
 from .fakes import FakeScheduler, MiB, figures, give_feed, heartbeat
@@ -175,7 +175,7 @@ def test_the_overview_of_a_hundred_workers_is_bounded(
     told["ledger"]["output_bytes"] = list(range(1, 201))
     feed, clock = give_feed(scheduler, lambda: told, monkeypatch)
     models, _, _ = overview(1, 3)
-    many, cells, rows = overview(100, KEEP + 10)
+    many, cells, rows = overview(100, 2 * POINTS + 10)
     assert many == models, "no model per worker or per point"
-    assert rows <= KEEP
-    assert cells <= (len(USES) + 40) * POINTS + 100 * 40 + 7 * KEEP
+    assert rows <= POINTS + 2
+    assert cells <= (len(USES) + 40) * (POINTS + 2) + 100 * 40

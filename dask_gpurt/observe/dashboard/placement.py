@@ -64,7 +64,7 @@ class PlacementDecisions(GpurtPlot):
         return fig
 
     def _draw(self, feed: Feed) -> str:
-        ago, rates = feed.rates(("local", "moved", "stock"))
+        ago, rates = feed.rates(("local", "moved", "stock"), points=feeds.POINTS)
         total = [sum(at) for at in zip(*rates.values(), strict=True)]
         fill(self.lines, {"ago": ago, **rates, "total": total})
         self.axis.show(ago)

@@ -11,6 +11,7 @@ from dask.utils import format_bytes
 from dask_gpurt.observe.dashboard import style
 from dask_gpurt.observe.dashboard.axes import BARS, TimeAxis, WorkerAxis
 from dask_gpurt.observe.dashboard.component import NO_FIGURES, NO_WORKERS, GpurtPlot, fill
+from dask_gpurt.observe.feed import POINTS
 
 if TYPE_CHECKING:
     from dask_gpurt.observe.feed import Feed
@@ -190,7 +191,7 @@ class DiskRates(GpurtPlot):
         return fig
 
     def _draw(self, feed: Feed) -> str:
-        ago, rates = feed.rates(("written_bytes", "read_bytes"))
+        ago, rates = feed.rates(("written_bytes", "read_bytes"), points=POINTS)
         written, read = rates["written_bytes"], rates["read_bytes"]
         fill(self.lines, {"ago": ago, "written": written, "read": read})
         self.axis.show(ago)
