@@ -166,7 +166,7 @@ class LinkEstimates(GpurtPlot):
     TITLE = "Links: bandwidth and latency by kind"
     NAME = "gpurt_link_estimates"
     #: nearest on top
-    CLASSES = ("process", "host", "network")
+    CLASSES = ("process", "host", "rack", "network")
 
     def _build(self, **kwargs: Any) -> Any:
         self.dots = ColumnDataSource(
