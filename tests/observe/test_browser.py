@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -45,10 +46,15 @@ PAGES["gpurt"] = tuple(column for columns in PAGES.values() for column in column
 
 
 def _work(client: Client, stop: threading.Event) -> None:
-    """Shuffles of data frames that do not fit into the workers' host budget."""
+    """Shuffles of data frames that do not fit into the workers' host budget, and arrays that workers fetch."""
     import dask.dataframe as dd
     import numpy as np
     import pandas as pd
+    from distributed import get_worker
+
+    def load(i: int) -> Any:
+        time.sleep(0.04 * (1 + get_worker().name))  # one worker takes twice as long as the other
+        return np.full(500_000, float(i))
 
     def make(i: int, n: int = 300_000) -> Any:
         r = np.random.default_rng(i)
@@ -58,7 +64,10 @@ def _work(client: Client, stop: threading.Event) -> None:
         df = dd.from_map(make, range(24)).persist()
         # A sum rather than a length, which Dask would find without the shuffle.
         assert df.shuffle("k")[["a", "b"]].sum().compute().gt(1e6).all()
-        del df
+        arrays = client.map(load, range(8), pure=False)
+        sums = client.map(np.add, arrays, arrays[3:] + arrays[:3])
+        assert sum(client.gather(client.map(np.max, sums))) == 2 * sum(range(8))
+        del df, arrays, sums
 
 
 @pytest.fixture(scope="module")
