@@ -146,11 +146,12 @@ class Feed:
         self._grow(self._seen.get(SLOTS, {}), slots)
         seen |= {PLACED: placed, SLOTS: slots}
         self._seen = seen
+        self.looks += 1
+        self.history.append(Sample(self.clock(), dict(self._sums), levels))
+        # Last: it reads what belongs to Dask, and if that fails, all the rest has been remembered.
         scheduler = self._workers()
         if scheduler is not None:
             self.shuffles.look(scheduler)
-        self.looks += 1
-        self.history.append(Sample(self.clock(), dict(self._sums), levels))
 
     def _grow(self, before: Mapping[str, float], now: Mapping[str, float]) -> None:
         for key, value in now.items():

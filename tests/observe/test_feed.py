@@ -111,6 +111,19 @@ def test_a_feed_does_not_keep_its_scheduler() -> None:
     assert made.rows() == []
 
 
+def test_shuffles_that_cannot_be_read_cost_nothing_else() -> None:
+    scheduler = FakeScheduler()
+    scheduler.plugins = {"shuffle": type("Odd", (), {"active_shuffles": {"s": None}})()}  # type: ignore[attr-defined]
+    scheduler.tasks = {"shuffle-barrier-s": None, "x": None}  # type: ignore[attr-defined]
+    made, _ = _feed(scheduler)
+    made.tick()
+    assert made.errors == 0, "its barrier is not there yet"
+    scheduler.tasks["shuffle-barrier-s"] = 1  # type: ignore[attr-defined]
+    made.tick()
+    assert made.errors == 1
+    assert len(made.history) == 2
+
+
 def _ledger(slots: float, busy: float, **causes: float) -> dict[str, Any]:
     return {"ledger": {"slot_seconds": slots, "busy_seconds": busy, "causes": {**dict.fromkeys(CAUSES, 0.0), **causes}}}
 
