@@ -49,6 +49,8 @@ SCHEDULER_COUNTERS = ("local", "moved", "stock", "fallbacks")
 USES = (BUSY, *CAUSES)
 #: worker figures whose sum over all workers is remembered: tiers, fastest first; absent ones are not there
 LEVELS = ("device_bytes", "host_bytes", "disk_bytes", "object_bytes")
+#: threads of all workers x time, by the clock of the feed
+THREADS = "thread_seconds"
 #: what the scheduler's own counters are seen as, beside the addresses of workers
 PLACED, SLOTS = "placed", "slots"
 #: points of a line, unless the plot says otherwise
@@ -74,6 +76,7 @@ class WorkerRow:
     address: str
     #: None: it runs without the extension
     figures: Mapping[str, Any] | None
+    threads: int = 0
 
 
 class Feed:
@@ -108,7 +111,7 @@ class Feed:
         self.shuffles = Shuffles()
         #: looks so far
         self.looks = 0
-        self._sums = dict.fromkeys((*WORKER_COUNTERS, *SCHEDULER_COUNTERS, SLOTS, *USES), 0.0)
+        self._sums = dict.fromkeys((*WORKER_COUNTERS, *SCHEDULER_COUNTERS, SLOTS, *USES, THREADS), 0.0)
         #: address -> counters at the last look
         self._seen: dict[str, dict[str, float]] = {}
 
@@ -130,12 +133,14 @@ class Feed:
         self.latest = self._figures()
         seen: dict[str, dict[str, float]] = {}
         levels: dict[str, float] = {}
+        threads = 0
         for row in self.rows():
             if row.figures is None:
                 continue
             now = {key: float(row.figures.get(key) or 0) for key in WORKER_COUNTERS}
             self._grow(self._seen.get(row.address, {}), now)
             seen[row.address] = now
+            threads += row.threads
             for key in LEVELS:
                 if key in row.figures:
                     levels[key] = levels.get(key, 0.0) + float(row.figures[key] or 0)
@@ -146,6 +151,8 @@ class Feed:
         self._grow(self._seen.get(SLOTS, {}), slots)
         seen |= {PLACED: placed, SLOTS: slots}
         self._seen = seen
+        if self.history:
+            self._sums[THREADS] += threads * (self.clock() - self.history[-1].time)
         self.looks += 1
         self.history.append(Sample(self.clock(), dict(self._sums), levels))
         # Last: it reads what belongs to Dask, and if that fails, all the rest has been remembered.
@@ -210,7 +217,7 @@ def worker_rows(scheduler: Any) -> list[WorkerRow]:
     for address, ws in scheduler.workers.items():
         figures = ws.metrics.get(NAME)
         has = isinstance(figures, dict) and bool(figures)
-        out.append(WorkerRow(str(ws.name), str(address), figures if has else None))
+        out.append(WorkerRow(str(ws.name), str(address), figures if has else None, int(getattr(ws, "nthreads", 0))))
     return out
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 #: runs remembered, the newest
-RUNS = 6
+RUNS = 3
 BARRIER = "shuffle-barrier-"
 #: states of a task that has its result still before it
 _AHEAD = frozenset({"waiting", "queued", "processing", "no-worker"})

@@ -14,6 +14,7 @@ MiB = 2**20
 class FakeWorkerState:
     def __init__(self, name: Any, figures: dict[str, Any] | None) -> None:
         self.name = name
+        self.nthreads = 0
         self.metrics: dict[str, Any] = {"cpu": 1.0} if figures is None else {"cpu": 1.0, "gpurt": figures}
 
 

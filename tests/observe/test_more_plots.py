@@ -45,6 +45,25 @@ def test_stalls_stack_to_the_number_of_slots(scheduler: FakeScheduler, monkeypat
     ]
 
 
+def test_lumps_of_slot_seconds_do_not_change_the_number_of_slots(
+    scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a = scheduler.add("a", heartbeat())
+    scheduler.workers[a].nthreads = 4
+    told = figures()
+    feed, clock = give_feed(scheduler, lambda: told, monkeypatch)
+    for i in range(20):
+        seconds = 7 * (i // 7)  # a heartbeat each seven seconds
+        causes = {**dict.fromkeys(CAUSES, 0.0), "network": 1.0 * seconds}
+        told["ledger"] |= {"slot_seconds": 4.0 * seconds, "busy_seconds": 3.0 * seconds, "causes": causes}
+        feed.tick()
+        clock.now += 1
+    made = pages.StallCauses(scheduler)
+    made.update()
+    assert set(made.lines.data["total"]) == {0.0, 4.0}
+    assert set(made.lines.data["busy"]) == {0.0, 3.0}
+
+
 def test_tiers_over_time_show_only_tiers_that_are_there(
     scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -54,7 +73,7 @@ def test_tiers_over_time_show_only_tiers_that_are_there(
     made = pages.TierHistory(scheduler)
     made.update()
     assert [entry.visible for entry in made.entries] == [False, True, True, False]
-    assert made.headline.text == "host memory 5.00 MiB (peak 5.00 MiB) · disk 1.00 MiB (peak 1.00 MiB)"
+    assert made.headline.text == "host 5.00 MiB · disk 1.00 MiB · peak 6.00 MiB"
     scheduler.workers[a].metrics["gpurt"] = {"host_bytes": MiB, "disk_bytes": 0, "device_bytes": 7 * MiB}
     clock.now += 1
     feed.tick()
@@ -79,7 +98,7 @@ def test_accuracy_shows_the_newest_by_what_they_moved(
     assert made.points["local"].data == {"predicted": [0.02, 1e-4], "actual": [0.05, 1e3]}  # the last at the edges
     assert made.points["moved"].data == {"predicted": [3.0], "actual": [2.0]}
     assert (made.figure.x_range.start, made.figure.x_range.end) == (pytest.approx(1e-4), pytest.approx(1e4))
-    assert made.headline.text == "median of actual / predicted 1.25 over 1,000 tasks · 3 shown"
+    assert made.headline.text == "actual / predicted: median 1.25 of 1,000 tasks"
 
 
 def test_a_slow_link_has_a_colour_of_its_own(scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +114,7 @@ def test_a_slow_link_has_a_colour_of_its_own(scheduler: FakeScheduler, monkeypat
     assert [(s, t) for s, t in zip(made.slow.data["source"], made.slow.data["target"], strict=True)] == [("a", "c")]
     assert made.slow.data["measured"] == ["25.00 MiB/s"]
     assert len(made.usual.data["x"]) == 3
-    assert made.headline.text == "400.00 MiB in 12 fetches · median 100.00 MiB/s · nominal none (one host)"
+    assert made.headline.text == "400.00 MiB · median 100.00 MiB/s · nominal none: one host"
 
 
 def test_measured_stands_next_to_nominal(scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +164,7 @@ def test_progress_of_runs_and_sizes_of_outputs(scheduler: FakeScheduler, monkeyp
     assert made.bars.data["text"][0] == "2/8 inputs · 0/4 outputs"
     assert sum(made.bins.data["count"]) == 10
     assert made.bins.data["count"] == [9, 1]
-    assert made.headline.text == "active 1 · ended 1 · newest 10 outputs: median 1.00 MiB, largest 20.0x"
+    assert made.headline.text == "active 1 · ended 1 · median output 1.00 MiB, largest 20.0x"
 
 
 def test_the_overview_of_a_hundred_workers_is_bounded(

@@ -58,7 +58,8 @@ class LinkMatrix(GpurtPlot):
             )
             fig.text(
                 x="x", y="y", text="text", text_align="center", text_baseline="middle", text_font_size="11px",
-                text_color=style.INK, source=source,
+                text_color=style.MARK, background_fill_color=style.HALO, background_fill_alpha="label_alpha",
+                padding=3, source=source,
             )  # fmt: skip
         fig.grid.visible = False
         for axis in fig.axis:
@@ -80,6 +81,7 @@ class LinkMatrix(GpurtPlot):
                 ],
             )
         )
+        self.slow_entry = fig.legend[0].items[1]
         self.figure = fig
         self._names: list[str] | None = None
         return fig
@@ -98,6 +100,7 @@ class LinkMatrix(GpurtPlot):
             parts[slow].append(_row(cell, matrix.names, most))
         for source, part in ((self.usual, parts[False]), (self.slow, parts[True])):
             fill(source, {key: [row[key] for row in part] for key in _COLUMNS})
+        style.visible(self.slow_entry, bool(parts[True]))
         if not every:
             return NO_WORKERS
         if not matrix.names:
@@ -122,7 +125,7 @@ class LinkMatrix(GpurtPlot):
 
 _COLUMNS = (
     *("x", "y", "alpha", "text", "source", "target", "bytes_text", "measured", "nominal"),
-    *("requests", "moved_bytes"),
+    *("requests", "moved_bytes", "label_alpha"),
 )
 
 
@@ -148,19 +151,19 @@ def _row(cell: Cell, names: list[str], most: float) -> dict[str, Any]:
         "nominal": nominal,
         "requests": cell.requests,
         "moved_bytes": cell.bytes,
+        "label_alpha": 0.85 if len(names) <= WRITTEN else 0.0,
     }
 
 
 def _headline(matrix: Matrix, median: float | None) -> str:
     total = sum(cell.bytes for cell in matrix.cells)
-    fetches = sum(cell.requests for cell in matrix.cells)
     speed = "" if median is None else f" · median {format_bytes(int(median))}/s"
     cards = sorted({cell.nominal for cell in matrix.cells if cell.nominal is not None})
     if cards:
         slowest = f"{cards[0] * 8e-9:.3g} to " if len(cards) > 1 else ""
         nominal = f"{slowest}{cards[-1] * 8e-9:.3g} Gbit/s"
     elif matrix.cells and all(cell.within_host for cell in matrix.cells):
-        nominal = "none (one host)"
+        nominal = "none: one host"
     else:
         nominal = "unknown"
-    return f"{format_bytes(int(total))} in {fetches:,} fetches{speed} · nominal {nominal}"
+    return f"{format_bytes(int(total))}{speed} · nominal {nominal}"

@@ -51,7 +51,7 @@ _TEMPLATE = """
   #gpurt { display: grid; gap: 1.5rem; padding-top: 1rem;
     grid-template-columns: repeat(auto-fit, minmax(min(100%, max(30rem, 40%)), 1fr)); }
   #gpurt > div:last-child:nth-child(odd) { grid-column: 1 / -1; }
-  #gpurt > div { height: 20rem; min-width: 0; }
+  #gpurt > div { height: 22rem; min-width: 0; }
 </style>
 {% endblock %}
 {% block content %}

@@ -151,10 +151,7 @@ class PlacementAccuracy(GpurtPlot):
             return "no task has ended that was placed by cost"
         ratio = decisions.get("median_ratio")
         found = "unknown" if ratio is None else f"{ratio:.2f}"
-        return (
-            f"median of actual / predicted {found} over {decisions.get('finished') or 0:,} tasks"
-            f" · {len(values) // 2:,} shown"
-        )
+        return f"actual / predicted: median {found} of {decisions.get('finished') or 0:,} tasks"
 
     def _inside(self, seconds: float) -> float:
         return float(f"{min(self.HIGH, max(self.LOW, seconds)):.4g}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from bokeh.layouts import column
-from bokeh.models import ColumnDataSource, CustomJSTickFormatter, FixedTicker, HoverTool, Range1d
+from bokeh.models import ColumnDataSource, HoverTool, Range1d
 from bokeh.plotting import figure
 from dask.utils import format_bytes
 
@@ -91,11 +91,25 @@ class ShuffleProgress(GpurtPlot):
     TITLE = "Shuffle: progress, and sizes of outputs"
     NAME = "gpurt_shuffle_progress"
 
+    #: where the text, the bar of inputs and that of outputs are within a row, from its middle; and the bars' thickness
+    TEXT, INPUTS, OUTPUTS, THICK = -0.27, 0.07, 0.32, 0.22
+
     def _build(self, **kwargs: Any) -> Any:
         self.bars = ColumnDataSource(
             {
                 key: []
-                for key in ("y_inputs", "y_outputs", "inputs", "outputs", "name", "text", "bytes", "workers", "alpha")
+                for key in (
+                    "y_text",
+                    "y_inputs",
+                    "y_outputs",
+                    "inputs",
+                    "outputs",
+                    "name",
+                    "text",
+                    "bytes",
+                    "workers",
+                    "alpha",
+                )
             }
         )
         self.bins = ColumnDataSource({"left": [], "right": [], "count": []})
@@ -107,7 +121,7 @@ class ShuffleProgress(GpurtPlot):
             runs.hbar(
                 y=f"y_{key}",
                 right=key,
-                height=BARS / 2,
+                height=self.THICK,
                 fill_color=color,
                 fill_alpha="alpha",
                 line_color=None,
@@ -117,16 +131,16 @@ class ShuffleProgress(GpurtPlot):
         ]
         runs.text(
             x=0,
-            y="y_inputs",
+            y="y_text",  # above its bars: no colour is read on all of them
             text="text",
-            x_offset=6,
+            x_offset=2,
             text_baseline="middle",
             text_font_size="11px",
             text_color=style.INK,
             source=self.bars,
         )
-        runs.xaxis.ticker = FixedTicker(ticks=[0, 25, 50, 75, 100])
-        runs.xaxis.formatter = CustomJSTickFormatter(code="return `${tick} %`")
+        runs.xaxis.visible = False  # a bar of full width is all; the rows need the height
+        runs.xgrid.visible = False
         style.legend(runs, [("inputs split", [bars[0]]), ("outputs assembled", [bars[1]])])
         style.dress(runs, self.headline)
         runs.add_tools(
@@ -164,8 +178,10 @@ class ShuffleProgress(GpurtPlot):
         fill(
             self.bars,
             {
-                "y_inputs": [i - BARS / 4 for i in range(len(runs))],
-                "y_outputs": [i + BARS / 4 for i in range(len(runs))],
+                **{
+                    key: [i + offset for i in range(len(runs))]
+                    for key, offset in (("y_text", self.TEXT), ("y_inputs", self.INPUTS), ("y_outputs", self.OUTPUTS))
+                },
                 "inputs": [_percent(run.inputs_done, run.inputs) for run in runs],
                 "outputs": [_percent(run.outputs_done, run.outputs) for run in runs],
                 "name": [f"{run.id}, attempt {run.run_id}" for run in runs],
@@ -212,4 +228,4 @@ def _evenness(sizes: list[int]) -> str:
     if not sizes:
         return ""
     median = sorted(sizes)[len(sizes) // 2]
-    return f" · newest {len(sizes):,} outputs: median {format_bytes(median)}, largest {max(sizes) / median:.1f}x"
+    return f" · median output {format_bytes(median)}, largest {max(sizes) / median:.1f}x"

@@ -43,6 +43,7 @@ class WorkerSpeeds(GpurtPlot):
                 renderers=bars, tooltips=[("worker", "@name"), ("address", "@address"), ("speed", "@speed{0.00}x")]
             )
         )
+        self.slow_entry = fig.legend[0].items[1]
         self.figure = fig
         return fig
 
@@ -64,6 +65,7 @@ class WorkerSpeeds(GpurtPlot):
                     "speed": [round(speed, 3) for _, _, speed in part],
                 },
             )
+        style.visible(self.slow_entry, bool(slow))
         style.fit(self.figure.x_range, max([1.0, *(speed for _, _, speed in rows)]))
         if not placement:
             return OFF

@@ -13,7 +13,7 @@ from dask_gpurt.observe.causes import BUSY, CAUSES
 from dask_gpurt.observe.dashboard import style
 from dask_gpurt.observe.dashboard.axes import TimeAxis
 from dask_gpurt.observe.dashboard.component import GpurtPlot, fill
-from dask_gpurt.observe.feed import POINTS, SLOTS, USES
+from dask_gpurt.observe.feed import POINTS, SLOTS, THREADS, USES
 
 if TYPE_CHECKING:
     from dask_gpurt.observe.feed import Feed
@@ -73,8 +73,14 @@ class StallCauses(GpurtPlot):
         return column(fig, self.legend, name=self.NAME, **kwargs)
 
     def _draw(self, feed: Feed) -> str:
-        ago, rates = feed.rates(USES, over=5, points=POINTS)
-        data: dict[str, list[Any]] = {use: [round(v, 3) for v in values] for use, values in rates.items()}
+        ago, rates = feed.rates((*USES, THREADS), over=5, points=POINTS)
+        threads = rates.pop(THREADS)
+        # Heartbeats bring slot-seconds in lumps, of more time than has passed or of less. Their shares are right.
+        known = [sum(at) for at in zip(*rates.values(), strict=True)]
+        scale = [t / k if t > 0 and k > 0 else 1.0 for t, k in zip(threads, known, strict=True)]
+        data: dict[str, list[Any]] = {
+            use: [round(v * s, 3) for v, s in zip(values, scale, strict=True)] for use, values in rates.items()
+        }
         data["total"] = [round(sum(at), 3) for at in zip(*data.values(), strict=True)]
         fill(self.lines, {"ago": [round(s, 1) for s in ago], **data})
         self.axis.show(ago)

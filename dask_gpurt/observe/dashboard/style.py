@@ -88,6 +88,12 @@ def legend(fig: Any, items: list[tuple[str, list[Any]]]) -> None:
     )
 
 
+def visible(entry: Any, there: bool) -> None:
+    """Show an entry of a legend only with something to explain; without data it would lack its colour, too."""
+    if entry.visible != there:
+        entry.visible = there
+
+
 def from_zero() -> Range1d:
     """A range whose end is set by `fit`."""
     return Range1d(start=0, end=1)

@@ -143,18 +143,14 @@ class TierHistory(GpurtPlot):
         style.fit(self.figure.y_range, max(total, default=0))
         there = {key: key in levels for key, _, _ in self.TIERS}
         for (key, _, _), entry in zip(self.TIERS, self.entries, strict=True):
-            if entry.visible != there[key]:
-                entry.visible = there[key]
+            style.visible(entry, there[key])
         if not feed.rows():
             return NO_WORKERS
         if not levels:
             return NO_FIGURES
-        now = [
-            f"{label} {format_bytes(int(levels[key][-1]))} (peak {format_bytes(int(max(levels[key])))})"
-            for key, label, _ in self.TIERS
-            if there[key]
-        ]
-        return " · ".join(now)
+        tiers = [key for key, _, _ in self.TIERS if there[key]]
+        now = [f"{key.removesuffix('_bytes')} {format_bytes(int(levels[key][-1]))}" for key in tiers]
+        return " · ".join([*now, f"peak {format_bytes(int(max(total)))}"])
 
 
 class DiskRates(GpurtPlot):
