@@ -38,7 +38,7 @@ def test_stalls_stack_to_the_number_of_slots(scheduler: FakeScheduler, monkeypat
     assert set(data["network"]) == {1.0}
     assert set(data["memory"]) == {0.0}
     assert set(data["total"]) == {4.0}
-    assert made.headline.text == "last 30 s: busy 62% · waiting for input 25% · skewed task 12%"
+    assert made.headline.text == "busy 62% · waiting for input 25% · skewed task 12%"
     # The legend has what is there, and nothing else.
     assert [label in made.legend.text for label in ("busy", "waiting for input", "memory", "skewed task")] == [
         *(True, True, False, True)
@@ -164,7 +164,7 @@ def test_progress_of_runs_and_sizes_of_outputs(scheduler: FakeScheduler, monkeyp
     assert made.bars.data["text"][0] == "2/8 inputs · 0/4 outputs"
     assert sum(made.bins.data["count"]) == 10
     assert made.bins.data["count"] == [9, 1]
-    assert made.headline.text == "active 1 · ended 1 · median output 1.00 MiB, largest 20.0x"
+    assert made.headline.text == "1 active · outputs: median 1.00 MiB, largest 20.0x"
 
 
 def test_the_overview_of_a_hundred_workers_is_bounded(

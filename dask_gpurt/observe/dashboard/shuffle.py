@@ -195,8 +195,7 @@ class ShuffleProgress(GpurtPlot):
         self._histogram(sizes)
         if not feed.latest.get("shuffle"):
             return OFF
-        active = sum(run.active for run in runs)
-        return f"active {active} · ended {len(runs) - active}" + _evenness(sizes)
+        return f"{sum(run.active for run in runs)} active" + _evenness(sizes)
 
     def _histogram(self, sizes: list[int]) -> None:
         longest = max(sizes, default=0)
@@ -228,4 +227,4 @@ def _evenness(sizes: list[int]) -> str:
     if not sizes:
         return ""
     median = sorted(sizes)[len(sizes) // 2]
-    return f" · median output {format_bytes(median)}, largest {max(sizes) / median:.1f}x"
+    return f" · outputs: median {format_bytes(median)}, largest {max(sizes) / median:.1f}x"

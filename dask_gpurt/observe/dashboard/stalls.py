@@ -45,7 +45,7 @@ assert set(COLOURS) == set(USES)
 class StallCauses(GpurtPlot):
     """Slots by what they do, stacked: busy at the bottom, then the causes of idleness. The height is all slots."""
 
-    TITLE = "Stalls: what slots do"
+    TITLE = "Stalls: what slots do (shares: last 30 s)"
     NAME = "gpurt_stall_causes"
 
     def _build(self, **kwargs: Any) -> Any:
@@ -127,4 +127,4 @@ def _headline(feed: Feed) -> str:
         return ""
     idle = sorted((use for use in CAUSES if grown[use] > 0.005 * every), key=lambda use: -grown[use])
     parts = [f"busy {grown[BUSY] / every:.0%}", *(f"{label(use)} {grown[use] / every:.0%}" for use in idle[:2])]
-    return f"last {new.time - old.time:.0f} s: " + " · ".join(parts)
+    return " · ".join(parts)
