@@ -1,10 +1,15 @@
-"""Each page in a real browser while a real cluster works: plots have data, move, fit, and nothing fails in silence."""
+"""Each page in a real browser while a real cluster works: plots have data, move, fit, and nothing fails in silence.
+
+With ``GPURT_SCREENSHOTS=FOLDER`` in the environment each page is also photographed there: narrow, wide, and on dark.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -119,6 +124,18 @@ async def _shows(tab: Tab, base: str, page: str, width: int) -> None:
     assert tab.errors == []
     elsewhere = [url for url in tab.requests if not url.startswith((base, base.replace("http", "ws"), "data:"))]
     assert elsewhere == []
+    if folder := os.environ.get("GPURT_SCREENSHOTS"):
+        await _photograph(tab, page, Path(folder))
+
+
+async def _photograph(tab: Tab, page: str, folder: Path) -> None:
+    for name, width, background in (("narrow", 400, ""), ("wide", 1300, ""), ("dark", 1300, "#111418")):
+        height = {400: 400, 1300: 560}[width] if page != "gpurt" else {400: 4300, 1300: 2400}[width]
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        await tab.call("Emulation.setDeviceMetricsOverride", **size)
+        await tab.value(f"document.documentElement.style.background = document.body.style.background = '{background}'")
+        await asyncio.sleep(1.5)  # for what the new size brings
+        await tab.screenshot(folder / f"{page.removeprefix('individual-')}-{name}.png")
 
 
 @pytest.mark.parametrize("page", list(PAGES))

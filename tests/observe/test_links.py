@@ -5,8 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import psutil
+from distributed.utils_test import gen_cluster
 
-from dask_gpurt.observe import links
+from dask_gpurt.config import Settings
+from dask_gpurt.extension.worker import WorkerParts, on_worker
+from dask_gpurt.observe import details, links
+from dask_gpurt.observe.metrics import WORKER
 from dask_gpurt.observe.slots_worker import WorkerSlots
 
 if TYPE_CHECKING:
@@ -133,3 +137,25 @@ def test_heartbeats_count_each_transfer_once() -> None:
             "tcp://a:1": {"bytes": 15, "seconds": 1.0, "requests": 2},
             "tcp://b:1": {"bytes": 1, "seconds": 0.5, "requests": 1},
         }
+
+
+@gen_cluster(client=True, nthreads=[("", 1)] * 2)
+async def test_a_fetch_reaches_the_scheduler_with_a_heartbeat(c: Any, s: Any, a: Any, b: Any) -> None:
+    for worker in (a, b):
+        await WorkerParts.install(worker, Settings.load())
+    x = c.submit(bytes, 1000, workers=[a.address], key="x")
+    assert await c.submit(len, x, workers=[b.address]) == 1000
+    for worker in (a, b):
+        await worker.heartbeat()
+    told = {address: ws.metrics["gpurt"] for address, ws in s.workers.items()}
+    assert told[a.address]["fetched"] == {}
+    assert list(told[b.address]["fetched"]) == [a.address]
+    assert told[b.address]["fetched"][a.address]["bytes"] >= 1000
+    patterns = ["next_use", *(figure.key for figure in WORKER)]
+    for figures in told.values():
+        assert {figure.key.split(".")[0] for figure in WORKER} == set(figures) - {"next_use"}
+        assert [path for path, _ in details.numbers(figures) if not details.known(path, patterns)] == []
+    (cell,) = links.matrix((ws.name, ws.address, ws.metrics["gpurt"]) for ws in s.workers.values()).cells
+    assert cell.within_host
+    for worker in (a, b):
+        await on_worker(worker).uninstall()  # type: ignore[union-attr]
