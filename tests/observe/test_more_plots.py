@@ -161,7 +161,7 @@ def test_progress_of_runs_and_sizes_of_outputs(scheduler: FakeScheduler, monkeyp
     made.update()
     assert made.bars.data["inputs"] == [25.0, 100.0], "the newest on top"
     assert made.bars.data["outputs"] == [0.0, 100.0]
-    assert made.bars.data["text"][0] == "2/8 inputs · 0/4 outputs"
+    assert made.bars.data["text"][0] == "2/8 inputs · 0/4 outputs · 7 B"
     assert sum(made.bins.data["count"]) == 10
     assert made.bins.data["count"] == [9, 1]
     assert made.headline.text == "1 active · outputs: median 1.00 MiB, largest 20.0x"

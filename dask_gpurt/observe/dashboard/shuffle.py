@@ -95,23 +95,8 @@ class ShuffleProgress(GpurtPlot):
     TEXT, INPUTS, OUTPUTS, THICK = -0.27, 0.07, 0.32, 0.22
 
     def _build(self, **kwargs: Any) -> Any:
-        self.bars = ColumnDataSource(
-            {
-                key: []
-                for key in (
-                    "y_text",
-                    "y_inputs",
-                    "y_outputs",
-                    "inputs",
-                    "outputs",
-                    "name",
-                    "text",
-                    "bytes",
-                    "workers",
-                    "alpha",
-                )
-            }
-        )
+        keys = ("y_text", "y_inputs", "y_outputs", "inputs", "outputs", "name", "text", "bytes", "workers", "alpha")
+        self.bars = ColumnDataSource({key: [] for key in keys})
         self.bins = ColumnDataSource({"left": [], "right": [], "count": []})
         self.sources = [self.bars, self.bins]
         inner = {"sizing_mode": kwargs.get("sizing_mode", "stretch_both"), "min_height": 90}
@@ -220,7 +205,8 @@ def _percent(done: int, every: int) -> float:
 
 
 def _done(run: Progress) -> str:
-    return f"{run.inputs_done:,}/{run.inputs:,} inputs · {run.outputs_done:,}/{run.outputs:,} outputs"
+    done = f"{run.inputs_done:,}/{run.inputs:,} inputs · {run.outputs_done:,}/{run.outputs:,} outputs"
+    return f"{done} · {format_bytes(run.bytes)}"
 
 
 def _evenness(sizes: list[int]) -> str:
