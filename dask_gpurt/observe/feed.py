@@ -7,6 +7,8 @@ nothing is sent.
 
 Counters of a worker start over when it restarts, and are gone when it leaves. The history therefore adds up *growth*:
 what a counter gained since the last look, or all of it where it is new or smaller than before. So the sum never falls.
+Levels, such as bytes held, are remembered as they were. A plot gets at most as many points of it as it asks for: more
+than there are pixels would only cost the scheduler's loop, which writes them as text.
 
 Rejected: a history per open page, as Dask's own plots have it (a second page would begin empty); looking also when no
 page is open (a tick a second for nobody, which on a busy scheduler is time that tasks wait for).
@@ -21,6 +23,9 @@ import time
 import traceback
 import weakref
 from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.observe.causes import BUSY, CAUSES
+from dask_gpurt.observe.progress import Shuffles
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -40,6 +45,16 @@ UNSEEN_SECONDS = 10.0
 WORKER_COUNTERS = ("written_bytes", "read_bytes", "shuffle_sent_bytes", "shuffle_received_bytes")
 #: scheduler counters, see `_placed`
 SCHEDULER_COUNTERS = ("local", "moved", "stock", "fallbacks")
+#: slot-seconds of the stall ledger, see `_slots`
+USES = (BUSY, *CAUSES)
+#: worker figures whose sum over all workers is remembered: tiers, fastest first; absent ones are not there
+LEVELS = ("device_bytes", "host_bytes", "disk_bytes", "object_bytes")
+#: threads of all workers x time, by the clock of the feed
+THREADS = "thread_seconds"
+#: what the scheduler's own counters are seen as, beside the addresses of workers
+PLACED, SLOTS = "placed", "slots"
+#: points of a line, unless the plot says otherwise
+POINTS = 200
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,6 +64,8 @@ class Sample:
     #: of the clock, in seconds
     time: float
     sums: dict[str, float]
+    #: sums over all workers, as they were
+    levels: dict[str, float]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,6 +76,7 @@ class WorkerRow:
     address: str
     #: None: it runs without the extension
     figures: Mapping[str, Any] | None
+    threads: int = 0
 
 
 class Feed:
@@ -89,7 +107,11 @@ class Feed:
         self.last_error = ""
         #: clock when a page last asked
         self.asked = clock()
-        self._sums = dict.fromkeys((*WORKER_COUNTERS, *SCHEDULER_COUNTERS), 0.0)
+        #: shuffles under way and the newest that have ended
+        self.shuffles = Shuffles()
+        #: looks so far
+        self.looks = 0
+        self._sums = dict.fromkeys((*WORKER_COUNTERS, *SCHEDULER_COUNTERS, SLOTS, *USES, THREADS), 0.0)
         #: address -> counters at the last look
         self._seen: dict[str, dict[str, float]] = {}
 
@@ -110,17 +132,33 @@ class Feed:
     def _look(self) -> None:
         self.latest = self._figures()
         seen: dict[str, dict[str, float]] = {}
+        levels: dict[str, float] = {}
+        threads = 0
         for row in self.rows():
             if row.figures is None:
                 continue
             now = {key: float(row.figures.get(key) or 0) for key in WORKER_COUNTERS}
             self._grow(self._seen.get(row.address, {}), now)
             seen[row.address] = now
-        placed = _placed(self.latest)
-        self._grow(self._seen.get("", {}), placed)
-        seen[""] = placed
+            threads += row.threads
+            for key in LEVELS:
+                if key in row.figures:
+                    levels[key] = levels.get(key, 0.0) + float(row.figures[key] or 0)
+        placed, slots = _placed(self.latest), _slots(self.latest)
+        if SLOTS in self._seen:
+            slots = _risen(self._seen[SLOTS], slots)
+        self._grow(self._seen.get(PLACED, {}), placed)
+        self._grow(self._seen.get(SLOTS, {}), slots)
+        seen |= {PLACED: placed, SLOTS: slots}
         self._seen = seen
-        self.history.append(Sample(self.clock(), dict(self._sums)))
+        if self.history:
+            self._sums[THREADS] += threads * (self.clock() - self.history[-1].time)
+        self.looks += 1
+        self.history.append(Sample(self.clock(), dict(self._sums), levels))
+        # Last: it reads what belongs to Dask, and if that fails, all the rest has been remembered.
+        scheduler = self._workers()
+        if scheduler is not None:
+            self.shuffles.look(scheduler)
 
     def _grow(self, before: Mapping[str, float], now: Mapping[str, float]) -> None:
         for key, value in now.items():
@@ -132,14 +170,20 @@ class Feed:
         scheduler = self._workers()
         return [] if scheduler is None else worker_rows(scheduler)
 
-    def rates(self, keys: tuple[str, ...], over: int = 3) -> tuple[list[float], dict[str, list[float]]]:
-        """(seconds before now, key -> growth per second), oldest first; each rate is over the last `over` looks."""
+    def rates(
+        self, keys: tuple[str, ...], over: int = 3, points: int = KEEP
+    ) -> tuple[list[float], dict[str, list[float]]]:
+        """(seconds before now, key -> growth per second), oldest first; each rate is over the last `over` looks.
+
+        With more than `points` looks, some are left out, and each rate is over as many more looks.
+        """
         history = list(self.history)
         now = self.clock()
         ago: list[float] = []
         out: dict[str, list[float]] = {key: [] for key in keys}
-        for i in range(1, len(history)):
-            old, new = history[max(0, i - over)], history[i]
+        every = self._every(points)
+        for i in self._positions(every):
+            old, new = history[max(0, i - max(over, every))], history[i]
             seconds = new.time - old.time
             if seconds <= 0:
                 continue
@@ -148,6 +192,24 @@ class Feed:
                 out[key].append((new.sums[key] - old.sums[key]) / seconds)
         return ago, out
 
+    def levels(self, points: int = POINTS) -> tuple[list[float], dict[str, list[float]]]:
+        """(seconds before now, key -> sum over all workers), oldest first; keys that were ever there, of `LEVELS`."""
+        history = list(self.history)
+        now = self.clock()
+        samples = [history[i] for i in (0, *self._positions(self._every(points)))] if history else []
+        keys = [key for key in LEVELS if any(key in sample.levels for sample in samples)]
+        ago = [max(0.0, now - sample.time) for sample in samples]
+        return ago, {key: [sample.levels.get(key, 0.0) for sample in samples] for key in keys}
+
+    def _every(self, points: int) -> int:
+        return max(1, -(-len(self.history) // points))
+
+    def _positions(self, every: int) -> list[int]:
+        """Which of the history to show: every so many-th, always the same ones while they age, and the newest."""
+        length = len(self.history)
+        first = self.looks - length
+        return [i for i in range(1, length) if (first + i) % every == 0 or i == length - 1]
+
 
 def worker_rows(scheduler: Any) -> list[WorkerRow]:
     """All workers of a scheduler, with or without the extension."""
@@ -155,7 +217,7 @@ def worker_rows(scheduler: Any) -> list[WorkerRow]:
     for address, ws in scheduler.workers.items():
         figures = ws.metrics.get(NAME)
         has = isinstance(figures, dict) and bool(figures)
-        out.append(WorkerRow(str(ws.name), str(address), figures if has else None))
+        out.append(WorkerRow(str(ws.name), str(address), figures if has else None, int(getattr(ws, "nthreads", 0))))
     return out
 
 
@@ -169,6 +231,27 @@ def _placed(figures: Mapping[str, Any]) -> dict[str, float]:
         "stock": float(sum((placement.get("declined") or {}).values())),
         "fallbacks": float(fallbacks(placement)),
     }
+
+
+def _slots(figures: Mapping[str, Any]) -> dict[str, float]:
+    """Slot-seconds by use, and `SLOTS`, their sum; zero without a ledger."""
+    ledger = figures.get("ledger") or {}
+    causes = ledger.get("causes") or {}
+    return {
+        SLOTS: float(ledger.get("slot_seconds", 0.0)),
+        BUSY: float(ledger.get("busy_seconds", 0.0)),
+        **{cause: float(causes.get(cause, 0.0)) for cause in CAUSES},
+    }
+
+
+def _risen(before: Mapping[str, float], now: dict[str, float]) -> dict[str, float]:
+    """A ledger without its small falls: what runs counts as work until it turns out to be something else.
+
+    Only a ledger whose whole time has fallen was started anew.
+    """
+    if now[SLOTS] < before[SLOTS]:
+        return now
+    return {key: max(value, before[key]) for key, value in now.items()}
 
 
 def fallbacks(placement: Mapping[str, Any]) -> int:

@@ -26,6 +26,7 @@ outputs. All of it is bounded.
 
 from __future__ import annotations
 
+import itertools
 import time
 import traceback
 from collections import defaultdict, deque
@@ -42,6 +43,8 @@ ROWS = 10_000
 PREFIXES = 1000
 #: outputs of shuffles whose size is remembered
 OUTPUTS = 5000
+#: the newest of them that `StallLedger.statistics` tells
+NEWEST_OUTPUTS = 200
 #: running tasks looked at for skew: with more than that, it is not one task that the others wait for
 LOOKED_AT = 64
 #: a task is skewed when it takes so many times as long as its prefix's mean, and this much longer in seconds
@@ -379,7 +382,8 @@ class StallLedger:
         """Plain JSON.
 
         ``slot_seconds``, ``busy_seconds``, ``causes`` (cause -> slot-seconds) over all workers that ever told theirs;
-        ``workers``: the same by address; ``tasks`` that ended; ``errors``, ``last_traceback``.
+        ``workers``: the same by address; ``tasks`` that ended; ``output_bytes``: sizes of the newest shuffle outputs,
+        newest first, at most `NEWEST_OUTPUTS`; ``errors``, ``last_traceback``.
         """
         workers = {address: _told(books.totals) for address, books in self._books.items() if books.totals["slots"] > 0}
         every = self._gone.copy()
@@ -390,6 +394,7 @@ class StallLedger:
             **_told(every),
             "workers": workers,
             "tasks": self.tasks_seen,
+            "output_bytes": [n for _, n in itertools.islice(reversed(self.outputs), NEWEST_OUTPUTS)],
             "errors": self.errors,
             "last_traceback": self.last_traceback,
         }

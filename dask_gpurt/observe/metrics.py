@@ -1,6 +1,6 @@
 """The figures that leave a process: what each is called, its unit, and what it means.
 
-One table feeds three readers, so that they cannot disagree: the heartbeat of a worker (`WORKER` keys, flat), the
+One table feeds three readers, so that they cannot disagree: the heartbeat of a worker (`WORKER` keys), the
 Prometheus collectors (family and labels) and docs/metrics.md (``python -m dask_gpurt.observe.metrics``). What only
 `dask_gpurt.status` tells is in `dask_gpurt.observe.details`; a test holds both against a live cluster: a number that
 is in neither fails it.
@@ -68,6 +68,8 @@ def _walk(node: Any, path: list[str], met: tuple[str, ...]) -> Iterator[tuple[tu
 _HOST, _DISK = (("tier", "host"),), (("tier", "disk"),)
 _FETCH = "Shuffle bytes"
 _SLOT = "Threads x time by use: busy, or the cause of idleness; unassigned: explained by the scheduler's stall_seconds"
+_SOURCE = (("source", "*"),)
+_ROWS = ", for the 32 sources with most bytes (hosts, where workers are more), and the others as one"
 
 #: what rides on a worker's heartbeat; each costs a look at an attribute
 WORKER: tuple[Figure, ...] = (
@@ -111,6 +113,21 @@ WORKER: tuple[Figure, ...] = (
     *(
         Figure(heartbeat_key(use), "counter", "slot_seconds", "seconds", _SLOT, (("use", use),))
         for use in (BUSY, *LOCAL, UNASSIGNED)
+    ),
+    *(
+        Figure(f"fetched.*.{unit}", "gauge", f"fetched_{unit}", unit if unit != "requests" else "count", about, _SOURCE)
+        for unit, about in (
+            ("bytes", f"Inputs fetched from another worker{_ROWS}"),
+            ("seconds", f"Spent in these fetches{_ROWS}"),
+            ("requests", f"Number of these fetches{_ROWS}"),
+        )
+    ),
+    Figure(
+        "nic_bytes_per_second",
+        "gauge",
+        "nic_bytes_per_second",
+        "bytes per second",
+        "Nominal speed of the network card that the worker listens on; unknown: no sample",
     ),
 )
 

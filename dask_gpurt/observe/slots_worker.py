@@ -13,6 +13,7 @@ the share, by which waiting for the network is split into ``network`` and ``seri
 
 from __future__ import annotations
 
+import functools
 import logging
 import traceback
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from distributed.worker_state_machine import SecedeEvent
 
 from dask_gpurt.model.slots import SLOT
+from dask_gpurt.observe import links
 from dask_gpurt.observe.causes import heartbeat_key
 from dask_gpurt.observe.slots import SlotMeter
 
@@ -193,10 +195,19 @@ class WorkerSlots:
         out["serialisation"] += self._coding_seconds
         return out
 
-    def heartbeat(self) -> dict[str, float]:
-        """Flat; see `dask_gpurt.observe.metrics.WORKER`."""
+    def heartbeat(self) -> dict[str, Any]:
+        """See `dask_gpurt.observe.metrics.WORKER`."""
         self._fetched()
-        return {heartbeat_key(name): round(value, 6) for name, value in self.seconds().items()}
+        return {
+            **{heartbeat_key(name): round(value, 6) for name, value in self.seconds().items()},
+            "fetched": links.told(self._sources),
+            "nic_bytes_per_second": self.nic_bytes_per_second,
+        }
+
+    @functools.cached_property
+    def nic_bytes_per_second(self) -> float | None:
+        """Of the network card that this worker listens on; None: unknown. Looked up once, with the first heartbeat."""
+        return links.nominal_bytes_per_second(links.host_of(self._worker.address))
 
     def _fetched(self) -> None:
         """Take in what was fetched since the last look; Dask keeps the last thousand or so."""
@@ -211,7 +222,7 @@ class WorkerSlots:
         for entry in fresh:
             who = str(entry["who"])
             if who not in self._sources and len(self._sources) >= SOURCES:
-                who = "others"
+                who = links.OTHERS
             sums = self._sources.setdefault(who, [0.0, 0.0, 0.0])
             sums[0] += entry["total"]
             sums[1] += max(0.0, entry["stop"] - entry["start"])

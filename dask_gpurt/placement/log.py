@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 LIMIT = 10_000
 #: finished decisions that `calibration` looks at: it runs on the event loop
 CALIBRATED = 1000
+#: the newest of those whose figures `calibration` gives one by one
+NEWEST = 200
 #: keys named as near matches of one that is not known
 MATCHES = 3
 
@@ -213,17 +215,19 @@ class DecisionLog:
                     break
         return list(out)
 
-    def calibration(self) -> dict[str, float | int | None]:
+    def calibration(self) -> dict[str, Any]:
         """How good the predictions were, over the newest decisions by cost whose tasks ran where they were put.
 
         ``finished``: how many those are, at most `CALIBRATED`; ``mean_predicted_seconds``, ``mean_actual_seconds``:
         from the decision to the result in memory; ``median_ratio``: actual over predicted;
-        ``inputs_error_p90_seconds``: 90th percentile of \\|inputs - transfer\\| where a transfer was reported.
+        ``inputs_error_p90_seconds``: 90th percentile of \\|inputs - transfer\\| where a transfer was reported;
+        ``newest``: [predicted seconds, actual seconds, bytes of inputs moved] of each, at most `NEWEST`, newest first.
         None where nothing is known.
         """
         predicted: list[float] = []
         actual: list[float] = []
         errors: list[float] = []
+        newest: list[list[float]] = []
         for row in reversed(self._rows):
             if row[_KIND] != COST or row[_OUTCOME] != "memory":
                 continue
@@ -233,6 +237,9 @@ class DecisionLog:
             t = terms(task, views[choice], far, WEIGHTS)
             predicted.append(max(t["queue"], t["inputs"]) + t["compute"])
             actual.append(row[_FINISHED] - row[_TIME])
+            if len(newest) < NEWEST:
+                view = views[choice]
+                newest.append([predicted[-1], actual[-1], view.near_bytes + view.far_bytes])
             transfer = transfer_seconds(row[_REPORT][0])
             if transfer is not None:
                 errors.append(abs(t["inputs"] - transfer))
@@ -246,6 +253,7 @@ class DecisionLog:
             "mean_actual_seconds": statistics.fmean(actual) if actual else None,
             "median_ratio": statistics.median(ratios) if ratios else None,
             "inputs_error_p90_seconds": errors[min(len(errors) - 1, int(0.9 * len(errors)))] if errors else None,
+            "newest": newest,
         }
 
 

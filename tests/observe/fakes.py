@@ -14,6 +14,7 @@ MiB = 2**20
 class FakeWorkerState:
     def __init__(self, name: Any, figures: dict[str, Any] | None) -> None:
         self.name = name
+        self.nthreads = 0
         self.metrics: dict[str, Any] = {"cpu": 1.0} if figures is None else {"cpu": 1.0, "gpurt": figures}
 
 
@@ -40,8 +41,9 @@ class Clock:
 
 def heartbeat(**known: Any) -> dict[str, Any]:
     """All figures of a worker, zero unless given."""
-    out: dict[str, Any] = {figure.key: 0 for figure in WORKER}
-    out |= {"disk_limit_bytes": None, "host_limit_bytes": 100 * MiB}
+    out: dict[str, Any] = {figure.key: 0 for figure in WORKER if "*" not in figure.key}
+    out |= {"disk_limit_bytes": None, "host_limit_bytes": 100 * MiB, "nic_bytes_per_second": None}
+    out["fetched"] = {"others": {"bytes": 3 * MiB, "seconds": 0.5, "requests": 2}}
     assert set(known) <= set(out)
     return out | known
 
@@ -51,7 +53,13 @@ def figures(local: int = 0, moved: int = 0, declined: int = 0, fallbacks: int = 
     link = {"latency_seconds": 0.005, "bytes_per_second": 4e8, "samples": 0, "dropped": 0}
     return {
         "placement": {
-            "decisions": {"total": local + moved, "local": local, "moved": moved, "restricted": 0},
+            "decisions": {
+                "total": local + moved,
+                "local": local,
+                "moved": moved,
+                "restricted": 0,
+                "newest": [[0.1, 0.2, 0]],
+            },
             "declined": {"no inputs": declined},
             "fallbacks": {"decide": {"exception": fallbacks}},
             "microseconds": {"median": 25.0, "p99": 60.0, "total": 1e4},
@@ -66,6 +74,7 @@ def figures(local: int = 0, moved: int = 0, declined: int = 0, fallbacks: int = 
             "busy_seconds": 9.0,
             "causes": {**dict.fromkeys(CAUSES, 0.0), "network": 1.0},
             "tasks": 4,
+            "output_bytes": [MiB, 2 * MiB, MiB],
             "errors": 0,
         },
     }

@@ -1,9 +1,15 @@
-"""Each page in a real browser while a real cluster works: plots have data, move, fit, and nothing fails in silence."""
+"""Each page in a real browser while a real cluster works: plots have data, move, fit, and nothing fails in silence.
+
+With ``GPURT_SCREENSHOTS=FOLDER`` in the environment each page is also photographed there: narrow, wide, and on dark.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -29,20 +35,31 @@ TEXTS = "[...Bokeh.documents[0]._all_models.values()].filter(m => m.type == 'Tit
 
 #: page -> columns that have a value above zero while the workload below runs
 PAGES: dict[str, tuple[str, ...]] = {
+    "individual-stall-causes": ("ago", "busy", "total"),
+    "individual-shuffle-progress": ("inputs", "outputs", "count"),
+    "individual-tier-history": ("ago", "host_bytes", "disk_bytes"),
     "individual-tier-occupancy": ("host", "disk", "x"),
     "individual-tier-disk-rates": ("ago", "written", "read"),
-    "individual-placement-decisions": ("local", "moved", "total"),
-    "individual-link-estimates": ("latency", "bandwidth", "samples", "alpha"),
     "individual-shuffle-traffic": ("sent", "received", "kept"),
+    "individual-placement-decisions": ("local", "moved", "total"),
+    "individual-placement-accuracy": ("predicted", "actual"),
+    "individual-link-matrix": ("moved_bytes", "requests"),
+    "individual-link-estimates": ("latency", "bandwidth", "samples", "alpha"),
+    "individual-worker-speeds": ("speed",),
 }
 PAGES["gpurt"] = tuple(column for columns in PAGES.values() for column in columns)
 
 
 def _work(client: Client, stop: threading.Event) -> None:
-    """Shuffles of data frames that do not fit into the workers' host budget."""
+    """Shuffles of data frames that do not fit into the workers' host budget, and arrays that workers fetch."""
     import dask.dataframe as dd
     import numpy as np
     import pandas as pd
+    from distributed import get_worker
+
+    def load(i: int) -> Any:
+        time.sleep(0.04 * (1 + get_worker().name))  # one worker takes twice as long as the other
+        return np.full(500_000, float(i))
 
     def make(i: int, n: int = 300_000) -> Any:
         r = np.random.default_rng(i)
@@ -52,7 +69,10 @@ def _work(client: Client, stop: threading.Event) -> None:
         df = dd.from_map(make, range(24)).persist()
         # A sum rather than a length, which Dask would find without the shuffle.
         assert df.shuffle("k")[["a", "b"]].sum().compute().gt(1e6).all()
-        del df
+        arrays = client.map(load, range(8), pure=False)
+        sums = client.map(np.add, arrays, arrays[3:] + arrays[:3])
+        assert sum(client.gather(client.map(np.max, sums))) == 2 * sum(range(8))
+        del df, arrays, sums
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +124,18 @@ async def _shows(tab: Tab, base: str, page: str, width: int) -> None:
     assert tab.errors == []
     elsewhere = [url for url in tab.requests if not url.startswith((base, base.replace("http", "ws"), "data:"))]
     assert elsewhere == []
+    if folder := os.environ.get("GPURT_SCREENSHOTS"):
+        await _photograph(tab, page, Path(folder))
+
+
+async def _photograph(tab: Tab, page: str, folder: Path) -> None:
+    for name, width, background in (("narrow", 400, ""), ("wide", 1300, ""), ("dark", 1300, "#111418")):
+        height = {400: 400, 1300: 560}[width] if page != "gpurt" else {400: 4300, 1300: 2400}[width]
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        await tab.call("Emulation.setDeviceMetricsOverride", **size)
+        await tab.value(f"document.documentElement.style.background = document.body.style.background = '{background}'")
+        await asyncio.sleep(1.5)  # for what the new size brings
+        await tab.screenshot(folder / f"{page.removeprefix('individual-')}-{name}.png")
 
 
 @pytest.mark.parametrize("page", list(PAGES))
@@ -122,7 +154,7 @@ def test_the_menu_leads_to_the_overview(base: str) -> None:
             await tab.open(base + "status")
             await tab.until("document.querySelector('.dropdown-content a[href=gpurt]')")
             await tab.value("document.querySelector('.dropdown-content a[href=gpurt]').click()")
-            await tab.until("location.pathname == '/gpurt' && Bokeh.documents[0].roots().length == 5")
+            await tab.until("location.pathname == '/gpurt' && Bokeh.documents[0].roots().length == 11")
 
     asyncio.run(run())
 

@@ -24,7 +24,13 @@ pytestmark = pytest.mark.cluster
 
 PRELOAD = "dask_gpurt.preload"
 PLOTS = {
+    "/individual-stall-causes",
+    "/individual-shuffle-progress",
+    "/individual-tier-history",
     "/individual-tier-occupancy",
+    "/individual-placement-accuracy",
+    "/individual-worker-speeds",
+    "/individual-link-matrix",
     "/individual-tier-disk-rates",
     "/individual-placement-decisions",
     "/individual-link-estimates",
@@ -76,7 +82,8 @@ def test_pages_metrics_and_heartbeats_with_the_preload(tmp_path: Path) -> None:
                 lambda dask_scheduler: [ws.metrics["gpurt"] for ws in dask_scheduler.workers.values()]
             )
             assert figures.pop("next_use") == 1  # the version of a protocol that the worker understands: no figure
-            assert set(figures) == {figure.key for figure in WORKER}
+            assert set(figures) == {figure.key.split(".")[0] for figure in WORKER}
+            assert figures.pop("fetched") == {}
             assert all(v is None or type(v) in (int, float) for v in figures.values())
             scraped = {
                 sample.name: sample.value

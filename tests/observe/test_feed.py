@@ -7,6 +7,7 @@ import weakref
 from typing import Any
 
 from dask_gpurt.observe import feed
+from dask_gpurt.observe.causes import CAUSES
 
 from .fakes import Clock, FakeScheduler, figures, heartbeat
 
@@ -108,3 +109,69 @@ def test_a_feed_does_not_keep_its_scheduler() -> None:
     gc.collect()
     assert seen() is None
     assert made.rows() == []
+
+
+def test_shuffles_that_cannot_be_read_cost_nothing_else() -> None:
+    scheduler = FakeScheduler()
+    scheduler.plugins = {"shuffle": type("Odd", (), {"active_shuffles": {"s": None}})()}  # type: ignore[attr-defined]
+    scheduler.tasks = {"shuffle-barrier-s": None, "x": None}  # type: ignore[attr-defined]
+    made, _ = _feed(scheduler)
+    made.tick()
+    assert made.errors == 0, "its barrier is not there yet"
+    scheduler.tasks["shuffle-barrier-s"] = 1  # type: ignore[attr-defined]
+    made.tick()
+    assert made.errors == 1
+    assert len(made.history) == 2
+
+
+def _ledger(slots: float, busy: float, **causes: float) -> dict[str, Any]:
+    return {"ledger": {"slot_seconds": slots, "busy_seconds": busy, "causes": {**dict.fromkeys(CAUSES, 0.0), **causes}}}
+
+
+def test_a_small_fall_of_work_is_not_taken_for_a_new_ledger() -> None:
+    told = [_ledger(10, 8, network=2), _ledger(12, 7.5, network=4), _ledger(14, 10, network=4), _ledger(2, 1, skew=1)]
+    answers = iter(told)
+    scheduler = FakeScheduler()
+    made = feed.Feed(scheduler, lambda: next(answers), Clock())
+    for _ in told:
+        made.tick()
+    assert made.errors == 0
+    assert [s.sums["busy"] for s in made.history] == [8, 8, 10, 11]
+    assert [s.sums["network"] for s in made.history] == [2, 4, 4, 4]
+    assert [s.sums["skew"] for s in made.history] == [0, 0, 0, 1]
+
+
+def test_levels_are_as_they_were_and_only_of_tiers_that_are_there() -> None:
+    scheduler = FakeScheduler()
+    made, clock = _feed(scheduler)
+    a = scheduler.add("a", heartbeat(host_bytes=5, disk_bytes=1))
+    scheduler.add("b", heartbeat(host_bytes=2))
+    scheduler.add("stock", None)
+    made.tick()
+    clock.now += 1
+    scheduler.workers[a].metrics["gpurt"] = {"host_bytes": 1, "object_bytes": 9}
+    made.tick()
+    assert made.levels() == (
+        [1.0, 0.0],
+        {"host_bytes": [7.0, 3.0], "disk_bytes": [1.0, 0.0], "object_bytes": [0.0, 9.0]},
+    )
+
+
+def test_a_plot_gets_no_more_points_than_it_asks_for_and_they_stay_the_same() -> None:
+    scheduler = FakeScheduler()
+    made, clock = _feed(scheduler)
+    a = scheduler.add("a", heartbeat())
+    shown: set[float] = set()
+    for i in range(feed.KEEP + 50):
+        scheduler.workers[a].metrics["gpurt"] = heartbeat(read_bytes=i * 7, host_bytes=i)
+        made.tick()
+        if i > feed.KEEP:
+            ago, rates = made.rates(("read_bytes",), points=100)
+            assert len(ago) <= 102
+            assert set(rates["read_bytes"]) == {7.0}
+            at = {round(clock.now - s) for s in ago[:-1]}
+            assert not shown or len(at - shown) <= 1, "points come and go at the ends only"
+            shown = at
+            assert len(made.levels(points=100)[0]) <= 102
+            assert made.levels(points=100)[1]["host_bytes"][-1] == i
+        clock.now += 1

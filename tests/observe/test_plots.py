@@ -215,7 +215,9 @@ def test_documents_build_and_are_valid(
     assert len(doc.session_callbacks) == len(doc.roots)
     assert not [w for w in recwarn if "bokeh" in str(w.filename)]
     # A fixed width would not fit a narrow panel.
-    assert {model.sizing_mode for model in doc.models if isinstance(model, LayoutDOM)} == {"stretch_both"}
+    modes = {model.sizing_mode for model in doc.models if isinstance(model, LayoutDOM)}
+    assert modes <= {"stretch_both", "stretch_width"}
+    assert {root.sizing_mode for root in doc.roots} == {"stretch_both"}
 
 
 def test_the_menu_is_sorted_and_has_each_page_once() -> None:

@@ -21,7 +21,7 @@ STEPS = ((1, 15), (2, 30), (5, 60), (10, 120))
 
 
 class WorkerAxis:
-    """One row per worker, the first on top, at y = 0, 1, 2..."""
+    """One row per worker, or something else of which there are several, the first on top, at y = 0, 1, 2..."""
 
     def __init__(self, fig: Any) -> None:
         fig.y_range = Range1d(start=0.5, end=-0.5)
@@ -31,7 +31,7 @@ class WorkerAxis:
         self._figure = fig
         self._names: list[str] = []
 
-    def show(self, names: Sequence[str]) -> None:
+    def show(self, names: Sequence[str], what: str = "worker") -> None:
         """Name the rows."""
         shown = [style.short(name) for name in names]
         if shown == self._names:
@@ -43,7 +43,7 @@ class WorkerAxis:
         # Labels before ticks: a tick without label would show its number for a moment.
         axis.major_label_overrides = {} if many else dict(enumerate(shown))
         axis.ticker = FixedTicker(ticks=[] if many else list(range(len(shown))))
-        axis.axis_label = f"{len(shown)} workers" if many else "worker"
+        axis.axis_label = f"{len(shown)} {what}s" if many else what
 
 
 class TimeAxis:

@@ -13,9 +13,12 @@ from distributed.dashboard import scheduler as board
 from distributed.dashboard.components import add_periodic_callback
 from distributed.dashboard.components.scheduler import BOKEH_THEME, env
 
-from dask_gpurt.observe.dashboard.placement import LinkEstimates, PlacementDecisions
-from dask_gpurt.observe.dashboard.shuffle import ShuffleTraffic
-from dask_gpurt.observe.dashboard.tiers import DiskRates, TierOccupancy
+from dask_gpurt.observe.dashboard.matrix import LinkMatrix
+from dask_gpurt.observe.dashboard.placement import LinkEstimates, PlacementAccuracy, PlacementDecisions
+from dask_gpurt.observe.dashboard.shuffle import ShuffleProgress, ShuffleTraffic
+from dask_gpurt.observe.dashboard.speeds import WorkerSpeeds
+from dask_gpurt.observe.dashboard.stalls import StallCauses
+from dask_gpurt.observe.dashboard.tiers import DiskRates, TierHistory, TierOccupancy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,13 +28,19 @@ if TYPE_CHECKING:
 #: milliseconds between two updates of an open page
 INTERVAL_MS = 1000
 
-#: address -> plot
+#: address -> plot, in the order of the overview
 PLOTS: dict[str, type[GpurtPlot]] = {
+    "/individual-stall-causes": StallCauses,
+    "/individual-shuffle-progress": ShuffleProgress,
+    "/individual-tier-history": TierHistory,
     "/individual-tier-occupancy": TierOccupancy,
     "/individual-tier-disk-rates": DiskRates,
-    "/individual-placement-decisions": PlacementDecisions,
-    "/individual-link-estimates": LinkEstimates,
     "/individual-shuffle-traffic": ShuffleTraffic,
+    "/individual-placement-decisions": PlacementDecisions,
+    "/individual-placement-accuracy": PlacementAccuracy,
+    "/individual-link-matrix": LinkMatrix,
+    "/individual-link-estimates": LinkEstimates,
+    "/individual-worker-speeds": WorkerSpeeds,
 }
 OVERVIEW = "/gpurt"
 
@@ -42,7 +51,7 @@ _TEMPLATE = """
   #gpurt { display: grid; gap: 1.5rem; padding-top: 1rem;
     grid-template-columns: repeat(auto-fit, minmax(min(100%, max(30rem, 40%)), 1fr)); }
   #gpurt > div:last-child:nth-child(odd) { grid-column: 1 / -1; }
-  #gpurt > div { height: 20rem; min-width: 0; }
+  #gpurt > div { height: 22rem; min-width: 0; }
 </style>
 {% endblock %}
 {% block content %}

@@ -1,9 +1,9 @@
-"""What placement decided, and what it has learned about the links that it decides by."""
+"""What placement decided, how well it predicted, and what it has learned about the links that it decides by."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from bokeh.layouts import column
 from bokeh.models import ColumnDataSource, FixedTicker, HoverTool, NumeralTickFormatter, Range1d
@@ -64,7 +64,7 @@ class PlacementDecisions(GpurtPlot):
         return fig
 
     def _draw(self, feed: Feed) -> str:
-        ago, rates = feed.rates(("local", "moved", "stock"))
+        ago, rates = feed.rates(("local", "moved", "stock"), points=feeds.POINTS)
         total = [sum(at) for at in zip(*rates.values(), strict=True)]
         fill(self.lines, {"ago": ago, **rates, "total": total})
         self.axis.show(ago)
@@ -82,13 +82,88 @@ class PlacementDecisions(GpurtPlot):
         )
 
 
+class PlacementAccuracy(GpurtPlot):
+    """Seconds from the decision to the result, predicted against actual, for the newest tasks placed by cost."""
+
+    TITLE = "Placement: predicted and actual seconds"
+    NAME = "gpurt_placement_accuracy"
+    SERIES = (("local", "all inputs there", style.TEAL), ("moved", "inputs moved", style.ORANGE))
+    #: seconds; what is outside is drawn at the edge
+    LOW, HIGH = 1e-4, 1e3
+    TICKS: ClassVar[dict[float, str]] = {
+        1e-4: "0.1 ms", 1e-3: "1 ms", 1e-2: "10 ms", 1e-1: "0.1 s", 1.0: "1 s", 10.0: "10 s", 100.0: "100 s",
+    }  # fmt: skip
+
+    def _build(self, **kwargs: Any) -> Any:
+        self.points = {key: ColumnDataSource({"predicted": [], "actual": []}) for key, _, _ in self.SERIES}
+        self.sources = list(self.points.values())
+        fig = figure(
+            title=self.TITLE,
+            name=self.NAME,
+            tools="",
+            x_axis_type="log",
+            y_axis_type="log",
+            x_range=Range1d(1e-3, 1.0),
+            y_range=Range1d(1e-3, 1.0),
+            **kwargs,
+        )
+        ends = [self.LOW / 10, self.HIGH * 10]
+        same = fig.line(ends, ends, line_color=style.INK, line_width=1, line_dash=[4, 3])
+        for axis, label in ((fig.xaxis, "predicted"), (fig.yaxis, "actual")):
+            axis.ticker = FixedTicker(ticks=list(self.TICKS))
+            axis.major_label_overrides = dict(self.TICKS)
+            axis.axis_label = label
+        dots = [
+            fig.scatter(
+                x="predicted", y="actual", size=6, fill_color=color, fill_alpha=0.55, line_color=None,
+                source=self.points[key],
+            )
+            for key, _, color in self.SERIES
+        ]  # fmt: skip
+        items = [(label, [dot]) for (_, label, _), dot in zip(self.SERIES, dots, strict=True)]
+        style.legend(fig, [*items, ("as predicted", [same])])
+        style.dress(fig, self.headline)
+        fig.add_tools(
+            HoverTool(renderers=dots, tooltips=[("predicted", "@predicted{0.0000} s"), ("actual", "@actual{0.0000} s")])
+        )
+        self.figure = fig
+        return fig
+
+    def _draw(self, feed: Feed) -> str:
+        placement = feed.latest.get("placement") or {}
+        decisions = placement.get("decisions") or {}
+        parts: dict[str, list[tuple[float, float]]] = {key: [] for key, _, _ in self.SERIES}
+        for predicted, actual, moved_bytes in decisions.get("newest") or ():
+            where = parts["moved" if moved_bytes else "local"]
+            where.append((self._inside(predicted), self._inside(actual)))
+        for key, pairs in parts.items():
+            fill(self.points[key], {"predicted": [p for p, _ in pairs], "actual": [a for _, a in pairs]})
+        values = [v for pairs in parts.values() for pair in pairs for v in pair]
+        for extent in (self.figure.x_range, self.figure.y_range):
+            # By whole powers of ten: it does not move with each point.
+            low = 10.0 ** math.floor(math.log10(min(values, default=1e-3)))
+            high = 10.0 ** math.ceil(math.log10(max(values, default=1.0)) + 0.01)
+            if (extent.start, extent.end) != (low, high):
+                extent.update(start=low, end=high)
+        if not decisions:
+            return OFF
+        if not values:
+            return "no task has ended that was placed by cost"
+        ratio = decisions.get("median_ratio")
+        found = "unknown" if ratio is None else f"{ratio:.2f}"
+        return f"actual / predicted: median {found} of {decisions.get('finished') or 0:,} tasks"
+
+    def _inside(self, seconds: float) -> float:
+        return float(f"{min(self.HIGH, max(self.LOW, seconds)):.4g}")
+
+
 class LinkEstimates(GpurtPlot):
     """Latency and bandwidth of each class of link; hollow where nothing was measured yet."""
 
     TITLE = "Links: bandwidth and latency by kind"
     NAME = "gpurt_link_estimates"
     #: nearest on top
-    CLASSES = ("process", "host", "network")
+    CLASSES = ("process", "host", "rack", "network")
 
     def _build(self, **kwargs: Any) -> Any:
         self.dots = ColumnDataSource(

@@ -1,11 +1,13 @@
-"""What shuffles moved, worker by worker."""
+"""What shuffles moved, worker by worker, how far they are, and how even their outputs are."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from bokeh.models import ColumnDataSource, HoverTool
+from bokeh.layouts import column
+from bokeh.models import ColumnDataSource, HoverTool, Range1d
 from bokeh.plotting import figure
+from dask.utils import format_bytes
 
 from dask_gpurt.observe.dashboard import style
 from dask_gpurt.observe.dashboard.axes import BARS, WorkerAxis
@@ -13,6 +15,7 @@ from dask_gpurt.observe.dashboard.component import NO_FIGURES, NO_WORKERS, Gpurt
 
 if TYPE_CHECKING:
     from dask_gpurt.observe.feed import Feed
+    from dask_gpurt.observe.progress import Progress
 
 OFF = "the shuffle is not installed (gpurt.shuffle.enabled)"
 
@@ -35,7 +38,7 @@ class ShuffleTraffic(GpurtPlot):
         fig = figure(title=self.TITLE, name=self.NAME, tools="", x_range=style.from_zero(), **kwargs)
         self.axis = WorkerAxis(fig)
         bars = [
-            fig.hbar(y=f"y_{key}", right=key, height=BARS / 3, color=color, source=self.bars)
+            fig.hbar(y=f"y_{key}", right=key, height=BARS / 3, color=color, line_color=None, source=self.bars)
             for key, _, color in self.SERIES
         ]
         style.bytes_axis(fig.xaxis)
@@ -76,3 +79,138 @@ class ShuffleTraffic(GpurtPlot):
             return NO_FIGURES
         left = sum(n for reason, n in shuffle["fallbacks"].items() if reason != "rechunk")
         return f"active {shuffle['active']:,} · runs so far {shuffle['runs']:,} · left to Dask {left:,}"
+
+
+#: bars of the histogram
+BINS = 20
+
+
+class ShuffleProgress(GpurtPlot):
+    """How far each run is, and the sizes of the newest outputs of all runs."""
+
+    TITLE = "Shuffle: progress, and sizes of outputs"
+    NAME = "gpurt_shuffle_progress"
+
+    #: where the text, the bar of inputs and that of outputs are within a row, from its middle; and the bars' thickness
+    TEXT, INPUTS, OUTPUTS, THICK = -0.27, 0.07, 0.32, 0.22
+
+    def _build(self, **kwargs: Any) -> Any:
+        keys = ("y_text", "y_inputs", "y_outputs", "inputs", "outputs", "name", "text", "bytes", "workers", "alpha")
+        self.bars = ColumnDataSource({key: [] for key in keys})
+        self.bins = ColumnDataSource({"left": [], "right": [], "count": []})
+        self.sources = [self.bars, self.bins]
+        inner = {"sizing_mode": kwargs.get("sizing_mode", "stretch_both"), "min_height": 90}
+        runs = figure(title=self.TITLE, tools="", x_range=Range1d(0, 100), **inner)
+        self.axis = WorkerAxis(runs)
+        bars = [
+            runs.hbar(
+                y=f"y_{key}",
+                right=key,
+                height=self.THICK,
+                fill_color=color,
+                fill_alpha="alpha",
+                line_color=None,
+                source=self.bars,
+            )
+            for key, color in (("inputs", style.TEAL), ("outputs", style.ORANGE))
+        ]
+        runs.text(
+            x=0,
+            y="y_text",  # above its bars: no colour is read on all of them
+            text="text",
+            x_offset=2,
+            text_baseline="middle",
+            text_font_size="11px",
+            text_color=style.INK,
+            source=self.bars,
+        )
+        runs.xaxis.visible = False  # a bar of full width is all; the rows need the height
+        runs.xgrid.visible = False
+        style.legend(runs, [("inputs split", [bars[0]]), ("outputs assembled", [bars[1]])])
+        style.dress(runs, self.headline)
+        runs.add_tools(
+            HoverTool(
+                renderers=bars,
+                tooltips=[("run", "@name"), ("done", "@text"), ("received", "@bytes{0.0 ib}"), ("workers", "@workers")],
+            )
+        )
+        sizes = figure(title=None, tools="", x_range=style.from_zero(), y_range=style.from_zero(), **inner)
+        quads = sizes.quad(
+            left="left",
+            right="right",
+            bottom=0,
+            top="count",
+            fill_color=style.PURPLE,
+            line_color=None,
+            source=self.bins,
+        )
+        style.bytes_axis(sizes.xaxis)
+        sizes.xaxis.axis_label = "size of an output"
+        sizes.yaxis.axis_label = "outputs"
+        style.dress(sizes, None)
+        sizes.add_tools(
+            HoverTool(
+                renderers=[quads],
+                tooltips=[("size", "@left{0.0 ib} to @right{0.0 ib}"), ("outputs", "@count")],
+            )
+        )
+        self.runs, self.sizes = runs, sizes
+        return column(runs, sizes, name=self.NAME, **kwargs)
+
+    def _draw(self, feed: Feed) -> str:
+        runs = list(reversed(list(feed.shuffles)))
+        self.axis.show([run.id[:6] for run in runs], what="run")
+        fill(
+            self.bars,
+            {
+                **{
+                    key: [i + offset for i in range(len(runs))]
+                    for key, offset in (("y_text", self.TEXT), ("y_inputs", self.INPUTS), ("y_outputs", self.OUTPUTS))
+                },
+                "inputs": [_percent(run.inputs_done, run.inputs) for run in runs],
+                "outputs": [_percent(run.outputs_done, run.outputs) for run in runs],
+                "name": [f"{run.id}, attempt {run.run_id}" for run in runs],
+                "text": [_done(run) for run in runs],
+                "bytes": [run.bytes for run in runs],
+                "workers": [run.workers for run in runs],
+                "alpha": [0.9 if run.active else 0.45 for run in runs],
+            },
+        )
+        sizes = [n for n in (feed.latest.get("ledger") or {}).get("output_bytes") or [] if n > 0]
+        self._histogram(sizes)
+        if not feed.latest.get("shuffle"):
+            return OFF
+        return f"{sum(run.active for run in runs)} active" + _evenness(sizes)
+
+    def _histogram(self, sizes: list[int]) -> None:
+        longest = max(sizes, default=0)
+        counts = [0] * BINS
+        for n in sizes:
+            counts[min(BINS - 1, int(n / longest * BINS))] += 1
+        at = [i for i, count in enumerate(counts) if count]
+        fill(
+            self.bins,
+            {
+                "left": [i * longest / BINS for i in at],
+                "right": [(i + 0.94) * longest / BINS for i in at],
+                "count": [counts[i] for i in at],
+            },
+        )
+        style.fit(self.sizes.x_range, longest)
+        style.fit(self.sizes.y_range, max(counts))
+
+
+def _percent(done: int, every: int) -> float:
+    return 100.0 * done / every if every else 0.0
+
+
+def _done(run: Progress) -> str:
+    done = f"{run.inputs_done:,}/{run.inputs:,} inputs · {run.outputs_done:,}/{run.outputs:,} outputs"
+    return f"{done} · {format_bytes(run.bytes)}"
+
+
+def _evenness(sizes: list[int]) -> str:
+    if not sizes:
+        return ""
+    median = sorted(sizes)[len(sizes) // 2]
+    return f" · outputs: median {format_bytes(median)}, largest {max(sizes) / median:.1f}x"

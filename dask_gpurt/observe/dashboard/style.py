@@ -16,6 +16,8 @@ INK = "#6e7681"
 GRID = "#8b949e"
 #: first, second, third series
 TEAL, ORANGE, PURPLE = "#1b9e96", "#d08338", "#8a6fc4"
+#: a fourth, where there is one
+GREEN = "#7aa63c"
 #: a mark on bars of any colour: the first, with the second around it
 MARK, HALO = "#24292f", "#ffffff"
 
@@ -84,6 +86,12 @@ def legend(fig: Any, items: list[tuple[str, list[Any]]]) -> None:
         ),
         "above",
     )
+
+
+def visible(entry: Any, there: bool) -> None:
+    """Show an entry of a legend only with something to explain; without data it would lack its colour, too."""
+    if entry.visible != there:
+        entry.visible = there
 
 
 def from_zero() -> Range1d:

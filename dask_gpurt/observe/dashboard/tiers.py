@@ -11,6 +11,7 @@ from dask.utils import format_bytes
 from dask_gpurt.observe.dashboard import style
 from dask_gpurt.observe.dashboard.axes import BARS, TimeAxis, WorkerAxis
 from dask_gpurt.observe.dashboard.component import NO_FIGURES, NO_WORKERS, GpurtPlot, fill
+from dask_gpurt.observe.feed import POINTS
 
 if TYPE_CHECKING:
     from dask_gpurt.observe.feed import Feed
@@ -30,8 +31,11 @@ class TierOccupancy(GpurtPlot):
         self.sources = [self.bars, self.limits]
         fig = figure(title=self.TITLE, name=self.NAME, tools="", x_range=style.from_zero(), **kwargs)
         self.axis = WorkerAxis(fig)
-        host = fig.hbar(y="y", left=0, right="host", height=BARS, color=style.TEAL, source=self.bars)
-        disk = fig.hbar(y="y", left="host", right="end", height=BARS, color=style.ORANGE, source=self.bars)
+        # Without outlines: that of a bar of no length would still be drawn.
+        host = fig.hbar(y="y", left=0, right="host", height=BARS, color=style.TEAL, line_color=None, source=self.bars)
+        disk = fig.hbar(
+            y="y", left="host", right="end", height=BARS, color=style.ORANGE, line_color=None, source=self.bars
+        )
         halo, limit = (
             fig.segment(x0="x", x1="x", y0="y0", y1="y1", color=color, line_width=width, source=self.limits)
             for color, width in ((style.HALO, 5), (style.MARK, 2))
@@ -91,6 +95,64 @@ class TierOccupancy(GpurtPlot):
         )
 
 
+class TierHistory(GpurtPlot):
+    """Bytes in each tier over time, all workers together, the fastest tier at the bottom."""
+
+    TITLE = "Memory tiers: bytes held"
+    NAME = "gpurt_tier_history"
+    #: of `feed.LEVELS`; a tier that no worker has is in neither plot nor legend
+    TIERS = (
+        ("device_bytes", "device memory", style.GREEN),
+        ("host_bytes", "host memory", style.TEAL),
+        ("disk_bytes", "disk", style.ORANGE),
+        ("object_bytes", "object store", style.PURPLE),
+    )
+
+    def _build(self, **kwargs: Any) -> Any:
+        keys = [key for key, _, _ in self.TIERS]
+        self.lines = ColumnDataSource({key: [] for key in ("ago", *keys, "total")})
+        self.sources = [self.lines]
+        fig = figure(title=self.TITLE, name=self.NAME, tools="", y_range=style.from_zero(), **kwargs)
+        self.axis = TimeAxis(fig)
+        areas = fig.varea_stack(keys, x="ago", color=[c for *_, c in self.TIERS], fill_alpha=0.85, source=self.lines)
+        total = fig.line(x="ago", y="total", line_color=style.INK, line_width=1, source=self.lines)
+        style.bytes_axis(fig.yaxis)
+        style.legend(fig, [(label, [area]) for (_, label, _), area in zip(self.TIERS, areas, strict=True)])
+        self.entries = list(fig.legend[0].items)
+        style.dress(fig, self.headline)
+        fig.add_tools(
+            HoverTool(
+                renderers=[total],
+                mode="vline",
+                tooltips=[
+                    ("seconds ago", "@ago{0}"),
+                    *((label, f"@{key}{{0.0 ib}}") for key, label, _ in self.TIERS),
+                ],
+            )
+        )
+        self.figure = fig
+        return fig
+
+    def _draw(self, feed: Feed) -> str:
+        ago, levels = feed.levels()
+        none = [0.0] * len(ago)
+        data = {key: levels.get(key, none) for key, _, _ in self.TIERS}
+        total = [sum(at) for at in zip(*data.values(), strict=True)]
+        fill(self.lines, {"ago": [round(s, 1) for s in ago], **data, "total": total})
+        self.axis.show(ago)
+        style.fit(self.figure.y_range, max(total, default=0))
+        there = {key: key in levels for key, _, _ in self.TIERS}
+        for (key, _, _), entry in zip(self.TIERS, self.entries, strict=True):
+            style.visible(entry, there[key])
+        if not feed.rows():
+            return NO_WORKERS
+        if not levels:
+            return NO_FIGURES
+        tiers = [key for key, _, _ in self.TIERS if there[key]]
+        now = [f"{key.removesuffix('_bytes')} {format_bytes(int(levels[key][-1]))}" for key in tiers]
+        return " · ".join([*now, f"peak {format_bytes(int(max(total)))}"])
+
+
 class DiskRates(GpurtPlot):
     """Bytes per second written to and read from disk, all workers together."""
 
@@ -125,7 +187,7 @@ class DiskRates(GpurtPlot):
         return fig
 
     def _draw(self, feed: Feed) -> str:
-        ago, rates = feed.rates(("written_bytes", "read_bytes"))
+        ago, rates = feed.rates(("written_bytes", "read_bytes"), points=POINTS)
         written, read = rates["written_bytes"], rates["read_bytes"]
         fill(self.lines, {"ago": ago, "written": written, "read": read})
         self.axis.show(ago)

@@ -354,5 +354,6 @@ class TraceRecorder(SchedulerPlugin):
             figures: dict[str, Any] = {name: metrics[name] for name in SAMPLED if name in metrics}
             ours = metrics.get("gpurt")
             if isinstance(ours, dict):
-                figures["gpurt"] = ours
+                # Without the table of sources: transfers are records of their own.
+                figures["gpurt"] = {key: value for key, value in ours.items() if key != "fetched"}
             self._add([int(Kind.SAMPLE), now, self._workers.get(address), figures])

@@ -1,0 +1,96 @@
+"""How far shuffles are, read from the scheduler's own state: nothing is sent or kept for it on workers.
+
+A shuffle has one barrier task. The tasks that the barrier depends on split an input each, those that depend on it
+assemble an output each, and their states tell how many have ended. Bytes are what workers told with their heartbeats.
+It is the same for Dask's own runs and for those of this package.
+
+`Shuffles.look` is O(inputs + outputs of the active runs) and is called once a second while a page is open, else never.
+Runs that have ended stay, as they were seen last: most are shorter than it takes to look at them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+#: runs remembered, the newest
+RUNS = 3
+BARRIER = "shuffle-barrier-"
+#: states of a task that has its result still before it
+_AHEAD = frozenset({"waiting", "queued", "processing", "no-worker"})
+
+
+@dataclasses.dataclass(slots=True)
+class Progress:
+    """One run."""
+
+    id: str
+    run_id: int
+    #: input and output partitions, and how many of them are done
+    inputs: int = 0
+    inputs_done: int = 0
+    outputs: int = 0
+    outputs_done: int = 0
+    #: received by workers from each other
+    bytes: int = 0
+    workers: int = 0
+    active: bool = True
+
+
+class Shuffles:
+    """The newest runs of one scheduler, oldest first. Use on its event loop."""
+
+    def __init__(self) -> None:
+        self._runs: dict[tuple[str, int], Progress] = {}
+
+    def __iter__(self) -> Any:
+        return iter(list(self._runs.values()))
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def look(self, scheduler: Any) -> None:
+        """Take in the scheduler's state."""
+        plugin = getattr(scheduler, "plugins", {}).get("shuffle")
+        active = getattr(plugin, "active_shuffles", {})
+        seen = set()
+        for shuffle_id, state in list(active.items()):
+            barrier = scheduler.tasks.get(f"{BARRIER}{shuffle_id}")
+            if barrier is None:
+                continue
+            key = (str(shuffle_id), int(state.run_id))
+            seen.add(key)
+            run = self._runs.setdefault(key, Progress(*key))
+            _count(run, barrier)
+            told = getattr(plugin, "heartbeats", {}).get(shuffle_id, {}).values()
+            run.bytes = max(run.bytes, sum(int((t.get("comm") or {}).get("read", 0)) for t in told))
+            run.workers = len(state.participating_workers)
+        for key, run in self._runs.items():
+            if key not in seen and run.active:
+                run.active = False
+                newer = any(name == run.id and number > run.run_id for name, number in seen)
+                if not newer:  # else it was given up for that one
+                    run.inputs_done, run.outputs_done = run.inputs, run.outputs
+        while len(self._runs) > RUNS:
+            gone = next((key for key, run in self._runs.items() if not run.active), next(iter(self._runs)))
+            del self._runs[gone]
+
+
+def _count(run: Progress, barrier: Any) -> None:
+    run.inputs = max(run.inputs, len(barrier.dependencies))
+    if barrier.state in _AHEAD:
+        run.inputs_done = run.inputs - _ahead(barrier.dependencies)
+        run.outputs = max(run.outputs, len(barrier.dependents))
+        run.outputs_done = 0
+    else:
+        # Outputs that nobody needs any more are forgotten, so their number falls.
+        run.inputs_done = run.inputs
+        run.outputs = max(run.outputs, len(barrier.dependents))
+        run.outputs_done = run.outputs - _ahead(barrier.dependents)
+
+
+def _ahead(tasks: Iterable[Any]) -> int:
+    return sum(ts.state in _AHEAD for ts in tasks)
