@@ -66,6 +66,7 @@ def _walk(node: Any, path: list[str], met: tuple[str, ...]) -> Iterator[tuple[tu
 
 
 _HOST, _DISK = (("tier", "host"),), (("tier", "disk"),)
+_DEVICE, _OBJECT = (("tier", "device"),), (("tier", "object"),)
 _FETCH = "Shuffle bytes"
 _SLOT = "Threads x time by use: busy, or the cause of idleness; unassigned: explained by the scheduler's stall_seconds"
 _SOURCE = (("source", "*"),)
@@ -73,8 +74,10 @@ _ROWS = ", for the 32 sources with most bytes (hosts, where workers are more), a
 
 #: what rides on a worker's heartbeat; each costs a look at an attribute
 WORKER: tuple[Figure, ...] = (
-    Figure("host_bytes", "gauge", "tier_bytes", "bytes", "Held by the tiers, in host memory or on disk", _HOST),
-    Figure("disk_bytes", "gauge", "tier_bytes", "bytes", "Held by the tiers, in host memory or on disk", _DISK),
+    Figure("host_bytes", "gauge", "tier_bytes", "bytes", "Held by the tiers", _HOST),
+    Figure("disk_bytes", "gauge", "tier_bytes", "bytes", "Held by the tiers", _DISK),
+    Figure("device_bytes", "gauge", "tier_bytes", "bytes", "Held by the tiers", _DEVICE),
+    Figure("object_bytes", "gauge", "tier_bytes", "bytes", "Held by the tiers", _OBJECT),
     Figure("host_limit_bytes", "gauge", "tier_limit_bytes", "bytes", "Budget of a tier; none: no sample", _HOST),
     Figure("disk_limit_bytes", "gauge", "tier_limit_bytes", "bytes", "Budget of a tier; none: no sample", _DISK),
     Figure("moving_bytes", "gauge", "tier_moving_bytes", "bytes", "Being written from host memory to disk"),

@@ -262,7 +262,14 @@ class TierRuntime:
         """What rides on every heartbeat: flat, and none of it costs more than a look."""
         engine, seam, counters = self._engine, self._seam, self._engine.counters
         done = counters.cumulative.get
+        # Only of tiers that are there: a plot of bytes in an object store that nobody has set says nothing.
+        more: dict[str, float | int | None] = {}
+        if self._device is not None:
+            more["device_bytes"] = self._device.device_bytes
+        if self._below.objects is not None:
+            more["object_bytes"] = self._below.objects.used_bytes
         return {
+            **more,
             "host_bytes": engine.resident_bytes,
             "host_limit_bytes": engine.budget_bytes,
             "moving_bytes": engine.moving_bytes,

@@ -39,12 +39,19 @@ class Clock:
         return self.now
 
 
+#: sent only by workers that have that tier
+OPTIONAL = ("device_bytes", "object_bytes")
+
+
 def heartbeat(**known: Any) -> dict[str, Any]:
     """All figures of a worker, zero unless given."""
     out: dict[str, Any] = {figure.key: 0 for figure in WORKER if "*" not in figure.key}
     out |= {"disk_limit_bytes": None, "host_limit_bytes": 100 * MiB, "nic_bytes_per_second": None}
     out["fetched"] = {"others": {"bytes": 3 * MiB, "seconds": 0.5, "requests": 2}}
     assert set(known) <= set(out)
+    for key in OPTIONAL:
+        if key not in known:
+            del out[key]
     return out | known
 
 

@@ -13,6 +13,8 @@ from dask_gpurt.observe import details, links
 from dask_gpurt.observe.metrics import WORKER
 from dask_gpurt.observe.slots_worker import WorkerSlots
 
+from .fakes import OPTIONAL
+
 if TYPE_CHECKING:
     import pytest
 
@@ -153,7 +155,7 @@ async def test_a_fetch_reaches_the_scheduler_with_a_heartbeat(c: Any, s: Any, a:
     assert told[b.address]["fetched"][a.address]["bytes"] >= 1000
     patterns = ["next_use", *(figure.key for figure in WORKER)]
     for figures in told.values():
-        assert {figure.key.split(".")[0] for figure in WORKER} == set(figures) - {"next_use"}
+        assert {figure.key.split(".")[0] for figure in WORKER} - set(OPTIONAL) == set(figures) - {"next_use"}
         assert [path for path, _ in details.numbers(figures) if not details.known(path, patterns)] == []
     (cell,) = links.matrix((ws.name, ws.address, ws.metrics["gpurt"]) for ws in s.workers.values()).cells
     assert cell.within_host
