@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dask_gpurt.shuffle import seam
+from dask_gpurt.shuffle.heap import heap
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
@@ -127,7 +128,7 @@ def gather(plan: Plan, order: np.ndarray[Any, Any]) -> pa.Table:
     taken: dict[int, list[Any]] = {}
     for i, column in enumerate(plan.columns):
         if isinstance(column, pa.Array):
-            text = pc.take(column, pa.array(order), boundscheck=False)
+            text = pc.take(column, pa.array(order), boundscheck=False, memory_pool=heap.pool)
             validity, offsets, data = text.buffers()
             ends = np.frombuffer(offsets, dtype=np.int64, count=n + 1)
             taken[i] = [None if text.null_count == 0 else np.frombuffer(validity, np.uint8, (n + 7) // 8), ends]
@@ -144,7 +145,7 @@ def gather(plan: Plan, order: np.ndarray[Any, Any]) -> pa.Table:
             at += -at % align
             spots.append((at, size))
             at += size
-    memory = pa.allocate_buffer(at)
+    memory = pa.allocate_buffer(at, memory_pool=heap.pool)
     block = np.frombuffer(memory, dtype=np.uint8)
     arrays = []
     places = iter(spots)

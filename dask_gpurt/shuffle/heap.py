@@ -1,22 +1,25 @@
-"""The C allocator keeps freed memory while a shuffle runs in this process, and gives it back when the last one ends.
+"""The C allocator keeps freed memory while shuffles run in this process and some seconds longer; then it gives it back.
 
 Theory of operation. distributed's nanny starts workers with ``MALLOC_TRIM_THRESHOLD_`` (64 KiB), so that freed memory
 goes back to the system at once. With glibc that also pins the size from which an allocation is a mapping of its own, at
-128 KiB. A shuffle allocates and frees everything in larger pieces: temporaries of the hash, receive buffers. Each of
-them is then fresh memory, and its page faults cost ten times what writing to it costs (0.5 ms per MB on a virtual
-machine). They were half of a worker's CPU time in a shuffle.
+128 KiB. A shuffle allocates and frees everything in larger pieces: temporaries of the hash, receive buffers, outputs.
+Each of them is then fresh memory, and its page faults cost ten times what writing to it costs (0.5 ms per MB on a
+virtual machine, much more where the host has to find the memory first). They were half of a worker's CPU time in a
+shuffle.
 
-So while at least one run is open in this process both thresholds are high; when the last one closes they are set back
-and what is free is returned (`malloc_trim`, in a thread: it takes 0.05 ms per MB).
+So while at least one run is open in this process both thresholds are high, and all memory of the shuffle comes from one
+allocator (`Heap.pool`), so that outputs are made in what received rows leave. When the last run has closed, memory
+stays for `LINGER_SECONDS`: shuffles come one after another. Then the thresholds are set back and what is free is
+returned (`malloc_trim`, in a thread: it takes 0.05 ms per MB). It is returned at once when the process takes more than
+`PRESSURE` of its worker's memory limit, looked at every second: Dask counts free memory of a process as used, and would
+spill or pause for it.
 
 Only where the environment has ``MALLOC_TRIM_THRESHOLD_``: its value is what to restore, and only then glibc's own
 adjustment of the thresholds is off already, which `mallopt` would switch off for good. Elsewhere (no glibc, no nanny)
 nothing is done.
 
-In between, what unpacking frees is given back a piece at a time (`Heap.freed`), or the peak would hold it twice.
-
-Measured, 1 GB, 2 workers: CPU 4.3 to 2.2 s at 16 partitions, 9 to 5.5 s at 128. Rejected: setting it for the whole life
-of the worker (memory that users free would stay).
+While outputs are made the process may grow by `TRIM_BYTES`; then what is free is returned (`Heap.freed`), since rows
+must not be there twice.
 """
 
 from __future__ import annotations
@@ -26,6 +29,9 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any
 
+import psutil
+import pyarrow as pa
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -33,9 +39,15 @@ _TRIM, _MMAP = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
 #: glibc's default of the size from which an allocation is a mapping of its own
 _MMAP_BYTES = 128 << 10
 #: free bytes at the end of a heap that are kept while a shuffle runs
-KEEP_BYTES = 256 << 20
-#: received bytes that became outputs between two trims
+KEEP_BYTES = 1 << 30
+#: received bytes that became outputs between two looks at the process, and how much it may grow by them
 TRIM_BYTES = 64 << 20
+#: memory is kept for so long after the last run
+LINGER_SECONDS = 60.0
+#: share of the worker's memory limit above which it is not
+PRESSURE = 0.5
+#: between two looks at the process after the last run
+_TICK_SECONDS = 1.0
 #: allocations up to this size come from the heap while a shuffle runs; the second is what glibc before 2.35 takes
 HEAP_BYTES = (1 << 30, 32 << 20)
 
@@ -51,6 +63,16 @@ def _libc() -> Any:
     return libc
 
 
+def _rss_bytes() -> int:
+    return int(psutil.Process().memory_info().rss)
+
+
+def _later(seconds: float, function: Callable[[], None]) -> None:
+    timer = threading.Timer(seconds, function)
+    timer.name, timer.daemon = "gpurt-heap", True
+    timer.start()
+
+
 class Heap:
     """Counts who wants freed memory kept. One per process (`heap`); any thread.
 
@@ -60,14 +82,34 @@ class Heap:
         Where the thresholds of this process were set.
     libc
         With `mallopt(option, value)` and `malloc_trim(bytes)`; None: nothing is ever done.
+    later
+        Calls a function in a thread after so many seconds.
+    rss_bytes
+        Memory of this process.
     """
 
-    def __init__(self, environment: Mapping[str, str], libc: Any) -> None:
+    def __init__(
+        self,
+        environment: Mapping[str, str],
+        libc: Any,
+        later: Callable[[float, Callable[[], None]], None] = _later,
+        rss_bytes: Callable[[], int] = _rss_bytes,
+    ) -> None:
         self._lock = threading.Lock()
         self._libc = libc
+        self._later = later
+        self._rss_bytes = rss_bytes
         self._users = 0
-        #: bytes freed since the last trim
+        #: counts calls of `keep`: a timer of before does nothing
+        self._kept = 0
+        #: whether the thresholds are high
+        self.warm = False
+        #: least memory limit of the workers that asked, bytes; 0: none
+        self._limit_bytes = 0
+        #: bytes freed since the last look
         self._freed = 0
+        #: process memory when the first output of these runs was made, bytes; 0: none was
+        self._mark_bytes = 0
         try:
             self._before = (
                 int(environment["MALLOC_TRIM_THRESHOLD_"]),
@@ -81,18 +123,59 @@ class Heap:
         """Runs that are open."""
         return self._users
 
-    def keep(self) -> None:
-        """Keep freed memory from now on; once per `release`."""
+    @property
+    def pool(self) -> pa.MemoryPool:
+        """Where Arrow memory of a shuffle comes from."""
+        return pa.default_memory_pool() if self._libc is None else pa.system_memory_pool()
+
+    def keep(self, limit_bytes: int | None = None) -> None:
+        """Keep freed memory from now on; once per `release`.
+
+        Parameters
+        ----------
+        limit_bytes
+            Memory limit of the worker; None or 0: it has none.
+        """
         with self._lock:
             self._users += 1
-            if self._users == 1 and self._libc is not None:
-                self._libc.mallopt(_TRIM, KEEP_BYTES)
-                for size in HEAP_BYTES:
-                    if self._libc.mallopt(_MMAP, size):
-                        break
+            self._kept += 1
+            if limit_bytes:
+                self._limit_bytes = min(self._limit_bytes or limit_bytes, limit_bytes)
+            if self._users == 1:
+                self._mark_bytes = 0
+            if self.warm or self._libc is None:
+                return
+            self.warm = True
+            self._libc.mallopt(_TRIM, KEEP_BYTES)
+            for size in HEAP_BYTES:
+                if self._libc.mallopt(_MMAP, size):
+                    break
 
-    def release(self, submit: Callable[[Callable[[], None]], Any]) -> None:
-        """The reverse of `keep`; the last one gives memory back.
+    def release(self) -> None:
+        """The reverse of `keep`; some seconds after the last one memory is given back."""
+        with self._lock:
+            self._users -= 1
+            if self._users or self._libc is None:
+                return
+            kept = self._kept
+        self._look(kept, LINGER_SECONDS)
+
+    def _look(self, kept: int, left_seconds: float) -> None:
+        """Give memory back if it is time to, or it is needed; else look again."""
+        with self._lock:
+            if self._users or kept != self._kept:
+                return
+            if left_seconds > 0 and not (self._limit_bytes and self._rss_bytes() > PRESSURE * self._limit_bytes):
+                self._later(_TICK_SECONDS, lambda: self._look(kept, left_seconds - _TICK_SECONDS))
+                return
+            trim, mmap = self._before
+            self._libc.mallopt(_TRIM, trim)
+            self._libc.mallopt(_MMAP, mmap)
+            self.warm = False
+        self._later(0.0, self._trim)
+
+    def freed(self, nbytes: int, submit: Callable[[Callable[[], None]], Any]) -> None:
+        """Received memory was freed for good, its rows are in an output now.
 
         Parameters
         ----------
@@ -100,24 +183,15 @@ class Heap:
             Runs a function in a thread, now or later.
         """
         with self._lock:
-            self._users -= 1
-            if self._users or self._libc is None:
+            if self._libc is None or not self._users:
                 return
-            trim, mmap = self._before
-            self._libc.mallopt(_TRIM, trim)
-            self._libc.mallopt(_MMAP, mmap)
-        submit(self._trim)
-
-    def freed(self, nbytes: int, submit: Callable[[Callable[[], None]], Any]) -> None:
-        """Received memory was freed for good, its rows are in an output now; every `TRIM_BYTES` of it are given back.
-
-        Outputs come from another allocator (Arrow's), which could not use it.
-        """
-        with self._lock:
+            self._mark_bytes = self._mark_bytes or self._rss_bytes()
             self._freed += nbytes
-            if self._libc is None or not self._users or self._freed < TRIM_BYTES:
+            if self._freed < TRIM_BYTES:
                 return
             self._freed = 0
+            if self._rss_bytes() <= self._mark_bytes + TRIM_BYTES:
+                return
         submit(self._trim_now)
 
     def _trim(self) -> None:

@@ -22,6 +22,7 @@ import numpy as np
 
 from dask_gpurt.shuffle import gather
 from dask_gpurt.shuffle.chunk import KnownSchema, Rows
+from dask_gpurt.shuffle.heap import heap
 from dask_gpurt.shuffle.partition import Shard
 
 if TYPE_CHECKING:
@@ -81,4 +82,4 @@ def _column(pieces: list[Any]) -> Any:
         return np.concatenate(pieces)
     if pa.types.is_boolean(pieces[0].type):
         return np.concatenate([piece.to_numpy(zero_copy_only=False) for piece in pieces])
-    return pa.concat_arrays(pieces)
+    return pa.concat_arrays(pieces, memory_pool=heap.pool)

@@ -147,11 +147,22 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         How messages travel to other workers.
     secret
         What proves to others that a worker takes part in this run.
+    memory_limit
+        The worker's, bytes; None: it has none.
     kwargs
         Those of distributed's `DataFrameShuffleRun`, `disk` excepted.
     """
 
-    def __init__(self, *, store: ShardStore, counters: Counters, plane: Plane, secret: bytes, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *,
+        store: ShardStore,
+        counters: Counters,
+        plane: Plane,
+        secret: bytes,
+        memory_limit: int | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(disk=False, **kwargs)
         self._store = store
         self._counters = counters
@@ -185,7 +196,7 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         #: bytes of a row of the outputs, about
         self._row_bytes = 0.0
         counters.add(runs=1)
-        heap.keep()
+        heap.keep(memory_limit)
 
     # ---- task threads
 
@@ -507,7 +518,7 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         self._store.drop(self._key)
         with contextlib.ExitStack() as stack:
             # A put that began before the drop and ends after it must not leave rows behind.
-            stack.callback(heap.release, self._in_thread)
+            stack.callback(heap.release)
             stack.callback(self._store.drop, self._key)
             await super().close()
 
