@@ -18,8 +18,8 @@ Only where the environment has ``MALLOC_TRIM_THRESHOLD_``: its value is what to 
 adjustment of the thresholds is off already, which `mallopt` would switch off for good. Elsewhere (no glibc, no nanny)
 nothing is done.
 
-While outputs are made the process may grow by `TRIM_BYTES`; then what is free is returned (`Heap.freed`), since rows
-must not be there twice.
+When the first output is made, what splitting left free is returned; from then on the process may grow by `TRIM_BYTES`
+before what is free is returned again (`Heap.freed`): rows must not be there twice.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Heap:
         self._limit_bytes = 0
         #: bytes freed since the last look
         self._freed = 0
-        #: process memory when the first output of these runs was made, bytes; 0: none was
+        #: process memory when the first output of these runs had been made, bytes; 0: none was
         self._mark_bytes = 0
         try:
             self._before = (
@@ -185,14 +185,22 @@ class Heap:
         with self._lock:
             if self._libc is None or not self._users:
                 return
-            self._mark_bytes = self._mark_bytes or self._rss_bytes()
             self._freed += nbytes
-            if self._freed < TRIM_BYTES:
-                return
+            first = not self._mark_bytes
+            if not first:
+                if self._freed < TRIM_BYTES:
+                    return
+                if self._rss_bytes() <= self._mark_bytes + TRIM_BYTES:
+                    self._freed = 0
+                    return
+            else:
+                self._mark_bytes = 1 << 62  # until it is known
             self._freed = 0
-            if self._rss_bytes() <= self._mark_bytes + TRIM_BYTES:
-                return
-        submit(self._trim_now)
+        submit(self._start_outputs if first else self._trim_now)
+
+    def _start_outputs(self) -> None:
+        self._trim_now()
+        self._mark_bytes = self._rss_bytes()
 
     def _trim(self) -> None:
         if not self._users:  # else another shuffle has begun, and needs it
