@@ -46,6 +46,10 @@ class PlacementSettings:
     enabled: bool
     #: workers compared per decision, at most
     candidates: int
+    #: only record what would have been decided
+    shadow: bool = False
+    #: second copies of tasks that hang behind
+    stragglers: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,7 +142,9 @@ class Settings:
         return cls(
             policy=tree["policy"],
             on_error=tree["on-error"],
-            placement=PlacementSettings(enabled=p["enabled"], candidates=p["candidates"]),
+            placement=PlacementSettings(
+                enabled=p["enabled"], candidates=p["candidates"], shadow=p["shadow"], stragglers=p["stragglers"]
+            ),
             tiers=TierSettings(
                 enabled=t["enabled"],
                 host_limit=float(t["host-limit"]),

@@ -65,7 +65,8 @@ class WorkerParts:
         if settings.observe.enabled:
             await self.parts.add("slots", self._add_slots, wanted=False)
         setattr(worker, ATTRIBUTE, self)
-        worker.metrics[NAME] = _heartbeat
+        # A new dict: a heartbeat may be waiting half-way through the old one, and an exception there closes the worker.
+        worker.metrics = {**worker.metrics, NAME: _heartbeat}
         if settings.observe.enabled:
             seen = weakref.ref(worker)
             prometheus.provide_worker(worker, lambda: {} if (w := seen()) is None else _heartbeat(w))
@@ -99,7 +100,7 @@ class WorkerParts:
     async def uninstall(self) -> None:
         """Give the worker back to stock Dask; every key stays readable throughout."""
         vars(self.worker).pop(ATTRIBUTE, None)
-        self.worker.metrics.pop(NAME, None)
+        self.worker.metrics = {k: v for k, v in self.worker.metrics.items() if k != NAME}
         prometheus.withdraw(self.worker)
         await self.parts.remove()
 

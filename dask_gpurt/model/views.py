@@ -42,3 +42,5 @@ class WorkerView(NamedTuple):
     held_bytes: int
     #: the path from a neighbour to this worker
     near: Link
+    #: what others pay per second that the far fetches occupy the network, relative to that of a network like any other
+    far_price: float = 1.0

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.model.link import LinkClass
 from dask_gpurt.model.views import WorkerView
+from dask_gpurt.placement.across import price
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
@@ -177,6 +178,7 @@ def views(
     links: LinkMatrix,
     pending_bytes: Callable[[Any], int],
     reconcile: Callable[[WorkerInfo], None],
+    prefix: str = "",
 ) -> list[WorkerView]:
     """A snapshot of each candidate, relative to the task with these inputs."""
     by_worker, by_node, wide, scale = inputs.by_worker, inputs.by_node, inputs.wide, inputs.scale
@@ -242,10 +244,11 @@ def views(
                 near_n,
                 far_bytes,
                 far_n,
-                info.slowness,
+                info.speed.for_prefix(prefix) if info.speed_samples else info.slowness,
                 info.mark_bytes - ws.nbytes - info.reserved_bytes - pending,
                 ws.nbytes,
                 near,
+                price(inputs.counted, node, by_address) if far_n and table.zoned else 1.0,
             )
         )
     return out

@@ -6,8 +6,8 @@ keeps side tables, and answers `decide` and `comm_cost`. Whoever calls it catche
 Which tasks it decides:
 
 * tasks with inputs: yes, by `cost`;
-* tasks without inputs: left to stock. There is nothing to be near to, and stock's least-occupied and round-robin rules
-  are right and O(1) on large clusters;
+* tasks without inputs: left to stock while all workers are about as fast. There is nothing to be near to, and stock's
+  least-occupied and round-robin rules are right and O(1) on large clusters; but they do not know slow workers;
 * root-ish tasks: stock's queuing keeps the memory bound; which of them a worker gets is `groups`;
 * actors: left to stock, which spreads them by number.
 """
@@ -22,37 +22,51 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.model import LinkClass
 from dask_gpurt.model.views import TaskView
-from dask_gpurt.placement import candidates, seam
+from dask_gpurt.placement import candidates, judge, seam
 from dask_gpurt.placement.budget import Budget
 from dask_gpurt.placement.durations import UNKNOWN_SECONDS, Durations, compute_seconds
+from dask_gpurt.placement.governor import Governor, Standing
 from dask_gpurt.placement.groups import RootGroups
 from dask_gpurt.placement.ledger import Charge, Ledger
 from dask_gpurt.placement.log import DecisionLog
+from dask_gpurt.placement.pace import Pace
 from dask_gpurt.placement.policy import Cheapest
+from dask_gpurt.placement.prices import Prices
+from dask_gpurt.placement.shadow import Shadowed
+from dask_gpurt.placement.thieves import STOCK, Thieves
 from dask_gpurt.placement.workers import WorkerInfo, WorkerTable
-from dask_gpurt.topology.links import LinkMatrix, Transfer, merge
+from dask_gpurt.topology.links import SEEDS, LinkMatrix, Transfer, merge
+from dask_gpurt.topology.zones import Zones, seed
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable, Mapping
+    from collections.abc import Callable, Collection, Hashable, Mapping
 
     from dask_gpurt.config import PlacementSettings
     from dask_gpurt.placement.policy import Policy
-    from dask_gpurt.placement.workers import Node
 
 #: share of a worker's memory limit that task data may fill before more of it overflows: Dask's memory.target
 HOST_SHARE = 0.6
 #: inputs remembered per task for learning links from their transfer
 MAX_LEARNED_INPUTS = 8
-#: a task with more inputs costs too much to price for every thief; stock prices it
-MAX_PRICED_INPUTS = 64
 #: weight of a decision in a worker's share of network traffic
 SHARE_GAIN = 0.2
+#: the governor observes every so many-th decision, and all of a trial
+OBSERVED = 4
 
 
 class Engine:
     """Tables and decisions of one scheduler."""
 
-    def __init__(self, scheduler: Any, settings: PlacementSettings, policy: Policy | None = None) -> None:
+    def __init__(
+        self,
+        scheduler: Any,
+        settings: PlacementSettings,
+        policy: Policy | None = None,
+        *,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        # Looked up at each call, so that a simulator can exchange it.
+        clock = clock or (lambda: time.monotonic())
         self.scheduler = scheduler
         self.settings = settings
         self.policy: Policy = policy or Cheapest()
@@ -60,17 +74,25 @@ class Engine:
         self.ledger = Ledger()
         self.durations = Durations()
         self.links = LinkMatrix()
+        self.zones = Zones()
         self.budget = Budget()
         self.groups = RootGroups()
         self.log = DecisionLog()
+        self.governor = Governor(clock)
+        self.speeds = Pace(self.workers, clock)
+        self.thieves = Thieves(self)
+        #: overdue tasks that must not run twice, by reason
+        self.forbade: Counter[str] = Counter()
+        #: what would have been decided; filled in shadow mode only
+        self.shadowed = Shadowed()
         #: decisions by what they came to
         self.decided: Counter[str] = Counter()
         #: decisions left to stock on purpose, by reason
         self.declined: Counter[str] = Counter()
-        #: prices given to work stealing
-        self.priced = 0
-        self._asked: tuple[Hashable, int] | None = None
-        self._located: list[tuple[Collection[Any], int, set[Node]]] = []
+        self.prices = Prices(self)
+        #: called with the reason when the governor retires the policy
+        self.on_retired: Callable[[str], None] = lambda reason: None
+        self._turn = 0
 
     # ------------------------------------------------------------------ decisions
 
@@ -84,29 +106,25 @@ class Engine:
         """
         if self.budget.exhausted:
             return self.leave(ts, "over budget")
-        deps = ts.dependencies
-        if not deps or ts.actor:
+        if ts.actor or not (ts.dependencies or self.speeds.uneven):
             return self.leave(ts, "actor" if ts.actor else "no inputs")
+        ours = self.governor.ours()
+        if not ours and self.retired:
+            return self.leave(ts, "governor")
         began = time.perf_counter_ns()
-        workers = self.workers
-        inputs = candidates.Inputs(deps, workers.by_address)
-        picked = candidates.pick(inputs, workers, self.settings.candidates, valid, seam.is_running)
-        if not picked:
-            return self.leave(ts, "no candidate")
-        prefix = self.durations.prefixes.get(ts.prefix.name)
-        if prefix is None or prefix.seconds is None:
-            hint = ts.prefix.duration_average
-            task = TaskView(hint if hint >= 0 else UNKNOWN_SECONDS, 0.0)
-        else:
-            task = TaskView(prefix.seconds, prefix.output_bytes)
-        views = candidates.views(picked, inputs, workers, self.links, seam.pending_bytes, self.ledger.reconcile)
-        far = self.links.link(LinkClass.NETWORK)
-        i = self.policy.decide(task, views, far)
-        if i is None:
-            return self.leave(ts, "policy")
-        if not 0 <= i < len(picked):
-            raise IndexError(f"{type(self.policy).__name__}.decide gave {i!r}; there are {len(picked)} candidates")
+        weighed = self._weigh(ts, valid, began)
+        if isinstance(weighed, str):
+            return self.leave(ts, weighed)
+        picked, inputs, views, task, far, i = weighed
         info, view = picked[i], views[i]
+        self._turn = (self._turn + 1) % OBSERVED
+        if not self._turn or self.governor.standing is Standing.TRIAL:
+            known = self.durations.prefixes.get(ts.prefix.name)
+            # What nobody has seen before nobody could have predicted.
+            if known is not None and known.seconds is not None:
+                judge.tell(self, ts, ours, weighed)
+        if not ours:
+            return self.leave(ts, "trial")
         if valid is not None:
             self.decided["restricted"] += 1
         if view.far_fetches or view.near_fetches:
@@ -116,9 +134,58 @@ class Engine:
                 info.far_share += SHARE_GAIN * (view.far_bytes / moved - info.far_share)
         else:
             self.decided["local"] += 1
-        self.log.chosen(ts.key, picked, views, i, task, far, inputs, valid is not None, len(workers.all.items))
+        self.log.chosen(ts.key, picked, views, i, task, far, inputs, valid is not None, len(self.workers.all.items))
         self.budget.record((time.perf_counter_ns() - began) * 1e-9)
         return info.ws
+
+    def shadow(self, ts: Any, valid: Collection[Any] | None, ws: Any) -> None:
+        """Record what `decide` would have done where stock chose `ws`. Changes nothing that anybody else reads."""
+        if self.budget.exhausted or ts.actor or not ts.dependencies or ws is None:
+            self.shadowed.passed += 1
+            return
+        began = time.perf_counter_ns()
+        weighed = self._weigh(ts, valid, began, self.workers.by_address.get(ws.address))
+        if isinstance(weighed, str):
+            self.shadowed.passed += 1
+            return
+        picked, inputs, views, task, far, i = weighed
+        self.shadowed.compare(picked, views, i, task, far, ws)
+        self.log.chosen(
+            ts.key, picked, views, i, task, far, inputs, valid is not None, len(self.workers.all.items), shadow=True
+        )
+        self.budget.record((time.perf_counter_ns() - began) * 1e-9)
+
+    def _weigh(self, ts: Any, valid: Collection[Any] | None, began: int, too: WorkerInfo | None = None) -> Any:
+        """Candidates, inputs, views, task, far link and the choice; or why there is none.
+
+        `too` is looked at besides the candidates.
+        """
+        workers = self.workers
+        inputs = candidates.Inputs(ts.dependencies, workers.by_address)
+        picked = candidates.pick(inputs, workers, self.settings.candidates, valid, seam.is_running)
+        if not picked:
+            return "no candidate"
+        name = ts.prefix.name
+        prefix = self.durations.prefixes.get(name)
+        if prefix is None or prefix.seconds is None:
+            hint = ts.prefix.duration_average
+            task = TaskView(hint if hint >= 0 else UNKNOWN_SECONDS, 0.0)
+        else:
+            task = TaskView(prefix.seconds, prefix.output_bytes)
+        far = self.links.link(LinkClass.NETWORK)
+        if too is not None and too not in picked:
+            picked.append(too)
+        views = candidates.views(picked, inputs, workers, self.links, seam.pending_bytes, self.ledger.reconcile, name)
+        spent = (time.perf_counter_ns() - began) * 1e-9
+        if spent > self.budget.decision_seconds:
+            self.budget.gave_up(spent)
+            return "took too long"
+        i = self.policy.decide(task, views, far)
+        if i is None:
+            return "policy"
+        if not 0 <= i < len(picked):
+            raise IndexError(f"{type(self.policy).__name__}.decide gave {i!r}; there are {len(picked)} candidates")
+        return picked, inputs, views, task, far, i
 
     def leave(self, ts: Any, reason: str) -> None:
         """Leave a decision to stock on purpose."""
@@ -126,50 +193,8 @@ class Engine:
         self.log.left(ts.key, reason)
 
     def comm_cost(self, ts: Any, ws: Any) -> float | None:
-        """Seconds to bring a task's missing inputs to a worker, for work stealing; None to leave it to stock.
-
-        Stealing compares this with occupancies, which contain inbound bytes at the one bandwidth of stock. Pricing
-        moves in true seconds beside that made every move look profitable on fast links: simulated at 64 workers, it
-        stole ten times as much and tripled the time of a stencil. So the slowest kind of link in use is priced at
-        stock's bandwidth, and what was learned is used for what stock cannot know: how much less a neighbour costs,
-        and the latency of each fetch.
-        """
-        by_address = self.workers.by_address
-        info = by_address.get(ws.address)
-        deps = ts.dependencies
-        if info is None or info.ws is not ws or len(deps) > MAX_PRICED_INPUTS:
-            return None
-        self.priced += 1
-        # Stealing asks for one task and every idle worker in turn; what does not depend on the worker is kept. The
-        # counter bounds how stale it gets: replicas may appear without a transition, and this is only an estimate.
-        asked = (ts.key, self.scheduler.transition_counter)
-        if self._asked != asked:
-            self._asked = asked
-            self._located = [
-                (
-                    holders,
-                    d.get_nbytes(),
-                    {w.node for h in islice(holders, candidates.WIDE) if (w := by_address.get(h.address)) is not None},
-                )
-                for d in deps
-                if (holders := d.who_has)
-            ]
-        node = info.node
-        near = self.links.link(node.link_class)
-        far = near if len(self.workers.nodes) == 1 else self.links.link(LinkClass.NETWORK)
-        near_bytes = far_bytes = near_fetches = far_fetches = 0
-        for holders, nbytes, nodes in self._located:
-            if ws in holders:
-                continue
-            if node in nodes:
-                near_bytes += nbytes
-                near_fetches += 1
-            else:
-                far_bytes += nbytes
-                far_fetches += 1
-        seconds = near.latency_seconds * near_fetches + far.latency_seconds * far_fetches
-        discount = min(1.0, far.bytes_per_second / near.bytes_per_second)
-        return float(seconds + (far_bytes + near_bytes * discount) / self.scheduler.bandwidth)
+        """Seconds to bring a task's missing inputs to a worker, see `Prices`; None to leave it to stock."""
+        return None if self.retired else self.prices.comm_cost(ts, ws)
 
     # ------------------------------------------------------------------ events
 
@@ -185,8 +210,23 @@ class Engine:
         self.workers.add(self.scheduler.workers[address])
 
     def worker_removed(self, address: str) -> None:
-        self.workers.remove(address)
+        info = self.workers.remove(address)
+        if info is not None:
+            self.speeds.removed(info)
+        self.zones.remove(address)
         self.groups.worker_removed(address)
+
+    def measured(self, info: WorkerInfo, round_trip: float) -> None:
+        """The round trip between the scheduler and a worker is known."""
+        zones, workers = self.zones, self.workers
+        if zones.add(info.address, round_trip):
+            self.links.reseed(LinkClass.NETWORK, seed(zones.farthest, SEEDS[LinkClass.NETWORK]))
+            workers.zoned = True
+            for other in workers.all.items:
+                if (zone := zones.by_address.get(other.address)) is not None:
+                    workers.move(other, zone, LinkClass.RACK)
+        elif zones.several:
+            workers.move(info, zones.by_address[info.address], LinkClass.RACK)
 
     def graph_arrived(self, keys: Collection[Hashable]) -> None:
         """Before the first transition of its tasks."""
@@ -196,14 +236,28 @@ class Engine:
     def pull(self, ws: Any) -> Any:
         """The queued root task that a worker with a free slot should run; None: the head of the queue."""
         scheduler = self.scheduler
+        if self.retired:
+            return None
         ts = self.groups.pull(ws.address, scheduler.tasks, scheduler.queued.peek())
         if ts is not None:
             self.log.group(ts.key, ws.address)
         return ts
 
+    def thief(self, ts: Any, thieves: Collection[Any], in_flight: Mapping[Any, int], valid: Any) -> Any:
+        """Who may steal a task, see `Thieves.choose`."""
+        return STOCK if self.retired else self.thieves.choose(ts, thieves, in_flight, valid)
+
+    def worth(self, ws: Any) -> bool:
+        """Whether a worker with a free slot should get one of the queued root tasks."""
+        if not self.speeds.uneven or self.retired:
+            return True
+        info = self.workers.by_address.get(ws.address)
+        return info is None or self.speeds.worth(info, len(self.scheduler.queued))
+
     def restarted(self) -> None:
         """The scheduler has forgotten all tasks, without transitions."""
         self.log.restarted()
+        self.governor.forget()
         self.ledger.forget()
         self.groups.clear()
         self.workers.clear_charges()
@@ -216,6 +270,8 @@ class Engine:
         if ws is None:
             return
         self.log.assigned(key, ws.address)
+        if self.governor.standing is Standing.TRIAL and self.governor.is_open(key):
+            judge.tell_moved(self, ts, ws)
         info = self.workers.by_address.get(ws.address)
         if info is None or info.ws is not ws:
             return
@@ -232,6 +288,9 @@ class Engine:
     def left_processing(self, key: Hashable, finish: str, details: Mapping[str, Any]) -> None:
         """A task is no longer assigned. `details` are the keywords of the transition."""
         self.log.finished(key, finish, details)
+        retired = self.governor.finished(key, finish == "memory")
+        if retired is not None:
+            self.on_retired(retired)
         charge = self.ledger.settle(key)
         if charge is None:
             return
@@ -250,8 +309,24 @@ class Engine:
             self.durations.learn(prefix, info, seconds, max(0, details.get("nbytes") or 0))
             if first:
                 self.ledger.learned(prefix)
+            self.speeds.learned(info)
         if charge.inputs:
             self._learn_links(info, charge, startstops)
+
+    @property
+    def retired(self) -> bool:
+        """Whether the governor has retired the policy: stock decides."""
+        return self.governor.standing is Standing.RETIRED
+
+    def copy_won(self, key: Hashable, first: str, second: str) -> None:
+        """A second copy of a task has finished before the first one."""
+        by_address = self.workers.by_address
+        to, origin = by_address.get(second), by_address.get(first)
+        self.log.stolen(key, first, second, 0.0)
+        if to is not None:
+            self.ledger.move(key, to)
+        if origin is not None and origin is not to:
+            self.workers.refresh(origin)
 
     def stolen(self, key: Hashable, victim: str, thief: str) -> None:
         """Work stealing moved a task."""
@@ -308,11 +383,13 @@ class Engine:
                 **self.log.calibration(),
             },
             "declined": dict(self.declined),
-            "prices": self.priced,
+            "prices": self.prices.given,
             #: cogroups closed, and root tasks handed to the owner of their group
             "roots": {"groups": self.groups.closed, "pulled": self.groups.pulled},
             "microseconds": self.budget.statistics(),
+            "governor": self.governor.statistics(),
             "links": self.links.statistics(),
+            "zones": self.zones.statistics(),
             "prefixes": len(self.durations.prefixes),
             #: address -> speed relative to the median worker (2: twice as fast)
             "speeds": {w.ws.address: usual / w.slowness for w in measured},

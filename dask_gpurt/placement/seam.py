@@ -87,6 +87,12 @@ ATTRIBUTES: dict[type, tuple[str, ...]] = {
 pending_bytes: Callable[[Any], int] = operator.attrgetter("_network_occ")
 
 
+def connection(scheduler: Any, address: str) -> Any:
+    """The socket of a worker's stream to the scheduler; None when there is none, or none we know."""
+    stream = getattr(getattr(scheduler.stream_comms.get(address), "comm", None), "stream", None)
+    return getattr(stream, "socket", None)
+
+
 def is_running(ws: Any) -> bool:
     """Whether a WorkerState takes tasks: not paused, closing or gone."""
     return ws.status is Status.running
@@ -240,7 +246,11 @@ class Seam(Guard):
         return decide_worker_non_rootish
 
     def install_roots(
-        self, waits: Callable[[Any], bool], pull: Callable[[Any], Any], pending: Callable[[], int]
+        self,
+        waits: Callable[[Any], bool],
+        pull: Callable[[Any], Any],
+        pending: Callable[[], int],
+        worth: Callable[[Any], bool] = lambda ws: True,
     ) -> None:
         """Take over which queued root task goes to which worker. Everything else of queuing stays stock's:
 
@@ -250,7 +260,10 @@ class Seam(Guard):
            what this relaxes for one turn.
         2. ``stimulus_queue_slots_maybe_opened``: every worker with a free slot is offered the task that `pull` names,
            through stock's own transition; then stock's method runs and deals what is left.
-        3. ``decide_worker_rootish_queuing_enabled``: answers with the worker of step 2 while in it.
+        3. ``decide_worker_rootish_queuing_enabled``: answers with the worker of step 2 while in it; else with stock's
+           choice, or, where that is not `worth` it, with the least busy one that is. None of them: the task stays
+           queued. Only while other workers are busy, whose next finished task deals again; and not with
+           ``validate=True``, which asserts that a free slot is always used.
 
         If anything raises, stock's methods do their work on a state that is valid at any point: a task is queued or
         it is assigned.
@@ -263,6 +276,8 @@ class Seam(Guard):
             ``(ws) -> TaskState | None``; a queued task.
         pending
             How many tasks `pull` could name at most; 0 skips the offers.
+        worth
+            ``(ws) -> bool``: whether a worker with a free slot should get one of the queued tasks.
         """
         names = ("_TRANSITIONS_TABLE", "stimulus_queue_slots_maybe_opened", "decide_worker_rootish_queuing_enabled")
         s = self.scheduler
@@ -304,10 +319,19 @@ class Seam(Guard):
                 self.failed(part.name)
             return None
 
+        def wanted(ws: Any) -> bool:
+            try:
+                return worth(ws)
+            except Exception:
+                self.failed(part.name)
+                return True
+
         def stimulus_queue_slots_maybe_opened(*, stimulus_id: str) -> None:
             if part.retired is None and s.queued and s.idle_task_count and pending():
                 # Neighbouring groups go to workers of one host: sorted by address.
                 for ws in sorted(s.idle_task_count, key=operator.attrgetter("address")):
+                    if not wanted(ws):
+                        continue
                     while s.queued and ws in s.idle_task_count and (ts := offer(ws)) is not None:
                         chosen.append(ws)
                         try:
@@ -323,7 +347,15 @@ class Seam(Guard):
                 ws = chosen.pop()
                 if ws in s.idle_task_count and s.workers.get(ws.address) is ws:
                     return ws
-            return stock_decide()
+            ws = stock_decide()
+            if ws is None or part.retired is not None or wanted(ws):
+                return ws
+            better = [w for w in s.idle_task_count if w is not ws and wanted(w)]
+            if better:
+                return min(better, key=lambda w: len(w.processing) / w.nthreads)
+            if s.validate or len(s.running) <= len(s.idle_task_count):
+                return ws
+            return None
 
         table["waiting", "processing"] = waiting_processing
         for name, ours in zip(

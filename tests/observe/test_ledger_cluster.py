@@ -103,7 +103,7 @@ def test_every_number_is_in_the_dictionary() -> None:
         plugin = cluster.scheduler.plugins["gpurt"]
         patterns = [figure.key for figure in SCHEDULER] + [key for key, _, _ in details.SCHEDULER]
         unknown = [path for path, _ in details.numbers(plugin.figures()) if not details.known(path, patterns)]
-        assert unknown == []
+        assert unknown == [], unknown
         patterns = [key for key, _, _ in details.WORKER]
         for worker in status.workers.values():
             told = {part: worker[part] for part in ("slots", "shuffle", "tiers")}
