@@ -20,6 +20,11 @@ nothing is done.
 
 When the first output is made, what splitting left free is returned; from then on the process may grow by `TRIM_BYTES`
 before what is free is returned again (`Heap.freed`): rows must not be there twice.
+
+Measured, one partition of 62 MB split, encoded, checked and assembled (CPU seconds, page faults): 0.29 and 50,000 with
+the nanny's setting, 0.12 and none in warm memory; 0.11 is what Arrow alone takes there. Rejected: Arrow's own pool for
+outputs (mimalloc gives memory back within 10 ms, and can not use what received rows leave); returning memory at the end
+of each run (the next one starts cold, which cost all of the gain).
 """
 
 from __future__ import annotations
