@@ -30,6 +30,7 @@ of each run (the next one starts cold, which cost all of the gain).
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import threading
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,9 @@ import pyarrow as pa
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    Later = Callable[[float, Callable[[], None]], Any]
+    Submit = Callable[[Callable[[], None]], Any]
 
 _TRIM, _MMAP = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
 #: glibc's default of the size from which an allocation is a mapping of its own
@@ -72,12 +76,6 @@ def _rss_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def _later(seconds: float, function: Callable[[], None]) -> None:
-    timer = threading.Timer(seconds, function)
-    timer.name, timer.daemon = "gpurt-heap", True
-    timer.start()
-
-
 class Heap:
     """Counts who wants freed memory kept. One per process (`heap`); any thread.
 
@@ -87,22 +85,13 @@ class Heap:
         Where the thresholds of this process were set.
     libc
         With `mallopt(option, value)` and `malloc_trim(bytes)`; None: nothing is ever done.
-    later
-        Calls a function in a thread after so many seconds.
     rss_bytes
         Memory of this process.
     """
 
-    def __init__(
-        self,
-        environment: Mapping[str, str],
-        libc: Any,
-        later: Callable[[float, Callable[[], None]], None] = _later,
-        rss_bytes: Callable[[], int] = _rss_bytes,
-    ) -> None:
+    def __init__(self, environment: Mapping[str, str], libc: Any, rss_bytes: Callable[[], int] = _rss_bytes) -> None:
         self._lock = threading.Lock()
         self._libc = libc
-        self._later = later
         self._rss_bytes = rss_bytes
         self._users = 0
         #: counts calls of `keep`: a timer of before does nothing
@@ -156,30 +145,43 @@ class Heap:
                 if self._libc.mallopt(_MMAP, size):
                     break
 
-    def release(self) -> None:
-        """The reverse of `keep`; some seconds after the last one memory is given back."""
+    def release(self, later: Later, submit: Submit) -> None:
+        """The reverse of `keep`; some seconds after the last one memory is given back.
+
+        Parameters
+        ----------
+        later
+            Calls a function after so many seconds, as `call_later` of an event loop that lives at least as long as the
+            worker: a loop that ends before takes the memory with it.
+        submit
+            Runs a function in a thread, now or later.
+        """
         with self._lock:
             self._users -= 1
             if self._users or self._libc is None:
                 return
             kept = self._kept
-        self._look(kept, LINGER_SECONDS)
+        self._look(kept, LINGER_SECONDS, later, submit)
 
-    def _look(self, kept: int, left_seconds: float) -> None:
+    def _look(self, kept: int, left_seconds: float, later: Later, submit: Submit) -> None:
         """Give memory back if it is time to, or it is needed; else look again."""
         with self._lock:
             if self._users or kept != self._kept:
                 return
-            if left_seconds > 0 and not (self._limit_bytes and self._rss_bytes() > PRESSURE * self._limit_bytes):
-                self._later(_TICK_SECONDS, lambda: self._look(kept, left_seconds - _TICK_SECONDS))
+            if left_seconds > 0 and not self._needed(self._rss_bytes()):
+                later(_TICK_SECONDS, functools.partial(self._look, kept, left_seconds - _TICK_SECONDS, later, submit))
                 return
             trim, mmap = self._before
             self._libc.mallopt(_TRIM, trim)
             self._libc.mallopt(_MMAP, mmap)
             self.warm = False
-        self._later(0.0, self._trim)
+        submit(self._trim)
 
-    def freed(self, nbytes: int, submit: Callable[[Callable[[], None]], Any]) -> None:
+    def _needed(self, rss_bytes: int) -> bool:
+        """Whether the worker needs what is free."""
+        return bool(self._limit_bytes) and rss_bytes > PRESSURE * self._limit_bytes
+
+    def freed(self, nbytes: int, submit: Submit) -> None:
         """Received memory was freed for good, its rows are in an output now.
 
         Parameters
@@ -192,15 +194,15 @@ class Heap:
                 return
             self._freed += nbytes
             first = not self._mark_bytes
-            if not first:
-                if self._freed < TRIM_BYTES:
-                    return
-                if self._rss_bytes() <= self._mark_bytes + TRIM_BYTES:
-                    self._freed = 0
-                    return
-            else:
+            if first:
                 self._mark_bytes = 1 << 62  # until it is known
+            elif self._freed < TRIM_BYTES:
+                return
             self._freed = 0
+            if not first:
+                rss_bytes = self._rss_bytes()
+                if rss_bytes <= self._mark_bytes + TRIM_BYTES and not self._needed(rss_bytes):
+                    return
         submit(self._start_outputs if first else self._trim_now)
 
     def _start_outputs(self) -> None:

@@ -59,6 +59,7 @@ from dask_gpurt.shuffle.transport import records
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Sequence
+    from concurrent.futures import ThreadPoolExecutor
 
     import pyarrow as pa
 
@@ -102,6 +103,12 @@ def _message_from_frames(header: dict[str, Any], frames: list[Any]) -> Message:
 def _as_is(message: Message) -> Any:
     """The message in the form that distributed's comm sends without compressing or splitting its frames."""
     return seam.Serialized(*seam.serialize(message, serializers=("dask",), on_error="raise"))
+
+
+def _submit(executor: ThreadPoolExecutor, function: Callable[[], None]) -> None:
+    # The worker's pool may be shut down already when it closes with runs open; its memory goes with it.
+    with contextlib.suppress(RuntimeError):
+        executor.submit(function)
 
 
 class Batch:
@@ -264,7 +271,7 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         if len(df):
             if not self._row_bytes:
                 self._row_bytes = float(df.memory_usage().sum()) / len(df)
-            heap.freed(int(len(df) * self._row_bytes), self._in_thread)
+            heap.freed(int(len(df) * self._row_bytes), functools.partial(_submit, self.executor))
         self._counters.add(outputs=1, seconds_assemble=time.perf_counter() - start)
         return df
 
@@ -518,11 +525,8 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         self._store.drop(self._key)
         with contextlib.ExitStack() as stack:
             # A put that began before the drop and ends after it must not leave rows behind.
-            stack.callback(heap.release)
+            # Not by way of this run, which would stay as long as the memory does.
+            submit = functools.partial(_submit, self.executor)
+            stack.callback(heap.release, asyncio.get_running_loop().call_later, submit)
             stack.callback(self._store.drop, self._key)
             await super().close()
-
-    def _in_thread(self, function: Callable[[], None]) -> None:
-        # The worker's pool may be shut down already when it closes with runs open; its memory goes with it.
-        with contextlib.suppress(RuntimeError):
-            self.executor.submit(function)

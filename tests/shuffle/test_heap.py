@@ -51,7 +51,11 @@ class Clock:
 
 def make(environment: dict[str, str] = NANNY, rss_bytes: int = 0, refuse: int = 0) -> tuple[Heap, Libc, Clock]:
     libc, clock = Libc(refuse), Clock()
-    return Heap(environment, libc, clock, lambda: rss_bytes), libc, clock
+    return Heap(environment, libc, lambda: rss_bytes), libc, clock
+
+
+def now(function: Callable[[], None]) -> None:
+    function()
 
 
 def test_kept_from_the_first_run_to_some_seconds_after_the_last():
@@ -59,11 +63,11 @@ def test_kept_from_the_first_run_to_some_seconds_after_the_last():
     heap.keep()
     heap.keep()
     assert libc.calls == [(-1, KEEP_BYTES), (-3, HEAP_BYTES[0])]
-    heap.release()
+    heap.release(clock, now)
     clock.run()
     assert len(libc.calls) == 2
     assert heap.users == 1
-    heap.release()
+    heap.release(clock, now)
     assert heap.warm
     assert clock.run() == LINGER_SECONDS
     assert not heap.warm
@@ -73,7 +77,7 @@ def test_kept_from_the_first_run_to_some_seconds_after_the_last():
 def test_values_of_the_environment_come_back():
     heap, libc, clock = make({"MALLOC_TRIM_THRESHOLD_": "1000", "MALLOC_MMAP_THRESHOLD_": "5000"})
     heap.keep()
-    heap.release()
+    heap.release(clock, now)
     clock.run()
     assert libc.calls[2:4] == [(-1, 1000), (-3, 5000)]
 
@@ -81,13 +85,13 @@ def test_values_of_the_environment_come_back():
 def test_a_run_that_began_meanwhile_keeps_its_memory():
     heap, libc, clock = make()
     heap.keep()
-    heap.release()
+    heap.release(clock, now)
     heap.keep()
     clock.run()
     assert len(libc.calls) == 2
-    heap.release()
+    heap.release(clock, now)
     heap.keep()
-    heap.release()  # two timers: the first is of no account
+    heap.release(clock, now)  # two timers: the first is of no account
     clock.waiting.pop(0)[1]()
     assert not libc.calls[2:]
     clock.run()
@@ -96,12 +100,12 @@ def test_a_run_that_began_meanwhile_keeps_its_memory():
 
 def test_a_run_that_begins_just_before_the_trim_keeps_its_memory():
     heap, libc, clock = make()
+    later: list[Callable[[], None]] = []
     heap.keep()
-    heap.release()
-    while heap.warm:
-        clock.waiting.pop(0)[1]()
-    heap.keep()
+    heap.release(clock, later.append)
     clock.run()
+    heap.keep()
+    later[0]()
     assert "trim" not in libc.calls
 
 
@@ -111,8 +115,8 @@ def test_given_back_at_once_when_the_worker_needs_it():
         heap, libc, clock = make(rss_bytes=rss)
         heap.keep(2 * limit)
         heap.keep(limit)
-        heap.release()
-        heap.release()
+        heap.release(clock, now)
+        heap.release(clock, now)
         assert clock.run() == wanted
         assert libc.calls[2:] == BACK
 
@@ -127,30 +131,40 @@ def test_nothing_without_the_nannys_setting():
     for environment in ({}, {"MALLOC_TRIM_THRESHOLD_": "64k"}):
         heap, libc, clock = make(environment)
         heap.keep()
-        heap.release()
+        heap.release(clock, now)
         assert libc.calls == clock.waiting == []
         assert heap.pool.backend_name == pa.default_memory_pool().backend_name
     heap = Heap(NANNY, None)
     heap.keep()
-    heap.release()
+    heap.release(clock, now)
     assert make()[0].pool.backend_name == "system"
 
 
 def test_the_process_grows_by_no_more_than_a_little_while_outputs_are_made():
     rss = [1 << 30]
-    libc = Libc()
-    heap = Heap(NANNY, libc, Clock(), lambda: rss[0])
+    libc, clock = Libc(), Clock()
+    heap = Heap(NANNY, libc, lambda: rss[0])
     heap.keep()
     libc.calls.clear()
     for _ in range(8):
-        heap.freed(TRIM_BYTES // 2, lambda f: f())
+        heap.freed(TRIM_BYTES // 2, now)
     assert libc.calls == ["trim"]  # the first
     rss[0] += TRIM_BYTES + 1
     for _ in range(4):
-        heap.freed(TRIM_BYTES // 2, lambda f: f())
+        heap.freed(TRIM_BYTES // 2, now)
     assert libc.calls == ["trim", "trim", "trim"]
-    heap.release()
+    heap.release(clock, now)
     heap.keep()
     for _ in range(4):
-        heap.freed(TRIM_BYTES, lambda f: f())  # another run starts from what there is
+        heap.freed(TRIM_BYTES, now)  # another run starts from what there is
     assert libc.calls == ["trim", "trim", "trim", "trim"]
+
+
+def test_every_piece_is_returned_when_the_worker_needs_it():
+    limit = 1 << 30
+    heap, libc, _ = make(rss_bytes=int(PRESSURE * limit) + 1)
+    heap.keep(limit)
+    libc.calls.clear()
+    for _ in range(4):
+        heap.freed(TRIM_BYTES, now)
+    assert libc.calls == ["trim"] * 4
