@@ -24,7 +24,7 @@ before what is free is returned again (`Heap.freed`): rows must not be there twi
 Measured, one partition of 62 MB split, encoded, checked and assembled (CPU seconds, page faults): 0.29 and 50,000 with
 the nanny's setting, 0.12 and none in warm memory; 0.11 is what Arrow alone takes there. Rejected: Arrow's own pool for
 outputs (mimalloc gives memory back within 10 ms, and can not use what received rows leave); returning memory at the end
-of each run (the next one starts cold, which cost all of the gain).
+of each run (the next one starts cold: 5.6 instead of 3.4 CPU seconds for 1 GB on two workers, 16 partitions).
 """
 
 from __future__ import annotations
