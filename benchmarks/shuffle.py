@@ -5,11 +5,14 @@
     python -m benchmarks.shuffle --frames mixed --partitions 1000 --size 0.2 --runs 3 --variants p2p gpurt
 
 Each call adds its results to ``benchmarks/results/shuffle.json`` (same frame, keys, partitions and size: replaced), so
-that one long sweep can be made of several short calls. One cluster of two workers with one thread serves all variants,
-which take turns; between runs the takeover is installed or uninstalled on its scheduler. The input is persisted before
-the clock starts; every result is checked by row count and sum. Reported per variant: wall seconds, CPU seconds of both
-workers, peak RSS of the larger worker; for ours also the seconds by phase and the bytes moved; ratios are those of
-the medians, stock over ours: above 1, ours is better.
+that one long sweep can be made of several short calls. Every variant has a cluster of its own, two workers with one
+thread: what one leaves of memory must not warm another. They take turns. The input is persisted before the clock
+starts; every result is checked by row count and sum. Reported per variant: wall seconds, CPU seconds of both workers,
+peak RSS of the larger worker; for ours also the seconds by phase and the bytes moved; ratios are those of the medians,
+stock over ours: above 1, ours is better. The first run of every variant, in fresh processes, is told apart (`first`).
+
+`p2p-unset` is stock's P2P in workers without the nanny's ``MALLOC_TRIM_THRESHOLD_``: part of what ours gains is that
+it takes this setting back while it runs.
 
 *Limit* is the same work at bare metal, CPU seconds of one thread without a cluster: hash, sort of the narrow ids, Arrow
 gather, IPC stream, decoding; half of the encoded bytes through a loopback socket; and, to compare, polars'
@@ -19,6 +22,7 @@ gather, IPC stream, decoding; half of the encoded bytes through a loopback socke
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import logging
@@ -42,8 +46,11 @@ from benchmarks import compare, data, shuffle_small
 from dask_gpurt.shuffle import worker_statistics
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
+#: stock's P2P without the nanny's setting of the C allocator
+UNSET = "p2p-unset"
+_SETTING = "MALLOC_TRIM_THRESHOLD_"
 #: spread of the keys: Zipf's exponent, or 0 for uniform
 KEYS = {"uniform": 0.0, "zipf": 1.2}
 PHASES = ("seconds_partition", "seconds_encode", "seconds_send", "seconds_put", "seconds_assemble")
@@ -150,10 +157,35 @@ def limit(frame: str, keys: str, n: int, rows: int) -> dict[str, float]:
     return {name: round(seconds, 3) for name, seconds in sums.items()}
 
 
-def one(client: Client, d: Any, variant: str, want: tuple[int, int]) -> dict[str, float]:
+async def take_over(dask_scheduler: Any, transport: str) -> None:
+    """On the scheduler."""
+    from dask_gpurt.config import ShuffleSettings
+    from dask_gpurt.shuffle import ShuffleTakeover
+
+    await ShuffleTakeover.install(dask_scheduler, ShuffleSettings(enabled=True, transport=transport))
+
+
+@contextlib.contextmanager
+def cluster_for(variant: str) -> Iterator[Client]:
+    """Two workers of one thread."""
+    os.environ.pop(_SETTING, None)  # a nanny leaves it in this process for the next
+    environment = dict(dask.config.get("distributed.nanny.pre-spawn-environ"))
+    if variant == UNSET:
+        del environment[_SETTING]
+    with contextlib.ExitStack() as stack:
+        with dask.config.set({"distributed.nanny.pre-spawn-environ": environment}):
+            cluster = LocalCluster(n_workers=2, threads_per_worker=1, memory_limit=0, dashboard_address=":0")
+            client = stack.enter_context(Client(stack.enter_context(cluster)))
+        set_there = set(client.run(os.environ.get, _SETTING).values())
+        if (set_there == {None}) != (variant == UNSET):
+            raise SystemExit(f"{variant}: {_SETTING} is {set_there} in the workers")
+        yield client
+
+
+def one(client: Client, d: Any, variant: str, want: tuple[int, int], transport: str) -> dict[str, float]:
     """Shuffle once; see `shuffle_small.one`."""
     if variant == "gpurt":
-        client.run_on_scheduler(shuffle_small.take_over)
+        client.run_on_scheduler(take_over, transport=transport)
     counts = client.run(lambda dask_worker: worker_statistics(dask_worker))
     before = client.run(shuffle_small.begin)
     start = time.perf_counter()
@@ -180,29 +212,39 @@ def one(client: Client, d: Any, variant: str, want: tuple[int, int]) -> dict[str
     return measured
 
 
-def sweep(client: Client, frame: str, keys: str, n: int, args: argparse.Namespace) -> dict[str, Any]:
+def sweep(clients: dict[str, Client], frame: str, keys: str, n: int, args: argparse.Namespace) -> dict[str, Any]:
     """All variants on one input."""
     rows = max(1, int(FRAMES[frame][1] * args.size) // n)
-    d = dd.from_map(make, list(range(n)), n=rows, frame=frame, keys=keys, meta=make(0, 3, frame, keys).iloc[:0])
-    d = d.persist()
-    wait(d)
-    total, size, nbytes = dask.compute(d.k.sum(), d.k.size, d.memory_usage(deep=True).sum())
+    inputs: dict[str, Any] = {}
+    for variant, client in clients.items():
+        d = dd.from_map(make, list(range(n)), n=rows, frame=frame, keys=keys, meta=make(0, 3, frame, keys).iloc[:0])
+        with client.as_current():
+            inputs[variant] = d.persist()
+            wait(inputs[variant])
+    variant, client = next(iter(clients.items()))
+    d = inputs[variant]
+    with client.as_current():
+        total, size, nbytes = dask.compute(d.k.sum(), d.k.size, d.memory_usage(deep=True).sum())
     want = (int(total), int(size))
-    if args.warm:
-        for variant in args.variants:
-            one(client, d, variant, want)
+
+    def run(variant: str) -> dict[str, float]:
+        with clients[variant].as_current():
+            return one(clients[variant], inputs[variant], variant, want, args.transport)
+
+    first = {variant: run(variant) for variant in args.variants}
     runs: dict[str, list[dict[str, float]]] = {v: [] for v in args.variants}
     for _, variant in compare.turns(args.variants, args.runs):
-        runs[variant].append(one(client, d, variant, want))
+        runs[variant].append(run(variant))
         print(f"{frame} {keys} {n} {variant}: " + " ".join(f"{k}={v:.4g}" for k, v in runs[variant][-1].items()))
     medians = {v: {k: statistics.median(r[k] for r in rs) for k in rs[0]} for v, rs in runs.items()}
     result: dict[str, Any] = {"input_bytes": int(nbytes), "rows": rows * n, "size": args.size, "runs": args.runs}
     result["median"] = medians
+    result["first"] = first
     result["stock_over_gpurt"] = {
         v: {k: m[k] / medians["gpurt"][k] for k in m} for v, m in medians.items() if v != "gpurt" and "gpurt" in medians
     }
     if not args.no_limit:
-        del d
+        d = inputs = None  # type: ignore[assignment]
         result["limit_cpu_seconds"] = limit(frame, keys, n, rows)
         if "gpurt" in medians:
             result["cpu_over_limit"] = {
@@ -216,10 +258,12 @@ def main() -> None:
     parser.add_argument("--frames", nargs="+", default=["mixed"], choices=FRAMES)
     parser.add_argument("--keys", nargs="+", default=["uniform"], choices=KEYS)
     parser.add_argument("--partitions", type=int, nargs="+", default=[16, 128])
-    parser.add_argument("--variants", nargs="+", default=list(shuffle_small.VARIANTS), choices=shuffle_small.VARIANTS)
+    parser.add_argument(
+        "--variants", nargs="+", default=list(shuffle_small.VARIANTS), choices=(*shuffle_small.VARIANTS, UNSET)
+    )
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--size", type=float, default=1.0, help="GB of input in memory, about")
-    parser.add_argument("--warm", action="store_true", help="one more run of each variant first, not counted")
+    parser.add_argument("--transport", default="auto", choices=["auto", "rpc", "tcp", "ucx"], help="of ours")
     parser.add_argument("--no-limit", action="store_true", help="leave the bare-metal limit out")
     parser.add_argument("--out", default=os.path.join(data.RESULTS, "shuffle.json"))
     args = parser.parse_args()
@@ -236,16 +280,15 @@ def main() -> None:
     if os.path.exists(args.out):
         with open(args.out) as f:
             results = json.load(f).get("results", {})
-    with (
-        LocalCluster(n_workers=2, threads_per_worker=1, memory_limit=0, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
+    with contextlib.ExitStack() as stack:
+        clients = {variant: stack.enter_context(cluster_for(variant)) for variant in args.variants}
         for frame in args.frames:
             for keys in args.keys:
                 for n in args.partitions:
-                    result = sweep(client, frame, keys, n, args)
+                    result = sweep(clients, frame, keys, n, args)
                     facts = {name: report[name] for name in ("when", "commit", "command")}
-                    results[f"{frame} {keys} {n} {args.size:g}GB"] = facts | result | {"load_after": os.getloadavg()[0]}
+                    name = f"{frame} {keys} {n} {args.size:g}GB" + (f" {args.transport}" * (args.transport != "auto"))
+                    results[name] = facts | result | {"load_after": os.getloadavg()[0]}
                     print(json.dumps(result["median"], indent=1), json.dumps(result["stock_over_gpurt"], indent=1))
                     data.write_json(args.out, report | {"results": results})
                     gc.collect()

@@ -24,14 +24,15 @@ from distributed import Client, LocalCluster
 
 from benchmarks import data
 
-INPUTS = 200
+#: many small ones: a shuffle costs more than its messages
+INPUTS = 1000
 WAYS = ("rpc", "tcp", "ucx")
 
 
 def part(i: int) -> pd.DataFrame:
     r = np.random.default_rng(i)
-    text = pd.Series(r.integers(0, 999, 400).astype("U3"), dtype="str")
-    return pd.DataFrame({"k": r.integers(0, 500, 400), "v": r.random(400), "s": text})
+    text = pd.Series(r.integers(0, 999, 80).astype("U3"), dtype="str")
+    return pd.DataFrame({"k": r.integers(0, 500, 80), "v": r.random(80), "s": text})
 
 
 class Spoiler:

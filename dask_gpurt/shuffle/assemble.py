@@ -17,6 +17,7 @@ import pandas as pd
 import pyarrow as pa
 
 from dask_gpurt.shuffle import gather, seam
+from dask_gpurt.shuffle.heap import heap
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -148,7 +149,7 @@ def template(schema: pa.Schema, meta: pd.DataFrame) -> Template | None:
 
 
 def joined(slices: list[Slice], shape: Template) -> pd.DataFrame:
-    """Each column written once, into its final place; in memory that came from Arrow's pool."""
+    """Each column written once, into its final place; in memory of `Heap.pool`."""
     from pandas.api.internals import create_dataframe_from_blocks
 
     n = sum(s.high - s.low for s in slices)
@@ -169,9 +170,11 @@ def joined(slices: list[Slice], shape: Template) -> pd.DataFrame:
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """Uninitialised memory of Arrow's pool, which is warm where numpy's is fresh (see `gather`)."""
+    """Uninitialised memory of `Heap.pool`."""
     count = math.prod(shape)
-    return np.frombuffer(pa.allocate_buffer(count * dtype.itemsize), dtype=dtype, count=count).reshape(shape)
+    return np.frombuffer(
+        pa.allocate_buffer(count * dtype.itemsize, memory_pool=heap.pool), dtype=dtype, count=count
+    ).reshape(shape)
 
 
 def _values(rows: Slice, i: int) -> np.ndarray[Any, Any]:
@@ -184,7 +187,9 @@ def _values(rows: Slice, i: int) -> np.ndarray[Any, Any]:
 
 def _text(pieces: list[tuple[pa.LargeStringArray, int, int]]) -> pa.LargeStringArray:
     """Text of several arrays as one, in memory of its own."""
-    out: pa.LargeStringArray = pa.concat_arrays([array.slice(low, high - low) for array, low, high in pieces])
+    out: pa.LargeStringArray = pa.concat_arrays(
+        [array.slice(low, high - low) for array, low, high in pieces], memory_pool=heap.pool
+    )
     return out
 
 
@@ -212,7 +217,7 @@ def _owned(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
     if pa.types.is_dictionary(column.type) or not column.num_chunks:
         return column
-    joined = column.combine_chunks()  # copies, one piece included
+    joined = column.combine_chunks(heap.pool)  # copies, one piece included
     return joined if isinstance(joined, pa.ChunkedArray) else pa.chunked_array([joined])
 
 

@@ -200,7 +200,7 @@ class ReceivedChunk:
         for input_id, index, rows in pieces:
             table = rows.table()
             batches = table.to_batches()
-            if len(batches) == 1 and not any(_has_dictionary(field.type) for field in table.schema):
+            if len(batches) == 1 and not any(has_dictionary(field.type) for field in table.schema):
                 body = batches[0].serialize()
             else:
                 sink = pa.BufferOutputStream()
@@ -270,9 +270,10 @@ def _offsets(lengths: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return out
 
 
-def _has_dictionary(kind: pa.DataType) -> bool:
+def has_dictionary(kind: pa.DataType) -> bool:
+    """Whether values of a type are kept, at any depth, as indices into a dictionary."""
     import pyarrow as pa
 
     if isinstance(kind, pa.BaseExtensionType):
         kind = kind.storage_type
-    return pa.types.is_dictionary(kind) or any(_has_dictionary(kind.field(i).type) for i in range(kind.num_fields))
+    return pa.types.is_dictionary(kind) or any(has_dictionary(kind.field(i).type) for i in range(kind.num_fields))

@@ -10,10 +10,10 @@ What differs from Arrow's own table: NaN and NaT stay what they are instead of b
 values back either way, from a mix of both, too. Everything that is not certainly plain (`plan` gives None) takes the
 general way in `partition`.
 
-Memory comes from Arrow's pool. distributed sets ``MALLOC_TRIM_THRESHOLD_``, which pins glibc's threshold for mappings,
+Memory comes from `Heap.pool`. distributed sets ``MALLOC_TRIM_THRESHOLD_``, which pins glibc's threshold for mappings,
 so every numpy array from 128 KiB on is fresh memory; on a virtual machine its page faults cost 0.5 ms per MB (0.1 to
-0.3 with the huge pages that numpy asks for from 4 MiB on), five times what writing it costs. Arrow's pool (mimalloc)
-keeps memory warm and in huge pages: 0.05 ms per MB, all included.
+0.3 with the huge pages that numpy asks for from 4 MiB on), five times what writing it costs. In memory that the heap
+keeps warm, or Arrow's own pool where it does not, it is 0.05 ms per MB, all included.
 
 Measured (CPU per 0.5 GB of 2 int64, 4 float64, one text column and an index): `from_pandas` took as long as the gather
 (75 ms at 16 partitions, 150 ms at 128). Rejected: 32-bit row numbers (160 to 153 ms with Arrow, more with numpy); one
@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dask_gpurt.shuffle import seam
+from dask_gpurt.shuffle.heap import heap
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
@@ -127,7 +128,7 @@ def gather(plan: Plan, order: np.ndarray[Any, Any]) -> pa.Table:
     taken: dict[int, list[Any]] = {}
     for i, column in enumerate(plan.columns):
         if isinstance(column, pa.Array):
-            text = pc.take(column, pa.array(order), boundscheck=False)
+            text = pc.take(column, pa.array(order), boundscheck=False, memory_pool=heap.pool)
             validity, offsets, data = text.buffers()
             ends = np.frombuffer(offsets, dtype=np.int64, count=n + 1)
             taken[i] = [None if text.null_count == 0 else np.frombuffer(validity, np.uint8, (n + 7) // 8), ends]
@@ -144,7 +145,7 @@ def gather(plan: Plan, order: np.ndarray[Any, Any]) -> pa.Table:
             at += -at % align
             spots.append((at, size))
             at += size
-    memory = pa.allocate_buffer(at)
+    memory = pa.allocate_buffer(at, memory_pool=heap.pool)
     block = np.frombuffer(memory, dtype=np.uint8)
     arrays = []
     places = iter(spots)

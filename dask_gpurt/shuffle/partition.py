@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dask_gpurt.shuffle import gather, seam
+from dask_gpurt.shuffle.heap import heap
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -79,7 +80,9 @@ class Layout:
         if not len(ids) or not n:
             return np.full(len(ids), self.unwanted, dtype=self.code_of.dtype)
         if ids.min() >= 0 and ids.max() < n:
-            codes = pc.take(pa.array(self.code_of), pa.array(np.ascontiguousarray(ids)), boundscheck=False)
+            codes = pc.take(
+                pa.array(self.code_of), pa.array(np.ascontiguousarray(ids)), boundscheck=False, memory_pool=heap.pool
+            )
             return np.frombuffer(codes.buffers()[1], dtype=self.code_of.dtype, count=len(ids))
         inside = (ids >= 0) & (ids < n)
         out = np.full(len(ids), self.unwanted, dtype=self.code_of.dtype)
@@ -109,8 +112,8 @@ def locate(data: pd.DataFrame, column: str, layout: Layout) -> Rows:
     else:
         rows, codes = _merged(ids, layout)
     # Arrow's sort is stable and, for codes this narrow, a counting sort; what it returns are row numbers as uint64.
-    at = pc.array_sort_indices(pa.array(codes))
-    sorted_codes = pc.take(pa.array(codes), at, boundscheck=False).to_numpy()
+    at = pc.array_sort_indices(pa.array(codes), memory_pool=heap.pool)
+    sorted_codes = pc.take(pa.array(codes), at, boundscheck=False, memory_pool=heap.pool).to_numpy()
     offsets = np.searchsorted(sorted_codes, np.arange(layout.unwanted + 1, dtype=codes.dtype)).astype(np.int64)
     # numpy copies indices that cannot be written to, at every gather; whether these can is up to Arrow.
     order = np.require(np.frombuffer(at.buffers()[1], dtype=np.int64, count=len(at)), requirements="W")
@@ -181,7 +184,7 @@ def split(
             if not len(order):
                 continue
             if plain is None:
-                gathered = pc.take(table, pa.array(order), boundscheck=False)
+                gathered = pc.take(table, pa.array(order), boundscheck=False, memory_pool=heap.pool)
             else:
                 gathered = gather.gather(plain, order)
             here = counts[first:last]
@@ -217,7 +220,7 @@ def _prepared(table: pa.Table) -> pa.Table:
             column = column.cast(kind)
         if column is not table.column(i):
             table = table.set_column(i, field.with_type(kind), column)
-    return table.combine_chunks()
+    return table.combine_chunks(heap.pool)
 
 
 def _widened(array: pa.DictionaryArray) -> pa.DictionaryArray:

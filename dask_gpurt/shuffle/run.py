@@ -59,6 +59,7 @@ from dask_gpurt.shuffle.transport import records
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Sequence
+    from concurrent.futures import ThreadPoolExecutor
 
     import pyarrow as pa
 
@@ -104,6 +105,12 @@ def _as_is(message: Message) -> Any:
     return seam.Serialized(*seam.serialize(message, serializers=("dask",), on_error="raise"))
 
 
+def _submit(executor: ThreadPoolExecutor, function: Callable[[], None]) -> None:
+    # The worker's pool may be shut down already when it closes with runs open; its memory goes with it.
+    with contextlib.suppress(RuntimeError):
+        executor.submit(function)
+
+
 class Batch:
     """Parcels for one peer that wait together in distributed's send buffer."""
 
@@ -147,11 +154,22 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         How messages travel to other workers.
     secret
         What proves to others that a worker takes part in this run.
+    memory_limit
+        The worker's, bytes; None: it has none.
     kwargs
         Those of distributed's `DataFrameShuffleRun`, `disk` excepted.
     """
 
-    def __init__(self, *, store: ShardStore, counters: Counters, plane: Plane, secret: bytes, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *,
+        store: ShardStore,
+        counters: Counters,
+        plane: Plane,
+        secret: bytes,
+        memory_limit: int | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(disk=False, **kwargs)
         self._store = store
         self._counters = counters
@@ -185,7 +203,7 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         #: bytes of a row of the outputs, about
         self._row_bytes = 0.0
         counters.add(runs=1)
-        heap.keep()
+        heap.keep(memory_limit)
 
     # ---- task threads
 
@@ -253,7 +271,7 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         if len(df):
             if not self._row_bytes:
                 self._row_bytes = float(df.memory_usage().sum()) / len(df)
-            heap.freed(int(len(df) * self._row_bytes), self._in_thread)
+            heap.freed(int(len(df) * self._row_bytes), functools.partial(_submit, self.executor))
         self._counters.add(outputs=1, seconds_assemble=time.perf_counter() - start)
         return df
 
@@ -507,11 +525,8 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         self._store.drop(self._key)
         with contextlib.ExitStack() as stack:
             # A put that began before the drop and ends after it must not leave rows behind.
-            stack.callback(heap.release, self._in_thread)
+            # Not by way of this run, which would stay as long as the memory does.
+            submit = functools.partial(_submit, self.executor)
+            stack.callback(heap.release, asyncio.get_running_loop().call_later, submit)
             stack.callback(self._store.drop, self._key)
             await super().close()
-
-    def _in_thread(self, function: Callable[[], None]) -> None:
-        # The worker's pool may be shut down already when it closes with runs open; its memory goes with it.
-        with contextlib.suppress(RuntimeError):
-            self.executor.submit(function)

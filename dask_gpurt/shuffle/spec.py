@@ -41,6 +41,7 @@ class GpurtShuffleSpec(seam.DataFrameShuffleSpec):
             counters=counters,
             plane=plane_of(worker, plugin, self.settings, counters.add),
             secret=self.secret,
+            memory_limit=worker.memory_manager.memory_limit,
             column=self.column,
             meta=self.meta,
             worker_for=worker_for,

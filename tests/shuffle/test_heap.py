@@ -1,8 +1,15 @@
-"""Freed memory is kept while runs are open, and not a moment longer."""
+"""Freed memory is kept while runs are open and a little longer, and never when it is needed."""
 
 from __future__ import annotations
 
-from dask_gpurt.shuffle.heap import HEAP_BYTES, KEEP_BYTES, TRIM_BYTES, Heap
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from dask_gpurt.shuffle.heap import HEAP_BYTES, KEEP_BYTES, LINGER_SECONDS, PRESSURE, TRIM_BYTES, Heap
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class Libc:
@@ -20,62 +27,144 @@ class Libc:
 
 
 NANNY = {"MALLOC_TRIM_THRESHOLD_": "65536"}
+BACK = [(-1, 65536), (-3, 128 << 10), "trim"]
 
 
-def test_kept_from_the_first_run_to_the_last():
-    libc = Libc()
-    heap = Heap(NANNY, libc)
+class Clock:
+    """Timers that go off when told."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[float, Callable[[], None]]] = []
+
+    def __call__(self, seconds: float, function: Callable[[], None]) -> None:
+        self.waiting.append((seconds, function))
+
+    def run(self) -> float:
+        """Until nothing waits; seconds that passed."""
+        passed = 0.0
+        while self.waiting:
+            seconds, function = self.waiting.pop(0)
+            passed += seconds
+            function()
+        return passed
+
+
+def make(environment: dict[str, str] = NANNY, rss_bytes: int = 0, refuse: int = 0) -> tuple[Heap, Libc, Clock]:
+    libc, clock = Libc(refuse), Clock()
+    return Heap(environment, libc, lambda: rss_bytes), libc, clock
+
+
+def now(function: Callable[[], None]) -> None:
+    function()
+
+
+def test_kept_from_the_first_run_to_some_seconds_after_the_last():
+    heap, libc, clock = make()
     heap.keep()
     heap.keep()
     assert libc.calls == [(-1, KEEP_BYTES), (-3, HEAP_BYTES[0])]
-    heap.release(lambda f: f())
+    heap.release(clock, now)
+    clock.run()
     assert len(libc.calls) == 2
     assert heap.users == 1
-    heap.release(lambda f: f())
-    assert libc.calls[2:] == [(-1, 65536), (-3, 128 << 10), "trim"]
+    heap.release(clock, now)
+    assert heap.warm
+    assert clock.run() == LINGER_SECONDS
+    assert not heap.warm
+    assert libc.calls[2:] == BACK
 
 
 def test_values_of_the_environment_come_back():
-    libc = Libc()
-    heap = Heap({"MALLOC_TRIM_THRESHOLD_": "1000", "MALLOC_MMAP_THRESHOLD_": "5000"}, libc)
+    heap, libc, clock = make({"MALLOC_TRIM_THRESHOLD_": "1000", "MALLOC_MMAP_THRESHOLD_": "5000"})
     heap.keep()
-    heap.release(lambda f: f())
+    heap.release(clock, now)
+    clock.run()
     assert libc.calls[2:4] == [(-1, 1000), (-3, 5000)]
 
 
 def test_a_run_that_began_meanwhile_keeps_its_memory():
-    libc, later = Libc(), []
-    heap = Heap(NANNY, libc)
+    heap, libc, clock = make()
     heap.keep()
-    heap.release(later.append)
+    heap.release(clock, now)
+    heap.keep()
+    clock.run()
+    assert len(libc.calls) == 2
+    heap.release(clock, now)
+    heap.keep()
+    heap.release(clock, now)  # two timers: the first is of no account
+    clock.waiting.pop(0)[1]()
+    assert not libc.calls[2:]
+    clock.run()
+    assert libc.calls[2:] == BACK
+
+
+def test_a_run_that_begins_just_before_the_trim_keeps_its_memory():
+    heap, libc, clock = make()
+    later: list[Callable[[], None]] = []
+    heap.keep()
+    heap.release(clock, later.append)
+    clock.run()
     heap.keep()
     later[0]()
     assert "trim" not in libc.calls
 
 
+def test_given_back_at_once_when_the_worker_needs_it():
+    limit = 1 << 30
+    for rss, wanted in ((int(PRESSURE * limit) + 1, 0.0), (int(PRESSURE * limit) - 1, LINGER_SECONDS)):
+        heap, libc, clock = make(rss_bytes=rss)
+        heap.keep(2 * limit)
+        heap.keep(limit)
+        heap.release(clock, now)
+        heap.release(clock, now)
+        assert clock.run() == wanted
+        assert libc.calls[2:] == BACK
+
+
 def test_older_libc_takes_less():
-    libc = Libc(refuse=HEAP_BYTES[0])
-    Heap(NANNY, libc).keep()
+    heap, libc, _ = make(refuse=HEAP_BYTES[0])
+    heap.keep()
     assert libc.calls[-1] == (-3, HEAP_BYTES[1])
 
 
 def test_nothing_without_the_nannys_setting():
     for environment in ({}, {"MALLOC_TRIM_THRESHOLD_": "64k"}):
-        libc = Libc()
-        heap = Heap(environment, libc)
+        heap, libc, clock = make(environment)
         heap.keep()
-        heap.release(lambda f: f())
-        assert libc.calls == []
+        heap.release(clock, now)
+        assert libc.calls == clock.waiting == []
+        assert heap.pool.backend_name == pa.default_memory_pool().backend_name
     heap = Heap(NANNY, None)
     heap.keep()
-    heap.release(lambda f: f())
+    heap.release(clock, now)
+    assert make()[0].pool.backend_name == "system"
 
 
-def test_what_outputs_freed_is_given_back_in_between():
-    libc = Libc()
-    heap = Heap(NANNY, libc)
+def test_the_process_grows_by_no_more_than_a_little_while_outputs_are_made():
+    rss = [1 << 30]
+    libc, clock = Libc(), Clock()
+    heap = Heap(NANNY, libc, lambda: rss[0])
     heap.keep()
     libc.calls.clear()
+    for _ in range(8):
+        heap.freed(TRIM_BYTES // 2, now)
+    assert libc.calls == ["trim"]  # the first
+    rss[0] += TRIM_BYTES + 1
     for _ in range(4):
-        heap.freed(TRIM_BYTES // 2, lambda f: f())
-    assert libc.calls == ["trim", "trim"]
+        heap.freed(TRIM_BYTES // 2, now)
+    assert libc.calls == ["trim", "trim", "trim"]
+    heap.release(clock, now)
+    heap.keep()
+    for _ in range(4):
+        heap.freed(TRIM_BYTES, now)  # another run starts from what there is
+    assert libc.calls == ["trim", "trim", "trim", "trim"]
+
+
+def test_every_piece_is_returned_when_the_worker_needs_it():
+    limit = 1 << 30
+    heap, libc, _ = make(rss_bytes=int(PRESSURE * limit) + 1)
+    heap.keep(limit)
+    libc.calls.clear()
+    for _ in range(4):
+        heap.freed(TRIM_BYTES, now)
+    assert libc.calls == ["trim"] * 4
