@@ -14,6 +14,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
+import math
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +87,7 @@ class Eviction:
         workers to where the nanny ends them. Never below half the budget: values must be computable, as in stock Dask.
         """
         self._room_bytes = nbytes
+        self.balance()
         self.gate.wake()
 
     @property
@@ -143,17 +145,19 @@ class Eviction:
         excess = self._shrink_bytes
         if self.budget_bytes is not None:
             coming = books.loading_bytes + self.gate.reserved_bytes + wanted_bytes
-            excess = max(excess, staying + coming - self.budget_bytes)
+            excess = max(excess, int(staying + coming - min(self.budget_bytes, self._fits())))
         return excess if staying > 0 else 0
+
+    def _fits(self) -> float:
+        """Bytes of values that the process has room for."""
+        assert self.budget_bytes is not None
+        return math.inf if self._room_bytes is None else max(self._room_bytes, self.budget_bytes / 2)
 
     def _over(self, nbytes: int) -> bool:
         if self.budget_bytes is None or self._io.closed:
             return False
         used = self._books.resident_bytes + self._books.loading_bytes + self.gate.reserved_bytes
-        mark = self.budget_bytes * (1 + SLACK)
-        if self._room_bytes is not None:
-            mark = min(mark, max(self._room_bytes, self.budget_bytes / 2))
-        return used + nbytes > mark
+        return used + nbytes > min(self.budget_bytes * (1 + SLACK), self._fits())
 
     def _can_progress(self, nbytes: int) -> bool:
         self.balance(nbytes)

@@ -52,7 +52,7 @@ _STOCK_TARGET = 0.6
 _SHARDS_ONLY = 0.25
 
 #: share of the limit; between two looks a process may grow by what its threads allocate in a tenth of a second
-_CEILING = 0.85
+_CEILING = 0.8
 
 
 @dataclasses.dataclass(frozen=True)

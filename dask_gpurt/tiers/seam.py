@@ -36,9 +36,10 @@ import traceback
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from dask.utils import key_split
 from distributed.core import Status
 from distributed.metrics import context_meter, time
-from distributed.worker_state_machine import FreeKeysEvent, RescheduleEvent
+from distributed.worker_state_machine import ExecuteSuccessEvent, FreeKeysEvent, RescheduleEvent
 
 from dask_gpurt.errors import SeamMismatch
 from dask_gpurt.model.slots import UNSPILL, waiting
@@ -64,6 +65,10 @@ logger = logging.getLogger("distributed.worker.gpurt")
 
 #: times one task is handed back because an input was missing, before stock reports the error
 _MAX_RETURNS = 5
+#: results below this need no room of their own, in bytes
+_RESERVED_BYTES = 2**20
+#: prefixes whose results' size is kept
+_PREFIXES = 1000
 _ENDED = {"error", "memory", "released", "forgotten"}
 _RUNNING = {Status.running, Status.paused, Status.closing_gracefully}
 
@@ -100,6 +105,8 @@ class WorkerSeam:
         #: runs a task again that failed for want of device memory; None without a device tier
         self.retry_alone: RetryAlone | None = None
         self._executing = 0
+        #: prefix -> bytes of what its tasks return
+        self._outputs: dict[str, float] = {}
         #: decisions that were left to stock Dask because our code raised
         self.fallbacks: Counter[str] = Counter()
         self.last_traceback = ""
@@ -218,11 +225,15 @@ class WorkerSeam:
                 retry = self.retry_alone
                 if retry is not None:
                     await retry.enter()
+                room = await self._reserve_output(key)
                 self._executing += 1
                 try:
                     event = await stock(key, stimulus_id=stimulus_id)
                 finally:
                     self._executing -= 1
+                    if room is not None:
+                        room.release()
+                self._learn_output(event)
                 if retry is not None and self._wants_memory(event):
                     # The task has not ended for the state machine: it hears of the second event alone.
                     event = await retry.again(
@@ -235,6 +246,32 @@ class WorkerSeam:
                 self.store.release(pinned)
 
         return execute
+
+    async def _reserve_output(self, key: Any) -> Reservation | None:
+        """Room for what a task will return, by what tasks of its prefix returned so far.
+
+        Without it, tasks that have no inputs, or small ones, all begin at once where one result would still fit. Given
+        up when the task was cancelled meanwhile: stock then has to hear at once that nothing runs.
+        """
+        nbytes = self._outputs.get(key_split(key))
+        if nbytes is None or nbytes < _RESERVED_BYTES:
+            return None
+        try:
+            return await self._engine.admit(int(nbytes))
+        except Exception:
+            self._fell_back("reserve")
+            return None
+
+    def _learn_output(self, event: Any) -> None:
+        if not isinstance(event, ExecuteSuccessEvent) or not event.nbytes:
+            return
+        prefix = key_split(event.key)
+        known = self._outputs.pop(prefix, None)
+        # A result larger than usual counts at once, a smaller one by and by: too little room costs the process.
+        learned = event.nbytes if known is None else max(event.nbytes, 0.8 * known + 0.2 * event.nbytes)
+        if len(self._outputs) >= _PREFIXES:
+            del self._outputs[next(iter(self._outputs))]
+        self._outputs[prefix] = learned
 
     async def _bring_inputs(self, key: Any) -> list[Entry]:
         ts = self._worker.state.tasks[key]
