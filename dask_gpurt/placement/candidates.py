@@ -233,7 +233,12 @@ def views(
         if len(ws.processing) - info.seceded < threads:
             queue = 0.0
         else:
-            queue = info.backlog_seconds * info.slowness / threads
+            queue = (info.backlog_seconds - info.root_seconds) / threads
+            roots = info.roots
+            if roots:
+                # What joins roots has precedence over roots that wait; it only waits until one that runs is done.
+                queue += info.root_seconds / (roots * (threads + 1))
+            queue *= info.slowness
         out.append(
             WorkerView(
                 queue,

@@ -14,6 +14,7 @@ Which tasks it decides:
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
 from collections import Counter
@@ -25,7 +26,7 @@ from dask_gpurt.model.views import TaskView
 from dask_gpurt.placement import candidates, seam
 from dask_gpurt.placement.budget import Budget
 from dask_gpurt.placement.durations import UNKNOWN_SECONDS, Durations, compute_seconds
-from dask_gpurt.placement.groups import RootGroups
+from dask_gpurt.placement.groups import Member, RootGroups
 from dask_gpurt.placement.ledger import Charge, Ledger
 from dask_gpurt.placement.log import DecisionLog
 from dask_gpurt.placement.policy import Cheapest
@@ -45,8 +46,15 @@ HOST_SHARE = 0.6
 MAX_LEARNED_INPUTS = 8
 #: a task with more inputs costs too much to price for every thief; stock prices it
 MAX_PRICED_INPUTS = 64
+#: a worker that takes so many times as long as usual is not waited for
+SLOW = 1.5
 #: weight of a decision in a worker's share of network traffic
 SHARE_GAIN = 0.2
+
+
+def _natural(text: str) -> list[Any]:
+    """A sort key: text with its numbers as numbers."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", text)]
 
 
 class Engine:
@@ -63,6 +71,8 @@ class Engine:
         self.budget = Budget()
         self.groups = RootGroups()
         self.log = DecisionLog()
+        #: workers in the order of `_dealt_to`; None: to be sorted anew
+        self._members: list[WorkerInfo] | None = None
         #: decisions by what they came to
         self.decided: Counter[str] = Counter()
         #: decisions left to stock on purpose, by reason
@@ -183,20 +193,61 @@ class Engine:
 
     def worker_added(self, address: str) -> None:
         self.workers.add(self.scheduler.workers[address])
+        self._members = None
 
     def worker_removed(self, address: str) -> None:
         self.workers.remove(address)
         self.groups.worker_removed(address)
+        self._members = None
 
     def graph_arrived(self, keys: Collection[Hashable]) -> None:
         """Before the first transition of its tasks."""
-        tasks = self.scheduler.tasks
-        self.groups.arrived([ts for k in keys if (ts := tasks.get(k)) is not None], len(self.workers.all))
+        s = self.scheduler
+        tasks = s.tasks
+        known: dict[Any, bool] = {}
+
+        def is_root(ts: Any) -> bool:
+            if ts.worker_restrictions or ts.host_restrictions or ts.resource_restrictions:
+                return False
+            group = ts.group
+            answer = known.get(group)
+            if answer is None:
+                answer = known[group] = s.is_rootish(ts)
+            return answer
+
+        self.groups.arrived([ts for k in keys if (ts := tasks.get(k)) is not None], self._dealt_to(), is_root)
+
+    def _dealt_to(self) -> list[Member]:
+        """The workers in the order in which blocks of roots are dealt: neighbours together, hosts by number."""
+        if self._members is None:
+            ordered = sorted(self.workers.all.items, key=lambda w: (_natural(w.node.name), _natural(w.address)))
+            self._members = ordered
+        return [Member(w.address, w.node.name, w.ws.nthreads / w.slowness) for w in self._members]
+
+    def may_take(self, owner: str, left: int) -> bool:
+        """Whether a worker on another node should take half of the roots that `owner` has `left`."""
+        if left > 1:
+            return True
+        info = self.workers.by_address.get(owner)
+        return info is None or not self._at_work(info)
+
+    def held(self, ts: Any) -> bool:
+        """Whether a queued root, which an idle worker could run, should be left to its owner."""
+        owner = self.groups.owner(ts.key)
+        info = None if owner is None else self.workers.by_address.get(owner)
+        return info is not None and self._at_work(info)
+
+    def _at_work(self, info: WorkerInfo) -> bool:
+        """Whether a worker will soon ask for more: its next finished task deals slots again."""
+        ws = info.ws
+        return info.slowness < SLOW and seam.is_running(ws) and len(ws.processing) > len(ws.long_running)
 
     def pull(self, ws: Any) -> Any:
         """The queued root task that a worker with a free slot should run; None: the head of the queue."""
         scheduler = self.scheduler
-        ts = self.groups.pull(ws.address, scheduler.tasks, scheduler.queued.peek())
+        info = self.workers.by_address.get(ws.address)
+        node = None if info is None else info.node.name
+        ts = self.groups.pull(ws.address, scheduler.tasks, scheduler.queued.peek(), node, self.may_take)
         if ts is not None:
             self.log.group(ts.key, ws.address)
         return ts
@@ -210,7 +261,7 @@ class Engine:
 
     def entered_processing(self, key: Hashable) -> None:
         """A task was assigned, by whomever."""
-        self.groups.gone(key)
+        root = self.groups.gone(key)
         ts = self.scheduler.tasks.get(key)
         ws = None if ts is None else ts.processing_on
         if ws is None:
@@ -219,7 +270,7 @@ class Engine:
         info = self.workers.by_address.get(ws.address)
         if info is None or info.ws is not ws:
             return
-        charge = self._charge(ts, info)
+        charge = self._charge(ts, info, root)
         self.workers.refresh(info)
         needs = ws.needs_what
         if needs and len(needs) <= MAX_LEARNED_INPUTS:
@@ -267,8 +318,9 @@ class Engine:
         if (origin := by_address.get(victim)) is not None:
             self.workers.refresh(origin)
 
-    def _charge(self, ts: Any, info: WorkerInfo) -> Charge:
-        return self.ledger.charge(ts.key, info, self.durations.prefix(ts.prefix.name), ts.prefix.duration_average)
+    def _charge(self, ts: Any, info: WorkerInfo, root: bool = False) -> Charge:
+        prefix = self.durations.prefix(ts.prefix.name)
+        return self.ledger.charge(ts.key, info, prefix, ts.prefix.duration_average, root)
 
     def _learn_links(self, info: WorkerInfo, charge: Charge, startstops: Collection[Mapping[str, Any]]) -> None:
         """Learn from a task's transfers if it is certain what each of them carried; most are not, and are skipped."""
@@ -309,8 +361,8 @@ class Engine:
             },
             "declined": dict(self.declined),
             "prices": self.priced,
-            #: cogroups closed, and root tasks handed to the owner of their group
-            "roots": {"groups": self.groups.closed, "pulled": self.groups.pulled},
+            #: blocks cut, root tasks handed to the owner of their block, blocks split for idle workers
+            "roots": {"groups": self.groups.cut, "pulled": self.groups.pulled, "split": self.groups.split},
             "microseconds": self.budget.statistics(),
             "links": self.links.statistics(),
             "prefixes": len(self.durations.prefixes),

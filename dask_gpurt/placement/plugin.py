@@ -82,7 +82,7 @@ class PlacementPlugin(SchedulerPlugin):
         try:
             engine.adopt()
             seam.install({"decide_worker_non_rootish": self._decide, "get_comm_cost": engine.comm_cost})
-            seam.install_roots(engine.groups.waits, engine.pull, engine.groups.__len__)
+            seam.install_roots(engine.groups.waits, engine.pull, engine.groups.__len__, held=engine.held)
         except GpurtError:
             seam.uninstall()
             raise
@@ -110,7 +110,7 @@ class PlacementPlugin(SchedulerPlugin):
 
         ``decisions`` (total, moved, local, restricted; predicted and actual times of the newest, see
         `DecisionLog.calibration`), ``declined`` (left to stock on purpose, by reason),
-        ``prices`` given to stealing, ``roots`` (cogroups closed, root tasks handed to their owner),
+        ``prices`` given to stealing, ``roots`` (blocks cut, root tasks handed to their owner, blocks split),
         ``microseconds`` per decision (total, median, p99), ``links`` (latency in s, bytes/s, samples),
         ``prefixes`` known, ``speeds`` of workers, sizes of the ``tables``; ``fallbacks`` (part -> reason -> count),
         ``exceptions``, ``last_traceback``, ``retired`` (part -> reason). Only ``installed: false`` after `uninstall`.

@@ -240,7 +240,11 @@ class Seam(Guard):
         return decide_worker_non_rootish
 
     def install_roots(
-        self, waits: Callable[[Any], bool], pull: Callable[[Any], Any], pending: Callable[[], int]
+        self,
+        waits: Callable[[Any], bool],
+        pull: Callable[[Any], Any],
+        pending: Callable[[], int],
+        held: Callable[[Any], bool] = lambda ts: False,
     ) -> None:
         """Take over which queued root task goes to which worker. Everything else of queuing stays stock's:
 
@@ -249,7 +253,8 @@ class Seam(Guard):
            ``validate=True``: distributed then asserts that nothing is queued while a worker is idle, which is exactly
            what this relaxes for one turn.
         2. ``stimulus_queue_slots_maybe_opened``: every worker with a free slot is offered the task that `pull` names,
-           through stock's own transition; then stock's method runs and deals what is left.
+           through stock's own transition; then stock's method runs and deals what is left, unless the head of the
+           queue is `held`, and not with ``validate=True``, which asserts that a free slot is always used.
         3. ``decide_worker_rootish_queuing_enabled``: answers with the worker of step 2 while in it.
 
         If anything raises, stock's methods do their work on a state that is valid at any point: a task is queued or
@@ -263,6 +268,9 @@ class Seam(Guard):
             ``(ws) -> TaskState | None``; a queued task.
         pending
             How many tasks `pull` could name at most; 0 skips the offers.
+        held
+            ``(ts) -> bool``: whether a queued task is to stay queued although a worker has a free slot. Only while
+            another worker is busy, whose next finished task deals again.
         """
         names = ("_TRANSITIONS_TABLE", "stimulus_queue_slots_maybe_opened", "decide_worker_rootish_queuing_enabled")
         s = self.scheduler
@@ -304,6 +312,15 @@ class Seam(Guard):
                 self.failed(part.name)
             return None
 
+        def is_held() -> bool:
+            if s.validate or not s.queued:
+                return False
+            try:
+                return held(s.queued.peek())
+            except Exception:
+                self.failed(part.name)
+                return False
+
         def stimulus_queue_slots_maybe_opened(*, stimulus_id: str) -> None:
             if part.retired is None and s.queued and s.idle_task_count and pending():
                 # Neighbouring groups go to workers of one host: sorted by address.
@@ -316,6 +333,8 @@ class Seam(Guard):
                             chosen.clear()
                         if ts.state != "processing":
                             break
+                if is_held():
+                    return
             stock_pump(stimulus_id=stimulus_id)
 
         def decide_worker_rootish_queuing_enabled() -> Any:
