@@ -19,6 +19,8 @@ class TaskView(NamedTuple):
     compute_seconds: float
     #: expected size of the result in bytes; 0 when nothing is known
     output_bytes: float
+    #: seconds for which the cluster has other work for everybody; nobody waits for this task until then
+    slack_seconds: float = 0.0
 
 
 class WorkerView(NamedTuple):
@@ -42,3 +44,5 @@ class WorkerView(NamedTuple):
     held_bytes: int
     #: the path from a neighbour to this worker
     near: Link
+    #: seconds until spilled inputs are read from disk, at whoever must read them, what else that disk has to do included
+    read_seconds: float = 0.0

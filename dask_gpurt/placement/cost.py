@@ -2,11 +2,14 @@
 
 ::
 
-    cost = max(Q, X) + C + E + lambda * F
+    T    = max(Q, X, R) + C
+    cost = T - (1 - epsilon) * min(T, S) + E + lambda * F
 
     Q  the worker's queue: work assigned to it and not yet done
     X  its inputs: promised inbound traffic, then missing bytes over the link of each class, then one latency per fetch
+    R  spilled inputs: until the disk of whoever must read them has done so
     C  the task itself, slower on a slow worker
+    S  slack: for so long the cluster has other work for everybody, see `slack`
     E  overflow: what this task alone pushes over the memory mark has to be written out and, in general, read back
     F  what is moved, priced as time on the link and in the event loops at both ends: bytes and fetches
 
@@ -34,25 +37,33 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Weights:
-    """The two constants of the cost."""
+    """The constants of the cost."""
 
     #: lambda: seconds charged to the task per second that its fetches occupy a link
     moved: float = 1.0
+    #: epsilon: what a second counts for which nobody waits; decides among places that cost the same otherwise
+    excused: float = 0.02
     #: seconds to write one byte out and read it back: 1 GB/s each way, an ordinary NVMe shared by a few workers
     overflow_seconds_per_byte: float = 2e-9
 
 
 def cost(task: TaskView, worker: WorkerView, far: Link, weights: Weights) -> float:
     """Seconds; smaller is better. `far` is the network path to the worker."""
-    queue, pending, near_bytes, near_fetches, far_bytes, far_fetches, slowness, room, _, near = worker
-    compute, output = task
+    queue, pending, near_bytes, near_fetches, far_bytes, far_fetches, slowness, room, _, near, read = worker
+    compute, output, slack = task
     moved = 0.0
     if near_fetches:
         moved = near.latency_seconds * near_fetches + near_bytes / near.bytes_per_second
     if far_fetches:
         moved += far.latency_seconds * far_fetches + far_bytes / far.bytes_per_second
     inputs = pending + moved
-    seconds = (queue if queue > inputs else inputs) + compute * slowness + weights.moved * moved
+    seconds = queue if queue > inputs else inputs
+    if read > seconds:
+        seconds = read
+    seconds += compute * slowness
+    if slack:
+        seconds -= (1.0 - weights.excused) * (seconds if seconds < slack else slack)
+    seconds += weights.moved * moved
     new = near_bytes + far_bytes + output
     over = new - room
     if over > 0:
@@ -61,15 +72,23 @@ def cost(task: TaskView, worker: WorkerView, far: Link, weights: Weights) -> flo
 
 
 def terms(task: TaskView, worker: WorkerView, far: Link, weights: Weights) -> dict[str, float]:
-    """The terms of `cost` by name, in seconds; ``max(queue, inputs) + compute + overflow + moved`` is the cost."""
+    """The terms of `cost` by name, in seconds.
+
+    ``max(queue, inputs, read) + compute - excused + overflow + moved`` is the cost.
+    """
     near = worker.near
     moved = near.latency_seconds * worker.near_fetches + worker.near_bytes / near.bytes_per_second
     moved += far.latency_seconds * worker.far_fetches + worker.far_bytes / far.bytes_per_second
     new = worker.near_bytes + worker.far_bytes + task.output_bytes
+    inputs = worker.pending_seconds + moved
+    compute = task.compute_seconds * worker.slowness
+    wait = max(worker.queue_seconds, inputs, worker.read_seconds)
     return {
         "queue": worker.queue_seconds,
-        "inputs": worker.pending_seconds + moved,
-        "compute": task.compute_seconds * worker.slowness,
+        "inputs": inputs,
+        "read": worker.read_seconds,
+        "compute": compute,
+        "excused": (1.0 - weights.excused) * min(wait + compute, task.slack_seconds),
         "overflow": max(0.0, min(new, new - worker.room_bytes)) * weights.overflow_seconds_per_byte,
         "moved": weights.moved * moved,
     }

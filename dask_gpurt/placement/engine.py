@@ -30,6 +30,7 @@ from dask_gpurt.placement.groups import Member, RootGroups
 from dask_gpurt.placement.ledger import Charge, Ledger
 from dask_gpurt.placement.log import DecisionLog
 from dask_gpurt.placement.policy import Cheapest
+from dask_gpurt.placement.slack import Slack
 from dask_gpurt.placement.workers import WorkerInfo, WorkerTable
 from dask_gpurt.topology.links import LinkMatrix, Transfer, merge
 
@@ -67,6 +68,7 @@ class Engine:
         self.workers = WorkerTable(HOST_SHARE)
         self.ledger = Ledger()
         self.durations = Durations()
+        self.slack = Slack(scheduler, self.workers, self.durations)
         self.links = LinkMatrix()
         self.budget = Budget()
         self.groups = RootGroups()
@@ -106,9 +108,9 @@ class Engine:
         prefix = self.durations.prefixes.get(ts.prefix.name)
         if prefix is None or prefix.seconds is None:
             hint = ts.prefix.duration_average
-            task = TaskView(hint if hint >= 0 else UNKNOWN_SECONDS, 0.0)
+            task = TaskView(hint if hint >= 0 else UNKNOWN_SECONDS, 0.0, self.slack.seconds())
         else:
-            task = TaskView(prefix.seconds, prefix.output_bytes)
+            task = TaskView(prefix.seconds, prefix.output_bytes, self.slack.seconds())
         views = candidates.views(picked, inputs, workers, self.links, seam.pending_bytes, self.ledger.reconcile)
         far = self.links.link(LinkClass.NETWORK)
         i = self.policy.decide(task, views, far)
