@@ -181,7 +181,9 @@ class Engine:
                 far_fetches += 1
         seconds = near.latency_seconds * near_fetches + far.latency_seconds * far_fetches
         discount = min(1.0, far.bytes_per_second / near.bytes_per_second)
-        return float(seconds + (far_bytes + near_bytes * discount) / self.scheduler.bandwidth)
+        # That bandwidth is a mean over all transfers: where most come from neighbours it is far above the network's.
+        bandwidth = min(self.scheduler.bandwidth, far.bytes_per_second)
+        return float(seconds + (far_bytes + near_bytes * discount) / bandwidth)
 
     # ------------------------------------------------------------------ events
 
