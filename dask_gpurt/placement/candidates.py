@@ -45,7 +45,7 @@ class Inputs:
     def __init__(self, deps: Collection[Any], by_address: dict[str, WorkerInfo]) -> None:
         #: holder -> [bytes, inputs]
         self.by_worker: dict[WorkerInfo, list[float]] = {}
-        #: node of holders -> [bytes, inputs], each input once however many replicas the node has
+        #: node of holders -> [bytes, inputs, holders], each input once however many replicas the node has
         self.by_node: dict[Node, list[float]] = {}
         #: (input, bytes, nodes known to have it) of widely replicated inputs
         self.wide: list[tuple[Any, float, set[Node]]] = []
@@ -77,23 +77,28 @@ class Inputs:
                 info = by_address.get(h.address)
                 if info is None:
                     continue
+                node = info.node
                 entry = by_worker.get(info)
+                first = entry is None
                 if entry is None:
                     by_worker[info] = [nbytes, scale]
                 else:
                     entry[0] += nbytes
                     entry[1] += scale
-                node = info.node
                 # Replicas of one input are mostly on one node or few; the exact test is only needed from the second on.
                 if seen is not None and (node is seen or self._twice(h, holders, node, by_address)):
+                    if first:
+                        by_node[node][2] += 1
                     continue
                 seen = node
                 entry = by_node.get(node)
                 if entry is None:
-                    by_node[node] = [nbytes, scale]
+                    by_node[node] = [nbytes, scale, 1]
                 else:
                     entry[0] += nbytes
                     entry[1] += scale
+                    if first:
+                        entry[2] += 1
 
     @staticmethod
     def _twice(holder: Any, holders: Iterable[Any], node: Node, by_address: dict[str, WorkerInfo]) -> bool:
@@ -186,11 +191,13 @@ def views(
     far_spb = 1.0 / fits[LinkClass.NETWORK].link.bytes_per_second
     out = []
     nothing = (0.0, 0.0)
+    nowhere = (0.0, 0.0, 0)
+    holders_in_all = len(by_worker)
     for info in picked:
         ws = info.ws
         node = info.node
         here_bytes, here = by_worker.get(info, nothing)
-        at_node_bytes, at_node = by_node.get(node, nothing)
+        at_node_bytes, at_node, holders = by_node.get(node, nowhere)
         near_bytes, near_n = at_node_bytes - here_bytes, at_node - here
         far_bytes, far_n = total_bytes - at_node_bytes, count - at_node
         for d, nbytes, nodes in wide:
@@ -219,6 +226,13 @@ def views(
                 near_bytes = near_n = 0.0
             if far_n < 0.5:
                 far_bytes = far_n = 0.0
+        # A worker asks a peer for many small inputs at once: there are no more fetches than holders.
+        if near_n > 1.0:
+            others = holders - 1 if here else holders
+            if near_n > others:
+                near_n = others or 1
+        if far_n > 1.0 and far_n > holders_in_all - holders:
+            far_n = holders_in_all - holders or 1
         near = fits[node.link_class].link
         pending = pending_bytes(ws)
         if pending:

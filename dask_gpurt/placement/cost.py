@@ -42,7 +42,7 @@ class Weights:
     #: lambda: seconds charged to the task per second that its fetches occupy a link
     moved: float = 1.0
     #: epsilon: what a second counts for which nobody waits; decides among places that cost the same otherwise
-    excused: float = 0.02
+    excused: float = 0.1
     #: seconds to write one byte out and read it back: 1 GB/s each way, an ordinary NVMe shared by a few workers
     overflow_seconds_per_byte: float = 2e-9
 

@@ -47,6 +47,11 @@ HOST_SHARE = 0.6
 MAX_LEARNED_INPUTS = 8
 #: a task with more inputs costs too much to price for every thief; stock prices it
 MAX_PRICED_INPUTS = 64
+#: a task of a prefix never seen counts this share of the usual duration: enough to spread a burst of them over equals,
+#: too little to justify moving bytes
+GUESS = 0.3
+#: weight of a task in the usual duration
+USUAL_GAIN = 0.02
 #: a worker that takes so many times as long as usual is not waited for
 SLOW = 1.5
 #: weight of a decision in a worker's share of network traffic
@@ -73,6 +78,9 @@ class Engine:
         self.budget = Budget()
         self.groups = RootGroups()
         self.log = DecisionLog()
+        #: moving averages of the duration of all tasks and of its square: their ratio is how long the task is that a
+        #: worker is found at, however many short ones there are between
+        self._usual = 0.0, 0.0
         #: workers in the order of `_dealt_to`; None: to be sorted anew
         self._members: list[WorkerInfo] | None = None
         #: decisions by what they came to
@@ -107,8 +115,7 @@ class Engine:
             return self.leave(ts, "no candidate")
         prefix = self.durations.prefixes.get(ts.prefix.name)
         if prefix is None or prefix.seconds is None:
-            hint = ts.prefix.duration_average
-            task = TaskView(hint if hint >= 0 else UNKNOWN_SECONDS, 0.0, self.slack.seconds())
+            task = TaskView(self._guess(ts), 0.0, self.slack.seconds())
         else:
             task = TaskView(prefix.seconds, prefix.output_bytes, self.slack.seconds())
         views = candidates.views(picked, inputs, workers, self.links, seam.pending_bytes, self.ledger.reconcile)
@@ -303,6 +310,8 @@ class Engine:
             prefix = self.durations.prefix(charge.prefix.name)
             first = prefix.seconds is None
             self.durations.learn(prefix, info, seconds, max(0, details.get("nbytes") or 0))
+            mean, square = self._usual
+            self._usual = mean + USUAL_GAIN * (seconds - mean), square + USUAL_GAIN * (seconds * seconds - square)
             if first:
                 self.ledger.learned(prefix)
         if charge.inputs:
@@ -324,7 +333,15 @@ class Engine:
 
     def _charge(self, ts: Any, info: WorkerInfo, root: bool = False) -> Charge:
         prefix = self.durations.prefix(ts.prefix.name)
-        return self.ledger.charge(ts.key, info, prefix, ts.prefix.duration_average, root)
+        return self.ledger.charge(ts.key, info, prefix, self._guess(ts), root)
+
+    def _guess(self, ts: Any) -> float:
+        """Seconds that a task whose prefix was never seen may take."""
+        hint: float = ts.prefix.duration_average
+        if hint >= 0:
+            return hint
+        mean, square = self._usual
+        return max(UNKNOWN_SECONDS, GUESS * square / mean) if mean else UNKNOWN_SECONDS
 
     def _learn_links(self, info: WorkerInfo, charge: Charge, startstops: Collection[Mapping[str, Any]]) -> None:
         """Learn from a task's transfers if it is certain what each of them carried; most are not, and are skipped."""
