@@ -17,15 +17,19 @@ An input that a worker is already fetching for another task counts as there; the
 from __future__ import annotations
 
 import heapq
+from collections.abc import Mapping
 from itertools import islice
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.model.link import LinkClass
 from dask_gpurt.model.views import WorkerView
+from dask_gpurt.placement.residence import READ_BYTES_PER_SECOND
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
 
+    from dask_gpurt.placement.residence import Residence
     from dask_gpurt.placement.workers import Node, WorkerInfo, WorkerTable
     from dask_gpurt.topology.links import LinkMatrix
 
@@ -35,20 +39,28 @@ WIDE = 8
 MAX_INPUTS = 256
 #: widely replicated inputs looked at
 MAX_WIDE = 8
+NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
 
 class Inputs:
     """Where the inputs of one task are."""
 
-    __slots__ = ("by_node", "by_worker", "count", "counted", "scale", "total_bytes", "wide")
+    __slots__ = ("by_node", "by_worker", "count", "counted", "scale", "spilled", "total_bytes", "wide")
 
-    def __init__(self, deps: Collection[Any], by_address: dict[str, WorkerInfo]) -> None:
+    def __init__(
+        self,
+        deps: Collection[Any],
+        by_address: dict[str, WorkerInfo],
+        on_disk: Mapping[Any, Mapping[str, float]] = NOTHING,
+    ) -> None:
         #: holder -> [bytes, inputs]
         self.by_worker: dict[WorkerInfo, list[float]] = {}
         #: node of holders -> [bytes, inputs, holders], each input once however many replicas the node has
         self.by_node: dict[Node, list[float]] = {}
         #: (input, bytes, nodes known to have it) of widely replicated inputs
         self.wide: list[tuple[Any, float, set[Node]]] = []
+        #: (input, bytes on disk by address) of those of which some copy is only on disk
+        self.spilled: list[tuple[Any, Mapping[str, float]]] = []
         #: not counting the wide ones
         self.total_bytes = 0.0
         self.count = 0.0
@@ -70,6 +82,8 @@ class Inputs:
                     counted.append(d)
                 continue
             counted.append(d)
+            if on_disk and d.key in on_disk:
+                self.spilled.append((d, on_disk[d.key]))
             self.total_bytes += nbytes
             self.count += scale
             seen: Node | None = None
@@ -182,9 +196,11 @@ def views(
     links: LinkMatrix,
     pending_bytes: Callable[[Any], int],
     reconcile: Callable[[WorkerInfo], None],
+    residence: Residence | None = None,
 ) -> list[WorkerView]:
     """A snapshot of each candidate, relative to the task with these inputs."""
     by_worker, by_node, wide, scale = inputs.by_worker, inputs.by_node, inputs.wide, inputs.scale
+    spilled = bool(inputs.spilled) and residence is not None
     total_bytes, count = inputs.total_bytes, inputs.count
     fits = links.fits
     by_address = table.by_address
@@ -265,6 +281,44 @@ def views(
                 info.mark_bytes - ws.nbytes - info.reserved_bytes - pending,
                 ws.nbytes,
                 near,
+                read_seconds(info, inputs, residence, by_address) if spilled else 0.0,
             )
         )
     return out
+
+
+def readers(info: WorkerInfo, inputs: Inputs, by_address: dict[str, WorkerInfo]) -> dict[str, float]:
+    """Who would have to read how many bytes from disk so that a candidate has the spilled inputs: address -> bytes.
+
+    A worker fetches from neighbours if they hold an input, else from any holder, and does not know the tier. So where
+    some of its sources have it in memory and some on disk, each is as likely.
+    """
+    out: dict[str, float] = {}
+    address, node = info.address, info.node
+    for d, disk in inputs.spilled:
+        holders = d.who_has or ()
+        if info.ws in holders:
+            if address in disk:
+                out[address] = out.get(address, 0.0) + disk[address]
+            continue
+        near = [h.address for h in holders if (w := by_address.get(h.address)) is not None and w.node is node]
+        sources = near or [h.address for h in holders]
+        for source in sources:
+            if source in disk:
+                out[source] = out.get(source, 0.0) + disk[source] / len(sources)
+    return out
+
+
+def read_seconds(
+    info: WorkerInfo, inputs: Inputs, residence: Residence | None, by_address: dict[str, WorkerInfo]
+) -> float:
+    """Seconds until the spilled inputs of a candidate are read, queues of the disks included."""
+    if residence is None:
+        return 0.0
+    return max(
+        (
+            residence.queue_seconds(address) + nbytes / READ_BYTES_PER_SECOND
+            for address, nbytes in readers(info, inputs, by_address).items()
+        ),
+        default=0.0,
+    )

@@ -11,7 +11,7 @@
     C  the task itself, slower on a slow worker
     S  slack: for so long the cluster has other work for everybody, see `slack`
     E  overflow: what this task alone pushes over the memory mark has to be written out and, in general, read back
-    F  what is moved, priced as time on the link and in the event loops at both ends: bytes and fetches
+    F  what is moved, and read from disk, priced as time on the link and in the event loops at both ends: bytes and fetches
 
 Q and X are a maximum, not a sum, because a worker fetches inputs while its threads compute. Upstream adds them and also
 counts queued transfers in the queue, so that a transfer is paid twice (dask/distributed#7003).
@@ -63,7 +63,7 @@ def cost(task: TaskView, worker: WorkerView, far: Link, weights: Weights) -> flo
     seconds += compute * slowness
     if slack:
         seconds -= (1.0 - weights.excused) * (seconds if seconds < slack else slack)
-    seconds += weights.moved * moved
+    seconds += weights.moved * (moved + read)
     new = near_bytes + far_bytes + output
     over = new - room
     if over > 0:
@@ -90,5 +90,5 @@ def terms(task: TaskView, worker: WorkerView, far: Link, weights: Weights) -> di
         "compute": compute,
         "excused": (1.0 - weights.excused) * min(wait + compute, task.slack_seconds),
         "overflow": max(0.0, min(new, new - worker.room_bytes)) * weights.overflow_seconds_per_byte,
-        "moved": weights.moved * moved,
+        "moved": weights.moved * (moved + worker.read_seconds),
     }

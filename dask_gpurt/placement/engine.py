@@ -30,6 +30,7 @@ from dask_gpurt.placement.groups import Member, RootGroups
 from dask_gpurt.placement.ledger import Charge, Ledger
 from dask_gpurt.placement.log import DecisionLog
 from dask_gpurt.placement.policy import Cheapest
+from dask_gpurt.placement.residence import Residence
 from dask_gpurt.placement.slack import Slack
 from dask_gpurt.placement.workers import WorkerInfo, WorkerTable
 from dask_gpurt.topology.links import LinkMatrix, Transfer, merge
@@ -77,6 +78,8 @@ class Engine:
         self.links = LinkMatrix()
         self.budget = Budget()
         self.groups = RootGroups()
+        #: which copies are on disk; whoever hears of it puts it there
+        self.residence = Residence()
         self.log = DecisionLog()
         #: moving averages of the duration of all tasks and of its square: their ratio is how long the task is that a
         #: worker is found at, however many short ones there are between
@@ -109,7 +112,8 @@ class Engine:
             return self.leave(ts, "actor" if ts.actor else "no inputs")
         began = time.perf_counter_ns()
         workers = self.workers
-        inputs = candidates.Inputs(deps, workers.by_address)
+        residence = self.residence
+        inputs = candidates.Inputs(deps, workers.by_address, residence.on_disk)
         picked = candidates.pick(inputs, workers, self.settings.candidates, valid, seam.is_running)
         if not picked:
             return self.leave(ts, "no candidate")
@@ -118,7 +122,7 @@ class Engine:
             task = TaskView(self._guess(ts), 0.0, self.slack.seconds())
         else:
             task = TaskView(prefix.seconds, prefix.output_bytes, self.slack.seconds())
-        views = candidates.views(picked, inputs, workers, self.links, seam.pending_bytes, self.ledger.reconcile)
+        views = candidates.views(picked, inputs, workers, self.links, seam.pending_bytes, self.ledger.reconcile, residence)
         far = self.links.link(LinkClass.NETWORK)
         i = self.policy.decide(task, views, far)
         if i is None:
@@ -126,6 +130,9 @@ class Engine:
         if not 0 <= i < len(picked):
             raise IndexError(f"{type(self.policy).__name__}.decide gave {i!r}; there are {len(picked)} candidates")
         info, view = picked[i], views[i]
+        if view.read_seconds:
+            for address, nbytes in candidates.readers(info, inputs, workers.by_address).items():
+                residence.book(address, nbytes)
         if valid is not None:
             self.decided["restricted"] += 1
         if view.far_fetches or view.near_fetches:
@@ -209,6 +216,7 @@ class Engine:
     def worker_removed(self, address: str) -> None:
         self.workers.remove(address)
         self.groups.worker_removed(address)
+        self.residence.worker_removed(address)
         self._members = None
 
     def graph_arrived(self, keys: Collection[Hashable]) -> None:
@@ -268,6 +276,7 @@ class Engine:
         self.log.restarted()
         self.ledger.forget()
         self.groups.clear()
+        self.residence.clear()
         self.workers.clear_charges()
 
     def entered_processing(self, key: Hashable) -> None:
@@ -394,5 +403,6 @@ class Engine:
                 "charges": len(self.ledger.charges),
                 "unknown": sum(map(len, self.ledger.unknown.values())),
                 "roots": len(self.groups),
+                "copies_on_disk": self.residence.copies,
             },
         }
