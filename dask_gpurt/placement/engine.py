@@ -29,8 +29,8 @@ from dask_gpurt.placement.durations import UNKNOWN_SECONDS, Durations, compute_s
 from dask_gpurt.placement.groups import Member, RootGroups
 from dask_gpurt.placement.ledger import Charge, Ledger
 from dask_gpurt.placement.log import DecisionLog
-from dask_gpurt.placement.policy import Cheapest
-from dask_gpurt.placement.residence import Residence
+from dask_gpurt.placement.policy import WEIGHTS, Cheapest
+from dask_gpurt.placement.residence import READ_BYTES_PER_SECOND, Residence
 from dask_gpurt.placement.slack import Slack
 from dask_gpurt.placement.workers import WorkerInfo, WorkerTable
 from dask_gpurt.topology.links import LinkMatrix, Transfer, merge
@@ -53,6 +53,10 @@ MAX_PRICED_INPUTS = 64
 GUESS = 0.3
 #: weight of a task in the usual duration
 USUAL_GAIN = 0.02
+#: weight of a root in the averages over roots
+ROOT_GAIN = 0.05
+#: share of the workers that may be idle while one with no memory left is not given roots
+MOSTLY = 0.75
 #: a worker that takes so many times as long as usual is not waited for
 SLOW = 1.5
 #: weight of a decision in a worker's share of network traffic
@@ -84,6 +88,10 @@ class Engine:
         #: moving averages of the duration of all tasks and of its square: their ratio is how long the task is that a
         #: worker is found at, however many short ones there are between
         self._usual = 0.0, 0.0
+        #: moving averages over roots: seconds, bytes of result
+        self._root = 0.0, 0.0
+        #: roots that a worker was not given because it would have spilled their results
+        self.spared = 0
         #: workers in the order of `_dealt_to`; None: to be sorted anew
         self._members: list[WorkerInfo] | None = None
         #: decisions by what they came to
@@ -93,7 +101,7 @@ class Engine:
         #: prices given to work stealing
         self.priced = 0
         self._asked: tuple[Hashable, int] | None = None
-        self._located: list[tuple[Collection[Any], int, set[Node]]] = []
+        self._located: list[tuple[Collection[Any], int, set[Node], float]] = []
 
     # ------------------------------------------------------------------ decisions
 
@@ -176,6 +184,7 @@ class Engine:
                     holders,
                     d.get_nbytes(),
                     {w.node for h in islice(holders, candidates.WIDE) if (w := by_address.get(h.address)) is not None},
+                    self._reading_seconds(d, holders),
                 )
                 for d in deps
                 if (holders := d.who_has)
@@ -184,20 +193,30 @@ class Engine:
         near = self.links.link(node.link_class)
         far = near if len(self.workers.nodes) == 1 else self.links.link(LinkClass.NETWORK)
         near_bytes = far_bytes = near_fetches = far_fetches = 0
-        for holders, nbytes, nodes in self._located:
+        reading = 0.0
+        for holders, nbytes, nodes, read in self._located:
             if ws in holders:
                 continue
+            reading += read
             if node in nodes:
                 near_bytes += nbytes
                 near_fetches += 1
             else:
                 far_bytes += nbytes
                 far_fetches += 1
-        seconds = near.latency_seconds * near_fetches + far.latency_seconds * far_fetches
+        # Whoever asks for a value on a disk waits for that disk, which has its own tasks to read for.
+        seconds = reading + near.latency_seconds * near_fetches + far.latency_seconds * far_fetches
         discount = min(1.0, far.bytes_per_second / near.bytes_per_second)
         # That bandwidth is a mean over all transfers: where most come from neighbours it is far above the network's.
         bandwidth = min(self.scheduler.bandwidth, far.bytes_per_second)
         return float(seconds + (far_bytes + near_bytes * discount) / bandwidth)
+
+    def _reading_seconds(self, d: Any, holders: Collection[Any]) -> float:
+        """Until a disk has read a value; 0 when some holder has it in memory."""
+        disk = self.residence.on_disk.get(d.key)
+        if disk is None or len(disk) < len(holders):
+            return 0.0
+        return min(self.residence.queue_seconds(a) + n / READ_BYTES_PER_SECOND for a, n in disk.items())
 
     # ------------------------------------------------------------------ events
 
@@ -254,7 +273,28 @@ class Engine:
         """Whether a queued root, which an idle worker could run, should be left to its owner."""
         owner = self.groups.owner(ts.key)
         info = None if owner is None else self.workers.by_address.get(owner)
-        return info is not None and self._at_work(info)
+        if info is None:
+            return False
+        return self._at_work(info) or all(
+            (w := self.workers.by_address.get(ws.address)) is not None and self._too_full(w)
+            for ws in islice(self.scheduler.idle_task_count, 2 * candidates.WIDE)
+        )
+
+    def _too_full(self, info: WorkerInfo) -> bool:
+        """Whether a worker would spill the result of one more root, and the others have run them all before that.
+
+        Never where hardly anybody is at work: somebody must go on, and their next finished task deals again.
+        """
+        seconds, nbytes = self._root
+        over = info.ws.nbytes + info.reserved_bytes + nbytes - info.mark_bytes
+        if over <= 0:
+            return False
+        workers = self.workers
+        if len(workers.idle.items) > MOSTLY * len(workers.all.items):
+            return False
+        s = self.scheduler
+        rest = len(s.queued) * seconds / max(1, s.total_nthreads)
+        return min(over, nbytes) * WEIGHTS.overflow_seconds_per_byte > rest
 
     def _at_work(self, info: WorkerInfo) -> bool:
         """Whether a worker will soon ask for more: its next finished task deals slots again."""
@@ -266,6 +306,9 @@ class Engine:
         scheduler = self.scheduler
         info = self.workers.by_address.get(ws.address)
         node = None if info is None else info.node.name
+        if info is not None and self._too_full(info):
+            self.spared += 1
+            return None
         ts = self.groups.pull(ws.address, scheduler.tasks, scheduler.queued.peek(), node, self.may_take)
         if ts is not None:
             self.log.group(ts.key, ws.address)
@@ -319,6 +362,11 @@ class Engine:
             prefix = self.durations.prefix(charge.prefix.name)
             first = prefix.seconds is None
             self.durations.learn(prefix, info, seconds, max(0, details.get("nbytes") or 0))
+            if charge.root:
+                mean, size = self._root
+                nbytes = max(0, details.get("nbytes") or 0)
+                gain = ROOT_GAIN if size or mean else 1.0
+                self._root = mean + gain * (seconds - mean), size + gain * (nbytes - size)
             mean, square = self._usual
             self._usual = mean + USUAL_GAIN * (seconds - mean), square + USUAL_GAIN * (seconds * seconds - square)
             if first:
@@ -392,7 +440,7 @@ class Engine:
             "declined": dict(self.declined),
             "prices": self.priced,
             #: blocks cut, root tasks handed to the owner of their block, blocks split for idle workers
-            "roots": {"groups": self.groups.cut, "pulled": self.groups.pulled, "split": self.groups.split},
+            "roots": {"groups": self.groups.cut, "pulled": self.groups.pulled, "split": self.groups.split, "spared": self.spared},
             "microseconds": self.budget.statistics(),
             "links": self.links.statistics(),
             "prefixes": len(self.durations.prefixes),
