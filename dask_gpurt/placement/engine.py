@@ -53,6 +53,8 @@ MAX_PRICED_INPUTS = 64
 GUESS = 0.3
 #: weight of a task in the usual duration
 USUAL_GAIN = 0.02
+#: tasks per thread up to which a worker that waits for inputs gets one more
+MAX_AHEAD = 4
 #: weight of a root in the averages over roots
 ROOT_GAIN = 0.05
 #: share of the workers that may be idle while one with no memory left is not given roots
@@ -90,6 +92,8 @@ class Engine:
         self._usual = 0.0, 0.0
         #: moving averages over roots: seconds, bytes of result
         self._root = 0.0, 0.0
+        #: workers that may be waiting for inputs with all they have
+        self._fetching: dict[WorkerInfo, None] = {}
         #: roots that a worker was not given because it would have spilled their results
         self.spared = 0
         #: workers in the order of `_dealt_to`; None: to be sorted anew
@@ -233,7 +237,9 @@ class Engine:
         self._members = None
 
     def worker_removed(self, address: str) -> None:
-        self.workers.remove(address)
+        removed = self.workers.remove(address)
+        if removed is not None:
+            self._fetching.pop(removed, None)
         self.groups.worker_removed(address)
         self.residence.worker_removed(address)
         self._members = None
@@ -296,6 +302,28 @@ class Engine:
         rest = len(s.queued) * seconds / max(1, s.total_nthreads)
         return min(over, nbytes) * WEIGHTS.overflow_seconds_per_byte > rest
 
+    def hungry(self) -> list[Any]:
+        """Workers whose slots are taken by tasks that wait for inputs, while a thread is free."""
+        if not self._fetching:
+            return []
+        found = [info.ws for info in list(self._fetching) if self._starves(info)]
+        return found
+
+    def _starves(self, info: WorkerInfo) -> bool:
+        ws = info.ws
+        needs, processing, threads = ws.needs_what, ws.processing, ws.nthreads
+        if not needs or len(processing) > MAX_AHEAD * threads:
+            self._fetching.pop(info, None)
+            return False
+        runnable = 0
+        for ts in processing:
+            deps = ts.dependencies
+            if len(deps) <= MAX_PRICED_INPUTS and not any(d in needs for d in deps):
+                runnable += 1
+                if runnable >= threads:
+                    return False
+        return True
+
     def _at_work(self, info: WorkerInfo) -> bool:
         """Whether a worker will soon ask for more: its next finished task deals slots again."""
         ws = info.ws
@@ -320,6 +348,7 @@ class Engine:
         self.ledger.forget()
         self.groups.clear()
         self.residence.clear()
+        self._fetching.clear()
         self.workers.clear_charges()
 
     def entered_processing(self, key: Hashable) -> None:
@@ -336,6 +365,8 @@ class Engine:
         charge = self._charge(ts, info, root)
         self.workers.refresh(info)
         needs = ws.needs_what
+        if needs:
+            self._fetching[info] = None
         if needs and len(needs) <= MAX_LEARNED_INPUTS:
             # Only when all that is inbound is for this task will the transfers that the worker reports with it have
             # carried its inputs and nothing else; their size is not reported.

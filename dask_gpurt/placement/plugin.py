@@ -82,7 +82,7 @@ class PlacementPlugin(SchedulerPlugin):
         try:
             engine.adopt()
             seam.install({"decide_worker_non_rootish": self._decide, "get_comm_cost": engine.comm_cost})
-            seam.install_roots(engine.groups.waits, engine.pull, engine.groups.__len__, held=engine.held)
+            seam.install_roots(engine.groups.waits, engine.pull, engine.groups.__len__, held=engine.held, hungry=engine.hungry)
         except GpurtError:
             seam.uninstall()
             raise

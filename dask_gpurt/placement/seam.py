@@ -39,7 +39,7 @@ from dask_gpurt.model import Sink, null_sink
 from dask_gpurt.placement.guard import Guard, Part, logger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 #: what an override or the plugin calls or hides: name -> parameters
 SIGNATURES: dict[str, tuple[str, ...]] = {
@@ -110,6 +110,9 @@ class Seam(Guard):
         self._installed: dict[str, Any] = {}
         #: slots are to be dealt in the next turn of the event loop
         self._dealing = False
+        #: the next deal is the first after a graph: it fills threads only, the slots beyond are for when a task is done.
+        #: Else a root would run before what stock has put on the same worker because the graph waits for it.
+        self._first_deal = False
 
     def check(self) -> None:
         """Compare what is relied on with what is there.
@@ -245,6 +248,7 @@ class Seam(Guard):
         pull: Callable[[Any], Any],
         pending: Callable[[], int],
         held: Callable[[Any], bool] = lambda ts: False,
+        hungry: Callable[[], Iterable[Any]] = tuple,
     ) -> None:
         """Take over which queued root task goes to which worker. Everything else of queuing stays stock's:
 
@@ -271,6 +275,8 @@ class Seam(Guard):
         held
             ``(ts) -> bool``: whether a queued task is to stay queued although a worker has a free slot. Only while
             another worker is busy, whose next finished task deals again.
+        hungry
+            Workers all of whose slots are taken, but by tasks that wait for inputs: they are offered a task, too.
         """
         names = ("_TRANSITIONS_TABLE", "stimulus_queue_slots_maybe_opened", "decide_worker_rootish_queuing_enabled")
         s = self.scheduler
@@ -312,6 +318,27 @@ class Seam(Guard):
                 self.failed(part.name)
             return None
 
+        def give(ws: Any, stimulus_id: str) -> bool:
+            """Send a worker the task that it is offered; False when there is none, or it did not go."""
+            ts = offer(ws)
+            if ts is None:
+                return False
+            chosen.append(ws)
+            try:
+                s.transitions({ts.key: "processing"}, stimulus_id)
+            finally:
+                chosen.clear()
+            return bool(ts.state == "processing")
+
+        def waiting_for_inputs() -> list[Any]:
+            if s.validate:
+                return []
+            try:
+                return [ws for ws in hungry() if s.workers.get(ws.address) is ws and ws.status is Status.running]
+            except Exception:
+                self.failed(part.name)
+                return []
+
         def is_held() -> bool:
             if s.validate or not s.queued:
                 return False
@@ -322,25 +349,28 @@ class Seam(Guard):
                 return False
 
         def stimulus_queue_slots_maybe_opened(*, stimulus_id: str) -> None:
-            if part.retired is None and s.queued and s.idle_task_count and pending():
+            given = 0
+            first_deal, self._first_deal = self._first_deal, False
+            if part.retired is None and s.queued and pending():
                 # Neighbouring groups go to workers of one host: sorted by address.
                 for ws in sorted(s.idle_task_count, key=operator.attrgetter("address")):
-                    while s.queued and ws in s.idle_task_count and (ts := offer(ws)) is not None:
-                        chosen.append(ws)
-                        try:
-                            s.transitions({ts.key: "processing"}, stimulus_id)
-                        finally:
-                            chosen.clear()
-                        if ts.state != "processing":
+                    while s.queued and ws in s.idle_task_count:
+                        if first_deal and len(ws.processing) >= ws.nthreads:
                             break
-                if is_held():
+                        if not give(ws, stimulus_id):
+                            break
+                        given += 1
+                for ws in waiting_for_inputs():
+                    if s.queued:
+                        give(ws, stimulus_id)
+                if is_held() or (first_deal and given and s.queued and waits(s.queued.peek())):
                     return
             stock_pump(stimulus_id=stimulus_id)
 
         def decide_worker_rootish_queuing_enabled() -> Any:
             if chosen:
                 ws = chosen.pop()
-                if ws in s.idle_task_count and s.workers.get(ws.address) is ws:
+                if ws.status is Status.running and s.workers.get(ws.address) is ws:
                     return ws
             return stock_decide()
 
@@ -367,6 +397,7 @@ class Seam(Guard):
         self._dealing = False
         s = self.scheduler
         if s.queued and s.idle_task_count:
+            self._first_deal = not s.validate
             s.stimulus_queue_slots_maybe_opened(stimulus_id=f"gpurt-deal-{time.time()}")
 
     def _wrap_comm_cost(self, part: Part, ours: Callable[..., Any]) -> Callable[..., Any]:
