@@ -2,7 +2,7 @@
 
 ::
 
-    T    = max(Q, X, R) + C
+    T    = max(Q, X, R) + 0.1 * min(Q, X) + C
     cost = T - (1 - epsilon) * min(T, S) + E + lambda * F
 
     Q  the worker's queue: work assigned to it and not yet done
@@ -41,6 +41,9 @@ class Weights:
 
     #: lambda: seconds charged to the task per second that its fetches occupy a link
     moved: float = 1.0
+    #: what a second of the smaller of queue and inputs counts: both go on at once, but neither is known well, and of
+    #: places that must fetch as much the one with the shorter queue is better
+    hidden: float = 0.1
     #: epsilon: what a second counts for which nobody waits; decides among places that cost the same otherwise
     excused: float = 0.1
     #: seconds to write one byte out and read it back: 1 GB/s each way, an ordinary NVMe shared by a few workers
@@ -57,7 +60,7 @@ def cost(task: TaskView, worker: WorkerView, far: Link, weights: Weights) -> flo
     if far_fetches:
         moved += far.latency_seconds * far_fetches + far_bytes / far.bytes_per_second
     inputs = pending + moved
-    seconds = queue if queue > inputs else inputs
+    seconds = (queue if queue > inputs else inputs) + weights.hidden * (inputs if queue > inputs else queue)
     if read > seconds:
         seconds = read
     seconds += compute * slowness
@@ -74,7 +77,7 @@ def cost(task: TaskView, worker: WorkerView, far: Link, weights: Weights) -> flo
 def terms(task: TaskView, worker: WorkerView, far: Link, weights: Weights) -> dict[str, float]:
     """The terms of `cost` by name, in seconds.
 
-    ``max(queue, inputs, read) + compute - excused + overflow + moved`` is the cost.
+    ``max(max(queue, inputs) + hidden, read) + compute - excused + overflow + moved`` is the cost.
     """
     near = worker.near
     moved = near.latency_seconds * worker.near_fetches + worker.near_bytes / near.bytes_per_second
@@ -82,11 +85,13 @@ def terms(task: TaskView, worker: WorkerView, far: Link, weights: Weights) -> di
     new = worker.near_bytes + worker.far_bytes + task.output_bytes
     inputs = worker.pending_seconds + moved
     compute = task.compute_seconds * worker.slowness
-    wait = max(worker.queue_seconds, inputs, worker.read_seconds)
+    hidden = weights.hidden * min(worker.queue_seconds, inputs)
+    wait = max(max(worker.queue_seconds, inputs) + hidden, worker.read_seconds)
     return {
         "queue": worker.queue_seconds,
         "inputs": inputs,
         "read": worker.read_seconds,
+        "hidden": hidden,
         "compute": compute,
         "excused": (1.0 - weights.excused) * min(wait + compute, task.slack_seconds),
         "overflow": max(0.0, min(new, new - worker.room_bytes)) * weights.overflow_seconds_per_byte,

@@ -293,7 +293,11 @@ def _candidates(detail: tuple[Any, ...]) -> list[dict[str, Any]]:
                 "fetching": view.pending_seconds > 0,
                 "slowness": view.slowness,
                 **{f"{name}_seconds": seconds for name, seconds in t.items()},
-                "total_seconds": max(t["queue"], t["inputs"], t["read"]) + t["compute"] - t["excused"] + t["overflow"] + t["moved"],
+                "total_seconds": max(max(t["queue"], t["inputs"]) + t["hidden"], t["read"])
+                + t["compute"]
+                - t["excused"]
+                + t["overflow"]
+                + t["moved"],
             }
         )
     return out
