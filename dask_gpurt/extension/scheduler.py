@@ -15,11 +15,11 @@ from dask_gpurt._version import __version__
 from dask_gpurt.errors import InstallError
 from dask_gpurt.extension.parts import NAME, Parts, versions
 from dask_gpurt.extension.worker import GpurtWorker
+from dask_gpurt.model import residence
 from dask_gpurt.observe import feed, prometheus
 from dask_gpurt.observe.dashboard import late
 from dask_gpurt.observe.journal import Journal
 from dask_gpurt.observe.trace.recorder import TraceRecorder
-from dask_gpurt.model import residence
 from dask_gpurt.placement import policy
 from dask_gpurt.placement.plugin import PlacementPlugin
 from dask_gpurt.placement.residence import Residence
@@ -212,9 +212,7 @@ class GpurtScheduler(SchedulerPlugin):
             # Before any worker can speak. It stays when we go: what is under way must not meet an unknown op.
             scheduler.stream_handlers[residence.OP] = self._heard
         plugin = GpurtWorker(self.settings, residence=listens)
-        replies = await scheduler.register_worker_plugin(
-            None, dumps(plugin), name=NAME, idempotent=False
-        )
+        replies = await scheduler.register_worker_plugin(None, dumps(plugin), name=NAME, idempotent=False)
         for address, reply in replies.items():
             # Not raised: stock serves that worker, and a cluster with one odd worker must still be usable.
             if isinstance(reply, dict) and reply.get("status") == "error":

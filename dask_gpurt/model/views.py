@@ -44,5 +44,5 @@ class WorkerView(NamedTuple):
     held_bytes: int
     #: the path from a neighbour to this worker
     near: Link
-    #: seconds until spilled inputs are read from disk, at whoever must read them, what else that disk has to do included
+    #: seconds until spilled inputs are read from disk, at whoever must read them, queue of that disk included
     read_seconds: float = 0.0

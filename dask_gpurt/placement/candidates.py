@@ -17,7 +17,6 @@ An input that a worker is already fetching for another task counts as there; the
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
 from itertools import islice
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -27,7 +26,7 @@ from dask_gpurt.model.views import WorkerView
 from dask_gpurt.placement.residence import READ_BYTES_PER_SECOND
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from dask_gpurt.placement.residence import Residence
     from dask_gpurt.placement.workers import Node, WorkerInfo, WorkerTable
@@ -39,7 +38,7 @@ WIDE = 8
 MAX_INPUTS = 256
 #: widely replicated inputs looked at
 MAX_WIDE = 8
-NOTHING: Mapping[Any, Any] = MappingProxyType({})
+NOTHING: MappingProxyType[Any, Any] = MappingProxyType({})
 
 
 class Inputs:

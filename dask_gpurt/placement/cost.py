@@ -11,7 +11,7 @@
     C  the task itself, slower on a slow worker
     S  slack: for so long the cluster has other work for everybody, see `slack`
     E  overflow: what this task alone pushes over the memory mark has to be written out and, in general, read back
-    F  what is moved, and read from disk, priced as time on the link and in the event loops at both ends: bytes and fetches
+    F  what is moved, priced as time on the link and in the event loops at both ends: bytes and fetches; and read
 
 Q and X are a maximum, not a sum, because a worker fetches inputs while its threads compute. Upstream adds them and also
 counts queued transfers in the queue, so that a transfer is paid twice (dask/distributed#7003).

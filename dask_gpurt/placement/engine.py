@@ -134,7 +134,9 @@ class Engine:
             task = TaskView(self._guess(ts), 0.0, self.slack.seconds())
         else:
             task = TaskView(prefix.seconds, prefix.output_bytes, self.slack.seconds())
-        views = candidates.views(picked, inputs, workers, self.links, seam.pending_bytes, self.ledger.reconcile, residence)
+        views = candidates.views(
+            picked, inputs, workers, self.links, seam.pending_bytes, self.ledger.reconcile, residence
+        )
         far = self.links.link(LinkClass.NETWORK)
         i = self.policy.decide(task, views, far)
         if i is None:
@@ -306,8 +308,7 @@ class Engine:
         """Workers whose slots are taken by tasks that wait for inputs, while a thread is free."""
         if not self._fetching:
             return []
-        found = [info.ws for info in list(self._fetching) if self._starves(info)]
-        return found
+        return [info.ws for info in list(self._fetching) if self._starves(info)]
 
     def _starves(self, info: WorkerInfo) -> bool:
         ws = info.ws
@@ -471,7 +472,12 @@ class Engine:
             "declined": dict(self.declined),
             "prices": self.priced,
             #: blocks cut, root tasks handed to the owner of their block, blocks split for idle workers
-            "roots": {"groups": self.groups.cut, "pulled": self.groups.pulled, "split": self.groups.split, "spared": self.spared},
+            "roots": {
+                "groups": self.groups.cut,
+                "pulled": self.groups.pulled,
+                "split": self.groups.split,
+                "spared": self.spared,
+            },
             "microseconds": self.budget.statistics(),
             "links": self.links.statistics(),
             "prefixes": len(self.durations.prefixes),

@@ -53,15 +53,15 @@ class Ledger:
         #: keys charged with a guess, by prefix name
         self.unknown: dict[str, dict[Hashable, None]] = {}
 
-    def charge(self, key: Hashable, info: WorkerInfo, prefix: Prefix, hint_seconds: float, root: bool = False) -> Charge:
+    def charge(self, key: Hashable, info: WorkerInfo, prefix: Prefix, hint: float, root: bool = False) -> Charge:
         """Charge a task that went to processing.
 
-        `hint_seconds` < 0: nobody has a hint for an unknown prefix. `root`: it is a root, pulled from its block.
+        `hint` (seconds) < 0: nobody has a hint for an unknown prefix. `root`: it is a root, pulled from its block.
         """
         if key in self.charges:  # back in processing without having left it, as far as we were told
             self.settle(key)
         known = prefix.seconds
-        seconds = known if known is not None else hint_seconds if hint_seconds >= 0 else UNKNOWN_SECONDS
+        seconds = known if known is not None else hint if hint >= 0 else UNKNOWN_SECONDS
         charge = self.charges[key] = Charge(info, prefix, seconds, prefix.output_bytes, known is None)
         if known is None:
             self.unknown.setdefault(prefix.name, {})[key] = None

@@ -82,7 +82,8 @@ class PlacementPlugin(SchedulerPlugin):
         try:
             engine.adopt()
             seam.install({"decide_worker_non_rootish": self._decide, "get_comm_cost": engine.comm_cost})
-            seam.install_roots(engine.groups.waits, engine.pull, engine.groups.__len__, held=engine.held, hungry=engine.hungry)
+            groups = engine.groups
+            seam.install_roots(groups.waits, engine.pull, groups.__len__, held=engine.held, hungry=engine.hungry)
         except GpurtError:
             seam.uninstall()
             raise
@@ -151,7 +152,7 @@ class PlacementPlugin(SchedulerPlugin):
         if self.engine is not None:
             self._guard(self.engine.log.failed, key, reason)
 
-    def _guard(self, event: Callable[..., None], *args: Any) -> None:
+    def _guard(self, event: Callable[..., object], *args: Any) -> None:
         try:
             event(*args)
         except Exception:

@@ -110,8 +110,8 @@ class Seam(Guard):
         self._installed: dict[str, Any] = {}
         #: slots are to be dealt in the next turn of the event loop
         self._dealing = False
-        #: the next deal is the first after a graph: it fills threads only, the slots beyond are for when a task is done.
-        #: Else a root would run before what stock has put on the same worker because the graph waits for it.
+        #: the next deal is the first after a graph: it fills threads only, the slots beyond are for when a task is
+        #: done. Else a root would run before what stock has put on the same worker because the graph waits for it.
         self._first_deal = False
 
     def check(self) -> None:
