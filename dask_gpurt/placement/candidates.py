@@ -208,6 +208,9 @@ def views(
     nothing = (0.0, 0.0)
     nowhere = (0.0, 0.0, 0)
     holders_in_all = len(by_worker)
+    # Hashing an enum costs as much as the rest of a look-up, and nearly always all nodes have one kind of link.
+    link_class = LinkClass.HOST
+    near = fits[link_class].link
     for info in picked:
         ws = info.ws
         node = info.node
@@ -248,7 +251,9 @@ def views(
                 near_n = others or 1
         if far_n > 1.0 and far_n > holders_in_all - holders:
             far_n = holders_in_all - holders or 1
-        near = fits[node.link_class].link
+        if node.link_class is not link_class:
+            link_class = node.link_class
+            near = fits[link_class].link
         pending = pending_bytes(ws)
         if pending:
             share = info.far_share
