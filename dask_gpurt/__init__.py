@@ -12,6 +12,8 @@ A cluster gets it by ``dask scheduler --preload dask_gpurt.preload``; user code 
     why a task ran where it ran; where a key is, in memory or on disk
 `record`
     write a run into a file, to be replayed or drawn
+`report`
+    ``with report("run.html"): ...``: what the run did, what it waited for and what to do about it
 """
 
 from __future__ import annotations
@@ -25,8 +27,19 @@ if TYPE_CHECKING:
     from dask_gpurt.api import attach, detach, local_cluster, status
     from dask_gpurt.questions import explain, where
     from dask_gpurt.recording import record
+    from dask_gpurt.reports import report
 
-__all__ = ["__version__", "attach", "detach", "explain", "local_cluster", "record", "status", "where"]
+__all__ = [
+    "__version__",
+    "attach",
+    "detach",
+    "explain",
+    "local_cluster",
+    "record",
+    "report",
+    "status",
+    "where",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -35,6 +48,10 @@ def __getattr__(name: str) -> Any:
         from dask_gpurt import questions
 
         return getattr(questions, name)
+    if name == "report":
+        from dask_gpurt.reports import report
+
+        return report
     if name == "record":
         from dask_gpurt import recording
 

@@ -1,4 +1,4 @@
-"""``dask gpurt status | explain | where | trace | replay | enable | disable``"""
+"""``dask gpurt status | explain | where | report | trace | replay | enable | disable``"""
 
 from __future__ import annotations
 
@@ -85,6 +85,28 @@ def where(address: str, keys: tuple[str, ...], as_json: bool, timeout: float) ->
         except GpurtError as e:
             raise click.ClickException(str(e)) from e
     _print(answer, as_json)
+
+
+@gpurt.command()
+@click.argument("address")
+@click.option("--out", default="dask-gpurt-report.html", show_default=True, help="The HTML file to write.")
+@click.option("--timeout", default=10.0, show_default=True, help="Seconds to wait for the scheduler.")
+def report(address: str, out: str, timeout: float) -> None:
+    """Write an HTML report about all that the cluster at ADDRESS (tcp://host:port) did since its start.
+
+    Prints the advice. Exit code 1 when the extension is not installed there.
+    """
+    from dask_gpurt.observe.advice import advise
+    from dask_gpurt.reports import report_now
+
+    with _connect(address, timeout) as client:
+        try:
+            run = report_now(out, client)
+        except (GpurtError, OSError) as e:
+            raise click.ClickException(str(e)) from e
+    for finding in advise(run):
+        click.echo(f"{finding.share:6.1%}  {finding.cause}: {finding.text} {finding.remedy}")
+    click.echo(f"Wrote {out}")
 
 
 @gpurt.command()

@@ -46,6 +46,10 @@ class PlacementSettings:
     enabled: bool
     #: workers compared per decision, at most
     candidates: int
+    #: only record what would have been decided
+    shadow: bool = False
+    #: second copies of tasks that hang behind
+    stragglers: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,6 +71,13 @@ class ShuffleSettings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ObserveSettings:
+    enabled: bool
+    #: of one host; a number, or pattern of host or worker name -> number; None: not told
+    cost_per_hour: float | Mapping[str, float] | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TraceSettings:
     #: None: no recording
     path: str | None
@@ -83,6 +94,7 @@ class Settings:
     placement: PlacementSettings
     tiers: TierSettings
     shuffle: ShuffleSettings
+    observe: ObserveSettings
     trace: TraceSettings
 
     @classmethod
@@ -115,11 +127,13 @@ class Settings:
                 node = below
             node[leaf] = value
         _check(tree, schema()["properties"]["gpurt"], "gpurt")
-        p, t, s = tree["placement"], tree["tiers"], tree["shuffle"]
+        p, t, s, o = tree["placement"], tree["tiers"], tree["shuffle"], tree["observe"]
         return cls(
             policy=tree["policy"],
             on_error=tree["on-error"],
-            placement=PlacementSettings(enabled=p["enabled"], candidates=p["candidates"]),
+            placement=PlacementSettings(
+                enabled=p["enabled"], candidates=p["candidates"], shadow=p["shadow"], stragglers=p["stragglers"]
+            ),
             tiers=TierSettings(
                 enabled=t["enabled"],
                 host_limit=float(t["host-limit"]),
@@ -128,6 +142,7 @@ class Settings:
                 disk_reserve=_bytes(t["disk-reserve"], "gpurt.tiers.disk-reserve"),
             ),
             shuffle=ShuffleSettings(enabled=s["enabled"]),
+            observe=ObserveSettings(enabled=o["enabled"], cost_per_hour=_prices(o["cost-per-hour"])),
             trace=TraceSettings(path=tree["trace"]["path"]),
         )
 
@@ -157,6 +172,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "number": (int, float),
     "string": (str,),
     "null": (type(None),),
+    "object": (dict,),
 }
 
 
@@ -214,13 +230,28 @@ def _said(node: dict[str, Any]) -> str:
     if "pattern" in node:
         return "one like " + ", ".join(repr(v) for v in node["examples"])
     types = node["type"] if isinstance(node["type"], list) else [node["type"]]
-    text = " or ".join({"boolean": "true or false", "null": "null"}.get(t, f"a {t}") for t in types)
+    text = " or ".join(
+        {"boolean": "true or false", "null": "null", "object": "a mapping"}.get(t, f"a {t}") for t in types
+    )
     bounds = [
         f"{word} {node[key]}"
         for key, word in (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="))
         if key in node
     ]
     return text + (" " + " and ".join(bounds) if bounds else "")
+
+
+def _prices(value: Any) -> float | dict[str, float] | None:
+    if value is None:
+        return None
+    prices = value if isinstance(value, dict) else {"*": value}
+    for pattern, price in prices.items():
+        if isinstance(price, bool) or not isinstance(price, (int, float)) or not 0 <= price < float("inf"):
+            raise ConfigError(
+                f"gpurt.observe.cost-per-hour is {price!r} for {pattern!r}, must be a number >= 0, such as 3.06, or a "
+                "mapping of patterns to such numbers"
+            )
+    return {str(k): float(v) for k, v in value.items()} if isinstance(value, dict) else float(value)
 
 
 def _bytes(value: Any, where: str) -> int:

@@ -34,8 +34,12 @@ class Parts:
         self.state: dict[str, str] = {}
         self._undo: list[tuple[str, Callable[[], Awaitable[None]]]] = []
 
-    async def add(self, name: str, install: Callable[[], Awaitable[Callable[[], Awaitable[None]]]]) -> None:
+    async def add(
+        self, name: str, install: Callable[[], Awaitable[Callable[[], Awaitable[None]]]], *, wanted: bool = True
+    ) -> None:
         """Install one part; `install` returns the way to take it out.
+
+        One that is not `wanted` is left out with a warning when it fails: observation is not worth an installation.
 
         Raises
         ------
@@ -47,6 +51,9 @@ class Parts:
             undo = await install()
         except Exception as e:
             self.state[name] = f"off: {e}"
+            if not wanted:
+                self.logger.warning("dask-gpurt: %s is not available: %r", name, e, exc_info=True)
+                return
             if self.settings.on_error == "stock":
                 self.logger.warning("dask-gpurt: %s is left to stock Dask (gpurt.on-error: stock). %s", name, e)
                 return

@@ -19,6 +19,7 @@ from dask_gpurt.model import residence
 from dask_gpurt.observe import feed, prometheus
 from dask_gpurt.observe.dashboard import late
 from dask_gpurt.observe.journal import Journal
+from dask_gpurt.observe.ledger_plugin import LedgerPlugin
 from dask_gpurt.observe.trace.recorder import TraceRecorder
 from dask_gpurt.placement import policy
 from dask_gpurt.placement.plugin import PlacementPlugin
@@ -55,6 +56,7 @@ class GpurtScheduler(SchedulerPlugin):
         self.shuffle: ShuffleTakeover | None = None
         self.trace: TraceRecorder | None = None
         self.journal: Journal | None = None
+        self.ledger: LedgerPlugin | None = None
         #: "on", or why there are no plots
         self.plots = "off"
 
@@ -74,6 +76,8 @@ class GpurtScheduler(SchedulerPlugin):
         try:
             # The shuffle comes last: it asks the workers whether they can, and it is the one part that may refuse to
             # leave, which it has to do before anything else has left.
+            if self.settings.observe.enabled:
+                await self.parts.add("ledger", self._add_ledger, wanted=False)
             await self.parts.add("workers", self._add_workers)
             # After the workers' part, hence removed before it: no hint may come to a worker that has none any more.
             if self.settings.tiers.enabled and self._send_next_use:
@@ -87,11 +91,29 @@ class GpurtScheduler(SchedulerPlugin):
         except BaseException:
             self.scheduler = None
             raise
-        self._show(scheduler)
+        if self.settings.observe.enabled:
+            self._show(scheduler)
         on = [name for name, state in self.parts.state.items() if state == "on"]
         logger.info(
             "dask-gpurt %s: policy %s; took over %s; %s", __version__, self.settings.policy, ", ".join(on), versions()
         )
+
+    async def _add_ledger(self) -> Callable[[], Awaitable[None]]:
+        assert self.scheduler is not None
+        plugin = LedgerPlugin(self._planning_seconds)
+        plugin.attach(self.scheduler)
+        self.ledger = plugin
+
+        async def undo() -> None:
+            plugin.detach()
+            self.ledger = None
+
+        return undo
+
+    def _planning_seconds(self) -> float:
+        """Spent in decisions of ours so far."""
+        engine = None if self.placement is None else self.placement.engine
+        return 0.0 if engine is None else engine.budget.total_seconds
 
     async def _add_next_use(self) -> Callable[[], Awaitable[None]]:
         assert self.scheduler is not None
@@ -257,6 +279,8 @@ class GpurtScheduler(SchedulerPlugin):
             out["placement"] = self.placement.statistics()
         if self.shuffle is not None:
             out["shuffle"] = self.shuffle.statistics()
+        if self.ledger is not None:
+            out["ledger"] = self.ledger.statistics()
         if self.trace is not None:
             out["trace"] = self.trace.statistics()
         return out

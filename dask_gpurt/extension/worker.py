@@ -16,10 +16,12 @@ from distributed import Worker, WorkerPlugin
 from distributed.core import Status
 
 from dask_gpurt._version import __version__
+from dask_gpurt.backends import nvtx
 from dask_gpurt.errors import GpurtError
 from dask_gpurt.extension.parts import NAME, Parts, versions
 from dask_gpurt.observe import prometheus
 from dask_gpurt.observe.journal import Journal
+from dask_gpurt.observe.slots_worker import WorkerSlots
 from dask_gpurt.shuffle import stores
 from dask_gpurt.shuffle.plugin import worker_statistics
 from dask_gpurt.tiers.plugin import TierRuntime
@@ -47,6 +49,8 @@ class WorkerParts:
         self.parts = Parts(settings, logger)
         self.runtime: TierRuntime | None = None
         self.residence_sender: ResidenceSender | None = None
+        #: what its slots do; None: observation is off
+        self.slots: WorkerSlots | None = None
 
     @classmethod
     async def install(cls, worker: Worker, settings: Settings) -> WorkerParts:
@@ -59,10 +63,15 @@ class WorkerParts:
             return known
         self = cls(worker, settings)
         await self.parts.add("tiers", self._add_tiers)
+        # After the tiers, so that their waits are inside of what is measured.
+        if settings.observe.enabled:
+            await self.parts.add("slots", self._add_slots, wanted=False)
         setattr(worker, ATTRIBUTE, self)
-        worker.metrics[NAME] = _heartbeat
-        seen = weakref.ref(worker)
-        prometheus.provide_worker(worker, lambda: {} if (w := seen()) is None else _heartbeat(w))
+        # A new dict: a heartbeat may be waiting half-way through the old one, and an exception there closes the worker.
+        worker.metrics = {**worker.metrics, NAME: _heartbeat}
+        if settings.observe.enabled:
+            seen = weakref.ref(worker)
+            prometheus.provide_worker(worker, lambda: {} if (w := seen()) is None else _heartbeat(w))
         logger.info("dask-gpurt %s: %s; %s", __version__, self.summary(), versions())
         return self
 
@@ -90,10 +99,21 @@ class WorkerParts:
             self.residence_sender = ResidenceSender(self.worker, runtime.store, runtime.engine.log)
             self.residence_sender.start()
 
+    async def _add_slots(self) -> Callable[[], Awaitable[None]]:
+        slots = WorkerSlots(self.worker, nvtx.find())
+        slots.install()
+        self.slots = slots
+
+        async def undo() -> None:
+            slots.uninstall()
+            self.slots = None
+
+        return undo
+
     async def uninstall(self) -> None:
         """Give the worker back to stock Dask; every key stays readable throughout."""
         vars(self.worker).pop(ATTRIBUTE, None)
-        self.worker.metrics.pop(NAME, None)
+        self.worker.metrics = {k: v for k, v in self.worker.metrics.items() if k != NAME}
         prometheus.withdraw(self.worker)
         await self.parts.remove()
 
@@ -110,14 +130,13 @@ class WorkerParts:
 
     def heartbeat(self) -> dict[str, Any]:
         """Few figures, and none that costs more than a look; `dask_gpurt.observe.metrics.WORKER` says what they are."""
-        if self.runtime is None:
-            return stores.counters_of(self.worker).heartbeat()
-        # `protocols` is no figure: it tells the scheduler which messages this worker understands.
-        return {
-            **self.runtime.heartbeat(),
-            **self.runtime.protocols(),
-            **stores.counters_of(self.worker).heartbeat(),
-        }
+        out: dict[str, Any] = stores.counters_of(self.worker).heartbeat()
+        if self.slots is not None:
+            out |= self.slots.heartbeat()
+        if self.runtime is not None:
+            # `protocols` is no figure: it tells the scheduler which messages this worker understands.
+            out |= {**self.runtime.heartbeat(), **self.runtime.protocols()}
+        return out
 
     def statistics(self) -> dict[str, Any]:
         """Plain JSON values; see `dask_gpurt.status`."""
@@ -127,6 +146,8 @@ class WorkerParts:
             "shuffle": worker_statistics(self.worker),
             "events": self.journal.statistics(),
         }
+        if self.slots is not None:
+            out["slots"] = self.slots.statistics()
         if self.runtime is not None:
             out["tiers"] = self.runtime.statistics()
         if self.residence_sender is not None:

@@ -17,6 +17,8 @@ class LinkClass(enum.Enum):
     PROCESS = "process"
     #: two processes of one host: loopback or shared memory
     HOST = "host"
+    #: two hosts near one another, where others are far
+    RACK = "rack"
     #: two hosts
     NETWORK = "network"
 

@@ -44,5 +44,7 @@ class WorkerView(NamedTuple):
     held_bytes: int
     #: the path from a neighbour to this worker
     near: Link
+    #: what others pay per second that the far fetches occupy the network, relative to that of a network like any other
+    far_price: float = 1.0
     #: seconds until spilled inputs are read from disk, at whoever must read them, queue of that disk included
     read_seconds: float = 0.0

@@ -1,14 +1,15 @@
 """The figures of one cluster, gathered on its scheduler, for the dashboard.
 
 A `Feed` looks once a second at what heartbeats brought anyway and at the scheduler's own statistics, and remembers ten
-minutes of it. It is one for all pages: a page that is opened shows what was before, and ten open pages cost no more
-than one. The look is O(workers); nothing is sent.
+minutes of it. It is one for all pages: ten open pages cost no more than one. It looks only while somebody does: the
+first page that asks starts it, and it stops `UNSEEN_SECONDS` after the last one has asked. The look is O(workers);
+nothing is sent.
 
 Counters of a worker start over when it restarts, and are gone when it leaves. The history therefore adds up *growth*:
 what a counter gained since the last look, or all of it where it is new or smaller than before. So the sum never falls.
 
-Rejected: a history per open page, as Dask's own plots have it. What one wants to see when a plot is opened is the
-minute before.
+Rejected: a history per open page, as Dask's own plots have it (a second page would begin empty); looking also when no
+page is open (a tick a second for nobody, which on a busy scheduler is time that tasks wait for).
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ CALLBACK = "gpurt-feed"
 #: milliseconds between two looks, and looks remembered
 INTERVAL_MS = 1000
 KEEP = 600
+#: seconds without a page that asks, after which it stops
+UNSEEN_SECONDS = 10.0
 
 #: worker counters whose growth is remembered
 WORKER_COUNTERS = ("written_bytes", "read_bytes", "shuffle_sent_bytes", "shuffle_received_bytes")
@@ -84,6 +87,8 @@ class Feed:
         #: looks that failed, and the last traceback
         self.errors = 0
         self.last_error = ""
+        #: clock when a page last asked
+        self.asked = clock()
         self._sums = dict.fromkeys((*WORKER_COUNTERS, *SCHEDULER_COUNTERS), 0.0)
         #: address -> counters at the last look
         self._seen: dict[str, dict[str, float]] = {}
@@ -175,28 +180,46 @@ _feeds: weakref.WeakKeyDictionary[Any, Feed] = weakref.WeakKeyDictionary()
 
 
 def provide(scheduler: Any, figures: Callable[[], dict[str, Any]]) -> Feed:
-    """Start the feed of a scheduler, on its event loop. One that has a feed gets a new one."""
-    from tornado.ioloop import PeriodicCallback
-
+    """Give a scheduler its feed; it starts with the first page. One that has a feed gets a new one."""
     withdraw(scheduler)
     feed = Feed(scheduler, figures)
-    feed.tick()
-    # Among the scheduler's own, so that it stops with them when the scheduler closes.
-    callback = PeriodicCallback(feed.tick, INTERVAL_MS)
-    scheduler.periodic_callbacks[CALLBACK] = callback
-    callback.start()
     _feeds[scheduler] = feed
     return feed
 
 
-def withdraw(scheduler: Any) -> None:
-    """Stop the feed; the plots then say that nothing is installed. No error when there is none."""
-    _feeds.pop(scheduler, None)
+def _start(scheduler: Any, feed: Feed) -> None:
+    from tornado.ioloop import PeriodicCallback
+
+    def tick() -> None:
+        if feed.clock() - feed.asked > UNSEEN_SECONDS:
+            _stop(scheduler)
+        else:
+            feed.tick()
+
+    feed.tick()
+    # Among the scheduler's own, so that it stops with them when the scheduler closes.
+    callback = PeriodicCallback(tick, INTERVAL_MS)
+    scheduler.periodic_callbacks[CALLBACK] = callback
+    callback.start()
+
+
+def _stop(scheduler: Any) -> None:
     callback = scheduler.periodic_callbacks.pop(CALLBACK, None)
     if callback is not None:
         callback.stop()
 
 
+def withdraw(scheduler: Any) -> None:
+    """Stop the feed; the plots then say that nothing is installed. No error when there is none."""
+    _feeds.pop(scheduler, None)
+    _stop(scheduler)
+
+
 def of(scheduler: Any) -> Feed | None:
-    """The feed of a scheduler; None without the extension."""
-    return _feeds.get(scheduler)
+    """The feed of a scheduler, for a page, on the event loop: it looks from now on. None without the extension."""
+    feed = _feeds.get(scheduler)
+    if feed is not None:
+        feed.asked = feed.clock()
+        if CALLBACK not in getattr(scheduler, "periodic_callbacks", {CALLBACK: None}):
+            _start(scheduler, feed)
+    return feed

@@ -1,13 +1,14 @@
 """A small writer of self-contained HTML pages: no script, no font, no address outside the file.
 
 A `Page` is a list of sections, each already escaped when it is added; `render` only joins them. Nothing that is given
-ends up in the page unescaped, and no method takes HTML. Colours are CSS variables that follow the reader's light or
-dark scheme; charts are inline SVG with the same variables, and every bar has its figure written beside it, so that
-colour carries nothing alone.
+ends up in the page unescaped; the one way in for markup is a `Drawing`, which our own chart functions make. Colours are
+CSS variables that follow the reader's light or dark scheme; charts are inline SVG with the same variables, and every
+bar has its figure written beside it, so that colour carries nothing alone.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import math
 import os
@@ -42,6 +43,14 @@ svg text.dim { fill: var(--dim); }
 svg .s0 { fill: var(--s0); } svg .s1 { fill: var(--s1); } svg .s2 { fill: var(--s2); } svg .s3 { fill: var(--s3); }
 """
 
+
+@dataclasses.dataclass(frozen=True)
+class Drawing:
+    """Markup by this package's own chart functions, which escape what they are given; a `Page` takes it as it is."""
+
+    markup: str
+
+
 #: series of one chart, at most: so many colours are told apart
 MAX_SERIES = 4
 
@@ -53,10 +62,13 @@ class Page:
     ----------
     title
         Heading and title of the document.
+    style
+        More CSS, for drawings.
     """
 
-    def __init__(self, title: str) -> None:
+    def __init__(self, title: str, *, style: str = "") -> None:
         self._title = title
+        self._style = style
         self._parts: list[str] = []
 
     def text(self, text: str, *, kind: str = "") -> None:
@@ -67,6 +79,10 @@ class Page:
 
     def heading(self, text: str) -> None:
         self._parts.append(f"<h2>{html.escape(text)}</h2>")
+
+    def drawing(self, drawing: Drawing) -> None:
+        """A chart."""
+        self._parts.append(drawing.markup)
 
     def facts(self, values: Mapping[str, Any]) -> None:
         """Keys and values, one a line. Nested mappings get dotted keys; a text of several lines keeps its lines."""
@@ -149,7 +165,7 @@ class Page:
         return (
             '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
-            f"<title>{title}</title><style>{_CSS}</style></head>\n<body><h1>{title}</h1>\n"
+            f"<title>{title}</title><style>{_CSS}{self._style}</style></head>\n<body><h1>{title}</h1>\n"
             + "\n".join(self._parts)
             + "\n</body></html>\n"
         )

@@ -1,7 +1,9 @@
 """The figures that leave a process: what each is called, its unit, and what it means.
 
 One table feeds three readers, so that they cannot disagree: the heartbeat of a worker (`WORKER` keys, flat), the
-Prometheus collectors (family and labels) and docs/metrics.md (``python -m dask_gpurt.observe.metrics``).
+Prometheus collectors (family and labels) and docs/metrics.md (``python -m dask_gpurt.observe.metrics``). What only
+`dask_gpurt.status` tells is in `dask_gpurt.observe.details`; a test holds both against a live cluster: a number that
+is in neither fails it.
 
 A figure of the scheduler is found by a dotted path in its statistics; ``*`` stands for every key at that level, which
 then is the value of the next label. A path that is not there, or has no number, gives no sample: a part that is not
@@ -14,6 +16,9 @@ import dataclasses
 import math
 import sys
 from typing import TYPE_CHECKING, Any, Literal
+
+from dask_gpurt.observe import details
+from dask_gpurt.observe.causes import BUSY, CAUSES, LOCAL, UNASSIGNED, heartbeat_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -62,6 +67,7 @@ def _walk(node: Any, path: list[str], met: tuple[str, ...]) -> Iterator[tuple[tu
 
 _HOST, _DISK = (("tier", "host"),), (("tier", "disk"),)
 _FETCH = "Shuffle bytes"
+_SLOT = "Threads x time by use: busy, or the cause of idleness; unassigned: explained by the scheduler's stall_seconds"
 
 #: what rides on a worker's heartbeat; each costs a look at an attribute
 WORKER: tuple[Figure, ...] = (
@@ -88,6 +94,24 @@ WORKER: tuple[Figure, ...] = (
     Figure("shuffle_active_runs", "gauge", "shuffle_active_runs", "count", "Shuffles open on this worker"),
     Figure("shuffle_outputs", "counter", "shuffle_outputs", "count", "Output partitions assembled"),
     Figure("shuffle_restarts", "counter", "shuffle_restarts", "count", "Whole shuffles that this worker started over"),
+    Figure(
+        heartbeat_key("slots"),
+        "counter",
+        "slot_wall_seconds",
+        "seconds",
+        "Threads x time; the sum of all uses, running included",
+    ),
+    Figure(
+        heartbeat_key("running"),
+        "gauge",
+        "slot_running_seconds",
+        "seconds",
+        "Work so far of the tasks that have not ended",
+    ),
+    *(
+        Figure(heartbeat_key(use), "counter", "slot_seconds", "seconds", _SLOT, (("use", use),))
+        for use in (BUSY, *LOCAL, UNASSIGNED)
+    ),
 )
 
 _CLASS = (("link_class", "*"),)
@@ -167,6 +191,56 @@ SCHEDULER: tuple[Figure, ...] = (
         "Shuffles left to Dask, by reason; rechunking of arrays always is",
         (("reason", "*"),),
     ),
+    Figure("ledger.slot_seconds", "counter", "ledger_slot_seconds", "seconds", "Threads x time of all workers"),
+    Figure(
+        "ledger.causes.*",
+        "counter",
+        "stall_seconds",
+        "seconds",
+        "Idle threads x time of all workers, by cause; with the busy time the sum is ledger_slot_seconds",
+        (("cause", "*"),),
+    ),
+    Figure("ledger.tasks", "counter", "tasks", "count", "Tasks that ended with a result"),
+    Figure("ledger.errors", "counter", "ledger_errors", "count", "Times that the stall ledger itself failed"),
+    Figure(
+        "placement.decisions.restricted",
+        "counter",
+        "placement_restricted",
+        "count",
+        "Tasks placed that may run on some workers only",
+    ),
+    Figure(
+        "placement.microseconds.total",
+        "counter",
+        "placement_decision_microseconds",
+        "microseconds",
+        "Time of all decisions",
+    ),
+    Figure(
+        "placement.microseconds.p99",
+        "gauge",
+        "placement_decision_p99_microseconds",
+        "microseconds",
+        "99th percentile of the last thousand decisions",
+    ),
+    Figure(
+        "placement.exceptions",
+        "counter",
+        "placement_exceptions",
+        "count",
+        "Exceptions in placement; Dask decided instead",
+    ),
+    Figure(
+        "placement.speeds.*",
+        "gauge",
+        "worker_speed",
+        "ratio",
+        "Speed of a worker relative to the median worker, for the same tasks",
+        (("worker", "*"),),
+    ),
+    Figure("shuffle.errors", "counter", "shuffle_errors", "count", "Exceptions in the choice of a shuffle's engine"),
+    Figure("next_use.sent.hints", "counter", "next_use_hints", "count", "Next uses of keys told to workers"),
+    Figure("next_use.exceptions", "counter", "next_use_exceptions", "count", "Exceptions while next uses were told"),
 )
 
 #: what the collectors count of themselves
@@ -205,6 +279,16 @@ def markdown() -> str:
             labels = ",".join(f'{name}="{value}"' for name, value in figure.labels)
             name = full_name(figure) + (f"{{{labels}}}" if labels else "")
             lines.append(f"| `{name}` | {figure.kind} | {figure.unit} | `{figure.key}` | {figure.about} |")
+    told = (
+        ("Only in status: workers", "In `dask_gpurt.status(client).workers[address]`.", details.WORKER),
+        ("Only in status: scheduler", "In `dask_gpurt.status(client).scheduler`.", details.SCHEDULER),
+    )
+    for title, about, rows in told:
+        lines += ["", f"## {title}", "", about, "", "| Key | Unit | Meaning |", "|---|---|---|"]
+        lines += [f"| `{key}` | {unit} | {meaning} |" for key, unit, meaning in rows]
+    lines += ["", "## Causes of idle slots", "", "The values of the labels `cause` and `use`.", ""]
+    lines += ["| Cause | Meaning |", "|---|---|"]
+    lines += [f"| `{cause}` ({label}) | {meaning} |" for cause, (label, meaning) in CAUSES.items()]
     return "\n".join(lines) + "\n"
 
 

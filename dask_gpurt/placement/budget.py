@@ -1,8 +1,12 @@
 """How long decisions take, and what happens when they take too long.
 
-Deciding happens on the scheduler's event loop, once per task, so a slow decision slows the whole cluster. When the
-median of `WINDOW` decisions exceeds `LIMIT_SECONDS`, placement leaves the decisions to stock for `REST_SECONDS` and
-then tries again. The median, not the mean: one pause of the process must not count as slowness.
+Deciding happens on the scheduler's event loop, once per task, so a slow decision slows the whole cluster. Three limits,
+each counted when it is exceeded, and in each case stock decides:
+
+* one decision: when gathering the facts has taken `DECISION_SECONDS`, the decision is given up (`late`);
+* one second: decisions may take `SHARE` of it; the rest of that second is stock's;
+* the usual: when the median of `WINDOW` decisions exceeds `LIMIT_SECONDS`, placement rests for `REST_SECONDS`. The
+  median, not the mean: one pause of the process must not count as slowness.
 """
 
 from __future__ import annotations
@@ -17,22 +21,52 @@ if TYPE_CHECKING:
 WINDOW = 1000
 LIMIT_SECONDS = 200e-6
 REST_SECONDS = 30.0
+#: a decision that has taken so long is left to stock
+DECISION_SECONDS = 10e-3
+#: share of any second that decisions may take; a task costs the scheduler several times what its decision does, so
+#: that this is reached only when decisions take far longer than they should
+SHARE = 0.5
 
 
 class Budget:
     """Records of decision times, bounded."""
 
-    __slots__ = ("_clock", "_rest_until", "_ring", "count", "limit_seconds", "rests", "total_seconds")
+    __slots__ = (
+        "_clock",
+        "_rest_until",
+        "_ring",
+        "_second",
+        "_spent",
+        "count",
+        "decision_seconds",
+        "late",
+        "limit_seconds",
+        "rests",
+        "seconds_full",
+        "share",
+        "total_seconds",
+    )
 
     def __init__(self, limit_seconds: float = LIMIT_SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit_seconds = limit_seconds
+        #: a decision that has taken so long is given up
+        self.decision_seconds = DECISION_SECONDS
+        #: of a second; infinite where nothing but decisions is done, in benchmarks and on a virtual clock
+        self.share = SHARE
         #: decisions recorded, and their sum
         self.count = 0
         self.total_seconds = 0.0
         #: how often the limit was exceeded
         self.rests = 0
+        #: decisions given up because they took too long
+        self.late = 0
+        #: seconds whose share was used up
+        self.seconds_full = 0
         self._clock = clock
         self._rest_until: float | None = None
+        #: start of the current second, and what was spent in it
+        self._second = 0.0
+        self._spent = 0.0
         #: the last WINDOW decisions
         self._ring: list[float] = []
 
@@ -44,19 +78,37 @@ class Budget:
         else:
             self._ring[at] = seconds
         self.count += 1
-        self.total_seconds += seconds
+        self._spend(seconds)
         if at == WINDOW - 1 and sorted(self._ring)[WINDOW // 2] > self.limit_seconds:
             self.rests += 1
             self._rest_until = self._clock() + REST_SECONDS
+
+    def gave_up(self, seconds: float) -> None:
+        """A decision was given up after so long; it is not one of the decisions made."""
+        self.late += 1
+        self._spend(seconds)
+
+    def _spend(self, seconds: float) -> None:
+        self.total_seconds += seconds
+        self._spent += seconds
+        # The clock is read only when there is something to find out: once per full share, and then per decision.
+        if self._spent >= self.share and self._rest_until is None:
+            now = self._clock()
+            if now - self._second < 1.0:
+                self.seconds_full += 1
+                self._rest_until = self._second + 1.0
+            self._second, self._spent = now, 0.0
 
     @property
     def exhausted(self) -> bool:
         """Whether stock should decide now."""
         if self._rest_until is None:
             return False
-        if self._clock() < self._rest_until:
+        now = self._clock()
+        if now < self._rest_until:
             return True
         self._rest_until = None
+        self._second, self._spent = now, 0.0
         return False
 
     def statistics(self) -> dict[str, float | int | bool]:
@@ -68,5 +120,7 @@ class Budget:
             "median": ordered[n // 2] * 1e6 if n else 0.0,
             "p99": ordered[min(n - 1, int(n * 0.99))] * 1e6 if n else 0.0,
             "over_budget": self.rests,
+            "given_up": self.late,
+            "full_seconds": self.seconds_full,
             "resting": self.exhausted,
         }

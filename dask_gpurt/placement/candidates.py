@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.model.link import LinkClass
 from dask_gpurt.model.views import WorkerView
+from dask_gpurt.placement.across import price
 from dask_gpurt.placement.residence import READ_BYTES_PER_SECOND
 
 if TYPE_CHECKING:
@@ -195,6 +196,7 @@ def views(
     links: LinkMatrix,
     pending_bytes: Callable[[Any], int],
     reconcile: Callable[[WorkerInfo], None],
+    prefix: str = "",
     residence: Residence | None = None,
 ) -> list[WorkerView]:
     """A snapshot of each candidate, relative to the task with these inputs."""
@@ -281,10 +283,11 @@ def views(
                 near_n,
                 far_bytes,
                 far_n,
-                info.slowness,
+                info.speed.for_prefix(prefix) if info.speed_samples else info.slowness,
                 info.mark_bytes - ws.nbytes - info.reserved_bytes - pending,
                 ws.nbytes,
                 near,
+                price(inputs.counted, node, by_address) if far_n and table.zoned else 1.0,
                 read_seconds(info, inputs, residence, by_address) if spilled else 0.0,
             )
         )

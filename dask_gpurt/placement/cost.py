@@ -21,6 +21,7 @@ task goes. Charging it made an over-full worker look worse with every task and d
 
 F is an externality: bytes on a link delay others, whom Q and X of this task do not see. Without it an idle worker wins
 as soon as its fetch is a little shorter than the holder's queue, and locality dissolves (dask/distributed#5253).
+Between zones (two racks joined by a slow link) it is priced higher, see `across`: there all share one link.
 The latency of a fetch is mostly work of the two event loops, so it is in F as well: without it a chain of very short
 tasks hops to whoever happens to be idle.
 """
@@ -52,13 +53,15 @@ class Weights:
 
 def cost(task: TaskView, worker: WorkerView, far: Link, weights: Weights) -> float:
     """Seconds; smaller is better. `far` is the network path to the worker."""
-    queue, pending, near_bytes, near_fetches, far_bytes, far_fetches, slowness, room, _, near, read = worker
+    queue, pending, near_bytes, near_fetches, far_bytes, far_fetches, slowness, room, _, near, far_price, read = worker
     compute, output, slack = task
-    moved = 0.0
+    moved = priced = 0.0
     if near_fetches:
-        moved = near.latency_seconds * near_fetches + near_bytes / near.bytes_per_second
+        moved = priced = near.latency_seconds * near_fetches + near_bytes / near.bytes_per_second
     if far_fetches:
-        moved += far.latency_seconds * far_fetches + far_bytes / far.bytes_per_second
+        across = far.latency_seconds * far_fetches + far_bytes / far.bytes_per_second
+        moved += across
+        priced += far_price * across
     inputs = pending + moved
     seconds = (queue if queue > inputs else inputs) + weights.hidden * (inputs if queue > inputs else queue)
     if read > seconds:
@@ -66,7 +69,7 @@ def cost(task: TaskView, worker: WorkerView, far: Link, weights: Weights) -> flo
     seconds += compute * slowness
     if slack:
         seconds -= (1.0 - weights.excused) * (seconds if seconds < slack else slack)
-    seconds += weights.moved * (moved + read)
+    seconds += weights.moved * (priced + read)
     new = near_bytes + far_bytes + output
     over = new - room
     if over > 0:
@@ -74,14 +77,27 @@ def cost(task: TaskView, worker: WorkerView, far: Link, weights: Weights) -> flo
     return seconds
 
 
+def finish_seconds(task: TaskView, worker: WorkerView, far: Link) -> tuple[float, float]:
+    """(seconds until the result is there, what its fetches cost others as seconds on links)."""
+    moved, priced = _moved(worker, far)
+    wait = max(worker.queue_seconds, worker.pending_seconds + moved)
+    return wait + task.compute_seconds * worker.slowness, priced
+
+
+def _moved(worker: WorkerView, far: Link) -> tuple[float, float]:
+    """Seconds that the fetches occupy links: as they are, and as others pay for them."""
+    near = worker.near
+    close = near.latency_seconds * worker.near_fetches + worker.near_bytes / near.bytes_per_second
+    across = far.latency_seconds * worker.far_fetches + worker.far_bytes / far.bytes_per_second
+    return close + across, close + worker.far_price * across
+
+
 def terms(task: TaskView, worker: WorkerView, far: Link, weights: Weights) -> dict[str, float]:
     """The terms of `cost` by name, in seconds.
 
     ``max(max(queue, inputs) + hidden, read) + compute - excused + overflow + moved`` is the cost.
     """
-    near = worker.near
-    moved = near.latency_seconds * worker.near_fetches + worker.near_bytes / near.bytes_per_second
-    moved += far.latency_seconds * worker.far_fetches + worker.far_bytes / far.bytes_per_second
+    moved, priced = _moved(worker, far)
     new = worker.near_bytes + worker.far_bytes + task.output_bytes
     inputs = worker.pending_seconds + moved
     compute = task.compute_seconds * worker.slowness
@@ -95,5 +111,5 @@ def terms(task: TaskView, worker: WorkerView, far: Link, weights: Weights) -> di
         "compute": compute,
         "excused": (1.0 - weights.excused) * min(wait + compute, task.slack_seconds),
         "overflow": max(0.0, min(new, new - worker.room_bytes)) * weights.overflow_seconds_per_byte,
-        "moved": weights.moved * (moved + worker.read_seconds),
+        "moved": weights.moved * (priced + worker.read_seconds),
     }

@@ -4,8 +4,8 @@ One model: ``duration = seconds(prefix) * slowness(worker)``.
 
 * ``seconds(prefix)`` is the median of the last few durations, each divided by the slowness of its worker. A median,
   because a first call that imports a library, or one straggler, must not decide where a thousand tasks go.
-* ``slowness(worker)`` is a geometric moving average of measured over expected. Only the product of the two is ever
-  used, so the scale they share does not matter; `statistics` gives it relative to the median worker.
+* ``slowness(worker)`` is measured over expected, robustly: see `speed`. Only the product of the two is ever used, so
+  the scale they share does not matter; `statistics` gives it relative to the median worker.
 * Only time spent computing counts. Reading spilled inputs is a matter of memory, not of the processor: counted as
   compute it made every worker that had spilled look slow for good, and sent its data away.
 * A prefix never seen counts 5 ms, not upstream's 500 ms: a queue that nobody has measured must never justify moving
@@ -32,10 +32,6 @@ MAX_PREFIXES = 10_000
 MEASURABLE_SECONDS = 0.002
 #: samples of a prefix before it says anything about a worker
 JUDGING = 3
-#: weight of a new sample in a worker's slowness
-GAIN = 0.1
-_LOG_STEP = math.log(4)
-_LOG_BOUND = math.log(64)
 
 
 class Prefix:
@@ -52,6 +48,15 @@ class Prefix:
         #: how many durations were learned
         self.samples = 0
         self._samples: list[float] = []
+
+    @property
+    def spread_seconds(self) -> float:
+        """Median absolute deviation of the durations kept."""
+        middle = self.seconds
+        if middle is None:
+            return 0.0
+        apart = sorted(abs(s - middle) for s in self._samples)
+        return apart[len(apart) // 2]
 
     def learn(self, seconds: float, nbytes: float) -> None:
         kept = self._samples
@@ -85,14 +90,11 @@ class Durations:
         """A task with this prefix computed for so long on that worker."""
         expected = prefix.seconds
         if expected is not None and prefix.samples >= JUDGING and min(seconds, expected) > MEASURABLE_SECONDS:
-            # Bounded, so that one straggler moves the estimate by at most GAIN * log 4.
-            step = math.log(seconds / expected) - worker.log_slowness
-            step = min(max(step, -_LOG_STEP), _LOG_STEP)
-            log = min(max(worker.log_slowness + GAIN * step, -_LOG_BOUND), _LOG_BOUND)
-            worker.log_slowness = log
-            worker.slowness = math.exp(log)
+            worker.speed.observe(prefix.name, math.log(seconds / expected))
+            worker.slowness = worker.speed.slowness
             worker.speed_samples += 1
-        prefix.learn(seconds / worker.slowness, nbytes)
+        # Not by what is only suspected of the tasks it runs now.
+        prefix.learn(seconds / worker.speed.measured_slowness(prefix.name), nbytes)
 
 
 def compute_seconds(startstops: Iterable[Mapping[str, Any]]) -> float | None:

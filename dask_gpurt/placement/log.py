@@ -45,6 +45,8 @@ MATCHES = 3
 COST = "cost"
 GROUP = "root group"
 STOCK = "stock"
+#: what the cost would have chosen; stock decided
+SHADOW = "shadow"
 FALLBACK = "fallback"
 #: reason of a row that only began when stock's queue assigned the task
 QUEUE = "queue"
@@ -81,6 +83,7 @@ class DecisionLog:
         inputs: Inputs,
         restricted: bool,
         workers: int,
+        shadow: bool = False,
     ) -> None:
         """A decision by cost. `views` must not be changed afterwards; `workers` is how many there are in all."""
         total_bytes, count = inputs.total_bytes, inputs.count
@@ -90,7 +93,7 @@ class DecisionLog:
             count += inputs.scale * len(inputs.wide)
         addresses = [w.address for w in picked]
         detail = (addresses, views, choice, task, far, total_bytes, count, restricted, workers)
-        self._add([key, COST, _time(), detail, None, None, None, None, None, None, None])
+        self._add([key, SHADOW if shadow else COST, _time(), detail, None, None, None, None, None, None, None])
 
     def group(self, key: Hashable, address: str) -> None:
         """A queued root task goes to the worker that owns its group."""
@@ -172,7 +175,7 @@ class DecisionLog:
             "predicted": None,
             "actual": _actual(row),
         }
-        if kind == COST:
+        if kind in (COST, SHADOW):
             addresses, _, choice, task, _, total_bytes, count, restricted, workers = detail
             story["restricted"], story["workers"] = restricted, workers
             story["inputs"] = {"bytes": total_bytes, "count": count}

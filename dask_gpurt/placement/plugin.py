@@ -17,9 +17,16 @@ from typing import TYPE_CHECKING, Any
 from distributed.diagnostics.plugin import SchedulerPlugin
 
 from dask_gpurt.errors import GpurtError, InstallError
-from dask_gpurt.model import Sink, null_sink
+from dask_gpurt.model import Event, Sink, null_sink
 from dask_gpurt.placement.engine import Engine
+from dask_gpurt.placement.guard import logger
+from dask_gpurt.placement.patrol import Patrol
+from dask_gpurt.placement.replicas import ReplicaSeam
 from dask_gpurt.placement.seam import Seam
+from dask_gpurt.placement.seam_copies import CopySeam
+from dask_gpurt.placement.seam_routes import RouteSeam
+from dask_gpurt.placement.seam_shadow import watch
+from dask_gpurt.placement.seam_stealing import StealingSeam
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,6 +68,12 @@ class PlacementPlugin(SchedulerPlugin):
         #: None before `start` and after `uninstall`
         self.engine: Engine | None = None
         self.seam: Seam | None = None
+        self.stealing: StealingSeam | None = None
+        self.replicas: ReplicaSeam | None = None
+        self.routes: RouteSeam | None = None
+        #: None also when second copies are switched off
+        self.copies: CopySeam | None = None
+        self.patrol: Patrol | None = None
 
     async def start(self, scheduler: Any) -> None:
         """Take over. A second call for the same scheduler does nothing.
@@ -81,21 +94,44 @@ class PlacementPlugin(SchedulerPlugin):
         engine = Engine(scheduler, self.settings, self.policy)
         try:
             engine.adopt()
-            seam.install({"decide_worker_non_rootish": self._decide, "get_comm_cost": engine.comm_cost})
-            groups = engine.groups
-            seam.install_roots(groups.waits, engine.pull, groups.__len__, held=engine.held, hungry=engine.hungry)
+            self.seam, self.engine = seam, engine
+            if self.settings.shadow:
+                watch(seam, engine.shadow)
+            else:
+                self._take_over(scheduler, seam, engine)
         except GpurtError:
-            seam.uninstall()
+            self.uninstall()
             raise
         except Exception as e:
-            seam.uninstall()
+            self.uninstall()
             raise InstallError(f"placement could not take over: {type(e).__name__}: {e}. Nothing was changed") from e
-        self.seam, self.engine = seam, engine
+
+    def _take_over(self, scheduler: Any, seam: Seam, engine: Engine) -> None:
+        seam.install({"decide_worker_non_rootish": self._decide, "get_comm_cost": engine.comm_cost})
+        groups = engine.groups
+        seam.install_roots(
+            groups.waits, engine.pull, groups.__len__, engine.worth, held=engine.held, hungry=engine.deals.hungry
+        )
+        engine.on_retired = self._retired
+        self.stealing = StealingSeam(scheduler, seam)
+        self.stealing.install(engine.thief)
+        self.replicas = ReplicaSeam(scheduler, seam)
+        self.replicas.install()
+        self.routes = RouteSeam(scheduler, seam, engine.zones)
+        self.routes.install()
+        if self.settings.stragglers:
+            self.copies = CopySeam(scheduler, seam)
+            self.copies.on_won = engine.copy_won
+            self.copies.install()
+        self.patrol = Patrol(engine, seam, self.stealing, self.copies)
+        self.patrol.start()
 
     def uninstall(self) -> None:
         """Give the scheduler back as it was. Safe to call at any time, also twice."""
-        if self.seam is not None:
-            self.seam.uninstall()
+        for part in (self.patrol, self.copies, self.routes, self.replicas, self.stealing, self.seam):
+            if part is not None:
+                (part.stop if isinstance(part, Patrol) else part.uninstall)()
+        self.patrol = self.copies = self.routes = self.replicas = self.stealing = None
         self.engine = None
 
     async def close(self) -> None:
@@ -114,6 +150,9 @@ class PlacementPlugin(SchedulerPlugin):
         ``prices`` given to stealing, ``roots`` (blocks cut, root tasks handed to their owner, blocks split),
         ``microseconds`` per decision (total, median, p99), ``links`` (latency in s, bytes/s, samples),
         ``prefixes`` known, ``speeds`` of workers, sizes of the ``tables``; ``fallbacks`` (part -> reason -> count),
+        ``governor`` (standing, reason, trials, robust predicted against actual per prefix), ``shadow`` (in shadow mode:
+        agreement, predicted gains), ``stealing`` (opinions, tasks asked back from slow workers), ``copies`` of
+        stragglers by what became of them, ``replicas`` named for dropping;
         ``exceptions``, ``last_traceback``, ``retired`` (part -> reason). Only ``installed: false`` after `uninstall`.
         """
         if self.engine is None or self.seam is None:
@@ -124,6 +163,21 @@ class PlacementPlugin(SchedulerPlugin):
             "installed": True,
             "overrides": list(self.seam.installed),
             **self.engine.statistics(),
+            "shadow": self.engine.shadowed.statistics() if self.settings.shadow else None,
+            "stealing": {
+                "installed": self.stealing is not None and self.stealing.installed,
+                "opinions": dict(self.engine.thieves.opinions),
+                "rescued": 0 if self.stealing is None else self.stealing.requested,
+            },
+            "copies": {
+                **({} if self.copies is None else self.copies.counts),
+                "running": 0 if self.copies is None else len(self.copies.copies),
+                "forbidden": dict(self.engine.forbade),
+            },
+            "routes_shortened": 0 if self.routes is None else self.routes.shortened,
+            "replicas": None
+            if self.replicas is None or self.replicas.policy is None
+            else {"named": self.replicas.policy.named, "not_the_fullest": self.replicas.policy.otherwise},
             "fallbacks": fallbacks,
             "exceptions": sum(p.fallbacks["exception"] for p in parts.values()),
             "last_traceback": next((p.last_traceback for p in parts.values() if p.last_traceback), None),
@@ -148,6 +202,14 @@ class PlacementPlugin(SchedulerPlugin):
             return self.engine.leave(ts, "bookkeeping retired")
         return self.engine.decide(ts, valid)
 
+    def _retired(self, reason: str) -> None:
+        """The governor retires the policy."""
+        logger.warning("placement: the policy retires, stock Dask decides: %s", reason)
+        try:
+            self._sink(Event("placement.retired", f"the policy retires: {reason}", {"part": "policy"}))
+        except Exception:
+            logger.exception("placement: the event sink failed")
+
     def _fell_back(self, key: Any, reason: str) -> None:
         if self.engine is not None:
             self._guard(self.engine.log.failed, key, reason)
@@ -164,12 +226,19 @@ class PlacementPlugin(SchedulerPlugin):
         engine = self.engine
         if engine is None or start == finish:
             return
+        copies = self.copies
         if start == "processing":
             self._guard(engine.left_processing, key, finish, kwargs)
+            if copies is not None and copies.copies:
+                self._guard(copies.left_processing, key, finish)
         elif finish == "processing":
             self._guard(engine.entered_processing, key)
+            if copies is not None and copies.copies:
+                self._guard(copies.entered_processing, key)
         elif finish in _UNWANTED:
             self._guard(engine.groups.gone, key)
+            if copies is not None and copies.copies and finish == "forgotten":
+                self._guard(copies.unwanted, key)
 
     def update_graph(self, scheduler: Any, *, tasks: Any, **kwargs: Any) -> None:
         if self.engine is not None:
@@ -198,7 +267,11 @@ class PlacementPlugin(SchedulerPlugin):
     def remove_worker(self, scheduler: Any, worker: str, *, stimulus_id: str, **kwargs: Any) -> None:
         if self.engine is not None:
             self._guard(self.engine.worker_removed, worker)
+        if self.copies is not None:
+            self._guard(self.copies.worker_removed, worker)
 
     def restart(self, scheduler: Any) -> None:
         if self.engine is not None:
             self._guard(self.engine.restarted)
+        if self.copies is not None:
+            self._guard(self.copies.restarted)

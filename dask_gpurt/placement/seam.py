@@ -87,6 +87,12 @@ ATTRIBUTES: dict[type, tuple[str, ...]] = {
 pending_bytes: Callable[[Any], int] = operator.attrgetter("_network_occ")
 
 
+def connection(scheduler: Any, address: str) -> Any:
+    """The socket of a worker's stream to the scheduler; None when there is none, or none we know."""
+    stream = getattr(getattr(scheduler.stream_comms.get(address), "comm", None), "stream", None)
+    return getattr(stream, "socket", None)
+
+
 def is_running(ws: Any) -> bool:
     """Whether a WorkerState takes tasks: not paused, closing or gone."""
     return ws.status is Status.running
@@ -247,6 +253,7 @@ class Seam(Guard):
         waits: Callable[[Any], bool],
         pull: Callable[[Any], Any],
         pending: Callable[[], int],
+        worth: Callable[[Any], bool] = lambda ws: True,
         held: Callable[[Any], bool] = lambda ts: False,
         hungry: Callable[[], Iterable[Any]] = tuple,
     ) -> None:
@@ -259,7 +266,10 @@ class Seam(Guard):
         2. ``stimulus_queue_slots_maybe_opened``: every worker with a free slot is offered the task that `pull` names,
            through stock's own transition; then stock's method runs and deals what is left, unless the head of the
            queue is `held`, and not with ``validate=True``, which asserts that a free slot is always used.
-        3. ``decide_worker_rootish_queuing_enabled``: answers with the worker of step 2 while in it.
+        3. ``decide_worker_rootish_queuing_enabled``: answers with the worker of step 2 while in it; else with stock's
+           choice, or, where that is not `worth` it, with the least busy one that is. None of them: the task stays
+           queued. Only while other workers are busy, whose next finished task deals again; and not with
+           ``validate=True``, which asserts that a free slot is always used.
 
         If anything raises, stock's methods do their work on a state that is valid at any point: a task is queued or
         it is assigned.
@@ -272,6 +282,8 @@ class Seam(Guard):
             ``(ws) -> TaskState | None``; a queued task.
         pending
             How many tasks `pull` could name at most; 0 skips the offers.
+        worth
+            ``(ws) -> bool``: whether a worker with a free slot should get one of the queued tasks.
         held
             ``(ts) -> bool``: whether a queued task is to stay queued although a worker has a free slot. Only while
             another worker is busy, whose next finished task deals again.
@@ -348,12 +360,21 @@ class Seam(Guard):
                 self.failed(part.name)
                 return False
 
+        def wanted(ws: Any) -> bool:
+            try:
+                return worth(ws)
+            except Exception:
+                self.failed(part.name)
+                return True
+
         def stimulus_queue_slots_maybe_opened(*, stimulus_id: str) -> None:
             given = 0
             first_deal, self._first_deal = self._first_deal, False
             if part.retired is None and s.queued and pending():
                 # Neighbouring groups go to workers of one host: sorted by address.
                 for ws in sorted(s.idle_task_count, key=operator.attrgetter("address")):
+                    if not wanted(ws):
+                        continue
                     while s.queued and ws in s.idle_task_count:
                         if first_deal and len(ws.processing) >= ws.nthreads:
                             break
@@ -372,7 +393,15 @@ class Seam(Guard):
                 ws = chosen.pop()
                 if ws.status is Status.running and s.workers.get(ws.address) is ws:
                     return ws
-            return stock_decide()
+            ws = stock_decide()
+            if ws is None or part.retired is not None or wanted(ws):
+                return ws
+            better = [w for w in s.idle_task_count if w is not ws and wanted(w)]
+            if better:
+                return min(better, key=lambda w: len(w.processing) / w.nthreads)
+            if s.validate or len(s.running) <= len(s.idle_task_count):
+                return ws
+            return None
 
         table["waiting", "processing"] = waiting_processing
         for name, ours in zip(

@@ -11,6 +11,7 @@ import random
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from dask_gpurt.model.link import LinkClass
+from dask_gpurt.placement.speed import Speed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,7 +51,11 @@ class IndexedSet(Generic[T]):
 
 
 class Node:
-    """Workers that reach one another without the network: those of one host, or of one process with ``inproc://``."""
+    """Workers that reach one another without the network: those of one host, or of one process with ``inproc://``.
+
+    Where the network has near and far, it is those of one zone instead (see `topology.zones`): then the way between
+    zones is so much longer than any within one that hosts do not matter beside it.
+    """
 
     __slots__ = ("idle", "link_class", "name", "workers")
 
@@ -69,7 +74,6 @@ class WorkerInfo:
         "address",
         "backlog_seconds",
         "far_share",
-        "log_slowness",
         "mark_bytes",
         "node",
         "reserved_bytes",
@@ -77,6 +81,7 @@ class WorkerInfo:
         "roots",
         "seceded",
         "slowness",
+        "speed",
         "speed_samples",
         "tasks",
         "ws",
@@ -100,9 +105,10 @@ class WorkerInfo:
         self.tasks = 0
         #: how many of `ws.long_running` have been taken out of the backlog
         self.seceded = 0
-        #: measured duration over expected duration; `log_slowness` is its logarithm
+        #: measured duration over expected duration, whatever the task; `speed` knows it per prefix
         self.slowness = 1.0
-        self.log_slowness = 0.0
+        self.speed = Speed()
+        #: durations compared so far
         self.speed_samples = 0
         #: decayed share of the inbound bytes that come over the network rather than from neighbours
         self.far_share = 0.5
@@ -121,6 +127,8 @@ class WorkerTable:
         self.all: IndexedSet[WorkerInfo] = IndexedSet()
         self.idle: IndexedSet[WorkerInfo] = IndexedSet()
         self.nodes: dict[str, Node] = {}
+        #: whether nodes are zones
+        self.zoned = False
         #: seeded, so that the same events give the same decisions
         self.random: Callable[[], float] = random.Random(seed).random
 
@@ -137,6 +145,22 @@ class WorkerTable:
         self.all.add(info)
         self.refresh(info)
         return info
+
+    def move(self, info: WorkerInfo, name: str, link_class: LinkClass) -> None:
+        """Put a worker on another node."""
+        old = info.node
+        if old.name == name:
+            return
+        old.workers.discard(info)
+        old.idle.discard(info)
+        if not old.workers:
+            del self.nodes[old.name]
+        node = self.nodes.get(name)
+        if node is None:
+            node = self.nodes[name] = Node(name, link_class)
+        info.node = node
+        node.workers.add(info)
+        self.refresh(info)
 
     def remove(self, address: str) -> WorkerInfo | None:
         info = self.by_address.pop(address, None)

@@ -41,6 +41,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pandas as pd
 
 from dask_gpurt.errors import LostData, WireError
+from dask_gpurt.model.slots import NETWORK, UNSPILL, waiting
 from dask_gpurt.shuffle import seam, wire
 from dask_gpurt.shuffle.assemble import Assembler
 from dask_gpurt.shuffle.chunk import ReceivedChunk
@@ -171,7 +172,8 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         if frame is not None and here is not None and execution == here and (df := frame()) is not None:
             return df.copy()
         try:
-            first, taken = seam.sync(self._loop, self._take, partition_id)
+            with waiting(UNSPILL):
+                first, taken = seam.sync(self._loop, self._take, partition_id)
         except LostData as e:
             self._restart(f"output {partition_id} was lost: {e}", e)
         if not first:
@@ -218,7 +220,8 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
             if batch.nbytes >= STAGE_BYTES:
                 full[address] = self._staged.pop(address)
         if full:
-            await super()._write_to_comm(full)
+            with waiting(NETWORK):  # until the budget for unsent bytes has room
+                await super()._write_to_comm(full)
         if own is not None:
             chunk_bytes = own.table.get_total_buffer_size()
             self._counters.add(bytes_self=chunk_bytes)

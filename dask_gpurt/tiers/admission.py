@@ -23,6 +23,8 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
+from dask_gpurt.model.slots import MEMORY, waiting
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
@@ -92,7 +94,8 @@ class Gate:
         try:
             # `wake` takes granted items out of the queue and turns their bytes into reserved ones at once: between the
             # result of the future and the resumption of this coroutine nobody else may get them.
-            await future
+            with waiting(MEMORY):
+                await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled():
                 self.reserved_bytes -= nbytes  # granted, but nobody is there to take it

@@ -40,6 +40,7 @@ from distributed.metrics import context_meter, time
 from distributed.worker_state_machine import FreeKeysEvent, RescheduleEvent
 
 from dask_gpurt.errors import SeamMismatch
+from dask_gpurt.model.slots import UNSPILL, waiting
 from dask_gpurt.tiers import adoption
 from dask_gpurt.tiers.adoption import require_call, require_names
 from dask_gpurt.tiers.hints_worker import HintReceiver
@@ -195,7 +196,11 @@ class WorkerSeam:
         """Pin, load, and give up what turns out to be lost. Also the seconds it took."""
         absent = [e for e in map(self.store.entry, keys) if e is not None and not e.in_memory]
         start = time()
-        pinned = await self.store.ensure(keys)
+        if absent:
+            with waiting(UNSPILL):
+                pinned = await self.store.ensure(keys)
+        else:
+            pinned = await self.store.ensure(keys)
         seconds = time() - start
         for entry in pinned:
             if self.store.is_lost(entry.key):

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 SEEDS: dict[LinkClass, Link] = {
     LinkClass.PROCESS: Link(latency_seconds=2e-3, bytes_per_second=10e9),
     LinkClass.HOST: Link(latency_seconds=5e-3, bytes_per_second=1e9),
+    LinkClass.RACK: Link(latency_seconds=5e-3, bytes_per_second=400e6),
     LinkClass.NETWORK: Link(latency_seconds=5e-3, bytes_per_second=400e6),
 }
 #: weight that remains of a sample after the next one; half of it is gone after 69
@@ -128,6 +129,10 @@ class LinkMatrix:
 
     def link(self, link_class: LinkClass) -> Link:
         return self.fits[link_class].link
+
+    def reseed(self, link_class: LinkClass, seed: Link) -> None:
+        """Forget what was learned of a class: its meaning has changed."""
+        self.fits[link_class] = LinkFit(seed)
 
     def observe(self, link_class: LinkClass, nbytes: float, seconds: float, requests: int = 1) -> bool:
         return self.fits[link_class].observe(nbytes, seconds, requests)

@@ -39,9 +39,10 @@ def _work(client: Client) -> None:
 
 def _shows_all(client: Client, workers: int) -> dict[str, Any]:
     got = dask_gpurt.status(client).to_dict()
-    assert got["scheduler"]["parts"] == {"next-use": "on", "placement": "on", "shuffle": "on", "workers": "on"}
+    parts = ("ledger", "next-use", "placement", "shuffle", "workers")
+    assert got["scheduler"]["parts"] == dict.fromkeys(parts, "on")
     assert len(got["workers"]) == workers
-    assert all(w["parts"] == {"tiers": "on"} for w in got["workers"].values()), got["workers"]
+    assert all(w["parts"] == {"slots": "on", "tiers": "on"} for w in got["workers"].values()), got["workers"]
     return got
 
 
@@ -56,7 +57,7 @@ def test_preload_on_the_scheduler_alone_is_enough(tmp_path: Path) -> None:
             got = _shows_all(client, 2)
             assert got["scheduler"]["placement"]["decisions"]["total"] > 0
             log = wait_text(p.running[0][1], "dask-gpurt 0")
-            assert "took over workers, next-use, placement, shuffle" in log
+            assert "took over ledger, workers, next-use, placement, shuffle" in log
         out = subprocess.run(
             [sys.executable, "-m", "dask", "gpurt", "status", address], capture_output=True, text=True, check=True
         ).stdout
@@ -304,7 +305,7 @@ def test_a_part_that_cannot_install(monkeypatch: pytest.MonkeyPatch) -> None:
             dask_gpurt.attach(client)
         assert client.run_on_scheduler(_state) == stock
         got = dask_gpurt.attach(client, settings={"on-error": "stock"}).to_dict()
-        want = {"next-use": "on", "placement": "on", "shuffle": "off: injected", "workers": "on"}
+        want = {**dict.fromkeys(("ledger", "next-use", "placement", "workers"), "on"), "shuffle": "off: injected"}
         assert got["scheduler"]["parts"] == want
         _work(client)
 

@@ -1,4 +1,4 @@
-"""`dask gpurt explain` and `dask gpurt where`, against real processes."""
+"""`dask gpurt explain`, `where` and `report`, against real processes."""
 
 from __future__ import annotations
 
@@ -50,6 +50,12 @@ def test_from_the_command_line(tmp_path: Path) -> None:
             got = json.loads(gpurt("where", address, "x", "--json").stdout)
             (copy,) = got["keys"]["x"]["copies"]
             assert (copy["address"], copy["tier"]) == (first, "memory")
+
+            path = tmp_path / "report.html"
+            told = gpurt("report", address, "--out", str(path))
+            assert told.returncode == 0, told.stderr
+            assert f"Wrote {path}" in told.stdout
+            assert "What the threads did" in path.read_text()
 
             for command in ("explain", "where"):
                 told = gpurt(command, address, "(nope")

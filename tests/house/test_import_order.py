@@ -28,13 +28,14 @@ ALLOWED: dict[str, set[str]] = {
     "observe": {"config", "topology"},
     "simulate": {"config", "topology", "placement", "observe"},
     "testing": set(),
-    "extension": {"config", "observe", "placement", "tiers", "shuffle"},
+    "extension": {"config", "backends", "observe", "placement", "tiers", "shuffle"},
     "preload": {"config", "extension", "observe"},
     "api": {"config", "extension", "observe"},
     "questions": {"extension", "observe"},
+    "reports": {"extension", "observe"},
     "recording": {"extension", "observe"},
-    "cli": {"api", "config", "observe", "questions", "recording", "simulate"},
-    "__init__": {"config", "api", "questions", "recording"},
+    "cli": {"api", "config", "observe", "questions", "recording", "reports", "simulate"},
+    "__init__": {"config", "api", "questions", "recording", "reports"},
 }
 VENDOR = {"cudf", "cupy", "rmm", "pynvml", "pylibcudf", "amdsmi", "kvikio", "ucxx", "dask_cuda", "numba"}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dask_gpurt.observe import feed
+from dask_gpurt.observe.causes import CAUSES
 from dask_gpurt.observe.metrics import WORKER
 
 MiB = 2**20
@@ -53,10 +54,20 @@ def figures(local: int = 0, moved: int = 0, declined: int = 0, fallbacks: int = 
             "decisions": {"total": local + moved, "local": local, "moved": moved, "restricted": 0},
             "declined": {"no inputs": declined},
             "fallbacks": {"decide": {"exception": fallbacks}},
-            "microseconds": {"median": 25.0},
+            "microseconds": {"median": 25.0, "p99": 60.0, "total": 1e4},
+            "exceptions": 0,
+            "speeds": {"tcp://10.0.0.2:4000": 1.0},
             "links": {"process": link, "host": {**link, "samples": 7}, "network": link},
         },
-        "shuffle": {"runs": 3, "active": 1, "fallbacks": {"rechunk": 4, "error": 2}},
+        "shuffle": {"runs": 3, "active": 1, "errors": 0, "fallbacks": {"rechunk": 4, "error": 2}},
+        "next_use": {"sent": {"hints": 9}, "exceptions": 0},
+        "ledger": {
+            "slot_seconds": 10.0,
+            "busy_seconds": 9.0,
+            "causes": {**dict.fromkeys(CAUSES, 0.0), "network": 1.0},
+            "tasks": 4,
+            "errors": 0,
+        },
     }
 
 

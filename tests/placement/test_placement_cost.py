@@ -100,7 +100,7 @@ nonnegative = st.floats(0, 1e12)
 
 @given(st.builds(TaskView, nonnegative, nonnegative, nonnegative), st.lists(nonnegative, min_size=8, max_size=8))
 def test_terms_add_up_to_the_cost(task: TaskView, n: list[float]) -> None:
-    worker = WorkerView(n[0], n[1], n[2], float(n[2] > 0), n[3], float(n[3] > 0), n[4], n[5] - n[6], 0, HOST, n[7])
+    worker = WorkerView(n[0], n[1], n[2], float(n[2] > 0), n[3], float(n[3] > 0), n[4], n[5] - n[6], 0, HOST, 1.0, n[7])
     t = terms(task, worker, FAR, W)
     total = max(max(t["queue"], t["inputs"]) + t["hidden"], t["read"])
     total += t["compute"] - t["excused"] + t["overflow"] + t["moved"]

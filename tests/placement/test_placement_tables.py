@@ -394,9 +394,12 @@ def test_rests_when_too_slow_and_tries_again() -> None:
 
 
 def test_one_long_pause_is_not_slowness() -> None:
-    b = Budget(limit_seconds=1e-4)
+    now = [100.0]
+    b = Budget(limit_seconds=1e-4, clock=lambda: now[0])
     for i in range(budget.WINDOW):
-        b.record(10.0 if i % 10 == 0 else 1e-5)
+        seconds = 10.0 if i % 10 == 0 else 1e-5
+        now[0] += seconds
+        b.record(seconds)
     assert not b.exhausted
     assert b.statistics()["median"] == pytest.approx(10)
     assert b.statistics()["p99"] == pytest.approx(1e7)
@@ -406,9 +409,19 @@ def test_over_budget_decisions_are_left_to_stock() -> None:
     a, b = FakeWorker(0), FakeWorker(1)
     engine = make_engine([a, b])
     engine.budget = Budget(limit_seconds=0.0)
+    engine.budget.decision_seconds = math.inf
     ts = FakeTask("f", FakeTask("x", nbytes=10, on=(a,)))
     for _ in range(budget.WINDOW):
         assert engine.decide(ts, None) is a
     assert engine.decide(ts, None) is None
     assert engine.declined == {"over budget": 1}
     assert math.isfinite(engine.statistics()["microseconds"]["median"])
+
+
+def test_a_decision_that_takes_too_long_is_given_up() -> None:
+    a, b = FakeWorker(0), FakeWorker(1)
+    engine = make_engine([a, b])
+    engine.budget.decision_seconds = 0.0
+    assert engine.decide(FakeTask("f", FakeTask("x", nbytes=10, on=(a,))), None) is None
+    assert engine.declined == {"took too long": 1}
+    assert engine.statistics()["microseconds"]["given_up"] == 1

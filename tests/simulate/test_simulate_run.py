@@ -42,7 +42,9 @@ def test_conservation(shape: str, policy: str) -> None:
     result = simulate(workload, cluster, policy, 1, timeline=True, prepare=lambda sim, plugin: seen.append(sim))
     (sim,) = seen
     assert sorted(map(str, result.assigned)) == sorted(map(str, workload.tasks))
-    assert result.executed == len(workload.tasks) + result.wasted
+    # A straggler's second copy, where there was one, may have run to its end as well.
+    copies = (result.statistics or {}).get("copies", {}).get("started", 0)
+    assert 0 <= result.executed - len(workload.tasks) - result.wasted <= copies
     assert result.makespan_seconds >= bound(workload, cluster, 1).seconds
     durations = workload.durations(1)
     for key, worker, start, stop in result.timeline:
@@ -55,7 +57,9 @@ def test_conservation(shape: str, policy: str) -> None:
         spans.sort()
         assert all(b[0] >= a[1] - 1e-9 for a, b in itertools.pairwise(spans)), "one thread, one task"
     # Inputs are complete before a task starts, wherever they were made.
-    ends = {key: stop for key, _, _, stop in result.timeline}
+    ends: dict[Any, float] = {}
+    for key, _, _, stop in result.timeline:
+        ends[key] = min(stop, ends.get(key, stop))
     starts = {key: start for key, _, start, _ in result.timeline}
     for key, task in workload.tasks.items():
         assert all(ends[d] <= starts[key] for d in task.dependencies if d in ends)

@@ -1,0 +1,1 @@
+"""Two racks on one machine: network namespaces joined by a slow wire."""

@@ -1,0 +1,113 @@
+"""Feeds a `StallLedger` from a scheduler: its plugin, and the one wrapper around what heartbeats call.
+
+distributed has no hook for heartbeats that a scheduler without us would survive (an extension of the worker that the
+scheduler lacks breaks the worker's heartbeat). So ``handlers["heartbeat_worker"]`` is wrapped, and put back exactly;
+the stock handler runs first, and what it raises or returns is passed on.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from distributed import SchedulerPlugin
+
+from dask_gpurt.observe.ledger import BARRIER, StallLedger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+#: name in ``WorkerState.metrics``
+NAME = "gpurt"
+_HANDLER = "heartbeat_worker"
+
+
+class LedgerPlugin(SchedulerPlugin):
+    """The stall ledger of one scheduler."""
+
+    name = "gpurt-ledger"
+    idempotent = True
+
+    def __init__(self, planning: Callable[[], float] = lambda: 0.0) -> None:
+        self._planning = planning
+        self._scheduler: Any = None
+        self._stock: Any = None
+        self._wrapper: Any = None
+        #: None before `attach` and after `detach`
+        self.ledger: StallLedger | None = None
+
+    def attach(self, scheduler: Any) -> None:
+        """Take in what is there and follow it from now on."""
+        self._scheduler = scheduler
+        self.ledger = StallLedger(scheduler, self._planning)
+        stock = self._stock = scheduler.handlers.get(_HANDLER)
+        if stock is None:
+            return  # the figures of workers are then taken at every look, see `statistics`
+
+        def heartbeat_worker(*args: Any, **kwargs: Any) -> Any:
+            reply = stock(*args, **kwargs)
+            ledger = self.ledger
+            if ledger is not None:
+                ws = scheduler.workers.get(kwargs.get("address"))
+                if ws is not None:
+                    ledger.guarded(_heard, ledger, ws)
+            return reply
+
+        self._wrapper = scheduler.handlers[_HANDLER] = heartbeat_worker
+        scheduler.plugins[self.name] = self
+
+    def detach(self) -> None:
+        """Put everything back. A second call does nothing."""
+        self.ledger = None
+        scheduler, self._scheduler = self._scheduler, None
+        if scheduler is None:
+            return
+        if scheduler.plugins.get(self.name) is self:
+            del scheduler.plugins[self.name]
+        if scheduler.handlers.get(_HANDLER) is self._wrapper and self._stock is not None:
+            scheduler.handlers[_HANDLER] = self._stock
+
+    def statistics(self) -> dict[str, Any]:
+        """See `StallLedger.statistics`; empty when it is not attached."""
+        return {} if self.ledger is None else self.ledger.statistics()
+
+    # ------------------------------------------------------------------ hooks
+
+    def transition(self, key: Any, start: Any, finish: Any, *args: Any, stimulus_id: str, **kwargs: Any) -> None:
+        # Called for every transition of every task: leave as early as possible.
+        ledger = self.ledger
+        if ledger is None or start == finish:
+            return
+        if "processing" in (start, finish) or (type(key) is str and key.startswith(BARRIER)):
+            ledger.guarded(ledger.transition, key, start, finish, kwargs)
+
+    def log_event(self, topic: Any, msg: Any) -> None:
+        # ("confirm", key, state, victim, thief, stimulus_id) is the only public trace of a stolen task.
+        ledger = self.ledger
+        if (
+            ledger is not None
+            and topic == "stealing"
+            and isinstance(msg, (tuple, list))
+            and msg
+            and msg[0] == "confirm"
+        ):
+            ledger.guarded(ledger.moved, msg[1], msg[3], msg[4])
+
+    def add_worker(self, scheduler: Any, worker: str) -> None:
+        ledger = self.ledger
+        if ledger is not None:
+            ledger.guarded(ledger.worker_added, scheduler.workers[worker])
+
+    def remove_worker(self, scheduler: Any, worker: str, *, stimulus_id: str, **kwargs: Any) -> None:
+        ledger = self.ledger
+        if ledger is not None:
+            ledger.guarded(ledger.worker_removed, worker)
+
+    def restart(self, scheduler: Any) -> None:
+        ledger = self.ledger
+        if ledger is not None:
+            ledger.guarded(ledger.restarted)
+
+
+def _heard(ledger: StallLedger, ws: Any) -> None:
+    figures = ws.metrics.get(NAME)
+    ledger.heartbeat(ws, figures if isinstance(figures, dict) and figures else None)

@@ -1,0 +1,265 @@
+"""`Run`: what happened on a cluster between two snapshots, as plain facts. Reports and advice are made from it alone.
+
+A snapshot (see `dask_gpurt.reports`) is plain JSON and cumulative: what a scheduler and its workers have counted since
+their start. A run is the difference of two, or one by itself. A counter that is smaller than before belongs to a worker
+that was restarted, and counts from zero; a worker that left in between is gone with what only it knew, but its slots
+are still in the totals of the scheduler's ledger.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.observe.causes import CAUSES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+#: siblings on other workers without which a duration says nothing about a worker
+SIBLINGS = 3
+#: durations below say nothing of a worker's speed, in seconds
+MEASURABLE = 1e-3
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One task that ended with a result."""
+
+    address: str
+    prefix: str
+    #: Unix time
+    start: float
+    stop: float
+    #: of the transfers that were made for it
+    transfer_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return self.stop - self.start
+
+
+@dataclasses.dataclass(frozen=True)
+class Fetches:
+    """What one worker fetched from another."""
+
+    source: str
+    target: str
+    bytes: float
+    #: may overlap
+    seconds: float
+    requests: int
+
+    @property
+    def bytes_per_second(self) -> float:
+        return self.bytes / self.seconds if self.seconds > 0 else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerRun:
+    """One worker."""
+
+    address: str
+    name: str
+    host: str
+    threads: int
+    memory_bytes: int
+    slot_seconds: float
+    busy_seconds: float
+    #: cause -> slot-seconds
+    causes: Mapping[str, float]
+    #: ``written_bytes``, ``read_bytes``, ``write_seconds``, ... of the tiers in the run; what is held, at its end
+    tiers: Mapping[str, float]
+
+    @property
+    def title(self) -> str:
+        """Its name; a number alone would not say that it is one."""
+        return f"worker {self.name}" if self.name.isdigit() else self.name
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """All of it. Times in seconds."""
+
+    start: float
+    stop: float
+    workers: tuple[WorkerRun, ...]
+    slot_seconds: float
+    busy_seconds: float
+    causes: Mapping[str, float]
+    #: in order of their start; the newest only, when there were many
+    tasks: tuple[Task, ...]
+    #: tasks that ended, including those that `tasks` no longer has
+    task_count: int
+    fetches: tuple[Fetches, ...]
+    #: (prefix, address) -> slot-seconds that others waited for a skewed task of it
+    skewed: Mapping[tuple[str, str], float]
+    #: bytes of each output of shuffles
+    outputs: tuple[int, ...]
+    #: the scheduler's statistics at the end, by part
+    scheduler: Mapping[str, Any]
+    #: local, moved, declined by reason, fallbacks by part and reason; in the run
+    placement: Mapping[str, Any]
+    #: bytes and counts of the engine's shuffles, over all workers; in the run
+    shuffle: Mapping[str, float]
+    #: what a host costs an hour: number, or pattern -> number; None: not told
+    prices: float | Mapping[str, float] | None
+
+    @property
+    def seconds(self) -> float:
+        return self.stop - self.start
+
+    @property
+    def wanted_seconds(self) -> float:
+        """Slot-seconds in which something had been submitted."""
+        return max(0.0, self.slot_seconds - self.causes.get("no_work", 0.0))
+
+    def worker(self, address: str) -> str:
+        """How a worker is called; one that has left has only its address."""
+        return next((w.title for w in self.workers if w.address == address), address)
+
+
+def from_snapshots(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> Run:
+    """The run between two snapshots; all since the start of the cluster when there is only one."""
+    old: Mapping[str, Any] = before or {}
+    ledger, old_ledger = after["scheduler"].get("ledger", {}), (old.get("scheduler") or {}).get("ledger", {})
+    details, old_details = after["details"], old.get("details") or {}
+    start = old.get("time") or after["started"]
+    workers = []
+    fetches = []
+    shuffle: defaultdict[str, float] = defaultdict(float)
+    for address, facts in after["workers"].items():
+        status, old_status = facts["status"], (old.get("workers", {}).get(address) or {}).get("status", {})
+        told = grown(ledger.get("workers", {}).get(address, {}), old_ledger.get("workers", {}).get(address, {}))
+        now = status.get("tiers", {})
+        tiers = {
+            **_flat_tiers(now, old_status.get("tiers", {})),
+            **{
+                key: now[key]
+                for key in ("host_bytes", "host_limit_bytes", "disk_bytes", "spilled_keys")
+                if now.get(key) is not None
+            },
+        }
+        workers.append(
+            WorkerRun(
+                address=address,
+                name=facts["name"],
+                host=facts["host"],
+                threads=facts["threads"],
+                memory_bytes=facts["memory_bytes"],
+                slot_seconds=told.get("slot_seconds", 0.0),
+                busy_seconds=told.get("busy_seconds", 0.0),
+                causes=told.get("causes", {}),
+                tiers=tiers,
+            )
+        )
+        fetched, old_fetched = (s.get("slots", {}).get("fetched", {}) for s in (status, old_status))
+        for source, sums in grown(fetched, old_fetched).items():
+            if sums["requests"]:
+                fetches.append(Fetches(source, address, sums["bytes"], sums["seconds"], int(sums["requests"])))
+        for key, value in grown(status.get("shuffle", {}), old_status.get("shuffle", {})).items():
+            if isinstance(value, (int, float)):
+                shuffle[key] += value
+    every = grown(ledger, old_ledger)
+    tasks = sorted((Task(*row) for row in details.get("rows", ())), key=lambda task: task.start)
+    skewed = {(name, address): seconds for name, address, seconds in details.get("skewed", ())}
+    for name, address, seconds in old_details.get("skewed", ()):
+        if (name, address) in skewed:
+            skewed[name, address] -= seconds
+    fresh = details.get("outputs_seen", 0) - old_details.get("outputs_seen", 0)
+    outputs = [nbytes for _, nbytes in details.get("outputs", ())][-fresh:] if fresh > 0 else []
+    scheduler, old_scheduler = after["scheduler"], old.get("scheduler") or {}
+    return Run(
+        start=start,
+        stop=after["time"],
+        workers=tuple(sorted(workers, key=lambda w: (len(w.name), w.name))),
+        slot_seconds=every.get("slot_seconds", 0.0),
+        busy_seconds=every.get("busy_seconds", 0.0),
+        causes={cause: every.get("causes", {}).get(cause, 0.0) for cause in CAUSES},
+        tasks=tuple(task for task in tasks if before is None or task.stop >= start),
+        task_count=int(every.get("tasks", 0)),
+        fetches=tuple(sorted(fetches, key=lambda f: -f.seconds)),
+        skewed={key: seconds for key, seconds in skewed.items() if seconds > 0},
+        outputs=tuple(outputs),
+        scheduler=scheduler,
+        placement=grown(
+            {k: scheduler.get("placement", {}).get(k, {}) for k in ("decisions", "declined", "fallbacks")},
+            {k: old_scheduler.get("placement", {}).get(k, {}) for k in ("decisions", "declined", "fallbacks")},
+        ),
+        shuffle=dict(shuffle),
+        prices=after.get("prices"),
+    )
+
+
+def _flat_tiers(now: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, float]:
+    told = grown(now, old)
+    written, read = told.get("written", {}), told.get("read", {})
+    return {
+        "written_bytes": written.get("bytes", 0),
+        "written_seconds": written.get("io_seconds", 0.0) + written.get("codec_seconds", 0.0),
+        "read_bytes": read.get("bytes", 0),
+        "read_seconds": read.get("io_seconds", 0.0) + read.get("codec_seconds", 0.0),
+        "admission_wait_seconds": told.get("admission_wait_seconds", 0.0),
+        "lost": told.get("lost", 0),
+        "memory_alarms": told.get("memory_alarms", 0),
+    }
+
+
+def grown(now: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested counters less what they were; one that has fallen has started over. What is no number stays as it is."""
+    out: dict[str, Any] = {}
+    for key, value in now.items():
+        before = old.get(key)
+        if isinstance(value, dict):
+            out[key] = grown(value, before if isinstance(before, dict) else {})
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            was = before if isinstance(before, (int, float)) else 0
+            out[key] = value - was if value >= was else value
+        else:
+            out[key] = value
+    return out
+
+
+@dataclasses.dataclass(frozen=True)
+class Slowness:
+    """How much longer one worker takes for the same tasks than the others do."""
+
+    address: str
+    #: 2: twice as long
+    factor: float
+    #: that it was found from, and their seconds
+    tasks: int
+    seconds: float
+
+
+def slowness(tasks: Iterable[Task]) -> list[Slowness]:
+    """Slowest first; workers that had no tasks in common with others are left out.
+
+    By the median of each prefix here against the median elsewhere: one large task among many small ones does not make
+    a worker slow, a worker on which all of them are slow is.
+    """
+    by_prefix: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for task in tasks:
+        if task.seconds >= MEASURABLE:
+            by_prefix[task.prefix][task.address].append(task.seconds)
+    sums: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    for workers in by_prefix.values():
+        for address, mine in workers.items():
+            others = [seconds for a, theirs in workers.items() if a != address for seconds in theirs]
+            if len(others) < SIBLINGS or len(mine) < SIBLINGS:
+                continue
+            total = sum(mine)
+            s = sums[address]
+            # Weighted by time: what takes long is what matters, and what is measured well.
+            s[0] += total * math.log(_median(mine) / _median(others))
+            s[1] += total
+            s[2] += len(mine)
+    out = [Slowness(a, math.exp(s[0] / s[1]), int(s[2]), s[1]) for a, s in sums.items()]
+    return sorted(out, key=lambda s: -s.factor)
+
+
+def _median(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2]

@@ -1,0 +1,235 @@
+"""`SlotMeter`: what the slots of one worker do, second by second.
+
+Theory of operation. The state of a worker is constant between two events of its state machine, so its integral over
+time is exact: before each change, the time since the last one is charged to what the slots did until now. Nothing is
+sampled and nothing ticks; a change costs about two microseconds. In each state every slot has one use::
+
+    slots = executing + idle
+    idle  = paused -> memory | tasks that wait for inputs -> network | constrained -> resources | the rest -> unassigned
+
+``unassigned`` is for the scheduler to explain (`dask_gpurt.observe.ledger`). What executes is split by the tasks
+themselves: code on behalf of a task says that it waits (`dask_gpurt.model.slots`), the task's own start and stop come
+with its result, and what remains of its time on the slot is ``serialisation`` (preparing it, storing its result, the
+event loop). So, always and by construction::
+
+    slots x time = busy + running + serialisation + network + unspill + memory + ... + unassigned
+
+``running`` is the time of tasks that have not ended, which is a gauge: part of it may turn out to be serialisation.
+All the others only grow.
+
+Invariants: a task counts from the start to the end of ``Worker.execute``, which lies inside its time in the state
+machine's set ``executing``; a task that secedes gives its slot back and counts as ended. Whatever a watched task says
+after its end is ignored.
+
+Waits that happen in another process are not seen: a task that waits for a peer which reads the input from its disk is
+waiting for the network, as far as this worker knows.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.observe.causes import UNASSIGNED
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
+
+#: such tasks wait for all senders of a shuffle, from their first to their last moment
+BARRIER_PREFIX = "shuffle-barrier-"
+_IDLE = ("memory", "network", "resources", UNASSIGNED)
+
+
+class RunningTask:
+    """A task on a slot. Implements `dask_gpurt.model.slots.Slot`; from any thread."""
+
+    __slots__ = ("_meter", "_since", "_waits", "closed", "in_thread", "key", "start", "waited")
+
+    def __init__(self, meter: SlotMeter, key: Hashable, now: float) -> None:
+        self._meter = meter
+        self.key = key
+        self.start = now
+        #: seconds of finished waits, and those of them that began in the task's own thread
+        self.waited = 0.0
+        self.in_thread = 0.0
+        self.closed = False
+        #: open waits as [cause, began in a thread], innermost last; a list is its own token
+        self._waits: list[list[Any]] = []
+        #: since when the first of them is open
+        self._since = 0.0
+
+    def enter(self, cause: str) -> list[Any]:
+        token = [cause, threading.get_ident() != self._meter.thread]
+        with self._meter.lock:
+            if not self.closed:
+                now = self._meter.advance()
+                self._switch(-1)
+                if not self._waits:
+                    self._since = now
+                self._waits.append(token)
+                self._switch(+1)
+        return token
+
+    def leave(self, token: list[Any]) -> None:
+        with self._meter.lock:
+            if self.closed:
+                return
+            now = self._meter.advance()
+            self._switch(-1)
+            in_thread = self._waits[0][1]
+            self._waits = [wait for wait in self._waits if wait is not token]
+            if not self._waits:
+                self.waited += now - self._since
+                if in_thread:
+                    self.in_thread += now - self._since
+            self._switch(+1)
+
+    @property
+    def has_waits(self) -> bool:
+        return bool(self._waits)
+
+    def _switch(self, amount: int) -> None:
+        if self._waits:
+            counts = self._meter.waits
+            cause = self._waits[-1][0]
+            counts[cause] = counts.get(cause, 0) + amount
+
+    def close(self, now: float) -> None:
+        """The task is no longer on its slot. With the lock, after `SlotMeter.advance`."""
+        self._switch(-1)
+        if self._waits:
+            self.waited += now - self._since
+            if self._waits[0][1]:
+                self.in_thread += now - self._since
+            self._waits = []
+
+    def running(self, now: float) -> float:
+        """Seconds until now, without waits."""
+        return now - self.start - self.waited - (now - self._since if self._waits else 0.0)
+
+
+class SlotMeter:
+    """The integrals of one worker.
+
+    Parameters
+    ----------
+    slots
+        Threads of the worker.
+    clock
+        Seconds, never going back; for tests.
+    """
+
+    def __init__(self, slots: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last = clock()
+        self._slots = slots
+        self._executing = 0
+        #: arguments of the last `state`: most events change none of them
+        self._state: tuple[int, int, bool, int, int] | None = None
+        #: idle slots now, by `_IDLE`
+        self._idle = (0, 0, 0, slots)
+        self._idle_seconds = [0.0] * len(_IDLE)
+        self._wait_seconds: dict[str, float] = {}
+        self._slot_seconds = 0.0
+        self._executing_seconds = 0.0
+        self._busy_seconds = 0.0
+        self._tasks: dict[Hashable, RunningTask] = {}
+        #: guards everything; held for microseconds
+        self.lock = threading.Lock()
+        #: the event loop's
+        self.thread = threading.get_ident()
+        #: cause -> tasks that wait for it now
+        self.waits: dict[str, int] = {}
+
+    # ------------------------------------------------------------------ events
+
+    def advance(self) -> float:
+        """Charge the time until now; with the lock. Returns now."""
+        now = self._clock()
+        seconds = now - self._last
+        if seconds > 0:
+            self._last = now
+            self._slot_seconds += self._slots * seconds
+            if self._executing:
+                self._executing_seconds += self._executing * seconds
+            for i, count in enumerate(self._idle):
+                if count:
+                    self._idle_seconds[i] += count * seconds
+            for cause, count in self.waits.items():
+                if count:
+                    self._wait_seconds[cause] = self._wait_seconds.get(cause, 0.0) + count * seconds
+        return self._last
+
+    def state(self, slots: int, executing: int, *, paused: bool, waiting: int, constrained: int) -> None:
+        """The state machine has changed: so many tasks execute, wait for inputs, or wait for resources."""
+        told = (slots, executing, paused, waiting, constrained)
+        if told == self._state:
+            return
+        with self.lock:
+            self.advance()
+            self._state = told
+            slots = max(slots, executing)
+            self._slots, self._executing = slots, executing
+            idle = slots - executing
+            if paused:
+                self._idle = (idle, 0, 0, 0)
+            else:
+                network = min(idle, waiting)
+                resources = min(idle - network, constrained)
+                self._idle = (0, network, resources, idle - network - resources)
+
+    def started(self, key: Hashable) -> RunningTask:
+        """A task begins to be executed."""
+        # No integral changes: the state machine has told that one more executes.
+        task = self._tasks[key] = RunningTask(self, key, self._clock())
+        if type(key) is str and key.startswith(BARRIER_PREFIX):
+            task.enter("shuffle_barrier")
+        return task
+
+    def ended(self, task: RunningTask, seconds: float | None = None) -> None:
+        """It ends; `seconds`: of its own work, as far as it was told. Once: what comes later changes nothing."""
+        with self.lock:
+            if task.closed:
+                return
+            now = self._clock()
+            if task.has_waits:
+                now = self.advance()
+                task.close(now)
+            task.closed = True
+            if self._tasks.get(task.key) is task:
+                del self._tasks[task.key]
+            longest = now - task.start - task.waited
+            own = longest if seconds is None else min(longest, seconds - task.in_thread)
+            self._busy_seconds += max(0.0, own)
+
+    def seceded(self, key: Hashable) -> None:
+        """A task leaves its slot to others and goes on beside them."""
+        task = self._tasks.get(key)
+        if task is not None:
+            self.ended(task)
+
+    # ------------------------------------------------------------------ reading
+
+    def seconds(self) -> dict[str, float]:
+        """Cumulative slot-seconds by use, until now.
+
+        ``slots`` is the sum of all others: ``busy``, ``running`` (a gauge, see the module), ``serialisation``,
+        ``network``, ``unspill``, ``memory``, ``shuffle_barrier``, ``resources``, ``unassigned``.
+        """
+        with self.lock:
+            now = self.advance()
+            running = sum(task.running(now) for task in self._tasks.values())
+            waits = dict(self._wait_seconds)
+            idle = dict(zip(_IDLE, self._idle_seconds, strict=True))
+            rest = self._executing_seconds - sum(waits.values()) - running - self._busy_seconds
+            out = {
+                "slots": self._slot_seconds,
+                "busy": self._busy_seconds,
+                "running": running,
+                # Rounding of sums of millions of terms may leave it below zero.
+                "serialisation": max(0.0, rest),
+            }
+        for cause in ("network", "unspill", "memory", "shuffle_barrier", "resources", UNASSIGNED):
+            out[cause] = waits.pop(cause, 0.0) + idle.get(cause, 0.0)
+        return {**out, **waits}  # a cause that somebody made up is shown, not dropped

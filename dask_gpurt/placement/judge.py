@@ -1,0 +1,52 @@
+"""What the governor is told of a decision: what we predict of our choice, and of the one by stock's rule.
+
+Stock's own decider is not asked: it is O(workers) on large clusters. Its rule, applied to the candidates that are
+there anyway, is close: holders only, by queue and missing bytes; without inputs, by queue.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.model import LinkClass
+from dask_gpurt.model.views import TaskView
+from dask_gpurt.placement import candidates
+from dask_gpurt.placement.cost import finish_seconds
+from dask_gpurt.placement.policy import WEIGHTS
+
+if TYPE_CHECKING:
+    from dask_gpurt.placement.engine import Engine
+
+
+def tell(engine: Engine, ts: Any, ours: bool, weighed: Any) -> None:
+    """A decision was made, by us (`ours`) or left to stock; `weighed` is what `Engine._weigh` gave."""
+    _, inputs, views, task, far, i = weighed
+    view = views[i]
+    predicted, moved = finish_seconds(task, view, far)
+    stock = predicted
+    if len(views) > 1:
+        # Stock compares holders only, by queue and bytes missing; without inputs, by queue.
+        holders = [v for v in views if inputs.count - v.near_fetches - v.far_fetches > 0.5] or views
+        if len(holders) > 1 or holders[0] is not view:
+            theirs = min(holders, key=lambda v: v.queue_seconds * v.slowness + finish_seconds(task, v, far)[1])
+            stock = finish_seconds(task, theirs, far)[0]
+    engine.governor.decided(
+        ts.key, ts.prefix.name, ours, predicted, stock, view.near_bytes + view.far_bytes, WEIGHTS.moved * moved
+    )
+
+
+def tell_moved(engine: Engine, ts: Any, ws: Any) -> None:
+    """What stock's decision in a trial moves."""
+    info = engine.workers.by_address.get(ws.address)
+    if info is None or len(ts.dependencies) > candidates.MAX_INPUTS:
+        return
+    view = candidates.views(
+        [info],
+        candidates.Inputs(ts.dependencies, engine.workers.by_address),
+        engine.workers,
+        engine.links,
+        lambda ws: 0,
+        engine.ledger.reconcile,
+    )[0]
+    _, moved = finish_seconds(TaskView(0.0, 0.0), view, engine.links.link(LinkClass.NETWORK))
+    engine.governor.moved(ts.key, view.near_bytes + view.far_bytes, WEIGHTS.moved * moved)

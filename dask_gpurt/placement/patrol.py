@@ -1,0 +1,269 @@
+"""Looks round the workers a few times a second and acts on what no event tells: tasks that do not end.
+
+Each round, in this order:
+
+0. *Zones*: the round trip of each new worker, see `topology.zones`.
+1. *Suspicions*: what workers said of their running tasks (heartbeats carry the run time of each), beside what such
+   tasks usually take, is a lower bound of their slowness, see `speed`.
+2. *Rescue*: tasks that wait on a slow worker and would be done sooner in the queue of a faster one are asked back, by
+   the means of work stealing. Stock sees only that the slow worker has little to do.
+3. *Stragglers*: a second copy of overdue tasks on idle workers, see `stragglers`.
+4. *The queue* is dealt again when a slow worker was refused a root task: the safety net of `pace`.
+
+A round walks over all workers. `ROUND_SECONDS` apart on small clusters, and in proportion on large ones, so that it
+takes about one percent of the event loop; it stops after `LIMIT_SECONDS` and goes on where it was the next time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+from tornado.ioloop import PeriodicCallback
+
+from dask_gpurt.model import LinkClass
+from dask_gpurt.model.views import TaskView
+from dask_gpurt.placement import candidates, seam, stragglers
+from dask_gpurt.placement.cost import finish_seconds
+from dask_gpurt.placement.durations import JUDGING, MEASURABLE_SECONDS
+from dask_gpurt.placement.speed import FORGET_SECONDS
+from dask_gpurt.placement.thieves import STOCK
+from dask_gpurt.topology.zones import round_trip_seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dask_gpurt.placement.engine import Engine
+    from dask_gpurt.placement.seam import Seam
+    from dask_gpurt.placement.seam_copies import CopySeam
+    from dask_gpurt.placement.seam_stealing import StealingSeam
+    from dask_gpurt.placement.workers import WorkerInfo
+
+NAME = "patrol"
+#: key of the periodic callback
+CALLBACK = "gpurt-patrol"
+ROUND_SECONDS = 0.1
+#: a round of so many workers takes one percent of the time between rounds, about
+PER_WORKER_SECONDS = 5e-4
+LIMIT_SECONDS = 0.01
+#: run time beyond the expected from which a task says something of its worker, in seconds
+NOTABLE_SECONDS = 0.05
+#: tasks asked back, and copies started, per round
+MOVES = 16
+#: idle workers looked at for one task
+IDLE = 8
+
+
+class Patrol:
+    """The rounds of one scheduler."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        guard: Seam,
+        stealing: StealingSeam,
+        copies: CopySeam | None,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        self.engine = engine
+        self.guard = guard
+        self.stealing = stealing
+        #: None: no second copies
+        self.copies = copies
+        self.rounds = 0
+        # Looked up at each call, so that a simulator can exchange it.
+        self._clock = clock or (lambda: time.time())
+        self._at = 0
+        self._learned: dict[WorkerInfo, tuple[int, float]] = {}
+        self._callback: PeriodicCallback | None = None
+
+    def start(self) -> None:
+        """Begin the rounds; without an event loop (a simulated scheduler) they are the caller's to make."""
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return
+        scheduler = self.engine.scheduler
+        self._callback = PeriodicCallback(self.go, self.interval_seconds() * 1000)
+        scheduler.periodic_callbacks[CALLBACK] = self._callback
+        self._callback.start()
+
+    def stop(self) -> None:
+        if self._callback is not None:
+            self._callback.stop()
+            callbacks = self.engine.scheduler.periodic_callbacks
+            if callbacks.get(CALLBACK) is self._callback:
+                del callbacks[CALLBACK]
+            self._callback = None
+        self._learned.clear()
+
+    def interval_seconds(self) -> float:
+        """Between two rounds."""
+        return max(ROUND_SECONDS, len(self.engine.workers.all) * PER_WORKER_SECONDS)
+
+    def go(self) -> None:
+        """One round, guarded."""
+        part = self.guard.parts.get(NAME)
+        if part is not None and part.retired is not None:
+            return
+        try:
+            self.round()
+            if self._callback is not None:
+                self._callback.callback_time = self.interval_seconds() * 1000
+        except Exception:
+            self.guard.failed(NAME)
+
+    def round(self) -> None:
+        """One round."""
+        self.rounds += 1
+        engine = self.engine
+        workers = engine.workers.all.items
+        if not workers or engine.retired:
+            return
+        began = time.perf_counter()
+        now = self._clock()
+        overdue: list[tuple[float, Any, WorkerInfo]] = []
+        at = self._at if self._at < len(workers) else 0
+        for _ in range(len(workers)):
+            if at >= len(workers):
+                at = 0
+            self._look(workers[at], now, overdue)
+            at += 1
+            if time.perf_counter() - began > LIMIT_SECONDS:
+                break
+        self._at = at
+        engine.speeds.refresh()
+        if engine.speeds.uneven:
+            self._rescue()
+        if overdue and self.copies is not None and engine.workers.idle.items:
+            overdue.sort(key=lambda o: -o[0])
+            for run, ts, info in overdue[:MOVES]:
+                self._copy(run, ts, info)
+        scheduler = engine.scheduler
+        if engine.speeds.refusing and scheduler.queued:
+            scheduler.stimulus_queue_slots_maybe_opened(stimulus_id=f"gpurt-patrol-{now}")
+
+    # ------------------------------------------------------------------ 1: suspicions
+
+    def _look(self, info: WorkerInfo, now: float, overdue: list[tuple[float, Any, WorkerInfo]]) -> None:
+        ws = info.ws
+        engine = self.engine
+        if info.address not in engine.zones.by_address:
+            sock = seam.connection(engine.scheduler, info.address)
+            if sock is not None and (trip := round_trip_seconds(sock)) is not None:
+                engine.measured(info, trip)
+        logs = []
+        if ws.executing and ws.processing:
+            since = max(0.0, now - ws.last_seen)
+            prefixes = self.engine.durations.prefixes
+            for ts, seconds in ws.executing.items():
+                if ts.processing_on is not ws:
+                    continue
+                prefix = prefixes.get(ts.prefix.name)
+                if prefix is None or prefix.seconds is None or prefix.samples < JUDGING:
+                    continue
+                run = seconds + since
+                usual = max(prefix.seconds, MEASURABLE_SECONDS)
+                logs.append(math.log(run / usual) if run - usual > NOTABLE_SECONDS else 0.0)
+                bound = stragglers.overdue_seconds(prefix)
+                if bound is not None and run > bound and ts not in ws.long_running:
+                    overdue.append((run, ts, info))
+        suspected = statistics.median(logs) if logs else 0.0
+        speed = info.speed
+        speed.suspect(suspected)
+        samples, when = self._learned.get(info, (-1, now))
+        if samples != info.speed_samples or len(self._learned) > 2 * len(self.engine.workers.all):
+            if len(self._learned) > 2 * len(self.engine.workers.all):
+                self._learned.clear()
+            self._learned[info] = (info.speed_samples, now)
+        elif now - when > FORGET_SECONDS and len(speed):
+            speed.forget_one()
+            self._learned[info] = (samples, now)
+        if info.slowness != speed.slowness:
+            info.slowness = speed.slowness
+            self.engine.speeds.learned(info)
+
+    # ------------------------------------------------------------------ 2: rescue
+
+    def _rescue(self) -> None:
+        engine = self.engine
+        moves = 0
+        for home in engine.speeds.slow:
+            ws = home.ws
+            if len(ws.processing) - len(ws.long_running) <= ws.nthreads:
+                continue
+            others = [w.ws for w in {**dict.fromkeys(self._some(home, idle=True)), **dict.fromkeys(self._some(home))}]
+            if not others:
+                continue
+            waiting = [t for t in ws.processing if t not in ws.executing and t not in ws.long_running]
+            # What its worker would come to last goes first.
+            waiting.sort(key=lambda t: t.priority, reverse=True)
+            for ts in waiting:
+                if moves >= MOVES:
+                    return
+                valid = engine.scheduler.valid_workers(ts)
+                thief = engine.thieves.choose(ts, others, self.stealing.in_flight, valid, busy=True)
+                if thief is not None and thief is not STOCK and self.stealing.request(ts, thief):
+                    moves += 1
+
+    def _some(self, home: WorkerInfo, idle: bool = False) -> list[WorkerInfo]:
+        """A few other workers: those with a free thread (`idle`), or faster ones."""
+        workers = self.engine.workers
+        items = workers.idle.items if idle else workers.all.items
+        if not items:
+            return []
+        start = int(self.engine.workers.random() * len(items))
+        found = []
+        for i in range(min(len(items), 4 * IDLE)):
+            info = items[(start + i) % len(items)]
+            if info is not home and (idle or info.slowness < home.slowness) and seam.is_running(info.ws):
+                found.append(info)
+                if len(found) >= IDLE:
+                    break
+        return found
+
+    # ------------------------------------------------------------------ 3: stragglers
+
+    def _copy(self, run: float, ts: Any, home: WorkerInfo) -> None:
+        engine, copies = self.engine, self.copies
+        if copies is None or ts.key in copies.copies or ts.state != "processing":
+            return
+        reason = stragglers.forbidden(ts)
+        if reason is not None:
+            engine.forbade[reason] += 1
+            return
+        valid = engine.scheduler.valid_workers(ts)
+        free = [
+            info
+            for info in self._some(home, idle=True)
+            if (valid is None or info.ws in valid)
+            and len(info.ws.processing)
+            - len(info.ws.long_running)
+            + copies.per_worker[info.address]
+            + self.stealing.in_flight.get(info.ws, 0)
+            < info.ws.nthreads
+        ]
+        prefix = engine.durations.prefixes.get(ts.prefix.name)
+        if not free or prefix is None or prefix.seconds is None:
+            return
+        name = ts.prefix.name
+        views = candidates.views(
+            free,
+            candidates.Inputs(ts.dependencies, engine.workers.by_address),
+            engine.workers,
+            engine.links,
+            seam.pending_bytes,
+            engine.ledger.reconcile,
+            name,
+        )
+        far = engine.links.link(LinkClass.NETWORK)
+        task = TaskView(prefix.seconds, prefix.output_bytes)
+        there, best = min(
+            ((finish_seconds(task, view, far)[0], i) for i, view in enumerate(views)), key=lambda pair: pair[0]
+        )
+        here = prefix.seconds * home.speed.measured_slowness(name)
+        if stragglers.pays(run, here, there):
+            copies.start(ts, free[best].ws)

@@ -1,0 +1,314 @@
+"""A second copy of a running task on another worker; the first result counts. See `seam` for the rules.
+
+How, and why that is safe with distributed's state machines:
+
+1. *Start.* The second worker is sent the ordinary ``compute-task`` message with a run id of its own. The scheduler's
+   state is not touched: the task is in processing on the first worker with the first run id, as if nothing had
+   happened. Whatever becomes of us, the first copy finishes as always.
+2. *The first one finishes first.* Stock handles it. The second worker is told to free the key, once; it forgets what it
+   computes, or has computed, and says no more of it.
+3. *The second one finishes first.* ``task-finished`` from that worker with that run id, while the task is in
+   processing: the task is re-assigned to the second worker, the way work stealing re-assigns (``processing_on`` and
+   both workers' ``processing``), gets the second run id, and then stock's handler runs: for it the task finishes where
+   it was assigned. The first worker is told to free the key. Its own result, when it was on its way already, has an old
+   run id.
+4. *A message of the losing copy* that was sent before it heard so is swallowed. Stock would answer a stale result with
+   a second ``free-keys``, which could reach that worker after it has fetched the same key as the input of a dependent.
+   Not when the task is assigned to that worker again: then stock has to hear of the old run, and starts it anew.
+5. *An error of the second copy* ends only that copy. An error of the first is the task's, as always.
+6. *The first worker dies.* Stock assigns the task anew. The second copy stays: its result counts by rule 3, whoever has
+   the task by then. When that is the second worker itself, the copy is *adopted*: from then on only its run id is
+   accepted as the task's, nothing is freed. *The second worker dies*: the copy is forgotten; the scheduler has never
+   charged the task to that worker, so it is not suspicious of anything.
+7. The task is cancelled, released or has another recipe: the copy is told to free the key. A `TaskState` that is not
+   the same object with the same ``run_spec`` never takes a copy's result.
+8. *Inputs of a copy.* The scheduler does not know that the second worker needs them, so active memory management would
+   drop them there as superfluous replicas; a worker that is told so while a task runs on the input raises, and with
+   that exception closes. Such a request is not sent while the copy runs.
+
+Taken over: the entries ``task-finished`` and ``task-erred`` of ``scheduler.stream_handlers`` (an instance's dict), and
+``scheduler.request_remove_replicas``.
+
+Rejected: a second task under an internal name (the graph, the clients and every dashboard would see it, and its result
+has the wrong key); re-assigning at the start (the first result would be thrown away as stale, and the first worker
+would count as idle while it computes).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.placement.guard import Part, logger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
+
+    from dask_gpurt.placement.guard import Guard
+
+NAME = "copies"
+HANDLERS = ("task-finished", "task-erred")
+#: losers remembered whose last message may still be on its way
+LOSERS = 10_000
+
+
+class Copy:
+    """A second copy that runs."""
+
+    __slots__ = ("address", "adopted", "first_address", "run_id", "run_spec", "ts", "worker")
+
+    def __init__(self, ts: Any, worker: Any, run_id: int) -> None:
+        self.ts = ts
+        #: of the recipe it was given
+        self.run_spec = ts.run_spec
+        #: WorkerState it runs on, and its address
+        self.worker = worker
+        self.address: str = worker.address
+        self.run_id = run_id
+        #: address of the worker that the scheduler assigned the task to
+        self.first_address: str = ts.processing_on.address
+        #: whether that is the same worker by now
+        self.adopted = False
+
+
+class CopySeam:
+    """All second copies of one scheduler."""
+
+    def __init__(self, scheduler: Any, guard: Guard) -> None:
+        self.scheduler = scheduler
+        self.guard = guard
+        #: key -> copy
+        self.copies: dict[Hashable, Copy] = {}
+        #: address -> copies that run there
+        self.per_worker: Counter[str] = Counter()
+        #: by what became of them: started, won, lost, erred, worker lost, cancelled, swallowed
+        self.counts: Counter[str] = Counter()
+        #: called with (key, address of the first copy, address of the second) when the second one has won
+        self.on_won: Callable[[Any, str, str], None] = lambda key, first, second: None
+        self._losers: dict[tuple[Hashable, str, int], None] = {}
+        self._stock: dict[str, Any] = {}
+        self._ours: dict[str, Any] = {}
+        self._remove: Any = None
+
+    def install(self) -> None:
+        part = self.guard.parts.setdefault(NAME, Part(NAME))
+        handlers = self.scheduler.stream_handlers
+        finished, erred = handlers["task-finished"], handlers["task-erred"]
+
+        def task_finished(key: Any, worker: str, stimulus_id: str, **msg: Any) -> None:
+            if key in self.copies or self._losers:
+                try:
+                    if not self._may_finish(key, worker, msg.get("run_id")):
+                        return
+                except Exception:
+                    self.guard.failed(part.name)
+                    self._drop(key, "cancelled")
+            finished(key=key, worker=worker, stimulus_id=stimulus_id, **msg)
+
+        def task_erred(key: Any, stimulus_id: str, **msg: Any) -> None:
+            if key in self.copies or self._losers:
+                try:
+                    if not self._may_err(key, msg.get("worker"), msg.get("run_id")):
+                        return
+                except Exception:
+                    self.guard.failed(part.name)
+            erred(key=key, stimulus_id=stimulus_id, **msg)
+
+        self._stock = {"task-finished": finished, "task-erred": erred}
+        self._ours = {"task-finished": task_finished, "task-erred": task_erred}
+        handlers.update(self._ours)
+        remove = self.scheduler.request_remove_replicas
+
+        def request_remove_replicas(addr: str, keys: list[Any], *, stimulus_id: str) -> None:
+            kept = keys
+            if addr in self.per_worker:
+                try:
+                    kept = [key for key in keys if not self._needed(addr, key)]
+                    self.counts["inputs kept"] += len(keys) - len(kept)
+                except Exception:
+                    self.guard.failed(part.name)
+            if kept:
+                remove(addr, kept, stimulus_id=stimulus_id)
+
+        self._remove = request_remove_replicas
+        self.scheduler.request_remove_replicas = request_remove_replicas
+
+    def _needed(self, address: str, key: Any) -> bool:
+        """Whether a copy that runs on a worker has a key among its inputs."""
+        return any(c.address == address and any(d.key == key for d in c.ts.dependencies) for c in self.copies.values())
+
+    def uninstall(self) -> None:
+        for key in list(self.copies):
+            self._drop(key, "cancelled")
+        handlers = self.scheduler.stream_handlers
+        for name, ours in self._ours.items():
+            if handlers.get(name) is ours:
+                handlers[name] = self._stock[name]
+            else:
+                logger.warning("the handler %s was overridden after placement took it over; left as it is", name)
+        self._ours, self._stock = {}, {}
+        if vars(self.scheduler).get("request_remove_replicas") is self._remove and self._remove is not None:
+            del self.scheduler.request_remove_replicas
+        self._remove = None
+        self._losers.clear()
+
+    # ------------------------------------------------------------------ acting
+
+    def start(self, ts: Any, ws: Any) -> bool:
+        """Start a second copy of a task in processing on another worker; False when that makes no sense now."""
+        scheduler = self.scheduler
+        if (
+            ts.state != "processing"
+            or ts.processing_on is None
+            or ts.processing_on is ws
+            or ts.key in self.copies
+            or scheduler.workers.get(ws.address) is not ws
+            or not all(d.who_has for d in ts.dependencies)
+        ):
+            return False
+        first_run = ts.run_id
+        # The class's own: ours would take it for a message to the first worker. It gives the task a new run id.
+        msg = type(scheduler)._task_to_msg(scheduler, ts)
+        second_run, ts.run_id = ts.run_id, first_run
+        self.copies[ts.key] = Copy(ts, ws, second_run)
+        self.per_worker[ws.address] += 1
+        self.counts["started"] += 1
+        scheduler.worker_send(ws.address, msg)
+        return True
+
+    def _forget(self, key: Any) -> Copy | None:
+        copy = self.copies.pop(key, None)
+        if copy is not None:
+            self.per_worker[copy.address] -= 1
+            if self.per_worker[copy.address] <= 0:
+                del self.per_worker[copy.address]
+        return copy
+
+    def _drop(self, key: Any, why: str) -> None:
+        """A copy is not wanted any more: its worker is told, and what it says of it from now on is not heard."""
+        copy = self._forget(key)
+        if copy is None:
+            return
+        self.counts[why] += 1
+        if copy.adopted:
+            return  # the copy is the task itself
+        self._lose(key, copy.address, copy.run_id)
+        if self.scheduler.workers.get(copy.address) is copy.worker:
+            self._free(key, copy.address)
+
+    def _free(self, key: Any, address: str) -> None:
+        self.scheduler.worker_send(address, {"op": "free-keys", "keys": [key], "stimulus_id": f"gpurt-copy-{key}"})
+
+    def _lose(self, key: Any, address: str, run_id: int) -> None:
+        if len(self._losers) >= LOSERS:
+            del self._losers[next(iter(self._losers))]
+        self._losers[key, address, run_id] = None
+
+    # ------------------------------------------------------------------ messages
+
+    def _swallowed(self, key: Any, worker: Any, run_id: Any) -> bool:
+        if (key, worker, run_id) in self._losers:
+            ts = self.scheduler.tasks.get(key)
+            if ts is not None and ts.processing_on is not None and ts.processing_on.address == worker:
+                return False
+            del self._losers[key, worker, run_id]
+            self.counts["swallowed"] += 1
+            return True
+        return False
+
+    def _may_finish(self, key: Any, worker: str, run_id: Any) -> bool:
+        """Whether stock should hear of a result; the winning copy's task is re-assigned first."""
+        if self._swallowed(key, worker, run_id):
+            return False
+        copy = self.copies.get(key)
+        if copy is None or (copy.address, copy.run_id) != (worker, run_id):
+            return True
+        scheduler, ts, ws = self.scheduler, copy.ts, copy.worker
+        first = ts.processing_on
+        if (
+            scheduler.tasks.get(key) is not ts
+            or ts.run_spec is not copy.run_spec
+            or scheduler.workers.get(worker) is not ws
+        ):
+            # Another task by now. Stock would take it for a stale run; it is told as one that nobody wants.
+            self._drop(key, "cancelled")
+            self._losers.pop((key, worker, run_id), None)
+            return False
+        if ts.state != "processing" or first is None:
+            # Between the first worker's death and the new assignment (waiting for an input that was lost with it).
+            self._drop(key, "cancelled")
+            self._losers.pop((key, worker, run_id), None)
+            return False
+        self._forget(key)
+        self.counts["won"] += 1
+        address = first.address
+        if first is not ws:
+            stealing = scheduler.extensions.get("stealing")
+            if stealing is not None:
+                stealing.remove_key_from_stealable(ts)
+            self._lose(key, address, ts.run_id)
+            ts.processing_on = ws
+            first.remove_from_processing(ts)
+            ws.add_to_processing(ts)
+            if scheduler.workers.get(address) is first:
+                scheduler.check_idle_saturated(first)
+                self._free(key, address)
+        ts.run_id = run_id
+        self._tell(key, address, worker)
+        return True
+
+    def _tell(self, key: Any, first: str, second: str) -> None:
+        try:
+            self.on_won(key, first, second)
+        except Exception:
+            self.guard.failed(NAME)
+
+    def _may_err(self, key: Any, worker: Any, run_id: Any) -> bool:
+        if self._swallowed(key, worker, run_id):
+            return False
+        copy = self.copies.get(key)
+        if copy is None or (copy.address, copy.run_id) != (worker, run_id):
+            return True
+        ts = copy.ts
+        if ts.state == "processing" and ts.processing_on is copy.worker:
+            self._forget(key)
+            ts.run_id = run_id
+            return True
+        self._drop(key, "erred")
+        self._losers.pop((key, worker, run_id), None)  # this was its last word
+        return False
+
+    # ------------------------------------------------------------------ events
+
+    def entered_processing(self, key: Any) -> None:
+        """The task was assigned, which it can only be anew."""
+        copy = self.copies.get(key)
+        if copy is not None and copy.ts.processing_on is not None:
+            copy.first_address = copy.ts.processing_on.address
+            copy.adopted = copy.ts.processing_on is copy.worker
+
+    def left_processing(self, key: Any, finish: str) -> None:
+        """The first copy has ended, one way or the other."""
+        copy = self.copies.get(key)
+        if copy is None:
+            return
+        if finish == "released" and not copy.adopted and copy.first_address not in self.scheduler.workers:
+            return  # its worker died: rule 6
+        self._drop(key, "lost" if finish in ("memory", "erred") else "cancelled")
+
+    def unwanted(self, key: Any) -> None:
+        """The task was released or forgotten without being in processing."""
+        if key in self.copies:
+            self._drop(key, "cancelled")
+
+    def worker_removed(self, address: str) -> None:
+        for key in [k for k, c in self.copies.items() if c.address == address]:
+            self._forget(key)
+            self.counts["worker lost"] += 1
+        for entry in [e for e in self._losers if e[1] == address]:
+            del self._losers[entry]
+
+    def restarted(self) -> None:
+        self.copies.clear()
+        self.per_worker.clear()
+        self._losers.clear()

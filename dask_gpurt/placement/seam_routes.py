@@ -1,0 +1,83 @@
+"""From whom a worker fetches: near holders only, where there are near and far. See `seam` for the rules.
+
+The message that assigns a task lists all holders of each input, and the worker fetches from a random one; only holders
+on its own host go first. So the second worker of a rack fetches across the slow link again what the first one has
+already. Here the holders in other zones are left out of the list when its own zone has one.
+
+Safe, because the list is a hint: a worker that finds no holder there, or only busy ones, asks the scheduler, which
+answers with all of them. Nothing is ever added, and no list becomes empty.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.placement.guard import Part, logger
+
+if TYPE_CHECKING:
+    from dask_gpurt.placement.guard import Guard
+    from dask_gpurt.topology.zones import Zones
+
+NAME = "_task_to_msg"
+
+
+class RouteSeam:
+    """The take-over of one scheduler's messages to workers."""
+
+    def __init__(self, scheduler: Any, guard: Guard, zones: Zones) -> None:
+        self.scheduler = scheduler
+        self.guard = guard
+        self.zones = zones
+        #: lists that were shortened
+        self.shortened = 0
+        self._ours: Any = None
+
+    def install(self) -> bool:
+        """False when this version makes its messages otherwise."""
+        scheduler = self.scheduler
+        method = getattr(type(scheduler), NAME, None)
+        if (
+            method is None
+            or NAME in scheduler.__dict__
+            or tuple(inspect.signature(method).parameters) != ("self", "ts")
+        ):
+            logger.info("placement: %s is not what it was written for; workers fetch from any holder", NAME)
+            return False
+        part = self.guard.parts.setdefault(NAME, Part(NAME))
+        stock = method.__get__(scheduler)
+        zones = self.zones
+
+        def _task_to_msg(ts: Any) -> Any:
+            msg = stock(ts)
+            if part.retired is None and zones.several:
+                try:
+                    self._shorten(msg, ts.processing_on.address)
+                except Exception:
+                    self.guard.failed(NAME)
+            return msg
+
+        self._ours = scheduler.__dict__[NAME] = _task_to_msg
+        return True
+
+    def _shorten(self, msg: dict[str, Any], address: str) -> None:
+        by_address = self.zones.by_address
+        zone = by_address.get(address)
+        if zone is None:
+            return
+        who_has = msg["who_has"]
+        for key, holders in who_has.items():
+            if len(holders) > 1:
+                near = tuple(h for h in holders if by_address.get(h) == zone)
+                if 0 < len(near) < len(holders):
+                    who_has[key] = near
+                    self.shortened += 1
+
+    def uninstall(self) -> None:
+        ours, self._ours = self._ours, None
+        if ours is None:
+            return
+        if self.scheduler.__dict__.get(NAME) is ours:
+            del self.scheduler.__dict__[NAME]
+        else:
+            logger.warning("Scheduler.%s was overridden after placement took it over; left as it is", NAME)

@@ -1,0 +1,102 @@
+"""Taking over who steals, and moving single tasks by the machinery of work stealing. See `seam` for the rules.
+
+``extension._get_thief`` is the one place between "this task could be moved" and stock's test whether it pays. Ours
+answers with a thief, with None (the task stays) or lets stock choose. Everything after it is stock's: its test, the
+request to the victim, the confirmation; so a task is only ever moved when its worker has not begun it.
+
+Rejected: true seconds in ``get_comm_cost`` (measured: ten times as many moves, see `Engine.comm_cost`); replacing
+``balance`` (a hundred lines of state to keep in step with every release).
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.placement.guard import Part, logger
+from dask_gpurt.placement.thieves import STOCK
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dask_gpurt.placement.guard import Guard
+
+NAME = "stealing._get_thief"
+#: attributes of the extension that are used
+USED = ("_get_thief", "in_flight", "in_flight_tasks", "key_stealable", "move_task_request")
+PARAMETERS = ("scheduler", "ts", "potential_thieves", "occupancies")
+
+
+class StealingSeam:
+    """The take-over of one scheduler's stealing extension."""
+
+    def __init__(self, scheduler: Any, guard: Guard) -> None:
+        self.scheduler = scheduler
+        self.guard = guard
+        #: tasks asked for from slow workers
+        self.requested = 0
+        self._extension: Any = None
+        self._ours: Any = None
+
+    @property
+    def installed(self) -> bool:
+        return self._extension is not None
+
+    def install(self, choose: Callable[[Any, Any, Any, Any], Any]) -> bool:
+        """Put ``choose(ts, thieves, in_flight, valid)`` in place; False when there is no stealing or an unknown one."""
+        extension = self.scheduler.extensions.get("stealing")
+        if extension is None:
+            return False
+        if any(not hasattr(extension, name) for name in USED) or "_get_thief" in extension.__dict__:
+            logger.info("placement: work stealing is %r, which is left as it is", extension)
+            return False
+        if tuple(inspect.signature(extension._get_thief).parameters) != PARAMETERS:
+            logger.info("placement: _get_thief has other parameters in this version; stealing is left as it is")
+            return False
+        part = self.guard.parts.setdefault(NAME, Part(NAME))
+        stock = extension._get_thief
+
+        def _get_thief(scheduler: Any, ts: Any, potential_thieves: Any, *, occupancies: Any) -> Any:
+            if part.retired is None:
+                try:
+                    valid = scheduler.valid_workers(ts)
+                    if not valid and valid is not None and ts.loose_restrictions:
+                        valid = None
+                    ws = choose(ts, potential_thieves, extension.in_flight_tasks, valid)
+                    if ws is None:
+                        return None
+                    if ws is not STOCK:
+                        if ws in potential_thieves and (valid is None or ws in valid):
+                            return ws
+                        self.guard.failed(NAME, "rejected", f"{ws!r} may not steal {ts!r}")
+                except Exception:
+                    self.guard.failed(NAME)
+            return stock(scheduler, ts, potential_thieves, occupancies=occupancies)
+
+        self._extension, self._ours = extension, _get_thief
+        extension._get_thief = _get_thief
+        return True
+
+    def uninstall(self) -> None:
+        extension, self._extension = self._extension, None
+        if extension is None:
+            return
+        if extension.__dict__.get("_get_thief") is self._ours:
+            del extension._get_thief
+        else:
+            logger.warning("stealing._get_thief was overridden after placement took it over; left as it is")
+
+    def request(self, ts: Any, thief: Any) -> bool:
+        """Ask the worker of a task to give it up for another; False when stealing may not touch it."""
+        extension = self._extension
+        victim = ts.processing_on
+        if extension is None or victim is None or ts in extension.in_flight or ts not in extension.key_stealable:
+            return False
+        extension.move_task_request(ts, victim, thief)
+        self.requested += 1
+        return True
+
+    @property
+    def in_flight(self) -> Any:
+        """WorkerState -> tasks being moved to it."""
+        return {} if self._extension is None else self._extension.in_flight_tasks

@@ -1,0 +1,106 @@
+"""How slow one worker is: measured over expected duration, as logarithms, overall and per prefix.
+
+* The median of the last `KEPT` measurements: one straggler among them changes nothing. A worker is not the same for all
+  kinds of task (one that has no AVX-512, a shared disk), so the same is kept per prefix, and from `OWN` measurements of
+  a prefix on these count for it instead.
+* A first measurement is believed by `FIRST`: it is all there is, but it may be a straggler.
+* A *suspicion*: tasks that run now and have taken longer than expected already are a lower bound. Waiting for the end
+  of a task that takes ten times as long means giving the same worker more of them until then. The suspicion ends with
+  the tasks.
+* Measurements are forgotten, one per `FORGET_SECONDS`, while no new ones come: a worker that is given no work for
+  being slow could otherwise never show that it is slow no longer.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+
+#: measurements kept overall, and per prefix
+KEPT = 7
+#: measurements of a prefix after which they count instead of the overall ones
+OWN = 3
+#: share of a single measurement that is believed
+FIRST = 0.75
+#: prefixes kept per worker
+MAX_PREFIXES = 64
+FORGET_SECONDS = 20.0
+#: logarithm of the largest slowness that is believed, either way
+BOUND = math.log(64)
+
+
+def _middle(kept: deque[float]) -> float:
+    if len(kept) == 1:
+        return FIRST * kept[0]
+    return statistics.median(kept)
+
+
+class Speed:
+    """Of one worker."""
+
+    __slots__ = ("_all", "_by_prefix", "_own", "_suspected", "slowness")
+
+    def __init__(self) -> None:
+        #: duration over expected duration now, whatever the task; includes a suspicion
+        self.slowness = 1.0
+        self._all: deque[float] = deque(maxlen=KEPT)
+        self._by_prefix: dict[str, deque[float]] = {}
+        #: prefix -> log slowness, of those with enough measurements
+        self._own: dict[str, float] = {}
+        self._suspected = 0.0
+
+    def observe(self, prefix: str, log_ratio: float) -> None:
+        """A task took ``exp(log_ratio)`` times as long as expected."""
+        log_ratio = min(max(log_ratio, -BOUND), BOUND)
+        self._all.append(log_ratio)
+        kept = self._by_prefix.get(prefix)
+        if kept is None:
+            if len(self._by_prefix) >= MAX_PREFIXES:
+                oldest = next(iter(self._by_prefix))
+                del self._by_prefix[oldest]
+                self._own.pop(oldest, None)
+            kept = self._by_prefix[prefix] = deque(maxlen=KEPT)
+        kept.append(log_ratio)
+        if len(kept) >= OWN:
+            self._own[prefix] = statistics.median(kept)
+        self._settle()
+
+    def suspect(self, log_ratio: float) -> None:
+        """Tasks that run now have taken ``exp(log_ratio)`` times as long as expected already; 0: nothing suspicious."""
+        self._suspected = min(max(log_ratio, 0.0), BOUND)
+        self._settle()
+
+    def forget_one(self) -> None:
+        """No new measurement came for `FORGET_SECONDS`."""
+        if self._all:
+            self._all.popleft()
+        for name, kept in list(self._by_prefix.items()):
+            kept.popleft()
+            if len(kept) < OWN:
+                self._own.pop(name, None)
+            if not kept:
+                del self._by_prefix[name]
+        self._settle()
+
+    def __len__(self) -> int:
+        """Measurements kept."""
+        return len(self._all)
+
+    def for_prefix(self, prefix: str) -> float:
+        """Duration over expected duration for tasks with this prefix."""
+        own = self._own.get(prefix) if self._own else None
+        if own is None:
+            return self.slowness
+        return math.exp(own if own > self._suspected else self._suspected)
+
+    def measured_slowness(self, prefix: str) -> float:
+        """As `for_prefix`, without suspicions."""
+        own = self._own.get(prefix)
+        if own is None:
+            own = _middle(self._all) if self._all else 0.0
+        return math.exp(own)
+
+    def _settle(self) -> None:
+        log = _middle(self._all) if self._all else 0.0
+        self.slowness = math.exp(max(log, self._suspected))

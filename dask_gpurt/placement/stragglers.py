@@ -1,0 +1,100 @@
+"""When a task hangs behind, and who could do it instead. Pure.
+
+A task is *overdue* when it has run longer than three bounds together, all by what its prefix usually takes:
+
+* `TIMES` times the median;
+* the median and `SPREADS` times the spread (median absolute deviation, scaled to a standard deviation);
+* the median and `LEAST_SECONDS`: heartbeats are half a second apart, event loops jitter.
+
+From `SAMPLES` finished tasks of the prefix on, as before that there is no spread. A second copy is worth starting when
+it is expected to be done before the first: what remains of the first is what its worker's measured speed says, and at
+least half of what it has run already (a task that has gone on for long usually goes on).
+
+Never for a task that
+
+* says so: ``dask.annotate(gpurt_rerun=False)``;
+* is by its name made to write (``to-parquet``, ``store``, ...): two copies *at the same time* may write into one file,
+  which running again after a loss does not;
+* is of a P2P shuffle, which sends shards as it runs, or next to its barrier;
+* is an actor, needs resources, or was running when a worker died (it may be what kills them);
+* has a second copy, or nobody idle who may run it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dask_gpurt.placement.durations import Prefix
+
+#: finished tasks of a prefix before any of it can be overdue
+SAMPLES = 5
+TIMES = 2.0
+SPREADS = 6.0
+LEAST_SECONDS = 0.2
+#: a median absolute deviation is so many times smaller than a standard deviation, for a normal distribution
+_SCALE = 1.4826
+#: a first copy is taken to need so much more of what it has run
+REMAINS = 0.5
+#: annotation that forbids a second copy
+ANNOTATION = "gpurt_rerun"
+#: beginnings of prefixes of tasks that write
+WRITERS = ("to-", "to_", "write", "store", "save", "insert", "upload", "finalize-write")
+#: parts of prefixes of tasks of P2P shuffles
+P2P = ("shuffle", "p2p", "rechunk-transfer", "hash-join")
+#: neighbours looked at for a barrier
+NEIGHBOURS = 64
+
+
+def overdue_seconds(prefix: Prefix) -> float | None:
+    """Run time from which a task of the prefix is overdue, on a worker of slowness 1; None: not known yet."""
+    middle = prefix.seconds
+    if middle is None or prefix.samples < SAMPLES:
+        return None
+    return max(TIMES * middle, middle + SPREADS * _SCALE * prefix.spread_seconds, middle + LEAST_SECONDS)
+
+
+def pays(run_seconds: float, here_seconds: float, there_seconds: float) -> bool:
+    """Whether a second copy is expected to be done before the first.
+
+    Parameters
+    ----------
+    run_seconds
+        How long the first has run.
+    here_seconds
+        How long such a task takes on its worker, as far as measured.
+    there_seconds
+        How long it would take on the other worker, inputs included.
+    """
+    return there_seconds < max(here_seconds - run_seconds, REMAINS * run_seconds)
+
+
+def _is_barrier(ts: Any) -> bool:
+    return any(c.__name__ == "P2PBarrierTask" for c in type(ts.run_spec).__mro__)
+
+
+def forbidden(ts: Any) -> str | None:
+    """Why a TaskState must not run twice at the same time; None: it may."""
+    annotations = ts.annotations or {}
+    if annotations.get(ANNOTATION, True) is False:
+        return "annotated"
+    if ts.actor:
+        return "actor"
+    if ts.resource_restrictions:
+        return "resources"
+    if ts.suspicious:
+        return "suspicious"
+    if ts.run_spec is None:
+        return "no recipe"
+    name = ts.prefix.name
+    if name.startswith(WRITERS):
+        return "writes"
+    if not ts._queueable or any(part in name for part in P2P) or _is_barrier(ts):
+        return "shuffle"
+    for neighbours in (ts.dependents, ts.dependencies):
+        for i, other in enumerate(neighbours):
+            if i >= NEIGHBOURS:
+                break
+            if _is_barrier(other):
+                return "shuffle"
+    return None

@@ -1,0 +1,157 @@
+"""Whether a waiting task is better off elsewhere, in our seconds. Pure.
+
+Stock moves a task when the occupancies differ enough, in its own currency: prefix mean times count plus bytes at one
+bandwidth. It knows neither the speed of a worker nor what a link costs, and `Engine.comm_cost` says why true seconds
+must not be mixed into that. So ours is a second opinion on the thief, asked before stock's own test: a task moves only
+when both agree.
+
+1. A worker without a free thread is no thief: work does not move from the busy to the busy. Except from a slow worker
+   (`busy`): what waits there is better off in the queue of a fast one.
+2. At home the task is taken to be the last in the queue; elsewhere it needs its inputs first. What is moved is charged
+   once more as what it costs others, as in `cost`.
+3. A task of unknown duration is stock's: there is nothing to compare.
+
+The time is bounded: `THIEVES` are looked at, and one round of balancing may take `ROUND_SECONDS` in all; then nothing
+more is stolen in it.
+"""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections import Counter
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.model import LinkClass
+from dask_gpurt.model.views import TaskView
+from dask_gpurt.placement import candidates, seam
+from dask_gpurt.placement.cost import finish_seconds
+from dask_gpurt.placement.policy import WEIGHTS
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from dask_gpurt.placement.engine import Engine
+
+#: thieves compared for one task
+THIEVES = 8
+#: inputs above which stock decides
+MAX_INPUTS = 64
+#: time of one round of balancing, and what counts as one round
+ROUND_SECONDS = 0.02
+ROUND = 0.2
+
+
+_address = operator.attrgetter("address")
+
+
+class Stock:
+    """The answer "let stock decide"."""
+
+
+STOCK = Stock()
+
+
+class Thieves:
+    """Second opinions on stealing."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        #: opinions by what they were: allowed, home (cheaper there), busy (no free thread anywhere), time
+        self.opinions: Counter[str] = Counter()
+        self._round = 0.0
+        self._spent = 0.0
+
+    def choose(
+        self, ts: Any, thieves: Collection[Any], in_flight: Mapping[Any, int], valid: Any = None, *, busy: bool = False
+    ) -> Any:
+        """The WorkerState to move a task to, None to leave it where it is, or `STOCK`.
+
+        Parameters
+        ----------
+        thieves
+            WorkerStates that stock considers.
+        in_flight
+            WorkerState -> tasks being moved to it, less those being moved from it.
+        valid
+            WorkerStates the task may run on; None: all.
+        busy
+            Whether workers without a free thread are considered too.
+        """
+        engine = self._engine
+        victim = ts.processing_on
+        home = None if victim is None else engine.workers.by_address.get(victim.address)
+        prefix = engine.durations.prefixes.get(ts.prefix.name)
+        if home is None or prefix is None or prefix.seconds is None or len(ts.dependencies) > MAX_INPUTS:
+            return STOCK
+        began = time.perf_counter()
+        if began - self._round > ROUND:
+            self._round, self._spent = began, 0.0
+        elif self._spent > ROUND_SECONDS:
+            self.opinions["time"] += 1
+            return None
+        try:
+            return self._choose(ts, thieves, in_flight, valid, home, prefix, busy)
+        finally:
+            self._spent += time.perf_counter() - began
+
+    def _choose(self, ts: Any, thieves: Any, in_flight: Any, valid: Any, home: Any, prefix: Any, busy: bool) -> Any:
+        engine = self._engine
+        by_address = engine.workers.by_address
+        # Sets are in another order in every process; the same events must give the same decisions.
+        pool: list[Any]
+        if len(thieves) > THIEVES:
+            # Those that have inputs first, then some that are idle.
+            near = {h for d in ts.dependencies for h in islice(d.who_has or (), THIEVES) if h in thieves}
+            idle = engine.workers.idle.items
+            start = int(engine.workers.random() * len(idle))
+            some = (idle[(start + i) % len(idle)].ws for i in range(min(len(idle), 4 * THIEVES)))
+            pool = [*sorted(near, key=_address)[:THIEVES], *(w for w in some if w in thieves and w not in near)]
+        else:
+            pool = sorted(thieves, key=_address)
+        free = []
+        for ws in pool:
+            info = by_address.get(ws.address)
+            if (
+                info is not None
+                and info is not home
+                and seam.is_running(ws)
+                and (valid is None or ws in valid)
+                and (busy or len(ws.processing) - len(ws.long_running) + in_flight.get(ws, 0) < ws.nthreads)
+            ):
+                free.append(info)
+                if len(free) >= THIEVES:
+                    break
+        if not free:
+            self.opinions["busy"] += 1
+            return None
+        name = ts.prefix.name
+        task = TaskView(prefix.seconds, prefix.output_bytes)
+        far = engine.links.link(LinkClass.NETWORK)
+        views = candidates.views(
+            free,
+            candidates.Inputs(ts.dependencies, by_address),
+            engine.workers,
+            engine.links,
+            seam.pending_bytes,
+            engine.ledger.reconcile,
+            name,
+        )
+        best, best_seconds = None, 0.0
+        for info, view in zip(free, views, strict=True):
+            finish, moved = finish_seconds(task, view, far)
+            seconds = finish + WEIGHTS.moved * moved
+            coming = in_flight.get(info.ws, 0)
+            if busy and coming > 0:
+                seconds += coming * task.compute_seconds * info.slowness / info.ws.nthreads
+            if best is None or seconds < best_seconds:
+                best, best_seconds = info, seconds
+        slowness = home.speed.for_prefix(name)
+        backlog = home.backlog_seconds + min(0, in_flight.get(home.ws, 0)) * task.compute_seconds
+        at_home = max(backlog * home.slowness / home.ws.nthreads, task.compute_seconds * slowness)
+        if best is None or best_seconds >= at_home:
+            self.opinions["home"] += 1
+            return None
+        self.opinions["allowed"] += 1
+        return best.ws

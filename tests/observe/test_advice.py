@@ -1,0 +1,152 @@
+"""Advice is a pure function of a run: each trouble by itself, two at once, and none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dask_gpurt.observe import report
+from dask_gpurt.observe.advice import advise
+from dask_gpurt.observe.causes import CAUSES
+from dask_gpurt.observe.run import Fetches, Run, Task, WorkerRun, from_snapshots, grown, slowness
+
+
+def run(causes: dict[str, float] | None = None, busy: float = 50.0, **known: Any) -> Run:
+    every = dict.fromkeys(CAUSES, 0.0) | (causes or {})
+    slots = busy + sum(every.values())
+    half = {cause: seconds / 2 for cause, seconds in every.items()}
+    workers = tuple(
+        WorkerRun(name, name, f"host-{name}", 2, 10**9, slots / 2, busy / 2, half, {"written_bytes": 5e8})
+        for name in ("a", "b")
+    )
+    facts: dict[str, Any] = {
+        "start": 0.0,
+        "stop": slots / 4,
+        "workers": workers,
+        "slot_seconds": slots,
+        "busy_seconds": busy,
+        "causes": every,
+        "tasks": (),
+        "task_count": 0,
+        "fetches": (),
+        "skewed": {},
+        "outputs": (),
+        "scheduler": {},
+        "placement": {},
+        "shuffle": {},
+        "prices": None,
+    }
+    return Run(**(facts | known))
+
+
+def tasks(prefix: str, address: str, *seconds: float) -> tuple[Task, ...]:
+    return tuple(Task(address, prefix, 0.0, s, 0.0) for s in seconds)
+
+
+def test_nothing_to_say() -> None:
+    assert advise(run()) == []
+    assert advise(run({"no_work": 1000.0})) == []
+    assert advise(run({"scheduler": 0.4, "network": 0.3})) == []
+
+
+def test_a_slow_worker_takes_what_others_waited_for() -> None:
+    both = tasks("f", "a", *[0.1] * 20) + tasks("f", "b", *[0.4] * 10)
+    (first, *rest) = advise(
+        run({"queued_elsewhere": 10, "skew": 6, "network": 2}, tasks=both, skewed={("f", "b"): 5.0, ("g", "a"): 1.0})
+    )
+    assert first.cause == "slow worker"
+    assert "The same tasks take 4.0 times as long on b" in first.text
+    assert first.seconds == pytest.approx(4.0 * (1 - 1 / 4) + 10 + 5)
+    assert [f.cause for f in rest] == ["network", "skew"]
+
+
+def test_one_large_task_does_not_make_a_worker_slow() -> None:
+    both = tasks("f", "a", *[0.1] * 8) + tasks("f", "b", *[0.1] * 7, 5.0)
+    assert max(s.factor for s in slowness(both)) == pytest.approx(1.0)
+    (first,) = advise(run({"skew": 20}, tasks=both, skewed={("f", "b"): 20.0}, outputs=(1, 1, 1, 50)))
+    assert first.cause == "skew"
+    assert "f on b, 5 s against a median of 0.1 s" in first.text
+    assert "50 times the median" in first.text
+
+
+def test_links() -> None:
+    fast, slow = Fetches("a", "b", 1e9, 1.0, 10), Fetches("b", "a", 1e9, 10.0, 10)
+    assert advise(run({"network": 20}, fetches=(fast,)))[0].cause == "network"
+    (first,) = advise(run({"network": 20}, fetches=(slow, fast)))
+    assert first.cause == "slow link"
+    assert "from b to a came 1 GB at 100 MB/s" in first.text
+    assert "91% of the time of all fetches" in first.text
+    longer = Fetches("a", "b", 9e9, 30.0, 10)
+    assert advise(run({"network": 20}, fetches=(slow, longer)))[0].cause == "network"
+    assert advise(run({"network": 20}, fetches=(Fetches("a", "b", 1e3, 1.0, 1),)))[0].cause == "network"
+
+
+@pytest.mark.parametrize(
+    ("cause", "named"),
+    [
+        ("unspill", "spilling"),
+        ("memory", "spilling"),
+        ("shuffle_barrier", "shuffle barrier"),
+        ("no_ready_task", "no ready task"),
+        ("queued_elsewhere", "queued elsewhere"),
+        ("scheduler", "scheduler"),
+        ("planning", "own planning"),
+        ("serialisation", "task overhead"),
+        ("resources", "resources"),
+    ],
+)
+def test_each_cause_has_a_finding_with_its_number(cause: str, named: str) -> None:
+    (finding,) = advise(run({cause: 25.0, "no_work": 500.0}))
+    assert finding.cause == named
+    assert finding.share == pytest.approx(25 / 75)
+    assert "25 s" in finding.text
+    assert finding.remedy
+
+
+def test_every_cause_is_looked_at() -> None:
+    assert len(advise(run(dict.fromkeys(CAUSES, 10.0)))) == len(CAUSES) - 2  # unspill + memory; no_work is none
+
+
+def test_tiny_tasks_are_named() -> None:
+    found = advise(run({"serialisation": 25.0}, tasks=tasks("f", "a", *[0.001] * 50)))
+    assert "Tasks take 1 ms on average" in found[0].remedy
+
+
+def test_counters_that_started_over() -> None:
+    assert grown({"a": 3, "b": {"c": 5}, "t": "x", "f": True}, {"a": 10, "b": {"c": 2}}) == {
+        "a": 3,
+        "b": {"c": 3},
+        "t": "x",
+        "f": True,
+    }
+
+
+def test_a_run_of_a_cluster_with_a_worker_that_says_nothing() -> None:
+    after = {
+        "time": 20.0,
+        "started": 10.0,
+        "scheduler": {"version": "1", "policy": "gpurt", "ledger": {"slot_seconds": 10.0, "busy_seconds": 10.0}},
+        "details": {},
+        "prices": None,
+        "workers": {"x": {"name": "x", "host": "h", "threads": 1, "memory_bytes": 0, "status": {}}},
+    }
+    got = from_snapshots(None, after)
+    assert (got.seconds, got.busy_seconds, got.workers[0].slot_seconds) == (10.0, 10.0, 0.0)
+    assert "No task ended" in report.page(got).render()
+
+
+def test_cost() -> None:
+    assert report.cost(run()) is None
+    assert report.cost(run(prices=2.5)) == [("host-a", 2.5), ("host-b", 2.5)]
+    assert report.cost(run(prices={"host-b": 4.0})) == [("host-a", 0.0), ("host-b", 4.0)]
+    assert report.cost(run(prices={"a": 1.0, "host*": 3.0})) == [("host-a", 1.0), ("host-b", 3.0)]
+    assert "$ of this run" in report.page(run(prices=1.0)).render()
+
+
+def test_what_users_call_things_is_escaped() -> None:
+    evil = "<script>alert('&')</script>"
+    got = run(tasks=tasks(evil, "a", 1.0), fetches=(Fetches(evil, "a", 1e7, 1.0, 1),), skewed={(evil, evil): 3.0})
+    text = report.page(got).render()
+    assert "<script" not in text
+    assert "&lt;script&gt;" in text

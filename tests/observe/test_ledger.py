@@ -1,0 +1,184 @@
+"""The scheduler's half of the ledger, with a scheduler of plain objects and a clock that moves when it is told."""
+
+from __future__ import annotations
+
+import types
+from collections import deque
+from typing import Any
+
+import pytest
+
+from dask_gpurt.observe import ledger as module
+from dask_gpurt.observe.causes import BUSY, LOCAL, UNASSIGNED, heartbeat_key
+from dask_gpurt.observe.ledger import StallLedger
+
+from .fakes import Clock
+
+
+class Scheduler:
+    """As much of a scheduler as the ledger looks at. Workers tell the truth in their heartbeats."""
+
+    def __init__(self, slots: int = 2, planning: float = 0.0) -> None:
+        self.workers: dict[str, Any] = {}
+        self.tasks: dict[Any, Any] = {}
+        self.queued: deque[Any] = deque()
+        self.unrunnable: set[Any] = set()
+        self.clock = Clock()
+        self.planned = 0.0
+        for address in ("a", "b"):
+            self.workers[address] = types.SimpleNamespace(
+                address=address, name=address, nthreads=slots, processing={}, long_running=set()
+            )
+        self.told = {address: dict.fromkeys(("slots", BUSY, UNASSIGNED, *LOCAL), 0.0) for address in self.workers}
+        self.ledger = StallLedger(self, lambda: self.planned, self.clock)
+
+    def start(self, key: str, worker: str, prefix: str = "f") -> None:
+        ts = types.SimpleNamespace(
+            key=key, prefix=types.SimpleNamespace(name=prefix), processing_on=self.workers[worker], state="processing"
+        )
+        self.tasks[key] = ts
+        self.workers[worker].processing[key] = 0
+        self.ledger.transition(key, "waiting", "processing", {})
+
+    def end(self, key: str, seconds: float = 1.0) -> None:
+        ts = self.tasks.pop(key)
+        worker = ts.processing_on.address
+        del self.workers[worker].processing[key]
+        startstops = [{"action": "compute", "start": 0.0, "stop": seconds}]
+        self.ledger.transition(key, "processing", "memory", {"worker": worker, "startstops": startstops, "nbytes": 8})
+
+    def move(self, seconds: float, late: float = 0.0) -> None:
+        """Time passes: workers run what is assigned to them, after `late` seconds in which it was not there."""
+        self.clock.now += seconds
+        for address, ws in self.workers.items():
+            busy = min(ws.nthreads, len(ws.processing)) * (seconds - late)
+            told = self.told[address]
+            told["slots"] += ws.nthreads * seconds
+            told[BUSY] += busy
+            told[UNASSIGNED] += ws.nthreads * seconds - busy
+
+    def beat(self) -> dict[str, float]:
+        """All heartbeats; the causes so far."""
+        for address, ws in self.workers.items():
+            self.ledger.heartbeat(ws, {heartbeat_key(name): value for name, value in self.told[address].items()})
+        got = self.ledger.statistics()
+        assert got["busy_seconds"] + sum(got["causes"].values()) == pytest.approx(got["slot_seconds"], abs=1e-6)
+        return {cause: round(seconds, 6) for cause, seconds in got["causes"].items() if round(seconds, 6)}
+
+
+def test_nothing_submitted_then_one_task() -> None:
+    s = Scheduler()
+    s.move(10)
+    assert s.beat() == {"no_work": 40}
+    s.start("x", "a")
+    s.move(5)
+    s.end("x")
+    assert s.beat() == {"no_work": 40, "no_ready_task": 15}
+    assert s.ledger.statistics()["busy_seconds"] == 5
+
+
+def test_causes_change_between_two_heartbeats() -> None:
+    s = Scheduler()
+    s.start("x", "a")
+    s.queued.append("y")
+    s.ledger.guarded(s.ledger._turn)
+    s.move(1)
+    s.queued.clear()
+    for i in range(3):
+        s.start(f"b{i}", "b")  # one more than its threads
+    s.move(2)
+    for i in range(3):
+        s.end(f"b{i}")
+    s.move(4)
+    s.end("x")
+    s.move(8)
+    assert s.beat() == {"scheduler": 3, "queued_elsewhere": 2, "no_ready_task": 4 * 3, "no_work": 8 * 4}
+
+
+def test_what_is_assigned_but_not_there_is_the_schedulers() -> None:
+    s = Scheduler()
+    for i in range(4):
+        s.start(f"x{i}", "ab"[i % 2])
+    s.move(10, late=0.5)
+    assert s.beat() == {"scheduler": 2}
+
+
+def test_own_planning_is_part_of_the_schedulers() -> None:
+    s = Scheduler()
+    s.beat()
+    for i in range(4):
+        s.start(f"x{i}", "ab"[i % 2])
+    s.move(10, late=1)
+    s.planned = 2.0
+    assert s.beat() == {"scheduler": 3.2, "planning": 0.8}
+
+
+def test_a_shuffle_barrier() -> None:
+    s = Scheduler()
+    s.ledger.transition("shuffle-barrier-1", "released", "waiting", {})
+    s.start("x", "a")
+    s.move(3)
+    s.end("x")
+    s.ledger.transition("shuffle-barrier-1", "waiting", "memory", {})
+    s.move(1)
+    assert s.beat() == {"shuffle_barrier": 9, "no_work": 4}
+
+
+def test_a_skewed_task_is_found_and_named() -> None:
+    s = Scheduler()
+    for i in range(3):
+        s.start(f"x{i}", "a", "g")
+        s.end(f"x{i}", 0.1)
+    s.start("hot", "b", "g")
+    s.move(1)
+    assert s.beat() == {"no_ready_task": 3}
+    s.move(5)
+    assert s.beat() == {"no_ready_task": 3, "skew": 15}
+    s.end("hot", 6)
+    s.move(1)
+    assert s.beat() == {"no_ready_task": 3, "skew": 15, "no_work": 4}
+    assert s.ledger.details()["skewed"] == [["g", "b", 15.0]]
+
+
+def test_workers_that_leave_and_start_over() -> None:
+    s = Scheduler()
+    s.move(10)
+    s.beat()
+    s.ledger.worker_removed("b")
+    del s.workers["b"], s.told["b"]
+    s.move(5)
+    assert s.beat() == {"no_work": 50}
+    s.told["a"] = dict.fromkeys(s.told["a"], 0.0)  # attached anew
+    s.move(1)
+    assert s.beat() == {"no_work": 52}
+
+
+def test_a_worker_without_the_extension_is_left_out() -> None:
+    s = Scheduler()
+    s.move(3)
+    s.ledger.heartbeat(s.workers["a"], None)
+    s.ledger.heartbeat(s.workers["b"], {"host_bytes": 3})
+    assert s.ledger.statistics()["slot_seconds"] == 0
+
+
+def test_an_exception_is_counted_and_repeated_ones_end_it() -> None:
+    s = Scheduler()
+
+    def fail() -> None:
+        raise RuntimeError("no")
+
+    for _ in range(module.ERRORS + 5):
+        s.ledger.guarded(fail)
+    assert s.ledger.errors == module.ERRORS
+    assert "RuntimeError: no" in s.ledger.last_traceback
+
+
+def test_everything_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PREFIXES", 5)
+    s = Scheduler()
+    for i in range(module.ROWS + 10):
+        s.start("x", "a", f"p{i}")
+        s.end("x")
+    assert len(s.ledger.rows) == module.ROWS
+    assert len(s.ledger.prefixes) == 5
+    assert s.ledger._running == {}

@@ -1,0 +1,56 @@
+"""The ledger comes and goes with the extension; the feed looks only while a page asks. One loop, no processes."""
+
+# ruff: noqa: ASYNC110  (what is waited for is in another part of the same loop, and has no event)
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+from distributed.utils_test import gen_cluster
+
+from dask_gpurt.config import Settings
+from dask_gpurt.extension import GpurtScheduler
+from dask_gpurt.observe import feed
+
+pytestmark = pytest.mark.cluster
+
+
+@gen_cluster(client=True, nthreads=[("", 1)])
+async def test_attached_and_detached_while_a_task_runs(c: Any, s: Any, a: Any) -> None:
+    stock = s.handlers["heartbeat_worker"]
+    future = c.submit(time.sleep, 0.4)
+    while not a.state.executing:
+        await asyncio.sleep(0.01)
+    plugin = GpurtScheduler(Settings.load())
+    await plugin.start(s)
+    await future
+    await a.heartbeat()
+    told = plugin.statistics()["ledger"]
+    assert told["busy_seconds"] + sum(told["causes"].values()) == pytest.approx(told["slot_seconds"], rel=0.02)
+    assert told["busy_seconds"] >= 0.2
+    await plugin.uninstall()
+    assert s.handlers["heartbeat_worker"] == stock
+    assert "handle_stimulus" not in vars(a)
+    assert "execute" not in vars(a)
+    assert await c.submit(int, 3) == 3
+
+
+@gen_cluster(client=True, nthreads=[("", 1)])
+async def test_the_feed_looks_only_while_a_page_asks(c: Any, s: Any, a: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(feed, "INTERVAL_MS", 20)
+    made = feed.provide(s, dict)
+    assert feed.CALLBACK not in s.periodic_callbacks
+    assert len(made.history) == 0
+    assert feed.of(s) is made
+    while len(made.history) < 3:
+        await asyncio.sleep(0.02)
+    monkeypatch.setattr(feed, "UNSEEN_SECONDS", 0.0)
+    while feed.CALLBACK in s.periodic_callbacks:
+        await asyncio.sleep(0.02)
+    looks = len(made.history)
+    await asyncio.sleep(0.1)
+    assert len(made.history) == looks
+    feed.withdraw(s)

@@ -1,0 +1,442 @@
+"""Second copies of running tasks on live clusters with validation on: every order in which things can end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import TYPE_CHECKING, Any
+
+import dask
+import pytest
+from distributed import Worker, get_worker
+from distributed.utils_test import gen_cluster
+from placement_fakes import SETTINGS
+
+from dask_gpurt.config import PlacementSettings
+from dask_gpurt.placement import PlacementPlugin
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from distributed.scheduler import Scheduler
+
+    from dask_gpurt.placement.seam_copies import CopySeam
+
+pytestmark = pytest.mark.cluster
+
+THREE = [("127.0.0.1", 1)] * 3
+#: worker address -> open: its tasks end
+GATES: dict[str, threading.Event] = {}
+#: addresses whose tasks fail at the end
+FAILING: set[str] = set()
+
+
+@pytest.fixture(autouse=True)
+def gates() -> Iterator[None]:
+    GATES.clear()
+    FAILING.clear()
+    yield
+    for gate in GATES.values():
+        gate.set()
+
+
+def held(*args: Any) -> str:
+    """Runs until the gate of its worker is open; returns the worker's address."""
+    address = get_worker().address
+    gate = GATES.setdefault(address, threading.Event())
+    assert gate.wait(30)
+    if address in FAILING:
+        raise ValueError(f"failed on {address}")
+    return address
+
+
+def open_gate(worker: Worker) -> None:
+    GATES.setdefault(worker.address, threading.Event()).set()
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    while not condition():  # noqa: ASYNC110 (the state is not ours, there is no event)
+        await asyncio.sleep(0.01)
+
+
+async def twice(
+    c: Any, s: Scheduler, first: Worker, second: Worker, **kw: Any
+) -> tuple[PlacementPlugin, CopySeam, Any]:
+    """A task that runs on both workers."""
+    plugin = PlacementPlugin(SETTINGS)
+    s.add_plugin(plugin)
+    await plugin.start(s)
+    assert plugin.copies is not None
+    f = c.submit(held, pure=False, key="held-1", workers=[first.address], **kw)
+    await until(lambda: first.state.executing_count == 1)
+    s.tasks[f.key].worker_restrictions = None
+    assert plugin.copies.start(s.tasks[f.key], s.workers[second.address])
+    assert not plugin.copies.start(s.tasks[f.key], s.workers[second.address]), "one copy is enough"
+    await until(lambda: second.state.executing_count == 1)
+    return plugin, plugin.copies, f
+
+
+async def settled(s: Scheduler, copies: CopySeam, *workers: Worker) -> None:
+    """All ended: the scheduler and the workers agree on who has what."""
+    for w in workers:
+        open_gate(w)
+    await until(lambda: all(not w.state.executing_count for w in workers))
+    await until(
+        lambda: all(
+            set(w.data) == {ts.key for ts in s.workers[w.address].has_what} for w in workers if w.address in s.workers
+        )
+    )
+    s.validate_state()
+    for w in workers:
+        w.validate_state()
+    assert not copies.copies
+    assert not copies.per_worker
+
+
+def test_the_first_wins() -> None:
+    @gen_cluster(client=True, nthreads=THREE)
+    async def run(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
+        plugin, copies, f = await twice(c, s, a, b)
+        open_gate(a)
+        assert await f == a.address
+        await settled(s, copies, a, b, d)
+        assert {ws.address for ws in s.tasks[f.key].who_has or ()} == {a.address}
+        assert copies.counts == {"started": 1, "lost": 1}
+        assert plugin.statistics()["copies"]["running"] == 0
+        assert not plugin.statistics()["fallbacks"]
+
+    run()
+
+
+def test_the_second_wins() -> None:
+    @gen_cluster(client=True, nthreads=THREE)
+    async def run(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
+        plugin, copies, f = await twice(c, s, a, b)
+        open_gate(b)
+        assert await f == b.address
+        assert {ws.address for ws in s.tasks[f.key].who_has or ()} == {b.address}
+        assert not s.workers[a.address].processing
+        assert not s.workers[b.address].processing
+        # A dependent that runs where the losing copy still computes the same key.
+        g = c.submit(str, f, workers=[a.address], pure=False)
+        open_gate(a)
+        assert await g == b.address
+        await settled(s, copies, a, b, d)
+        assert copies.counts["won"] == 1
+        assert plugin.engine is not None
+        assert not plugin.engine.ledger.charges
+        assert not plugin.statistics()["fallbacks"]
+        moves = [(start, finish) for _, start, finish, *_ in s.story(f.key) if isinstance(start, str)]
+        assert ("processing", "memory") in moves
+        assert ("processing", "released") not in moves
+        story = plugin.explain(f.key)
+        assert story is not None
+        assert story["actual"]["worker"] == b.address
+
+    run()
+
+
+def test_both_at_once() -> None:
+    @gen_cluster(client=True, nthreads=THREE, timeout=60)
+    async def run(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
+        plugin, copies, f = await twice(c, s, a, b)
+        open_gate(a)
+        open_gate(b)
+        assert await f in (a.address, b.address)
+        for i in range(2, 40):
+            for w in (a, b):
+                GATES[w.address] = threading.Event()
+            f = c.submit(held, pure=False, key=f"held-{i}", workers=[a.address])
+            await until(lambda: a.state.executing_count == 1)
+            assert copies.start(s.tasks[f.key], s.workers[b.address])
+            await until(lambda: b.state.executing_count == 1)
+            open_gate(b)
+            open_gate(a)
+            g = c.submit(str, f, workers=[(a if i % 2 else b).address], pure=False)
+            got = await f
+            assert await g == got
+            assert got in (a.address, b.address)
+            assert got in {ws.address for ws in s.tasks[f.key].who_has or ()}
+        await settled(s, copies, a, b, d)
+        assert copies.counts["started"] == 39
+        assert copies.counts["won"] + copies.counts["lost"] == 39
+        assert not plugin.statistics()["fallbacks"]
+
+    run()
+
+
+def test_a_late_message_of_the_loser_is_not_heard() -> None:
+    @gen_cluster(client=True, nthreads=THREE)
+    async def run(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
+        _, copies, f = await twice(c, s, a, b)
+        old = s.tasks[f.key].run_id
+        open_gate(b)
+        assert await f == b.address
+        s.stream_handlers["task-finished"](
+            key=f.key, worker=a.address, stimulus_id="late", run_id=old, nbytes=1, type=b"", typename="", startstops=[]
+        )
+        assert copies.counts["swallowed"] == 1
+        assert s.tasks[f.key].state == "memory"
+        await settled(s, copies, a, b, d)
+        assert await f == b.address
+
+    run()
+
+
+def test_an_error_of_the_copy_does_not_count() -> None:
+    @gen_cluster(client=True, nthreads=THREE)
+    async def run(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
+        _, copies, f = await twice(c, s, a, b)
+        FAILING.add(b.address)
+        open_gate(b)
+        await until(lambda: copies.counts["erred"])
+        assert s.tasks[f.key].state == "processing"
+        open_gate(a)
+        assert await f == a.address
+        await settled(s, copies, a, b, d)
+
+    run()
+
+
+@pytest.mark.parametrize("retries", [0, 1])
+def test_an_error_of_the_first_is_the_tasks(retries: int) -> None:
+    @gen_cluster(client=True, nthreads=THREE)
+    async def run(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
+        _, copies, f = await twice(c, s, a, b, retries=retries)
+        FAILING.add(a.address)
+        open_gate(a)
+        if retries:
+            await until(lambda: s.tasks[f.key].retries == 0)
+            FAILING.clear()
+            open_gate(b)
+            open_gate(d)
+            assert await f in (a.address, b.address, d.address)
+        else:
+            with pytest.raises(ValueError, match="failed on"):
+                await f
+        await settled(s, copies, a, b, d)
+
+    run()
+
+
+def test_the_first_worker_dies() -> None:
+    @gen_cluster(client=True, nthreads=THREE, timeout=60)
+    async def run(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
+        _, copies, f = await twice(c, s, a, b)
+        await s.remove_worker(a.address, stimulus_id="test")
+        await until(lambda: s.tasks[f.key].state == "processing")
+        open_gate(b)
+        # Wherever it was assigned anew, the copy's result is taken.
+        assert await f == b.address
+        open_gate(a)
+        await settled(s, copies, b, d)
+        assert copies.counts["won"] == 1
+
+    run()
+
+
+def test_the_first_worker_dies_and_its_successor_is_first() -> None:
+    @gen_cluster(client=True, nthreads=THREE, timeout=60)
+    async def run(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
+        _, copies, f = await twice(c, s, a, b)
+        s.tasks[f.key].worker_restrictions = {d.address}
+        await s.remove_worker(a.address, stimulus_id="test")
+        await until(lambda: d.state.executing_count == 1)
+        open_gate(d)
+        assert await f == d.address
+        open_gate(a)
+        await settled(s, copies, b, d)
+        assert copies.counts["lost"] == 1
+
+    run()
+
+
+def test_the_copy_is_adopted() -> None:
+    @gen_cluster(client=True, nthreads=THREE, timeout=60)
+    async def run(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
+        _, copies, f = await twice(c, s, a, b)
+        s.tasks[f.key].worker_restrictions = {b.address}
+        await s.remove_worker(a.address, stimulus_id="test")
+        await until(lambda: s.tasks[f.key].processing_on is s.workers[b.address])
+        assert copies.copies[f.key].adopted
+        open_gate(b)
+        assert await f == b.address
+        open_gate(a)
+        await settled(s, copies, b, d)
+        moves = [(start, finish) for _, start, finish, *_ in s.story(f.key) if isinstance(start, str)]
+        assert moves.count(("processing", "released")) == 1, "only for the death of the first worker"
+
+    run()
+
+
+def test_the_second_worker_dies() -> None:
+    @gen_cluster(client=True, nthreads=THREE, timeout=60)
+    async def run(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
+        _, copies, f = await twice(c, s, a, b)
+        await s.remove_worker(b.address, stimulus_id="test")
+        assert copies.counts["worker lost"] == 1
+        assert s.tasks[f.key].suspicious == 0
+        open_gate(a)
+        assert await f == a.address
+        open_gate(b)
+        await settled(s, copies, a, d)
+
+    run()
+
+
+def test_cancelled_by_the_client() -> None:
+    @gen_cluster(client=True, nthreads=THREE)
+    async def run(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
+        _, copies, f = await twice(c, s, a, b)
+        await c.cancel([f])
+        await until(lambda: not s.tasks)
+        assert not copies.copies
+        # The same key with another meaning, while both still compute the old one.
+        g = c.submit(lambda: "new", key=f.key)
+        open_gate(a)
+        open_gate(b)
+        assert await g == "new"
+        await settled(s, copies, a, b, d)
+
+    run()
+
+
+def test_computed_again_where_the_loser_still_runs() -> None:
+    @gen_cluster(client=True, nthreads=THREE, timeout=60)
+    async def run(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
+        _, copies, f = await twice(c, s, a, b)
+        open_gate(b)
+        assert await f == b.address
+        # The only result is lost; the task goes back to where the loser has not noticed anything yet.
+        s.tasks[f.key].worker_restrictions = {a.address}
+        await s.remove_worker(b.address, stimulus_id="test")
+        await until(lambda: s.tasks[f.key].processing_on is s.workers[a.address])
+        open_gate(a)
+        assert await asyncio.wait_for(c.submit(str, f, workers=[d.address], pure=False), 20) == a.address
+        await settled(s, copies, a, d)
+
+    run()
+
+
+def test_detach_while_a_copy_runs() -> None:
+    @gen_cluster(client=True, nthreads=THREE)
+    async def run(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
+        plugin, copies, f = await twice(c, s, a, b)
+        plugin.uninstall()
+        open_gate(b)
+        open_gate(a)
+        assert await f == a.address
+        await settled(s, copies, a, b, d)
+
+    run()
+
+
+def test_a_broken_handler_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    @gen_cluster(client=True, nthreads=THREE)
+    async def run(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
+        plugin, copies, f = await twice(c, s, a, b)
+
+        def broken(*args: Any) -> bool:
+            raise ZeroDivisionError("broken")
+
+        monkeypatch.setattr(copies, "_may_finish", broken)
+        monkeypatch.setattr(copies, "_may_err", broken)
+        open_gate(b)
+        await until(lambda: copies.counts["cancelled"])
+        open_gate(a)
+        assert await f == a.address
+        await settled(s, copies, a, b, d)
+        assert plugin.statistics()["fallbacks"]["copies"]["exception"] > 0
+        assert set(s.workers) == {w.address for w in (a, b, d)}
+
+    run()
+
+
+def test_inputs_of_a_copy_are_not_dropped_as_superfluous() -> None:
+    @gen_cluster(client=True, nthreads=THREE)
+    async def run(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
+        data = (await c.scatter({"input": "x"}, workers=[a.address]))["input"]
+        plugin = PlacementPlugin(SETTINGS)
+        s.add_plugin(plugin)
+        await plugin.start(s)
+        copies = plugin.copies
+        assert copies is not None
+        f = c.submit(held, data, pure=False, key="held-1", workers=[a.address])
+        await until(lambda: a.state.executing_count == 1)
+        s.tasks[f.key].worker_restrictions = None
+        assert copies.start(s.tasks[f.key], s.workers[b.address])
+        await until(lambda: b.state.executing_count == 1)
+        await until(lambda: len(s.tasks["input"].who_has or ()) == 2)
+        # What active memory management does with a replica that no task it knows of needs.
+        s.request_remove_replicas(b.address, ["input"], stimulus_id="superfluous")
+        await c.run(lambda: None)  # after whatever was sent
+        assert "input" in b.data
+        assert copies.counts["inputs kept"] == 1
+        open_gate(b)
+        assert await f == b.address
+        await settled(s, copies, a, b, d)
+        # With no copy there the request goes through.
+        s.request_remove_replicas(b.address, ["input"], stimulus_id="superfluous")
+        await until(lambda: "input" not in b.data)
+        plugin.uninstall()
+        assert "request_remove_replicas" not in vars(s)
+
+    run()
+
+
+def test_patrol_finds_a_straggler() -> None:
+    @gen_cluster(client=True, nthreads=THREE, timeout=60)
+    async def run(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
+        plugin = PlacementPlugin(SETTINGS)
+        s.add_plugin(plugin)
+        await plugin.start(s)
+        for w in (a, b, d):
+            open_gate(w)
+        for i in range(6):
+            await c.submit(held, pure=False, key=f"held-{i}")
+        GATES[a.address] = threading.Event()
+        f = c.submit(held, pure=False, key="held-77", workers=[a.address])
+        await until(lambda: a.state.executing_count == 1)
+        s.tasks[f.key].worker_restrictions = None
+        with dask.annotate(gpurt_rerun=False):
+            g = c.submit(held, pure=False, key="held-78", workers=[a.address])
+        assert await f in (b.address, d.address)
+        assert plugin.copies is not None
+        await until(lambda: plugin.engine is not None and plugin.copies is not None and plugin.copies.counts["won"])
+        open_gate(a)
+        assert await g == a.address
+        await settled(s, plugin.copies, a, b, d)
+        assert not plugin.statistics()["fallbacks"]
+
+    run()
+
+
+def test_never_when_annotated_or_switched_off() -> None:
+    @gen_cluster(client=True, nthreads=THREE, timeout=60)
+    async def run(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
+        plugin = PlacementPlugin(SETTINGS)
+        s.add_plugin(plugin)
+        await plugin.start(s)
+        for w in (a, b, d):
+            open_gate(w)
+        for i in range(6):
+            await c.submit(held, pure=False, key=f"held-{i}")
+        GATES[a.address] = threading.Event()
+        with dask.annotate(gpurt_rerun=False):
+            f = c.submit(held, pure=False, key="held-77", workers=[a.address])
+        await until(lambda: a.state.executing_count == 1)
+        s.tasks[f.key].worker_restrictions = None
+        assert plugin.engine is not None
+        await until(lambda: plugin.engine is not None and plugin.engine.forbade["annotated"] > 2)
+        assert plugin.copies is not None
+        assert not plugin.copies.counts
+        open_gate(a)
+        assert await f == a.address
+        plugin.uninstall()
+        off = PlacementPlugin(PlacementSettings(enabled=True, candidates=16, stragglers=False))
+        await off.start(s)
+        assert off.copies is None
+        assert s.stream_handlers["task-finished"] == s.handle_task_finished
+        off.uninstall()
+
+    run()

@@ -1,0 +1,303 @@
+"""How slow a worker is, what it is given then, when a task is overdue, and who may steal."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from placement_fakes import FakeTask, FakeWorker, assign, learn, make_engine
+
+from dask_gpurt.model.link import LinkClass
+from dask_gpurt.placement import stragglers
+from dask_gpurt.placement.durations import Prefix
+from dask_gpurt.placement.pace import PATIENCE_SECONDS, Pace
+from dask_gpurt.placement.speed import Speed
+from dask_gpurt.placement.thieves import STOCK
+from dask_gpurt.placement.workers import WorkerTable
+
+if TYPE_CHECKING:
+    from dask_gpurt.placement.engine import Engine
+
+
+def test_one_straggler_is_not_slowness() -> None:
+    s = Speed()
+    for x in (0.0, 0.1, math.log(50), -0.1, 0.0):
+        s.observe("p", x)
+    assert s.slowness == pytest.approx(1, rel=0.15)
+
+
+def test_a_first_measurement_is_believed_in_part() -> None:
+    s = Speed()
+    s.observe("p", math.log(10))
+    assert 4 < s.slowness < 8
+    s.observe("p", math.log(10))
+    assert s.slowness == pytest.approx(10)
+    assert s.for_prefix("q") == pytest.approx(10)
+
+
+def test_slow_for_one_kind_only() -> None:
+    s = Speed()
+    for _ in range(3):
+        s.observe("vector", math.log(8))
+    for _ in range(5):
+        s.observe("text", 0.0)
+    assert s.for_prefix("vector") == pytest.approx(8)
+    assert s.for_prefix("text") == pytest.approx(1)
+    assert s.for_prefix("new") == pytest.approx(1)
+
+
+def test_a_suspicion_ends() -> None:
+    s = Speed()
+    s.suspect(math.log(5))
+    assert s.slowness == pytest.approx(5)
+    assert s.measured_slowness("p") == 1
+    s.suspect(0.0)
+    assert s.slowness == 1
+
+
+def test_measurements_are_forgotten() -> None:
+    s = Speed()
+    for _ in range(3):
+        s.observe("p", math.log(10))
+    for _ in range(3):
+        s.forget_one()
+    assert len(s) == 0
+    assert s.slowness == s.for_prefix("p") == 1
+
+
+def table(slowness: list[float]) -> tuple[WorkerTable, list[Any], Pace, list[float]]:
+    now = [100.0]
+    t = WorkerTable(0.6)
+    infos = [t.add(FakeWorker(i)) for i in range(len(slowness))]
+    pace = Pace(t, clock=lambda: now[0])
+    for info, x in zip(infos, slowness, strict=True):
+        info.slowness = x
+        pace.learned(info)
+    return t, infos, pace, now
+
+
+def test_the_last_tasks_are_not_for_the_slow() -> None:
+    _, infos, pace, _ = table([10, 1, 1, 1])
+    assert pace.uneven
+    assert pace.worth(infos[0], 100)
+    assert not pace.worth(infos[0], 10)
+    assert pace.refusing
+    assert all(pace.worth(w, 10) for w in infos[1:])
+    assert pace.spared == 1
+
+
+def test_a_refused_worker_gets_work_in_the_end() -> None:
+    _, infos, pace, now = table([10, 1, 1, 1])
+    assert not pace.worth(infos[0], 1)
+    now[0] += PATIENCE_SECONDS + 1
+    assert pace.worth(infos[0], 1)
+    assert not pace.refusing
+
+
+def test_equally_slow_workers_all_work() -> None:
+    _, infos, pace, _ = table([10, 10, 10])
+    pace.refresh()
+    assert not pace.uneven
+    assert all(pace.worth(w, 0) for w in infos)
+
+
+def test_a_lone_slow_worker_works() -> None:
+    t, infos, pace, _ = table([10, 1])
+    t.remove(infos[1].address)
+    pace.removed(infos[1])
+    assert pace.worth(infos[0], 0)
+
+
+def prefix(*seconds: float) -> Prefix:
+    p = Prefix("p")
+    for s in seconds:
+        p.learn(s, 0)
+    return p
+
+
+def test_overdue() -> None:
+    assert stragglers.overdue_seconds(prefix(1, 1)) is None
+    assert stragglers.overdue_seconds(prefix(*[0.01] * 6)) == pytest.approx(0.01 + stragglers.LEAST_SECONDS)
+    assert stragglers.overdue_seconds(prefix(*[10.0] * 6)) == pytest.approx(20)
+    wide = stragglers.overdue_seconds(prefix(1, 2, 3, 4, 5, 6, 7))
+    assert wide is not None
+    assert wide > 4 + 6 * 2
+
+
+def test_a_copy_must_pay() -> None:
+    assert stragglers.pays(run_seconds=1.0, here_seconds=10.0, there_seconds=1.0)
+    assert not stragglers.pays(run_seconds=9.5, here_seconds=10.0, there_seconds=6.0)
+    assert stragglers.pays(run_seconds=30.0, here_seconds=1.0, there_seconds=1.0)
+
+
+class P2PBarrierTask:
+    """Only the name counts."""
+
+
+def candidate(**kw: Any) -> Any:
+    values: dict[str, Any] = {
+        "annotations": None,
+        "actor": False,
+        "resource_restrictions": None,
+        "suspicious": 0,
+        "run_spec": object(),
+        "prefix": SimpleNamespace(name="inc"),
+        "_queueable": True,
+        "dependents": (),
+        "dependencies": (),
+    }
+    return SimpleNamespace(**{**values, **kw})
+
+
+@pytest.mark.parametrize(
+    ("reason", "kw"),
+    [
+        (None, {}),
+        (None, {"annotations": {"gpurt_rerun": True, "priority": 1}}),
+        ("annotated", {"annotations": {"gpurt_rerun": False}}),
+        ("actor", {"actor": True}),
+        ("resources", {"resource_restrictions": {"GPU": 1}}),
+        ("suspicious", {"suspicious": 1}),
+        ("no recipe", {"run_spec": None}),
+        ("writes", {"prefix": SimpleNamespace(name="to-parquet")}),
+        ("writes", {"prefix": SimpleNamespace(name="store-map")}),
+        ("shuffle", {"prefix": SimpleNamespace(name="shuffle-transfer")}),
+        ("shuffle", {"_queueable": False}),
+        ("shuffle", {"run_spec": P2PBarrierTask()}),
+        ("shuffle", {"dependents": [candidate(run_spec=P2PBarrierTask())]}),
+        ("shuffle", {"dependencies": [candidate(), candidate(run_spec=P2PBarrierTask())]}),
+    ],
+)
+def test_forbidden(reason: str | None, kw: dict[str, Any]) -> None:
+    assert stragglers.forbidden(candidate(**kw)) == reason
+
+
+def waiting(n: int, nbytes: int = 10) -> tuple[Engine, list[FakeWorker], list[FakeTask]]:
+    """`n` tasks of 0.1 s on the first of three workers, which holds their input."""
+    workers = [FakeWorker(i) for i in range(3)]
+    engine = make_engine(workers)
+    learn(engine, "f", 0.1)
+    x = FakeTask("x", nbytes=nbytes, on=(workers[0],))
+    tasks = [FakeTask(f"f-{i}", x) for i in range(n)]
+    for ts in tasks:
+        assign(engine, ts, workers[0])
+    return engine, workers, tasks
+
+
+def test_an_idle_worker_may_steal() -> None:
+    engine, workers, tasks = waiting(5)
+    assert engine.thief(tasks[-1], set(workers[1:]), {}, None) in workers[1:]
+    assert engine.thief(tasks[-1], set(workers[1:]), {}, {workers[2]}) is workers[2]
+    assert engine.thieves.opinions["allowed"] == 2
+
+
+def test_what_is_cheaper_at_home_stays() -> None:
+    engine, workers, tasks = waiting(5, nbytes=10**9)
+    assert engine.thief(tasks[-1], set(workers[1:]), {}, None) is None
+    assert engine.thieves.opinions["home"] == 1
+
+
+def test_not_from_the_busy_to_the_busy() -> None:
+    engine, workers, tasks = waiting(5)
+    for i, ws in enumerate(workers[1:]):
+        assign(engine, FakeTask(f"f-other{i}"), ws)
+    assert engine.thief(tasks[-1], set(workers[1:]), {}, None) is None
+    assert engine.thieves.opinions["busy"] == 1
+    assert engine.thieves.choose(tasks[-1], set(workers[1:]), {}, None, busy=True) in workers[1:]
+
+
+def test_a_task_on_its_way_counts() -> None:
+    engine, workers, tasks = waiting(5)
+    assert engine.thief(tasks[-1], {workers[1]}, {workers[1]: 1}, None) is None
+
+
+def test_a_slow_worker_does_not_steal() -> None:
+    engine, workers, tasks = waiting(2)
+    info = engine.workers.by_address[workers[1].address]
+    for _ in range(3):
+        info.speed.observe("f", math.log(10))
+    info.slowness, info.speed_samples = info.speed.slowness, 3
+    assert engine.thief(tasks[-1], {workers[1]}, {}, None) is None
+    assert engine.thief(tasks[-1], {workers[1], workers[2]}, {}, None) is workers[2]
+
+
+def test_unknown_durations_are_for_stock() -> None:
+    engine, workers, tasks = waiting(2)
+    tasks[0].prefix.name = "unheard"
+    assert engine.thief(tasks[0], set(workers[1:]), {}, None) is STOCK
+
+
+def test_independent_tasks_avoid_a_slow_worker() -> None:
+    workers = [FakeWorker(i) for i in range(3)]
+    engine = make_engine(workers)
+    learn(engine, "f", 0.1)
+    assert engine.decide(FakeTask("f-0"), None) is None
+    info = engine.workers.by_address[workers[0].address]
+    info.speed.observe("f", math.log(10))
+    info.speed.observe("f", math.log(10))
+    info.slowness, info.speed_samples = info.speed.slowness, 2
+    engine.speeds.learned(info)
+    chosen = []
+    for i in range(1, 7):
+        ts = FakeTask(f"f-{i}")
+        ws = engine.decide(ts, None)
+        assert ws is not None
+        assign(engine, ts, ws)
+        chosen.append(ws)
+    assert workers[0] not in chosen
+    assert {chosen.count(w) for w in workers[1:]} == {3}
+
+
+def zoned() -> tuple[Engine, list[FakeWorker]]:
+    """Two racks of two hosts."""
+    workers = [FakeWorker(i) for i in range(4)]
+    engine = make_engine(workers)
+    for ws, trip in zip(workers, (1e-5, 1e-5, 2e-2, 2e-2), strict=True):
+        engine.measured(engine.workers.by_address[ws.address], trip)
+    return engine, workers
+
+
+def test_two_racks_are_known_by_their_round_trips() -> None:
+    engine, workers = zoned()
+    nodes = [engine.workers.by_address[w.address].node for w in workers]
+    assert nodes[0] is nodes[1]
+    assert nodes[2] is nodes[3]
+    assert nodes[0] is not nodes[2]
+    far, near = engine.links.link(LinkClass.NETWORK), engine.links.link(LinkClass.RACK)
+    assert far.seconds(10**7) > 10 * near.seconds(10**7)
+    late = FakeWorker(9)
+    engine.scheduler.workers[late.address] = late
+    engine.worker_added(late.address)
+    engine.measured(engine.workers.by_address[late.address], 2.1e-2)
+    assert engine.workers.by_address[late.address].node is nodes[2]
+    engine.worker_removed(late.address)
+    assert late.address not in engine.zones.by_address
+
+
+def test_pairs_stay_in_their_rack() -> None:
+    engine, workers = zoned()
+    learn(engine, "f", 0.1)
+    for i in range(16):
+        inputs = [FakeTask(f"x{k}-{i}", nbytes=10**6, on=(workers[k],)) for k in (0, 1)]
+        ts = FakeTask(f"f-{i}", *inputs)
+        ws = engine.decide(ts, None)
+        assert ws in workers[:2]
+        assign(engine, ts, ws)
+
+
+def test_what_many_need_crosses_once() -> None:
+    engine, workers = zoned()
+    learn(engine, "f", 0.1)
+    x = FakeTask("x", nbytes=8 * 10**6, on=(workers[0],))
+    tasks = [FakeTask(f"f-{i}", x) for i in range(40)]
+    x.waiters = set(tasks)  # type: ignore[attr-defined]
+    used = []
+    for ts in tasks:
+        ws = engine.decide(ts, None)
+        assert ws is not None
+        assign(engine, ts, ws)
+        used.append(ws)
+    far = {w.address for w in used} & {w.address for w in workers[2:]}
+    assert len(far) == 1, "one of the other rack fetches it, the other does not fetch it too"
