@@ -47,8 +47,10 @@ class Deals:
         self._engine = engine
         #: moving averages over roots: seconds, bytes of result
         self._root = 0.0, 0.0
-        #: workers that may be waiting for inputs with all they have
+        #: workers that got or finished a task since the last deal, and may be waiting for inputs with all they have
         self._fetching: dict[WorkerInfo, None] = {}
+        #: workers that finished a task since the last deal
+        self._freed: dict[WorkerInfo, None] = {}
         #: roots that a worker was not given because it would have spilled their results
         self.spared = 0
         #: workers in the order in which blocks are dealt; None: to be sorted anew
@@ -86,11 +88,19 @@ class Deals:
         self._members = None
         if removed is not None:
             self._fetching.pop(removed, None)
+            self._freed.pop(removed, None)
 
     def assigned(self, info: WorkerInfo) -> None:
         """A worker got a task."""
-        if info.ws.needs_what:
+        if info.ws.needs_what and self._engine.groups.by_key:
             self._fetching[info] = None
+
+    def finished(self, info: WorkerInfo) -> None:
+        """A task left a worker."""
+        if self._engine.groups.by_key:
+            self._freed[info] = None
+            if info.ws.needs_what:
+                self._fetching[info] = None
 
     def root_done(self, seconds: float, nbytes: float) -> None:
         """A root was computed."""
@@ -101,6 +111,7 @@ class Deals:
     def clear(self) -> None:
         """The scheduler has forgotten all tasks."""
         self._fetching.clear()
+        self._freed.clear()
 
     # ------------------------------------------------------------------ dealing
 
@@ -155,15 +166,22 @@ class Deals:
 
     def hungry(self) -> list[Any]:
         """Workers whose slots are taken by tasks that wait for inputs, while a thread is free."""
-        if not self._fetching or self._engine.retired:
+        if not self._fetching:
             return []
-        return [info.ws for info in list(self._fetching) if self._starves(info)]
+        looked, self._fetching = self._fetching, {}
+        if self._engine.retired:
+            return []
+        return [info.ws for info in looked if self._starves(info)]
+
+    def first(self) -> list[Any]:
+        """Workers to be offered tasks before others: those that have just finished one."""
+        freed, self._freed = self._freed, {}
+        return [info.ws for info in freed]
 
     def _starves(self, info: WorkerInfo) -> bool:
         ws = info.ws
         needs, processing, threads = ws.needs_what, ws.processing, ws.nthreads
         if not needs or len(processing) > MAX_AHEAD * threads:
-            self._fetching.pop(info, None)
             return False
         runnable = 0
         for ts in processing:

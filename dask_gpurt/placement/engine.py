@@ -135,8 +135,9 @@ class Engine:
         self._turn = (self._turn + 1) % OBSERVED
         if not self._turn or self.governor.standing is Standing.TRIAL:
             known = self.durations.prefixes.get(ts.prefix.name)
-            # What nobody has seen before nobody could have predicted.
-            if known is not None and known.seconds is not None:
+            # What nobody has seen before nobody could have predicted; and what nobody waits for may well take longer
+            # than where stock would have put it.
+            if known is not None and known.seconds is not None and not task.slack_seconds:
                 judge.tell(self, ts, ours, weighed)
         if not ours:
             return self.leave(ts, "trial")
@@ -328,6 +329,7 @@ class Engine:
         if self.workers.by_address.get(address) is not info:
             return
         self.workers.refresh(info)
+        self.deals.finished(info)
         startstops = details.get("startstops")
         if finish != "memory" or not startstops or details.get("worker") != address:
             return

@@ -110,7 +110,13 @@ class PlacementPlugin(SchedulerPlugin):
         seam.install({"decide_worker_non_rootish": self._decide, "get_comm_cost": engine.comm_cost})
         groups = engine.groups
         seam.install_roots(
-            groups.waits, engine.pull, groups.__len__, engine.worth, held=engine.held, hungry=engine.deals.hungry
+            groups.waits,
+            engine.pull,
+            groups.__len__,
+            engine.worth,
+            held=engine.held,
+            hungry=engine.deals.hungry,
+            first=engine.deals.first,
         )
         engine.on_retired = self._retired
         self.stealing = StealingSeam(scheduler, seam)

@@ -28,6 +28,7 @@ import math
 import operator
 import time
 from collections.abc import Mapping
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import distributed
@@ -83,6 +84,8 @@ ATTRIBUTES: dict[type, tuple[str, ...]] = {
     ),
 }
 
+#: idle workers that are offered root tasks at a time
+MANY_IDLE = 64
 #: bytes that tasks assigned to a worker still have to fetch, each input once
 pending_bytes: Callable[[Any], int] = operator.attrgetter("_network_occ")
 
@@ -256,6 +259,7 @@ class Seam(Guard):
         worth: Callable[[Any], bool] = lambda ws: True,
         held: Callable[[Any], bool] = lambda ts: False,
         hungry: Callable[[], Iterable[Any]] = tuple,
+        first: Callable[[], Iterable[Any]] = tuple,
     ) -> None:
         """Take over which queued root task goes to which worker. Everything else of queuing stays stock's:
 
@@ -289,6 +293,9 @@ class Seam(Guard):
             another worker is busy, whose next finished task deals again.
         hungry
             Workers all of whose slots are taken, but by tasks that wait for inputs: they are offered a task, too.
+        first
+            Workers to be offered tasks before all others. Of those others only `MANY_IDLE` are asked at a time: near
+            the end nearly all are idle, and each finished task asks again.
         """
         names = ("_TRANSITIONS_TABLE", "stimulus_queue_slots_maybe_opened", "decide_worker_rootish_queuing_enabled")
         s = self.scheduler
@@ -351,6 +358,18 @@ class Seam(Guard):
                 self.failed(part.name)
                 return []
 
+        def order(everybody: bool) -> Iterable[Any]:
+            idle = s.idle_task_count
+            try:
+                before = [ws for ws in first() if ws in idle]
+            except Exception:
+                self.failed(part.name)
+                before = []
+            if everybody or len(idle) <= MANY_IDLE:
+                # Neighbouring groups go to workers of one host: sorted by address.
+                return sorted(idle, key=operator.attrgetter("address"))
+            return [*before, *islice(idle, MANY_IDLE)]
+
         def is_held() -> bool:
             if s.validate or not s.queued:
                 return False
@@ -371,8 +390,7 @@ class Seam(Guard):
             given = 0
             first_deal, self._first_deal = self._first_deal, False
             if part.retired is None and s.queued and pending():
-                # Neighbouring groups go to workers of one host: sorted by address.
-                for ws in sorted(s.idle_task_count, key=operator.attrgetter("address")):
+                for ws in order(first_deal or s.validate):
                     if not wanted(ws):
                         continue
                     while s.queued and ws in s.idle_task_count:
