@@ -118,7 +118,9 @@ def measure(shapes: list[str], runs: int, factor: float) -> dict[str, Any]:
         def once(name: str, shape: str) -> None:
             nonlocal count
             count += 1
-            SHAPES[shape](clients[name], count, factor)
+            # `wait` asks the current client: futures of another one would be waited for on the wrong event loop.
+            with clients[name].as_current():
+                SHAPES[shape](clients[name], count, factor)
 
         for shape in shapes:
             cases = {}

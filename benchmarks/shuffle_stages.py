@@ -84,10 +84,10 @@ def ours(inputs: list[pd.DataFrame], clock: Clock) -> int:
 
     for i, frame in enumerate(inputs):
         with clock("split"):
-            shards = dict(split(frame, "_partitions", True, i, layout))
-        chunks.append(ReceivedChunk([shards["here"]]))
+            shards = list(split(frame, "_partitions", True, i, layout))
+        chunks += [ReceivedChunk([shard]) for address, shard in shards if address == "here"]
         with clock("encode"):
-            staged.append(wire.encode(shards["there"]))
+            staged += [wire.encode(shard) for address, shard in shards if address == "there"]
         del shards
         if sum(p.nbytes for p in staged) >= STAGE_BYTES:
             send()

@@ -68,6 +68,17 @@ class TierSettings:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShuffleSettings:
     enabled: bool
+    #: "auto", "rpc", "tcp" or "ucx"
+    transport: str = "auto"
+    #: UCX although the cluster's comms are encrypted: the shuffled data then travels in plaintext
+    allow_plaintext_ucx: bool = False
+    #: bytes on their way to a worker, or held there until they are stored
+    receive_budget: int = 64 << 20
+
+    @property
+    def cut_bytes(self) -> int:
+        """Rows of one input for one worker are cut to messages of about so many bytes."""
+        return max(1 << 12, min(8 << 20, self.receive_budget // 8))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,7 +152,12 @@ class Settings:
                 disk_limit=None if t["disk-limit"] is None else _bytes(t["disk-limit"], "gpurt.tiers.disk-limit"),
                 disk_reserve=_bytes(t["disk-reserve"], "gpurt.tiers.disk-reserve"),
             ),
-            shuffle=ShuffleSettings(enabled=s["enabled"]),
+            shuffle=ShuffleSettings(
+                enabled=s["enabled"],
+                transport=s["transport"],
+                allow_plaintext_ucx=s["allow-plaintext-ucx"],
+                receive_budget=max(1 << 16, _bytes(s["receive-budget"], "gpurt.shuffle.receive-budget")),
+            ),
             observe=ObserveSettings(enabled=o["enabled"], cost_per_hour=_prices(o["cost-per-hour"])),
             trace=TraceSettings(path=tree["trace"]["path"]),
         )

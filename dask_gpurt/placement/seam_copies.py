@@ -253,6 +253,11 @@ class CopySeam:
             if scheduler.workers.get(address) is first:
                 scheduler.check_idle_saturated(first)
                 self._free(key, address)
+        elif ts.run_id != run_id:
+            # Adopted, and finished before the new assignment's message came: the worker has the result already and
+            # answers that message with it once more, under the new run id. Stock would take that for a stale run, free
+            # the key and compute it again.
+            self._lose(key, worker, ts.run_id)
         ts.run_id = run_id
         self._tell(key, address, worker)
         return True

@@ -44,16 +44,26 @@ class Assembler:
         Parameters
         ----------
         pieces
-            (input partition id, rows), any order, each input at most once.
+            (input partition id, rows), any order, the rows of each input in one of them.
 
         Raises
         ------
         pyarrow.ArrowException
             Pieces whose types have no common one, as stock's P2P raises.
         """
-        slices = [rows for _, rows in sorted(pieces, key=lambda piece: piece[0])]
+        ordered = sorted(pieces, key=lambda piece: piece[0])
+        slices = [rows for _, rows in ordered]
         if not slices:
             return self._meta.copy()
+        if len(slices) == 1 or all(s.rows.inputs is None for s in slices):
+            return self._joined(slices)
+        ids = [np.full(s.high - s.low, i, np.int64) if s.inputs is None else s.inputs for i, s in ordered]
+        inputs = np.concatenate(ids)
+        frame = self._joined(slices)
+        # Stable, and all rows of one input are in one slice, in their order: only the inputs change places.
+        return frame if (inputs[1:] >= inputs[:-1]).all() else frame.take(np.argsort(inputs, kind="stable"))
+
+    def _joined(self, slices: list[Slice]) -> pd.DataFrame:
         known = slices[0].rows.schema
         if all(s.rows.schema is known and s.rows.views for s in slices):
             if known not in self._templates:

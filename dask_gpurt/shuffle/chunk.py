@@ -7,8 +7,8 @@ stay one chunk, so the store has as many entries as there were messages, not as 
 `get` gives *pieces*: (input partition id, rows), the rows as a place in their shard's table (`Slice`): slicing a table
 makes a new array of every column, which costs more than copying the few rows that a piece has when partitions are many.
 Whoever assembles an output sorts pieces by input id, because
-messages of several senders interleave. An input id is in exactly one chunk of a run, so the smallest one in a chunk
-identifies it.
+messages of several senders interleave. The shards of one input that are large enough to be several are a chunk each,
+so that a store gives their memory back as their outputs are taken.
 
 Spilled, a chunk becomes one list of frames per output: a small head, then one Arrow record batch body per piece. The
 schemas stay behind in the `shell`; only dictionaries, which no schema holds, make a piece a whole IPC stream.
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 #: (input partition id, its rows for one output)
 Piece = tuple[int, "Slice"]
 _COUNT = struct.Struct("<I")
-_PIECE = struct.Struct("<qiQ")  # input id, index of the schema or -1 for a stream, bytes
+# input id, index of the schema or -1 for a stream, bytes, bytes of the input ids in a frame of their own or 0
+_PIECE = struct.Struct("<qiQQ")
 
 
 class Rows:
@@ -47,12 +48,17 @@ class Rows:
     ----------
     known
         The table's schema as `schema_of` gives it, when the caller has it already.
+    inputs
+        Id of the input partition of each row, where they are of several.
     """
 
-    __slots__ = ("_views", "schema", "table")
+    __slots__ = ("_views", "inputs", "schema", "table")
 
-    def __init__(self, table: pa.Table, known: KnownSchema | None = None) -> None:
+    def __init__(
+        self, table: pa.Table, known: KnownSchema | None = None, inputs: np.ndarray[Any, Any] | None = None
+    ) -> None:
         self.table = table
+        self.inputs = inputs
         self.schema = known or schema_of(table.schema)
         self._views: tuple[Any, ...] | None = None
 
@@ -79,9 +85,17 @@ class Slice:
         """As a table; views."""
         return self.rows.table.slice(self.low, self.high - self.low)
 
+    @property
+    def inputs(self) -> np.ndarray[Any, Any] | None:
+        """Id of the input partition of each row, where they are of several."""
+        inputs = self.rows.inputs
+        return None if inputs is None else inputs[self.low : self.high]
+
     @classmethod
-    def whole(cls, table: pa.Table, known: KnownSchema | None = None) -> Slice:
-        return cls(Rows(table, known), 0, table.num_rows)
+    def whole(
+        cls, table: pa.Table, known: KnownSchema | None = None, inputs: np.ndarray[Any, Any] | None = None
+    ) -> Slice:
+        return cls(Rows(table, known, inputs), 0, table.num_rows)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -139,7 +153,7 @@ class ReceivedChunk:
         # As memoryviews their items are Python's integers, at a third of the time of numpy's.
         self._parts = tuple(_items(s.parts, "I") for s in self._shards)
         self._offsets = tuple(_items(_offsets(s.lengths), "q") for s in self._shards)
-        self._rows = tuple(Rows(s.table) for s in self._shards)
+        self._rows = tuple(Rows(s.table, inputs=s.inputs) for s in self._shards)
         # Two schemas can be equal and differ in what pandas noted in them.
         index: dict[KnownSchema, int] = {}
         self._schema_of = tuple(index.setdefault(rows.schema, len(index)) for rows in self._rows)
@@ -147,9 +161,9 @@ class ReceivedChunk:
         self._nbytes = sum(s.table.get_total_buffer_size() for s in self._shards) if nbytes is None else nbytes
 
     @property
-    def chunk_id(self) -> int:
-        """Sorts and identifies the chunks of one run."""
-        return min(s.input_id for s in self._shards)
+    def chunk_id(self) -> tuple[int, int]:
+        """Sorts and identifies the chunks of one run: no two have rows of the same input for the same output."""
+        return min((s.input_id, int(s.parts[0]) if len(s.parts) else -1) for s in self._shards)
 
     @property
     def nbytes(self) -> int:
@@ -194,8 +208,11 @@ class ReceivedChunk:
                 with pa.ipc.new_stream(sink, table.schema, options=options) as writer:
                     writer.write_table(table)
                 index, body = -1, sink.getvalue()
-            head += _PIECE.pack(input_id, index, body.size)
+            inputs = rows.inputs
+            head += _PIECE.pack(input_id, index, body.size, 0 if inputs is None else inputs.nbytes)
             bodies.append(memoryview(body).cast("B"))
+            if inputs is not None:
+                bodies.append(_items(np.ascontiguousarray(inputs), "B"))
         return [bytes(head), *bodies]
 
     def decode(self, frames: Sequence[Buffer]) -> list[Piece]:
@@ -211,22 +228,29 @@ class ReceivedChunk:
         try:
             head = memoryview(frames[0]).cast("B")
             (count,) = _COUNT.unpack_from(head)
-            if count != len(frames) - 1 or len(head) != _COUNT.size + count * _PIECE.size:
-                raise CorruptData(f"a spilled shard has {len(frames)} frames, its head says {count + 1}")
+            if len(head) != _COUNT.size + count * _PIECE.size:
+                raise CorruptData(f"the head of a spilled shard has {len(head)} bytes and says {count} pieces")
             pieces = []
-            fields = _PIECE.iter_unpack(head[_COUNT.size :])
-            for (input_id, index, size), frame in zip(fields, frames[1:], strict=True):
-                body = pa.py_buffer(frame)
+            fields = list(_PIECE.iter_unpack(head[_COUNT.size :]))
+            wanted = 1 + count + sum(ids > 0 for *_, ids in fields)
+            if wanted != len(frames):
+                raise CorruptData(f"a spilled shard has {len(frames)} frames, its head says {wanted}")
+            rest = iter(frames[1:])
+            for input_id, index, size, ids in fields:
+                body = pa.py_buffer(next(rest))
+                inputs = np.frombuffer(next(rest), dtype=np.int64) if ids else None
                 if body.size != size:
                     raise CorruptData(f"a spilled shard has {body.size} bytes, its head says {size}")
                 if index < 0:
-                    rows = Slice.whole(pa.ipc.open_stream(body).read_all())
+                    rows = Slice.whole(pa.ipc.open_stream(body).read_all(), None, inputs)
                 else:
                     known = self._schemas[index]
                     batch = pa.ipc.read_record_batch(body, known.schema)
-                    rows = Slice.whole(pa.Table.from_batches([batch]), known)
+                    rows = Slice.whole(pa.Table.from_batches([batch]), known, inputs)
+                if inputs is not None and (inputs.nbytes != ids or len(inputs) != rows.high):
+                    raise CorruptData(f"a spilled shard has {len(inputs)} input ids for {rows.high} rows")
                 pieces.append((input_id, rows))
-        except (pa.ArrowException, OSError, IndexError, struct.error) as e:
+        except (pa.ArrowException, OSError, IndexError, ValueError, struct.error) as e:
             raise CorruptData(f"a spilled shard does not decode: {e}") from e
         return pieces
 

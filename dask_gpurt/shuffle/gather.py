@@ -64,6 +64,11 @@ class Plan:
     #: one per field: values of a fixed width, text, or the index when it is a range
     columns: tuple[np.ndarray[Any, Any] | pa.Array | range, ...]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows, about."""
+        return sum(8 * len(column) if isinstance(column, range) else column.nbytes for column in self.columns)
+
 
 def plan(data: pd.DataFrame, drop: str | None, schemas: MutableMapping[Any, pa.Schema]) -> Plan | None:
     """Look at a frame; None when one of its columns is not plain.

@@ -8,8 +8,8 @@ within it by their old order. So each destination's rows are one gather, and eac
 
 Rows of outputs nobody asked for (filtered ``parts_out``) get the highest code and fall off the end.
 
-The gather is made once per destination and not once for all, so that what stays on this worker, and what waits to be
-sent to one peer, does not hold the memory of all the others.
+The gather is made once per destination (in a few steps when it is large, see `Shard`) and not once for all, so that
+what stays on this worker, and what waits to be sent to one peer, does not hold the memory of all the others.
 
 Equal to stock, row by row: stock keeps the rows with ``frame.merge(worker codes, how="inner")`` and then sorts by id;
 both keep the order of the input. Ids that are not integers (a user's own ``_partitions`` column) go through that same
@@ -19,6 +19,7 @@ merge, on the ids alone.
 from __future__ import annotations
 
 import dataclasses
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -128,9 +129,18 @@ def _merged(ids: pd.Series, layout: Layout) -> tuple[np.ndarray[Any, Any], np.nd
     return both["row"].to_numpy(), both["code"].to_numpy()
 
 
+#: a worker's rows of one input are cut to at most so many shards, of at least so many bytes
+SHARDS = 8
+SHARD_BYTES = 1 << 19
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shard:
-    """The rows of one input partition for one worker, ordered by output partition."""
+    """Rows of one input partition for consecutive output partitions of one worker, ordered by output partition.
+
+    All rows for a worker when they are few; else one of several shards with different outputs, each in memory of its
+    own: what was unpacked can then be given back while the rest still waits.
+    """
 
     #: id of the input partition
     input_id: int
@@ -139,12 +149,14 @@ class Shard:
     parts: np.ndarray[Any, Any]
     #: rows of each of them, uint64, same length
     lengths: np.ndarray[Any, Any]
+    #: id of the input partition of each row, int64, where several were merged (see `merge`); `input_id` is the least
+    inputs: np.ndarray[Any, Any] | None = None
 
 
 def split(
     data: pd.DataFrame, column: str, drop_column: bool, input_id: int, layout: Layout
 ) -> Iterator[tuple[str, Shard]]:
-    """Yield (worker address, shard) for every worker that gets rows.
+    """Yield (worker address, shard), one or several in a row for every worker that gets rows.
 
     Raises
     ------
@@ -161,19 +173,28 @@ def split(
     if plain is None:
         to_arrow, _ = seam.shuffle_tables()
         table = _prepared(to_arrow(data.drop(columns=column) if drop_column else data, preserve_index=True))
+    row_bytes = (table.nbytes if plain is None else plain.nbytes) / len(data)
     counts = np.diff(rows.offsets)
-    for address, (first, last) in layout.ranges.items():
-        low, high = int(rows.offsets[first]), int(rows.offsets[last])
-        if low == high:
-            continue
-        order = rows.order[low:high]
-        if plain is None:
-            gathered = pc.take(table, pa.array(order), boundscheck=False)
-        else:
-            gathered = gather.gather(plain, order)
-        here = counts[first:last]
-        some = np.flatnonzero(here)
-        yield address, Shard(input_id, gathered, layout.part_of[first:last][some], here[some].astype(np.uint64))
+    for address, (begin, end) in layout.ranges.items():
+        for first, last in pairwise(_cuts(rows.offsets[begin : end + 1], begin, row_bytes)):
+            order = rows.order[int(rows.offsets[first]) : int(rows.offsets[last])]
+            if not len(order):
+                continue
+            if plain is None:
+                gathered = pc.take(table, pa.array(order), boundscheck=False)
+            else:
+                gathered = gather.gather(plain, order)
+            here = counts[first:last]
+            some = np.flatnonzero(here)
+            yield address, Shard(input_id, gathered, layout.part_of[first:last][some], here[some].astype(np.uint64))
+
+
+def _cuts(offsets: np.ndarray[Any, Any], first: int, row_bytes: float) -> list[int]:
+    """Codes at which the rows of one worker are cut to shards of about the same size; first and last included."""
+    low, high = int(offsets[0]), int(offsets[-1])
+    n = min(SHARDS, len(offsets) - 1, int((high - low) * row_bytes / SHARD_BYTES))
+    inner = np.searchsorted(offsets, [low + (high - low) * i // n for i in range(1, n)]).tolist() if n > 1 else []
+    return [first + at for at in sorted({0, *inner, len(offsets) - 1})]
 
 
 def _prepared(table: pa.Table) -> pa.Table:

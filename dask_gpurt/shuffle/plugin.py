@@ -9,12 +9,16 @@ shuffle is decided once per run, for all workers alike, and from what is known b
 - so does a shuffle on a cluster with a worker that has not said that it can run ours (no package, another version,
   another distributed): two formats in one run would lose rows or fail.
 
+Outputs are restricted to their workers when the barrier is reached, where stock lets each of them run once in any place
+first (`ShuffleTakeover.pin`).
+
 Whatever else goes wrong in our decision keeps stock's spec too, and is counted. A worker that joins *during* a run and
 lacks the package can not take part and fails its tasks of that run; that case is left, since it needs a mixed cluster.
 """
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import logging
 import traceback
@@ -24,11 +28,14 @@ from dask_gpurt.errors import InstallError
 from dask_gpurt.model import Event, Sink, null_sink
 from dask_gpurt.shuffle import seam, stores
 from dask_gpurt.shuffle.spec import GpurtShuffleSpec
+from dask_gpurt.shuffle.transport.plane import statistics_of
 
 if TYPE_CHECKING:
     from dask_gpurt.config import ShuffleSettings
 
 logger = logging.getLogger("distributed.scheduler.gpurt")
+#: outputs pinned in one turn of the scheduler's loop, about 5 ms
+_PIN_TASKS = 500
 
 
 class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
@@ -40,6 +47,11 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
 
     def _retrieve_spec(self, shuffle_id: Any) -> Any:
         return self.takeover.choose(super()._retrieve_spec(shuffle_id))
+
+    async def barrier(self, id: Any, run_id: int, consistent: bool) -> None:
+        if consistent:
+            await self.takeover.pin(id, run_id, self)
+        await super().barrier(id, run_id, consistent)
 
     def add_worker(self, scheduler: Any, worker: str) -> None:
         # Not awaited here: the worker answers calls only after its registration, which waits for us, has ended.
@@ -58,8 +70,9 @@ class ShuffleTakeover:
     >>> takeover = await ShuffleTakeover.install(scheduler, settings.shuffle)  # doctest: +SKIP
     """
 
-    def __init__(self, scheduler: Any, sink: Sink) -> None:
+    def __init__(self, scheduler: Any, settings: ShuffleSettings, sink: Sink) -> None:
         self.scheduler = scheduler
+        self.settings = settings
         #: worker address -> "" when it can run our spec, else why not; absent: not known yet
         self.able: dict[str, str] = {}
         self._sink = sink
@@ -69,6 +82,8 @@ class ShuffleTakeover:
         self._runs = 0
         #: runs left to stock, by reason
         self._fallbacks: collections.Counter[str] = collections.Counter()
+        #: outputs sent to their worker at once
+        self._pinned = 0
         self._errors = 0
         self._last_error = ""
 
@@ -94,7 +109,7 @@ class ShuffleTakeover:
                 "ShuffleSchedulerPlugin. Remedy: uninstall what replaced it, or set gpurt.shuffle.enabled: false"
             )
         _refuse_active(stock, "install")
-        self = cls(scheduler, sink)
+        self = cls(scheduler, settings, sink)
         self._stock, self._plugin = seam.swap_plugin(scheduler, lambda: _SchedulerPlugin(scheduler, self))
         await self.ask(list(scheduler.workers))
         sink(Event("shuffle.installed", "the plugin named shuffle was taken over", {"workers": len(self.able)}))
@@ -134,7 +149,7 @@ class ShuffleTakeover:
         try:
             reason = self._reason_for_stock(spec)
             if not reason:
-                ours = GpurtShuffleSpec.of(spec)
+                ours = GpurtShuffleSpec.of(spec, self.settings)
                 self._runs += 1
                 return ours
         except Exception:
@@ -145,6 +160,29 @@ class ShuffleTakeover:
             self._sink(Event("shuffle.fallback", message, {"shuffle": str(spec.id), "reason": reason}))
         self._fallbacks[reason] += 1
         return spec
+
+    async def pin(self, shuffle_id: Any, run_id: int, plugin: Any) -> None:
+        """Restrict the outputs of a run to their workers before they run. Never raises.
+
+        Stock lets every output run once wherever it is sent, only to say where it belongs, and again there. What is
+        not a plain unpack task (fused with others, a join's) is left to that.
+        """
+        try:
+            state = plugin.active_shuffles.get(shuffle_id)
+            if state is None or state.run_id != run_id or type(state.run_spec.spec) is not GpurtShuffleSpec:
+                return
+            outputs = seam.unpack_tasks(self.scheduler, shuffle_id)
+            for first in range(0, len(outputs), _PIN_TASKS):
+                for ts, part in outputs[first : first + _PIN_TASKS]:
+                    # The loop was let go in between: the run may be over and the task with it.
+                    if plugin.active_shuffles.get(shuffle_id) is not state:
+                        return
+                    if self.scheduler.tasks.get(ts.key) is ts and part in state.run_spec.worker_for:
+                        plugin._set_restriction(ts, state.run_spec.worker_for[part])
+                        self._pinned += 1
+                await asyncio.sleep(0)
+        except Exception:
+            self._failed()
 
     def _reason_for_stock(self, spec: Any) -> str:
         import pandas as pd
@@ -167,6 +205,7 @@ class ShuffleTakeover:
             "installed": self.scheduler.plugins.get("shuffle") is self._plugin,
             "runs": self._runs,
             "fallbacks": dict(self._fallbacks),
+            "pinned": self._pinned,
             "errors": self._errors,
             "last_error": self._last_error,
             "active": len(self._plugin.active_shuffles) if self._plugin is not None else 0,
@@ -184,5 +223,5 @@ def _refuse_active(plugin: Any, what: str) -> None:
 
 
 def worker_statistics(worker: Any) -> dict[str, Any]:
-    """What the shuffle did on one worker, see `stores.Counters`; plain JSON values."""
-    return stores.counters_of(worker).as_dict()
+    """What the shuffle did on one worker, see `stores.Counters` and `transport.Plane.statistics`; plain JSON values."""
+    return {**stores.counters_of(worker).as_dict(), "transport": statistics_of(worker)}

@@ -5,17 +5,23 @@ distributed's run; the row path is ours::
 
     task thread   _shard_partition    split + make parcels (no copy after the gather)
     event loop    _write_to_comm      our own shard straight into the store; others, small ones staged until they are
-                                      worth a message, to distributed's send buffer
-    event loop    send                one message of several parcels per peer; acknowledged when the peer has stored it
-    event loop    receive             checksums (in a thread when large), then `ShardStore.put`: its waiting is the
-                                      brake, since the sender's budget is only given back by the acknowledgement
+                                      worth a message (inside the send budget), to distributed's send buffer
+    event loop    send                one message of several parcels per peer, by the worker's `transport.Plane`;
+                                      acknowledged when the peer has stored it
+    any thread    unpack              checksums and views of a message that a transport brought
+    event loop    accept, receive     `ShardStore.put`: its waiting is the brake, since the receive budget is only given
+                                      back when a message is stored
     task thread   _get_output_partition   `ShardStore.take`, assemble
 
 Invariants
-- A shard (one input for one worker) travels in one message, whole. `_arrivals` has its input id from the moment it
-  came; a second copy (a resend after a lost acknowledgement, a transfer task that ran twice) waits for the first and is
-  dropped. Race: (1) a message waits in `put`; (2) its comm breaks, the sender resends; (3) were the copy acknowledged
-  at once, the barrier could pass and an output be assembled before (1) is stored.
+- A shard (one input for one worker, or a cut of it, see `cut`) travels in one message, whole. `_arrivals` has its
+  input id from the moment it came; a second copy (a resend after a lost acknowledgement, a transfer task that ran
+  twice) waits for the first and is dropped. Race: (1) a message waits in `put`; (2) its comm breaks, the sender
+  resends; (3) were the copy acknowledged at once, the barrier could pass and an output be assembled before (1) is
+  stored.
+- Shards with few rows per output wait in `_few` until they are worth a merge (see `merge`), at most `MERGE_BYTES` of
+  them. They are acknowledged before: the first `_take`, which is after the barrier, stores the last of them and waits
+  for merges under way, so no output is assembled without them.
 - The run id is in every message and in the store's key, so nothing of an old run is used; the worker plugin refuses
   stale run ids before we see them.
 - `take` removes. A frame merged with itself is one shuffle whose outputs are asked for twice by one task: the second
@@ -31,6 +37,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import sys
 import time
@@ -42,24 +49,30 @@ import pandas as pd
 
 from dask_gpurt.errors import LostData, WireError
 from dask_gpurt.model.slots import NETWORK, UNSPILL, waiting
-from dask_gpurt.shuffle import seam, wire
+from dask_gpurt.shuffle import merge, seam, wire
 from dask_gpurt.shuffle.assemble import Assembler
 from dask_gpurt.shuffle.chunk import ReceivedChunk
-from dask_gpurt.shuffle.partition import Layout, Shard, split
+from dask_gpurt.shuffle.cut import ID_STEP, cut
+from dask_gpurt.shuffle.heap import heap
+from dask_gpurt.shuffle.partition import SHARD_BYTES, Layout, Shard, split
+from dask_gpurt.shuffle.transport import records
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Callable, Hashable, Iterator, Sequence
 
     import pyarrow as pa
 
     from dask_gpurt.model import ShardStore
     from dask_gpurt.shuffle.stores import Counters
+    from dask_gpurt.shuffle.transport.plane import Plane
     from dask_gpurt.shuffle.wire import Parcel
 
 #: messages of this many bytes or more are checked in a thread
 OFFLOAD_BYTES = 1 << 18
 #: small parcels for one peer wait for each other until they are this many bytes, or until all inputs are split
 STAGE_BYTES = 1 << 19
+#: shards with few rows per output are merged when they are so many bytes
+MERGE_BYTES = 1 << 23
 #: times a message is sent again after the peer refused it (checksum, schema not known there)
 RESENDS = 3
 #: restarts of one shuffle asked for by this worker; then the error is the user's
@@ -69,19 +82,21 @@ RESTARTS = 5
 class Message:
     """The frames of one message, to be sent as they are: not pickled, not compressed, not split."""
 
-    def __init__(self, frames: Sequence[Any]) -> None:
+    def __init__(self, frames: Sequence[Any], sender: str = "") -> None:
         self.frames = list(frames)
+        #: address of the worker that made it
+        self.sender = sender
         self.nbytes = sum(memoryview(f).nbytes for f in self.frames)
 
 
 @seam.dask_serialize.register(Message)  # type: ignore[untyped-decorator]
 def _message_to_frames(message: Message) -> tuple[dict[str, Any], list[Any]]:
-    return {}, message.frames
+    return {"sender": message.sender}, message.frames
 
 
 @seam.dask_deserialize.register(Message)  # type: ignore[untyped-decorator]
 def _message_from_frames(header: dict[str, Any], frames: list[Any]) -> Message:
-    return Message(frames)
+    return Message(frames, str(header.get("sender", "")))
 
 
 def _as_is(message: Message) -> Any:
@@ -104,6 +119,21 @@ class Batch:
         return self.nbytes
 
 
+def _groups(parcels: list[Parcel], limit_bytes: int) -> Iterator[list[Parcel]]:
+    """Parcels that travel together: at most `limit_bytes`, or one that is more than that."""
+    group: list[Parcel] = []
+    nbytes = 0
+    for parcel in parcels:
+        size = sys.getsizeof(parcel)
+        if group and nbytes + size > limit_bytes:
+            yield group
+            group, nbytes = [], 0
+        group.append(parcel)
+        nbytes += size
+    if group:
+        yield group
+
+
 class GpurtShuffleRun(seam.DataFrameShuffleRun):
     """A dataframe shuffle on one worker.
 
@@ -113,11 +143,15 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         Where received shards wait for their outputs.
     counters
         What this worker's runs count.
+    plane
+        How messages travel to other workers.
+    secret
+        What proves to others that a worker takes part in this run.
     kwargs
         Those of distributed's `DataFrameShuffleRun`, `disk` excepted.
     """
 
-    def __init__(self, *, store: ShardStore, counters: Counters, **kwargs: Any) -> None:
+    def __init__(self, *, store: ShardStore, counters: Counters, plane: Plane, secret: bytes, **kwargs: Any) -> None:
         super().__init__(disk=False, **kwargs)
         self._store = store
         self._counters = counters
@@ -133,12 +167,25 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         self._known: dict[str, set[int]] = {}
         #: peer -> parcels that wait for more
         self._staged: dict[str, Batch] = {}
+        #: shards with few rows per output that wait to be merged; stored by the first `take` at the latest
+        self._few: list[Shard] = []
+        self._few_bytes = 0
+        self._merging = asyncio.Lock()
+        #: as inherited, but a dict: a look into a pandas series costs more than the rest of finding an output
+        self._worker_for: dict[int, str] = dict(kwargs["worker_for"])
         #: outputs handed out
         self._taken: set[int] = set()
         #: output -> (weak reference to the frame it was given as, the execution that got it)
         self._given: dict[int, tuple[weakref.ref[pd.DataFrame], Any]] = {}
         self._sequence = 0
+        self._plane = plane
+        self._run_key = records.RunKey(self._tag, self.run_id)
+        self._cut_bytes = plane.settings.cut_bytes
+        plane.join(self, self._run_key, secret)
+        #: bytes of a row of the outputs, about
+        self._row_bytes = 0.0
         counters.add(runs=1)
+        heap.keep()
 
     # ---- task threads
 
@@ -149,22 +196,44 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
                 f"{type(data).__name__}, its meta is a pandas.DataFrame. Remedy: make partitions and meta agree"
             )
         start = time.perf_counter()
-        shards = dict(split(data, self.column, self.drop_column, partition_id, self._layout))
+        first_id = partition_id * ID_STEP
+        shards = list(split(data, self.column, self.drop_column, first_id, self._layout))
         middle = time.perf_counter()
         out: dict[str, Any] = {}
         schema = None
         nbytes = 0
-        for address, shard in shards.items():
+        for address, shard in shards:
+            mine = out.setdefault(address, [])
+            # Every shard and every cut of one has an id of its own; they sort by input first.
+            shard = dataclasses.replace(shard, input_id=first_id + len(mine))
             if address == self.local_address:
-                out[address] = shard
+                mine.append(shard)
                 continue
             schema = schema or wire.schema_bytes(shard.table.schema)
-            out[address] = parcel = wire.encode(shard, schema)
-            nbytes += parcel.nbytes
+            for piece in cut(shard, self._cut_bytes):
+                parcel = wire.encode(piece, schema)
+                mine.append(parcel)
+                nbytes += parcel.nbytes
         self._counters.add(inputs=1, seconds_partition=middle - start, seconds_encode=time.perf_counter() - middle)
         seam.context_meter.digest_metric("p2p-shards", nbytes, "bytes")
         seam.context_meter.digest_metric("p2p-shards", len(out), "count")
         return out
+
+    def _get_assigned_worker(self, id: int) -> str:
+        return self._worker_for[id]
+
+    def get_output_partition(self, partition_id: int, key: Any, **kwargs: Any) -> pd.DataFrame:
+        # As inherited, without its two round trips to the event loop where there is nothing to wait for there: the
+        # output belongs here, and nothing is ever under way to a disk of ours.
+        if self._get_assigned_worker(partition_id) != self.local_address or not self.transferred or self.closed:
+            out: pd.DataFrame = super().get_output_partition(partition_id, key, **kwargs)
+            return out
+        with (
+            self._capture_metrics("foreground"),
+            seam.context_meter.meter("p2p-get-output-noncpu"),
+            seam.context_meter.meter("p2p-get-output-cpu", func=seam.thread_time),
+        ):
+            return self._get_output_partition(partition_id, key, **kwargs)
 
     def _get_output_partition(self, partition_id: int, key: Any, **kwargs: Any) -> pd.DataFrame:
         here = seam.execution()
@@ -181,6 +250,10 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         start = time.perf_counter()
         df = self._assemble(piece for pieces in taken for piece in pieces)
         self._given[partition_id] = (weakref.ref(df), here)
+        if len(df):
+            if not self._row_bytes:
+                self._row_bytes = float(df.memory_usage().sum()) / len(df)
+            heap.freed(int(len(df) * self._row_bytes), self._in_thread)
         self._counters.add(outputs=1, seconds_assemble=time.perf_counter() - start)
         return df
 
@@ -208,50 +281,68 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         if part in self._taken:
             return False, []
         self._taken.add(part)
+        if self._few or self._merging.locked():
+            await self._merge()
         return True, await self._store.take(self._key, part)
 
     async def _write_to_comm(self, data: dict[str, Any]) -> None:
         self.raise_if_closed()
         own = data.pop(self.local_address, None)
-        full = {}
-        for address, parcel in data.items():
-            batch = self._staged.setdefault(address, Batch())
-            batch.append(parcel)
-            if batch.nbytes >= STAGE_BYTES:
-                full[address] = self._staged.pop(address)
-        if full:
-            with waiting(NETWORK):  # until the budget for unsent bytes has room
-                await super()._write_to_comm(full)
+        limiter = self._comm_buffer.memory_limiter
+        for address, parcels in data.items():
+            for parcel in parcels:
+                batch = self._staged.setdefault(address, Batch())
+                batch.append(parcel)
+                limiter.increase(sys.getsizeof(parcel))
+                if batch.nbytes >= STAGE_BYTES:
+                    await self._unstage([address])
+        if limiter.full:
+            # Nobody but us can make room by sending what is staged.
+            await self._unstage(list(self._staged))
         if own is not None:
-            chunk_bytes = own.table.get_total_buffer_size()
+            chunk_bytes = sum(shard.table.get_total_buffer_size() for shard in own)
             self._counters.add(bytes_self=chunk_bytes)
-            await self._keep([own], chunk_bytes)
+            await self._keep(own, chunk_bytes)
 
     async def _flush_comm(self) -> None:
         self.raise_if_closed()
-        staged, self._staged = self._staged, {}
-        if staged:
-            await super()._write_to_comm(staged)
+        await self._unstage(list(self._staged))
         await super()._flush_comm()
+
+    async def _unstage(self, addresses: list[str]) -> None:
+        """Hand what is staged for peers to the send buffer; what it is charged moves along."""
+        full = {address: batch for address in addresses if (batch := self._staged.pop(address, None)) is not None}
+        if full:
+            await self._release(full)
+            with waiting(NETWORK):  # until the budget for unsent bytes has room
+                await super()._write_to_comm(full)
+
+    async def _release(self, batches: dict[str, Batch]) -> None:
+        await self._comm_buffer.memory_limiter.decrease(sum(batch.nbytes for batch in batches.values()))
 
     async def _send(self, address: str, shards: Any) -> Any:
         self.raise_if_closed()
         return await self.rpc(address).shuffle_receive(data=shards, shuffle_id=self.id, run_id=self.run_id)
 
     async def send(self, address: str, shards: list[Batch]) -> Any:
-        parcels = [parcel for batch in shards for parcel in batch.parcels]
+        response: Any = {"status": "OK"}
+        # What was staged and buffered together may be more than the peer takes in one message.
+        for parcels in _groups([parcel for batch in shards for parcel in batch.parcels], self._cut_bytes):
+            response = await self._send_message(address, parcels)
+            if response["status"] != "OK":
+                break
+        return response
+
+    async def _send_message(self, address: str, parcels: list[Parcel]) -> Any:
         known = self._known.setdefault(address, set())
         start = time.perf_counter()
         for _ in range(1 + RESENDS):
             self._sequence += 1
             frames = wire.pack(self._tag, self.run_id, self._sequence, parcels, known)
-            message = Message(frames)
-            response = await seam.retry(
-                functools.partial(self._send, address, _as_is(message)),
-                count=self.RETRY_COUNT,
-                delay_min=self.RETRY_DELAY_MIN,
-                delay_max=self.RETRY_DELAY_MAX,
-                operation=f"P2P send to {address}",
+            message = Message(frames, self.local_address)
+            response = await self._plane.send(
+                *(self, self._run_key, address, message.frames),
+                functools.partial(self._retrying, address, message),
             )
             refused = response.get("gpurt-refused")
             self._counters.add(messages_sent=1, bytes_sent=message.nbytes)
@@ -269,11 +360,43 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         self._counters.add(seconds_send=time.perf_counter() - start)
         return response
 
+    async def ask(self, address: str, question: dict[str, Any]) -> Any:
+        """Ask a peer's run something by distributed's comms; see `transport.Plane.answer`."""
+        return await self._retrying(address, question)
+
+    async def _retrying(self, address: str, data: Message | dict[str, Any]) -> Any:
+        return await seam.retry(
+            functools.partial(self._send, address, _as_is(data) if isinstance(data, Message) else data),
+            count=self.RETRY_COUNT,
+            delay_min=self.RETRY_DELAY_MIN,
+            delay_max=self.RETRY_DELAY_MAX,
+            operation=f"P2P send to {address}",
+        )
+
     async def receive(self, data: Any) -> Any:
         try:
+            if isinstance(data, dict):
+                self.raise_if_closed()
+                return await self._plane.answer(self._run_key, data)
             return await self._receive_message(data)
         except seam.P2PConsistencyError as e:
             return seam.error_message(e)
+
+    def unpack(self, frames: Sequence[Any]) -> list[Shard]:
+        """Shards of a message, as views on its frames; any thread.
+
+        Raises
+        ------
+        WireError
+        """
+        return wire.unpack(frames, self._tag, self.run_id, self._schemas)
+
+    async def accept(self, shards: list[Shard], nbytes: int) -> None:
+        """Store the shards of a message that a transport brought; returns when they are stored."""
+        self.raise_if_closed()
+        self._counters.add(messages_received=1, bytes_received=nbytes)
+        self.total_recvd += nbytes
+        await self._keep(shards, nbytes)
 
     async def _receive_message(self, message: Message) -> dict[str, Any]:
         self.raise_if_closed()
@@ -282,20 +405,21 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
                 f"{self} received a {type(message).__name__}, must be a Message. Remedy: run one version of dask-gpurt "
                 "on all workers"
             )
-        self._counters.add(messages_received=1, bytes_received=message.nbytes)
-        arguments = (message.frames, self._tag, self.run_id, self._schemas)
+        stored = self._plane.arrive(self._run_key, message.sender, records.message_bytes(message.frames))
         try:
             if message.nbytes < OFFLOAD_BYTES:
-                shards = wire.unpack(*arguments)
+                shards = self.unpack(message.frames)
             else:
-                shards = await self.offload(wire.unpack, *arguments)
+                shards = await self.offload(self.unpack, message.frames)
+            await self.accept(shards, message.nbytes)
         except WireError as e:
-            self._counters.add(refused=1)
+            self._counters.add(messages_received=1, bytes_received=message.nbytes, refused=1)
             self._counters.last_error = traceback.format_exc()
             return {"status": "OK", "gpurt-refused": str(e)}
-        self.total_recvd += message.nbytes
-        await self._keep(shards, message.nbytes)
-        return {"status": "OK"}
+        finally:
+            stored()
+        # The credit that this message has given back.
+        return {"status": "OK", "granted": self._plane.granted(self._run_key, message.sender)}
 
     async def _keep(self, shards: list[Shard], nbytes: int) -> None:
         """Store shards that are new; return when every one of them, and every earlier copy of it, is stored."""
@@ -309,17 +433,54 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
             await asyncio.shield(future)
 
     async def _put(self, shards: list[Shard], nbytes: int | None) -> None:
-        chunk = ReceivedChunk(shards, nbytes)
+        few = [s for s in shards if merge.worth(s)]
+        if len(few) == len(shards):
+            self._few += few
+            self._few_bytes += sum(s.table.nbytes for s in few) if nbytes is None else nbytes
+            for s in few:
+                self._arrivals[s.input_id] = None
+                self.received.add(s.input_id)
+            if self._few_bytes >= MERGE_BYTES:
+                await self._merge()
+            return
+        await self._store_shards(shards, nbytes)
+
+    async def _merge(self) -> None:
+        """Store what waits to be merged; returns when it, and what another call was about to store, is stored."""
+        async with self._merging:
+            few, self._few, self._few_bytes = self._few, [], 0
+            if not few:
+                return
+            try:
+                shards = await self.offload(merge.merged, few)
+            except Exception as e:
+                if not self.closed:
+                    self._exception = e
+                raise
+            few.clear()
+            for shard in shards:
+                await self._store_shards([shard], None)
+
+    async def _store_shards(self, shards: list[Shard], nbytes: int | None) -> None:
+        large = [s for s in shards if s.table.nbytes >= SHARD_BYTES]
+        small = [s for s in shards if s.table.nbytes < SHARD_BYTES]
+        # A large shard is a chunk of its own: it can go, or leave memory, while the rest still waits.
+        chunks = [ReceivedChunk([s], nbytes if len(shards) == 1 else None) for s in large]
+        if small:
+            chunks.append(ReceivedChunk(small, None if large else nbytes))
         stored: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         for s in shards:
             self._arrivals[s.input_id] = stored
         start = time.perf_counter()
+        kept = 0
         try:
-            kept = await self._store.put(self._key, chunk.chunk_id, chunk)
-            if not kept:
-                # Ids are new by `_arrivals`, so the run was dropped.
-                self.raise_if_closed()
-                raise seam.ShuffleClosedError(f"{self} was dropped by its store")
+            while chunks:
+                chunk = chunks.pop()
+                if not await self._store.put(self._key, chunk.chunk_id, chunk):
+                    # Ids are new by `_arrivals`, so the run was dropped.
+                    self.raise_if_closed()
+                    raise seam.ShuffleClosedError(f"{self} was dropped by its store")
+                kept += 1
         except BaseException as e:
             for s in shards:
                 self._arrivals.pop(s.input_id, None)
@@ -332,16 +493,25 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
             self._arrivals[s.input_id] = None
             self.received.add(s.input_id)
         stored.set_result(None)
-        self._counters.add(chunks=1, seconds_put=time.perf_counter() - start)
+        self._counters.add(chunks=kept, seconds_put=time.perf_counter() - start)
 
     async def close(self) -> None:
         if self.closed:
             await super().close()
             return
         self._counters.add(runs_closed=1)
-        self._staged.clear()
+        self._plane.leave(self, self._run_key)
+        staged, self._staged = self._staged, {}
+        await self._release(staged)
+        self._few.clear()
         self._store.drop(self._key)
         with contextlib.ExitStack() as stack:
             # A put that began before the drop and ends after it must not leave rows behind.
+            stack.callback(heap.release, self._in_thread)
             stack.callback(self._store.drop, self._key)
             await super().close()
+
+    def _in_thread(self, function: Callable[[], None]) -> None:
+        # The worker's pool may be shut down already when it closes with runs open; its memory goes with it.
+        with contextlib.suppress(RuntimeError):
+            self.executor.submit(function)

@@ -16,18 +16,20 @@ import inspect
 import threading
 from typing import TYPE_CHECKING, Any
 
+import dask
 import distributed
 from dask.context import thread_state
+from distributed.comm import get_address_host
 from distributed.core import ErrorMessage, OKMessage, error_message
 from distributed.exceptions import Reschedule
-from distributed.metrics import context_meter
+from distributed.metrics import context_meter, thread_time
 from distributed.protocol.serialize import Serialized, dask_deserialize, dask_serialize, serialize
 from distributed.shuffle._comms import CommShardsBuffer
-from distributed.shuffle._core import ShuffleRun, ShuffleSpec
+from distributed.shuffle._core import ShuffleRun, ShuffleSpec, barrier_key
 from distributed.shuffle._exceptions import P2PConsistencyError, ShuffleClosedError
 from distributed.shuffle._limiter import ResourceLimiter
 from distributed.shuffle._scheduler_plugin import ShuffleSchedulerPlugin
-from distributed.shuffle._shuffle import DataFrameShuffleRun, DataFrameShuffleSpec
+from distributed.shuffle._shuffle import DataFrameShuffleRun, DataFrameShuffleSpec, shuffle_unpack
 from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
 from distributed.utils import sync
 from distributed.utils_comm import retry
@@ -36,7 +38,7 @@ from dask_gpurt._version import __version__
 from dask_gpurt.errors import SeamMismatch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Awaitable, Callable, Iterable
 
 __all__ = [
     "DataFrameShuffleRun",
@@ -59,13 +61,18 @@ __all__ = [
     "dask_serialize",
     "error_message",
     "execution",
+    "host_of",
+    "on_teardown",
     "probe",
     "probe_workers",
+    "require_encryption",
     "retry",
     "serialize",
     "shuffle_tables",
     "swap_plugin",
     "sync",
+    "thread_time",
+    "unpack_tasks",
 ]
 
 #: what is overridden or called: (owner, name, parameters it must have, in order, without self)
@@ -73,11 +80,15 @@ _SEAM: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (ShuffleSchedulerPlugin, "__init__", ("scheduler",)),
     (ShuffleSchedulerPlugin, "_retrieve_spec", ("shuffle_id",)),
     (ShuffleSchedulerPlugin, "barrier", ("id", "run_id", "consistent")),
+    (ShuffleSchedulerPlugin, "_set_restriction", ("ts", "worker")),
     (ShuffleSchedulerPlugin, "get", ("id", "worker")),
     (ShuffleSchedulerPlugin, "get_or_create", ("shuffle_id", "key", "worker")),
     (ShuffleSchedulerPlugin, "restrict_task", ("id", "run_id", "key", "worker")),
     (DataFrameShuffleSpec, "create_run_on_worker", ("run_id", "span_id", "worker_for", "plugin")),
     (DataFrameShuffleRun, "_shard_partition", ("data", "partition_id", "kwargs")),
+    (DataFrameShuffleRun, "_get_assigned_worker", ("id",)),
+    (ShuffleRun, "get_output_partition", ("partition_id", "key", "kwargs")),
+    (ShuffleRun, "_capture_metrics", ("where",)),
     (DataFrameShuffleRun, "_get_output_partition", ("partition_id", "key", "kwargs")),
     (ShuffleRun, "_write_to_comm", ("data",)),
     (ShuffleRun, "_flush_comm", ()),
@@ -89,6 +100,7 @@ _SEAM: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (ShuffleRun, "raise_if_closed", ()),
     (ShuffleRun, "close", ()),
     (CommShardsBuffer, "write", ("data",)),
+    (ShuffleWorkerPlugin, "teardown", ("worker",)),
     (ShuffleWorkerPlugin, "shuffle_receive", ("shuffle_id", "run_id", "data")),
     (ResourceLimiter, "__init__", ("limit", "metrics_label")),
 )
@@ -204,6 +216,18 @@ def swap_plugin(scheduler: Any, make: Callable[[], Any]) -> tuple[Any, Any]:
     return before, after
 
 
+def unpack_tasks(scheduler: Any, shuffle_id: Any) -> list[tuple[Any, int]]:
+    """(task state, output partition) of the outputs of a shuffle whose task is nothing but the unpacking."""
+    found = []
+    for ts in scheduler.tasks[barrier_key(shuffle_id)].dependents:
+        spec = ts.run_spec
+        if getattr(spec, "func", None) is shuffle_unpack and not spec.kwargs and len(spec.args) == 3:
+            of, part, _ = spec.args
+            if of == shuffle_id and isinstance(part, int):
+                found.append((ts, part))
+    return found
+
+
 def execution() -> tuple[Any, float, int] | None:
     """Stands for the execution of the task that this thread is in: (key, start, thread). None outside of one."""
     start = getattr(thread_state, "start_time", None)
@@ -216,6 +240,29 @@ def common_dtype(actual: Any, wanted: Any) -> Any:
 
     find: Any = vars(cast)["find_common_type"]  # not in pandas' public stubs
     return find([actual, wanted])
+
+
+def on_teardown(plugin: Any, last: Callable[[], Awaitable[None]]) -> None:
+    """Have a worker's shuffle plugin await `last` after it is torn down, which happens when the worker closes."""
+    inner = plugin.teardown
+
+    async def teardown(worker: Any) -> None:
+        try:
+            await inner(worker)
+        finally:
+            await last()
+
+    plugin.teardown = teardown
+
+
+def host_of(address: str) -> str:
+    """The host in a worker's address, as sockets take it."""
+    return str(get_address_host(address))
+
+
+def require_encryption() -> bool:
+    """Whether distributed refuses comms that are not encrypted."""
+    return bool(dask.config.get("distributed.comm.require-encryption", False))
 
 
 def shuffle_tables() -> tuple[Callable[..., Any], Callable[..., Any]]:

@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import secrets
 from typing import Any
 
+from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.shuffle import seam, stores
+from dask_gpurt.shuffle.transport.records import SECRET_BYTES
 
 
 @dataclasses.dataclass(frozen=True)
 class GpurtShuffleSpec(seam.DataFrameShuffleSpec):
     """Stock's spec with another run. Unpickling it imports this package: the scheduler asks workers first."""
 
+    #: settings of the scheduler, so that all workers of a run have the same
+    settings: ShuffleSettings = dataclasses.field(default=ShuffleSettings(enabled=True))
+    #: what proves to a worker that another one takes part in this run; of no use after it
+    secret: bytes = dataclasses.field(default=b"", repr=False)
+
     @classmethod
-    def of(cls, spec: Any) -> GpurtShuffleSpec:
-        """The same shuffle as a stock spec."""
-        return cls(**{f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)})
+    def of(cls, spec: Any, settings: ShuffleSettings) -> GpurtShuffleSpec:
+        """The same shuffle as a stock spec, with a secret of its own."""
+        fields = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)}
+        return cls(**fields, settings=settings, secret=secrets.token_bytes(SECRET_BYTES))
 
     def create_run_on_worker(self, run_id: int, span_id: str | None, worker_for: dict[int, str], plugin: Any) -> Any:
         from dask_gpurt.shuffle.run import GpurtShuffleRun
+        from dask_gpurt.shuffle.transport.plane import plane_of
 
         worker = plugin.worker
         store, plain = stores.store_of(worker)
@@ -29,6 +39,8 @@ class GpurtShuffleSpec(seam.DataFrameShuffleSpec):
         return GpurtShuffleRun(
             store=store,
             counters=counters,
+            plane=plane_of(worker, plugin, self.settings, counters.add),
+            secret=self.secret,
             column=self.column,
             meta=self.meta,
             worker_for=worker_for,

@@ -28,8 +28,10 @@ class MemoryShardStore:
     def __init__(self) -> None:
         #: run -> chunk id -> chunk; a chunk stays until all its parts were taken
         self._chunks: dict[Hashable, dict[Any, Chunk]] = {}
-        #: run -> chunk id -> parts not taken yet
-        self._left: dict[Hashable, dict[Any, set[int]]] = {}
+        #: run -> chunk id -> how many of its parts were not taken yet
+        self._left: dict[Hashable, dict[Any, int]] = {}
+        #: run -> part -> ids of the chunks that have rows for it
+        self._chunks_of: dict[Hashable, dict[int, list[Any]]] = {}
         #: runs that ended, and so take no more chunks
         self._dropped: dict[Hashable, None] = {}
 
@@ -49,23 +51,26 @@ class MemoryShardStore:
         if chunk_id in chunks:
             return False
         chunks[chunk_id] = chunk
-        self._left.setdefault(run, {})[chunk_id] = set(chunk.parts)
+        self._left.setdefault(run, {})[chunk_id] = len(chunk.parts)
+        chunks_of = self._chunks_of.setdefault(run, {})
+        for part in chunk.parts:
+            chunks_of.setdefault(part, []).append(chunk_id)
         return True
 
     async def take(self, run: Hashable, part: int) -> list[Any]:
         out = []
         chunks, left = self._chunks.get(run, {}), self._left.get(run, {})
-        for chunk_id in sorted(chunks):
-            if part in left[chunk_id]:
-                out.append(chunks[chunk_id].get(part))
-                left[chunk_id].discard(part)
-                if not left[chunk_id]:
-                    del chunks[chunk_id], left[chunk_id]
+        for chunk_id in sorted(self._chunks_of.get(run, {}).pop(part, ())):
+            out.append(chunks[chunk_id].get(part))
+            left[chunk_id] -= 1
+            if not left[chunk_id]:
+                del chunks[chunk_id], left[chunk_id]
         return out
 
     def drop(self, run: Hashable) -> None:
         self._chunks.pop(run, None)
         self._left.pop(run, None)
+        self._chunks_of.pop(run, None)
         self._dropped[run] = None
         # Late messages come within seconds; run ids of old ones are refused by the run itself.
         while len(self._dropped) > 10_000:
@@ -99,6 +104,17 @@ class Counters:
     duplicates: int = 0
     #: messages refused because they did not parse or failed their checksum
     refused: int = 0
+    #: messages that went by a transport of ours and not by distributed's comms
+    messages_direct: int = 0
+    bytes_direct: int = 0
+    #: messages sent again by distributed's comms, after a transport of ours lost or the peer refused them
+    resent_safe: int = 0
+    #: links between workers that ended out of order
+    links_lost: int = 0
+    #: messages by distributed's comms that came without credit (a retry, or one larger than the budget allows)
+    uncredited: int = 0
+    #: errors in a transport
+    transport_errors: int = 0
     #: restarts of a whole shuffle asked for by this worker (an output asked for again, or lost on a tier)
     restarts: int = 0
     #: runs that had no tier store and used a plain one in memory

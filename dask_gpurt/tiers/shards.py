@@ -41,6 +41,9 @@ class TierShardStore:
         self._engine = engine
         #: run -> chunk id -> entry
         self._runs: dict[Hashable, dict[Any, Entry]] = {}
+        #: run -> part that nobody took yet -> (chunk id, entry) with rows for it; a look through all chunks for each of
+        #: thousands of parts is most of a shuffle
+        self._entries_of: dict[Hashable, dict[int, list[tuple[Any, Entry]]]] = {}
         #: parts of an entry that nobody took yet
         self._left: dict[Entry, set[int]] = {}
         self._dropped: dict[Hashable, None] = {}
@@ -72,6 +75,9 @@ class TierShardStore:
                 entry = self._engine.add(self._account, (run, chunk_id), chunk, chunk.nbytes, balance=False)
                 self._left[entry] = parts
                 self._runs.setdefault(run, {})[chunk_id] = entry
+                entries_of = self._entries_of.setdefault(run, {})
+                for part in parts:
+                    entries_of.setdefault(part, []).append((chunk_id, entry))
                 self._engine.balance()  # not before: the parts to write are read from _left
             else:
                 self._runs.setdefault(run, {})  # no rows: nothing to keep, but the run is known
@@ -82,10 +88,7 @@ class TierShardStore:
 
     async def take(self, run: Hashable, part: int) -> list[Any]:
         """See `ShardStore.take`."""
-        chunks = self._runs.get(run)
-        if not chunks:
-            return []
-        mine = [(i, e) for i, e in sorted(chunks.items(), key=lambda item: item[0]) if part in self._left.get(e, ())]
+        mine = sorted(self._entries_of.get(run, {}).pop(part, ()), key=lambda item: item[0])
         shards: list[Any] = []
         try:
             for chunk_id, entry in mine:
@@ -126,6 +129,7 @@ class TierShardStore:
         self._dropped[run] = None
         while len(self._dropped) > _REMEMBERED_RUNS:
             del self._dropped[next(iter(self._dropped))]
+        self._entries_of.pop(run, None)
         for entry in self._runs.pop(run, {}).values():
             if self._left.pop(entry, None) is not None:
                 self._engine.remove(entry)

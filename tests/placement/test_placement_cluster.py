@@ -29,6 +29,7 @@ OVERRIDES = (
     "decide_worker_non_rootish",
     "get_comm_cost",
     "_TRANSITIONS_TABLE",
+    "request_remove_replicas",
     "stimulus_queue_slots_maybe_opened",
     "decide_worker_rootish_queuing_enabled",
 )

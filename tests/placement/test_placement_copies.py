@@ -269,6 +269,40 @@ def test_the_copy_is_adopted() -> None:
     run()
 
 
+def test_an_adopted_copy_that_has_finished_answers_twice() -> None:
+    """It ends before the message of the new assignment comes, and is told of once for each of the two run ids."""
+
+    @gen_cluster(client=True, nthreads=THREE, timeout=60)
+    async def run(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
+        _, copies, f = await twice(c, s, a, b)
+        s.tasks[f.key].worker_restrictions = {b.address}
+        later: list[Any] = []
+        send, stream = s.worker_send, s.stream_comms[b.address]
+        real = stream.send
+
+        def hold_back(*msgs: Any) -> None:
+            held_back = [m for m in msgs if m["op"] == "compute-task"]
+            later.extend(held_back)
+            real(*[m for m in msgs if m not in held_back])
+
+        stream.send = hold_back
+        await s.remove_worker(a.address, stimulus_id="test")
+        await until(lambda: later)
+        assert copies.copies[f.key].adopted
+        open_gate(b)
+        assert await f == b.address
+        stream.send = real
+        send(b.address, later[0])
+        await until(lambda: copies.counts["swallowed"] == 1)
+        open_gate(a)
+        await settled(s, copies, b, d)
+        moves = [(start, finish) for _, start, finish, *_ in s.story(f.key) if isinstance(start, str)]
+        assert moves.count(("processing", "memory")) == 1
+        assert ("memory", "released") not in moves
+
+    run()
+
+
 def test_the_second_worker_dies() -> None:
     @gen_cluster(client=True, nthreads=THREE, timeout=60)
     async def run(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:

@@ -15,7 +15,8 @@ import pandas as pd
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.shuffle import MemoryShardStore, ShuffleTakeover, provide
 
-ON = ShuffleSettings(enabled=True)
+#: over distributed's comms, which many tests listen in on
+ON = ShuffleSettings(enabled=True, transport="rpc")
 
 
 class NastyStore(MemoryShardStore):
@@ -45,13 +46,13 @@ class _Encoded:
 
 
 @contextlib.asynccontextmanager
-async def taken_over(scheduler: Any, workers: Any = (), store: Any = MemoryShardStore):
+async def taken_over(scheduler: Any, workers: Any = (), store: Any = MemoryShardStore, settings: Any = ON):
     """The takeover on a running in-process cluster; gives (takeover, stores)."""
     stores = []
     for worker in workers:
         stores.append(store())
         provide(worker, stores[-1])
-    takeover = await ShuffleTakeover.install(scheduler, ON)
+    takeover = await ShuffleTakeover.install(scheduler, settings)
     try:
         yield takeover, stores
     finally:

@@ -27,7 +27,7 @@ def test_is_a_chunk_with_the_parts_of_all_its_inputs():
     c = chunk()
     assert isinstance(c, Chunk)
     assert sorted(c.parts) == [1, 2, 3, 4, 5, 6, 7]
-    assert c.chunk_id == 1
+    assert c.chunk_id == (1, 1)
     assert [i for i, _ in c.get(4)] == [3, 1]
     assert [i for i, _ in c.get(7)] == [3]
     with pytest.raises(KeyError):

@@ -108,8 +108,10 @@ async def test_every_message_delivered_twice(c, s, a, b):
             inner = w.handlers["shuffle_receive"]
 
             async def twice(*args, inner=inner, **kwargs):
+                if isinstance(kwargs["data"], dict):  # a question, not a message
+                    return await inner(*args, **kwargs)
                 first, second = await asyncio.gather(inner(*args, **kwargs), inner(*args, **kwargs))
-                assert first == second == {"status": "OK"}
+                assert first["status"] == second["status"] == "OK"
                 return await inner(*args, **kwargs)
 
             w.handlers["shuffle_receive"] = twice
@@ -149,7 +151,7 @@ async def test_a_copy_is_not_acknowledged_before_the_first_is_stored(c, s, a, b)
         second = asyncio.create_task(run.receive(run_module.Message(frames)))
         await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
         assert 10**6 in run.received
-        assert await first == await second == {"status": "OK"}
+        assert (await first)["status"] == (await second)["status"] == "OK"
         await f.cancel()
         await drained(stores)
 

@@ -215,3 +215,37 @@ def test_memory_store_keeps_the_contract():
         assert not await store.put("r", 3, One())
 
     asyncio.run(check())
+
+
+@gen_cluster(**TWO)
+async def test_outputs_go_to_their_worker_at_once(c, s, a, b):
+    takeover = await ShuffleTakeover.install(s, ON)
+    asked = []
+    restrict = s.handlers["shuffle_restrict_task"]
+    s.handlers["shuffle_restrict_task"] = lambda **kwargs: asked.append(kwargs) or restrict(**kwargs)
+    futures = c.compute(source(left).shuffle("k", npartitions=20).to_delayed())
+    assert sum(map(len, await asyncio.gather(*futures))) == 480
+    assert takeover.statistics()["pinned"] == 20
+    assert not asked
+    # Tasks that do more than unpack find their worker as before.
+    merged = source(left).merge(source(left), on="k", shuffle_method="p2p", broadcast=False)
+    assert len(await c.compute(merged)) > 0
+    assert takeover.statistics()["pinned"] == 20
+    assert not takeover.statistics()["errors"]
+
+
+@gen_cluster(**TWO)
+async def test_an_error_while_pinning_leaves_it_to_stock(c, s, a, b):
+    takeover = await ShuffleTakeover.install(s, ON)
+
+    def fails(scheduler, shuffle_id):
+        raise ValueError("no such task")
+
+    before, seam.unpack_tasks = seam.unpack_tasks, fails
+    try:
+        assert len(await c.compute(source(left).shuffle("k", npartitions=20))) == 480
+    finally:
+        seam.unpack_tasks = before
+    stats = takeover.statistics()
+    assert (stats["errors"], stats["pinned"]) == (1, 0)
+    assert "no such task" in stats["last_error"]

@@ -10,7 +10,7 @@ from helpers import mixed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dask_gpurt.shuffle.partition import Layout, Shard, locate, split
+from dask_gpurt.shuffle.partition import SHARD_BYTES, SHARDS, Layout, Shard, _cuts, locate, split
 
 
 def parts_of(shard: Shard) -> dict[int, pd.DataFrame]:
@@ -109,3 +109,28 @@ def test_text_in_pieces_is_gathered_whole():
     assert got[0] == ["b", "d"]
     assert got[1][:2] == ["a", "c"]
     assert pd.isna(got[1][2])
+
+
+def test_large_shards_are_cut_by_outputs_and_hold_memory_of_their_own():
+    n = 200_000
+    df = pd.DataFrame({"p": np.arange(n) % 20, "a": np.arange(n), "b": np.arange(n) / 2})
+    layout = Layout({p: "one" if p < 10 else "two" for p in range(20)})
+    shards = list(split(df, "p", True, 3, layout))
+    assert [address for address, _ in shards] == ["one"] * 4 + ["two"] * 4
+    assert np.concatenate([s.parts for _, s in shards]).tolist() == list(range(20))
+    for _, s in shards:
+        assert s.input_id == 3
+        assert SHARD_BYTES // 2 < s.table.get_total_buffer_size() < 2 * SHARD_BYTES
+        for part, rows in parts_of(s).items():
+            pd.testing.assert_frame_equal(rows, df[df["p"] == part][["a", "b"]])
+
+
+@pytest.mark.parametrize("counts", [[0, 0, 5], [1000, 0, 0], [0, 1000, 1], [1] * 50, [1, 10**6, 1]])
+def test_cuts_cover_all_codes_once(counts):
+    offsets = np.concatenate([[7], 7 + np.cumsum(counts)])
+    for row_bytes in (0.0, 100.0, 1e6):
+        cuts = _cuts(offsets, 4, row_bytes)
+        assert cuts[0] == 4
+        assert cuts[-1] == 4 + len(counts)
+        assert cuts == sorted(set(cuts))
+        assert len(cuts) - 1 <= SHARDS

@@ -1,0 +1,255 @@
+"""The shuffle against stock's two, by kind of frame, number of partitions and spread of the keys.
+
+    python -m benchmarks.shuffle --frames mixed --partitions 16 128 --runs 5
+    python -m benchmarks.shuffle --frames numeric text wide --partitions 16 --runs 3
+    python -m benchmarks.shuffle --frames mixed --partitions 1000 --size 0.2 --runs 3 --variants p2p gpurt
+
+Each call adds its results to ``benchmarks/results/shuffle.json`` (same frame, keys, partitions and size: replaced), so
+that one long sweep can be made of several short calls. One cluster of two workers with one thread serves all variants,
+which take turns; between runs the takeover is installed or uninstalled on its scheduler. The input is persisted before
+the clock starts; every result is checked by row count and sum. Reported per variant: wall seconds, CPU seconds of both
+workers, peak RSS of the larger worker; for ours also the seconds by phase and the bytes moved; ratios are those of
+the medians, stock over ours: above 1, ours is better.
+
+*Limit* is the same work at bare metal, CPU seconds of one thread without a cluster: hash, sort of the narrow ids, Arrow
+gather, IPC stream, decoding; half of the encoded bytes through a loopback socket; and, to compare, polars'
+`partition_by`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import os
+import socket
+import statistics
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import dask
+import dask.dataframe as dd
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+from dask.dataframe.shuffle import partitioning_index
+from distributed import Client, LocalCluster, wait
+
+from benchmarks import compare, data, shuffle_small
+from dask_gpurt.shuffle import worker_statistics
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+#: spread of the keys: Zipf's exponent, or 0 for uniform
+KEYS = {"uniform": 0.0, "zipf": 1.2}
+PHASES = ("seconds_partition", "seconds_encode", "seconds_send", "seconds_put", "seconds_assemble")
+BYTES = ("bytes_sent", "bytes_self", "messages_sent", "chunks")
+
+
+def _text(r: np.random.Generator, n: int) -> pd.Series:
+    return pd.Series(np.char.add("name-", r.integers(0, 1_000_000, n).astype("U7")), dtype="str")
+
+
+def _mixed(r: np.random.Generator, n: int) -> dict[str, Any]:
+    return {"i": r.integers(0, 1 << 40, n)} | {name: r.random(n) for name in "abcd"} | {"s": _text(r, n)}
+
+
+def _numeric(r: np.random.Generator, n: int) -> dict[str, Any]:
+    return {"i": r.integers(0, 1 << 40, n)} | {name: r.random(n) for name in "abcdefg"}
+
+
+def _texts(r: np.random.Generator, n: int) -> dict[str, Any]:
+    return {f"s{i}": _text(r, n) for i in range(4)}
+
+
+def _wide(r: np.random.Generator, n: int) -> dict[str, Any]:
+    return {f"c{i}": r.random(n) for i in range(200)}
+
+
+#: name -> (columns beside the key, rows in 1 GB)
+FRAMES: dict[str, tuple[Callable[[np.random.Generator, int], dict[str, Any]], int]] = {
+    "mixed": (_mixed, shuffle_small.ROWS_PER_GB),
+    "numeric": (_numeric, 14_000_000),
+    "text": (_texts, 10_000_000),
+    "wide": (_wide, 600_000),
+}
+
+
+def make(i: int, n: int, frame: str, keys: str) -> pd.DataFrame:
+    """One input partition."""
+    r = np.random.default_rng(i)
+    k = r.zipf(KEYS[keys], n) % 10_000_000 if KEYS[keys] else r.integers(0, 10_000_000, n)
+    return pd.DataFrame({"k": k, **FRAMES[frame][0](r, n)})
+
+
+def _loopback(nbytes: int) -> None:
+    """So many bytes through a socket to a thread of this process, in steps of 1 MiB."""
+    a, b = socket.socketpair()
+    block, into = memoryview(bytearray(1 << 20)), memoryview(bytearray(1 << 20))
+
+    def read() -> None:
+        while b.recv_into(into):
+            pass
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    for _ in range(max(1, nbytes >> 20)):
+        a.sendall(block)
+    a.close()
+    thread.join()
+    b.close()
+
+
+def limit(frame: str, keys: str, n: int, rows: int) -> dict[str, float]:
+    """CPU seconds of the plain way, all partitions one by one; see the head of this file."""
+    try:
+        import polars as pl
+    except ImportError:
+        pl = None
+    steps = ("hash", "partition", "encode", "decode", "loopback")
+    sums = dict.fromkeys(steps, 0.0)
+    encoded_bytes = 0
+    few = min(n, 16)  # the rest are like these
+    for i in range(few):
+        df = make(i, rows, frame, keys)
+        t = [time.process_time()]
+        codes = np.asarray(partitioning_index(df[["k"]].astype("f8"), n)).astype("u1" if n < 256 else "u2")
+        t.append(time.process_time())
+        table = pc.take(
+            pa.Table.from_pandas(df, preserve_index=True), pa.array(np.argsort(codes, kind="stable")), boundscheck=False
+        )
+        t.append(time.process_time())
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+        encoded = sink.getvalue()
+        t.append(time.process_time())
+        out = pa.ipc.open_stream(encoded).read_all().to_pandas()
+        t.append(time.process_time())
+        if len(out) != rows:
+            raise SystemExit(f"limit: {len(out)} rows came out, {rows} went in")
+        del table, out, sink
+        _loopback(encoded.size // 2)
+        t.append(time.process_time())
+        encoded_bytes += encoded.size
+        for name, seconds in zip(steps, np.diff(t), strict=True):
+            sums[name] += float(seconds) * n / few
+        if pl is not None:
+            polars = pl.from_arrow(pa.Table.from_pandas(df.assign(p=codes)))
+            start = time.process_time()
+            assert isinstance(polars, pl.DataFrame)
+            polars.partition_by("p", maintain_order=True)
+            sums["polars_partition_by"] = sums.get("polars_partition_by", 0.0) + (
+                (time.process_time() - start) * n / few
+            )
+    sums["all"] = sum(sums[name] for name in steps)
+    return {name: round(seconds, 3) for name, seconds in sums.items()}
+
+
+def one(client: Client, d: Any, variant: str, want: tuple[int, int]) -> dict[str, float]:
+    """Shuffle once; see `shuffle_small.one`."""
+    if variant == "gpurt":
+        client.run_on_scheduler(shuffle_small.take_over)
+    counts = client.run(lambda dask_worker: worker_statistics(dask_worker))
+    before = client.run(shuffle_small.begin)
+    start = time.perf_counter()
+    out = d.shuffle("k", shuffle_method="tasks" if variant == "tasks" else "p2p").persist()
+    wait(out)
+    wall = time.perf_counter() - start
+    after = client.run(shuffle_small.end)
+    got = dask.compute(out.k.sum(), out.k.size)
+    if tuple(map(int, got)) != want:
+        raise SystemExit(f"{variant}: sum of k and rows are {got}, must be {want}")
+    del out
+    measured = {
+        "wall_seconds": wall,
+        "cpu_seconds": sum(after[w][0] - before[w] for w in after),
+        "peak_rss_bytes": max(peak for _, peak in after.values()),
+    }
+    if variant == "gpurt":
+        stats = client.run_on_scheduler(shuffle_small.give_back)
+        if stats["runs"] != 1 or stats["fallbacks"]:
+            raise SystemExit(f"our shuffle was not what ran: {stats}")
+        now = client.run(lambda dask_worker: worker_statistics(dask_worker))
+        measured |= {name: sum(now[w][name] - counts[w][name] for w in now) for name in (*PHASES, *BYTES)}
+    time.sleep(0.5)
+    return measured
+
+
+def sweep(client: Client, frame: str, keys: str, n: int, args: argparse.Namespace) -> dict[str, Any]:
+    """All variants on one input."""
+    rows = max(1, int(FRAMES[frame][1] * args.size) // n)
+    d = dd.from_map(make, list(range(n)), n=rows, frame=frame, keys=keys, meta=make(0, 3, frame, keys).iloc[:0])
+    d = d.persist()
+    wait(d)
+    total, size, nbytes = dask.compute(d.k.sum(), d.k.size, d.memory_usage(deep=True).sum())
+    want = (int(total), int(size))
+    if args.warm:
+        for variant in args.variants:
+            one(client, d, variant, want)
+    runs: dict[str, list[dict[str, float]]] = {v: [] for v in args.variants}
+    for _, variant in compare.turns(args.variants, args.runs):
+        runs[variant].append(one(client, d, variant, want))
+        print(f"{frame} {keys} {n} {variant}: " + " ".join(f"{k}={v:.4g}" for k, v in runs[variant][-1].items()))
+    medians = {v: {k: statistics.median(r[k] for r in rs) for k in rs[0]} for v, rs in runs.items()}
+    result: dict[str, Any] = {"input_bytes": int(nbytes), "rows": rows * n, "size": args.size, "runs": args.runs}
+    result["median"] = medians
+    result["stock_over_gpurt"] = {
+        v: {k: m[k] / medians["gpurt"][k] for k in m} for v, m in medians.items() if v != "gpurt" and "gpurt" in medians
+    }
+    if not args.no_limit:
+        del d
+        result["limit_cpu_seconds"] = limit(frame, keys, n, rows)
+        if "gpurt" in medians:
+            result["cpu_over_limit"] = {
+                v: m["cpu_seconds"] / result["limit_cpu_seconds"]["all"] for v, m in medians.items()
+            }
+    return result | {"all_runs": runs}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--frames", nargs="+", default=["mixed"], choices=FRAMES)
+    parser.add_argument("--keys", nargs="+", default=["uniform"], choices=KEYS)
+    parser.add_argument("--partitions", type=int, nargs="+", default=[16, 128])
+    parser.add_argument("--variants", nargs="+", default=list(shuffle_small.VARIANTS), choices=shuffle_small.VARIANTS)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--size", type=float, default=1.0, help="GB of input in memory, about")
+    parser.add_argument("--warm", action="store_true", help="one more run of each variant first, not counted")
+    parser.add_argument("--no-limit", action="store_true", help="leave the bare-metal limit out")
+    parser.add_argument("--out", default=os.path.join(data.RESULTS, "shuffle.json"))
+    args = parser.parse_args()
+    logging.getLogger("distributed.shuffle").setLevel(logging.ERROR)
+    pa.set_cpu_count(1)
+    dask.config.set(
+        {f"distributed.worker.memory.{name}": False for name in ("target", "spill", "pause", "terminate")}
+        | {"logging.distributed": "error"}
+    )
+    report: dict[str, Any] = data.facts(
+        f"{data.cores()} CPU cores, 2 worker processes with one thread, loopback, no GPU"
+    )
+    results: dict[str, Any] = {}
+    if os.path.exists(args.out):
+        with open(args.out) as f:
+            results = json.load(f).get("results", {})
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=1, memory_limit=0, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        for frame in args.frames:
+            for keys in args.keys:
+                for n in args.partitions:
+                    result = sweep(client, frame, keys, n, args)
+                    facts = {name: report[name] for name in ("when", "commit", "command")}
+                    results[f"{frame} {keys} {n} {args.size:g}GB"] = facts | result | {"load_after": os.getloadavg()[0]}
+                    print(json.dumps(result["median"], indent=1), json.dumps(result["stock_over_gpurt"], indent=1))
+                    data.write_json(args.out, report | {"results": results})
+                    gc.collect()
+
+
+if __name__ == "__main__":
+    main()

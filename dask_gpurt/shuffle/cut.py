@@ -1,0 +1,99 @@
+"""Cut a large shard into ranges of rows that fit a message. Copies offsets of text at most; any thread.
+
+Theory of operation. A receiver holds a message whole until it is stored, so its budget bounds messages, and a partition
+that holds half of all rows must travel in several. A cut is a shard of its own: input ids are `ID_STEP` apart, so that
+the cuts of one input sort after one another and before the next input, and every part of the protocol (copies are
+dropped by input id, pieces are assembled in its order) holds for cuts without knowing them.
+
+Cuts are at multiples of 64 rows: every bitmap then starts at a whole byte, and all buffers stay views.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import pyarrow as pa
+
+    from dask_gpurt.shuffle.partition import Shard
+
+#: ids of inputs are multiples of this; cuts are counted in between
+ID_STEP = 1 << 16
+_ROWS = 64
+
+
+def cut(shard: Shard, limit_bytes: int) -> list[Shard]:
+    """The shard in pieces of at most `limit_bytes`, as far as 64 rows are not more than that already."""
+    n = shard.table.num_rows
+    if shard.table.nbytes <= limit_bytes or n <= _ROWS:
+        return [shard]
+    ends = np.cumsum(shard.lengths, dtype=np.int64)
+    out: list[Shard] = []
+    for low, high in _ranges(shard.table, 0, n, limit_bytes):
+        first, last = np.searchsorted(ends, [low, high - 1], side="right")
+        edges = np.clip(ends[first : last + 1], low, high)
+        out.append(
+            dataclasses.replace(
+                shard,
+                input_id=shard.input_id + min(len(out), ID_STEP - 1),
+                table=_rows(shard.table, low, high - low),
+                parts=shard.parts[first : last + 1],
+                lengths=np.diff(edges, prepend=low).astype(shard.lengths.dtype),
+            )
+        )
+    if len(out) > ID_STEP:  # half a terabyte for one worker in one input: no ids are left for its cuts
+        return [shard]
+    return out
+
+
+def _ranges(table: pa.Table, low: int, high: int, limit_bytes: int) -> Iterator[tuple[int, int]]:
+    """Ranges of rows, about even; rows of very different sizes are halved until they fit."""
+    nbytes = table.slice(low, high - low).nbytes
+    if nbytes <= limit_bytes or high - low <= _ROWS:
+        yield low, high
+        return
+    pieces = -(-nbytes // limit_bytes)
+    step = max(_ROWS, -(-(high - low) // pieces) // _ROWS * _ROWS)
+    for at in range(low, high, step):
+        end = min(at + step, high)
+        if (at, end) == (low, high):
+            yield low, high
+        else:
+            yield from _ranges(table, at, end, limit_bytes)
+
+
+def _rows(table: pa.Table, at: int, n: int) -> pa.Table:
+    import pyarrow as pa
+
+    columns = []
+    for column in table.columns:
+        array = column.chunk(0) if column.num_chunks == 1 else None
+        columns.append(column.slice(at, n) if array is None or array.offset else _array(array, at, n))
+    return pa.Table.from_arrays(columns, schema=table.schema)
+
+
+def _array(array: pa.Array, at: int, n: int) -> Any:
+    """Rows of an array as one that starts at its buffers' start, so that it travels as it is."""
+    import pyarrow as pa
+
+    t, kind = pa.types, array.type
+    buffers = array.buffers()
+    validity = None
+    if array.null_count:
+        validity = buffers[0].slice(at // 8, (n + 7) // 8)
+    if t.is_primitive(kind) or t.is_decimal(kind) or t.is_fixed_size_binary(kind):
+        first = at * kind.bit_width // 8
+        rest = [buffers[1].slice(first, (n * kind.bit_width + 7) // 8)]
+    elif t.is_large_string(kind) or t.is_large_binary(kind) or t.is_string(kind) or t.is_binary(kind):
+        width = 8 if t.is_large_string(kind) or t.is_large_binary(kind) else 4
+        offsets = np.frombuffer(buffers[1], f"<i{width}")[at : at + n + 1]
+        start, end = int(offsets[0]), int(offsets[-1])
+        rest = [pa.py_buffer(offsets - offsets[0]), buffers[2].slice(start, end - start)]
+    else:
+        return array.slice(at, n)
+    return pa.Array.from_buffers(kind, n, [validity, *rest], -1 if validity is not None else 0)

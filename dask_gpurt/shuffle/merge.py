@@ -1,0 +1,84 @@
+"""Many shards with few rows per output become one: the price of a piece is paid per output, not per input and output.
+
+Theory of operation. With n inputs and n outputs there are n x n pieces. Finding, slicing and joining one costs 10 to
+20 us whatever its size, so at 1,000 partitions it is most of the work and at 10,000 nothing else matters. Shards whose
+outputs have few rows each are collected by the run and, some MB at a time, gathered once more by output: a *merged*
+shard has one run of rows per output, and beside them the input partition that each row came from (`Shard.inputs`). Rows
+of one output stay ordered by input within a merged shard; across merged shards, whose inputs interleave, the assembler
+puts them in order by those ids. So outputs are the same, row for row.
+
+Measured (8 columns, 250 x 250 partitions, 10 rows a piece): a piece takes 13.7 us of CPU, 3 us of it on the event loop;
+merged, its rows take 8 us, the second gather and the ordering included, and nothing on the loop. They are even at about
+`FEW_ROWS` rows a piece.
+
+Shards whose columns are not simple (see `chunk.Rows.views`) stay as they are.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dask_gpurt.shuffle import gather
+from dask_gpurt.shuffle.chunk import KnownSchema, Rows
+from dask_gpurt.shuffle.partition import Shard
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import pyarrow as pa
+
+#: shards with fewer rows per output than this are merged
+FEW_ROWS = 24
+
+
+def worth(shard: Shard) -> bool:
+    """Whether a shard should wait for others to be merged with."""
+    return shard.inputs is None and shard.table.num_rows < FEW_ROWS * len(shard.parts)
+
+
+def merged(shards: Iterable[Shard]) -> list[Shard]:
+    """The same rows in as few shards as their schemas allow; any thread.
+
+    Parameters
+    ----------
+    shards
+        Of different inputs.
+    """
+    out: list[Shard] = []
+    groups: dict[KnownSchema, list[tuple[Shard, Rows]]] = {}
+    for shard in sorted(shards, key=lambda s: s.input_id):
+        rows = Rows(shard.table)
+        if rows.views:
+            groups.setdefault(rows.schema, []).append((shard, rows))
+        else:
+            out.append(shard)
+    for known, members in groups.items():
+        if len(members) == 1:
+            out.append(members[0][0])
+        else:
+            out.append(_one([s for s, _ in members], [rows.views for _, rows in members], known.schema))
+    return out
+
+
+def _one(shards: list[Shard], views: list[tuple[Any, ...]], schema: pa.Schema) -> Shard:
+    columns = tuple(_column(list(pieces)) for pieces in zip(*views, strict=True))
+    parts = np.concatenate([np.repeat(s.parts, s.lengths.astype(np.int64)) for s in shards])
+    inputs = np.repeat([s.input_id for s in shards], [s.table.num_rows for s in shards]).astype(np.int64)
+    # Up to 16 bits numpy's stable sort is a radix sort.
+    order = np.argsort(parts.astype(np.uint16) if int(parts.max()) < 1 << 16 else parts, kind="stable")
+    table = gather.gather(gather.Plan(schema, columns), order)
+    starts = np.flatnonzero(np.diff(parts := parts[order], prepend=parts[order[0]] + 1))
+    lengths = np.diff(starts, append=len(parts)).astype(np.uint64)
+    return Shard(shards[0].input_id, table, parts[starts], lengths, inputs[order])
+
+
+def _column(pieces: list[Any]) -> Any:
+    import pyarrow as pa
+
+    if isinstance(pieces[0], np.ndarray):
+        return np.concatenate(pieces)
+    if pa.types.is_boolean(pieces[0].type):
+        return np.concatenate([piece.to_numpy(zero_copy_only=False) for piece in pieces])
+    return pa.concat_arrays(pieces)

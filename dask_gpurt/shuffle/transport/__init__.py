@@ -1,0 +1,1 @@
+"""How messages travel: one interface, one protocol, several ways."""

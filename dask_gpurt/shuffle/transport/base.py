@@ -1,0 +1,164 @@
+"""What a transport is, and what it asks of the worker it serves.
+
+Theory of operation. A transport moves messages (lists of buffers) from this worker to a peer, for one run, and says how
+each of them ended. It knows nothing of shuffles. `Services` is what it may ask: the secrets of the runs that are here,
+credit, and where messages go. All of that is thread-safe: a transport has threads of its own and never touches an event
+loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from typing import TYPE_CHECKING, Any, Protocol
+
+from dask_gpurt.errors import GpurtError
+from dask_gpurt.shuffle.transport.credits import Arbiter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Sequence
+    from concurrent.futures import Future
+
+    from dask_gpurt.shuffle.transport.records import RunKey
+
+
+class TransportUnavailable(GpurtError):
+    """A transport can not be used here; the text says why."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Peer:
+    """Where a worker's transport listens."""
+
+    #: address of the worker, as the scheduler knows it
+    address: str
+    #: what the transport needs to reach it: (host, port), a UCX address, ...
+    endpoint: Any
+    #: bytes of one message that it takes, at most
+    limit: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Header:
+    """What goes with the buffers of a message."""
+
+    run: RunKey
+    secret: bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Receipt:
+    """How a message ended."""
+
+    #: "" when the peer has stored it, else why not
+    problem: str = ""
+    #: the link was lost: whether the peer has stored the message is not known
+    lost: bool = False
+
+
+class Transport(Protocol):
+    """Moves messages to peers. Methods are called from any thread and do not block."""
+
+    name: str
+
+    def endpoint_for(self, run: RunKey, sender: str) -> Any:
+        """What a sender needs to reach us in this run, of types that msgpack has; from now on it is expected."""
+
+    def send(self, peer: Peer, header: Header, buffers: Sequence[Any]) -> Future[Receipt]:
+        """Send one message. The buffers must not change until the future is done; it never has an exception."""
+
+    def close(self, peer: str, run: RunKey | None = None) -> None:
+        """End the links to a peer, those of one run or all; messages under way end as lost."""
+
+    def forget(self, run: RunKey) -> None:
+        """End all links of a run, in both directions."""
+
+    def stop(self) -> None:
+        """End everything; returns when the threads have ended."""
+
+    def statistics(self) -> dict[str, Any]:
+        """Plain JSON values."""
+
+
+class Gate:
+    """The receive budget, thread-safe, which tells links what they were granted.
+
+    Parameters
+    ----------
+    budget
+        Bytes that messages on their way to this worker, or held until they are stored, may take together.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self._arbiter = Arbiter(budget)
+        self._lock = threading.Lock()
+        self._tell: dict[Hashable, Callable[[int], None]] = {}
+
+    @property
+    def message_limit(self) -> int:
+        return self._arbiter.message_limit
+
+    def open(self, link: Hashable, tell: Callable[[int], None]) -> None:
+        """`tell` is called with new totals, from any thread, and must not block."""
+        with self._lock:
+            self._tell[link] = tell
+            self._arbiter.open(link)
+        self._grant()
+
+    def want(self, link: Hashable, total: int) -> bool:
+        with self._lock:
+            ok = self._arbiter.want(link, total)
+        self._grant()
+        return ok
+
+    def arrive(self, link: Hashable, nbytes: int) -> bool:
+        with self._lock:
+            return self._arbiter.arrive(link, nbytes)
+
+    def granted(self, link: Hashable) -> int:
+        with self._lock:
+            return self._arbiter.granted(link)
+
+    def stored(self, link: Hashable, nbytes: int) -> None:
+        with self._lock:
+            self._arbiter.stored(link, nbytes)
+        self._grant()
+
+    def close(self, link: Hashable) -> None:
+        with self._lock:
+            self._tell.pop(link, None)
+            self._arbiter.close(link)
+        self._grant()
+
+    def _grant(self) -> None:
+        with self._lock:
+            told = [(tell, total) for link, total in self._arbiter.grants().items() if (tell := self._tell.get(link))]
+        for tell, total in told:
+            tell(total)
+
+    def statistics(self) -> dict[str, int]:
+        """Plain JSON values, in bytes."""
+        with self._lock:
+            a = self._arbiter
+            return {
+                "budget_bytes": a.budget,
+                "reserved_bytes": a.reserved,
+                "held_bytes": a.held,
+                "peak_reserved_bytes": a.peak_reserved,
+                "peak_held_bytes": a.peak_held,
+            }
+
+
+@dataclasses.dataclass(frozen=True)
+class Services:
+    """What a transport may ask of its worker; every call from any thread, none blocks."""
+
+    #: address of this worker
+    address: str
+    gate: Gate
+    #: the secret of a run that is here, else None
+    secret_of: Callable[[RunKey], bytes | None]
+    #: (run, sender's address, frames, done): store a message, then call `done("")`, or `done(why not)`
+    on_message: Callable[[RunKey, str, list[Any], Callable[[str], None]], None]
+    #: (transport, peer's address or "", reason, violation): a link is gone that had not ended in order
+    on_loss: Callable[[str, str, str, bool], None]

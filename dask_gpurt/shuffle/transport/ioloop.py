@@ -1,0 +1,98 @@
+"""A thread that waits for descriptors, for time, and for calls from other threads."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import select
+import threading
+import time
+import traceback
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+TICK_SECONDS = 0.25
+
+
+class IoLoop:
+    """A thread that waits for sockets and for calls from other threads."""
+
+    def __init__(self, name: str, failed: Callable[[str], None]) -> None:
+        self._calls: collections.deque[Callable[[], None]] = collections.deque()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.poll = select.epoll()
+        self.poll.register(self._wake, select.EPOLLIN)
+        self.on_event: dict[int, Callable[[int], None]] = {}
+        self.on_tick: Callable[[float], None] = lambda now: None
+        #: called before every wait; False: do not wait, there is more to do
+        self.may_wait: Callable[[], bool] = lambda: True
+        self._failed = failed
+        self._lock = threading.Lock()
+        self._stopping = self._ended = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Run it in the thread, soon; at once, and here, when the loop has ended."""
+        if threading.current_thread() is self._thread:
+            function()
+            return
+        with self._lock:
+            # Under the lock: a descriptor closed meanwhile may be somebody else's file by now.
+            if not self._ended:
+                self._calls.append(function)
+                os.eventfd_write(self._wake, 1)
+                return
+        self._safely(function)
+
+    def stop(self, last: Callable[[], None]) -> None:
+        """Run `last` in the thread and end it."""
+
+        def end() -> None:
+            self._stopping = True
+            last()
+
+        self.call(end)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(10)
+
+    def _run(self) -> None:
+        ticked = time.monotonic()
+        try:
+            while not self._stopping:
+                for fd, event in self.poll.poll(TICK_SECONDS if self._may_wait() else 0):
+                    if fd == self._wake:
+                        with contextlib.suppress(BlockingIOError):
+                            os.eventfd_read(self._wake)
+                    elif (handler := self.on_event.get(fd)) is not None:
+                        self._safely(handler, event)
+                while self._calls:
+                    self._safely(self._calls.popleft())
+                if (now := time.monotonic()) - ticked >= TICK_SECONDS:
+                    ticked = now
+                    self._safely(self.on_tick, now)
+        finally:
+            with self._lock:
+                self._ended = True
+                self.poll.close()
+                os.close(self._wake)
+            # What came after the end finds everything closed, and ends as lost.
+            while self._calls:
+                self._safely(self._calls.popleft())
+
+    def _may_wait(self) -> bool:
+        try:
+            return self.may_wait()
+        except Exception:
+            self._failed(traceback.format_exc())
+            return True
+
+    def _safely(self, function: Callable[..., None], *args: Any) -> None:
+        """An error in one link must not end the thread of all of them."""
+        try:
+            function(*args)
+        except Exception:
+            self._failed(traceback.format_exc())

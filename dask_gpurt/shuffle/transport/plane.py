@@ -1,0 +1,521 @@
+"""The data plane of one worker: which ways lead to a peer, which one a message takes, what comes in, and what it cost.
+
+Theory of operation. A run joins when it is made and leaves when it closes. For its first message to a peer it asks the
+peer, over distributed's comms, for its *card*: what listens there, and how large a message may be. That call makes the
+peer join the run, too, so that a link finds the run and its secret. `Chooser` then picks a transport per message.
+
+Whatever goes wrong on a transport (link lost, message refused, peer unknown to it) ends in the safe path, distributed's
+comms, which has the full semantics: retries, errors with their types, another host's death. A message that was stored
+and whose answer got lost is then there twice, and the run drops the second one by its input ids.
+
+Every path has the same credit: the safe one asks the receiver's gate by a call before it sends.
+
+On a TLS cluster, or with ``distributed.comm.require-encryption``, nothing but the safe path is opened, unless the
+setting ``allow-plaintext-ucx`` says so. Nothing is opened before a run needs it; all of it is closed with the worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import logging
+import os
+import threading
+import time
+import traceback
+import uuid
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.backends.ucx import has_device
+from dask_gpurt.errors import WireError
+from dask_gpurt.shuffle import seam
+from dask_gpurt.shuffle.transport import records
+from dask_gpurt.shuffle.transport.base import Gate, Header, Peer, Receipt, Services, Transport
+from dask_gpurt.shuffle.transport.choice import INPROC, SAFE, Chooser, Place
+from dask_gpurt.shuffle.transport.pool import BufferPool
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from dask_gpurt.config import ShuffleSettings
+    from dask_gpurt.shuffle.run import GpurtShuffleRun
+    from dask_gpurt.shuffle.transport.records import RunKey
+
+logger = logging.getLogger("distributed.worker.gpurt")
+
+#: whether `auto` opens UCX for shared memory between workers of one host without a GPU
+UCX_ON_HOST = False
+_TOKEN = uuid.uuid4().hex
+#: idle receive memory kept for later, as a share of the receive budget
+_IDLE_SHARE = 1.0
+#: the safe path waits for credit so long, then sends without: it must never be what a shuffle hangs on
+WANT_SECONDS = 30.0
+#: peers of which figures are kept
+_PEERS = 4096
+
+
+def process_token() -> str:
+    """Says whether two workers are in one process."""
+    return f"{os.getpid()}-{_TOKEN}"
+
+
+def host_token() -> str:
+    """Says whether two processes can share memory: one boot of one kernel, and one namespace of System V memory."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as f:
+            boot = f.read().strip()
+        return f"{boot}-{os.readlink('/proc/self/ns/ipc')}-{os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # not Linux: nobody is on this host
+        return uuid.uuid4().hex
+
+
+@dataclasses.dataclass
+class LinkCounters:
+    """What went to one peer by one transport, and came from it."""
+
+    messages_out: int = 0
+    bytes_out: int = 0
+    messages_in: int = 0
+    bytes_in: int = 0
+    #: seconds from hand-over to acknowledgement, summed over messages
+    seconds: float = 0.0
+    #: seconds that messages waited for credit (on `rpc`: for the call that asks for it)
+    stall_seconds: float = 0.0
+    #: messages that the peer did not take, or whose link was lost; sent again by the safe path
+    resent: int = 0
+    #: messages from this peer that did not parse or failed a checksum
+    corrupt: int = 0
+
+
+class _NoRoute(Exception):
+    """A peer has no card for us; what it said instead goes to the caller."""
+
+    def __init__(self, answer: dict[str, Any]) -> None:
+        super().__init__(str(answer))
+        self.answer = answer
+
+
+class _Route:
+    """The ways from one run to one peer."""
+
+    def __init__(self, card: dict[str, Any], chooser: Chooser, secret: bytes) -> None:
+        self.card = card
+        self.chooser = chooser
+        self.secret = secret
+        #: credit of the safe path, in totals
+        self.granted = 0
+        self.sent = 0
+        self.asking = asyncio.Lock()
+
+
+class Plane:
+    """The data plane of one worker. Made by `plane_of`; methods on the event loop unless said otherwise."""
+
+    def __init__(self, worker: Any, settings: ShuffleSettings, count: Callable[..., None]) -> None:
+        self.address: str = worker.address
+        self.settings = settings
+        self._count = count
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        self.gate = Gate(settings.receive_budget)
+        self.pool = BufferPool(int(settings.receive_budget * _IDLE_SHARE))
+        self._runs: dict[RunKey, GpurtShuffleRun] = {}
+        self._secrets: dict[RunKey, bytes] = {}
+        self._routes: dict[tuple[RunKey, str], asyncio.Future[_Route]] = {}
+        self._choosers: dict[str, Chooser] = {}
+        self._transports: dict[str, Transport] = {}
+        self._unavailable: dict[str, str] = {}
+        self._opening: dict[str, asyncio.Lock] = {}
+        self._links: dict[tuple[str, str], LinkCounters] = {}
+        self._losses: dict[str, str] = {}
+        #: rpc senders -> the event that wakes those who wait for their credit
+        self._waiting: dict[tuple[str, str, RunKey], asyncio.Event] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.closed = False
+        self.services = Services(
+            address=self.address,
+            gate=self.gate,
+            secret_of=self._secrets.get,
+            on_message=self._on_message,
+            on_loss=self._on_loss,
+        )
+        _planes[process_token(), self.address] = self
+
+    # ---- runs
+
+    def join(self, run: GpurtShuffleRun, key: RunKey, secret: bytes) -> None:
+        """A run begins on this worker."""
+        self._runs[key] = run
+        self._secrets[key] = secret
+
+    def leave(self, run: GpurtShuffleRun, key: RunKey) -> None:
+        """A run ends: its links close, messages that come late are refused."""
+        if self._runs.get(key) is not run:
+            return
+        del self._runs[key]
+        self._secrets.pop(key, None)
+        for transport in self._transports.values():
+            transport.forget(key)
+        for route in [r for r in self._routes if r[0] == key]:
+            del self._routes[route]
+        for link in [w for w in self._waiting if w[2] == key]:
+            self._waiting.pop(link).set()
+            self.gate.close(link)
+
+    # ---- sending
+
+    async def send(
+        self, run: GpurtShuffleRun, key: RunKey, peer: str, frames: Sequence[Any], safe: Callable[[], Awaitable[Any]]
+    ) -> Any:
+        """Send a message; returns what the safe path's call would, once the peer has stored it or refused it.
+
+        Parameters
+        ----------
+        safe
+            Sends it by distributed's comms.
+        """
+        try:
+            route = await self._route(run, key, peer)
+        except _NoRoute as e:
+            return e.answer
+        nbytes = records.message_bytes(frames)
+        device = any(records.is_device(f) for f in frames)
+        start = time.perf_counter()
+        name = route.chooser.choose(nbytes, device, time.monotonic())
+        if name != SAFE:
+            receipt = await self._direct(name, route, key, peer, frames)
+            took = time.perf_counter() - start
+            counters = self._link(peer, name)
+            if not receipt.problem:
+                counters.messages_out += 1
+                counters.bytes_out += nbytes
+                counters.seconds += took
+                route.chooser.observe(name, nbytes, took)
+                self._count(messages_direct=1, bytes_direct=nbytes)
+                return {"status": "OK"}
+            counters.resent += 1
+            self._count(resent_safe=1)
+            if receipt.lost:
+                route.chooser.lost(name, time.monotonic())
+            self._losses[peer] = f"{name}: {receipt.problem}"
+            logger.info("message to %s is sent again over %s: %s over %s", peer, SAFE, receipt.problem, name)
+        start = time.perf_counter()
+        counters = self._link(peer, SAFE)
+        counters.stall_seconds += await self._credit(run, route, peer, nbytes)
+        response = await safe()
+        route.granted = max(route.granted, int(response.get("granted", 0)))
+        took = time.perf_counter() - start
+        counters.messages_out += 1
+        counters.bytes_out += nbytes
+        counters.seconds += took
+        route.chooser.observe(SAFE, nbytes, took)
+        return response
+
+    async def _direct(self, name: str, route: _Route, key: RunKey, peer: str, frames: Sequence[Any]) -> Receipt:
+        """By a transport of ours; never raises."""
+        try:
+            if name == INPROC:
+                return await self._hand_over(key, peer, frames)
+            transport = await self._open(name)
+            if transport is None:
+                return Receipt(self._unavailable.get(name, "not available"), lost=True)
+            target = Peer(peer, route.card[name], route.card["limit"])
+            return await asyncio.wrap_future(transport.send(target, Header(key, route.secret), frames))
+        except Exception as e:
+            self._count(transport_errors=1)
+            self._losses[peer] = traceback.format_exc()
+            return Receipt(repr(e), lost=True)
+
+    async def _hand_over(self, key: RunKey, peer: str, frames: Sequence[Any]) -> Receipt:
+        """To a worker of this process: nothing is copied, no memory is taken there, so no credit is needed."""
+        other = _planes.get((process_token(), peer))
+        if other is None or other.closed:
+            return Receipt("the worker is gone", lost=True)
+        ended: asyncio.Future[str] = self._loop.create_future()
+
+        def end(problem: str) -> None:
+            if not ended.done():
+                ended.set_result(problem)
+
+        def done(problem: str) -> None:
+            self._loop.call_soon_threadsafe(end, problem)
+
+        await self._loop.run_in_executor(None, other._on_message, key, self.address, list(frames), done, INPROC)
+        return Receipt(await ended)
+
+    async def _credit(self, run: GpurtShuffleRun, route: _Route, peer: str, nbytes: int) -> float:
+        """Wait until the receiver has room for a message by the safe path; returns the seconds."""
+        if nbytes > route.card.get("limit", 0):
+            return 0.0
+        start = time.perf_counter()
+        async with route.asking:  # one after the other: totals only make sense in order
+            wanted = route.sent + nbytes
+            deadline = time.monotonic() + WANT_SECONDS
+            while route.granted < wanted and time.monotonic() < deadline:
+                answer = await run.ask(peer, {"gpurt": "want", "sender": self.address, "total": wanted})
+                if answer.get("status") != "OK" or "granted" not in answer:
+                    break
+                route.granted = max(route.granted, int(answer["granted"]))
+            route.sent = wanted
+        return time.perf_counter() - start
+
+    async def _route(self, run: GpurtShuffleRun, key: RunKey, peer: str) -> _Route:
+        future = self._routes.get((key, peer))
+        if future is not None:
+            return await asyncio.shield(future)
+        self._routes[key, peer] = future = self._loop.create_future()
+        try:
+            route = await self._introduce(run, key, peer)
+        except BaseException as e:
+            self._routes.pop((key, peer), None)
+            future.set_exception(e if isinstance(e, Exception) else ConnectionError(repr(e)))
+            future.exception()  # retrieved: nobody need wait for it
+            raise
+        future.set_result(route)
+        return route
+
+    async def _introduce(self, run: GpurtShuffleRun, key: RunKey, peer: str) -> _Route:
+        ours = self.introduction()
+        answer = await run.ask(peer, {"gpurt": "open", "sender": self.address, "card": ours})
+        if answer.get("status") != "OK" or "card" not in answer:
+            raise _NoRoute(answer)
+        card = answer["card"]
+        chooser = self._choosers.get(peer)
+        if chooser is None:
+            if len(self._choosers) >= _PEERS:
+                self._choosers.pop(next(iter(self._choosers)))
+            place = _place(ours, card)
+            able = [name for name in (INPROC, "ucx", "tcp") if name == INPROC or card.get(name)]
+            if place is not Place.PROCESS:
+                able.remove(INPROC)
+            chooser = self._choosers[peer] = Chooser(place, able, self.settings.transport)
+        return _Route(card, chooser, self._secrets.get(key, b""))
+
+    # ---- receiving
+
+    def introduction(self) -> dict[str, Any]:
+        """What every card says."""
+        return {"process": process_token(), "host": host_token()}
+
+    async def answer(self, key: RunKey, asked: dict[str, Any]) -> dict[str, Any]:
+        """A peer asks, over distributed's comms, for our card or for credit."""
+        sender = str(asked.get("sender", ""))
+        link = (SAFE, sender, key)
+        if asked.get("gpurt") == "open":
+            card = self.introduction() | {"limit": self.gate.message_limit}
+            theirs = asked.get("card") or {}
+            if _place(card, theirs) is not Place.PROCESS or self.settings.transport != "auto":
+                for name in self._wanted(_place(card, theirs)):
+                    transport = await self._open(name)
+                    if transport is not None:
+                        card[name] = transport.endpoint_for(key, sender)
+            return {"status": "OK", "card": card}
+        total = int(asked.get("total", 0))
+        waiting = self._waiting.get(link)
+        if waiting is None:  # only now: a link that is not used needs no window
+            waiting = self._waiting[link] = asyncio.Event()
+            self.gate.open(link, functools.partial(self._wake, waiting))
+        if not self.gate.want(link, total):
+            return {"status": "OK"}
+        deadline = self._loop.time() + 1.0
+        while self.gate.granted(link) < total and key in self._runs and (rest := deadline - self._loop.time()) > 0:
+            waiting.clear()
+            if self.gate.granted(link) >= total:
+                break
+            try:
+                await asyncio.wait_for(waiting.wait(), rest)
+            except TimeoutError:
+                break
+        return {"status": "OK", "granted": self.gate.granted(link)}
+
+    def _wake(self, event: asyncio.Event, total: int) -> None:
+        """Credit for a sender that waits on the safe path; any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
+            self._loop.call_soon_threadsafe(event.set)
+
+    def granted(self, key: RunKey, sender: str) -> int:
+        """Bytes that a sender may have sent by the safe path, in all; rides on every answer."""
+        return self.gate.granted((SAFE, sender, key))
+
+    def arrive(self, key: RunKey, sender: str, nbytes: int) -> Callable[[], None]:
+        """A message came by the safe path; returns what to call when it is stored."""
+        link = (SAFE, sender, key)
+        counters = self._link(sender, SAFE)
+        counters.messages_in += 1
+        counters.bytes_in += nbytes
+        if self.gate.arrive(link, nbytes):
+            return lambda: self.gate.stored(link, nbytes)
+        self._count(uncredited=1)
+        return lambda: None
+
+    def _on_message(
+        self,
+        key: RunKey,
+        sender: str,
+        frames: list[Any],
+        done: Callable[[str], None],
+        name: str = "direct",
+    ) -> None:
+        """A message came by a transport; in its thread."""
+        counters = self._link(sender, name)
+        run = self._runs.get(key)
+        if run is None:
+            done("the run is not here")
+            return
+        size = sum(records.size_of(f) for f in frames)
+        try:
+            shards = run.unpack(frames)
+        except WireError as e:
+            counters.corrupt += 1
+            self._count(refused=1)
+            done(f"refused: {e}")
+            return
+        except Exception as e:
+            counters.corrupt += 1
+            self._count(refused=1, transport_errors=1)
+            self._losses[sender] = traceback.format_exc()
+            done(repr(e))
+            return
+        counters.messages_in += 1
+        counters.bytes_in += size
+        try:
+            self._loop.call_soon_threadsafe(self._store_soon, run, shards, size, done)
+        except RuntimeError as e:  # the loop is closed
+            done(repr(e))
+
+    def _store_soon(self, run: GpurtShuffleRun, shards: Any, nbytes: int, done: Callable[[str], None]) -> None:
+        task = self._loop.create_task(self._store(run, shards, nbytes, done))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _store(self, run: GpurtShuffleRun, shards: Any, nbytes: int, done: Callable[[str], None]) -> None:
+        problem = "cancelled"
+        try:
+            await run.accept(shards, nbytes)
+            problem = ""
+        except Exception as e:
+            # The sender comes again by the safe path, and gets the error itself.
+            problem = repr(e)
+        finally:
+            done(problem)
+
+    def _on_loss(self, name: str, peer: str, reason: str, violation: bool) -> None:
+        self._count(links_lost=1)
+        self._losses[peer] = f"{name}: {reason}"
+        logger.info("gpurt %s link with %s ended%s: %s", name, peer, " (violation)" if violation else "", reason)
+
+    # ---- transports
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether this cluster must not see plaintext."""
+        return self.address.startswith("tls://") or seam.require_encryption()
+
+    def _wanted(self, place: Place) -> list[str]:
+        """Transports to open for a peer at this place."""
+        forced = self.settings.transport
+        names = candidates(place) if forced == "auto" else [forced]
+        plain = not self.encrypted
+        allowed = {
+            "tcp": plain and not self.address.startswith("inproc"),
+            "ucx": plain or self.settings.allow_plaintext_ucx,
+        }
+        return [name for name in names if allowed.get(name, False)]
+
+    async def _open(self, name: str) -> Transport | None:
+        if name in self._transports:
+            return self._transports[name]
+        if name in self._unavailable or self.closed:
+            return None
+        async with self._opening.setdefault(name, asyncio.Lock()):
+            if name in self._transports or name in self._unavailable:
+                return self._transports.get(name)
+            try:
+                transport = await self._loop.run_in_executor(None, self._make, name)
+            except Exception as e:
+                self._unavailable[name] = repr(e)
+                self._count(transport_errors=1)
+                logger.warning("gpurt: the %s transport is not available here: %r", name, e)
+                return None
+            if self.closed:
+                await self._loop.run_in_executor(None, transport.stop)
+                return None
+            self._transports[name] = transport
+            return transport
+
+    def _make(self, name: str) -> Transport:
+        services = dataclasses.replace(self.services, on_message=functools.partial(self._on_message, name=name))
+        if name == "tcp":
+            from dask_gpurt.shuffle.transport.tcp import TcpTransport
+
+            return TcpTransport(services, seam.host_of(self.address), self.pool)
+        from dask_gpurt.shuffle.transport.ucx import UcxTransport
+
+        return UcxTransport(services, self.pool)
+
+    async def stop(self) -> None:
+        """Close everything; the worker is going."""
+        self.closed = True
+        for key, run in list(self._runs.items()):
+            self.leave(run, key)
+        transports, self._transports = list(self._transports.values()), {}
+        for transport in transports:
+            await self._loop.run_in_executor(None, transport.stop)
+        self.pool.clear()
+
+    def _link(self, peer: str, name: str) -> LinkCounters:
+        if len(self._links) >= _PEERS and (peer, name) not in self._links:
+            self._links.pop(next(iter(self._links)), None)
+        return self._links.setdefault((peer, name), LinkCounters())
+
+    def statistics(self) -> dict[str, Any]:
+        """Plain JSON values: per peer and transport, per transport, and the receive budget."""
+        return {
+            "links": [
+                {"peer": peer, "transport": name, **dataclasses.asdict(c)}
+                for (peer, name), c in sorted(self._links.items())
+            ],
+            "transports": {name: t.statistics() for name, t in self._transports.items()},
+            "unavailable": dict(self._unavailable),
+            "last_problem": dict(self._losses),
+            "receive": self.gate.statistics(),
+            "encrypted": self.encrypted,
+        }
+
+
+def candidates(place: Place) -> list[str]:
+    """What `auto` opens for a peer at this place, where nothing forbids it."""
+    # Over plain Ethernet UCX loses to sockets, and on one host it wins nothing that a busy shuffle could use; a further
+    # thread and its memory are worth it for device buffers only.
+    return ["tcp", "ucx"] if (UCX_ON_HOST and place is Place.HOST) or has_device() else ["tcp"]
+
+
+def _place(ours: dict[str, Any], theirs: dict[str, Any]) -> Place:
+    if ours["process"] == theirs.get("process"):
+        return Place.PROCESS
+    return Place.HOST if ours["host"] == theirs.get("host") else Place.REMOTE
+
+
+#: (process, address) -> plane: for the hand-over between workers of one process
+_planes: weakref.WeakValueDictionary[tuple[str, str], Plane] = weakref.WeakValueDictionary()
+_of_worker: weakref.WeakKeyDictionary[Any, Plane] = weakref.WeakKeyDictionary()
+
+
+def plane_of(worker: Any, plugin: Any, settings: ShuffleSettings, count: Callable[..., None]) -> Plane:
+    """The data plane of a worker, made on first use and stopped with the worker's shuffle plugin."""
+    plane = _of_worker.get(worker)
+    if plane is None or plane.closed or plane.settings != settings:
+        if plane is not None and not plane.closed:
+            worker._ongoing_background_tasks.call_soon(plane.stop)
+        plane = _of_worker[worker] = Plane(worker, settings, count)
+        seam.on_teardown(plugin, plane.stop)
+    return plane
+
+
+def statistics_of(worker: Any) -> dict[str, Any] | None:
+    """`Plane.statistics` of a worker that has one."""
+    plane = _of_worker.get(worker)
+    return None if plane is None else plane.statistics()

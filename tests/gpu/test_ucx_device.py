@@ -1,0 +1,88 @@
+"""UCX with device buffers: what was in one GPU's memory is in memory of the GPU at the receiver. Needs a GPU."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+
+from dask_gpurt.shuffle.transport.base import Gate, Header, Peer, Services
+from dask_gpurt.shuffle.transport.pool import BufferPool
+from dask_gpurt.shuffle.transport.records import RunKey, is_device, message_bytes, size_of
+
+pytestmark = pytest.mark.gpu
+RUN, SECRET = RunKey(7, 1), bytes(16)
+if os.environ.get("GPURT_REQUIRE_GPU") == "1":
+    import cupy
+    import rmm  # noqa: F401
+    import ucxx  # noqa: F401
+else:
+    cupy = pytest.importorskip("cupy")
+    pytest.importorskip("rmm")
+    pytest.importorskip("ucxx")
+    if not cupy.cuda.is_available():
+        pytest.skip("needs a GPU", allow_module_level=True)
+
+
+class Node:
+    def __init__(self, address: str) -> None:
+        from dask_gpurt.shuffle.transport.ucx import UcxTransport
+
+        self.frames: list[Any] = []
+        self.gate = Gate(1 << 28)
+        services = Services(
+            address=address,
+            gate=self.gate,
+            secret_of=lambda run: SECRET,
+            on_message=self.message,
+            on_loss=lambda *args: None,
+        )
+        self.transport = UcxTransport(services, BufferPool(1 << 20))
+
+    def message(self, run: RunKey, sender: str, frames: list[Any], done: Any) -> None:
+        self.frames.append(frames)
+        done("")
+
+
+@pytest.fixture
+def pair():
+    a, b = Node("a"), Node("b")
+    yield a, b
+    a.transport.stop()
+    b.transport.stop()
+
+
+def test_sizes_of_device_buffers():
+    block = cupy.arange(1000, dtype="f4")
+    assert is_device(block)
+    assert size_of(block) == 4000
+    assert message_bytes([block, b"x"]) == 64 + 4032 + 64
+
+
+@pytest.mark.parametrize("n", [1, 1 << 10, 1 << 20, 1 << 24])
+def test_device_memory_arrives_in_device_memory(pair, n):
+    a, b = pair
+    block = cupy.arange(n, dtype="u1")
+    cupy.cuda.get_current_stream().synchronize()  # UCX knows no streams: what it sends must be there
+    peer = Peer("b", b.transport.endpoint_for(RUN, "a"), b.gate.message_limit)
+    future = a.transport.send(peer, Header(RUN, SECRET), [b"head", block])
+    assert future.result(60).problem == ""
+    ((head, got),) = b.frames
+    assert bytes(head) == b"head"
+    assert is_device(got)
+    assert bool((cupy.asarray(got).view("u1") == block).all())
+    assert b.gate.statistics()["held_bytes"] == 0
+
+
+def test_many_device_buffers_in_order(pair):
+    a, b = pair
+    blocks = [cupy.full(100_000, i, "u1") for i in range(50)]
+    cupy.cuda.get_current_stream().synchronize()
+    peer = Peer("b", b.transport.endpoint_for(RUN, "a"), b.gate.message_limit)
+    start = time.monotonic()
+    futures = [a.transport.send(peer, Header(RUN, SECRET), [x]) for x in blocks]
+    assert [f.result(60).problem for f in futures] == [""] * 50
+    assert time.monotonic() - start < 60
+    assert [int(cupy.asarray(frames[0]).view("u1")[0]) for frames in b.frames] == list(range(50))

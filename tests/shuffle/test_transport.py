@@ -1,0 +1,420 @@
+"""Real transports: right answers, credit, strangers, corruption, lost links; two workers in one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import struct
+import threading
+import time
+from concurrent.futures import wait
+from typing import Any
+
+import dask
+import numpy as np
+import pandas as pd
+import pytest
+from distributed import Security
+from distributed.utils_test import gen_cluster
+from helpers import left, mixed, ordered, source, taken_over, until, whole
+
+from dask_gpurt.config import ShuffleSettings
+from dask_gpurt.shuffle import MemoryShardStore, worker_statistics
+from dask_gpurt.shuffle.transport import link as lk
+from dask_gpurt.shuffle.transport import plane as plane_module
+from dask_gpurt.shuffle.transport import records
+from dask_gpurt.shuffle.transport.base import Gate, Header, Peer, Services
+from dask_gpurt.shuffle.transport.pool import BufferPool
+from dask_gpurt.shuffle.transport.records import Kind, Record, RunKey
+from dask_gpurt.shuffle.transport.tcp import TcpTransport
+
+TWO: dict[str, Any] = {"client": True, "nthreads": [("127.0.0.1", 1)] * 2, "timeout": 120}
+RUN, SECRET = RunKey(7, 1), bytes(range(16))
+try:
+    import ucxx  # noqa: F401
+
+    HAS_UCX = True
+except ImportError:
+    HAS_UCX = False
+needs_ucx = pytest.mark.skipif(not HAS_UCX, reason="needs ucxx")
+WAYS = ["tcp", pytest.param("ucx", marks=needs_ucx)]
+
+
+def with_transport(name: str, **more: Any) -> ShuffleSettings:
+    return ShuffleSettings(enabled=True, transport=name, **more)
+
+
+class Node:
+    """One end: a transport, and messages kept for `hold_seconds` before they are said to be stored."""
+
+    def __init__(self, kind: str, address: str, budget: int = 1 << 22, hold_seconds: float = 0.0) -> None:
+        self.received: list[bytes] = []
+        self.losses: list[tuple[str, str, bool]] = []
+        self.gate = Gate(budget)
+        self.hold_seconds = hold_seconds
+        self.address = address
+        self.refuse = False
+        services = Services(
+            address=address,
+            gate=self.gate,
+            secret_of=lambda run: SECRET if run == RUN else None,
+            on_message=self.message,
+            on_loss=lambda name, peer, reason, violation: self.losses.append((peer, reason, violation)),
+        )
+        pool = BufferPool(budget)
+        self.transport: Any
+        if kind == "tcp":
+            self.transport = TcpTransport(services, "127.0.0.1", pool)
+        else:
+            from dask_gpurt.shuffle.transport.ucx import UcxTransport
+
+            self.transport = UcxTransport(services, pool)
+
+    def message(self, run: RunKey, sender: str, frames: list[Any], done: Any) -> None:
+        assert run == RUN
+        text = b"".join(bytes(f) for f in frames)
+        if len(text) < 8 or records.xxhash.xxh3_64_digest(text[8:]) != text[:8]:
+            done("does not parse")
+            return
+        self.received.append(text[8:])
+        if self.hold_seconds:
+            threading.Timer(self.hold_seconds, done, [""]).start()
+        else:
+            done("")
+
+    def peer_for(self, sender: str) -> Peer:
+        return Peer(self.address, self.transport.endpoint_for(RUN, sender), self.gate.message_limit)
+
+
+def message(i: int, size: int) -> list[bytes]:
+    body = f"{i}:".encode().ljust(size, b"x")
+    return [records.xxhash.xxh3_64_digest(body), body]
+
+
+def eventually(condition: Any) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def nodes():
+    made: list[Node] = []
+
+    def make(kind: str, address: str, **kwargs: Any) -> Node:
+        made.append(Node(kind, address, **kwargs))
+        return made[-1]
+
+    yield make
+    for node in made:
+        node.transport.stop()
+    names = ("gpurt-tcp", "gpurt-ucx")
+    assert not [t.name for t in threading.enumerate() if t.name.startswith(names)]
+
+
+def send_all(node: Node, peer: Peer, messages: list[list[bytes]], secret: bytes = SECRET) -> list[str]:
+    futures = [node.transport.send(peer, Header(RUN, secret), m) for m in messages]
+    _done, late = wait(futures, 60)
+    assert not late
+    return [f.result().problem for f in futures]
+
+
+@pytest.mark.parametrize("kind", WAYS)
+def test_messages_of_all_sizes_arrive(nodes, kind):
+    a, b = nodes(kind, "a"), nodes(kind, "b", budget=64 << 20)
+    sent = [message(i, n) for i, n in enumerate([2, 63, 64, 65, 4000, 65_536, 1 << 20, (1 << 23) + 1] * 2)]
+    assert send_all(a, b.peer_for("a"), sent) == [""] * len(sent)
+    assert sorted(b.received) == sorted(m[1] for m in sent)
+    assert b.gate.statistics()["held_bytes"] == 0
+    assert not a.losses
+    assert not b.losses
+
+
+@pytest.mark.parametrize("kind", WAYS)
+def test_many_senders_stay_within_a_tiny_budget(nodes, kind):
+    """A receiver that is slow to store: its memory for messages never exceeds its budget, and all of them arrive."""
+    hub = nodes(kind, "hub", budget=1 << 18, hold_seconds=0.005)
+    senders = [nodes(kind, f"s{i}") for i in range(3)]
+    peers = {s.address: hub.peer_for(s.address) for s in senders}
+    futures = [
+        s.transport.send(peers[s.address], Header(RUN, SECRET), message(i, 50_000)) for s in senders for i in range(30)
+    ]
+    wait(futures, 60)
+    assert [f.result().problem for f in futures] == [""] * 90
+    stats = hub.gate.statistics()
+    assert stats["peak_held_bytes"] <= stats["peak_reserved_bytes"] <= 1 << 18
+    assert stats["held_bytes"] == 0
+
+
+@pytest.mark.parametrize("kind", WAYS)
+def test_without_the_secret_nothing_arrives(nodes, kind, monkeypatch):
+    monkeypatch.setattr(lk, "SILENCE_SECONDS", 1.0)
+    a, b = nodes(kind, "a"), nodes(kind, "b")
+    future = a.transport.send(b.peer_for("a"), Header(RUN, bytes(16)), message(0, 10))
+    eventually(future.done)
+    assert future.result(0).lost
+    assert b.received == []
+    assert b.gate.statistics()["peak_reserved_bytes"] == 0
+
+
+@pytest.mark.parametrize("kind", WAYS)
+def test_a_receiver_that_stops_ends_what_is_under_way(nodes, kind):
+    a, b = nodes(kind, "a"), nodes(kind, "b", hold_seconds=30)
+    future = a.transport.send(b.peer_for("a"), Header(RUN, SECRET), message(0, 10))
+    eventually(lambda: b.received)
+    b.transport.stop()
+    assert future.result(15).lost
+    eventually(lambda: a.losses)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", WAYS)
+def test_a_killed_peer_is_noticed(kind):
+    """Another process; how soon is a figure of `benchmarks/transport.py --kill`."""
+    from benchmarks.transport import Bench
+
+    bench = Bench("127.0.0.1", "127.0.0.1")
+    try:
+        future = bench.send_held(kind)
+        time.sleep(0.3)
+        os.kill(bench.process.pid or 0, signal.SIGKILL)
+        bench.process.join()
+        assert future.result(30).lost
+    finally:
+        for node in bench.nodes.values():
+            node.stop()
+
+
+def test_the_listener_is_bound_to_its_own_address_and_strangers_are_closed(nodes):
+    b = nodes("tcp", "b")
+    host, port = b.transport.endpoint
+    assert host == "127.0.0.1"
+    said = [
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n" * 10,
+        os.urandom(1000),
+        Record(Kind.DATA, RUN, 1, 1 << 40, 1).pack(),
+        Record(Kind.HELLO, RUN, 0, 1000).pack() + os.urandom(1000),
+        Record(Kind.WANT, RUN, value=1 << 60).pack(),
+        struct.pack("?Q", False, 1 << 24),
+    ]
+    for text in said:
+        with socket.create_connection((host, port)) as s:
+            s.sendall(text)
+            s.settimeout(5)
+            start = time.monotonic()
+            try:
+                while s.recv(1000):  # the challenge, then the end
+                    pass
+            except ConnectionResetError:
+                pass
+            assert time.monotonic() - start < 4
+    eventually(lambda: b.transport.statistics()["strangers"] == len(said))
+    assert b.gate.statistics()["peak_reserved_bytes"] == 0
+    assert b.received == []
+
+
+class Spoils:
+    """Changes bytes of what arrives at a transport's receiver, before anybody looks at it."""
+
+    def __init__(self, seed: int, rate: float) -> None:
+        self.random = np.random.default_rng(seed)
+        self.rate = rate
+        self.hits = 0
+
+    def __call__(self, record: Record, body: memoryview) -> tuple[Record, memoryview]:
+        if record.kind is Kind.DATA and self.random.random() < self.rate:
+            self.hits += 1
+            if self.random.random() < 0.2:
+                body = body[: int(self.random.integers(len(body)))]
+            else:
+                used = records.table_bytes(record.count) + sum(
+                    n for n, _ in records.lengths_of(record, body[: 8 * record.count])
+                )
+                at = int(self.random.integers(min(len(body), used)))
+                body[at] ^= 1 << int(self.random.integers(8))
+        return record, body
+
+
+def same_rows(got, make, n) -> None:
+    want = ordered(whole(make, n))
+    pd.testing.assert_frame_equal(ordered(got), want.astype(dict(got.dtypes)))
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("kind", [*WAYS, "auto", "rpc"])
+def test_shuffles_are_right_over(kind):
+    @gen_cluster(**TWO)
+    async def check(c, s, a, b):
+        async with taken_over(s, [a, b], settings=with_transport(kind)):
+            same_rows(await c.compute(source(left).shuffle("k", npartitions=5)), left, 6)
+            got = await c.compute(source(mixed).shuffle("k", npartitions=4))
+            assert len(got) == 6 * 200
+            stats = [worker_statistics(w) for w in (a, b)]
+            ways = {link["transport"] for x in stats for link in x["transport"]["links"] if link["messages_out"]}
+            assert ways == {"inproc" if kind == "auto" else kind}
+            assert sum(x["transport_errors"] + x["resent_safe"] + x["links_lost"] for x in stats) == 0
+            if kind == "rpc":
+                assert sum(x["uncredited"] for x in stats) == 0
+            assert all(x["transport"]["receive"]["held_bytes"] == 0 for x in stats)
+
+    check()
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("kind", WAYS)
+def test_corrupt_messages_are_sent_again_over_rpc(kind, monkeypatch):
+    spoil = Spoils(0, 0.5)
+
+    @gen_cluster(**TWO)
+    async def check(c, s, a, b):
+        make = plane_module.Plane._make
+
+        def spoilt(self, name):
+            transport = make(self, name)
+            transport.arrived = spoil
+            return transport
+
+        monkeypatch.setattr(plane_module.Plane, "_make", spoilt)
+        monkeypatch.setattr("dask_gpurt.shuffle.run.STAGE_BYTES", 1000)
+        async with taken_over(s, [a, b], settings=with_transport(kind)):
+            same_rows(await c.compute(source(left, 30).shuffle("k", npartitions=5)), left, 30)
+            stats = [worker_statistics(w) for w in (a, b)]
+            assert spoil.hits > 5
+            assert sum(x["refused"] for x in stats) == spoil.hits
+            assert sum(x["resent_safe"] for x in stats) == spoil.hits
+            links = [link for x in stats for link in x["transport"]["links"]]
+            assert {link["peer"] for link in links} == {a.address, b.address}
+            assert sum(link["corrupt"] for link in links) == spoil.hits
+            assert any(x["transport"]["last_problem"] for x in stats)
+
+    check()
+
+
+@pytest.mark.cluster
+def test_lost_links_are_survived(monkeypatch):
+    """Every link is cut after its first message; the rest goes over rpc."""
+
+    @gen_cluster(**TWO)
+    async def check(c, s, a, b):
+        make = plane_module.Plane._make
+
+        def cut(self, name):
+            transport = make(self, name)
+            inner = transport.arrived
+
+            def arrived(record, body):
+                if record.kind is Kind.DATA and record.sequence > 1:
+                    raise ConnectionResetError("cut")
+                return inner(record, body)
+
+            transport.arrived = arrived
+            return transport
+
+        monkeypatch.setattr(plane_module.Plane, "_make", cut)
+        monkeypatch.setattr("dask_gpurt.shuffle.run.STAGE_BYTES", 1000)
+        async with taken_over(s, [a, b], settings=with_transport("tcp")):
+            same_rows(await c.compute(source(left, 20).shuffle("k", npartitions=5)), left, 20)
+            stats = [worker_statistics(w) for w in (a, b)]
+            assert sum(x["links_lost"] for x in stats) >= 2
+            assert sum(x["resent_safe"] for x in stats) >= 2
+
+    check()
+
+
+class Slow(MemoryShardStore):
+    async def put(self, run, chunk_id, chunk):
+        import asyncio
+
+        await asyncio.sleep(0.01)
+        return await super().put(run, chunk_id, chunk)
+
+
+def half_on_one_key(i: int) -> pd.DataFrame:
+    r = np.random.default_rng(i)
+    keys = r.integers(0, 1000, 20_000)
+    keys[::2] = 7
+    return pd.DataFrame({"k": keys, "v": r.random(20_000), "s": pd.Series(r.integers(0, 9, 20_000)).astype("str")})
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("kind", [*WAYS, "rpc"])
+def test_receive_memory_stays_within_its_budget(kind):
+    """A slow receiver, a tiny budget, and a partition that holds half of all rows."""
+
+    @gen_cluster(**TWO)
+    async def check(c, s, a, b):
+        settings = with_transport(kind, receive_budget=1 << 18)
+        async with taken_over(s, [a, b], Slow, settings=settings):
+            got = await c.compute(source(half_on_one_key, 8).shuffle("k", npartitions=4))
+            same_rows(got, half_on_one_key, 8)
+            stats = [worker_statistics(w) for w in (a, b)]
+            for x in stats:
+                receive = x["transport"]["receive"]
+                assert receive["peak_held_bytes"] <= receive["peak_reserved_bytes"] <= 1 << 18
+                assert receive["held_bytes"] == 0
+            assert max(x["transport"]["receive"]["peak_held_bytes"] for x in stats) > 0
+            assert sum(x["uncredited"] + x["resent_safe"] for x in stats) == 0
+            links = [link for x in stats for link in x["transport"]["links"]]
+            # twice the budget at least, wherever the inputs were split
+            assert sum(link["bytes_in"] for link in links) > 1 << 19
+
+    check()
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("transport", ["auto", "tcp", "ucx"])
+def test_nothing_plaintext_on_an_encrypted_cluster(transport):
+    with dask.config.set({"distributed.comm.require-encryption": None}):
+
+        @gen_cluster(**TWO)
+        async def check(c, s, a, b):
+            with dask.config.set({"distributed.comm.require-encryption": True}):
+                settings = with_transport(transport)
+                async with taken_over(s, [a, b], settings=settings):
+                    same_rows(await c.compute(source(left).shuffle("k", npartitions=5)), left, 6)
+                    for w in (a, b):
+                        stats = worker_statistics(w)["transport"]
+                        assert stats["encrypted"]
+                        assert stats["transports"] == {}
+                        assert {link["transport"] for link in stats["links"]} <= {"rpc", "inproc"}
+
+        check()
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("transport", ["tcp", "auto"])
+def test_a_tls_cluster_opens_nothing_of_ours(transport):
+    pytest.importorskip("cryptography")
+
+    @gen_cluster(**TWO, security=Security.temporary())
+    async def check(c, s, a, b):
+        assert a.address.startswith("tls://")
+        async with taken_over(s, [a, b], settings=with_transport(transport)):
+            same_rows(await c.compute(source(left).shuffle("k", npartitions=5)), left, 6)
+            for w in (a, b):
+                stats = worker_statistics(w)["transport"]
+                assert stats["encrypted"]
+                assert stats["transports"] == {}
+
+    check()
+
+
+@pytest.mark.cluster
+@gen_cluster(**TWO)
+async def test_staged_shards_are_inside_the_send_budget(c, s, a, b):
+    async with taken_over(s, [a, b]):
+        limiter = a.plugins["shuffle"].memory_limiter_comms
+        seen = []
+        increase = limiter.increase
+
+        def watched(n):
+            increase(n)
+            seen.append(limiter._acquired)
+
+        limiter.increase = watched
+        same_rows(await c.compute(source(left).shuffle("k", npartitions=5)), left, 6)
+        assert max(seen) > 0
+        await until(lambda: limiter.empty)
