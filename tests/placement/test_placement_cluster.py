@@ -34,7 +34,7 @@ OVERRIDES = (
     "decide_worker_rootish_queuing_enabled",
 )
 #: taken over by parts of their own
-OTHERS = ("_task_to_msg", "request_remove_replicas")
+OTHERS = ("_task_to_msg",)
 
 
 async def install(s: Scheduler, **kw: Any) -> PlacementPlugin:
