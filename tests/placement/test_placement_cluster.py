@@ -29,12 +29,11 @@ OVERRIDES = (
     "decide_worker_non_rootish",
     "get_comm_cost",
     "_TRANSITIONS_TABLE",
-    "request_remove_replicas",
     "stimulus_queue_slots_maybe_opened",
     "decide_worker_rootish_queuing_enabled",
 )
 #: taken over by parts of their own
-OTHERS = ("_task_to_msg",)
+OTHERS = ("_task_to_msg", "request_remove_replicas")
 
 
 async def install(s: Scheduler, **kw: Any) -> PlacementPlugin:
