@@ -135,9 +135,10 @@ class Engine:
         self._turn = (self._turn + 1) % OBSERVED
         if not self._turn or self.governor.standing is Standing.TRIAL:
             known = self.durations.prefixes.get(ts.prefix.name)
-            # What nobody has seen before nobody could have predicted; and what nobody waits for may well take longer
-            # than where stock would have put it.
-            if known is not None and known.seconds is not None and not task.slack_seconds:
+            # What nobody has seen before nobody could have predicted; and what nobody waits for may well take longer at
+            # its inputs than where stock would have put it. What was moved must be worth it.
+            excused = task.slack_seconds and not (view.near_fetches or view.far_fetches)
+            if known is not None and known.seconds is not None and not excused:
                 judge.tell(self, ts, ours, weighed)
         if not ours:
             return self.leave(ts, "trial")
