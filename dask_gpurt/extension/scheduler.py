@@ -15,6 +15,7 @@ from dask_gpurt._version import __version__
 from dask_gpurt.errors import InstallError
 from dask_gpurt.extension.parts import NAME, Parts, versions
 from dask_gpurt.extension.worker import GpurtWorker
+from dask_gpurt.model import residence
 from dask_gpurt.observe import feed, prometheus
 from dask_gpurt.observe.dashboard import late
 from dask_gpurt.observe.journal import Journal
@@ -22,6 +23,7 @@ from dask_gpurt.observe.ledger_plugin import LedgerPlugin
 from dask_gpurt.observe.trace.recorder import TraceRecorder
 from dask_gpurt.placement import policy
 from dask_gpurt.placement.plugin import PlacementPlugin
+from dask_gpurt.placement.residence import Residence
 from dask_gpurt.shuffle.plugin import ShuffleTakeover
 from dask_gpurt.tiers.bucket import Bucket
 from dask_gpurt.tiers.hints_scheduler import NextUsePlugin
@@ -52,6 +54,8 @@ class GpurtScheduler(SchedulerPlugin):
         self.next_use: NextUsePlugin | None = None
         self.shared_copies: SharedCopiesPlugin | None = None
         self.placement: PlacementPlugin | None = None
+        #: what workers tell of their tiers; here because they may speak before placement is there
+        self.residence = Residence()
         self.shuffle: ShuffleTakeover | None = None
         self.trace: TraceRecorder | None = None
         self.journal: Journal | None = None
@@ -183,6 +187,8 @@ class GpurtScheduler(SchedulerPlugin):
         scheduler = self.scheduler
         plugin = PlacementPlugin(self.settings.placement, policy=policy.load(self.settings.policy), sink=self.journal)
         await plugin.start(scheduler)
+        if plugin.engine is not None:
+            plugin.engine.residence = self.residence
         scheduler.plugins[plugin.name] = plugin
         self.placement = plugin
 
@@ -192,6 +198,16 @@ class GpurtScheduler(SchedulerPlugin):
             self.placement = None
 
         return undo
+
+    def _heard(self, worker: str = "", disk: Any = (), back: Any = (), **kwargs: Any) -> None:
+        """A worker tells of tiers. Raises nothing: an exception here would end the worker's stream."""
+        if self.scheduler is None or worker not in self.scheduler.workers:
+            return
+        try:
+            self.residence.heard(worker, disk, back)
+        except Exception:
+            self.residence.clear()
+            logger.exception("dask-gpurt: news of %s about its tiers could not be used: %r, %r", worker, disk, back)
 
     async def _add_shuffle(self) -> Callable[[], Awaitable[None]]:
         assert self.scheduler is not None
@@ -236,9 +252,12 @@ class GpurtScheduler(SchedulerPlugin):
     async def _add_workers(self) -> Callable[[], Awaitable[None]]:
         assert self.scheduler is not None
         scheduler = self.scheduler
-        replies = await scheduler.register_worker_plugin(
-            None, dumps(GpurtWorker(self.settings)), name=NAME, idempotent=False
-        )
+        listens = self.settings.placement.enabled
+        if listens:
+            # Before any worker can speak. It stays when we go: what is under way must not meet an unknown op.
+            scheduler.stream_handlers[residence.OP] = self._heard
+        plugin = GpurtWorker(self.settings, residence=listens)
+        replies = await scheduler.register_worker_plugin(None, dumps(plugin), name=NAME, idempotent=False)
         for address, reply in replies.items():
             # Not raised: stock serves that worker, and a cluster with one odd worker must still be usable.
             if isinstance(reply, dict) and reply.get("status") == "error":

@@ -26,6 +26,7 @@ from dask_gpurt.observe.slots_worker import WorkerSlots
 from dask_gpurt.shuffle import stores
 from dask_gpurt.shuffle.plugin import worker_statistics
 from dask_gpurt.tiers.plugin import TierRuntime
+from dask_gpurt.tiers.residence import ResidenceSender
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
@@ -48,6 +49,7 @@ class WorkerParts:
         self.journal = Journal(logger)
         self.parts = Parts(settings, logger)
         self.runtime: TierRuntime | None = None
+        self.residence_sender: ResidenceSender | None = None
         #: what its slots do; None: observation is off
         self.slots: WorkerSlots | None = None
 
@@ -81,11 +83,22 @@ class WorkerParts:
         stores.provide(worker, runtime.shard_store)
 
         async def undo() -> None:
+            self.tell_residence(False)
             stores.withdraw(worker)
             await runtime.uninstall()
             self.runtime = None
 
         return undo
+
+    def tell_residence(self, listens: bool) -> None:
+        """The scheduler that this worker has now `listens` for tiers of keys, or does not."""
+        if self.residence_sender is not None:
+            self.residence_sender.stop()
+            self.residence_sender = None
+        runtime = self.runtime
+        if listens and runtime is not None and runtime.store is not None:
+            self.residence_sender = ResidenceSender(self.worker, runtime.store, runtime.engine.log)
+            self.residence_sender.start()
 
     async def _add_slots(self) -> Callable[[], Awaitable[None]]:
         slots = WorkerSlots(self.worker, nvtx.find())
@@ -138,6 +151,8 @@ class WorkerParts:
             out["slots"] = self.slots.statistics()
         if self.runtime is not None:
             out["tiers"] = self.runtime.statistics()
+        if self.residence_sender is not None:
+            out["residence"] = self.residence_sender.statistics()
         return out
 
     def residence(self, keys: Iterable[Any]) -> dict[Any, dict[str, Any]]:
@@ -192,13 +207,16 @@ class GpurtWorker(WorkerPlugin):
 
     name = NAME
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, residence: bool = False) -> None:
         self.settings = settings
+        #: the scheduler that sends this listens for tiers of keys; see `model.residence`
+        self.residence = residence
 
     async def setup(self, worker: Worker) -> None:
         """Install, or adopt what a preload installed."""
         try:
-            await WorkerParts.install(worker, self.settings)
+            parts = await WorkerParts.install(worker, self.settings)
+            parts.tell_residence(self.residence)
         except GpurtError as e:
             # The plugin came from the scheduler: a worker that cannot follow must not take the cluster down. A worker
             # that was asked directly (--preload on the worker) ends instead, see preload.py.

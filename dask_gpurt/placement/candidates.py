@@ -18,15 +18,18 @@ from __future__ import annotations
 
 import heapq
 from itertools import islice
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.model.link import LinkClass
 from dask_gpurt.model.views import WorkerView
 from dask_gpurt.placement.across import price
+from dask_gpurt.placement.residence import READ_BYTES_PER_SECOND
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
+    from dask_gpurt.placement.residence import Residence
     from dask_gpurt.placement.workers import Node, WorkerInfo, WorkerTable
     from dask_gpurt.topology.links import LinkMatrix
 
@@ -36,20 +39,28 @@ WIDE = 8
 MAX_INPUTS = 256
 #: widely replicated inputs looked at
 MAX_WIDE = 8
+NOTHING: MappingProxyType[Any, Any] = MappingProxyType({})
 
 
 class Inputs:
     """Where the inputs of one task are."""
 
-    __slots__ = ("by_node", "by_worker", "count", "counted", "scale", "total_bytes", "wide")
+    __slots__ = ("by_node", "by_worker", "count", "counted", "scale", "spilled", "total_bytes", "wide")
 
-    def __init__(self, deps: Collection[Any], by_address: dict[str, WorkerInfo]) -> None:
+    def __init__(
+        self,
+        deps: Collection[Any],
+        by_address: dict[str, WorkerInfo],
+        on_disk: Mapping[Any, Mapping[str, float]] = NOTHING,
+    ) -> None:
         #: holder -> [bytes, inputs]
         self.by_worker: dict[WorkerInfo, list[float]] = {}
-        #: node of holders -> [bytes, inputs], each input once however many replicas the node has
+        #: node of holders -> [bytes, inputs, holders], each input once however many replicas the node has
         self.by_node: dict[Node, list[float]] = {}
         #: (input, bytes, nodes known to have it) of widely replicated inputs
         self.wide: list[tuple[Any, float, set[Node]]] = []
+        #: (input, bytes on disk by address) of those of which some copy is only on disk
+        self.spilled: list[tuple[Any, Mapping[str, float]]] = []
         #: not counting the wide ones
         self.total_bytes = 0.0
         self.count = 0.0
@@ -71,6 +82,8 @@ class Inputs:
                     counted.append(d)
                 continue
             counted.append(d)
+            if on_disk and d.key in on_disk:
+                self.spilled.append((d, on_disk[d.key]))
             self.total_bytes += nbytes
             self.count += scale
             seen: Node | None = None
@@ -78,23 +91,28 @@ class Inputs:
                 info = by_address.get(h.address)
                 if info is None:
                     continue
+                node = info.node
                 entry = by_worker.get(info)
+                first = entry is None
                 if entry is None:
                     by_worker[info] = [nbytes, scale]
                 else:
                     entry[0] += nbytes
                     entry[1] += scale
-                node = info.node
                 # Replicas of one input are mostly on one node or few; the exact test is only needed from the second on.
                 if seen is not None and (node is seen or self._twice(h, holders, node, by_address)):
+                    if first:
+                        by_node[node][2] += 1
                     continue
                 seen = node
                 entry = by_node.get(node)
                 if entry is None:
-                    by_node[node] = [nbytes, scale]
+                    by_node[node] = [nbytes, scale, 1]
                 else:
                     entry[0] += nbytes
                     entry[1] += scale
+                    if first:
+                        entry[2] += 1
 
     @staticmethod
     def _twice(holder: Any, holders: Iterable[Any], node: Node, by_address: dict[str, WorkerInfo]) -> bool:
@@ -179,20 +197,27 @@ def views(
     pending_bytes: Callable[[Any], int],
     reconcile: Callable[[WorkerInfo], None],
     prefix: str = "",
+    residence: Residence | None = None,
 ) -> list[WorkerView]:
     """A snapshot of each candidate, relative to the task with these inputs."""
     by_worker, by_node, wide, scale = inputs.by_worker, inputs.by_node, inputs.wide, inputs.scale
+    spilled = bool(inputs.spilled) and residence is not None
     total_bytes, count = inputs.total_bytes, inputs.count
     fits = links.fits
     by_address = table.by_address
     far_spb = 1.0 / fits[LinkClass.NETWORK].link.bytes_per_second
     out = []
     nothing = (0.0, 0.0)
+    nowhere = (0.0, 0.0, 0)
+    holders_in_all = len(by_worker)
+    # Hashing an enum costs as much as the rest of a look-up, and nearly always all nodes have one kind of link.
+    link_class = LinkClass.HOST
+    near = fits[link_class].link
     for info in picked:
         ws = info.ws
         node = info.node
         here_bytes, here = by_worker.get(info, nothing)
-        at_node_bytes, at_node = by_node.get(node, nothing)
+        at_node_bytes, at_node, holders = by_node.get(node, nowhere)
         near_bytes, near_n = at_node_bytes - here_bytes, at_node - here
         far_bytes, far_n = total_bytes - at_node_bytes, count - at_node
         for d, nbytes, nodes in wide:
@@ -221,7 +246,16 @@ def views(
                 near_bytes = near_n = 0.0
             if far_n < 0.5:
                 far_bytes = far_n = 0.0
-        near = fits[node.link_class].link
+        # A worker asks a peer for many small inputs at once: there are no more fetches than holders.
+        if near_n > 1.0:
+            others = holders - 1 if here else holders
+            if near_n > others:
+                near_n = others or 1
+        if far_n > 1.0 and far_n > holders_in_all - holders:
+            far_n = holders_in_all - holders or 1
+        if node.link_class is not link_class:
+            link_class = node.link_class
+            near = fits[link_class].link
         pending = pending_bytes(ws)
         if pending:
             share = info.far_share
@@ -235,7 +269,12 @@ def views(
         if len(ws.processing) - info.seceded < threads:
             queue = 0.0
         else:
-            queue = info.backlog_seconds * info.slowness / threads
+            queue = (info.backlog_seconds - info.root_seconds) / threads
+            roots = info.roots
+            if roots:
+                # What joins roots has precedence over roots that wait; it only waits until one that runs is done.
+                queue += info.root_seconds / (roots * (threads + 1))
+            queue *= info.slowness
         out.append(
             WorkerView(
                 queue,
@@ -249,6 +288,44 @@ def views(
                 ws.nbytes,
                 near,
                 price(inputs.counted, node, by_address) if far_n and table.zoned else 1.0,
+                read_seconds(info, inputs, residence, by_address) if spilled else 0.0,
             )
         )
     return out
+
+
+def readers(info: WorkerInfo, inputs: Inputs, by_address: dict[str, WorkerInfo]) -> dict[str, float]:
+    """Who would have to read how many bytes from disk so that a candidate has the spilled inputs: address -> bytes.
+
+    A worker fetches from neighbours if they hold an input, else from any holder, and does not know the tier. So where
+    some of its sources have it in memory and some on disk, each is as likely.
+    """
+    out: dict[str, float] = {}
+    address, node = info.address, info.node
+    for d, disk in inputs.spilled:
+        holders = d.who_has or ()
+        if info.ws in holders:
+            if address in disk:
+                out[address] = out.get(address, 0.0) + disk[address]
+            continue
+        near = [h.address for h in holders if (w := by_address.get(h.address)) is not None and w.node is node]
+        sources = near or [h.address for h in holders]
+        for source in sources:
+            if source in disk:
+                out[source] = out.get(source, 0.0) + disk[source] / len(sources)
+    return out
+
+
+def read_seconds(
+    info: WorkerInfo, inputs: Inputs, residence: Residence | None, by_address: dict[str, WorkerInfo]
+) -> float:
+    """Seconds until the spilled inputs of a candidate are read, queues of the disks included."""
+    if residence is None:
+        return 0.0
+    return max(
+        (
+            residence.queue_seconds(address) + nbytes / READ_BYTES_PER_SECOND
+            for address, nbytes in readers(info, inputs, by_address).items()
+        ),
+        default=0.0,
+    )

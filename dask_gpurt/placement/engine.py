@@ -24,6 +24,7 @@ from dask_gpurt.model import LinkClass
 from dask_gpurt.model.views import TaskView
 from dask_gpurt.placement import candidates, judge, seam
 from dask_gpurt.placement.budget import Budget
+from dask_gpurt.placement.deals import Deals
 from dask_gpurt.placement.durations import UNKNOWN_SECONDS, Durations, compute_seconds
 from dask_gpurt.placement.governor import Governor, Standing
 from dask_gpurt.placement.groups import RootGroups
@@ -32,7 +33,9 @@ from dask_gpurt.placement.log import DecisionLog
 from dask_gpurt.placement.pace import Pace
 from dask_gpurt.placement.policy import Cheapest
 from dask_gpurt.placement.prices import Prices
+from dask_gpurt.placement.residence import Residence
 from dask_gpurt.placement.shadow import Shadowed
+from dask_gpurt.placement.slack import Slack
 from dask_gpurt.placement.thieves import STOCK, Thieves
 from dask_gpurt.placement.workers import WorkerInfo, WorkerTable
 from dask_gpurt.topology.links import SEEDS, LinkMatrix, Transfer, merge
@@ -48,6 +51,11 @@ if TYPE_CHECKING:
 HOST_SHARE = 0.6
 #: inputs remembered per task for learning links from their transfer
 MAX_LEARNED_INPUTS = 8
+#: a task of a prefix never seen counts this share of the usual duration: enough to spread a burst of them over equals,
+#: too little to justify moving bytes
+GUESS = 0.3
+#: weight of a task in the usual duration
+USUAL_GAIN = 0.02
 #: weight of a decision in a worker's share of network traffic
 SHARE_GAIN = 0.2
 #: the governor observes every so many-th decision, and all of a trial
@@ -77,6 +85,13 @@ class Engine:
         self.zones = Zones()
         self.budget = Budget()
         self.groups = RootGroups()
+        self.deals = Deals(self)
+        self.slack = Slack(scheduler, self.workers, self.durations)
+        #: which copies are on disk; whoever hears of it puts it there
+        self.residence = Residence()
+        #: moving averages of the duration of all tasks and of its square: their ratio is how long the task is that a
+        #: worker is found at, however many short ones there are between
+        self._usual = 0.0, 0.0
         self.log = DecisionLog()
         self.governor = Governor(clock)
         self.speeds = Pace(self.workers, clock)
@@ -120,11 +135,16 @@ class Engine:
         self._turn = (self._turn + 1) % OBSERVED
         if not self._turn or self.governor.standing is Standing.TRIAL:
             known = self.durations.prefixes.get(ts.prefix.name)
-            # What nobody has seen before nobody could have predicted.
-            if known is not None and known.seconds is not None:
+            # What nobody has seen before nobody could have predicted; and what nobody waits for may well take longer at
+            # its inputs than where stock would have put it. What was moved must be worth it.
+            excused = task.slack_seconds and not (view.near_fetches or view.far_fetches)
+            if known is not None and known.seconds is not None and not excused:
                 judge.tell(self, ts, ours, weighed)
         if not ours:
             return self.leave(ts, "trial")
+        if view.read_seconds:
+            for address, nbytes in candidates.readers(info, inputs, self.workers.by_address).items():
+                self.residence.book(address, nbytes)
         if valid is not None:
             self.decided["restricted"] += 1
         if view.far_fetches or view.near_fetches:
@@ -161,21 +181,23 @@ class Engine:
         `too` is looked at besides the candidates.
         """
         workers = self.workers
-        inputs = candidates.Inputs(ts.dependencies, workers.by_address)
+        residence = self.residence
+        inputs = candidates.Inputs(ts.dependencies, workers.by_address, residence.on_disk)
         picked = candidates.pick(inputs, workers, self.settings.candidates, valid, seam.is_running)
         if not picked:
             return "no candidate"
         name = ts.prefix.name
         prefix = self.durations.prefixes.get(name)
         if prefix is None or prefix.seconds is None:
-            hint = ts.prefix.duration_average
-            task = TaskView(hint if hint >= 0 else UNKNOWN_SECONDS, 0.0)
+            task = TaskView(self._guess(ts), 0.0, self.slack.seconds())
         else:
-            task = TaskView(prefix.seconds, prefix.output_bytes)
+            task = TaskView(prefix.seconds, prefix.output_bytes, self.slack.seconds())
         far = self.links.link(LinkClass.NETWORK)
         if too is not None and too not in picked:
             picked.append(too)
-        views = candidates.views(picked, inputs, workers, self.links, seam.pending_bytes, self.ledger.reconcile, name)
+        views = candidates.views(
+            picked, inputs, workers, self.links, seam.pending_bytes, self.ledger.reconcile, name, residence
+        )
         spent = (time.perf_counter_ns() - began) * 1e-9
         if spent > self.budget.decision_seconds:
             self.budget.gave_up(spent)
@@ -208,6 +230,7 @@ class Engine:
 
     def worker_added(self, address: str) -> None:
         self.workers.add(self.scheduler.workers[address])
+        self.deals.workers_changed()
 
     def worker_removed(self, address: str) -> None:
         info = self.workers.remove(address)
@@ -215,10 +238,13 @@ class Engine:
             self.speeds.removed(info)
         self.zones.remove(address)
         self.groups.worker_removed(address)
+        self.residence.worker_removed(address)
+        self.deals.workers_changed(info)
 
     def measured(self, info: WorkerInfo, round_trip: float) -> None:
         """The round trip between the scheduler and a worker is known."""
         zones, workers = self.zones, self.workers
+        self.deals.workers_changed()
         if zones.add(info.address, round_trip):
             self.links.reseed(LinkClass.NETWORK, seed(zones.farthest, SEEDS[LinkClass.NETWORK]))
             workers.zoned = True
@@ -230,18 +256,20 @@ class Engine:
 
     def graph_arrived(self, keys: Collection[Hashable]) -> None:
         """Before the first transition of its tasks."""
-        tasks = self.scheduler.tasks
-        self.groups.arrived([ts for k in keys if (ts := tasks.get(k)) is not None], len(self.workers.all))
+        self.deals.graph_arrived(keys)
 
     def pull(self, ws: Any) -> Any:
         """The queued root task that a worker with a free slot should run; None: the head of the queue."""
-        scheduler = self.scheduler
         if self.retired:
             return None
-        ts = self.groups.pull(ws.address, scheduler.tasks, scheduler.queued.peek())
+        ts = self.deals.pull(ws)
         if ts is not None:
             self.log.group(ts.key, ws.address)
         return ts
+
+    def held(self, ts: Any) -> bool:
+        """Whether a queued root, which an idle worker could run, should be left to its owner."""
+        return not self.retired and self.deals.held(ts)
 
     def thief(self, ts: Any, thieves: Collection[Any], in_flight: Mapping[Any, int], valid: Any) -> Any:
         """Who may steal a task, see `Thieves.choose`."""
@@ -260,11 +288,13 @@ class Engine:
         self.governor.forget()
         self.ledger.forget()
         self.groups.clear()
+        self.deals.clear()
+        self.residence.clear()
         self.workers.clear_charges()
 
     def entered_processing(self, key: Hashable) -> None:
         """A task was assigned, by whomever."""
-        self.groups.gone(key)
+        root = self.groups.gone(key)
         ts = self.scheduler.tasks.get(key)
         ws = None if ts is None else ts.processing_on
         if ws is None:
@@ -275,8 +305,9 @@ class Engine:
         info = self.workers.by_address.get(ws.address)
         if info is None or info.ws is not ws:
             return
-        charge = self._charge(ts, info)
+        charge = self._charge(ts, info, root)
         self.workers.refresh(info)
+        self.deals.assigned(info)
         needs = ws.needs_what
         if needs and len(needs) <= MAX_LEARNED_INPUTS:
             # Only when all that is inbound is for this task will the transfers that the worker reports with it have
@@ -299,6 +330,7 @@ class Engine:
         if self.workers.by_address.get(address) is not info:
             return
         self.workers.refresh(info)
+        self.deals.finished(info)
         startstops = details.get("startstops")
         if finish != "memory" or not startstops or details.get("worker") != address:
             return
@@ -306,7 +338,12 @@ class Engine:
         if seconds is not None:
             prefix = self.durations.prefix(charge.prefix.name)
             first = prefix.seconds is None
-            self.durations.learn(prefix, info, seconds, max(0, details.get("nbytes") or 0))
+            nbytes = max(0, details.get("nbytes") or 0)
+            self.durations.learn(prefix, info, seconds, nbytes)
+            if charge.root:
+                self.deals.root_done(seconds, nbytes)
+            mean, square = self._usual
+            self._usual = mean + USUAL_GAIN * (seconds - mean), square + USUAL_GAIN * (seconds * seconds - square)
             if first:
                 self.ledger.learned(prefix)
             self.speeds.learned(info)
@@ -342,8 +379,16 @@ class Engine:
         if (origin := by_address.get(victim)) is not None:
             self.workers.refresh(origin)
 
-    def _charge(self, ts: Any, info: WorkerInfo) -> Charge:
-        return self.ledger.charge(ts.key, info, self.durations.prefix(ts.prefix.name), ts.prefix.duration_average)
+    def _charge(self, ts: Any, info: WorkerInfo, root: bool = False) -> Charge:
+        return self.ledger.charge(ts.key, info, self.durations.prefix(ts.prefix.name), self._guess(ts), root)
+
+    def _guess(self, ts: Any) -> float:
+        """Seconds that a task whose prefix was never seen may take."""
+        hint: float = ts.prefix.duration_average
+        if hint >= 0:
+            return hint
+        mean, square = self._usual
+        return max(UNKNOWN_SECONDS, GUESS * square / mean) if mean else UNKNOWN_SECONDS
 
     def _learn_links(self, info: WorkerInfo, charge: Charge, startstops: Collection[Mapping[str, Any]]) -> None:
         """Learn from a task's transfers if it is certain what each of them carried; most are not, and are skipped."""
@@ -384,8 +429,14 @@ class Engine:
             },
             "declined": dict(self.declined),
             "prices": self.prices.given,
-            #: cogroups closed, and root tasks handed to the owner of their group
-            "roots": {"groups": self.groups.closed, "pulled": self.groups.pulled},
+            #: blocks cut, root tasks handed to the owner of their block, blocks split for idle workers, and offers not
+            #: made to workers with no memory left
+            "roots": {
+                "groups": self.groups.cut,
+                "pulled": self.groups.pulled,
+                "split": self.groups.split,
+                "spared": self.deals.spared,
+            },
             "microseconds": self.budget.statistics(),
             "governor": self.governor.statistics(),
             "links": self.links.statistics(),
@@ -398,5 +449,6 @@ class Engine:
                 "charges": len(self.ledger.charges),
                 "unknown": sum(map(len, self.ledger.unknown.values())),
                 "roots": len(self.groups),
+                "copies_on_disk": self.residence.copies,
             },
         }

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class Charge:
     """One task in processing."""
 
-    __slots__ = ("info", "inputs", "nbytes", "prefix", "seconds", "unknown")
+    __slots__ = ("info", "inputs", "nbytes", "prefix", "root", "seconds", "unknown")
 
     def __init__(self, info: WorkerInfo, prefix: Prefix, seconds: float, nbytes: float, unknown: bool) -> None:
         self.info = info
@@ -39,6 +39,8 @@ class Charge:
         self.nbytes = nbytes
         #: charged with a guess
         self.unknown = unknown
+        #: a root pulled from its block: what joins roots runs before the next of them
+        self.root = False
         #: the inputs being fetched for this task, when nothing else was inbound; () otherwise
         self.inputs: tuple[Any, ...] = ()
 
@@ -51,17 +53,24 @@ class Ledger:
         #: keys charged with a guess, by prefix name
         self.unknown: dict[str, dict[Hashable, None]] = {}
 
-    def charge(self, key: Hashable, info: WorkerInfo, prefix: Prefix, hint_seconds: float) -> Charge:
-        """Charge a task that went to processing. `hint_seconds` < 0: nobody has a hint for an unknown prefix."""
+    def charge(self, key: Hashable, info: WorkerInfo, prefix: Prefix, hint: float, root: bool = False) -> Charge:
+        """Charge a task that went to processing.
+
+        `hint` (seconds) < 0: nobody has a hint for an unknown prefix. `root`: it is a root, pulled from its block.
+        """
         if key in self.charges:  # back in processing without having left it, as far as we were told
             self.settle(key)
         known = prefix.seconds
-        seconds = known if known is not None else hint_seconds if hint_seconds >= 0 else UNKNOWN_SECONDS
+        seconds = known if known is not None else hint if hint >= 0 else UNKNOWN_SECONDS
         charge = self.charges[key] = Charge(info, prefix, seconds, prefix.output_bytes, known is None)
         if known is None:
             self.unknown.setdefault(prefix.name, {})[key] = None
         info.tasks += 1
         info.backlog_seconds += seconds
+        if root:
+            charge.root = True
+            info.roots += 1
+            info.root_seconds += seconds
         info.reserved_bytes += charge.nbytes
         return charge
 
@@ -82,6 +91,8 @@ class Ledger:
             charge.unknown = False
             if charge.seconds and prefix.seconds is not None:  # 0: seceded
                 charge.info.backlog_seconds += prefix.seconds - charge.seconds
+                if charge.root:
+                    charge.info.root_seconds += prefix.seconds - charge.seconds
                 charge.seconds = prefix.seconds
             charge.info.reserved_bytes += prefix.output_bytes - charge.nbytes
             charge.nbytes = prefix.output_bytes
@@ -96,6 +107,9 @@ class Ledger:
         charge.inputs = ()
         thief.tasks += 1
         thief.backlog_seconds += charge.seconds
+        if charge.root:
+            thief.roots += 1
+            thief.root_seconds += charge.seconds
         thief.reserved_bytes += charge.nbytes
 
     def reconcile(self, info: WorkerInfo) -> None:
@@ -104,6 +118,8 @@ class Ledger:
             charge = self.charges.get(ts.key)
             if charge is not None and charge.seconds:
                 info.backlog_seconds -= charge.seconds
+                if charge.root:
+                    info.root_seconds -= charge.seconds
                 charge.seconds = 0.0
         info.seceded = len(info.ws.long_running)
 
@@ -123,6 +139,9 @@ class Ledger:
     def _take(charge: Charge) -> None:
         info = charge.info
         info.tasks -= 1
+        if charge.root:
+            info.roots -= 1
+            info.root_seconds = info.root_seconds - charge.seconds if info.roots else 0.0
         if info.tasks:
             info.backlog_seconds -= charge.seconds
             info.reserved_bytes -= charge.nbytes

@@ -202,7 +202,7 @@ class DecisionLog:
             return kind, None, None
         addresses, views, choice, task, far, *_ = detail
         t = terms(task, views[choice], far, WEIGHTS)
-        return kind, addresses[choice], max(t["queue"], t["inputs"]) + t["compute"]
+        return kind, addresses[choice], max(t["queue"], t["inputs"], t["read"]) + t["compute"]
 
     def matches(self, text: str) -> list[str]:
         """A few keys that begin with a text, newest first; for those who ask for one that is not here."""
@@ -235,7 +235,7 @@ class DecisionLog:
             if row[_REPORT][2] != addresses[choice]:
                 continue
             t = terms(task, views[choice], far, WEIGHTS)
-            predicted.append(max(t["queue"], t["inputs"]) + t["compute"])
+            predicted.append(max(t["queue"], t["inputs"], t["read"]) + t["compute"])
             actual.append(row[_FINISHED] - row[_TIME])
             if len(newest) < NEWEST:
                 view = views[choice]
@@ -304,7 +304,11 @@ def _candidates(detail: tuple[Any, ...]) -> list[dict[str, Any]]:
                 "fetching": view.pending_seconds > 0,
                 "slowness": view.slowness,
                 **{f"{name}_seconds": seconds for name, seconds in t.items()},
-                "total_seconds": max(t["queue"], t["inputs"]) + t["compute"] + t["overflow"] + t["moved"],
+                "total_seconds": max(max(t["queue"], t["inputs"]) + t["hidden"], t["read"])
+                + t["compute"]
+                - t["excused"]
+                + t["overflow"]
+                + t["moved"],
             }
         )
     return out
@@ -320,7 +324,7 @@ def _predicted(detail: tuple[Any, ...]) -> dict[str, float]:
         "queue_seconds": t["queue"],
         "inputs_seconds": t["inputs"],
         "compute_seconds": t["compute"],
-        "finish_seconds": max(t["queue"], t["inputs"]) + t["compute"],
+        "finish_seconds": max(t["queue"], t["inputs"], t["read"]) + t["compute"],
         "moved_bytes": view.near_bytes + view.far_bytes,
     }
 

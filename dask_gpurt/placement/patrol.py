@@ -167,7 +167,9 @@ class Patrol:
                     continue
                 run = seconds + since
                 usual = max(prefix.seconds, MEASURABLE_SECONDS)
-                logs.append(math.log(run / usual) if run - usual > NOTABLE_SECONDS else 0.0)
+                # A worker beyond its memory mark waits for its disk, which says nothing about its processor.
+                late = run - usual > NOTABLE_SECONDS and ws.nbytes <= info.mark_bytes
+                logs.append(math.log(run / usual) if late else 0.0)
                 bound = stragglers.overdue_seconds(prefix)
                 if bound is not None and run > bound and ts not in ws.long_running:
                     overdue.append((run, ts, info))

@@ -108,7 +108,16 @@ class PlacementPlugin(SchedulerPlugin):
 
     def _take_over(self, scheduler: Any, seam: Seam, engine: Engine) -> None:
         seam.install({"decide_worker_non_rootish": self._decide, "get_comm_cost": engine.comm_cost})
-        seam.install_roots(engine.groups.waits, engine.pull, engine.groups.__len__, engine.worth)
+        groups = engine.groups
+        seam.install_roots(
+            groups.waits,
+            engine.pull,
+            groups.__len__,
+            engine.worth,
+            held=engine.held,
+            hungry=engine.deals.hungry,
+            first=engine.deals.first,
+        )
         engine.on_retired = self._retired
         self.stealing = StealingSeam(scheduler, seam)
         self.stealing.install(engine.thief)
@@ -144,7 +153,7 @@ class PlacementPlugin(SchedulerPlugin):
 
         ``decisions`` (total, moved, local, restricted; predicted and actual times of the newest, see
         `DecisionLog.calibration`), ``declined`` (left to stock on purpose, by reason),
-        ``prices`` given to stealing, ``roots`` (cogroups closed, root tasks handed to their owner),
+        ``prices`` given to stealing, ``roots`` (blocks cut, root tasks handed to their owner, blocks split),
         ``microseconds`` per decision (total, median, p99), ``links`` (latency in s, bytes/s, samples),
         ``prefixes`` known, ``speeds`` of workers, sizes of the ``tables``; ``fallbacks`` (part -> reason -> count),
         ``governor`` (standing, reason, trials, robust predicted against actual per prefix), ``shadow`` (in shadow mode:
@@ -211,7 +220,7 @@ class PlacementPlugin(SchedulerPlugin):
         if self.engine is not None:
             self._guard(self.engine.log.failed, key, reason)
 
-    def _guard(self, event: Callable[..., None], *args: Any) -> None:
+    def _guard(self, event: Callable[..., object], *args: Any) -> None:
         try:
             event(*args)
         except Exception:

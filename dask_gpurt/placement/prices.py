@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.model import LinkClass
 from dask_gpurt.placement import candidates
+from dask_gpurt.placement.residence import READ_BYTES_PER_SECOND
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable
@@ -26,7 +27,7 @@ class Prices:
         #: how many
         self.given = 0
         self._asked: tuple[Hashable, int] | None = None
-        self._located: list[tuple[Collection[Any], int, set[Node]]] = []
+        self._located: list[tuple[Collection[Any], int, set[Node], float]] = []
 
     def comm_cost(self, ts: Any, ws: Any) -> float | None:
         """Seconds to bring a task's missing inputs to a worker, for work stealing; None to leave it to stock.
@@ -54,6 +55,7 @@ class Prices:
                     holders,
                     d.get_nbytes(),
                     {w.node for h in islice(holders, candidates.WIDE) if (w := by_address.get(h.address)) is not None},
+                    self._reading_seconds(d, holders),
                 )
                 for d in deps
                 if (holders := d.who_has)
@@ -62,15 +64,28 @@ class Prices:
         near = engine.links.link(node.link_class)
         far = near if len(engine.workers.nodes) == 1 else engine.links.link(LinkClass.NETWORK)
         near_bytes = far_bytes = near_fetches = far_fetches = 0
-        for holders, nbytes, nodes in self._located:
+        # Whoever asks for a value on a disk waits for that disk, which has its own tasks to read for.
+        reading = 0.0
+        for holders, nbytes, nodes, read in self._located:
             if ws in holders:
                 continue
+            reading += read
             if node in nodes:
                 near_bytes += nbytes
                 near_fetches += 1
             else:
                 far_bytes += nbytes
                 far_fetches += 1
-        seconds = near.latency_seconds * near_fetches + far.latency_seconds * far_fetches
+        seconds = reading + near.latency_seconds * near_fetches + far.latency_seconds * far_fetches
         discount = min(1.0, far.bytes_per_second / near.bytes_per_second)
-        return float(seconds + (far_bytes + near_bytes * discount) / engine.scheduler.bandwidth)
+        # Stock's bandwidth is a mean over all transfers: where most come from neighbours it is far above the network's.
+        bandwidth = min(engine.scheduler.bandwidth, far.bytes_per_second)
+        return float(seconds + (far_bytes + near_bytes * discount) / bandwidth)
+
+    def _reading_seconds(self, d: Any, holders: Collection[Any]) -> float:
+        """Until a disk has read a value; 0 when some holder has it in memory."""
+        residence = self._engine.residence
+        disk = residence.on_disk.get(d.key)
+        if disk is None or len(disk) < len(holders):
+            return 0.0
+        return min(residence.queue_seconds(a) + n / READ_BYTES_PER_SECOND for a, n in disk.items())

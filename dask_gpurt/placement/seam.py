@@ -28,6 +28,7 @@ import math
 import operator
 import time
 from collections.abc import Mapping
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import distributed
@@ -39,7 +40,7 @@ from dask_gpurt.model import Sink, null_sink
 from dask_gpurt.placement.guard import Guard, Part, logger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 #: what an override or the plugin calls or hides: name -> parameters
 SIGNATURES: dict[str, tuple[str, ...]] = {
@@ -83,6 +84,8 @@ ATTRIBUTES: dict[type, tuple[str, ...]] = {
     ),
 }
 
+#: idle workers that are offered root tasks at a time
+MANY_IDLE = 64
 #: bytes that tasks assigned to a worker still have to fetch, each input once
 pending_bytes: Callable[[Any], int] = operator.attrgetter("_network_occ")
 
@@ -116,6 +119,9 @@ class Seam(Guard):
         self._installed: dict[str, Any] = {}
         #: slots are to be dealt in the next turn of the event loop
         self._dealing = False
+        #: the next deal is the first after a graph: it fills threads only, the slots beyond are for when a task is
+        #: done. Else a root would run before what stock has put on the same worker because the graph waits for it.
+        self._first_deal = False
 
     def check(self) -> None:
         """Compare what is relied on with what is there.
@@ -251,6 +257,9 @@ class Seam(Guard):
         pull: Callable[[Any], Any],
         pending: Callable[[], int],
         worth: Callable[[Any], bool] = lambda ws: True,
+        held: Callable[[Any], bool] = lambda ts: False,
+        hungry: Callable[[], Iterable[Any]] = tuple,
+        first: Callable[[], Iterable[Any]] = tuple,
     ) -> None:
         """Take over which queued root task goes to which worker. Everything else of queuing stays stock's:
 
@@ -259,7 +268,8 @@ class Seam(Guard):
            ``validate=True``: distributed then asserts that nothing is queued while a worker is idle, which is exactly
            what this relaxes for one turn.
         2. ``stimulus_queue_slots_maybe_opened``: every worker with a free slot is offered the task that `pull` names,
-           through stock's own transition; then stock's method runs and deals what is left.
+           through stock's own transition; then stock's method runs and deals what is left, unless the head of the
+           queue is `held`, and not with ``validate=True``, which asserts that a free slot is always used.
         3. ``decide_worker_rootish_queuing_enabled``: answers with the worker of step 2 while in it; else with stock's
            choice, or, where that is not `worth` it, with the least busy one that is. None of them: the task stays
            queued. Only while other workers are busy, whose next finished task deals again; and not with
@@ -278,6 +288,14 @@ class Seam(Guard):
             How many tasks `pull` could name at most; 0 skips the offers.
         worth
             ``(ws) -> bool``: whether a worker with a free slot should get one of the queued tasks.
+        held
+            ``(ts) -> bool``: whether a queued task is to stay queued although a worker has a free slot. Only while
+            another worker is busy, whose next finished task deals again.
+        hungry
+            Workers all of whose slots are taken, but by tasks that wait for inputs: they are offered a task, too.
+        first
+            Workers to be offered tasks before all others. Of those others only `MANY_IDLE` are asked at a time: near
+            the end nearly all are idle, and each finished task asks again.
         """
         names = ("_TRANSITIONS_TABLE", "stimulus_queue_slots_maybe_opened", "decide_worker_rootish_queuing_enabled")
         s = self.scheduler
@@ -319,6 +337,48 @@ class Seam(Guard):
                 self.failed(part.name)
             return None
 
+        def give(ws: Any, stimulus_id: str) -> bool:
+            """Send a worker the task that it is offered; False when there is none, or it did not go."""
+            ts = offer(ws)
+            if ts is None:
+                return False
+            chosen.append(ws)
+            try:
+                s.transitions({ts.key: "processing"}, stimulus_id)
+            finally:
+                chosen.clear()
+            return bool(ts.state == "processing")
+
+        def waiting_for_inputs() -> list[Any]:
+            if s.validate:
+                return []
+            try:
+                return [ws for ws in hungry() if s.workers.get(ws.address) is ws and ws.status is Status.running]
+            except Exception:
+                self.failed(part.name)
+                return []
+
+        def order(everybody: bool) -> Iterable[Any]:
+            idle = s.idle_task_count
+            try:
+                before = [ws for ws in first() if ws in idle]
+            except Exception:
+                self.failed(part.name)
+                before = []
+            if everybody or len(idle) <= MANY_IDLE:
+                # Neighbouring groups go to workers of one host: sorted by address.
+                return sorted(idle, key=operator.attrgetter("address"))
+            return [*before, *islice(idle, MANY_IDLE)]
+
+        def is_held() -> bool:
+            if s.validate or not s.queued:
+                return False
+            try:
+                return held(s.queued.peek())
+            except Exception:
+                self.failed(part.name)
+                return False
+
         def wanted(ws: Any) -> bool:
             try:
                 return worth(ws)
@@ -327,25 +387,29 @@ class Seam(Guard):
                 return True
 
         def stimulus_queue_slots_maybe_opened(*, stimulus_id: str) -> None:
-            if part.retired is None and s.queued and s.idle_task_count and pending():
-                # Neighbouring groups go to workers of one host: sorted by address.
-                for ws in sorted(s.idle_task_count, key=operator.attrgetter("address")):
+            given = 0
+            first_deal, self._first_deal = self._first_deal, False
+            if part.retired is None and s.queued and pending():
+                for ws in order(first_deal or s.validate):
                     if not wanted(ws):
                         continue
-                    while s.queued and ws in s.idle_task_count and (ts := offer(ws)) is not None:
-                        chosen.append(ws)
-                        try:
-                            s.transitions({ts.key: "processing"}, stimulus_id)
-                        finally:
-                            chosen.clear()
-                        if ts.state != "processing":
+                    while s.queued and ws in s.idle_task_count:
+                        if first_deal and len(ws.processing) >= ws.nthreads:
                             break
+                        if not give(ws, stimulus_id):
+                            break
+                        given += 1
+                for ws in waiting_for_inputs():
+                    if s.queued:
+                        give(ws, stimulus_id)
+                if is_held() or (first_deal and given and s.queued and waits(s.queued.peek())):
+                    return
             stock_pump(stimulus_id=stimulus_id)
 
         def decide_worker_rootish_queuing_enabled() -> Any:
             if chosen:
                 ws = chosen.pop()
-                if ws in s.idle_task_count and s.workers.get(ws.address) is ws:
+                if ws.status is Status.running and s.workers.get(ws.address) is ws:
                     return ws
             ws = stock_decide()
             if ws is None or part.retired is not None or wanted(ws):
@@ -380,6 +444,7 @@ class Seam(Guard):
         self._dealing = False
         s = self.scheduler
         if s.queued and s.idle_task_count:
+            self._first_deal = not s.validate
             s.stimulus_queue_slots_maybe_opened(stimulus_id=f"gpurt-deal-{time.time()}")
 
     def _wrap_comm_cost(self, part: Part, ours: Callable[..., Any]) -> Callable[..., Any]:

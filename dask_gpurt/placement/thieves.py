@@ -58,7 +58,8 @@ class Thieves:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        #: opinions by what they were: allowed, home (cheaper there), busy (no free thread anywhere), time
+        #: opinions by what they were: allowed, home (cheaper there), busy (no free thread anywhere),
+        #: disk (its inputs are on the disk there), slack (there is other work for longer than it takes there), time
         self.opinions: Counter[str] = Counter()
         self._round = 0.0
         self._spent = 0.0
@@ -85,6 +86,11 @@ class Thieves:
         prefix = engine.durations.prefixes.get(ts.prefix.name)
         if home is None or prefix is None or prefix.seconds is None or len(ts.dependencies) > MAX_INPUTS:
             return STOCK
+        on_disk = engine.residence.on_disk
+        if on_disk and any(home.address in on_disk.get(d.key, ()) for d in ts.dependencies):
+            # Whoever runs it, this worker's disk must read for it; elsewhere the value has to be sent as well.
+            self.opinions["disk"] += 1
+            return None
         began = time.perf_counter()
         if began - self._round > ROUND:
             self._round, self._spent = began, 0.0
@@ -150,6 +156,9 @@ class Thieves:
         slowness = home.speed.for_prefix(name)
         backlog = home.backlog_seconds + min(0, in_flight.get(home.ws, 0)) * task.compute_seconds
         at_home = max(backlog * home.slowness / home.ws.nthreads, task.compute_seconds * slowness)
+        if at_home <= engine.slack.seconds():
+            self.opinions["slack"] += 1
+            return None
         if best is None or best_seconds >= at_home:
             self.opinions["home"] += 1
             return None

@@ -77,6 +77,8 @@ class WorkerInfo:
         "mark_bytes",
         "node",
         "reserved_bytes",
+        "root_seconds",
+        "roots",
         "seceded",
         "slowness",
         "speed",
@@ -96,6 +98,9 @@ class WorkerInfo:
         self.backlog_seconds = 0.0
         #: expected results of the tasks assigned and not done
         self.reserved_bytes = 0.0
+        #: of the backlog, what is roots pulled from blocks, and how many
+        self.root_seconds = 0.0
+        self.roots = 0
         #: tasks charged to this worker now
         self.tasks = 0
         #: how many of `ws.long_running` have been taken out of the backlog
@@ -183,8 +188,8 @@ class WorkerTable:
     def clear_charges(self) -> None:
         """Forget all assigned work (the scheduler has just forgotten all tasks)."""
         for info in self.all.items:
-            info.backlog_seconds = info.reserved_bytes = 0.0
-            info.tasks = info.seceded = 0
+            info.backlog_seconds = info.reserved_bytes = info.root_seconds = 0.0
+            info.tasks = info.seceded = info.roots = 0
             self.refresh(info)
 
 

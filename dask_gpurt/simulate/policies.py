@@ -68,7 +68,18 @@ def install(sim: Simulation, policy: str | Policy, settings: PlacementSettings |
     # What `Scheduler.add_plugin` and the scheduler's start do. The seam compares, adopts and installs as it does live.
     sim.loop.complete(plugin.start(sim.scheduler))
     sim.scheduler.plugins[plugin.name] = plugin
+    sim.residence.append(lambda address, key, tier, nbytes: _tell(plugin, address, key, tier, nbytes))
     return plugin
+
+
+def _tell(plugin: PlacementPlugin, address: str, key: Any, tier: str | None, nbytes: int) -> None:
+    """What `tiers.residence` tells live; here at once, there some 20 ms later."""
+    if plugin.engine is not None:
+        table = plugin.engine.residence
+        if tier == "disk":
+            table.heard(address, [(key, nbytes)], ())
+        elif key in table.on_disk:
+            table.heard(address, (), [key])
 
 
 def _install_random(sim: Simulation) -> None:

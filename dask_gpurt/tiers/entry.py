@@ -36,7 +36,7 @@ from dask_gpurt.errors import StoreError
 if TYPE_CHECKING:
     import asyncio
     import weakref
-    from collections.abc import Hashable
+    from collections.abc import Callable, Hashable
 
     from dask_gpurt.tiers.account import Account
     from dask_gpurt.tiers.handle import Handle
@@ -149,9 +149,13 @@ class EventLog:
     def __init__(self, length: int = 5000) -> None:
         #: (seconds since the epoch, key, state before, event, state after)
         self.events: deque[tuple[float, Hashable, str, str, str]] = deque(maxlen=length)
+        #: told of every move: (key, state after it, None for gone); must not raise
+        self.listener: Callable[[Hashable, State | None], None] | None = None
 
     def append(self, key: Hashable, before: State | None, event: str, after: State | None) -> None:
         self.events.append((time.time(), key, before.value if before else "-", event, after.value if after else "-"))
+        if self.listener is not None:
+            self.listener(key, after)
 
     def story(self, key: Hashable) -> list[tuple[float, Hashable, str, str, str]]:
         """What happened to one key, oldest first; bounded."""

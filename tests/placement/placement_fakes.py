@@ -62,6 +62,9 @@ class FakeScheduler:
         self.tasks: dict[str, FakeTask] = {}
         self.bandwidth = 1e8
         self.transition_counter = 0
+        self.queued: list[FakeTask] = []
+        self.task_groups: dict[str, Any] = {}
+        self.total_nthreads = sum(ws.nthreads for ws in workers)
 
 
 def make_engine(workers: list[FakeWorker], **settings: Any) -> Engine:

@@ -256,7 +256,13 @@ def test_restart() -> None:
         fs = c.map(slowinc, range(50), delay=0.5, pure=False)
         await until(lambda: plugin.statistics()["tables"]["charges"] > 0)
         await c.restart()
-        assert plugin.statistics()["tables"] == {"workers": 2, "charges": 0, "unknown": 0, "roots": 0}
+        assert plugin.statistics()["tables"] == {
+            "workers": 2,
+            "charges": 0,
+            "unknown": 0,
+            "roots": 0,
+            "copies_on_disk": 0,
+        }
         assert plugin.engine is not None
         assert set(plugin.engine.workers.by_address) == set(s.workers)
         del fs

@@ -38,8 +38,28 @@ def test_nothing_to_do_costs_the_task() -> None:
 def test_queue_and_inputs_overlap() -> None:
     fetching = cost(TASK, view(near_bytes=1e9, near_fetches=1), FAR, W)
     assert fetching == pytest.approx(1.001 + 0.1 + 1.001)  # latency and bytes, the task, lambda * F
-    assert cost(TASK, view(near_bytes=1e9, near_fetches=1, queue_seconds=0.9), FAR, W) == pytest.approx(fetching)
-    assert cost(TASK, view(near_bytes=1e9, near_fetches=1, queue_seconds=5), FAR, W) == pytest.approx(5 + 0.1 + 1.001)
+    short = cost(TASK, view(near_bytes=1e9, near_fetches=1, queue_seconds=0.9), FAR, W)
+    assert short == pytest.approx(fetching + 0.9 * W.hidden)
+    long = cost(TASK, view(near_bytes=1e9, near_fetches=1, queue_seconds=5), FAR, W)
+    assert long == pytest.approx(5 + 1.001 * W.hidden + 0.1 + 1.001)
+
+
+def test_of_places_that_must_fetch_as_much_the_shorter_queue() -> None:
+    waits = [view(near_bytes=1e9, near_fetches=1, queue_seconds=q) for q in (0.4, 0.2, 0.6)]
+    assert choose(TASK, waits, FAR) == 1
+
+
+def test_nobody_waits_for_a_task_while_there_is_other_work() -> None:
+    home, idle = view(queue_seconds=3.0), view(far_bytes=1e8, far_fetches=1)
+    assert choose(TASK, [home, idle], FAR) == 1
+    assert choose(TaskView(0.1, 0.0, 10.0), [home, idle], FAR) == 0
+    assert choose(TaskView(0.1, 0.0, 0.5), [home, idle], FAR) == 1, "it would end long after all the others"
+
+
+def test_reading_from_disk_costs() -> None:
+    disk, memory = view(read_seconds=0.3), view(queue_seconds=0.2)
+    assert choose(TASK, [disk, memory], FAR) == 1
+    assert cost(TASK, disk, FAR, W) == pytest.approx(0.3 + 0.1 + 0.3)
 
 
 def test_link_classes_matter() -> None:
@@ -78,11 +98,12 @@ def test_no_candidates() -> None:
 nonnegative = st.floats(0, 1e12)
 
 
-@given(st.builds(TaskView, nonnegative, nonnegative), st.lists(nonnegative, min_size=8, max_size=8))
+@given(st.builds(TaskView, nonnegative, nonnegative, nonnegative), st.lists(nonnegative, min_size=8, max_size=8))
 def test_terms_add_up_to_the_cost(task: TaskView, n: list[float]) -> None:
-    worker = WorkerView(n[0], n[1], n[2], float(n[2] > 0), n[3], float(n[3] > 0), n[4], n[5] - n[6], 0, HOST)
+    worker = WorkerView(n[0], n[1], n[2], float(n[2] > 0), n[3], float(n[3] > 0), n[4], n[5] - n[6], 0, HOST, 1.0, n[7])
     t = terms(task, worker, FAR, W)
-    total = max(t["queue"], t["inputs"]) + t["compute"] + t["overflow"] + t["moved"]
+    total = max(max(t["queue"], t["inputs"]) + t["hidden"], t["read"])
+    total += t["compute"] - t["excused"] + t["overflow"] + t["moved"]
     assert cost(task, worker, FAR, W) == pytest.approx(total, rel=1e-9)
     assert all(v >= 0 for v in t.values())
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from placement_fakes import SETTINGS
 
 from dask_gpurt.placement import PlacementPlugin, engine, groups
-from dask_gpurt.placement.groups import RootGroups
+from dask_gpurt.placement.groups import Member, RootGroups
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,7 +42,13 @@ def sums(n: int, fan: int) -> list[Task]:
     return roots + [Task(f"s{i}", 2 * (i + fan) - 1, *roots[i : i + fan]) for i in range(0, n, fan)]
 
 
-def arrive(tasks: list[Task], workers: int) -> tuple[RootGroups, dict[Any, Task]]:
+def members(*addresses: str, nodes: int = 1) -> list[Member]:
+    """Workers of equal weight, on so many nodes."""
+    per = -(-len(addresses) // nodes)
+    return [Member(a, f"node{i // per}", 1.0) for i, a in enumerate(addresses)]
+
+
+def arrive(tasks: list[Task], workers: list[Member]) -> tuple[RootGroups, dict[Any, Task]]:
     g = RootGroups()
     g.arrived(tasks, workers)
     for t in tasks:
@@ -51,14 +57,14 @@ def arrive(tasks: list[Task], workers: int) -> tuple[RootGroups, dict[Any, Task]
     return g, {t.key: t for t in tasks}
 
 
-def pull_all(g: RootGroups, tasks: dict[Any, Any], address: str, n: int) -> list[str]:
+def pull_all(g: RootGroups, tasks: dict[Any, Any], address: str, n: int, **kwargs: Any) -> list[str]:
     out = []
     for _ in range(n):
         queued = [t for t in tasks.values() if t.state == "queued"]
         if not queued:
             g.pull(address, tasks, None)  # nothing is queued: drops what is stale
             break
-        ts = g.pull(address, tasks, min(queued, key=lambda t: t.priority))
+        ts = g.pull(address, tasks, min(queued, key=lambda t: t.priority), **kwargs)
         if ts is None:
             break
         ts.state = "processing"
@@ -67,92 +73,120 @@ def pull_all(g: RootGroups, tasks: dict[Any, Any], address: str, n: int) -> list
     return out
 
 
-def test_a_worker_pulls_the_roots_of_one_sum() -> None:
-    g, tasks = arrive(sums(16, 4), workers=2)
-    assert pull_all(g, tasks, "a", 2) == ["r0", "r1"]
-    assert pull_all(g, tasks, "b", 3) == ["r4", "r5", "r6"]
-    assert pull_all(g, tasks, "a", 3) == ["r2", "r3", "r8"]
-    assert g.closed == 4
+def test_each_worker_has_a_contiguous_block() -> None:
+    g, tasks = arrive(sums(16, 4), members("a", "b"))
+    assert pull_all(g, tasks, "a", 3) == ["r0", "r1", "r2"]
+    assert pull_all(g, tasks, "b", 3) == ["r8", "r9", "r10"]
+    assert pull_all(g, tasks, "a", 3) == ["r3", "r4", "r5"]
+    assert g.cut == 2
 
 
-def test_a_plus_b() -> None:
-    a, b = ([Task(f"{n}{i}", 4 * i + k) for i in range(8)] for k, n in enumerate("ab"))
-    adds = [Task(f"add{i}", 4 * i + 2, x, y) for i, (x, y) in enumerate(zip(a, b, strict=True))]
-    g, tasks = arrive([*a, *b, *adds], workers=4)
-    assert pull_all(g, tasks, "w", 4) == ["a0", "b0", "a1", "b1"]
+def test_neighbours_in_the_graph_are_on_one_node() -> None:
+    g, tasks = arrive(sums(24, 6), members("a0", "a1", "b0", "b1", nodes=2))
+    of = {a: pull_all(g, tasks, a, 6) for a in ("a0", "a1", "b0", "b1")}
+    assert [k for keys in of.values() for k in keys] == [f"r{i}" for i in range(24)]
 
 
-def test_chains_are_followed() -> None:
-    roots = [Task(f"r{i}", 3 * i) for i in range(8)]
-    steps = [Task(f"m{i}", 3 * i + 1, r) for i, r in enumerate(roots)]
-    pairs = [Task(f"p{i}", 6 * i + 5, steps[2 * i], steps[2 * i + 1]) for i in range(4)]
-    g, tasks = arrive([*roots, *steps, *pairs], workers=2)
-    assert pull_all(g, tasks, "w", 2) == ["r0", "r1"]
-    assert pull_all(g, tasks, "v", 2) == ["r2", "r3"]
+def test_a_cut_moves_to_the_border_of_a_sum() -> None:
+    g, tasks = arrive(sums(42, 3), members("a", "b"))  # half is 21; with sums of 3 that is a border already
+    assert len(pull_all(g, tasks, "a", 21)) == 21
+    g, tasks = arrive(sums(44, 4), members("a", "b"))  # half is 22, in the middle of a sum
+    block = [k for k, b in g.by_key.items() if b.owner == "a"]
+    assert len(block) in (20, 24)
 
 
-def test_a_stencil_becomes_contiguous_blocks() -> None:
-    roots = [Task(f"r{i:02}", i) for i in range(32)]
-    halo = [Task(f"h{i:02}", 100 + i, *roots[max(0, i - 1) : i + 2]) for i in range(32)]
-    g, tasks = arrive([*roots, *halo], workers=4)
-    for block in range(4):
-        mine = pull_all(g, tasks, f"w{block}", 8)
-        indices = [int(k[1:]) for k in mine]
-        assert indices == list(range(indices[0], indices[0] + len(indices)))
+def test_shares_follow_weights() -> None:
+    g, _ = arrive(sums(40, 2), [Member("slow", "n", 1.0), Member("fast", "n", 3.0)])
+    owners = [b.owner for b in g.by_key.values()]
+    assert owners.count("slow") == 10
+    assert owners.count("fast") == 30
 
 
-def test_a_root_that_everybody_needs_joins_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_root_that_everybody_needs_belongs_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "MAX_DEPENDENTS", 8)
     shared = Task("shared", 0)
     roots = [Task(f"r{i}", i + 1) for i in range(16)]
-    g, _ = arrive([shared, *roots, *(Task(f"f{i}", 100 + i, r, shared) for i, r in enumerate(roots))], workers=2)
-    assert len(g) == 0
+    g, tasks = arrive([shared, *roots, *(Task(f"f{i}", 100 + i, r, shared) for i, r in enumerate(roots))], members("a"))
+    assert len(g) == 16
+    assert not g.waits(tasks["shared"])
 
 
-def test_small_graphs_have_no_groups() -> None:
-    g, tasks = arrive(sums(4, 4), workers=4)
+def test_few_roots_have_no_owners() -> None:
+    g, tasks = arrive(sums(3, 3), members("a", "b", "c", "d"))
     assert len(g) == 0
     assert g.pull("w", tasks, tasks["r0"]) is None
-
-
-def test_one_big_sum_is_not_a_group() -> None:
-    g, _ = arrive(sums(64, 64), workers=8)
-    assert len(g) == 0
 
 
 def test_scattered_data_has_no_priority() -> None:
     data = Task("data", 0)
     data.priority = None
     data.state = "memory"
-    tasks = sums(8, 2)
     g = RootGroups()
-    g.arrived([*tasks, data, Task("f", 99, data)], 2)
+    g.arrived([*sums(8, 2), data, Task("f", 99, data)], members("a", "b"))
     assert len(g) == 8
 
 
 def test_cancelled_and_running_roots_are_skipped() -> None:
-    g, tasks = arrive(sums(8, 4), workers=2)
+    g, tasks = arrive(sums(8, 4), members("a"))
     del tasks["r0"]
     tasks["r1"].state = "processing"
     tasks["r2"].state = "released"
-    assert pull_all(g, tasks, "w", 8) == ["r3", "r4", "r5", "r6", "r7"]
+    assert pull_all(g, tasks, "a", 8) == ["r3", "r4", "r5", "r6", "r7"]
     assert len(g) == 0
     assert not g.by_owner
     assert not g.unowned
 
 
-def test_a_group_whose_owner_left_is_taken_over() -> None:
-    g, tasks = arrive(sums(12, 4), workers=3)
+def test_a_root_that_is_not_ready_yet_is_waited_for() -> None:
+    g, tasks = arrive(sums(8, 4), members("a"))
+    tasks["r0"].state = "waiting"
+    assert pull_all(g, tasks, "a", 1) == []
+    tasks["r0"].state = "queued"
+    assert pull_all(g, tasks, "a", 2) == ["r0", "r1"]
+
+
+def test_a_block_whose_owner_left_is_taken_over() -> None:
+    g, tasks = arrive(sums(12, 4), members("a", "b", "c"))
     assert pull_all(g, tasks, "a", 1) == ["r0"]
-    assert pull_all(g, tasks, "b", 1) == ["r4"]
+    assert pull_all(g, tasks, "b", 4) == ["r4", "r5", "r6", "r7"]
     g.worker_removed("a")
     g.worker_removed("a")
-    assert pull_all(g, tasks, "c", 4) == ["r1", "r2", "r3", "r8"]
+    assert pull_all(g, tasks, "b", 3) == ["r1", "r2", "r3"]
+
+
+def test_who_has_nothing_takes_the_back_half_of_the_longest_block() -> None:
+    g, tasks = arrive(sums(24, 4), members("a", "b"))
+    assert pull_all(g, tasks, "a", 10) == [f"r{i}" for i in range(10)]
+    taken = pull_all(g, tasks, "late", 12)
+    assert taken[:4] == ["r16", "r17", "r18", "r19"]  # b had 12; the border of a sum is nearest to the middle
+    assert g.split >= 1
+
+
+def test_far_blocks_are_only_taken_when_allowed() -> None:
+    g, tasks = arrive(sums(16, 4), members("a", "b", nodes=2))
+    assert len(pull_all(g, tasks, "a", 8, node="node0", may_take=lambda owner, left: False)) == 8
+    assert pull_all(g, tasks, "a", 1, node="node0", may_take=lambda owner, left: False) == []
+    asked: list[tuple[str, int]] = []
+
+    def may_take(owner: str, left: int) -> bool:
+        asked.append((owner, left))
+        return True
+
+    assert pull_all(g, tasks, "a", 1, node="node0", may_take=may_take) == ["r12"]
+    assert asked == [("b", 8)]
+
+
+def test_a_graph_that_came_before_the_workers_is_shared_out() -> None:
+    g, tasks = arrive(sums(16, 4), [])
+    assert pull_all(g, tasks, "first", 1) == ["r8"]
+    assert pull_all(g, tasks, "second", 1) == ["r4"]
+    rest = pull_all(g, tasks, "first", 16)
+    assert sorted(["r8", "r4", *rest]) == sorted(f"r{i}" for i in range(16))
 
 
 @pytest.mark.parametrize("before", [(-1, 2, 0), (0, 0, 0)], ids=["user's priority", "older graph"])
 def test_more_urgent_tasks_go_first(before: tuple[int, ...]) -> None:
-    g, tasks = arrive(sums(8, 4), workers=2)
+    g, tasks = arrive(sums(8, 4), members("w", "v"))
     assert pull_all(g, tasks, "w", 1) == ["r0"]
     urgent = Task("urgent", 0)
     urgent.priority, urgent.state = before, "queued"
@@ -165,16 +199,16 @@ def test_more_urgent_tasks_go_first(before: tuple[int, ...]) -> None:
 
 def test_the_same_graph_again() -> None:
     tasks = sums(8, 4)
-    g, _ = arrive(tasks, workers=2)
+    g, _ = arrive(tasks, members("a", "b"))
     for t in tasks:
         t.state = "released"
-    g.arrived(tasks, 2)
+    g.arrived(tasks, members("a", "b"))
     assert len(g) == 8
-    assert g.closed == 2
+    assert g.cut == 2
 
 
-@given(st.integers(0, 2**32), st.integers(1, 6))
-def test_every_root_is_pulled_at_most_once_and_nothing_is_left(seed: int, workers: int) -> None:
+@given(st.integers(0, 2**32), st.integers(1, 6), st.integers(1, 3))
+def test_every_root_is_pulled_at_most_once_and_nothing_is_left(seed: int, workers: int, nodes: int) -> None:
     import random
 
     rnd = random.Random(seed)
@@ -187,22 +221,24 @@ def test_every_root_is_pulled_at_most_once_and_nothing_is_left(seed: int, worker
             for i in range(15)
         ]
         everything += layer
-    g, tasks = arrive(everything, workers)
-    grouped = set(g.by_key)
+    who = members(*(f"w{i}" for i in range(workers)), nodes=nodes)
+    g, tasks = arrive(everything, who)
+    owned = set(g.by_key)
     seen: list[str] = []
     while True:
         if rnd.random() < 0.1:
-            g.worker_removed(f"w{rnd.randrange(workers)}")
+            g.worker_removed(rnd.choice(who).address)
         if rnd.random() < 0.2 and g.by_key:
             key = rnd.choice(sorted(map(str, g.by_key)))
             tasks[key].state = "processing"
             g.gone(key)
             seen.append(key)
-        got = pull_all(g, tasks, f"w{rnd.randrange(workers)}", rnd.randint(1, 3))
+        member = rnd.choice(who)
+        got = pull_all(g, tasks, member.address, rnd.randint(1, 3), node=member.node)
         seen += got
         if not got and not g.by_key:
             break
-    assert sorted(seen) == sorted(grouped)
+    assert sorted(seen) == sorted(owned)
     assert len(g) == 0
     assert not g.by_owner
     assert not g.unowned
@@ -251,13 +287,19 @@ def test_sums_are_right_and_local(validate: bool) -> None:
         dsk, out, right = sum_graph(96, 6)
         assert await c.gather(c.get(dsk, out, sync=False)) == [right[k] for k in out]
         stats = plugin.statistics()
-        assert stats["roots"]["groups"] == 16
+        assert stats["roots"]["groups"] == 4
         assert stats["roots"]["pulled"] > 40
         assert not stats["fallbacks"]
         # Stock moves most of the 96; what is moved here is the end of the queue, and with validate the first wave.
         assert moved(workers) < (60 if validate else 40)
         await until(lambda: not s.tasks)
-        assert plugin.statistics()["tables"] == {"workers": 4, "charges": 0, "unknown": 0, "roots": 0}
+        assert plugin.statistics()["tables"] == {
+            "workers": 4,
+            "charges": 0,
+            "unknown": 0,
+            "roots": 0,
+            "copies_on_disk": 0,
+        }
 
     run()
 
@@ -275,7 +317,8 @@ def test_the_number_of_tasks_out_stays_bounded() -> None:
             most = max(most, *(len(ws.processing) for ws in s.workers.values()))
             await asyncio.sleep(0)
         assert await gathered == [right[k] for k in out]
-        assert most <= 2 + 1  # ceil(1.1 * 1) roots, and a sum that became ready
+        # ceil(1.1 * 1) roots and a sum that became ready; one more root when all of them wait for inputs
+        assert most <= 2 + 1 + 1
 
     run()
 

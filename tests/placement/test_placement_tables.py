@@ -99,7 +99,7 @@ def test_charges_come_back_to_zero_whatever_is_learned() -> None:
             assert info.reserved_bytes == pytest.approx(sum(c.nbytes for c in charges), abs=1e-3)
     for ts in running:
         finish(engine, ts, 0.1)
-    assert engine.statistics()["tables"] == {"workers": 4, "charges": 0, "unknown": 0, "roots": 0}
+    assert engine.statistics()["tables"] == {"workers": 4, "charges": 0, "unknown": 0, "roots": 0, "copies_on_disk": 0}
     assert all(w.backlog_seconds == w.reserved_bytes == w.tasks == 0 for w in engine.workers.all.items)
 
 
@@ -166,7 +166,7 @@ def test_restart_forgets_tasks() -> None:
     assign(engine, FakeTask("t"), a)
     a.processing.clear()
     engine.restarted()
-    assert engine.statistics()["tables"] == {"workers": 1, "charges": 0, "unknown": 0, "roots": 0}
+    assert engine.statistics()["tables"] == {"workers": 1, "charges": 0, "unknown": 0, "roots": 0, "copies_on_disk": 0}
     assert engine.workers.by_address[a.address] in engine.workers.idle
 
 
@@ -239,7 +239,7 @@ def test_prefixes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         finish(engine, ts, 0.1)
     stats = engine.statistics()
     assert stats["prefixes"] == 10
-    assert stats["tables"] == {"workers": 1, "charges": 0, "unknown": 0, "roots": 0}
+    assert stats["tables"] == {"workers": 1, "charges": 0, "unknown": 0, "roots": 0, "copies_on_disk": 0}
 
 
 # ---------------------------------------------------------------------- links from what tasks report

@@ -1,0 +1,198 @@
+"""Which worker gets which queued root now: `groups` knows whose each is, here is when it is better not to follow.
+
+* A root is `held` for its owner when only workers on other nodes are free and the owner is at work: a root there costs
+  the transfer of its result.
+* A worker whose memory is full is not given roots while the others, who have room, run them all before it would have
+  written one result out (`too_full`).
+* A worker whose slots are all taken by tasks that wait for inputs is `hungry`: it gets a root, a few at most, so that
+  its threads work while the network does.
+
+Never where hardly anybody is at work: whoever is, deals slots again when its task is done.
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.placement import seam
+from dask_gpurt.placement.groups import Member
+from dask_gpurt.placement.policy import WEIGHTS
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Hashable
+
+    from dask_gpurt.placement.engine import Engine
+    from dask_gpurt.placement.workers import WorkerInfo
+
+#: tasks per thread up to which a worker that waits for inputs gets one more
+MAX_AHEAD = 4
+#: a task with more inputs is not looked through for those that are missing
+MAX_LOOKED = 64
+#: weight of a root in the averages over roots
+ROOT_GAIN = 0.05
+#: share of the workers that may be idle while one with no memory left is not given roots
+MOSTLY = 0.75
+#: a worker that takes so many times as long as usual is not waited for
+SLOW = 1.5
+#: idle workers looked at for whether all of them are too full
+LOOKED_AT = 16
+
+
+class Deals:
+    """Of one engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        #: moving averages over roots: seconds, bytes of result
+        self._root = 0.0, 0.0
+        #: workers that got or finished a task since the last deal, and may be waiting for inputs with all they have
+        self._fetching: dict[WorkerInfo, None] = {}
+        #: workers that finished a task since the last deal
+        self._freed: dict[WorkerInfo, None] = {}
+        #: roots that a worker was not given because it would have spilled their results
+        self.spared = 0
+        #: workers in the order in which blocks are dealt; None: to be sorted anew
+        self._members: list[WorkerInfo] | None = None
+
+    # ------------------------------------------------------------------ events
+
+    def graph_arrived(self, keys: Collection[Hashable]) -> None:
+        """Before the first transition of its tasks."""
+        s = self._engine.scheduler
+        tasks = s.tasks
+        known: dict[Any, bool] = {}
+
+        def is_root(ts: Any) -> bool:
+            if ts.worker_restrictions or ts.host_restrictions or ts.resource_restrictions:
+                return False
+            group = ts.group
+            answer = known.get(group)
+            if answer is None:
+                answer = known[group] = s.is_rootish(ts)
+            return answer
+
+        found = [ts for k in keys if (ts := tasks.get(k)) is not None]
+        self._engine.groups.arrived(found, self._dealt_to(), is_root)
+
+    def _dealt_to(self) -> list[Member]:
+        """The workers in the order in which blocks of roots are dealt: neighbours together, hosts by number."""
+        if self._members is None:
+            workers = self._engine.workers.all.items
+            self._members = sorted(workers, key=lambda w: (_natural(w.node.name), _natural(w.address)))
+        return [Member(w.address, w.node.name, w.ws.nthreads / w.slowness) for w in self._members]
+
+    def workers_changed(self, removed: WorkerInfo | None = None) -> None:
+        """Workers came, left or changed nodes."""
+        self._members = None
+        if removed is not None:
+            self._fetching.pop(removed, None)
+            self._freed.pop(removed, None)
+
+    def assigned(self, info: WorkerInfo) -> None:
+        """A worker got a task."""
+        if info.ws.needs_what and self._engine.groups.by_key:
+            self._fetching[info] = None
+
+    def finished(self, info: WorkerInfo) -> None:
+        """A task left a worker."""
+        if self._engine.groups.by_key:
+            self._freed[info] = None
+            if info.ws.needs_what:
+                self._fetching[info] = None
+
+    def root_done(self, seconds: float, nbytes: float) -> None:
+        """A root was computed."""
+        mean, size = self._root
+        gain = ROOT_GAIN if mean or size else 1.0
+        self._root = mean + gain * (seconds - mean), size + gain * (nbytes - size)
+
+    def clear(self) -> None:
+        """The scheduler has forgotten all tasks."""
+        self._fetching.clear()
+        self._freed.clear()
+
+    # ------------------------------------------------------------------ dealing
+
+    def pull(self, ws: Any) -> Any:
+        """The queued root task that a worker with a free slot should run; None: none in particular."""
+        engine = self._engine
+        info = engine.workers.by_address.get(ws.address)
+        if info is not None and self._too_full(info):
+            self.spared += 1
+            return None
+        node = None if info is None else info.node.name
+        scheduler = engine.scheduler
+        return engine.groups.pull(ws.address, scheduler.tasks, scheduler.queued.peek(), node, self.may_take)
+
+    def may_take(self, owner: str, left: int) -> bool:
+        """Whether a worker on another node should take half of the roots that `owner` has `left`."""
+        if left > 1:
+            return True
+        info = self._engine.workers.by_address.get(owner)
+        return info is None or not self._at_work(info)
+
+    def held(self, ts: Any) -> bool:
+        """Whether a queued root, which an idle worker could run, should be left to its owner."""
+        engine = self._engine
+        owner = engine.groups.owner(ts.key)
+        by_address = engine.workers.by_address
+        info = None if owner is None else by_address.get(owner)
+        if info is None:
+            return False
+        return self._at_work(info) or all(
+            (w := by_address.get(ws.address)) is not None and self._too_full(w)
+            for ws in islice(engine.scheduler.idle_task_count, LOOKED_AT)
+        )
+
+    def _at_work(self, info: WorkerInfo) -> bool:
+        """Whether a worker will soon ask for more: its next finished task deals slots again."""
+        ws = info.ws
+        return info.slowness < SLOW and seam.is_running(ws) and len(ws.processing) > len(ws.long_running)
+
+    def _too_full(self, info: WorkerInfo) -> bool:
+        """Whether a worker would spill the result of one more root, and the others have run them all before that."""
+        seconds, nbytes = self._root
+        over = info.ws.nbytes + info.reserved_bytes + nbytes - info.mark_bytes
+        if over <= 0:
+            return False
+        workers = self._engine.workers
+        if len(workers.idle.items) > MOSTLY * len(workers.all.items):
+            return False
+        s = self._engine.scheduler
+        rest = len(s.queued) * seconds / max(1, s.total_nthreads)
+        return min(over, nbytes) * WEIGHTS.overflow_seconds_per_byte > rest
+
+    def hungry(self) -> list[Any]:
+        """Workers whose slots are taken by tasks that wait for inputs, while a thread is free."""
+        if not self._fetching:
+            return []
+        looked, self._fetching = self._fetching, {}
+        if self._engine.retired:
+            return []
+        return [info.ws for info in looked if self._starves(info)]
+
+    def first(self) -> list[Any]:
+        """Workers to be offered tasks before others: those that have just finished one."""
+        freed, self._freed = self._freed, {}
+        return [info.ws for info in freed]
+
+    def _starves(self, info: WorkerInfo) -> bool:
+        ws = info.ws
+        needs, processing, threads = ws.needs_what, ws.processing, ws.nthreads
+        if not needs or len(processing) > MAX_AHEAD * threads:
+            return False
+        runnable = 0
+        for ts in processing:
+            deps = ts.dependencies
+            if len(deps) <= MAX_LOOKED and not any(d in needs for d in deps):
+                runnable += 1
+                if runnable >= threads:
+                    return False
+        return True
+
+
+def _natural(text: str) -> list[Any]:
+    """A sort key: text with its numbers as numbers."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", text)]

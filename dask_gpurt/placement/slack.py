@@ -1,0 +1,73 @@
+"""For how long the cluster has other work: until then nobody waits for a task that waits where its inputs are.
+
+While every worker is busy, a task that runs here rather than there only changes who runs what else. Moving it because
+a queue elsewhere is shorter gains nothing, and costs the bytes moved. What does cost time is a task that ends after all
+the others have: so the seconds until then, with all remaining work spread evenly, are *slack*. This is the fluid
+argument, and holds only while there is work for everybody: with more than `IDLE_SHARE` of the workers idle there is
+none, and what ends sooner is better again (a chain of tasks, the last joins of a tree).
+
+Remaining work is counted by task group, from the counts that the scheduler keeps anyway: O(groups), at most once in
+`EVERY` decisions or as many as there are groups. A prefix never seen counts as half the mean of those that were.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dask_gpurt.placement.durations import Durations
+    from dask_gpurt.placement.workers import WorkerTable
+
+#: share of the workers that may be idle while there is slack
+IDLE_SHARE = 0.25
+#: decisions between two looks, at least
+EVERY = 16
+#: of the remaining time; the rest is for work that cannot be spread evenly
+USED = 0.8
+_UNDONE = ("waiting", "queued", "no-worker", "processing")
+
+
+class Slack:
+    """Of one scheduler."""
+
+    def __init__(self, scheduler: Any, workers: WorkerTable, durations: Durations) -> None:
+        self._scheduler = scheduler
+        self._workers = workers
+        self._durations = durations
+        self._countdown = 0
+        self._remaining_seconds = 0.0
+
+    def seconds(self) -> float:
+        """Slack of a task that is decided now."""
+        workers = self._workers
+        n = len(workers.all.items)
+        idle = len(workers.idle.items)
+        queued = bool(self._scheduler.queued)
+        if not queued and idle > n * IDLE_SHARE:
+            return 0.0
+        self._countdown -= 1
+        if self._countdown < 0:
+            self._look(n)
+        share = 1.0 if queued else 1.0 - idle / (n * IDLE_SHARE)
+        return self._remaining_seconds * USED * share
+
+    def _look(self, n: int) -> None:
+        s = self._scheduler
+        prefixes = self._durations.prefixes
+        seconds = 0.0
+        seen = unseen = 0
+        groups = s.task_groups
+        for group in groups.values():
+            states = group.states
+            count = sum([states[state] for state in _UNDONE])
+            if count:
+                prefix = prefixes.get(group.prefix.name)
+                if prefix is not None and prefix.seconds is not None:
+                    seconds += count * prefix.seconds
+                    seen += count
+                else:
+                    unseen += count
+        if seen:
+            seconds += 0.5 * unseen * seconds / seen
+        self._remaining_seconds = seconds / max(1, s.total_nthreads)
+        self._countdown = max(EVERY, n // 8, len(groups) // 4)

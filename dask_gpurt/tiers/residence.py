@@ -1,0 +1,120 @@
+"""Tells the scheduler which keys of this worker are only on disk: batched, and only what has changed.
+
+Every move of an entry passes its log, which calls us. A key is noted when it goes to disk, or when we have told of it;
+`FLUSH_SECONDS` later one message says what is true by then, so a value that is written and read within that time is
+never spoken of. Entries that are no keys of the worker (chunks of shuffles) are noted too and found out here.
+
+Only the scheduler knows whether it listens; see `model.residence` for how this worker comes to know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.model.residence import message
+from dask_gpurt.tiers.entry import State
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from dask_gpurt.tiers.entry import EventLog
+    from dask_gpurt.tiers.store import TieredStore
+
+logger = logging.getLogger("distributed.worker.gpurt")
+
+#: between the first change and the message about it
+FLUSH_SECONDS = 0.02
+#: keys in one message, at most; the others follow in the next
+FLUSH_KEYS = 1000
+#: failures after which it ends
+MAX_EXCEPTIONS = 100
+
+
+class ResidenceSender:
+    """Of one store. Use on the loop's thread."""
+
+    def __init__(self, worker: Any, store: TieredStore, log: EventLog) -> None:
+        self._worker = worker
+        self._store = store
+        self._log = log
+        self._dirty: dict[Hashable, None] = {}
+        #: keys that the scheduler believes to be on disk here
+        self._told: set[Hashable] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._on = False
+        self.sent_messages = 0
+        self.sent_keys = 0
+        self.exceptions = 0
+
+    def start(self) -> None:
+        """Begin, with what is on disk already. A second call tells all again: the scheduler may be a new one."""
+        self._on = True
+        self._told.clear()
+        self._log.listener = self._moved
+        for key in list(self._store.disk):
+            self._note(key)
+
+    def stop(self) -> None:
+        """End. A second call does nothing."""
+        self._on = False
+        self._log.listener = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._dirty.clear()
+        self._told.clear()
+
+    def statistics(self) -> dict[str, Any]:
+        """Counts since it was made, as plain JSON."""
+        return {
+            "on": self._on,
+            "messages": self.sent_messages,
+            "keys": self.sent_keys,
+            "believed": len(self._told),
+            "exceptions": self.exceptions,
+        }
+
+    def _moved(self, key: Hashable, after: State | None) -> None:
+        if after is State.STORED or key in self._told:
+            self._note(key)
+
+    def _note(self, key: Hashable) -> None:
+        self._dirty[key] = None
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(FLUSH_SECONDS, self._flush)
+
+    def _flush(self) -> None:
+        self._timer = None
+        if not self._on:
+            return
+        try:
+            self._send()
+        except Exception:
+            # A tier unknown to the scheduler costs it a better choice, nothing else.
+            self.exceptions += 1
+            if self.exceptions == 1 or self.exceptions >= MAX_EXCEPTIONS:
+                logger.exception("where keys are could not be told to the scheduler")
+            if self.exceptions >= MAX_EXCEPTIONS:
+                self.stop()
+
+    def _send(self) -> None:
+        disk: list[tuple[Any, float]] = []
+        back: list[Any] = []
+        for key in list(self._dirty)[:FLUSH_KEYS]:
+            del self._dirty[key]
+            entry = self._store.entry(key)
+            if entry is not None and entry.state in (State.STORED, State.LOADING):
+                if key not in self._told:
+                    self._told.add(key)
+                    disk.append((key, float(entry.nbytes)))
+            elif key in self._told:
+                self._told.discard(key)
+                back.append(key)
+        if disk or back:
+            self._worker.batched_send(message(disk, back))
+            self.sent_messages += 1
+            self.sent_keys += len(disk) + len(back)
+        if self._dirty:
+            self._timer = asyncio.get_running_loop().call_later(FLUSH_SECONDS, self._flush)

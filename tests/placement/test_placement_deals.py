@@ -1,0 +1,177 @@
+"""When a root goes to somebody else than its owner, or to nobody yet; and for how long nobody waits for a task."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from placement_fakes import FakeTask, FakeWorker, assign, finish, learn, make_engine
+
+from dask_gpurt.placement import deals
+from dask_gpurt.placement.groups import Block, Member
+from dask_gpurt.simulate import simulate
+from dask_gpurt.simulate.shapes import build
+
+GB = 10**9
+
+
+class Queue(list[Any]):
+    def peek(self) -> Any:
+        return self[0]
+
+
+def rig(n: int = 4, **kw: Any) -> tuple[Any, list[FakeWorker]]:
+    workers = [FakeWorker(i, **kw) for i in range(n)]
+    engine = make_engine(workers)
+    engine.scheduler.queued = Queue()
+    engine.scheduler.idle_task_count = set()
+    return engine, workers
+
+
+def own(engine: Any, ws: FakeWorker, n: int, prefix: str = "r") -> list[FakeTask]:
+    """Queued roots that a worker owns."""
+    roots = [FakeTask(f"{prefix}-{ws.address}-{i}") for i in range(n)]
+    for i, t in enumerate(roots):
+        t.state, t.priority = "queued", (0, 1, i)  # type: ignore[attr-defined]
+        engine.scheduler.tasks[t.key] = t
+        engine.scheduler.queued.append(t)
+    block = Block([t.key for t in roots], ws.address, ws.host)
+    engine.groups._list(block)
+    return roots
+
+
+def test_a_root_is_left_to_an_owner_at_work() -> None:
+    engine, (a, b, *_) = rig()
+    (root,) = own(engine, a, 1)
+    engine.scheduler.idle_task_count = {b}
+    assert not engine.held(root), "its owner does nothing"
+    assign(engine, FakeTask("busy"), a)
+    assert engine.held(root)
+    assert not engine.deals.may_take(a.address, 1)
+    assert engine.deals.may_take(a.address, 2)
+
+
+def test_a_slow_owner_is_not_waited_for() -> None:
+    engine, (a, b, *_) = rig()
+    (root,) = own(engine, a, 1)
+    assign(engine, FakeTask("busy"), a)
+    engine.workers.by_address[a.address].slowness = 2 * deals.SLOW
+    engine.scheduler.idle_task_count = {b}
+    assert not engine.held(root)
+    assert engine.deals.may_take(a.address, 1)
+    assert engine.pull(b) is root
+
+
+def test_a_retired_policy_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, (a, *_) = rig()
+    (root,) = own(engine, a, 1)
+    assign(engine, FakeTask("busy"), a)
+    monkeypatch.setattr(type(engine), "retired", True)
+    assert not engine.held(root)
+    assert engine.pull(a) is None
+    assert engine.deals.hungry() == []
+
+
+def test_a_full_worker_is_spared_while_others_have_room() -> None:
+    engine, workers = rig(4, memory_limit=10 * GB)
+    a = workers[0]
+    roots = own(engine, a, 2)
+    learn(engine, "done", 0.1, GB)
+    for ws in workers[1:]:
+        assign(engine, FakeTask(f"busy-{ws.address}"), ws)
+    engine.deals.root_done(0.1, GB)
+    assert engine.pull(a) is roots[0]
+    a.nbytes = 6 * GB
+    assert engine.pull(a) is None
+    assert engine.statistics()["roots"]["spared"] == 1
+    engine.scheduler.queued.extend([roots[0]] * 1000)
+    assert engine.pull(a) is roots[0], "so many are left that it is worth writing"
+
+
+def test_a_full_worker_goes_on_when_nobody_else_is_at_work() -> None:
+    engine, workers = rig(4, memory_limit=10 * GB)
+    a = workers[0]
+    roots = own(engine, a, 2)
+    engine.deals.root_done(0.1, GB)
+    a.nbytes = 6 * GB
+    assert engine.pull(a) is roots[0]
+
+
+def test_who_only_waits_for_inputs_is_hungry() -> None:
+    engine, (a, b, *_) = rig()
+    own(engine, a, 4)
+    x = FakeTask("x", nbytes=GB, on=(b,))
+    assign(engine, FakeTask("f", x), a)
+    assert engine.deals.hungry() == [a]
+    assert engine.deals.hungry() == [], "looked at once after each change"
+    assign(engine, FakeTask("local"), a)
+    assert engine.deals.hungry() == [], "a thread has something to do"
+
+
+def test_the_hungry_are_not_fed_without_end() -> None:
+    engine, (a, b, *_) = rig()
+    own(engine, a, 4)
+    for i in range(deals.MAX_AHEAD + 1):
+        assign(engine, FakeTask(f"f-{i}", FakeTask(f"x-{i}", nbytes=GB, on=(b,))), a)
+    assert engine.deals.hungry() == []
+
+
+def test_who_has_finished_is_asked_first() -> None:
+    engine, (a, b, *_) = rig()
+    own(engine, a, 2)
+    for ws in (b, a):
+        ts = FakeTask(f"t-{ws.address}")
+        assign(engine, ts, ws)
+        finish(engine, ts, 0.1)
+    assert engine.deals.first() == [b, a]
+    assert engine.deals.first() == []
+
+
+def test_hosts_are_in_order_of_their_numbers() -> None:
+    workers = [FakeWorker(i, host=f"10.0.0.{n}") for i, n in enumerate((10, 9, 1))]
+    engine = make_engine(workers)
+    assert [m.node for m in engine.deals._dealt_to()] == ["10.0.0.1", "10.0.0.9", "10.0.0.10"]
+    assert engine.deals._dealt_to()[0] == Member(workers[2].address, "10.0.0.1", 1.0)
+    engine.worker_removed(workers[2].address)
+    assert len(engine.deals._dealt_to()) == 2
+
+
+# ---------------------------------------------------------------------- slack
+
+
+class Group:
+    def __init__(self, prefix: str, **states: int) -> None:
+        self.prefix = FakeTask(prefix).prefix
+        self.states = {"waiting": 0, "queued": 0, "no-worker": 0, "processing": 0, "memory": 0, **states}
+
+
+def test_slack_is_the_remaining_work_spread_evenly() -> None:
+    engine, workers = rig(4)
+    learn(engine, "f", 0.5)
+    engine.scheduler.task_groups = {"f": Group("f", waiting=36, processing=4, memory=1000)}
+    assert engine.slack.seconds() == 0.0, "everybody is idle"
+    for ws in workers:
+        assign(engine, FakeTask(f"busy-{ws.address}"), ws)
+    assert engine.slack.seconds() == pytest.approx(0.8 * 40 * 0.5 / 4)
+
+
+def test_work_never_seen_counts_half() -> None:
+    engine, _ = rig(4)
+    learn(engine, "f", 0.5)
+    engine.scheduler.task_groups = {"f": Group("f", waiting=10), "g": Group("g", waiting=10)}
+    engine.scheduler.queued.append("roots are queued, so nobody stays idle")
+    assert engine.slack.seconds() == pytest.approx(0.8 * (10 * 0.5 + 10 * 0.25) / 4)
+
+
+# ---------------------------------------------------------------------- together
+
+
+@pytest.mark.parametrize(("shape", "worst", "far_gb"), [("tree", 1.15, 2.0), ("binop", 1.1, 0.1), ("stencil", 1.2, 8)])
+def test_simulated_shapes_stay_near_the_bound(shape: str, worst: float, far_gb: float) -> None:
+    from dask_gpurt.simulate.bounds import bound
+
+    workload, cluster = build(shape, workers=16)
+    result = simulate(workload, cluster, "gpurt")
+    assert result.makespan_seconds < worst * bound(workload, cluster, 0).seconds
+    assert result.between_nodes_bytes < far_gb * 1e9
+    assert not result.statistics["fallbacks"]

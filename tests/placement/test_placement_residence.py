@@ -1,0 +1,105 @@
+"""What is known of copies on disk, and that decisions and stealing go by it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from placement_fakes import FakeTask, FakeWorker, learn, make_engine
+
+from dask_gpurt.placement import residence
+from dask_gpurt.placement.residence import READ_BYTES_PER_SECOND, Residence
+from dask_gpurt.simulate import simulate
+from dask_gpurt.simulate.shapes import build
+
+
+def test_news_and_corrections() -> None:
+    r = Residence()
+    r.heard("a", [("x", 10.0), ("y", 20.0)], ())
+    r.heard("b", [("x", 10.0)], ())
+    assert r.on_disk == {"x": {"a": 10.0, "b": 10.0}, "y": {"a": 20.0}}
+    r.heard("a", [], ["x", "never heard of"])
+    assert r.on_disk == {"x": {"b": 10.0}, "y": {"a": 20.0}}
+    r.heard("a", [("y", 21.0)], ())
+    assert r.copies == 2
+    r.worker_removed("a")
+    r.worker_removed("a")
+    assert r.on_disk == {"x": {"b": 10.0}}
+    assert r.copies == 1
+    r.clear()
+    assert not r.on_disk
+    assert r.copies == 0
+
+
+def test_the_oldest_news_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residence, "MAX_KEYS", 3)
+    r = Residence()
+    r.heard("a", [(i, 1.0) for i in range(5)], ())
+    assert list(r.on_disk) == [2, 3, 4]
+    assert (r.copies, r.dropped) == (3, 2)
+
+
+def test_a_disk_reads_one_after_the_other() -> None:
+    now = [100.0]
+    r = Residence(lambda: now[0])
+    assert r.queue_seconds("a") == 0.0
+    r.book("a", READ_BYTES_PER_SECOND)
+    r.book("a", READ_BYTES_PER_SECOND)
+    assert r.queue_seconds("a") == pytest.approx(2.0)
+    assert r.queue_seconds("b") == 0.0
+    now[0] += 1.5
+    assert r.queue_seconds("a") == pytest.approx(0.5)
+    now[0] += 5.0
+    assert r.queue_seconds("a") == 0.0
+
+
+def cluster() -> tuple[Any, FakeWorker, FakeWorker, FakeTask]:
+    a, b = FakeWorker(0), FakeWorker(1)
+    engine = make_engine([a, b])
+    learn(engine, "f", 0.05)
+    return engine, a, b, FakeTask("x", nbytes=10**9, on=(a, b))
+
+
+def test_the_holder_that_has_it_in_memory() -> None:
+    for spilled in (0, 1):
+        engine, a, b, x = cluster()
+        engine.residence.heard((a, b)[spilled].address, [("x", 1e9)], ())
+        assert engine.decide(FakeTask("f-0", x), None) is (a, b)[1 - spilled]
+
+
+def test_where_both_must_read_the_idle_disk() -> None:
+    engine, a, b, x = cluster()
+    engine.residence.heard(a.address, [("x", 1e9)], ())
+    engine.residence.heard(b.address, [("x", 1e9)], ())
+    engine.residence.book(a.address, 20e9)
+    assert engine.decide(FakeTask("f-0", x), None) is b
+    assert engine.residence.queue_seconds(b.address) > 0.4, "the decision makes it read"
+
+
+def test_fetching_from_a_disk_waits_for_that_disk() -> None:
+    a, b = FakeWorker(0), FakeWorker(1)
+    engine = make_engine([a, b])
+    x = FakeTask("x", nbytes=10**9, on=(a,))
+    before = engine.comm_cost(FakeTask("f-0", x), b)
+    engine.residence.heard(a.address, [("x", 1e9)], ())
+    after = engine.comm_cost(FakeTask("f-1", x), b)
+    assert after == pytest.approx(before + 0.5)
+
+
+def test_forgotten_with_the_tasks_and_the_worker() -> None:
+    engine, a, _, _ = cluster()
+    engine.residence.heard(a.address, [("x", 1e9)], ())
+    assert engine.statistics()["tables"]["copies_on_disk"] == 1
+    engine.worker_removed(a.address)
+    assert engine.statistics()["tables"]["copies_on_disk"] == 0
+    engine.residence.heard("b", [("x", 1e9)], ())
+    engine.restarted()
+    assert engine.residence.copies == 0
+
+
+def test_the_simulated_cluster_reads_nothing_that_is_in_memory() -> None:
+    workload, c = build("tiers", workers=8)
+    stock, ours = (simulate(workload, c, policy) for policy in ("stock", "gpurt"))
+    assert stock.read_bytes > 0
+    assert ours.read_bytes == 0
+    assert ours.makespan_seconds < 0.5 * stock.makespan_seconds
