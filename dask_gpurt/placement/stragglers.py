@@ -13,8 +13,8 @@ least half of what it has run already (a task that has gone on for long usually 
 Never for a task that
 
 * says so: ``dask.annotate(gpurt_rerun=False)``;
-* is by its name made to write (``to-parquet``, ``store``, ...): two copies *at the same time* may write into one file,
-  which running again after a loss does not;
+* is by its name made to write (``to-parquet``, ``store-map``, ``process_and_upload``, ...): two copies *at the same
+  time* may write into one file, which running again after a loss does not;
 * is of a P2P shuffle, which sends shards as it runs, or next to its barrier;
 * is an actor, needs resources, or was running when a worker died (it may be what kills them);
 * has a second copy, or nobody idle who may run it.
@@ -22,6 +22,7 @@ Never for a task that
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -39,7 +40,14 @@ REMAINS = 0.5
 #: annotation that forbids a second copy
 ANNOTATION = "gpurt_rerun"
 #: beginnings of prefixes of tasks that write
-WRITERS = ("to-", "to_", "write", "store", "save", "insert", "upload", "finalize-write")
+WRITERS = ("to-", "to_")
+#: words in the name of a function that changes the world outside. Too many rather than too few: a task that is not
+#: copied costs time, one that is copied and should not have been may cost data.
+CHANGES = frozenset(
+    ("write", "writer", "save", "insert", "upload", "append", "delete", "remove", "commit", "export", "dump", "publish")
+    + ("send", "post", "put", "push", "move", "create", "update", "store")
+)
+_WORDS = re.compile(r"[a-z0-9]+")
 #: parts of prefixes of tasks of P2P shuffles
 P2P = ("shuffle", "p2p", "rechunk-transfer", "hash-join")
 #: neighbours looked at for a barrier
@@ -87,7 +95,8 @@ def forbidden(ts: Any) -> str | None:
     if ts.run_spec is None:
         return "no recipe"
     name = ts.prefix.name
-    if name.startswith(WRITERS):
+    lowered = name.lower()
+    if lowered.startswith(WRITERS) or not CHANGES.isdisjoint(_WORDS.findall(lowered)):
         return "writes"
     if not ts._queueable or any(part in name for part in P2P) or _is_barrier(ts):
         return "shuffle"
