@@ -44,8 +44,28 @@ WRITERS = ("to-", "to_")
 #: words in the name of a function that changes the world outside. Too many rather than too few: a task that is not
 #: copied costs time, one that is copied and should not have been may cost data.
 CHANGES = frozenset(
-    ("write", "writer", "save", "insert", "upload", "append", "delete", "remove", "commit", "export", "dump", "publish")
-    + ("send", "post", "put", "push", "move", "create", "update", "store")
+    (
+        "write",
+        "writer",
+        "save",
+        "insert",
+        "upload",
+        "append",
+        "delete",
+        "remove",
+        "commit",
+        "export",
+        "dump",
+        "publish",
+        "send",
+        "post",
+        "put",
+        "push",
+        "move",
+        "create",
+        "update",
+        "store",
+    )
 )
 _WORDS = re.compile(r"[a-z0-9]+")
 #: parts of prefixes of tasks of P2P shuffles
