@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("distributed.scheduler.gpurt")
 
+#: after the workers were told to end, messages of theirs are still understood
+LATE_SECONDS = 5.0
+
 
 class GpurtScheduler(SchedulerPlugin):
     """Puts placement and shuffle into a scheduler and sends `GpurtWorker` to its workers.
@@ -254,7 +257,7 @@ class GpurtScheduler(SchedulerPlugin):
         scheduler = self.scheduler
         listens = self.settings.placement.enabled
         if listens:
-            # Before any worker can speak. It stays when we go: what is under way must not meet an unknown op.
+            # Before any worker can speak.
             scheduler.stream_handlers[residence.OP] = self._heard
         plugin = GpurtWorker(self.settings, residence=listens)
         replies = await scheduler.register_worker_plugin(None, dumps(plugin), name=NAME, idempotent=False)
@@ -270,8 +273,15 @@ class GpurtScheduler(SchedulerPlugin):
         async def undo() -> None:
             if NAME in scheduler.worker_plugins:
                 await scheduler.unregister_worker_plugin(None, NAME)
+            # Workers have ended speaking, but on another connection than the one that told so: what is under way must
+            # not meet an unknown op, which would remove its worker.
+            asyncio.get_running_loop().call_later(LATE_SECONDS, self._stop_listening, scheduler)
 
         return undo
+
+    def _stop_listening(self, scheduler: Scheduler) -> None:
+        if scheduler.stream_handlers.get(residence.OP) == self._heard:
+            del scheduler.stream_handlers[residence.OP]
 
     async def uninstall(self) -> None:
         """Give the scheduler and its workers back to stock Dask. A second call does nothing."""

@@ -5,8 +5,8 @@ on disk now, and keys of which that is no longer true (they were read, or are go
 memory.
 
 A scheduler that meets an unknown op removes the worker. So a worker speaks only when it was told that somebody listens:
-the plugin that the scheduler sends to it says so. The scheduler keeps its handler to its end, since messages may be
-under way when the plugin is taken out again.
+the plugin that the scheduler sends to it says so. The scheduler keeps its handler for some seconds after the plugin was
+taken out again, since messages may be under way.
 """
 
 from __future__ import annotations
