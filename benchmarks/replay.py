@@ -87,7 +87,7 @@ def tpch(client: Client) -> None:
     from benchmarks.tpch.queries import QUERIES
     from benchmarks.tpch.tables import open_tables
 
-    tables = open_tables(ensure(os.path.join(OUT, f"tpch-{SCALE:g}"), SCALE), SCALE)
+    tables = open_tables(ensure(os.path.join(OUT, "tpch", f"sf{SCALE:g}"), SCALE), SCALE)
     for query in QUERIES.values():
         client.compute(query(tables)).result()
 

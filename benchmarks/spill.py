@@ -109,6 +109,8 @@ def _collect(dask_worker: Worker) -> dict[str, Any]:
     parts = on_worker(dask_worker)
     if parts is not None and parts.runtime is not None:
         stats = parts.runtime.statistics()
+        for disk in stats["disks"]:
+            del disk["directory"]  # a path of the machine it ran on is no result
         out |= {
             "written_bytes": stats["written"]["bytes"],
             "read_bytes": stats["read"]["bytes"],
