@@ -36,7 +36,7 @@ WHYS: dict[str, str] = {
     "all": "everyone",
     "random": "random",
 }
-_TERMS = ("queue", "inputs", "compute", "overflow", "moved")
+_TERMS = ("queue", "inputs", "hidden", "read", "compute", "excused", "overflow", "moved")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,12 +63,18 @@ class Candidate:
     queue_seconds: float
     #: inbound traffic, then the missing inputs
     inputs_seconds: float
+    #: until a disk, its own or that of whoever sends an input, has read what is not in memory
+    read_seconds: float
+    #: a little for fetches that its queue hides, so that of equals the nearer one is chosen
+    hidden_seconds: float
     compute_seconds: float
+    #: what does not count, as there is other work for everybody for that long
+    excused_seconds: float
     #: writing out what would no longer fit into memory
     overflow_seconds: float
     #: what the transfer costs everybody else
     moved_seconds: float
-    #: ``max(queue, inputs) + compute + overflow + moved``; the smallest is chosen
+    #: ``max(max(queue, inputs) + hidden, read) + compute - excused + overflow + moved``; the smallest is chosen
     total_seconds: float
 
 
@@ -199,7 +205,7 @@ class Explanation:
             limits = ", of those that it may run on" if self.restricted else ""
             title = (
                 f"compared: {len(rows)} of {self.workers} worker{'s' if self.workers != 1 else ''}{limits}; "
-                "milliseconds, total = max(queue, inputs) + compute + overflow + moved:"
+                "milliseconds, total = max(max(queue, inputs) + hidden, read) + compute - excused + overflow + moved:"
             )
             out.append((title, ["", "candidate", "why", "to fetch", *_TERMS, "total"], rows, 3, 0))
         rows = self._outcome()
@@ -250,7 +256,9 @@ def _lost(other: Candidate, chosen: Candidate, e: Explanation) -> str:
     differences = {
         "queue": max(0.0, other.queue_seconds - max(chosen.queue_seconds, chosen.inputs_seconds)),
         "inputs": max(0.0, other.inputs_seconds - max(chosen.queue_seconds, chosen.inputs_seconds))
-        + max(0.0, other.moved_seconds - chosen.moved_seconds),
+        + max(0.0, other.moved_seconds - chosen.moved_seconds)
+        + max(0.0, other.hidden_seconds - chosen.hidden_seconds),
+        "read": max(0.0, other.read_seconds - max(chosen.queue_seconds, chosen.inputs_seconds, chosen.read_seconds)),
         "compute": other.compute_seconds - chosen.compute_seconds,
         "overflow": other.overflow_seconds - chosen.overflow_seconds,
     }
@@ -263,6 +271,8 @@ def _lost(other: Candidate, chosen: Candidate, e: Explanation) -> str:
         them = "them" if chosen.missing_inputs < 0.5 and other.why != "holder" else bytes_said(other.missing_bytes)
         idle = "was idle but " if other.idle else ""
         return f"{name} {idle}would have needed {seconds_said(other.inputs_seconds)} to fetch {them}"
+    if term == "read":
+        return f"{name} would have had to wait {seconds_said(other.read_seconds)} for inputs to be read from disk"
     if term == "queue":
         holds = "has more of its inputs but " if other.has_bytes > chosen.has_bytes else ""
         return f"{name} {holds}was busy for another {seconds_said(other.queue_seconds)}"

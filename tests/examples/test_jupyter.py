@@ -36,9 +36,9 @@ def test_the_layout_opens_every_plot_once() -> None:
 
 @pytest.mark.cluster
 def test_the_sidebars_clusters_have_the_extension() -> None:
-    manager = pytest.importorskip("dask_labextension.manager")
-
     async def run() -> None:
+        # Imported here: it wants an event loop while it is imported.
+        manager = pytest.importorskip("dask_labextension.manager")
         given = yaml.safe_load((JUPYTER / "gpurt.yaml").read_text())
         given["labextension"]["factory"]["kwargs"] = {"processes": False, "dashboard-address": ":0"}
         # Merged, as Dask does with a file; `dask.config.set` of a mapping would replace the extension's own defaults.

@@ -19,7 +19,7 @@ import dask_gpurt
 from dask_gpurt.config import Settings
 from dask_gpurt.errors import GpurtError, UnknownKey
 from dask_gpurt.extension import NAME, GpurtScheduler, on_worker
-from dask_gpurt.observe.explain import Explanation
+from dask_gpurt.observe.explain import _TERMS, Explanation
 from dask_gpurt.observe.text import bytes_said, seconds_said
 from dask_gpurt.observe.where import Where
 from dask_gpurt.placement import engine
@@ -70,7 +70,8 @@ def check(e: Explanation) -> None:
     assert chosen.total_seconds == best.total_seconds
     assert chosen.address == e.chosen
     for c in e.candidates:
-        parts = max(c.queue_seconds, c.inputs_seconds) + c.compute_seconds + c.overflow_seconds + c.moved_seconds
+        wait = max(max(c.queue_seconds, c.inputs_seconds) + c.hidden_seconds, c.read_seconds)
+        parts = wait + c.compute_seconds - c.excused_seconds + c.overflow_seconds + c.moved_seconds
         assert c.total_seconds == pytest.approx(parts)
     lines = table(e)
     assert len(lines) == len(e.candidates)
@@ -407,11 +408,14 @@ def story(**changes: Any) -> dict[str, Any]:
             "missing_inputs": 1.0,
             "fetching": False,
             "slowness": 1.0,
-            **{f"{t}_seconds": 0.0 for t in ("queue", "inputs", "compute", "overflow", "moved")},
+            **{f"{t}_seconds": 0.0 for t in _TERMS},
             **terms,
         }
         parts = (out[f"{t}_seconds"] for t in ("compute", "overflow", "moved"))
-        return {**out, "total_seconds": max(out["queue_seconds"], out["inputs_seconds"]) + sum(parts)}
+        return {
+            **out,
+            "total_seconds": max(out["queue_seconds"], out["inputs_seconds"], out["read_seconds"]) + sum(parts),
+        }
 
     first = {"chosen": True, "why": "holder", "missing_bytes": 0.0, "missing_inputs": 0.0, "has_bytes": 1e6}
     return {
@@ -451,6 +455,10 @@ def story(**changes: Any) -> dict[str, Any]:
         (
             {"b": {"inputs_seconds": 0.0, "moved_seconds": 0.0, "overflow_seconds": 0.5}},
             "tcp://b would have had to write data out to disk (0.5 s)",
+        ),
+        (
+            {"b": {"inputs_seconds": 0.0, "moved_seconds": 0.0, "read_seconds": 0.7}},
+            "tcp://b would have had to wait 0.7 s for inputs to be read from disk",
         ),
         ({"b": {"inputs_seconds": 0.0, "moved_seconds": 0.0}}, "tcp://b would have cost the same"),
         (

@@ -151,12 +151,12 @@ def test_a_bad_policy_is_retired(monkeypatch: pytest.MonkeyPatch, caplog: pytest
     monkeypatch.setattr(governor, "WINDOW", 16)
     monkeypatch.setattr(governor, "TRIAL", 64)
 
-    @gen_cluster(client=True, nthreads=FOUR, timeout=90, config={"distributed.scheduler.work-stealing": False})
+    @gen_cluster(client=True, nthreads=FOUR, timeout=150, config={"distributed.scheduler.work-stealing": False})
     async def run(c: Any, s: Scheduler, *workers: Worker) -> None:
         plugin = await install(s, policy=First())
         assert plugin.engine is not None
         rounds = 0
-        while plugin.engine.governor.retirements == 0 and rounds < 12:
+        while plugin.engine.governor.retirements == 0 and rounds < 60:
             rounds += 1
             xs = await c.scatter(list(range(32)), hash=False, broadcast=True)
             ys = [c.submit(slowinc, x, delay=0.02, key=f"slowinc-{rounds}-{i}") for i, x in enumerate(xs)]
