@@ -4,6 +4,7 @@
   the transfer of its result.
 * A worker whose memory is full is not given roots while the others, who have room, run them all before it would have
   written one result out (`too_full`).
+* The last roots are not dealt ahead to threads that are busy (`one_of_the_last`): whoever is free first gets them.
 * A worker whose slots are all taken by tasks that wait for inputs is `hungry`: it gets a root, a few at most, so that
   its threads work while the network does.
 
@@ -32,6 +33,8 @@ MAX_AHEAD = 4
 MAX_LOOKED = 64
 #: weight of a root in the averages over roots
 ROOT_GAIN = 0.05
+#: roots that take longer are not queued ahead at the end, in seconds: ten times what a message takes
+AHEAD_SECONDS = 0.05
 #: share of the workers that may be idle while one with no memory left is not given roots
 MOSTLY = 0.75
 #: a worker that takes so many times as long as usual is not waited for
@@ -144,6 +147,19 @@ class Deals:
         return self._at_work(info) or all(
             (w := by_address.get(ws.address)) is not None and self._too_full(w)
             for ws in islice(engine.scheduler.idle_task_count, LOOKED_AT)
+        )
+
+    def one_of_the_last(self, ws: Any) -> bool:
+        """Whether the roots left are fewer than threads, and this worker would only queue one.
+
+        Queuing a task ahead (``worker-saturation``) saves its thread a message's time, and costs up to a root's time of
+        everybody else's when there is nothing else left to do.
+        """
+        s = self._engine.scheduler
+        return (
+            len(s.queued) < s.total_nthreads
+            and self._root[0] > AHEAD_SECONDS
+            and len(ws.processing) - len(ws.long_running) >= ws.nthreads
         )
 
     def _at_work(self, info: WorkerInfo) -> bool:

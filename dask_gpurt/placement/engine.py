@@ -277,7 +277,11 @@ class Engine:
 
     def worth(self, ws: Any) -> bool:
         """Whether a worker with a free slot should get one of the queued root tasks."""
-        if not self.speeds.uneven or self.retired:
+        if self.retired:
+            return True
+        if self.deals.one_of_the_last(ws):
+            return False
+        if not self.speeds.uneven:
             return True
         info = self.workers.by_address.get(ws.address)
         return info is None or self.speeds.worth(info, len(self.scheduler.queued))

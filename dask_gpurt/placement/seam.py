@@ -391,9 +391,7 @@ class Seam(Guard):
             first_deal, self._first_deal = self._first_deal, False
             if part.retired is None and s.queued and pending():
                 for ws in order(first_deal or s.validate):
-                    if not wanted(ws):
-                        continue
-                    while s.queued and ws in s.idle_task_count:
+                    while s.queued and ws in s.idle_task_count and wanted(ws):
                         if first_deal and len(ws.processing) >= ws.nthreads:
                             break
                         if not give(ws, stimulus_id):
