@@ -17,6 +17,7 @@ import re
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from dask_gpurt.model.link import LinkClass
 from dask_gpurt.placement import seam
 from dask_gpurt.placement.groups import Member
 from dask_gpurt.placement.policy import WEIGHTS
@@ -35,6 +36,8 @@ MAX_LOOKED = 64
 ROOT_GAIN = 0.05
 #: roots that take longer are not queued ahead at the end, in seconds: ten times what a message takes
 AHEAD_SECONDS = 0.05
+#: a root whose result is sent in this share of its time is not worth waiting for its owner
+CHEAP = 0.25
 #: share of the workers that may be idle while one with no memory left is not given roots
 MOSTLY = 0.75
 #: a worker that takes so many times as long as usual is not waited for
@@ -134,7 +137,7 @@ class Deals:
         if left > 1:
             return True
         info = self._engine.workers.by_address.get(owner)
-        return info is None or not self._at_work(info)
+        return info is None or not self._at_work(info) or self._cheap()
 
     def held(self, ts: Any) -> bool:
         """Whether a queued root, which an idle worker could run, should be left to its owner."""
@@ -144,7 +147,7 @@ class Deals:
         info = None if owner is None else by_address.get(owner)
         if info is None:
             return False
-        return self._at_work(info) or all(
+        return (self._at_work(info) and not self._cheap()) or all(
             (w := by_address.get(ws.address)) is not None and self._too_full(w)
             for ws in islice(engine.scheduler.idle_task_count, LOOKED_AT)
         )
@@ -161,6 +164,14 @@ class Deals:
             and self._root[0] > AHEAD_SECONDS
             and len(ws.processing) - len(ws.long_running) >= ws.nthreads
         )
+
+    def _cheap(self) -> bool:
+        """Whether the result of a root is sent in much less time than its owner would take to come to it."""
+        seconds, nbytes = self._root
+        engine = self._engine
+        nodes = len(engine.workers.nodes)
+        link = engine.links.link(LinkClass.NETWORK if nodes > 1 else LinkClass.HOST)
+        return link.seconds(nbytes, 1) < CHEAP * seconds
 
     def _at_work(self, info: WorkerInfo) -> bool:
         """Whether a worker will soon ask for more: its next finished task deals slots again."""

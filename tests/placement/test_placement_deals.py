@@ -175,3 +175,30 @@ def test_simulated_shapes_stay_near_the_bound(shape: str, worst: float, far_gb: 
     assert result.makespan_seconds < worst * bound(workload, cluster, 0).seconds
     assert result.between_nodes_bytes < far_gb * 1e9
     assert not result.statistics["fallbacks"]
+
+
+def test_a_root_whose_result_is_small_is_not_left_to_a_busy_owner() -> None:
+    """Waiting for its owner would take longer than sending the result ever does."""
+    engine, (a, b, *_) = rig()
+    (root,) = own(engine, a, 1)
+    engine.scheduler.idle_task_count = {b}
+    assign(engine, FakeTask("busy"), a)
+    engine.deals.root_done(1.0, 1000)
+    assert not engine.held(root)
+    assert engine.deals.may_take(a.address, 1)
+    engine.deals.root_done(1.0, 1e13)
+    assert engine.held(root)
+    assert not engine.deals.may_take(a.address, 1)
+
+
+def test_the_last_roots_are_not_queued_behind_a_busy_thread() -> None:
+    engine, (a, b, *_) = rig()
+    own(engine, a, 2)
+    engine.scheduler.total_nthreads = 4
+    assign(engine, FakeTask("busy"), a)
+    assert engine.worth(a), "nothing is known of how long roots take"
+    engine.deals.root_done(1.0, 1000)
+    assert not engine.worth(a)
+    assert engine.worth(b), "it has a free thread"
+    own(engine, a, 9, "more")
+    assert engine.worth(a), "there are enough for all"
