@@ -17,7 +17,7 @@ import pandas as pd
 import pyarrow as pa
 
 from dask_gpurt.shuffle import gather, seam
-from dask_gpurt.shuffle.heap import heap
+from dask_gpurt.shuffle.heap import heap, pages
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -149,7 +149,7 @@ def template(schema: pa.Schema, meta: pd.DataFrame) -> Template | None:
 
 
 def joined(slices: list[Slice], shape: Template) -> pd.DataFrame:
-    """Each column written once, into its final place; in memory of `Heap.pool`."""
+    """Each column written once, into its final place; in memory of `pages`."""
     from pandas.api.internals import create_dataframe_from_blocks
 
     n = sum(s.high - s.low for s in slices)
@@ -170,11 +170,9 @@ def joined(slices: list[Slice], shape: Template) -> pd.DataFrame:
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """Uninitialised memory of `Heap.pool`."""
+    """Uninitialised memory."""
     count = math.prod(shape)
-    return np.frombuffer(
-        pa.allocate_buffer(count * dtype.itemsize, memory_pool=heap.pool), dtype=dtype, count=count
-    ).reshape(shape)
+    return np.frombuffer(pages.take(count * dtype.itemsize), dtype=dtype, count=count).reshape(shape)
 
 
 def _values(rows: Slice, i: int) -> np.ndarray[Any, Any]:
@@ -187,10 +185,28 @@ def _values(rows: Slice, i: int) -> np.ndarray[Any, Any]:
 
 def _text(pieces: list[tuple[pa.LargeStringArray, int, int]]) -> pa.LargeStringArray:
     """Text of several arrays as one, in memory of its own."""
-    out: pa.LargeStringArray = pa.concat_arrays(
-        [array.slice(low, high - low) for array, low, high in pieces], memory_pool=heap.pool
-    )
-    return out
+    if any(array.null_count or array.offset for array, _, _ in pieces):
+        out: pa.LargeStringArray = pa.concat_arrays(
+            [array.slice(low, high - low) for array, low, high in pieces], memory_pool=heap.pool
+        )
+        return out
+    n = sum(high - low for _, low, high in pieces)
+    ends = _empty((n + 1,), np.dtype(np.int64))
+    ends[0] = at = used = 0
+    data = []
+    for array, low, high in pieces:
+        _, offsets, text = array.buffers()
+        here = np.frombuffer(offsets, np.int64, high + 1)[low:]
+        first, last = int(here[0]), int(here[-1])
+        np.add(here[1:], used - first, out=ends[at + 1 : at + 1 + high - low])
+        at, used = at + high - low, used + last - first
+        if last > first:
+            data.append(np.frombuffer(text, np.uint8, last)[first:])
+    letters = _empty((used,), np.dtype(np.uint8))
+    if data:
+        np.concatenate(data, out=letters)
+    buffers = [None, pa.py_buffer(ends), pa.py_buffer(letters)]
+    return pa.Array.from_buffers(pa.large_string(), n, buffers, 0)
 
 
 def _arrow_columns(meta: pd.DataFrame) -> set[str]:

@@ -90,4 +90,4 @@ def _column(pieces: list[Any]) -> Any:
         return np.concatenate(pieces)
     if pa.types.is_boolean(pieces[0].type):
         return np.concatenate([piece.to_numpy(zero_copy_only=False) for piece in pieces])
-    return pa.concat_arrays(pieces, memory_pool=heap.pool)
+    return gather.Text(pa.concat_arrays(pieces, memory_pool=heap.pool))

@@ -178,18 +178,24 @@ def split(
         table = _prepared(to_arrow(data.drop(columns=column) if drop_column else data, preserve_index=True))
     row_bytes = (table.nbytes if plain is None else plain.nbytes) / len(data)
     counts = np.diff(rows.offsets)
+    places: list[tuple[str, int, int]] = []
+    orders: list[np.ndarray[Any, Any]] = []
     for address, (begin, end) in layout.ranges.items():
         for first, last in pairwise(_cuts(rows.offsets[begin : end + 1], begin, row_bytes)):
             order = rows.order[int(rows.offsets[first]) : int(rows.offsets[last])]
-            if not len(order):
-                continue
-            if plain is None:
-                gathered = pc.take(table, pa.array(order), boundscheck=False, memory_pool=heap.pool)
-            else:
-                gathered = gather.gather(plain, order)
-            here = counts[first:last]
-            some = np.flatnonzero(here)
-            yield address, Shard(input_id, gathered, layout.part_of[first:last][some], here[some].astype(np.uint64))
+            if len(order):
+                places.append((address, first, last))
+                orders.append(order)
+    if plain is None:
+        tables = (
+            pc.take(table, pa.array(order), boundscheck=False, memory_pool=heap.pool) for order in orders
+        )
+    else:
+        tables = iter(gather.gather_each(plain, orders))
+    for (address, first, last), gathered in zip(places, tables, strict=True):
+        here = counts[first:last]
+        some = np.flatnonzero(here)
+        yield address, Shard(input_id, gathered, layout.part_of[first:last][some], here[some].astype(np.uint64))
 
 
 def _cuts(offsets: np.ndarray[Any, Any], first: int, row_bytes: float) -> list[int]:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from dask_gpurt.shuffle.transport.base import Header, Peer, Services
-    from dask_gpurt.shuffle.transport.pool import BufferPool
+    from dask_gpurt.shuffle.pages import Pages
     from dask_gpurt.shuffle.transport.records import RunKey
 
 logger = logging.getLogger("distributed.worker.gpurt")
@@ -319,7 +319,7 @@ class TcpTransport:
 
     name = "tcp"
 
-    def __init__(self, services: Services, host: str, pool: BufferPool) -> None:
+    def __init__(self, services: Services, host: str, pool: Pages) -> None:
         self.services = services
         self.pool = pool
         self._lock = threading.Lock()
@@ -369,7 +369,6 @@ class TcpTransport:
         self._stopped = True
         self.sending.stop(lambda: self._bye(lambda o: True))
         self.receiving.stop(self._stop_receiving)
-        self.pool.clear()
 
     def statistics(self) -> dict[str, Any]:
         return {
@@ -379,7 +378,7 @@ class TcpTransport:
             "lost": self.lost,
             "errors": self.errors,
             "last_error": self.last_error,
-            "buffers_reused": self.pool.reused,
+            "buffers_reused": self.pool.reused + self.pool.joined,
             "buffers_fresh": self.pool.fresh,
             "buffers_idle_bytes": self.pool.idle_bytes,
         }

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from dask_gpurt.shuffle.transport.base import Header, Peer, Services
-    from dask_gpurt.shuffle.transport.pool import BufferPool
+    from dask_gpurt.shuffle.pages import Pages
     from dask_gpurt.shuffle.transport.records import RunKey
 
 logger = logging.getLogger("distributed.worker.gpurt")
@@ -296,7 +296,7 @@ class UcxTransport:
 
     name = "ucx"
 
-    def __init__(self, services: Services, pool: BufferPool) -> None:
+    def __init__(self, services: Services, pool: Pages) -> None:
         if problem := backend.available():
             raise TransportUnavailable(problem)
         self.services, self.pool = services, pool
