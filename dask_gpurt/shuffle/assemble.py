@@ -22,7 +22,7 @@ from dask_gpurt.shuffle.heap import heap, pages
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from dask_gpurt.shuffle.chunk import KnownSchema, Piece, Slice
+    from dask_gpurt.shuffle.chunk import KnownSchema, Letters, Piece, Slice
 
 
 class Assembler:
@@ -101,7 +101,7 @@ class Template:
     #: no rows; names, dtypes and order as in the output
     frame: pd.DataFrame
     #: numpy dtype -> (places in the output, fields of the schema) of its columns
-    blocks: tuple[tuple[np.dtype[Any], list[int], list[int]], ...]
+    blocks: tuple[tuple[np.dtype[Any], list[int], tuple[int, ...]], ...]
     #: (place in the output, field of the schema) of columns of text
     text: tuple[tuple[int, int], ...]
     #: field of the schema that is the index
@@ -144,7 +144,7 @@ def template(schema: pa.Schema, meta: pd.DataFrame) -> Template | None:
         if schema.field(i).type != (pa.large_string() if gather.is_text(dtype) else pa.from_numpy_dtype(dtype)):
             return None
     return Template(
-        frame, tuple((d, p, s) for d, (p, s) in blocks.items()), tuple(text), index, np.dtype(str(frame.index.dtype))
+        frame, tuple((d, p, tuple(s)) for d, (p, s) in blocks.items()), tuple(text), index, np.dtype(str(frame.index.dtype))
     )
 
 
@@ -156,8 +156,13 @@ def joined(slices: list[Slice], shape: Template) -> pd.DataFrame:
     blocks: list[tuple[Any, Any]] = []
     for dtype, places, fields in shape.blocks:
         block = _empty((len(fields), n), dtype)
-        for out, i in zip(block, fields, strict=True):
-            np.concatenate([_values(s, i) for s in slices], out=out)
+        bundles = [s.rows.bundle(fields) for s in slices]
+        if all(b is not None for b in bundles):
+            pieces = [b[:, s.low : s.high] for b, s in zip(bundles, slices, strict=True)]  # type: ignore[index]
+            np.concatenate(pieces, axis=1, out=block)
+        else:
+            for out, i in zip(block, fields, strict=True):
+                np.concatenate([_values(s, i) for s in slices], out=out)
         blocks.append((block, np.array(places, dtype=np.intp)))
     dtypes = shape.frame.dtypes.array
     for place, i in shape.text:
@@ -183,29 +188,31 @@ def _values(rows: Slice, i: int) -> np.ndarray[Any, Any]:
     return out
 
 
-def _text(pieces: list[tuple[pa.LargeStringArray, int, int]]) -> pa.LargeStringArray:
-    """Text of several arrays as one, in memory of its own."""
-    if any(array.null_count or array.offset for array, _, _ in pieces):
+def _text(pieces: list[tuple[Letters, int, int]]) -> pa.LargeStringArray:
+    """Text of several columns as one, in memory of its own."""
+    if any(text.offsets is None for text, _, _ in pieces):
         out: pa.LargeStringArray = pa.concat_arrays(
-            [array.slice(low, high - low) for array, low, high in pieces], memory_pool=heap.pool
+            [text.array.slice(low, high - low) for text, low, high in pieces], memory_pool=heap.pool
         )
         return out
-    n = sum(high - low for _, low, high in pieces)
-    ends = _empty((n + 1,), np.dtype(np.int64))
-    ends[0] = at = used = 0
-    data = []
-    for array, low, high in pieces:
-        _, offsets, text = array.buffers()
-        here = np.frombuffer(offsets, np.int64, high + 1)[low:]
-        first, last = int(here[0]), int(here[-1])
-        np.add(here[1:], used - first, out=ends[at + 1 : at + 1 + high - low])
-        at, used = at + high - low, used + last - first
-        if last > first:
-            data.append(np.frombuffer(text, np.uint8, last)[first:])
-    letters = _empty((used,), np.dtype(np.uint8))
-    if data:
-        np.concatenate(data, out=letters)
-    buffers = [None, pa.py_buffer(ends), pa.py_buffer(letters)]
+    ends, letters, shifts, lengths = [], [], [], []
+    n = used = 0
+    for text, low, high in pieces:
+        offsets = text.offsets
+        first, last = offsets.item(low), offsets.item(high)  # type: ignore[union-attr]
+        ends.append(offsets[low + 1 : high + 1])  # type: ignore[index]
+        letters.append(text.letters[first:last])
+        shifts.append(used - first)
+        lengths.append(high - low)
+        n += high - low
+        used += last - first
+    all_ends = _empty((n + 1,), np.dtype(np.int64))
+    all_ends[0] = 0
+    np.concatenate(ends, out=all_ends[1:])
+    all_ends[1:] += np.repeat(shifts, lengths)
+    all_letters = _empty((used,), np.dtype(np.uint8))
+    np.concatenate(letters, out=all_letters)
+    buffers = [None, pa.py_buffer(all_ends), pa.py_buffer(all_letters)]
     return pa.Array.from_buffers(pa.large_string(), n, buffers, 0)
 
 
