@@ -50,8 +50,8 @@ def _cpu() -> float:
 
 
 def _node(kind: str, address: str, host: str, hold: bool = False) -> Any:
-    from dask_gpurt.shuffle.transport.base import Gate, Services
     from dask_gpurt.shuffle.pages import Pages, system
+    from dask_gpurt.shuffle.transport.base import Gate, Services
     from dask_gpurt.shuffle.transport.tcp import TcpTransport
 
     services = Services(

@@ -144,7 +144,11 @@ def template(schema: pa.Schema, meta: pd.DataFrame) -> Template | None:
         if schema.field(i).type != (pa.large_string() if gather.is_text(dtype) else pa.from_numpy_dtype(dtype)):
             return None
     return Template(
-        frame, tuple((d, p, tuple(s)) for d, (p, s) in blocks.items()), tuple(text), index, np.dtype(str(frame.index.dtype))
+        frame,
+        tuple((d, p, tuple(s)) for d, (p, s) in blocks.items()),
+        tuple(text),
+        index,
+        np.dtype(str(frame.index.dtype)),
     )
 
 

@@ -66,7 +66,7 @@ class Rows:
 
     @property
     def views(self) -> tuple[Any, ...]:
-        """Per column: a numpy view on its values, else `Letters` or the Arrow array; empty when not all are that simple.
+        """Per column: a numpy view on its values, else `Letters` or the Arrow array; empty when not all are simple.
 
         Simple are columns in one piece, without nulls where there is a numpy dtype of the same values; and text.
         """
@@ -154,7 +154,7 @@ def _bundle(columns: list[Any]) -> np.ndarray[Any, Any] | None:
     if not all(isinstance(c, np.ndarray) and c.flags.c_contiguous for c in columns):
         return None
     if len(columns) == 1:
-        return first.reshape(1, -1)  # type: ignore[no-any-return]
+        return first.reshape(1, -1)
     at = [c.__array_interface__["data"][0] for c in columns]
     step = at[1] - at[0]
     if step < first.nbytes or step % first.itemsize or any(b - a != step for a, b in pairwise(at)):

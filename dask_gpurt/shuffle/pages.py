@@ -3,10 +3,10 @@
 Theory of operation. A shuffle needs memory in blocks of very different sizes: what is gathered for a peer, what is
 received, what becomes an output. Fresh memory costs ten times what writing to it costs (a page fault for every 4 KiB,
 0.6 ms per MB on a virtual machine), and an allocator can use a freed block again only for one that is no longer, so an
-output of 40 MB found no place in what forty messages of 1 MB had left: rows were there twice. Here a block is *virtual*:
-it is put together from free *extents* (ranges of pages that lie anywhere) by ``mremap``, which moves page table entries
-and neither copies nor clears (0.04 ms per MB). Each extent goes back by itself when the block's last view dies.
-So the peak is what is alive at a time, whatever the sizes, and memory is touched the first time once.
+output of 40 MB found no place in what forty messages of 1 MB had left: rows were there twice. Here a block is
+*virtual*: it is put together from free *extents* (ranges of pages that lie anywhere) by ``mremap``, which moves page
+table entries and neither copies nor clears (0.04 ms per MB). Each extent goes back by itself when the block's last
+view dies. So the peak is what is alive at a time, whatever the sizes, and memory is touched the first time once.
 
 What is fresh comes in pieces of `FRESH_BYTES`, aligned and advised for huge pages (0.15 ms per MB instead of 0.6); what
 is not needed of them is not touched.
@@ -32,7 +32,6 @@ import ctypes
 import mmap
 import threading
 import weakref
-from typing import Any
 
 import numpy as np
 

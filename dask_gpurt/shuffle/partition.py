@@ -186,10 +186,9 @@ def split(
             if len(order):
                 places.append((address, first, last))
                 orders.append(order)
+    tables: Iterator[pa.Table]
     if plain is None:
-        tables = (
-            pc.take(table, pa.array(order), boundscheck=False, memory_pool=heap.pool) for order in orders
-        )
+        tables = (pc.take(table, pa.array(order), boundscheck=False, memory_pool=heap.pool) for order in orders)
     else:
         tables = iter(gather.gather_each(plain, orders))
     for (address, first, last), gathered in zip(places, tables, strict=True):

@@ -40,8 +40,8 @@ from dask_gpurt.shuffle.transport.records import HEADER_BYTES, Kind, Record
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dask_gpurt.shuffle.transport.base import Header, Peer, Services
     from dask_gpurt.shuffle.pages import Pages
+    from dask_gpurt.shuffle.transport.base import Header, Peer, Services
     from dask_gpurt.shuffle.transport.records import RunKey
 
 logger = logging.getLogger("distributed.worker.gpurt")
