@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from dask_gpurt.shuffle.transport.base import Services
     from dask_gpurt.shuffle.transport.ioloop import IoLoop
+    from dask_gpurt.shuffle.transport.link_receiver import ReceiverLink
+    from dask_gpurt.shuffle.transport.link_sender import SenderLink
 
 
 class OutboundOwner(Protocol):
@@ -54,7 +56,7 @@ class _End:
 class OutboundEnd(_End):
     """The end of a link from here."""
 
-    machine: lk.SenderLink
+    machine: SenderLink
     owner: OutboundOwner
 
     def submit(self, future: Future[Receipt], buffers: Sequence[Any]) -> None:
@@ -82,7 +84,7 @@ class OutboundEnd(_End):
 class InboundEnd(_End):
     """The end of a link to here."""
 
-    machine: lk.ReceiverLink
+    machine: ReceiverLink
     owner: InboundOwner
     #: whose thread this link lives in
     loop: IoLoop

@@ -36,6 +36,8 @@ from dask_gpurt.shuffle.transport import records
 from dask_gpurt.shuffle.transport.base import Receipt
 from dask_gpurt.shuffle.transport.ends import InboundEnd, OutboundEnd
 from dask_gpurt.shuffle.transport.ioloop import IoLoop
+from dask_gpurt.shuffle.transport.link_receiver import ReceiverLink
+from dask_gpurt.shuffle.transport.link_sender import SenderLink
 from dask_gpurt.shuffle.transport.records import HEADER_BYTES, Kind, Record
 
 if TYPE_CHECKING:
@@ -182,7 +184,7 @@ class _Outbound(OutboundEnd):
     def __init__(self, owner: TcpTransport, peer: Peer, header: Header) -> None:
         now = time.monotonic()
         self.owner, self.peer, self.run = owner, peer, header.run
-        self.machine = lk.SenderLink(
+        self.machine = SenderLink(
             *(header.run, header.secret, owner.services.address, peer.address),
             *(peer.limit, os.urandom(records.NONCE_BYTES), now),
         )
@@ -230,7 +232,7 @@ class _Inbound(InboundEnd):
     def __init__(self, owner: TcpTransport, sock: socket.socket) -> None:
         services = owner.services
         self.owner = owner
-        self.machine = lk.ReceiverLink(
+        self.machine = ReceiverLink(
             services.address, services.secret_of, self.arrive, os.urandom(records.NONCE_BYTES), time.monotonic()
         )
         self.loop = owner.receiving

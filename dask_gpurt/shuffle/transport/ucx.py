@@ -36,6 +36,8 @@ from dask_gpurt.shuffle.transport import records
 from dask_gpurt.shuffle.transport.base import Receipt, TransportUnavailable
 from dask_gpurt.shuffle.transport.ends import InboundEnd, OutboundEnd
 from dask_gpurt.shuffle.transport.ioloop import IoLoop
+from dask_gpurt.shuffle.transport.link_receiver import ReceiverLink
+from dask_gpurt.shuffle.transport.link_sender import SenderLink
 from dask_gpurt.shuffle.transport.records import HEADER_BYTES, Kind, Record
 
 if TYPE_CHECKING:
@@ -142,7 +144,7 @@ class _Outbound(OutboundEnd, _Base):
         ours = owner.services.address
         super().__init__(owner, header.run, header.secret, ours, peer.address)
         self.peer = peer
-        self.machine = lk.SenderLink(
+        self.machine = SenderLink(
             *(header.run, header.secret, ours, peer.address, peer.limit),
             *(os.urandom(records.NONCE_BYTES), time.monotonic()),
         )
@@ -175,7 +177,7 @@ class _Inbound(InboundEnd, _Base):
         self.loop = owner.loop
         self.expected = sender
         self.since = time.monotonic()
-        self.machine = lk.ReceiverLink(
+        self.machine = ReceiverLink(
             *(services.address, services.secret_of, self.arrive, os.urandom(records.NONCE_BYTES), self.since, run)
         )
 
