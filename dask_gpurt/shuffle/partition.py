@@ -113,8 +113,12 @@ def locate(data: pd.DataFrame, column: str, layout: Layout) -> Rows:
         rows, codes = _merged(ids, layout)
     # Arrow's sort is stable and, for codes this narrow, a counting sort; what it returns are row numbers as uint64.
     at = pc.array_sort_indices(pa.array(codes), memory_pool=heap.pool)
-    sorted_codes = pc.take(pa.array(codes), at, boundscheck=False, memory_pool=heap.pool).to_numpy()
-    offsets = np.searchsorted(sorted_codes, np.arange(layout.unwanted + 1, dtype=codes.dtype)).astype(np.int64)
+    if len(codes) < 8 * layout.unwanted:  # few rows for many outputs: a count is cheaper than a search for each
+        offsets = np.zeros(layout.unwanted + 1, dtype=np.int64)
+        np.cumsum(np.bincount(codes, minlength=layout.unwanted + 1)[:-1], out=offsets[1:])
+    else:
+        sorted_codes = pc.take(pa.array(codes), at, boundscheck=False, memory_pool=heap.pool).to_numpy()
+        offsets = np.searchsorted(sorted_codes, np.arange(layout.unwanted + 1, dtype=codes.dtype)).astype(np.int64)
     # numpy copies indices that cannot be written to, at every gather; whether these can is up to Arrow.
     order = np.require(np.frombuffer(at.buffers()[1], dtype=np.int64, count=len(at)), requirements="W")
     order = order[: offsets[-1]]
