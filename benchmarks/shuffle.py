@@ -243,6 +243,11 @@ def sweep(clients: dict[str, Client], frame: str, keys: str, n: int, args: argpa
     result["stock_over_gpurt"] = {
         v: {k: m[k] / medians["gpurt"][k] for k in m} for v, m in medians.items() if v != "gpurt" and "gpurt" in medians
     }
+    if {"gpurt", "p2p"} <= set(medians):
+        ours, p2p = medians["gpurt"]["peak_rss_bytes"], medians["p2p"]["peak_rss_bytes"]
+        result["peak_rss_not_above_p2p"] = ours <= p2p
+        verdict = "not above p2p's" if ours <= p2p else "ABOVE p2p's"
+        print(f"{frame} {keys} {n}: peak RSS {ours / 1e9:.2f} GB, {verdict} {p2p / 1e9:.2f} GB")
     if not args.no_limit:
         d = inputs = None  # type: ignore[assignment]
         result["limit_cpu_seconds"] = limit(frame, keys, n, rows)

@@ -50,8 +50,8 @@ def _cpu() -> float:
 
 
 def _node(kind: str, address: str, host: str, hold: bool = False) -> Any:
+    from dask_gpurt.shuffle.pages import Pages, system
     from dask_gpurt.shuffle.transport.base import Gate, Services
-    from dask_gpurt.shuffle.transport.pool import BufferPool
     from dask_gpurt.shuffle.transport.tcp import TcpTransport
 
     services = Services(
@@ -61,7 +61,8 @@ def _node(kind: str, address: str, host: str, hold: bool = False) -> Any:
         on_message=lambda run, sender, frames, done: None if hold else done(""),
         on_loss=lambda *a: print("lost", a),
     )
-    pool = BufferPool(256 << 20)
+    pool = Pages(system())
+    pool.keep(True)
     if kind == "tcp":
         return TcpTransport(services, host, pool)
     from dask_gpurt.shuffle.transport.ucx import UcxTransport

@@ -17,12 +17,12 @@ import pandas as pd
 import pyarrow as pa
 
 from dask_gpurt.shuffle import gather, seam
-from dask_gpurt.shuffle.heap import heap
+from dask_gpurt.shuffle.heap import heap, pages
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from dask_gpurt.shuffle.chunk import KnownSchema, Piece, Slice
+    from dask_gpurt.shuffle.chunk import KnownSchema, Letters, Piece, Slice
 
 
 class Assembler:
@@ -101,7 +101,7 @@ class Template:
     #: no rows; names, dtypes and order as in the output
     frame: pd.DataFrame
     #: numpy dtype -> (places in the output, fields of the schema) of its columns
-    blocks: tuple[tuple[np.dtype[Any], list[int], list[int]], ...]
+    blocks: tuple[tuple[np.dtype[Any], list[int], tuple[int, ...]], ...]
     #: (place in the output, field of the schema) of columns of text
     text: tuple[tuple[int, int], ...]
     #: field of the schema that is the index
@@ -144,20 +144,29 @@ def template(schema: pa.Schema, meta: pd.DataFrame) -> Template | None:
         if schema.field(i).type != (pa.large_string() if gather.is_text(dtype) else pa.from_numpy_dtype(dtype)):
             return None
     return Template(
-        frame, tuple((d, p, s) for d, (p, s) in blocks.items()), tuple(text), index, np.dtype(str(frame.index.dtype))
+        frame,
+        tuple((d, p, tuple(s)) for d, (p, s) in blocks.items()),
+        tuple(text),
+        index,
+        np.dtype(str(frame.index.dtype)),
     )
 
 
 def joined(slices: list[Slice], shape: Template) -> pd.DataFrame:
-    """Each column written once, into its final place; in memory of `Heap.pool`."""
+    """Each column written once, into its final place; in memory of `pages`."""
     from pandas.api.internals import create_dataframe_from_blocks
 
     n = sum(s.high - s.low for s in slices)
     blocks: list[tuple[Any, Any]] = []
     for dtype, places, fields in shape.blocks:
         block = _empty((len(fields), n), dtype)
-        for out, i in zip(block, fields, strict=True):
-            np.concatenate([_values(s, i) for s in slices], out=out)
+        bundles = [s.rows.bundle(fields) for s in slices]
+        if all(b is not None for b in bundles):
+            pieces = [b[:, s.low : s.high] for b, s in zip(bundles, slices, strict=True)]  # type: ignore[index]
+            np.concatenate(pieces, axis=1, out=block)
+        else:
+            for out, i in zip(block, fields, strict=True):
+                np.concatenate([_values(s, i) for s in slices], out=out)
         blocks.append((block, np.array(places, dtype=np.intp)))
     dtypes = shape.frame.dtypes.array
     for place, i in shape.text:
@@ -170,11 +179,9 @@ def joined(slices: list[Slice], shape: Template) -> pd.DataFrame:
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """Uninitialised memory of `Heap.pool`."""
+    """Uninitialised memory."""
     count = math.prod(shape)
-    return np.frombuffer(
-        pa.allocate_buffer(count * dtype.itemsize, memory_pool=heap.pool), dtype=dtype, count=count
-    ).reshape(shape)
+    return np.frombuffer(pages.take(count * dtype.itemsize), dtype=dtype, count=count).reshape(shape)
 
 
 def _values(rows: Slice, i: int) -> np.ndarray[Any, Any]:
@@ -185,12 +192,32 @@ def _values(rows: Slice, i: int) -> np.ndarray[Any, Any]:
     return out
 
 
-def _text(pieces: list[tuple[pa.LargeStringArray, int, int]]) -> pa.LargeStringArray:
-    """Text of several arrays as one, in memory of its own."""
-    out: pa.LargeStringArray = pa.concat_arrays(
-        [array.slice(low, high - low) for array, low, high in pieces], memory_pool=heap.pool
-    )
-    return out
+def _text(pieces: list[tuple[Letters, int, int]]) -> pa.LargeStringArray:
+    """Text of several columns as one, in memory of its own."""
+    if any(text.offsets is None for text, _, _ in pieces):
+        out: pa.LargeStringArray = pa.concat_arrays(
+            [text.array.slice(low, high - low) for text, low, high in pieces], memory_pool=heap.pool
+        )
+        return out
+    ends, letters, shifts, lengths = [], [], [], []
+    n = used = 0
+    for text, low, high in pieces:
+        offsets = text.offsets
+        first, last = offsets.item(low), offsets.item(high)  # type: ignore[union-attr]
+        ends.append(offsets[low + 1 : high + 1])  # type: ignore[index]
+        letters.append(text.letters[first:last])
+        shifts.append(used - first)
+        lengths.append(high - low)
+        n += high - low
+        used += last - first
+    all_ends = _empty((n + 1,), np.dtype(np.int64))
+    all_ends[0] = 0
+    np.concatenate(ends, out=all_ends[1:])
+    all_ends[1:] += np.repeat(shifts, lengths)
+    all_letters = _empty((used,), np.dtype(np.uint8))
+    np.concatenate(letters, out=all_letters)
+    buffers = [None, pa.py_buffer(all_ends), pa.py_buffer(all_letters)]
+    return pa.Array.from_buffers(pa.large_string(), n, buffers, 0)
 
 
 def _arrow_columns(meta: pd.DataFrame) -> set[str]:

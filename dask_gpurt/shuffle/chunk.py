@@ -20,6 +20,7 @@ import bisect
 import dataclasses
 import functools
 import struct
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -52,7 +53,7 @@ class Rows:
         Id of the input partition of each row, where they are of several.
     """
 
-    __slots__ = ("_views", "inputs", "schema", "table")
+    __slots__ = ("_bundles", "_views", "inputs", "schema", "table")
 
     def __init__(
         self, table: pa.Table, known: KnownSchema | None = None, inputs: np.ndarray[Any, Any] | None = None
@@ -61,16 +62,28 @@ class Rows:
         self.inputs = inputs
         self.schema = known or schema_of(table.schema)
         self._views: tuple[Any, ...] | None = None
+        self._bundles: dict[tuple[int, ...], np.ndarray[Any, Any] | None] = {}
 
     @property
     def views(self) -> tuple[Any, ...]:
-        """Per column: a numpy view on its values, else the Arrow array; empty when not all columns are that simple.
+        """Per column: a numpy view on its values, else `Letters` or the Arrow array; empty when not all are simple.
 
         Simple are columns in one piece, without nulls where there is a numpy dtype of the same values; and text.
         """
         if self._views is None:
             self._views = tuple(_views(self.table))
         return self._views
+
+    def bundle(self, fields: tuple[int, ...]) -> np.ndarray[Any, Any] | None:
+        """Several columns of one dtype as the rows of one array, when they lie in memory like that; needs `views`.
+
+        Columns side by side in the schema do, after `gather.gather`: one copy for all of them instead of one each.
+        """
+        try:
+            return self._bundles[fields]
+        except KeyError:
+            out = self._bundles[fields] = _bundle([self.views[i] for i in fields])
+            return out
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -114,6 +127,42 @@ def _known(schema: pa.Schema, metadata: Any) -> KnownSchema:
     return KnownSchema(schema)
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Letters:
+    """A column of text taken apart."""
+
+    array: pa.LargeStringArray
+    #: where each text ends, after where the first begins; None when there are nulls, or the array begins inside
+    offsets: np.ndarray[Any, Any] | None
+    letters: np.ndarray[Any, Any]
+
+    @classmethod
+    def of(cls, array: pa.LargeStringArray) -> Letters:
+        _, offsets, letters = array.buffers()
+        none = np.empty(0, np.uint8)
+        if array.null_count or array.offset or offsets is None:
+            return cls(array, None, none)
+        return cls(
+            array,
+            np.frombuffer(offsets, np.int64, len(array) + 1),
+            none if letters is None or not letters.size else np.frombuffer(letters, np.uint8),
+        )
+
+
+def _bundle(columns: list[Any]) -> np.ndarray[Any, Any] | None:
+    first = columns[0]
+    if not all(isinstance(c, np.ndarray) and c.flags.c_contiguous for c in columns):
+        return None
+    if len(columns) == 1:
+        return first.reshape(1, -1)
+    at = [c.__array_interface__["data"][0] for c in columns]
+    step = at[1] - at[0]
+    if step < first.nbytes or step % first.itemsize or any(b - a != step for a, b in pairwise(at)):
+        return None
+    # Whatever lies between them is not looked at; `Rows.table` keeps all of it.
+    return np.lib.stride_tricks.as_strided(first, (len(at), len(first)), (step, first.itemsize), writeable=False)
+
+
 def _views(table: pa.Table) -> Iterable[Any]:
     import pyarrow as pa
 
@@ -125,7 +174,7 @@ def _views(table: pa.Table) -> Iterable[Any]:
             return ()
         array = column.chunk(0)
         if t.is_large_string(kind):
-            views.append(array)
+            views.append(Letters.of(array))
         elif array.null_count:
             return ()
         elif t.is_boolean(kind):

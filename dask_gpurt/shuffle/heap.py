@@ -38,6 +38,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pyarrow as pa
 
+from dask_gpurt.shuffle.pages import Pages, system
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -87,10 +89,20 @@ class Heap:
         With `mallopt(option, value)` and `malloc_trim(bytes)`; None: nothing is ever done.
     rss_bytes
         Memory of this process.
+    pages
+        What is kept and given back with it.
     """
 
-    def __init__(self, environment: Mapping[str, str], libc: Any, rss_bytes: Callable[[], int] = _rss_bytes) -> None:
+    def __init__(
+        self,
+        environment: Mapping[str, str],
+        libc: Any,
+        rss_bytes: Callable[[], int] = _rss_bytes,
+        pages: Pages | None = None,
+    ) -> None:
         self._lock = threading.Lock()
+        self._pages = pages or Pages(None)
+        self._active = pages is not None
         self._libc = libc
         self._rss_bytes = rss_bytes
         self._users = 0
@@ -109,8 +121,10 @@ class Heap:
                 int(environment["MALLOC_TRIM_THRESHOLD_"]),
                 int(environment.get("MALLOC_MMAP_THRESHOLD_", _MMAP_BYTES)),
             )
+            self._active = True
         except (KeyError, ValueError):
             self._libc = None
+        self._active = self._active and (self._libc is not None or pages is not None)
 
     @property
     def users(self) -> int:
@@ -137,9 +151,12 @@ class Heap:
                 self._limit_bytes = min(self._limit_bytes or limit_bytes, limit_bytes)
             if self._users == 1:
                 self._mark_bytes = 0
-            if self.warm or self._libc is None:
+            if self.warm or not self._active:
                 return
             self.warm = True
+            self._pages.keep(True)
+            if self._libc is None:
+                return
             self._libc.mallopt(_TRIM, KEEP_BYTES)
             for size in HEAP_BYTES:
                 if self._libc.mallopt(_MMAP, size):
@@ -158,7 +175,7 @@ class Heap:
         """
         with self._lock:
             self._users -= 1
-            if self._users or self._libc is None:
+            if self._users or not self._active:
                 return
             kept = self._kept
         self._look(kept, LINGER_SECONDS, later, submit)
@@ -171,9 +188,11 @@ class Heap:
             if left_seconds > 0 and not self._needed(self._rss_bytes()):
                 later(_TICK_SECONDS, functools.partial(self._look, kept, left_seconds - _TICK_SECONDS, later, submit))
                 return
-            trim, mmap = self._before
-            self._libc.mallopt(_TRIM, trim)
-            self._libc.mallopt(_MMAP, mmap)
+            self._pages.keep(False)
+            if self._libc is not None:
+                trim, mmap = self._before
+                self._libc.mallopt(_TRIM, trim)
+                self._libc.mallopt(_MMAP, mmap)
             self.warm = False
         submit(self._trim)
 
@@ -190,7 +209,7 @@ class Heap:
             Runs a function in a thread, now or later.
         """
         with self._lock:
-            if self._libc is None or not self._users:
+            if not self._active or not self._users:
                 return
             self._freed += nbytes
             first = not self._mark_bytes
@@ -201,8 +220,11 @@ class Heap:
             self._freed = 0
             if not first:
                 rss_bytes = self._rss_bytes()
-                if rss_bytes <= self._mark_bytes + TRIM_BYTES and not self._needed(rss_bytes):
+                needed = self._needed(rss_bytes)
+                if rss_bytes <= self._mark_bytes + TRIM_BYTES and not needed:
                     return
+                if needed:
+                    self._pages.trim()
         submit(self._start_outputs if first else self._trim_now)
 
     def _start_outputs(self) -> None:
@@ -214,8 +236,11 @@ class Heap:
             self._trim_now()
 
     def _trim_now(self) -> None:
-        self._libc.malloc_trim(0)
+        if self._libc is not None:
+            self._libc.malloc_trim(0)
 
 
+#: large blocks of this process
+pages = Pages(system())
 #: this process's
-heap = Heap(os.environ, _libc())
+heap = Heap(os.environ, _libc(), pages=pages)

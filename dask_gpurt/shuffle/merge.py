@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dask_gpurt.shuffle import gather
-from dask_gpurt.shuffle.chunk import KnownSchema, Rows, has_dictionary
+from dask_gpurt.shuffle.chunk import KnownSchema, Letters, Rows, has_dictionary
 from dask_gpurt.shuffle.heap import heap
 from dask_gpurt.shuffle.partition import Shard
 
@@ -88,6 +88,6 @@ def _column(pieces: list[Any]) -> Any:
 
     if isinstance(pieces[0], np.ndarray):
         return np.concatenate(pieces)
-    if pa.types.is_boolean(pieces[0].type):
-        return np.concatenate([piece.to_numpy(zero_copy_only=False) for piece in pieces])
-    return pa.concat_arrays(pieces, memory_pool=heap.pool)
+    if isinstance(pieces[0], Letters):
+        return gather.Text(pa.concat_arrays([piece.array for piece in pieces], memory_pool=heap.pool))
+    return np.concatenate([piece.to_numpy(zero_copy_only=False) for piece in pieces])

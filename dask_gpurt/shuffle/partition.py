@@ -113,8 +113,12 @@ def locate(data: pd.DataFrame, column: str, layout: Layout) -> Rows:
         rows, codes = _merged(ids, layout)
     # Arrow's sort is stable and, for codes this narrow, a counting sort; what it returns are row numbers as uint64.
     at = pc.array_sort_indices(pa.array(codes), memory_pool=heap.pool)
-    sorted_codes = pc.take(pa.array(codes), at, boundscheck=False, memory_pool=heap.pool).to_numpy()
-    offsets = np.searchsorted(sorted_codes, np.arange(layout.unwanted + 1, dtype=codes.dtype)).astype(np.int64)
+    if len(codes) < 8 * layout.unwanted:  # few rows for many outputs: a count is cheaper than a search for each
+        offsets = np.zeros(layout.unwanted + 1, dtype=np.int64)
+        np.cumsum(np.bincount(codes, minlength=layout.unwanted + 1)[:-1], out=offsets[1:])
+    else:
+        sorted_codes = pc.take(pa.array(codes), at, boundscheck=False, memory_pool=heap.pool).to_numpy()
+        offsets = np.searchsorted(sorted_codes, np.arange(layout.unwanted + 1, dtype=codes.dtype)).astype(np.int64)
     # numpy copies indices that cannot be written to, at every gather; whether these can is up to Arrow.
     order = np.require(np.frombuffer(at.buffers()[1], dtype=np.int64, count=len(at)), requirements="W")
     order = order[: offsets[-1]]
@@ -178,18 +182,23 @@ def split(
         table = _prepared(to_arrow(data.drop(columns=column) if drop_column else data, preserve_index=True))
     row_bytes = (table.nbytes if plain is None else plain.nbytes) / len(data)
     counts = np.diff(rows.offsets)
+    places: list[tuple[str, int, int]] = []
+    orders: list[np.ndarray[Any, Any]] = []
     for address, (begin, end) in layout.ranges.items():
         for first, last in pairwise(_cuts(rows.offsets[begin : end + 1], begin, row_bytes)):
             order = rows.order[int(rows.offsets[first]) : int(rows.offsets[last])]
-            if not len(order):
-                continue
-            if plain is None:
-                gathered = pc.take(table, pa.array(order), boundscheck=False, memory_pool=heap.pool)
-            else:
-                gathered = gather.gather(plain, order)
-            here = counts[first:last]
-            some = np.flatnonzero(here)
-            yield address, Shard(input_id, gathered, layout.part_of[first:last][some], here[some].astype(np.uint64))
+            if len(order):
+                places.append((address, first, last))
+                orders.append(order)
+    tables: Iterator[pa.Table]
+    if plain is None:
+        tables = (pc.take(table, pa.array(order), boundscheck=False, memory_pool=heap.pool) for order in orders)
+    else:
+        tables = iter(gather.gather_each(plain, orders))
+    for (address, first, last), gathered in zip(places, tables, strict=True):
+        here = counts[first:last]
+        some = np.flatnonzero(here)
+        yield address, Shard(input_id, gathered, layout.part_of[first:last][some], here[some].astype(np.uint64))
 
 
 def _cuts(offsets: np.ndarray[Any, Any], first: int, row_bytes: float) -> list[int]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from dask_gpurt.shuffle.pages import Pages, system
 from dask_gpurt.shuffle.transport.base import Gate, Header, Peer, Services
-from dask_gpurt.shuffle.transport.pool import BufferPool
 from dask_gpurt.shuffle.transport.records import RunKey, is_device, message_bytes, size_of
 
 pytestmark = pytest.mark.gpu
@@ -39,7 +39,7 @@ class Node:
             on_message=self.message,
             on_loss=lambda *args: None,
         )
-        self.transport = UcxTransport(services, BufferPool(1 << 20))
+        self.transport = UcxTransport(services, Pages(system()))
 
     def message(self, run: RunKey, sender: str, frames: list[Any], done: Any) -> None:
         self.frames.append(frames)

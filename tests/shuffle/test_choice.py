@@ -1,14 +1,10 @@
-"""Which way a message takes, and the memory it is received into."""
+"""Which way a message takes."""
 
 from __future__ import annotations
 
-import gc
-
-import numpy as np
 import pytest
 
 from dask_gpurt.shuffle.transport.choice import BACKOFF_SECONDS, SAFE, TRY_EVERY, Chooser, Place
-from dask_gpurt.shuffle.transport.pool import BufferPool
 
 MiB = 1 << 20
 
@@ -86,42 +82,3 @@ def test_other_ways_are_tried_now_and_then():
     assert names.count(SAFE) == 10
     forced = Chooser(Place.REMOTE, ["tcp"], "tcp")
     assert {forced.choose(MiB, False, 0.0) for _ in range(10 * TRY_EVERY)} == {"tcp"}
-
-
-def test_memory_is_used_again_when_the_last_view_is_gone():
-    pool = BufferPool(1 << 20)
-    a = pool.take(100_000)
-    assert len(a) == 100_000
-    assert np.frombuffer(a, "u1").ctypes.data % 64 == 0
-    view = a[10:20]
-    del a
-    gc.collect()
-    assert pool.idle_bytes == 0
-    del view
-    gc.collect()
-    assert pool.idle_bytes > 0
-    pool.take(100_000)
-    assert pool.reused == 1
-
-
-def test_the_pool_keeps_no_more_than_its_limit():
-    pool = BufferPool(300_000)
-    blocks = [pool.take(100_000) for _ in range(10)]
-    blocks.clear()
-    gc.collect()
-    assert 0 < pool.idle_bytes <= 300_000
-    pool.clear()
-    assert pool.idle_bytes == 0
-
-
-def test_blocks_of_one_size_class_never_overlap():
-    pool = BufferPool(1 << 20)
-    rng = np.random.default_rng(0)
-    held = []
-    for i in range(300):
-        block = np.frombuffer(pool.take(int(rng.integers(1, 60_000))), "u1")
-        block[:] = i % 256
-        held.append((block, i % 256))
-        if rng.random() < 0.5:
-            held.pop(int(rng.integers(len(held))))
-    assert all((block == value).all() for block, value in held)

@@ -14,6 +14,8 @@ from dask_gpurt.shuffle.transport import link as lk
 from dask_gpurt.shuffle.transport import records
 from dask_gpurt.shuffle.transport.base import Gate, Header, Peer, Services
 from dask_gpurt.shuffle.transport.credits import Arbiter
+from dask_gpurt.shuffle.transport.link_receiver import ReceiverLink
+from dask_gpurt.shuffle.transport.link_sender import SenderLink
 from dask_gpurt.shuffle.transport.memory import MemoryTransport, Network, Weather
 from dask_gpurt.shuffle.transport.records import Kind, Record, RunKey
 
@@ -168,15 +170,15 @@ def test_a_cut_link_is_noticed_and_later_messages_end():
 # ---- the machines, state by state
 
 
-def sender() -> lk.SenderLink:
-    return lk.SenderLink(RUN, SECRET, "a", "b", 1 << 20, b"n" * 16, 0.0)
+def sender() -> SenderLink:
+    return SenderLink(RUN, SECRET, "a", "b", 1 << 20, b"n" * 16, 0.0)
 
 
-def receiver(arrive=lambda n: True) -> lk.ReceiverLink:
-    return lk.ReceiverLink("b", lambda run: SECRET, arrive, b"c" * 16, 0.0)
+def receiver(arrive=lambda n: True) -> ReceiverLink:
+    return ReceiverLink("b", lambda run: SECRET, arrive, b"c" * 16, 0.0)
 
 
-def greet(s: lk.SenderLink, r: lk.ReceiverLink) -> None:
+def greet(s: SenderLink, r: ReceiverLink) -> None:
     (challenge,) = r.start()
     (hello,) = s.receive(challenge.record, challenge.body, 0.0)
     r.admit(hello.record)

@@ -21,11 +21,11 @@ from helpers import left, mixed, ordered, source, taken_over, until, whole
 
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.shuffle import MemoryShardStore, worker_statistics
+from dask_gpurt.shuffle.pages import Pages, system
 from dask_gpurt.shuffle.transport import link as lk
 from dask_gpurt.shuffle.transport import plane as plane_module
 from dask_gpurt.shuffle.transport import records
 from dask_gpurt.shuffle.transport.base import Gate, Header, Peer, Services
-from dask_gpurt.shuffle.transport.pool import BufferPool
 from dask_gpurt.shuffle.transport.records import Kind, Record, RunKey
 from dask_gpurt.shuffle.transport.tcp import TcpTransport
 
@@ -62,7 +62,7 @@ class Node:
             on_message=self.message,
             on_loss=lambda name, peer, reason, violation: self.losses.append((peer, reason, violation)),
         )
-        pool = BufferPool(budget)
+        pool = Pages(system())
         self.transport: Any
         if kind == "tcp":
             self.transport = TcpTransport(services, "127.0.0.1", pool)

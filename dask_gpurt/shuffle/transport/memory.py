@@ -19,6 +19,8 @@ from dask_gpurt.errors import WireError
 from dask_gpurt.shuffle.transport import link as lk
 from dask_gpurt.shuffle.transport import records
 from dask_gpurt.shuffle.transport.base import Receipt
+from dask_gpurt.shuffle.transport.link_receiver import ReceiverLink
+from dask_gpurt.shuffle.transport.link_sender import SenderLink
 from dask_gpurt.shuffle.transport.records import Kind, Record
 
 if TYPE_CHECKING:
@@ -161,7 +163,7 @@ class _Out:
     def __init__(self, owner: MemoryTransport, peer: Peer, header: Header) -> None:
         self.owner, self.peer = owner, peer
         nonce = owner.network.random.randbytes(records.NONCE_BYTES)
-        self.machine = lk.SenderLink(
+        self.machine = SenderLink(
             *(header.run, header.secret, owner.services.address, peer.address, peer.limit, nonce, owner.network.now)
         )
         there = owner.network.members.get(peer.address)
@@ -200,7 +202,7 @@ class _Out:
 class _In:
     def __init__(self, owner: MemoryTransport, out: _Out) -> None:
         self.owner, self.out = owner, out
-        self.machine = lk.ReceiverLink(
+        self.machine = ReceiverLink(
             *(owner.services.address, owner.services.secret_of),
             lambda n: owner.services.gate.arrive(self, n),
             *(owner.network.random.randbytes(records.NONCE_BYTES), owner.network.now),

@@ -32,10 +32,10 @@ from typing import TYPE_CHECKING, Any
 from dask_gpurt.backends.ucx import has_device
 from dask_gpurt.errors import WireError
 from dask_gpurt.shuffle import seam
+from dask_gpurt.shuffle.heap import pages
 from dask_gpurt.shuffle.transport import records
 from dask_gpurt.shuffle.transport.base import Gate, Header, Peer, Receipt, Services, Transport
 from dask_gpurt.shuffle.transport.choice import INPROC, SAFE, Chooser, Place
-from dask_gpurt.shuffle.transport.pool import BufferPool
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -49,8 +49,6 @@ logger = logging.getLogger("distributed.worker.gpurt")
 #: whether `auto` opens UCX for shared memory between workers of one host without a GPU
 UCX_ON_HOST = False
 _TOKEN = uuid.uuid4().hex
-#: idle receive memory kept for later, as a share of the receive budget
-_IDLE_SHARE = 1.0
 #: the safe path waits for credit so long, then sends without: it must never be what a shuffle hangs on
 WANT_SECONDS = 30.0
 #: peers of which figures are kept
@@ -121,7 +119,6 @@ class Plane:
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self.gate = Gate(settings.receive_budget)
-        self.pool = BufferPool(int(settings.receive_budget * _IDLE_SHARE))
         self._runs: dict[RunKey, GpurtShuffleRun] = {}
         self._secrets: dict[RunKey, bytes] = {}
         self._routes: dict[tuple[RunKey, str], asyncio.Future[_Route]] = {}
@@ -451,10 +448,10 @@ class Plane:
         if name == "tcp":
             from dask_gpurt.shuffle.transport.tcp import TcpTransport
 
-            return TcpTransport(services, seam.host_of(self.address), self.pool)
+            return TcpTransport(services, seam.host_of(self.address), pages)
         from dask_gpurt.shuffle.transport.ucx import UcxTransport
 
-        return UcxTransport(services, self.pool)
+        return UcxTransport(services, pages)
 
     async def stop(self) -> None:
         """Close everything; the worker is going."""
@@ -464,7 +461,6 @@ class Plane:
         transports, self._transports = list(self._transports.values()), {}
         for transport in transports:
             await self._loop.run_in_executor(None, transport.stop)
-        self.pool.clear()
 
     def _link(self, peer: str, name: str) -> LinkCounters:
         if len(self._links) >= _PEERS and (peer, name) not in self._links:

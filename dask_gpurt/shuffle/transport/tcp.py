@@ -34,14 +34,17 @@ from dask_gpurt.errors import WireError
 from dask_gpurt.shuffle.transport import link as lk
 from dask_gpurt.shuffle.transport import records
 from dask_gpurt.shuffle.transport.base import Receipt
+from dask_gpurt.shuffle.transport.ends import InboundEnd, OutboundEnd
 from dask_gpurt.shuffle.transport.ioloop import IoLoop
+from dask_gpurt.shuffle.transport.link_receiver import ReceiverLink
+from dask_gpurt.shuffle.transport.link_sender import SenderLink
 from dask_gpurt.shuffle.transport.records import HEADER_BYTES, Kind, Record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from dask_gpurt.shuffle.pages import Pages
     from dask_gpurt.shuffle.transport.base import Header, Peer, Services
-    from dask_gpurt.shuffle.transport.pool import BufferPool
     from dask_gpurt.shuffle.transport.records import RunKey
 
 logger = logging.getLogger("distributed.worker.gpurt")
@@ -173,13 +176,15 @@ def _parts(send: lk.Send) -> list[Any]:
     return parts
 
 
-class _Outbound:
+class _Outbound(OutboundEnd):
     """A link from here; in the send thread."""
+
+    owner: TcpTransport
 
     def __init__(self, owner: TcpTransport, peer: Peer, header: Header) -> None:
         now = time.monotonic()
         self.owner, self.peer, self.run = owner, peer, header.run
-        self.machine = lk.SenderLink(
+        self.machine = SenderLink(
             *(header.run, header.secret, owner.services.address, peer.address),
             *(peer.limit, os.urandom(records.NONCE_BYTES), now),
         )
@@ -193,8 +198,11 @@ class _Outbound:
             self.connection.close()
             raise OSError(code, os.strerror(code))
 
-    def submit(self, future: Future[Receipt], buffers: Sequence[Any]) -> None:
-        self.carry_out(self.machine.submit(future, buffers, time.monotonic()))
+    def put(self, send: lk.Send) -> None:
+        self.connection.write(*_parts(send))
+
+    def shut(self) -> None:
+        self.connection.close()
 
     def event(self, event: int) -> None:
         try:
@@ -208,43 +216,36 @@ class _Outbound:
                 record, body = whole
                 self.carry_out(self.machine.receive(record, bytes(body), time.monotonic()))
         except (OSError, WireError) as e:
-            self.carry_out(self.machine.lost(repr(e)))
+            self.lost(repr(e))
 
     def tick(self, now: float) -> None:
         if not self.connected and now - self._since > CONNECT_SECONDS:
-            self.carry_out(self.machine.lost(f"no connection within {CONNECT_SECONDS:g} s"))
+            self.lost(f"no connection within {CONNECT_SECONDS:g} s")
         self.carry_out(self.machine.tick(now))
 
-    def carry_out(self, instructions: list[lk.Instruction]) -> None:
-        for i in instructions:
-            if isinstance(i, lk.Send):
-                try:
-                    self.connection.write(*_parts(i))
-                except OSError as e:
-                    self.carry_out(self.machine.lost(repr(e)))
-            elif isinstance(i, lk.Ended):
-                i.token.set_result(Receipt(i.problem, i.lost))
-            elif isinstance(i, lk.Close):
-                self.connection.close()
-                self.owner.outbound_closed(self, i)
 
-
-class _Inbound:
+class _Inbound(InboundEnd):
     """A link to here; in the receive thread."""
+
+    owner: TcpTransport
 
     def __init__(self, owner: TcpTransport, sock: socket.socket) -> None:
         services = owner.services
         self.owner = owner
-        self.machine = lk.ReceiverLink(
-            services.address, services.secret_of, self._arrive, os.urandom(records.NONCE_BYTES), time.monotonic()
+        self.machine = ReceiverLink(
+            services.address, services.secret_of, self.arrive, os.urandom(records.NONCE_BYTES), time.monotonic()
         )
+        self.loop = owner.receiving
         self.connection = _Connection(owner.receiving, sock)
         self._fresh = True
         owner.receiving.on_event[sock.fileno()] = self.event
         self.carry_out(self.machine.start())
 
-    def _arrive(self, nbytes: int) -> bool:
-        return self.owner.services.gate.arrive(self, nbytes)
+    def put(self, send: lk.Send) -> None:
+        self.connection.write(*_parts(send))
+
+    def shut(self) -> None:
+        self.connection.close()
 
     def _begin(self, record: Record) -> memoryview | None:
         verdict, instructions = self.machine.admit(record)
@@ -265,45 +266,12 @@ class _Inbound:
                 record, body = self.owner.arrived(*whole)
                 self.carry_out(self.machine.receive(record, body, time.monotonic(), fresh=self._fresh))
         except WireError as e:
-            self.carry_out(self.machine.violation(str(e)))
+            self.violated(str(e))
         except OSError as e:
-            self.carry_out(self.machine.lost(repr(e)))
+            self.lost(repr(e))
 
     def tick(self, now: float) -> None:
         self.carry_out(self.machine.tick(now))
-
-    def _tell(self, total: int) -> None:
-        self.owner.receiving.call(lambda: self.carry_out(self.machine.granted(total)))
-
-    def _deliver(self, deliver: lk.Deliver) -> None:
-        def done(problem: str) -> None:
-            def stored() -> None:
-                # Before the answer, so that it carries the credit that this message gives back.
-                self.owner.services.gate.stored(self, deliver.nbytes)
-                self.carry_out(self.machine.stored(deliver.sequence, problem))
-
-            self.owner.receiving.call(stored)
-
-        self.owner.services.on_message(self.machine.run, self.machine.sender, deliver.frames, done)
-
-    def carry_out(self, instructions: list[lk.Instruction]) -> None:
-        for i in instructions:
-            if isinstance(i, lk.Send):
-                try:
-                    self.connection.write(*_parts(i))
-                except OSError as e:
-                    self.carry_out(self.machine.lost(repr(e)))
-            elif isinstance(i, lk.Opened):
-                self.owner.services.gate.open(self, self._tell)
-            elif isinstance(i, lk.Wanted):
-                if not self.owner.services.gate.want(self, i.total):
-                    self.carry_out(self.machine.violation(f"{i.total} bytes wanted, more than a message may have"))
-            elif isinstance(i, lk.Deliver):
-                self._deliver(i)
-            elif isinstance(i, lk.Close):
-                self.connection.close()
-                self.owner.services.gate.close(self)
-                self.owner.inbound_closed(self, i)
 
 
 class TcpTransport:
@@ -319,7 +287,7 @@ class TcpTransport:
 
     name = "tcp"
 
-    def __init__(self, services: Services, host: str, pool: BufferPool) -> None:
+    def __init__(self, services: Services, host: str, pool: Pages) -> None:
         self.services = services
         self.pool = pool
         self._lock = threading.Lock()
@@ -369,7 +337,6 @@ class TcpTransport:
         self._stopped = True
         self.sending.stop(lambda: self._bye(lambda o: True))
         self.receiving.stop(self._stop_receiving)
-        self.pool.clear()
 
     def statistics(self) -> dict[str, Any]:
         return {
@@ -379,7 +346,7 @@ class TcpTransport:
             "lost": self.lost,
             "errors": self.errors,
             "last_error": self.last_error,
-            "buffers_reused": self.pool.reused,
+            "buffers_reused": self.pool.reused + self.pool.joined,
             "buffers_fresh": self.pool.fresh,
             "buffers_idle_bytes": self.pool.idle_bytes,
         }

@@ -34,14 +34,17 @@ from dask_gpurt.errors import WireError
 from dask_gpurt.shuffle.transport import link as lk
 from dask_gpurt.shuffle.transport import records
 from dask_gpurt.shuffle.transport.base import Receipt, TransportUnavailable
+from dask_gpurt.shuffle.transport.ends import InboundEnd, OutboundEnd
 from dask_gpurt.shuffle.transport.ioloop import IoLoop
+from dask_gpurt.shuffle.transport.link_receiver import ReceiverLink
+from dask_gpurt.shuffle.transport.link_sender import SenderLink
 from dask_gpurt.shuffle.transport.records import HEADER_BYTES, Kind, Record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from dask_gpurt.shuffle.pages import Pages
     from dask_gpurt.shuffle.transport.base import Header, Peer, Services
-    from dask_gpurt.shuffle.transport.pool import BufferPool
     from dask_gpurt.shuffle.transport.records import RunKey
 
 logger = logging.getLogger("distributed.worker.gpurt")
@@ -118,7 +121,7 @@ class _Base:
     def violated(self, reason: str) -> None:
         raise NotImplementedError
 
-    def shut(self) -> None:
+    def close(self) -> None:
         self.closed = True
         if self.endpoint is not None:
             # Only what is alive: UCX has let go of the endpoint of a dead peer, and closing that again is a crash.
@@ -132,14 +135,16 @@ def _nothing() -> None:
     pass
 
 
-class _Outbound(_Base):
+class _Outbound(OutboundEnd, _Base):
     """A link from here."""
+
+    owner: UcxTransport
 
     def __init__(self, owner: UcxTransport, peer: Peer, header: Header) -> None:
         ours = owner.services.address
         super().__init__(owner, header.run, header.secret, ours, peer.address)
         self.peer = peer
-        self.machine = lk.SenderLink(
+        self.machine = SenderLink(
             *(header.run, header.secret, ours, peer.address, peer.limit),
             *(os.urandom(records.NONCE_BYTES), time.monotonic()),
         )
@@ -151,39 +156,30 @@ class _Outbound(_Base):
     def arrived(self, record: Record, body: memoryview) -> None:
         self.carry_out(self.machine.receive(record, bytes(body[: record.length]), time.monotonic()))
 
-    def lost(self, reason: str) -> None:
-        self.carry_out(self.machine.lost(reason))
+    def violated(self, reason: str) -> None:
+        self.lost(reason)
 
-    violated = lost
+    def put(self, send: lk.Send) -> None:
+        self.write(send, self.tags["control"])
 
-    def carry_out(self, instructions: list[lk.Instruction]) -> None:
-        for i in instructions:
-            if isinstance(i, lk.Send):
-                try:
-                    self.write(i, self.tags["control"])
-                except Exception as e:
-                    self.lost(repr(e))
-            elif isinstance(i, lk.Ended):
-                i.token.set_result(Receipt(i.problem, i.lost))
-            elif isinstance(i, lk.Close):
-                self.shut()
-                self.owner.outbound_closed(self, i)
+    def shut(self) -> None:
+        self.close()
 
 
-class _Inbound(_Base):
+class _Inbound(InboundEnd, _Base):
     """A link to here; expected since its sender has our card."""
+
+    owner: UcxTransport
 
     def __init__(self, owner: UcxTransport, run: RunKey, secret: bytes, sender: str) -> None:
         services = owner.services
         super().__init__(owner, run, secret, sender, services.address)
+        self.loop = owner.loop
         self.expected = sender
         self.since = time.monotonic()
-        self.machine = lk.ReceiverLink(
-            *(services.address, services.secret_of, self._arrive, os.urandom(records.NONCE_BYTES), self.since, run)
+        self.machine = ReceiverLink(
+            *(services.address, services.secret_of, self.arrive, os.urandom(records.NONCE_BYTES), self.since, run)
         )
-
-    def _arrive(self, nbytes: int) -> bool:
-        return self.owner.services.gate.arrive(self, nbytes)
 
     def knocked(self, nbytes: int) -> None:
         """A message waits on the knock tag."""
@@ -246,43 +242,11 @@ class _Inbound(_Base):
         if not requests:
             one_more()
 
-    def lost(self, reason: str) -> None:
-        self.carry_out(self.machine.lost(reason))
+    def put(self, send: lk.Send) -> None:
+        self.write(send, self.tags["answers"])
 
-    def violated(self, reason: str) -> None:
-        self.carry_out(self.machine.violation(reason))
-
-    def _tell(self, total: int) -> None:
-        self.owner.loop.call(lambda: self.carry_out(self.machine.granted(total)))
-
-    def _deliver(self, deliver: lk.Deliver) -> None:
-        def done(problem: str) -> None:
-            def stored() -> None:
-                self.owner.services.gate.stored(self, deliver.nbytes)
-                self.carry_out(self.machine.stored(deliver.sequence, problem))
-
-            self.owner.loop.call(stored)
-
-        self.owner.services.on_message(self.run, self.machine.sender, deliver.frames, done)
-
-    def carry_out(self, instructions: list[lk.Instruction]) -> None:
-        for i in instructions:
-            if isinstance(i, lk.Send):
-                try:
-                    self.write(i, self.tags["answers"])
-                except Exception as e:
-                    self.lost(repr(e))
-            elif isinstance(i, lk.Opened):
-                self.owner.services.gate.open(self, self._tell)
-            elif isinstance(i, lk.Wanted):
-                if not self.owner.services.gate.want(self, i.total):
-                    self.violated(f"{i.total} bytes wanted, more than a message may have")
-            elif isinstance(i, lk.Deliver):
-                self._deliver(i)
-            elif isinstance(i, lk.Close):
-                self.shut()
-                self.owner.services.gate.close(self)
-                self.owner.inbound_closed(self, i)
+    def shut(self) -> None:
+        self.close()
 
 
 class UcxTransport:
@@ -296,7 +260,7 @@ class UcxTransport:
 
     name = "ucx"
 
-    def __init__(self, services: Services, pool: BufferPool) -> None:
+    def __init__(self, services: Services, pool: Pages) -> None:
         if problem := backend.available():
             raise TransportUnavailable(problem)
         self.services, self.pool = services, pool
@@ -399,7 +363,7 @@ class UcxTransport:
             link = self._outbound.get(key)
             if link is None:
                 link = self._outbound[key] = _Outbound(self, peer, header)
-            link.carry_out(link.machine.submit(future, buffers, time.monotonic()))
+            link.submit(future, buffers)
         except Exception as e:
             # Whatever it was: the message must end.
             self._outbound.pop(key, None)

@@ -1,0 +1,229 @@
+"""Large blocks of memory made of pages that were used before, wherever those lie.
+
+Theory of operation. A shuffle needs memory in blocks of very different sizes: what is gathered for a peer, what is
+received, what becomes an output. Fresh memory costs ten times what writing to it costs (a page fault for every 4 KiB,
+0.6 ms per MB on a virtual machine), and an allocator can use a freed block again only for one that is no longer, so an
+output of 40 MB found no place in what forty messages of 1 MB had left: rows were there twice. Here a block is
+*virtual*: it is put together from free *extents* (ranges of pages that lie anywhere) by ``mremap``, which moves page
+table entries and neither copies nor clears (0.04 ms per MB). Each extent goes back by itself when the block's last
+view dies. So the peak is what is alive at a time, whatever the sizes, and memory is touched the first time once.
+
+What is fresh comes in pieces of `FRESH_BYTES`, aligned and advised for huge pages (0.15 ms per MB instead of 0.6); what
+is not needed of them is not touched.
+
+Invariants
+- An extent is one mapping of the kernel, or a part of one, and belongs to one block or to the free list.
+- A block's first extent that is long enough is used where it lies; only several need `mremap`.
+- `take` never fails for want of extents: without ``mremap`` (no Linux), for small blocks and when the kernel refuses,
+  it is plain memory of numpy's.
+- The finalizer of a block may run in any thread, also inside `take` (garbage collection), so it takes no lock: it
+  appends to a deque.
+
+Rejected: slabs of 2 MiB, counted by their users (memory goes back when the last of several neighbours does); giving
+freed memory back and taking fresh huge pages (as fast while the kernel has any, 30 times slower when it must compact
+first); coalescing free extents (what is returned was one block of a like size mostly).
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import ctypes
+import mmap
+import threading
+import weakref
+
+import numpy as np
+
+#: extents are multiples of this many bytes
+GRANULE = 1 << 16
+#: shorter blocks come from the C allocator
+SMALLEST = 1 << 18
+#: fresh memory is mapped in multiples of this
+FRESH_BYTES = 8 << 20
+#: more extents than this are not kept: a process may have 65,530 mappings
+MOST_EXTENTS = 16_000
+_HUGE = 2 << 20
+_ALIGN = 64
+_PROT_RW, _PROT_NONE = 3, 0
+_PRIVATE_ANON, _NORESERVE = 0x22, 0x4000
+_MADV_HUGEPAGE = 14
+_MAYMOVE_FIXED = 3
+_FAILED = ctypes.c_void_p(-1).value
+
+
+class System:
+    """The calls of the kernel that are used. `None` from one that returns an address: it refused."""
+
+    def __init__(self) -> None:
+        libc = ctypes.CDLL(None)
+        address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+        libc.mremap.argtypes, libc.mremap.restype = (address, size, size, number, address), address
+        libc.mmap.argtypes, libc.mmap.restype = (address, size, number, number, number, ctypes.c_long), address
+        libc.munmap.argtypes, libc.munmap.restype = (address, size), number
+        libc.madvise.argtypes, libc.madvise.restype = (address, size, number), number
+        self._libc = libc
+
+    def fresh(self, nbytes: int) -> int | None:
+        """Memory that nobody has touched, aligned for huge pages."""
+        at = self._map(nbytes + _HUGE, _PROT_RW, _PRIVATE_ANON)
+        if at is None:
+            return None
+        skip = -at % _HUGE
+        if skip:
+            self._libc.munmap(at, skip)
+        if rest := _HUGE - skip:
+            self._libc.munmap(at + skip + nbytes, rest)
+        self._libc.madvise(at + skip, nbytes, _MADV_HUGEPAGE)
+        return at + skip
+
+    def reserve(self, nbytes: int) -> int | None:
+        """Addresses without memory."""
+        return self._map(nbytes, _PROT_NONE, _PRIVATE_ANON | _NORESERVE)
+
+    def move(self, at: int, nbytes: int, to: int) -> bool:
+        """Pages of one place to another, in place of what is mapped there."""
+        return bool(self._libc.mremap(at, nbytes, nbytes, _MAYMOVE_FIXED, to) == to)
+
+    def unmap(self, at: int, nbytes: int) -> None:
+        self._libc.munmap(at, nbytes)
+
+    def _map(self, nbytes: int, protection: int, flags: int) -> int | None:
+        at = self._libc.mmap(None, nbytes, protection, flags, -1, 0)
+        return None if at in (None, _FAILED) else int(at)
+
+
+def system() -> System | None:
+    """The calls of this kernel; None where it has not all of them."""
+    try:
+        return System() if mmap.PAGESIZE <= GRANULE and hasattr(mmap, "MADV_HUGEPAGE") else None
+    except (OSError, AttributeError, TypeError):  # no Linux
+        return None
+
+
+class Pages:
+    """Blocks of memory. One per process (`heap.pages`); any thread.
+
+    Parameters
+    ----------
+    system
+        None: all blocks are numpy's.
+    """
+
+    def __init__(self, system: System | None) -> None:
+        self._system = system
+        self._lock = threading.RLock()
+        #: free extents by size: (bytes, address), ascending
+        self._free: list[tuple[int, int]] = []
+        self._free_bytes = 0
+        #: extents of blocks that died since the last look
+        self._returned: collections.deque[tuple[tuple[int, int], ...]] = collections.deque()
+        #: whether memory of dead blocks is kept
+        self._keep = False
+        #: blocks made where one free extent lay, of several, and of fresh memory
+        self.reused = self.joined = self.fresh = 0
+
+    @property
+    def idle_bytes(self) -> int:
+        """Memory that waits to be used again."""
+        with self._lock:
+            self._drain()
+            return self._free_bytes
+
+    def keep(self, keep: bool) -> None:
+        """Whether memory of blocks that die waits for new ones. False gives back what waits."""
+        self._keep = keep
+        if not keep:
+            self.trim()
+
+    def trim(self) -> int:
+        """Give back what waits; bytes."""
+        with self._lock:
+            self._drain()
+            free, self._free = self._free, []
+            nbytes, self._free_bytes = self._free_bytes, 0
+        for size, at in free:
+            assert self._system is not None
+            self._system.unmap(at, size)
+        return nbytes
+
+    def take(self, nbytes: int) -> memoryview:
+        """Writable memory, aligned to 64 bytes; its contents are arbitrary."""
+        if self._system is not None and nbytes >= SMALLEST:
+            with self._lock:
+                block = self._block(self._system, -(-nbytes // GRANULE) * GRANULE)
+            if block is not None:
+                at, extents = block
+                # Whoever uses the memory refers to this object in the end.
+                raw = (ctypes.c_uint8 * nbytes).from_address(at)
+                weakref.finalize(raw, self._died, extents).atexit = False
+                return memoryview(raw).cast("B")
+        plain = np.empty(nbytes + _ALIGN, np.uint8)
+        skip = -plain.ctypes.data % _ALIGN
+        return plain.data[skip : skip + nbytes]
+
+    def _died(self, extents: tuple[tuple[int, int], ...]) -> None:
+        if self._keep:
+            self._returned.append(extents)
+        elif self._system is not None:
+            for size, at in extents:
+                self._system.unmap(at, size)
+
+    def _drain(self) -> None:
+        while self._returned:
+            for extent in self._returned.popleft():
+                bisect.insort(self._free, extent)
+                self._free_bytes += extent[0]
+
+    def _block(self, system: System, size: int) -> tuple[int, tuple[tuple[int, int], ...]] | None:
+        """(address, its extents)."""
+        self._drain()
+        if len(self._free) > MOST_EXTENTS:
+            self.trim()
+        place = bisect.bisect_left(self._free, (size, 0))
+        if place < len(self._free):
+            self.reused += 1
+            at = self._cut(place, size)
+            return at, ((size, at),)
+        if self._free_bytes >= size and (to := system.reserve(size)) is not None:
+            extents = self._join(system, size, to)
+            if extents is not None:
+                self.joined += 1
+                return to, extents
+        whole = -(-size // FRESH_BYTES) * FRESH_BYTES
+        fresh = system.fresh(whole)
+        if fresh is None:
+            return None
+        self.fresh += 1
+        if whole > size:
+            bisect.insort(self._free, (whole - size, fresh + size))
+            self._free_bytes += whole - size
+        return fresh, ((size, fresh),)
+
+    def _cut(self, place: int, size: int) -> int:
+        """Take the first `size` bytes of a free extent out of the list."""
+        whole, at = self._free.pop(place)
+        self._free_bytes -= size
+        if whole > size:
+            bisect.insort(self._free, (whole - size, at + size))
+        return at
+
+    def _join(self, system: System, size: int, to: int) -> tuple[tuple[int, int], ...] | None:
+        """Move the longest free extents there; None when the kernel refuses, and then nothing is lost."""
+        extents: list[tuple[int, int]] = []
+        done = 0
+        while done < size:
+            place = bisect.bisect_left(self._free, (size - done, 0))
+            if place == len(self._free):
+                place -= 1
+            part = min(self._free[place][0], size - done)
+            at = self._cut(place, part)
+            if not system.move(at, part, to + done):
+                # Too many mappings, or one extent is several to the kernel: what is free is not worth its keep.
+                system.unmap(at, part)
+                system.unmap(to, size)
+                self.trim()
+                return None
+            extents.append((part, to + done))
+            done += part
+        return tuple(extents)

@@ -1,0 +1,139 @@
+"""The ends of a link as a transport holds them: what the machines of `link` instruct is carried out here.
+
+Theory of operation. A machine says *what* (send this, this message ended, close); how bytes are written and how a
+connection is closed differs by transport and is left to `put` and `shut`. Everything else about an instruction is the
+same for all of them, and is here: futures end, credit is opened, wanted and closed at the gate, messages go to the
+worker and their answers come back into the transport's thread. All methods run in the thread of the link's loop, unless
+said otherwise.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Protocol
+
+from dask_gpurt.shuffle.transport import link as lk
+from dask_gpurt.shuffle.transport.base import Receipt
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from concurrent.futures import Future
+
+    from dask_gpurt.shuffle.transport.base import Services
+    from dask_gpurt.shuffle.transport.ioloop import IoLoop
+    from dask_gpurt.shuffle.transport.link_receiver import ReceiverLink
+    from dask_gpurt.shuffle.transport.link_sender import SenderLink
+
+
+class OutboundOwner(Protocol):
+    """Who is told of the end of a link from here."""
+
+    def outbound_closed(self, link: Any, close: lk.Close) -> None:
+        """The link is closed, its messages have ended."""
+
+
+class InboundOwner(Protocol):
+    """Who is told of the end of a link to here, and whose worker it serves."""
+
+    services: Services
+
+    def inbound_closed(self, link: Any, close: lk.Close) -> None:
+        """The link is closed, nothing more comes from it."""
+
+
+class _End:
+    """What a transport has to say itself."""
+
+    def put(self, send: lk.Send) -> None:
+        """Write a record, now or as soon as it goes. Any exception: the link is lost."""
+        raise NotImplementedError
+
+    def shut(self) -> None:
+        """Close the connection; a second call does nothing."""
+        raise NotImplementedError
+
+
+class OutboundEnd(_End):
+    """The end of a link from here."""
+
+    machine: SenderLink
+    owner: OutboundOwner
+
+    def submit(self, future: Future[Receipt], buffers: Sequence[Any]) -> None:
+        """Send a message."""
+        self.carry_out(self.machine.submit(future, buffers, time.monotonic()))
+
+    def lost(self, reason: str) -> None:
+        """The connection is gone."""
+        self.carry_out(self.machine.lost(reason))
+
+    def carry_out(self, instructions: list[lk.Instruction]) -> None:
+        for i in instructions:
+            if isinstance(i, lk.Send):
+                try:
+                    self.put(i)
+                except Exception as e:
+                    self.lost(repr(e))
+            elif isinstance(i, lk.Ended):
+                i.token.set_result(Receipt(i.problem, i.lost))
+            elif isinstance(i, lk.Close):
+                self.shut()
+                self.owner.outbound_closed(self, i)
+
+
+class InboundEnd(_End):
+    """The end of a link to here."""
+
+    machine: ReceiverLink
+    owner: InboundOwner
+    #: whose thread this link lives in
+    loop: IoLoop
+
+    def lost(self, reason: str) -> None:
+        """The connection is gone."""
+        self.carry_out(self.machine.lost(reason))
+
+    def violated(self, reason: str) -> None:
+        """The peer did what it must not."""
+        self.carry_out(self.machine.violation(reason))
+
+    def arrive(self, nbytes: int) -> bool:
+        """Whether a message of so many bytes was granted."""
+        return self.owner.services.gate.arrive(self, nbytes)
+
+    def _tell(self, total: int) -> None:
+        """New credit; any thread."""
+        self.loop.call(lambda: self.carry_out(self.machine.granted(total)))
+
+    def _deliver(self, deliver: lk.Deliver) -> None:
+        services = self.owner.services
+
+        def done(problem: str) -> None:
+            def stored() -> None:
+                # Before the answer, so that it carries the credit that this message gives back.
+                services.gate.stored(self, deliver.nbytes)
+                self.carry_out(self.machine.stored(deliver.sequence, problem))
+
+            self.loop.call(stored)
+
+        services.on_message(self.machine.run, self.machine.sender, deliver.frames, done)
+
+    def carry_out(self, instructions: list[lk.Instruction]) -> None:
+        gate = self.owner.services.gate
+        for i in instructions:
+            if isinstance(i, lk.Send):
+                try:
+                    self.put(i)
+                except Exception as e:
+                    self.lost(repr(e))
+            elif isinstance(i, lk.Opened):
+                gate.open(self, self._tell)
+            elif isinstance(i, lk.Wanted):
+                if not gate.want(self, i.total):
+                    self.violated(f"{i.total} bytes wanted, more than a message may have")
+            elif isinstance(i, lk.Deliver):
+                self._deliver(i)
+            elif isinstance(i, lk.Close):
+                self.shut()
+                gate.close(self)
+                self.owner.inbound_closed(self, i)
