@@ -117,6 +117,10 @@ class Counters:
     transport_errors: int = 0
     #: restarts of a whole shuffle asked for by this worker (an output asked for again, or lost on a tier)
     restarts: int = 0
+    #: times a run of this worker went on without a worker that was lost
+    amendments: int = 0
+    #: shards sent again because their receiver was lost
+    shards_resent: int = 0
     #: runs that had no tier store and used a plain one in memory
     fallbacks: int = 0
     seconds_partition: float = 0.0
