@@ -18,10 +18,11 @@ import asyncio
 import dataclasses
 import logging
 import traceback
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.shuffle import seam
-from dask_gpurt.shuffle.recovery import EPOCHS, Validity, reassign, undone
+from dask_gpurt.shuffle.recovery import EPOCHS, Validity, agreed, reassign, undone
 from dask_gpurt.shuffle.spec import GpurtShuffleSpec
 
 if TYPE_CHECKING:
@@ -55,6 +56,10 @@ class Amender:
         self._tasks: dict[tuple[Any, int], asyncio.Task[None]] = {}
         #: run ids whose barrier has passed
         self._passed: dict[int, None] = {}
+        #: run -> key of a transfer task -> epoch in which its result was lost
+        self._least: weakref.WeakKeyDictionary[Any, dict[Hashable, int]] = weakref.WeakKeyDictionary()
+        #: the latest stimulus that released tasks, and their keys
+        self._released: tuple[str, list[Hashable]] = ("", [])
         #: ids of shuffles that are being restarted
         self.restarting: set[Any] = set()
         self.amended = 0
@@ -97,13 +102,20 @@ class Amender:
 
     # ---- a worker is lost
 
-    def lost(self, worker: str) -> None:
+    def released(self, key: Hashable, stimulus_id: str) -> None:
+        """A task was released; those released by the loss of a worker are told before `lost` is."""
+        if self._released[0] != stimulus_id:
+            self._released = (stimulus_id, [])
+        self._released[1].append(key)
+
+    def lost(self, worker: str, stimulus_id: str) -> None:
         """Amend what can be; the rest is left to stock's restart, which comes next. Never raises."""
+        released = self._released[1] if self._released[0] == stimulus_id else []
         for shuffle_id, state in self._plugin.active_shuffles.items():
             if worker not in state.participating_workers or not self.ours(state):
                 continue
             try:
-                if self._begin(shuffle_id, state, worker):
+                if self._begin(shuffle_id, state, worker, released):
                     # Stock restarts the shuffles in which the worker took part.
                     state.participating_workers.discard(worker)
                     self.amended += 1
@@ -112,7 +124,7 @@ class Amender:
             except Exception:
                 self._failed()
 
-    def _begin(self, shuffle_id: Any, state: Any, worker: str) -> bool:
+    def _begin(self, shuffle_id: Any, state: Any, worker: str, released: list[Hashable]) -> bool:
         barrier = self._barrier(shuffle_id)
         scheduler = self._scheduler
         if barrier is None or state.run_id in self._passed or state._failed:
@@ -128,6 +140,7 @@ class Amender:
         state.participating_workers |= set(worker_for.values())
         run_state.epoch += 1
         run_state.lost.append(worker)
+        self._least.setdefault(state, {}).update(dict.fromkeys(released, run_state.epoch))
         key = (shuffle_id, state.run_id)
         if key not in self._tasks:
             self._tasks[key] = asyncio.create_task(self._amend(key, state))
@@ -165,39 +178,52 @@ class Amender:
     async def _once(self, shuffle_id: Any, state: Any, epoch: int) -> bool:
         """Tell the survivors of an epoch; False when it must be done again."""
         run_state = state.run_spec.spec.state
-        answers = await self._tell(
-            state,
-            {
-                "gpurt": "amend",
-                "epoch": epoch,
-                "lost": list(run_state.lost),
-                "moved": list(state.run_spec.worker_for.items()),
-            },
-        )
+        answers = await self._tell(state, self._question(state))
         if run_state.epoch != epoch or not self._current((shuffle_id, state.run_id), state):
             return False
         if answers is None:
             await asyncio.sleep(_LOOK_SECONDS)
             return False
-        attempts: dict[int, int] = {}
-        keys: set[Hashable] = set()
-        for answer in answers:
-            for partition, attempt, task in answer["vouched"]:
-                attempts[partition] = max(attempt, attempts.get(partition, 0))
-                keys.add(task)
+        attempts, keys = self._agreed(state, answers)
         run_state.validity = Validity(epoch, attempts)
-        barrier = self._barrier(shuffle_id)
-        done = [ts.key for ts in barrier.dependencies if ts.state == "memory"]
-        again = undone(done, keys)
-        self.transfers_again += len(again)
-        if again:
-            stimulus = f"gpurt-amend-{shuffle_id}-{epoch}"
-            self._scheduler.transitions(dict.fromkeys(again, "released"), stimulus_id=stimulus)
-            self._scheduler.stimulus_queue_slots_maybe_opened(stimulus_id=stimulus)
+        self._again(shuffle_id, keys, f"gpurt-amend-{shuffle_id}-{epoch}")
         told = await self._tell(state, {"gpurt": "valid", "epoch": epoch, "attempts": list(attempts.items())})
         if told is None:
             await asyncio.sleep(_LOOK_SECONDS)
         return told is not None
+
+    def _agreed(self, state: Any, answers: list[Any]) -> tuple[dict[int, int], set[Hashable]]:
+        return agreed((v for answer in answers for v in answer["vouched"]), self._least.get(state, {}))
+
+    def _again(self, shuffle_id: Any, keys: set[Hashable], stimulus_id: str) -> bool:
+        """Have transfer tasks run again for whose input nobody vouches; whether there were any."""
+        done = [ts.key for ts in self._barrier(shuffle_id).dependencies if ts.state == "memory"]
+        again = undone(done, keys)
+        self.transfers_again += len(again)
+        if again:
+            self._scheduler.transitions(dict.fromkeys(again, "released"), stimulus_id=stimulus_id)
+            self._scheduler.stimulus_queue_slots_maybe_opened(stimulus_id=stimulus_id)
+        return bool(again)
+
+    def _question(self, state: Any) -> dict[str, Any]:
+        run_state = state.run_spec.spec.state
+        return {
+            "gpurt": "amend",
+            "epoch": run_state.epoch,
+            "lost": list(run_state.lost),
+            "moved": list(state.run_spec.worker_for.items()),
+        }
+
+    async def _complete(self, shuffle_id: Any, state: Any) -> bool:
+        """Whether somebody vouches for every input of an amended run; else their tasks run again."""
+        epoch = state.run_spec.spec.state.epoch
+        answers = await self._tell(state, self._question(state))
+        if answers is None or state.run_spec.spec.state.epoch != epoch:
+            return False
+        if not self._current((shuffle_id, state.run_id), state):
+            return False
+        _, keys = self._agreed(state, answers)
+        return not self._again(shuffle_id, keys, f"gpurt-complete-{shuffle_id}-{epoch}")
 
     async def _tell(self, state: Any, data: dict[str, Any]) -> list[Any] | None:
         """Call all that take part; None when one of them could not be reached (and so is probably lost, too).
@@ -268,6 +294,11 @@ class Amender:
                 continue
             problems = [r for r in results.values() if r is not None]
             if not problems:
+                if epoch and not await self._complete(shuffle_id, state):
+                    await asyncio.sleep(_LOOK_SECONDS)
+                    continue
+                if barrier.state != "processing" or (shuffle_id, run_id) in self._tasks:
+                    continue
                 self._passed[run_id] = None
                 while len(self._passed) > 10_000:
                     del self._passed[next(iter(self._passed))]

@@ -80,6 +80,8 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
             self.amender.restarting.discard(id)
 
     def transition(self, key: Any, start: Any, finish: Any, *args: Any, stimulus_id: str, **kwargs: Any) -> None:
+        if finish == "released" and self.active_shuffles:
+            self.amender.released(key, stimulus_id)
         of = seam.id_from_key(key) if finish == "released" and start in ("processing", "queued", "no-worker") else None
         # A barrier that has not passed and will run again, since the run goes on: its worker was lost, or transfers run
         # again. A cancelled query forgets it next, and then the run ends.
@@ -93,7 +95,7 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
 
     def remove_worker(self, scheduler: Any, worker: str, *, stimulus_id: str, **kwargs: Any) -> None:
         self.takeover.able.pop(worker, None)
-        self.amender.lost(worker)
+        self.amender.lost(worker, stimulus_id)
         super().remove_worker(scheduler, worker, stimulus_id=stimulus_id, **kwargs)
 
 

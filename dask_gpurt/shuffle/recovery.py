@@ -18,7 +18,8 @@ Invariants
 - An attempt is entered in its worker's ledger before the first of its shards is sent, and is checked again after the
   last one was handed over: a task that ends well is vouched for, or was forgotten by an amendment that the scheduler
   has not looked at the task's end before.
-- The barrier passes only when all workers have flushed in one epoch and no amendment is under way.
+- The barrier passes only when all workers have flushed in one epoch, no amendment is under way and, if there were
+  any, somebody vouches for every input.
 
 Rejected: a new run that adopts the old one's shards (two runs of one shuffle live side by side, and every task under
 way must be told apart), and ids by content instead of attempts (an input need not be split at the same places twice).
@@ -80,6 +81,27 @@ def reassign(
 def undone(in_memory: Iterable[Hashable], vouched: Collection[Hashable]) -> set[Hashable]:
     """Transfer tasks that count as done and for whose input nobody vouches."""
     return {key for key in in_memory if key not in vouched}
+
+
+def agreed(
+    vouched: Iterable[tuple[int, int, Hashable]], least: Mapping[Hashable, int]
+) -> tuple[dict[int, int], set[Hashable]]:
+    """(input partition -> the attempt that counts, keys of their tasks) from what all survivors vouch for.
+
+    Parameters
+    ----------
+    least
+        Key of a task whose result was lost with a worker -> the epoch of that loss. A survivor that had not heard of it
+        may have split the input again as if nothing had happened, at the epoch of an attempt whose shards went on to
+        other owners since; such an attempt does not count.
+    """
+    attempts: dict[int, int] = {}
+    keys: set[Hashable] = set()
+    for partition, attempt, key in vouched:
+        if attempt >= least.get(key, 0):
+            attempts[partition] = max(attempt, attempts.get(partition, 0))
+            keys.add(key)
+    return attempts, keys
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ import threading
 import dask.dataframe as dd
 import pandas as pd
 import pytest
-from distributed import SchedulerPlugin
+from distributed import SchedulerPlugin, futures_of
 from distributed.utils_test import gen_cluster
 from helpers import left, ordered, source, taken_over, whole
 
@@ -191,7 +191,8 @@ async def test_outputs_in_memory_are_not_made_again(c, s, *workers):
         out = c.persist(source(left, N).shuffle("k", npartitions=9))
         # Tasks that wait occupy the threads, so that not all outputs are made.
         f = c.compute(out.map_partitions(held, len(HOLD) - 1, meta=left(0).iloc[:0]))
-        keys = out.__dask_keys__()
+        keys = [f.key for f in futures_of(out)]
+        await until(lambda: all(k in s.tasks for k in keys))
         await until(lambda: sum(s.tasks[k].state == "memory" for k in keys) >= 3)
         owners = {k: {ws.address for ws in s.tasks[k].who_has} for k in keys if s.tasks[k].state == "memory"}
         victim = next(iter(next(iter(owners.values()))))
