@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from dask_gpurt.shuffle.chunk import Piece
-    from dask_gpurt.shuffle.recovery import State
+    from dask_gpurt.shuffle.recovery import Budget, State
     from dask_gpurt.shuffle.stores import Counters
 
 #: a send that failed waits so long for the news that its peer is gone
@@ -58,8 +58,8 @@ class AmendedRun(seam.DataFrameShuffleRun):
     ----------
     state
         Amendments so far.
-    retain_bytes
-        Shards kept to be sent again, bytes.
+    budget
+        For shards kept to be sent again.
     """
 
     _layout: Layout
@@ -68,9 +68,9 @@ class AmendedRun(seam.DataFrameShuffleRun):
     _cut_bytes: int
     _comm_buffer: Any
 
-    def __init__(self, *, state: State, retain_bytes: int, **kwargs: Any) -> None:
+    def __init__(self, *, state: State, budget: Budget, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._ledger: Ledger[Shard] = Ledger(retain_bytes)
+        self._ledger: Ledger[Shard] = Ledger(budget)
         self._ledger.epoch = state.epoch
         self._ledger.lost |= set(state.lost)
         self._validity = state.validity

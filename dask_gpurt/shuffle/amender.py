@@ -178,7 +178,7 @@ class Amender:
     async def _once(self, shuffle_id: Any, state: Any, epoch: int) -> bool:
         """Tell the survivors of an epoch; False when it must be done again."""
         run_state = state.run_spec.spec.state
-        answers = await self._tell(state, self._question(state))
+        answers = await self.tell(state, self._question(state))
         if run_state.epoch != epoch or not self._current((shuffle_id, state.run_id), state):
             return False
         if answers is None:
@@ -187,7 +187,7 @@ class Amender:
         attempts, keys = self._agreed(state, answers)
         run_state.validity = Validity(epoch, attempts)
         self._again(shuffle_id, keys, f"gpurt-amend-{shuffle_id}-{epoch}")
-        told = await self._tell(state, {"gpurt": "valid", "epoch": epoch, "attempts": list(attempts.items())})
+        told = await self.tell(state, {"gpurt": "valid", "epoch": epoch, "attempts": list(attempts.items())})
         if told is None:
             await asyncio.sleep(_LOOK_SECONDS)
         return told is not None
@@ -217,7 +217,7 @@ class Amender:
     async def _complete(self, shuffle_id: Any, state: Any) -> bool:
         """Whether somebody vouches for every input of an amended run; else their tasks run again."""
         epoch = state.run_spec.spec.state.epoch
-        answers = await self._tell(state, self._question(state))
+        answers = await self.tell(state, self._question(state))
         if answers is None or state.run_spec.spec.state.epoch != epoch:
             return False
         if not self._current((shuffle_id, state.run_id), state):
@@ -225,7 +225,7 @@ class Amender:
         _, keys = self._agreed(state, answers)
         return not self._again(shuffle_id, keys, f"gpurt-complete-{shuffle_id}-{epoch}")
 
-    async def _tell(self, state: Any, data: dict[str, Any]) -> list[Any] | None:
+    async def tell(self, state: Any, data: dict[str, Any]) -> list[Any] | None:
         """Call all that take part; None when one of them could not be reached (and so is probably lost, too).
 
         Raises

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import dataclasses
 import logging
 import traceback
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ from dask_gpurt.errors import InstallError
 from dask_gpurt.model import Event, Sink, null_sink
 from dask_gpurt.shuffle import seam, stores
 from dask_gpurt.shuffle.amender import Amender
+from dask_gpurt.shuffle.skew import add_up, skewed
 from dask_gpurt.shuffle.spec import GpurtShuffleSpec
 from dask_gpurt.shuffle.transport.plane import statistics_of
 
@@ -62,6 +64,9 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
             return
         await self.amender.barrier(id, run_id)
         await self.takeover.pin(id, run_id, self)
+        if (state := self.active_shuffles.get(id)) is not None:
+            # Not awaited: outputs need not wait for what is said about them.
+            self.scheduler._ongoing_background_tasks.call_soon(self.takeover.look_at_skew, state, self.amender)
 
     def _restart_recommendations(self, id: Any) -> Any:
         recommendations = super()._restart_recommendations(id)
@@ -121,6 +126,12 @@ class ShuffleTakeover:
         self._fallbacks: collections.Counter[str] = collections.Counter()
         #: outputs sent to their worker at once
         self._pinned = 0
+        #: shuffles with outputs far above the mean
+        self._skewed = 0
+        #: of them all, the most rows of an output over the mean rows
+        self._largest_ratio = 0.0
+        #: what was said about the latest ones
+        self._skews: collections.deque[str] = collections.deque(maxlen=8)
         self._errors = 0
         self._last_error = ""
 
@@ -221,6 +232,29 @@ class ShuffleTakeover:
         except Exception:
             self.failed()
 
+    async def look_at_skew(self, state: Any, amender: Amender) -> None:
+        """Say which outputs of a run are far larger than the others. Never raises."""
+        try:
+            told = await amender.tell(state, {"gpurt": "histogram"})
+        except Exception:
+            return  # the run is over, or was started anew: then nobody waits for it
+        try:
+            rows, nbytes, values = add_up(told or ())
+            worker_for = state.run_spec.worker_for
+            large = skewed(rows, nbytes, len(worker_for))
+            if not large:
+                return
+            self._skewed += 1
+            self._largest_ratio = max(self._largest_ratio, large[0].ratio)
+            for one in large:
+                owner = worker_for.get(one.part, "")
+                text = one.text(str(state.id), owner, values.get(one.part, ""))
+                self._skews.append(text)
+                fields = {"shuffle": str(state.id), "owner": owner, "value": values.get(one.part, "")}
+                self._sink(Event("shuffle.skew", text, {**fields, **dataclasses.asdict(one)}))
+        except Exception:
+            self.failed()
+
     def _reason_for_stock(self, spec: Any) -> str:
         import pandas as pd
 
@@ -245,6 +279,11 @@ class ShuffleTakeover:
             "fallbacks": dict(self._fallbacks),
             "pinned": self._pinned,
             "recovery": {} if self._plugin is None else self._plugin.amender.statistics(),
+            "skew": {
+                "skewed": self._skewed,
+                "largest_ratio": round(self._largest_ratio, 2),
+                "latest": list(self._skews),
+            },
             "errors": self._errors,
             "last_error": self._last_error,
             "active": len(self._plugin.active_shuffles) if self._plugin is not None else 0,

@@ -132,18 +132,25 @@ class _Input(Generic[S]):
     others: set[str]
 
 
+@dataclasses.dataclass
+class Budget:
+    """Bytes that all runs of one worker may retain together."""
+
+    limit_bytes: int
+    used_bytes: int = 0
+
+
 class Ledger(Generic[S]):
     """The inputs that one worker has split in one run, and what it retains of them.
 
     Parameters
     ----------
-    limit_bytes
-        Retained at most; the oldest go first.
+    budget
+        Of what is retained; where it is short, the oldest inputs of this run go first.
     """
 
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self.retained_bytes = 0
+    def __init__(self, budget: Budget) -> None:
+        self.budget = budget
         self.epoch = 0
         #: addresses
         self.lost: set[str] = set()
@@ -154,12 +161,11 @@ class Ledger(Generic[S]):
         self._drop(self._inputs.pop(partition, None))
         entry = _Input(key, attempt, sent, nbytes, {address for address, _ in sent})
         self._inputs[partition] = entry
-        self.retained_bytes += nbytes
-        if self.retained_bytes > self.limit_bytes:
-            for old in self._inputs.values():
-                if self.retained_bytes <= self.limit_bytes:
-                    break
-                self._drop(old)
+        self.budget.used_bytes += nbytes
+        for old in self._inputs.values():
+            if self.budget.used_bytes <= self.budget.limit_bytes:
+                break
+            self._drop(old)
 
     def vouches(self, partition: int, attempt: int) -> bool:
         """Whether this attempt counts, as far as this worker knows."""
@@ -183,6 +189,7 @@ class Ledger(Generic[S]):
             if entry.sent is None:
                 del self._inputs[partition]
                 continue
+            # What is left of it is charged in full.
             again += [(partition, entry.attempt, shard) for address, shard in entry.sent if address in self.lost]
             entry.sent = [(address, shard) for address, shard in entry.sent if address not in self.lost]
             entry.others -= self.lost
@@ -206,7 +213,7 @@ class Ledger(Generic[S]):
 
     def _drop(self, entry: _Input[S] | None) -> None:
         if entry is not None and entry.sent is not None:
-            self.retained_bytes -= entry.nbytes
+            self.budget.used_bytes -= entry.nbytes
             entry.sent = None
             entry.nbytes = 0
 

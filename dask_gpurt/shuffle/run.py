@@ -56,7 +56,8 @@ from dask_gpurt.shuffle.chunk import ReceivedChunk
 from dask_gpurt.shuffle.cut import cut
 from dask_gpurt.shuffle.heap import heap
 from dask_gpurt.shuffle.partition import SHARD_BYTES, Layout, Shard, split
-from dask_gpurt.shuffle.recovery import CUTS, State, shard_id
+from dask_gpurt.shuffle.recovery import CUTS, Budget, State, shard_id
+from dask_gpurt.shuffle.skew import Histogram
 from dask_gpurt.shuffle.transport import records
 
 if TYPE_CHECKING:
@@ -78,8 +79,6 @@ STAGE_BYTES = 1 << 19
 MERGE_BYTES = 1 << 23
 #: times a message is sent again after the peer refused it (checksum, schema not known there)
 RESENDS = 3
-#: of the worker's memory: shards that were sent, kept until the barrier in case their receiver is lost
-RETAIN_SHARE = 0.1
 #: restarts of one shuffle asked for by this worker; then the error is the user's
 RESTARTS = 5
 
@@ -162,6 +161,8 @@ class GpurtShuffleRun(AmendedRun):
         The worker's, bytes; None: it has none.
     state
         Workers lost in this run so far; None: none.
+    retained
+        For shards that were sent, of all runs of this worker; None: none are retained.
     kwargs
         Those of distributed's `DataFrameShuffleRun`, `disk` excepted.
     """
@@ -175,15 +176,15 @@ class GpurtShuffleRun(AmendedRun):
         secret: bytes,
         memory_limit: int | None = None,
         state: State | None = None,
+        retained: Budget | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(
-            state=state or State(), retain_bytes=int((memory_limit or 0) * RETAIN_SHARE), disk=False, **kwargs
-        )
+        super().__init__(state=state or State(), budget=retained or Budget(0), disk=False, **kwargs)
         self._store = store
         self._counters = counters
         self._layout = Layout(kwargs["worker_for"])
         self._assemble = Assembler(self.meta.drop(columns=self.column) if self.drop_column else self.meta)
+        self._histogram = Histogram(max(kwargs["worker_for"], default=-1) + 1)
         self._tag = wire.run_tag(self.id)
         self._key: Hashable = (self.id, self.run_id)
         #: input id -> None once stored here, else what to wait for
@@ -229,6 +230,7 @@ class GpurtShuffleRun(AmendedRun):
         out.partition, out.key, out.sent = partition_id, seam.this_key(), []
         first_id = shard_id(partition_id, out.attempt, out.attempt)
         shards = list(split(data, self.column, self.drop_column, first_id, self._layout))
+        self._histogram.look(data, self.column, *self._histogram.add(shard for _, shard in shards))
         middle = time.perf_counter()
         schema = None
         nbytes = 0
@@ -428,6 +430,8 @@ class GpurtShuffleRun(AmendedRun):
             if isinstance(data, dict):
                 if data.get("gpurt") in ("amend", "valid"):
                     return await self.amend(data)
+                if data.get("gpurt") == "histogram":
+                    return {"status": "OK", **self._histogram.told()}
                 self.raise_if_closed()
                 return await self._plane.answer(self._run_key, data)
             return await self._receive_message(data)

@@ -46,6 +46,7 @@ class GpurtShuffleSpec(seam.DataFrameShuffleSpec):
             secret=self.secret,
             memory_limit=worker.memory_manager.memory_limit,
             state=self.state,
+            retained=stores.retained_of(worker, self.settings.retain),
             column=self.column,
             meta=self.meta,
             worker_for=worker_for,

@@ -13,7 +13,6 @@ from distributed.utils_test import gen_cluster
 from helpers import left, ordered, source, taken_over, whole
 
 from dask_gpurt.config import ShuffleSettings
-from dask_gpurt.shuffle import run as run_module
 from dask_gpurt.shuffle import worker_statistics
 
 pytestmark = pytest.mark.cluster
@@ -133,21 +132,18 @@ async def test_two_workers_lost_at_once(c, s, *workers):
 
 @gen_cluster(**THREE)
 async def test_what_was_not_retained_is_split_again(c, s, *workers):
-    share, run_module.RETAIN_SHARE = run_module.RETAIN_SHARE, 0.0
-    try:
-        async with taken_over(s, workers) as (takeover, _):
-            g, d = gate(6)
-            f = c.compute(d.shuffle("k", npartitions=7))
-            await until(lambda: len(g.made) == 6 and transferred(s) >= 3)
-            await lose(workers[0])
-            g.go.set()
-            same_rows(await f)
-            stats = takeover.statistics()
-            assert stats["runs"] == 1
-            assert stats["errors"] == 0, stats["last_error"]
-            assert stats["recovery"]["transfers_again"] > 0
-    finally:
-        run_module.RETAIN_SHARE = share
+    settings = ShuffleSettings(enabled=True, transport="rpc", retain=0.0)
+    async with taken_over(s, workers, settings=settings) as (takeover, _):
+        g, d = gate(6)
+        f = c.compute(d.shuffle("k", npartitions=7))
+        await until(lambda: len(g.made) == 6 and transferred(s) >= 3)
+        await lose(workers[0])
+        g.go.set()
+        same_rows(await f)
+        stats = takeover.statistics()
+        assert stats["runs"] == 1
+        assert stats["errors"] == 0, stats["last_error"]
+        assert stats["recovery"]["transfers_again"] > 0
 
 
 @gen_cluster(**THREE)

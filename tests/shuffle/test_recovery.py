@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from dask_gpurt.shuffle.recovery import CUTS, Ledger, Validity, agreed, origin, reassign, shard_id, undone
+from dask_gpurt.shuffle.recovery import CUTS, Budget, Ledger, Validity, agreed, origin, reassign, shard_id, undone
 
 
 def test_ids_sort_by_input_and_say_their_attempt():
@@ -42,7 +42,7 @@ def test_undone():
 
 
 def test_the_ledger_gives_what_the_lost_worker_had_once():
-    ledger: Ledger[str] = Ledger(100)
+    ledger: Ledger[str] = Ledger(Budget(100))
     ledger.ran(0, "t0", 0, [("x", "0x"), ("y", "0y")], 20)
     ledger.ran(1, "t1", 0, [("y", "1y")], 10)
     ledger.ran(2, "t2", 0, [], 0)
@@ -54,10 +54,10 @@ def test_the_ledger_gives_what_the_lost_worker_had_once():
 
 
 def test_the_budget_drops_the_oldest_and_they_are_forgotten_when_needed():
-    ledger: Ledger[str] = Ledger(25)
+    ledger: Ledger[str] = Ledger(Budget(25))
     for i in range(4):
         ledger.ran(i, f"t{i}", 0, [("x", f"{i}x")], 10)
-    assert ledger.retained_bytes == 20
+    assert ledger.budget.used_bytes == 20
     assert [p for p, _, _ in ledger.amend(1, ["x"])] == [2, 3]
     assert [p for p, _, _ in ledger.vouched()] == [2, 3]
     assert not ledger.vouches(0, 0)
@@ -65,7 +65,7 @@ def test_the_budget_drops_the_oldest_and_they_are_forgotten_when_needed():
     assert ledger.vouches(0, 1)
     assert not ledger.vouches(0, 0)
     ledger.settle()
-    assert ledger.retained_bytes == 0
+    assert ledger.budget.used_bytes == 0
 
 
 def test_what_was_lost_with_a_worker_counts_from_then_on():
@@ -78,7 +78,7 @@ class Worker:
 
     def __init__(self, name: str, world: World) -> None:
         self.name, self.world = name, world
-        self.ledger: Ledger[tuple[int, ...]] = Ledger(world.budget)
+        self.ledger: Ledger[tuple[int, ...]] = Ledger(Budget(world.budget))
         self.validity: Validity | None = None
         self.worker_for = dict(world.worker_for)
         self.ledger.epoch, self.ledger.lost = world.epoch, set(world.lost)
