@@ -92,6 +92,8 @@ class ShuffleSettings:
     allow_plaintext_ucx: bool = False
     #: bytes on their way to a worker, or held there until they are stored
     receive_budget: int = 64 << 20
+    #: share of a worker's memory limit for shards that were sent, kept in case their receiver is lost
+    retain: float = 0.1
 
     @property
     def cut_bytes(self) -> int:
@@ -185,6 +187,7 @@ class Settings:
                 transport=s["transport"],
                 allow_plaintext_ucx=s["allow-plaintext-ucx"],
                 receive_budget=max(1 << 16, _bytes(s["receive-budget"], "gpurt.shuffle.receive-budget")),
+                retain=float(s["retain"]),
             ),
             observe=ObserveSettings(enabled=o["enabled"], cost_per_hour=_prices(o["cost-per-hour"])),
             trace=TraceSettings(path=tree["trace"]["path"]),

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import dataclasses
 import logging
 import traceback
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,8 @@ from typing import TYPE_CHECKING, Any
 from dask_gpurt.errors import InstallError
 from dask_gpurt.model import Event, Sink, null_sink
 from dask_gpurt.shuffle import seam, stores
+from dask_gpurt.shuffle.amender import Amender
+from dask_gpurt.shuffle.skew import add_up, skewed
 from dask_gpurt.shuffle.spec import GpurtShuffleSpec
 from dask_gpurt.shuffle.transport.plane import statistics_of
 
@@ -43,15 +46,53 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
 
     def __init__(self, scheduler: Any, takeover: ShuffleTakeover) -> None:
         self.takeover = takeover
+        self.amender = Amender(scheduler, self, takeover.failed)
         super().__init__(scheduler)
 
     def _retrieve_spec(self, shuffle_id: Any) -> Any:
-        return self.takeover.choose(super()._retrieve_spec(shuffle_id))
+        spec = self.takeover.choose(super()._retrieve_spec(shuffle_id))
+        if type(spec) is GpurtShuffleSpec:
+            try:
+                return self.amender.for_the_rest(spec)
+            except Exception:
+                self.takeover.failed()
+        return spec
 
     async def barrier(self, id: Any, run_id: int, consistent: bool) -> None:
-        if consistent:
-            await self.takeover.pin(id, run_id, self)
-        await super().barrier(id, run_id, consistent)
+        if not consistent or not self.amender.ours(self.active_shuffles.get(id)):
+            await super().barrier(id, run_id, consistent)
+            return
+        await self.amender.barrier(id, run_id)
+        await self.takeover.pin(id, run_id, self)
+        if (state := self.active_shuffles.get(id)) is not None:
+            # Not awaited: outputs need not wait for what is said about them.
+            self.scheduler._ongoing_background_tasks.call_soon(self.takeover.look_at_skew, state, self.amender)
+
+    def _restart_recommendations(self, id: Any) -> Any:
+        recommendations = super()._restart_recommendations(id)
+        if any(map(self.amender.ours, self._shuffles.get(id, ()))):
+            try:
+                self.amender.keep_outputs(id, recommendations)
+            except Exception:
+                self.takeover.failed()
+        return recommendations
+
+    def _restart_shuffle(self, id: Any, scheduler: Any, *, stimulus_id: str) -> None:
+        self.amender.restarting.add(id)
+        try:
+            super()._restart_shuffle(id, scheduler, stimulus_id=stimulus_id)
+        finally:
+            self.amender.restarting.discard(id)
+
+    def transition(self, key: Any, start: Any, finish: Any, *args: Any, stimulus_id: str, **kwargs: Any) -> None:
+        if finish == "released" and self.active_shuffles:
+            self.amender.released(key, stimulus_id)
+        of = seam.id_from_key(key) if finish == "released" and start in ("processing", "queued", "no-worker") else None
+        # A barrier that has not passed and will run again, since the run goes on: its worker was lost, or transfers run
+        # again. A cancelled query forgets it next, and then the run ends.
+        if of and of not in self.amender.restarting and self.amender.ours(self.active_shuffles.get(of)):
+            return
+        super().transition(key, start, finish, *args, stimulus_id=stimulus_id, **kwargs)
 
     def add_worker(self, scheduler: Any, worker: str) -> None:
         # Not awaited here: the worker answers calls only after its registration, which waits for us, has ended.
@@ -59,6 +100,7 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
 
     def remove_worker(self, scheduler: Any, worker: str, *, stimulus_id: str, **kwargs: Any) -> None:
         self.takeover.able.pop(worker, None)
+        self.amender.lost(worker, stimulus_id)
         super().remove_worker(scheduler, worker, stimulus_id=stimulus_id, **kwargs)
 
 
@@ -84,6 +126,12 @@ class ShuffleTakeover:
         self._fallbacks: collections.Counter[str] = collections.Counter()
         #: outputs sent to their worker at once
         self._pinned = 0
+        #: shuffles with outputs far above the mean
+        self._skewed = 0
+        #: of them all, the most rows of an output over the mean rows
+        self._largest_ratio = 0.0
+        #: what was said about the latest ones
+        self._skews: collections.deque[str] = collections.deque(maxlen=8)
         self._errors = 0
         self._last_error = ""
 
@@ -136,7 +184,7 @@ class ShuffleTakeover:
         try:
             answers = await seam.probe_workers(self.scheduler, workers)
         except Exception as e:
-            self._failed()
+            self.failed()
             answers = dict.fromkeys(workers, repr(e))
         for address, reason in answers.items():
             if address in self.scheduler.workers:
@@ -153,7 +201,7 @@ class ShuffleTakeover:
                 self._runs += 1
                 return ours
         except Exception:
-            self._failed()
+            self.failed()
             reason = "error"
         if reason != "rechunk":
             message = f"shuffle {spec.id} is left to stock Dask: {reason}"
@@ -182,7 +230,30 @@ class ShuffleTakeover:
                         self._pinned += 1
                 await asyncio.sleep(0)
         except Exception:
-            self._failed()
+            self.failed()
+
+    async def look_at_skew(self, state: Any, amender: Amender) -> None:
+        """Say which outputs of a run are far larger than the others. Never raises."""
+        try:
+            told = await amender.tell(state, {"gpurt": "histogram"})
+        except Exception:
+            return  # the run is over, or was started anew: then nobody waits for it
+        try:
+            rows, nbytes, values = add_up(told or ())
+            worker_for = state.run_spec.worker_for
+            large = skewed(rows, nbytes, len(worker_for))
+            if not large:
+                return
+            self._skewed += 1
+            self._largest_ratio = max(self._largest_ratio, large[0].ratio)
+            for one in large:
+                owner = worker_for.get(one.part, "")
+                text = one.text(str(state.id), owner, values.get(one.part, ""))
+                self._skews.append(text)
+                fields = {"shuffle": str(state.id), "owner": owner, "value": values.get(one.part, "")}
+                self._sink(Event("shuffle.skew", text, {**fields, **dataclasses.asdict(one)}))
+        except Exception:
+            self.failed()
 
     def _reason_for_stock(self, spec: Any) -> str:
         import pandas as pd
@@ -194,7 +265,8 @@ class ShuffleTakeover:
         unable = sum(self.able.get(address, "?") != "" for address in self.scheduler.workers)
         return f"{unable} workers have not said that they can" if unable else ""
 
-    def _failed(self) -> None:
+    def failed(self) -> None:
+        """Count the exception that is being handled."""
         self._errors += 1
         self._last_error = traceback.format_exc()
         logger.warning("gpurt shuffle: left to stock Dask after an error")
@@ -206,6 +278,12 @@ class ShuffleTakeover:
             "runs": self._runs,
             "fallbacks": dict(self._fallbacks),
             "pinned": self._pinned,
+            "recovery": {} if self._plugin is None else self._plugin.amender.statistics(),
+            "skew": {
+                "skewed": self._skewed,
+                "largest_ratio": round(self._largest_ratio, 2),
+                "latest": list(self._skews),
+            },
             "errors": self._errors,
             "last_error": self._last_error,
             "active": len(self._plugin.active_shuffles) if self._plugin is not None else 0,

@@ -50,11 +50,14 @@ import pandas as pd
 from dask_gpurt.errors import LostData, WireError
 from dask_gpurt.model.slots import NETWORK, UNSPILL, waiting
 from dask_gpurt.shuffle import merge, seam, wire
+from dask_gpurt.shuffle.amended import AmendedRun, Outgoing
 from dask_gpurt.shuffle.assemble import Assembler
 from dask_gpurt.shuffle.chunk import ReceivedChunk
-from dask_gpurt.shuffle.cut import ID_STEP, cut
+from dask_gpurt.shuffle.cut import cut
 from dask_gpurt.shuffle.heap import heap
 from dask_gpurt.shuffle.partition import SHARD_BYTES, Layout, Shard, split
+from dask_gpurt.shuffle.recovery import CUTS, Budget, State, shard_id
+from dask_gpurt.shuffle.skew import Histogram
 from dask_gpurt.shuffle.transport import records
 
 if TYPE_CHECKING:
@@ -141,7 +144,7 @@ def _groups(parcels: list[Parcel], limit_bytes: int) -> Iterator[list[Parcel]]:
         yield group
 
 
-class GpurtShuffleRun(seam.DataFrameShuffleRun):
+class GpurtShuffleRun(AmendedRun):
     """A dataframe shuffle on one worker.
 
     Parameters
@@ -156,6 +159,10 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         What proves to others that a worker takes part in this run.
     memory_limit
         The worker's, bytes; None: it has none.
+    state
+        Workers lost in this run so far; None: none.
+    retained
+        For shards that were sent, of all runs of this worker; None: none are retained.
     kwargs
         Those of distributed's `DataFrameShuffleRun`, `disk` excepted.
     """
@@ -168,13 +175,16 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         plane: Plane,
         secret: bytes,
         memory_limit: int | None = None,
+        state: State | None = None,
+        retained: Budget | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(disk=False, **kwargs)
+        super().__init__(state=state or State(), budget=retained or Budget(0), disk=False, **kwargs)
         self._store = store
         self._counters = counters
         self._layout = Layout(kwargs["worker_for"])
         self._assemble = Assembler(self.meta.drop(columns=self.column) if self.drop_column else self.meta)
+        self._histogram = Histogram(max(kwargs["worker_for"], default=-1) + 1)
         self._tag = wire.run_tag(self.id)
         self._key: Hashable = (self.id, self.run_id)
         #: input id -> None once stored here, else what to wait for
@@ -214,10 +224,14 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
                 f"{type(data).__name__}, its meta is a pandas.DataFrame. Remedy: make partitions and meta agree"
             )
         start = time.perf_counter()
-        first_id = partition_id * ID_STEP
+        out = Outgoing()
+        # Before the layout: an amendment in between is then found out.
+        out.attempt = self._ledger.epoch
+        out.partition, out.key, out.sent = partition_id, seam.this_key(), []
+        first_id = shard_id(partition_id, out.attempt, out.attempt)
         shards = list(split(data, self.column, self.drop_column, first_id, self._layout))
+        self._histogram.look(data, self.column, *self._histogram.add(shard for _, shard in shards))
         middle = time.perf_counter()
-        out: dict[str, Any] = {}
         schema = None
         nbytes = 0
         for address, shard in shards:
@@ -228,10 +242,13 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
                 mine.append(shard)
                 continue
             schema = schema or wire.schema_bytes(shard.table.schema)
+            out.sent.append((address, shard))
             for piece in cut(shard, self._cut_bytes):
                 parcel = wire.encode(piece, schema)
                 mine.append(parcel)
                 nbytes += parcel.nbytes
+        if max(map(len, out.values()), default=0) > CUTS:
+            raise OverflowError(f"input partition {partition_id} of {self} is more than {CUTS} messages for one worker")
         self._counters.add(inputs=1, seconds_partition=middle - start, seconds_encode=time.perf_counter() - middle)
         seam.context_meter.digest_metric("p2p-shards", nbytes, "bytes")
         seam.context_meter.digest_metric("p2p-shards", len(out), "count")
@@ -243,6 +260,9 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
     def get_output_partition(self, partition_id: int, key: Any, **kwargs: Any) -> pd.DataFrame:
         # As inherited, without its two round trips to the event loop where there is nothing to wait for there: the
         # output belongs here, and nothing is ever under way to a disk of ours.
+        if partition_id not in self._worker_for:
+            # It was in memory when this run began for the rest, and was lost since.
+            self._restart(f"output {partition_id} is not of this run")
         if self._get_assigned_worker(partition_id) != self.local_address or not self.transferred or self.closed:
             out: pd.DataFrame = super().get_output_partition(partition_id, key, **kwargs)
             return out
@@ -266,7 +286,7 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         if not first:
             self._restart(f"output {partition_id} was asked for again")
         start = time.perf_counter()
-        df = self._assemble(piece for pieces in taken for piece in pieces)
+        df = self._assemble(self._counted([piece for pieces in taken for piece in pieces]))
         self._given[partition_id] = (weakref.ref(df), here)
         if len(df):
             if not self._row_bytes:
@@ -298,12 +318,21 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         self.raise_if_closed()
         if part in self._taken:
             return False, []
+        if not self._taken:
+            self._ledger.settle()
         self._taken.add(part)
         if self._few or self._merging.locked():
             await self._merge()
         return True, await self._store.take(self._key, part)
 
     async def _write_to_comm(self, data: dict[str, Any]) -> None:
+        self.raise_if_closed()
+        assert isinstance(data, Outgoing)
+        if await self._may_send(data):
+            await self._stage(data)
+            self._check_sent(data)
+
+    async def _stage(self, data: Outgoing) -> None:
         self.raise_if_closed()
         own = data.pop(self.local_address, None)
         limiter = self._comm_buffer.memory_limiter
@@ -340,9 +369,14 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
 
     async def _send(self, address: str, shards: Any) -> Any:
         self.raise_if_closed()
+        if address in self._ledger.lost:
+            raise seam.ShuffleClosedError(f"{address} is lost, {self} goes on without it")
         return await self.rpc(address).shuffle_receive(data=shards, shuffle_id=self.id, run_id=self.run_id)
 
     async def send(self, address: str, shards: list[Batch]) -> Any:
+        return await self._unless_lost(address, self._send_all(address, shards))
+
+    async def _send_all(self, address: str, shards: list[Batch]) -> Any:
         response: Any = {"status": "OK"}
         # What was staged and buffered together may be more than the peer takes in one message.
         for parcels in _groups([parcel for batch in shards for parcel in batch.parcels], self._cut_bytes):
@@ -394,6 +428,10 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
     async def receive(self, data: Any) -> Any:
         try:
             if isinstance(data, dict):
+                if data.get("gpurt") in ("amend", "valid"):
+                    return await self.amend(data)
+                if data.get("gpurt") == "histogram":
+                    return {"status": "OK", **self._histogram.told()}
                 self.raise_if_closed()
                 return await self._plane.answer(self._run_key, data)
             return await self._receive_message(data)

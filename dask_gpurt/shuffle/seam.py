@@ -25,9 +25,10 @@ from distributed.exceptions import Reschedule
 from distributed.metrics import context_meter, thread_time
 from distributed.protocol.serialize import Serialized, dask_deserialize, dask_serialize, serialize
 from distributed.shuffle._comms import CommShardsBuffer
-from distributed.shuffle._core import ShuffleRun, ShuffleSpec, barrier_key
+from distributed.shuffle._core import ShuffleRun, ShuffleSpec, barrier_key, id_from_key
 from distributed.shuffle._exceptions import P2PConsistencyError, ShuffleClosedError
 from distributed.shuffle._limiter import ResourceLimiter
+from distributed.shuffle._merge import merge_unpack
 from distributed.shuffle._scheduler_plugin import ShuffleSchedulerPlugin
 from distributed.shuffle._shuffle import DataFrameShuffleRun, DataFrameShuffleSpec, shuffle_unpack
 from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
 
 __all__ = [
+    "CommShardsBuffer",
     "DataFrameShuffleRun",
     "DataFrameShuffleSpec",
     "ErrorMessage",
@@ -54,6 +56,7 @@ __all__ = [
     "ShuffleSchedulerPlugin",
     "ShuffleSpec",
     "ShuffleWorkerPlugin",
+    "barrier_key",
     "check",
     "common_dtype",
     "context_meter",
@@ -62,7 +65,9 @@ __all__ = [
     "error_message",
     "execution",
     "host_of",
+    "id_from_key",
     "on_teardown",
+    "output_of",
     "probe",
     "probe_workers",
     "require_encryption",
@@ -71,6 +76,7 @@ __all__ = [
     "shuffle_tables",
     "swap_plugin",
     "sync",
+    "this_key",
     "thread_time",
     "unpack_tasks",
 ]
@@ -82,6 +88,13 @@ _SEAM: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (ShuffleSchedulerPlugin, "barrier", ("id", "run_id", "consistent")),
     (ShuffleSchedulerPlugin, "_set_restriction", ("ts", "worker")),
     (ShuffleSchedulerPlugin, "get", ("id", "worker")),
+    (ShuffleSchedulerPlugin, "_create", ("shuffle_id", "key", "worker")),
+    (ShuffleSchedulerPlugin, "_restart_recommendations", ("id",)),
+    (ShuffleSchedulerPlugin, "_restart_shuffle", ("id", "scheduler", "stimulus_id")),
+    (ShuffleSchedulerPlugin, "_fail_on_workers", ("shuffle", "message")),
+    (ShuffleSchedulerPlugin, "_clean_on_scheduler", ("id", "stimulus_id")),
+    (ShuffleSchedulerPlugin, "remove_worker", ("scheduler", "worker", "stimulus_id", "kwargs")),
+    (ShuffleSchedulerPlugin, "transition", ("key", "start", "finish", "args", "stimulus_id", "kwargs")),
     (ShuffleSchedulerPlugin, "get_or_create", ("shuffle_id", "key", "worker")),
     (ShuffleSchedulerPlugin, "restrict_task", ("id", "run_id", "key", "worker")),
     (DataFrameShuffleSpec, "create_run_on_worker", ("run_id", "span_id", "worker_for", "plugin")),
@@ -99,6 +112,7 @@ _SEAM: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (ShuffleRun, "offload", ("func", "args", "kwargs")),
     (ShuffleRun, "raise_if_closed", ()),
     (ShuffleRun, "close", ()),
+    (CommShardsBuffer, "__init__", ("send", "memory_limiter", "max_message_size", "concurrency_limit")),
     (CommShardsBuffer, "write", ("data",)),
     (ShuffleWorkerPlugin, "teardown", ("worker",)),
     (ShuffleWorkerPlugin, "shuffle_receive", ("shuffle_id", "run_id", "data")),
@@ -228,10 +242,27 @@ def unpack_tasks(scheduler: Any, shuffle_id: Any) -> list[tuple[Any, int]]:
     return found
 
 
+def output_of(spec: Any, shuffle_id: Any) -> int | None:
+    """The output partition that a dependent of a barrier unpacks; None when that is not plain to see."""
+    func, args = getattr(spec, "func", None), list(getattr(spec, "args", ()))
+    if func is shuffle_unpack and len(args) == 3:
+        of, part = args[:1], args[1]
+    elif func is merge_unpack and len(args) >= 3:
+        of, part = args[:2], args[2]
+    else:
+        return None
+    return part if shuffle_id in of and isinstance(part, int) else None
+
+
 def execution() -> tuple[Any, float, int] | None:
     """Stands for the execution of the task that this thread is in: (key, start, thread). None outside of one."""
     start = getattr(thread_state, "start_time", None)
     return None if start is None else (getattr(thread_state, "key", None), start, threading.get_ident())
+
+
+def this_key() -> Any:
+    """Key of the task that this thread runs; None outside of one."""
+    return getattr(thread_state, "key", None)
 
 
 def common_dtype(actual: Any, wanted: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.shuffle import seam, stores
+from dask_gpurt.shuffle.recovery import State
 from dask_gpurt.shuffle.transport.records import SECRET_BYTES
 
 
@@ -20,6 +21,8 @@ class GpurtShuffleSpec(seam.DataFrameShuffleSpec):
     settings: ShuffleSettings = dataclasses.field(default=ShuffleSettings(enabled=True))
     #: what proves to a worker that another one takes part in this run; of no use after it
     secret: bytes = dataclasses.field(default=b"", repr=False)
+    #: workers lost in this run so far; the scheduler's own changes with it, every worker gets it as it is then
+    state: State = dataclasses.field(default_factory=State, compare=False)
 
     @classmethod
     def of(cls, spec: Any, settings: ShuffleSettings) -> GpurtShuffleSpec:
@@ -42,6 +45,8 @@ class GpurtShuffleSpec(seam.DataFrameShuffleSpec):
             plane=plane_of(worker, plugin, self.settings, counters.add),
             secret=self.secret,
             memory_limit=worker.memory_manager.memory_limit,
+            state=self.state,
+            retained=stores.retained_of(worker, self.settings.retain),
             column=self.column,
             meta=self.meta,
             worker_for=worker_for,

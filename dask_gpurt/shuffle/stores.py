@@ -17,6 +17,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.model import Chunk, ShardStore
+from dask_gpurt.shuffle.recovery import Budget
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -117,6 +118,10 @@ class Counters:
     transport_errors: int = 0
     #: restarts of a whole shuffle asked for by this worker (an output asked for again, or lost on a tier)
     restarts: int = 0
+    #: times a run of this worker went on without a worker that was lost
+    amendments: int = 0
+    #: shards sent again because their receiver was lost
+    shards_resent: int = 0
     #: runs that had no tier store and used a plain one in memory
     fallbacks: int = 0
     seconds_partition: float = 0.0
@@ -163,6 +168,7 @@ class Counters:
 _stores: weakref.WeakKeyDictionary[Any, ShardStore] = weakref.WeakKeyDictionary()
 _plain: weakref.WeakKeyDictionary[Any, MemoryShardStore] = weakref.WeakKeyDictionary()
 _counters: weakref.WeakKeyDictionary[Any, Counters] = weakref.WeakKeyDictionary()
+_retained: weakref.WeakKeyDictionary[Any, Budget] = weakref.WeakKeyDictionary()
 
 
 def provide(worker: Any, store: ShardStore) -> None:
@@ -191,3 +197,10 @@ def store_of(worker: Any) -> tuple[ShardStore, bool]:
 def counters_of(worker: Any) -> Counters:
     """The counters of a worker, made on first use."""
     return _counters.setdefault(worker, Counters())
+
+
+def retained_of(worker: Any, share: float) -> Budget:
+    """The budget of a worker for shards that were sent; `share` of its memory limit, nothing where it has none."""
+    budget = _retained.setdefault(worker, Budget(0))
+    budget.limit_bytes = int((worker.memory_manager.memory_limit or 0) * share)
+    return budget

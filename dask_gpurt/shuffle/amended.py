@@ -1,0 +1,293 @@
+"""What a run does when another worker is lost before the barrier: the acting part of `recovery`, on a worker.
+
+Theory of operation. The scheduler asks in two steps, by distributed's comms (`AmendedRun.amend`):
+
+1. ``amend``: new owners of the lost outputs. The layout changes, what the lost worker was sent is sent again to the new
+   owners, in the background; inputs whose split is under way are split again. The answer says which inputs this worker
+   vouches for.
+2. ``valid``: which attempts count. Between the steps no input is sent: whether an input counts already, by an attempt
+   of another worker, is only known then.
+
+Sends to a lost worker end at once and well: nobody waits for them, and what they held is sent again.
+
+All methods on the event loop unless said otherwise. `_layout` and `_attempt` change together with the owners; a split
+that began before is found out by its attempt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dask_gpurt.shuffle import seam, wire
+from dask_gpurt.shuffle.chunk import Slice
+from dask_gpurt.shuffle.cut import cut
+from dask_gpurt.shuffle.heap import heap
+from dask_gpurt.shuffle.partition import Layout, Shard
+from dask_gpurt.shuffle.recovery import CUTS, Ledger, Validity, shard_id
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from dask_gpurt.shuffle.chunk import Piece
+    from dask_gpurt.shuffle.recovery import Budget, State
+    from dask_gpurt.shuffle.stores import Counters
+
+#: a send that failed waits so long for the news that its peer is gone
+NEWS_SECONDS = 30.0
+
+
+class Outgoing(dict[str, Any]):
+    """What one input became: worker address -> parcels (own: shards), and whose it is."""
+
+    partition: int = -1
+    key: Any = None
+    attempt: int = 0
+    #: (address, shard) of all other workers, to retain
+    sent: list[tuple[str, Shard]]
+
+
+class AmendedRun(seam.DataFrameShuffleRun):
+    """A run that outlives workers; see `run.GpurtShuffleRun`, the only subclass.
+
+    Parameters
+    ----------
+    state
+        Amendments so far.
+    budget
+        For shards kept to be sent again.
+    """
+
+    _layout: Layout
+    _worker_for: dict[int, str]
+    _counters: Counters
+    _cut_bytes: int
+    _comm_buffer: Any
+
+    def __init__(self, *, state: State, budget: Budget, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._ledger: Ledger[Shard] = Ledger(budget)
+        self._ledger.epoch = state.epoch
+        self._ledger.lost |= set(state.lost)
+        self._validity = state.validity
+        #: set while it is known which attempts count
+        self._settled = asyncio.Event()
+        if state.validity is None or state.validity.epoch == state.epoch:
+            self._settled.set()
+        self._resending: set[asyncio.Task[None]] = set()
+        #: send buffers that were closed by a flush before an amendment
+        self._flushed: list[Any] = []
+        #: peer -> done when it is lost
+        self._losses: dict[str, asyncio.Future[None]] = {}
+
+    # ---- splitting
+
+    async def _may_send(self, data: Outgoing) -> bool:
+        """Enter an input in the ledger before it is sent; False when it counts already.
+
+        Raises
+        ------
+        ShuffleClosedError
+            It was split for owners that have changed: the task has to run again.
+        """
+        while not self._settled.is_set():
+            await self._settled.wait()
+            self.raise_if_closed()
+        if data.attempt != self._ledger.epoch:
+            raise seam.ShuffleClosedError(f"{self} was amended while input {data.partition} was split")
+        if self._validity is not None and data.partition in self._validity.attempts:
+            return False
+        nbytes = sum(shard.table.nbytes for _, shard in data.sent)
+        self._ledger.ran(data.partition, data.key, data.attempt, data.sent, nbytes)
+        return True
+
+    def _check_sent(self, data: Outgoing) -> None:
+        """An amendment may have forgotten the input while it was sent; then its task must not end well."""
+        if not self._ledger.vouches(data.partition, data.attempt):
+            raise seam.ShuffleClosedError(f"{self} was amended while input {data.partition} was sent")
+
+    # ---- sending
+
+    async def _unless_lost(self, address: str, sending: Any) -> Any:
+        """Await a send; one to a worker that is lost, or turns out to be, counts as done."""
+        if address in self._ledger.lost:
+            sending.close()
+            return {"status": "OK"}
+        lost = self._losses.get(address)
+        if lost is None:
+            lost = self._losses[address] = asyncio.get_running_loop().create_future()
+        task = asyncio.ensure_future(sending)
+        # Not cancelled when the peer is lost: a transport may be in the middle of it. Its retries see the loss.
+        await asyncio.wait({task, lost}, return_when=asyncio.FIRST_COMPLETED)
+        if lost.done():
+            task.add_done_callback(lambda t: t.cancelled() or t.exception())
+            return {"status": "OK"}
+        error = task.exception()
+        leaving = isinstance(error, (OSError, seam.ShuffleClosedError, seam.P2PConsistencyError))
+        if (leaving or (error is None and task.result()["status"] == "error")) and not self.closed:
+            # Whether a peer is gone is the scheduler's to say.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(lost), NEWS_SECONDS)
+                return {"status": "OK"}
+        return task.result()
+
+    # ---- amendments
+
+    async def amend(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Answer the scheduler; see the head of this file."""
+        self.raise_if_closed()
+        epoch = int(question["epoch"])
+        if question["gpurt"] == "valid":
+            if epoch == self._ledger.epoch:
+                self._validity = Validity(epoch, dict(question["attempts"]))
+                self._settled.set()
+            return {"status": "OK"}
+        if epoch > self._ledger.epoch:
+            self._settled.clear()
+            self._worker_for.update(question["moved"])
+            self._layout = Layout(self._worker_for)
+            again = self._ledger.amend(epoch, question["lost"])
+            for address in self._ledger.lost:
+                if (lost := self._losses.get(address)) is not None and not lost.done():
+                    lost.set_result(None)
+            self._reopen()
+            self._counters.add(amendments=1, shards_resent=len(again))
+            if again:
+                self._resending.add(asyncio.create_task(self._resend(epoch, self._reroute(again))))
+        return {"status": "OK", "epoch": self._ledger.epoch, "vouched": self._ledger.vouched()}
+
+    def _reopen(self) -> None:
+        """Take inputs again, should a flush have closed the send buffer."""
+        self.transferred = False
+        old = self._comm_buffer
+        if not old._accepts_input:
+            self._flushed.append(old)
+            with seam.context_meter.clear_callbacks(), self._capture_metrics("background-comms"):
+                self._comm_buffer = seam.CommShardsBuffer(
+                    send=self.send,
+                    max_message_size=old.max_message_size,
+                    memory_limiter=old.memory_limiter,
+                    concurrency_limit=old.concurrency_limit,
+                )
+
+    def _reroute(self, again: Iterable[tuple[int, int, Shard]]) -> list[tuple[int, int, str, Shard]]:
+        """(partition, attempt, address, shard): shards of lost workers by their outputs' new owners; views."""
+        out: list[tuple[int, int, str, Shard]] = []
+        for partition, attempt, shard in again:
+            ends = np.concatenate([[0], np.cumsum(shard.lengths, dtype=np.int64)])
+            for address, first, last in _owners(shard, self._worker_for):
+                piece = dataclasses.replace(
+                    shard,
+                    table=shard.table.slice(int(ends[first]), int(ends[last] - ends[first])),
+                    parts=shard.parts[first:last],
+                    lengths=shard.lengths[first:last],
+                )
+                out.append((partition, attempt, address, piece))
+                if address != self.local_address:
+                    self._ledger.rerouted(partition, [(address, piece)])
+        return out
+
+    async def _resend(self, epoch: int, routed: list[tuple[int, int, str, Shard]]) -> None:
+        counts: dict[tuple[int, str], int] = {}
+        try:
+            for partition, attempt, address, shard in routed:
+                if address in self._ledger.lost:
+                    continue  # sent again by the amendment that said so
+                k = counts.get((partition, address), 0)
+                pieces = await self.offload(self._pieces, shard, address, shard_id(partition, attempt, epoch), k)
+                counts[partition, address] = k + len(pieces)
+                data = Outgoing()
+                data[address] = pieces
+                await self._stage(data)
+        except Exception as e:
+            # Without these rows the outputs of the new owners are wrong; the barrier tells it.
+            if not self.closed:
+                self._exception = e
+
+    def _pieces(self, shard: Shard, address: str, first_id: int, k: int) -> list[Any]:
+        """In memory of its own, cut and encoded for a peer; any thread."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        rows = pa.array(np.arange(shard.table.num_rows))
+        shard = dataclasses.replace(
+            shard,
+            input_id=first_id + k,
+            table=pc.take(shard.table, rows, boundscheck=False, memory_pool=heap.pool),
+        )
+        if address == self.local_address:
+            return [shard]
+        schema = wire.schema_bytes(shard.table.schema)
+        pieces = cut(shard, self._cut_bytes)
+        if k + len(pieces) > CUTS:
+            raise OverflowError(f"an input of {self} is more than {CUTS} messages for {address}")
+        return [
+            wire.encode(dataclasses.replace(piece, input_id=first_id + k + i), schema) for i, piece in enumerate(pieces)
+        ]
+
+    async def _stage(self, data: Outgoing) -> None:
+        raise NotImplementedError
+
+    async def inputs_done(self) -> None:
+        while self._resending:
+            await asyncio.gather(*self._resending)
+            self._resending = {task for task in self._resending if not task.done()}
+        if self._exception is not None:
+            raise self._exception
+        await super().inputs_done()
+        for buffer in self._flushed:
+            await buffer.flush()
+            buffer.raise_on_exception()
+
+    # ---- outputs
+
+    def _counted(self, pieces: list[Piece]) -> list[Piece]:
+        """Those of attempts that count."""
+        validity = self._validity
+        if validity is None:
+            return pieces
+        out: list[Piece] = []
+        for input_id, rows in pieces:
+            inputs = rows.inputs
+            if inputs is None:
+                if validity.valid(input_id):
+                    out.append((input_id, rows))
+                continue
+            some, inverse = np.unique(inputs, return_inverse=True)
+            keep = np.array([validity.valid(int(i)) for i in some])[inverse]
+            if keep.all():
+                out.append((input_id, rows))
+            elif keep.any():
+                out.append((int(inputs[keep].min()), Slice.whole(rows.table().filter(keep), None, inputs[keep])))
+        return out
+
+    async def close(self) -> None:
+        for task in self._resending:
+            task.cancel()
+        self._settled.set()
+        for lost in self._losses.values():
+            if not lost.done():
+                lost.set_result(None)
+        if not self.closed:
+            for buffer in self._flushed:
+                with contextlib.suppress(Exception):
+                    await buffer.close()
+            self._ledger.settle()
+        await super().close()
+
+
+def _owners(shard: Shard, worker_for: dict[int, str]) -> Iterable[tuple[str, int, int]]:
+    """(owner, first, one past the last place in `Shard.parts`) of neighbours with one owner."""
+    first, owner = 0, None
+    for i, part in enumerate(shard.parts):
+        now = worker_for[int(part)]
+        if now != owner:
+            if owner is not None:
+                yield owner, first, i
+            first, owner = i, now
+    if owner is not None:
+        yield owner, first, len(shard.parts)

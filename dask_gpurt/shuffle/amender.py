@@ -1,0 +1,328 @@
+"""The scheduler's side of `recovery`: a run whose worker is lost goes on without it, or is restarted for what is left.
+
+Theory of operation. `Amender.lost` is called, in the same turn of the loop, when a worker has left. Before the barrier
+a run is amended: its outputs get new owners at once, so nobody who joins the run later sees the old ones; then, in the
+background, the survivors are told and asked what they vouch for, transfer tasks for whose inputs nobody vouches are
+released, and which attempts count is told to all. `Amender.barrier` lets the barrier pass when all have flushed and no
+amendment is under way or has begun meanwhile.
+
+After the barrier the shuffle is restarted, as stock does it, with two differences: outputs that are in memory stay
+(`keep_outputs`), and the new run is for the outputs that are still to be made (`wanted`).
+
+Whatever can not be amended, or fails while it is, is restarted in full, by stock's own means.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import traceback
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.shuffle import seam
+from dask_gpurt.shuffle.recovery import EPOCHS, Validity, agreed, reassign, undone
+from dask_gpurt.shuffle.spec import GpurtShuffleSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
+
+logger = logging.getLogger("distributed.scheduler.gpurt")
+#: calls to survivors; a worker that is stopped for longer is treated as lost for the shuffle
+TELL_SECONDS = 60.0
+#: between two looks at a barrier task
+_LOOK_SECONDS = 0.02
+#: broadcasts in a row that made no progress; then the barrier fails, as stock's does
+_NO_PROGRESS = 3
+
+
+class Amender:
+    """Amends the runs of one scheduler.
+
+    Parameters
+    ----------
+    plugin
+        The scheduler plugin named ``shuffle``.
+    failed
+        Called in an exception handler: counts an error of ours.
+    """
+
+    def __init__(self, scheduler: Any, plugin: Any, failed: Callable[[], None]) -> None:
+        self._scheduler = scheduler
+        self._plugin = plugin
+        self._failed = failed
+        #: runs being amended
+        self._tasks: dict[tuple[Any, int], asyncio.Task[None]] = {}
+        #: run ids whose barrier has passed
+        self._passed: dict[int, None] = {}
+        #: run -> key of a transfer task -> epoch in which its result was lost
+        self._least: weakref.WeakKeyDictionary[Any, dict[Hashable, int]] = weakref.WeakKeyDictionary()
+        #: the latest stimulus that released tasks, and their keys
+        self._released: tuple[str, list[Hashable]] = ("", [])
+        #: ids of shuffles that are being restarted
+        self.restarting: set[Any] = set()
+        self.amended = 0
+        self.transfers_again = 0
+        self.outputs_kept = 0
+        #: shuffles restarted because a worker was lost
+        self.restarted = 0
+
+    # ---- what is whose
+
+    @staticmethod
+    def ours(state: Any) -> bool:
+        """Whether a run is of our kind."""
+        return state is not None and type(state.run_spec.spec) is GpurtShuffleSpec
+
+    def _barrier(self, shuffle_id: Any) -> Any:
+        return self._scheduler.tasks.get(seam.barrier_key(shuffle_id))
+
+    def wanted(self, spec: Any) -> tuple[int, ...] | None:
+        """Outputs that are still to be made; None: all, or which is not known."""
+        barrier = self._barrier(spec.id)
+        parts = set()
+        for ts in barrier.dependents:
+            part = seam.output_of(ts.run_spec, spec.id)
+            if part is None:
+                return None
+            if ts.state not in ("memory", "released", "forgotten"):
+                parts.add(part)
+        every = set(spec.output_partitions)
+        return tuple(sorted(parts & every)) if parts and parts < every else None
+
+    def keep_outputs(self, shuffle_id: Any, recommendations: dict[Any, Any]) -> None:
+        """Take outputs that are in memory out of the recommendations of a restart."""
+        barrier = self._barrier(shuffle_id)
+        if barrier is None or any(seam.output_of(ts.run_spec, shuffle_id) is None for ts in barrier.dependents):
+            return
+        for ts in barrier.dependents:
+            if ts.state == "memory" and recommendations.pop(ts.key, None) is not None:
+                self.outputs_kept += 1
+
+    # ---- a worker is lost
+
+    def released(self, key: Hashable, stimulus_id: str) -> None:
+        """A task was released; those released by the loss of a worker are told before `lost` is."""
+        if self._released[0] != stimulus_id:
+            self._released = (stimulus_id, [])
+        self._released[1].append(key)
+
+    def lost(self, worker: str, stimulus_id: str) -> None:
+        """Amend what can be; the rest is left to stock's restart, which comes next. Never raises."""
+        released = self._released[1] if self._released[0] == stimulus_id else []
+        for shuffle_id, state in self._plugin.active_shuffles.items():
+            if worker not in state.participating_workers or not self.ours(state):
+                continue
+            try:
+                if self._begin(shuffle_id, state, worker, released):
+                    # Stock restarts the shuffles in which the worker took part.
+                    state.participating_workers.discard(worker)
+                    self.amended += 1
+                else:
+                    self.restarted += 1
+            except Exception:
+                self._failed()
+
+    def _begin(self, shuffle_id: Any, state: Any, worker: str, released: list[Hashable]) -> bool:
+        barrier = self._barrier(shuffle_id)
+        scheduler = self._scheduler
+        if barrier is None or state.run_id in self._passed or state._failed:
+            return False
+        if barrier.state not in ("released", "waiting", "processing", "queued", "no-worker"):
+            return False
+        run_state, worker_for = state.run_spec.spec.state, state.run_spec.worker_for
+        alive = [a for a in barrier.worker_restrictions or scheduler.workers if a in scheduler.workers]
+        needed = [seam.output_of(ts.run_spec, shuffle_id) for ts in barrier.dependents if ts.state != "memory"]
+        if not alive or run_state.epoch >= EPOCHS or not all(part is None or part in worker_for for part in needed):
+            return False
+        worker_for.update(reassign(worker_for, alive, self._partner(barrier, shuffle_id)))
+        state.participating_workers |= set(worker_for.values())
+        run_state.epoch += 1
+        run_state.lost.append(worker)
+        self._least.setdefault(state, {}).update(dict.fromkeys(released, run_state.epoch))
+        key = (shuffle_id, state.run_id)
+        if key not in self._tasks:
+            self._tasks[key] = asyncio.create_task(self._amend(key, state))
+        return True
+
+    def _partner(self, barrier: Any, shuffle_id: Any) -> dict[int, str]:
+        """Owners in the shuffles that share outputs with this one."""
+        found: dict[int, str] = {}
+        for ts in barrier.dependents:
+            for other in ts.dependencies:
+                name = seam.id_from_key(other.key)
+                if name and name != shuffle_id and (state := self._plugin.active_shuffles.get(name)) is not None:
+                    found.update(state.run_spec.worker_for)
+            break  # all outputs of a join depend on the same two barriers
+        return found
+
+    # ---- amending
+
+    def _current(self, key: tuple[Any, int], state: Any) -> bool:
+        return self._plugin.active_shuffles.get(key[0]) is state
+
+    async def _amend(self, key: tuple[Any, int], state: Any) -> None:
+        run_state = state.run_spec.spec.state
+        try:
+            while self._current(key, state):
+                epoch = run_state.epoch
+                if await self._once(key[0], state, epoch) and run_state.epoch == epoch:
+                    break
+        except Exception:
+            self._failed()
+            self._restart(key[0], state, f"amending failed: {traceback.format_exc(limit=1)}")
+        finally:
+            del self._tasks[key]
+
+    async def _once(self, shuffle_id: Any, state: Any, epoch: int) -> bool:
+        """Tell the survivors of an epoch; False when it must be done again."""
+        run_state = state.run_spec.spec.state
+        answers = await self.tell(state, self._question(state))
+        if run_state.epoch != epoch or not self._current((shuffle_id, state.run_id), state):
+            return False
+        if answers is None:
+            await asyncio.sleep(_LOOK_SECONDS)
+            return False
+        attempts, keys = self._agreed(state, answers)
+        run_state.validity = Validity(epoch, attempts)
+        self._again(shuffle_id, keys, f"gpurt-amend-{shuffle_id}-{epoch}")
+        told = await self.tell(state, {"gpurt": "valid", "epoch": epoch, "attempts": list(attempts.items())})
+        if told is None:
+            await asyncio.sleep(_LOOK_SECONDS)
+        return told is not None
+
+    def _agreed(self, state: Any, answers: list[Any]) -> tuple[dict[int, int], set[Hashable]]:
+        return agreed((v for answer in answers for v in answer["vouched"]), self._least.get(state, {}))
+
+    def _again(self, shuffle_id: Any, keys: set[Hashable], stimulus_id: str) -> bool:
+        """Have transfer tasks run again for whose input nobody vouches; whether there were any."""
+        done = [ts.key for ts in self._barrier(shuffle_id).dependencies if ts.state == "memory"]
+        again = undone(done, keys)
+        self.transfers_again += len(again)
+        if again:
+            self._scheduler.transitions(dict.fromkeys(again, "released"), stimulus_id=stimulus_id)
+            self._scheduler.stimulus_queue_slots_maybe_opened(stimulus_id=stimulus_id)
+        return bool(again)
+
+    def _question(self, state: Any) -> dict[str, Any]:
+        run_state = state.run_spec.spec.state
+        return {
+            "gpurt": "amend",
+            "epoch": run_state.epoch,
+            "lost": list(run_state.lost),
+            "moved": list(state.run_spec.worker_for.items()),
+        }
+
+    async def _complete(self, shuffle_id: Any, state: Any) -> bool:
+        """Whether somebody vouches for every input of an amended run; else their tasks run again."""
+        epoch = state.run_spec.spec.state.epoch
+        answers = await self.tell(state, self._question(state))
+        if answers is None or state.run_spec.spec.state.epoch != epoch:
+            return False
+        if not self._current((shuffle_id, state.run_id), state):
+            return False
+        _, keys = self._agreed(state, answers)
+        return not self._again(shuffle_id, keys, f"gpurt-complete-{shuffle_id}-{epoch}")
+
+    async def tell(self, state: Any, data: dict[str, Any]) -> list[Any] | None:
+        """Call all that take part; None when one of them could not be reached (and so is probably lost, too).
+
+        Raises
+        ------
+        RuntimeError
+            One of them answered with an error.
+        """
+        msg = {"op": "shuffle_receive", "shuffle_id": state.id, "run_id": state.run_id, "data": data}
+        workers = [a for a in state.participating_workers if a in self._scheduler.workers]
+        answers = await asyncio.wait_for(
+            self._scheduler.broadcast(msg=msg, workers=workers, on_error="return"), TELL_SECONDS
+        )
+        for address, answer in answers.items():
+            if isinstance(answer, OSError) or address not in self._scheduler.workers:
+                return None
+            if not isinstance(answer, dict) or answer.get("status") != "OK":
+                raise RuntimeError(f"{address} answered {answer!r}")
+        return list(answers.values())
+
+    def _restart(self, shuffle_id: Any, state: Any, why: str) -> None:
+        """As stock does when a worker is lost."""
+        if self._plugin.active_shuffles.get(shuffle_id) is not state:
+            return
+        logger.warning("gpurt: shuffle %s is restarted: %s", shuffle_id, why)
+        self.restarted += 1
+        stimulus = f"gpurt-restart-{shuffle_id}-{state.run_id}"
+        self._plugin._fail_on_workers(state, str(seam.P2PConsistencyError(f"{state}: {why}")))
+        self._plugin._clean_on_scheduler(shuffle_id, stimulus)
+        self._plugin._restart_shuffle(shuffle_id, self._scheduler, stimulus_id=stimulus)
+
+    # ---- the barrier
+
+    async def barrier(self, shuffle_id: Any, run_id: int) -> None:
+        """Return when all inputs of a run are where they belong.
+
+        Raises
+        ------
+        KeyError, ValueError, RuntimeError
+            As stock's: the run is not there, is another one, or can not be flushed.
+        """
+        no_progress = 0
+        while True:
+            state = self._plugin.active_shuffles[shuffle_id]
+            if state.run_id != run_id:
+                raise ValueError(f"{run_id=} does not match {state}")
+            barrier = self._barrier(shuffle_id)
+            # While transfer tasks run again the barrier task waits; this call, of an execution that was cancelled or
+            # will be resumed, waits with it.
+            if (shuffle_id, run_id) in self._tasks or barrier is None or barrier.state != "processing":
+                await asyncio.sleep(_LOOK_SECONDS)
+                continue
+            run_state = state.run_spec.spec.state
+            epoch, workers = run_state.epoch, list(state.participating_workers)
+            results = await self._scheduler.broadcast(
+                msg={"op": "shuffle_inputs_done", "shuffle_id": shuffle_id, "run_id": run_id},
+                workers=workers,
+                on_error="return",
+            )
+            if (
+                run_state.epoch != epoch
+                or self._plugin.active_shuffles.get(shuffle_id) is not state
+                or any(address not in self._scheduler.workers for address in workers)
+                or barrier.state != "processing"
+                or set(workers) != state.participating_workers
+            ):
+                continue
+            problems = [r for r in results.values() if r is not None]
+            if not problems:
+                if epoch and not await self._complete(shuffle_id, state):
+                    await asyncio.sleep(_LOOK_SECONDS)
+                    continue
+                if barrier.state != "processing" or (shuffle_id, run_id) in self._tasks:
+                    continue
+                self._passed[run_id] = None
+                while len(self._passed) > 10_000:
+                    del self._passed[next(iter(self._passed))]
+                return
+            if any(not isinstance(r, OSError) for r in problems):
+                raise RuntimeError(f"Unexpected error encountered during P2P barrier: {problems[0]!r}")
+            no_progress += 1
+            if no_progress >= _NO_PROGRESS:
+                raise RuntimeError(f"Broadcast not making progress for {state}: {problems[0]!r}")
+            await asyncio.sleep(0.1)
+
+    def for_the_rest(self, spec: GpurtShuffleSpec) -> GpurtShuffleSpec:
+        """The spec of a new run, for the outputs that are still to be made."""
+        # Not for a first run: outputs that nobody wants yet may be wanted while it goes on.
+        wanted = self.wanted(spec) if self._plugin._shuffles.get(spec.id) else None
+        fields: dict[str, Any] = {"parts_out": wanted}
+        return spec if wanted is None else dataclasses.replace(spec, **fields)
+
+    def statistics(self) -> dict[str, Any]:
+        """Counts; plain JSON values."""
+        return {
+            "amended": self.amended,
+            "amending": len(self._tasks),
+            "transfers_again": self.transfers_again,
+            "outputs_kept": self.outputs_kept,
+            "restarted": self.restarted,
+        }

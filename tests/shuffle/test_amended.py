@@ -1,0 +1,202 @@
+"""A worker is lost while a shuffle runs: survivors keep what they have, and the rows are right."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import dask.dataframe as dd
+import pandas as pd
+import pytest
+from distributed import SchedulerPlugin, futures_of
+from distributed.utils_test import gen_cluster
+from helpers import left, ordered, source, taken_over, whole
+
+from dask_gpurt.config import ShuffleSettings
+from dask_gpurt.shuffle import worker_statistics
+
+pytestmark = pytest.mark.cluster
+THREE = {
+    "client": True,
+    "nthreads": [("127.0.0.1", 1)] * 3,
+    "timeout": 180,
+    "config": {"distributed.p2p.comm.retry.delay.min": "100ms"},
+}
+N = 12
+
+
+class Gate:
+    """Inputs in this process: the first ones are made, the others wait to be let go."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+        self.go = threading.Event()
+        self.lock = threading.Lock()
+        self.begun = 0
+        self.made: list[int] = []
+
+    def make(self, i: int) -> pd.DataFrame:
+        with self.lock:
+            self.begun += 1
+            wait = self.begun > self.first
+        if wait:
+            assert self.go.wait(120)
+        self.made.append(i)
+        return left(i)
+
+
+GATES: list[Gate] = []
+
+
+def gated(i: int, gate: int) -> pd.DataFrame:
+    return GATES[gate].make(i)
+
+
+def gate(first: int):
+    GATES.append(Gate(first))
+    d = dd.from_map(gated, list(range(N)), gate=len(GATES) - 1, meta=left(0).iloc[:0])
+    return GATES[-1], d
+
+
+async def until(condition) -> None:
+    for _ in range(9000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("did not become true")
+
+
+def transferred(s) -> int:
+    return sum("transfer" in str(k) and ts.state == "memory" for k, ts in s.tasks.items())
+
+
+def vouched(worker) -> int:
+    runs = worker.plugins["shuffle"].shuffle_runs._active_runs.values()
+    return sum(len(run._ledger.vouched()) for run in runs)
+
+
+def same_rows(got, n=N) -> None:
+    want = ordered(whole(left, n))
+    got = ordered(got)
+    pd.testing.assert_frame_equal(got, want.astype(dict(got.dtypes)))
+
+
+async def lose(*workers) -> None:
+    # Their threads may wait at the gate.
+    await asyncio.gather(*(w.close(executor_wait=False) for w in workers))
+
+
+@pytest.mark.parametrize("transport", ["rpc", "tcp"])
+def test_survivors_keep_their_inputs(transport):
+    @gen_cluster(**THREE)
+    async def check(c, s, *workers):
+        settings = ShuffleSettings(enabled=True, transport=transport)
+        async with taken_over(s, workers, settings=settings) as (takeover, _):
+            g, d = gate(6)
+            f = c.compute(d.shuffle("k", npartitions=7))
+            await until(lambda: len(g.made) == 6 and transferred(s) >= 3)
+            victim = max(workers, key=vouched)
+            done = vouched(victim)
+            await lose(victim)
+            await until(lambda: not takeover.statistics()["recovery"]["amending"])
+            kept = sum(vouched(w) for w in workers if w is not victim)
+            g.go.set()
+            same_rows(await f)
+            stats = takeover.statistics()
+            assert stats["runs"] == 1
+            assert stats["errors"] == 0, stats["last_error"]
+            assert stats["recovery"]["amended"] == 1
+            assert stats["recovery"]["restarted"] == 0
+            # What the survivors had split was not made again, be it of the first ones or begun by the lost worker.
+            assert len(g.made) <= N + (6 - kept) + done + 2
+            if kept:
+                assert sum(worker_statistics(w)["shards_resent"] for w in workers if w is not victim) > 0
+
+    check()
+
+
+@gen_cluster(**THREE)
+async def test_two_workers_lost_at_once(c, s, *workers):
+    async with taken_over(s, workers) as (takeover, _):
+        g, d = gate(8)
+        f = c.compute(d.shuffle("k", npartitions=7))
+        await until(lambda: len(g.made) == 8 and transferred(s) >= 4)
+        await lose(*workers[:2])
+        g.go.set()
+        same_rows(await f)
+        stats = takeover.statistics()
+        assert stats["runs"] == 1
+        assert stats["errors"] == 0, stats["last_error"]
+        assert stats["recovery"]["amended"] == 2
+
+
+@gen_cluster(**THREE)
+async def test_what_was_not_retained_is_split_again(c, s, *workers):
+    settings = ShuffleSettings(enabled=True, transport="rpc", retain=0.0)
+    async with taken_over(s, workers, settings=settings) as (takeover, _):
+        g, d = gate(6)
+        f = c.compute(d.shuffle("k", npartitions=7))
+        await until(lambda: len(g.made) == 6 and transferred(s) >= 3)
+        await lose(workers[0])
+        g.go.set()
+        same_rows(await f)
+        stats = takeover.statistics()
+        assert stats["runs"] == 1
+        assert stats["errors"] == 0, stats["last_error"]
+        assert stats["recovery"]["transfers_again"] > 0
+
+
+@gen_cluster(**THREE)
+async def test_a_join_keeps_its_sides_together(c, s, *workers):
+    async with taken_over(s, workers) as (takeover, _):
+        g, d = gate(6)
+        f = c.compute(d.merge(source(left, 4), on="k", how="inner", shuffle_method="p2p"))
+        await until(lambda: len(g.made) == 6 and transferred(s) >= 3)
+        await lose(workers[1])
+        g.go.set()
+        got = ordered(await f)
+        want = ordered(whole(left, N).merge(whole(left, 4), on="k", how="inner"))
+        pd.testing.assert_frame_equal(got, want.astype(dict(got.dtypes)))
+        stats = takeover.statistics()
+        assert stats["errors"] == 0, stats["last_error"]
+        assert stats["recovery"]["amended"] >= 1
+
+
+class Ended(SchedulerPlugin):
+    def __init__(self) -> None:
+        self.keys: set[object] = set()
+
+    def transition(self, key, start, finish, *args, **kwargs):
+        if start == "processing" and finish == "memory":
+            self.keys.add(key)
+
+
+HOLD: list[threading.Event] = []
+
+
+def held(df: pd.DataFrame, hold: int) -> pd.DataFrame:
+    if len(df) and hold >= 0:
+        assert HOLD[hold].wait(120)
+    return df
+
+
+@gen_cluster(**THREE)
+async def test_outputs_in_memory_are_not_made_again(c, s, *workers):
+    async with taken_over(s, workers) as (takeover, _):
+        HOLD.append(threading.Event())
+        out = c.persist(source(left, N).shuffle("k", npartitions=9))
+        # Tasks that wait occupy the threads, so that not all outputs are made.
+        f = c.compute(out.map_partitions(held, len(HOLD) - 1, meta=left(0).iloc[:0]))
+        keys = [f.key for f in futures_of(out)]
+        await until(lambda: all(k in s.tasks for k in keys))
+        await until(lambda: sum(s.tasks[k].state == "memory" for k in keys) >= 3)
+        owners = {k: {ws.address for ws in s.tasks[k].who_has} for k in keys if s.tasks[k].state == "memory"}
+        victim = next(iter(next(iter(owners.values()))))
+        kept = {k for k, who in owners.items() if victim not in who}
+        ended = Ended()
+        s.add_plugin(ended, name="ended")
+        await lose(next(w for w in workers if w.address == victim))
+        HOLD[-1].set()
+        same_rows(await f)
+        assert not kept & ended.keys
+        assert takeover.statistics()["errors"] == 0, takeover.statistics()["last_error"]
