@@ -14,7 +14,6 @@ One call runs a subset and adds to the file, so that long series can be taken in
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import json
 import logging
@@ -23,15 +22,14 @@ import os
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 from dask.utils import parse_bytes
-from distributed import Client, LocalCluster, Scheduler, SchedulerPlugin, Worker, WorkerPlugin
+from distributed import Client, LocalCluster, Scheduler, SchedulerPlugin, Worker
 
 import dask_gpurt
-from benchmarks import compare, data
+from benchmarks import compare, data, watchdog
 from benchmarks.spill_workloads import WORKLOADS, same
 from dask_gpurt.extension import on_worker
 
@@ -39,46 +37,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 KINDS = ("stock", "gpurt")
-PERIOD_SECONDS = 0.002
-ALLOWED_SECONDS = 0.020
 #: chunks that fit in the memory limit of one worker
 CHUNKS = 25
 #: array work that is bound by arithmetic (`tensordot`) says little here
 DEFAULT = ("persist_and_sum", "dot_product", "sort", "join_chain", "groupby_chain")
-
-
-class Watchdog(WorkerPlugin):
-    """Gaps of the event loop, and the peak of the resident set."""
-
-    name = "spill-watchdog"
-
-    async def setup(self, worker: Worker) -> None:
-        self.worker = worker
-        self.gaps: list[float] = []
-        self.peak_bytes = 0
-        self._stop = threading.Event()
-        self._task = asyncio.create_task(self._watch_loop())
-        threading.Thread(target=self._watch_memory, daemon=True).start()
-
-    async def _watch_loop(self) -> None:
-        last = time.perf_counter()
-        while True:
-            await asyncio.sleep(PERIOD_SECONDS)
-            now = time.perf_counter()
-            gap, last = now - last - PERIOD_SECONDS, now
-            if gap > ALLOWED_SECONDS:
-                self.gaps.append(gap)
-
-    def _watch_memory(self) -> None:
-        page = mmap.PAGESIZE
-        with open("/proc/self/statm") as f:
-            while not self._stop.wait(0.01):
-                f.seek(0)
-                self.peak_bytes = max(self.peak_bytes, int(f.read().split()[1]) * page)
-
-    async def teardown(self, worker: Worker) -> None:
-        self._stop.set()
-        self._task.cancel()
 
 
 class Restarts(SchedulerPlugin):
@@ -100,12 +62,7 @@ def _removed(dask_scheduler: Scheduler) -> int:
 
 
 def _collect(dask_worker: Worker) -> dict[str, Any]:
-    dog = dask_worker.plugins["spill-watchdog"]
-    out: dict[str, Any] = {
-        "peak_rss_bytes": dog.peak_bytes,
-        "loop_gaps_seconds": sum(dog.gaps),
-        "longest_loop_gap_seconds": max(dog.gaps, default=0.0),
-    }
+    out = watchdog.collect(dask_worker)
     parts = on_worker(dask_worker)
     if parts is not None and parts.runtime is not None:
         stats = parts.runtime.statistics()
@@ -152,7 +109,7 @@ def one_run(kind: str, workload: str, times: float, args: argparse.Namespace) ->
     result["setup"] = {k: getattr(args, k) for k in ("workers", "threads", "memory_limit")}
     with _cluster(kind, args) as client:
         client.register_plugin(Restarts())
-        client.register_plugin(Watchdog())
+        client.register_plugin(watchdog.Watchdog())
         start = time.perf_counter()
         try:
             result["answer"] = WORKLOADS[workload](int(times * limit * args.workers), limit // CHUNKS)
@@ -161,7 +118,7 @@ def one_run(kind: str, workload: str, times: float, args: argparse.Namespace) ->
         result["wall_seconds"] = time.perf_counter() - start
         result["restarts"] = client.run_on_scheduler(_removed)
         per_worker = list(client.run(_collect, on_error="ignore").values())
-    for name in ("written_bytes", "read_bytes", "loop_gaps_seconds"):
+    for name in ("written_bytes", "read_bytes", "loop_gaps_seconds", "long_gaps"):
         result[name] = sum(w[name] for w in per_worker)
     for name in ("peak_rss_bytes", "longest_loop_gap_seconds"):
         result[name] = max(w[name] for w in per_worker)

@@ -2,7 +2,7 @@
 
 The handle keeps where the frames are and their checksums; reading verifies length and checksum of each, so a truncated,
 swapped or flipped file never yields a value (`frames`). Large values go past the page cache where the file system
-allows (`direct`), compressed where that pays (`compression`).
+allows (`direct`), unless the machine has memory to spare (`idle_memory`); compressed where that pays (`compression`).
 
 * Files are 0600 below a 0700 folder, under opaque names, made with O_EXCL|O_NOFOLLOW relative to a directory
   descriptor, renamed when complete. Whatever fails, the partial file is unlinked and its bytes are given back.
@@ -10,8 +10,9 @@ allows (`direct`), compressed where that pays (`compression`).
   flight of all folders on that file system included) are checked before the first byte is written: `TierFull`.
 * After a crash the folder is removed with the worker's local directory by distributed's own lock files; folders of the
   user's choice get the same lock.
-* No fsync for durability: the data need not survive the process. Where ``O_DIRECT`` cannot be had, a large file is
-  synced all the same, because only written pages can be dropped, and until then they count as memory.
+* No fsync for durability: the data need not survive the process. Where ``O_DIRECT`` cannot be had and memory is not
+  idle, a large file is synced all the same, because only written pages can be dropped, and until then they count as
+  memory.
   Rejected: mmap for reading (a truncated file kills the process with SIGBUS).
 
 Methods are called in I/O threads and are thread-safe. System calls go through `os_layer`, so that tests can make
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from dask_gpurt.tiers.account import Group
+    from dask_gpurt.tiers.idle_memory import IdleMemory
 
 #: a value below this goes to a segment
 SMALL = 1 << 18
@@ -75,6 +77,8 @@ class DiskTier:
         Values below this share segment files; 0: none does.
     quota, in_flight
         What is shared with other folders of the worker, and with those on the same file system.
+    idle_memory
+        Where it says that memory is ample, files are left in the page cache; None: nowhere.
 
     Raises
     ------
@@ -96,6 +100,7 @@ class DiskTier:
         segment_bytes: int = SEGMENT,
         quota: Quota | None = None,
         in_flight: InFlight | None = None,
+        idle_memory: IdleMemory | None = None,
         os_layer: Any = os,
     ) -> None:
         self.directory = directory
@@ -111,10 +116,12 @@ class DiskTier:
         #: told about reads that the system could not do
         self.on_read_error: Callable[[DiskTier, OSError], None] = _nobody
         self._in_flight = InFlight() if in_flight is None else in_flight
+        self._idle_memory = idle_memory
         self._os = os_layer
         self._lock = threading.Lock()
         self._closed = False
         self._used_bytes = 0
+        self._cached_bytes = 0
         self._names = itertools.count()
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(directory)
@@ -142,6 +149,11 @@ class DiskTier:
     def used_bytes(self) -> int:
         """Bytes of files, half-written ones and dead records of segments included."""
         return self._used_bytes
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of files that were left in the page cache, which the kernel may have given up by now."""
+        return self._cached_bytes
 
     @property
     def limit_bytes(self) -> int | None:
@@ -228,7 +240,7 @@ class DiskTier:
         record = self._segments.write(pieces)
         return DiskHandle(self, record, (), record.nbytes)
 
-    def _write_file(self, views: list[tuple[int, list[memoryview]]]) -> DiskHandle:
+    def _write_file(self, views: list[tuple[int, list[memoryview]]], *, may_cache: bool = True) -> DiskHandle:
         # At most: every frame has a block of its own, and none becomes smaller.
         most = sum(compression.most_stored(v.nbytes) + (BLOCK if v.nbytes >= LARGE else 0) for _, p in views for v in p)
         most += BLOCK
@@ -236,8 +248,9 @@ class DiskTier:
         self._in_flight.add(most)
         name = self._next_name()
         stored = 0
+        cached = may_cache and self._idle_memory is not None and self._idle_memory.ample(most)
         try:
-            frames, stored = self._stream(name, views)
+            frames, stored = self._stream(name, views, cached=cached)
         except BaseException:
             for leftover in (name + ".part", name):
                 with contextlib.suppress(OSError):
@@ -246,14 +259,19 @@ class DiskTier:
         finally:
             self._in_flight.add(-most)
             self._release(most - stored)
-        return DiskHandle(self, name, frames, stored)
+        if cached:
+            with self._lock:
+                self._cached_bytes += stored
+        return DiskHandle(self, name, frames, stored, cached)
 
-    def _stream(self, name: str, views: list[tuple[int, list[memoryview]]]) -> tuple[tuple[Frame, ...], int]:
+    def _stream(
+        self, name: str, views: list[tuple[int, list[memoryview]]], *, cached: bool
+    ) -> tuple[tuple[Frame, ...], int]:
         system = self._os
         partial = name + ".part"
-        file = self._open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        file = self._open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, cached=cached)
         try:
-            writer = FrameWriter(file, drop_behind=True)
+            writer = FrameWriter(file, drop_behind=not cached)
             timer = _Timer()
             try:
                 for part, buffers in views:
@@ -266,7 +284,7 @@ class DiskTier:
                 frames = writer.finish()
             finally:
                 writer.release()
-            if not self.direct and writer.at >= _SYNCED:
+            if not self.direct and not cached and writer.at >= _SYNCED:
                 system.fdatasync(file.fd)
                 drop_cache(file.fd)
         finally:
@@ -275,9 +293,10 @@ class DiskTier:
         self.write_rate.add(writer.at, timer.seconds_outside)
         return frames, writer.at
 
-    def _open(self, name: str, flags: int) -> DirectFile:
-        flags |= os.O_NOFOLLOW | os.O_CLOEXEC | (O_DIRECT if self.direct else 0)
-        return DirectFile(self._os, self._os.open(name, flags, 0o600, dir_fd=self._dir_fd), self.direct)
+    def _open(self, name: str, flags: int, *, cached: bool) -> DirectFile:
+        direct = self.direct and not cached
+        flags |= os.O_NOFOLLOW | os.O_CLOEXEC | (O_DIRECT if direct else 0)
+        return DirectFile(self._os, self._os.open(name, flags, 0o600, dir_fd=self._dir_fd), direct)
 
     def _choose(self, view: memoryview) -> compression.Choice:
         if self.chooser.setting == "none" or view.nbytes < compression.LEAST:
@@ -311,10 +330,11 @@ class DiskTier:
     def _read_file(self, handle: DiskHandle, name: str, part: int | None) -> tuple[tuple[Frame, ...], list[memoryview]]:
         frames = handle.frames if part is None else tuple(f for f in handle.frames if f.part == part)
         start = time.perf_counter()
-        file = self._open(name, os.O_RDONLY)
+        # What was left in the cache is read from there, or comes back through it.
+        file = self._open(name, os.O_RDONLY, cached=handle.cached)
         try:
             buffers = read_frames(file, frames, f"{name} in {self.directory}")
-            if not file.direct:
+            if not file.direct and not handle.cached:
                 drop_cache(file.fd)
         finally:
             self._os.close(file.fd)
@@ -329,6 +349,9 @@ class DiskTier:
         with contextlib.suppress(OSError):  # gone with its folder, or by somebody's hand: the space is free
             self._os.unlink(handle.place, dir_fd=self._dir_fd)
         self._release(handle.nbytes)
+        if handle.cached:
+            with self._lock:
+                self._cached_bytes -= handle.nbytes
 
     # ------------------------------------------------------------------ life
 
@@ -337,7 +360,7 @@ class DiskTier:
         room = CHUNK if self.limit_bytes is None else (self.limit_bytes - self.quota.used_bytes) // 2
         nbytes = max(1, min(CHUNK, room))
         data = numpy.random.default_rng(0).integers(0, 256, nbytes, "u1").data  # no codec makes it smaller
-        handle = self._write_file([(0, [data])])
+        handle = self._write_file([(0, [data])], may_cache=False)
         try:
             _, (got,) = self.read(handle)
             if got != data and not handle.frames[0].codec:
