@@ -77,6 +77,11 @@ WORKER: tuple[tuple[str, str, str], ...] = (
     ("tiers.disk_bytes", "bytes", "Held on disk"),
     ("tiers.disk_limit_bytes", "bytes", "Budget of disk"),
     ("tiers.disks.*.used_bytes", "bytes", "Held in that folder, dead records included"),
+    (
+        "tiers.disks.*.cached_bytes",
+        "bytes",
+        "Of those, left in the page cache, as memory was idle when they were written",
+    ),
     ("tiers.disks.*.write_bytes_per_second", "bytes/s", "Bandwidth of writes there, as measured"),
     ("tiers.disks.*.read_bytes_per_second", "bytes/s", "Bandwidth of reads there, as measured"),
     (
@@ -127,6 +132,7 @@ WORKER: tuple[tuple[str, str, str], ...] = (
     ("tiers.prefetch.ahead_bytes", "bytes", "Read ahead, or being read, and not used yet"),
     ("tiers.prefetch.started", "count", "Values read ahead; the sum of the next four, and those not used yet"),
     ("tiers.prefetch.started_bytes", "bytes", "Of those"),
+    ("tiers.prefetch.started_by_hint", "count", "Of those, read because the scheduler said when they are used"),
     ("tiers.prefetch.in_time", "count", "Were in memory when their task came"),
     ("tiers.prefetch.late", "count", "Were still being read when their task came"),
     ("tiers.prefetch.early", "count", "Left memory again before their task came"),
