@@ -229,6 +229,7 @@ SCHEDULER: tuple[tuple[str, str, str], ...] = (
     ("shared_copies.swept_objects", "count", "Objects deleted for workers that are gone"),
     ("shared_copies.expired_prefixes", "count", "Leftovers of dead clusters that were deleted"),
     ("shared_copies.exceptions", "count", "Exceptions in this part"),
+    ("tier_news.exceptions", "count", "Messages of workers about their tiers that could not be used"),
     ("shuffle.pinned", "count", "Outputs sent to their worker at once"),
     ("shuffle.workers_able", "count", "Workers that can run the engine's shuffles"),
     ("trace.records", "count", "Records of the trace that is being written"),
