@@ -251,6 +251,8 @@ class Directories:
                 "cached_bytes": f.disk.cached_bytes,
                 "write_bytes_per_second": f.disk.write_rate.bytes_per_second,
                 "read_bytes_per_second": f.disk.read_rate.bytes_per_second,
+                "cached_write_bytes_per_second": f.disk.cached_write_rate.bytes_per_second,
+                "cached_read_bytes_per_second": f.disk.cached_read_rate.bytes_per_second,
                 "compressed_frames": dict(f.disk.compressed_frames),
                 "compactions": f.disk.compactions,
                 "set_aside": f.rests_until > now,

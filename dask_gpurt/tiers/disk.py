@@ -52,6 +52,10 @@ if TYPE_CHECKING:
 SMALL = 1 << 18
 #: a cached write from this size on is synced, so that its pages can be dropped
 _SYNCED = 8 << 20
+#: the page cache costs the processor, a device does not: it has to be faster by this factor
+_CACHE_GAIN = 0.8
+#: one in so many values goes the other way, so that its price is known
+_EXPLORE = 32
 
 
 def _nobody(disk: DiskTier, error: OSError) -> None:
@@ -78,7 +82,8 @@ class DiskTier:
     quota, in_flight
         What is shared with other folders of the worker, and with those on the same file system.
     idle_memory
-        Where it says that memory is ample, files are left in the page cache; None: nowhere.
+        Where it says that memory is ample, files are left in the page cache if that is faster (see `_pays_to_cache`);
+        None: nowhere.
 
     Raises
     ------
@@ -108,9 +113,15 @@ class DiskTier:
         self.quota = Quota(limit_bytes) if quota is None else quota
         #: compresses what it is told to, or what pays
         self.chooser = compression.Chooser(codec)
-        #: of large values, in bytes as they lie on disk
+        #: of large values that do not stay in the page cache, in bytes as they lie on disk
         self.write_rate = compression.Rate()
         self.read_rate = compression.Rate()
+        #: of those that stay
+        self.cached_write_rate = compression.Rate()
+        self.cached_read_rate = compression.Rate()
+        self._decisions = itertools.count(1)
+        #: bytes of large values, ever
+        self._written_bytes = self._read_bytes = 0
         #: frames written, by codec
         self.compressed_frames: dict[str, int] = {}
         #: told about reads that the system could not do
@@ -248,7 +259,7 @@ class DiskTier:
         self._in_flight.add(most)
         name = self._next_name()
         stored = 0
-        cached = may_cache and self._idle_memory is not None and self._idle_memory.ample(most)
+        cached = may_cache and self._pays_to_cache(most)
         try:
             frames, stored = self._stream(name, views, cached=cached)
         except BaseException:
@@ -259,10 +270,33 @@ class DiskTier:
         finally:
             self._in_flight.add(-most)
             self._release(most - stored)
-        if cached:
-            with self._lock:
+        with self._lock:
+            self._written_bytes += stored
+            if cached:
                 self._cached_bytes += stored
         return DiskHandle(self, name, frames, stored, cached)
+
+    def _pays_to_cache(self, nbytes: int) -> bool:
+        """Is memory ample, and a value sooner written and read back through it than by the device?
+
+        The page cache is no gain where its pages are dear: on virtual machines whose host takes unused memory back, a
+        page that is touched first can cost ten times what a fast disk takes for it. So both ways are measured, the one
+        that is not in use again and again. Values are read as often as they were so far.
+        """
+        if self._idle_memory is None or not self._idle_memory.ample(nbytes):
+            return False
+        if not self.direct:
+            return True  # else it would have to be synced
+        cached = self.cached_write_rate.bytes_per_second
+        if cached is None:
+            return True  # once, to know
+        past = self.write_rate.bytes_per_second or cached
+        reads = min(4.0, max(0.5, self._read_bytes / max(1, self._written_bytes)))
+        # Until a value was read back, reading is taken to be twice as fast as writing, or as fast.
+        cached_seconds = 1 / cached + reads / (self.cached_read_rate.bytes_per_second or 2 * cached)
+        past_seconds = 1 / past + reads / (self.read_rate.bytes_per_second or past)
+        pays = cached_seconds < _CACHE_GAIN * past_seconds
+        return pays != (next(self._decisions) % _EXPLORE == 0)
 
     def _stream(
         self, name: str, views: list[tuple[int, list[memoryview]]], *, cached: bool
@@ -290,7 +324,8 @@ class DiskTier:
         finally:
             system.close(file.fd)
         system.rename(partial, name, src_dir_fd=self._dir_fd, dst_dir_fd=self._dir_fd)
-        self.write_rate.add(writer.at, timer.seconds_outside)
+        rate = self.cached_write_rate if cached else self.write_rate
+        rate.add(writer.at, timer.seconds_outside)
         return frames, writer.at
 
     def _open(self, name: str, flags: int, *, cached: bool) -> DirectFile:
@@ -338,7 +373,11 @@ class DiskTier:
                 drop_cache(file.fd)
         finally:
             self._os.close(file.fd)
-        self.read_rate.add(sum(f.extent_bytes for f in frames), time.perf_counter() - start)
+        nbytes = sum(f.extent_bytes for f in frames)
+        rate = self.cached_read_rate if handle.cached else self.read_rate
+        rate.add(nbytes, time.perf_counter() - start)
+        with self._lock:
+            self._read_bytes += nbytes
         return frames, buffers
 
     def free(self, handle: DiskHandle) -> None:

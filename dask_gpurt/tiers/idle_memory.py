@@ -1,9 +1,9 @@
 """Is there memory on this machine that nobody uses?
 
 Past the page cache, a spilled value costs the speed of the device twice. Where a machine, or the container around the
-worker, has memory to spare, the kernel's cache of files is a tier of its own between memory and disk that costs nobody
-anything: its pages are given up as soon as somebody wants them. So `DiskTier` writes through it as long as a good part
-of the memory is idle, and past it from then on (a worker on a machine of its own that is about to fill it has none to
+worker, has memory to spare, the kernel's cache of files is a tier of its own between memory and disk that takes nothing
+from anybody: its pages are given up as soon as somebody wants them. So `DiskTier` may use it as long as a good part of
+the memory is idle, and goes past it from then on (a worker on a machine of its own that is about to fill it has none to
 spare, and there only direct I/O really frees memory).
 
 What is counted as idle: what the kernel calls available, without pages that were not written to their disk yet, as

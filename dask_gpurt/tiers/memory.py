@@ -39,6 +39,7 @@ from distributed import system
 from tornado.ioloop import PeriodicCallback
 
 from dask_gpurt.config import DEFAULTS
+from dask_gpurt.tiers.recycled import RECYCLED
 
 if TYPE_CHECKING:
     from dask_gpurt.config import TierSettings
@@ -53,6 +54,8 @@ _SHARDS_ONLY = 0.25
 
 #: share of the limit; between two looks a process may grow by what its threads allocate in a tenth of a second
 _CEILING = 0.8
+#: share of the limit for memory that waits for the next value to be read into it
+_KEPT = 0.08
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,17 +122,20 @@ class MemoryWatch:
         """Start, stop or change the watch."""
         self.stop()
         self._limits = limits
-        if limits.watch_high_bytes is not None:
-            self._callback = PeriodicCallback(self.look, limits.interval_seconds * 1000)
-            self._callback.start()
+        # Of all workers in this process.
+        RECYCLED.keep_bytes = max(RECYCLED.keep_bytes, int(_KEPT * (self._worker.memory_manager.memory_limit or 0)))
+        self._callback = PeriodicCallback(self.look, limits.interval_seconds * 1000)
+        self._callback.start()
 
     def stop(self) -> None:
+        RECYCLED.trim(all_of_it=True)
         if self._callback is not None:
             self._callback.stop()
             self._callback = None
 
     def look(self) -> None:
         """One look at the resident set."""
+        RECYCLED.trim()
         high, low = self._limits.watch_high_bytes, self._limits.watch_low_bytes
         if high is None or low is None:
             return
@@ -141,6 +147,7 @@ class MemoryWatch:
             self._engine.shrink(0)
             return
         self.alarms += 1
+        RECYCLED.trim(all_of_it=True)
         self._engine.shrink(size - low)
         # With shards alone our bytes say nothing about the process; distributed's monitor has its own warning.
         if not self._engine.can_shrink and not self._limits.shards_only:
