@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
+import math
 import os
 import shutil
 import threading
@@ -54,7 +55,7 @@ SMALL = 1 << 18
 _SYNCED = 8 << 20
 #: the page cache costs the processor, a device does not: it has to be faster by this factor
 _CACHE_GAIN = 0.8
-#: one in so many values goes the other way, so that its price is known
+#: one in so many values goes the other way, were it as good, so that its price is known
 _EXPLORE = 32
 
 
@@ -251,7 +252,7 @@ class DiskTier:
         record = self._segments.write(pieces)
         return DiskHandle(self, record, (), record.nbytes)
 
-    def _write_file(self, views: list[tuple[int, list[memoryview]]], *, may_cache: bool = True) -> DiskHandle:
+    def _write_file(self, views: list[tuple[int, list[memoryview]]], *, cached: bool | None = None) -> DiskHandle:
         # At most: every frame has a block of its own, and none becomes smaller.
         most = sum(compression.most_stored(v.nbytes) + (BLOCK if v.nbytes >= LARGE else 0) for _, p in views for v in p)
         most += BLOCK
@@ -259,7 +260,8 @@ class DiskTier:
         self._in_flight.add(most)
         name = self._next_name()
         stored = 0
-        cached = may_cache and self._pays_to_cache(most)
+        if cached is None:
+            cached = self._pays_to_cache(most)
         try:
             frames, stored = self._stream(name, views, cached=cached)
         except BaseException:
@@ -296,7 +298,10 @@ class DiskTier:
         cached_seconds = 1 / cached + reads / (self.cached_read_rate.bytes_per_second or 2 * cached)
         past_seconds = 1 / past + reads / (self.read_rate.bytes_per_second or past)
         pays = cached_seconds < _CACHE_GAIN * past_seconds
-        return pays != (next(self._decisions) % _EXPLORE == 0)
+        # The dearer the other way is, the more rarely it is tried: its price must not be felt.
+        worse, better = max(cached_seconds, past_seconds), min(cached_seconds, past_seconds)
+        every = math.ceil(_EXPLORE * (worse / better) ** 2)
+        return pays != (next(self._decisions) % every == 0)
 
     def _stream(
         self, name: str, views: list[tuple[int, list[memoryview]]], *, cached: bool
@@ -395,17 +400,22 @@ class DiskTier:
     # ------------------------------------------------------------------ life
 
     def probe(self) -> None:
-        """Write, read and delete one chunk (less under a small quota), which also measures. Raises what went wrong."""
+        """Write, read and delete one chunk (less under a small quota), past the page cache and through it.
+
+        It also measures. Raises what went wrong.
+        """
         room = CHUNK if self.limit_bytes is None else (self.limit_bytes - self.quota.used_bytes) // 2
         nbytes = max(1, min(CHUNK, room))
         data = numpy.random.default_rng(0).integers(0, 256, nbytes, "u1").data  # no codec makes it smaller
-        handle = self._write_file([(0, [data])], may_cache=False)
-        try:
-            _, (got,) = self.read(handle)
-            if got != data and not handle.frames[0].codec:
-                raise CorruptData(f"{self.directory} gave back other bytes than were written")
-        finally:
-            self.free(handle)
+        ways = (False, True) if self._idle_memory is not None and self._idle_memory.ample(nbytes) else (False,)
+        for cached in ways:
+            handle = self._write_file([(0, [data])], cached=cached)
+            try:
+                _, (got,) = self.read(handle)
+                if got != data and not handle.frames[0].codec:
+                    raise CorruptData(f"{self.directory} gave back other bytes than were written")
+            finally:
+                self.free(handle)
 
     def close(self) -> None:
         """Delete everything, the folder too."""

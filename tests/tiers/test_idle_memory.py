@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dask_gpurt.tiers.codec import PickleCodec
+from dask_gpurt.tiers.compression import Rate
 from dask_gpurt.tiers.disk import DiskTier
 from dask_gpurt.tiers.idle_memory import IdleMemory, Memory, memories
 
@@ -150,4 +151,38 @@ def test_a_large_value_in_several_pieces_through_the_cache(tmp_path: Path) -> No
         f.write(bytes([byte ^ 1]))
     with pytest.raises(Exception, match="checksum"):
         handle.load(codec)
+    disk.close()
+
+
+def test_the_page_cache_is_used_where_it_is_faster(tmp_path: Path) -> None:
+    disk = DiskTier(str(tmp_path / "t"), idle_memory=IdleMemory(lambda: [Memory(GB * 10, GB * 10, 0)]))
+    if not disk.direct:
+        pytest.skip("no direct I/O here: the page cache is all there is")
+
+    def decisions(n: int, **rates: float) -> list[bool]:
+        for name in ("write_rate", "read_rate", "cached_write_rate", "cached_read_rate"):
+            rate = Rate()
+            if name in rates:
+                rate.add(100 << 20, (100 << 20) / rates[name])
+            setattr(disk, name, rate)
+        return [disk._pays_to_cache(4096) for _ in range(n)]
+
+    assert decisions(1, write_rate=1e9) == [True]  # never tried
+    slow = decisions(3200, write_rate=1e9, read_rate=1e9, cached_write_rate=1e8, cached_read_rate=1e9)
+    assert 0 < sum(slow) <= 4  # seven times dearer: hardly ever tried again
+    near = decisions(3200, write_rate=1e9, read_rate=1e9, cached_write_rate=0.9e9, cached_read_rate=1.1e9)
+    assert 50 < sum(near) < 150
+    fast = decisions(3200, write_rate=3e8, read_rate=3e8, cached_write_rate=2e9, cached_read_rate=4e9)
+    assert sum(fast) > 3150
+    disk.probe()
+    assert disk.files() == []
+    disk.close()
+
+
+def test_the_probe_measures_both_ways(tmp_path: Path) -> None:
+    disk = DiskTier(str(tmp_path / "t"), idle_memory=IdleMemory(lambda: [Memory(GB * 10, GB * 10, 0)]))
+    disk.probe()
+    rates = (disk.write_rate, disk.read_rate, disk.cached_write_rate, disk.cached_read_rate)
+    assert all(r.bytes_per_second for r in rates)
+    assert disk.cached_bytes == disk.used_bytes == 0
     disk.close()
