@@ -124,8 +124,9 @@ class MemoryWatch:
         self._limits = limits
         # Of all workers in this process.
         RECYCLED.keep_bytes = max(RECYCLED.keep_bytes, int(_KEPT * (self._worker.memory_manager.memory_limit or 0)))
-        self._callback = PeriodicCallback(self.look, limits.interval_seconds * 1000)
-        self._callback.start()
+        if limits.watch_high_bytes is not None:
+            self._callback = PeriodicCallback(self.look, limits.interval_seconds * 1000)
+            self._callback.start()
 
     def stop(self) -> None:
         RECYCLED.trim(all_of_it=True)

@@ -95,6 +95,7 @@ class Recycled:
         return None
 
     def _came_back(self, array: Bytes) -> None:
+        self.trim()
         if self.kept_bytes + array.nbytes <= self.keep_bytes:
             self._free.append(_Block(array, self._clock()))
 
