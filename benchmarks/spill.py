@@ -124,7 +124,7 @@ def one_run(kind: str, workload: str, times: float, args: argparse.Namespace) ->
         pool.shutdown(wait=False, cancel_futures=True)
         result["restarts"] = client.run_on_scheduler(_removed)
         per_worker = list(client.run(_collect, on_error="ignore").values())
-    for name in ("written_bytes", "read_bytes", "loop_gaps_seconds", "long_gaps"):
+    for name in ("written_bytes", "read_bytes", "loop_gaps_seconds", "long_gaps", "paused_seconds"):
         result[name] = sum(w[name] for w in per_worker)
     for name in ("peak_rss_bytes", "longest_loop_gap_seconds"):
         result[name] = max(w[name] for w in per_worker)
@@ -182,7 +182,8 @@ def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
             if mine:
                 row[kind] = {
                     f: statistics.median(r[f] for r in mine)
-                    for f in ("wall_seconds", "written_bytes", "read_bytes", "loop_gaps_seconds")
+                    for f in ("wall_seconds", "written_bytes", "read_bytes", "loop_gaps_seconds", "paused_seconds")
+                    if f in mine[0]
                 }
                 row[kind] |= {
                     f"max_{f}": max(r[f] for r in mine)

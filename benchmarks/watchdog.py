@@ -18,6 +18,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from distributed import Worker, WorkerPlugin
+from distributed.core import Status
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -41,6 +42,9 @@ class Watchdog(WorkerPlugin):
     async def setup(self, worker: Worker) -> None:
         self.gaps: list[float] = []
         self.peak_bytes = 0
+        #: seconds in which the worker was paused, for want of memory
+        self.paused_seconds = 0.0
+        self._worker = worker
         #: of long gaps: what kept the loop
         self.stories: list[dict[str, Any]] = []
         self._beat = time.perf_counter()
@@ -54,7 +58,10 @@ class Watchdog(WorkerPlugin):
         while True:
             self._beat = last = time.perf_counter()
             await asyncio.sleep(PERIOD_SECONDS)
-            gap = time.perf_counter() - last - PERIOD_SECONDS
+            now = time.perf_counter()
+            gap = now - last - PERIOD_SECONDS
+            if self._worker.status == Status.paused:
+                self.paused_seconds += now - last
             if gap > ALLOWED_SECONDS:
                 self.gaps.append(gap)
             caught, self._caught = self._caught, None
@@ -103,8 +110,10 @@ def collect(worker: Worker) -> dict[str, Any]:
     assert isinstance(dog, Watchdog)
     gaps, dog.gaps = dog.gaps, []
     stories, dog.stories = dog.stories, []
+    paused, dog.paused_seconds = dog.paused_seconds, 0.0
     return {
         "peak_rss_bytes": dog.peak_bytes,
+        "paused_seconds": paused,
         "loop_gaps_seconds": sum(gaps),
         "longest_loop_gap_seconds": max(gaps, default=0.0),
         "long_gaps": sum(gap > LONG_SECONDS for gap in gaps),

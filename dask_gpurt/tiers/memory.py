@@ -54,6 +54,9 @@ _SHARDS_ONLY = 0.25
 
 #: share of the limit; between two looks a process may grow by what its threads allocate in a tenth of a second
 _CEILING = 0.8
+#: how far below distributed's mark for pausing a worker values have to stay, as a share of the limit: a pause of a
+#: tenth of a second costs more than the values that it makes room for
+_BELOW_PAUSE = 0.05
 #: share of the limit for memory that waits for the next value to be read into it
 _KEPT = 0.08
 
@@ -94,13 +97,15 @@ def limits_of(worker: Any, settings: TierSettings, *, shards_only: bool) -> Limi
     if disk is None and manager.max_spill is not False:
         disk = int(manager.max_spill)
     watched = bool(limit and spill)
+    pause = manager.memory_pause_fraction
+    ceiling = min(_CEILING, pause - _BELOW_PAUSE) if pause else _CEILING
     return Limits(
         budget_bytes=budget,
         disk_limit_bytes=disk,
         disk_reserve_bytes=settings.disk_reserve,
         watch_high_bytes=int(limit * spill) if watched else None,
         watch_low_bytes=int(limit * (target or spill)) if watched else None,
-        ceiling_bytes=int(limit * _CEILING) if watched else None,
+        ceiling_bytes=int(limit * ceiling) if watched else None,
         interval_seconds=manager.memory_monitor_interval or 0.1,
         shards_only=shards_only,
     )
