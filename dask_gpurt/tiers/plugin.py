@@ -328,6 +328,7 @@ class TierRuntime:
             "admission_forced": engine.gate.forced,
             "admission_queue": len(engine.gate),
             "memory_alarms": self._watch.alarms,
+            "memory_trims": self._watch.trims,
             "fallbacks": dict(seam.fallbacks) if seam is not None else {},
             "last_traceback": seam.last_traceback if seam is not None else "",
             "lost_keys": seam.lost_keys if seam is not None else 0,
