@@ -14,7 +14,6 @@ One call runs a subset and adds to the file, so that long series can be taken in
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import json
 import logging
@@ -23,15 +22,15 @@ import os
 import statistics
 import sys
 import tempfile
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from dask.utils import parse_bytes
-from distributed import Client, LocalCluster, Scheduler, SchedulerPlugin, Worker, WorkerPlugin
+from distributed import Client, LocalCluster, Scheduler, SchedulerPlugin, Worker
 
 import dask_gpurt
-from benchmarks import compare, data
+from benchmarks import compare, data, watchdog
 from benchmarks.spill_workloads import WORKLOADS, same
 from dask_gpurt.extension import on_worker
 
@@ -39,46 +38,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 KINDS = ("stock", "gpurt")
-PERIOD_SECONDS = 0.002
-ALLOWED_SECONDS = 0.020
 #: chunks that fit in the memory limit of one worker
 CHUNKS = 25
 #: array work that is bound by arithmetic (`tensordot`) says little here
 DEFAULT = ("persist_and_sum", "dot_product", "sort", "join_chain", "groupby_chain")
-
-
-class Watchdog(WorkerPlugin):
-    """Gaps of the event loop, and the peak of the resident set."""
-
-    name = "spill-watchdog"
-
-    async def setup(self, worker: Worker) -> None:
-        self.worker = worker
-        self.gaps: list[float] = []
-        self.peak_bytes = 0
-        self._stop = threading.Event()
-        self._task = asyncio.create_task(self._watch_loop())
-        threading.Thread(target=self._watch_memory, daemon=True).start()
-
-    async def _watch_loop(self) -> None:
-        last = time.perf_counter()
-        while True:
-            await asyncio.sleep(PERIOD_SECONDS)
-            now = time.perf_counter()
-            gap, last = now - last - PERIOD_SECONDS, now
-            if gap > ALLOWED_SECONDS:
-                self.gaps.append(gap)
-
-    def _watch_memory(self) -> None:
-        page = mmap.PAGESIZE
-        with open("/proc/self/statm") as f:
-            while not self._stop.wait(0.01):
-                f.seek(0)
-                self.peak_bytes = max(self.peak_bytes, int(f.read().split()[1]) * page)
-
-    async def teardown(self, worker: Worker) -> None:
-        self._stop.set()
-        self._task.cancel()
 
 
 class Restarts(SchedulerPlugin):
@@ -100,12 +63,7 @@ def _removed(dask_scheduler: Scheduler) -> int:
 
 
 def _collect(dask_worker: Worker) -> dict[str, Any]:
-    dog = dask_worker.plugins["spill-watchdog"]
-    out: dict[str, Any] = {
-        "peak_rss_bytes": dog.peak_bytes,
-        "loop_gaps_seconds": sum(dog.gaps),
-        "longest_loop_gap_seconds": max(dog.gaps, default=0.0),
-    }
+    out = watchdog.collect(dask_worker)
     parts = on_worker(dask_worker)
     if parts is not None and parts.runtime is not None:
         stats = parts.runtime.statistics()
@@ -149,19 +107,24 @@ def one_run(kind: str, workload: str, times: float, args: argparse.Namespace) ->
     """One workload on a fresh cluster."""
     limit = parse_bytes(args.memory_limit)
     result: dict[str, Any] = {"kind": kind, "workload": workload, "times": times}
-    result["setup"] = {k: getattr(args, k) for k in ("workers", "threads", "memory_limit")}
+    result["setup"] = {k: getattr(args, k) for k in ("workers", "threads", "memory_limit", "give_up")}
     with _cluster(kind, args) as client:
         client.register_plugin(Restarts())
-        client.register_plugin(Watchdog())
+        client.register_plugin(watchdog.Watchdog())
         start = time.perf_counter()
+        pool = ThreadPoolExecutor(1)  # not waited for: what hangs ends with its client
+        future = pool.submit(WORKLOADS[workload], int(times * limit * args.workers), limit // CHUNKS)
         try:
-            result["answer"] = WORKLOADS[workload](int(times * limit * args.workers), limit // CHUNKS)
+            result["answer"] = future.result(args.give_up)
+        except TimeoutError:
+            result["failed"] = f"not done after {args.give_up:g} s"
         except Exception as e:  # what stock does when its worker was killed too often
             result["failed"] = f"{type(e).__name__}: {str(e)[:200]}"
         result["wall_seconds"] = time.perf_counter() - start
+        pool.shutdown(wait=False, cancel_futures=True)
         result["restarts"] = client.run_on_scheduler(_removed)
         per_worker = list(client.run(_collect, on_error="ignore").values())
-    for name in ("written_bytes", "read_bytes", "loop_gaps_seconds"):
+    for name in ("written_bytes", "read_bytes", "loop_gaps_seconds", "long_gaps", "paused_seconds"):
         result[name] = sum(w[name] for w in per_worker)
     for name in ("peak_rss_bytes", "longest_loop_gap_seconds"):
         result[name] = max(w[name] for w in per_worker)
@@ -219,7 +182,8 @@ def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
             if mine:
                 row[kind] = {
                     f: statistics.median(r[f] for r in mine)
-                    for f in ("wall_seconds", "written_bytes", "read_bytes", "loop_gaps_seconds")
+                    for f in ("wall_seconds", "written_bytes", "read_bytes", "loop_gaps_seconds", "paused_seconds")
+                    if f in mine[0]
                 }
                 row[kind] |= {
                     f"max_{f}": max(r[f] for r in mine)
@@ -232,6 +196,13 @@ def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
             for f in ("hidden_seconds_share", "read_in_time_share"):
                 shares = [r[f] for r in ours if r[f] is not None]
                 row["gpurt"][f] = statistics.median(shares) if shares else None
+        gave_up = [
+            (s, g)
+            for s, g in zip(by_kind["stock"], ours, strict=False)
+            if str(s.get("failed", "")).startswith("not done") and "failed" not in g
+        ]
+        if gave_up:
+            row["speedup_at_least"] = statistics.median(s["wall_seconds"] / g["wall_seconds"] for s, g in gave_up)
         pairs = [
             (s, g) for s, g in zip(by_kind["stock"], ours, strict=False) if "failed" not in s and "failed" not in g
         ]
@@ -254,6 +225,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--times", type=float, default=3, help="the data is so many times the memory of all workers")
     parser.add_argument("--workloads", nargs="+", default=list(DEFAULT), choices=list(WORKLOADS))
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
+    parser.add_argument("--give-up", type=float, default=120, help="seconds after which a run is ended as failed")
     parser.add_argument("--add", action="store_true", help="keep the runs that are in --out already")
     parser.add_argument("--out", help="JSON file to write")
     args = parser.parse_args(argv)

@@ -1,58 +1,43 @@
 """Is a worker's event loop free while it spills? Stock Dask and the tiers, alternating.
 
-One worker makes arrays of several times its memory, then reads each again. Measured on its event loop: the gaps
-between wake-ups of a task that sleeps 2 ms (gaps beyond 20 ms count as blocked), wall time of both phases, and the peak
-resident set. The results are checked. Prints, and with ``--out`` writes, JSON with every run.
+One worker makes arrays of several times its memory, then reads each again. Measured on its event loop (`watchdog`): the
+gaps between wake-ups of a task that sleeps 2 ms, and what was at work in the long ones; beside them the longest time
+that code of the tiers held the loop, as they count it themselves; wall time of both phases; the peak resident set. The
+results are checked. Prints, and with ``--out`` writes, JSON with every run.
 
-    python -m benchmarks.spill_loop --runs 5 --size 2GB --out spill_loop.json
+    python -m benchmarks.spill_loop --runs 5 --size 10GB --out spill_loop.json --add
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import logging
+import os
 import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 from dask.utils import parse_bytes
 from distributed import Client, LocalCluster, Worker, WorkerPlugin, wait
 
-from benchmarks import data
+from benchmarks import compare, data, watchdog
 from dask_gpurt.config import Settings, TierSettings
 
-PERIOD_SECONDS = 0.002
-ALLOWED_SECONDS = 0.020
-
-
-class Watchdog(WorkerPlugin):
-    """Measures gaps on the loop and the resident set."""
-
-    name = "loop-watchdog"
-
-    async def setup(self, worker: Worker) -> None:
-        self.worker = worker
-        self.gaps: list[float] = []
-        self.peak = 0
-        self.task = asyncio.create_task(self.watch())
-
-    async def watch(self) -> None:
-        last = time.perf_counter()
-        while True:
-            await asyncio.sleep(PERIOD_SECONDS)
-            now = time.perf_counter()
-            gap, last = now - last - PERIOD_SECONDS, now
-            if gap > ALLOWED_SECONDS:
-                self.gaps.append(gap)
-            self.peak = max(self.peak, self.worker.monitor.proc.memory_info().rss)
-
-    async def teardown(self, worker: Worker) -> None:
-        self.task.cancel()
+FIGURES = (
+    "wall_seconds",
+    "loop_gaps_seconds",
+    "longest_loop_gap_seconds",
+    "long_gaps",
+    "own_loop_max_seconds",
+    "own_loop_sum_seconds",
+    "peak_rss_bytes",
+)
 
 
 class Tiers(WorkerPlugin):
@@ -78,12 +63,12 @@ def digest(array: np.ndarray[Any, Any]) -> int:
 
 
 def collect(dask_worker: Worker) -> dict[str, Any]:
-    dog = dask_worker.plugins["loop-watchdog"]
-    gaps, dog.gaps = dog.gaps, []
-    out = {"blocked_seconds": sum(gaps), "longest_gap_seconds": max(gaps, default=0.0), "peak_rss_bytes": dog.peak}
+    out = watchdog.collect(dask_worker)
     tiers = dask_worker.plugins.get("tiers")
     if tiers is not None:
         stats = tiers.runtime.statistics()
+        out["own_loop_max_seconds"] = stats["loop_blocked_seconds"]["max"]
+        out["own_loop_sum_seconds"] = stats["loop_blocked_seconds"]["sum"]
         out["tiers"] = {k: stats[k] for k in ("written", "read", "sync_reads", "admission_wait_seconds", "fallbacks")}
     else:
         metrics = dask_worker.data.cumulative_metrics
@@ -109,7 +94,7 @@ def one_run(kind: str, total_bytes: int, chunk_bytes: int, memory_limit: str) ->
     ):
         if kind == "tiers":
             client.register_plugin(Tiers(Settings.load().tiers))
-        client.register_plugin(Watchdog())
+        client.register_plugin(watchdog.Watchdog())
         start = time.perf_counter()
         arrays = client.map(make, range(n), n=chunk_bytes, pure=False)
         wait(arrays)
@@ -117,7 +102,8 @@ def one_run(kind: str, total_bytes: int, chunk_bytes: int, memory_limit: str) ->
         start = time.perf_counter()
         digests = client.gather(client.map(digest, arrays))
         result["consume"] = {"wall_seconds": time.perf_counter() - start, **_only(client.run(collect))}
-        result["correct"] = digests == [digest(make(i, chunk_bytes)) for i in range(n)]
+    with ThreadPoolExecutor() as threads:
+        result["correct"] = digests == list(threads.map(lambda i: digest(make(i, chunk_bytes)), range(n)))
     return result
 
 
@@ -128,8 +114,9 @@ def _only(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     out: dict[str, Any] = {}
-    for kind in ("stock", "tiers"):
+    for kind in dict.fromkeys(r["kind"] for r in runs):
         mine = [r for r in runs if r["kind"] == kind]
+        figures = [f for f in FIGURES if f in mine[0]["produce"]]
         out[kind] = {
             f"{phase} {figure}": {
                 "median": statistics.median(r[phase][figure] for r in mine),
@@ -137,8 +124,14 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
                 "max": max(r[phase][figure] for r in mine),
             }
             for phase in ("produce", "consume")
-            for figure in ("wall_seconds", "blocked_seconds", "longest_gap_seconds", "peak_rss_bytes")
+            for figure in figures
         }
+        kept = Counter[str]()
+        for run in mine:
+            for phase in ("produce", "consume"):
+                kept.update(run[phase]["long_gaps_kept_by"])
+        out[kind]["runs"] = len(mine)
+        out[kind]["gaps over 50 ms, by what kept the loop"] = dict(kept)
     return out
 
 
@@ -148,25 +141,29 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--size", default="2GB", help="bytes that the worker makes")
     parser.add_argument("--chunk", default="50MB", help="bytes of one array")
     parser.add_argument("--memory-limit", default="1GiB", help="of the worker")
+    parser.add_argument("--kinds", nargs="+", default=["stock", "tiers"], choices=["stock", "tiers"])
+    parser.add_argument("--add", action="store_true", help="keep the runs that are in --out already")
     parser.add_argument("--out", help="JSON file to write")
     args = parser.parse_args(argv)
-    runs = []
-    for i in range(args.runs):
-        # Alternating, and each first in turn: the machine's state is the same for both.
-        for kind in ("stock", "tiers") if i % 2 == 0 else ("tiers", "stock"):
-            runs.append(one_run(kind, parse_bytes(args.size), parse_bytes(args.chunk), args.memory_limit))
-            print(json.dumps(runs[-1]), file=sys.stderr)
-    report = {
-        **data.facts(f"{data.cores()} CPU cores, one worker with one thread in this process, local disk, no GPU"),
-        "benchmark": "spill_loop",
-        "arguments": vars(args),
-        "correct": all(r["correct"] for r in runs),
-        "summary": summary(runs),
-        "runs": runs,
-    }
+    runs: list[dict[str, Any]] = []
+    if args.add and args.out and os.path.exists(args.out):
+        with open(args.out) as f:
+            runs = json.load(f)["runs"]
+    for _, kind in compare.turns(args.kinds, args.runs):
+        runs.append(one_run(kind, parse_bytes(args.size), parse_bytes(args.chunk), args.memory_limit))
+        runs[-1]["setup"] = {k: getattr(args, k) for k in ("size", "chunk", "memory_limit")}
+        print(json.dumps(runs[-1]), file=sys.stderr, flush=True)
+        report = {
+            **data.facts(f"{data.cores()} CPU cores, one worker process with one thread, local disk, no GPU"),
+            "benchmark": "spill_loop",
+            "arguments": vars(args),
+            "correct": all(r["correct"] for r in runs),
+            "summary": summary(runs),
+            "runs": runs,
+        }
+        if args.out:  # after each run: a long series may be cut short
+            data.write_json(args.out, report)
     print(json.dumps(report["summary"], indent=1))
-    if args.out:
-        print(data.write_json(args.out, report))
     return 0 if report["correct"] else 1
 
 

@@ -85,7 +85,8 @@ def conflict(worker: Any) -> str:
     data = worker.memory_manager.data
     if type(data).__module__.partition(".")[0] == "dask_cuda":
         return (
-            f"worker.data is dask-cuda's {type(data).__name__}, which moves device values itself. Remedy: start one "
+            f"worker.data is dask-cuda's {type(data).__name__}, which moves device values itself, and it has "
+            "no limit of host memory or holds values already. Remedy: load dask_gpurt before the first task, start one "
             "`dask worker` per GPU with CUDA_VISIBLE_DEVICES set, or set gpurt.tiers.device: off"
         )
     cudf = sys.modules.get("cudf")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import traceback
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +60,9 @@ class GpurtScheduler(SchedulerPlugin):
         self.placement: PlacementPlugin | None = None
         #: what workers tell of their tiers; here because they may speak before placement is there
         self.residence = Residence()
+        #: of their messages, those that could not be used
+        self.news_exceptions = 0
+        self.news_traceback = ""
         self.shuffle: ShuffleTakeover | None = None
         self.trace: TraceRecorder | None = None
         self.journal: Journal | None = None
@@ -210,7 +214,10 @@ class GpurtScheduler(SchedulerPlugin):
             self.residence.heard(worker, disk, back)
         except Exception:
             self.residence.clear()
-            logger.exception("dask-gpurt: news of %s about its tiers could not be used: %r, %r", worker, disk, back)
+            self.news_exceptions += 1
+            self.news_traceback = traceback.format_exc()
+            if self.news_exceptions in (1, 10, 100, 1000):
+                logger.exception("dask-gpurt: news of %s about its tiers could not be used: %r, %r", worker, disk, back)
 
     async def _add_shuffle(self) -> Callable[[], Awaitable[None]]:
         assert self.scheduler is not None
@@ -305,7 +312,7 @@ class GpurtScheduler(SchedulerPlugin):
 
     def figures(self) -> dict[str, Any]:
         """What the engines tell of themselves; plain JSON values."""
-        out: dict[str, Any] = {}
+        out: dict[str, Any] = {"tier_news": {"exceptions": self.news_exceptions, "last_traceback": self.news_traceback}}
         if self.next_use is not None:
             out["next_use"] = self.next_use.statistics()
         if self.shared_copies is not None:

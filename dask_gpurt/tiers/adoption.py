@@ -6,7 +6,8 @@ anything is changed.
 
 Only distributed's own `SpillBuffer` is taken over. Anything else was chosen by somebody: a ``dict`` is what distributed
 takes when it must not spill, another mapping came with ``Worker(data=...)`` or from dask-cuda. `left_alone` says
-which.
+which. One exception: ``dask cuda worker`` gives each worker a ``DeviceHostFile``; where our device tier is switched on
+and can be had, `stand_in` puts a `SpillBuffer` in its place while it is still empty.
 
 Adoption: values on disk stay in the buffer's files and are read by our reader threads when they are needed
 (`ForeignHandle`).
@@ -36,6 +37,7 @@ import dataclasses
 import inspect
 import logging
 import os
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -48,7 +50,7 @@ from dask_gpurt.errors import CorruptData, SeamMismatch
 from dask_gpurt.tiers.handle import DecodeError, IoCost
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from dask_gpurt.tiers.account import Codec
     from dask_gpurt.tiers.engine import Engine
@@ -122,15 +124,47 @@ def left_alone(data: Any) -> LeftAlone | None:
             logging.INFO,
         )
     kind = f"{type(data).__module__}.{type(data).__qualname__}"
-    if kind.startswith("dask_cuda."):
+    if from_dask_cuda(data):
         return LeftAlone(
             f"worker.data is a {kind}, which manages device memory itself",
-            "start the worker without device_memory_limit",
+            "start the worker with gpurt.tiers.device: auto, which takes its place before the first task, or as one "
+            "plain `dask worker` per GPU with CUDA_VISIBLE_DEVICES set",
             logging.WARNING,
         )
     return LeftAlone(
         f"worker.data is a {kind}, not distributed's own SpillBuffer", "start the worker without data=", logging.WARNING
     )
+
+
+def from_dask_cuda(data: Any) -> bool:
+    """Is it dask-cuda's ``DeviceHostFile``?"""
+    return type(data).__module__.partition(".")[0] == "dask_cuda"
+
+
+def stand_in(worker: Any) -> Callable[[], None] | None:
+    """Put what distributed itself would have chosen in the place of dask-cuda's mapping, if nothing is in it yet.
+
+    Returns
+    -------
+    What undoes it; None when nothing was done: another mapping, keys in it, or no limit of host memory.
+    """
+    manager, state = worker.memory_manager, worker.state
+    data = manager.data
+    # Its length is 0 without a limit of device memory, whatever is in it: so the tasks are asked too.
+    if not from_dask_cuda(data) or len(data) or any(ts.state == "memory" for ts in state.tasks.values()):
+        return None
+    share = manager.memory_target_fraction or manager.memory_spill_fraction
+    if not manager.memory_limit or not share:
+        return None
+    target = int(manager.memory_limit * share) if manager.memory_target_fraction else sys.maxsize
+    buffer = SpillBuffer(os.path.join(worker.local_directory, "storage"), target=target, max_spill=manager.max_spill)
+    manager.data = state.data = buffer
+
+    def undo() -> None:
+        if manager.data is buffer and not buffer:
+            manager.data = state.data = data
+
+    return undo
 
 
 # ---------------------------------------------------------------------------------------------- taking over

@@ -32,6 +32,7 @@ from dask_gpurt.errors import InstallError, TierFull
 from dask_gpurt.model.events import Event, Sink, null_sink
 from dask_gpurt.model.tier import Tier
 from dask_gpurt.tiers.disk import DiskTier
+from dask_gpurt.tiers.idle_memory import IdleMemory
 from dask_gpurt.tiers.io import error_kind
 from dask_gpurt.tiers.space import ODD_FILESYSTEMS, InFlight, Quota
 
@@ -247,8 +248,11 @@ class Directories:
                 "filesystem": f.disk.filesystem,
                 "direct_io": f.disk.direct,
                 "used_bytes": f.disk.used_bytes,
+                "cached_bytes": f.disk.cached_bytes,
                 "write_bytes_per_second": f.disk.write_rate.bytes_per_second,
                 "read_bytes_per_second": f.disk.read_rate.bytes_per_second,
+                "cached_write_bytes_per_second": f.disk.cached_write_rate.bytes_per_second,
+                "cached_read_bytes_per_second": f.disk.cached_read_rate.bytes_per_second,
                 "compressed_frames": dict(f.disk.compressed_frames),
                 "compactions": f.disk.compactions,
                 "set_aside": f.rests_until > now,
@@ -278,6 +282,8 @@ def open_directories(
     """
     quota = Quota(limits.disk_limit_bytes)
     flights: dict[int, InFlight] = {}
+    # Asked for, direct I/O is had.
+    idle = None if settings.direct_io == "on" else IdleMemory()
     disks: list[DiskTier] = []
     work_dirs: list[WorkDir] = []
     failed: list[str] = []
@@ -295,6 +301,7 @@ def open_directories(
                 codec=settings.codec,
                 quota=quota,
                 in_flight=flights.setdefault(os.stat(parent).st_dev, InFlight()),
+                idle_memory=idle,
             )
         except OSError as e:
             if work_dir is not None:

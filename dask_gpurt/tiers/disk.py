@@ -2,7 +2,7 @@
 
 The handle keeps where the frames are and their checksums; reading verifies length and checksum of each, so a truncated,
 swapped or flipped file never yields a value (`frames`). Large values go past the page cache where the file system
-allows (`direct`), compressed where that pays (`compression`).
+allows (`direct`), unless the machine has memory to spare (`idle_memory`); compressed where that pays (`compression`).
 
 * Files are 0600 below a 0700 folder, under opaque names, made with O_EXCL|O_NOFOLLOW relative to a directory
   descriptor, renamed when complete. Whatever fails, the partial file is unlinked and its bytes are given back.
@@ -10,8 +10,9 @@ allows (`direct`), compressed where that pays (`compression`).
   flight of all folders on that file system included) are checked before the first byte is written: `TierFull`.
 * After a crash the folder is removed with the worker's local directory by distributed's own lock files; folders of the
   user's choice get the same lock.
-* No fsync for durability: the data need not survive the process. Where ``O_DIRECT`` cannot be had, a large file is
-  synced all the same, because only written pages can be dropped, and until then they count as memory.
+* No fsync for durability: the data need not survive the process. Where ``O_DIRECT`` cannot be had and memory is not
+  idle, a large file is synced all the same, because only written pages can be dropped, and until then they count as
+  memory.
   Rejected: mmap for reading (a truncated file kills the process with SIGBUS).
 
 Methods are called in I/O threads and are thread-safe. System calls go through `os_layer`, so that tests can make
@@ -23,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
+import math
 import os
 import shutil
 import threading
@@ -45,11 +47,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from dask_gpurt.tiers.account import Group
+    from dask_gpurt.tiers.idle_memory import IdleMemory
 
 #: a value below this goes to a segment
 SMALL = 1 << 18
 #: a cached write from this size on is synced, so that its pages can be dropped
 _SYNCED = 8 << 20
+#: the page cache costs the processor, a device does not: it has to be faster by this factor
+_CACHE_GAIN = 0.8
+#: one in so many values goes the other way, were it as good, so that its price is known
+_EXPLORE = 32
 
 
 def _nobody(disk: DiskTier, error: OSError) -> None:
@@ -75,6 +82,9 @@ class DiskTier:
         Values below this share segment files; 0: none does.
     quota, in_flight
         What is shared with other folders of the worker, and with those on the same file system.
+    idle_memory
+        Where it says that memory is ample, files are left in the page cache if that is faster (see `_pays_to_cache`);
+        None: nowhere.
 
     Raises
     ------
@@ -96,6 +106,7 @@ class DiskTier:
         segment_bytes: int = SEGMENT,
         quota: Quota | None = None,
         in_flight: InFlight | None = None,
+        idle_memory: IdleMemory | None = None,
         os_layer: Any = os,
     ) -> None:
         self.directory = directory
@@ -103,18 +114,26 @@ class DiskTier:
         self.quota = Quota(limit_bytes) if quota is None else quota
         #: compresses what it is told to, or what pays
         self.chooser = compression.Chooser(codec)
-        #: of large values, in bytes as they lie on disk
+        #: of large values that do not stay in the page cache, in bytes as they lie on disk
         self.write_rate = compression.Rate()
         self.read_rate = compression.Rate()
+        #: of those that stay
+        self.cached_write_rate = compression.Rate()
+        self.cached_read_rate = compression.Rate()
+        self._decisions = itertools.count(1)
+        #: bytes of large values, ever
+        self._written_bytes = self._read_bytes = 0
         #: frames written, by codec
         self.compressed_frames: dict[str, int] = {}
         #: told about reads that the system could not do
         self.on_read_error: Callable[[DiskTier, OSError], None] = _nobody
         self._in_flight = InFlight() if in_flight is None else in_flight
+        self._idle_memory = idle_memory
         self._os = os_layer
         self._lock = threading.Lock()
         self._closed = False
         self._used_bytes = 0
+        self._cached_bytes = 0
         self._names = itertools.count()
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(directory)
@@ -142,6 +161,11 @@ class DiskTier:
     def used_bytes(self) -> int:
         """Bytes of files, half-written ones and dead records of segments included."""
         return self._used_bytes
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of files that were left in the page cache, which the kernel may have given up by now."""
+        return self._cached_bytes
 
     @property
     def limit_bytes(self) -> int | None:
@@ -228,7 +252,7 @@ class DiskTier:
         record = self._segments.write(pieces)
         return DiskHandle(self, record, (), record.nbytes)
 
-    def _write_file(self, views: list[tuple[int, list[memoryview]]]) -> DiskHandle:
+    def _write_file(self, views: list[tuple[int, list[memoryview]]], *, cached: bool | None = None) -> DiskHandle:
         # At most: every frame has a block of its own, and none becomes smaller.
         most = sum(compression.most_stored(v.nbytes) + (BLOCK if v.nbytes >= LARGE else 0) for _, p in views for v in p)
         most += BLOCK
@@ -236,8 +260,10 @@ class DiskTier:
         self._in_flight.add(most)
         name = self._next_name()
         stored = 0
+        if cached is None:
+            cached = self._pays_to_cache(most)
         try:
-            frames, stored = self._stream(name, views)
+            frames, stored = self._stream(name, views, cached=cached)
         except BaseException:
             for leftover in (name + ".part", name):
                 with contextlib.suppress(OSError):
@@ -246,14 +272,45 @@ class DiskTier:
         finally:
             self._in_flight.add(-most)
             self._release(most - stored)
-        return DiskHandle(self, name, frames, stored)
+        with self._lock:
+            self._written_bytes += stored
+            if cached:
+                self._cached_bytes += stored
+        return DiskHandle(self, name, frames, stored, cached)
 
-    def _stream(self, name: str, views: list[tuple[int, list[memoryview]]]) -> tuple[tuple[Frame, ...], int]:
+    def _pays_to_cache(self, nbytes: int) -> bool:
+        """Is memory ample, and a value sooner written and read back through it than by the device?
+
+        The page cache is no gain where its pages are dear: on virtual machines whose host takes unused memory back, a
+        page that is touched first can cost ten times what a fast disk takes for it. So both ways are measured, the one
+        that is not in use again and again. Values are read as often as they were so far.
+        """
+        if self._idle_memory is None or not self._idle_memory.ample(nbytes):
+            return False
+        if not self.direct:
+            return True  # else it would have to be synced
+        cached = self.cached_write_rate.bytes_per_second
+        if cached is None:
+            return True  # once, to know
+        past = self.write_rate.bytes_per_second or cached
+        reads = min(4.0, max(0.5, self._read_bytes / max(1, self._written_bytes)))
+        # Until a value was read back, reading is taken to be twice as fast as writing, or as fast.
+        cached_seconds = 1 / cached + reads / (self.cached_read_rate.bytes_per_second or 2 * cached)
+        past_seconds = 1 / past + reads / (self.read_rate.bytes_per_second or past)
+        pays = cached_seconds < _CACHE_GAIN * past_seconds
+        # The dearer the other way is, the more rarely it is tried: its price must not be felt.
+        worse, better = max(cached_seconds, past_seconds), min(cached_seconds, past_seconds)
+        every = math.ceil(_EXPLORE * (worse / better) ** 2)
+        return pays != (next(self._decisions) % every == 0)
+
+    def _stream(
+        self, name: str, views: list[tuple[int, list[memoryview]]], *, cached: bool
+    ) -> tuple[tuple[Frame, ...], int]:
         system = self._os
         partial = name + ".part"
-        file = self._open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        file = self._open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, cached=cached)
         try:
-            writer = FrameWriter(file, drop_behind=True)
+            writer = FrameWriter(file, drop_behind=not cached)
             timer = _Timer()
             try:
                 for part, buffers in views:
@@ -266,18 +323,20 @@ class DiskTier:
                 frames = writer.finish()
             finally:
                 writer.release()
-            if not self.direct and writer.at >= _SYNCED:
+            if not self.direct and not cached and writer.at >= _SYNCED:
                 system.fdatasync(file.fd)
                 drop_cache(file.fd)
         finally:
             system.close(file.fd)
         system.rename(partial, name, src_dir_fd=self._dir_fd, dst_dir_fd=self._dir_fd)
-        self.write_rate.add(writer.at, timer.seconds_outside)
+        rate = self.cached_write_rate if cached else self.write_rate
+        rate.add(writer.at, timer.seconds_outside)
         return frames, writer.at
 
-    def _open(self, name: str, flags: int) -> DirectFile:
-        flags |= os.O_NOFOLLOW | os.O_CLOEXEC | (O_DIRECT if self.direct else 0)
-        return DirectFile(self._os, self._os.open(name, flags, 0o600, dir_fd=self._dir_fd), self.direct)
+    def _open(self, name: str, flags: int, *, cached: bool) -> DirectFile:
+        direct = self.direct and not cached
+        flags |= os.O_NOFOLLOW | os.O_CLOEXEC | (O_DIRECT if direct else 0)
+        return DirectFile(self._os, self._os.open(name, flags, 0o600, dir_fd=self._dir_fd), direct)
 
     def _choose(self, view: memoryview) -> compression.Choice:
         if self.chooser.setting == "none" or view.nbytes < compression.LEAST:
@@ -311,14 +370,19 @@ class DiskTier:
     def _read_file(self, handle: DiskHandle, name: str, part: int | None) -> tuple[tuple[Frame, ...], list[memoryview]]:
         frames = handle.frames if part is None else tuple(f for f in handle.frames if f.part == part)
         start = time.perf_counter()
-        file = self._open(name, os.O_RDONLY)
+        # What was left in the cache is read from there, or comes back through it.
+        file = self._open(name, os.O_RDONLY, cached=handle.cached)
         try:
             buffers = read_frames(file, frames, f"{name} in {self.directory}")
-            if not file.direct:
+            if not file.direct and not handle.cached:
                 drop_cache(file.fd)
         finally:
             self._os.close(file.fd)
-        self.read_rate.add(sum(f.extent_bytes for f in frames), time.perf_counter() - start)
+        nbytes = sum(f.extent_bytes for f in frames)
+        rate = self.cached_read_rate if handle.cached else self.read_rate
+        rate.add(nbytes, time.perf_counter() - start)
+        with self._lock:
+            self._read_bytes += nbytes
         return frames, buffers
 
     def free(self, handle: DiskHandle) -> None:
@@ -329,21 +393,29 @@ class DiskTier:
         with contextlib.suppress(OSError):  # gone with its folder, or by somebody's hand: the space is free
             self._os.unlink(handle.place, dir_fd=self._dir_fd)
         self._release(handle.nbytes)
+        if handle.cached:
+            with self._lock:
+                self._cached_bytes -= handle.nbytes
 
     # ------------------------------------------------------------------ life
 
     def probe(self) -> None:
-        """Write, read and delete one chunk (less under a small quota), which also measures. Raises what went wrong."""
+        """Write, read and delete one chunk (less under a small quota), past the page cache and through it.
+
+        It also measures. Raises what went wrong.
+        """
         room = CHUNK if self.limit_bytes is None else (self.limit_bytes - self.quota.used_bytes) // 2
         nbytes = max(1, min(CHUNK, room))
         data = numpy.random.default_rng(0).integers(0, 256, nbytes, "u1").data  # no codec makes it smaller
-        handle = self._write_file([(0, [data])])
-        try:
-            _, (got,) = self.read(handle)
-            if got != data and not handle.frames[0].codec:
-                raise CorruptData(f"{self.directory} gave back other bytes than were written")
-        finally:
-            self.free(handle)
+        ways = (False, True) if self._idle_memory is not None and self._idle_memory.ample(nbytes) else (False,)
+        for cached in ways:
+            handle = self._write_file([(0, [data])], cached=cached)
+            try:
+                _, (got,) = self.read(handle)
+                if got != data and not handle.frames[0].codec:
+                    raise CorruptData(f"{self.directory} gave back other bytes than were written")
+            finally:
+                self.free(handle)
 
     def close(self) -> None:
         """Delete everything, the folder too."""

@@ -31,6 +31,8 @@ class DiskHandle:
     file_frames: tuple[Frame, ...]
     #: bytes on disk
     nbytes: int
+    #: its file was left in the page cache
+    cached: bool = False
 
     @property
     def name(self) -> str:

@@ -46,7 +46,7 @@ class Engine:
     budget_bytes
         Bytes of values to hold in memory; None: any number (nothing leaves memory unless `shrink` says so).
     threads
-        I/O threads for writing, and as many for reading.
+        I/O threads for writing, and one more for reading.
     """
 
     def __init__(

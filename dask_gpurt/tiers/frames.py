@@ -13,8 +13,10 @@ A value is a row of frames (see `codec`). On disk they follow one another::
   the process that wrote them, and are deleted when it is gone. (A header on disk would be checked against the same
   handle, so it would find nothing that the frames' own checksums do not.)
 
-Both directions go chunk by chunk, and hash a chunk while it is in the processor's cache, so the checksum costs one pass
-over cached bytes and no thread.
+Both directions go piece by piece, each transferred and hashed in turn. Direct writes take chunks that stay in the
+processor's cache, because they are copied first. Elsewhere pieces are large: after each call an I/O thread must get the
+interpreter lock again, which takes up to 5 ms while a task computes in pure Python, and the checksum of bytes that left
+the processor's cache (10 GB/s) costs less than that.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ import numpy
 import xxhash
 
 from dask_gpurt.errors import CorruptData
-from dask_gpurt.tiers.direct import BLOCK, CHUNK, IOV_MAX, POOL, DirectFile, aligned_buffer, drop_cache, round_up
+from dask_gpurt.tiers.direct import BLOCK, CHUNK, IOV_MAX, POOL, DirectFile, drop_cache, round_up
+from dask_gpurt.tiers.recycled import RECYCLED
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -34,6 +37,8 @@ if TYPE_CHECKING:
 #: bytes from which on a frame has blocks of its own
 LARGE = 1 << 16
 _ZEROS = memoryview(bytes(BLOCK))
+#: bytes of one call where nothing is copied
+_PIECE = 16 << 20
 #: bytes written through the page cache before the kernel is asked to write and drop them
 _WINDOW = 4 * CHUNK
 
@@ -83,6 +88,7 @@ class FrameWriter:
         self._hash = xxhash.xxh3_64()
         # Direct: bytes are gathered in the chunk. Else: views are gathered as they are.
         self._chunk = POOL.take() if file.direct else None
+        self._piece = CHUNK if file.direct or self._drop_behind else _PIECE
         self._views: list[memoryview] = []
 
     def frame(self, part: int, nbytes: int, codec: str, pieces: Iterable[memoryview], *, large: bool) -> None:
@@ -119,7 +125,7 @@ class FrameWriter:
         done, total = 0, view.nbytes
         while done < total:
             filled = self.at - self._flushed
-            piece = view[done : done + CHUNK - filled]
+            piece = view[done : done + self._piece - filled]
             if self._chunk is not None:
                 target = self._chunk[filled : filled + piece.nbytes]
                 target[:] = piece
@@ -129,7 +135,7 @@ class FrameWriter:
             self._hash.update(piece)
             self.at += piece.nbytes
             done += piece.nbytes
-            if self.at - self._flushed == CHUNK or len(self._views) == IOV_MAX:
+            if self.at - self._flushed == self._piece or len(self._views) == IOV_MAX:
                 self._flush()
 
     def _flush(self) -> None:
@@ -163,9 +169,9 @@ def read_frames(file: DirectFile, frames: Sequence[Frame], what: str) -> list[me
         for frame in frames:
             hasher = xxhash.xxh3_64()
             if frame.offset % BLOCK == 0 and frame.extent_bytes >= LARGE:
-                buffer = aligned_buffer(round_up(frame.extent_bytes))
-                for at in range(0, frame.extent_bytes, CHUNK):
-                    piece = buffer[at : at + CHUNK]
+                buffer = RECYCLED.take(round_up(frame.extent_bytes))
+                for at in range(0, frame.extent_bytes, _PIECE):
+                    piece = buffer[at : at + _PIECE]
                     needed = min(piece.nbytes, frame.extent_bytes - at)
                     if file.read([piece], frame.offset + at) < needed:
                         raise _too_short(frame, what)
@@ -214,7 +220,7 @@ class _Window:
 
 
 def _read_cached(file: DirectFile, frames: Sequence[Frame], what: str) -> list[memoryview]:
-    buffers = [numpy.empty(f.extent_bytes, "u1").data for f in frames]
+    buffers = [RECYCLED.take(f.extent_bytes) for f in frames]
     hashes = [xxhash.xxh3_64() for _ in frames]
     batch: list[tuple[int, memoryview]] = []
     start = end = filled = 0
@@ -229,9 +235,9 @@ def _read_cached(file: DirectFile, frames: Sequence[Frame], what: str) -> list[m
         batch, filled = [], 0
 
     for i, (frame, buffer) in enumerate(zip(frames, buffers, strict=True)):
-        for at in range(0, buffer.nbytes, CHUNK):
-            piece = buffer[at : at + CHUNK]
-            if frame.offset + at != end or filled + piece.nbytes > CHUNK or len(batch) == IOV_MAX:
+        for at in range(0, buffer.nbytes, _PIECE):
+            piece = buffer[at : at + _PIECE]
+            if frame.offset + at != end or filled + piece.nbytes > _PIECE or len(batch) == IOV_MAX:
                 fetch()
                 start = end = frame.offset + at
             batch.append((i, piece))

@@ -28,7 +28,6 @@ as there are tasks); a score instead of priorities (stale at the next event, and
 from __future__ import annotations
 
 import asyncio
-import inspect
 import time
 import traceback
 from typing import TYPE_CHECKING, Any
@@ -36,9 +35,9 @@ from typing import TYPE_CHECKING, Any
 from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.scheduler import TaskState, WorkerState
 
-from dask_gpurt.errors import SeamMismatch
 from dask_gpurt.model.events import Event, Sink, null_sink
-from dask_gpurt.tiers.hints_wire import HEARTBEAT_FIELD, HEARTBEAT_NAME, KEEP, OP, PROTOCOL, Uses, without
+from dask_gpurt.tiers.hints_wire import HEARTBEAT_FIELD, KEEP, OP, PROTOCOL, Uses, without
+from dask_gpurt.tiers.wire import check_scheduler, speaks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -125,7 +124,7 @@ class NextUsePlugin(SchedulerPlugin):
             self._timer.cancel()
             self._timer = None
         for address, ws in list(scheduler.workers.items()):
-            if _speaks(ws):
+            if speaks(ws, HEARTBEAT_FIELD, PROTOCOL):
                 try:
                     scheduler.worker_send(address, {"op": OP, "items": [], "stop": True})
                 except Exception:  # it is gone
@@ -299,7 +298,7 @@ class NextUsePlugin(SchedulerPlugin):
         return tuple(uses)
 
     def _understands(self, ws: Any) -> bool:
-        if not _speaks(ws) or self._scheduler.workers.get(ws.address) is not ws:
+        if not speaks(ws, HEARTBEAT_FIELD, PROTOCOL) or self._scheduler.workers.get(ws.address) is not ws:
             self._ready.discard(ws)
             return False
         if ws not in self._ready:
@@ -332,21 +331,6 @@ def _priorities(tasks: Iterable[Any]) -> list[tuple[float, ...]]:
     return [tuple(t.priority) for t in tasks if t.priority is not None]
 
 
-def _speaks(ws: Any) -> bool:
-    ours = ws.metrics.get(HEARTBEAT_NAME)
-    return isinstance(ours, dict) and ours.get(HEARTBEAT_FIELD) == PROTOCOL
-
-
 def _check(scheduler: Any) -> None:
-    remedy = "Nothing was changed. Remedy: use distributed >= 2026.7.1, < 2026.9, or set gpurt.tiers.enabled: false"
-    try:
-        inspect.signature(scheduler.worker_send).bind("address", {})
-    except (AttributeError, TypeError, ValueError) as e:
-        raise SeamMismatch(f"Scheduler.worker_send cannot be called as this package relies on ({e}). {remedy}") from e
-    for owner, names in _ATTRIBUTES.items():
-        for name in names:
-            if not hasattr(owner, name):
-                raise SeamMismatch(f"distributed has no {owner.__name__}.{name}. {remedy}")
-    for name in ("tasks", "workers"):
-        if not hasattr(scheduler, name):
-            raise SeamMismatch(f"distributed has no Scheduler.{name}. {remedy}")
+    calls: dict[str, Any] = {"worker_send": (("address", {}), {})}
+    check_scheduler(scheduler, calls, _ATTRIBUTES, ("tasks", "workers"), "set gpurt.tiers.enabled: false")

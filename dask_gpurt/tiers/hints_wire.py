@@ -11,8 +11,7 @@ from __future__ import annotations
 OP = "gpurt-next-use"
 #: to be raised when messages change: workers of another release then get none
 PROTOCOL = 1
-#: entry of ``worker.metrics``, and the field in it
-HEARTBEAT_NAME = "gpurt"
+#: field of `wire.HEARTBEAT_NAME`
 HEARTBEAT_FIELD = "next_use"
 #: uses of one key that are sent
 KEEP = 8

@@ -4,7 +4,8 @@
 thread or crosses from one to another. The ends carry the generation of their entry, because meanwhile the entry may
 have been deleted, or read by the synchronous slow path.
 
-Writers and readers are two pools: a task that waits for an input must not wait behind evictions.
+Writers and readers are two pools: a task that waits for an input must not wait behind evictions. Reading ahead leaves
+one reader free for it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _TRANSIENT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINT
 
 
 class IoThreads:
-    """Threads for writing, and as many for reading. Create it, and call it, on the event loop's thread."""
+    """Threads for writing, and one more for reading. Create it, and call it, on the event loop's thread."""
 
     def __init__(self, threads: int, loop_time: LoopTime) -> None:
         self.threads = threads
@@ -41,7 +42,8 @@ class IoThreads:
         self._thread_id = threading.get_ident()
         self._loop_time = loop_time
         self._writers = ThreadPoolExecutor(threads, "gpurt-tier-write")
-        self._readers = ThreadPoolExecutor(threads, "gpurt-tier-read")
+        # One more, for who reads ahead uses `threads` of them.
+        self._readers = ThreadPoolExecutor(threads + 1, "gpurt-tier-read")
         self._idle: asyncio.Future[None] | None = None
         #: writes, reads and deletions under way
         self.in_flight = 0

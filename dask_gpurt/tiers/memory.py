@@ -6,6 +6,11 @@ Two triggers move values to disk, as in distributed:
 * the process's resident set above ``distributed.worker.memory.spill``, watched here every ``monitor-interval``, down to
   ``distributed.worker.memory.target``: sizes are estimates, and tasks need memory too.
 
+When the process is too large, memory that is free inside of the C allocator is given back too (`malloc_trim`). The
+allocator keeps much of it where its thresholds were raised, as shuffles do for their time; to move values then does not
+make the process smaller, and a worker that distributed has paused for it would stay paused for good, with nothing in
+memory (seen: a sort of three times the memory).
+
 Pausing stays with distributed's monitor, which resumes a worker that somebody else paused; it reads the same
 resident set. The nanny's ``terminate`` stays as well.
 
@@ -29,8 +34,12 @@ end a worker that would have lived.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import functools
 import logging
+import math
+import time
 from typing import TYPE_CHECKING, Any
 
 from dask.system import CPU_COUNT
@@ -39,6 +48,7 @@ from distributed import system
 from tornado.ioloop import PeriodicCallback
 
 from dask_gpurt.config import DEFAULTS
+from dask_gpurt.tiers.recycled import RECYCLED
 
 if TYPE_CHECKING:
     from dask_gpurt.config import TierSettings
@@ -53,6 +63,13 @@ _SHARDS_ONLY = 0.25
 
 #: share of the limit; between two looks a process may grow by what its threads allocate in a tenth of a second
 _CEILING = 0.8
+#: how far below distributed's mark for pausing a worker values have to stay, as a share of the limit: a pause of a
+#: tenth of a second costs more than the values that it makes room for
+_BELOW_PAUSE = 0.05
+#: between two times that the allocator is asked to give memory back
+_TRIM_SECONDS = 0.5
+#: share of the limit for memory that waits for the next value to be read into it
+_KEPT = 0.08
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +87,17 @@ class Limits:
     interval_seconds: float
     #: task results are somebody else's
     shards_only: bool
+
+
+@functools.cache
+def _allocator() -> Any:
+    """The C library, if it can give memory back; else None."""
+    try:
+        libc = ctypes.CDLL(None)
+        libc.malloc_trim.argtypes, libc.malloc_trim.restype = (ctypes.c_size_t,), ctypes.c_int
+    except (OSError, AttributeError, TypeError):
+        return None
+    return libc
 
 
 def limits_of(worker: Any, settings: TierSettings, *, shards_only: bool) -> Limits:
@@ -91,13 +119,15 @@ def limits_of(worker: Any, settings: TierSettings, *, shards_only: bool) -> Limi
     if disk is None and manager.max_spill is not False:
         disk = int(manager.max_spill)
     watched = bool(limit and spill)
+    pause = manager.memory_pause_fraction
+    ceiling = min(_CEILING, pause - _BELOW_PAUSE) if pause else _CEILING
     return Limits(
         budget_bytes=budget,
         disk_limit_bytes=disk,
         disk_reserve_bytes=settings.disk_reserve,
         watch_high_bytes=int(limit * spill) if watched else None,
         watch_low_bytes=int(limit * (target or spill)) if watched else None,
-        ceiling_bytes=int(limit * _CEILING) if watched else None,
+        ceiling_bytes=int(limit * ceiling) if watched else None,
         interval_seconds=manager.memory_monitor_interval or 0.1,
         shards_only=shards_only,
     )
@@ -113,23 +143,38 @@ class MemoryWatch:
         self._callback: PeriodicCallback | None = None
         #: times the process was found above the mark
         self.alarms = 0
+        #: times that the allocator was asked to give back what is free
+        self.trims = 0
+        self._trimmed = -math.inf
         self.set_limits(limits)
 
     def set_limits(self, limits: Limits) -> None:
         """Start, stop or change the watch."""
         self.stop()
         self._limits = limits
+        # Of all workers in this process.
+        RECYCLED.keep_bytes = max(RECYCLED.keep_bytes, int(_KEPT * (self._worker.memory_manager.memory_limit or 0)))
         if limits.watch_high_bytes is not None:
             self._callback = PeriodicCallback(self.look, limits.interval_seconds * 1000)
             self._callback.start()
 
     def stop(self) -> None:
+        RECYCLED.trim(all_of_it=True)
         if self._callback is not None:
             self._callback.stop()
             self._callback = None
 
+    def _trim(self) -> None:
+        """In a thread: it takes 0.05 ms per MB that is free."""
+        now, libc = time.monotonic(), _allocator()
+        if libc is not None and now - self._trimmed >= _TRIM_SECONDS:
+            self._trimmed = now
+            self.trims += 1
+            self._engine.io.loop.run_in_executor(None, libc.malloc_trim, 0)
+
     def look(self) -> None:
         """One look at the resident set."""
+        RECYCLED.trim()
         high, low = self._limits.watch_high_bytes, self._limits.watch_low_bytes
         if high is None or low is None:
             return
@@ -141,6 +186,8 @@ class MemoryWatch:
             self._engine.shrink(0)
             return
         self.alarms += 1
+        RECYCLED.trim(all_of_it=True)
+        self._trim()
         self._engine.shrink(size - low)
         # With shards alone our bytes say nothing about the process; distributed's monitor has its own warning.
         if not self._engine.can_shrink and not self._limits.shards_only:

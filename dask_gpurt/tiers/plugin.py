@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from dask.utils import format_bytes
 from distributed.core import Status
 
+from dask_gpurt.backends import cuda
 from dask_gpurt.model.events import Event, Sink, null_sink
 from dask_gpurt.tiers import adoption
 from dask_gpurt.tiers.below import Below
@@ -26,11 +27,14 @@ from dask_gpurt.tiers.device_memory import DeviceMemory
 from dask_gpurt.tiers.engine import Engine
 from dask_gpurt.tiers.memory import Limits, MemoryWatch, limits_of
 from dask_gpurt.tiers.oom import RetryAlone
+from dask_gpurt.tiers.recycled import RECYCLED
 from dask_gpurt.tiers.seam import WorkerSeam
 from dask_gpurt.tiers.shards import TierShardStore
 from dask_gpurt.tiers.shared_worker import SharedCopies
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from dask_gpurt.config import TierSettings
     from dask_gpurt.tiers.device import DeviceSpace
     from dask_gpurt.tiers.store import TieredStore
@@ -106,15 +110,21 @@ class TierRuntime:
             if runtime is not None and runtime._running:
                 await runtime._apply(settings)
                 return runtime
+            undo = await _take_the_place_of_dask_cuda(worker, settings)
             left = _left_alone(worker.memory_manager.data, settings)
             limits = limits_of(worker, settings, shards_only=left is not None)
-            below = await Below.open(worker, settings, limits, sink)
+            try:
+                below = await Below.open(worker, settings, limits, sink)
+            except BaseException:
+                undo()
+                raise
             try:
                 device = await asyncio.to_thread(
                     DeviceMemory.open, worker, settings, limits.budget_bytes, serves=left is None
                 )
             except BaseException:
                 await below.abandon()
+                undo()
                 raise
             runtime = cls(worker, settings, limits, below, device, sink)
             try:
@@ -124,6 +134,7 @@ class TierRuntime:
                 runtime._take_over_or_leave(settings)
             except BaseException:
                 await runtime._stop()
+                undo()
                 raise
             worker.extensions["gpurt-tiers"] = _CloseHook(runtime)
             _runtimes[worker] = runtime
@@ -317,11 +328,13 @@ class TierRuntime:
             "admission_forced": engine.gate.forced,
             "admission_queue": len(engine.gate),
             "memory_alarms": self._watch.alarms,
+            "memory_trims": self._watch.trims,
             "fallbacks": dict(seam.fallbacks) if seam is not None else {},
             "last_traceback": seam.last_traceback if seam is not None else "",
             "lost_keys": seam.lost_keys if seam is not None else 0,
             "returned_tasks": seam.returned_tasks if seam is not None else 0,
         }
+        out["recycled"] = RECYCLED.statistics()
         out.update(engine.counters.to_dict())
         out["evictions"] = engine.decided_by
         out["hints"] = seam.hints.statistics() if seam is not None else {}
@@ -350,6 +363,18 @@ def _left_alone(data: Any, settings: TierSettings) -> adoption.LeftAlone | None:
     if not settings.enabled:
         return adoption.LeftAlone("gpurt.tiers.enabled is false", "set it to true", logging.INFO)
     return adoption.left_alone(data)
+
+
+async def _take_the_place_of_dask_cuda(worker: Any, settings: TierSettings) -> Callable[[], None]:
+    """On ``dask cuda worker``, where our device tier can be had; returns what undoes it."""
+    data = worker.memory_manager.data
+    if settings.enabled and settings.device == "auto" and adoption.from_dask_cuda(data):
+        found = await asyncio.to_thread(cuda.probe)
+        undo = None if found.reason else adoption.stand_in(worker)
+        if undo is not None:
+            logger.info("Memory tiers: in the place of dask-cuda's %s, which was empty", type(data).__name__)
+            return undo
+    return lambda: None
 
 
 def _said(nbytes: int | None) -> str:

@@ -1,11 +1,13 @@
 """Reads the inputs of tasks that will run soon, while others compute.
 
 A task that was sent here (`hints_local`) has all its inputs somewhere; those on a lower tier are read ahead, in the
-order of the tasks' priorities. What this must never do is move more bytes than without it, or keep others waiting:
+order of the tasks' priorities. When there are none left, values follow of which the scheduler said when they are used
+next (`hints_worker`), the soonest first: their tasks still wait for another input, and are mostly sent to where most
+of the inputs are. What this must never do is move more bytes than without it, or keep others waiting:
 
 1. a value is read ahead only into room that is there, or that a victim needed later than it makes (`Eviction.yields`);
 2. nobody waits at the gate: who runs now comes before who runs soon;
-3. one reader thread fewer than there are is used (but one at least), so that a task that needs a value now finds one;
+3. one reader thread is left free, so that a task that needs a value now finds one;
 4. values read ahead and not used yet take at most `share` of the budget.
 
 How each ended is counted, and a bad end makes it slower:
@@ -22,17 +24,17 @@ wasted      it went away without having been used                            bad
 `BAD_IN_A_ROW` bad ends without a good one between them stop it for a second, doubled each time up to a minute; a good
 one puts it back to the full pace.
 
-It sees tasks only when they were sent here. Reading ahead for those that still wait on the scheduler was rejected: a
-worker does not know where they will run.
+A task of the scheduler's word may run elsewhere; the value then goes to a peer, which is a use too, or counts as bad.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.tiers.entry import State
+from dask_gpurt.tiers.entry import NEVER, State
 
 if TYPE_CHECKING:
     import asyncio
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
 BAD_IN_A_ROW = 3
 #: seconds of the longest rest
 LONGEST_REST_SECONDS = 60.0
+#: values to keep in mind by their next use before those that are not valid any more are thrown out
+HINTED = 1024
 _SOON = frozenset({"waiting", "ready", "constrained"})
 
 
@@ -67,6 +71,10 @@ class Prefetch:
         self.share = share
         #: (priority, number of the task, its key)
         self._queue: list[tuple[tuple[float, ...], int, Any]] = []
+        #: (next use, serial number, value below memory); valid while that is its next use
+        self._hinted: list[tuple[tuple[float, ...], int, Entry]] = []
+        self._hinted_limit = HINTED
+        self._serial = itertools.count()
         self._scheduled = False
         self._timer: asyncio.TimerHandle | None = None
         self._bad = 0
@@ -76,6 +84,8 @@ class Prefetch:
         self._in_flight = 0
         self.started = 0
         self.started_bytes = 0
+        #: of these, by the scheduler's word alone
+        self.started_by_hint = 0
         #: outcome -> values, and their bytes; see the module
         self.outcomes = {"in_time": 0, "late": 0, "early": 0, "wasted": 0}
         self.outcome_bytes = dict.fromkeys(self.outcomes, 0)
@@ -90,11 +100,12 @@ class Prefetch:
         """Begin."""
         self._engine.books.on_prefetch_end = self.ended
         self._engine.books.on_change = self.pump
+        self._engine.books.on_below = self.below
 
     def uninstall(self) -> None:
         """Read nothing ahead any more. A second call does nothing."""
         self.share = 0
-        self._queue.clear()
+        self._clear()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -104,6 +115,18 @@ class Prefetch:
         if self.share:
             heapq.heappush(self._queue, (priority, number, key))
             self.pump()
+
+    def below(self, entry: Entry) -> None:
+        """A value is below memory, and this is its next use."""
+        use = entry.next_use
+        if not self.share or use is None or use == NEVER or entry.guessed:
+            return
+        heapq.heappush(self._hinted, (use, next(self._serial), entry))
+        if len(self._hinted) > self._hinted_limit:
+            self._hinted = [item for item in self._hinted if _is_next(item)]
+            heapq.heapify(self._hinted)
+            self._hinted_limit = max(HINTED, 2 * len(self._hinted))
+        self.pump()
 
     def ended(self, entry: Entry, outcome: str) -> None:
         """A value that was read ahead was used, or left."""
@@ -124,7 +147,7 @@ class Prefetch:
 
     def pump(self) -> None:
         """Something has changed: look, soon, whether a value can be read ahead."""
-        if not self._queue or self._scheduled or self._engine.io.closed:
+        if not (self._queue or self._hinted) or self._scheduled or self._engine.io.closed:
             return
         self._scheduled = True
         self._engine.io.loop.call_soon(self._pump)
@@ -139,48 +162,64 @@ class Prefetch:
             except Exception:
                 self.exceptions += 1
                 self.last_traceback = traceback.format_exc()
-                self._queue.clear()  # the tasks read what they need themselves
+                self._clear()  # the tasks read what they need themselves
 
     def _read_ahead(self) -> None:
         engine = self._engine
         budget = engine.budget_bytes
         if budget is None or engine.io.closed:
-            self._queue.clear()
+            self._clear()
             return
         rest = self._rests_until - engine.books.clock()
         if rest > 0:
             self._later(rest)
             return
-        while self._queue:
-            ts = self._tasks.get(self._queue[0][2])
-            if ts is None or ts.state not in _SOON:
-                heapq.heappop(self._queue)
-                continue
-            entry = self._next_input(ts)
+        while True:
+            entry = self._due()
+            by_hint = entry is None
             if entry is None:
-                heapq.heappop(self._queue)
-                continue
+                entry = self._hinted_next()
+            if entry is None:
+                return
             if (
-                self._in_flight >= max(1, engine.io.threads - 1)
+                self._in_flight >= engine.io.threads
                 or len(engine.gate)
                 or (self.ahead_bytes + entry.nbytes > budget * self.share)
                 or not engine.eviction.yields(entry)
             ):
                 return  # `pump` is called again when that may have changed
-            self._start(entry)
+            self._start(entry, by_hint=by_hint)
+
+    def _due(self) -> Entry | None:
+        """What the next task that was sent here lacks."""
+        while self._queue:
+            ts = self._tasks.get(self._queue[0][2])
+            entry = None if ts is None or ts.state not in _SOON else self._next_input(ts)
+            if entry is not None:
+                return entry
+            heapq.heappop(self._queue)
+        return None
+
+    def _hinted_next(self) -> Entry | None:
+        while self._hinted:
+            if _is_next(self._hinted[0]):
+                return self._hinted[0][2]
+            heapq.heappop(self._hinted)
+        return None
 
     def _next_input(self, ts: Any) -> Entry | None:
         for dependency in ts.dependencies:
             entry: Entry | None = self._find(dependency.key)
-            if entry is not None and entry.state is State.STORED and not entry.pins and entry.load_error is None:
+            if entry is not None and _readable(entry):
                 return entry
         return None
 
-    def _start(self, entry: Entry) -> None:
+    def _start(self, entry: Entry, *, by_hint: bool) -> None:
         if not self._engine.loading.prefetch(entry):
             return  # the object was still alive: nothing had to be read
         entry.prefetched = True
         self.started += 1
+        self.started_by_hint += by_hint
         self.started_bytes += entry.nbytes
         self.ahead_bytes += entry.nbytes
         self._in_flight += 1
@@ -192,6 +231,10 @@ class Prefetch:
     def _loaded(self, waiter: asyncio.Future[None]) -> None:
         self._in_flight -= 1
         self.pump()
+
+    def _clear(self) -> None:
+        self._queue.clear()
+        self._hinted.clear()
 
     def _later(self, seconds: float) -> None:
         if self._timer is not None:
@@ -206,9 +249,19 @@ class Prefetch:
             "ahead_bytes": self.ahead_bytes,
             "started": self.started,
             "started_bytes": self.started_bytes,
+            "started_by_hint": self.started_by_hint,
             **self.outcomes,
             "bytes": dict(self.outcome_bytes),
             "rests": self.rests,
             "exceptions": self.exceptions,
             "last_traceback": self.last_traceback,
         }
+
+
+def _readable(entry: Entry) -> bool:
+    return entry.state is State.STORED and not entry.gone and not entry.pins and entry.load_error is None
+
+
+def _is_next(item: tuple[tuple[float, ...], int, Entry]) -> bool:
+    use, _, entry = item
+    return _readable(entry) and entry.next_use == use and not entry.guessed

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import inspect
 import logging
 import time
 import traceback
@@ -37,10 +36,10 @@ from distributed.core import Status
 from distributed.diagnostics.plugin import SchedulerPlugin
 from tornado.ioloop import PeriodicCallback
 
-from dask_gpurt.errors import SeamMismatch
 from dask_gpurt.model.events import Event, Sink, null_sink
 from dask_gpurt.tiers.leases import EXPIRE_SECONDS, sweep, sweep_expired
-from dask_gpurt.tiers.shared_wire import HEARTBEAT_FIELD, HEARTBEAT_NAME, PROTOCOL, REPORT, TELL, Copy
+from dask_gpurt.tiers.shared_wire import HEARTBEAT_FIELD, PROTOCOL, REPORT, TELL, Copy
+from dask_gpurt.tiers.wire import check_scheduler, speaks
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -183,7 +182,7 @@ class SharedCopiesPlugin(SchedulerPlugin):
         if scheduler is None:
             return
         for address, ws in scheduler.workers.items():
-            if address not in self._prefixes and _speaks(ws):
+            if address not in self._prefixes and speaks(ws, HEARTBEAT_FIELD, PROTOCOL):
                 self._prefixes[address] = ""
                 scheduler.worker_send(address, {"op": TELL, "hello": True})
 
@@ -290,25 +289,15 @@ class SharedCopiesPlugin(SchedulerPlugin):
             )
 
 
-def _speaks(ws: Any) -> bool:
-    ours = ws.metrics.get(HEARTBEAT_NAME)
-    return isinstance(ours, dict) and ours.get(HEARTBEAT_FIELD) == PROTOCOL
-
-
 def _ignore(**_: Any) -> None:
     """Stands in for a handler that left while a message may have been under way."""
 
 
 def _check(scheduler: Any) -> None:
-    remedy = (
-        "Nothing was changed. Remedy: use distributed >= 2026.7.1, < 2026.9, or leave gpurt.tiers.object-store null"
-    )
-    try:
-        inspect.signature(scheduler.worker_send).bind("address", {})
-        inspect.signature(scheduler.add_keys).bind(worker="address", keys=[], stimulus_id="s")
-        inspect.signature(scheduler.remove_worker).bind("address", stimulus_id="s")
-    except (AttributeError, TypeError, ValueError) as e:
-        raise SeamMismatch(f"the Scheduler cannot be called as this package relies on ({e}). {remedy}") from e
-    for name in ("tasks", "workers", "handlers", "stream_handlers", "coerce_address"):
-        if not hasattr(scheduler, name):
-            raise SeamMismatch(f"distributed has no Scheduler.{name}. {remedy}")
+    calls: dict[str, Any] = {
+        "worker_send": (("address", {}), {}),
+        "add_keys": ((), {"worker": "address", "keys": [], "stimulus_id": "s"}),
+        "remove_worker": (("address",), {"stimulus_id": "s"}),
+    }
+    attributes = ("tasks", "workers", "handlers", "stream_handlers", "coerce_address")
+    check_scheduler(scheduler, calls, {}, attributes, "leave gpurt.tiers.object-store null")

@@ -15,7 +15,7 @@ from typing import Any
 REPORT = "gpurt-copies"
 TELL = "gpurt-shared"
 PROTOCOL = 1
-HEARTBEAT_NAME = "gpurt"
+#: field of `wire.HEARTBEAT_NAME`
 HEARTBEAT_FIELD = "shared_copies"
 
 #: key, name of the object, bytes of the value in memory, bytes of the object, digest of its layout

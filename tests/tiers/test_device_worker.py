@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 from distributed import Client, Scheduler, Worker, wait
+from distributed.spill import SpillBuffer
 from distributed.utils_test import async_poll_for, gen_cluster
 
 from dask_gpurt.backends import cuda, rocm
@@ -16,6 +17,7 @@ from dask_gpurt.errors import InstallError
 from dask_gpurt.tiers import TierRuntime
 from dask_gpurt.tiers.device_memory import DeviceMemory, _Late
 from dask_gpurt.tiers.pinned import HostSlabs
+from dask_gpurt.tiers.plugin import _left_alone
 
 pytest.importorskip("rmm")
 
@@ -149,10 +151,6 @@ def test_off_means_that_nothing_is_probed() -> None:
 
 
 def test_no_stacking_on_others() -> None:
-    class DeviceHostFile(dict[Any, Any]):
-        pass
-
-    DeviceHostFile.__module__ = "dask_cuda.device_host_file"
     worker = mock.Mock()
     worker.memory_manager.data = DeviceHostFile()
     assert "dask-cuda's DeviceHostFile" in cuda.conflict(worker)
@@ -187,3 +185,51 @@ def test_amd_gpus_are_counted_and_nothing_more(tmp_path: Path) -> None:
         (tmp_path / str(i) / "properties").write_text(f"cpu_cores_count 8\nsimd_count {count}\n")
     assert rocm.devices(tmp_path) == 2
     assert "no AMD GPU" in rocm.reason() or "found" in rocm.reason()
+
+
+class DeviceHostFile(dict[Any, Any]):
+    """Stands for dask-cuda's, which cannot be installed without a GPU's libraries."""
+
+    __module__ = "dask_cuda.device_host_file"
+
+
+def found(reason: str = "") -> Any:
+    return mock.patch.object(cuda, "probe", return_value=cuda.Probe(reason, "a device", 1 << 30))
+
+
+@pytest.mark.cluster
+@gen_cluster(client=True, nthreads=[("", 1)], config=CONFIG, worker_kwargs={"data": DeviceHostFile})
+async def test_takes_the_place_of_dask_cudas_mapping(c: Client, s: Scheduler, a: Worker) -> None:
+    with found():
+        runtime, _ = await install(a)
+    assert runtime.store is not None
+    assert a.data is a.state.data is runtime.store
+    values = c.map(make, range(20), nbytes=100 * KB, key=[f"v{i}" for i in range(20)])
+    assert all(await c.gather(c.map(right, values, range(20))))
+    assert runtime.statistics()["device"]["values"] == 20
+    del values
+    await async_poll_for(lambda: runtime.statistics()["device"]["values"] == 0, timeout=30)
+    await runtime.uninstall()
+    assert type(a.data) is SpillBuffer
+    assert a.data is a.state.data
+    assert await c.submit(sum, [1, 2]) == 3
+
+
+@pytest.mark.cluster
+@gen_cluster(client=True, nthreads=[("", 1)], config=CONFIG, worker_kwargs={"data": DeviceHostFile})
+async def test_leaves_dask_cudas_mapping_where_it_is_used_or_no_device_is(c: Client, s: Scheduler, a: Worker) -> None:
+    original = a.data
+    with found("no device"):
+        runtime, _ = await install(a)
+    assert "DeviceHostFile" in runtime.statistics()["left_alone"]
+    await runtime.uninstall()
+    with found(), mock.patch.object(DeviceMemory, "open", side_effect=InstallError("no")), pytest.raises(InstallError):
+        await TierRuntime.install(a, Settings.load({"tiers.device": "auto", "tiers.disk-reserve": 0}).tiers)
+    assert a.data is a.state.data is original  # put back
+    x = c.submit(sum, [1, 2], key="x")
+    await wait(x)
+    with found():
+        runtime, _ = await install(a)
+    assert a.data is a.state.data is original
+    assert "gpurt.tiers.device: auto" in _left_alone(original, runtime._settings).remedy  # type: ignore[union-attr]
+    assert await x == 3

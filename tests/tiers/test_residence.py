@@ -188,6 +188,11 @@ async def test_the_scheduler_knows_what_is_on_disk(c: Client, s: Scheduler, a: W
     assert placement.engine.residence is plugin.residence
     del futures
     await async_poll_for(lambda: not s.tasks and not plugin.residence.on_disk, timeout=20)
+    # What cannot be used is counted, and ends nothing.
+    s.stream_handlers[OP](worker=a.address, disk=[("x", "much")], back=None)
+    news = plugin.statistics()["tier_news"]
+    assert news["exceptions"] == 1
+    assert "Error" in news["last_traceback"]
     # Taken out, and a message that was under way comes late: the handler is still there.
     await plugin.uninstall()
     s.stream_handlers[OP](worker=a.address, disk=[("late", 1.0)], back=[])

@@ -1,0 +1,95 @@
+"""What a worker's settings make of its memory limit."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from dask_gpurt.config import Settings
+from dask_gpurt.tiers import memory
+from dask_gpurt.tiers.entry import State
+from dask_gpurt.tiers.memory import MemoryWatch, limits_of
+from dask_gpurt.tiers.recycled import LEAST_BYTES, RECYCLED
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .conftest import Rig
+
+    RunRig = Callable[..., None]
+
+
+def worker(limit: int | None, target: Any = 0.6, spill: Any = 0.7, pause: Any = 0.8) -> Any:
+    manager = SimpleNamespace(
+        memory_limit=limit,
+        memory_target_fraction=target,
+        memory_spill_fraction=spill,
+        memory_pause_fraction=pause,
+        max_spill=False,
+        memory_monitor_interval=0.1,
+    )
+    return SimpleNamespace(memory_manager=manager, state=SimpleNamespace(nthreads=1))
+
+
+@pytest.mark.parametrize(
+    ("pause", "ceiling"),
+    [
+        (0.8, 750),  # values never bring a worker to where distributed pauses it
+        (0.7, 650),
+        (0.95, 800),  # nor to where the nanny ends it
+        (False, 800),
+    ],
+)
+def test_the_process_stays_below_the_pause(pause: Any, ceiling: int) -> None:
+    limits = limits_of(worker(1000, pause=pause), Settings.load().tiers, shards_only=False)
+    assert limits.ceiling_bytes == pytest.approx(ceiling, abs=1)
+    assert (limits.budget_bytes, limits.watch_high_bytes, limits.watch_low_bytes) == (600, 700, 600)
+
+
+@pytest.mark.parametrize(("limit", "spill"), [(None, 0.7), (1000, False)])
+def test_nothing_is_watched_without_a_limit_or_a_mark(limit: int | None, spill: Any) -> None:
+    limits = limits_of(worker(limit, spill=spill), Settings.load().tiers, shards_only=False)
+    assert limits.watch_high_bytes is limits.ceiling_bytes is None
+
+
+def test_an_alarm_gives_back_what_is_free_and_moves_values(run_rig: RunRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when no value is left: what is free in the allocator alone can keep a worker paused for good."""
+    trimmed = threading.Semaphore(0)
+    libc = SimpleNamespace(malloc_trim=lambda nbytes: trimmed.release())
+    monkeypatch.setattr(memory, "_allocator", lambda: libc)
+
+    async def main(rig: Rig) -> None:
+        size = [500_000]
+        fake = worker(1_000_000)
+        fake.monitor = SimpleNamespace(get_process_memory=lambda: size[0])
+        watch = MemoryWatch(fake, rig.engine, limits_of(fake, Settings.load().tiers, shards_only=False))
+        watch.stop()
+        rig.store["x"] = bytes(50_000)
+        RECYCLED.take(LEAST_BYTES)
+        watch.look()
+        assert (watch.alarms, watch.trims) == (0, 0)
+        size[0] = 800_000
+        watch.look()
+        await rig.settle()
+        assert RECYCLED.kept_bytes == 0
+        assert rig.store.entry("x").state is State.STORED  # type: ignore[union-attr]
+        watch.look()  # with nothing in memory, and at once
+        assert (watch.alarms, watch.trims) == (2, 1)
+        watch._trimmed -= 60
+        watch.look()
+        assert watch.trims == 2
+        for _ in range(2):
+            assert await asyncio.to_thread(trimmed.acquire, timeout=60)
+
+    run_rig(main, budget=1_000_000)
+
+
+def test_the_real_allocator_is_asked() -> None:
+    libc = memory._allocator()
+    if libc is None:
+        pytest.skip("another C library")
+    assert libc.malloc_trim(0) in (0, 1)
