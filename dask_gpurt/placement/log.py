@@ -1,9 +1,11 @@
 """The newest decisions: what was compared, what was chosen and why, and what came of it.
 
 A record is a plain list, written in about a microsecond on the scheduler's event loop. Everything that can be worked
-out later is: the cost terms from the immutable views that the decision was made from anyway, the times from what the
-worker reported. Making a list of eleven takes 0.07 us, an object with slots 0.6 us, a frozen dataclass 3 us. 10,000
-rows with ten candidates each take about 24 MB.
+out later is: the cost terms from the views that the decision was made from, the times from what the worker reported. Making
+a list of eleven takes 0.07 us, an object with slots 0.6 us, a frozen dataclass 3 us. What a decision leaves behind is
+*one* flat tuple of numbers, not a tuple per candidate: containers that stay alive are what makes Python collect garbage
+in the middle of every fortieth decision, which was their 99th percentile. 10,000 rows with ten candidates each take
+about 20 MB.
 
 1. A decision adds a row: by cost, for the owner of a root group, or left to stock with the reason. One that failed is
    told by the seam and adds a row of its own, which replaces the half-made one.
@@ -20,8 +22,10 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from dask_gpurt.model.views import TaskView, WorkerView
 from dask_gpurt.placement.cost import terms
 from dask_gpurt.placement.durations import compute_seconds
 from dask_gpurt.placement.policy import WEIGHTS
@@ -30,7 +34,6 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping, Sequence
 
     from dask_gpurt.model.link import Link
-    from dask_gpurt.model.views import TaskView, WorkerView
     from dask_gpurt.placement.candidates import Inputs
     from dask_gpurt.placement.workers import WorkerInfo
 
@@ -55,6 +58,9 @@ QUEUE = "queue"
 
 # The places in a row.
 _KEY, _KIND, _TIME, _DETAIL, _WORKER, _ASSIGNED, _VICTIM, _STOLEN_BYTES, _FINISHED, _OUTCOME, _REPORT = range(11)
+
+#: numbers before the addresses in what `_packed` makes, and numbers of a view
+_HEAD, _WIDTH = 10, len(WorkerView._fields)
 
 _time = time.time
 
@@ -87,14 +93,25 @@ class DecisionLog:
         workers: int,
         shadow: bool = False,
     ) -> None:
-        """A decision by cost. `views` must not be changed afterwards; `workers` is how many there are in all."""
+        """A decision by cost; `workers` is how many there are in all."""
         total_bytes, count = inputs.total_bytes, inputs.count
         if inputs.wide:
             for _, nbytes, _ in inputs.wide:
                 total_bytes += nbytes
             count += inputs.scale * len(inputs.wide)
-        addresses = [w.address for w in picked]
-        detail = (addresses, views, choice, task, far, total_bytes, count, restricted, workers)
+        # As `_Detail`, flat: see there.
+        detail = (
+            choice,
+            len(views),
+            *task,
+            far,
+            total_bytes,
+            count,
+            restricted,
+            workers,
+            *[w.address for w in picked],
+            *chain.from_iterable(views),
+        )
         self._add([key, SHADOW if shadow else COST, _time(), detail, None, None, None, None, None, None, None])
 
     def group(self, key: Hashable, address: str) -> None:
@@ -178,13 +195,14 @@ class DecisionLog:
             "actual": _actual(row),
         }
         if kind in (COST, SHADOW):
-            addresses, _, choice, task, _, total_bytes, count, restricted, workers = detail
-            story["restricted"], story["workers"] = restricted, workers
-            story["inputs"] = {"bytes": total_bytes, "count": count}
+            found = _Detail(detail)
+            task = found.task
+            story["restricted"], story["workers"] = found.restricted, found.workers
+            story["inputs"] = {"bytes": found.total_bytes, "count": found.count}
             story["task"] = {"compute_seconds": task.compute_seconds, "output_bytes": task.output_bytes}
-            story["candidates"] = _candidates(detail)
-            story["chosen"] = addresses[choice]
-            story["predicted"] = _predicted(detail)
+            story["candidates"] = _candidates(found)
+            story["chosen"] = found.address(found.choice)
+            story["predicted"] = _predicted(found)
         return story
 
     def brief(self, key: Hashable) -> tuple[str, str | None, float | None] | None:
@@ -200,9 +218,8 @@ class DecisionLog:
             return kind, detail, None
         if kind != COST:
             return kind, None, None
-        addresses, views, choice, task, far, *_ = detail
-        t = terms(task, views[choice], far, WEIGHTS)
-        return kind, addresses[choice], max(t["queue"], t["inputs"], t["read"]) + t["compute"]
+        found = _Detail(detail)
+        return kind, found.address(found.choice), found.finish_seconds(found.terms(found.choice))
 
     def matches(self, text: str) -> list[str]:
         """A few keys that begin with a text, newest first; for those who ask for one that is not here."""
@@ -231,14 +248,14 @@ class DecisionLog:
         for row in reversed(self._rows):
             if row[_KIND] != COST or row[_OUTCOME] != "memory":
                 continue
-            addresses, views, choice, task, far, *_ = row[_DETAIL]
-            if row[_REPORT][2] != addresses[choice]:
+            found = _Detail(row[_DETAIL])
+            if row[_REPORT][2] != found.address(found.choice):
                 continue
-            t = terms(task, views[choice], far, WEIGHTS)
-            predicted.append(max(t["queue"], t["inputs"], t["read"]) + t["compute"])
+            t = found.terms(found.choice)
+            predicted.append(found.finish_seconds(t))
             actual.append(row[_FINISHED] - row[_TIME])
             if len(newest) < NEWEST:
-                view = views[choice]
+                view = found.view(found.choice)
                 newest.append([predicted[-1], actual[-1], view.near_bytes + view.far_bytes])
             transfer = transfer_seconds(row[_REPORT][0])
             if transfer is not None:
@@ -270,35 +287,71 @@ def transfer_seconds(startstops: Iterable[Mapping[str, Any]]) -> float | None:
     return seconds
 
 
-def _candidates(detail: tuple[Any, ...]) -> list[dict[str, Any]]:
+class _Detail:
+    """The record of a decision by cost, taken apart.
+
+    Packed it is one tuple: choice, number of candidates, the three numbers of the task, the far link, bytes and number
+    of inputs, restricted, workers in all; then the addresses of the candidates; then the numbers of their views.
+    """
+
+    def __init__(self, packed: tuple[Any, ...]) -> None:
+        self._packed = packed
+        compute, output, slack = packed[2:5]
+        self.choice: int = packed[0]
+        self.candidates: int = packed[1]
+        self.task = TaskView(compute, output, slack)
+        self.far: Link = packed[5]
+        self.total_bytes: float = packed[6]
+        self.count: float = packed[7]
+        self.restricted: bool = packed[8]
+        self.workers: int = packed[9]
+
+    def address(self, i: int) -> str:
+        found: str = self._packed[_HEAD + i]
+        return found
+
+    def view(self, i: int) -> WorkerView:
+        begin = _HEAD + self.candidates + i * _WIDTH
+        return WorkerView._make(self._packed[begin : begin + _WIDTH])
+
+    def terms(self, i: int) -> dict[str, float]:
+        return terms(self.task, self.view(i), self.far, WEIGHTS)
+
+    @staticmethod
+    def finish_seconds(t: dict[str, float]) -> float:
+        """From the decision to the result, by the terms of the cost."""
+        return max(t["queue"], t["inputs"], t["read"]) + t["compute"]
+
+
+def _candidates(detail: _Detail) -> list[dict[str, Any]]:
     """Each candidate: ``address``, ``why`` it was one, ``chosen``, ``idle``, bytes of inputs it has and misses, terms.
 
     ``why``: ``holder`` (has inputs, or is already fetching them), ``neighbour`` (of a holder), ``idle``, ``allowed``
     (by the task's restrictions), ``all`` (in a small cluster everybody is compared), ``random``.
     """
-    addresses, views, choice, task, far, total_bytes, count, restricted, workers = detail
     out = []
-    for i, (address, view) in enumerate(zip(addresses, views, strict=True)):
+    for i in range(detail.candidates):
+        view = detail.view(i)
         missing = view.near_bytes + view.far_bytes
         fetches = view.near_fetches + view.far_fetches
-        if count - fetches > 0.5:  # counts are floats when a sample of the inputs stands for all
+        if detail.count - fetches > 0.5:  # counts are floats when a sample of the inputs stands for all
             why = "holder"
         elif view.near_fetches:
             why = "neighbour"
         elif not view.queue_seconds:
             why = "idle"
-        elif restricted:
+        elif detail.restricted:
             why = "allowed"
         else:
-            why = "all" if len(addresses) >= workers else "random"
-        t = terms(task, view, far, WEIGHTS)
+            why = "all" if detail.candidates >= detail.workers else "random"
+        t = detail.terms(i)
         out.append(
             {
-                "address": address,
+                "address": detail.address(i),
                 "why": why,
-                "chosen": i == choice,
+                "chosen": i == detail.choice,
                 "idle": not view.queue_seconds,
-                "has_bytes": max(0.0, total_bytes - missing),
+                "has_bytes": max(0.0, detail.total_bytes - missing),
                 "missing_bytes": missing,
                 "missing_inputs": fetches,
                 "fetching": view.pending_seconds > 0,
@@ -314,17 +367,16 @@ def _candidates(detail: tuple[Any, ...]) -> list[dict[str, Any]]:
     return out
 
 
-def _predicted(detail: tuple[Any, ...]) -> dict[str, float]:
+def _predicted(detail: _Detail) -> dict[str, float]:
     """What the choice expected. ``finish_seconds``: from the decision to the result."""
-    _, views, choice, task, far, *_ = detail
-    view = views[choice]
-    t = terms(task, view, far, WEIGHTS)
+    view = detail.view(detail.choice)
+    t = detail.terms(detail.choice)
     return {
         "wait_seconds": max(t["queue"], t["inputs"]),
         "queue_seconds": t["queue"],
         "inputs_seconds": t["inputs"],
         "compute_seconds": t["compute"],
-        "finish_seconds": max(t["queue"], t["inputs"], t["read"]) + t["compute"],
+        "finish_seconds": detail.finish_seconds(t),
         "moved_bytes": view.near_bytes + view.far_bytes,
     }
 
@@ -347,9 +399,10 @@ def _actual(row: list[Any]) -> dict[str, Any] | None:
     worker = worker or row[_WORKER]
     moved = row[_STOLEN_BYTES]
     if moved is None and row[_KIND] == COST:
-        addresses, views, choice, *_ = row[_DETAIL]
-        if worker == addresses[choice]:
-            moved = views[choice].near_bytes + views[choice].far_bytes
+        detail = _Detail(row[_DETAIL])
+        if worker == detail.address(detail.choice):
+            view = detail.view(detail.choice)
+            moved = view.near_bytes + view.far_bytes
     return {
         "worker": worker,
         "stolen_from": row[_VICTIM],
