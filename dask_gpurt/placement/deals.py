@@ -42,8 +42,10 @@ CHEAP = 0.25
 MOSTLY = 0.75
 #: a worker that takes so many times as long as usual is not waited for
 SLOW = 1.5
-#: idle workers looked at for whether all of them are too full
+#: idle workers looked at for whether all of them are too full, and for which is the least busy
 LOOKED_AT = 16
+#: workers with a free thread that are offered roots besides those that have just finished a task
+ASKED = 8
 
 
 class Deals:
@@ -158,12 +160,14 @@ class Deals:
         Queuing a task ahead (``worker-saturation``) saves its thread a message's time, and costs up to a root's time of
         everybody else's when there is nothing else left to do.
         """
+        return len(ws.processing) - len(ws.long_running) >= ws.nthreads and self._last()
+
+    def _last(self) -> bool:
+        """Whether the roots left are fewer than threads, and worth that trouble."""
+        if self._root[0] <= AHEAD_SECONDS:
+            return False
         s = self._engine.scheduler
-        return (
-            len(s.queued) < s.total_nthreads
-            and self._root[0] > AHEAD_SECONDS
-            and len(ws.processing) - len(ws.long_running) >= ws.nthreads
-        )
+        return len(s.queued) < s.total_nthreads
 
     def _cheap(self) -> bool:
         """Whether the result of a root is sent in much less time than its owner would take to come to it."""
@@ -201,9 +205,26 @@ class Deals:
         return [info.ws for info in looked if self._starves(info)]
 
     def first(self) -> list[Any]:
-        """Workers to be offered tasks before others: those that have just finished one."""
+        """Workers to be offered tasks: those that have just finished one, and some that have a free thread."""
         freed, self._freed = self._freed, {}
-        return [info.ws for info in freed]
+        return [*(info.ws for info in freed), *self._free()]
+
+    def takers(self) -> list[Any]:
+        """Workers of which the least busy gets what nobody pulls: all of a few, some of many."""
+        idle = self._engine.scheduler.idle_task_count
+        if self._last():
+            return self._free()
+        return list(idle) if len(idle) <= LOOKED_AT else [*self._free(), *islice(idle, ASKED)]
+
+    def _free(self) -> list[Any]:
+        """Some workers with a free thread."""
+        workers = self._engine.workers
+        items = workers.idle.items
+        n = len(items)
+        if n <= ASKED:
+            return [w.ws for w in items]
+        start = int(workers.random() * n)
+        return [items[(start + i) % n].ws for i in range(ASKED)]
 
     def _starves(self, info: WorkerInfo) -> bool:
         ws = info.ws

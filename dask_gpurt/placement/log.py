@@ -1,11 +1,11 @@
 """The newest decisions: what was compared, what was chosen and why, and what came of it.
 
-A record is a plain list, written in about a microsecond on the scheduler's event loop. Everything that can be worked
-out later is: the cost terms from the views that the decision was made from, the times from what the worker reported. Making
-a list of eleven takes 0.07 us, an object with slots 0.6 us, a frozen dataclass 3 us. What a decision leaves behind is
-*one* flat tuple of numbers, not a tuple per candidate: containers that stay alive are what makes Python collect garbage
-in the middle of every fortieth decision, which was their 99th percentile. 10,000 rows with ten candidates each take
-about 20 MB.
+A record is a plain list, written in about two microseconds on the scheduler's event loop. Everything that can be worked
+out later is: the cost terms from the views that the decision was made from, the times from what the worker reported.
+Making a list of eleven takes 0.07 us, an object with slots 0.6 us, a frozen dataclass 3 us. What a decision leaves
+behind is packed as doubles, not a tuple per candidate: containers that stay alive are what makes Python collect garbage
+in the middle of every fortieth decision, and floats that stay alive what makes it ask for memory in every sixtieth;
+both were their 99th percentile. 10,000 rows with ten candidates each take about 14 MB.
 
 1. A decision adds a row: by cost, for the owner of a root group, or left to stock with the reason. One that failed is
    told by the seam and adds a row of its own, which replaces the half-made one.
@@ -19,10 +19,11 @@ numbers, never a TaskState or WorkerState: a log must not keep tasks or dead wor
 
 from __future__ import annotations
 
+import functools
 import statistics
+import struct
 import time
 from collections import deque
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.model.views import TaskView, WorkerView
@@ -59,10 +60,15 @@ QUEUE = "queue"
 # The places in a row.
 _KEY, _KIND, _TIME, _DETAIL, _WORKER, _ASSIGNED, _VICTIM, _STOLEN_BYTES, _FINISHED, _OUTCOME, _REPORT = range(11)
 
-#: numbers before the addresses in what `_packed` makes, and numbers of a view
-_HEAD, _WIDTH = 10, len(WorkerView._fields)
+#: the one field of a view that is no number, and how many are
+_NEAR, _NUMBERS = WorkerView._fields.index("near"), len(WorkerView._fields) - 1
 
 _time = time.time
+
+
+@functools.lru_cache(maxsize=512)
+def _doubles(n: int) -> struct.Struct:
+    return struct.Struct(f"{n}d")
 
 
 class DecisionLog:
@@ -99,18 +105,27 @@ class DecisionLog:
             for _, nbytes, _ in inputs.wide:
                 total_bytes += nbytes
             count += inputs.scale * len(inputs.wide)
-        # As `_Detail`, flat: see there.
+        # See `_Detail`, which takes it apart.
+        near: Any = views[0][_NEAR]
+        nears = near
+        numbers: list[Any] = []
+        for view in views:
+            numbers += view[:_NEAR]
+            numbers += view[_NEAR + 1 :]
+            if view[_NEAR] is not near:
+                nears = tuple(v[_NEAR] for v in views)
+        addresses = [w.address for w in picked]
         detail = (
             choice,
-            len(views),
-            *task,
+            task,
             far,
             total_bytes,
             count,
             restricted,
             workers,
-            *[w.address for w in picked],
-            *chain.from_iterable(views),
+            nears,
+            _doubles(len(numbers)).pack(*numbers),
+            *addresses,
         )
         self._add([key, SHADOW if shadow else COST, _time(), detail, None, None, None, None, None, None, None])
 
@@ -290,29 +305,31 @@ def transfer_seconds(startstops: Iterable[Mapping[str, Any]]) -> float | None:
 class _Detail:
     """The record of a decision by cost, taken apart.
 
-    Packed it is one tuple: choice, number of candidates, the three numbers of the task, the far link, bytes and number
-    of inputs, restricted, workers in all; then the addresses of the candidates; then the numbers of their views.
+    Packed it is a tuple: choice, task, far link, bytes and number of inputs, restricted, workers in all, the near link
+    (one for each candidate where they differ), the other numbers of all views as doubles, the candidates' addresses.
     """
 
     def __init__(self, packed: tuple[Any, ...]) -> None:
-        self._packed = packed
-        compute, output, slack = packed[2:5]
         self.choice: int = packed[0]
-        self.candidates: int = packed[1]
-        self.task = TaskView(compute, output, slack)
-        self.far: Link = packed[5]
-        self.total_bytes: float = packed[6]
-        self.count: float = packed[7]
-        self.restricted: bool = packed[8]
-        self.workers: int = packed[9]
+        self.task: TaskView = packed[1]
+        self.far: Link = packed[2]
+        self.total_bytes: float = packed[3]
+        self.count: float = packed[4]
+        self.restricted: bool = packed[5]
+        self.workers: int = packed[6]
+        self._nears: Link | tuple[Link, ...] = packed[7]
+        self._numbers: bytes = packed[8]
+        self._addresses: tuple[str, ...] = packed[9:]
+        #: how many
+        self.candidates = len(self._addresses)
 
     def address(self, i: int) -> str:
-        found: str = self._packed[_HEAD + i]
-        return found
+        return self._addresses[i]
 
     def view(self, i: int) -> WorkerView:
-        begin = _HEAD + self.candidates + i * _WIDTH
-        return WorkerView._make(self._packed[begin : begin + _WIDTH])
+        numbers = _doubles(_NUMBERS).unpack_from(self._numbers, 8 * _NUMBERS * i)
+        near = self._nears[i] if isinstance(self._nears, tuple) else self._nears
+        return WorkerView._make((*numbers[:_NEAR], near, *numbers[_NEAR:]))
 
     def terms(self, i: int) -> dict[str, float]:
         return terms(self.task, self.view(i), self.far, WEIGHTS)

@@ -71,8 +71,10 @@ class Speed:
 
     def suspect(self, log_ratio: float) -> None:
         """Tasks that run now have taken ``exp(log_ratio)`` times as long as expected already; 0: nothing suspicious."""
-        self._suspected = min(max(log_ratio, 0.0), BOUND)
-        self._settle()
+        suspected = min(max(log_ratio, 0.0), BOUND)
+        if suspected != self._suspected:
+            self._suspected = suspected
+            self._settle()
 
     def forget_one(self) -> None:
         """No new measurement came for `FORGET_SECONDS`."""

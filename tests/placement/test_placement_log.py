@@ -11,7 +11,7 @@ from distributed.scheduler import TaskState, WorkerState
 from placement_fakes import FakeTask, FakeWorker, assign, finish, learn, make_engine
 
 from dask_gpurt.placement.cost import cost
-from dask_gpurt.placement.log import _Detail, DecisionLog, transfer_seconds
+from dask_gpurt.placement.log import DecisionLog, _Detail, transfer_seconds
 from dask_gpurt.placement.policy import WEIGHTS
 
 
