@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 #: share of a worker's memory limit that task data may fill before more of it overflows: Dask's memory.target
 HOST_SHARE = 0.6
 #: inputs remembered per task for learning links from their transfer
-MAX_LEARNED_INPUTS = 8
+MAX_LEARNED_INPUTS = 32
 #: a task of a prefix never seen counts this share of the usual duration: enough to spread a burst of them over equals,
 #: too little to justify moving bytes
 GUESS = 0.3
