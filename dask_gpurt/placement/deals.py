@@ -5,6 +5,7 @@
 * A worker whose memory is full is not given roots while the others, who have room, run them all before it would have
   written one result out (`too_full`).
 * The last roots are not dealt ahead to threads that are busy (`one_of_the_last`): whoever is free first gets them.
+* What a root needs and a neighbour is fetching from another zone (see `across`) is waited for.
 * A worker whose slots are all taken by tasks that wait for inputs is `hungry`: it gets a root, a few at most, so that
   its threads work while the network does.
 
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.model.link import LinkClass
 from dask_gpurt.placement import seam
+from dask_gpurt.placement.across import under_way
 from dask_gpurt.placement.groups import Member
 from dask_gpurt.placement.policy import WEIGHTS
 
@@ -132,7 +134,16 @@ class Deals:
             return None
         node = None if info is None else info.node.name
         scheduler = engine.scheduler
-        return engine.groups.pull(ws.address, scheduler.tasks, scheduler.queued.peek(), node, self.may_take)
+        ts = engine.groups.pull(ws.address, scheduler.tasks, scheduler.queued.peek(), node, self.may_take)
+        return None if ts is None or self._crosses_again(ts, info) else ts
+
+    def _crosses_again(self, ts: Any, info: WorkerInfo | None) -> bool:
+        """Whether a root should wait until an input that it shares with others has come to the worker's zone."""
+        engine = self._engine
+        if info is None or not engine.workers.zoned or not ts.dependencies:
+            return False
+        far = engine.links.link(LinkClass.NETWORK)
+        return under_way(ts.dependencies, info, far, engine.workers.by_address)
 
     def may_take(self, owner: str, left: int) -> bool:
         """Whether a worker on another node should take half of the roots that `owner` has `left`."""
@@ -209,12 +220,18 @@ class Deals:
         freed, self._freed = self._freed, {}
         return [*(info.ws for info in freed), *self._free()]
 
-    def takers(self) -> list[Any]:
-        """Workers of which the least busy gets what nobody pulls: all of a few, some of many."""
-        idle = self._engine.scheduler.idle_task_count
+    def takers(self, ts: Any = None) -> list[Any]:
+        """Workers of which the least busy gets what nobody pulls (`ts`, if it is known): all of a few, some of many."""
+        engine = self._engine
+        idle = engine.scheduler.idle_task_count
         if self._last():
-            return self._free()
-        return list(idle) if len(idle) <= LOOKED_AT else [*self._free(), *islice(idle, ASKED)]
+            found = self._free()
+        else:
+            found = list(idle) if len(idle) <= LOOKED_AT else [*self._free(), *islice(idle, ASKED)]
+        if ts is not None and engine.workers.zoned:
+            by_address = engine.workers.by_address
+            return [ws for ws in found if not self._crosses_again(ts, by_address.get(ws.address))]
+        return found
 
     def _free(self) -> list[Any]:
         """Some workers with a free thread."""

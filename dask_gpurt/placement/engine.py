@@ -25,7 +25,7 @@ from dask_gpurt.model.views import TaskView
 from dask_gpurt.placement import candidates, judge, seam
 from dask_gpurt.placement.budget import Budget
 from dask_gpurt.placement.deals import Deals
-from dask_gpurt.placement.durations import UNKNOWN_SECONDS, Durations, compute_seconds
+from dask_gpurt.placement.durations import Durations, compute_seconds
 from dask_gpurt.placement.governor import Governor, Standing
 from dask_gpurt.placement.groups import RootGroups
 from dask_gpurt.placement.ledger import Charge, Ledger
@@ -51,11 +51,6 @@ if TYPE_CHECKING:
 HOST_SHARE = 0.6
 #: inputs remembered per task for learning links from their transfer
 MAX_LEARNED_INPUTS = 32
-#: a task of a prefix never seen counts this share of the usual duration: enough to spread a burst of them over equals,
-#: too little to justify moving bytes
-GUESS = 0.3
-#: weight of a task in the usual duration
-USUAL_GAIN = 0.02
 #: weight of a decision in a worker's share of network traffic
 SHARE_GAIN = 0.2
 #: the governor observes every so many-th decision, and all of a trial
@@ -89,9 +84,6 @@ class Engine:
         self.slack = Slack(scheduler, self.workers, self.durations)
         #: which copies are on disk; whoever hears of it puts it there
         self.residence = Residence()
-        #: moving averages of the duration of all tasks and of its square: their ratio is how long the task is that a
-        #: worker is found at, however many short ones there are between
-        self._usual = 0.0, 0.0
         self.log = DecisionLog()
         self.governor = Governor(clock)
         self.speeds = Pace(self.workers, clock)
@@ -346,8 +338,6 @@ class Engine:
             self.durations.learn(prefix, info, seconds, nbytes)
             if charge.root:
                 self.deals.root_done(seconds, nbytes)
-            mean, square = self._usual
-            self._usual = mean + USUAL_GAIN * (seconds - mean), square + USUAL_GAIN * (seconds * seconds - square)
             if first:
                 self.ledger.learned(prefix)
             self.speeds.learned(info)
@@ -389,10 +379,7 @@ class Engine:
     def _guess(self, ts: Any) -> float:
         """Seconds that a task whose prefix was never seen may take."""
         hint: float = ts.prefix.duration_average
-        if hint >= 0:
-            return hint
-        mean, square = self._usual
-        return max(UNKNOWN_SECONDS, GUESS * square / mean) if mean else UNKNOWN_SECONDS
+        return hint if hint >= 0 else self.durations.guess_seconds
 
     def _learn_links(self, info: WorkerInfo, charge: Charge, startstops: Collection[Mapping[str, Any]]) -> None:
         """Learn from a task's transfers if it is certain what each of them carried; most are not, and are skipped."""

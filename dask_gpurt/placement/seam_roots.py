@@ -70,7 +70,7 @@ class RootSeam:
     first
         Workers to be offered tasks when a slot may have opened.
     takers
-        Workers of which the least busy gets what nobody pulls.
+        Workers of which the least busy gets what nobody pulls: a queued task, or None where it is not known.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class RootSeam:
         held: Callable[[Any], bool],
         hungry: Callable[[], Iterable[Any]],
         first: Callable[[], Iterable[Any]],
-        takers: Callable[[], Iterable[Any]],
+        takers: Callable[[Any], Iterable[Any]],
     ) -> None:
         self.scheduler: Any = seam.scheduler
         self.seam = seam
@@ -167,12 +167,12 @@ class RootSeam:
             self._stock_pump(stimulus_id=stimulus_id)
             return
         while s.queued and s.idle_task_count and not self._is_held():
-            ws = self._decide()
-            if ws is None or not self._send(s.queued.peek(), ws, stimulus_id):
+            ts = s.queued.peek()
+            ws = self._least_busy(ts)
+            if ws is None or not self._send(ts, ws, stimulus_id):
                 return
 
     def _decide(self) -> Any:
-        """A worker for a root that nobody pulled; None: it stays queued."""
         s = self.scheduler
         if self._chosen:
             ws = self._chosen.pop()
@@ -180,19 +180,24 @@ class RootSeam:
                 return ws
         if self.part.retired is not None or s.validate:
             return self._stock_decide()
+        return self._least_busy(None)
+
+    # ------------------------------------------------------------------ parts of them
+
+    def _least_busy(self, ts: Any) -> Any:
+        """A worker for a root that nobody pulled (`ts`, when it is known); None: it stays queued."""
+        s = self.scheduler
         idle = s.idle_task_count
         if not idle:
             return None
         try:
-            pool = [ws for ws in self._takers() if ws in idle and self._worth(ws)]
+            pool = [ws for ws in self._takers(ts) if ws in idle and self._worth(ws)]
         except Exception:
             self.seam.failed(self.part.name)
             return self._stock_decide()
         if pool:
             return min(pool, key=_load)
         return self._stock_decide() if len(s.running) <= len(idle) else None
-
-    # ------------------------------------------------------------------ parts of them
 
     def _send(self, ts: Any, ws: Any, stimulus_id: str) -> bool:
         """Send a queued task to a worker; False when it did not go."""

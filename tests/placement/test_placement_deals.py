@@ -155,12 +155,16 @@ def test_slack_is_the_remaining_work_spread_evenly() -> None:
     assert engine.slack.seconds() == pytest.approx(0.8 * 40 * 0.5 / 4)
 
 
-def test_work_never_seen_counts_half() -> None:
-    engine, _ = rig(4)
-    learn(engine, "f", 0.5)
+def test_work_never_seen_counts_by_the_usual_duration() -> None:
+    engine, (a, *_) = rig(4)
+    for i in range(500):
+        ts = FakeTask(f"f-{i}")
+        assign(engine, ts, a)
+        finish(engine, ts, 0.5)
+    assert engine.durations.guess_seconds == pytest.approx(0.3 * 0.5, rel=1e-3)
     engine.scheduler.task_groups = {"f": Group("f", waiting=10), "g": Group("g", waiting=10)}
     engine.scheduler.queued.append("roots are queued, so nobody stays idle")
-    assert engine.slack.seconds() == pytest.approx(0.8 * (10 * 0.5 + 10 * 0.25) / 4)
+    assert engine.slack.seconds() == pytest.approx(0.8 * (10 * 0.5 + 10 * 0.15) / 4, rel=1e-3)
 
 
 # ---------------------------------------------------------------------- together
