@@ -169,16 +169,21 @@ class Deals:
         """Whether the roots left are fewer than threads, and this worker would only queue one.
 
         Queuing a task ahead (``worker-saturation``) saves its thread a message's time, and costs up to a root's time of
-        everybody else's when there is nothing else left to do.
+        everybody else's when there is nothing else left to do. Only behind other roots: behind what joins them (which
+        may still wait for its inputs) the owner of a root is not to lose it, its neighbours need it soon. And only where
+        another worker would take it: not where its result is so large that it is left to its owner in any case.
         """
-        return len(ws.processing) - len(ws.long_running) >= ws.nthreads and self._last()
+        if len(ws.processing) - len(ws.long_running) < ws.nthreads or not self._last():
+            return False
+        info = self._engine.workers.by_address.get(ws.address)
+        return info is None or info.roots >= ws.nthreads
 
     def _last(self) -> bool:
-        """Whether the roots left are fewer than threads, and worth that trouble."""
+        """Whether the roots left are fewer than threads, worth that trouble, and whoever is free first may run them."""
         if self._root[0] <= AHEAD_SECONDS:
             return False
         s = self._engine.scheduler
-        return len(s.queued) < s.total_nthreads
+        return len(s.queued) < s.total_nthreads and self._cheap()
 
     def _cheap(self) -> bool:
         """Whether the result of a root is sent in much less time than its owner would take to come to it."""
@@ -225,7 +230,7 @@ class Deals:
         engine = self._engine
         idle = engine.scheduler.idle_task_count
         if self._last():
-            found = self._free()
+            found = self._free()  # the others come for theirs themselves
         else:
             found = list(idle) if len(idle) <= LOOKED_AT else [*self._free(), *islice(idle, ASKED)]
         if ts is not None and engine.workers.zoned:

@@ -196,13 +196,20 @@ def test_a_root_whose_result_is_small_is_not_left_to_a_busy_owner() -> None:
 
 
 def test_the_last_roots_are_not_queued_behind_a_busy_thread() -> None:
-    engine, (a, b, *_) = rig()
-    own(engine, a, 2)
+    engine, (a, b, c, _) = rig()
+    first, *_ = own(engine, a, 3)
     engine.scheduler.total_nthreads = 4
-    assign(engine, FakeTask("busy"), a)
+    assign(engine, first, a)
+    engine.scheduler.queued.remove(first)
     assert engine.worth(a), "nothing is known of how long roots take"
     engine.deals.root_done(1.0, 1000)
     assert not engine.worth(a)
     assert engine.worth(b), "it has a free thread"
+    assign(engine, FakeTask("join"), c)
+    assert engine.worth(c), "what it is busy with is no root"
+    engine.deals.root_done(1.0, 10**11)
+    assert engine.worth(a), "nobody else would take what is so dear to send"
+    engine.deals._root = 1.0, 1000
+    assert not engine.worth(a)
     own(engine, a, 9, "more")
     assert engine.worth(a), "there are enough for all"
