@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dask_gpurt.placement.workers import WorkerInfo
 
 #: tasks per thread up to which a worker that waits for inputs gets one more
-MAX_AHEAD = 4
+MAX_AHEAD = 3
 #: a task with more inputs is not looked through for those that are missing
 MAX_LOOKED = 64
 #: weight of a root in the averages over roots
