@@ -170,8 +170,8 @@ class Deals:
 
         Queuing a task ahead (``worker-saturation``) saves its thread a message's time, and costs up to a root's time of
         everybody else's when there is nothing else left to do. Only behind other roots: behind what joins them (which
-        may still wait for its inputs) the owner of a root is not to lose it, its neighbours need it soon. And only where
-        another worker would take it: not where its result is so large that it is left to its owner in any case.
+        may still wait for its inputs) the owner of a root is not to lose it, its neighbours need it soon. And only
+        where another worker would take it: not where its result is so large that it is left to its owner in any case.
         """
         if len(ws.processing) - len(ws.long_running) < ws.nthreads or not self._last():
             return False
