@@ -5,6 +5,7 @@
 * A worker whose memory is full is not given roots while the others, who have room, run them all before it would have
   written one result out (`too_full`).
 * The last roots are not dealt ahead to threads that are busy (`one_of_the_last`): whoever is free first gets them.
+* What a root needs and a neighbour is fetching from another zone (see `across`) is waited for.
 * A worker whose slots are all taken by tasks that wait for inputs is `hungry`: it gets a root, a few at most, so that
   its threads work while the network does.
 
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.model.link import LinkClass
 from dask_gpurt.placement import seam
+from dask_gpurt.placement.across import under_way
 from dask_gpurt.placement.groups import Member
 from dask_gpurt.placement.policy import WEIGHTS
 
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from dask_gpurt.placement.workers import WorkerInfo
 
 #: tasks per thread up to which a worker that waits for inputs gets one more
-MAX_AHEAD = 4
+MAX_AHEAD = 3
 #: a task with more inputs is not looked through for those that are missing
 MAX_LOOKED = 64
 #: weight of a root in the averages over roots
@@ -42,8 +44,10 @@ CHEAP = 0.25
 MOSTLY = 0.75
 #: a worker that takes so many times as long as usual is not waited for
 SLOW = 1.5
-#: idle workers looked at for whether all of them are too full
+#: idle workers looked at for whether all of them are too full, and for which is the least busy
 LOOKED_AT = 16
+#: workers with a free thread that are offered roots besides those that have just finished a task
+ASKED = 8
 
 
 class Deals:
@@ -130,7 +134,16 @@ class Deals:
             return None
         node = None if info is None else info.node.name
         scheduler = engine.scheduler
-        return engine.groups.pull(ws.address, scheduler.tasks, scheduler.queued.peek(), node, self.may_take)
+        ts = engine.groups.pull(ws.address, scheduler.tasks, scheduler.queued.peek(), node, self.may_take)
+        return None if ts is None or self._crosses_again(ts, info) else ts
+
+    def _crosses_again(self, ts: Any, info: WorkerInfo | None) -> bool:
+        """Whether a root should wait until an input that it shares with others has come to the worker's zone."""
+        engine = self._engine
+        if info is None or not engine.workers.zoned or not ts.dependencies:
+            return False
+        far = engine.links.link(LinkClass.NETWORK)
+        return under_way(ts.dependencies, info, far, engine.workers.by_address)
 
     def may_take(self, owner: str, left: int) -> bool:
         """Whether a worker on another node should take half of the roots that `owner` has `left`."""
@@ -156,14 +169,21 @@ class Deals:
         """Whether the roots left are fewer than threads, and this worker would only queue one.
 
         Queuing a task ahead (``worker-saturation``) saves its thread a message's time, and costs up to a root's time of
-        everybody else's when there is nothing else left to do.
+        everybody else's when there is nothing else left to do. Only behind other roots: behind what joins them (which
+        may still wait for its inputs) the owner of a root is not to lose it, its neighbours need it soon. And only
+        where another worker would take it: not where its result is so large that it is left to its owner in any case.
         """
+        if len(ws.processing) - len(ws.long_running) < ws.nthreads or not self._last():
+            return False
+        info = self._engine.workers.by_address.get(ws.address)
+        return info is None or info.roots >= ws.nthreads
+
+    def _last(self) -> bool:
+        """Whether the roots left are fewer than threads, worth that trouble, and whoever is free first may run them."""
+        if self._root[0] <= AHEAD_SECONDS:
+            return False
         s = self._engine.scheduler
-        return (
-            len(s.queued) < s.total_nthreads
-            and self._root[0] > AHEAD_SECONDS
-            and len(ws.processing) - len(ws.long_running) >= ws.nthreads
-        )
+        return len(s.queued) < s.total_nthreads and self._cheap()
 
     def _cheap(self) -> bool:
         """Whether the result of a root is sent in much less time than its owner would take to come to it."""
@@ -201,9 +221,32 @@ class Deals:
         return [info.ws for info in looked if self._starves(info)]
 
     def first(self) -> list[Any]:
-        """Workers to be offered tasks before others: those that have just finished one."""
+        """Workers to be offered tasks: those that have just finished one, and some that have a free thread."""
         freed, self._freed = self._freed, {}
-        return [info.ws for info in freed]
+        return [*(info.ws for info in freed), *self._free()]
+
+    def takers(self, ts: Any = None) -> list[Any]:
+        """Workers of which the least busy gets what nobody pulls (`ts`, if it is known): all of a few, some of many."""
+        engine = self._engine
+        idle = engine.scheduler.idle_task_count
+        if self._last():
+            found = self._free()  # the others come for theirs themselves
+        else:
+            found = list(idle) if len(idle) <= LOOKED_AT else [*self._free(), *islice(idle, ASKED)]
+        if ts is not None and engine.workers.zoned:
+            by_address = engine.workers.by_address
+            return [ws for ws in found if not self._crosses_again(ts, by_address.get(ws.address))]
+        return found
+
+    def _free(self) -> list[Any]:
+        """Some workers with a free thread."""
+        workers = self._engine.workers
+        items = workers.idle.items
+        n = len(items)
+        if n <= ASKED:
+            return [w.ws for w in items]
+        start = int(workers.random() * n)
+        return [items[(start + i) % n].ws for i in range(ASKED)]
 
     def _starves(self, info: WorkerInfo) -> bool:
         ws = info.ws

@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 
 #: duration assumed for a prefix never seen, in seconds
 UNKNOWN_SECONDS = 0.005
+#: a task of a prefix never seen counts this share of the usual duration: enough to spread a burst of them over equals,
+#: too little to justify moving bytes
+GUESS = 0.3
+#: weight of a task in the usual duration
+USUAL_GAIN = 0.02
 #: durations kept per prefix
 WINDOW = 11
 #: prefixes kept; a client that invents a new one for every task must not fill the scheduler
@@ -77,6 +82,15 @@ class Durations:
 
     def __init__(self) -> None:
         self.prefixes: dict[str, Prefix] = {}
+        #: moving averages of the duration of all tasks and of its square: their ratio is how long the task is that a
+        #: worker is found at, however many short ones there are between
+        self._usual = 0.0, 0.0
+
+    @property
+    def guess_seconds(self) -> float:
+        """Seconds that a task whose prefix was never seen may take."""
+        mean, square = self._usual
+        return max(UNKNOWN_SECONDS, GUESS * square / mean) if mean else UNKNOWN_SECONDS
 
     def prefix(self, name: str) -> Prefix:
         found = self.prefixes.get(name)
@@ -93,6 +107,8 @@ class Durations:
             worker.speed.observe(prefix.name, math.log(seconds / expected))
             worker.slowness = worker.speed.slowness
             worker.speed_samples += 1
+        mean, square = self._usual
+        self._usual = mean + USUAL_GAIN * (seconds - mean), square + USUAL_GAIN * (seconds * seconds - square)
         # Not by what is only suspected of the tasks it runs now.
         prefix.learn(seconds / worker.speed.measured_slowness(prefix.name), nbytes)
 

@@ -25,7 +25,7 @@ from dask_gpurt.model.views import TaskView
 from dask_gpurt.placement import candidates, judge, seam
 from dask_gpurt.placement.budget import Budget
 from dask_gpurt.placement.deals import Deals
-from dask_gpurt.placement.durations import UNKNOWN_SECONDS, Durations, compute_seconds
+from dask_gpurt.placement.durations import Durations, compute_seconds
 from dask_gpurt.placement.governor import Governor, Standing
 from dask_gpurt.placement.groups import RootGroups
 from dask_gpurt.placement.ledger import Charge, Ledger
@@ -37,8 +37,9 @@ from dask_gpurt.placement.residence import Residence
 from dask_gpurt.placement.shadow import Shadowed
 from dask_gpurt.placement.slack import Slack
 from dask_gpurt.placement.thieves import STOCK, Thieves
+from dask_gpurt.placement.transfers import certain_inputs, learn_links
 from dask_gpurt.placement.workers import WorkerInfo, WorkerTable
-from dask_gpurt.topology.links import SEEDS, LinkMatrix, Transfer, merge
+from dask_gpurt.topology.links import SEEDS, LinkMatrix
 from dask_gpurt.topology.zones import Zones, seed
 
 if TYPE_CHECKING:
@@ -49,13 +50,6 @@ if TYPE_CHECKING:
 
 #: share of a worker's memory limit that task data may fill before more of it overflows: Dask's memory.target
 HOST_SHARE = 0.6
-#: inputs remembered per task for learning links from their transfer
-MAX_LEARNED_INPUTS = 8
-#: a task of a prefix never seen counts this share of the usual duration: enough to spread a burst of them over equals,
-#: too little to justify moving bytes
-GUESS = 0.3
-#: weight of a task in the usual duration
-USUAL_GAIN = 0.02
 #: weight of a decision in a worker's share of network traffic
 SHARE_GAIN = 0.2
 #: the governor observes every so many-th decision, and all of a trial
@@ -89,9 +83,6 @@ class Engine:
         self.slack = Slack(scheduler, self.workers, self.durations)
         #: which copies are on disk; whoever hears of it puts it there
         self.residence = Residence()
-        #: moving averages of the duration of all tasks and of its square: their ratio is how long the task is that a
-        #: worker is found at, however many short ones there are between
-        self._usual = 0.0, 0.0
         self.log = DecisionLog()
         self.governor = Governor(clock)
         self.speeds = Pace(self.workers, clock)
@@ -312,13 +303,8 @@ class Engine:
         charge = self._charge(ts, info, root)
         self.workers.refresh(info)
         self.deals.assigned(info)
-        needs = ws.needs_what
-        if needs and len(needs) <= MAX_LEARNED_INPUTS:
-            # Only when all that is inbound is for this task will the transfers that the worker reports with it have
-            # carried its inputs and nothing else; their size is not reported.
-            deps = ts.dependencies
-            if all(d in deps for d in needs):
-                charge.inputs = tuple(needs)
+        if ws.needs_what:
+            charge.inputs = certain_inputs(ts, ws)
 
     def left_processing(self, key: Hashable, finish: str, details: Mapping[str, Any]) -> None:
         """A task is no longer assigned. `details` are the keywords of the transition."""
@@ -346,13 +332,11 @@ class Engine:
             self.durations.learn(prefix, info, seconds, nbytes)
             if charge.root:
                 self.deals.root_done(seconds, nbytes)
-            mean, square = self._usual
-            self._usual = mean + USUAL_GAIN * (seconds - mean), square + USUAL_GAIN * (seconds * seconds - square)
             if first:
                 self.ledger.learned(prefix)
             self.speeds.learned(info)
         if charge.inputs:
-            self._learn_links(info, charge, startstops)
+            learn_links(self.links, self.workers.by_address, info, charge.inputs, startstops)
 
     @property
     def retired(self) -> bool:
@@ -389,32 +373,7 @@ class Engine:
     def _guess(self, ts: Any) -> float:
         """Seconds that a task whose prefix was never seen may take."""
         hint: float = ts.prefix.duration_average
-        if hint >= 0:
-            return hint
-        mean, square = self._usual
-        return max(UNKNOWN_SECONDS, GUESS * square / mean) if mean else UNKNOWN_SECONDS
-
-    def _learn_links(self, info: WorkerInfo, charge: Charge, startstops: Collection[Mapping[str, Any]]) -> None:
-        """Learn from a task's transfers if it is certain what each of them carried; most are not, and are skipped."""
-        reported = [s for s in startstops if s["action"] == "transfer"]
-        sources: dict[str, list[Any]] = {s["source"]: [] for s in reported}
-        if len(sources) != len(reported):
-            return  # two requests to one worker: no telling which carried what
-        for d in charge.inputs:
-            held = [h.address for h in d.who_has or () if h.address in sources]
-            if len(held) != 1:
-                return  # came with another task's transfer, or could have come from either of two
-            sources[held[0]].append(d)
-        transfers = []
-        for s in reported:
-            source = self.workers.by_address.get(s["source"])
-            carried = sources[s["source"]]
-            if source is None or not carried:
-                return
-            link_class = info.node.link_class if source.node is info.node else LinkClass.NETWORK
-            transfers.append(Transfer(s["start"], s["stop"], sum(d.get_nbytes() for d in carried), link_class))
-        for link_class, nbytes, seconds, requests in merge(transfers):
-            self.links.observe(link_class, nbytes, seconds, requests)
+        return hint if hint >= 0 else self.durations.guess_seconds
 
     # ------------------------------------------------------------------ statistics
 

@@ -1,9 +1,11 @@
 """The newest decisions: what was compared, what was chosen and why, and what came of it.
 
-A record is a plain list, written in about a microsecond on the scheduler's event loop. Everything that can be worked
-out later is: the cost terms from the immutable views that the decision was made from anyway, the times from what the
-worker reported. Making a list of eleven takes 0.07 us, an object with slots 0.6 us, a frozen dataclass 3 us. 10,000
-rows with ten candidates each take about 24 MB.
+A record is a plain list, written in about two microseconds on the scheduler's event loop. Everything that can be worked
+out later is: the cost terms from the views that the decision was made from, the times from what the worker reported.
+Making a list of eleven takes 0.07 us, an object with slots 0.6 us, a frozen dataclass 3 us. What a decision leaves
+behind is packed as doubles, not a tuple per candidate: containers that stay alive are what makes Python collect garbage
+in the middle of every fortieth decision, and floats that stay alive what makes it ask for memory in every sixtieth;
+both were their 99th percentile. 10,000 rows with ten candidates each take about 14 MB.
 
 1. A decision adds a row: by cost, for the owner of a root group, or left to stock with the reason. One that failed is
    told by the seam and adds a row of its own, which replaces the half-made one.
@@ -22,9 +24,29 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.placement.cost import terms
-from dask_gpurt.placement.durations import compute_seconds
-from dask_gpurt.placement.policy import WEIGHTS
+from dask_gpurt.placement import stories
+from dask_gpurt.placement.stories import (
+    ASSIGNED,
+    COST,
+    DETAIL,
+    FALLBACK,
+    FINISHED,
+    GROUP,
+    KEY,
+    KIND,
+    OUTCOME,
+    QUEUE,
+    REPORT,
+    SHADOW,
+    STOCK,
+    STOLEN_BYTES,
+    TIME,
+    VICTIM,
+    WORKER,
+    Detail,
+    pack,
+    transfer_seconds,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -43,18 +65,6 @@ NEWEST = 200
 #: keys named as near matches of one that is not known
 MATCHES = 3
 
-# The kinds of decision.
-COST = "cost"
-GROUP = "root group"
-STOCK = "stock"
-#: what the cost would have chosen; stock decided
-SHADOW = "shadow"
-FALLBACK = "fallback"
-#: reason of a row that only began when stock's queue assigned the task
-QUEUE = "queue"
-
-# The places in a row.
-_KEY, _KIND, _TIME, _DETAIL, _WORKER, _ASSIGNED, _VICTIM, _STOLEN_BYTES, _FINISHED, _OUTCOME, _REPORT = range(11)
 
 _time = time.time
 
@@ -87,14 +97,14 @@ class DecisionLog:
         workers: int,
         shadow: bool = False,
     ) -> None:
-        """A decision by cost. `views` must not be changed afterwards; `workers` is how many there are in all."""
+        """A decision by cost; `workers` is how many there are in all."""
         total_bytes, count = inputs.total_bytes, inputs.count
         if inputs.wide:
             for _, nbytes, _ in inputs.wide:
                 total_bytes += nbytes
             count += inputs.scale * len(inputs.wide)
         addresses = [w.address for w in picked]
-        detail = (addresses, views, choice, task, far, total_bytes, count, restricted, workers)
+        detail = pack(addresses, views, choice, task, far, total_bytes, count, restricted, workers)
         self._add([key, SHADOW if shadow else COST, _time(), detail, None, None, None, None, None, None, None])
 
     def group(self, key: Hashable, address: str) -> None:
@@ -113,41 +123,41 @@ class DecisionLog:
         """A task went to processing on a worker."""
         row = self._by_key.get(key)
         now = _time()
-        if row is None or row[_WORKER] is not None:
+        if row is None or row[WORKER] is not None:
             self._add([key, STOCK, now, QUEUE, address, now, None, None, None, None, None])
         else:
-            row[_WORKER], row[_ASSIGNED] = address, now
+            row[WORKER], row[ASSIGNED] = address, now
 
     def stolen(self, key: Hashable, victim: str, thief: str, nbytes: float) -> None:
         """Work stealing moved a task, which misses `nbytes` of its inputs where it is now."""
         row = self._by_key.get(key)
-        if row is not None and row[_FINISHED] is None:
-            row[_VICTIM], row[_WORKER], row[_ASSIGNED], row[_STOLEN_BYTES] = victim, thief, _time(), nbytes
+        if row is not None and row[FINISHED] is None:
+            row[VICTIM], row[WORKER], row[ASSIGNED], row[STOLEN_BYTES] = victim, thief, _time(), nbytes
 
     def finished(self, key: Hashable, outcome: str, report: Mapping[str, Any]) -> None:
         """A task left processing for the state `outcome`; `report` is what the scheduler was told with it."""
         row = self._by_key.get(key)
-        if row is not None and row[_FINISHED] is None:
-            row[_FINISHED] = _time()
-            row[_OUTCOME] = outcome
+        if row is not None and row[FINISHED] is None:
+            row[FINISHED] = _time()
+            row[OUTCOME] = outcome
             if outcome == "memory":
-                row[_REPORT] = (report.get("startstops") or (), report.get("nbytes"), report.get("worker"))
+                row[REPORT] = (report.get("startstops") or (), report.get("nbytes"), report.get("worker"))
 
     def restarted(self) -> None:
         """The scheduler has forgotten all tasks, without transitions."""
         now = _time()
         for row in self._rows:
-            if row[_WORKER] is not None and row[_FINISHED] is None:
-                row[_FINISHED], row[_OUTCOME] = now, "forgotten"
+            if row[WORKER] is not None and row[FINISHED] is None:
+                row[FINISHED], row[OUTCOME] = now, "forgotten"
 
     def _add(self, row: list[Any]) -> None:
         rows, by_key = self._rows, self._by_key
         if len(rows) >= self.limit:
             old = rows.popleft()
-            if by_key.get(old[_KEY]) is old:
-                del by_key[old[_KEY]]
+            if by_key.get(old[KEY]) is old:
+                del by_key[old[KEY]]
         rows.append(row)
-        by_key[row[_KEY]] = row
+        by_key[row[KEY]] = row
         self.written += 1
 
     # ------------------------------------------------------------------ reading, when somebody asks
@@ -156,18 +166,18 @@ class DecisionLog:
         """The newest decision about a key as plain JSON; None when there is none.
 
         ``kind``, ``reason``, ``time`` (Unix), ``restricted``, ``workers``, ``inputs`` (bytes, count), ``task``
-        (compute_seconds, output_bytes), ``candidates`` (see `_candidates`), ``chosen`` (address), ``predicted`` and
-        ``actual`` (times in seconds). What does not apply, or is not known yet, is None.
+        (compute_seconds, output_bytes), ``candidates`` (see `stories.candidates`), ``chosen`` (address), ``predicted``
+        and ``actual`` (times in seconds). What does not apply, or is not known yet, is None.
         """
         row = self._by_key.get(key)
         if row is None:
             return None
-        kind, detail = row[_KIND], row[_DETAIL]
+        kind, detail = row[KIND], row[DETAIL]
         story: dict[str, Any] = {
-            "key": str(row[_KEY]),
+            "key": str(row[KEY]),
             "kind": kind,
             "reason": detail if kind in (STOCK, FALLBACK) else None,
-            "time": row[_TIME],
+            "time": row[TIME],
             "restricted": None,
             "workers": None,
             "inputs": None,
@@ -175,16 +185,17 @@ class DecisionLog:
             "candidates": [],
             "chosen": detail if kind == GROUP else None,
             "predicted": None,
-            "actual": _actual(row),
+            "actual": stories.actual(row),
         }
         if kind in (COST, SHADOW):
-            addresses, _, choice, task, _, total_bytes, count, restricted, workers = detail
-            story["restricted"], story["workers"] = restricted, workers
-            story["inputs"] = {"bytes": total_bytes, "count": count}
+            found = Detail(detail)
+            task = found.task
+            story["restricted"], story["workers"] = found.restricted, found.workers
+            story["inputs"] = {"bytes": found.total_bytes, "count": found.count}
             story["task"] = {"compute_seconds": task.compute_seconds, "output_bytes": task.output_bytes}
-            story["candidates"] = _candidates(detail)
-            story["chosen"] = addresses[choice]
-            story["predicted"] = _predicted(detail)
+            story["candidates"] = stories.candidates(found)
+            story["chosen"] = found.address(found.choice)
+            story["predicted"] = stories.predicted(found)
         return story
 
     def brief(self, key: Hashable) -> tuple[str, str | None, float | None] | None:
@@ -195,20 +206,19 @@ class DecisionLog:
         row = self._by_key.get(key)
         if row is None:
             return None
-        kind, detail = row[_KIND], row[_DETAIL]
+        kind, detail = row[KIND], row[DETAIL]
         if kind == GROUP:
             return kind, detail, None
         if kind != COST:
             return kind, None, None
-        addresses, views, choice, task, far, *_ = detail
-        t = terms(task, views[choice], far, WEIGHTS)
-        return kind, addresses[choice], max(t["queue"], t["inputs"], t["read"]) + t["compute"]
+        found = Detail(detail)
+        return kind, found.address(found.choice), found.finish_seconds(found.terms(found.choice))
 
     def matches(self, text: str) -> list[str]:
         """A few keys that begin with a text, newest first; for those who ask for one that is not here."""
         out: dict[str, None] = {}
         for row in reversed(self._rows):
-            known = str(row[_KEY])
+            known = str(row[KEY])
             if known.startswith(text):
                 out[known] = None
                 if len(out) >= MATCHES:
@@ -229,18 +239,18 @@ class DecisionLog:
         errors: list[float] = []
         newest: list[list[float]] = []
         for row in reversed(self._rows):
-            if row[_KIND] != COST or row[_OUTCOME] != "memory":
+            if row[KIND] != COST or row[OUTCOME] != "memory":
                 continue
-            addresses, views, choice, task, far, *_ = row[_DETAIL]
-            if row[_REPORT][2] != addresses[choice]:
+            found = Detail(row[DETAIL])
+            if row[REPORT][2] != found.address(found.choice):
                 continue
-            t = terms(task, views[choice], far, WEIGHTS)
-            predicted.append(max(t["queue"], t["inputs"], t["read"]) + t["compute"])
-            actual.append(row[_FINISHED] - row[_TIME])
+            t = found.terms(found.choice)
+            predicted.append(found.finish_seconds(t))
+            actual.append(row[FINISHED] - row[TIME])
             if len(newest) < NEWEST:
-                view = views[choice]
+                view = found.view(found.choice)
                 newest.append([predicted[-1], actual[-1], view.near_bytes + view.far_bytes])
-            transfer = transfer_seconds(row[_REPORT][0])
+            transfer = transfer_seconds(row[REPORT][0])
             if transfer is not None:
                 errors.append(abs(t["inputs"] - transfer))
             if len(predicted) >= CALIBRATED:
@@ -255,110 +265,3 @@ class DecisionLog:
             "inputs_error_p90_seconds": errors[min(len(errors) - 1, int(0.9 * len(errors)))] if errors else None,
             "newest": newest,
         }
-
-
-def transfer_seconds(startstops: Iterable[Mapping[str, Any]]) -> float | None:
-    """Time in which at least one reported transfer was under way; None when none was reported."""
-    spans = sorted((s["start"], s["stop"]) for s in startstops if s["action"] == "transfer")
-    if not spans:
-        return None
-    seconds, end = 0.0, spans[0][0]
-    for start, stop in spans:
-        if stop > end:
-            seconds += stop - max(start, end)
-            end = stop
-    return seconds
-
-
-def _candidates(detail: tuple[Any, ...]) -> list[dict[str, Any]]:
-    """Each candidate: ``address``, ``why`` it was one, ``chosen``, ``idle``, bytes of inputs it has and misses, terms.
-
-    ``why``: ``holder`` (has inputs, or is already fetching them), ``neighbour`` (of a holder), ``idle``, ``allowed``
-    (by the task's restrictions), ``all`` (in a small cluster everybody is compared), ``random``.
-    """
-    addresses, views, choice, task, far, total_bytes, count, restricted, workers = detail
-    out = []
-    for i, (address, view) in enumerate(zip(addresses, views, strict=True)):
-        missing = view.near_bytes + view.far_bytes
-        fetches = view.near_fetches + view.far_fetches
-        if count - fetches > 0.5:  # counts are floats when a sample of the inputs stands for all
-            why = "holder"
-        elif view.near_fetches:
-            why = "neighbour"
-        elif not view.queue_seconds:
-            why = "idle"
-        elif restricted:
-            why = "allowed"
-        else:
-            why = "all" if len(addresses) >= workers else "random"
-        t = terms(task, view, far, WEIGHTS)
-        out.append(
-            {
-                "address": address,
-                "why": why,
-                "chosen": i == choice,
-                "idle": not view.queue_seconds,
-                "has_bytes": max(0.0, total_bytes - missing),
-                "missing_bytes": missing,
-                "missing_inputs": fetches,
-                "fetching": view.pending_seconds > 0,
-                "slowness": view.slowness,
-                **{f"{name}_seconds": seconds for name, seconds in t.items()},
-                "total_seconds": max(max(t["queue"], t["inputs"]) + t["hidden"], t["read"])
-                + t["compute"]
-                - t["excused"]
-                + t["overflow"]
-                + t["moved"],
-            }
-        )
-    return out
-
-
-def _predicted(detail: tuple[Any, ...]) -> dict[str, float]:
-    """What the choice expected. ``finish_seconds``: from the decision to the result."""
-    _, views, choice, task, far, *_ = detail
-    view = views[choice]
-    t = terms(task, view, far, WEIGHTS)
-    return {
-        "wait_seconds": max(t["queue"], t["inputs"]),
-        "queue_seconds": t["queue"],
-        "inputs_seconds": t["inputs"],
-        "compute_seconds": t["compute"],
-        "finish_seconds": max(t["queue"], t["inputs"], t["read"]) + t["compute"],
-        "moved_bytes": view.near_bytes + view.far_bytes,
-    }
-
-
-def _actual(row: list[Any]) -> dict[str, Any] | None:
-    """What came of a decision; None when the task was not assigned yet.
-
-    ``moved_bytes`` is by the sizes of the inputs that the worker lacked: workers report times only, and a transfer that
-    served several tasks is reported with one of them.
-    """
-    if row[_WORKER] is None:
-        return None
-    startstops, nbytes, worker = row[_REPORT] or ((), None, None)
-    began = next((s["start"] for s in reversed(startstops) if s["action"] == "compute"), None)
-    finish = None if row[_FINISHED] is None else row[_FINISHED] - row[_TIME]
-    wait = None
-    if began is not None and finish is not None:
-        # A worker's clock is set by its heartbeats, to some milliseconds: not more than is certain.
-        wait = min(max(0.0, began - row[_TIME]), finish)
-    worker = worker or row[_WORKER]
-    moved = row[_STOLEN_BYTES]
-    if moved is None and row[_KIND] == COST:
-        addresses, views, choice, *_ = row[_DETAIL]
-        if worker == addresses[choice]:
-            moved = views[choice].near_bytes + views[choice].far_bytes
-    return {
-        "worker": worker,
-        "stolen_from": row[_VICTIM],
-        "assigned": row[_ASSIGNED],
-        "outcome": row[_OUTCOME],
-        "wait_seconds": wait,
-        "transfer_seconds": transfer_seconds(startstops),
-        "compute_seconds": compute_seconds(startstops),
-        "finish_seconds": finish,
-        "moved_bytes": moved,
-        "result_bytes": nbytes,
-    }

@@ -170,10 +170,11 @@ class Patrol:
                 # A worker beyond its memory mark waits for its disk, which says nothing about its processor.
                 late = run - usual > NOTABLE_SECONDS and ws.nbytes <= info.mark_bytes
                 logs.append(math.log(run / usual) if late else 0.0)
-                bound = stragglers.overdue_seconds(prefix)
-                if bound is not None and run > bound and ts not in ws.long_running:
-                    overdue.append((run, ts, info))
-        suspected = statistics.median(logs) if logs else 0.0
+                if run > stragglers.TIMES * prefix.seconds:  # the least of what makes it overdue, and cheap to know
+                    bound = stragglers.overdue_seconds(prefix)
+                    if bound is not None and run > bound and ts not in ws.long_running:
+                        overdue.append((run, ts, info))
+        suspected = statistics.median(logs) if any(logs) else 0.0
         speed = info.speed
         speed.suspect(suspected)
         samples, when = self._learned.get(info, (-1, now))

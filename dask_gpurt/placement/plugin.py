@@ -24,6 +24,7 @@ from dask_gpurt.placement.patrol import Patrol
 from dask_gpurt.placement.replicas import ReplicaSeam
 from dask_gpurt.placement.seam import Seam
 from dask_gpurt.placement.seam_copies import CopySeam
+from dask_gpurt.placement.seam_roots import RootSeam
 from dask_gpurt.placement.seam_routes import RouteSeam
 from dask_gpurt.placement.seam_shadow import watch
 from dask_gpurt.placement.seam_stealing import StealingSeam
@@ -108,16 +109,18 @@ class PlacementPlugin(SchedulerPlugin):
 
     def _take_over(self, scheduler: Any, seam: Seam, engine: Engine) -> None:
         seam.install({"decide_worker_non_rootish": self._decide, "get_comm_cost": engine.comm_cost})
-        groups = engine.groups
-        seam.install_roots(
-            groups.waits,
-            engine.pull,
-            groups.__len__,
-            engine.worth,
+        deals = engine.deals
+        RootSeam(
+            seam,
+            waits=engine.groups.waits,
+            pull=engine.pull,
+            pending=engine.groups.__len__,
+            worth=engine.worth,
             held=engine.held,
-            hungry=engine.deals.hungry,
-            first=engine.deals.first,
-        )
+            hungry=deals.hungry,
+            first=deals.first,
+            takers=deals.takers,
+        ).install()
         engine.on_retired = self._retired
         self.stealing = StealingSeam(scheduler, seam)
         self.stealing.install(engine.thief)

@@ -22,13 +22,11 @@ Rejected: patching the class (leaks into every scheduler of the process, which t
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
 import operator
 import time
 from collections.abc import Mapping
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import distributed
@@ -40,7 +38,7 @@ from dask_gpurt.model import Sink, null_sink
 from dask_gpurt.placement.guard import Guard, Part, logger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
 #: what an override or the plugin calls or hides: name -> parameters
 SIGNATURES: dict[str, tuple[str, ...]] = {
@@ -84,8 +82,6 @@ ATTRIBUTES: dict[type, tuple[str, ...]] = {
     ),
 }
 
-#: idle workers that are offered root tasks at a time
-MANY_IDLE = 64
 #: bytes that tasks assigned to a worker still have to fetch, each input once
 pending_bytes: Callable[[Any], int] = operator.attrgetter("_network_occ")
 
@@ -117,11 +113,6 @@ class Seam(Guard):
         self._told = told
         self.scheduler = scheduler
         self._installed: dict[str, Any] = {}
-        #: slots are to be dealt in the next turn of the event loop
-        self._dealing = False
-        #: the next deal is the first after a graph: it fills threads only, the slots beyond are for when a task is
-        #: done. Else a root would run before what stock has put on the same worker because the graph waits for it.
-        self._first_deal = False
 
     def check(self) -> None:
         """Compare what is relied on with what is there.
@@ -195,9 +186,12 @@ class Seam(Guard):
                 )
         for name, ours in overrides.items():
             part = self.parts.setdefault(name, Part(name))
-            wrapped = wrappers[name](part, ours)
-            self._installed[name] = wrapped
-            setattr(self.scheduler, name, wrapped)
+            self.put(name, wrappers[name](part, ours))
+
+    def put(self, name: str, ours: Any) -> None:
+        """Hide the class's attribute by `ours`, until `uninstall`."""
+        self._installed[name] = ours
+        setattr(self.scheduler, name, ours)
 
     def uninstall(self) -> None:
         """Restore the class's methods. What somebody else has put over ours since is left alone, and said."""
@@ -208,21 +202,20 @@ class Seam(Guard):
             elif name in attributes:
                 logger.warning("Scheduler.%s was overridden after placement took it over; left as it is", name)
         self._installed.clear()
-        # A deal that was promised still takes place: `_deal` calls whatever method is there by then.
 
     @property
     def installed(self) -> tuple[str, ...]:
         """Names taken over now."""
         return tuple(self._installed)
 
-    def _stock(self, name: str) -> Callable[..., Any]:
+    def stock(self, name: str) -> Callable[..., Any]:
         """The class's own method, bound."""
         bound: Callable[..., Any] = getattr(type(self.scheduler), name).__get__(self.scheduler)
         return bound
 
     def _wrap_decide(self, part: Part, ours: Callable[..., Any]) -> Callable[..., Any]:
         scheduler = self.scheduler
-        stock = self._stock("decide_worker_non_rootish")
+        stock = self.stock("decide_worker_non_rootish")
         running, told = Status.running, self._told
 
         def decide_worker_non_rootish(ts: TaskState) -> WorkerState | None:
@@ -251,202 +244,8 @@ class Seam(Guard):
 
         return decide_worker_non_rootish
 
-    def install_roots(
-        self,
-        waits: Callable[[Any], bool],
-        pull: Callable[[Any], Any],
-        pending: Callable[[], int],
-        worth: Callable[[Any], bool] = lambda ws: True,
-        held: Callable[[Any], bool] = lambda ts: False,
-        hungry: Callable[[], Iterable[Any]] = tuple,
-        first: Callable[[], Iterable[Any]] = tuple,
-    ) -> None:
-        """Take over which queued root task goes to which worker. Everything else of queuing stays stock's:
-
-        1. ``waiting -> processing`` (table entry): a root that `waits` becomes ``queued`` although workers are idle,
-           and the slots are dealt in the next turn of the event loop, when the whole graph has arrived. Not with
-           ``validate=True``: distributed then asserts that nothing is queued while a worker is idle, which is exactly
-           what this relaxes for one turn.
-        2. ``stimulus_queue_slots_maybe_opened``: every worker with a free slot is offered the task that `pull` names,
-           through stock's own transition; then stock's method runs and deals what is left, unless the head of the
-           queue is `held`, and not with ``validate=True``, which asserts that a free slot is always used.
-        3. ``decide_worker_rootish_queuing_enabled``: answers with the worker of step 2 while in it; else with stock's
-           choice, or, where that is not `worth` it, with the least busy one that is. None of them: the task stays
-           queued. Only while other workers are busy, whose next finished task deals again; and not with
-           ``validate=True``, which asserts that a free slot is always used.
-
-        If anything raises, stock's methods do their work on a state that is valid at any point: a task is queued or
-        it is assigned.
-
-        Parameters
-        ----------
-        waits
-            ``(ts) -> bool``
-        pull
-            ``(ws) -> TaskState | None``; a queued task.
-        pending
-            How many tasks `pull` could name at most; 0 skips the offers.
-        worth
-            ``(ws) -> bool``: whether a worker with a free slot should get one of the queued tasks.
-        held
-            ``(ts) -> bool``: whether a queued task is to stay queued although a worker has a free slot. Only while
-            another worker is busy, whose next finished task deals again.
-        hungry
-            Workers all of whose slots are taken, but by tasks that wait for inputs: they are offered a task, too.
-        first
-            Workers to be offered tasks before all others. Of those others only `MANY_IDLE` are asked at a time: near
-            the end nearly all are idle, and each finished task asks again.
-        """
-        names = ("_TRANSITIONS_TABLE", "stimulus_queue_slots_maybe_opened", "decide_worker_rootish_queuing_enabled")
-        s = self.scheduler
-        for name in names:
-            if name in s.__dict__:
-                raise InstallError(f"Scheduler.{name} is already overridden by {s.__dict__[name]!r}")
-        part = self.parts.setdefault("roots", Part("roots"))
-        stock_pump = self._stock("stimulus_queue_slots_maybe_opened")
-        stock_decide = self._stock("decide_worker_rootish_queuing_enabled")
-        table = dict(type(s)._TRANSITIONS_TABLE)
-        stock_ready = table["waiting", "processing"]
-        chosen: list[Any] = []
-
-        def waiting_processing(state: Any, key: Any, stimulus_id: str, **kwargs: Any) -> Any:
-            if part.retired is None and not state.validate:
-                try:
-                    ts = state.tasks[key]
-                    if (
-                        waits(ts)
-                        and state.idle_task_count
-                        and ts._queueable
-                        and not math.isinf(state.WORKER_SATURATION)
-                        and state.is_rootish(ts)
-                        and self._deal_soon()
-                    ):
-                        return {key: "queued"}, {}, {}
-                except Exception:
-                    self.failed(part.name)
-            return stock_ready(state, key, stimulus_id, **kwargs)
-
-        def offer(ws: Any) -> Any:
-            """The task to send to a worker with a free slot, checked; None: none in particular."""
-            try:
-                ts = pull(ws)
-                if ts is None or (ts.state == "queued" and s.tasks.get(ts.key) is ts):
-                    return ts
-                self.failed(part.name, "rejected", f"{ts!r} is not queued")
-            except Exception:
-                self.failed(part.name)
-            return None
-
-        def give(ws: Any, stimulus_id: str) -> bool:
-            """Send a worker the task that it is offered; False when there is none, or it did not go."""
-            ts = offer(ws)
-            if ts is None:
-                return False
-            chosen.append(ws)
-            try:
-                s.transitions({ts.key: "processing"}, stimulus_id)
-            finally:
-                chosen.clear()
-            return bool(ts.state == "processing")
-
-        def waiting_for_inputs() -> list[Any]:
-            if s.validate:
-                return []
-            try:
-                return [ws for ws in hungry() if s.workers.get(ws.address) is ws and ws.status is Status.running]
-            except Exception:
-                self.failed(part.name)
-                return []
-
-        def order(everybody: bool) -> Iterable[Any]:
-            idle = s.idle_task_count
-            try:
-                before = [ws for ws in first() if ws in idle]
-            except Exception:
-                self.failed(part.name)
-                before = []
-            if everybody or len(idle) <= MANY_IDLE:
-                # Neighbouring groups go to workers of one host: sorted by address.
-                return sorted(idle, key=operator.attrgetter("address"))
-            return [*before, *islice(idle, MANY_IDLE)]
-
-        def is_held() -> bool:
-            if s.validate or not s.queued:
-                return False
-            try:
-                return held(s.queued.peek())
-            except Exception:
-                self.failed(part.name)
-                return False
-
-        def wanted(ws: Any) -> bool:
-            try:
-                return worth(ws)
-            except Exception:
-                self.failed(part.name)
-                return True
-
-        def stimulus_queue_slots_maybe_opened(*, stimulus_id: str) -> None:
-            given = 0
-            first_deal, self._first_deal = self._first_deal, False
-            if part.retired is None and s.queued and pending():
-                for ws in order(first_deal or s.validate):
-                    while s.queued and ws in s.idle_task_count and wanted(ws):
-                        if first_deal and len(ws.processing) >= ws.nthreads:
-                            break
-                        if not give(ws, stimulus_id):
-                            break
-                        given += 1
-                for ws in waiting_for_inputs():
-                    if s.queued:
-                        give(ws, stimulus_id)
-                if is_held() or (first_deal and given and s.queued and waits(s.queued.peek())):
-                    return
-            stock_pump(stimulus_id=stimulus_id)
-
-        def decide_worker_rootish_queuing_enabled() -> Any:
-            if chosen:
-                ws = chosen.pop()
-                if ws.status is Status.running and s.workers.get(ws.address) is ws:
-                    return ws
-            ws = stock_decide()
-            if ws is None or part.retired is not None or wanted(ws):
-                return ws
-            better = [w for w in s.idle_task_count if w is not ws and wanted(w)]
-            if better:
-                return min(better, key=lambda w: len(w.processing) / w.nthreads)
-            if s.validate or len(s.running) <= len(s.idle_task_count):
-                return ws
-            return None
-
-        table["waiting", "processing"] = waiting_processing
-        for name, ours in zip(
-            names, (table, stimulus_queue_slots_maybe_opened, decide_worker_rootish_queuing_enabled), strict=True
-        ):
-            self._installed[name] = ours
-            setattr(s, name, ours)
-
-    def _deal_soon(self) -> bool:
-        """Deal slots in the next turn of the event loop; False when there is no loop to do so."""
-        if self._dealing:
-            return True
-        try:
-            loop = asyncio.get_running_loop()
-        except RuntimeError:
-            return False
-        loop.call_soon(self._deal)
-        self._dealing = True
-        return True
-
-    def _deal(self) -> None:
-        self._dealing = False
-        s = self.scheduler
-        if s.queued and s.idle_task_count:
-            self._first_deal = not s.validate
-            s.stimulus_queue_slots_maybe_opened(stimulus_id=f"gpurt-deal-{time.time()}")
-
     def _wrap_comm_cost(self, part: Part, ours: Callable[..., Any]) -> Callable[..., Any]:
-        stock = self._stock("get_comm_cost")
+        stock = self.stock("get_comm_cost")
 
         def get_comm_cost(ts: TaskState, ws: WorkerState) -> float:
             if part.retired is not None:

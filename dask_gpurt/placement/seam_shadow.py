@@ -22,7 +22,7 @@ def watch(seam: Seam, observe: Callable[[Any, Any, Any], None]) -> None:
     if name in scheduler.__dict__:
         raise InstallError(f"Scheduler.{name} is already overridden by {scheduler.__dict__[name]!r}")
     part = seam.parts.setdefault(name, Part(name))
-    stock = seam._stock(name)
+    stock = seam.stock(name)
 
     def decide_worker_non_rootish(ts: TaskState) -> WorkerState | None:
         ws = stock(ts)
@@ -38,5 +38,4 @@ def watch(seam: Seam, observe: Callable[[Any, Any, Any], None]) -> None:
                 seam.failed(part.name)
         return ws
 
-    seam._installed[name] = decide_worker_non_rootish
-    setattr(scheduler, name, decide_worker_non_rootish)
+    seam.put(name, decide_worker_non_rootish)

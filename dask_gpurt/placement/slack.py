@@ -7,7 +7,7 @@ argument, and holds only while there is work for everybody: with more than `IDLE
 none, and what ends sooner is better again (a chain of tasks, the last joins of a tree).
 
 Remaining work is counted by task group, from the counts that the scheduler keeps anyway: O(groups), at most once in
-`EVERY` decisions or as many as there are groups. A prefix never seen counts as half the mean of those that were.
+`EVERY` decisions or as many as there are groups. A prefix never seen counts as `Durations.guess_seconds`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class Slack:
         s = self._scheduler
         prefixes = self._durations.prefixes
         seconds = 0.0
-        seen = unseen = 0
+        seen = False
+        unseen = 0
         groups = s.task_groups
         for group in groups.values():
             states = group.states
@@ -64,10 +65,11 @@ class Slack:
                 prefix = prefixes.get(group.prefix.name)
                 if prefix is not None and prefix.seconds is not None:
                     seconds += count * prefix.seconds
-                    seen += count
+                    seen = True
                 else:
                     unseen += count
         if seen:
-            seconds += 0.5 * unseen * seconds / seen
+            # Not the mean of those that are seen: what is left may be a thousand short tasks, and then the long ones.
+            seconds += unseen * self._durations.guess_seconds
         self._remaining_seconds = seconds / max(1, s.total_nthreads)
         self._countdown = max(EVERY, n // 8, len(groups) // 4)

@@ -7,11 +7,12 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from placement_fakes import FakeTask, FakeWorker, assign, learn, make_engine
+from placement_fakes import FakeTask, FakeWorker, assign, finish, learn, make_engine
 
 from dask_gpurt.model.link import LinkClass
 from dask_gpurt.placement import stragglers
 from dask_gpurt.placement.durations import Prefix
+from dask_gpurt.placement.groups import Block
 from dask_gpurt.placement.pace import PATIENCE_SECONDS, Pace
 from dask_gpurt.placement.speed import Speed
 from dask_gpurt.placement.thieves import STOCK
@@ -253,6 +254,11 @@ def test_independent_tasks_avoid_a_slow_worker() -> None:
     assert {chosen.count(w) for w in workers[1:]} == {3}
 
 
+class Queue(list[Any]):
+    def peek(self) -> Any:
+        return self[0]
+
+
 def zoned() -> tuple[Engine, list[FakeWorker]]:
     """Two racks of two hosts."""
     workers = [FakeWorker(i) for i in range(4)]
@@ -304,3 +310,28 @@ def test_what_many_need_crosses_once() -> None:
         used.append(ws)
     far = {w.address for w in used} & {w.address for w in workers[2:]}
     assert len(far) == 1, "one of the other rack fetches it, the other does not fetch it too"
+
+
+def test_a_root_waits_for_what_is_crossing_already() -> None:
+    engine, workers = zoned()
+    engine.scheduler.idle_task_count = set(workers)  # type: ignore[attr-defined]
+    x = FakeTask("x", nbytes=8 * 10**6, on=(workers[0],))
+    roots = [FakeTask(f"r-{i}", x) for i in range(8)]
+    x.waiters = set(roots)  # type: ignore[attr-defined]
+    for i, t in enumerate(roots):
+        t.state, t.priority = "queued", (0, 1, i)  # type: ignore[attr-defined]
+        engine.scheduler.tasks[t.key] = t
+    engine.scheduler.queued = Queue(roots)
+    for ws in workers:
+        engine.groups._list(Block([t.key for t in roots[2 * workers.index(ws) :][:2]], ws.address, ws.host))
+    assert engine.deals.pull(workers[2]) is roots[4], "nobody there fetches it yet"
+    assign(engine, roots[4], workers[2])
+    assert engine.deals.pull(workers[3]) is None
+    assert workers[3] not in engine.deals.takers(roots[0])
+    assert workers[1] in engine.deals.takers(roots[0])
+    assert engine.deals.pull(workers[1]) is roots[2], "it is near"
+    finish(engine, roots[4], 0.1)
+    assert engine.deals.pull(workers[3]) is roots[6], "it can be had next door"
+    small = FakeTask("s-0", FakeTask("y", nbytes=1000, on=(workers[0],)))
+    assign(engine, small, workers[2])
+    assert not engine.deals._crosses_again(small, engine.workers.by_address[workers[3].address])

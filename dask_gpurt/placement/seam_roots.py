@@ -1,0 +1,274 @@
+"""Taking over which queued root task goes to which worker. See `seam` for the rules.
+
+Everything else of queuing stays stock's: how many tasks a worker gets, when slots are dealt, the transitions.
+
+1. ``waiting -> processing`` (table entry): a root that `waits` becomes ``queued`` although workers are idle, and the
+   slots are dealt in the next turn of the event loop, when the whole graph has arrived. Not with ``validate=True``:
+   distributed then asserts that nothing is queued while a worker is idle, which is exactly what this relaxes for one
+   turn.
+2. ``stimulus_queue_slots_maybe_opened``: workers with a free slot are offered the task that `pull` names, through
+   stock's own transition; then what is left is dealt as stock does, the head of the queue to the least busy worker,
+   unless that head is `held`. With ``validate=True`` stock's own method does the latter: it is asserted that a free
+   slot is always used.
+3. ``decide_worker_rootish_queuing_enabled``: answers with the worker of step 2 while in it; else with the least busy of
+   the `takers` that is `worth` it. None of them: the task stays queued, but only while other workers are busy, whose
+   next finished task deals again.
+
+If anything raises, stock's methods do their work on a state that is valid at any point: a task is queued or it is
+assigned.
+
+The price: stock adds up the free slots of all idle workers and compares all of them for each task, O(workers) per root
+(66 s of blocked loop for 37,500 tasks on 10,000 workers). Here each event asks those that have just finished a task and
+`deals.ASKED` others. Only the first deal after a graph, which gives most of them something, asks everybody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import operator
+import time
+from typing import TYPE_CHECKING, Any
+
+from distributed.core import Status
+
+from dask_gpurt.errors import InstallError
+from dask_gpurt.placement.guard import Part
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from dask_gpurt.placement.seam import Seam
+
+NAMES = ("_TRANSITIONS_TABLE", "stimulus_queue_slots_maybe_opened", "decide_worker_rootish_queuing_enabled")
+_address = operator.attrgetter("address")
+
+
+def _load(ws: Any) -> float:
+    load: float = len(ws.processing) / ws.nthreads
+    return load
+
+
+class RootSeam:
+    """The take-over of one scheduler's queue.
+
+    Parameters
+    ----------
+    waits
+        ``(ts) -> bool``
+    pull
+        ``(ws) -> TaskState | None``; a queued task.
+    pending
+        How many tasks `pull` could name at most; 0 skips the offers.
+    worth
+        ``(ws) -> bool``: whether a worker with a free slot should get one of the queued tasks.
+    held
+        ``(ts) -> bool``: whether a queued task is to stay queued although a worker has a free slot. Only while
+        another worker is busy, whose next finished task deals again.
+    hungry
+        Workers all of whose slots are taken, but by tasks that wait for inputs: they are offered a task, too.
+    first
+        Workers to be offered tasks when a slot may have opened.
+    takers
+        Workers of which the least busy gets what nobody pulls: a queued task, or None where it is not known.
+    """
+
+    def __init__(
+        self,
+        seam: Seam,
+        *,
+        waits: Callable[[Any], bool],
+        pull: Callable[[Any], Any],
+        pending: Callable[[], int],
+        worth: Callable[[Any], bool],
+        held: Callable[[Any], bool],
+        hungry: Callable[[], Iterable[Any]],
+        first: Callable[[], Iterable[Any]],
+        takers: Callable[[Any], Iterable[Any]],
+    ) -> None:
+        self.scheduler: Any = seam.scheduler
+        self.seam = seam
+        self.part = Part("roots")
+        self._waits, self._pull, self._pending, self._worth = waits, pull, pending, worth
+        self._held, self._hungry, self._first, self._takers = held, hungry, first, takers
+        #: the worker that the root now in transition was offered to
+        self._chosen: list[Any] = []
+        #: slots are to be dealt in the next turn of the event loop
+        self._dealing = False
+        #: the next deal is the first after a graph: it fills threads only, the slots beyond are for when a task is
+        #: done. Else a root would run before what stock has put on the same worker because the graph waits for it.
+        self._first_deal = False
+
+    def install(self) -> None:
+        """Take over; all names or none.
+
+        Raises
+        ------
+        InstallError
+            Somebody else has.
+        """
+        seam, s = self.seam, self.scheduler
+        for name in NAMES:
+            if name in s.__dict__:
+                raise InstallError(f"Scheduler.{name} is already overridden by {s.__dict__[name]!r}")
+        self.part = seam.parts.setdefault("roots", self.part)
+        self._stock_pump = seam.stock("stimulus_queue_slots_maybe_opened")
+        self._stock_decide = seam.stock("decide_worker_rootish_queuing_enabled")
+        table = dict(type(s)._TRANSITIONS_TABLE)
+        self._stock_ready = table["waiting", "processing"]
+        table["waiting", "processing"] = self._ready
+        for name, ours in zip(NAMES, (table, self._slots_opened, self._decide), strict=True):
+            seam.put(name, ours)
+
+    # ------------------------------------------------------------------ the three overrides
+
+    def _ready(self, state: Any, key: Any, stimulus_id: str, **kwargs: Any) -> Any:
+        """``waiting -> processing``: with `state` the scheduler, as the table's functions are called."""
+        if self.part.retired is None and not state.validate:
+            try:
+                ts = state.tasks[key]
+                if (
+                    self._waits(ts)
+                    and state.idle_task_count
+                    and ts._queueable
+                    and not math.isinf(state.WORKER_SATURATION)
+                    and state.is_rootish(ts)
+                    and self._deal_soon()
+                ):
+                    return {key: "queued"}, {}, {}
+            except Exception:
+                self.seam.failed(self.part.name)
+        return self._stock_ready(state, key, stimulus_id, **kwargs)
+
+    def _slots_opened(self, *, stimulus_id: str) -> None:
+        s = self.scheduler
+        first_deal, self._first_deal = self._first_deal, False
+        if self.part.retired is not None or not s.queued:
+            self._stock_pump(stimulus_id=stimulus_id)
+            return
+        given = 0
+        if self._pending():
+            for ws in self._order(first_deal or s.validate):
+                while s.queued and ws in s.idle_task_count and self._wanted(ws):
+                    if first_deal and len(ws.processing) >= ws.nthreads:
+                        break
+                    ts = self._offer(ws)
+                    if ts is None or not self._send(ts, ws, stimulus_id):
+                        break
+                    given += 1
+            if not s.validate:
+                for ws in self._waiting_for_inputs():
+                    ts = self._offer(ws) if s.queued else None
+                    if ts is not None:
+                        self._send(ts, ws, stimulus_id)
+            if first_deal and given and s.queued and self._waits(s.queued.peek()):
+                return
+        if s.validate:
+            self._stock_pump(stimulus_id=stimulus_id)
+            return
+        while s.queued and s.idle_task_count and not self._is_held():
+            ts = s.queued.peek()
+            ws = self._least_busy(ts)
+            if ws is None or not self._send(ts, ws, stimulus_id):
+                return
+
+    def _decide(self) -> Any:
+        s = self.scheduler
+        if self._chosen:
+            ws = self._chosen.pop()
+            if ws.status is Status.running and s.workers.get(ws.address) is ws:
+                return ws
+        if self.part.retired is not None or s.validate:
+            return self._stock_decide()
+        return self._least_busy(None)
+
+    # ------------------------------------------------------------------ parts of them
+
+    def _least_busy(self, ts: Any) -> Any:
+        """A worker for a root that nobody pulled (`ts`, when it is known); None: it stays queued."""
+        s = self.scheduler
+        idle = s.idle_task_count
+        if not idle:
+            return None
+        try:
+            pool = [ws for ws in self._takers(ts) if ws in idle and self._worth(ws)]
+        except Exception:
+            self.seam.failed(self.part.name)
+            return self._stock_decide()
+        if pool:
+            return min(pool, key=_load)
+        return self._stock_decide() if len(s.running) <= len(idle) else None
+
+    def _send(self, ts: Any, ws: Any, stimulus_id: str) -> bool:
+        """Send a queued task to a worker; False when it did not go."""
+        self._chosen.append(ws)
+        try:
+            self.scheduler.transitions({ts.key: "processing"}, stimulus_id)
+        finally:
+            self._chosen.clear()
+        return bool(ts.state == "processing")
+
+    def _offer(self, ws: Any) -> Any:
+        """The task that a worker with a free slot pulls, checked; None: none in particular."""
+        try:
+            ts = self._pull(ws)
+            if ts is None or (ts.state == "queued" and self.scheduler.tasks.get(ts.key) is ts):
+                return ts
+            self.seam.failed(self.part.name, "rejected", f"{ts!r} is not queued")
+        except Exception:
+            self.seam.failed(self.part.name)
+        return None
+
+    def _order(self, everybody: bool) -> list[Any]:
+        idle = self.scheduler.idle_task_count
+        try:
+            some = list(dict.fromkeys(ws for ws in self._first() if ws in idle))
+        except Exception:
+            self.seam.failed(self.part.name)
+            some = []
+        # Neighbouring blocks go to workers of one host: sorted by address.
+        return sorted(idle, key=_address) if everybody else some
+
+    def _waiting_for_inputs(self) -> list[Any]:
+        s = self.scheduler
+        try:
+            return [ws for ws in self._hungry() if s.workers.get(ws.address) is ws and ws.status is Status.running]
+        except Exception:
+            self.seam.failed(self.part.name)
+            return []
+
+    def _is_held(self) -> bool:
+        try:
+            return self._held(self.scheduler.queued.peek())
+        except Exception:
+            self.seam.failed(self.part.name)
+            return False
+
+    def _wanted(self, ws: Any) -> bool:
+        try:
+            return self._worth(ws)
+        except Exception:
+            self.seam.failed(self.part.name)
+            return True
+
+    # ------------------------------------------------------------------ dealing soon
+
+    def _deal_soon(self) -> bool:
+        """Deal slots in the next turn of the event loop; False when there is no loop to do so."""
+        if self._dealing:
+            return True
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            return False
+        loop.call_soon(self._deal)
+        self._dealing = True
+        return True
+
+    def _deal(self) -> None:
+        # Also after an uninstall: it calls whatever method is there by then, so nothing stays queued.
+        self._dealing = False
+        s = self.scheduler
+        if s.queued and s.idle_task_count:
+            self._first_deal = not s.validate
+            s.stimulus_queue_slots_maybe_opened(stimulus_id=f"gpurt-deal-{time.time()}")

@@ -1,0 +1,217 @@
+"""The record of one decision: how it is packed while nobody looks, and what it tells when somebody does. See `log`."""
+
+from __future__ import annotations
+
+import functools
+import struct
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.model.views import TaskView, WorkerView
+from dask_gpurt.placement.cost import terms
+from dask_gpurt.placement.durations import compute_seconds
+from dask_gpurt.placement.policy import WEIGHTS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from dask_gpurt.model.link import Link
+
+# The kinds of decision.
+COST = "cost"
+GROUP = "root group"
+STOCK = "stock"
+#: what the cost would have chosen; stock decided
+SHADOW = "shadow"
+FALLBACK = "fallback"
+#: reason of a row that only began when stock's queue assigned the task
+QUEUE = "queue"
+
+# The places in a row.
+KEY, KIND, TIME, DETAIL, WORKER, ASSIGNED, VICTIM, STOLEN_BYTES, FINISHED, OUTCOME, REPORT = range(11)
+
+#: the one field of a view that is no number, and how many are
+_NEAR, _NUMBERS = WorkerView._fields.index("near"), len(WorkerView._fields) - 1
+
+
+@functools.lru_cache(maxsize=512)
+def _doubles(n: int) -> struct.Struct:
+    return struct.Struct(f"{n}d")
+
+
+def pack(
+    addresses: Sequence[str],
+    views: Sequence[WorkerView],
+    choice: int,
+    task: TaskView,
+    far: Link,
+    total_bytes: float,
+    count: float,
+    restricted: bool,
+    workers: int,
+) -> tuple[Any, ...]:
+    """What `Detail` takes apart; on the hot path."""
+    near: Any = views[0][_NEAR]
+    nears = near
+    numbers: list[Any] = []
+    for view in views:
+        numbers += view[:_NEAR]
+        numbers += view[_NEAR + 1 :]
+        if view[_NEAR] is not near:
+            nears = tuple(v[_NEAR] for v in views)
+    return (
+        choice,
+        task,
+        far,
+        total_bytes,
+        count,
+        restricted,
+        workers,
+        nears,
+        _doubles(len(numbers)).pack(*numbers),
+        *addresses,
+    )
+
+
+def transfer_seconds(startstops: Iterable[Mapping[str, Any]]) -> float | None:
+    """Time in which at least one reported transfer was under way; None when none was reported."""
+    spans = sorted((s["start"], s["stop"]) for s in startstops if s["action"] == "transfer")
+    if not spans:
+        return None
+    seconds, end = 0.0, spans[0][0]
+    for start, stop in spans:
+        if stop > end:
+            seconds += stop - max(start, end)
+            end = stop
+    return seconds
+
+
+class Detail:
+    """The record of a decision by cost, taken apart.
+
+    Packed it is a tuple: choice, task, far link, bytes and number of inputs, restricted, workers in all, the near link
+    (one for each candidate where they differ), the other numbers of all views as doubles, the candidates' addresses.
+    """
+
+    def __init__(self, packed: tuple[Any, ...]) -> None:
+        self.choice: int = packed[0]
+        self.task: TaskView = packed[1]
+        self.far: Link = packed[2]
+        self.total_bytes: float = packed[3]
+        self.count: float = packed[4]
+        self.restricted: bool = packed[5]
+        self.workers: int = packed[6]
+        self._nears: Link | tuple[Link, ...] = packed[7]
+        self._numbers: bytes = packed[8]
+        self._addresses: tuple[str, ...] = packed[9:]
+        #: how many
+        self.candidates = len(self._addresses)
+
+    def address(self, i: int) -> str:
+        return self._addresses[i]
+
+    def view(self, i: int) -> WorkerView:
+        numbers = _doubles(_NUMBERS).unpack_from(self._numbers, 8 * _NUMBERS * i)
+        near = self._nears[i] if isinstance(self._nears, tuple) else self._nears
+        return WorkerView._make((*numbers[:_NEAR], near, *numbers[_NEAR:]))
+
+    def terms(self, i: int) -> dict[str, float]:
+        return terms(self.task, self.view(i), self.far, WEIGHTS)
+
+    @staticmethod
+    def finish_seconds(t: dict[str, float]) -> float:
+        """From the decision to the result, by the terms of the cost."""
+        return max(t["queue"], t["inputs"], t["read"]) + t["compute"]
+
+
+def candidates(detail: Detail) -> list[dict[str, Any]]:
+    """Each candidate: ``address``, ``why`` it was one, ``chosen``, ``idle``, bytes of inputs it has and misses, terms.
+
+    ``why``: ``holder`` (has inputs, or is already fetching them), ``neighbour`` (of a holder), ``idle``, ``allowed``
+    (by the task's restrictions), ``all`` (in a small cluster everybody is compared), ``random``.
+    """
+    out = []
+    for i in range(detail.candidates):
+        view = detail.view(i)
+        missing = view.near_bytes + view.far_bytes
+        fetches = view.near_fetches + view.far_fetches
+        if detail.count - fetches > 0.5:  # counts are floats when a sample of the inputs stands for all
+            why = "holder"
+        elif view.near_fetches:
+            why = "neighbour"
+        elif not view.queue_seconds:
+            why = "idle"
+        elif detail.restricted:
+            why = "allowed"
+        else:
+            why = "all" if detail.candidates >= detail.workers else "random"
+        t = detail.terms(i)
+        out.append(
+            {
+                "address": detail.address(i),
+                "why": why,
+                "chosen": i == detail.choice,
+                "idle": not view.queue_seconds,
+                "has_bytes": max(0.0, detail.total_bytes - missing),
+                "missing_bytes": missing,
+                "missing_inputs": fetches,
+                "fetching": view.pending_seconds > 0,
+                "slowness": view.slowness,
+                **{f"{name}_seconds": seconds for name, seconds in t.items()},
+                "total_seconds": max(max(t["queue"], t["inputs"]) + t["hidden"], t["read"])
+                + t["compute"]
+                - t["excused"]
+                + t["overflow"]
+                + t["moved"],
+            }
+        )
+    return out
+
+
+def predicted(detail: Detail) -> dict[str, float]:
+    """What the choice expected. ``finish_seconds``: from the decision to the result."""
+    view = detail.view(detail.choice)
+    t = detail.terms(detail.choice)
+    return {
+        "wait_seconds": max(t["queue"], t["inputs"]),
+        "queue_seconds": t["queue"],
+        "inputs_seconds": t["inputs"],
+        "compute_seconds": t["compute"],
+        "finish_seconds": detail.finish_seconds(t),
+        "moved_bytes": view.near_bytes + view.far_bytes,
+    }
+
+
+def actual(row: list[Any]) -> dict[str, Any] | None:
+    """What came of a decision; None when the task was not assigned yet.
+
+    ``moved_bytes`` is by the sizes of the inputs that the worker lacked: workers report times only, and a transfer that
+    served several tasks is reported with one of them.
+    """
+    if row[WORKER] is None:
+        return None
+    startstops, nbytes, worker = row[REPORT] or ((), None, None)
+    began = next((s["start"] for s in reversed(startstops) if s["action"] == "compute"), None)
+    finish = None if row[FINISHED] is None else row[FINISHED] - row[TIME]
+    wait = None
+    if began is not None and finish is not None:
+        # A worker's clock is set by its heartbeats, to some milliseconds: not more than is certain.
+        wait = min(max(0.0, began - row[TIME]), finish)
+    worker = worker or row[WORKER]
+    moved = row[STOLEN_BYTES]
+    if moved is None and row[KIND] == COST:
+        detail = Detail(row[DETAIL])
+        if worker == detail.address(detail.choice):
+            view = detail.view(detail.choice)
+            moved = view.near_bytes + view.far_bytes
+    return {
+        "worker": worker,
+        "stolen_from": row[VICTIM],
+        "assigned": row[ASSIGNED],
+        "outcome": row[OUTCOME],
+        "wait_seconds": wait,
+        "transfer_seconds": transfer_seconds(startstops),
+        "compute_seconds": compute_seconds(startstops),
+        "finish_seconds": finish,
+        "moved_bytes": moved,
+        "result_bytes": nbytes,
+    }
