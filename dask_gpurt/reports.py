@@ -15,6 +15,7 @@ from distributed.utils import get_ip
 
 from dask_gpurt.errors import GpurtError
 from dask_gpurt.extension import NAME, GpurtScheduler, on_worker
+from dask_gpurt.observe.nodes import of_worker
 from dask_gpurt.observe.report import write
 from dask_gpurt.observe.run import Run, from_snapshots
 
@@ -131,6 +132,7 @@ def _told(dask_scheduler: Scheduler) -> dict[str, Any]:
             ws.address: {
                 "name": str(ws.name),
                 "host": _host(ws.address),
+                "node_class": of_worker(ws, ws.metrics.get(NAME)),
                 "threads": ws.nthreads,
                 "memory_bytes": ws.memory_limit,
             }

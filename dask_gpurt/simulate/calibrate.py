@@ -139,6 +139,7 @@ def _link(trace: Trace, ran: list[TracedTask]) -> tuple[Link, int]:
 class Submission:
     """One graph of a trace."""
 
+    #: in order of their priority
     keys: tuple[Hashable, ...]
     outputs: tuple[Hashable, ...]
     #: after the phase began
@@ -259,7 +260,8 @@ def _phases(trace: Trace, kept: list[int], keys: dict[int, Any]) -> list[Phase]:
             wanted = [n for n in trace.graphs[g].wanted if trace.tasks[n].graph == g and n in set(by_graph[g])]
             wanted = wanted or [n for n in by_graph[g] if n not in used] or by_graph[g][-1:]
             offset = trace.graphs[g].seconds - begin
-            submissions.append(Submission(tuple(keys[n] for n in by_graph[g]), tuple(keys[n] for n in wanted), offset))
+            ordered = sorted(by_graph[g], key=lambda n: trace.tasks[n].priority)
+            submissions.append(Submission(tuple(keys[n] for n in ordered), tuple(keys[n] for n in wanted), offset))
             for n in wanted:
                 gone = trace.tasks[n].released_seconds
                 if gone is not None and gone <= after:
