@@ -158,6 +158,8 @@ class Cluster:
     #: of each worker's disk, bytes/s
     disk_write: float = 1e9
     disk_read: float = 2e9
+    #: as this package's tiers do it, rather than as Dask does; see `memory`
+    spill_in_background: bool = False
     #: how much longer each worker takes than usual; one number for all, or one for each
     slowness: float | Sequence[float] = 1.0
     #: one way between scheduler and worker, in seconds

@@ -128,7 +128,8 @@ def replay(
     policies.check(policy)
     calibration = calibrate.Calibration.of(trace)
     load, phases = calibrate.workload(trace, calibration)
-    cluster = calibrate.cluster(trace, calibration)
+    # Whoever has our placement has our tiers.
+    cluster = calibrate.cluster(trace, calibration, background=policy not in policies.STOCK)
     changed = workers not in (None, cluster.workers) or threads not in (None, cluster.threads) or link is not None
     cluster = _changed(cluster, workers, threads, link)
     if workers is not None:

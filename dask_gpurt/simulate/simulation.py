@@ -188,6 +188,11 @@ class Simulation:
         found = (self._by_address[ws.address] for ws in ts.who_has or ())
         return [i for i in found if key in self.workers[i].store]
 
+    def next_use(self, key: Any) -> Any:
+        """The priority of the first task that waits for a key; None without any."""
+        ts = self.scheduler.tasks.get(key)
+        return None if ts is None or not ts.waiters else min(w.priority for w in ts.waiters)
+
     def tell(self, op: str, worker: SimWorker, after: float | None = None, **message: Any) -> None:
         """A message from a worker to the scheduler, not sent before the time `after`."""
         when = max(self.loop.now, after or 0.0) + self.cluster.message_seconds

@@ -63,7 +63,16 @@ class SimWorker:
         self.slowness = cluster.slowness_of(index)
         memory = cluster.memory_of(index)
         limit = float("inf") if memory is None else memory * cluster.spill_share
-        self.store = Store(self.loop, limit, cluster.disk_write, cluster.disk_read, sim.memory_changed, self._resides)
+        self.store = Store(
+            self.loop,
+            limit,
+            cluster.disk_write,
+            cluster.disk_read,
+            sim.memory_changed,
+            self._resides,
+            in_background=cluster.spill_in_background,
+            next_use=sim.next_use,
+        )
         self.free = self.threads
         self.runs: dict[Any, Run] = {}
         self._ready: list[tuple[Any, int, Run]] = []
