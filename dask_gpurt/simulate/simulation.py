@@ -115,6 +115,8 @@ class Simulation:
         scheduler = _Unserved(dashboard=False, dashboard_address=None, validate=False, port=0)
         for pc in scheduler.periodic_callbacks.values():
             pc.stop()
+        # Only the tasks of shuffles are simulated, and it looks at every transition of every task.
+        scheduler.plugins.pop("shuffle", None)
         scheduler.clients[CLIENT] = ClientState(CLIENT)
         return scheduler
 
