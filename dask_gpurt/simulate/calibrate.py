@@ -322,7 +322,8 @@ def cluster(trace: Trace, calibration: Calibration, *, background: bool = False)
 def _disk(trace: Trace, background: bool) -> dict[str, Any]:
     """Bandwidths of the disk and the share of memory above which it is used, where the trace tells."""
     out: dict[str, Any] = {"spill_in_background": background}
-    before, after = trace.about.get("disk") or {}, {}
+    before: dict[str, float] = trace.about.get("disk") or {}
+    after: dict[str, float] = {}
     budgets: list[float] = []
     for sample in trace.samples:
         after = sample.figures.get("disk") or after
