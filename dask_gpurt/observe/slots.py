@@ -131,8 +131,9 @@ class SlotMeter:
         self._executing = 0
         #: arguments of the last `state`: most events change none of them
         self._state: tuple[int, int, bool, int, int] | None = None
-        #: idle slots now, by `_IDLE`
+        #: idle slots now, by `_IDLE`; and those of them that are any: (index, slots)
         self._idle = (0, 0, 0, slots)
+        self._idle_now = [(len(_IDLE) - 1, slots)]
         #: when each of them became idle for that, oldest first; which slot it is does not matter
         self._idle_since: tuple[deque[float], ...] = tuple(deque() for _ in _IDLE)
         self._idle_since[-1].extend([self._last] * slots)
@@ -162,12 +163,12 @@ class SlotMeter:
             self._slot_seconds += self._slots * seconds
             if self._executing:
                 self._executing_seconds += self._executing * seconds
-            for i, count in enumerate(self._idle):
-                if count:
-                    self._idle_seconds[i] += count * seconds
-            for cause, count in self.waits.items():
-                if count:
-                    self._wait_seconds[cause] = self._wait_seconds.get(cause, 0.0) + count * seconds
+            for i, count in self._idle_now:
+                self._idle_seconds[i] += count * seconds
+            if self.waits:
+                for cause, count in self.waits.items():
+                    if count:
+                        self._wait_seconds[cause] = self._wait_seconds.get(cause, 0.0) + count * seconds
         return self._last
 
     def state(self, slots: int, executing: int, *, paused: bool, waiting: int, constrained: int) -> None:
@@ -192,14 +193,17 @@ class SlotMeter:
 
     def _turn(self, idle: tuple[int, int, int, int]) -> None:
         """Slots become idle for other reasons, or busy."""
-        now = self._last
+        now, old = self._last, self._idle
         for i, count in enumerate(idle):
+            if count == old[i]:
+                continue
             since = self._idle_since[i]
             while len(since) > count:
                 self.tails.add(_IDLE[i], now - since.popleft())
             while len(since) < count:
                 since.append(now)
         self._idle = idle
+        self._idle_now = [(i, count) for i, count in enumerate(idle) if count]
 
     def started(self, key: Hashable) -> RunningTask:
         """A task begins to be executed."""
