@@ -51,6 +51,8 @@ POLICIES = {"stock": "stock", "inf": "stock-inf", "gpurt": "gpurt"}
 #: predicted makespan over recorded, less one
 GOAL = 0.15
 SPEED_GOAL = 100
+#: by which two policies must differ before their order means something: runs of one policy differ by as much
+APART = 0.02
 
 
 def _make(seconds: float, nbytes: int, *inputs: Any) -> bytes:
@@ -225,13 +227,14 @@ def _pairs(
 ) -> list[tuple[str, str, bool, bool]]:
     """(faster, slower, is it so in replays of their own traces, and in those of stock's).
 
-    Of the policies that reality tells apart: paired by round, one is faster in all rounds but one at most.
+    Of the policies that reality tells apart: one is faster in all rounds, of five or more in all but one, and by
+    `APART` or more in the median.
     """
     out = []
     for a, b in itertools.permutations(recorded, 2):
         rounds = list(zip(recorded[a], recorded[b], strict=True))
         wins = sum(x < y for x, y in rounds)
-        if wins >= max(len(rounds) - 1, (len(rounds) + 2) // 2):
+        if wins >= len(rounds) - (len(rounds) >= 5) and statistics.median(x / y for x, y in rounds) < 1 - APART:
             said = (statistics.median(table[a]) <= statistics.median(table[b]) for table in (own, from_stock))
             out.append((a, b, *said))
     return out  # type: ignore[return-value]

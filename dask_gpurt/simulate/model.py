@@ -247,6 +247,10 @@ class Result:
     read_bytes: int = 0
     #: seconds of computing, all workers together
     busy_seconds: float = 0.0
+    #: slot-seconds in which a slot was free and a task here waited for inputs from elsewhere; and those in which tasks
+    #: waited for the disk, for their own inputs or for room in memory
+    network_seconds: float = 0.0
+    disk_seconds: float = 0.0
     #: runs of tasks, and those whose result was not wanted any more
     executed: int = 0
     wasted: int = 0

@@ -54,6 +54,9 @@ class Replay:
     result: Result
     #: slot-seconds without computing, over all slot-seconds of the phases
     idle_share: float
+    #: of it, while tasks waited for inputs from elsewhere, and for the disk
+    network_share: float
+    disk_share: float
     #: of the recorded run
     recorded_seconds: float
     recorded_policy: str
@@ -152,6 +155,8 @@ def replay(
         phases=spans,
         result=result,
         idle_share=1 - min(result.busy_seconds / slots, 1.0) if slots else 0.0,
+        network_share=result.network_seconds / slots if slots else 0.0,
+        disk_share=result.disk_seconds / slots if slots else 0.0,
         recorded_seconds=sum(p.recorded_seconds for p in phases),
         recorded_policy=recorded,
         same=not changed and name == recorded,
@@ -257,7 +262,8 @@ def _until(sim: Simulation, left: list[calibrate.Submission]) -> None:
 def table(replays: Sequence[Replay], baseline: str | None = None) -> str:
     """Side by side, as text. Makespans relative to `baseline`, or to the first."""
     base = next((r for r in replays if r.policy == baseline), replays[0])
-    head = ["policy", "makespan", "ratio", "idle", "node", "rack", "far", "spilled", "read", "stolen", "peak/worker"]
+    head = ["policy", "makespan", "ratio", "idle", "for inputs", "for disk", "node", "rack", "far", "spilled", "read"]
+    head += ["stolen", "peak/worker"]
     rows = [head]
     for r in replays:
         moved = r.result.bytes_moved
@@ -267,6 +273,7 @@ def table(replays: Sequence[Replay], baseline: str | None = None) -> str:
                 f"{r.makespan_seconds:.3f} s",
                 f"{r.makespan_seconds / base.makespan_seconds:.3f}" if base.makespan_seconds else "-",
                 f"{r.idle_share:.0%}",
+                *(f"{share:.0%}" for share in (r.network_share, r.disk_share)),
                 *(format_bytes(moved[kind]) for kind in ("node", "rack", "far")),
                 format_bytes(r.result.spilled_bytes),
                 format_bytes(r.result.read_bytes),

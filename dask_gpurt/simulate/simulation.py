@@ -403,6 +403,8 @@ class Simulation:
         r.spilled_bytes = sum(s.spilled_bytes for s in stores)
         r.read_bytes = sum(s.read_bytes for s in stores)
         r.busy_seconds = sum(w.busy_seconds for w in self.workers)
+        r.network_seconds = sum(w.network_seconds() for w in self.workers)
+        r.disk_seconds = sum(w.disk_seconds for w in self.workers)
         r.stolen = self.stolen
         r.scheduler_seconds = self._scheduler_seconds
         r.events = self.loop.count

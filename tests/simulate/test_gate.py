@@ -29,6 +29,10 @@ def test_the_prediction_is_near_and_the_extension_not_slower(path: Path) -> None
     assert stock.same
     assert abs(stock.error) < 0.15
     assert ours.makespan_seconds <= 1.02 * stock.makespan_seconds
+    for made in (stock, ours):
+        assert min(made.network_share, made.disk_share) >= 0
+        assert made.network_share + made.disk_share <= made.idle_share + 1e-6
+        assert (made.disk_share > 0.1) == (path.stem == "spill")
     # The same in every process: chance has a seed.
     assert replay(trace, "stock").makespan_seconds == stock.makespan_seconds
 
