@@ -31,7 +31,7 @@ from benchmarks.tpch import queries, tables
 from tests.observe.chromium import Browser, Tab, browser
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = (
@@ -89,13 +89,13 @@ async def photograph(tab: Tab, page: str, folder: pathlib.Path) -> None:
         await tab.screenshot(folder / f"{page.removeprefix('individual-')}-{name}.png")
 
 
-async def dashboards(base: str, folder: pathlib.Path) -> list[str]:
+async def dashboards(base: str, folder: pathlib.Path, pages: Sequence[str]) -> list[str]:
     """Photographs of all pages; what their consoles complained of."""
     complaints: list[str] = []
     async with browser() as chromium, chromium.tab() as first:  # the history begins with the first page that looks
         await first.open(base + "gpurt", 1300, 2400)
         await asyncio.sleep(20)
-        for page in PAGES:
+        for page in pages:
             async with chromium.tab() as tab:
                 await tab.open(base + page, 1300, 560)
                 await tab.until("Bokeh.documents[0].roots().length > 0")
@@ -131,6 +131,10 @@ def jupyterlab(home: pathlib.Path) -> Iterator[tuple[str, str]]:
     }
     given["labextension"]["initial"] = [{"name": "TPC-H", "workers": 2}]
     (home / "dask" / "gpurt.yaml").write_text(yaml.safe_dump(given))
+    # Its question whether one wants news would lie over the plots.
+    (home / "settings" / "@jupyterlab" / "apputils-extension").mkdir(parents=True)
+    news = home / "settings" / "@jupyterlab" / "apputils-extension" / "notification.jupyterlab-settings"
+    news.write_text('{"checkForUpdates": false, "fetchNews": "false"}')
     port = free_port()
     env = {
         **os.environ,
@@ -169,9 +173,12 @@ def jupyterlab(home: pathlib.Path) -> Iterator[tuple[str, str]]:
 async def lab(chromium: Browser, url: str, folder: pathlib.Path) -> None:
     async with chromium.tab() as tab:
         await tab.open(url, 1600, 1000)
-        await tab.until("document.querySelectorAll('.dask-DashboardListing-item').length > 5", 90)
-        await tab.until("document.querySelectorAll('iframe').length > 3", 60)
-        await asyncio.sleep(25)
+        await tab.until("document.querySelector('.dask-ClusterListingItem')", 90)
+        # A cluster that was there before the page is not connected to by itself.
+        await tab.value("document.querySelector('.dask-ClusterListingItem').click()")
+        shown = "[...document.querySelectorAll('iframe')].filter(f => f.src.includes('individual')).length > 3"
+        await tab.until(shown, 90)
+        await asyncio.sleep(30)
         await tab.screenshot(folder / "jupyterlab.png")
 
 
@@ -179,6 +186,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=pathlib.Path)
     parser.add_argument("--data", required=True, help="TPC-H, scale 1, as benchmarks.tpch makes it")
+    parser.add_argument("--pages", nargs="+", default=PAGES, choices=PAGES)
     parser.add_argument("--only", choices=("dashboards", "jupyterlab"))
     o = parser.parse_args()
     o.folder.mkdir(parents=True, exist_ok=True)
@@ -197,7 +205,8 @@ def main() -> int:
             Client(cluster) as client,
             busy(client, o.data),
         ):
-            complaints = asyncio.run(dashboards(f"http://127.0.0.1:{cluster.scheduler.http_server.port}/", o.folder))
+            base = f"http://127.0.0.1:{cluster.scheduler.http_server.port}/"
+            complaints = asyncio.run(dashboards(base, o.folder, o.pages))
     if o.only != "dashboards":
 
         async def run(url: str) -> None:

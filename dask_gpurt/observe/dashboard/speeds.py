@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 #: of the median worker's speed: below that a worker is slow, comes first, and is named
 SLOW = 0.8
-KEYS = ("y", "name", "address", "speed", "kind", "said")
+KEYS = ("y", "name", "address", "speed", "kind", "said", "said_alpha")
 
 
 class WorkerSpeeds(GpurtPlot):
     """Speed relative to the median worker. Slow workers come first, in a colour of their own; then class by class."""
 
-    TITLE = "Workers: speed relative to the median, by class of node"
+    TITLE = "Workers: speed and class of node"
     NAME = "gpurt_worker_speeds"
 
     def _build(self, **kwargs: Any) -> Any:
@@ -38,15 +38,11 @@ class WorkerSpeeds(GpurtPlot):
         fig.add_layout(Span(location=1, dimension="height", line_color=style.INK, line_width=2, line_dash=[4, 3]))
         for source in self.sources:
             fig.text(
-                x=0,
-                y="y",
-                text="said",
-                x_offset=4,
-                text_baseline="middle",
-                text_font_size="11px",
-                text_color=style.INK,
-                source=source,
-            )
+                x=0, y="y", text="said", x_offset=5, text_baseline="middle", text_font_size="11px",
+                text_color=style.MARK, background_fill_color=style.HALO, background_fill_alpha="said_alpha",
+                padding=3, source=source,
+            )  # fmt: skip
+        fig.xaxis.axis_label = "speed, 1x: that of the median worker"
         fig.xaxis.formatter = CustomJSTickFormatter(code="return `${+tick.toFixed(2)}x`")
         style.legend(fig, [("usual", [bars[0]]), (f"slow: below {SLOW:g}x", [bars[1]])])
         style.dress(fig, self.headline)
@@ -90,6 +86,7 @@ class WorkerSpeeds(GpurtPlot):
                     "speed": [round(speed, 3) for _, _, speed, _ in part],
                     "kind": [kind for *_, kind in part],
                     "said": said[first : first + len(part)],
+                    "said_alpha": [0.9 if text else 0.0 for text in said[first : first + len(part)]],
                 },
             )
         style.visible(self.slow_entry, bool(slow))
