@@ -176,10 +176,15 @@ async def lab(chromium: Browser, url: str, folder: pathlib.Path) -> None:
         await tab.until("document.querySelector('.dask-ClusterListingItem')", 90)
         # A cluster that was there before the page is not connected to by itself.
         await tab.value("document.querySelector('.dask-ClusterListingItem').click()")
-        shown = "[...document.querySelectorAll('iframe')].filter(f => f.src.includes('individual')).length > 3"
-        await tab.until(shown, 90)
-        await asyncio.sleep(30)
-        await tab.screenshot(folder / "jupyterlab.png")
+        drawn = "(f => { try { return f.contentWindow.Bokeh.documents[0].roots().length > 0 } catch { return false } })"
+        try:
+            await tab.until(f"[...document.querySelectorAll('iframe')].filter({drawn}).length >= 4", 100)
+            await asyncio.sleep(25)
+        except AssertionError:
+            print([request for request in tab.requests if "individual" in request or "/ws" in request][:20])
+            raise
+        finally:
+            await tab.screenshot(folder / "jupyterlab.png")
 
 
 def main() -> int:

@@ -96,6 +96,10 @@ def snapshot(client: Client) -> dict[str, Any]:
             "Client(client.scheduler.address), in a thread (asyncio.to_thread)"
         )
     statuses = client.run(_beat, on_error="return")
+    # A pooled connection may have been closed by the other end just before it was used: a new one is tried, once.
+    missed = [address for address, status in statuses.items() if not isinstance(status, dict)]
+    if missed:
+        statuses |= client.run(_beat, workers=missed, on_error="return")
     told: dict[str, Any] = client.run_on_scheduler(_told)
     if told.get("off"):
         raise GpurtError(
