@@ -104,7 +104,7 @@ class ShuffleSettings:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ObserveSettings:
     enabled: bool
-    #: of one host; a number, or pattern of host or worker name -> number; None: not told
+    #: of one host; a number, or pattern of host, class of node or worker name -> number; None: not told
     cost_per_hour: float | Mapping[str, float] | None
 
 

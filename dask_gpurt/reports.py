@@ -15,6 +15,7 @@ from distributed.utils import get_ip
 
 from dask_gpurt.errors import GpurtError
 from dask_gpurt.extension import NAME, GpurtScheduler, on_worker
+from dask_gpurt.observe.nodes import of_worker
 from dask_gpurt.observe.report import write
 from dask_gpurt.observe.run import Run, from_snapshots
 
@@ -95,6 +96,10 @@ def snapshot(client: Client) -> dict[str, Any]:
             "Client(client.scheduler.address), in a thread (asyncio.to_thread)"
         )
     statuses = client.run(_beat, on_error="return")
+    # A pooled connection may have been closed by the other end just before it was used: a new one is tried, once.
+    missed = [address for address, status in statuses.items() if not isinstance(status, dict)]
+    if missed:
+        statuses |= client.run(_beat, workers=missed, on_error="return")
     told: dict[str, Any] = client.run_on_scheduler(_told)
     if told.get("off"):
         raise GpurtError(
@@ -131,6 +136,7 @@ def _told(dask_scheduler: Scheduler) -> dict[str, Any]:
             ws.address: {
                 "name": str(ws.name),
                 "host": _host(ws.address),
+                "node_class": of_worker(ws, ws.metrics.get(NAME)),
                 "threads": ws.nthreads,
                 "memory_bytes": ws.memory_limit,
             }

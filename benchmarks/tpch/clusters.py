@@ -4,6 +4,7 @@ An engine is a way to start the scheduler, and nothing else differs:
 
 ============  ====================================================================
 stock         ``dask scheduler``
+stock-inf     the same with ``worker-saturation: inf``: root tasks are not queued
 gpurt         ``dask scheduler --preload dask_gpurt.preload``
 gpurt-stock   the same with ``DASK_GPURT__POLICY=stock``: loaded, and told to do nothing
 ============  ====================================================================
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 #: engine -> (more arguments of the scheduler, more environment of all its processes)
 ENGINES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "stock": ((), {}),
+    "stock-inf": ((), {"DASK_DISTRIBUTED__SCHEDULER__WORKER_SATURATION": "inf"}),
     "gpurt": (("--preload", "dask_gpurt.preload"), {"DASK_GPURT__POLICY": "gpurt"}),
     "gpurt-stock": (("--preload", "dask_gpurt.preload"), {"DASK_GPURT__POLICY": "stock"}),
 }

@@ -28,6 +28,8 @@ LOCAL = ("network", "unspill", "memory", "shuffle_barrier", "serialisation", "re
 #: the causes that only the scheduler can tell apart; a worker says ``unassigned`` for all of them
 CENTRAL = ("shuffle_barrier", "skew", "queued_elsewhere", "scheduler", "planning", "no_ready_task", "no_work")
 UNASSIGNED = "unassigned"
+#: key of the histograms of waits (`dask_gpurt.observe.tails`) in a worker's heartbeat
+WAITS = "slot_waits"
 
 
 def heartbeat_key(name: str) -> str:

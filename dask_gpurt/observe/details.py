@@ -182,6 +182,8 @@ SCHEDULER: tuple[tuple[str, str, str], ...] = (
     ("ledger.workers.*.slot_seconds", "seconds", "The same sums for each worker"),
     ("ledger.workers.*.busy_seconds", "seconds", "The same sums for each worker"),
     ("ledger.workers.*.causes.*", "seconds", "The same sums for each worker"),
+    ("ledger.waits.*.count", "count", "Waits of single threads of a millisecond or more, by cause"),
+    ("ledger.waits.*.p50_seconds", "seconds", "Half of them were shorter"),
     ("next_use.workers", "count", "Workers that take next uses"),
     ("next_use.sent.messages", "count", "Messages with next uses"),
     ("next_use.transitions", "count", "Transitions looked at"),

@@ -25,6 +25,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.observe.causes import BUSY, CAUSES
+from dask_gpurt.observe.nodes import of_worker
 from dask_gpurt.observe.progress import Shuffles
 
 if TYPE_CHECKING:
@@ -77,6 +78,8 @@ class WorkerRow:
     #: None: it runs without the extension
     figures: Mapping[str, Any] | None
     threads: int = 0
+    #: see `dask_gpurt.observe.nodes`
+    node_class: str = ""
 
 
 class Feed:
@@ -217,7 +220,9 @@ def worker_rows(scheduler: Any) -> list[WorkerRow]:
     for address, ws in scheduler.workers.items():
         figures = ws.metrics.get(NAME)
         has = isinstance(figures, dict) and bool(figures)
-        out.append(WorkerRow(str(ws.name), str(address), figures if has else None, int(getattr(ws, "nthreads", 0))))
+        told = figures if has else None
+        row = WorkerRow(str(ws.name), str(address), told, int(getattr(ws, "nthreads", 0)), of_worker(ws, told))
+        out.append(row)
     return out
 
 

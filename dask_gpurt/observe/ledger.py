@@ -32,7 +32,8 @@ import traceback
 from collections import defaultdict, deque
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.observe.causes import CAUSES, CENTRAL, LOCAL, UNASSIGNED, heartbeat_key
+from dask_gpurt.observe import tails
+from dask_gpurt.observe.causes import CAUSES, CENTRAL, LOCAL, UNASSIGNED, WAITS, heartbeat_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping
@@ -66,7 +67,7 @@ UNPACK = ("p2pshuffle", "hashjoinp2p")
 class _Books:
     """One worker."""
 
-    __slots__ = ("assigned", "at", "figures", "name", "planned", "since", "slots", "totals", "unassigned")
+    __slots__ = ("assigned", "at", "figures", "name", "planned", "since", "slots", "totals", "unassigned", "waits")
 
     def __init__(self, name: str, slots: int, at: list[float]) -> None:
         self.name = name
@@ -79,6 +80,8 @@ class _Books:
         self.unassigned = [0.0] * len(CENTRAL)
         #: what the last heartbeat said
         self.figures: dict[str, float] = {}
+        #: its histograms of waits
+        self.waits: Mapping[str, list[int]] = {}
         #: slot-seconds by cause, and ``busy``, ``slots``
         self.totals: defaultdict[str, float] = defaultdict(float)
         #: clock, and seconds that were spent planning, at the last heartbeat
@@ -145,6 +148,8 @@ class StallLedger:
         self.outputs_seen = 0
         #: (prefix, address) -> slot-seconds that others waited for its tasks
         self.skewed: defaultdict[tuple[str, str], float] = defaultdict(float)
+        #: how long single waits of slots were
+        self.tails = tails.Tails()
         self.tasks_seen = 0
         self.errors = 0
         self.last_traceback = ""
@@ -349,7 +354,11 @@ class StallLedger:
         if figures is None or key not in figures:
             return
         if figures.get(key, 0.0) < books.figures.get(key, 0.0):
-            books.figures = {}  # it was attached anew
+            books.figures, books.waits = {}, {}  # it was attached anew
+        waits = figures.get(WAITS)
+        if isinstance(waits, dict):
+            self.tails.grow(tails.grown(waits, books.waits))
+            books.waits = waits
         growth: dict[str, float] = {}
         for name in ("slots", "busy", "running", UNASSIGNED, *LOCAL):
             name_key = heartbeat_key(name)
@@ -382,7 +391,9 @@ class StallLedger:
         """Plain JSON.
 
         ``slot_seconds``, ``busy_seconds``, ``causes`` (cause -> slot-seconds) over all workers that ever told theirs;
-        ``workers``: the same by address; ``tasks`` that ended; ``output_bytes``: sizes of the newest shuffle outputs,
+        ``workers``: the same by address; ``waits``: by cause, and ``unassigned`` for those that only the scheduler
+        tells apart, how many single waits there were and how long, see `dask_gpurt.observe.tails`; ``tasks`` that
+        ended; ``output_bytes``: sizes of the newest shuffle outputs,
         newest first, at most `NEWEST_OUTPUTS`; ``errors``, ``last_traceback``.
         """
         workers = {address: _told(books.totals) for address, books in self._books.items() if books.totals["slots"] > 0}
@@ -393,6 +404,7 @@ class StallLedger:
         return {
             **_told(every),
             "workers": workers,
+            "waits": tails.figures(self.tails.counts),
             "tasks": self.tasks_seen,
             "output_bytes": [n for _, n in itertools.islice(reversed(self.outputs), NEWEST_OUTPUTS)],
             "errors": self.errors,
@@ -404,6 +416,7 @@ class StallLedger:
         skewed = sorted(self.skewed.items(), key=lambda item: -item[1])
         return {
             "rows": list(self.rows),
+            "waits": self.tails.told(),
             "outputs": list(self.outputs),
             "outputs_seen": self.outputs_seen,
             "skewed": [[name, address, seconds] for (name, address), seconds in skewed[:10]],

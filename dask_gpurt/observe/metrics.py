@@ -220,6 +220,14 @@ SCHEDULER: tuple[Figure, ...] = (
         "Idle threads x time of all workers, by cause; with the busy time the sum is ledger_slot_seconds",
         (("cause", "*"),),
     ),
+    Figure(
+        "ledger.waits.*.p99_seconds",
+        "gauge",
+        "wait_p99_seconds",
+        "seconds",
+        "99 of 100 waits of a single thread were shorter, since the start, by cause; unassigned: it had no task",
+        (("cause", "*"),),
+    ),
     Figure("ledger.tasks", "counter", "tasks", "count", "Tasks that ended with a result"),
     Figure("ledger.errors", "counter", "ledger_errors", "count", "Times that the stall ledger itself failed"),
     Figure(

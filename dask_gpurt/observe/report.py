@@ -10,9 +10,9 @@ from collections import defaultdict
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.observe import charts
+from dask_gpurt.observe import charts, tails
 from dask_gpurt.observe.advice import advise
-from dask_gpurt.observe.causes import CAUSES
+from dask_gpurt.observe.causes import CAUSES, UNASSIGNED
 from dask_gpurt.observe.html import Page
 from dask_gpurt.observe.text import bytes_said, seconds_said
 
@@ -95,18 +95,31 @@ def _ledger(out: Page, run: Run) -> None:
     rows += [(w.title, w.busy_seconds, w.causes) for w in run.workers[: charts.WORKERS]]
     out.drawing(charts.stacks(rows))
     total = run.slot_seconds or 1.0
-    table: list[list[Any]] = [["busy", f"{run.busy_seconds / total:.1%}", run.busy_seconds, "a task runs"]]
+    waits = tails.figures(run.waits)
+    table: list[list[Any]] = [
+        ["busy", f"{run.busy_seconds / total:.1%}", run.busy_seconds, None, None, None, "a task runs"]
+    ]
     for cause, (label, about) in CAUSES.items():
         seconds = run.causes.get(cause, 0.0)
         if seconds > 0:
-            table.append([label, f"{seconds / total:.1%}", seconds, about])
+            table.append([label, f"{seconds / total:.1%}", seconds, *_tail(waits.get(cause)), about])
+    if UNASSIGNED in waits:
+        about = "all waits of a thread that had no task, whatever the cause; their seconds are in the lines above"
+        table.append(["without a task", None, None, *_tail(waits[UNASSIGNED]), about])
     told = run.busy_seconds + sum(run.causes.values())
     error = abs(told - run.slot_seconds) / total
     out.table(
-        ["Use", "Share", "Seconds", "Meaning"],
+        ["Use", "Share", "Seconds", "Waits", "Median wait", "99 % below", "Meaning"],
         table,
-        footer=[["threads x time", "100.0%", run.slot_seconds, f"the sum differs by {error:.2%}"]],
+        footer=[["threads x time", "100.0%", run.slot_seconds, None, None, None, f"the sum differs by {error:.2%}"]],
     )
+
+
+def _tail(told: Mapping[str, Any] | None) -> list[Any]:
+    """How many waits, and how long; empty for causes that have sums only."""
+    if told is None:
+        return [None, None, None]
+    return [told["count"], seconds_said(told["p50_seconds"]), seconds_said(told["p99_seconds"])]
 
 
 def _timeline(out: Page, run: Run) -> None:
@@ -293,26 +306,39 @@ def _cost(out: Page, run: Run) -> None:
     if costs is None:
         return
     out.heading("Cost")
-    total = sum(price for _, price in costs)
-    rows: list[list[Any]] = [[host, f"{price:,.2f}", f"{price * run.seconds / 3600:,.4f}"] for host, price in costs]
+    total = sum(price for _, _, price in costs)
+    kinds: dict[tuple[str, float], list[str]] = {}
+    for host, kind, price in costs:
+        kinds.setdefault((kind, price), []).append(host)
+    rows: list[list[Any]] = [
+        [
+            kind,
+            f"{len(hosts):,}",
+            f"{price:,.2f}",
+            f"{len(hosts) * price:,.2f}",
+            f"{len(hosts) * price * run.seconds / 3600:,.4f}",
+        ]
+        for (kind, price), hosts in kinds.items()
+    ]
     out.table(
-        ["Host", "$ per hour", "$ of this run"],
+        ["Class of node (of one worker)", "Hosts", "$ per hour of one", "$ per hour", "$ of this run"],
         rows,
-        footer=[["all", f"{total:,.2f}", f"{total * run.seconds / 3600:,.4f}"]],
+        footer=[["all", f"{len(costs):,}", "", f"{total:,.2f}", f"{total * run.seconds / 3600:,.4f}"]],
     )
     idle = 1 - run.busy_seconds / run.slot_seconds if run.slot_seconds else 0.0
     out.text(f"Of that, {idle:.0%} was paid for threads that were idle.", kind="note")
 
 
-def cost(run: Run) -> list[tuple[str, float]] | None:
-    """(host, $ per hour); None when no prices were given. A host that no pattern fits costs nothing."""
+def cost(run: Run) -> list[tuple[str, str, float]] | None:
+    """(host, its class, $ per hour); None when no prices were given. A host that no pattern fits costs nothing."""
     if run.prices is None:
         return None
-    hosts: dict[str, float] = {}
+    hosts: dict[str, tuple[str, float]] = {}
     for w in run.workers:
-        price = run.prices if isinstance(run.prices, (int, float)) else _price(run.prices, w.host, w.name)
-        hosts[w.host] = max(hosts.get(w.host, 0.0), price)
-    return sorted(hosts.items())
+        names = (w.host, w.node_class, w.name)
+        price = run.prices if isinstance(run.prices, (int, float)) else _price(run.prices, *names)
+        hosts[w.host] = max(hosts.get(w.host, ("", -1.0)), (w.node_class, price), key=lambda item: item[1])
+    return sorted((host, kind, price) for host, (kind, price) in hosts.items())
 
 
 def _price(prices: Mapping[str, float], *names: str) -> float:

@@ -13,6 +13,7 @@ import math
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
+from dask_gpurt.observe import tails
 from dask_gpurt.observe.causes import CAUSES
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ class WorkerRun:
     address: str
     name: str
     host: str
+    #: see `dask_gpurt.observe.nodes`
+    node_class: str
     threads: int
     memory_bytes: int
     slot_seconds: float
@@ -89,6 +92,8 @@ class Run:
     slot_seconds: float
     busy_seconds: float
     causes: Mapping[str, float]
+    #: cause -> histogram of single waits, see `dask_gpurt.observe.tails`
+    waits: Mapping[str, Sequence[int]]
     #: in order of their start; the newest only, when there were many
     tasks: tuple[Task, ...]
     #: tasks that ended, including those that `tasks` no longer has
@@ -104,7 +109,7 @@ class Run:
     placement: Mapping[str, Any]
     #: bytes and counts of the engine's shuffles, over all workers; in the run
     shuffle: Mapping[str, float]
-    #: what a host costs an hour: number, or pattern -> number; None: not told
+    #: what a host costs an hour: number, or pattern of its address, class or worker's name -> number; None: not told
     prices: float | Mapping[str, float] | None
 
     @property
@@ -147,6 +152,7 @@ def from_snapshots(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -
                 address=address,
                 name=facts["name"],
                 host=facts["host"],
+                node_class=facts.get("node_class", ""),
                 threads=facts["threads"],
                 memory_bytes=facts["memory_bytes"],
                 slot_seconds=told.get("slot_seconds", 0.0),
@@ -178,6 +184,7 @@ def from_snapshots(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -
         slot_seconds=every.get("slot_seconds", 0.0),
         busy_seconds=every.get("busy_seconds", 0.0),
         causes={cause: every.get("causes", {}).get(cause, 0.0) for cause in CAUSES},
+        waits=tails.grown(details.get("waits", {}), old_details.get("waits", {})),
         tasks=tuple(task for task in tasks if before is None or task.stop >= start),
         task_count=int(every.get("tasks", 0)),
         fetches=tuple(sorted(fetches, key=lambda f: -f.seconds)),

@@ -29,9 +29,11 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.observe.causes import UNASSIGNED
+from dask_gpurt.observe.tails import Tails
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -73,14 +75,15 @@ class RunningTask:
 
     def leave(self, token: list[Any]) -> None:
         with self._meter.lock:
-            if self.closed:
+            if self.closed or not self._waits:
                 return
             now = self._meter.advance()
             self._switch(-1)
-            in_thread = self._waits[0][1]
+            cause, in_thread = self._waits[0]
             self._waits = [wait for wait in self._waits if wait is not token]
             if not self._waits:
                 self.waited += now - self._since
+                self._meter.tails.add(cause, now - self._since)
                 if in_thread:
                     self.in_thread += now - self._since
             self._switch(+1)
@@ -100,6 +103,7 @@ class RunningTask:
         self._switch(-1)
         if self._waits:
             self.waited += now - self._since
+            self._meter.tails.add(self._waits[0][0], now - self._since)
             if self._waits[0][1]:
                 self.in_thread += now - self._since
             self._waits = []
@@ -127,8 +131,14 @@ class SlotMeter:
         self._executing = 0
         #: arguments of the last `state`: most events change none of them
         self._state: tuple[int, int, bool, int, int] | None = None
-        #: idle slots now, by `_IDLE`
+        #: idle slots now, by `_IDLE`; and those of them that are any: (index, slots)
         self._idle = (0, 0, 0, slots)
+        self._idle_now = [(len(_IDLE) - 1, slots)]
+        #: when each of them became idle for that, oldest first; which slot it is does not matter
+        self._idle_since: tuple[deque[float], ...] = tuple(deque() for _ in _IDLE)
+        self._idle_since[-1].extend([self._last] * slots)
+        #: lengths of waits that have ended, by cause
+        self.tails = Tails()
         self._idle_seconds = [0.0] * len(_IDLE)
         self._wait_seconds: dict[str, float] = {}
         self._slot_seconds = 0.0
@@ -153,31 +163,47 @@ class SlotMeter:
             self._slot_seconds += self._slots * seconds
             if self._executing:
                 self._executing_seconds += self._executing * seconds
-            for i, count in enumerate(self._idle):
-                if count:
-                    self._idle_seconds[i] += count * seconds
-            for cause, count in self.waits.items():
-                if count:
-                    self._wait_seconds[cause] = self._wait_seconds.get(cause, 0.0) + count * seconds
+            for i, count in self._idle_now:
+                self._idle_seconds[i] += count * seconds
+            if self.waits:
+                for cause, count in self.waits.items():
+                    if count:
+                        self._wait_seconds[cause] = self._wait_seconds.get(cause, 0.0) + count * seconds
         return self._last
 
     def state(self, slots: int, executing: int, *, paused: bool, waiting: int, constrained: int) -> None:
         """The state machine has changed: so many tasks execute, wait for inputs, or wait for resources."""
-        told = (slots, executing, paused, waiting, constrained)
-        if told == self._state:
+        state = (slots, executing, paused, waiting, constrained)
+        if state == self._state:
             return
         with self.lock:
             self.advance()
-            self._state = told
+            self._state = state
             slots = max(slots, executing)
             self._slots, self._executing = slots, executing
             idle = slots - executing
             if paused:
-                self._idle = (idle, 0, 0, 0)
+                told = (idle, 0, 0, 0)
             else:
                 network = min(idle, waiting)
                 resources = min(idle - network, constrained)
-                self._idle = (0, network, resources, idle - network - resources)
+                told = (0, network, resources, idle - network - resources)
+            if told != self._idle:
+                self._turn(told)
+
+    def _turn(self, idle: tuple[int, int, int, int]) -> None:
+        """Slots become idle for other reasons, or busy."""
+        now, old = self._last, self._idle
+        for i, count in enumerate(idle):
+            if count == old[i]:
+                continue
+            since = self._idle_since[i]
+            while len(since) > count:
+                self.tails.add(_IDLE[i], now - since.popleft())
+            while len(since) < count:
+                since.append(now)
+        self._idle = idle
+        self._idle_now = [(i, count) for i, count in enumerate(idle) if count]
 
     def started(self, key: Hashable) -> RunningTask:
         """A task begins to be executed."""

@@ -22,7 +22,7 @@ from distributed.worker_state_machine import SecedeEvent
 
 from dask_gpurt.model.slots import SLOT
 from dask_gpurt.observe import links
-from dask_gpurt.observe.causes import heartbeat_key
+from dask_gpurt.observe.causes import WAITS, heartbeat_key
 from dask_gpurt.observe.slots import SlotMeter
 
 if TYPE_CHECKING:
@@ -200,6 +200,7 @@ class WorkerSlots:
         self._fetched()
         return {
             **{heartbeat_key(name): round(value, 6) for name, value in self.seconds().items()},
+            WAITS: self.meter.tails.told(),
             "fetched": links.told(self._sources),
             "nic_bytes_per_second": self.nic_bytes_per_second,
         }

@@ -5,9 +5,11 @@ a trace has pauses and outliers:
 
 * *overhead* of a task: the pause of a thread between two tasks when the next one was there in time and had all its
   inputs. It is the worker's and the scheduler's work per task, and is added to every task's duration.
-* *message*: from the end of a computation to the scheduler's note of it.
+* *message*: from the end of a computation to the scheduler's note of it. Workers' clocks are off by some milliseconds
+  either way, so it may be negative for one of them; the median is over all.
 * *slowness* of a worker: its durations over the medians of their prefixes. Durations are divided by it, so that a task
   which ran on a slow worker is not slow elsewhere.
+* *disk*: what workers have written and read while the trace was made, over the seconds that it took them.
 * *links*: a line through bytes and times of the recorded transfers (`topology.LinkFit`). The bytes of a transfer are
   not reported; they are those of the task's inputs that the source had made.
 
@@ -39,6 +41,8 @@ _MESSAGE = (0.2e-3, 50e-3)
 _OVERHEAD = (0.0, 50e-3)
 #: tasks of a prefix, and of a worker, before anything is said of its speed
 JUDGED = 5
+#: written or read before a disk's bandwidth is believed
+MEASURED_BYTES = 50e6
 #: before any transfer was recorded: two processes on one machine
 _SEED = Link(latency_seconds=5e-3, bytes_per_second=1e9)
 
@@ -64,7 +68,7 @@ class Calibration:
         link, transfers = _link(trace, ran)
         return cls(
             overhead_seconds=_within(_median(_pauses(trace, ran), 1e-3), _OVERHEAD),
-            message_seconds=_within(_median(notes, 1e-3), _MESSAGE),
+            message_seconds=_within(statistics.median(notes or [1e-3]), _MESSAGE),
             slowness=_slowness(ran),
             link=link,
             transfers=transfers,
@@ -139,6 +143,7 @@ def _link(trace: Trace, ran: list[TracedTask]) -> tuple[Link, int]:
 class Submission:
     """One graph of a trace."""
 
+    #: in order of their priority
     keys: tuple[Hashable, ...]
     outputs: tuple[Hashable, ...]
     #: after the phase began
@@ -259,7 +264,8 @@ def _phases(trace: Trace, kept: list[int], keys: dict[int, Any]) -> list[Phase]:
             wanted = [n for n in trace.graphs[g].wanted if trace.tasks[n].graph == g and n in set(by_graph[g])]
             wanted = wanted or [n for n in by_graph[g] if n not in used] or by_graph[g][-1:]
             offset = trace.graphs[g].seconds - begin
-            submissions.append(Submission(tuple(keys[n] for n in by_graph[g]), tuple(keys[n] for n in wanted), offset))
+            ordered = sorted(by_graph[g], key=lambda n: trace.tasks[n].priority)
+            submissions.append(Submission(tuple(keys[n] for n in ordered), tuple(keys[n] for n in wanted), offset))
             for n in wanted:
                 gone = trace.tasks[n].released_seconds
                 if gone is not None and gone <= after:
@@ -286,8 +292,11 @@ def places(trace: Trace) -> dict[int, int]:
     return out
 
 
-def cluster(trace: Trace, calibration: Calibration) -> Cluster:
-    """The recorded cluster. Workers that came late or left early count as there all the time."""
+def cluster(trace: Trace, calibration: Calibration, *, background: bool = False) -> Cluster:
+    """The recorded cluster. Workers that came late or left early count as there all the time.
+
+    `background`: results are spilled as this package's tiers do it.
+    """
     place = places(trace)
     there = {place[w.number]: w for w in sorted(trace.workers.values(), key=lambda w: w.number)}
     if not there:
@@ -306,4 +315,27 @@ def cluster(trace: Trace, calibration: Calibration) -> Cluster:
         memory_bytes=limits if all(limits) else None,
         slowness=slow if any(s != 1.0 for s in slow) else 1.0,
         message_seconds=calibration.message_seconds,
+        **_disk(trace, background),
     )
+
+
+def _disk(trace: Trace, background: bool) -> dict[str, Any]:
+    """Bandwidths of the disk and the share of memory above which it is used, where the trace tells."""
+    out: dict[str, Any] = {"spill_in_background": background}
+    before: dict[str, float] = trace.about.get("disk") or {}
+    after: dict[str, float] = {}
+    budgets: list[float] = []
+    for sample in trace.samples:
+        after = sample.figures.get("disk") or after
+        limit = (sample.figures.get("gpurt") or {}).get("host_limit_bytes")
+        if limit and sample.worker is not None:
+            budgets.append(limit / max(1, trace.workers[sample.worker].memory_limit_bytes))
+    for kind, name in (("disk-write", "disk_write"), ("disk-read", "disk_read")):
+        nbytes, seconds = (
+            after.get(f"{kind} {unit}", 0.0) - before.get(f"{kind} {unit}", 0.0) for unit in ("bytes", "seconds")
+        )
+        if nbytes >= MEASURED_BYTES and seconds > 0:
+            out[name] = nbytes / seconds
+    if budgets:
+        out["spill_share"] = min(statistics.median(budgets), 1.0)
+    return out

@@ -206,11 +206,12 @@ def patched(loop: VirtualLoop, *modules: str) -> Iterator[None]:
     for name in ("time_ns", "monotonic_ns", "perf_counter_ns"):
         exchange[id(getattr(time, name))] = getattr(virtual, name)
     undo: list[tuple[dict[str, Any], str, Any]] = []
-    names = (*DECIDING, *modules)
+    below = tuple(name for name in (*DECIDING, *modules) if name.endswith("."))
+    exactly = {*DECIDING, *modules}
     _busy = True
     try:
         for module_name, module in list(sys.modules.items()):
-            if any(module_name.startswith(n) if n.endswith(".") else module_name == n for n in names):
+            if module_name in exactly or module_name.startswith(below):
                 scope = vars(module)
                 for name, value in list(scope.items()):
                     if id(value) in exchange:

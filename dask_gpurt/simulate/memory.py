@@ -4,6 +4,10 @@ As upstream's: above ``spill_share`` of the limit the least recently used result
 other; who stored the result that was too much waits for that. The disk serves one request at a time. Inputs of running
 tasks are *pinned*: written out they would not leave memory anyway.
 
+Or, ``in_background``, as this package's tiers do it: nobody waits for a write, only for room when memory is a quarter
+above the limit; writes do not hold up reads; a value that was read keeps its copy on disk, and leaves memory again
+without a write; of the others goes first what is used last, as far as the scheduler knows. Reading ahead is left out.
+
 Invariant: `resident_bytes` is the sum of the sizes of the keys in memory, including those still being written out.
 """
 
@@ -19,6 +23,8 @@ if TYPE_CHECKING:
 
 MEMORY = "memory"
 DISK = "disk"
+#: share of the limit by which memory may pass it before tasks wait for room, in the background mode
+SLACK = 0.25
 
 
 class Store:
@@ -32,6 +38,9 @@ class Store:
         read: float,
         changed: Callable[[int], None] = lambda nbytes: None,
         resides: Callable[[Any, str | None, int], None] = lambda key, tier, nbytes: None,
+        *,
+        in_background: bool = False,
+        next_use: Callable[[Any], Any] = lambda key: None,
     ) -> None:
         self._loop = loop
         #: task data in memory above which it spills
@@ -46,7 +55,16 @@ class Store:
         #: keys in memory, least recently used first; True while being written out
         self._resident: collections.OrderedDict[Any, bool] = collections.OrderedDict()
         self._pins: collections.Counter[Any] = collections.Counter()
+        self._in_background = in_background
+        #: key -> the priority of the task that needs it first; None: nobody is known to
+        self._next_use = next_use
+        #: keys in memory that have a copy on disk too
+        self._clean: set[Any] = set()
+        #: writes under way, in order: when each will be done, and its size
+        self._writing: collections.deque[tuple[float, int]] = collections.deque()
+        #: when the disk is free again: for writes, and for reads; one and the same unless in the background
         self._disk_free = 0.0
+        self._read_free = 0.0
         #: no new work before the writes under way are done
         self.settled_at = 0.0
         self.resident_bytes = 0
@@ -85,8 +103,12 @@ class Store:
                 self._resident.move_to_end(key)
             elif key in self.sizes:
                 nbytes = self.sizes[key]
-                start = max(self._loop.now, self._disk_free)
-                self._disk_free = done = start + nbytes / self._read
+                start = max(self._loop.now, self._read_free if self._in_background else self._disk_free)
+                self._read_free = done = start + nbytes / self._read
+                if self._in_background:
+                    self._clean.add(key)
+                else:
+                    self._disk_free = done
                 self.read_bytes += nbytes
                 if not reading:
                     reading, began = True, start
@@ -107,6 +129,7 @@ class Store:
         nbytes = self.sizes.pop(key, None)
         if nbytes is None:
             return False
+        self._clean.discard(key)
         leaving = self._resident.pop(key, None)
         if leaving is not None:
             self.resident_bytes -= nbytes
@@ -131,34 +154,69 @@ class Store:
             return done
         victims = []
         excess = self.resident_bytes - self._leaving_bytes - self.limit_bytes
-        for key, leaving in self._resident.items():
+        for key in self._candidates(newest):
             if excess <= 0:
                 break
-            if leaving or key == newest or key in self._pins:
-                continue
             victims.append(key)
             excess -= self.sizes[key]
         if excess > 0 and newest not in self._pins:
             victims.append(newest)
         for key in victims:
             nbytes = self.sizes[key]
+            if key in self._clean:
+                self._gone(key)
+                continue
             self._resident[key] = True
             self._leaving_bytes += nbytes
             self.spilled_bytes += nbytes
             self._disk_free = done = max(self._loop.now, self._disk_free) + nbytes / self._write
+            self._writing.append((done, nbytes))
             self._loop.at(done, self._written, key)
+        if self._in_background:
+            self._wait_for_room()
+            return self._loop.now
         self.settled_at = max(self.settled_at, done)
         return done
 
+    def _candidates(self, newest: Any) -> Iterable[Any]:
+        """What may leave memory, in the order in which it should."""
+        keys = (k for k, leaving in self._resident.items() if not (leaving or k == newest or k in self._pins))
+        if not self._in_background:
+            return keys
+        order: dict[Any, tuple[Any, ...]] = {}
+        for key in keys:
+            use = self._next_use(key)
+            # What needs no write first, then what is used last; of equals the least recently used.
+            order[key] = (key in self._clean, use is None, *(() if use is None else (use,)))
+        return sorted(order, key=order.__getitem__, reverse=True)
+
+    def _wait_for_room(self) -> None:
+        """Tasks wait until writes have brought memory down to a quarter above the limit."""
+        over = self.resident_bytes - (1 + SLACK) * self.limit_bytes
+        for done, nbytes in self._writing:
+            if over <= 0:
+                break
+            over -= nbytes
+            self.settled_at = max(self.settled_at, done)
+
+    def _gone(self, key: Any) -> None:
+        """It has left memory, and is on disk."""
+        nbytes = self.sizes[key]
+        del self._resident[key]
+        self._clean.discard(key)
+        self.resident_bytes -= nbytes
+        self._changed(-nbytes)
+        self._resides(key, DISK, nbytes)
+
     def _written(self, key: Any) -> None:
+        self._writing.popleft()
         if not self._resident.get(key):
             return  # dropped meanwhile
         nbytes = self.sizes[key]
         self._leaving_bytes -= nbytes
         if key in self._pins:
             self._resident[key] = False  # in use again: it stays
+            if self._in_background:
+                self._clean.add(key)
             return
-        del self._resident[key]
-        self.resident_bytes -= nbytes
-        self._changed(-nbytes)
-        self._resides(key, DISK, nbytes)
+        self._gone(key)

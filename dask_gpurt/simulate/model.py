@@ -158,6 +158,8 @@ class Cluster:
     #: of each worker's disk, bytes/s
     disk_write: float = 1e9
     disk_read: float = 2e9
+    #: as this package's tiers do it, rather than as Dask does; see `memory`
+    spill_in_background: bool = False
     #: how much longer each worker takes than usual; one number for all, or one for each
     slowness: float | Sequence[float] = 1.0
     #: one way between scheduler and worker, in seconds
@@ -245,6 +247,10 @@ class Result:
     read_bytes: int = 0
     #: seconds of computing, all workers together
     busy_seconds: float = 0.0
+    #: slot-seconds in which a slot was free and a task here waited for inputs from elsewhere; and those in which tasks
+    #: waited for the disk, for their own inputs or for room in memory
+    network_seconds: float = 0.0
+    disk_seconds: float = 0.0
     #: runs of tasks, and those whose result was not wanted any more
     executed: int = 0
     wasted: int = 0

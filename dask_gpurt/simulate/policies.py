@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 #: policies by name; every other one is "package.module:Class"
 NAMES = ("stock", "inf", "random", "plan", "gpurt")
+#: those that are nothing of this package's
+STOCK = ("stock", "inf", "random")
 
 
 def configuration(policy: str | Policy) -> dict[str, Any]:

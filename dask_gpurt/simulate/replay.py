@@ -9,7 +9,9 @@ of the recorded policy is from what was recorded; it is the first thing to look 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import gc
 import logging
 import re
 import time
@@ -25,7 +27,7 @@ from dask_gpurt.simulate.model import Cluster, Path, Result
 from dask_gpurt.simulate.simulation import STUCK_SECONDS, Simulation, SimulationError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from dask_gpurt.observe.trace.reader import Trace
     from dask_gpurt.placement.policy import Policy
@@ -52,6 +54,9 @@ class Replay:
     result: Result
     #: slot-seconds without computing, over all slot-seconds of the phases
     idle_share: float
+    #: of it, while tasks waited for inputs from elsewhere, and for the disk
+    network_share: float
+    disk_share: float
     #: of the recorded run
     recorded_seconds: float
     recorded_policy: str
@@ -126,25 +131,19 @@ def replay(
     policies.check(policy)
     calibration = calibrate.Calibration.of(trace)
     load, phases = calibrate.workload(trace, calibration)
-    cluster = calibrate.cluster(trace, calibration)
+    # Whoever has our placement has our tiers.
+    cluster = calibrate.cluster(trace, calibration, background=policy not in policies.STOCK)
     changed = workers not in (None, cluster.workers) or threads not in (None, cluster.threads) or link is not None
     cluster = _changed(cluster, workers, threads, link)
     if workers is not None:
         load = _folded(load, cluster.workers)
     recorded = str(trace.about.get("config", {}).get("policy", "stock"))
     name = policy if isinstance(policy, str) else type(policy).__name__
+    known = trace.about.get("durations") or {}
     began = time.perf_counter()
-    loggers = [logging.getLogger(n) for n in ("distributed.scheduler", "distributed.diskutils")]
-    levels = [logger.level for logger in loggers]
     config = {"distributed.scheduler.dashboard.status.task-stream-length": 1, **policies.configuration(policy)}
-    with dask.config.set(config):
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(max(level, logging.WARNING))
-        try:
-            result, spans = asyncio.run(_run(load, phases, cluster, policy, seed))
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
+    with dask.config.set(config), _quiet():
+        result, spans = asyncio.run(_run(load, phases, cluster, policy, seed, known))
     result.policy = name
     result.wall_seconds = time.perf_counter() - began
     makespan = sum(spans)
@@ -156,10 +155,34 @@ def replay(
         phases=spans,
         result=result,
         idle_share=1 - min(result.busy_seconds / slots, 1.0) if slots else 0.0,
+        network_share=result.network_seconds / slots if slots else 0.0,
+        disk_share=result.disk_seconds / slots if slots else 0.0,
         recorded_seconds=sum(p.recorded_seconds for p in phases),
         recorded_policy=recorded,
         same=not changed and name == recorded,
     )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the scheduler's log, and without the garbage collector.
+
+    A graph of tasks is a web of cycles that stays until the end; looking through it over and over finds nothing and
+    takes two fifths of a replay's time.
+    """
+    loggers = [logging.getLogger(n) for n in ("distributed.scheduler", "distributed.diskutils")]
+    levels = [logger.level for logger in loggers]
+    collected = gc.isenabled()
+    gc.disable()
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(max(level, logging.WARNING))
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        if collected:
+            gc.enable()
 
 
 def _changed(cluster: Cluster, workers: int | None, threads: int | None, link: Path | None) -> Cluster:
@@ -191,13 +214,19 @@ def _folded(load: Any, workers: int) -> Any:
 
 
 async def _run(
-    load: Any, phases: Sequence[calibrate.Phase], cluster: Cluster, policy: str | Policy, seed: int
+    load: Any,
+    phases: Sequence[calibrate.Phase],
+    cluster: Cluster,
+    policy: str | Policy,
+    seed: int,
+    known: Mapping[str, float],
 ) -> tuple[Result, list[float]]:
     sim = Simulation(load, cluster, seed)
     spans: list[float] = []
     try:
         with patched(sim.loop, *policies.modules(policy)), sim.loop.running():
             policies.install(sim, policy, None)
+            sim.know(known)
             sim.place_inputs()
             sim.start_ticking()
             for phase in phases:
@@ -217,7 +246,7 @@ async def _run(
 
 def _submit(sim: Simulation, submission: calibrate.Submission, left: list[calibrate.Submission]) -> None:
     left.remove(submission)
-    sim.submit(submission.keys, submission.outputs)
+    sim.submit(submission.keys, submission.outputs, ordered=True)
 
 
 def _until(sim: Simulation, left: list[calibrate.Submission]) -> None:
@@ -233,7 +262,8 @@ def _until(sim: Simulation, left: list[calibrate.Submission]) -> None:
 def table(replays: Sequence[Replay], baseline: str | None = None) -> str:
     """Side by side, as text. Makespans relative to `baseline`, or to the first."""
     base = next((r for r in replays if r.policy == baseline), replays[0])
-    head = ["policy", "makespan", "ratio", "idle", "node", "rack", "far", "spilled", "read", "stolen", "peak/worker"]
+    head = ["policy", "makespan", "ratio", "idle", "for inputs", "for disk", "node", "rack", "far", "spilled", "read"]
+    head += ["stolen", "peak/worker"]
     rows = [head]
     for r in replays:
         moved = r.result.bytes_moved
@@ -243,6 +273,7 @@ def table(replays: Sequence[Replay], baseline: str | None = None) -> str:
                 f"{r.makespan_seconds:.3f} s",
                 f"{r.makespan_seconds / base.makespan_seconds:.3f}" if base.makespan_seconds else "-",
                 f"{r.idle_share:.0%}",
+                *(f"{share:.0%}" for share in (r.network_share, r.disk_share)),
                 *(format_bytes(moved[kind]) for kind in ("node", "rack", "far")),
                 format_bytes(r.result.spilled_bytes),
                 format_bytes(r.result.read_bytes),

@@ -24,7 +24,7 @@ import dask.order
 from dask._task_spec import Task, TaskRef
 from distributed import Scheduler
 from distributed.core import Status
-from distributed.scheduler import ClientState, WorkerState, heartbeat_interval
+from distributed.scheduler import ClientState, TaskPrefix, WorkerState, heartbeat_interval
 
 from dask_gpurt.simulate.clock import EPOCH, VirtualLoop
 from dask_gpurt.simulate.model import Cluster, Result, StableStr, Workload, function, stable
@@ -32,7 +32,7 @@ from dask_gpurt.simulate.network import Network
 from dask_gpurt.simulate.worker import SimWorker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
 CLIENT = "simulated-client"
 #: virtual seconds without any progress after which a run counts as stuck
@@ -115,6 +115,8 @@ class Simulation:
         scheduler = _Unserved(dashboard=False, dashboard_address=None, validate=False, port=0)
         for pc in scheduler.periodic_callbacks.values():
             pc.stop()
+        # Only the tasks of shuffles are simulated, and it looks at every transition of every task.
+        scheduler.plugins.pop("shuffle", None)
         scheduler.clients[CLIENT] = ClientState(CLIENT)
         return scheduler
 
@@ -188,6 +190,11 @@ class Simulation:
         found = (self._by_address[ws.address] for ws in ts.who_has or ())
         return [i for i in found if key in self.workers[i].store]
 
+    def next_use(self, key: Any) -> Any:
+        """The priority of the first task that waits for a key; None without any."""
+        ts = self.scheduler.tasks.get(key)
+        return None if ts is None or not ts.waiters else min(w.priority for w in ts.waiters)
+
     def tell(self, op: str, worker: SimWorker, after: float | None = None, **message: Any) -> None:
         """A message from a worker to the scheduler, not sent before the time `after`."""
         when = max(self.loop.now, after or 0.0) + self.cluster.message_seconds
@@ -251,6 +258,12 @@ class Simulation:
 
     # ------------------------------------------------------------------ running
 
+    def know(self, durations: Mapping[str, float]) -> None:
+        """What the scheduler has learned of kinds of task before: prefix -> seconds."""
+        for name, seconds in durations.items():
+            prefix = self.scheduler.task_prefixes.setdefault(name, TaskPrefix(name))
+            prefix.duration_average = seconds
+
     def place_inputs(self) -> None:
         """Put the data there that the workload begins with."""
         for key, placed in self.workload.inputs.items():
@@ -263,14 +276,19 @@ class Simulation:
             addresses = [self.workers[i].address for i in placed.where]
             self.scheduler.update_data(who_has={name: addresses}, nbytes={name: int(placed.nbytes)}, client=CLIENT)
 
-    def submit(self, keys: Iterable[Any] | None = None, outputs: Iterable[Any] | None = None) -> None:
+    def submit(
+        self, keys: Iterable[Any] | None = None, outputs: Iterable[Any] | None = None, *, ordered: bool = False
+    ) -> None:
         """Hand the graph to the scheduler, as `Scheduler.update_graph` does once it has it in its hands.
 
         Parameters
         ----------
         keys, outputs
             The part of the workload that is submitted, and what the client wants of it; None: all.
+        ordered
+            `keys` are in the order in which dask would run them; otherwise `dask.order` is asked.
         """
+        keys = None if keys is None else list(keys)
         dsk = {}
         by_type: dict[str, dict[Any, Any]] = {}
         for key in self.workload.tasks if keys is None else keys:
@@ -285,6 +303,8 @@ class Simulation:
                 by_type.setdefault(kind, {})[name] = self._annotation(kind, value)
         if keys is None:
             order = {self._name(k): i for k, i in self.workload.order.items()}
+        elif ordered:
+            order = {self._name(k): i for i, k in enumerate(keys)}
         else:
             order = dask.order.order(dsk=dsk)
         wanted = {self._name(k) for k in (self.workload.outputs if outputs is None else outputs)}
@@ -383,6 +403,8 @@ class Simulation:
         r.spilled_bytes = sum(s.spilled_bytes for s in stores)
         r.read_bytes = sum(s.read_bytes for s in stores)
         r.busy_seconds = sum(w.busy_seconds for w in self.workers)
+        r.network_seconds = sum(w.network_seconds() for w in self.workers)
+        r.disk_seconds = sum(w.disk_seconds for w in self.workers)
         r.stolen = self.stolen
         r.scheduler_seconds = self._scheduler_seconds
         r.events = self.loop.count

@@ -63,7 +63,16 @@ class SimWorker:
         self.slowness = cluster.slowness_of(index)
         memory = cluster.memory_of(index)
         limit = float("inf") if memory is None else memory * cluster.spill_share
-        self.store = Store(self.loop, limit, cluster.disk_write, cluster.disk_read, sim.memory_changed, self._resides)
+        self.store = Store(
+            self.loop,
+            limit,
+            cluster.disk_write,
+            cluster.disk_read,
+            sim.memory_changed,
+            self._resides,
+            in_background=cluster.spill_in_background,
+            next_use=sim.next_use,
+        )
         self.free = self.threads
         self.runs: dict[Any, Run] = {}
         self._ready: list[tuple[Any, int, Run]] = []
@@ -81,6 +90,12 @@ class SimWorker:
         #: as `Worker.bandwidth`, bytes/s
         self.bandwidth = sim.bandwidth
         self.busy_seconds = 0.0
+        #: see `Result.network_seconds` and `Result.disk_seconds`
+        self._network_seconds = 0.0
+        self.disk_seconds = 0.0
+        #: tasks that wait for inputs, and since when that and the number of free slots are what they are
+        self._waiting = 0
+        self._since = 0.0
 
     # ------------------------------------------------------------------ messages
 
@@ -129,6 +144,8 @@ class SimWorker:
                 run.missing.add(d)
                 self._want(d, run, run.priority)
         if run.missing:
+            self._charge()
+            self._waiting += 1
             self._communicate()
         else:
             self._is_ready(run)
@@ -167,8 +184,22 @@ class SimWorker:
             state = "memory" if key in self.store else None
         self.sim.tell("steal-response", self, key=key, state=state, stimulus_id=stimulus_id)
 
+    def _charge(self) -> None:
+        """Add up the time until now; before a slot or a task changes."""
+        now = self.loop.now
+        if self._waiting and self.free:
+            self._network_seconds += (now - self._since) * min(self._waiting, self.free)
+        self._since = now
+
+    def network_seconds(self) -> float:
+        self._charge()
+        return self._network_seconds
+
     def _forget(self, run: Run) -> None:
         del self.runs[run.key]
+        if run.state is WAITING and run.missing:
+            self._charge()
+            self._waiting -= 1
         run.cancelled = True
         self._uses_less(run.inputs)
         for d in run.missing:
@@ -285,6 +316,8 @@ class SimWorker:
                         }
                     )
                 if not run.missing:
+                    self._charge()
+                    self._waiting -= 1
                     self._is_ready(run)
         if kept:
             sim.tell("add-keys", self, after=done, keys=kept, stimulus_id="fetched")
@@ -310,8 +343,10 @@ class SimWorker:
     def _execute(self) -> None:
         self._woken = False
         if self.store.settled_at > self.loop.now:
+            self.disk_seconds += (self.store.settled_at - self.loop.now) * min(self.free, len(self._ready))
             self._wake()
             return
+        self._charge()
         while self.free and self._ready:
             run = heapq.heappop(self._ready)[-1]
             if run.cancelled:
@@ -323,11 +358,13 @@ class SimWorker:
             if loaded > self.loop.now:
                 run.startstops.append({"action": "disk-read", "start": EPOCH + began, "stop": EPOCH + loaded})
             run.since = self.loop.now
+            self.disk_seconds += loaded - self.loop.now
             seconds = self.sim.duration(run.key) * self.slowness
             self.loop.at(loaded + seconds, self._executed, run, loaded)
 
     def _executed(self, run: Run, began: float) -> None:
         now = self.loop.now
+        self._charge()
         self.free += 1
         self.store.unpin(run.inputs)
         self.busy_seconds += now - began

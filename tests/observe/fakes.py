@@ -80,6 +80,7 @@ def figures(local: int = 0, moved: int = 0, declined: int = 0, fallbacks: int = 
             "slot_seconds": 10.0,
             "busy_seconds": 9.0,
             "causes": {**dict.fromkeys(CAUSES, 0.0), "network": 1.0},
+            "waits": {"network": {"count": 3, "p50_seconds": 0.1, "p99_seconds": 0.9}},
             "tasks": 4,
             "output_bytes": [MiB, 2 * MiB, MiB],
             "errors": 0,

@@ -17,7 +17,18 @@ def run(causes: dict[str, float] | None = None, busy: float = 50.0, **known: Any
     slots = busy + sum(every.values())
     half = {cause: seconds / 2 for cause, seconds in every.items()}
     workers = tuple(
-        WorkerRun(name, name, f"host-{name}", 2, 10**9, slots / 2, busy / 2, half, {"written_bytes": 5e8})
+        WorkerRun(
+            name,
+            name,
+            f"host-{name}",
+            f"2 threads, {name}",
+            2,
+            10**9,
+            slots / 2,
+            busy / 2,
+            half,
+            {"written_bytes": 5e8},
+        )
         for name in ("a", "b")
     )
     facts: dict[str, Any] = {
@@ -27,6 +38,7 @@ def run(causes: dict[str, float] | None = None, busy: float = 50.0, **known: Any
         "slot_seconds": slots,
         "busy_seconds": busy,
         "causes": every,
+        "waits": {"network": [0, 3, 1], "unassigned": [2]},
         "tasks": (),
         "task_count": 0,
         "fetches": (),
@@ -138,9 +150,11 @@ def test_a_run_of_a_cluster_with_a_worker_that_says_nothing() -> None:
 
 def test_cost() -> None:
     assert report.cost(run()) is None
-    assert report.cost(run(prices=2.5)) == [("host-a", 2.5), ("host-b", 2.5)]
-    assert report.cost(run(prices={"host-b": 4.0})) == [("host-a", 0.0), ("host-b", 4.0)]
-    assert report.cost(run(prices={"a": 1.0, "host*": 3.0})) == [("host-a", 1.0), ("host-b", 3.0)]
+    a, b = ("host-a", "2 threads, a"), ("host-b", "2 threads, b")
+    assert report.cost(run(prices=2.5)) == [(*a, 2.5), (*b, 2.5)]
+    assert report.cost(run(prices={"host-b": 4.0})) == [(*a, 0.0), (*b, 4.0)]
+    assert report.cost(run(prices={"a": 1.0, "host*": 3.0})) == [(*a, 1.0), (*b, 3.0)]
+    assert report.cost(run(prices={"2 threads, b*": 7.0})) == [(*a, 0.0), (*b, 7.0)]
     assert "$ of this run" in report.page(run(prices=1.0)).render()
 
 

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import threading
 from typing import Any
 
 import pytest
@@ -17,15 +17,25 @@ from dask_gpurt.observe import feed
 
 pytestmark = pytest.mark.cluster
 
+#: lets the task below end
+GO = threading.Event()
+
+
+def _until_told() -> bool:
+    return GO.wait(60)
+
 
 @gen_cluster(client=True, nthreads=[("", 1)])
 async def test_attached_and_detached_while_a_task_runs(c: Any, s: Any, a: Any) -> None:
     stock = s.handlers["heartbeat_worker"]
-    future = c.submit(time.sleep, 0.4)
+    GO.clear()
+    future = c.submit(_until_told)
     while not a.state.executing:
         await asyncio.sleep(0.01)
     plugin = GpurtScheduler(Settings.load())
     await plugin.start(s)
+    await asyncio.sleep(0.25)
+    GO.set()
     await future
     await a.heartbeat()
     told = plugin.statistics()["ledger"]

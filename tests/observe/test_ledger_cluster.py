@@ -13,6 +13,7 @@ import dask_gpurt
 from benchmarks.advice import TROUBLES
 from dask_gpurt.errors import GpurtError
 from dask_gpurt.observe import details, feed
+from dask_gpurt.observe.causes import WAITS
 from dask_gpurt.observe.charts import timeline
 from dask_gpurt.observe.metrics import SCHEDULER, WORKER
 from dask_gpurt.observe.run import from_snapshots
@@ -112,7 +113,7 @@ def test_every_number_is_in_the_dictionary() -> None:
         for ws in cluster.scheduler.workers.values():
             figures = ws.metrics["gpurt"]
             keys = {figure.key.split(".")[0] for figure in WORKER} - set(OPTIONAL)
-            assert set(figures) - keys <= {"next_use"}, "protocols are no figures"
+            assert set(figures) - keys <= {"next_use", WAITS}, "protocols and histograms are no figures"
             assert keys <= set(figures)
             patterns = ["next_use", *(figure.key for figure in WORKER)]
             assert [path for path, _ in details.numbers(figures) if not details.known(path, patterns)] == []

@@ -147,7 +147,7 @@ def test_slow_workers_come_first_and_are_named(scheduler: FakeScheduler, monkeyp
     told["placement"]["speeds"] = dict.fromkeys(addresses, 1.0)
     made.update()
     assert made.slow.data["name"] == []
-    assert made.headline.text == "none slow of 5 · from 1.00x to 1.00x"
+    assert made.headline.text == "none slow of 5 · 1 class of node · 1.00x to 1.00x"
 
 
 def test_progress_of_runs_and_sizes_of_outputs(scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -252,3 +252,45 @@ def test_an_error_while_plots_are_added_does_not_end_the_scheduler(
     assert hook.routes == []
     assert "no plots" in caplog.text
     assert "ZeroDivisionError" in caplog.text
+
+
+@pytest.mark.parametrize("plot", PLOTS)
+def test_an_update_makes_no_new_models(plot: Any, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For one, Bokeh looks through all models of the page: 0.1 s of the scheduler's loop, each second."""
+    from bokeh.document.models import DocumentModelManager
+
+    told = figures(local=1)
+    feed, clock = give_feed(scheduler, lambda: told, monkeypatch)
+    first = [scheduler.add(name, heartbeat(host_bytes=MiB)) for name in ("a", "b", "c")]
+    told["placement"]["speeds"] = dict.fromkeys(first, 1.0)
+    _run(feed, clock)
+    made = plot(scheduler)
+    made.update()
+    document = Document()
+    document.add_root(made.root)
+    looked = []
+    monkeypatch.setattr(DocumentModelManager, "recompute", lambda self: looked.append(self))
+    # Others come, the old ones become slow, minutes pass: other rows, another order, other ticks.
+    more = [scheduler.add(name, heartbeat(disk_bytes=MiB)) for name in ("d", "e")]
+    told["placement"]["speeds"] = {**dict.fromkeys(first, 0.3), **dict.fromkeys(more, 1.1)}
+    _run(feed, clock, 130)
+    made.update()
+    assert made.errors == 0
+    assert looked == []
+
+
+def test_long_columns_of_numbers_are_arrays_and_what_is_the_same_is_not_sent() -> None:
+    import numpy as np
+    from bokeh.models import ColumnDataSource
+
+    source = ColumnDataSource({"x": [], "name": []})
+    component.fill(source, {"x": [0.5] * component.LONG, "name": ["a"] * component.LONG})
+    assert isinstance(source.data["x"], np.ndarray)
+    assert isinstance(source.data["name"], list)
+    sent = []
+    source.on_change("data", lambda attr, old, new: sent.append(new))
+    component.fill(source, {"x": [0.5] * component.LONG, "name": ["a"] * component.LONG})
+    assert sent == []
+    component.fill(source, {"x": [1.0], "name": ["b"]})
+    assert source.data["x"] == [1.0]
+    assert len(sent) == 1

@@ -21,7 +21,7 @@ from dask_gpurt import local_cluster, record
 from dask_gpurt.cli import gpurt
 from dask_gpurt.errors import TraceError
 from dask_gpurt.observe.trace import writer as writer_module
-from dask_gpurt.observe.trace.chrome import events
+from dask_gpurt.observe.trace.chrome import check, events, write
 from dask_gpurt.observe.trace.format import MAGIC, Kind, pack, plain_key, read, write_header
 from dask_gpurt.observe.trace.reader import Trace
 from dask_gpurt.observe.trace.writer import Writer
@@ -49,6 +49,47 @@ SMALL = [
     [int(Kind.SAMPLE), 2_000_000, 0, {"memory": 5}],
 ]
 END = [int(Kind.END), 5_000_000, len(SMALL), 0]
+
+
+def test_boxes_that_touch_do_not_overlap(tmp_path: Path) -> None:
+    """Tasks that follow each other within less than a microsecond, or end before they begin by the clocks' error."""
+    done: list[list[Any]] = []
+    for n, (start, stop) in enumerate([(0, 10), (10, 10), (10, 20), (15, 12), (20, 30), (-3, 4)], 10):
+        done.append([int(Kind.TASK), n, ["t", n], 0, [0, 0, n], [], None])
+        done.append([int(Kind.FINISHED), n, 0, 50, 8, start, stop, [], []])
+    path = tmp_path / "t"
+    path.write_bytes(_file([*SMALL, *done], [END]))
+    out = io.StringIO()
+    write(Trace.load(path), out)
+    document = json.loads(out.getvalue())
+    assert sum(e["ph"] == "X" and e["cat"] == "compute" for e in document["traceEvents"]) == 7
+    assert check(document) == []
+
+
+@pytest.mark.parametrize(
+    ("event", "said"),
+    [
+        ({"ph": "X", "name": "a", "pid": 0, "tid": 1, "ts": 5, "dur": 9, "args": {}}, "overlap"),
+        ({"ph": "X", "name": "a", "pid": 0, "tid": 9, "ts": 5, "dur": 9, "args": {}}, "no name"),
+        ({"ph": "X", "name": "a", "pid": 0, "tid": 1, "ts": 50, "dur": 0, "args": {}}, "dur > 0"),
+        ({"ph": "X", "name": "a", "pid": 0, "tid": 1, "ts": 5.5, "dur": 1, "args": {}}, "whole microseconds"),
+        ({"ph": "C", "name": "a", "pid": 0, "ts": 5, "args": {"x": "1"}}, "needs numbers"),
+        ({"ph": "M", "name": "thread_name", "pid": 0, "tid": 1, "args": {"name": "x"}}, "a second thread_name"),
+        ({"ph": "B", "name": "a", "pid": 0, "tid": 1, "ts": 5, "args": {}}, "unknown kind"),
+        ({"ph": "X", "name": "a", "args": {}}, "needs a pid"),
+    ],
+)
+def test_what_perfetto_would_leave_out_is_found(event: dict[str, Any], said: str) -> None:
+    good = [
+        {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "w"}},
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": 1, "args": {"name": "compute 0"}},
+        {"ph": "X", "name": "a", "pid": 0, "tid": 1, "ts": 0, "dur": 10, "args": {}},
+    ]
+    assert check({"traceEvents": good, "displayTimeUnit": "ms"}) == []
+    found = check({"traceEvents": [*good, event], "displayTimeUnit": "ms"})
+    assert len(found) == 1
+    assert said in found[0]
+    assert check({"traceEvents": good})
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
@@ -223,11 +264,7 @@ def test_record_a_run(tmp_path: Path, ours: bool) -> None:
         assert "20 x part" in shown.output
         drawn = json.loads((tmp_path / "chrome.json").read_text())["traceEvents"]
         assert sum(e["ph"] == "X" and e["cat"] == "compute" for e in drawn) == 21
-        # No two boxes of one row overlap.
-        rows: dict[tuple[int, int], int] = {}
-        for e in sorted((e for e in drawn if e["ph"] == "X"), key=lambda e: e["ts"]):
-            assert e["ts"] >= rows.get((e["pid"], e["tid"]), -(10**9)) - 3
-            rows[e["pid"], e["tid"]] = e["ts"] + e["dur"]
+        assert check(json.loads((tmp_path / "chrome.json").read_text())) == []
         assert len(events(trace)) == len(drawn)
 
 

@@ -94,3 +94,28 @@ def test_sums_are_right_whatever_happens(seed: int) -> None:
     for key in list(store.sizes):
         store.drop(key)
     assert store.resident_bytes == total == 0
+
+
+def test_in_the_background_nobody_waits_until_memory_is_a_quarter_over() -> None:
+    loop = VirtualLoop()
+    uses = {"a": (3,), "b": (1,), "c": None, "d": (2,)}
+    store = Store(loop, 100, 10.0, 10.0, in_background=True, next_use=uses.get)
+    for key in ("a", "b"):
+        assert store.put(key, 50) == 0.0
+    assert store.settled_at == 0.0
+    # 25 over the limit: written, and nobody waits. Of a and b, a is used later.
+    assert store.put("d", 20) == 0.0
+    assert store.settled_at == 0.0
+    assert store.spilled_bytes == 50
+    # Now tasks wait for the write of a. c is used by nobody, but the newest leaves last.
+    assert store.put("c", 40) == 0.0
+    assert store.settled_at == pytest.approx(5.0)
+    run(loop)
+    assert store.where("a") == DISK
+    assert store.resident_bytes <= 110
+    # d went too, then c for a that comes back, and b for e; a keeps its copy, and leaves without a second write.
+    began, done = store.use(["a"])
+    assert (began, done) == (loop.now, pytest.approx(loop.now + 5.0))
+    assert store.put("e", 60) == loop.now
+    assert store.where("a") == DISK
+    assert store.spilled_bytes == 50 + 20 + 40 + 50

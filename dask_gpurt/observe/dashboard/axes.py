@@ -42,7 +42,8 @@ class WorkerAxis:
         many = len(shown) > NAMED
         # Labels before ticks: a tick without label would show its number for a moment.
         axis.major_label_overrides = {} if many else dict(enumerate(shown))
-        axis.ticker = FixedTicker(ticks=[] if many else list(range(len(shown))))
+        # Not another ticker: for a new model Bokeh looks through all of the page's, 0.1 s on the scheduler's loop.
+        axis.ticker.ticks = [] if many else list(range(len(shown)))
         axis.axis_label = f"{len(shown)} {what}s" if many else what
 
 
@@ -54,6 +55,7 @@ class TimeAxis:
         fig.xaxis.formatter = CustomJSTickFormatter(
             code="if (tick == 0) return 'now'; return tick % 60 ? `-${tick} s` : `-${tick / 60} min`"
         )
+        fig.xaxis.ticker = FixedTicker(ticks=[])
         self._figure = fig
         self.show(())
 
@@ -63,4 +65,4 @@ class TimeAxis:
         if self._figure.x_range.start != 60 * minutes:
             self._figure.x_range.start = 60 * minutes
             step = next((s for most, s in STEPS if minutes <= most), 60 * math.ceil(minutes / 5))
-            self._figure.xaxis.ticker = FixedTicker(ticks=list(range(0, 60 * minutes + 1, step)))
+            self._figure.xaxis[0].ticker.ticks = list(range(0, 60 * minutes + 1, step))

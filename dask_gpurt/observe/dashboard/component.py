@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from distributed.dashboard.components import DashboardComponent
 
 from dask_gpurt.observe import feed as feeds
@@ -25,6 +26,8 @@ logger = logging.getLogger("distributed.scheduler.gpurt")
 NOT_INSTALLED = "dask-gpurt is not installed on this scheduler"
 NO_WORKERS = "no workers"
 NO_FIGURES = "no worker has sent figures yet"
+#: values of a column from which it is sent as an array
+LONG = 40
 
 
 class GpurtPlot(DashboardComponent):
@@ -84,6 +87,15 @@ class GpurtPlot(DashboardComponent):
 
 
 def fill(source: ColumnDataSource, data: dict[str, list[Any]]) -> None:
-    """Replace a source's data, unless it is the same: what did not change is not sent to the browser."""
-    if dict(source.data) != data:
-        source.data = data
+    """Replace a source's data, unless it is the same: what did not change is not sent to the browser.
+
+    Long columns of numbers become arrays, which Bokeh sends as they are; a list it looks through number by number.
+    """
+    if getattr(source, "_gpurt_given", None) != data:
+        source._gpurt_given = data
+        source.data = {key: _packed(column) for key, column in data.items()}
+
+
+def _packed(column: list[Any]) -> Any:
+    plain = len(column) < LONG or not all(type(value) in (float, int) for value in column)
+    return column if plain else np.array(column, dtype=float)

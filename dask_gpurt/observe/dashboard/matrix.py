@@ -117,7 +117,7 @@ class LinkMatrix(GpurtPlot):
         what = "host" if matrix.by_host else "worker"
         for axis, way in ((fig.xaxis[0], f"to {what}"), (fig.yaxis[0], f"from {what}")):
             axis.major_label_overrides = dict(enumerate(names))
-            axis.ticker = FixedTicker(ticks=list(range(len(names))))
+            axis.ticker.ticks = list(range(len(names)))
             axis.axis_label = way
         # Long names would run into each other.
         fig.xaxis[0].major_label_orientation = "vertical" if max(map(len, names), default=0) > 4 else "horizontal"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from bokeh.layouts import column
-from bokeh.models import ColumnDataSource, HoverTool, Range1d
+from bokeh.models import BasicTicker, ColumnDataSource, HoverTool, Range1d
 from bokeh.plotting import figure
 from dask.utils import format_bytes
 
@@ -147,6 +147,7 @@ class ShuffleProgress(GpurtPlot):
         style.bytes_axis(sizes.xaxis)
         sizes.xaxis.axis_label = "size of an output"
         sizes.yaxis.axis_label = "outputs"
+        sizes.yaxis.ticker = BasicTicker(min_interval=1)  # there is no half an output
         style.dress(sizes, None)
         sizes.add_tools(
             HoverTool(

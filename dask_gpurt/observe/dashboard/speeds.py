@@ -1,4 +1,4 @@
-"""How fast each worker is, next to the median worker, for the same tasks."""
+"""How fast each worker is, next to the median worker, for the same tasks, and what class of node it is on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from bokeh.models import ColumnDataSource, CustomJSTickFormatter, HoverTool, Spa
 from bokeh.plotting import figure
 
 from dask_gpurt.observe.dashboard import style
-from dask_gpurt.observe.dashboard.axes import BARS, WorkerAxis
+from dask_gpurt.observe.dashboard.axes import BARS, NAMED, WorkerAxis
 from dask_gpurt.observe.dashboard.component import NO_WORKERS, GpurtPlot, fill
 from dask_gpurt.observe.dashboard.placement import OFF
 
@@ -17,16 +17,17 @@ if TYPE_CHECKING:
 
 #: of the median worker's speed: below that a worker is slow, comes first, and is named
 SLOW = 0.8
+KEYS = ("y", "name", "address", "speed", "kind", "said", "said_alpha")
 
 
 class WorkerSpeeds(GpurtPlot):
-    """Speed relative to the median worker. Slow workers come first, in a colour of their own."""
+    """Speed relative to the median worker. Slow workers come first, in a colour of their own; then class by class."""
 
-    TITLE = "Workers: speed relative to the median"
+    TITLE = "Workers: speed and class of node"
     NAME = "gpurt_worker_speeds"
 
     def _build(self, **kwargs: Any) -> Any:
-        self.fast, self.slow = (ColumnDataSource({"y": [], "name": [], "address": [], "speed": []}) for _ in range(2))
+        self.fast, self.slow = (ColumnDataSource({key: [] for key in KEYS}) for _ in range(2))
         self.sources = [self.fast, self.slow]
         fig = figure(title=self.TITLE, name=self.NAME, tools="", x_range=style.from_zero(), **kwargs)
         self.axis = WorkerAxis(fig)
@@ -35,12 +36,25 @@ class WorkerSpeeds(GpurtPlot):
             for color, source in ((style.TEAL, self.fast), (style.ORANGE, self.slow))
         ]
         fig.add_layout(Span(location=1, dimension="height", line_color=style.INK, line_width=2, line_dash=[4, 3]))
+        for source in self.sources:
+            fig.text(
+                x=0, y="y", text="said", x_offset=5, text_baseline="middle", text_font_size="11px",
+                text_color=style.MARK, background_fill_color=style.HALO, background_fill_alpha="said_alpha",
+                padding=3, source=source,
+            )  # fmt: skip
+        fig.xaxis.axis_label = "speed, 1x: that of the median worker"
         fig.xaxis.formatter = CustomJSTickFormatter(code="return `${+tick.toFixed(2)}x`")
         style.legend(fig, [("usual", [bars[0]]), (f"slow: below {SLOW:g}x", [bars[1]])])
         style.dress(fig, self.headline)
         fig.add_tools(
             HoverTool(
-                renderers=bars, tooltips=[("worker", "@name"), ("address", "@address"), ("speed", "@speed{0.00}x")]
+                renderers=bars,
+                tooltips=[
+                    ("worker", "@name"),
+                    ("address", "@address"),
+                    ("class", "@kind"),
+                    ("speed", "@speed{0.00}x"),
+                ],
             )
         )
         self.slow_entry = fig.legend[0].items[1]
@@ -51,22 +65,32 @@ class WorkerSpeeds(GpurtPlot):
         placement = feed.latest.get("placement")
         speeds = (placement or {}).get("speeds") or {}
         every = feed.rows()
-        known = [(row.name, row.address, float(speeds[row.address])) for row in every if row.address in speeds]
+        known = [
+            (row.name, row.address, float(speeds[row.address]), row.node_class)
+            for row in every
+            if row.address in speeds
+        ]
         slow = sorted((w for w in known if w[2] < SLOW), key=lambda w: w[2])
-        rows = [*slow, *(w for w in known if w[2] >= SLOW)]
-        self.axis.show([name for name, _, _ in rows])
+        rows = [*slow, *sorted((w for w in known if w[2] >= SLOW), key=lambda w: w[3])]
+        # A class is said once for the workers that follow each other, and only where there is room for names.
+        named = len(rows) <= NAMED
+        said = [kind if named and (i == 0 or rows[i - 1][3] != kind) else "" for i, (*_, kind) in enumerate(rows)]
+        self.axis.show([name for name, *_ in rows])
         for source, first, part in ((self.slow, 0, slow), (self.fast, len(slow), rows[len(slow) :])):
             fill(
                 source,
                 {
                     "y": [first + i for i in range(len(part))],
-                    "name": [name for name, _, _ in part],
-                    "address": [address for _, address, _ in part],
-                    "speed": [round(speed, 3) for _, _, speed in part],
+                    "name": [name for name, *_ in part],
+                    "address": [address for _, address, *_ in part],
+                    "speed": [round(speed, 3) for _, _, speed, _ in part],
+                    "kind": [kind for *_, kind in part],
+                    "said": said[first : first + len(part)],
+                    "said_alpha": [0.9 if text else 0.0 for text in said[first : first + len(part)]],
                 },
             )
         style.visible(self.slow_entry, bool(slow))
-        style.fit(self.figure.x_range, max([1.0, *(speed for _, _, speed in rows)]))
+        style.fit(self.figure.x_range, max([1.0, *(speed for _, _, speed, _ in rows)]))
         if not placement:
             return OFF
         if not every:
@@ -76,7 +100,9 @@ class WorkerSpeeds(GpurtPlot):
         unknown = len(every) - len(rows)
         rest = f" · {unknown} to be measured" if unknown else ""
         if slow:
-            name, _, speed = slow[0]
+            name, _, speed, _ = slow[0]
             return f"{len(slow)} slow of {len(rows)} · slowest {style.short(name)}: {speed:.2f}x{rest}"
-        low, high = (pick(speed for _, _, speed in rows) for pick in (min, max))
-        return f"none slow of {len(rows)} · from {low:.2f}x to {high:.2f}x{rest}"
+        low, high = (pick(speed for _, _, speed, _ in rows) for pick in (min, max))
+        classes = len({kind for *_, kind in rows})
+        kinds = f"{classes} class{'es' if classes != 1 else ''} of node"
+        return f"none slow of {len(rows)} · {kinds} · {low:.2f}x to {high:.2f}x{rest}"

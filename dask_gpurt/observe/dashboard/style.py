@@ -62,7 +62,7 @@ def headline() -> Title:
 
 def bytes_axis(axis: Any, *, per_second: bool = False) -> None:
     """Label an axis in bytes of 1024."""
-    axis.ticker = AdaptiveTicker(desired_num_ticks=5, **BYTES_TICKER)
+    axis.ticker = AdaptiveTicker(desired_num_ticks=4, **BYTES_TICKER)
     axis.formatter = CustomJSTickFormatter(code=BYTES_JS)
     if per_second:
         axis.axis_label = "bytes per second"

@@ -52,6 +52,16 @@ def _discard(writer: Writer, last: Callable[[int, int], list[Any]]) -> None:
     os.rmdir(os.path.dirname(writer.path))
 
 
+def _disk(scheduler: Scheduler) -> dict[str, float]:
+    """What Dask's own spilling has written and read so far, over all workers: ``"disk-write bytes"`` and the like."""
+    sums: dict[str, float] = {}
+    for name, value in scheduler.cumulative_worker_metrics.items():
+        if isinstance(name, tuple) and len(name) > 1 and name[-2] in ("disk-write", "disk-read"):
+            label = f"{name[-2]} {name[-1]}"
+            sums[label] = sums.get(label, 0.0) + value
+    return sums
+
+
 class TraceRecorder(SchedulerPlugin):
     """Writes the trace of one scheduler to one file, from `start` to `stop`.
 
@@ -112,7 +122,18 @@ class TraceRecorder(SchedulerPlugin):
         self.scheduler = scheduler
         self._t0 = _time()
         versions = {"dask": dask.__version__, "distributed": distributed.__version__, "dask_gpurt": __version__}
-        about = {"versions": versions, "config": dict(config), "bandwidth": float(scheduler.bandwidth)}
+        about = {
+            "versions": versions,
+            "config": dict(config),
+            "bandwidth": float(scheduler.bandwidth),
+            # What the scheduler had learned before: a replay begins as wise as the run did.
+            "durations": {
+                name: prefix.duration_average
+                for name, prefix in scheduler.task_prefixes.items()
+                if prefix.duration_average >= 0
+            },
+            "disk": _disk(scheduler),
+        }
         self._add([int(Kind.BEGIN), self._t0, about])
         for ws in scheduler.workers.values():
             self._worker(ws)
@@ -123,12 +144,13 @@ class TraceRecorder(SchedulerPlugin):
 
     def stop(self) -> Writer | None:
         """End; the caller closes the writer it gets off the event loop. None: it was not recording."""
-        writer, self._writer = self._writer, None
-        if writer is None:
+        if self._writer is None:
             return None
         if self._ticks is not None:
             self._ticks.stop()
-        self._sample()
+        self._guarded(self._sample)
+        self._guarded(self._disk)
+        writer, self._writer = self._writer, None
         writer.put(self._block)
         self._block = []
         self.scheduler = None
@@ -340,6 +362,11 @@ class TraceRecorder(SchedulerPlugin):
             self._add([kind, number, self._now()])
 
     # ------------------------------------------------------------------ samples
+
+    def _disk(self) -> None:
+        """At the end, beside what the begin has."""
+        if self.scheduler is not None:
+            self._add([int(Kind.SAMPLE), self._now(), None, {"disk": _disk(self.scheduler)}])
 
     def _tick(self) -> None:
         self._guarded(self._sample)
