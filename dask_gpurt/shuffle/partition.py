@@ -71,6 +71,11 @@ class Layout:
         self.code_of = np.full(max(order, default=-1) + 1, n, dtype=dtype)
         self.code_of[self.part_of] = np.arange(n, dtype=dtype)
 
+    def group(self, address: str, part: int, groups: int) -> int:
+        """Which of a worker's groups of neighbouring outputs an output is in, or begins."""
+        begin, end = self.ranges[address]
+        return round((int(self.code_of[part]) - begin) * groups / (end - begin))
+
     def codes(self, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Codes of integer ids; `unwanted` for every id that is not an output of this run."""
         import pyarrow as pa

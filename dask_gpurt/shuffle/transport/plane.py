@@ -112,13 +112,16 @@ class _Route:
 class Plane:
     """The data plane of one worker. Made by `plane_of`; methods on the event loop unless said otherwise."""
 
-    def __init__(self, worker: Any, settings: ShuffleSettings, count: Callable[..., None]) -> None:
+    def __init__(self, worker: Any, settings: ShuffleSettings, count: Callable[..., None], unsent_bytes: int) -> None:
         self.address: str = worker.address
         self.settings = settings
         self._count = count
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self.gate = Gate(settings.receive_budget)
+        #: bytes that were split and are not acknowledged, of all runs: who splits waits while there are more.
+        #: Distributed's own limit, 1 GiB, lets a slow peer cost this worker the memory of a whole shuffle
+        self.unsent = seam.ResourceLimiter(unsent_bytes, metrics_label="p2p-comms-limiter")
         self._runs: dict[RunKey, GpurtShuffleRun] = {}
         self._secrets: dict[RunKey, bytes] = {}
         self._routes: dict[tuple[RunKey, str], asyncio.Future[_Route]] = {}
@@ -506,7 +509,9 @@ def plane_of(worker: Any, plugin: Any, settings: ShuffleSettings, count: Callabl
     if plane is None or plane.closed or plane.settings != settings:
         if plane is not None and not plane.closed:
             worker._ongoing_background_tasks.call_soon(plane.stop)
-        plane = _of_worker[worker] = Plane(worker, settings, count)
+        theirs = plugin.memory_limiter_comms.limit
+        limit = settings.receive_budget if theirs is None else min(theirs, settings.receive_budget)
+        plane = _of_worker[worker] = Plane(worker, settings, count, limit)
         seam.on_teardown(plugin, plane.stop)
     return plane
 
