@@ -163,6 +163,13 @@ class Shard:
     lengths: np.ndarray[Any, Any]
     #: id of the input partition of each row, int64, where several were merged (see `merge`); `input_id` is the least
     inputs: np.ndarray[Any, Any] | None = None
+    #: bytes of the rows, so that nobody has to ask the table on the event loop; -1: not known
+    known_bytes: int = -1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows."""
+        return int(self.table.nbytes) if self.known_bytes < 0 else self.known_bytes
 
 
 def split(
@@ -203,7 +210,8 @@ def split(
     for (address, first, last), gathered in zip(places, tables, strict=True):
         here = counts[first:last]
         some = np.flatnonzero(here)
-        yield address, Shard(input_id, gathered, layout.part_of[first:last][some], here[some].astype(np.uint64))
+        parts, lengths = layout.part_of[first:last][some], here[some].astype(np.uint64)
+        yield address, Shard(input_id, gathered, parts, lengths, known_bytes=int(gathered.nbytes))
 
 
 def _cuts(offsets: np.ndarray[Any, Any], first: int, row_bytes: float) -> list[int]:

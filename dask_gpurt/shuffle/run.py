@@ -325,7 +325,7 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
             # Nobody but us can make room by sending what is staged.
             await self._unstage(list(self._staged))
         if own is not None:
-            chunk_bytes = sum(shard.table.get_total_buffer_size() for shard in own)
+            chunk_bytes = sum(shard.nbytes for shard in own)
             self._counters.add(bytes_self=chunk_bytes)
             await self._keep(own, chunk_bytes)
 
@@ -465,7 +465,7 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         few = [s for s in shards if merge.worth(s)]
         if len(few) == len(shards):
             self._few += few
-            self._few_bytes += sum(s.table.nbytes for s in few) if nbytes is None else nbytes
+            self._few_bytes += sum(s.nbytes for s in few) if nbytes is None else nbytes
             for s in few:
                 self._arrivals[s.input_id] = None
                 self.received.add(s.input_id)
@@ -491,8 +491,8 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
                 await self._store_shards([shard], None)
 
     async def _store_shards(self, shards: list[Shard], nbytes: int | None) -> None:
-        large = [s for s in shards if s.table.nbytes >= SHARD_BYTES]
-        small = [s for s in shards if s.table.nbytes < SHARD_BYTES]
+        large = [s for s in shards if s.nbytes >= SHARD_BYTES]
+        small = [s for s in shards if s.nbytes < SHARD_BYTES]
         # A large shard is a chunk of its own: it can go, or leave memory, while the rest still waits.
         chunks = [ReceivedChunk([s], nbytes if len(shards) == 1 else None) for s in large]
         if small:
