@@ -8,8 +8,8 @@ within it by their old order. So each destination's rows are one gather, and eac
 
 Rows of outputs nobody asked for (filtered ``parts_out``) get the highest code and fall off the end.
 
-The gather is made once per destination (in a few steps when it is large, see `Shard`) and not once for all, so that
-what stays on this worker, and what waits to be sent to one peer, does not hold the memory of all the others.
+What is gathered for a destination has memory of its own (in a few shards when it is large, see `Shard`), so that what
+stays on this worker, and what waits to be sent to one peer, does not hold the memory of all the others.
 
 Equal to stock, row by row: stock keeps the rows with ``frame.merge(worker codes, how="inner")`` and then sorts by id;
 both keep the order of the input. Ids that are not integers (a user's own ``_partitions`` column) go through that same

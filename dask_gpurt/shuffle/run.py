@@ -5,7 +5,8 @@ distributed's run; the row path is ours::
 
     task thread   _shard_partition    split + make parcels (no copy after the gather)
     event loop    _write_to_comm      our own shard straight into the store; others, small ones staged until they are
-                                      worth a message (inside the send budget), to distributed's send buffer
+                                      worth a message (inside the send budget, by groups of neighbouring outputs), to
+                                      distributed's send buffer
     event loop    send                one message of several parcels per peer, by the worker's `transport.Plane`;
                                       acknowledged when the peer has stored it
     any thread    unpack              checksums and views of a message that a transport brought
