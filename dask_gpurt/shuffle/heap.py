@@ -10,9 +10,9 @@ shuffle.
 So while at least one run is open in this process both thresholds are high, and temporaries come from the C allocator
 (`Heap.pool`). What stays (gathered and received rows, outputs) lies in blocks of `pages`, which keeps what they leave
 as long. When the last run has closed, memory stays for `LINGER_SECONDS`: shuffles come one after another. Then the
-thresholds are set back and what is free is returned (`malloc_trim`, in a thread: it takes 0.05 ms per MB). It is returned at once when the process takes more than
-`PRESSURE` of its worker's memory limit, looked at every second: Dask counts free memory of a process as used, and would
-spill or pause for it.
+thresholds are set back and what is free is returned (`malloc_trim`, in a thread: it takes 0.05 ms per MB). It is
+returned at once when the process takes more than `PRESSURE` of its worker's memory limit, looked at every second: Dask
+counts free memory of a process as used, and would spill or pause for it.
 
 The thresholds are touched only where the environment has ``MALLOC_TRIM_THRESHOLD_``: its value is what to restore, and
 only then glibc's own adjustment of the thresholds is off already, which `mallopt` would switch off for good. Elsewhere
