@@ -33,6 +33,7 @@ import ctypes
 import functools
 import os
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -91,6 +92,8 @@ class Heap:
         Memory of this process.
     pages
         What is kept and given back with it.
+    now
+        Seconds of any clock.
     """
 
     def __init__(
@@ -99,10 +102,14 @@ class Heap:
         libc: Any,
         rss_bytes: Callable[[], int] = _rss_bytes,
         pages: Pages | None = None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._lock = threading.Lock()
         self._pages = pages or Pages(None)
         self._active = pages is not None
+        self._now = now
+        #: when `look` may look again, seconds of that clock
+        self._look_at = 0.0
         self._libc = libc
         self._rss_bytes = rss_bytes
         self._users = 0
@@ -226,6 +233,23 @@ class Heap:
                 if needed:
                     self._pages.trim()
         submit(self._start_outputs if first else self._trim_now)
+
+    def look(self, submit: Submit) -> None:
+        """While rows come in: give back what waits to be used again when the worker needs it. At most once a second.
+
+        Parameters
+        ----------
+        submit
+            Runs a function in a thread, now or later.
+        """
+        now = self._now()
+        with self._lock:
+            if not self._limit_bytes or now < self._look_at:
+                return
+            self._look_at = now + _TICK_SECONDS
+            if self._pages.idle_bytes < TRIM_BYTES or not self._needed(self._rss_bytes()):
+                return
+        submit(self._pages.trim)
 
     def _start_outputs(self) -> None:
         self._trim_now()

@@ -144,6 +144,8 @@ def _merged(ids: pd.Series, layout: Layout) -> tuple[np.ndarray[Any, Any], np.nd
 #: a worker's rows of one input are cut to at most so many shards, of at least so many bytes
 SHARDS = 8
 SHARD_BYTES = 1 << 19
+#: and of at least so many per column: each costs 10 us a shard, from here to the output
+COLUMN_BYTES = 1 << 15
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -193,11 +195,12 @@ def split(
         to_arrow, _ = seam.shuffle_tables()
         table = _prepared(to_arrow(data.drop(columns=column) if drop_column else data, preserve_index=True))
     row_bytes = (table.nbytes if plain is None else plain.nbytes) / len(data)
+    least_bytes = max(SHARD_BYTES, COLUMN_BYTES * data.shape[1])
     counts = np.diff(rows.offsets)
     places: list[tuple[str, int, int]] = []
     orders: list[np.ndarray[Any, Any]] = []
     for address, (begin, end) in layout.ranges.items():
-        for first, last in pairwise(_cuts(rows.offsets[begin : end + 1], begin, row_bytes)):
+        for first, last in pairwise(_cuts(rows.offsets[begin : end + 1], begin, row_bytes, least_bytes)):
             order = rows.order[int(rows.offsets[first]) : int(rows.offsets[last])]
             if len(order):
                 places.append((address, first, last))
@@ -214,10 +217,10 @@ def split(
         yield address, Shard(input_id, gathered, parts, lengths, known_bytes=int(gathered.nbytes))
 
 
-def _cuts(offsets: np.ndarray[Any, Any], first: int, row_bytes: float) -> list[int]:
+def _cuts(offsets: np.ndarray[Any, Any], first: int, row_bytes: float, least_bytes: int) -> list[int]:
     """Codes at which the rows of one worker are cut to shards of about the same size; first and last included."""
     low, high = int(offsets[0]), int(offsets[-1])
-    n = min(SHARDS, len(offsets) - 1, int((high - low) * row_bytes / SHARD_BYTES))
+    n = min(SHARDS, len(offsets) - 1, int((high - low) * row_bytes / least_bytes))
     inner = np.searchsorted(offsets, [low + (high - low) * i // n for i in range(1, n)]).tolist() if n > 1 else []
     return [first + at for at in sorted({0, *inner, len(offsets) - 1})]
 

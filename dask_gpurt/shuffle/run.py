@@ -524,6 +524,7 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
             self.received.add(s.input_id)
         stored.set_result(None)
         self._counters.add(chunks=kept, seconds_put=time.perf_counter() - start)
+        heap.look(functools.partial(_submit, self.executor))
 
     async def close(self) -> None:
         if self.closed:
