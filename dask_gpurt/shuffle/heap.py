@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     Later = Callable[[float, Callable[[], None]], Any]
-    Submit = Callable[[Callable[[], None]], Any]
+    Submit = Callable[[Callable[[], object]], Any]
 
 _TRIM, _MMAP = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
 #: glibc's default of the size from which an allocation is a mapping of its own

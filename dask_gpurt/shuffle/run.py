@@ -109,7 +109,7 @@ def _as_is(message: Message) -> Any:
     return seam.Serialized(*seam.serialize(message, serializers=("dask",), on_error="raise"))
 
 
-def _submit(executor: ThreadPoolExecutor, function: Callable[[], None]) -> None:
+def _submit(executor: ThreadPoolExecutor, function: Callable[[], object]) -> None:
     # The worker's pool may be shut down already when it closes with runs open; its memory goes with it.
     with contextlib.suppress(RuntimeError):
         executor.submit(function)
