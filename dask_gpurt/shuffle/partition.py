@@ -71,9 +71,13 @@ class Layout:
         self.code_of = np.full(max(order, default=-1) + 1, n, dtype=dtype)
         self.code_of[self.part_of] = np.arange(n, dtype=dtype)
 
+    def groups(self, limit: int) -> int:
+        """In how many groups to send the rows for one worker, when there may be about `limit` of all workers."""
+        return max(1, min(SHARDS, limit // max(1, len(self.ranges))))
+
     def group(self, address: str, part: int, groups: int) -> int:
-        """Which of a worker's groups of neighbouring outputs an output is in, or begins."""
-        begin, end = self.ranges[address]
+        """Which of a worker's groups of neighbouring outputs an output is in, or begins; a name, no more."""
+        begin, end = self.ranges.get(address, (0, 1))  # its outputs may have gone to another worker since
         return round((int(self.code_of[part]) - begin) * groups / (end - begin))
 
     def codes(self, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

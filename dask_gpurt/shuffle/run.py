@@ -55,7 +55,7 @@ from dask_gpurt.shuffle.assemble import Assembler
 from dask_gpurt.shuffle.chunk import ReceivedChunk
 from dask_gpurt.shuffle.cut import ID_STEP, cut
 from dask_gpurt.shuffle.heap import heap
-from dask_gpurt.shuffle.partition import SHARD_BYTES, SHARDS, Layout, Shard, split
+from dask_gpurt.shuffle.partition import SHARD_BYTES, Layout, Shard, split
 from dask_gpurt.shuffle.transport import records
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         self._staged: dict[tuple[str, int], Batch] = {}
         #: groups of one peer's outputs. What a message brings stays until the last of its outputs is taken, so rows for
         #: outputs that are made at about the same time travel together
-        self._n_groups = max(1, min(SHARDS, STAGED_GROUPS // len(self._layout.ranges or [""])))
+        self._n_groups = self._layout.groups(STAGED_GROUPS)
         #: shards with few rows per output that wait to be merged; stored by the first `take` at the latest
         self._few: list[Shard] = []
         self._few_bytes = 0

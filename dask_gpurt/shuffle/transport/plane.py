@@ -21,21 +21,19 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import os
 import threading
 import time
 import traceback
-import uuid
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.backends.ucx import has_device
 from dask_gpurt.errors import WireError
 from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.heap import pages
 from dask_gpurt.shuffle.transport import records
 from dask_gpurt.shuffle.transport.base import Gate, Header, Peer, Receipt, Services, Transport
 from dask_gpurt.shuffle.transport.choice import INPROC, SAFE, Chooser, Place
+from dask_gpurt.shuffle.transport.places import candidates, host_token, place_of, process_token
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -46,28 +44,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("distributed.worker.gpurt")
 
-#: whether `auto` opens UCX for shared memory between workers of one host without a GPU
-UCX_ON_HOST = False
-_TOKEN = uuid.uuid4().hex
 #: the safe path waits for credit so long, then sends without: it must never be what a shuffle hangs on
 WANT_SECONDS = 30.0
 #: peers of which figures are kept
 _PEERS = 4096
-
-
-def process_token() -> str:
-    """Says whether two workers are in one process."""
-    return f"{os.getpid()}-{_TOKEN}"
-
-
-def host_token() -> str:
-    """Says whether two processes can share memory: one boot of one kernel, and one namespace of System V memory."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as f:
-            boot = f.read().strip()
-        return f"{boot}-{os.readlink('/proc/self/ns/ipc')}-{os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # not Linux: nobody is on this host
-        return uuid.uuid4().hex
 
 
 @dataclasses.dataclass
@@ -287,7 +267,7 @@ class Plane:
         if chooser is None:
             if len(self._choosers) >= _PEERS:
                 self._choosers.pop(next(iter(self._choosers)))
-            place = _place(ours, card)
+            place = place_of(ours, card)
             able = [name for name in (INPROC, "ucx", "tcp") if name == INPROC or card.get(name)]
             if place is not Place.PROCESS:
                 able.remove(INPROC)
@@ -307,8 +287,8 @@ class Plane:
         if asked.get("gpurt") == "open":
             card = self.introduction() | {"limit": self.gate.message_limit}
             theirs = asked.get("card") or {}
-            if _place(card, theirs) is not Place.PROCESS or self.settings.transport != "auto":
-                for name in self._wanted(_place(card, theirs)):
+            if place_of(card, theirs) is not Place.PROCESS or self.settings.transport != "auto":
+                for name in self._wanted(place_of(card, theirs)):
                     transport = await self._open(name)
                     if transport is not None:
                         card[name] = transport.endpoint_for(key, sender)
@@ -483,19 +463,6 @@ class Plane:
             "receive": self.gate.statistics(),
             "encrypted": self.encrypted,
         }
-
-
-def candidates(place: Place) -> list[str]:
-    """What `auto` opens for a peer at this place, where nothing forbids it."""
-    # Over plain Ethernet UCX loses to sockets, and on one host it wins nothing that a busy shuffle could use; a further
-    # thread and its memory are worth it for device buffers only.
-    return ["tcp", "ucx"] if (UCX_ON_HOST and place is Place.HOST) or has_device() else ["tcp"]
-
-
-def _place(ours: dict[str, Any], theirs: dict[str, Any]) -> Place:
-    if ours["process"] == theirs.get("process"):
-        return Place.PROCESS
-    return Place.HOST if ours["host"] == theirs.get("host") else Place.REMOTE
 
 
 #: (process, address) -> plane: for the hand-over between workers of one process
