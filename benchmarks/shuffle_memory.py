@@ -11,8 +11,8 @@ Each with a receiver that stores slowly (`--slow` seconds more for every chunk).
 
     before + send budget + receive budget + store budget + one partition being built (its shards and its frame) + input
 
-where *before* is its RSS before the shuffle, *input* one input partition and its gathered copy, and the send budget
-distributed's (`distributed.p2p.comm.buffer`). Peak RSS is the kernel's, reset before each run. The run fails when a
+where *before* is its RSS before the shuffle, *input* one input partition, its ids and its gathered copy, and the send
+budget as large as the receive budget. Peak RSS is the kernel's, reset before each run. The run fails when a
 worker is above its bound, when what a receiver held or had reserved was ever above its receive budget, or when the rows
 are not those that went in.
 """
@@ -99,7 +99,7 @@ def one(client: Client, case: str, args: argparse.Namespace) -> dict[str, Any]:
     largest = int(counted["rows"].max()) * row_bytes
     limit = parse_bytes(args.memory_limit)
     budgets = {
-        "send": parse_bytes(dask.config.get("distributed.p2p.comm.buffer")),
+        "send": next(iter(receive.values()))["budget_bytes"],
         "receive": next(iter(receive.values()))["budget_bytes"],
         "store": int(args.host_limit * limit),
         "one_partition": 2 * largest,

@@ -199,7 +199,7 @@ class Bench:
 def chosen(place: str, size: int) -> str:
     """What `auto` takes for a first message of this size."""
     from dask_gpurt.shuffle.transport.choice import Chooser, Place
-    from dask_gpurt.shuffle.transport.plane import candidates
+    from dask_gpurt.shuffle.transport.places import candidates
 
     at = Place.REMOTE if place == "netns" else Place.HOST
     return Chooser(at, candidates(at)).choose(size, False, 0.0)

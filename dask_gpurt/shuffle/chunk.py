@@ -194,7 +194,7 @@ class ReceivedChunk:
     shards
         At least one.
     nbytes
-        Bytes of memory that go with it; None: counted from the shards' tables.
+        Bytes of memory that go with it; None: counted from the shards.
     """
 
     def __init__(self, shards: Iterable[Shard], nbytes: int | None = None) -> None:
@@ -207,7 +207,7 @@ class ReceivedChunk:
         index: dict[KnownSchema, int] = {}
         self._schema_of = tuple(index.setdefault(rows.schema, len(index)) for rows in self._rows)
         self._schemas: tuple[KnownSchema, ...] = tuple(index)
-        self._nbytes = sum(s.table.get_total_buffer_size() for s in self._shards) if nbytes is None else nbytes
+        self._nbytes = sum(s.nbytes for s in self._shards) if nbytes is None else nbytes
 
     @property
     def chunk_id(self) -> tuple[int, int]:

@@ -30,7 +30,7 @@ _ROWS = 64
 def cut(shard: Shard, limit_bytes: int) -> list[Shard]:
     """The shard in pieces of at most `limit_bytes`, as far as 64 rows are not more than that already."""
     n = shard.table.num_rows
-    if shard.table.nbytes <= limit_bytes or n <= _ROWS:
+    if shard.nbytes <= limit_bytes or n <= _ROWS:
         return [shard]
     ends = np.cumsum(shard.lengths, dtype=np.int64)
     out: list[Shard] = []
@@ -44,6 +44,7 @@ def cut(shard: Shard, limit_bytes: int) -> list[Shard]:
                 table=_rows(shard.table, low, high - low),
                 parts=shard.parts[first : last + 1],
                 lengths=np.diff(edges, prepend=low).astype(shard.lengths.dtype),
+                known_bytes=-1,
             )
         )
     if len(out) > ID_STEP:  # half a terabyte for one worker in one input: no ids are left for its cuts

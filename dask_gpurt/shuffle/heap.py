@@ -2,21 +2,21 @@
 
 Theory of operation. distributed's nanny starts workers with ``MALLOC_TRIM_THRESHOLD_`` (64 KiB), so that freed memory
 goes back to the system at once. With glibc that also pins the size from which an allocation is a mapping of its own, at
-128 KiB. A shuffle allocates and frees everything in larger pieces: temporaries of the hash, receive buffers, outputs.
+128 KiB. A shuffle allocates and frees everything in larger pieces: temporaries of the hash and of the split.
 Each of them is then fresh memory, and its page faults cost ten times what writing to it costs (0.5 ms per MB on a
 virtual machine, much more where the host has to find the memory first). They were half of a worker's CPU time in a
 shuffle.
 
-So while at least one run is open in this process both thresholds are high, and all memory of the shuffle comes from one
-allocator (`Heap.pool`), so that outputs are made in what received rows leave. When the last run has closed, memory
-stays for `LINGER_SECONDS`: shuffles come one after another. Then the thresholds are set back and what is free is
-returned (`malloc_trim`, in a thread: it takes 0.05 ms per MB). It is returned at once when the process takes more than
-`PRESSURE` of its worker's memory limit, looked at every second: Dask counts free memory of a process as used, and would
-spill or pause for it.
+So while at least one run is open in this process both thresholds are high, and temporaries come from the C allocator
+(`Heap.pool`). What stays (gathered and received rows, outputs) lies in blocks of `pages`, which keeps what they leave
+as long. When the last run has closed, memory stays for `LINGER_SECONDS`: shuffles come one after another. Then the
+thresholds are set back and what is free is returned (`malloc_trim`, in a thread: it takes 0.05 ms per MB). It is
+returned at once when the process takes more than `PRESSURE` of its worker's memory limit, looked at every second: Dask
+counts free memory of a process as used, and would spill or pause for it.
 
-Only where the environment has ``MALLOC_TRIM_THRESHOLD_``: its value is what to restore, and only then glibc's own
-adjustment of the thresholds is off already, which `mallopt` would switch off for good. Elsewhere (no glibc, no nanny)
-nothing is done.
+The thresholds are touched only where the environment has ``MALLOC_TRIM_THRESHOLD_``: its value is what to restore, and
+only then glibc's own adjustment of the thresholds is off already, which `mallopt` would switch off for good. Elsewhere
+(no glibc, no nanny) they stay as they are.
 
 When the first output is made, what splitting left free is returned; from then on the process may grow by `TRIM_BYTES`
 before what is free is returned again (`Heap.freed`): rows must not be there twice.
@@ -33,6 +33,7 @@ import ctypes
 import functools
 import os
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     Later = Callable[[float, Callable[[], None]], Any]
-    Submit = Callable[[Callable[[], None]], Any]
+    Submit = Callable[[Callable[[], object]], Any]
 
 _TRIM, _MMAP = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
 #: glibc's default of the size from which an allocation is a mapping of its own
@@ -91,6 +92,8 @@ class Heap:
         Memory of this process.
     pages
         What is kept and given back with it.
+    now
+        Seconds of any clock.
     """
 
     def __init__(
@@ -99,10 +102,14 @@ class Heap:
         libc: Any,
         rss_bytes: Callable[[], int] = _rss_bytes,
         pages: Pages | None = None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._lock = threading.Lock()
         self._pages = pages or Pages(None)
         self._active = pages is not None
+        self._now = now
+        #: when `look` may look again, seconds of that clock
+        self._look_at = 0.0
         self._libc = libc
         self._rss_bytes = rss_bytes
         self._users = 0
@@ -226,6 +233,23 @@ class Heap:
                 if needed:
                     self._pages.trim()
         submit(self._start_outputs if first else self._trim_now)
+
+    def look(self, submit: Submit) -> None:
+        """While rows come in: give back what waits to be used again when the worker needs it. At most once a second.
+
+        Parameters
+        ----------
+        submit
+            Runs a function in a thread, now or later.
+        """
+        now = self._now()
+        with self._lock:
+            if not self._limit_bytes or now < self._look_at:
+                return
+            self._look_at = now + _TICK_SECONDS
+            if self._pages.idle_bytes < TRIM_BYTES or not self._needed(self._rss_bytes()):
+                return
+        submit(self._pages.trim)
 
     def _start_outputs(self) -> None:
         self._trim_now()

@@ -80,7 +80,7 @@ def _one(shards: list[Shard], views: list[tuple[Any, ...]], schema: pa.Schema) -
         table = pc.take(joined, pa.array(order), boundscheck=False, memory_pool=heap.pool)
     starts = np.flatnonzero(np.diff(parts := parts[order], prepend=parts[order[0]] + 1))
     lengths = np.diff(starts, append=len(parts)).astype(np.uint64)
-    return Shard(shards[0].input_id, table, parts[starts], lengths, inputs[order])
+    return Shard(shards[0].input_id, table, parts[starts], lengths, inputs[order], int(table.nbytes))
 
 
 def _column(pieces: list[Any]) -> Any:

@@ -36,7 +36,7 @@ import weakref
 import numpy as np
 
 #: extents are multiples of this many bytes
-GRANULE = 1 << 16
+GRANULE = 1 << 15
 #: shorter blocks come from the C allocator
 SMALLEST = 1 << 18
 #: fresh memory is mapped in multiples of this
@@ -150,14 +150,16 @@ class Pages:
     def take(self, nbytes: int) -> memoryview:
         """Writable memory, aligned to 64 bytes; its contents are arbitrary."""
         if self._system is not None and nbytes >= SMALLEST:
+            size = -(-nbytes // GRANULE) * GRANULE
             with self._lock:
-                block = self._block(self._system, -(-nbytes // GRANULE) * GRANULE)
+                block = self._block(self._system, size)
             if block is not None:
                 at, extents = block
-                # Whoever uses the memory refers to this object in the end.
-                raw = (ctypes.c_uint8 * nbytes).from_address(at)
+                # Whoever uses the memory refers to this object in the end. Of the whole size: every length is a type of
+                # its own to ctypes, and these are few.
+                raw = (ctypes.c_uint8 * size).from_address(at)
                 weakref.finalize(raw, self._died, extents).atexit = False
-                return memoryview(raw).cast("B")
+                return memoryview(raw).cast("B")[:nbytes]
         plain = np.empty(nbytes + _ALIGN, np.uint8)
         skip = -plain.ctypes.data % _ALIGN
         return plain.data[skip : skip + nbytes]

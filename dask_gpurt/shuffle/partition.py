@@ -8,8 +8,8 @@ within it by their old order. So each destination's rows are one gather, and eac
 
 Rows of outputs nobody asked for (filtered ``parts_out``) get the highest code and fall off the end.
 
-The gather is made once per destination (in a few steps when it is large, see `Shard`) and not once for all, so that
-what stays on this worker, and what waits to be sent to one peer, does not hold the memory of all the others.
+What is gathered for a destination has memory of its own (in a few shards when it is large, see `Shard`), so that what
+stays on this worker, and what waits to be sent to one peer, does not hold the memory of all the others.
 
 Equal to stock, row by row: stock keeps the rows with ``frame.merge(worker codes, how="inner")`` and then sorts by id;
 both keep the order of the input. Ids that are not integers (a user's own ``_partitions`` column) go through that same
@@ -70,6 +70,15 @@ class Layout:
         dtype = np.uint8 if n < 256 else np.uint16 if n < 65536 else np.uint32
         self.code_of = np.full(max(order, default=-1) + 1, n, dtype=dtype)
         self.code_of[self.part_of] = np.arange(n, dtype=dtype)
+
+    def groups(self, limit: int) -> int:
+        """In how many groups to send the rows for one worker, when there may be about `limit` of all workers."""
+        return max(1, min(SHARDS, limit // max(1, len(self.ranges))))
+
+    def group(self, address: str, part: int, groups: int) -> int:
+        """Which of a worker's groups of neighbouring outputs an output is in, or begins; a name, no more."""
+        begin, end = self.ranges.get(address, (0, 1))  # its outputs may have gone to another worker since
+        return round((int(self.code_of[part]) - begin) * groups / (end - begin))
 
     def codes(self, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Codes of integer ids; `unwanted` for every id that is not an output of this run."""
@@ -139,6 +148,8 @@ def _merged(ids: pd.Series, layout: Layout) -> tuple[np.ndarray[Any, Any], np.nd
 #: a worker's rows of one input are cut to at most so many shards, of at least so many bytes
 SHARDS = 8
 SHARD_BYTES = 1 << 19
+#: and of at least so many per column: each costs 10 us a shard, from here to the output
+COLUMN_BYTES = 1 << 15
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -158,6 +169,13 @@ class Shard:
     lengths: np.ndarray[Any, Any]
     #: id of the input partition of each row, int64, where several were merged (see `merge`); `input_id` is the least
     inputs: np.ndarray[Any, Any] | None = None
+    #: bytes of the rows, so that nobody has to ask the table on the event loop; -1: not known
+    known_bytes: int = -1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows."""
+        return int(self.table.nbytes) if self.known_bytes < 0 else self.known_bytes
 
 
 def split(
@@ -181,11 +199,12 @@ def split(
         to_arrow, _ = seam.shuffle_tables()
         table = _prepared(to_arrow(data.drop(columns=column) if drop_column else data, preserve_index=True))
     row_bytes = (table.nbytes if plain is None else plain.nbytes) / len(data)
+    least_bytes = max(SHARD_BYTES, COLUMN_BYTES * data.shape[1])
     counts = np.diff(rows.offsets)
     places: list[tuple[str, int, int]] = []
     orders: list[np.ndarray[Any, Any]] = []
     for address, (begin, end) in layout.ranges.items():
-        for first, last in pairwise(_cuts(rows.offsets[begin : end + 1], begin, row_bytes)):
+        for first, last in pairwise(_cuts(rows.offsets[begin : end + 1], begin, row_bytes, least_bytes)):
             order = rows.order[int(rows.offsets[first]) : int(rows.offsets[last])]
             if len(order):
                 places.append((address, first, last))
@@ -198,13 +217,14 @@ def split(
     for (address, first, last), gathered in zip(places, tables, strict=True):
         here = counts[first:last]
         some = np.flatnonzero(here)
-        yield address, Shard(input_id, gathered, layout.part_of[first:last][some], here[some].astype(np.uint64))
+        parts, lengths = layout.part_of[first:last][some], here[some].astype(np.uint64)
+        yield address, Shard(input_id, gathered, parts, lengths, known_bytes=int(gathered.nbytes))
 
 
-def _cuts(offsets: np.ndarray[Any, Any], first: int, row_bytes: float) -> list[int]:
+def _cuts(offsets: np.ndarray[Any, Any], first: int, row_bytes: float, least_bytes: int) -> list[int]:
     """Codes at which the rows of one worker are cut to shards of about the same size; first and last included."""
     low, high = int(offsets[0]), int(offsets[-1])
-    n = min(SHARDS, len(offsets) - 1, int((high - low) * row_bytes / SHARD_BYTES))
+    n = min(SHARDS, len(offsets) - 1, int((high - low) * row_bytes / least_bytes))
     inner = np.searchsorted(offsets, [low + (high - low) * i // n for i in range(1, n)]).tolist() if n > 1 else []
     return [first + at for at in sorted({0, *inner, len(offsets) - 1})]
 

@@ -5,7 +5,8 @@ distributed's run; the row path is ours::
 
     task thread   _shard_partition    split + make parcels (no copy after the gather)
     event loop    _write_to_comm      our own shard straight into the store; others, small ones staged until they are
-                                      worth a message (inside the send budget), to distributed's send buffer
+                                      worth a message (inside the send budget, by groups of neighbouring outputs), to
+                                      distributed's send buffer
     event loop    send                one message of several parcels per peer, by the worker's `transport.Plane`;
                                       acknowledged when the peer has stored it
     any thread    unpack              checksums and views of a message that a transport brought
@@ -73,8 +74,11 @@ if TYPE_CHECKING:
 
 #: messages of this many bytes or more are checked in a thread
 OFFLOAD_BYTES = 1 << 18
-#: small parcels for one peer wait for each other until they are this many bytes, or until all inputs are split
-STAGE_BYTES = 1 << 19
+#: small parcels for the same outputs of one peer wait for each other until they are this many bytes, or all inputs are
+#: split
+STAGE_BYTES = 1 << 21
+#: groups of outputs in which parcels for all peers wait, about
+STAGED_GROUPS = 32
 #: shards with few rows per output are merged when they are so many bytes
 MERGE_BYTES = 1 << 23
 #: times a message is sent again after the peer refused it (checksum, schema not known there)
@@ -108,7 +112,7 @@ def _as_is(message: Message) -> Any:
     return seam.Serialized(*seam.serialize(message, serializers=("dask",), on_error="raise"))
 
 
-def _submit(executor: ThreadPoolExecutor, function: Callable[[], None]) -> None:
+def _submit(executor: ThreadPoolExecutor, function: Callable[[], object]) -> None:
     # The worker's pool may be shut down already when it closes with runs open; its memory goes with it.
     with contextlib.suppress(RuntimeError):
         executor.submit(function)
@@ -193,8 +197,11 @@ class GpurtShuffleRun(AmendedRun):
         self._schemas: dict[int, pa.Schema] = {}
         #: peer -> keys of the schemas it acknowledged
         self._known: dict[str, set[int]] = {}
-        #: peer -> parcels that wait for more
-        self._staged: dict[str, Batch] = {}
+        #: (peer, group of its outputs) -> parcels that wait for more
+        self._staged: dict[tuple[str, int], Batch] = {}
+        #: groups of one peer's outputs. What a message brings stays until the last of its outputs is taken, so rows for
+        #: outputs that are made at about the same time travel together
+        self._n_groups = self._layout.groups(STAGED_GROUPS)
         #: shards with few rows per output that wait to be merged; stored by the first `take` at the latest
         self._few: list[Shard] = []
         self._few_bytes = 0
@@ -338,16 +345,17 @@ class GpurtShuffleRun(AmendedRun):
         limiter = self._comm_buffer.memory_limiter
         for address, parcels in data.items():
             for parcel in parcels:
-                batch = self._staged.setdefault(address, Batch())
+                place = address, self._layout.group(address, int(parcel.parts[0]), self._n_groups)
+                batch = self._staged.setdefault(place, Batch())
                 batch.append(parcel)
                 limiter.increase(sys.getsizeof(parcel))
                 if batch.nbytes >= STAGE_BYTES:
-                    await self._unstage([address])
+                    await self._unstage([place])
         if limiter.full:
             # Nobody but us can make room by sending what is staged.
             await self._unstage(list(self._staged))
         if own is not None:
-            chunk_bytes = sum(shard.table.get_total_buffer_size() for shard in own)
+            chunk_bytes = sum(shard.nbytes for shard in own)
             self._counters.add(bytes_self=chunk_bytes)
             await self._keep(own, chunk_bytes)
 
@@ -356,16 +364,14 @@ class GpurtShuffleRun(AmendedRun):
         await self._unstage(list(self._staged))
         await super()._flush_comm()
 
-    async def _unstage(self, addresses: list[str]) -> None:
-        """Hand what is staged for peers to the send buffer; what it is charged moves along."""
-        full = {address: batch for address in addresses if (batch := self._staged.pop(address, None)) is not None}
-        if full:
-            await self._release(full)
-            with waiting(NETWORK):  # until the budget for unsent bytes has room
-                await super()._write_to_comm(full)
-
-    async def _release(self, batches: dict[str, Batch]) -> None:
-        await self._comm_buffer.memory_limiter.decrease(sum(batch.nbytes for batch in batches.values()))
+    async def _unstage(self, places: list[tuple[str, int]]) -> None:
+        """Hand what is staged there to the send buffer; what it is charged moves along."""
+        for place in places:
+            batch = self._staged.pop(place, None)
+            if batch is not None:
+                await self._comm_buffer.memory_limiter.decrease(batch.nbytes)
+                with waiting(NETWORK):  # until the budget for unsent bytes has room
+                    await super()._write_to_comm({place[0]: batch})
 
     async def _send(self, address: str, shards: Any) -> Any:
         self.raise_if_closed()
@@ -378,11 +384,17 @@ class GpurtShuffleRun(AmendedRun):
 
     async def _send_all(self, address: str, shards: list[Batch]) -> Any:
         response: Any = {"status": "OK"}
-        # What was staged and buffered together may be more than the peer takes in one message.
-        for parcels in _groups([parcel for batch in shards for parcel in batch.parcels], self._cut_bytes):
+        # A batch that is long enough is a message; only the rest of them share one. Either way what was staged or
+        # buffered together may be more than the peer takes in one message.
+        long = [batch.parcels for batch in shards if batch.nbytes >= STAGE_BYTES // 2]
+        rest = [parcel for batch in shards if batch.nbytes < STAGE_BYTES // 2 for parcel in batch.parcels]
+        for parcels in (group for some in (*long, rest) for group in _groups(some, self._cut_bytes)):
             response = await self._send_message(address, parcels)
             if response["status"] != "OK":
-                break
+                return response
+        for batch in shards:
+            # The buffer's ten tasks keep what they sent last until they have something else to send.
+            batch.parcels.clear()
         return response
 
     async def _send_message(self, address: str, parcels: list[Parcel]) -> Any:
@@ -492,7 +504,7 @@ class GpurtShuffleRun(AmendedRun):
         few = [s for s in shards if merge.worth(s)]
         if len(few) == len(shards):
             self._few += few
-            self._few_bytes += sum(s.table.nbytes for s in few) if nbytes is None else nbytes
+            self._few_bytes += sum(s.nbytes for s in few) if nbytes is None else nbytes
             for s in few:
                 self._arrivals[s.input_id] = None
                 self.received.add(s.input_id)
@@ -518,8 +530,8 @@ class GpurtShuffleRun(AmendedRun):
                 await self._store_shards([shard], None)
 
     async def _store_shards(self, shards: list[Shard], nbytes: int | None) -> None:
-        large = [s for s in shards if s.table.nbytes >= SHARD_BYTES]
-        small = [s for s in shards if s.table.nbytes < SHARD_BYTES]
+        large = [s for s in shards if s.nbytes >= SHARD_BYTES]
+        small = [s for s in shards if s.nbytes < SHARD_BYTES]
         # A large shard is a chunk of its own: it can go, or leave memory, while the rest still waits.
         chunks = [ReceivedChunk([s], nbytes if len(shards) == 1 else None) for s in large]
         if small:
@@ -550,6 +562,7 @@ class GpurtShuffleRun(AmendedRun):
             self.received.add(s.input_id)
         stored.set_result(None)
         self._counters.add(chunks=kept, seconds_put=time.perf_counter() - start)
+        heap.look(functools.partial(_submit, self.executor))
 
     async def close(self) -> None:
         if self.closed:
@@ -558,7 +571,7 @@ class GpurtShuffleRun(AmendedRun):
         self._counters.add(runs_closed=1)
         self._plane.leave(self, self._run_key)
         staged, self._staged = self._staged, {}
-        await self._release(staged)
+        await self._comm_buffer.memory_limiter.decrease(sum(batch.nbytes for batch in staged.values()))
         self._few.clear()
         self._store.drop(self._key)
         with contextlib.ExitStack() as stack:

@@ -39,10 +39,11 @@ class GpurtShuffleSpec(seam.DataFrameShuffleSpec):
         counters = stores.counters_of(worker)
         if plain:
             counters.add(fallbacks=1)
+        plane = plane_of(worker, plugin, self.settings, counters.add)
         return GpurtShuffleRun(
             store=store,
             counters=counters,
-            plane=plane_of(worker, plugin, self.settings, counters.add),
+            plane=plane,
             secret=self.secret,
             memory_limit=worker.memory_manager.memory_limit,
             state=self.state,
@@ -60,7 +61,7 @@ class GpurtShuffleSpec(seam.DataFrameShuffleSpec):
             digest_metric=worker.digest_metric,
             scheduler=worker.scheduler,
             memory_limiter_disk=seam.ResourceLimiter(None),
-            memory_limiter_comms=plugin.memory_limiter_comms,
+            memory_limiter_comms=plane.unsent,
             drop_column=self.drop_column,
             loop=worker.loop,
         )

@@ -275,7 +275,7 @@ def unpack(frames: Sequence[Any], tag: int, run_id: int, schemas: MutableMapping
             raise WireError(f"input {input_id}: {e}") from e
         if table.num_rows != rows:
             raise WireError(f"input {input_id}: has {table.num_rows} rows, its head says {rows}")
-        out.append(Shard(input_id, table, parts, lengths))
+        out.append(Shard(input_id, table, parts, lengths, known_bytes=sum(b.size for b in buffers if b is not None)))
     reader.end()
     for i, (block, n) in enumerate(zip(blocks, used, strict=True)):
         if block.size != n:

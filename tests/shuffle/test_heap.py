@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from dask_gpurt.shuffle.heap import HEAP_BYTES, KEEP_BYTES, LINGER_SECONDS, PRESSURE, TRIM_BYTES, Heap
+from dask_gpurt.shuffle.pages import Pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -168,3 +169,52 @@ def test_every_piece_is_returned_when_the_worker_needs_it():
     for _ in range(4):
         heap.freed(TRIM_BYTES, now)
     assert libc.calls == ["trim"] * 4
+
+
+class Idle(Pages):
+    """Pages that wait."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(None)
+        self.bytes = nbytes
+        self.trims = 0
+
+    @property
+    def idle_bytes(self) -> int:
+        return self.bytes
+
+    def trim(self) -> int:
+        self.trims += 1
+        return 0
+
+
+def test_idle_pages_go_while_rows_come_in_when_the_worker_needs_them():
+    limit = 1 << 30
+    clock = [0.0]
+    for idle, rss, limited, wanted in (
+        (TRIM_BYTES, limit, limit, 1),
+        (TRIM_BYTES - 1, limit, limit, 0),
+        (TRIM_BYTES, 0, limit, 0),
+        (TRIM_BYTES, limit, None, 0),
+    ):
+        pages = Idle(idle)
+        heap = Heap({}, None, lambda rss=rss: rss, pages, lambda: clock[0])
+        heap.keep(limited)
+        heap.look(now)
+        heap.look(now)
+        assert pages.trims == wanted
+        clock[0] += 1.0
+        heap.look(now)
+        assert pages.trims == 2 * wanted
+
+
+def test_pages_are_kept_and_given_back_without_the_nannys_setting():
+    clock = Clock()
+    pages = Idle(0)
+    heap = Heap({}, None, lambda: 0, pages)
+    heap.keep()
+    assert pages._keep
+    heap.release(clock, now)
+    assert clock.run() == LINGER_SECONDS
+    assert not pages._keep
+    assert pages.trims == 1

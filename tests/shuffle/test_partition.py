@@ -129,7 +129,7 @@ def test_large_shards_are_cut_by_outputs_and_hold_memory_of_their_own():
 def test_cuts_cover_all_codes_once(counts):
     offsets = np.concatenate([[7], 7 + np.cumsum(counts)])
     for row_bytes in (0.0, 100.0, 1e6):
-        cuts = _cuts(offsets, 4, row_bytes)
+        cuts = _cuts(offsets, 4, row_bytes, SHARD_BYTES)
         assert cuts[0] == 4
         assert cuts[-1] == 4 + len(counts)
         assert cuts == sorted(set(cuts))

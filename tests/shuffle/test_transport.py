@@ -406,7 +406,9 @@ def test_a_tls_cluster_opens_nothing_of_ours(transport):
 @gen_cluster(**TWO)
 async def test_staged_shards_are_inside_the_send_budget(c, s, a, b):
     async with taken_over(s, [a, b]):
-        limiter = a.plugins["shuffle"].memory_limiter_comms
+        same_rows(await c.compute(source(left).shuffle("k", npartitions=4)), left, 6)
+        limiter = plane_module._of_worker[a].unsent
+        assert limiter.limit == ShuffleSettings(enabled=True).receive_budget
         seen = []
         increase = limiter.increase
 

@@ -21,21 +21,19 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import os
 import threading
 import time
 import traceback
-import uuid
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.backends.ucx import has_device
 from dask_gpurt.errors import WireError
 from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.heap import pages
 from dask_gpurt.shuffle.transport import records
 from dask_gpurt.shuffle.transport.base import Gate, Header, Peer, Receipt, Services, Transport
 from dask_gpurt.shuffle.transport.choice import INPROC, SAFE, Chooser, Place
+from dask_gpurt.shuffle.transport.places import candidates, host_token, place_of, process_token
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -46,28 +44,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("distributed.worker.gpurt")
 
-#: whether `auto` opens UCX for shared memory between workers of one host without a GPU
-UCX_ON_HOST = False
-_TOKEN = uuid.uuid4().hex
 #: the safe path waits for credit so long, then sends without: it must never be what a shuffle hangs on
 WANT_SECONDS = 30.0
 #: peers of which figures are kept
 _PEERS = 4096
-
-
-def process_token() -> str:
-    """Says whether two workers are in one process."""
-    return f"{os.getpid()}-{_TOKEN}"
-
-
-def host_token() -> str:
-    """Says whether two processes can share memory: one boot of one kernel, and one namespace of System V memory."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as f:
-            boot = f.read().strip()
-        return f"{boot}-{os.readlink('/proc/self/ns/ipc')}-{os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # not Linux: nobody is on this host
-        return uuid.uuid4().hex
 
 
 @dataclasses.dataclass
@@ -112,13 +92,16 @@ class _Route:
 class Plane:
     """The data plane of one worker. Made by `plane_of`; methods on the event loop unless said otherwise."""
 
-    def __init__(self, worker: Any, settings: ShuffleSettings, count: Callable[..., None]) -> None:
+    def __init__(self, worker: Any, settings: ShuffleSettings, count: Callable[..., None], unsent_bytes: int) -> None:
         self.address: str = worker.address
         self.settings = settings
         self._count = count
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self.gate = Gate(settings.receive_budget)
+        #: bytes that were split and are not acknowledged, of all runs: who splits waits while there are more.
+        #: Distributed's own limit, 1 GiB, lets a slow peer cost this worker the memory of a whole shuffle
+        self.unsent = seam.ResourceLimiter(unsent_bytes, metrics_label="p2p-comms-limiter")
         self._runs: dict[RunKey, GpurtShuffleRun] = {}
         self._secrets: dict[RunKey, bytes] = {}
         self._routes: dict[tuple[RunKey, str], asyncio.Future[_Route]] = {}
@@ -284,7 +267,7 @@ class Plane:
         if chooser is None:
             if len(self._choosers) >= _PEERS:
                 self._choosers.pop(next(iter(self._choosers)))
-            place = _place(ours, card)
+            place = place_of(ours, card)
             able = [name for name in (INPROC, "ucx", "tcp") if name == INPROC or card.get(name)]
             if place is not Place.PROCESS:
                 able.remove(INPROC)
@@ -304,8 +287,8 @@ class Plane:
         if asked.get("gpurt") == "open":
             card = self.introduction() | {"limit": self.gate.message_limit}
             theirs = asked.get("card") or {}
-            if _place(card, theirs) is not Place.PROCESS or self.settings.transport != "auto":
-                for name in self._wanted(_place(card, theirs)):
+            if place_of(card, theirs) is not Place.PROCESS or self.settings.transport != "auto":
+                for name in self._wanted(place_of(card, theirs)):
                     transport = await self._open(name)
                     if transport is not None:
                         card[name] = transport.endpoint_for(key, sender)
@@ -482,19 +465,6 @@ class Plane:
         }
 
 
-def candidates(place: Place) -> list[str]:
-    """What `auto` opens for a peer at this place, where nothing forbids it."""
-    # Over plain Ethernet UCX loses to sockets, and on one host it wins nothing that a busy shuffle could use; a further
-    # thread and its memory are worth it for device buffers only.
-    return ["tcp", "ucx"] if (UCX_ON_HOST and place is Place.HOST) or has_device() else ["tcp"]
-
-
-def _place(ours: dict[str, Any], theirs: dict[str, Any]) -> Place:
-    if ours["process"] == theirs.get("process"):
-        return Place.PROCESS
-    return Place.HOST if ours["host"] == theirs.get("host") else Place.REMOTE
-
-
 #: (process, address) -> plane: for the hand-over between workers of one process
 _planes: weakref.WeakValueDictionary[tuple[str, str], Plane] = weakref.WeakValueDictionary()
 _of_worker: weakref.WeakKeyDictionary[Any, Plane] = weakref.WeakKeyDictionary()
@@ -506,7 +476,9 @@ def plane_of(worker: Any, plugin: Any, settings: ShuffleSettings, count: Callabl
     if plane is None or plane.closed or plane.settings != settings:
         if plane is not None and not plane.closed:
             worker._ongoing_background_tasks.call_soon(plane.stop)
-        plane = _of_worker[worker] = Plane(worker, settings, count)
+        theirs = plugin.memory_limiter_comms.limit
+        limit = settings.receive_budget if theirs is None else min(theirs, settings.receive_budget)
+        plane = _of_worker[worker] = Plane(worker, settings, count, limit)
         seam.on_teardown(plugin, plane.stop)
     return plane
 

@@ -1,0 +1,42 @@
+"""Where a peer is, from what both say of themselves, and which transports are worth opening for that place."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from typing import Any
+
+from dask_gpurt.backends.ucx import has_device
+from dask_gpurt.shuffle.transport.choice import Place
+
+#: whether `auto` opens UCX for shared memory between workers of one host without a GPU
+UCX_ON_HOST = False
+_TOKEN = uuid.uuid4().hex
+
+
+def process_token() -> str:
+    """Says whether two workers are in one process."""
+    return f"{os.getpid()}-{_TOKEN}"
+
+
+def host_token() -> str:
+    """Says whether two processes can share memory: one boot of one kernel, and one namespace of System V memory."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as f:
+            boot = f.read().strip()
+        return f"{boot}-{os.readlink('/proc/self/ns/ipc')}-{os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # not Linux: nobody is on this host
+        return uuid.uuid4().hex
+
+
+def candidates(place: Place) -> list[str]:
+    """What `auto` opens for a peer at this place, where nothing forbids it."""
+    # Over plain Ethernet UCX loses to sockets, and on one host it wins nothing that a busy shuffle could use; a further
+    # thread and its memory are worth it for device buffers only.
+    return ["tcp", "ucx"] if (UCX_ON_HOST and place is Place.HOST) or has_device() else ["tcp"]
+
+
+def place_of(ours: dict[str, Any], theirs: dict[str, Any]) -> Place:
+    if ours["process"] == theirs.get("process"):
+        return Place.PROCESS
+    return Place.HOST if ours["host"] == theirs.get("host") else Place.REMOTE
