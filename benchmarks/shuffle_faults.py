@@ -251,6 +251,7 @@ class Bench:
             cancel(future)
             del future
             seconds, outcome, text = self.gone(start)
+            self.client.run_on_scheduler(count)  # what was cancelled is not done again, but for the first time
             if outcome == "right":
                 again, outcome, text = self.query(name, lambda future: None)
                 seconds = max(seconds - share * calm, again)
@@ -280,7 +281,7 @@ class Bench:
             "files_left": self.files_left(),
         }
         if after:
-            out["runs"] = {k: after[k] - runs.get(k, 0) for k in after if isinstance(after[k], int)}
+            out["shuffles"] = {k: after[k] - runs.get(k, 0) for k in after}
         if text:
             out["text"] = text[:500]
         if outcome == "hang":
@@ -308,7 +309,8 @@ class Bench:
 
 def shuffle_stat(client: Client) -> dict[str, Any]:
     found: dict[str, Any] = client.run_on_scheduler(shuffle_numbers)
-    return {k: v for k, v in found.items() if isinstance(v, int) and not isinstance(v, bool)}
+    told = {name: found.get(name, 0) for name in ("runs", "pinned", "errors")} if found else {}
+    return told | {k: v for k, v in found.get("recovery", {}).items() if k != "amending"}
 
 
 def files(folder: str) -> list[str]:
@@ -342,6 +344,7 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
         "files_left": sum(r["files_left"] for r in runs),
         "tasks_again": sum(sum(r["tasks_again"].values()) for r in runs),
         "bytes_again": sum(sum(r["bytes_again"].values()) for r in runs),
+        "shuffles": dict(sum((collections.Counter(r.get("shuffles", {})) for r in runs), collections.Counter())),
         "by_kind": by_kind,
     }
 
