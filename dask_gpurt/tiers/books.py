@@ -10,6 +10,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.tiers.entry import Entry, EventLog, State, next_state
+from dask_gpurt.tiers.handle import another
 from dask_gpurt.tiers.policy import Victims
 from dask_gpurt.tiers.sharing import Blocks
 
@@ -68,11 +69,32 @@ class Books:
         entry = Entry(key, account, nbytes, value, last_use=self.clock())
         self.entries.add(entry)
         self._blocks.join(entry, value)
+        for twin in self.twins(entry):
+            if twin.handle is not None:
+                entry.handle = another(twin.handle)
+                break
         self.log.append(key, None, "add", State.RESIDENT)
         if self.trace is not None:
             self.trace.note("add", entry, nbytes)
         self.victims.add(entry)
         return entry
+
+    def twins(self, entry: Entry) -> list[Entry]:
+        """Other keys, in memory too, of the very same object."""
+        block = entry.block
+        if block is None or block.members == 1:
+            return []
+        return [e for e in block.entries if e is not entry and e.value is entry.value and e.account is entry.account]
+
+    def share_copy(self, entry: Entry) -> None:
+        """It was just written: its twins need no copy of their own."""
+        for twin in self.twins(entry):
+            if twin.handle is None and twin.state is State.RESIDENT and entry.handle is not None:
+                twin.handle = another(entry.handle)
+                if twin in self.victims:
+                    self.victims.add(twin)
+                else:
+                    self.offer(twin)
 
     def add_stored(self, account: Account, key: Hashable, nbytes: int, handle: Handle) -> Entry:
         """A value that is on a lower tier already."""

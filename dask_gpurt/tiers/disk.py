@@ -385,8 +385,17 @@ class DiskTier:
             self._read_bytes += nbytes
         return frames, buffers
 
+    def claim(self, handle: DiskHandle) -> None:
+        """One more that needs it."""
+        with self._lock:
+            handle.claims[0] += 1
+
     def free(self, handle: DiskHandle) -> None:
-        """Give the space back. Once per handle."""
+        """Give the space back. Once per claim."""
+        with self._lock:
+            handle.claims[0] -= 1
+            if handle.claims[0]:
+                return
         if not isinstance(handle.place, str):
             self._segments.free(handle.place)
             return

@@ -196,6 +196,7 @@ class Eviction:
                 self._io.free(handle)
             else:
                 entry.handle = handle
+                self._books.share_copy(entry)
                 if entry.pins:
                     self._books.move(entry, "kept")
                 else:

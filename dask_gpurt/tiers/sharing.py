@@ -4,6 +4,9 @@ Two keys may hold the same object (a task that returns its input), or a NumPy ar
 the last of them goes. Those in memory with the same root form a `Block`; its bytes are those of the largest one seen.
 Only what is in memory has a block, so the root is alive and its ``id`` belongs to nothing else.
 
+Keys of the very same object are *twins*: one copy on disk serves them all (`Books.twins`). They are common: work on a
+persisted dataframe begins with a task per partition that only gives it another name.
+
 A frame that shares some of its columns with another counts as separate: to look into it costs more than it tells.
 """
 
@@ -28,6 +31,8 @@ class Block:
     members: int = 0
     #: of these, being written
     moving: int = 0
+    #: the entries in memory
+    entries: dict[Entry, None] = dataclasses.field(default_factory=dict)
 
     @property
     def resident_bytes(self) -> int:
@@ -55,12 +60,14 @@ class Blocks:
         if block is None:
             block = self._blocks[root] = Block(root, entry.nbytes)
         entry.block = block
+        block.entries[entry] = None
         self._change(block, members=1, nbytes=max(block.nbytes, entry.nbytes))
 
     def leave(self, entry: Entry, *, was_moving: bool) -> None:
         """A value is not in memory any more."""
         block, entry.block = entry.block, None
         assert block is not None
+        del block.entries[entry]
         self._change(block, members=-1, moving=-was_moving)
         if not block.members:
             del self._blocks[block.root]
@@ -88,7 +95,8 @@ class Blocks:
         assert self.moving_bytes == sum(b.moving_bytes for b in blocks), "moving_bytes"
         for block in blocks:
             mine = [e for e in entries if e.block is block]
-            assert block.members == len(mine), "members"
+            assert block.members == len(mine) == len(block.entries), "members"
+            assert block.entries.keys() == set(mine), "entries of a block"
             assert block.nbytes >= max(e.nbytes for e in mine), "nbytes of a block"
             assert len({root_of(e.value) for e in mine}) == 1, "root"
 
