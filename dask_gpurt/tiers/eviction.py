@@ -127,13 +127,18 @@ class Eviction:
                 return
             self._start_write(entry)
 
-    def yields(self, entry: Entry) -> bool:
-        """May this value come to memory ahead of its use, without driving out anything that is needed sooner?"""
+    def yields(self, entry: Entry, *, free_room: bool = False) -> bool:
+        """May this value come to memory ahead of its use, without driving out anything that is needed sooner?
+
+        With `free_room`, without driving out anything.
+        """
         if self.budget_bytes is None:
             return False
         lacking = self._excess(entry.nbytes)
         if lacking <= 0:
             return not self._over(entry.nbytes)
+        if free_room:
+            return False
         victim = self._books.victims.first()
         if victim is None or victim.nbytes < lacking or not leaves_before(victim, entry):
             return False
