@@ -6,12 +6,13 @@ follow from it. So one look at `validate` shows what always holds. No I/O, no de
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.tiers.entry import Entry, EventLog, State, next_state
 from dask_gpurt.tiers.handle import another
-from dask_gpurt.tiers.policy import Victims
+from dask_gpurt.tiers.policy import SMALL_BYTES, Victims
 from dask_gpurt.tiers.sharing import Blocks
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from dask_gpurt.tiers.handle import Handle
     from dask_gpurt.tiers.trace import Trace
 
+#: names of an object among which a new one looks for a copy
+TWINS = 8
 _BELOW = (State.STORED, State.LOADING)
 #: events that end the stay of a value in memory, or its way there
 _LEAVES = frozenset({"write", "drop", "damaged", "undecodable"})
@@ -69,7 +72,7 @@ class Books:
         entry = Entry(key, account, nbytes, value, last_use=self.clock())
         self.entries.add(entry)
         self._blocks.join(entry, value)
-        for twin in self.twins(entry):
+        for twin in self.twins(entry, TWINS):
             if twin.handle is not None:
                 entry.handle = another(twin.handle)
                 break
@@ -79,12 +82,17 @@ class Books:
         self.victims.add(entry)
         return entry
 
-    def twins(self, entry: Entry) -> list[Entry]:
-        """Other keys, in memory too, of the very same object."""
+    def twins(self, entry: Entry, most: int | None = None) -> list[Entry]:
+        """Other keys, in memory too, of the very same object; of the first `most`. Small objects have none.
+
+        (The interpreter has only one None: all keys of it would be twins.)
+        """
         block = entry.block
-        if block is None or block.members == 1:
+        if block is None or block.members == 1 or entry.nbytes < SMALL_BYTES:
             return []
-        return [e for e in block.entries if e is not entry and e.value is entry.value and e.account is entry.account]
+        value, account = entry.value, entry.account
+        some = itertools.islice(block.entries, most)
+        return [e for e in some if e is not entry and e.value is value and e.account is account]
 
     def share_copy(self, entry: Entry) -> None:
         """It was just written: its twins need no copy of their own."""

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from dask_gpurt.tiers.entry import Entry
 
 
@@ -31,8 +33,16 @@ class Block:
     members: int = 0
     #: of these, being written
     moving: int = 0
-    #: the entries in memory
-    entries: dict[Entry, None] = dataclasses.field(default_factory=dict)
+    #: the entry in memory, while it is the only one; else all of them (a worker has 100,000 blocks, few with several)
+    only: Entry | None = None
+    several: dict[Entry, None] | None = None
+
+    @property
+    def entries(self) -> Collection[Entry]:
+        """Those in memory."""
+        if self.several is not None:
+            return self.several.keys()
+        return () if self.only is None else (self.only,)
 
     @property
     def resident_bytes(self) -> int:
@@ -60,14 +70,23 @@ class Blocks:
         if block is None:
             block = self._blocks[root] = Block(root, entry.nbytes)
         entry.block = block
-        block.entries[entry] = None
+        if not block.members:
+            block.only = entry
+        else:
+            if block.several is None:
+                assert block.only is not None
+                block.several, block.only = {block.only: None}, None
+            block.several[entry] = None
         self._change(block, members=1, nbytes=max(block.nbytes, entry.nbytes))
 
     def leave(self, entry: Entry, *, was_moving: bool) -> None:
         """A value is not in memory any more."""
         block, entry.block = entry.block, None
         assert block is not None
-        del block.entries[entry]
+        if block.several is None:
+            block.only = None
+        else:
+            del block.several[entry]
         self._change(block, members=-1, moving=-was_moving)
         if not block.members:
             del self._blocks[block.root]
@@ -96,7 +115,7 @@ class Blocks:
         for block in blocks:
             mine = [e for e in entries if e.block is block]
             assert block.members == len(mine) == len(block.entries), "members"
-            assert block.entries.keys() == set(mine), "entries of a block"
+            assert set(block.entries) == set(mine), "entries of a block"
             assert block.nbytes >= max(e.nbytes for e in mine), "nbytes of a block"
             assert len({root_of(e.value) for e in mine}) == 1, "root"
 

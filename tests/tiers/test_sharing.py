@@ -193,3 +193,25 @@ def test_a_damaged_copy_is_lost_for_each_of_its_names(run_rig: Callable[..., Non
         assert rig.disk.used_bytes == 0
 
     run_rig(test, small_bytes=0)
+
+
+def test_a_hundred_thousand_names_of_nothing(run_rig: Callable[..., None]) -> None:
+    """What all keys have in common must not cost each of them a look at all others."""
+
+    async def test(rig: Rig) -> None:
+        for i in range(20_000):
+            rig.store[i] = None
+        blocks = {e.block for e in rig.engine.books.entries}
+        assert len(blocks) == 1
+        entry = rig.store.entry(7)
+        assert entry is not None
+        assert rig.engine.books.twins(entry) == []
+        big = bytes(10_000)
+        for i in range(2000):
+            rig.store["big", i] = big
+        entry = rig.store.entry(("big", 5))
+        assert entry is not None
+        assert len(rig.engine.books.twins(entry, 8)) <= 8
+        assert len(rig.engine.books.twins(entry)) == 1999
+
+    run_rig(test)
