@@ -6,11 +6,13 @@ follow from it. So one look at `validate` shows what always holds. No I/O, no de
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.tiers.entry import Entry, EventLog, State, next_state
-from dask_gpurt.tiers.policy import Victims
+from dask_gpurt.tiers.handle import another
+from dask_gpurt.tiers.policy import SMALL_BYTES, Victims
 from dask_gpurt.tiers.sharing import Blocks
 
 if TYPE_CHECKING:
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from dask_gpurt.tiers.handle import Handle
     from dask_gpurt.tiers.trace import Trace
 
+#: names of an object among which a new one looks for a copy
+TWINS = 8
 _BELOW = (State.STORED, State.LOADING)
 #: events that end the stay of a value in memory, or its way there
 _LEAVES = frozenset({"write", "drop", "damaged", "undecodable"})
@@ -68,11 +72,37 @@ class Books:
         entry = Entry(key, account, nbytes, value, last_use=self.clock())
         self.entries.add(entry)
         self._blocks.join(entry, value)
+        for twin in self.twins(entry, TWINS):
+            if twin.handle is not None:
+                entry.handle = another(twin.handle)
+                break
         self.log.append(key, None, "add", State.RESIDENT)
         if self.trace is not None:
             self.trace.note("add", entry, nbytes)
         self.victims.add(entry)
         return entry
+
+    def twins(self, entry: Entry, most: int | None = None) -> list[Entry]:
+        """Other keys, in memory too, of the very same object; of the first `most`. Small objects have none.
+
+        (The interpreter has only one None: all keys of it would be twins.)
+        """
+        block = entry.block
+        if block is None or block.members == 1 or entry.nbytes < SMALL_BYTES:
+            return []
+        value, account = entry.value, entry.account
+        some = itertools.islice(block.entries, most)
+        return [e for e in some if e is not entry and e.value is value and e.account is account]
+
+    def share_copy(self, entry: Entry) -> None:
+        """It was just written: its twins need no copy of their own."""
+        for twin in self.twins(entry):
+            if twin.handle is None and twin.state is State.RESIDENT and entry.handle is not None:
+                twin.handle = another(entry.handle)
+                if twin in self.victims:
+                    self.victims.add(twin)
+                else:
+                    self.offer(twin)
 
     def add_stored(self, account: Account, key: Hashable, nbytes: int, handle: Handle) -> Entry:
         """A value that is on a lower tier already."""

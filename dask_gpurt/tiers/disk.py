@@ -24,7 +24,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
-import math
 import os
 import shutil
 import threading
@@ -42,6 +41,7 @@ from dask_gpurt.tiers.disk_handle import DiskHandle
 from dask_gpurt.tiers.frames import LARGE, Frame, FrameWriter, read_frames
 from dask_gpurt.tiers.segments import SEGMENT, Piece, Segments
 from dask_gpurt.tiers.space import InFlight, Quota, filesystem_of
+from dask_gpurt.tiers.ways import Ways
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -53,10 +53,6 @@ if TYPE_CHECKING:
 SMALL = 1 << 18
 #: a cached write from this size on is synced, so that its pages can be dropped
 _SYNCED = 8 << 20
-#: the page cache costs the processor, a device does not: it has to be faster by this factor
-_CACHE_GAIN = 0.8
-#: one in so many values goes the other way, were it as good, so that its price is known
-_EXPLORE = 32
 
 
 def _nobody(disk: DiskTier, error: OSError) -> None:
@@ -83,8 +79,8 @@ class DiskTier:
     quota, in_flight
         What is shared with other folders of the worker, and with those on the same file system.
     idle_memory
-        Where it says that memory is ample, files are left in the page cache if that is faster (see `_pays_to_cache`);
-        None: nowhere.
+        Where it says that memory is ample, files are left in the page cache if that is faster (see `ways`); None:
+        nowhere.
 
     Raises
     ------
@@ -114,21 +110,13 @@ class DiskTier:
         self.quota = Quota(limit_bytes) if quota is None else quota
         #: compresses what it is told to, or what pays
         self.chooser = compression.Chooser(codec)
-        #: of large values that do not stay in the page cache, in bytes as they lie on disk
-        self.write_rate = compression.Rate()
-        self.read_rate = compression.Rate()
-        #: of those that stay
-        self.cached_write_rate = compression.Rate()
-        self.cached_read_rate = compression.Rate()
-        self._decisions = itertools.count(1)
-        #: bytes of large values, ever
-        self._written_bytes = self._read_bytes = 0
+        #: chooses between past and through the page cache, and knows how fast both are
+        self.ways = Ways(idle_memory)
         #: frames written, by codec
         self.compressed_frames: dict[str, int] = {}
         #: told about reads that the system could not do
         self.on_read_error: Callable[[DiskTier, OSError], None] = _nobody
         self._in_flight = InFlight() if in_flight is None else in_flight
-        self._idle_memory = idle_memory
         self._os = os_layer
         self._lock = threading.Lock()
         self._closed = False
@@ -161,6 +149,16 @@ class DiskTier:
     def used_bytes(self) -> int:
         """Bytes of files, half-written ones and dead records of segments included."""
         return self._used_bytes
+
+    @property
+    def write_rate(self) -> compression.Rate:
+        """Of large values past the page cache, in bytes as they lie on disk."""
+        return self.ways.past.write
+
+    @property
+    def read_rate(self) -> compression.Rate:
+        """The same for reading."""
+        return self.ways.past.read
 
     @property
     def cached_bytes(self) -> int:
@@ -261,7 +259,7 @@ class DiskTier:
         name = self._next_name()
         stored = 0
         if cached is None:
-            cached = self._pays_to_cache(most)
+            cached = self.ways.cached(most, direct=self.direct)
         try:
             frames, stored = self._stream(name, views, cached=cached)
         except BaseException:
@@ -272,36 +270,10 @@ class DiskTier:
         finally:
             self._in_flight.add(-most)
             self._release(most - stored)
-        with self._lock:
-            self._written_bytes += stored
-            if cached:
+        if cached:
+            with self._lock:
                 self._cached_bytes += stored
         return DiskHandle(self, name, frames, stored, cached)
-
-    def _pays_to_cache(self, nbytes: int) -> bool:
-        """Is memory ample, and a value sooner written and read back through it than by the device?
-
-        The page cache is no gain where its pages are dear: on virtual machines whose host takes unused memory back, a
-        page that is touched first can cost ten times what a fast disk takes for it. So both ways are measured, the one
-        that is not in use again and again. Values are read as often as they were so far.
-        """
-        if self._idle_memory is None or not self._idle_memory.ample(nbytes):
-            return False
-        if not self.direct:
-            return True  # else it would have to be synced
-        cached = self.cached_write_rate.bytes_per_second
-        if cached is None:
-            return True  # once, to know
-        past = self.write_rate.bytes_per_second or cached
-        reads = min(4.0, max(0.5, self._read_bytes / max(1, self._written_bytes)))
-        # Until a value was read back, reading is taken to be twice as fast as writing, or as fast.
-        cached_seconds = 1 / cached + reads / (self.cached_read_rate.bytes_per_second or 2 * cached)
-        past_seconds = 1 / past + reads / (self.read_rate.bytes_per_second or past)
-        pays = cached_seconds < _CACHE_GAIN * past_seconds
-        # The dearer the other way is, the more rarely it is tried: its price must not be felt.
-        worse, better = max(cached_seconds, past_seconds), min(cached_seconds, past_seconds)
-        every = math.ceil(_EXPLORE * (worse / better) ** 2)
-        return pays != (next(self._decisions) % every == 0)
 
     def _stream(
         self, name: str, views: list[tuple[int, list[memoryview]]], *, cached: bool
@@ -329,8 +301,7 @@ class DiskTier:
         finally:
             system.close(file.fd)
         system.rename(partial, name, src_dir_fd=self._dir_fd, dst_dir_fd=self._dir_fd)
-        rate = self.cached_write_rate if cached else self.write_rate
-        rate.add(writer.at, timer.seconds_outside)
+        self.ways.wrote(writer.at, timer.seconds_outside, cached=cached)
         return frames, writer.at
 
     def _open(self, name: str, flags: int, *, cached: bool) -> DirectFile:
@@ -379,14 +350,20 @@ class DiskTier:
         finally:
             self._os.close(file.fd)
         nbytes = sum(f.extent_bytes for f in frames)
-        rate = self.cached_read_rate if handle.cached else self.read_rate
-        rate.add(nbytes, time.perf_counter() - start)
-        with self._lock:
-            self._read_bytes += nbytes
+        self.ways.read(nbytes, time.perf_counter() - start, cached=handle.cached)
         return frames, buffers
 
+    def claim(self, handle: DiskHandle) -> None:
+        """One more that needs it."""
+        with self._lock:
+            handle.claims[0] += 1
+
     def free(self, handle: DiskHandle) -> None:
-        """Give the space back. Once per handle."""
+        """Give the space back. Once per claim."""
+        with self._lock:
+            handle.claims[0] -= 1
+            if handle.claims[0]:
+                return
         if not isinstance(handle.place, str):
             self._segments.free(handle.place)
             return
@@ -407,8 +384,7 @@ class DiskTier:
         room = CHUNK if self.limit_bytes is None else (self.limit_bytes - self.quota.used_bytes) // 2
         nbytes = max(1, min(CHUNK, room))
         data = numpy.random.default_rng(0).integers(0, 256, nbytes, "u1").data  # no codec makes it smaller
-        ways = (False, True) if self._idle_memory is not None and self._idle_memory.ample(nbytes) else (False,)
-        for cached in ways:
+        for cached in (False, True) if self.ways.ample(nbytes) else (False,):
             handle = self._write_file([(0, [data])], cached=cached)
             try:
                 _, (got,) = self.read(handle)

@@ -33,6 +33,8 @@ class DiskHandle:
     nbytes: int
     #: its file was left in the page cache
     cached: bool = False
+    #: how many have a claim on it; guarded by the lock of the disk
+    claims: list[int] = dataclasses.field(default_factory=lambda: [1], compare=False, repr=False)
 
     @property
     def name(self) -> str:
@@ -69,6 +71,11 @@ class DiskHandle:
         ]
         nbytes = sum(f.stored_bytes for f in frames) if part is not None else self.nbytes
         return buffers, IoCost(nbytes, middle - start, time.perf_counter() - middle)
+
+    def again(self) -> DiskHandle:
+        """One more claim: it takes one more `free` until the copy goes."""
+        self.disk.claim(self)
+        return self
 
     def free(self) -> None:
         self.disk.free(self)

@@ -39,6 +39,8 @@ logger = logging.getLogger("distributed.worker.gpurt")
 
 #: share of the budget by which admitted requests may pass it, so that computing and writing overlap
 SLACK = 0.25
+#: share of the budget that what is read on a mere guess of its use leaves free
+FREE_SHARE = 0.2
 #: failed writes in a row, of any keys, before the tier as a whole rests
 TIER_FAILURES = 3
 
@@ -127,10 +129,15 @@ class Eviction:
                 return
             self._start_write(entry)
 
-    def yields(self, entry: Entry) -> bool:
-        """May this value come to memory ahead of its use, without driving out anything that is needed sooner?"""
+    def yields(self, entry: Entry, *, free_room: bool = False) -> bool:
+        """May this value come to memory ahead of its use, without driving out anything that is needed sooner?
+
+        With `free_room`, without driving out anything, nor taking what the next results need.
+        """
         if self.budget_bytes is None:
             return False
+        if free_room:
+            return self._excess(entry.nbytes + int(FREE_SHARE * self.budget_bytes)) <= 0
         lacking = self._excess(entry.nbytes)
         if lacking <= 0:
             return not self._over(entry.nbytes)
@@ -196,6 +203,7 @@ class Eviction:
                 self._io.free(handle)
             else:
                 entry.handle = handle
+                self._books.share_copy(entry)
                 if entry.pins:
                     self._books.move(entry, "kept")
                 else:

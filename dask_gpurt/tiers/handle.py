@@ -48,6 +48,13 @@ class Handle(Protocol):
         """Give the space back. Does not raise for a copy that is gone already."""
 
 
+def another(handle: Handle) -> Handle | None:
+    """A second claim on a copy, so that it stays until both are freed; None where a tier has no such thing."""
+    again = getattr(handle, "again", None)
+    result: Handle | None = None if again is None else again()
+    return result
+
+
 class EncodeError(Exception):
     """The object cannot be turned into frames (``__cause__``). It stays in memory."""
 

@@ -120,7 +120,9 @@ def limits_of(worker: Any, settings: TierSettings, *, shards_only: bool) -> Limi
         disk = int(manager.max_spill)
     watched = bool(limit and spill)
     pause = manager.memory_pause_fraction
-    ceiling = min(_CEILING, pause - _BELOW_PAUSE) if pause else _CEILING
+    # Nor do they fill it up to the mark of the watch: to be moved out again, a tenth of the limit at a time, are then
+    # also those that were just read ahead.
+    ceiling = min(_CEILING, spill or 1, pause - _BELOW_PAUSE if pause else 1)
     return Limits(
         budget_bytes=budget,
         disk_limit_bytes=disk,

@@ -4,6 +4,9 @@ Two keys may hold the same object (a task that returns its input), or a NumPy ar
 the last of them goes. Those in memory with the same root form a `Block`; its bytes are those of the largest one seen.
 Only what is in memory has a block, so the root is alive and its ``id`` belongs to nothing else.
 
+Keys of the very same object are *twins*: one copy on disk serves them all (`Books.twins`). They are common: work on a
+persisted dataframe begins with a task per partition that only gives it another name.
+
 A frame that shares some of its columns with another counts as separate: to look into it costs more than it tells.
 """
 
@@ -15,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from dask_gpurt.tiers.entry import Entry
 
 
@@ -28,6 +33,16 @@ class Block:
     members: int = 0
     #: of these, being written
     moving: int = 0
+    #: the entry in memory, while it is the only one; else all of them (a worker has 100,000 blocks, few with several)
+    only: Entry | None = None
+    several: dict[Entry, None] | None = None
+
+    @property
+    def entries(self) -> Collection[Entry]:
+        """Those in memory."""
+        if self.several is not None:
+            return self.several.keys()
+        return () if self.only is None else (self.only,)
 
     @property
     def resident_bytes(self) -> int:
@@ -55,12 +70,23 @@ class Blocks:
         if block is None:
             block = self._blocks[root] = Block(root, entry.nbytes)
         entry.block = block
+        if not block.members:
+            block.only = entry
+        else:
+            if block.several is None:
+                assert block.only is not None
+                block.several, block.only = {block.only: None}, None
+            block.several[entry] = None
         self._change(block, members=1, nbytes=max(block.nbytes, entry.nbytes))
 
     def leave(self, entry: Entry, *, was_moving: bool) -> None:
         """A value is not in memory any more."""
         block, entry.block = entry.block, None
         assert block is not None
+        if block.several is None:
+            block.only = None
+        else:
+            del block.several[entry]
         self._change(block, members=-1, moving=-was_moving)
         if not block.members:
             del self._blocks[block.root]
@@ -88,7 +114,8 @@ class Blocks:
         assert self.moving_bytes == sum(b.moving_bytes for b in blocks), "moving_bytes"
         for block in blocks:
             mine = [e for e in entries if e.block is block]
-            assert block.members == len(mine), "members"
+            assert block.members == len(mine) == len(block.entries), "members"
+            assert set(block.entries) == set(mine), "entries of a block"
             assert block.nbytes >= max(e.nbytes for e in mine), "nbytes of a block"
             assert len({root_of(e.value) for e in mine}) == 1, "root"
 

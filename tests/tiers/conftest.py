@@ -98,8 +98,8 @@ class Rig:
         for pool in (io._writers, io._readers):
             # A thread that wrote a value holds it until it takes up the next piece of work, and as long it can be
             # revived. So each gets one: the barrier opens when all have come.
-            everyone = threading.Barrier(io.threads)
-            await asyncio.gather(*(io.loop.run_in_executor(pool, everyone.wait) for _ in range(io.threads)))
+            everyone = threading.Barrier(pool._max_workers)
+            await asyncio.gather(*(io.loop.run_in_executor(pool, everyone.wait) for _ in range(pool._max_workers)))
 
     def validate(self) -> None:
         """Every invariant of the engine, and: the files on disk are the handles."""

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from dask_gpurt.tiers.codec import PickleCodec
-from dask_gpurt.tiers.compression import Rate
 from dask_gpurt.tiers.disk import DiskTier
 from dask_gpurt.tiers.idle_memory import IdleMemory, Memory, memories
+from dask_gpurt.tiers.ways import Ways
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -154,35 +154,33 @@ def test_a_large_value_in_several_pieces_through_the_cache(tmp_path: Path) -> No
     disk.close()
 
 
-def test_the_page_cache_is_used_where_it_is_faster(tmp_path: Path) -> None:
-    disk = DiskTier(str(tmp_path / "t"), idle_memory=IdleMemory(lambda: [Memory(GB * 10, GB * 10, 0)]))
-    if not disk.direct:
-        pytest.skip("no direct I/O here: the page cache is all there is")
+def test_the_page_cache_is_used_where_it_is_faster() -> None:
+    def decisions(n: int, *, reads: float = 1, direct: bool = True, **rates: tuple[float, float]) -> list[bool]:
+        ways = Ways(IdleMemory(lambda: [Memory(GB * 10, GB * 10, 0)]))
+        for name, (write, read) in rates.items():
+            cached = name == "through"
+            ways.wrote(100 << 20, (100 << 20) / write, cached=cached)
+            ways.read(int(reads * (100 << 20)), reads * (100 << 20) / read, cached=cached)
+        return [ways.cached(4096, direct=direct) for _ in range(n)]
 
-    def decisions(n: int, **rates: float) -> list[bool]:
-        for name in ("write_rate", "read_rate", "cached_write_rate", "cached_read_rate"):
-            rate = Rate()
-            if name in rates:
-                rate.add(100 << 20, (100 << 20) / rates[name])
-            setattr(disk, name, rate)
-        return [disk._pays_to_cache(4096) for _ in range(n)]
-
-    assert decisions(1, write_rate=1e9) == [True]  # never tried
-    slow = decisions(3200, write_rate=1e9, read_rate=1e9, cached_write_rate=1e8, cached_read_rate=1e9)
-    assert 0 < sum(slow) <= 4  # seven times dearer: hardly ever tried again
-    near = decisions(3200, write_rate=1e9, read_rate=1e9, cached_write_rate=0.9e9, cached_read_rate=1.1e9)
-    assert 50 < sum(near) < 150
-    fast = decisions(3200, write_rate=3e8, read_rate=3e8, cached_write_rate=2e9, cached_read_rate=4e9)
-    assert sum(fast) > 3150
-    disk.probe()
-    assert disk.files() == []
-    disk.close()
+    fast, slow = (3e9, 3e9), (3e8, 3e8)
+    assert decisions(1, past=fast) == [True]  # never tried
+    assert decisions(1, through=fast) == [False]
+    assert sum(decisions(3200, past=(1e9, 1e9), through=(1e8, 1e9))) <= 4  # much dearer: hardly ever tried again
+    assert 50 < sum(decisions(3200, past=(1e9, 1e9), through=(0.9e9, 1.1e9))) < 150
+    assert sum(decisions(3200, past=slow, through=fast)) > 3150
+    assert all(decisions(100, past=fast, through=slow, direct=False))
+    # Dear to write and cheap to read: it depends on how often a value is read.
+    assert sum(decisions(100, reads=0.5, past=(1e9, 1e9), through=(3e8, 1e10))) < 10
+    assert sum(decisions(100, reads=4, past=(1e9, 1e9), through=(3e8, 1e10))) > 90
+    short = Ways(IdleMemory(lambda: [Memory(GB * 10, GB, 0)]))
+    assert not any(short.cached(4096, direct=False) for _ in range(100))
 
 
 def test_the_probe_measures_both_ways(tmp_path: Path) -> None:
     disk = DiskTier(str(tmp_path / "t"), idle_memory=IdleMemory(lambda: [Memory(GB * 10, GB * 10, 0)]))
     disk.probe()
-    rates = (disk.write_rate, disk.read_rate, disk.cached_write_rate, disk.cached_read_rate)
+    rates = [rate for way in (disk.ways.past, disk.ways.through) for rate in (way.write, way.read)]
     assert all(r.bytes_per_second for r in rates)
     assert disk.cached_bytes == disk.used_bytes == 0
     disk.close()

@@ -36,18 +36,19 @@ def worker(limit: int | None, target: Any = 0.6, spill: Any = 0.7, pause: Any = 
 
 
 @pytest.mark.parametrize(
-    ("pause", "ceiling"),
+    ("spill", "pause", "ceiling"),
     [
-        (0.8, 750),  # values never bring a worker to where distributed pauses it
-        (0.7, 650),
-        (0.95, 800),  # nor to where the nanny ends it
-        (False, 800),
+        (0.7, 0.8, 700),  # values alone never bring a process to where it is told to shrink
+        (0.8, 0.8, 750),  # nor to where distributed pauses it
+        (0.7, 0.7, 650),
+        (0.9, False, 800),  # nor to where the nanny ends it
     ],
 )
-def test_the_process_stays_below_the_pause(pause: Any, ceiling: int) -> None:
-    limits = limits_of(worker(1000, pause=pause), Settings.load().tiers, shards_only=False)
+def test_values_leave_room_in_the_process(spill: Any, pause: Any, ceiling: int) -> None:
+    limits = limits_of(worker(1000, spill=spill, pause=pause), Settings.load().tiers, shards_only=False)
     assert limits.ceiling_bytes == pytest.approx(ceiling, abs=1)
-    assert (limits.budget_bytes, limits.watch_high_bytes, limits.watch_low_bytes) == (600, 700, 600)
+    assert (limits.budget_bytes, limits.watch_low_bytes) == (600, 600)
+    assert limits.watch_high_bytes == pytest.approx(1000 * spill, abs=1)
 
 
 @pytest.mark.parametrize(("limit", "spill"), [(None, 0.7), (1000, False)])

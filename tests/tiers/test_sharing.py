@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pytest
 
+from dask_gpurt.tiers.entry import State
 from dask_gpurt.tiers.sharing import root_of
 
 if TYPE_CHECKING:
@@ -82,5 +85,133 @@ def test_another_object_stands_for_a_value(run_rig: Callable[..., None]) -> None
         assert engine.resident_bytes > before + 9000  # no longer one memory
         del rig.store["a"], rig.store["b"]
         assert engine.resident_bytes == 0
+
+    run_rig(test)
+
+
+@pytest.mark.parametrize("small_bytes", [0, 1 << 20])  # a file of its own, a record of a segment
+def test_one_copy_serves_all_names_of_an_object(run_rig: Callable[..., None], small_bytes: int) -> None:
+    async def test(rig: Rig) -> None:
+        engine, counters = rig.engine, rig.engine.counters
+        x = np.arange(10_000)
+        rig.store["a"] = x
+        rig.spill_all()
+        await rig.settle()
+        engine.shrink(0)
+        entries = await rig.store.ensure(["a"])  # the same object: it is still held here
+        rig.store["b"] = rig.store["a"]  # a task that gives it another name
+        rig.store["view"] = rig.store["a"][:]  # another object, which is written for itself
+        b = rig.store.entry("b")
+        assert b is not None
+        assert b.clean
+        rig.store.release(entries)
+        del x
+        del rig.store["view"]
+        used = rig.disk.used_bytes
+        rig.spill_all()
+        await rig.settle()
+        engine.shrink(0)
+        assert counters.cumulative["disk-write", "count"] == 1
+        assert b.state is State.STORED
+        assert rig.disk.used_bytes == used
+        rig.validate()
+        del rig.store["a"]
+        await rig.settle()
+        assert len(rig.disk.files()) == 1  # the other needs it
+        entries = await rig.store.ensure(["b"])
+        np.testing.assert_array_equal(rig.store["b"], np.arange(10_000))
+        rig.store.release(entries)
+        rig.store["c"] = rig.store["b"]
+        del rig.store["b"]
+        rig.spill_all()
+        await rig.settle()
+        assert counters.cumulative["disk-write", "count"] == 1
+        rig.validate()
+        del rig.store["c"]
+        await rig.settle()
+        assert rig.disk.used_bytes == 0
+        assert rig.disk.files() == []
+        rig.validate()
+
+    run_rig(test, small_bytes=small_bytes)
+
+
+def test_a_copy_made_later_serves_the_other_names_too(run_rig: Callable[..., None]) -> None:
+    async def test(rig: Rig) -> None:
+        engine = rig.engine
+        rig.store["a"] = np.arange(10_000)
+        rig.store["b"] = rig.store["a"]
+        a, b = rig.store.entry("a"), rig.store.entry("b")
+        assert a is not None
+        assert b is not None
+        engine.pin(b)
+        rig.spill_all()
+        await rig.settle()
+        engine.shrink(0)
+        assert a.state is State.STORED
+        assert b.handle is a.handle
+        engine.unpin(b)
+        assert b in engine.books.victims
+        rig.spill_all()
+        assert b.state is State.STORED  # at once: it is clean
+        assert engine.counters.cumulative["disk-write", "count"] == 1
+        rig.validate()
+        for name in ("a", "b"):
+            entries = await rig.store.ensure([name])
+            np.testing.assert_array_equal(rig.store[name], np.arange(10_000))
+            rig.store.release(entries)
+            del rig.store[name]
+            await rig.settle()
+        assert rig.disk.files() == []
+
+    run_rig(test, small_bytes=0)
+
+
+def test_a_damaged_copy_is_lost_for_each_of_its_names(run_rig: Callable[..., None]) -> None:
+    async def test(rig: Rig) -> None:
+        rig.store["a"] = np.arange(10_000)
+        rig.store["b"] = rig.store["a"]
+        for name in ("a", "b"):
+            entry = rig.store.entry(name)
+            assert entry is not None
+            rig.engine.pin(entry)
+            rig.spill_all()
+            rig.engine.unpin(entry)
+        await rig.settle()
+        rig.spill_all()
+        await rig.settle()
+        for name in rig.disk.files():
+            with open(os.path.join(rig.disk.directory, name), "r+b") as f:  # noqa: ASYNC230
+                f.seek(5000)
+                f.write(b"spoilt")
+        for name in ("a", "b"):
+            entries = await rig.store.ensure([name])
+            assert rig.store.is_lost(name)
+            rig.store.release(entries)
+        await rig.settle()
+        assert rig.disk.files() == []
+        assert rig.disk.used_bytes == 0
+
+    run_rig(test, small_bytes=0)
+
+
+def test_a_hundred_thousand_names_of_nothing(run_rig: Callable[..., None]) -> None:
+    """What all keys have in common must not cost each of them a look at all others."""
+
+    async def test(rig: Rig) -> None:
+        for i in range(20_000):
+            rig.store[i] = None
+        blocks = {e.block for e in rig.engine.books.entries}
+        assert len(blocks) == 1
+        entry = rig.store.entry(7)
+        assert entry is not None
+        assert rig.engine.books.twins(entry) == []
+        big = bytes(10_000)
+        for i in range(2000):
+            rig.store["big", i] = big
+        entry = rig.store.entry(("big", 5))
+        assert entry is not None
+        assert len(rig.engine.books.twins(entry, 8)) <= 8
+        assert len(rig.engine.books.twins(entry)) == 1999
 
     run_rig(test)
