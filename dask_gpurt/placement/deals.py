@@ -229,6 +229,9 @@ class Deals:
         """Workers of which the least busy gets what nobody pulls (`ts`, if it is known): all of a few, some of many."""
         engine = self._engine
         idle = engine.scheduler.idle_task_count
+        owner = None if ts is None else engine.workers.by_address.get(engine.groups.owner(ts.key) or "")
+        if owner is not None and owner.ws in idle and not self._too_full(owner) and not self._crosses_again(ts, owner):
+            return [owner.ws]  # of many idle workers it was not among those that were asked
         if self._last():
             found = self._free()  # the others come for theirs themselves
         else:

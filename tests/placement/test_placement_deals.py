@@ -127,6 +127,17 @@ def test_who_has_finished_is_asked_first() -> None:
     assert set(engine.deals.first()) == {info.ws for info in engine.workers.idle.items}, "and who is free anyway"
 
 
+def test_what_nobody_pulls_goes_to_its_owner_if_that_is_idle() -> None:
+    engine, workers = rig(40)
+    (root,) = own(engine, workers[7], 1)
+    engine.scheduler.idle_task_count = set(workers)
+    assert engine.deals.takers(root) == [workers[7]]
+    engine.scheduler.idle_task_count.discard(workers[7])
+    some = engine.deals.takers(root)
+    assert 0 < len(some) <= 2 * deals.ASKED, "not all forty"
+    assert engine.deals.takers() != [workers[7]]
+
+
 def test_hosts_are_in_order_of_their_numbers() -> None:
     workers = [FakeWorker(i, host=f"10.0.0.{n}") for i, n in enumerate((10, 9, 1))]
     engine = make_engine(workers)
