@@ -4,9 +4,10 @@ Candidates, at most `candidates` of them:
 
 * holders of the largest inputs, up to half;
 * up to two idle workers on each of the two nodes that hold most: near enough to fetch cheaply, and free;
-* two idle workers and two random ones from anywhere (eight where nobody is idle and few hold an input). Upstream compares holders only, so the dependents of one small
-  key all queue on its holder and only stealing spreads them (dask/distributed#8177). Two random probes are what makes
-  the choice as good as a look at everybody, nearly ("power of two choices").
+* two idle workers and two random ones from anywhere (eight where nobody is idle and few hold an input). Upstream
+  compares holders only, so the dependents of one small key all queue on its holder and only stealing spreads them
+  (dask/distributed#8177). Two random probes are what makes the choice as good as a look at everybody, nearly ("power of
+  two choices"); with two alone the fullest of 64 workers got a fifth more than its share.
 
 A small cluster is compared whole. An input with more than `WIDE` replicas is everywhere: no hint where to go, and
 walking over its holders is what makes upstream's decision O(workers).
