@@ -62,8 +62,8 @@ async def until(condition: Callable[[], Any]) -> None:
         await asyncio.sleep(0.01)
 
 
-async def started(s: Scheduler, settings: PlacementSettings = SETTINGS) -> PlacementPlugin:
-    plugin = PlacementPlugin(settings)
+async def started(s: Scheduler) -> PlacementPlugin:
+    plugin = PlacementPlugin(SETTINGS)
     s.add_plugin(plugin)
     await plugin.start(s)
     return plugin
