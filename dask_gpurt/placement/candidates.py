@@ -4,9 +4,10 @@ Candidates, at most `candidates` of them:
 
 * holders of the largest inputs, up to half;
 * up to two idle workers on each of the two nodes that hold most: near enough to fetch cheaply, and free;
-* two idle workers and two random ones from anywhere. Upstream compares holders only, so the dependents of one small
-  key all queue on its holder and only stealing spreads them (dask/distributed#8177). Two random probes are what makes
-  the choice as good as a look at everybody, nearly ("power of two choices").
+* two idle workers and two random ones from anywhere (eight where nobody is idle and few hold an input). Upstream
+  compares holders only, so the dependents of one small key all queue on its holder and only stealing spreads them
+  (dask/distributed#8177). Two random probes are what makes the choice as good as a look at everybody, nearly ("power of
+  two choices"); with two alone the fullest of 64 workers got a fifth more than its share.
 
 A small cluster is compared whole. An input with more than `WIDE` replicas is everywhere: no hint where to go, and
 walking over its holders is what makes upstream's decision O(workers).
@@ -40,6 +41,8 @@ WIDE = 8
 MAX_INPUTS = 256
 #: widely replicated inputs looked at
 MAX_WIDE = 8
+#: random workers; where everybody is busy and few hold an input, so that they are all there is to choose from
+PROBES, MORE_PROBES = 2, 8
 #: a view from a tuple of all of its fields: half the time of a call with them, and this is done ten times per decision
 _make = functools.partial(tuple.__new__, WorkerView)
 NOTHING: MappingProxyType[Any, Any] = MappingProxyType({})
@@ -159,8 +162,8 @@ def pick(
         out[idle[int(rnd() * n)]] = None
         out[idle[int(rnd() * n)]] = None
     n = len(everybody)
-    out[everybody[int(rnd() * n)]] = None
-    out[everybody[int(rnd() * n)]] = None
+    for _ in range(PROBES if idle or len(by_worker) > 2 else MORE_PROBES):
+        out[everybody[int(rnd() * n)]] = None
     picked = [w for w in out if is_running(w.ws)]
     if not picked:
         # All holders and probes are paused or leaving. A few more probes, then it is for stock to search.

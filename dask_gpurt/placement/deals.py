@@ -4,7 +4,8 @@
   the transfer of its result.
 * A worker whose memory is full is not given roots while the others, who have room, run them all before it would have
   written one result out (`too_full`).
-* The last roots are not dealt ahead to threads that are busy (`one_of_the_last`): whoever is free first gets them.
+* The last roots are not dealt ahead to threads that are busy (`better_left`), whoever is free first gets them; nor long
+  ones that would delay what follows from the one before.
 * What a root needs and a neighbour is fetching from another zone (see `across`) is waited for.
 * A worker whose slots are all taken by tasks that wait for inputs is `hungry`: it gets a root, a few at most, so that
   its threads work while the network does.
@@ -38,12 +39,16 @@ MAX_LOOKED = 64
 ROOT_GAIN = 0.05
 #: roots that take longer are not queued ahead at the end, in seconds: ten times what a message takes
 AHEAD_SECONDS = 0.05
+#: and these not before the end either, where that would delay what follows: a hundredth is lost at most
+LONG_SECONDS = 0.2
 #: a root whose result is sent in this share of its time is not worth waiting for its owner
 CHEAP = 0.25
 #: share of the workers that may be idle while one with no memory left is not given roots
 MOSTLY = 0.75
 #: a worker that takes so many times as long as usual is not waited for
 SLOW = 1.5
+#: dependents of a root that are looked at
+FOLLOWERS = 4
 #: idle workers looked at for whether all of them are too full, and for which is the least busy
 LOOKED_AT = 16
 #: workers with a free thread that are offered roots besides those that have just finished a task
@@ -165,25 +170,37 @@ class Deals:
             for ws in islice(engine.scheduler.idle_task_count, LOOKED_AT)
         )
 
-    def one_of_the_last(self, ws: Any) -> bool:
-        """Whether the roots left are fewer than threads, and this worker would only queue one.
+    def better_left(self, ws: Any) -> bool:
+        """Whether this worker would only queue a root, and it had better be left.
 
         Queuing a task ahead (``worker-saturation``) saves its thread a message's time, and costs up to a root's time of
         everybody else's when there is nothing else left to do. Only behind other roots: behind what joins them (which
         may still wait for its inputs) the owner of a root is not to lose it, its neighbours need it soon. And only
-        where another worker would take it: not where its result is so large that it is left to its owner in any case.
+        where another worker would take it (not where its result is so large that it is left to its owner in any case),
+        or where it would go before what the root before it makes ready at once.
         """
-        if len(ws.processing) - len(ws.long_running) < ws.nthreads or not self._last():
+        if len(ws.processing) - len(ws.long_running) < ws.nthreads or not self._none_ahead():
             return False
         info = self._engine.workers.by_address.get(ws.address)
         return info is None or info.roots >= ws.nthreads
 
-    def _last(self) -> bool:
-        """Whether the roots left are fewer than threads, worth that trouble, and whoever is free first may run them."""
-        if self._root[0] <= AHEAD_SECONDS:
+    def _none_ahead(self) -> bool:
+        """Whether each of the roots left is better given to whoever is free first.
+
+        So it is with the last ones, fewer than threads, unless nobody else would take them. And with any, when it would
+        go before what the root before it makes ready at once: that is needed sooner, and lets go of its input.
+        """
+        seconds = self._root[0]
+        if seconds <= AHEAD_SECONDS:
             return False
         s = self._engine.scheduler
-        return len(s.queued) < s.total_nthreads and self._cheap()
+        queued = s.queued
+        last = len(queued) < s.total_nthreads
+        if not queued or not (last or seconds > LONG_SECONDS):
+            return False
+        return (last and self._cheap()) or any(
+            len(d.dependencies) == 1 for d in islice(queued.peek().dependents, FOLLOWERS)
+        )
 
     def _cheap(self) -> bool:
         """Whether the result of a root is sent in much less time than its owner would take to come to it."""
@@ -221,15 +238,22 @@ class Deals:
         return [info.ws for info in looked if self._starves(info)]
 
     def first(self) -> list[Any]:
-        """Workers to be offered tasks: those that have just finished one, and some that have a free thread."""
+        """Workers to be offered tasks: those that have just finished one, and all of a few that could take one.
+
+        Of many only some that have a free thread.
+        """
         freed, self._freed = self._freed, {}
-        return [*(info.ws for info in freed), *self._free()]
+        idle = self._engine.scheduler.idle_task_count
+        return [*(info.ws for info in freed), *(idle if len(idle) <= ASKED else self._free())]
 
     def takers(self, ts: Any = None) -> list[Any]:
         """Workers of which the least busy gets what nobody pulls (`ts`, if it is known): all of a few, some of many."""
         engine = self._engine
         idle = engine.scheduler.idle_task_count
-        if self._last():
+        owner = None if ts is None else engine.workers.by_address.get(engine.groups.owner(ts.key) or "")
+        if owner is not None and owner.ws in idle and not self._too_full(owner) and not self._crosses_again(ts, owner):
+            return [owner.ws]  # of many idle workers it was not among those that were asked
+        if self._none_ahead():
             found = self._free()  # the others come for theirs themselves
         else:
             found = list(idle) if len(idle) <= LOOKED_AT else [*self._free(), *islice(idle, ASKED)]

@@ -270,7 +270,7 @@ class Engine:
         """Whether a worker with a free slot should get one of the queued root tasks."""
         if self.retired:
             return True
-        if self.deals.one_of_the_last(ws):
+        if self.deals.better_left(ws):
             return False
         if not self.speeds.uneven:
             return True

@@ -22,7 +22,11 @@ is not where a block says it is (cancelled, already running, recomputed) is skip
 Measured against it on the simulated shapes (64 workers, 8 per node) and lost: cogroups dealt one at a time to whoever
 is free (tree 1.67 of the bound and 36 GB between nodes instead of 1.06 and none): at the joints of a tree above the
 first level everything moves; a node's workers loading one large cogroup after the other (rechunk 1.37 instead of 1.25):
-every part of it then waits for twice as many workers.
+every part of it then waits for twice as many workers. And a balanced min-cut partition of the graph (METIS, in
+benchmarks/placement_metis.py): where the graph has a direction to cut along it finds the same blocks (stencil: the
+same bytes; 1.04 of the bound with every task pinned, 1.08 with its roots only, 1.08 here), else it saves bytes and
+loses time (join on nodes: 54 GB and 2.51, here 68 GB and 2.44; rechunk on single hosts: 1.78, here 1.24), because it
+balances the work of the whole graph, not that of each stage.
 """
 
 from __future__ import annotations

@@ -42,6 +42,9 @@ class FakeTask:
         self.key = key
         self.prefix = FakePrefix(prefix or key.split("-")[0])
         self.dependencies = set(dependencies)
+        self.dependents: set[FakeTask] = set()
+        for d in dependencies:
+            d.dependents.add(self)
         self.nbytes = nbytes
         self.who_has: set[FakeWorker] | None = set(on) or None
         self.actor = False

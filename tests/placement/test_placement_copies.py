@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.cluster
 
-THREE = [("127.0.0.1", 1)] * 3
+#: three workers of one thread each, validation on
+three = gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 3, timeout=60)
 #: worker address -> open: its tasks end
 GATES: dict[str, threading.Event] = {}
 #: addresses whose next task fails at its end
@@ -61,13 +62,18 @@ async def until(condition: Callable[[], Any]) -> None:
         await asyncio.sleep(0.01)
 
 
+async def started(s: Scheduler) -> PlacementPlugin:
+    plugin = PlacementPlugin(SETTINGS)
+    s.add_plugin(plugin)
+    await plugin.start(s)
+    return plugin
+
+
 async def twice(
     c: Any, s: Scheduler, first: Worker, second: Worker, **kw: Any
 ) -> tuple[PlacementPlugin, CopySeam, Any]:
     """A task that runs on both workers."""
-    plugin = PlacementPlugin(SETTINGS)
-    s.add_plugin(plugin)
-    await plugin.start(s)
+    plugin = await started(s)
     assert plugin.copies is not None
     f = c.submit(held, pure=False, key="held-1", workers=[first.address], **kw)
     await until(lambda: first.state.executing_count == 1)
@@ -95,413 +101,359 @@ async def settled(s: Scheduler, copies: CopySeam, *workers: Worker) -> None:
     assert not copies.per_worker
 
 
-def test_the_first_wins() -> None:
-    @gen_cluster(client=True, nthreads=THREE)
-    async def run(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
-        plugin, copies, f = await twice(c, s, a, b)
-        open_gate(a)
-        assert await f == a.address
-        await settled(s, copies, a, b, d)
-        assert {ws.address for ws in s.tasks[f.key].who_has or ()} == {a.address}
-        assert copies.counts == {"started": 1, "lost": 1}
-        assert plugin.statistics()["copies"]["running"] == 0
-        assert not plugin.statistics()["fallbacks"]
-
-    run()
+@three
+async def test_the_first_wins(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
+    plugin, copies, f = await twice(c, s, a, b)
+    open_gate(a)
+    assert await f == a.address
+    await settled(s, copies, a, b, d)
+    assert {ws.address for ws in s.tasks[f.key].who_has or ()} == {a.address}
+    assert copies.counts == {"started": 1, "lost": 1}
+    assert plugin.statistics()["copies"]["running"] == 0
+    assert not plugin.statistics()["fallbacks"]
 
 
-def test_the_second_wins() -> None:
-    @gen_cluster(client=True, nthreads=THREE)
-    async def run(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
-        plugin, copies, f = await twice(c, s, a, b)
-        open_gate(b)
-        assert await f == b.address
-        assert {ws.address for ws in s.tasks[f.key].who_has or ()} == {b.address}
-        assert not s.workers[a.address].processing
-        assert not s.workers[b.address].processing
-        # A dependent that runs where the losing copy still computes the same key.
-        g = c.submit(str, f, workers=[a.address], pure=False)
-        open_gate(a)
-        assert await g == b.address
-        await settled(s, copies, a, b, d)
-        assert copies.counts["won"] == 1
-        assert plugin.engine is not None
-        assert not plugin.engine.ledger.charges
-        assert not plugin.statistics()["fallbacks"]
-        moves = [(start, finish) for _, start, finish, *_ in s.story(f.key) if isinstance(start, str)]
-        assert ("processing", "memory") in moves
-        assert ("processing", "released") not in moves
-        story = plugin.explain(f.key)
-        assert story is not None
-        assert story["actual"]["worker"] == b.address
-
-    run()
+@three
+async def test_the_second_wins(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
+    plugin, copies, f = await twice(c, s, a, b)
+    open_gate(b)
+    assert await f == b.address
+    assert {ws.address for ws in s.tasks[f.key].who_has or ()} == {b.address}
+    assert not s.workers[a.address].processing
+    assert not s.workers[b.address].processing
+    # A dependent that runs where the losing copy still computes the same key.
+    g = c.submit(str, f, workers=[a.address], pure=False)
+    open_gate(a)
+    assert await g == b.address
+    await settled(s, copies, a, b, d)
+    assert copies.counts["won"] == 1
+    assert plugin.engine is not None
+    assert not plugin.engine.ledger.charges
+    assert not plugin.statistics()["fallbacks"]
+    moves = [(start, finish) for _, start, finish, *_ in s.story(f.key) if isinstance(start, str)]
+    assert ("processing", "memory") in moves
+    assert ("processing", "released") not in moves
+    story = plugin.explain(f.key)
+    assert story is not None
+    assert story["actual"]["worker"] == b.address
 
 
-def test_both_at_once() -> None:
-    @gen_cluster(client=True, nthreads=THREE, timeout=60)
-    async def run(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
-        plugin, copies, f = await twice(c, s, a, b)
-        open_gate(a)
-        open_gate(b)
-        assert await f in (a.address, b.address)
+@three
+async def test_both_at_once(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
+    plugin, copies, f = await twice(c, s, a, b)
+    open_gate(a)
+    open_gate(b)
+    assert await f in (a.address, b.address)
+    for w in (a, b):
+        OneResult(w).install()  # `held` returns something else on every worker
+    for i in range(2, 40):
         for w in (a, b):
-            OneResult(w).install()  # `held` returns something else on every worker
-        for i in range(2, 40):
-            for w in (a, b):
-                GATES[w.address] = threading.Event()
-            f = c.submit(held, pure=False, key=f"held-{i}", workers=[a.address])
-            await until(lambda: a.state.executing_count == 1)
-            assert copies.start(s.tasks[f.key], s.workers[b.address])
-            await until(lambda: b.state.executing_count == 1)
-            open_gate(b)
-            open_gate(a)
-            g = c.submit(str, f, workers=[(a if i % 2 else b).address], pure=False)
-            got = await f
-            assert await g == got
-            assert got in (a.address, b.address)
-            assert got in {ws.address for ws in s.tasks[f.key].who_has or ()}
-        await settled(s, copies, a, b, d)
-        assert copies.counts["started"] == 39
-        assert copies.counts["won"] + copies.counts["lost"] == 39
-        assert not plugin.statistics()["fallbacks"]
-
-    run()
-
-
-def test_the_losers_own_value_is_not_read() -> None:
-    @gen_cluster(client=True, nthreads=THREE)
-    async def run(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
-        stock = a.execute
-        one = OneResult(a)
-        one.install()
-        _, copies, f = await twice(c, s, a, b)
+            GATES[w.address] = threading.Event()
+        f = c.submit(held, pure=False, key=f"held-{i}", workers=[a.address])
+        await until(lambda: a.state.executing_count == 1)
+        assert copies.start(s.tasks[f.key], s.workers[b.address])
+        await until(lambda: b.state.executing_count == 1)
         open_gate(b)
-        assert await f == b.address
-        await until(lambda: a.state.tasks[f.key].state == "cancelled")
-        # The winner does not answer: the loser's run ends before the value can have been fetched.
-        transfers = b.transfer_outgoing_count_limit
-        b.transfer_outgoing_count_limit = 0
-        g = c.submit(str, f, workers=[a.address], pure=False)
-        await until(lambda: a.state.tasks[f.key].state == "resumed")
         open_gate(a)
-        await until(lambda: one.statistics()["discarded"] == 1)
-        b.transfer_outgoing_count_limit = transfers
-        assert await g == b.address
-        await settled(s, copies, a, b, d)
-        one.uninstall()
-        one.uninstall()
-        assert a.execute == stock
-
-    run()
-
-
-def test_a_late_message_of_the_loser_is_not_heard() -> None:
-    @gen_cluster(client=True, nthreads=THREE)
-    async def run(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
-        _, copies, f = await twice(c, s, a, b)
-        old = s.tasks[f.key].run_id
-        open_gate(b)
-        assert await f == b.address
-        s.stream_handlers["task-finished"](
-            key=f.key, worker=a.address, stimulus_id="late", run_id=old, nbytes=1, type=b"", typename="", startstops=[]
-        )
-        assert copies.counts["swallowed"] == 1
-        assert s.tasks[f.key].state == "memory"
-        await settled(s, copies, a, b, d)
-        assert await f == b.address
-
-    run()
+        g = c.submit(str, f, workers=[(a if i % 2 else b).address], pure=False)
+        got = await f
+        assert await g == got
+        assert got in (a.address, b.address)
+        assert got in {ws.address for ws in s.tasks[f.key].who_has or ()}
+    await settled(s, copies, a, b, d)
+    assert copies.counts["started"] == 39
+    assert copies.counts["won"] + copies.counts["lost"] == 39
+    assert not plugin.statistics()["fallbacks"]
 
 
-def test_an_error_of_the_copy_does_not_count() -> None:
-    @gen_cluster(client=True, nthreads=THREE)
-    async def run(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
-        _, copies, f = await twice(c, s, a, b)
-        FAILING.add(b.address)
-        open_gate(b)
-        await until(lambda: copies.counts["erred"])
-        assert s.tasks[f.key].state == "processing"
-        open_gate(a)
-        assert await f == a.address
-        await settled(s, copies, a, b, d)
+@three
+async def test_the_losers_own_value_is_not_read(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
+    stock = a.execute
+    one = OneResult(a)
+    one.install()
+    _, copies, f = await twice(c, s, a, b)
+    open_gate(b)
+    assert await f == b.address
+    await until(lambda: a.state.tasks[f.key].state == "cancelled")
+    # The winner does not answer: the loser's run ends before the value can have been fetched.
+    transfers = b.transfer_outgoing_count_limit
+    b.transfer_outgoing_count_limit = 0
+    g = c.submit(str, f, workers=[a.address], pure=False)
+    await until(lambda: a.state.tasks[f.key].state == "resumed")
+    open_gate(a)
+    await until(lambda: one.statistics()["discarded"] == 1)
+    b.transfer_outgoing_count_limit = transfers
+    assert await g == b.address
+    await settled(s, copies, a, b, d)
+    one.uninstall()
+    one.uninstall()
+    assert a.execute == stock
 
-    run()
+
+@three
+async def test_a_late_message_of_the_loser_is_not_heard(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
+    _, copies, f = await twice(c, s, a, b)
+    old = s.tasks[f.key].run_id
+    open_gate(b)
+    assert await f == b.address
+    s.stream_handlers["task-finished"](
+        key=f.key, worker=a.address, stimulus_id="late", run_id=old, nbytes=1, type=b"", typename="", startstops=[]
+    )
+    assert copies.counts["swallowed"] == 1
+    assert s.tasks[f.key].state == "memory"
+    await settled(s, copies, a, b, d)
+    assert await f == b.address
+
+
+@three
+async def test_an_error_of_the_copy_does_not_count(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
+    _, copies, f = await twice(c, s, a, b)
+    FAILING.add(b.address)
+    open_gate(b)
+    await until(lambda: copies.counts["erred"])
+    assert s.tasks[f.key].state == "processing"
+    open_gate(a)
+    assert await f == a.address
+    await settled(s, copies, a, b, d)
 
 
 @pytest.mark.parametrize("retries", [0, 1])
-def test_an_error_of_the_first_is_the_tasks(retries: int) -> None:
-    @gen_cluster(client=True, nthreads=THREE)
-    async def run(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
-        _, copies, f = await twice(c, s, a, b, retries=retries)
-        FAILING.add(a.address)
-        open_gate(a)
-        if retries:
-            await until(lambda: s.tasks[f.key].retries == 0)
-            FAILING.clear()
-            open_gate(b)
-            open_gate(d)
-            assert await f in (a.address, b.address, d.address)
-        else:
-            with pytest.raises(ValueError, match="failed on"):
-                await f
-        await settled(s, copies, a, b, d)
-
-    run()
-
-
-def test_the_first_worker_dies() -> None:
-    @gen_cluster(client=True, nthreads=THREE, timeout=60)
-    async def run(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
-        _, copies, f = await twice(c, s, a, b)
-        await s.remove_worker(a.address, stimulus_id="test")
-        await until(lambda: s.tasks[f.key].state == "processing")
+@three
+async def test_an_error_of_the_first_is_the_tasks(
+    c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker, retries: int
+) -> None:
+    _, copies, f = await twice(c, s, a, b, retries=retries)
+    FAILING.add(a.address)
+    open_gate(a)
+    if retries:
+        await until(lambda: s.tasks[f.key].retries == 0)
+        FAILING.clear()
         open_gate(b)
-        # Wherever it was assigned anew, the copy's result is taken.
-        assert await f == b.address
-        open_gate(a)
-        await settled(s, copies, b, d)
-        assert copies.counts["won"] == 1
-
-    run()
-
-
-def test_the_first_worker_dies_and_its_successor_is_first() -> None:
-    @gen_cluster(client=True, nthreads=THREE, timeout=60)
-    async def run(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
-        _, copies, f = await twice(c, s, a, b)
-        s.tasks[f.key].worker_restrictions = {d.address}
-        await s.remove_worker(a.address, stimulus_id="test")
-        await until(lambda: d.state.executing_count == 1)
         open_gate(d)
-        assert await f == d.address
-        open_gate(a)
-        await settled(s, copies, b, d)
-        assert copies.counts["lost"] == 1
-
-    run()
-
-
-def test_the_copy_is_adopted() -> None:
-    @gen_cluster(client=True, nthreads=THREE, timeout=60)
-    async def run(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
-        _, copies, f = await twice(c, s, a, b)
-        s.tasks[f.key].worker_restrictions = {b.address}
-        await s.remove_worker(a.address, stimulus_id="test")
-        await until(lambda: s.tasks[f.key].processing_on is s.workers[b.address])
-        assert copies.copies[f.key].adopted
-        open_gate(b)
-        assert await f == b.address
-        open_gate(a)
-        await settled(s, copies, b, d)
-        moves = [(start, finish) for _, start, finish, *_ in s.story(f.key) if isinstance(start, str)]
-        assert moves.count(("processing", "released")) == 1, "only for the death of the first worker"
-
-    run()
+        assert await f in (a.address, b.address, d.address)
+    else:
+        with pytest.raises(ValueError, match="failed on"):
+            await f
+    await settled(s, copies, a, b, d)
 
 
-def test_an_adopted_copy_that_has_finished_answers_twice() -> None:
+@three
+async def test_the_first_worker_dies(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
+    _, copies, f = await twice(c, s, a, b)
+    await s.remove_worker(a.address, stimulus_id="test")
+    await until(lambda: s.tasks[f.key].state == "processing")
+    open_gate(b)
+    # Wherever it was assigned anew, the copy's result is taken.
+    assert await f == b.address
+    open_gate(a)
+    await settled(s, copies, b, d)
+    assert copies.counts["won"] == 1
+
+
+@three
+async def test_the_first_worker_dies_and_its_successor_is_first(
+    c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker
+) -> None:
+    _, copies, f = await twice(c, s, a, b)
+    s.tasks[f.key].worker_restrictions = {d.address}
+    await s.remove_worker(a.address, stimulus_id="test")
+    await until(lambda: d.state.executing_count == 1)
+    open_gate(d)
+    assert await f == d.address
+    open_gate(a)
+    await settled(s, copies, b, d)
+    assert copies.counts["lost"] == 1
+
+
+@three
+async def test_the_copy_is_adopted(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
+    _, copies, f = await twice(c, s, a, b)
+    s.tasks[f.key].worker_restrictions = {b.address}
+    await s.remove_worker(a.address, stimulus_id="test")
+    await until(lambda: s.tasks[f.key].processing_on is s.workers[b.address])
+    assert copies.copies[f.key].adopted
+    open_gate(b)
+    assert await f == b.address
+    open_gate(a)
+    await settled(s, copies, b, d)
+    moves = [(start, finish) for _, start, finish, *_ in s.story(f.key) if isinstance(start, str)]
+    assert moves.count(("processing", "released")) == 1, "only for the death of the first worker"
+
+
+@three
+async def test_an_adopted_copy_that_has_finished_answers_twice(
+    c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker
+) -> None:
     """It ends before the message of the new assignment comes, and is told of once for each of the two run ids."""
+    _, copies, f = await twice(c, s, a, b)
+    s.tasks[f.key].worker_restrictions = {b.address}
+    later: list[Any] = []
+    send, stream = s.worker_send, s.stream_comms[b.address]
+    real = stream.send
 
-    @gen_cluster(client=True, nthreads=THREE, timeout=60)
-    async def run(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
-        _, copies, f = await twice(c, s, a, b)
-        s.tasks[f.key].worker_restrictions = {b.address}
-        later: list[Any] = []
-        send, stream = s.worker_send, s.stream_comms[b.address]
-        real = stream.send
+    def hold_back(*msgs: Any) -> None:
+        held_back = [m for m in msgs if m["op"] == "compute-task"]
+        later.extend(held_back)
+        real(*[m for m in msgs if m not in held_back])
 
-        def hold_back(*msgs: Any) -> None:
-            held_back = [m for m in msgs if m["op"] == "compute-task"]
-            later.extend(held_back)
-            real(*[m for m in msgs if m not in held_back])
-
-        stream.send = hold_back
-        await s.remove_worker(a.address, stimulus_id="test")
-        await until(lambda: later)
-        assert copies.copies[f.key].adopted
-        open_gate(b)
-        assert await f == b.address
-        stream.send = real
-        send(b.address, later[0])
-        await until(lambda: copies.counts["swallowed"] == 1)
-        open_gate(a)
-        await settled(s, copies, b, d)
-        moves = [(start, finish) for _, start, finish, *_ in s.story(f.key) if isinstance(start, str)]
-        assert moves.count(("processing", "memory")) == 1
-        assert ("memory", "released") not in moves
-
-    run()
+    stream.send = hold_back
+    await s.remove_worker(a.address, stimulus_id="test")
+    await until(lambda: later)
+    assert copies.copies[f.key].adopted
+    open_gate(b)
+    assert await f == b.address
+    stream.send = real
+    send(b.address, later[0])
+    await until(lambda: copies.counts["swallowed"] == 1)
+    open_gate(a)
+    await settled(s, copies, b, d)
+    moves = [(start, finish) for _, start, finish, *_ in s.story(f.key) if isinstance(start, str)]
+    assert moves.count(("processing", "memory")) == 1
+    assert ("memory", "released") not in moves
 
 
-def test_the_second_worker_dies() -> None:
-    @gen_cluster(client=True, nthreads=THREE, timeout=60)
-    async def run(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
-        _, copies, f = await twice(c, s, a, b)
-        await s.remove_worker(b.address, stimulus_id="test")
-        assert copies.counts["worker lost"] == 1
-        assert s.tasks[f.key].suspicious == 0
-        open_gate(a)
-        assert await f == a.address
-        open_gate(b)
-        await settled(s, copies, a, d)
-
-    run()
+@three
+async def test_the_second_worker_dies(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
+    _, copies, f = await twice(c, s, a, b)
+    await s.remove_worker(b.address, stimulus_id="test")
+    assert copies.counts["worker lost"] == 1
+    assert s.tasks[f.key].suspicious == 0
+    open_gate(a)
+    assert await f == a.address
+    open_gate(b)
+    await settled(s, copies, a, d)
 
 
-def test_cancelled_by_the_client() -> None:
-    @gen_cluster(client=True, nthreads=THREE)
-    async def run(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
-        _, copies, f = await twice(c, s, a, b)
-        await c.cancel([f])
-        await until(lambda: not s.tasks)
-        assert not copies.copies
-        # The same key with another meaning, while both still compute the old one.
-        g = c.submit(lambda: "new", key=f.key)
-        open_gate(a)
-        open_gate(b)
-        assert await g == "new"
-        await settled(s, copies, a, b, d)
-
-    run()
+@three
+async def test_cancelled_by_the_client(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
+    _, copies, f = await twice(c, s, a, b)
+    await c.cancel([f])
+    await until(lambda: not s.tasks)
+    assert not copies.copies
+    # The same key with another meaning, while both still compute the old one.
+    g = c.submit(lambda: "new", key=f.key)
+    open_gate(a)
+    open_gate(b)
+    assert await g == "new"
+    await settled(s, copies, a, b, d)
 
 
-def test_computed_again_where_the_loser_still_runs() -> None:
-    @gen_cluster(client=True, nthreads=THREE, timeout=60)
-    async def run(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
-        _, copies, f = await twice(c, s, a, b)
-        open_gate(b)
-        assert await f == b.address
-        # The only result is lost; the task goes back to where the loser has not noticed anything yet.
-        s.tasks[f.key].worker_restrictions = {a.address}
-        await s.remove_worker(b.address, stimulus_id="test")
-        await until(lambda: s.tasks[f.key].processing_on is s.workers[a.address])
-        open_gate(a)
-        assert await asyncio.wait_for(c.submit(str, f, workers=[d.address], pure=False), 20) == a.address
-        await settled(s, copies, a, d)
-
-    run()
+@three
+async def test_computed_again_where_the_loser_still_runs(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
+    _, copies, f = await twice(c, s, a, b)
+    open_gate(b)
+    assert await f == b.address
+    # The only result is lost; the task goes back to where the loser has not noticed anything yet.
+    s.tasks[f.key].worker_restrictions = {a.address}
+    await s.remove_worker(b.address, stimulus_id="test")
+    await until(lambda: s.tasks[f.key].processing_on is s.workers[a.address])
+    open_gate(a)
+    assert await asyncio.wait_for(c.submit(str, f, workers=[d.address], pure=False), 20) == a.address
+    await settled(s, copies, a, d)
 
 
-def test_detach_while_a_copy_runs() -> None:
-    @gen_cluster(client=True, nthreads=THREE)
-    async def run(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
-        plugin, copies, f = await twice(c, s, a, b)
-        plugin.uninstall()
-        open_gate(b)
-        open_gate(a)
-        assert await f == a.address
-        await settled(s, copies, a, b, d)
-
-    run()
+@three
+async def test_detach_while_a_copy_runs(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
+    plugin, copies, f = await twice(c, s, a, b)
+    plugin.uninstall()
+    open_gate(b)
+    open_gate(a)
+    assert await f == a.address
+    await settled(s, copies, a, b, d)
 
 
-def test_a_broken_handler_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
-    @gen_cluster(client=True, nthreads=THREE)
-    async def run(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
-        plugin, copies, f = await twice(c, s, a, b)
+@three
+async def test_a_broken_handler_does_no_harm(
+    c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugin, copies, f = await twice(c, s, a, b)
 
-        def broken(*args: Any) -> bool:
-            raise ZeroDivisionError("broken")
+    def broken(*args: Any) -> bool:
+        raise ZeroDivisionError("broken")
 
-        monkeypatch.setattr(copies, "_may_finish", broken)
-        monkeypatch.setattr(copies, "_may_err", broken)
-        open_gate(b)
-        await until(lambda: copies.counts["cancelled"])
-        open_gate(a)
-        assert await f == a.address
-        await settled(s, copies, a, b, d)
-        assert plugin.statistics()["fallbacks"]["copies"]["exception"] > 0
-        assert set(s.workers) == {w.address for w in (a, b, d)}
-
-    run()
-
-
-def test_inputs_of_a_copy_are_not_dropped_as_superfluous() -> None:
-    @gen_cluster(client=True, nthreads=THREE)
-    async def run(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
-        data = (await c.scatter({"input": "x"}, workers=[a.address]))["input"]
-        plugin = PlacementPlugin(SETTINGS)
-        s.add_plugin(plugin)
-        await plugin.start(s)
-        copies = plugin.copies
-        assert copies is not None
-        f = c.submit(held, data, pure=False, key="held-1", workers=[a.address])
-        await until(lambda: a.state.executing_count == 1)
-        s.tasks[f.key].worker_restrictions = None
-        assert copies.start(s.tasks[f.key], s.workers[b.address])
-        await until(lambda: b.state.executing_count == 1)
-        await until(lambda: len(s.tasks["input"].who_has or ()) == 2)
-        # What active memory management does with a replica that no task it knows of needs.
-        s.request_remove_replicas(b.address, ["input"], stimulus_id="superfluous")
-        await c.run(lambda: None)  # after whatever was sent
-        assert "input" in b.data
-        assert copies.counts["inputs kept"] == 1
-        open_gate(b)
-        assert await f == b.address
-        await settled(s, copies, a, b, d)
-        # With no copy there the request goes through.
-        s.request_remove_replicas(b.address, ["input"], stimulus_id="superfluous")
-        await until(lambda: "input" not in b.data)
-        plugin.uninstall()
-        assert "request_remove_replicas" not in vars(s)
-
-    run()
+    monkeypatch.setattr(copies, "_may_finish", broken)
+    monkeypatch.setattr(copies, "_may_err", broken)
+    open_gate(b)
+    await until(lambda: copies.counts["cancelled"])
+    open_gate(a)
+    assert await f == a.address
+    await settled(s, copies, a, b, d)
+    assert plugin.statistics()["fallbacks"]["copies"]["exception"] > 0
+    assert set(s.workers) == {w.address for w in (a, b, d)}
 
 
-def test_patrol_finds_a_straggler() -> None:
-    @gen_cluster(client=True, nthreads=THREE, timeout=60)
-    async def run(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
-        plugin = PlacementPlugin(SETTINGS)
-        s.add_plugin(plugin)
-        await plugin.start(s)
-        for w in (a, b, d):
-            open_gate(w)
-        for i in range(6):
-            await c.submit(held, pure=False, key=f"held-{i}")
-        GATES[a.address] = threading.Event()
+@three
+async def test_inputs_of_a_copy_are_not_dropped_as_superfluous(
+    c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker
+) -> None:
+    data = (await c.scatter({"input": "x"}, workers=[a.address]))["input"]
+    plugin = await started(s)
+    copies = plugin.copies
+    assert copies is not None
+    f = c.submit(held, data, pure=False, key="held-1", workers=[a.address])
+    await until(lambda: a.state.executing_count == 1)
+    s.tasks[f.key].worker_restrictions = None
+    assert copies.start(s.tasks[f.key], s.workers[b.address])
+    await until(lambda: b.state.executing_count == 1)
+    await until(lambda: len(s.tasks["input"].who_has or ()) == 2)
+    # What active memory management does with a replica that no task it knows of needs.
+    s.request_remove_replicas(b.address, ["input"], stimulus_id="superfluous")
+    await c.run(lambda: None)  # after whatever was sent
+    assert "input" in b.data
+    assert copies.counts["inputs kept"] == 1
+    open_gate(b)
+    assert await f == b.address
+    await settled(s, copies, a, b, d)
+    # With no copy there the request goes through.
+    s.request_remove_replicas(b.address, ["input"], stimulus_id="superfluous")
+    await until(lambda: "input" not in b.data)
+    plugin.uninstall()
+    assert "request_remove_replicas" not in vars(s)
+
+
+@three
+async def test_patrol_finds_a_straggler(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
+    plugin = await started(s)
+    for w in (a, b, d):
+        open_gate(w)
+    for i in range(6):
+        await c.submit(held, pure=False, key=f"held-{i}")
+    GATES[a.address] = threading.Event()
+    f = c.submit(held, pure=False, key="held-77", workers=[a.address])
+    await until(lambda: a.state.executing_count == 1)
+    s.tasks[f.key].worker_restrictions = None
+    with dask.annotate(gpurt_rerun=False):
+        g = c.submit(held, pure=False, key="held-78", workers=[a.address])
+    assert await f in (b.address, d.address)
+    assert plugin.copies is not None
+    await until(lambda: plugin.engine is not None and plugin.copies is not None and plugin.copies.counts["won"])
+    open_gate(a)
+    assert await g == a.address
+    await settled(s, plugin.copies, a, b, d)
+    assert not plugin.statistics()["fallbacks"]
+
+
+@three
+async def test_never_when_annotated_or_switched_off(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
+    plugin = await started(s)
+    for w in (a, b, d):
+        open_gate(w)
+    for i in range(6):
+        await c.submit(held, pure=False, key=f"held-{i}")
+    GATES[a.address] = threading.Event()
+    with dask.annotate(gpurt_rerun=False):
         f = c.submit(held, pure=False, key="held-77", workers=[a.address])
-        await until(lambda: a.state.executing_count == 1)
-        s.tasks[f.key].worker_restrictions = None
-        with dask.annotate(gpurt_rerun=False):
-            g = c.submit(held, pure=False, key="held-78", workers=[a.address])
-        assert await f in (b.address, d.address)
-        assert plugin.copies is not None
-        await until(lambda: plugin.engine is not None and plugin.copies is not None and plugin.copies.counts["won"])
-        open_gate(a)
-        assert await g == a.address
-        await settled(s, plugin.copies, a, b, d)
-        assert not plugin.statistics()["fallbacks"]
-
-    run()
-
-
-def test_never_when_annotated_or_switched_off() -> None:
-    @gen_cluster(client=True, nthreads=THREE, timeout=60)
-    async def run(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
-        plugin = PlacementPlugin(SETTINGS)
-        s.add_plugin(plugin)
-        await plugin.start(s)
-        for w in (a, b, d):
-            open_gate(w)
-        for i in range(6):
-            await c.submit(held, pure=False, key=f"held-{i}")
-        GATES[a.address] = threading.Event()
-        with dask.annotate(gpurt_rerun=False):
-            f = c.submit(held, pure=False, key="held-77", workers=[a.address])
-        await until(lambda: a.state.executing_count == 1)
-        s.tasks[f.key].worker_restrictions = None
-        assert plugin.engine is not None
-        await until(lambda: plugin.engine is not None and plugin.engine.forbade["annotated"] > 2)
-        assert plugin.copies is not None
-        assert not plugin.copies.counts
-        open_gate(a)
-        assert await f == a.address
-        plugin.uninstall()
-        off = PlacementPlugin(PlacementSettings(enabled=True, candidates=16, stragglers=False))
-        await off.start(s)
-        assert off.copies is None
-        assert s.stream_handlers["task-finished"] == s.handle_task_finished
-        off.uninstall()
-
-    run()
+    await until(lambda: a.state.executing_count == 1)
+    s.tasks[f.key].worker_restrictions = None
+    assert plugin.engine is not None
+    await until(lambda: plugin.engine is not None and plugin.engine.forbade["annotated"] > 2)
+    assert plugin.copies is not None
+    assert not plugin.copies.counts
+    open_gate(a)
+    assert await f == a.address
+    plugin.uninstall()
+    off = PlacementPlugin(PlacementSettings(enabled=True, candidates=16, stragglers=False))
+    await off.start(s)
+    assert off.copies is None
+    assert s.stream_handlers["task-finished"] == s.handle_task_finished
+    off.uninstall()

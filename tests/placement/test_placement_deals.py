@@ -124,7 +124,19 @@ def test_who_has_finished_is_asked_first() -> None:
         assign(engine, ts, ws)
         finish(engine, ts, 0.1)
     assert engine.deals.first()[:2] == [b, a]
-    assert set(engine.deals.first()) == {info.ws for info in engine.workers.idle.items}, "and who is free anyway"
+    engine.scheduler.idle_task_count = {a, b}
+    assert set(engine.deals.first()) == {a, b}, "and who could take one anyway"
+
+
+def test_what_nobody_pulls_goes_to_its_owner_if_that_is_idle() -> None:
+    engine, workers = rig(40)
+    (root,) = own(engine, workers[7], 1)
+    engine.scheduler.idle_task_count = set(workers)
+    assert engine.deals.takers(root) == [workers[7]]
+    engine.scheduler.idle_task_count.discard(workers[7])
+    some = engine.deals.takers(root)
+    assert 0 < len(some) <= 2 * deals.ASKED, "not all forty"
+    assert engine.deals.takers() != [workers[7]]
 
 
 def test_hosts_are_in_order_of_their_numbers() -> None:
@@ -210,6 +222,29 @@ def test_the_last_roots_are_not_queued_behind_a_busy_thread() -> None:
     engine.deals.root_done(1.0, 10**11)
     assert engine.worth(a), "nobody else would take what is so dear to send"
     engine.deals._root = 1.0, 1000
+    assert not engine.worth(a)
+
+
+def test_a_long_root_is_not_queued_before_what_follows_the_one_before() -> None:
+    engine, (a, *_) = rig()
+    first, second, *_ = own(engine, a, 9)
+    assign(engine, first, a)
+    engine.scheduler.queued.remove(first)
+    engine.deals.root_done(1.0, 10**11)
+    assert engine.worth(a)
+    FakeTask("slice", second)
+    assert not engine.worth(a)
+    engine.deals._root = deals.LONG_SECONDS / 2, 10**11
+    assert engine.worth(a), "a message's time is a good part of its own"
+
+
+def test_there_is_enough_for_all() -> None:
+    engine, (a, *_) = rig()
+    first, *_ = own(engine, a, 2)
+    engine.scheduler.total_nthreads = 4
+    assign(engine, first, a)
+    engine.scheduler.queued.remove(first)
+    engine.deals.root_done(1.0, 1000)
     assert not engine.worth(a)
     own(engine, a, 9, "more")
     assert engine.worth(a), "there are enough for all"

@@ -327,8 +327,9 @@ def test_a_root_waits_for_what_is_crossing_already() -> None:
     assert engine.deals.pull(workers[2]) is roots[4], "nobody there fetches it yet"
     assign(engine, roots[4], workers[2])
     assert engine.deals.pull(workers[3]) is None
-    assert workers[3] not in engine.deals.takers(roots[0])
-    assert workers[1] in engine.deals.takers(roots[0])
+    nobodys = FakeTask("q-0", x)
+    assert workers[3] not in engine.deals.takers(nobodys)
+    assert workers[1] in engine.deals.takers(nobodys)
     assert engine.deals.pull(workers[1]) is roots[2], "it is near"
     finish(engine, roots[4], 0.1)
     assert engine.deals.pull(workers[3]) is roots[6], "it can be had next door"
