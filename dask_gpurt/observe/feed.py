@@ -78,8 +78,13 @@ class WorkerRow:
     #: None: it runs without the extension
     figures: Mapping[str, Any] | None
     threads: int = 0
-    #: see `dask_gpurt.observe.nodes`
-    node_class: str = ""
+    #: the scheduler's, for `node_class`
+    state: Any = None
+
+    @property
+    def node_class(self) -> str:
+        """See `dask_gpurt.observe.nodes`. Made when it is asked for: most plots do not."""
+        return of_worker(self.state, self.figures)
 
 
 class Feed:
@@ -221,8 +226,7 @@ def worker_rows(scheduler: Any) -> list[WorkerRow]:
         figures = ws.metrics.get(NAME)
         has = isinstance(figures, dict) and bool(figures)
         told = figures if has else None
-        row = WorkerRow(str(ws.name), str(address), told, int(getattr(ws, "nthreads", 0)), of_worker(ws, told))
-        out.append(row)
+        out.append(WorkerRow(str(ws.name), str(address), told, int(getattr(ws, "nthreads", 0)), ws))
     return out
 
 

@@ -58,7 +58,7 @@ def _disk(scheduler: Scheduler) -> dict[str, float]:
     for name, value in scheduler.cumulative_worker_metrics.items():
         if isinstance(name, tuple) and len(name) > 1 and name[-2] in ("disk-write", "disk-read"):
             label = f"{name[-2]} {name[-1]}"
-            sums[label] = sums.get(label, 0.0) + value
+            sums[label] = sums.get(label, 0.0) + float(value)
     return sums
 
 
@@ -128,7 +128,7 @@ class TraceRecorder(SchedulerPlugin):
             "bandwidth": float(scheduler.bandwidth),
             # What the scheduler had learned before: a replay begins as wise as the run did.
             "durations": {
-                name: prefix.duration_average
+                name: float(prefix.duration_average)
                 for name, prefix in scheduler.task_prefixes.items()
                 if prefix.duration_average >= 0
             },
