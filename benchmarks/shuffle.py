@@ -212,8 +212,23 @@ def one(client: Client, d: Any, variant: str, want: tuple[int, int], transport: 
     return measured
 
 
-def sweep(clients: dict[str, Client], frame: str, keys: str, n: int, args: argparse.Namespace) -> dict[str, Any]:
-    """All variants on one input."""
+def summary(runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    """Medians per variant, their ratios, and whether ours took more memory than p2p."""
+    medians = {v: {k: statistics.median(r[k] for r in rs) for k in rs[0]} for v, rs in runs.items()}
+    ours, p2p = medians.get("gpurt"), medians.get("p2p")
+    out: dict[str, Any] = {"median": medians}
+    out["stock_over_gpurt"] = {
+        v: {k: m[k] / ours[k] for k in m} for v, m in medians.items() if v != "gpurt" and ours is not None
+    }
+    if ours is not None and p2p is not None:
+        out["peak_rss_not_above_p2p"] = ours["peak_rss_bytes"] <= p2p["peak_rss_bytes"]
+    return out
+
+
+def sweep(
+    clients: dict[str, Client], frame: str, keys: str, n: int, args: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """All variants on one input; yields what is known after each round, and at the end with the limit."""
     rows = max(1, int(FRAMES[frame][1] * args.size) // n)
     inputs: dict[str, Any] = {}
     for variant, client in clients.items():
@@ -231,31 +246,22 @@ def sweep(clients: dict[str, Client], frame: str, keys: str, n: int, args: argpa
         with clients[variant].as_current():
             return one(clients[variant], inputs[variant], variant, want, args.transport)
 
-    first = {variant: run(variant) for variant in args.variants}
+    result: dict[str, Any] = {"input_bytes": int(nbytes), "rows": rows * n, "size": args.size}
+    result["first"] = {variant: run(variant) for variant in args.variants}
     runs: dict[str, list[dict[str, float]]] = {v: [] for v in args.variants}
-    for _, variant in compare.turns(args.variants, args.runs):
+    for round_, variant in compare.turns(args.variants, args.runs):
         runs[variant].append(run(variant))
         print(f"{frame} {keys} {n} {variant}: " + " ".join(f"{k}={v:.4g}" for k, v in runs[variant][-1].items()))
-    medians = {v: {k: statistics.median(r[k] for r in rs) for k in rs[0]} for v, rs in runs.items()}
-    result: dict[str, Any] = {"input_bytes": int(nbytes), "rows": rows * n, "size": args.size, "runs": args.runs}
-    result["median"] = medians
-    result["first"] = first
-    result["stock_over_gpurt"] = {
-        v: {k: m[k] / medians["gpurt"][k] for k in m} for v, m in medians.items() if v != "gpurt" and "gpurt" in medians
-    }
-    if {"gpurt", "p2p"} <= set(medians):
-        ours, p2p = medians["gpurt"]["peak_rss_bytes"], medians["p2p"]["peak_rss_bytes"]
-        result["peak_rss_not_above_p2p"] = ours <= p2p
-        verdict = "not above p2p's" if ours <= p2p else "ABOVE p2p's"
-        print(f"{frame} {keys} {n}: peak RSS {ours / 1e9:.2f} GB, {verdict} {p2p / 1e9:.2f} GB")
+        if all(len(r) == round_ + 1 for r in runs.values()):
+            result |= {"runs": round_ + 1, **summary(runs), "all_runs": runs}
+            yield result
     if not args.no_limit:
         d = inputs = None  # type: ignore[assignment]
         result["limit_cpu_seconds"] = limit(frame, keys, n, rows)
-        if "gpurt" in medians:
-            result["cpu_over_limit"] = {
-                v: m["cpu_seconds"] / result["limit_cpu_seconds"]["all"] for v, m in medians.items()
-            }
-    return result | {"all_runs": runs}
+        result["cpu_over_limit"] = {
+            v: m["cpu_seconds"] / result["limit_cpu_seconds"]["all"] for v, m in result["median"].items()
+        }
+        yield result
 
 
 def main() -> None:
@@ -290,12 +296,13 @@ def main() -> None:
         for frame in args.frames:
             for keys in args.keys:
                 for n in args.partitions:
-                    result = sweep(clients, frame, keys, n, args)
                     facts = {name: report[name] for name in ("when", "commit", "command")}
                     name = f"{frame} {keys} {n} {args.size:g}GB" + (f" {args.transport}" * (args.transport != "auto"))
-                    results[name] = facts | result | {"load_after": os.getloadavg()[0]}
-                    print(json.dumps(result["median"], indent=1), json.dumps(result["stock_over_gpurt"], indent=1))
-                    data.write_json(args.out, report | {"results": results})
+                    for result in sweep(clients, frame, keys, n, args):
+                        results[name] = facts | result | {"load_after": os.getloadavg()[0]}
+                        data.write_json(args.out, report | {"results": results})
+                    print(json.dumps({k: results[name][k] for k in ("median", "stock_over_gpurt")}, indent=1))
+                    print("peak RSS not above p2p's:", results[name].get("peak_rss_not_above_p2p"))
                     gc.collect()
 
 

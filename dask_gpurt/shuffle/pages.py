@@ -41,7 +41,7 @@ GRANULE = 1 << 15
 SMALLEST = 1 << 18
 #: fresh memory is mapped in multiples of this
 FRESH_BYTES = 8 << 20
-#: more extents than this are not kept: a process may have 65,530 mappings
+#: from so many extents on, of blocks and free, none are joined or kept: a process may have 65,530 mappings
 MOST_EXTENTS = 16_000
 _HUGE = 2 << 20
 _ALIGN = 64
@@ -118,6 +118,10 @@ class Pages:
         self._free_bytes = 0
         #: extents of blocks that died since the last look
         self._returned: collections.deque[tuple[tuple[int, int], ...]] = collections.deque()
+        #: extents of all blocks, and free ones
+        self._extents = 0
+        #: how many were given back by finalizers since the last look
+        self._unmapped: collections.deque[int] = collections.deque()
         #: whether memory of dead blocks is kept
         self._keep = False
         #: blocks made where one free extent lay, of several, and of fresh memory
@@ -142,6 +146,7 @@ class Pages:
             self._drain()
             free, self._free = self._free, []
             nbytes, self._free_bytes = self._free_bytes, 0
+            self._extents -= len(free)
         for size, at in free:
             assert self._system is not None
             self._system.unmap(at, size)
@@ -170,8 +175,11 @@ class Pages:
         elif self._system is not None:
             for size, at in extents:
                 self._system.unmap(at, size)
+            self._unmapped.append(len(extents))
 
     def _drain(self) -> None:
+        while self._unmapped:
+            self._extents -= self._unmapped.popleft()
         while self._returned:
             for extent in self._returned.popleft():
                 bisect.insort(self._free, extent)
@@ -180,14 +188,15 @@ class Pages:
     def _block(self, system: System, size: int) -> tuple[int, tuple[tuple[int, int], ...]] | None:
         """(address, its extents)."""
         self._drain()
-        if len(self._free) > MOST_EXTENTS:
+        many = self._extents > MOST_EXTENTS
+        if many:
             self.trim()
         place = bisect.bisect_left(self._free, (size, 0))
         if place < len(self._free):
             self.reused += 1
             at = self._cut(place, size)
             return at, ((size, at),)
-        if self._free_bytes >= size and (to := system.reserve(size)) is not None:
+        if not many and self._free_bytes >= size and (to := system.reserve(size)) is not None:
             extents = self._join(system, size, to)
             if extents is not None:
                 self.joined += 1
@@ -197,6 +206,7 @@ class Pages:
         if fresh is None:
             return None
         self.fresh += 1
+        self._extents += 1 + (whole > size)
         if whole > size:
             bisect.insort(self._free, (whole - size, fresh + size))
             self._free_bytes += whole - size
@@ -208,6 +218,7 @@ class Pages:
         self._free_bytes -= size
         if whole > size:
             bisect.insort(self._free, (whole - size, at + size))
+            self._extents += 1
         return at
 
     def _join(self, system: System, size: int, to: int) -> tuple[tuple[int, int], ...] | None:
@@ -224,6 +235,7 @@ class Pages:
                 # Too many mappings, or one extent is several to the kernel: what is free is not worth its keep.
                 system.unmap(at, part)
                 system.unmap(to, size)
+                self._extents -= 1 + len(extents)
                 self.trim()
                 return None
             extents.append((part, to + done))

@@ -78,7 +78,7 @@ OFFLOAD_BYTES = 1 << 18
 #: split
 STAGE_BYTES = 1 << 21
 #: groups of outputs in which parcels for all peers wait, about
-STAGED_GROUPS = 32
+STAGED_GROUPS = 16
 #: shards with few rows per output are merged when they are so many bytes
 MERGE_BYTES = 1 << 23
 #: times a message is sent again after the peer refused it (checksum, schema not known there)
@@ -350,7 +350,7 @@ class GpurtShuffleRun(AmendedRun):
                 batch.append(parcel)
                 limiter.increase(sys.getsizeof(parcel))
                 if batch.nbytes >= STAGE_BYTES:
-                    await self._unstage([place])
+                    await self._unstage(list(self._staged) if limiter.full else [place])
         if limiter.full:
             # Nobody but us can make room by sending what is staged.
             await self._unstage(list(self._staged))
@@ -366,12 +366,12 @@ class GpurtShuffleRun(AmendedRun):
 
     async def _unstage(self, places: list[tuple[str, int]]) -> None:
         """Hand what is staged there to the send buffer; what it is charged moves along."""
-        for place in places:
-            batch = self._staged.pop(place, None)
-            if batch is not None:
-                await self._comm_buffer.memory_limiter.decrease(batch.nbytes)
-                with waiting(NETWORK):  # until the budget for unsent bytes has room
-                    await super()._write_to_comm({place[0]: batch})
+        full = [(place[0], batch) for place in places if (batch := self._staged.pop(place, None)) is not None]
+        # All of it first: what is staged can not be sent, so nobody may wait for room that only it would give.
+        await self._comm_buffer.memory_limiter.decrease(sum(batch.nbytes for _, batch in full))
+        for address, batch in full:
+            with waiting(NETWORK):  # until the budget for unsent bytes has room
+                await super()._write_to_comm({address: batch})
 
     async def _send(self, address: str, shards: Any) -> Any:
         self.raise_if_closed()

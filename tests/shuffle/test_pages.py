@@ -99,8 +99,6 @@ def test_nothing_is_kept_that_nobody_wants_kept(pages):
     del b
     gc.collect()
     assert pages.idle_bytes == 0
-    with open("/proc/self/statm") as f:
-        assert f.read()
 
 
 def test_trimmed_memory_is_given_back(pages):
@@ -127,12 +125,14 @@ def test_a_kernel_that_refuses_costs_no_memory_and_no_block(refused):
     pages._system.refused = set(refused)
     large = filled(pages, 4 * MiB, 50)
     assert [int(b[5]) for b in small] == [1, 3, 5, 7, 9, 11]
+    pages._drain()
+    assert pages._extents >= len(pages._free)
     assert (large == 50).all()
     pages._system.refused = set()
     del large, small
     gc.collect()
     pages.keep(False)
-    assert pages.idle_bytes == 0
+    assert pages.idle_bytes == pages._extents == 0
 
 
 def test_without_a_kernel_blocks_are_plain_memory():
@@ -142,15 +142,43 @@ def test_without_a_kernel_blocks_are_plain_memory():
     assert pages.idle_bytes == pages.trim() == 0
 
 
+def counted(pages: Pages, *blocks_extents: int) -> None:
+    pages._drain()
+    assert pages._extents == len(pages._free) + sum(blocks_extents)
+
+
 def test_extents_are_not_kept_without_limit(pages, monkeypatch):
-    monkeypatch.setattr("dask_gpurt.shuffle.pages.MOST_EXTENTS", 4)
     assert MOST_EXTENTS < 65_530 // 2
     blocks = [filled(pages, SMALLEST, i) for i in range(64)]
     del blocks[::2]
     gc.collect()
-    filled(pages, SMALLEST, 1)
-    assert len(pages._free) <= 4
+    counted(pages, 32)
+    monkeypatch.setattr("dask_gpurt.shuffle.pages.MOST_EXTENTS", 4)
+    large = filled(pages, 4 * SMALLEST, 77)
+    assert pages.joined == 0  # though what is free would do
+    assert len(pages._free) <= 1
+    counted(pages, 33)
     assert [int(b[0]) for b in blocks] == list(range(1, 64, 2))
+    assert (large == 77).all()
+
+
+def test_extents_are_counted(pages):
+    small = [filled(pages, SMALLEST, i) for i in range(20)]
+    del small[::2]
+    gc.collect()
+    counted(pages, 10)
+    large = filled(pages, FRESH_BYTES, 1)
+    larger = filled(pages, FRESH_BYTES - SMALLEST, 2)
+    del large, larger
+    gc.collect()
+    counted(pages, 10)
+    pages.trim()
+    counted(pages, 10)
+    pages.keep(False)
+    del small
+    gc.collect()
+    counted(pages)
+    assert pages._extents == 0
 
 
 def test_blocks_never_overlap_from_many_threads(pages):

@@ -420,3 +420,22 @@ async def test_staged_shards_are_inside_the_send_budget(c, s, a, b):
         same_rows(await c.compute(source(left).shuffle("k", npartitions=5)), left, 6)
         assert max(seen) > 0
         await until(lambda: limiter.empty)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("stage_bytes", [1 << 12, 1 << 30])
+def test_what_is_staged_never_waits_for_itself(stage_bytes, monkeypatch):
+    """Several inputs at a time, and a send budget that one of them fills: staged rows alone are more than it."""
+    monkeypatch.setattr("dask_gpurt.shuffle.run.STAGE_BYTES", stage_bytes)
+
+    @gen_cluster(client=True, nthreads=[("127.0.0.1", 3)] * 2, timeout=120)
+    async def check(c, s, a, b):
+        async with taken_over(s, [a, b], settings=with_transport("tcp", receive_budget=1 << 16)):
+            got = await c.compute(source(half_on_one_key, 12).shuffle("k", npartitions=16))
+            same_rows(got, half_on_one_key, 12)
+            for w in (a, b):
+                limiter = plane_module._of_worker[w].unsent
+                assert limiter.limit == 1 << 16
+                await until(lambda limiter=limiter: limiter.empty)
+
+    check()
