@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from dask_gpurt.errors import InstallError
 from dask_gpurt.model import Event, Sink, null_sink
 from dask_gpurt.shuffle import seam, stores
+from dask_gpurt.shuffle.amended import AGAIN
 from dask_gpurt.shuffle.amender import Amender
 from dask_gpurt.shuffle.skew import add_up, skewed
 from dask_gpurt.shuffle.spec import GpurtShuffleSpec
@@ -58,15 +59,17 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
                 self.takeover.failed()
         return spec
 
-    async def barrier(self, id: Any, run_id: int, consistent: bool) -> None:
+    async def barrier(self, id: Any, run_id: int, consistent: bool) -> str | None:
         if not consistent or not self.amender.ours(self.active_shuffles.get(id)):
             await super().barrier(id, run_id, consistent)
-            return
-        await self.amender.barrier(id, run_id)
+            return None
+        if not await self.amender.barrier(id, run_id):
+            return AGAIN
         await self.takeover.pin(id, run_id, self)
         if (state := self.active_shuffles.get(id)) is not None:
             # Not awaited: outputs need not wait for what is said about them.
             self.scheduler._ongoing_background_tasks.call_soon(self.takeover.look_at_skew, state, self.amender)
+        return None
 
     def _restart_recommendations(self, id: Any) -> Any:
         recommendations = super()._restart_recommendations(id)
