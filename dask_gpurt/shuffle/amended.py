@@ -31,12 +31,14 @@ from dask_gpurt.shuffle.partition import Layout, Shard
 from dask_gpurt.shuffle.recovery import CUTS, Ledger, Validity, shard_id
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from dask_gpurt.shuffle.chunk import Piece
     from dask_gpurt.shuffle.recovery import Budget, State
     from dask_gpurt.shuffle.stores import Counters
 
+#: what the scheduler answers a barrier task that has to wait for transfer tasks
+AGAIN = "again"
 #: a send that failed waits so long for the news that its peer is gone
 NEWS_SECONDS = 30.0
 
@@ -231,6 +233,14 @@ class AmendedRun(seam.DataFrameShuffleRun):
 
     async def _stage(self, data: Outgoing) -> None:
         raise NotImplementedError
+
+    async def barrier(self, run_ids: Sequence[int]) -> int:
+        self.raise_if_closed()
+        consistent = all(run_id == self.run_id for run_id in run_ids)
+        answer = await self.scheduler.shuffle_barrier(id=self.id, run_id=self.run_id, consistent=consistent)
+        if answer == AGAIN:
+            raise seam.Reschedule
+        return self.run_id
 
     async def inputs_done(self) -> None:
         while self._resending:

@@ -258,8 +258,10 @@ class Amender:
 
     # ---- the barrier
 
-    async def barrier(self, shuffle_id: Any, run_id: int) -> None:
-        """Return when all inputs of a run are where they belong.
+    async def barrier(self, shuffle_id: Any, run_id: int) -> bool:
+        """Return True when all inputs of a run are where they belong, False when the barrier task has to wait for some.
+
+        Its thread must not wait here for transfer tasks: it may be the only one left to run them.
 
         Raises
         ------
@@ -272,9 +274,9 @@ class Amender:
             if state.run_id != run_id:
                 raise ValueError(f"{run_id=} does not match {state}")
             barrier = self._barrier(shuffle_id)
-            # While transfer tasks run again the barrier task waits; this call, of an execution that was cancelled or
-            # will be resumed, waits with it.
-            if (shuffle_id, run_id) in self._tasks or barrier is None or barrier.state != "processing":
+            if barrier is None or barrier.state != "processing":
+                return False
+            if (shuffle_id, run_id) in self._tasks:
                 await asyncio.sleep(_LOOK_SECONDS)
                 continue
             run_state = state.run_spec.spec.state
@@ -302,7 +304,7 @@ class Amender:
                 self._passed[run_id] = None
                 while len(self._passed) > 10_000:
                     del self._passed[next(iter(self._passed))]
-                return
+                return True
             if any(not isinstance(r, OSError) for r in problems):
                 raise RuntimeError(f"Unexpected error encountered during P2P barrier: {problems[0]!r}")
             no_progress += 1

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from dask_gpurt.errors import InstallError
 from dask_gpurt.model import Event, Sink, null_sink
 from dask_gpurt.shuffle import seam, stores
+from dask_gpurt.shuffle.amended import AGAIN
 from dask_gpurt.shuffle.amender import Amender
 from dask_gpurt.shuffle.skew import add_up, skewed
 from dask_gpurt.shuffle.spec import GpurtShuffleSpec
@@ -58,15 +59,17 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
                 self.takeover.failed()
         return spec
 
-    async def barrier(self, id: Any, run_id: int, consistent: bool) -> None:
+    async def barrier(self, id: Any, run_id: int, consistent: bool) -> str | None:
         if not consistent or not self.amender.ours(self.active_shuffles.get(id)):
             await super().barrier(id, run_id, consistent)
-            return
-        await self.amender.barrier(id, run_id)
+            return None
+        if not await self.amender.barrier(id, run_id):
+            return AGAIN
         await self.takeover.pin(id, run_id, self)
         if (state := self.active_shuffles.get(id)) is not None:
             # Not awaited: outputs need not wait for what is said about them.
             self.scheduler._ongoing_background_tasks.call_soon(self.takeover.look_at_skew, state, self.amender)
+        return None
 
     def _restart_recommendations(self, id: Any) -> Any:
         recommendations = super()._restart_recommendations(id)
@@ -236,8 +239,8 @@ class ShuffleTakeover:
         """Say which outputs of a run are far larger than the others. Never raises."""
         try:
             told = await amender.tell(state, {"gpurt": "histogram"})
-        except Exception:
-            return  # the run is over, or was started anew: then nobody waits for it
+        except (RuntimeError, TimeoutError, OSError):
+            return  # the run is over, or was started anew: there is nothing to be said about it
         try:
             rows, nbytes, values = add_up(told or ())
             worker_for = state.run_spec.worker_for

@@ -155,17 +155,21 @@ class Ledger(Generic[S]):
         #: addresses
         self.lost: set[str] = set()
         self._inputs: dict[int, _Input[S]] = {}
+        #: inputs of which shards are retained, the oldest first
+        self._kept: dict[int, None] = {}
 
     def ran(self, partition: int, key: Hashable, attempt: int, sent: list[tuple[str, S]], nbytes: int) -> None:
         """An input was split; `sent` are the shards for others, of `nbytes` in all."""
         self._drop(self._inputs.pop(partition, None))
+        self._kept.pop(partition, None)
         entry = _Input(key, attempt, sent, nbytes, {address for address, _ in sent})
         self._inputs[partition] = entry
         self.budget.used_bytes += nbytes
-        for old in self._inputs.values():
-            if self.budget.used_bytes <= self.budget.limit_bytes:
-                break
-            self._drop(old)
+        self._kept[partition] = None
+        while self._kept and self.budget.used_bytes > self.budget.limit_bytes:
+            oldest = next(iter(self._kept))
+            del self._kept[oldest]
+            self._drop(self._inputs.get(oldest))
 
     def vouches(self, partition: int, attempt: int) -> bool:
         """Whether this attempt counts, as far as this worker knows."""

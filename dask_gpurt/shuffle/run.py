@@ -237,7 +237,12 @@ class GpurtShuffleRun(AmendedRun):
         out.partition, out.key, out.sent = partition_id, seam.this_key(), []
         first_id = shard_id(partition_id, out.attempt, out.attempt)
         shards = list(split(data, self.column, self.drop_column, first_id, self._layout))
-        self._histogram.look(data, self.column, *self._histogram.add(shard for _, shard in shards))
+        largest, rows = self._histogram.add(shard for _, shard in shards)
+        try:
+            self._histogram.look(data, self.column, largest, rows)
+        except Exception:
+            # A user's own type that can not be counted. What is said of the skew then names no value.
+            self._counters.last_error = traceback.format_exc()
         middle = time.perf_counter()
         schema = None
         nbytes = 0

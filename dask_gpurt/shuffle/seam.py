@@ -105,6 +105,8 @@ _SEAM: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (DataFrameShuffleRun, "_get_output_partition", ("partition_id", "key", "kwargs")),
     (ShuffleRun, "_write_to_comm", ("data",)),
     (ShuffleRun, "_flush_comm", ()),
+    (ShuffleRun, "barrier", ("run_ids",)),
+    (ShuffleRun, "add_partition", ("data", "partition_id")),
     (ShuffleRun, "inputs_done", ()),
     (ShuffleRun, "send", ("address", "shards")),
     (ShuffleRun, "_send", ("address", "shards")),

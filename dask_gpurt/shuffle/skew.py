@@ -92,8 +92,8 @@ class Histogram:
 
 def value_behind(data: pd.DataFrame, column: str, part: int) -> str:
     """ "column = value" of the value that distinguishes an output's rows in an input; "" when there is none."""
-    there = data[column] == part
-    inside = data[there].head(LOOK_ROWS)
+    # By row numbers: a mask would gather all rows of the output, of every column, before most are dropped.
+    inside = data.iloc[np.flatnonzero(np.asarray(data[column] == part))[:LOOK_ROWS]]
     every = data.iloc[:: max(1, len(data) // LOOK_ROWS)]
     best, text = 0.1, ""
     for name in data.columns:

@@ -200,3 +200,29 @@ async def test_outputs_in_memory_are_not_made_again(c, s, *workers):
         same_rows(await f)
         assert not kept & ended.keys
         assert takeover.statistics()["errors"] == 0, takeover.statistics()["last_error"]
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 2, timeout=60, config=THREE["config"])
+async def test_the_only_thread_left_is_not_kept_by_the_barrier(c, s, a, b):
+    """A worker is lost while the barrier is flushed, by a task on the other one; its inputs then need that thread."""
+    async with taken_over(s, [a, b]) as (takeover, _):
+        plugin = s.plugins["shuffle"]
+        reached, inner = asyncio.Event(), plugin.amender.barrier
+        first = []
+
+        async def barrier(shuffle_id, run_id):
+            if not first:
+                first.append(s.tasks["shuffle-barrier-" + shuffle_id].processing_on.address)
+                reached.set()
+                await until(lambda: len(s.workers) == 1)
+            return await inner(shuffle_id, run_id)
+
+        plugin.amender.barrier = barrier
+        f = c.compute(source(left, N).shuffle("k", npartitions=5))
+        await asyncio.wait_for(reached.wait(), 30)
+        await lose(next(w for w in (a, b) if w.address != first[0]))
+        same_rows(await f)
+        stats = takeover.statistics()
+        assert stats["errors"] == 0, stats["last_error"]
+        assert stats["runs"] == 1
+        assert stats["recovery"]["amended"] == 1
