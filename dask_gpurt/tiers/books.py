@@ -60,7 +60,7 @@ class Books:
         self.loading_bytes = 0
         #: told when a value that was read ahead is used, or leaves; see `prefetch`
         self.on_prefetch_end: Callable[[Entry, str], None] = _prefetch_ended
-        #: told of a value below memory whose next use is new, or which has just left
+        #: told of a value below memory whose next use is new
         self.on_below: Callable[[Entry], None] = _no_entry
         #: told when there may be room
         self.on_change: Callable[[], None] = _nothing
@@ -166,7 +166,6 @@ class Books:
         if after is not State.RESIDENT:
             self.victims.discard(entry)
             if after is State.STORED:
-                self.on_below(entry)
                 self.on_change()
         elif before is not State.RESIDENT:
             entry.weak = None

@@ -1,9 +1,11 @@
 """Reads the inputs of tasks that will run soon, while others compute.
 
 A task that was sent here (`hints_local`) has all its inputs somewhere; those on a lower tier are read ahead, in the
-order of the tasks' priorities. When there are none left, values follow of which the scheduler said when they are used
-next (`hints_worker`), the soonest first: their tasks still wait for another input, and are mostly sent to where most
-of the inputs are. What this must never do is move more bytes than without it, or keep others waiting:
+order of the tasks' priorities. When there are none left, values follow of which the scheduler said, after they had left
+memory, when they are used next (`hints_worker`), the soonest first: their tasks still wait for another input, and are
+mostly sent to where most of the inputs are. (One that just left is not read back for what was known of it then.)
+
+What this must never do is move more bytes than without it, or keep others waiting:
 
 1. a value is read ahead only into room that is there, or that a victim needed later than it makes (`Eviction.yields`);
    by the scheduler's word alone only into room that is there and that a few results more would not fill (else a matrix
@@ -119,7 +121,7 @@ class Prefetch:
             self.pump()
 
     def below(self, entry: Entry) -> None:
-        """A value is below memory, and this is its next use."""
+        """The scheduler says when a value is used next that is below memory."""
         use = entry.next_use
         if not self.share or use is None or use == NEVER or entry.guessed:
             return

@@ -39,7 +39,7 @@ KEEP_BYTES = 64 << 20
 #: memory is kept for so long after its last use
 IDLE_SECONDS = 2.0
 #: memory may be larger than what is asked for by this factor
-_FIT = 1.25
+_FIT = 1.1
 
 
 class _Block:
