@@ -204,7 +204,9 @@ class RootSeam:
             return self._stock_decide()
         if pool:
             return min(pool, key=_load)
-        return self._stock_decide() if len(s.running) <= len(idle) else None
+        # Slots that are free say nothing: a worker may have one and be at work. Who has seceded may wait for this task.
+        at_work = any(len(ws.processing) > len(ws.long_running) for ws in s.running)
+        return None if at_work else self._stock_decide()
 
     def _send(self, ts: Any, ws: Any, stimulus_id: str) -> bool:
         """Send a queued task to a worker; False when it did not go."""
