@@ -104,8 +104,9 @@ class DecisionLog:
                 total_bytes += nbytes
             count += inputs.scale * len(inputs.wide)
         addresses = [w.address for w in picked]
-        detail = pack(addresses, views, choice, task, far, total_bytes, count, restricted, workers)
-        self._add([key, SHADOW if shadow else COST, _time(), detail, None, None, None, None, None, None, None])
+        packed = pack(addresses, views, choice, task, far, total_bytes, count, restricted, workers)
+        kind = SHADOW if shadow else COST
+        self._add([key, kind, _time(), None, None, None, None, None, None, None, None, *packed])
 
     def group(self, key: Hashable, address: str) -> None:
         """A queued root task goes to the worker that owns its group."""
@@ -188,7 +189,7 @@ class DecisionLog:
             "actual": stories.actual(row),
         }
         if kind in (COST, SHADOW):
-            found = Detail(detail)
+            found = Detail(row)
             task = found.task
             story["restricted"], story["workers"] = found.restricted, found.workers
             story["inputs"] = {"bytes": found.total_bytes, "count": found.count}
@@ -211,7 +212,7 @@ class DecisionLog:
             return kind, detail, None
         if kind != COST:
             return kind, None, None
-        found = Detail(detail)
+        found = Detail(row)
         return kind, found.address(found.choice), found.finish_seconds(found.terms(found.choice))
 
     def matches(self, text: str) -> list[str]:
@@ -241,7 +242,7 @@ class DecisionLog:
         for row in reversed(self._rows):
             if row[KIND] != COST or row[OUTCOME] != "memory":
                 continue
-            found = Detail(row[DETAIL])
+            found = Detail(row)
             if row[REPORT][2] != found.address(found.choice):
                 continue
             t = found.terms(found.choice)

@@ -91,6 +91,8 @@ class RootSeam:
         self.part = Part("roots")
         self._waits, self._pull, self._pending, self._worth = waits, pull, pending, worth
         self._held, self._hungry, self._first, self._takers = held, hungry, first, takers
+        #: the task that becomes ready now
+        self._deciding: Any = None
         #: the worker that the root now in transition was offered to
         self._chosen: list[Any] = []
         #: slots are to be dealt in the next turn of the event loop
@@ -138,7 +140,12 @@ class RootSeam:
                     return {key: "queued"}, {}, {}
             except Exception:
                 self.seam.failed(self.part.name)
-        return self._stock_ready(state, key, stimulus_id, **kwargs)
+        # The decider that this may come to is not told which task it decides for.
+        self._deciding = state.tasks.get(key)
+        try:
+            return self._stock_ready(state, key, stimulus_id, **kwargs)
+        finally:
+            self._deciding = None
 
     def _slots_opened(self, *, stimulus_id: str) -> None:
         s = self.scheduler
@@ -180,7 +187,7 @@ class RootSeam:
                 return ws
         if self.part.retired is not None or s.validate:
             return self._stock_decide()
-        return self._least_busy(None)
+        return self._least_busy(self._deciding)
 
     # ------------------------------------------------------------------ parts of them
 
@@ -197,7 +204,9 @@ class RootSeam:
             return self._stock_decide()
         if pool:
             return min(pool, key=_load)
-        return self._stock_decide() if len(s.running) <= len(idle) else None
+        # Slots that are free say nothing: a worker may have one and be at work. Who has seceded may wait for this task.
+        at_work = any(len(ws.processing) > len(ws.long_running) for ws in s.running)
+        return None if at_work else self._stock_decide()
 
     def _send(self, ts: Any, ws: Any, stimulus_id: str) -> bool:
         """Send a queued task to a worker; False when it did not go."""

@@ -28,9 +28,13 @@ QUEUE = "queue"
 
 # The places in a row.
 KEY, KIND, TIME, DETAIL, WORKER, ASSIGNED, VICTIM, STOLEN_BYTES, FINISHED, OUTCOME, REPORT = range(11)
+#: where in the row of a decision by cost begins what `pack` made: one container less to keep alive
+PACKED = 11
 
 #: the one field of a view that is no number, and how many are
 _NEAR, _NUMBERS = WorkerView._fields.index("near"), len(WorkerView._fields) - 1
+#: the numbers of a task
+_TASK = len(TaskView._fields)
 
 
 @functools.lru_cache(maxsize=512)
@@ -52,7 +56,7 @@ def pack(
     """What `Detail` takes apart; on the hot path."""
     near: Any = views[0][_NEAR]
     nears = near
-    numbers: list[Any] = []
+    numbers: list[Any] = [*task]
     for view in views:
         numbers += view[:_NEAR]
         numbers += view[_NEAR + 1 :]
@@ -60,7 +64,6 @@ def pack(
             nears = tuple(v[_NEAR] for v in views)
     return (
         choice,
-        task,
         far,
         total_bytes,
         count,
@@ -88,21 +91,22 @@ def transfer_seconds(startstops: Iterable[Mapping[str, Any]]) -> float | None:
 class Detail:
     """The record of a decision by cost, taken apart.
 
-    Packed it is a tuple: choice, task, far link, bytes and number of inputs, restricted, workers in all, the near link
-    (one for each candidate where they differ), the other numbers of all views as doubles, the candidates' addresses.
+    Packed it is the end of a row: choice, far link, bytes and number of inputs, restricted, workers in all, near link
+    (one for each candidate where they differ), as doubles the numbers of the task and those of all views, the
+    candidates' addresses.
     """
 
-    def __init__(self, packed: tuple[Any, ...]) -> None:
-        self.choice: int = packed[0]
-        self.task: TaskView = packed[1]
-        self.far: Link = packed[2]
-        self.total_bytes: float = packed[3]
-        self.count: float = packed[4]
-        self.restricted: bool = packed[5]
-        self.workers: int = packed[6]
-        self._nears: Link | tuple[Link, ...] = packed[7]
-        self._numbers: bytes = packed[8]
-        self._addresses: tuple[str, ...] = packed[9:]
+    def __init__(self, row: list[Any]) -> None:
+        self.choice: int = row[PACKED]
+        self.far: Link = row[PACKED + 1]
+        self.total_bytes: float = row[PACKED + 2]
+        self.count: float = row[PACKED + 3]
+        self.restricted: bool = row[PACKED + 4]
+        self.workers: int = row[PACKED + 5]
+        self._nears: Link | tuple[Link, ...] = row[PACKED + 6]
+        self._numbers: bytes = row[PACKED + 7]
+        self._addresses: list[str] = row[PACKED + 8 :]
+        self.task = TaskView._make(_doubles(_TASK).unpack_from(self._numbers))
         #: how many
         self.candidates = len(self._addresses)
 
@@ -110,7 +114,7 @@ class Detail:
         return self._addresses[i]
 
     def view(self, i: int) -> WorkerView:
-        numbers = _doubles(_NUMBERS).unpack_from(self._numbers, 8 * _NUMBERS * i)
+        numbers = _doubles(_NUMBERS).unpack_from(self._numbers, 8 * (_TASK + _NUMBERS * i))
         near = self._nears[i] if isinstance(self._nears, tuple) else self._nears
         return WorkerView._make((*numbers[:_NEAR], near, *numbers[_NEAR:]))
 
@@ -199,7 +203,7 @@ def actual(row: list[Any]) -> dict[str, Any] | None:
     worker = worker or row[WORKER]
     moved = row[STOLEN_BYTES]
     if moved is None and row[KIND] == COST:
-        detail = Detail(row[DETAIL])
+        detail = Detail(row)
         if worker == detail.address(detail.choice):
             view = detail.view(detail.choice)
             moved = view.near_bytes + view.far_bytes

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 from placement_fakes import FakeTask, FakeWorker, assign, finish, learn, make_engine
 
-from dask_gpurt.placement import deals
-from dask_gpurt.placement.groups import Block, Member
+from dask_gpurt.placement import deals, guard
+from dask_gpurt.placement.deals import Deals
+from dask_gpurt.placement.engine import Engine
+from dask_gpurt.placement.groups import Block, Member, RootGroups
 from dask_gpurt.simulate import simulate
 from dask_gpurt.simulate.shapes import build
 
@@ -248,3 +250,33 @@ def test_there_is_enough_for_all() -> None:
     assert not engine.worth(a)
     own(engine, a, 9, "more")
     assert engine.worth(a), "there are enough for all"
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (Engine, "held"),
+        (Engine, "pull"),
+        (Engine, "worth"),
+        (Deals, "first"),
+        (Deals, "hungry"),
+        (Deals, "takers"),
+        (RootGroups, "waits"),
+    ],
+)
+def test_an_exception_in_dealing_does_no_harm(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
+    """Live clusters under test assert that free slots are used, and never come to some of these; the simulated do."""
+    calls = []
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        raise ZeroDivisionError(f"{name} is broken")
+
+    monkeypatch.setattr(owner, name, broken)
+    monkeypatch.setattr(guard, "LIMIT", 10**6)
+    workload, cluster = build("straggler", workers=8)
+    result = simulate(workload, cluster, "gpurt")
+    assert calls
+    assert result.executed - result.wasted == len(workload.tasks), "all of them, each once"
+    assert result.statistics["fallbacks"]["roots"]["exception"] == len(calls)
+    assert f"{name} is broken" in result.statistics["last_traceback"]

@@ -44,7 +44,7 @@ def test_a_decision_is_told_with_the_terms_it_was_made_from() -> None:
     assert by_address[b.address]["why"] == "idle"
     assert chosen["total_seconds"] == min(w["total_seconds"] for w in by_address.values())
     # The total that is told is the one that was compared.
-    detail = Detail(engine.log._by_key["f-1"][3])
+    detail = Detail(engine.log._by_key["f-1"])
     assert detail.candidates == 3
     for i, told in enumerate(story["candidates"]):
         assert told["total_seconds"] == pytest.approx(cost(detail.task, detail.view(i), detail.far, WEIGHTS))
