@@ -10,8 +10,8 @@ a trace has pauses and outliers:
 * *slowness* of a worker: its durations over the medians of their prefixes. Durations are divided by it, so that a task
   which ran on a slow worker is not slow elsewhere.
 * *disk*: what workers have written and read while the trace was made, over the seconds that it took them.
-* *links*: a line through bytes and times of the recorded transfers (`topology.LinkFit`). The bytes of a transfer are
-  not reported; they are those of the task's inputs that the source had made.
+* *links*: a line through bytes and times of the recorded transfers. The bytes of a transfer are not reported; they are
+  those of the task's inputs that the source had made.
 
 Not estimated: what tasks cost each other on shared cores, caches and disks; it is in the durations as recorded. And
 nothing of a shuffle's own traffic, which is inside the durations of its tasks.
@@ -24,12 +24,12 @@ import heapq
 import math
 import statistics
 from collections import Counter, defaultdict
+from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.errors import TraceError
 from dask_gpurt.model.link import Link
 from dask_gpurt.simulate.model import Cluster, Path, Placed, TaskSpec, Workload
-from dask_gpurt.topology.links import LinkFit
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable
@@ -43,6 +43,11 @@ _OVERHEAD = (0.0, 50e-3)
 JUDGED = 5
 #: written or read before a disk's bandwidth is believed
 MEASURED_BYTES = 50e6
+#: transfers that a link is fitted to, at most, and by how many bytes two of them must differ to say something of it
+FITTED = 400
+APART_BYTES = 2_000_000
+#: bytes/s that are not believed any more
+FASTEST = 50e9
 #: before any transfer was recorded: two processes on one machine
 _SEED = Link(latency_seconds=5e-3, bytes_per_second=1e9)
 
@@ -129,14 +134,34 @@ def _slowness(ran: list[TracedTask]) -> dict[int, float]:
 
 
 def _link(trace: Trace, ran: list[TracedTask]) -> tuple[Link, int]:
-    fit = LinkFit(_SEED)
+    """Theil and Sen's line: the median of the slopes between all two transfers, then the median of what is left.
+
+    The live fit (`topology.LinkFit`) follows a link as it changes and has outliers by its side for a while; a trace is
+    there as a whole, and one transfer of which the sender was busy must not make a link a hundred times slower.
+    """
+    seen: list[tuple[int, float]] = []
     for t in ran:
         for x in t.transfers:
             inputs = [trace.tasks.get(n) for n in t.dependencies]
             nbytes = sum(d.nbytes or 0 for d in inputs if d is not None and x.source in (d.worker, *d.holders))
             if nbytes and x.source is not None:
-                fit.observe(nbytes, x.stop_seconds - x.start_seconds)
-    return fit.link, fit.samples
+                seen.append((nbytes, x.stop_seconds - x.start_seconds))
+    if not seen:
+        return _SEED, 0
+    some = sorted(seen)[:: -(-len(seen) // FITTED)]
+    apart = max(APART_BYTES, max(nbytes for nbytes, _ in some) // 4)
+    slopes = [
+        (seconds - fewer_seconds) / (nbytes - fewer)
+        for (fewer, fewer_seconds), (nbytes, seconds) in combinations(some, 2)
+        if nbytes - fewer >= apart
+    ]
+    large = sum(nbytes - some[0][0] >= apart for nbytes, _ in some)
+    # One alone may have been delayed, and a replay may move a hundred times as much.
+    slope = statistics.median(slopes) if large >= 2 and len(slopes) >= JUDGED else 0.0
+    # All of one size, or larger ones no slower: nothing is known of the bandwidth.
+    slope = slope if slope >= 1 / FASTEST else 1 / _SEED.bytes_per_second
+    latency = statistics.median(seconds - nbytes * slope for nbytes, seconds in some)
+    return Link(latency_seconds=max(latency, 1e-4), bytes_per_second=1 / slope), len(seen)
 
 
 @dataclasses.dataclass(frozen=True)
