@@ -13,6 +13,7 @@ import importlib.util
 import os
 import signal
 import sys
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         out.error(str(e))  # exits with 2
     # A plain kill would leave the processes; as an exception it passes every `finally`.
     previous = {number: signal.signal(number, _leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    previous[signal.SIGINT] = signal.signal(signal.SIGINT, _interrupt)
+    _interrupted.clear()
     try:
         return run(options)
     except KeyboardInterrupt:
@@ -83,6 +86,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _leave(number: int, frame: Any) -> None:
     raise SystemExit(128 + number)
+
+
+#: set by Ctrl-C
+_interrupted = threading.Event()
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    # An exception that is raised in a finalizer or in a library's callback may never reach us: so it is also noted.
+    _interrupted.set()
+    raise KeyboardInterrupt
 
 
 def check(a: argparse.Namespace) -> argparse.Namespace:
@@ -128,6 +141,8 @@ class Progress:
         self._start = time.monotonic()
 
     def __call__(self, step: int, steps: int, what: str) -> None:
+        if _interrupted.is_set():
+            raise KeyboardInterrupt
         if self._live:
             width = 24
             filled = round(width * step / max(1, steps))

@@ -45,7 +45,7 @@ def test_bad_scale(scale: float) -> None:
 def test_engines() -> None:
     assert parse_engines("stock,gpurt") == ["stock", "gpurt"]
     assert parse_engines("stock,stock,stock") == ["stock", "stock#2", "stock#3"]
-    with pytest.raises(ValueError, match=r"'fast' is unknown; there are stock, gpurt, gpurt-stock"):
+    with pytest.raises(ValueError, match=r"'fast' is unknown; there are stock, stock-inf, gpurt, gpurt-stock"):
         parse_engines("stock,fast")
 
 
