@@ -33,8 +33,9 @@ logger = logging.getLogger("distributed.scheduler.gpurt")
 TELL_SECONDS = 60.0
 #: between two looks at a barrier task
 _LOOK_SECONDS = 0.02
-#: broadcasts in a row that made no progress; then the barrier fails, as stock's does
-_NO_PROGRESS = 3
+#: how often a worker that answers with an error is asked again, and after how many seconds: it may be leaving
+_PATIENCE = 15
+_PATIENCE_SECONDS = 0.2
 
 
 class Amender:
@@ -225,25 +226,34 @@ class Amender:
         _, keys = self._agreed(state, answers)
         return not self._again(shuffle_id, keys, f"gpurt-complete-{shuffle_id}-{epoch}")
 
-    async def tell(self, state: Any, data: dict[str, Any]) -> list[Any] | None:
-        """Call all that take part; None when one of them could not be reached (and so is probably lost, too).
+    async def tell(self, state: Any, data: dict[str, Any], patience: int = _PATIENCE) -> list[Any] | None:
+        """Call all that take part; None when one of them is gone meanwhile.
+
+        A worker that closes answers with all kinds of errors before the scheduler hears of it, so it is asked again.
 
         Raises
         ------
         RuntimeError
-            One of them answered with an error.
+            One of them answered with errors `patience` times.
         """
         msg = {"op": "shuffle_receive", "shuffle_id": state.id, "run_id": state.run_id, "data": data}
         workers = [a for a in state.participating_workers if a in self._scheduler.workers]
-        answers = await asyncio.wait_for(
-            self._scheduler.broadcast(msg=msg, workers=workers, on_error="return"), TELL_SECONDS
-        )
-        for address, answer in answers.items():
-            if isinstance(answer, OSError) or address not in self._scheduler.workers:
+        good: list[Any] = []
+        while workers:
+            answers = await asyncio.wait_for(
+                self._scheduler.broadcast(msg=msg, workers=workers, on_error="return"), TELL_SECONDS
+            )
+            if any(address not in self._scheduler.workers for address in workers):
                 return None
-            if not isinstance(answer, dict) or answer.get("status") != "OK":
-                raise RuntimeError(f"{address} answered {answer!r}")
-        return list(answers.values())
+            bad = {a: r for a, r in answers.items() if not isinstance(r, dict) or r.get("status") != "OK"}
+            good += [answers[a] for a in workers if a not in bad]
+            workers = list(bad)
+            if bad:
+                patience -= 1
+                if patience < 0:
+                    raise RuntimeError(f"answers to {data['gpurt']!r}: {bad!r}")
+                await asyncio.sleep(_PATIENCE_SECONDS)
+        return good
 
     def _restart(self, shuffle_id: Any, state: Any, why: str) -> None:
         """As stock does when a worker is lost."""
@@ -305,12 +315,10 @@ class Amender:
                 while len(self._passed) > 10_000:
                     del self._passed[next(iter(self._passed))]
                 return True
-            if any(not isinstance(r, OSError) for r in problems):
-                raise RuntimeError(f"Unexpected error encountered during P2P barrier: {problems[0]!r}")
             no_progress += 1
-            if no_progress >= _NO_PROGRESS:
-                raise RuntimeError(f"Broadcast not making progress for {state}: {problems[0]!r}")
-            await asyncio.sleep(0.1)
+            if no_progress > _PATIENCE:
+                raise RuntimeError(f"Unexpected error encountered during P2P barrier: {problems[0]!r}")
+            await asyncio.sleep(_PATIENCE_SECONDS)
 
     def for_the_rest(self, spec: GpurtShuffleSpec) -> GpurtShuffleSpec:
         """The spec of a new run, for the outputs that are still to be made."""

@@ -238,7 +238,7 @@ class ShuffleTakeover:
     async def look_at_skew(self, state: Any, amender: Amender) -> None:
         """Say which outputs of a run are far larger than the others. Never raises."""
         try:
-            told = await amender.tell(state, {"gpurt": "histogram"})
+            told = await amender.tell(state, {"gpurt": "histogram"}, 0)
         except (RuntimeError, TimeoutError, OSError):
             return  # the run is over, or was started anew: there is nothing to be said about it
         try:

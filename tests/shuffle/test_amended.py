@@ -94,7 +94,7 @@ def test_survivors_keep_their_inputs(transport):
         async with taken_over(s, workers, settings=settings) as (takeover, _):
             g, d = gate(6)
             f = c.compute(d.shuffle("k", npartitions=7))
-            await until(lambda: len(g.made) == 6 and transferred(s) >= 3)
+            await until(lambda: g.begun == g.first + 3 and transferred(s) >= 1)
             victim = max(workers, key=vouched)
             done = vouched(victim)
             await lose(victim)
@@ -120,7 +120,7 @@ async def test_two_workers_lost_at_once(c, s, *workers):
     async with taken_over(s, workers) as (takeover, _):
         g, d = gate(8)
         f = c.compute(d.shuffle("k", npartitions=7))
-        await until(lambda: len(g.made) == 8 and transferred(s) >= 4)
+        await until(lambda: g.begun == g.first + 3 and transferred(s) >= 1)
         await lose(*workers[:2])
         g.go.set()
         same_rows(await f)
@@ -136,7 +136,7 @@ async def test_what_was_not_retained_is_split_again(c, s, *workers):
     async with taken_over(s, workers, settings=settings) as (takeover, _):
         g, d = gate(6)
         f = c.compute(d.shuffle("k", npartitions=7))
-        await until(lambda: len(g.made) == 6 and transferred(s) >= 3)
+        await until(lambda: g.begun == g.first + 3 and transferred(s) >= 1)
         await lose(workers[0])
         g.go.set()
         same_rows(await f)
@@ -151,7 +151,7 @@ async def test_a_join_keeps_its_sides_together(c, s, *workers):
     async with taken_over(s, workers) as (takeover, _):
         g, d = gate(6)
         f = c.compute(d.merge(source(left, 4), on="k", how="inner", shuffle_method="p2p"))
-        await until(lambda: len(g.made) == 6 and transferred(s) >= 3)
+        await until(lambda: g.begun == g.first + 3 and transferred(s) >= 1)
         await lose(workers[1])
         g.go.set()
         got = ordered(await f)

@@ -77,7 +77,8 @@ def test_worker_killed(phase, tmp_path):
     def recovered(dask_scheduler):
         stats = dask_scheduler.plugins["shuffle"].takeover.statistics()
         assert not stats["errors"], stats["last_error"]
-        return stats["recovery"]["amended"] + stats["recovery"]["restarted"]
+        # Went on without the worker, or ran again; again it is, too, when all outputs had been made and some were lost.
+        return stats["recovery"]["amended"] + stats["runs"] - 1
 
     config = {
         "distributed.scheduler.preload": [str(tmp_path / "takeover_preload.py")],
