@@ -1,4 +1,4 @@
-"""The worker's half: the tiers, and the store that shuffles on this worker keep their shards in.
+"""The worker's half: the tiers, the store that shuffles on this worker keep their shards in, and what copies need.
 
 Who removes it: `GpurtWorker.teardown`. Dask calls that on three occasions: a detach, a re-registration under the same
 name, and the worker's own close. Only on the last is there nothing to give back: the store dies with its worker, and
@@ -23,6 +23,7 @@ from dask_gpurt.model import Tier
 from dask_gpurt.observe import prometheus
 from dask_gpurt.observe.journal import Journal
 from dask_gpurt.observe.slots_worker import WorkerSlots
+from dask_gpurt.placement.one_result import OneResult
 from dask_gpurt.shuffle import stores
 from dask_gpurt.shuffle.plugin import worker_statistics
 from dask_gpurt.tiers.plugin import TierRuntime
@@ -50,6 +51,8 @@ class WorkerParts:
         self.parts = Parts(settings, logger)
         self.runtime: TierRuntime | None = None
         self.residence_sender: ResidenceSender | None = None
+        #: keeps values of losing copies out; None: placement is off
+        self.one_result: OneResult | None = None
         #: what its slots do; None: observation is off
         self.slots: WorkerSlots | None = None
 
@@ -64,6 +67,8 @@ class WorkerParts:
             return known
         self = cls(worker, settings)
         await self.parts.add("tiers", self._add_tiers)
+        if settings.placement.enabled:
+            await self.parts.add("copies", self._add_copies)
         # After the tiers, so that their waits are inside of what is measured.
         if settings.observe.enabled:
             await self.parts.add("slots", self._add_slots, wanted=False)
@@ -99,6 +104,17 @@ class WorkerParts:
         if listens and runtime is not None and runtime.store is not None:
             self.residence_sender = ResidenceSender(self.worker, runtime.store, runtime.engine.log)
             self.residence_sender.start()
+
+    async def _add_copies(self) -> Callable[[], Awaitable[None]]:
+        one_result = OneResult(self.worker)
+        one_result.install()
+        self.one_result = one_result
+
+        async def undo() -> None:
+            one_result.uninstall()
+            self.one_result = None
+
+        return undo
 
     async def _add_slots(self) -> Callable[[], Awaitable[None]]:
         slots = WorkerSlots(self.worker, nvtx.find())
@@ -147,6 +163,8 @@ class WorkerParts:
             "shuffle": worker_statistics(self.worker),
             "events": self.journal.statistics(),
         }
+        if self.one_result is not None:
+            out["copies"] = self.one_result.statistics()
         if self.slots is not None:
             out["slots"] = self.slots.statistics()
         if self.runtime is not None:

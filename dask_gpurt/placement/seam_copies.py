@@ -25,6 +25,8 @@ How, and why that is safe with distributed's state machines:
 8. *Inputs of a copy.* The scheduler does not know that the second worker needs them, so active memory management would
    drop them there as superfluous replicas; a worker that is told so while a task runs on the input raises, and with
    that exception closes. Such a request is not sent while the copy runs.
+9. *One value per key.* A losing copy that still runs when a dependent is sent to its worker would leave its own value
+   there as that dependent's input; `one_result` on the worker discards it.
 
 Taken over: the entries ``task-finished`` and ``task-erred`` of ``scheduler.stream_handlers`` (an instance's dict), and
 ``scheduler.request_remove_replicas``.

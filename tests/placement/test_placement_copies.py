@@ -14,6 +14,7 @@ from placement_fakes import SETTINGS
 
 from dask_gpurt.config import PlacementSettings
 from dask_gpurt.placement import PlacementPlugin
+from dask_gpurt.placement.one_result import OneResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -144,6 +145,8 @@ def test_both_at_once() -> None:
         open_gate(a)
         open_gate(b)
         assert await f in (a.address, b.address)
+        for w in (a, b):
+            OneResult(w).install()  # `held` returns something else on every worker
         for i in range(2, 40):
             for w in (a, b):
                 GATES[w.address] = threading.Event()
@@ -162,6 +165,33 @@ def test_both_at_once() -> None:
         assert copies.counts["started"] == 39
         assert copies.counts["won"] + copies.counts["lost"] == 39
         assert not plugin.statistics()["fallbacks"]
+
+    run()
+
+
+def test_the_losers_own_value_is_not_read() -> None:
+    @gen_cluster(client=True, nthreads=THREE)
+    async def run(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
+        stock = a.execute
+        one = OneResult(a)
+        one.install()
+        _, copies, f = await twice(c, s, a, b)
+        open_gate(b)
+        assert await f == b.address
+        await until(lambda: a.state.tasks[f.key].state == "cancelled")
+        # The winner does not answer: the loser's run ends before the value can have been fetched.
+        transfers = b.transfer_outgoing_count_limit
+        b.transfer_outgoing_count_limit = 0
+        g = c.submit(str, f, workers=[a.address], pure=False)
+        await until(lambda: a.state.tasks[f.key].state == "resumed")
+        open_gate(a)
+        await until(lambda: one.statistics()["discarded"] == 1)
+        b.transfer_outgoing_count_limit = transfers
+        assert await g == b.address
+        await settled(s, copies, a, b, d)
+        one.uninstall()
+        one.uninstall()
+        assert a.execute == stock
 
     run()
 
