@@ -127,9 +127,9 @@ def one_run(kind: str, workload: str, times: float, args: argparse.Namespace) ->
     for name in ("written_bytes", "read_bytes", "loop_gaps_seconds", "long_gaps", "paused_seconds"):
         result[name] = sum(w[name] for w in per_worker)
     for name in ("peak_rss_bytes", "longest_loop_gap_seconds"):
-        result[name] = max(w[name] for w in per_worker)
+        result[name] = max((w[name] for w in per_worker), default=0.0)  # none: it is being restarted
     if kind == "gpurt":
-        result["own_loop_max_seconds"] = max(w["own_loop_seconds"]["max"] for w in per_worker)
+        result["own_loop_max_seconds"] = max((w["own_loop_seconds"]["max"] for w in per_worker), default=0.0)
         result["own_loop_sum_seconds"] = sum(w["own_loop_seconds"]["sum"] for w in per_worker)
         stats = [w["statistics"] for w in per_worker]
         reading = sum(s["read"]["io_seconds"] + s["read"]["codec_seconds"] for s in stats)
