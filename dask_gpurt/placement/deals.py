@@ -263,14 +263,19 @@ class Deals:
         return found
 
     def _free(self) -> list[Any]:
-        """Some workers with a free thread."""
+        """Some running workers with a free thread."""
         workers = self._engine.workers
         items = workers.idle.items
         n = len(items)
-        if n <= ASKED:
-            return [w.ws for w in items]
-        start = int(workers.random() * n)
-        return [items[(start + i) % n].ws for i in range(ASKED)]
+        start = int(workers.random() * n) if n > ASKED else 0
+        found = []
+        for i in range(min(n, 4 * ASKED)):
+            ws = items[(start + i) % n].ws
+            if seam.is_running(ws):
+                found.append(ws)
+                if len(found) >= ASKED:
+                    break
+        return found
 
     def _starves(self, info: WorkerInfo) -> bool:
         ws = info.ws

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from distributed.core import Status
 from placement_fakes import FakeTask, FakeWorker, assign, finish, learn, make_engine
 
 from dask_gpurt.placement import deals, guard
@@ -139,6 +140,13 @@ def test_what_nobody_pulls_goes_to_its_owner_if_that_is_idle() -> None:
     some = engine.deals.takers(root)
     assert 0 < len(some) <= 2 * deals.ASKED, "not all forty"
     assert engine.deals.takers() != [workers[7]]
+
+
+def test_workers_that_are_paused_are_not_asked() -> None:
+    engine, workers = rig(20)
+    for ws in workers[:15]:
+        ws.status = Status.paused
+    assert set(engine.deals._free()) == set(workers[15:])
 
 
 def test_hosts_are_in_order_of_their_numbers() -> None:
