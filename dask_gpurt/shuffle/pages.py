@@ -20,8 +20,8 @@ Invariants
   appends to a deque.
 
 Rejected: slabs of 2 MiB, counted by their users (memory goes back when the last of several neighbours does); giving
-freed memory back and taking fresh huge pages (as fast while the kernel has any, 30 times slower when it must compact
-first); coalescing free extents (what is returned was one block of a like size mostly).
+freed memory back and taking fresh huge pages (0.15 ms per MB where the host of a virtual machine has the memory, up to
+7 where it has to find it first); coalescing free extents (what is returned was one block of a like size mostly).
 """
 
 from __future__ import annotations
