@@ -25,16 +25,24 @@ _LIBC.aligned_alloc.argtypes = [ctypes.c_size_t, ctypes.c_size_t]
 _LIBC.free.argtypes = [ctypes.c_void_p]
 
 
+def _allocate(nbytes: int, stream: Any, _aligned_alloc: Any = _LIBC.aligned_alloc) -> int:
+    return int(_aligned_alloc(256, max(256, (nbytes + 255) // 256 * 256)))
+
+
+def _free(pointer: int, nbytes: int, stream: Any, _c_free: Any = _LIBC.free) -> None:
+    _c_free(pointer)
+
+
+# A buffer that nobody freed dies in the last garbage collection of the interpreter, and calls `_free` then, perhaps after
+# that same collection has cleared the function: a segmentation fault after the last test has passed. So the functions
+# never die, and need nothing of this module.
+for _function in (_allocate, _free):
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_function))
+
+
 def host_memory() -> Any:
     """An RMM resource over the C library's allocator."""
-
-    def allocate(nbytes: int, stream: Any) -> int:
-        return int(_LIBC.aligned_alloc(256, max(256, (nbytes + 255) // 256 * 256)))
-
-    def free(pointer: int, nbytes: int, stream: Any) -> None:
-        _LIBC.free(pointer)
-
-    return rmm.mr.CallbackMemoryResource(allocate, free)
+    return rmm.mr.CallbackMemoryResource(_allocate, _free)
 
 
 class Value:
