@@ -33,9 +33,9 @@ def _free(pointer: int, nbytes: int, stream: Any, _c_free: Any = _LIBC.free) -> 
     _c_free(pointer)
 
 
-# A buffer that nobody freed dies in the last garbage collection of the interpreter, and calls `_free` then, perhaps after
-# that same collection has cleared the function: a segmentation fault after the last test has passed. So the functions
-# never die, and need nothing of this module.
+# A buffer that nobody freed dies in the last garbage collection of the interpreter, and calls `_free` then, perhaps
+# after that same collection has cleared the function: a segmentation fault after the last test has passed. So the
+# functions never die, and need nothing of this module.
 for _function in (_allocate, _free):
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(_function))
 
