@@ -12,7 +12,8 @@ So while at least one run is open in this process both thresholds are high, and 
 as long. When the last run has closed, memory stays for `LINGER_SECONDS`: shuffles come one after another. Then the
 thresholds are set back and what is free is returned (`malloc_trim`, in a thread: it takes 0.05 ms per MB). It is
 returned at once when the process takes more than `PRESSURE` of its worker's memory limit, looked at every second: Dask
-counts free memory of a process as used, and would spill or pause for it.
+counts free memory of a process as used, and would spill or pause for it. While a run is open, that is looked at as rows
+come in and outputs are made; when neither happens, the watch of the tiers asks for it (`model.spare`).
 
 The thresholds are touched only where the environment has ``MALLOC_TRIM_THRESHOLD_``: its value is what to restore, and
 only then glibc's own adjustment of the thresholds is off already, which `mallopt` would switch off for good. Elsewhere
@@ -39,6 +40,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pyarrow as pa
 
+from dask_gpurt.model import spare
 from dask_gpurt.shuffle.pages import Pages, system
 
 if TYPE_CHECKING:
@@ -268,3 +270,4 @@ class Heap:
 pages = Pages(system())
 #: this process's
 heap = Heap(os.environ, _libc(), pages=pages)
+spare.register(pages.trim)

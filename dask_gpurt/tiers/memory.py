@@ -6,10 +6,10 @@ Two triggers move values to disk, as in distributed:
 * the process's resident set above ``distributed.worker.memory.spill``, watched here every ``monitor-interval``, down to
   ``distributed.worker.memory.target``: sizes are estimates, and tasks need memory too.
 
-When the process is too large, memory that is free inside of the C allocator is given back too (`malloc_trim`). The
-allocator keeps much of it where its thresholds were raised, as shuffles do for their time; to move values then does not
-make the process smaller, and a worker that distributed has paused for it would stay paused for good, with nothing in
-memory (seen: a sort of three times the memory).
+When the process is too large, memory that other parts keep for later (`model.spare`) and what is free inside of the C
+allocator (`malloc_trim`) is given back too. The allocator keeps much of it where its thresholds were raised, as
+shuffles do for their time; to move values then does not make the process smaller, and a worker that distributed has
+paused for it would stay paused for good, with nothing in memory (seen: a sort of three times the memory).
 
 Pausing stays with distributed's monitor, which resumes a worker that somebody else paused; it reads the same
 resident set. The nanny's ``terminate`` stays as well.
@@ -48,6 +48,7 @@ from distributed import system
 from tornado.ioloop import PeriodicCallback
 
 from dask_gpurt.config import DEFAULTS
+from dask_gpurt.model import spare
 from dask_gpurt.tiers.recycled import RECYCLED
 
 if TYPE_CHECKING:
@@ -98,6 +99,12 @@ def _allocator() -> Any:
     except (OSError, AttributeError, TypeError):
         return None
     return libc
+
+
+def _give_back(libc: Any) -> None:
+    spare.give_back()
+    if libc is not None:
+        libc.malloc_trim(0)
 
 
 def limits_of(worker: Any, settings: TierSettings, *, shards_only: bool) -> Limits:
@@ -168,11 +175,11 @@ class MemoryWatch:
 
     def _trim(self) -> None:
         """In a thread: it takes 0.05 ms per MB that is free."""
-        now, libc = time.monotonic(), _allocator()
-        if libc is not None and now - self._trimmed >= _TRIM_SECONDS:
+        now = time.monotonic()
+        if now - self._trimmed >= _TRIM_SECONDS:
             self._trimmed = now
             self.trims += 1
-            self._engine.io.loop.run_in_executor(None, libc.malloc_trim, 0)
+            self._engine.io.loop.run_in_executor(None, _give_back, _allocator())
 
     def look(self) -> None:
         """One look at the resident set."""

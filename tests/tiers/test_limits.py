@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from dask_gpurt.config import Settings
+from dask_gpurt.model import spare
 from dask_gpurt.tiers import memory
 from dask_gpurt.tiers.entry import State
 from dask_gpurt.tiers.memory import MemoryWatch, limits_of
@@ -62,6 +63,15 @@ def test_an_alarm_gives_back_what_is_free_and_moves_values(run_rig: RunRig, monk
     trimmed = threading.Semaphore(0)
     libc = SimpleNamespace(malloc_trim=lambda nbytes: trimmed.release())
     monkeypatch.setattr(memory, "_allocator", lambda: libc)
+    given = threading.Semaphore(0)
+
+    def broken() -> None:
+        raise OSError("not now")
+
+    monkeypatch.setattr(spare, "_givers", [])
+    for giver in (broken, given.release, broken):
+        spare.register(giver)
+    assert len(spare._givers) == 2
 
     async def main(rig: Rig) -> None:
         size = [500_000]
@@ -85,8 +95,15 @@ def test_an_alarm_gives_back_what_is_free_and_moves_values(run_rig: RunRig, monk
         assert watch.trims == 2
         for _ in range(2):
             assert await asyncio.to_thread(trimmed.acquire, timeout=60)
+            assert await asyncio.to_thread(given.acquire, timeout=60)
 
     run_rig(main, budget=1_000_000)
+
+
+def test_pages_of_shuffles_are_among_what_is_given_back() -> None:
+    from dask_gpurt.shuffle.heap import pages
+
+    assert pages.trim in spare._givers
 
 
 def test_the_real_allocator_is_asked() -> None:
