@@ -109,6 +109,15 @@ def write_json(path: str, result: Mapping[str, Any]) -> str:
     return path
 
 
+def earlier(path: str | None) -> dict[str, Any]:
+    """What an earlier run wrote to `path`, for those that add to it; empty when there is none."""
+    if not path or not os.path.exists(path):
+        return {}
+    with open(path) as f:
+        found: dict[str, Any] = json.load(f)
+    return found
+
+
 def _git(*args: str) -> str:
     return subprocess.run(["git", "-C", ROOT, *args], capture_output=True, text=True, check=True).stdout.strip()
 

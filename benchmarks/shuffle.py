@@ -42,7 +42,7 @@ import pyarrow.compute as pc
 from dask.dataframe.shuffle import partitioning_index
 from distributed import Client, LocalCluster, wait
 
-from benchmarks import compare, data, shuffle_small
+from benchmarks import compare, data, shuffle_meters
 from dask_gpurt.shuffle import worker_statistics
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def _wide(r: np.random.Generator, n: int) -> dict[str, Any]:
 
 #: name -> (columns beside the key, rows in 1 GB)
 FRAMES: dict[str, tuple[Callable[[np.random.Generator, int], dict[str, Any]], int]] = {
-    "mixed": (_mixed, shuffle_small.ROWS_PER_GB),
+    "mixed": (_mixed, shuffle_meters.ROWS_PER_GB),
     "numeric": (_numeric, 14_000_000),
     "text": (_texts, 10_000_000),
     "wide": (_wide, 600_000),
@@ -183,16 +183,16 @@ def cluster_for(variant: str) -> Iterator[Client]:
 
 
 def one(client: Client, d: Any, variant: str, want: tuple[int, int], transport: str) -> dict[str, float]:
-    """Shuffle once; see `shuffle_small.one`."""
+    """Shuffle once, between two looks at the workers."""
     if variant == "gpurt":
         client.run_on_scheduler(take_over, transport=transport)
     counts = client.run(lambda dask_worker: worker_statistics(dask_worker))
-    before = client.run(shuffle_small.begin)
+    before = client.run(shuffle_meters.begin)
     start = time.perf_counter()
     out = d.shuffle("k", shuffle_method="tasks" if variant == "tasks" else "p2p").persist()
     wait(out)
     wall = time.perf_counter() - start
-    after = client.run(shuffle_small.end)
+    after = client.run(shuffle_meters.end)
     got = dask.compute(out.k.sum(), out.k.size)
     if tuple(map(int, got)) != want:
         raise SystemExit(f"{variant}: sum of k and rows are {got}, must be {want}")
@@ -203,7 +203,7 @@ def one(client: Client, d: Any, variant: str, want: tuple[int, int], transport: 
         "peak_rss_bytes": max(peak for _, peak in after.values()),
     }
     if variant == "gpurt":
-        stats = client.run_on_scheduler(shuffle_small.give_back)
+        stats = client.run_on_scheduler(shuffle_meters.give_back)
         if stats["runs"] != 1 or stats["fallbacks"]:
             raise SystemExit(f"our shuffle was not what ran: {stats}")
         now = client.run(lambda dask_worker: worker_statistics(dask_worker))
@@ -270,7 +270,7 @@ def main() -> None:
     parser.add_argument("--keys", nargs="+", default=["uniform"], choices=KEYS)
     parser.add_argument("--partitions", type=int, nargs="+", default=[16, 128])
     parser.add_argument(
-        "--variants", nargs="+", default=list(shuffle_small.VARIANTS), choices=(*shuffle_small.VARIANTS, UNSET)
+        "--variants", nargs="+", default=list(shuffle_meters.VARIANTS), choices=(*shuffle_meters.VARIANTS, UNSET)
     )
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--size", type=float, default=1.0, help="GB of input in memory, about")

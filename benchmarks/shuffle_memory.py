@@ -33,7 +33,7 @@ from dask.utils import parse_bytes
 from distributed import Client, wait
 
 import dask_gpurt
-from benchmarks import data, shuffle_small
+from benchmarks import data, shuffle_meters
 from dask_gpurt.shuffle import worker_statistics
 
 if TYPE_CHECKING:
@@ -85,11 +85,11 @@ def one(client: Client, case: str, args: argparse.Namespace) -> dict[str, Any]:
     rows = int(args.size * 1e9 / args.inputs / (8 * (COLUMNS + 1)))
     d = dd.from_map(part, list(range(args.inputs)), rows=rows, case=case, meta=part(0, 2, case).iloc[:0])
     before: dict[str, int] = client.run(_rss)
-    client.run(shuffle_small.begin)
+    client.run(shuffle_meters.begin)
     out = d.shuffle("k", npartitions=1 if case == "incast" else 16)
     got = out.map_partitions(_rows, meta={"rows": "i8", "sum": "i8"}).persist()
     wait(got)
-    peaks: dict[str, tuple[float, int]] = client.run(shuffle_small.end)
+    peaks: dict[str, tuple[float, int]] = client.run(shuffle_meters.end)
     receive: dict[str, dict[str, int]] = client.run(_stored)
     counted = got.compute()
     want = sum(int(part(i, rows, case)["k"].sum()) for i in range(args.inputs))

@@ -25,7 +25,7 @@ import pandas as pd
 import pyarrow as pa
 from distributed import Client, SchedulerPlugin, wait
 
-from benchmarks import compare, data, shuffle, shuffle_small
+from benchmarks import compare, data, shuffle, shuffle_meters
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -78,12 +78,12 @@ def one(client: Client, left: Any, right: Any, variant: str, rows: int) -> dict[
     if variant == "gpurt":
         client.run_on_scheduler(shuffle.take_over, transport="auto")
     client.run_on_scheduler(longest)
-    client.run(shuffle_small.begin)
+    client.run(shuffle_meters.begin)
     start = time.perf_counter()
     out = left.merge(right, on="k", how="inner", shuffle_method="p2p", broadcast=False).persist()
     wait(out)
     wall = time.perf_counter() - start
-    after = client.run(shuffle_small.end)
+    after = client.run(shuffle_meters.end)
     seconds, _ = client.run_on_scheduler(longest)
     sizes = sorted(out.map_partitions(len).compute().tolist(), reverse=True)
     if sum(sizes) != rows or not bool((out.k * 0.5 == out.w).all().compute()):
@@ -96,7 +96,7 @@ def one(client: Client, left: Any, right: Any, variant: str, rows: int) -> dict[
         "largest_output_share": sizes[0] / rows,
     }
     if variant == "gpurt":
-        stats = client.run_on_scheduler(shuffle_small.give_back)
+        stats = client.run_on_scheduler(shuffle_meters.give_back)
         if stats["runs"] != 2 or stats["fallbacks"] or stats["errors"]:
             raise SystemExit(f"our shuffle was not what ran, or failed: {stats}")
         measured["told"] = stats["skew"]["latest"]

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import statistics
 import sys
 import tempfile
@@ -145,10 +144,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--add", action="store_true", help="keep the runs that are in --out already")
     parser.add_argument("--out", help="JSON file to write")
     args = parser.parse_args(argv)
-    runs: list[dict[str, Any]] = []
-    if args.add and args.out and os.path.exists(args.out):
-        with open(args.out) as f:
-            runs = json.load(f)["runs"]
+    runs: list[dict[str, Any]] = data.earlier(args.out).get("runs", []) if args.add else []
     for _, kind in compare.turns(args.kinds, args.runs):
         runs.append(one_run(kind, parse_bytes(args.size), parse_bytes(args.chunk), args.memory_limit))
         runs[-1]["setup"] = {k: getattr(args, k) for k in ("size", "chunk", "memory_limit")}

@@ -183,10 +183,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--add", action="store_true", help="keep the runs that are in --out already")
     parser.add_argument("--out", help="JSON file to write")
     args = parser.parse_args(argv)
-    runs: list[dict[str, Any]] = []
-    if args.add and args.out and os.path.exists(args.out):
-        with open(args.out) as f:
-            runs = json.load(f)["runs"]
+    runs: list[dict[str, Any]] = data.earlier(args.out).get("runs", []) if args.add else []
     ratios: dict[str, float] = {}
     for workers in args.workers:
         for workload in args.workloads:

@@ -8,11 +8,11 @@
 Parts, each alternating over the transports, medians of the runs:
 
 - messages: one process sends `--bytes` in messages of one size to another, at most 16 MiB ahead of the answers; the
-  receiver checks nothing and drops them (what a shuffle does with messages is in `shuffle_small`). `auto` is the
+  receiver checks nothing and drops them (what a shuffle does with messages is in `shuffle_meters`). `auto` is the
   choice that `transport.choice` makes for that pair and size from its priors.
 - `--place netns`: the receiver in a network namespace of its own, over a veth pair.
 - `--kill`: how soon a sender knows that its receiver was killed.
-- `--shuffle`: the frame of `shuffle_small` on two workers, with each transport forced, and `auto`.
+- `--shuffle`: the frame of `shuffle_meters` on two workers, with each transport forced, and `auto`.
 """
 
 from __future__ import annotations
@@ -289,7 +289,7 @@ def shuffles(args: argparse.Namespace) -> dict[str, Any]:
     import dask.dataframe as dd
     from distributed import Client, LocalCluster, wait
 
-    from benchmarks import shuffle_small as small
+    from benchmarks import shuffle_meters as small
 
     async def install(dask_scheduler: Any, transport: str) -> None:
         from dask_gpurt.config import ShuffleSettings

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("distributed.worker.gpurt")
 
 _givers: list[Callable[[], object]] = []
+#: times that one failed, of this process
+errors = 0
 
 
 def register(giver: Callable[[], object]) -> None:
@@ -27,8 +29,11 @@ def register(giver: Callable[[], object]) -> None:
 
 def give_back() -> None:
     """Call all givers; one that fails does not keep the others from it. Not on an event loop: unmapping takes time."""
+    global errors
     for giver in tuple(_givers):
         try:
             giver()
         except Exception:
-            logger.exception("dask-gpurt: memory that is kept for later was not given back")
+            errors += 1
+            if errors in (1, 10, 100, 1000):  # asked twice a second while a worker is at its limit
+                logger.exception("dask-gpurt: memory that is kept for later was not given back")

@@ -111,6 +111,7 @@ WORKER: tuple[tuple[str, str, str], ...] = (
     ("tiers.admission_queue", "count", "Reads that wait now"),
     ("tiers.memory_alarms", "count", "Times that process memory passed its limit"),
     ("tiers.memory_trims", "count", "Times that the C allocator was asked to give back what was free, because of that"),
+    ("tiers.memory_trim_errors", "count", "Failures of other parts to give back what they keep for later then"),
     ("tiers.fallbacks.*", "count", "Calls left to Dask, by call"),
     ("tiers.lost_keys", "count", "Keys given up, to be computed again"),
     ("tiers.returned_tasks", "count", "Tasks handed back because an input was gone"),

@@ -20,6 +20,7 @@ from dask.utils import format_bytes
 from distributed.core import Status
 
 from dask_gpurt.backends import cuda
+from dask_gpurt.model import spare
 from dask_gpurt.model.events import Event, Sink, null_sink
 from dask_gpurt.tiers import adoption
 from dask_gpurt.tiers.below import Below
@@ -329,6 +330,7 @@ class TierRuntime:
             "admission_queue": len(engine.gate),
             "memory_alarms": self._watch.alarms,
             "memory_trims": self._watch.trims,
+            "memory_trim_errors": spare.errors,
             "fallbacks": dict(seam.fallbacks) if seam is not None else {},
             "last_traceback": seam.last_traceback if seam is not None else "",
             "lost_keys": seam.lost_keys if seam is not None else 0,

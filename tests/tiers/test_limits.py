@@ -69,6 +69,7 @@ def test_an_alarm_gives_back_what_is_free_and_moves_values(run_rig: RunRig, monk
         raise OSError("not now")
 
     monkeypatch.setattr(spare, "_givers", [])
+    monkeypatch.setattr(spare, "errors", 0)
     for giver in (broken, given.release, broken):
         spare.register(giver)
     assert len(spare._givers) == 2
@@ -96,6 +97,7 @@ def test_an_alarm_gives_back_what_is_free_and_moves_values(run_rig: RunRig, monk
         for _ in range(2):
             assert await asyncio.to_thread(trimmed.acquire, timeout=60)
             assert await asyncio.to_thread(given.acquire, timeout=60)
+        assert spare.errors >= 1
 
     run_rig(main, budget=1_000_000)
 
