@@ -212,7 +212,9 @@ class TierMachine(RuleBasedStateMachine):
         self.settle()
         handles = self.rig.engine.handles()
         assert sorted({h.name for h in handles}) == self.rig.disk.files()
-        assert sum(h.nbytes for h in handles) <= self.rig.disk.used_bytes <= 60_000
+        # One record may have several keys: of a value that is stored under a second key while it is being written.
+        distinct = {id(h): h for h in handles}.values()
+        assert sum(h.nbytes for h in distinct) <= self.rig.disk.used_bytes <= 60_000
         if not self.rig.disk.files():
             assert self.rig.disk.used_bytes == 0
 
