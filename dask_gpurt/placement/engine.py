@@ -125,11 +125,11 @@ class Engine:
         info, view = picked[i], views[i]
         self._turn = (self._turn + 1) % OBSERVED
         if not self._turn or self.governor.standing is Standing.TRIAL:
-            known = self.durations.prefixes.get(ts.prefix.name)
+            known = self.durations.known(ts)
             # What nobody has seen before nobody could have predicted; and what nobody waits for may well take longer at
             # its inputs than where stock would have put it. What was moved must be worth it.
             excused = task.slack_seconds and not (view.near_fetches or view.far_fetches)
-            if known is not None and known.seconds is not None and not excused:
+            if known is not None and not excused:
                 judge.tell(self, ts, ours, weighed)
         if not ours:
             return self.leave(ts, "trial")
@@ -178,11 +178,11 @@ class Engine:
         if not picked:
             return "no candidate"
         name = ts.prefix.name
-        prefix = self.durations.prefixes.get(name)
-        if prefix is None or prefix.seconds is None:
+        known = self.durations.known(ts)
+        if known is None or known.seconds is None:
             task = TaskView(self._guess(ts), 0.0, self.slack.seconds())
         else:
-            task = TaskView(prefix.seconds, prefix.output_bytes, self.slack.seconds())
+            task = TaskView(known.seconds, known.output_bytes, self.slack.seconds())
         far = self.links.link(LinkClass.NETWORK)
         if too is not None and too not in picked:
             picked.append(too)
@@ -326,14 +326,14 @@ class Engine:
             return
         seconds = compute_seconds(startstops)
         if seconds is not None:
-            prefix = self.durations.prefix(charge.prefix.name)
-            first = prefix.seconds is None
+            kind = charge.prefix
+            first = kind.seconds is None
             nbytes = max(0, details.get("nbytes") or 0)
-            self.durations.learn(prefix, info, seconds, nbytes)
+            self.durations.learn(kind, info, seconds, nbytes)
             if charge.root:
                 self.deals.root_done(seconds, nbytes)
             if first:
-                self.ledger.learned(prefix)
+                self.ledger.learned(kind)
             self.speeds.learned(info)
         if charge.inputs:
             learn_links(self.links, self.workers.by_address, info, charge.inputs, startstops)
@@ -368,12 +368,14 @@ class Engine:
             self.workers.refresh(origin)
 
     def _charge(self, ts: Any, info: WorkerInfo, root: bool = False) -> Charge:
-        return self.ledger.charge(ts.key, info, self.durations.prefix(ts.prefix.name), self._guess(ts), root)
+        kind = self.durations.kind(ts)
+        hint = self._guess(ts) if kind.seconds is None else 0.0
+        return self.ledger.charge(ts.key, info, kind, hint, root)
 
     def _guess(self, ts: Any) -> float:
-        """Seconds that a task whose prefix was never seen may take."""
+        """Seconds that a task of a kind never seen may take."""
         hint: float = ts.prefix.duration_average
-        return hint if hint >= 0 else self.durations.guess_seconds
+        return hint if hint >= 0 else self.durations.guess(ts)
 
     # ------------------------------------------------------------------ statistics
 

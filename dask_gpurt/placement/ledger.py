@@ -4,7 +4,7 @@ A task is *charged* to a worker when it goes to processing and *settled* when it
 
 1. Every charge is settled by the amount it was charged, whatever has been learned in between; so sums return to zero.
    (They are floats: a worker without tasks has its sums set to exactly 0.)
-2. A task charged before its prefix was known is charged again as soon as it is, once; without that, a burst of new
+2. A task charged before its kind was known is charged again as soon as it is, once; without that, a burst of new
    tasks counts 5 ms each until the last of them is done.
 3. A task that seceded (`worker_client`, `distributed.secede`) no longer occupies a thread and leaves the backlog. No
    event tells us; `reconcile` compares counts when the worker is next looked at.
@@ -50,19 +50,25 @@ class Ledger:
 
     def __init__(self) -> None:
         self.charges: dict[Hashable, Charge] = {}
-        #: keys charged with a guess, by prefix name
+        #: keys charged with a guess, by name of the kind
         self.unknown: dict[str, dict[Hashable, None]] = {}
 
     def charge(self, key: Hashable, info: WorkerInfo, prefix: Prefix, hint: float, root: bool = False) -> Charge:
         """Charge a task that went to processing.
 
-        `hint` (seconds) < 0: nobody has a hint for an unknown prefix. `root`: it is a root, pulled from its block.
+        `prefix` is its kind, see `Durations.kind`. `hint` (seconds) < 0: nobody has a hint for an unknown one. `root`:
+        it is a root, pulled from its block.
         """
         if key in self.charges:  # back in processing without having left it, as far as we were told
             self.settle(key)
         known = prefix.seconds
-        seconds = known if known is not None else hint if hint >= 0 else UNKNOWN_SECONDS
-        charge = self.charges[key] = Charge(info, prefix, seconds, prefix.output_bytes, known is None)
+        if known is not None:
+            seconds, nbytes = known, prefix.output_bytes
+        elif (usual := prefix.usual) is not None and usual.seconds is not None:
+            seconds, nbytes = usual.seconds, usual.output_bytes
+        else:
+            seconds, nbytes = hint if hint >= 0 else UNKNOWN_SECONDS, 0.0
+        charge = self.charges[key] = Charge(info, prefix, seconds, nbytes, known is None)
         if known is None:
             self.unknown.setdefault(prefix.name, {})[key] = None
         info.tasks += 1

@@ -158,11 +158,12 @@ class Patrol:
         logs = []
         if ws.executing and ws.processing:
             since = max(0.0, now - ws.last_seen)
-            prefixes = self.engine.durations.prefixes
+            kinds = self.engine.durations.groups
             for ts, seconds in ws.executing.items():
                 if ts.processing_on is not ws:
                     continue
-                prefix = prefixes.get(ts.prefix.name)
+                # By its group only: of another table the same prefix may take a hundred times as long.
+                prefix = kinds.get(ts.group.name)
                 if prefix is None or prefix.seconds is None or prefix.samples < JUDGING:
                     continue
                 run = seconds + since
@@ -249,7 +250,7 @@ class Patrol:
             + self.stealing.in_flight.get(info.ws, 0)
             < info.ws.nthreads
         ]
-        prefix = engine.durations.prefixes.get(ts.prefix.name)
+        prefix = engine.durations.known(ts)
         if not free or prefix is None or prefix.seconds is None:
             return
         name = ts.prefix.name

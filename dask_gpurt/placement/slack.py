@@ -53,7 +53,7 @@ class Slack:
 
     def _look(self, n: int) -> None:
         s = self._scheduler
-        prefixes = self._durations.prefixes
+        prefixes, kinds = self._durations.prefixes, self._durations.groups
         seconds = 0.0
         seen = False
         unseen = 0
@@ -62,9 +62,11 @@ class Slack:
             states = group.states
             count = sum([states[state] for state in _UNDONE])
             if count:
-                prefix = prefixes.get(group.prefix.name)
-                if prefix is not None and prefix.seconds is not None:
-                    seconds += count * prefix.seconds
+                kind = kinds.get(group.name)
+                if kind is None or kind.seconds is None:
+                    kind = prefixes.get(group.prefix.name)
+                if kind is not None and kind.seconds is not None:
+                    seconds += count * kind.seconds
                     seen = True
                 else:
                     unseen += count

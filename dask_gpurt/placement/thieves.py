@@ -83,7 +83,7 @@ class Thieves:
         engine = self._engine
         victim = ts.processing_on
         home = None if victim is None else engine.workers.by_address.get(victim.address)
-        prefix = engine.durations.prefixes.get(ts.prefix.name)
+        prefix = engine.durations.known(ts)
         if home is None or prefix is None or prefix.seconds is None or len(ts.dependencies) > MAX_INPUTS:
             return STOCK
         on_disk = engine.residence.on_disk

@@ -35,12 +35,24 @@ class FakePrefix:
         self.duration_average = -1.0
 
 
+class FakeGroup:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
 class FakeTask:
     def __init__(
-        self, key: str, *dependencies: FakeTask, nbytes: int = -1, on: tuple[FakeWorker, ...] = (), prefix: str = ""
+        self,
+        key: str,
+        *dependencies: FakeTask,
+        nbytes: int = -1,
+        on: tuple[FakeWorker, ...] = (),
+        prefix: str = "",
+        group: str = "",
     ) -> None:
         self.key = key
         self.prefix = FakePrefix(prefix or key.split("-")[0])
+        self.group = FakeGroup(group or self.prefix.name)
         self.dependencies = set(dependencies)
         self.dependents: set[FakeTask] = set()
         for d in dependencies:

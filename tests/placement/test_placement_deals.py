@@ -163,6 +163,7 @@ def test_hosts_are_in_order_of_their_numbers() -> None:
 
 class Group:
     def __init__(self, prefix: str, **states: int) -> None:
+        self.name = prefix
         self.prefix = FakeTask(prefix).prefix
         self.states = {"waiting": 0, "queued": 0, "no-worker": 0, "processing": 0, "memory": 0, **states}
 

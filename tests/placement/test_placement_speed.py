@@ -229,7 +229,7 @@ def test_a_slow_worker_does_not_steal() -> None:
 
 def test_unknown_durations_are_for_stock() -> None:
     engine, workers, tasks = waiting(2)
-    tasks[0].prefix.name = "unheard"
+    tasks[0].prefix.name = tasks[0].group.name = "unheard"
     assert engine.thief(tasks[0], set(workers[1:]), {}, None) is STOCK
 
 

@@ -210,6 +210,48 @@ def test_slow_workers_are_found() -> None:
         assert seconds * slow == pytest.approx(4 * base, rel=0.35)
 
 
+def test_a_large_table_is_not_a_slow_worker() -> None:
+    # dask.dataframe reads all tables by one prefix; what they have in common ends there.
+    workers = [FakeWorker(i) for i in range(2)]
+    engine = make_engine(workers)
+    a = engine.workers.by_address[workers[0].address]
+    for table, seconds, nbytes in (("small", 0.01, 10), ("large", 2.0, 10**8)):
+        for i in range(6):
+            ts = FakeTask(f"{table}-{i}", prefix="read", group=f"read-{table}")
+            assign(engine, ts, workers[0])
+            finish(engine, ts, seconds, nbytes)
+    assert a.slowness == pytest.approx(1.0)
+    assign(engine, FakeTask("again", prefix="read", group="read-large"), workers[0])
+    assert (a.backlog_seconds, a.reserved_bytes) == pytest.approx((2.0, 10**8))
+    other = FakeTask("other", prefix="read", group="read-other")
+    known, prefix = engine.durations.known(other), engine.durations.prefix("read")
+    assert known is prefix, "of a group never seen the prefix is all that is known"
+    before = a.backlog_seconds
+    assign(engine, other, workers[0])
+    another = FakeTask("another", prefix="read", group="read-other")
+    assign(engine, another, workers[0])
+    assert a.backlog_seconds - before == pytest.approx(2 * (prefix.seconds or 0.0))
+    finish(engine, other, 5.0, 7)
+    assert a.backlog_seconds - before == pytest.approx(5.0), "charged again by its own group"
+    assert not engine.ledger.unknown
+    finish(engine, another, 5.0, 7)
+
+
+def test_a_kind_never_seen_takes_no_longer_than_its_inputs_say() -> None:
+    engine = make_engine([a := FakeWorker(0)])
+    for i in range(500):
+        ts = FakeTask(f"long-{i}")
+        assign(engine, ts, a)
+        finish(engine, ts, 10.0)
+    usual = engine.durations.guess_seconds
+    assert usual > 2.0
+    assert engine.durations.guess(FakeTask("root")) == usual
+    small, large, huge = (FakeTask(f"x-{n}", nbytes=n, on=(a,)) for n in (1000, 10**8, 10**12))
+    assert engine.durations.guess(FakeTask("f-0", small)) == UNKNOWN_SECONDS
+    assert engine.durations.guess(FakeTask("f-1", large)) == pytest.approx(10**8 / durations.BYTES_PER_SECOND)
+    assert engine.durations.guess(FakeTask("f-2", large, huge)) == usual
+
+
 def test_tiny_tasks_say_nothing_about_a_worker() -> None:
     a = FakeWorker(0)
     engine = make_engine([a])
