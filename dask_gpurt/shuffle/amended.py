@@ -62,16 +62,19 @@ class AmendedRun(seam.DataFrameShuffleRun):
         Amendments so far.
     budget
         For shards kept to be sent again.
+    counters
+        What this worker's runs count.
     """
 
-    _layout: Layout
-    _worker_for: dict[int, str]
-    _counters: Counters
     _cut_bytes: int
     _comm_buffer: Any
 
-    def __init__(self, *, state: State, budget: Budget, **kwargs: Any) -> None:
+    def __init__(self, *, state: State, budget: Budget, counters: Counters, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        self._counters = counters
+        self._layout = Layout(kwargs["worker_for"])
+        #: as inherited, but a dict: a look into a pandas series costs more than the rest of finding an output
+        self._worker_for: dict[int, str] = dict(kwargs["worker_for"])
         self._ledger: Ledger[Shard] = Ledger(budget)
         self._ledger.epoch = state.epoch
         self._ledger.lost |= set(state.lost)
