@@ -51,9 +51,12 @@ class OutputsRun(ReceivingRun):
         if partition_id not in self._worker_for:
             # It was in memory when this run began for the rest, and was lost since.
             self._restart(f"output {partition_id} is not of this run")
-        if self._get_assigned_worker(partition_id) != self.local_address or not self.transferred or self.closed:
-            out: pd.DataFrame = super().get_output_partition(partition_id, key, **kwargs)
-            return out
+        self.raise_if_closed()
+        if self._get_assigned_worker(partition_id) != self.local_address or not self._counting.ready(partition_id):
+            seam.sync(self._loop, self._not_here, partition_id, key)
+        # Opened again, a run takes inputs once more while it makes the outputs that were complete.
+        if not self.transferred and self._counting.opened is None:
+            raise RuntimeError("`get_output_partition` called before barrier task")
         with (
             self._capture_metrics("foreground"),
             seam.context_meter.meter("p2p-get-output-noncpu"),
@@ -74,7 +77,7 @@ class OutputsRun(ReceivingRun):
         if not first:
             self._restart(f"output {partition_id} was asked for again")
         start = time.perf_counter()
-        df = self._assemble(self._counted([piece for pieces in taken for piece in pieces]))
+        df = self._assemble(self._counted(partition_id, [piece for pieces in taken for piece in pieces]))
         self._given[partition_id] = (weakref.ref(df), here)
         if len(df):
             if not self._row_bytes:
@@ -102,12 +105,17 @@ class OutputsRun(ReceivingRun):
             # here is under way. Then running the task again is right too.
             self._counters.last_error = f"{self}: {e!r}"
 
+    async def _not_here(self, part: int, key: Any) -> NoReturn:
+        """An output that belongs to another worker, or is not complete: the scheduler says where and when."""
+        await self.scheduler.shuffle_restrict_task(
+            id=self.id, run_id=self.run_id, key=key, worker=self._get_assigned_worker(part)
+        )
+        raise seam.Reschedule
+
     async def _take(self, part: int) -> tuple[bool, list[Any]]:
         self.raise_if_closed()
         if part in self._taken:
             return False, []
-        if not self._taken:
-            self._ledger.settle()
         self._taken.add(part)
         if self._few or self._merging.locked():
             await self._merge()

@@ -283,9 +283,10 @@ class Ledger(Generic[S]):
         return [(partition, entry.attempt, entry.key) for partition, entry in self._inputs.items()]
 
     def settle(self) -> None:
-        """The run is over: nothing is sent again any more."""
+        """Retain nothing of what was sent so far: the run is over, or memory is short."""
         for entry in self._inputs.values():
             self._drop(entry)
+        self._kept.clear()
 
     def _drop(self, entry: _Input[S] | None) -> None:
         if entry is not None and entry.sent is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 
 import dask.dataframe as dd
@@ -14,6 +15,7 @@ from helpers import left, ordered, source, taken_over, whole
 
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.shuffle import worker_statistics
+from dask_gpurt.shuffle.outputs import OutputsRun
 
 pytestmark = pytest.mark.cluster
 THREE = {
@@ -171,35 +173,96 @@ class Ended(SchedulerPlugin):
             self.keys.add(key)
 
 
-HOLD: list[threading.Event] = []
+@contextlib.asynccontextmanager
+async def after_the_barrier(c, s, d, first=3):
+    """The first outputs are in memory, the others wait: (outputs, their keys)."""
+    go, lock, begun = threading.Event(), threading.Lock(), []
+    make = OutputsRun._get_output_partition
+
+    def held(self, partition_id, *args, **kwargs):
+        with lock:
+            begun.append(partition_id)
+            wait = len(set(begun)) > first
+        if wait:
+            assert go.wait(120)
+        return make(self, partition_id, *args, **kwargs)
+
+    OutputsRun._get_output_partition = held
+    try:
+        out = c.persist(d)
+        keys = [f.key for f in futures_of(out)]
+        await until(lambda: sum(k in s.tasks and s.tasks[k].state == "memory" for k in keys) == first)
+        yield out, keys
+    finally:
+        OutputsRun._get_output_partition = make
+        go.set()
 
 
-def held(df: pd.DataFrame, hold: int) -> pd.DataFrame:
-    if len(df) and hold >= 0:
-        assert HOLD[hold].wait(120)
-    return df
+def whose(s, keys):
+    """(a worker that has outputs, those in memory on others)."""
+    owners = {k: {ws.address for ws in s.tasks[k].who_has} for k in keys if s.tasks[k].state == "memory"}
+    victim = sorted(set.union(*owners.values()))[0]
+    return victim, {k for k, who in owners.items() if victim not in who}
+
+
+@pytest.mark.parametrize("retain", [0.1, 0.0])
+def test_after_the_barrier_a_lost_worker_costs_its_own_part(retain):
+    @gen_cluster(**THREE)
+    async def check(c, s, *workers):
+        settings = ShuffleSettings(enabled=True, transport="rpc", retain=retain)
+        async with taken_over(s, workers, settings=settings) as (takeover, _):
+            async with after_the_barrier(c, s, source(left, N).shuffle("k", npartitions=9)) as (out, keys):
+                victim, kept = whose(s, keys)
+                (lost,) = (w for w in workers if w.address == victim)
+                split = vouched(lost)
+                ended = Ended()
+                s.add_plugin(ended, name="ended")
+                await lose(lost)
+            same_rows(await c.compute(out))
+            stats = takeover.statistics()
+            assert stats["errors"] == 0, stats["last_error"]
+            assert stats["runs"] == 1
+            assert stats["recovery"]["restarted"] == 0
+            assert stats["recovery"]["amended"] == 1
+            assert stats["recovery"]["outputs_opened"] >= 1
+            assert not kept & ended.keys
+            transfers = sum("transfer" in str(k) for k in ended.keys)
+            assert transfers == (split if retain else N)
+
+    check()
 
 
 @gen_cluster(**THREE)
-async def test_outputs_in_memory_are_not_made_again(c, s, *workers):
+async def test_two_workers_lost_after_the_barrier(c, s, *workers):
     async with taken_over(s, workers) as (takeover, _):
-        HOLD.append(threading.Event())
-        out = c.persist(source(left, N).shuffle("k", npartitions=9))
-        # Tasks that wait occupy the threads, so that not all outputs are made.
-        f = c.compute(out.map_partitions(held, len(HOLD) - 1, meta=left(0).iloc[:0]))
-        keys = [f.key for f in futures_of(out)]
-        await until(lambda: all(k in s.tasks for k in keys))
-        await until(lambda: sum(s.tasks[k].state == "memory" for k in keys) >= 3)
-        owners = {k: {ws.address for ws in s.tasks[k].who_has} for k in keys if s.tasks[k].state == "memory"}
-        victim = next(iter(next(iter(owners.values()))))
-        kept = {k for k, who in owners.items() if victim not in who}
-        ended = Ended()
-        s.add_plugin(ended, name="ended")
-        await lose(next(w for w in workers if w.address == victim))
-        HOLD[-1].set()
-        same_rows(await f)
+        async with after_the_barrier(c, s, source(left, N).shuffle("k", npartitions=9)) as (out, _):
+            await lose(workers[0])
+            await lose(workers[2])
+        same_rows(await c.compute(out))
+        stats = takeover.statistics()
+        assert stats["errors"] == 0, stats["last_error"]
+        assert stats["runs"] == 1
+        assert stats["recovery"]["amended"] == 2
+
+
+@gen_cluster(**THREE)
+async def test_a_join_after_the_barrier(c, s, *workers):
+    async with taken_over(s, workers) as (takeover, _):
+        d = source(left, N).merge(source(left, 4), on="k", how="inner", shuffle_method="p2p", npartitions=9)
+        async with after_the_barrier(c, s, d, 5) as (out, keys):
+            victim, kept = whose(s, keys)
+            ended = Ended()
+            s.add_plugin(ended, name="ended")
+            await lose(next(w for w in workers if w.address == victim))
+        got = ordered(await c.compute(out))
+        want = ordered(whole(left, N).merge(whole(left, 4), on="k", how="inner"))
+        pd.testing.assert_frame_equal(got, want.astype(dict(got.dtypes)))
+        stats = takeover.statistics()
+        assert stats["errors"] == 0, stats["last_error"]
         assert not kept & ended.keys
-        assert takeover.statistics()["errors"] == 0, takeover.statistics()["last_error"]
+        assert stats["runs"] == 2
+        assert stats["recovery"]["amended"] == 2
+        assert stats["recovery"]["restarted"] == 0
 
 
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 2, timeout=60, config=THREE["config"])

@@ -177,6 +177,8 @@ class World:
         """One random event; False when the barrier has passed."""
         r = self.r
         choice = r.random()
+        if r.random() < 0.003:  # it is at its memory limit
+            self.workers[r.choice(sorted(self.workers))].ledger.settle()
         if self.deaths and len(self.workers) > 1 and choice < 0.02:
             self.kill()
         elif self.phase in ("amend", "valid") and choice < 0.2:
