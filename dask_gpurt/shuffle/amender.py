@@ -18,6 +18,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import math
+import time
 import traceback
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -58,6 +60,8 @@ class Amender:
         self._opener = Opener(scheduler, plugin, self)
         #: runs being amended
         self._tasks: dict[tuple[Any, int], asyncio.Task[None]] = {}
+        #: questions, those included that nobody waits for any more
+        self._asking: set[asyncio.Future[Any]] = set()
         #: run ids whose barrier has passed
         self._passed: dict[int, None] = {}
         #: run -> key of a transfer task -> epoch in which its result was lost
@@ -257,6 +261,32 @@ class Amender:
         _, keys = self.agreed(state, answers)
         return not self._again(shuffle_id, keys, f"gpurt-complete-{shuffle_id}-{epoch}")
 
+    async def broadcast(self, msg: dict[str, Any], workers: list[str], seconds: float = math.inf) -> Any:
+        """Answers or errors by address; None as soon as one of the workers is gone.
+
+        Not a moment later: distributed goes on trying to connect to a dead process for half a minute.
+
+        Raises
+        ------
+        TimeoutError
+            There are not all answers after so many seconds.
+        """
+        deadline = time.monotonic() + seconds
+        asking = asyncio.ensure_future(self._scheduler.broadcast(msg=msg, workers=workers, on_error="return"))
+        try:
+            while all(address in self._scheduler.workers for address in workers):
+                if asking.done():
+                    return asking.result()
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"no answer to {msg['op']!r} within {seconds:g} s")
+                await asyncio.wait({asking}, timeout=_LOOK_SECONDS)
+            return None
+        finally:
+            # Not cancelled: a comm that waits for its answer would be closed, and it ends by itself.
+            self._asking.add(asking)
+            asking.add_done_callback(self._asking.discard)
+            asking.add_done_callback(lambda task: task.cancelled() or task.exception())
+
     async def tell(self, state: Any, data: dict[str, Any], patience: int = _PATIENCE) -> list[Any] | None:
         """Call all that take part; None when one of them is gone meanwhile.
 
@@ -271,10 +301,8 @@ class Amender:
         workers = [a for a in state.participating_workers if a in self._scheduler.workers]
         good: list[Any] = []
         while workers:
-            answers = await asyncio.wait_for(
-                self._scheduler.broadcast(msg=msg, workers=workers, on_error="return"), TELL_SECONDS
-            )
-            if any(address not in self._scheduler.workers for address in workers):
+            answers = await self.broadcast(msg, workers, TELL_SECONDS)
+            if answers is None:
                 return None
             bad = {a: r for a, r in answers.items() if not isinstance(r, dict) or r.get("status") != "OK"}
             good += [answers[a] for a in workers if a not in bad]
@@ -322,15 +350,14 @@ class Amender:
                 continue
             run_state = state.run_spec.spec.state
             epoch, workers = run_state.epoch, list(state.participating_workers)
-            results = await self._scheduler.broadcast(
-                msg={"op": "shuffle_inputs_done", "shuffle_id": shuffle_id, "run_id": run_id},
-                workers=workers,
-                on_error="return",
-            )
+            flush = {"op": "shuffle_inputs_done", "shuffle_id": shuffle_id, "run_id": run_id}
+            results = await self.broadcast(flush, workers)
+            if results is None:
+                await asyncio.sleep(_LOOK_SECONDS)  # whoever was lost took part: an amendment or a restart is next
+                continue
             if (
                 run_state.epoch != epoch
                 or self._plugin.active_shuffles.get(shuffle_id) is not state
-                or any(address not in self._scheduler.workers for address in workers)
                 or barrier.state != "processing"
                 or set(workers) != state.participating_workers
             ):

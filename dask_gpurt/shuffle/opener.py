@@ -188,11 +188,12 @@ class Opener:
             if self.run_again(shuffle_id, keys, f"gpurt-open-{shuffle_id}-{epoch}"):
                 await asyncio.sleep(_LOOK_SECONDS)
                 continue
-            results = await self._scheduler.broadcast(
-                msg={"op": "shuffle_inputs_done", "shuffle_id": shuffle_id, "run_id": state.run_id},
-                workers=[a for a in state.participating_workers if a in self._scheduler.workers],
-                on_error="return",
-            )
+            workers = [a for a in state.participating_workers if a in self._scheduler.workers]
+            flush = {"op": "shuffle_inputs_done", "shuffle_id": shuffle_id, "run_id": state.run_id}
+            results = await self._amender.broadcast(flush, workers)
+            if results is None:
+                await asyncio.sleep(_LOOK_SECONDS)
+                continue
             problems = [r for r in results.values() if r is not None]
             if over() or run_state.epoch != epoch:
                 continue

@@ -15,6 +15,7 @@ from helpers import left, ordered, source, taken_over, whole
 
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.shuffle import worker_statistics
+from dask_gpurt.shuffle.amender import Amender
 from dask_gpurt.shuffle.outputs import OutputsRun
 
 pytestmark = pytest.mark.cluster
@@ -243,6 +244,47 @@ async def test_two_workers_lost_after_the_barrier(c, s, *workers):
         assert stats["errors"] == 0, stats["last_error"]
         assert stats["runs"] == 1
         assert stats["recovery"]["amended"] == 2
+
+
+@gen_cluster(**THREE)
+async def test_rows_of_an_output_that_was_not_lost_are_there_when_it_is(c, s, *workers):
+    """Its owner is lost while another worker has a copy, and then that one."""
+    async with taken_over(s, workers) as (takeover, _):
+        async with after_the_barrier(c, s, source(left, N).shuffle("k", npartitions=9)) as (out, keys):
+            first, _ = whose(s, keys)
+            (owner,) = (w for w in workers if w.address == first)
+            second = next(w for w in workers if w is not owner)
+            copied = [f for f in futures_of(out) if f.key in owner.data]
+            await c.replicate(copied, workers=[owner.address, second.address])
+            await lose(owner)
+            await until(lambda: owner.address not in s.workers)
+            assert all(s.tasks[f.key].state == "memory" for f in copied)
+            await lose(second)
+        same_rows(await c.compute(out))
+        stats = takeover.statistics()
+        assert stats["errors"] == 0, stats["last_error"]
+        assert stats["runs"] == 1
+        assert stats["recovery"]["restarted"] == 0
+        assert stats["recovery"]["outputs_opened"] >= len(copied) + 1
+
+
+async def test_a_question_ends_when_a_worker_is_gone():
+    class Cluster:
+        workers = {"a": 1, "b": 2}  # noqa: RUF012
+        asked = asyncio.Event()
+
+        async def broadcast(self, **kwargs):
+            self.asked.set()
+            await asyncio.Event().wait()  # as long as it takes to find out that nobody is there
+
+    cluster = Cluster()
+    amender = Amender(cluster, None, lambda: None)
+    question = asyncio.create_task(amender.broadcast({"op": "x"}, ["a", "b"]))
+    await cluster.asked.wait()
+    del cluster.workers["b"]
+    assert await asyncio.wait_for(question, 60) is None
+    for task in amender._asking:
+        task.cancel()
 
 
 @gen_cluster(**THREE)
