@@ -268,23 +268,26 @@ async def test_rows_of_an_output_that_was_not_lost_are_there_when_it_is(c, s, *w
         assert stats["recovery"]["outputs_opened"] >= len(copied) + 1
 
 
-async def test_a_question_ends_when_a_worker_is_gone():
-    class Cluster:
-        workers = {"a": 1, "b": 2}  # noqa: RUF012
-        asked = asyncio.Event()
+def test_a_question_ends_when_a_worker_is_gone():
+    async def check():
+        class Cluster:
+            def __init__(self):
+                self.workers, self.asked = {"a": 1, "b": 2}, asyncio.Event()
 
-        async def broadcast(self, **kwargs):
-            self.asked.set()
-            await asyncio.Event().wait()  # as long as it takes to find out that nobody is there
+            async def broadcast(self, **kwargs):
+                self.asked.set()
+                await asyncio.Event().wait()  # as long as it takes to find out that nobody is there
 
-    cluster = Cluster()
-    amender = Amender(cluster, None, lambda: None)
-    question = asyncio.create_task(amender.broadcast({"op": "x"}, ["a", "b"]))
-    await cluster.asked.wait()
-    del cluster.workers["b"]
-    assert await asyncio.wait_for(question, 60) is None
-    for task in amender._asking:
-        task.cancel()
+        cluster = Cluster()
+        amender = Amender(cluster, None, lambda: None)
+        question = asyncio.create_task(amender.broadcast({"op": "x"}, ["a", "b"]))
+        await cluster.asked.wait()
+        del cluster.workers["b"]
+        assert await asyncio.wait_for(question, 60) is None
+        for task in amender._asking:
+            task.cancel()
+
+    asyncio.run(check())
 
 
 @gen_cluster(**THREE)
