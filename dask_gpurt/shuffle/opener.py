@@ -21,6 +21,7 @@ All on the scheduler's event loop.
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.shuffle import seam
@@ -147,6 +148,15 @@ class Opener:
             if self._amender.ours(state):
                 yield state.run_spec.spec.state.opened or frozenset()
 
+    def wait_on(self) -> None:
+        """Outputs that are parked wait for us, not for a worker: ``no-workers-timeout`` must not end them."""
+        if self._scheduler.no_workers_timeout is None:
+            return
+        unrunnable = self._scheduler.unrunnable
+        for ts in [ts for ts in unrunnable if ts.worker_restrictions == {NOWHERE}]:
+            del unrunnable[ts]
+            unrunnable[ts] = time.monotonic()  # at the end: distributed counts on their order
+
     # ---- completing
 
     def run_again(self, shuffle_id: Any, keys: set[Hashable], stimulus_id: str) -> int:
@@ -175,6 +185,7 @@ class Opener:
             return not self._amender.current(shuffle_id, state) or barrier.state != "memory"
 
         while not over() and run_state.epoch == epoch:
+            self.wait_on()
             if any(ts.state in _UNDER_WAY for ts in barrier.dependencies):
                 await asyncio.sleep(_LOOK_SECONDS)
                 continue

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from types import SimpleNamespace
+from typing import Any
 
 import dask.dataframe as dd
 import pandas as pd
@@ -16,6 +18,7 @@ from helpers import left, ordered, source, taken_over, whole
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.shuffle import worker_statistics
 from dask_gpurt.shuffle.amender import Amender
+from dask_gpurt.shuffle.opener import NOWHERE, Opener
 from dask_gpurt.shuffle.outputs import OutputsRun
 
 pytestmark = pytest.mark.cluster
@@ -266,6 +269,23 @@ async def test_rows_of_an_output_that_was_not_lost_are_there_when_it_is(c, s, *w
         assert stats["runs"] == 1
         assert stats["recovery"]["restarted"] == 0
         assert stats["recovery"]["outputs_opened"] >= len(copied) + 1
+
+
+class Waiting:
+    """A task's state on the scheduler."""
+
+    def __init__(self, restriction: str) -> None:
+        self.worker_restrictions = {restriction}
+
+
+def test_parked_outputs_do_not_run_into_the_timeout_of_tasks_without_a_worker():
+    parked, other = Waiting(NOWHERE), Waiting("tcp://x")
+    unrunnable = {parked: 1.0, other: 2.0}
+    for limit, order in ((None, [parked, other]), (5.0, [other, parked])):
+        scheduler: Any = SimpleNamespace(no_workers_timeout=limit, unrunnable=unrunnable)
+        Opener(scheduler, None, None).wait_on()  # type: ignore[arg-type]
+        assert list(unrunnable) == order
+    assert unrunnable[other] == 2.0 < unrunnable[parked]
 
 
 def test_a_question_ends_when_a_worker_is_gone():
