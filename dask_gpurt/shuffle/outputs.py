@@ -77,7 +77,9 @@ class OutputsRun(ReceivingRun):
         if not first:
             self._restart(f"output {partition_id} was asked for again")
         start = time.perf_counter()
-        df = self._assemble(self._counted(partition_id, [piece for pieces in taken for piece in pieces]))
+        pieces = self._counted(partition_id, [piece for some in taken for piece in some])
+        taken.clear()
+        df = self._assemble(pieces)
         self._given[partition_id] = (weakref.ref(df), here)
         if len(df):
             if not self._row_bytes:
