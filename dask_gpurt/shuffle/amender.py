@@ -128,8 +128,13 @@ class Amender:
         """Amend what can be; the rest is left to stock's restart, which comes next. Never raises."""
         released = self._released[1] if self._released[0] == stimulus_id else []
         for shuffle_id, state in self._plugin.active_shuffles.items():
-            if worker not in state.participating_workers or not self.ours(state):
+            if not self.ours(state) or worker not in {
+                *state.participating_workers,
+                *state.run_spec.worker_for.values(),
+            }:
                 continue
+            # An owner that nobody has sent anything yet is as lost; stock would not know.
+            state.participating_workers.add(worker)
             try:
                 if self._begin(shuffle_id, state, worker, released):
                     # Stock restarts the shuffles in which the worker took part.

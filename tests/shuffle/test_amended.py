@@ -288,6 +288,20 @@ def test_parked_outputs_do_not_run_into_the_timeout_of_tasks_without_a_worker():
     assert unrunnable[other] == 2.0 < unrunnable[parked]
 
 
+def test_an_owner_that_took_no_part_yet_is_lost_too(monkeypatch):
+    run_spec = SimpleNamespace(worker_for={0: "a", 1: "b"})
+    state = SimpleNamespace(participating_workers={"a"}, run_spec=run_spec)
+    begun: list[str] = []
+    monkeypatch.setattr(Amender, "ours", staticmethod(lambda state: True))
+    monkeypatch.setattr(Amender, "_begin", lambda self, shuffle_id, state, worker, released: begun.append(worker))
+    amender = Amender(None, SimpleNamespace(active_shuffles={"x": state}), lambda: None)
+    amender.lost("c", "stimulus")
+    amender.lost("b", "stimulus")
+    assert begun == ["b"]
+    # It could not be amended: stock, which comes next, must restart it.
+    assert "b" in state.participating_workers
+
+
 def test_a_question_ends_when_a_worker_is_gone():
     async def check():
         class Cluster:
