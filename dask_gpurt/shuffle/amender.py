@@ -231,8 +231,7 @@ class Amender:
         return told is not None
 
     def agreed(self, state: Any, answers: list[Any]) -> tuple[dict[int, int], set[Hashable]]:
-        run_state = state.run_spec.spec.state
-        narrow = too_narrow(run_state.scopes, run_state.opened)
+        narrow = too_narrow(state.run_spec.spec.state.scopes, state.run_spec.spec.state.opened)
         return agreed((v for answer in answers for v in answer["vouched"]), self._least.get(state, {}), narrow)
 
     def _again(self, shuffle_id: Any, keys: set[Hashable], stimulus_id: str) -> bool:
@@ -293,9 +292,8 @@ class Amender:
             asking.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def tell(self, state: Any, data: dict[str, Any], patience: int = _PATIENCE) -> list[Any] | None:
-        """Call all that take part; None when one of them is gone meanwhile.
-
-        A worker that closes answers with all kinds of errors before the scheduler hears of it, so it is asked again.
+        """Call all that take part; None when one of them is gone meanwhile. One that closes may answer with any error
+        before the scheduler hears of it, so it is asked again.
 
         Raises
         ------
