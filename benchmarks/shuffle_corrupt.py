@@ -75,12 +75,12 @@ class Spoiler:
 
 def begin(seed: int, way: str, dask_worker: Any) -> int:
     """On a worker: spoil what this transport receives."""
-    from dask_gpurt.shuffle import run
+    from dask_gpurt.shuffle import run, sending
     from dask_gpurt.shuffle.transport.plane import Plane
 
     spoiler = Spoiler(seed, 0.5)
     dask_worker.spoiler = spoiler
-    run.STAGE_BYTES = 1  # every shard a message
+    sending.STAGE_BYTES = 1  # every shard a message
     if not hasattr(run, "untouched"):
         run.untouched = Plane._make, run.GpurtShuffleRun._receive_message
     Plane._make, run.GpurtShuffleRun._receive_message = run.untouched
@@ -97,7 +97,7 @@ def begin(seed: int, way: str, dask_worker: Any) -> int:
 
     if way == "rpc":
         run.GpurtShuffleRun._receive_message = spoilt_rpc
-        run.RESENDS = 50
+        sending.RESENDS = 50
     else:
         Plane._make = spoilt
     return os.getpid()

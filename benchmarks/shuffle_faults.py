@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import json
 import logging
 import os
@@ -226,7 +227,8 @@ class Bench:
         def strike(future: Any) -> None:
             if kind in ("kill", "kill2"):
                 for pid in pids[: 1 + (kind == "kill2")]:
-                    os.kill(pid, signal.SIGKILL)
+                    with contextlib.suppress(ProcessLookupError):  # its nanny has restarted it meanwhile
+                        os.kill(pid, signal.SIGKILL)
             elif kind == "stop":
                 os.kill(pids[0], signal.SIGSTOP)
                 time.sleep(STOP_SECONDS)

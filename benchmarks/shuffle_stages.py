@@ -36,7 +36,7 @@ from dask_gpurt.shuffle import gather, wire
 from dask_gpurt.shuffle.assemble import Assembler
 from dask_gpurt.shuffle.chunk import ReceivedChunk
 from dask_gpurt.shuffle.partition import Layout, split
-from dask_gpurt.shuffle.run import STAGE_BYTES
+from dask_gpurt.shuffle.sending import STAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

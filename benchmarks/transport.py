@@ -177,7 +177,7 @@ class Bench:
         """As the run sends: several comms to a peer, one message under way on each."""
         from distributed.protocol.serialize import Serialized, serialize
 
-        from dask_gpurt.shuffle.run import Message
+        from dask_gpurt.shuffle.sending import Message
 
         left = iter(range(count))
 

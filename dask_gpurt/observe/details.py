@@ -247,7 +247,16 @@ SCHEDULER: tuple[tuple[str, str, str], ...] = (
     ("shuffle.recovery.amending", "count", "Shuffles that are being told of a lost worker"),
     ("shuffle.recovery.transfers_again", "count", "Inputs split again, as nobody left had split them"),
     ("shuffle.recovery.outputs_kept", "count", "Outputs in memory that a restart left there"),
-    ("shuffle.recovery.restarted", "count", "Shuffles restarted, as a worker was lost after their barrier"),
+    (
+        "shuffle.recovery.outputs_opened",
+        "count",
+        "Outputs of lost workers that others completed and made after the barrier",
+    ),
+    (
+        "shuffle.recovery.restarted",
+        "count",
+        "Shuffles restarted, as a worker was lost and they could not go on without it",
+    ),
     ("shuffle.skew.skewed", "count", "Shuffles with an output of at least four times the mean rows"),
     ("shuffle.skew.largest_ratio", "ratio", "Rows of the largest such output over the mean"),
     ("shuffle.workers_able", "count", "Workers that can run the engine's shuffles"),

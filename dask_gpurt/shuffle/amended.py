@@ -1,4 +1,4 @@
-"""What a run does when another worker is lost before the barrier: the acting part of `recovery`, on a worker.
+"""What a run does when another worker is lost: the acting part of `recovery`, on a worker.
 
 Theory of operation. The scheduler asks in two steps, by distributed's comms (`AmendedRun.amend`):
 
@@ -7,6 +7,12 @@ Theory of operation. The scheduler asks in two steps, by distributed's comms (`A
    vouches for.
 2. ``valid``: which attempts count. Between the steps no input is sent: whether an input counts already, by an attempt
    of another worker, is only known then.
+
+After the barrier there is a third, ``complete``: what was opened may be made. Until then its tasks are sent back to the
+scheduler, which has them wait. This worker's other outputs are made all the while.
+
+What is retained stays until the run is over, within its budget; a worker at its memory limit gets it back
+(`model.spare`), and then a loss costs more.
 
 Sends to a lost worker end at once and well: nobody waits for them, and what they held is sent again.
 
@@ -19,16 +25,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dask_gpurt.model import spare
 from dask_gpurt.shuffle import seam, wire
 from dask_gpurt.shuffle.chunk import Slice
 from dask_gpurt.shuffle.cut import cut
 from dask_gpurt.shuffle.heap import heap
 from dask_gpurt.shuffle.partition import Layout, Shard
-from dask_gpurt.shuffle.recovery import CUTS, Ledger, Validity, shard_id
+from dask_gpurt.shuffle.recovery import CUTS, Counting, Ledger, Validity, shard_id
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -41,6 +49,19 @@ if TYPE_CHECKING:
 AGAIN = "again"
 #: a send that failed waits so long for the news that its peer is gone
 NEWS_SECONDS = 30.0
+
+
+#: runs that retain shards
+_retaining: weakref.WeakSet[AmendedRun] = weakref.WeakSet()
+
+
+def _give_back() -> None:
+    """A worker is at its memory limit: what is retained goes. Any thread."""
+    for run in list(_retaining):
+        run._loop.add_callback(run._ledger.settle)
+
+
+spare.register(_give_back)
 
 
 class Outgoing(dict[str, Any]):
@@ -62,23 +83,29 @@ class AmendedRun(seam.DataFrameShuffleRun):
         Amendments so far.
     budget
         For shards kept to be sent again.
+    counters
+        What this worker's runs count.
     """
 
-    _layout: Layout
-    _worker_for: dict[int, str]
-    _counters: Counters
     _cut_bytes: int
     _comm_buffer: Any
 
-    def __init__(self, *, state: State, budget: Budget, **kwargs: Any) -> None:
+    def __init__(self, *, state: State, budget: Budget, counters: Counters, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        self._counters = counters
+        self._layout = Layout(kwargs["worker_for"])
+        #: as inherited, but a dict: a look into a pandas series costs more than the rest of finding an output
+        self._worker_for: dict[int, str] = dict(kwargs["worker_for"])
         self._ledger: Ledger[Shard] = Ledger(budget)
         self._ledger.epoch = state.epoch
         self._ledger.lost |= set(state.lost)
-        self._validity = state.validity
+        self._counting = Counting(state.opened, state.validity)
+        if state.opened is not None:
+            self._layout = self._opened_layout(state.opened)
+        _retaining.add(self)
         #: set while it is known which attempts count
         self._settled = asyncio.Event()
-        if state.validity is None or state.validity.epoch == state.epoch:
+        if not state.epoch or (state.validity is not None and state.validity.epoch == state.epoch):
             self._settled.set()
         self._resending: set[asyncio.Task[None]] = set()
         #: send buffers that were closed by a flush before an amendment
@@ -101,7 +128,8 @@ class AmendedRun(seam.DataFrameShuffleRun):
             self.raise_if_closed()
         if data.attempt != self._ledger.epoch:
             raise seam.ShuffleClosedError(f"{self} was amended while input {data.partition} was split")
-        if self._validity is not None and data.partition in self._validity.attempts:
+        validity = self._counting.validity
+        if validity is not None and data.partition in validity.attempts:
             return False
         nbytes = sum(shard.table.nbytes for _, shard in data.sent)
         self._ledger.ran(data.partition, data.key, data.attempt, data.sent, nbytes)
@@ -145,13 +173,19 @@ class AmendedRun(seam.DataFrameShuffleRun):
         epoch = int(question["epoch"])
         if question["gpurt"] == "valid":
             if epoch == self._ledger.epoch:
-                self._validity = Validity(epoch, dict(question["attempts"]))
+                self._counting.validity = Validity(epoch, dict(question["attempts"]))
                 self._settled.set()
+            return {"status": "OK"}
+        if question["gpurt"] == "complete":
+            if epoch == self._ledger.epoch:
+                self._counting.complete()
             return {"status": "OK"}
         if epoch > self._ledger.epoch:
             self._settled.clear()
+            opened = None if question["opened"] is None else frozenset(question["opened"])
+            self._counting.amend(opened, [p for p, owner in self._worker_for.items() if owner == self.local_address])
             self._worker_for.update(question["moved"])
-            self._layout = Layout(self._worker_for)
+            self._layout = Layout(self._worker_for) if opened is None else self._opened_layout(opened)
             again = self._ledger.amend(epoch, question["lost"])
             for address in self._ledger.lost:
                 if (lost := self._losses.get(address)) is not None and not lost.done():
@@ -161,6 +195,10 @@ class AmendedRun(seam.DataFrameShuffleRun):
             if again:
                 self._resending.add(asyncio.create_task(self._resend(epoch, self._reroute(again))))
         return {"status": "OK", "epoch": self._ledger.epoch, "vouched": self._ledger.vouched()}
+
+    def _opened_layout(self, opened: frozenset[int]) -> Layout:
+        """Inputs are split for what is open only; the other outputs have their rows."""
+        return Layout({part: self._worker_for[part] for part in sorted(opened)})
 
     def _reopen(self) -> None:
         """Take inputs again, should a flush have closed the send buffer."""
@@ -177,7 +215,10 @@ class AmendedRun(seam.DataFrameShuffleRun):
                 )
 
     def _reroute(self, again: Iterable[tuple[int, int, Shard]]) -> list[tuple[int, int, str, Shard]]:
-        """(partition, attempt, address, shard): shards of lost workers by their outputs' new owners; views."""
+        """(partition, attempt, address, shard): shards of lost workers by their outputs' owners; views.
+
+        An output that was not opened still belongs to the lost one. Its rows are not sent but stay retained.
+        """
         out: list[tuple[int, int, str, Shard]] = []
         for partition, attempt, shard in again:
             ends = np.concatenate([[0], np.cumsum(shard.lengths, dtype=np.int64)])
@@ -187,8 +228,10 @@ class AmendedRun(seam.DataFrameShuffleRun):
                     table=shard.table.slice(int(ends[first]), int(ends[last] - ends[first])),
                     parts=shard.parts[first:last],
                     lengths=shard.lengths[first:last],
+                    known_bytes=-1,
                 )
-                out.append((partition, attempt, address, piece))
+                if address not in self._ledger.lost:
+                    out.append((partition, attempt, address, piece))
                 if address != self.local_address:
                     self._ledger.rerouted(partition, [(address, piece)])
         return out
@@ -198,7 +241,7 @@ class AmendedRun(seam.DataFrameShuffleRun):
         try:
             for partition, attempt, address, shard in routed:
                 if address in self._ledger.lost:
-                    continue  # sent again by the amendment that said so
+                    continue  # lost since; sent again by the amendment that said so
                 k = counts.get((partition, address), 0)
                 pieces = await self.offload(self._pieces, shard, address, shard_id(partition, attempt, epoch), k)
                 counts[partition, address] = k + len(pieces)
@@ -255,9 +298,9 @@ class AmendedRun(seam.DataFrameShuffleRun):
 
     # ---- outputs
 
-    def _counted(self, pieces: list[Piece]) -> list[Piece]:
-        """Those of attempts that count."""
-        validity = self._validity
+    def _counted(self, part: int, pieces: list[Piece]) -> list[Piece]:
+        """An output's pieces of attempts that count."""
+        validity = self._counting.of(part)
         if validity is None:
             return pieces
         out: list[Piece] = []
@@ -286,6 +329,7 @@ class AmendedRun(seam.DataFrameShuffleRun):
             for buffer in self._flushed:
                 with contextlib.suppress(Exception):
                     await buffer.close()
+            _retaining.discard(self)
             self._ledger.settle()
         await super().close()
 

@@ -6,10 +6,11 @@ background, the survivors are told and asked what they vouch for, transfer tasks
 released, and which attempts count is told to all. `Amender.barrier` lets the barrier pass when all have flushed and no
 amendment is under way or has begun meanwhile.
 
-After the barrier the shuffle is restarted, as stock does it, with two differences: outputs that are in memory stay
-(`keep_outputs`), and the new run is for the outputs that are still to be made (`wanted`).
+After the barrier it is the same, with what `opener` adds: only outputs that are wanted get new owners, and their tasks
+wait for a completion of their own.
 
-Whatever can not be amended, or fails while it is, is restarted in full, by stock's own means.
+Whatever can not be amended, or fails while it is, is restarted by stock's own means, with two differences: outputs that
+are in memory stay (`keep_outputs`), and the new run is for the outputs that are still to be made (`wanted`).
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import math
+import time
 import traceback
 import weakref
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.shuffle import seam
-from dask_gpurt.shuffle.recovery import EPOCHS, Validity, agreed, reassign, undone
+from dask_gpurt.shuffle.opener import Opener
+from dask_gpurt.shuffle.recovery import EPOCHS, Validity, agreed, reassign, too_narrow, undone
 from dask_gpurt.shuffle.spec import GpurtShuffleSpec
 
 if TYPE_CHECKING:
@@ -53,8 +57,11 @@ class Amender:
         self._scheduler = scheduler
         self._plugin = plugin
         self._failed = failed
+        self._opener = Opener(scheduler, plugin, self)
         #: runs being amended
         self._tasks: dict[tuple[Any, int], asyncio.Task[None]] = {}
+        #: questions, those included that nobody waits for any more
+        self._asking: set[asyncio.Future[Any]] = set()
         #: run ids whose barrier has passed
         self._passed: dict[int, None] = {}
         #: run -> key of a transfer task -> epoch in which its result was lost
@@ -76,12 +83,12 @@ class Amender:
         """Whether a run is of our kind."""
         return state is not None and type(state.run_spec.spec) is GpurtShuffleSpec
 
-    def _barrier(self, shuffle_id: Any) -> Any:
+    def barrier_of(self, shuffle_id: Any) -> Any:
         return self._scheduler.tasks.get(seam.barrier_key(shuffle_id))
 
     def wanted(self, spec: Any) -> tuple[int, ...] | None:
         """Outputs that are still to be made; None: all, or which is not known."""
-        barrier = self._barrier(spec.id)
+        barrier = self.barrier_of(spec.id)
         parts = set()
         for ts in barrier.dependents:
             part = seam.output_of(ts.run_spec, spec.id)
@@ -94,7 +101,7 @@ class Amender:
 
     def keep_outputs(self, shuffle_id: Any, recommendations: dict[Any, Any]) -> None:
         """Take outputs that are in memory out of the recommendations of a restart."""
-        barrier = self._barrier(shuffle_id)
+        barrier = self.barrier_of(shuffle_id)
         if barrier is None or any(seam.output_of(ts.run_spec, shuffle_id) is None for ts in barrier.dependents):
             return
         for ts in barrier.dependents:
@@ -102,6 +109,14 @@ class Amender:
                 self.outputs_kept += 1
 
     # ---- a worker is lost
+
+    def place(self, state: Any, run_id: int, key: Hashable) -> bool:
+        """An output's task asks where it belongs; whether that was answered here. Never raises."""
+        try:
+            return self.ours(state) and state.run_id == run_id and self._opener.place(state, key)
+        except Exception:
+            self._failed()
+            return False
 
     def released(self, key: Hashable, stimulus_id: str) -> None:
         """A task was released; those released by the loss of a worker are told before `lost` is."""
@@ -113,8 +128,13 @@ class Amender:
         """Amend what can be; the rest is left to stock's restart, which comes next. Never raises."""
         released = self._released[1] if self._released[0] == stimulus_id else []
         for shuffle_id, state in self._plugin.active_shuffles.items():
-            if worker not in state.participating_workers or not self.ours(state):
+            if not self.ours(state) or worker not in {
+                *state.participating_workers,
+                *state.run_spec.worker_for.values(),
+            }:
                 continue
+            # An owner that nobody has sent anything yet is as lost; stock would not know.
+            state.participating_workers.add(worker)
             try:
                 if self._begin(shuffle_id, state, worker, released):
                     # Stock restarts the shuffles in which the worker took part.
@@ -126,28 +146,41 @@ class Amender:
                 self._failed()
 
     def _begin(self, shuffle_id: Any, state: Any, worker: str, released: list[Hashable]) -> bool:
-        barrier = self._barrier(shuffle_id)
-        scheduler = self._scheduler
-        if barrier is None or state.run_id in self._passed or state._failed:
+        barrier = self.barrier_of(shuffle_id)
+        if barrier is None or state._failed:
             return False
-        if barrier.state not in ("released", "waiting", "processing", "queued", "no-worker"):
+        run_state = state.run_spec.spec.state
+        if state.run_id in self._passed:
+            begun = self._opener.begin(shuffle_id, state, barrier, worker)
+            if begun is None:
+                return True
+        else:
+            begun = self._open_all(shuffle_id, state, barrier, worker)
+        if not begun:
             return False
-        run_state, worker_for = state.run_spec.spec.state, state.run_spec.worker_for
-        alive = [a for a in barrier.worker_restrictions or scheduler.workers if a in scheduler.workers]
-        needed = [seam.output_of(ts.run_spec, shuffle_id) for ts in barrier.dependents if ts.state != "memory"]
-        if not alive or run_state.epoch >= EPOCHS or not all(part is None or part in worker_for for part in needed):
-            return False
-        worker_for.update(reassign(worker_for, alive, self._partner(barrier, shuffle_id)))
-        state.participating_workers |= set(worker_for.values())
-        run_state.epoch += 1
-        run_state.lost.append(worker)
         self._least.setdefault(state, {}).update(dict.fromkeys(released, run_state.epoch))
         key = (shuffle_id, state.run_id)
         if key not in self._tasks:
             self._tasks[key] = asyncio.create_task(self._amend(key, state))
         return True
 
-    def _partner(self, barrier: Any, shuffle_id: Any) -> dict[int, str]:
+    def _open_all(self, shuffle_id: Any, state: Any, barrier: Any, worker: str) -> bool:
+        """A worker was lost before the barrier: its outputs get new owners."""
+        if barrier.state not in ("released", "waiting", "processing", "queued", "no-worker"):
+            return False
+        run_state, worker_for = state.run_spec.spec.state, state.run_spec.worker_for
+        there = self._opener.there(state)
+        alive = [a for a in barrier.worker_restrictions or there if a in there]
+        needed = [seam.output_of(ts.run_spec, shuffle_id) for ts in barrier.dependents if ts.state != "memory"]
+        if not alive or run_state.epoch >= EPOCHS or not all(part is None or part in worker_for for part in needed):
+            return False
+        worker_for.update(reassign(worker_for, alive, self.partner(barrier, shuffle_id)))
+        state.participating_workers |= set(worker_for.values())
+        run_state.epoch += 1
+        run_state.lost.append(worker)
+        return True
+
+    def partner(self, barrier: Any, shuffle_id: Any) -> dict[int, str]:
         """Owners in the shuffles that share outputs with this one."""
         found: dict[int, str] = {}
         for ts in barrier.dependents:
@@ -160,45 +193,50 @@ class Amender:
 
     # ---- amending
 
-    def _current(self, key: tuple[Any, int], state: Any) -> bool:
-        return self._plugin.active_shuffles.get(key[0]) is state
+    def current(self, shuffle_id: Any, state: Any) -> bool:
+        return self._plugin.active_shuffles.get(shuffle_id) is state
 
     async def _amend(self, key: tuple[Any, int], state: Any) -> None:
         run_state = state.run_spec.spec.state
         try:
-            while self._current(key, state):
+            while self.current(key[0], state):
                 epoch = run_state.epoch
-                if await self._once(key[0], state, epoch) and run_state.epoch == epoch:
+                if not await self._once(key[0], state, epoch) or run_state.epoch != epoch:
+                    continue
+                # Before the barrier, the barrier sees to the rest.
+                if run_state.opened is None or await self._opener.complete(key[0], state, epoch):
                     break
         except Exception:
             self._failed()
-            self._restart(key[0], state, f"amending failed: {traceback.format_exc(limit=1)}")
+            self.restart(key[0], state, f"amending failed: {traceback.format_exc(limit=1)}")
         finally:
             del self._tasks[key]
 
     async def _once(self, shuffle_id: Any, state: Any, epoch: int) -> bool:
         """Tell the survivors of an epoch; False when it must be done again."""
         run_state = state.run_spec.spec.state
-        answers = await self.tell(state, self._question(state))
-        if run_state.epoch != epoch or not self._current((shuffle_id, state.run_id), state):
+        answers = await self.tell(state, self.question(state))
+        if run_state.epoch != epoch or not self.current(shuffle_id, state):
             return False
         if answers is None:
             await asyncio.sleep(_LOOK_SECONDS)
             return False
-        attempts, keys = self._agreed(state, answers)
+        attempts, keys = self.agreed(state, answers)
         run_state.validity = Validity(epoch, attempts)
-        self._again(shuffle_id, keys, f"gpurt-amend-{shuffle_id}-{epoch}")
+        again = self._again if run_state.opened is None else self._opener.run_again
+        again(shuffle_id, keys, f"gpurt-amend-{shuffle_id}-{epoch}")
         told = await self.tell(state, {"gpurt": "valid", "epoch": epoch, "attempts": list(attempts.items())})
         if told is None:
             await asyncio.sleep(_LOOK_SECONDS)
         return told is not None
 
-    def _agreed(self, state: Any, answers: list[Any]) -> tuple[dict[int, int], set[Hashable]]:
-        return agreed((v for answer in answers for v in answer["vouched"]), self._least.get(state, {}))
+    def agreed(self, state: Any, answers: list[Any]) -> tuple[dict[int, int], set[Hashable]]:
+        narrow = too_narrow(state.run_spec.spec.state.scopes, state.run_spec.spec.state.opened)
+        return agreed((v for answer in answers for v in answer["vouched"]), self._least.get(state, {}), narrow)
 
     def _again(self, shuffle_id: Any, keys: set[Hashable], stimulus_id: str) -> bool:
         """Have transfer tasks run again for whose input nobody vouches; whether there were any."""
-        done = [ts.key for ts in self._barrier(shuffle_id).dependencies if ts.state == "memory"]
+        done = [ts.key for ts in self.barrier_of(shuffle_id).dependencies if ts.state == "memory"]
         again = undone(done, keys)
         self.transfers_again += len(again)
         if again:
@@ -206,30 +244,56 @@ class Amender:
             self._scheduler.stimulus_queue_slots_maybe_opened(stimulus_id=stimulus_id)
         return bool(again)
 
-    def _question(self, state: Any) -> dict[str, Any]:
+    def question(self, state: Any) -> dict[str, Any]:
         run_state = state.run_spec.spec.state
         return {
             "gpurt": "amend",
             "epoch": run_state.epoch,
             "lost": list(run_state.lost),
             "moved": list(state.run_spec.worker_for.items()),
+            "opened": None if run_state.opened is None else sorted(run_state.opened),
         }
 
     async def _complete(self, shuffle_id: Any, state: Any) -> bool:
         """Whether somebody vouches for every input of an amended run; else their tasks run again."""
         epoch = state.run_spec.spec.state.epoch
-        answers = await self.tell(state, self._question(state))
+        answers = await self.tell(state, self.question(state))
         if answers is None or state.run_spec.spec.state.epoch != epoch:
             return False
-        if not self._current((shuffle_id, state.run_id), state):
+        if not self.current(shuffle_id, state):
             return False
-        _, keys = self._agreed(state, answers)
+        _, keys = self.agreed(state, answers)
         return not self._again(shuffle_id, keys, f"gpurt-complete-{shuffle_id}-{epoch}")
 
-    async def tell(self, state: Any, data: dict[str, Any], patience: int = _PATIENCE) -> list[Any] | None:
-        """Call all that take part; None when one of them is gone meanwhile.
+    async def broadcast(self, msg: dict[str, Any], workers: list[str], seconds: float = math.inf) -> Any:
+        """Answers or errors by address; None as soon as one of the workers is gone.
 
-        A worker that closes answers with all kinds of errors before the scheduler hears of it, so it is asked again.
+        Not a moment later: distributed goes on trying to connect to a dead process for half a minute.
+
+        Raises
+        ------
+        TimeoutError
+            There are not all answers after so many seconds.
+        """
+        deadline = time.monotonic() + seconds
+        asking = asyncio.ensure_future(self._scheduler.broadcast(msg=msg, workers=workers, on_error="return"))
+        try:
+            while all(address in self._scheduler.workers for address in workers):
+                if asking.done():
+                    return asking.result()
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"no answer to {msg['op']!r} within {seconds:g} s")
+                await asyncio.wait({asking}, timeout=_LOOK_SECONDS)
+            return None
+        finally:
+            # Not cancelled: a comm that waits for its answer would be closed, and it ends by itself.
+            self._asking.add(asking)
+            asking.add_done_callback(self._asking.discard)
+            asking.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    async def tell(self, state: Any, data: dict[str, Any], patience: int = _PATIENCE) -> list[Any] | None:
+        """Call all that take part; None when one of them is gone meanwhile. One that closes may answer with any error
+        before the scheduler hears of it, so it is asked again.
 
         Raises
         ------
@@ -240,10 +304,8 @@ class Amender:
         workers = [a for a in state.participating_workers if a in self._scheduler.workers]
         good: list[Any] = []
         while workers:
-            answers = await asyncio.wait_for(
-                self._scheduler.broadcast(msg=msg, workers=workers, on_error="return"), TELL_SECONDS
-            )
-            if any(address not in self._scheduler.workers for address in workers):
+            answers = await self.broadcast(msg, workers, TELL_SECONDS)
+            if answers is None:
                 return None
             bad = {a: r for a, r in answers.items() if not isinstance(r, dict) or r.get("status") != "OK"}
             good += [answers[a] for a in workers if a not in bad]
@@ -255,7 +317,7 @@ class Amender:
                 await asyncio.sleep(_PATIENCE_SECONDS)
         return good
 
-    def _restart(self, shuffle_id: Any, state: Any, why: str) -> None:
+    def restart(self, shuffle_id: Any, state: Any, why: str) -> None:
         """As stock does when a worker is lost."""
         if self._plugin.active_shuffles.get(shuffle_id) is not state:
             return
@@ -283,7 +345,7 @@ class Amender:
             state = self._plugin.active_shuffles[shuffle_id]
             if state.run_id != run_id:
                 raise ValueError(f"{run_id=} does not match {state}")
-            barrier = self._barrier(shuffle_id)
+            barrier = self.barrier_of(shuffle_id)
             if barrier is None or barrier.state != "processing":
                 return False
             if (shuffle_id, run_id) in self._tasks:
@@ -291,15 +353,14 @@ class Amender:
                 continue
             run_state = state.run_spec.spec.state
             epoch, workers = run_state.epoch, list(state.participating_workers)
-            results = await self._scheduler.broadcast(
-                msg={"op": "shuffle_inputs_done", "shuffle_id": shuffle_id, "run_id": run_id},
-                workers=workers,
-                on_error="return",
-            )
+            flush = {"op": "shuffle_inputs_done", "shuffle_id": shuffle_id, "run_id": run_id}
+            results = await self.broadcast(flush, workers)
+            if results is None:
+                await asyncio.sleep(_LOOK_SECONDS)  # whoever was lost took part: an amendment or a restart is next
+                continue
             if (
                 run_state.epoch != epoch
                 or self._plugin.active_shuffles.get(shuffle_id) is not state
-                or any(address not in self._scheduler.workers for address in workers)
                 or barrier.state != "processing"
                 or set(workers) != state.participating_workers
             ):
@@ -334,5 +395,6 @@ class Amender:
             "amending": len(self._tasks),
             "transfers_again": self.transfers_again,
             "outputs_kept": self.outputs_kept,
+            "outputs_opened": self._opener.opened,
             "restarted": self.restarted,
         }

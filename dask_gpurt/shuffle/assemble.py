@@ -4,6 +4,9 @@ Theory of operation. Pieces are ordered by input partition id and joined without
 received memory, and the conversion to pandas writes each column once into its final place. Columns that pandas would
 keep as Arrow memory (text, nullable and Arrow dtypes) are joined first: a frame must not hold on to a whole chunk for
 the few rows it has of it, and a column in hundreds of pieces is slow ever after.
+
+A large output is built piece by piece: all columns of a piece are copied, then its memory goes. So the rows of a hot
+output are not there twice. Small ones are built column by column, which is fewer calls.
 """
 
 from __future__ import annotations
@@ -25,6 +28,11 @@ if TYPE_CHECKING:
     from dask_gpurt.shuffle.chunk import KnownSchema, Letters, Piece, Slice
 
 
+#: outputs of so many bytes are built piece by piece, and so many bytes of pieces are given back at a time
+LARGE_BYTES = 64 << 20
+GIVE_BACK_BYTES = 32 << 20
+
+
 class Assembler:
     """Makes the output partitions of one run. Any thread.
 
@@ -39,13 +47,14 @@ class Assembler:
         #: schema -> the frame that its data becomes; None: only the general way will do
         self._templates: dict[KnownSchema, Template | None] = {}
 
-    def __call__(self, pieces: Iterable[Piece]) -> pd.DataFrame:
+    def __call__(self, pieces: list[Piece]) -> pd.DataFrame:
         """One output partition.
 
         Parameters
         ----------
         pieces
-            (input partition id, rows), any order, the rows of each input in one of them.
+            (input partition id, rows), any order, the rows of each input in one of them. The list is emptied: nobody
+            else should hold what it has.
 
         Raises
         ------
@@ -53,10 +62,12 @@ class Assembler:
             Pieces whose types have no common one, as stock's P2P raises.
         """
         ordered = sorted(pieces, key=lambda piece: piece[0])
+        pieces.clear()
         slices = [rows for _, rows in ordered]
         if not slices:
             return self._meta.copy()
         if len(slices) == 1 or all(s.rows.inputs is None for s in slices):
+            ordered.clear()
             return self._joined(slices)
         ids = [np.full(s.high - s.low, i, np.int64) if s.inputs is None else s.inputs for i, s in ordered]
         inputs = np.concatenate(ids)
@@ -70,13 +81,15 @@ class Assembler:
             if known not in self._templates:
                 self._templates[known] = template(known.schema, self._meta)
             if (shape := self._templates[known]) is not None:
-                return joined(slices, shape)
+                large = sum(s.high - s.low for s in slices) * shape.row_bytes >= LARGE_BYTES
+                piecewise = large and all(s.rows.views[i].offsets is not None for s in slices for _, i in shape.text)
+                return built(slices, shape) if piecewise else joined(slices, shape)
         return general([s.table() for s in slices], self._meta)
 
 
 def assemble(pieces: Iterable[Piece], meta: pd.DataFrame) -> pd.DataFrame:
     """One output partition; see `Assembler`, which is for many."""
-    return Assembler(meta)(pieces)
+    return Assembler(meta)(list(pieces))
 
 
 def general(tables: list[pa.Table], meta: pd.DataFrame) -> pd.DataFrame:
@@ -107,6 +120,12 @@ class Template:
     #: field of the schema that is the index
     index: int
     index_dtype: np.dtype[Any]
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row, letters excepted."""
+        numbers = sum(dtype.itemsize * len(places) for dtype, places, _ in self.blocks)
+        return numbers + 8 * len(self.text) + self.index_dtype.itemsize
 
 
 def template(schema: pa.Schema, meta: pd.DataFrame) -> Template | None:
@@ -154,11 +173,9 @@ def template(schema: pa.Schema, meta: pd.DataFrame) -> Template | None:
 
 def joined(slices: list[Slice], shape: Template) -> pd.DataFrame:
     """Each column written once, into its final place; in memory of `pages`."""
-    from pandas.api.internals import create_dataframe_from_blocks
-
     n = sum(s.high - s.low for s in slices)
-    blocks: list[tuple[Any, Any]] = []
-    for dtype, places, fields in shape.blocks:
+    blocks: list[np.ndarray[Any, Any]] = []
+    for dtype, _, fields in shape.blocks:
         block = _empty((len(fields), n), dtype)
         bundles = [s.rows.bundle(fields) for s in slices]
         if all(b is not None for b in bundles):
@@ -167,15 +184,68 @@ def joined(slices: list[Slice], shape: Template) -> pd.DataFrame:
         else:
             for out, i in zip(block, fields, strict=True):
                 np.concatenate([_values(s, i) for s in slices], out=out)
-        blocks.append((block, np.array(places, dtype=np.intp)))
-    dtypes = shape.frame.dtypes.array
-    for place, i in shape.text:
-        text = _text([(s.rows.views[i], s.low, s.high) for s in slices])
-        blocks.append((dtypes[place].__from_arrow__(pa.chunked_array([text])), np.array([place], dtype=np.intp)))
+        blocks.append(block)
+    text = [_text([(s.rows.views[i], s.low, s.high) for s in slices]) for _, i in shape.text]
     values = _empty((n,), shape.index_dtype)
     np.concatenate([_values(s, shape.index) for s in slices], out=values)
+    return _frame(shape, blocks, text, values)
+
+
+def built(slices: list[Slice], shape: Template) -> pd.DataFrame:
+    """As `joined`, piece by piece; empties the list. Columns of text must have offsets."""
+    n = sum(s.high - s.low for s in slices)
+    blocks = [_empty((len(fields), n), dtype) for dtype, _, fields in shape.blocks]
+    values = _empty((n,), shape.index_dtype)
+    texts = []
+    for _, i in shape.text:
+        size = sum(s.rows.views[i].offsets.item(s.high) - s.rows.views[i].offsets.item(s.low) for s in slices)
+        ends = _empty((n + 1,), np.dtype(np.int64))
+        ends[0] = 0
+        texts.append((i, ends, _empty((size,), np.dtype(np.uint8))))
+    slices.reverse()
+    at = done = 0
+    piece: Slice | None
+    bundle: Any = None
+    source: Any = None
+    while slices:
+        piece = slices.pop()
+        end = at + piece.high - piece.low
+        for (_, _, fields), block in zip(shape.blocks, blocks, strict=True):
+            bundle = piece.rows.bundle(fields)
+            if bundle is not None:
+                block[:, at:end] = bundle[:, piece.low : piece.high]
+            else:
+                for out, i in zip(block, fields, strict=True):
+                    out[at:end] = _values(piece, i)
+        values[at:end] = _values(piece, shape.index)
+        for i, ends, letters in texts:
+            source = piece.rows.views[i]
+            first, last, used = source.offsets.item(piece.low), source.offsets.item(piece.high), ends.item(at)
+            np.add(source.offsets[piece.low + 1 : piece.high + 1], used - first, out=ends[at + 1 : end + 1])
+            letters[used : used + last - first] = source.letters[first:last]
+        at = end
+        piece = bundle = source = None  # else the last one of them would stay
+        if (at - done) * shape.row_bytes >= GIVE_BACK_BYTES:
+            # What the pieces leave would wait to be used again, and count as this process's.
+            pages.trim()
+            done = at
+    return _frame(shape, blocks, [_letters(ends, letters) for _, ends, letters in texts], values)
+
+
+def _frame(
+    shape: Template, blocks: list[np.ndarray[Any, Any]], text: list[pa.LargeStringArray], values: np.ndarray[Any, Any]
+) -> pd.DataFrame:
+    from pandas.api.internals import create_dataframe_from_blocks
+
+    made: list[tuple[Any, Any]] = [
+        (block, np.array(places, dtype=np.intp)) for (_, places, _), block in zip(shape.blocks, blocks, strict=True)
+    ]
+    dtypes = shape.frame.dtypes.array
+    for (place, _), array in zip(shape.text, text, strict=True):
+        column = dtypes[place].__from_arrow__(pa.chunked_array([array]))
+        made.append((column, np.array([place], dtype=np.intp)))
     index = pd.Index(values, name=shape.frame.index.name, copy=False)
-    return create_dataframe_from_blocks(blocks, index=index, columns=shape.frame.columns)
+    return create_dataframe_from_blocks(made, index=index, columns=shape.frame.columns)
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
@@ -216,8 +286,12 @@ def _text(pieces: list[tuple[Letters, int, int]]) -> pa.LargeStringArray:
     all_ends[1:] += np.repeat(shifts, lengths)
     all_letters = _empty((used,), np.dtype(np.uint8))
     np.concatenate(letters, out=all_letters)
-    buffers = [None, pa.py_buffer(all_ends), pa.py_buffer(all_letters)]
-    return pa.Array.from_buffers(pa.large_string(), n, buffers, 0)
+    return _letters(all_ends, all_letters)
+
+
+def _letters(offsets: np.ndarray[Any, Any], letters: np.ndarray[Any, Any]) -> pa.LargeStringArray:
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(letters)]
+    return pa.Array.from_buffers(pa.large_string(), len(offsets) - 1, buffers, 0)
 
 
 def _arrow_columns(meta: pd.DataFrame) -> set[str]:

@@ -71,6 +71,11 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
             self.scheduler._ongoing_background_tasks.call_soon(self.takeover.look_at_skew, state, self.amender)
         return None
 
+    def restrict_task(self, id: Any, run_id: int, key: Any, worker: str) -> Any:
+        if self.amender.place(self.active_shuffles.get(id), run_id, key):
+            return {"status": "OK"}
+        return super().restrict_task(id, run_id, key, worker)
+
     def _restart_recommendations(self, id: Any) -> Any:
         recommendations = super()._restart_recommendations(id)
         if any(map(self.amender.ours, self._shuffles.get(id, ()))):

@@ -1,8 +1,8 @@
 """What a lost worker costs: its own shards and outputs. The pure part, for the workers and for the scheduler.
 
-Theory of operation. A run that has not passed its barrier survives the loss of a worker; it is *amended* and goes on
-under the same run id. Each amendment has a number, its *epoch*, from 1. The scheduler gives the lost worker's outputs
-to others (`reassign`) and tells the survivors (`Ledger.amend`), which
+Theory of operation. A run survives the loss of a worker; it is *amended* and goes on under the same run id. Each
+amendment has a number, its *epoch*, from 1. The scheduler gives the lost worker's outputs to others (`reassign`) and
+tells the survivors (`Ledger.amend`), which
 
 - send again what they had sent to the lost worker, to the new owners, from the shards they retained;
 - forget inputs of which they retained too little (the budget was short); these are split again.
@@ -14,15 +14,25 @@ An input's rows come from one *attempt* to split it, its epoch. Ids of shards sa
 attempt are void for everybody (`Validity`), so it does not matter how much of it had arrived, nor whether a second
 attempt splits its input in the same way. An attempt by a survivor counts, whatever it was sent again.
 
+After the barrier survivors have begun to make their outputs, and theirs are complete. Then an amendment *opens* only
+the outputs that are still wanted and whose owner is gone (`lost_outputs`); what an earlier amendment opened and did not
+complete stays open. Inputs that are split again are split for the open outputs only: an attempt's *scope* is what was
+open in its epoch. So an attempt counts for an amendment unless it is `too_narrow`, its scope less than what is open;
+and which attempts count for an output is what was agreed in the epoch that completed it (`Counting`). The open outputs'
+tasks wait until every input is vouched for and all have flushed.
+
 Invariants
 - An attempt is entered in its worker's ledger before the first of its shards is sent, and is checked again after the
   last one was handed over: a task that ends well is vouched for, or was forgotten by an amendment that the scheduler
   has not looked at the task's end before.
 - The barrier passes only when all workers have flushed in one epoch, no amendment is under way and, if there were
-  any, somebody vouches for every input.
+  any, somebody vouches for every input. So do outputs that were opened after it.
+- Rows for outputs of a lost worker that nobody wants stay retained under its address: they may be wanted later.
 
 Rejected: a new run that adopts the old one's shards (two runs of one shuffle live side by side, and every task under
 way must be told apart), and ids by content instead of attempts (an input need not be split at the same places twice).
+Rejected, too: letting an attempt count for a part of what is open. It saves splitting some inputs a second time when
+workers are lost in quick succession after the barrier, and costs an agreement for every output instead of one.
 """
 
 from __future__ import annotations
@@ -78,13 +88,33 @@ def reassign(
     return {part: partner[part] if partner.get(part) in there else order[i % len(order)] for i, part in enumerate(lost)}
 
 
+def lost_outputs(wanted: Iterable[int], worker_for: Mapping[int, str], there: Collection[str]) -> frozenset[int]:
+    """Outputs that are wanted and whose owner is gone."""
+    return frozenset(part for part in wanted if worker_for[part] not in there)
+
+
+def too_narrow(scopes: Mapping[int, frozenset[int]], opened: frozenset[int] | None) -> frozenset[int]:
+    """Epochs whose attempts can not count for what is open, as they were split for less.
+
+    Parameters
+    ----------
+    scopes
+        Epoch -> outputs that inputs were split for; others were split for all outputs.
+    opened
+        None: the barrier has not passed.
+    """
+    return frozenset(epoch for epoch, scope in scopes.items() if opened is not None and not scope >= opened)
+
+
 def undone(in_memory: Iterable[Hashable], vouched: Collection[Hashable]) -> set[Hashable]:
     """Transfer tasks that count as done and for whose input nobody vouches."""
     return {key for key in in_memory if key not in vouched}
 
 
 def agreed(
-    vouched: Iterable[tuple[int, int, Hashable]], least: Mapping[Hashable, int]
+    vouched: Iterable[tuple[int, int, Hashable]],
+    least: Mapping[Hashable, int],
+    narrow: Collection[int] = (),
 ) -> tuple[dict[int, int], set[Hashable]]:
     """(input partition -> the attempt that counts, keys of their tasks) from what all survivors vouch for.
 
@@ -94,11 +124,13 @@ def agreed(
         Key of a task whose result was lost with a worker -> the epoch of that loss. A survivor that had not heard of it
         may have split the input again as if nothing had happened, at the epoch of an attempt whose shards went on to
         other owners since; such an attempt does not count.
+    narrow
+        Attempts that do not count, see `too_narrow`.
     """
     attempts: dict[int, int] = {}
     keys: set[Hashable] = set()
     for partition, attempt, key in vouched:
-        if attempt >= least.get(key, 0):
+        if attempt >= least.get(key, 0) and attempt not in narrow:
             attempts[partition] = max(attempt, attempts.get(partition, 0))
             keys.add(key)
     return attempts, keys
@@ -117,6 +149,46 @@ class Validity:
         """Whether rows of a shard with this id count."""
         partition, attempt = origin(shard)
         return attempt >= self.epoch or self.attempts.get(partition) == attempt
+
+
+class Counting:
+    """Which attempts count for which output, as one worker knows it.
+
+    Parameters
+    ----------
+    opened
+        As in `State`.
+    validity
+        What counts for the outputs that are not complete.
+    """
+
+    def __init__(self, opened: frozenset[int] | None, validity: Validity | None) -> None:
+        self.opened = opened
+        self.validity = validity
+        #: output of this worker that was complete before the latest amendment -> what counts for it
+        self._complete: dict[int, Validity | None] = {}
+
+    def amend(self, opened: frozenset[int] | None, mine: Iterable[int]) -> None:
+        """An amendment opens outputs; `mine` are this worker's of before it."""
+        if opened is not None:
+            for part in mine:
+                if part not in opened:
+                    self._complete.setdefault(part, self.validity)
+            for part in opened:
+                self._complete.pop(part, None)
+        self.opened = opened
+
+    def complete(self) -> None:
+        """What was open is complete."""
+        self.opened = frozenset()
+
+    def ready(self, part: int) -> bool:
+        """Whether an output may be made, once the barrier has passed."""
+        return not self.opened or part not in self.opened
+
+    def of(self, part: int) -> Validity | None:
+        """What counts for an output; None: everything."""
+        return self._complete.get(part, self.validity)
 
 
 @dataclasses.dataclass
@@ -200,7 +272,7 @@ class Ledger(Generic[S]):
         return again
 
     def rerouted(self, partition: int, sent: list[tuple[str, S]]) -> None:
-        """Where shards that `amend` gave went now; to this worker itself is not told."""
+        """Where shards that `amend` gave belong now; to this worker itself is not told."""
         entry = self._inputs[partition]
         entry.others |= {address for address, _ in sent}
         if entry.sent is not None:
@@ -211,9 +283,10 @@ class Ledger(Generic[S]):
         return [(partition, entry.attempt, entry.key) for partition, entry in self._inputs.items()]
 
     def settle(self) -> None:
-        """The run is past its barrier: nothing is sent again any more."""
+        """Retain nothing of what was sent so far: the run is over, or memory is short."""
         for entry in self._inputs.values():
             self._drop(entry)
+        self._kept.clear()
 
     def _drop(self, entry: _Input[S] | None) -> None:
         if entry is not None and entry.sent is not None:
@@ -231,3 +304,7 @@ class State:
     lost: list[str] = dataclasses.field(default_factory=list)
     #: None: not amended yet
     validity: Validity | None = None
+    #: outputs that are opened again and not yet complete; None: the barrier has not passed
+    opened: frozenset[int] | None = None
+    #: epoch after the barrier -> the outputs that inputs are split for in it
+    scopes: dict[int, frozenset[int]] = dataclasses.field(default_factory=dict)

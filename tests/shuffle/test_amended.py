@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
+from types import SimpleNamespace
+from typing import Any
 
 import dask.dataframe as dd
 import pandas as pd
@@ -14,6 +17,9 @@ from helpers import left, ordered, source, taken_over, whole
 
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.shuffle import worker_statistics
+from dask_gpurt.shuffle.amender import Amender
+from dask_gpurt.shuffle.opener import NOWHERE, Opener
+from dask_gpurt.shuffle.outputs import OutputsRun
 
 pytestmark = pytest.mark.cluster
 THREE = {
@@ -171,35 +177,171 @@ class Ended(SchedulerPlugin):
             self.keys.add(key)
 
 
-HOLD: list[threading.Event] = []
+@contextlib.asynccontextmanager
+async def after_the_barrier(c, s, d, first=3):
+    """The first outputs are in memory, the others wait: (outputs, their keys)."""
+    go, lock, begun = threading.Event(), threading.Lock(), []
+    make = OutputsRun._get_output_partition
+
+    def held(self, partition_id, *args, **kwargs):
+        with lock:
+            begun.append(partition_id)
+            wait = partition_id not in list(dict.fromkeys(begun))[:first]  # a join asks twice
+        if wait:
+            assert go.wait(120)
+        return make(self, partition_id, *args, **kwargs)
+
+    OutputsRun._get_output_partition = held
+    try:
+        out = c.persist(d)
+        keys = [f.key for f in futures_of(out)]
+        await until(lambda: sum(k in s.tasks and s.tasks[k].state == "memory" for k in keys) == first)
+        yield out, keys
+    finally:
+        OutputsRun._get_output_partition = make
+        go.set()
 
 
-def held(df: pd.DataFrame, hold: int) -> pd.DataFrame:
-    if len(df) and hold >= 0:
-        assert HOLD[hold].wait(120)
-    return df
+def whose(s, keys):
+    """(a worker that has outputs, those in memory on others)."""
+    owners = {k: {ws.address for ws in s.tasks[k].who_has} for k in keys if s.tasks[k].state == "memory"}
+    victim = sorted(set.union(*owners.values()))[0]
+    return victim, {k for k, who in owners.items() if victim not in who}
+
+
+@pytest.mark.parametrize("retain", [0.1, 0.0])
+def test_after_the_barrier_a_lost_worker_costs_its_own_part(retain):
+    @gen_cluster(**THREE)
+    async def check(c, s, *workers):
+        settings = ShuffleSettings(enabled=True, transport="rpc", retain=retain)
+        async with taken_over(s, workers, settings=settings) as (takeover, _):
+            async with after_the_barrier(c, s, source(left, N).shuffle("k", npartitions=9)) as (out, keys):
+                victim, kept = whose(s, keys)
+                (lost,) = (w for w in workers if w.address == victim)
+                split = vouched(lost)
+                ended = Ended()
+                s.add_plugin(ended, name="ended")
+                await lose(lost)
+            same_rows(await c.compute(out))
+            stats = takeover.statistics()
+            assert stats["errors"] == 0, stats["last_error"]
+            assert stats["runs"] == 1
+            assert stats["recovery"]["restarted"] == 0
+            assert stats["recovery"]["amended"] == 1
+            assert stats["recovery"]["outputs_opened"] >= 1
+            assert not kept & ended.keys
+            transfers = sum("transfer" in str(k) for k in ended.keys)
+            assert transfers == (split if retain else N)
+
+    check()
 
 
 @gen_cluster(**THREE)
-async def test_outputs_in_memory_are_not_made_again(c, s, *workers):
+async def test_two_workers_lost_after_the_barrier(c, s, *workers):
     async with taken_over(s, workers) as (takeover, _):
-        HOLD.append(threading.Event())
-        out = c.persist(source(left, N).shuffle("k", npartitions=9))
-        # Tasks that wait occupy the threads, so that not all outputs are made.
-        f = c.compute(out.map_partitions(held, len(HOLD) - 1, meta=left(0).iloc[:0]))
-        keys = [f.key for f in futures_of(out)]
-        await until(lambda: all(k in s.tasks for k in keys))
-        await until(lambda: sum(s.tasks[k].state == "memory" for k in keys) >= 3)
-        owners = {k: {ws.address for ws in s.tasks[k].who_has} for k in keys if s.tasks[k].state == "memory"}
-        victim = next(iter(next(iter(owners.values()))))
-        kept = {k for k, who in owners.items() if victim not in who}
-        ended = Ended()
-        s.add_plugin(ended, name="ended")
-        await lose(next(w for w in workers if w.address == victim))
-        HOLD[-1].set()
-        same_rows(await f)
+        async with after_the_barrier(c, s, source(left, N).shuffle("k", npartitions=9)) as (out, _):
+            await lose(workers[0])
+            await lose(workers[2])
+        same_rows(await c.compute(out))
+        stats = takeover.statistics()
+        assert stats["errors"] == 0, stats["last_error"]
+        assert stats["runs"] == 1
+        assert stats["recovery"]["amended"] == 2
+
+
+@gen_cluster(**THREE)
+async def test_rows_of_an_output_that_was_not_lost_are_there_when_it_is(c, s, *workers):
+    """Its owner is lost while another worker has a copy, and then that one."""
+    async with taken_over(s, workers) as (takeover, _):
+        async with after_the_barrier(c, s, source(left, N).shuffle("k", npartitions=9)) as (out, keys):
+            first, _ = whose(s, keys)
+            (owner,) = (w for w in workers if w.address == first)
+            second = next(w for w in workers if w is not owner)
+            copied = [f for f in futures_of(out) if f.key in owner.data]
+            await c.replicate(copied, workers=[owner.address, second.address])
+            await lose(owner)
+            await until(lambda: owner.address not in s.workers)
+            assert all(s.tasks[f.key].state == "memory" for f in copied)
+            await lose(second)
+        same_rows(await c.compute(out))
+        stats = takeover.statistics()
+        assert stats["errors"] == 0, stats["last_error"]
+        assert stats["runs"] == 1
+        assert stats["recovery"]["restarted"] == 0
+        assert stats["recovery"]["outputs_opened"] >= len(copied) + 1
+
+
+class Waiting:
+    """A task's state on the scheduler."""
+
+    def __init__(self, restriction: str) -> None:
+        self.worker_restrictions = {restriction}
+
+
+def test_parked_outputs_do_not_run_into_the_timeout_of_tasks_without_a_worker():
+    parked, other = Waiting(NOWHERE), Waiting("tcp://x")
+    unrunnable = {parked: 1.0, other: 2.0}
+    for limit, order in ((None, [parked, other]), (5.0, [other, parked])):
+        scheduler: Any = SimpleNamespace(no_workers_timeout=limit, unrunnable=unrunnable)
+        Opener(scheduler, None, None).wait_on()  # type: ignore[arg-type]
+        assert list(unrunnable) == order
+    assert unrunnable[other] == 2.0 < unrunnable[parked]
+
+
+def test_an_owner_that_took_no_part_yet_is_lost_too(monkeypatch):
+    run_spec = SimpleNamespace(worker_for={0: "a", 1: "b"})
+    state = SimpleNamespace(participating_workers={"a"}, run_spec=run_spec)
+    begun: list[str] = []
+    monkeypatch.setattr(Amender, "ours", staticmethod(lambda state: True))
+    monkeypatch.setattr(Amender, "_begin", lambda self, shuffle_id, state, worker, released: begun.append(worker))
+    amender = Amender(None, SimpleNamespace(active_shuffles={"x": state}), lambda: None)
+    amender.lost("c", "stimulus")
+    amender.lost("b", "stimulus")
+    assert begun == ["b"]
+    # It could not be amended: stock, which comes next, must restart it.
+    assert "b" in state.participating_workers
+
+
+def test_a_question_ends_when_a_worker_is_gone():
+    async def check():
+        class Cluster:
+            def __init__(self):
+                self.workers, self.asked = {"a": 1, "b": 2}, asyncio.Event()
+
+            async def broadcast(self, **kwargs):
+                self.asked.set()
+                await asyncio.Event().wait()  # as long as it takes to find out that nobody is there
+
+        cluster = Cluster()
+        amender = Amender(cluster, None, lambda: None)
+        question = asyncio.create_task(amender.broadcast({"op": "x"}, ["a", "b"]))
+        await cluster.asked.wait()
+        del cluster.workers["b"]
+        assert await asyncio.wait_for(question, 60) is None
+        for task in amender._asking:
+            task.cancel()
+
+    asyncio.run(check())
+
+
+@gen_cluster(**THREE)
+async def test_a_join_after_the_barrier(c, s, *workers):
+    async with taken_over(s, workers) as (takeover, _):
+        d = source(left, N).merge(source(left, 4), on="k", how="inner", shuffle_method="p2p", npartitions=9)
+        async with after_the_barrier(c, s, d, 5) as (out, keys):
+            victim, kept = whose(s, keys)
+            ended = Ended()
+            s.add_plugin(ended, name="ended")
+            await lose(next(w for w in workers if w.address == victim))
+        got = ordered(await c.compute(out))
+        want = ordered(whole(left, N).merge(whole(left, 4), on="k", how="inner"))
+        pd.testing.assert_frame_equal(got, want.astype(dict(got.dtypes)))
+        stats = takeover.statistics()
+        assert stats["errors"] == 0, stats["last_error"]
         assert not kept & ended.keys
-        assert takeover.statistics()["errors"] == 0, takeover.statistics()["last_error"]
+        assert stats["runs"] == 2
+        assert stats["recovery"]["amended"] == 2
+        assert stats["recovery"]["restarted"] == 0
 
 
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 2, timeout=60, config=THREE["config"])

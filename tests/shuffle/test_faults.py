@@ -17,8 +17,7 @@ from distributed.utils_test import gen_cluster
 from helpers import NastyStore, left, mixed, ordered, source, taken_over, until, whole
 
 from dask_gpurt.errors import LostData
-from dask_gpurt.shuffle import MemoryShardStore, wire, worker_statistics
-from dask_gpurt.shuffle import run as run_module
+from dask_gpurt.shuffle import MemoryShardStore, outputs, sending, wire, worker_statistics
 
 pytestmark = pytest.mark.cluster
 TWO = {"client": True, "nthreads": [("127.0.0.1", 1)] * 2, "timeout": 120}
@@ -151,8 +150,8 @@ async def test_a_copy_is_not_acknowledged_before_the_first_is_stored(c, s, a, b)
             part(0).assign(p=run._layout.part_of[0]), "p", True, 10**6, Layout({int(run._layout.part_of[0]): "x"})
         )
         frames = [bytes(x) for x in wire.pack(run._tag, run.run_id, 1, [wire.encode(shard)])]
-        first = asyncio.create_task(run.receive(run_module.Message(frames)))
-        second = asyncio.create_task(run.receive(run_module.Message(frames)))
+        first = asyncio.create_task(run.receive(sending.Message(frames)))
+        second = asyncio.create_task(run.receive(sending.Message(frames)))
         await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
         assert 10**6 in run.received
         assert (await first)["status"] == (await second)["status"] == "OK"
@@ -164,7 +163,7 @@ async def test_a_copy_is_not_acknowledged_before_the_first_is_stored(c, s, a, b)
 async def test_output_asked_for_again_restarts_instead_of_being_empty(c, s, a, b):
     """The task fails after its shards were taken from the store, and is retried."""
     failed = []
-    assemble = run_module.Assembler.__call__
+    assemble = outputs.Assembler.__call__
 
     def fails_once(self, pieces):
         df = assemble(self, pieces)
@@ -173,7 +172,7 @@ async def test_output_asked_for_again_restarts_instead_of_being_empty(c, s, a, b
             raise MemoryError("once")
         return df
 
-    run_module.Assembler.__call__ = fails_once
+    outputs.Assembler.__call__ = fails_once
     try:
         async with taken_over(s, [a, b], NastyStore) as (takeover, stores):
             got = await c.compute(source(left).shuffle("k", npartitions=3), retries=2)
@@ -183,7 +182,7 @@ async def test_output_asked_for_again_restarts_instead_of_being_empty(c, s, a, b
             assert takeover.statistics()["runs"] >= 2
             assert sum(worker_statistics(w)["restarts"] for w in (a, b)) >= 1
     finally:
-        run_module.Assembler.__call__ = assemble
+        outputs.Assembler.__call__ = assemble
 
 
 @gen_cluster(**TWO)
@@ -196,7 +195,7 @@ async def test_a_retry_never_gets_the_frame_of_the_failed_try(c, s, a, b):
         df["k"] = -1
         raise ValueError("once")
 
-    unpack = run_module.GpurtShuffleRun._get_output_partition
+    unpack = outputs.OutputsRun._get_output_partition
 
     def patched(self, *args, **kwargs):
         df = unpack(self, *args, **kwargs)
@@ -204,7 +203,7 @@ async def test_a_retry_never_gets_the_frame_of_the_failed_try(c, s, a, b):
             fails_once(df)
         return df
 
-    run_module.GpurtShuffleRun._get_output_partition = patched
+    outputs.OutputsRun._get_output_partition = patched
     try:
         async with taken_over(s, [a, b]) as (takeover, stores):
             same_rows(await c.compute(source(left).shuffle("k", npartitions=3), retries=2), left, 6)
@@ -212,7 +211,7 @@ async def test_a_retry_never_gets_the_frame_of_the_failed_try(c, s, a, b):
             assert takeover.statistics()["runs"] >= 2
             await drained(stores)
     finally:
-        run_module.GpurtShuffleRun._get_output_partition = unpack
+        outputs.OutputsRun._get_output_partition = unpack
 
 
 class LosesOnce(MemoryShardStore):
@@ -248,7 +247,7 @@ async def test_lost_for_good_is_an_error_with_its_reason(c, s, a, b):
         with pytest.raises(RuntimeError, match="unpack phase") as e:
             await f
         assert "the disk is gone" in str(e.value.__cause__)
-        assert sum(worker_statistics(w)["restarts"] for w in (a, b)) <= 2 * run_module.RESTARTS
+        assert sum(worker_statistics(w)["restarts"] for w in (a, b)) <= 2 * outputs.RESTARTS
         await f.cancel()
         await drained(stores)
 
@@ -275,8 +274,8 @@ def corrupt(rate: float, monkeypatch) -> list[int]:
 
 def test_corrupted_messages_are_sent_again(monkeypatch):
     hits = corrupt(0.4, monkeypatch)
-    monkeypatch.setattr(run_module, "STAGE_BYTES", 1000)
-    monkeypatch.setattr(run_module, "RESENDS", 30)
+    monkeypatch.setattr(sending, "STAGE_BYTES", 1000)
+    monkeypatch.setattr(sending, "RESENDS", 30)
 
     @gen_cluster(**TWO)
     async def check(c, s, a, b):

@@ -34,10 +34,12 @@ def outputs(chunks: list[ReceivedChunk], meta: pd.DataFrame, spilled: bool) -> d
     assembler = Assembler(meta)
     return {
         part: assembler(
-            piece
-            for c in chunks
-            if part in c.parts
-            for piece in (c.shell().decode([bytes(f) for f in c.encode(part)]) if spilled else c.get(part))
+            [
+                piece
+                for c in chunks
+                if part in c.parts
+                for piece in (c.shell().decode([bytes(f) for f in c.encode(part)]) if spilled else c.get(part))
+            ]
         )
         for part in range(50)
     }

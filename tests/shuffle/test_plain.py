@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pandas as pd
 import pyarrow as pa
@@ -17,7 +19,24 @@ from dask_gpurt.shuffle.chunk import ReceivedChunk
 from dask_gpurt.shuffle.partition import Layout, split
 
 STAMP = ["M8[s]", "M8[ms]", "M8[us]", "M8[ns]", "m8[s]", "m8[ns]"]
-KINDS = ["i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f4", "f8", "bool", *STAMP, "str", "string[pyarrow]", "pieces"]
+KINDS = [
+    "i1",
+    "i2",
+    "i4",
+    "i8",
+    "u1",
+    "u2",
+    "u4",
+    "u8",
+    "f4",
+    "f8",
+    "bool",
+    *STAMP,
+    "str",
+    "string[pyarrow]",
+    "pieces",
+    "full",
+]
 INDEXES = ["range", "step", "i8", "i4", "f8", "M8[ns]", "m8[us]", "named"]
 
 
@@ -30,6 +49,8 @@ def values(rng, kind: str, n: int):
         out = ints.astype(kind)
         out[holes] = "NaT"
         return out
+    if kind == "full":  # text without nulls
+        return pd.array(["" if i < 10 else f"wört{i}" for i in ints], dtype="str")
     if kind in ("str", "string[pyarrow]", "pieces"):
         words = [None if hole else "" if i < 10 else f"wört{i}" for i, hole in zip(ints, holes, strict=True)]
         if kind != "pieces":
@@ -64,6 +85,17 @@ def frame(seed: int, n: int, kinds: list[str], index: str, how: str) -> pd.DataF
             pd.DataFrame(block, columns=[f"c{i}" for i in range(len(kinds))], index=df.index).assign(p=df["p"]).iloc[:n]
         )
     return df.iloc[:n]
+
+
+class Large:
+    """Within, every output counts as a large one: it is built piece by piece."""
+
+    def __enter__(self) -> None:
+        self.before = assembling.LARGE_BYTES, assembling.GIVE_BACK_BYTES
+        assembling.LARGE_BYTES = assembling.GIVE_BACK_BYTES = 0
+
+    def __exit__(self, *_: object) -> None:
+        assembling.LARGE_BYTES, assembling.GIVE_BACK_BYTES = self.before
 
 
 cases = st.tuples(
@@ -135,6 +167,8 @@ def test_same_as_general(case):
         want = shuffled(frames, drop, "memory")
     for travel in ("memory", "wire", "spill"):
         equal(shuffled(frames, drop, travel), want)
+        with Large():
+            equal(shuffled(frames, drop, travel), want)
     with General([i % 2 for i in range(len(frames))]):
         equal(shuffled(frames, drop, "wire"), want)
 
@@ -151,6 +185,26 @@ def test_same_schema_as_arrow_makes(case):
         ((_, want),) = split(df, "p", drop, 0, layout)
     assert got.table.schema.equals(want.table.schema, check_metadata=True)
     got.table.validate(full=True)
+
+
+def test_a_large_output_gives_its_pieces_back_as_it_is_built():
+    frames = [frame(i, 40, ["i8", "f8", "full", "bool"], "range", "plain").assign(p=0) for i in range(6)]
+    chunks = [ReceivedChunk([s]) for i, df in enumerate(frames) for _, s in split(df, "p", True, i, Layout({0: "a"}))]
+    pieces = [piece for chunk in chunks for piece in chunk.get(0)]
+    alive = [weakref.ref(chunk) for chunk in chunks]
+    tables = [weakref.ref(rows.rows.views[0]) for _, rows in pieces]
+    chunks.clear()
+    left = []
+    trim = assembling.pages.trim
+    assembling.pages.trim = lambda: left.append(sum(ref() is not None for ref in tables)) or trim()  # type: ignore[method-assign]
+    try:
+        with Large():
+            got = Assembler(frames[0].iloc[:0].drop(columns="p"))(pieces)
+    finally:
+        del assembling.pages.trim
+    assert left == [5, 4, 3, 2, 1, 0]
+    assert not any(ref() for ref in alive)
+    pd.testing.assert_frame_equal(got, pd.concat(frames).drop(columns="p"), check_index_type=False)
 
 
 def test_what_is_not_plain_takes_the_general_way():

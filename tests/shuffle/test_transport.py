@@ -278,7 +278,7 @@ def test_corrupt_messages_are_sent_again_over_rpc(kind, monkeypatch):
             return transport
 
         monkeypatch.setattr(plane_module.Plane, "_make", spoilt)
-        monkeypatch.setattr("dask_gpurt.shuffle.run.STAGE_BYTES", 1000)
+        monkeypatch.setattr("dask_gpurt.shuffle.sending.STAGE_BYTES", 1000)
         async with taken_over(s, [a, b], settings=with_transport(kind)):
             same_rows(await c.compute(source(left, 30).shuffle("k", npartitions=5)), left, 30)
             stats = [worker_statistics(w) for w in (a, b)]
@@ -314,7 +314,7 @@ def test_lost_links_are_survived(monkeypatch):
             return transport
 
         monkeypatch.setattr(plane_module.Plane, "_make", cut)
-        monkeypatch.setattr("dask_gpurt.shuffle.run.STAGE_BYTES", 1000)
+        monkeypatch.setattr("dask_gpurt.shuffle.sending.STAGE_BYTES", 1000)
         async with taken_over(s, [a, b], settings=with_transport("tcp")):
             same_rows(await c.compute(source(left, 20).shuffle("k", npartitions=5)), left, 20)
             stats = [worker_statistics(w) for w in (a, b)]
@@ -426,7 +426,7 @@ async def test_staged_shards_are_inside_the_send_budget(c, s, a, b):
 @pytest.mark.parametrize("stage_bytes", [1 << 12, 1 << 30])
 def test_what_is_staged_never_waits_for_itself(stage_bytes, monkeypatch):
     """Several inputs at a time, and a send budget that one of them fills: staged rows alone are more than it."""
-    monkeypatch.setattr("dask_gpurt.shuffle.run.STAGE_BYTES", stage_bytes)
+    monkeypatch.setattr("dask_gpurt.shuffle.sending.STAGE_BYTES", stage_bytes)
 
     @gen_cluster(client=True, nthreads=[("127.0.0.1", 3)] * 2, timeout=120)
     async def check(c, s, a, b):

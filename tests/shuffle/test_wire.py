@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from dask_gpurt.errors import WireError
 from dask_gpurt.shuffle import wire
 from dask_gpurt.shuffle.partition import Layout, Shard, split
-from dask_gpurt.shuffle.run import Message, _as_is
+from dask_gpurt.shuffle.sending import Message, _as_is
 
 TAG = wire.run_tag("abc")
 

@@ -1,0 +1,332 @@
+"""A simulated cluster that loses workers and messages while it shuffles; every step is chosen at random.
+
+`World` ends at the barrier. `Afterwards` goes on until all wanted outputs are made, and checks each as it is made. The
+workers' and the scheduler's decisions are those of `recovery`; what is simulated is who acts when.
+"""
+
+from __future__ import annotations
+
+import random
+
+from dask_gpurt.shuffle.recovery import (
+    Budget,
+    Counting,
+    Ledger,
+    Validity,
+    agreed,
+    lost_outputs,
+    origin,
+    reassign,
+    shard_id,
+    too_narrow,
+    undone,
+)
+
+
+class Worker:
+    """One worker: splits inputs, sends shards (id, parts), stores what it gets."""
+
+    def __init__(self, name: str, world: World) -> None:
+        self.name, self.world = name, world
+        self.ledger: Ledger[tuple[int, ...]] = Ledger(Budget(world.budget))
+        self.counting = Counting(world.opened, world.validity)
+        self.worker_for = dict(world.worker_for)
+        self.ledger.epoch, self.ledger.lost = world.epoch, set(world.lost)
+        self.settled = world.epoch == 0 or (world.validity is not None and world.validity.epoch == world.epoch)
+        self.stored: dict[int, tuple[int, ...]] = {}
+
+    def split(self, partition: int) -> tuple[int, int, dict[str, tuple[int, ...]]]:
+        by_owner: dict[str, list[int]] = {}
+        for part, owner in self.worker_for.items():
+            if self.counting.opened is None or part in self.counting.opened:
+                by_owner.setdefault(owner, []).append(part)
+        return partition, self.ledger.epoch, {o: tuple(sorted(p)) for o, p in by_owner.items()}
+
+    def finish(self, job: tuple[int, int, dict[str, tuple[int, ...]]]) -> str:
+        """The second half of a transfer task: "wait", "again" or "done"."""
+        partition, attempt, shards = job
+        if not self.settled:
+            return "wait"
+        if attempt != self.ledger.epoch:
+            return "again"
+        validity = self.counting.validity
+        if validity is not None and partition in validity.attempts:
+            return "done"
+        others = [(o, p) for o, p in shards.items() if o != self.name]
+        self.ledger.ran(partition, partition, attempt, others, sum(len(p) for _, p in others))
+        for owner, parts in shards.items():
+            self.send(owner, shard_id(partition, attempt, attempt), parts)
+        return "done"
+
+    def send(self, owner: str, shard: int, parts: tuple[int, ...]) -> None:
+        if owner == self.name:
+            self.stored.setdefault(shard, parts)
+        else:
+            self.world.network.append((self.name, owner, shard, parts))
+
+    def vouched(self) -> list[tuple[int, int, int]]:
+        return self.ledger.vouched()  # type: ignore[return-value]
+
+    def amend(self) -> list[tuple[int, int, int]]:
+        w = self.world
+        if w.epoch > self.ledger.epoch:
+            self.settled = False
+            self.counting.amend(w.opened, [part for part, owner in self.worker_for.items() if owner == self.name])
+            self.worker_for = dict(w.worker_for)
+            counts: dict[tuple[int, str], int] = {}
+            for partition, attempt, parts in self.ledger.amend(w.epoch, w.lost):
+                by_owner: dict[str, list[int]] = {}
+                for part in parts:
+                    by_owner.setdefault(self.worker_for[part], []).append(part)
+                for owner, some in by_owner.items():
+                    if owner not in w.lost:
+                        k = counts.get((partition, owner), 0)
+                        counts[partition, owner] = k + 1
+                        self.send(owner, shard_id(partition, attempt, w.epoch) + k, tuple(some))
+                    if owner != self.name:
+                        self.ledger.rerouted(partition, [(owner, tuple(some))])
+        return self.vouched()
+
+
+class World:
+    """Scheduler and network; every step is chosen at random."""
+
+    def __init__(self, seed: int, workers: int, inputs: int, parts: int, budget: int, deaths: int) -> None:
+        self.r = random.Random(seed)
+        self.budget = budget
+        self.validity: Validity | None = None
+        self.opened: frozenset[int] | None = None
+        self.scopes: dict[int, frozenset[int]] = {}
+        self.epoch = 0
+        self.lost: set[str] = set()
+        self.worker_for = {p: f"w{p % workers}" for p in range(parts)}
+        #: (sender, receiver, shard, parts): in no order
+        self.network: list[tuple[str, str, int, tuple[int, ...]]] = []
+        self.workers = {f"w{i}": Worker(f"w{i}", self) for i in range(workers)}
+        self.todo = set(range(inputs))
+        #: input -> (worker, job)
+        self.running: dict[int, tuple[str, tuple[int, int, dict[str, tuple[int, ...]]]]] = {}
+        #: input -> where its task's result is; "elsewhere" is a copy that outlives the worker
+        self.done: dict[int, str] = {}
+        self.inputs, self.parts, self.deaths = inputs, parts, deaths
+        #: None, "amend" or "valid", and who was told
+        self.phase: str | None = None
+        self.told: dict[str, list[tuple[int, int, int]]] = {}
+        self.splits = 0
+        #: input -> attempts before this epoch do not count: its task's result was lost with a worker
+        self.least: dict[int, int] = {}
+
+    def kill(self) -> None:
+        name = self.r.choice(sorted(self.workers))
+        dead = self.workers.pop(name)
+        self.deaths -= 1
+        before = set(self.todo)
+        # What it had not sent goes with it; of what it had, some arrives late.
+        self.network = [m for m in self.network if m[1] != name and (m[0] != name or self.r.random() < 0.5)]
+        for i, (worker, _) in list(self.running.items()):
+            if worker == name:
+                del self.running[i]
+                self.todo.add(i)
+        for i, where in list(self.done.items()):
+            if where == name and self.r.random() < 0.7:  # else another worker had a copy of the result
+                del self.done[i]
+                self.todo.add(i)
+        self.lost.add(name)
+        self.epoch += 1
+        self.least.update(dict.fromkeys(self.todo - before, self.epoch))
+        self.open()
+        self.phase, self.told = "amend", {}
+        assert dead
+
+    def open(self) -> None:
+        """Give the outputs of who is lost to others."""
+        self.worker_for.update(reassign(self.worker_for, sorted(self.workers)))
+
+    def amend(self) -> None:
+        left = [w for w in sorted(self.workers) if w not in self.told]
+        if left:
+            name = self.r.choice(left)
+            worker = self.workers[name]
+            if self.phase == "amend":
+                self.told[name] = worker.amend()
+            else:
+                worker.counting.validity, worker.settled = self.validity, True
+                self.told[name] = []
+            return
+        if self.phase == "valid":
+            self.phase = None
+            return
+        attempts, keys = self.agreed(self.told)
+        self.validity = Validity(self.epoch, attempts)
+        self.again(keys)
+        self.phase, self.told = "valid", {}
+
+    def again(self, keys: set[int]) -> bool:
+        """Whether there are inputs to be split again."""
+        missing = undone(self.done, keys)
+        for i in missing:
+            del self.done[i]
+            self.todo.add(i)
+        return bool(missing)
+
+    def agreed(self, told: dict[str, list[tuple[int, int, int]]]) -> tuple[dict[int, int], set[int]]:
+        narrow = too_narrow(self.scopes, self.opened)
+        return agreed([v for vouched in told.values() for v in vouched], self.least, narrow)  # type: ignore[return-value]
+
+    def step(self) -> bool:
+        """One random event; False when the barrier has passed."""
+        r = self.r
+        choice = r.random()
+        if r.random() < 0.003:  # it is at its memory limit
+            self.workers[r.choice(sorted(self.workers))].ledger.settle()
+        if self.deaths and len(self.workers) > 1 and choice < 0.02:
+            self.kill()
+        elif self.phase in ("amend", "valid") and choice < 0.2:
+            self.amend()
+        elif self.todo and choice < 0.5:
+            i = r.choice(sorted(self.todo))
+            name = r.choice(sorted(self.workers))
+            self.todo.discard(i)
+            self.running[i] = (name, self.workers[name].split(i))
+            self.splits += 1
+        elif self.running and choice < 0.75:
+            i = r.choice(sorted(self.running))
+            name, job = self.running[i]
+            how = self.workers[name].finish(job)
+            if how != "wait":
+                del self.running[i]
+                if how == "done":
+                    self.done[i] = name
+                else:
+                    self.todo.add(i)
+        elif self.network:
+            at = r.randrange(len(self.network))
+            _, receiver, shard, parts = self.network[at]
+            there = self.workers.get(receiver)
+            message = self.network[at]
+            if there is None or r.random() < 0.8:  # else it comes once more
+                self.network.pop(at)
+                if r.random() < 0.1:  # a copy that nobody waits for
+                    self.network.append(("", *message[1:]))
+            if there is not None:
+                there.stored.setdefault(shard, parts)
+        return not (len(self.done) == self.inputs and self.flushed and self.phase is None)
+
+    @property
+    def flushed(self) -> bool:
+        return not any(m[0] in self.workers for m in self.network)
+
+    def check(self) -> None:
+        for part in self.worker_for:
+            self.check_one(part)
+
+    def check_one(self, part: int) -> None:
+        """The owner has every input's rows for an output once."""
+        owner = self.worker_for[part]
+        worker = self.workers[owner]
+        v = worker.counting.of(part)
+        got = [
+            origin(shard)[0]
+            for shard, parts in worker.stored.items()
+            if part in parts and (v is None or v.valid(shard))
+        ]
+        assert sorted(got) == list(range(self.inputs)), (part, owner, sorted(got))
+
+
+class Afterwards(World):
+    """Goes on after the barrier: outputs are made, go, are wanted again, and workers are lost.
+
+    Parameters
+    ----------
+    deaths
+        After the barrier; before it there are few.
+    """
+
+    def __init__(self, seed: int, workers: int, inputs: int, parts: int, budget: int, deaths: int) -> None:
+        super().__init__(seed, workers, inputs, parts, budget, 0)
+        self.deaths, self.later = self.r.randint(0, 1), deaths
+        #: outputs that are to be made, and those that nobody wants for now
+        self.wanted, self.spare = set(range(parts)), set[int]()
+        #: output that was made -> who has the frame
+        self.frames: dict[int, str] = {}
+        #: (owner, output) that it has handed out
+        self.taken: set[tuple[str, int]] = set()
+        self.amended = self.splits_before = 0
+        #: an output is wanted whose owner has handed it out: left to a restart
+        self.restarted = False
+
+    def open(self) -> None:
+        if self.opened is None:
+            super().open()
+            return
+        r = self.r
+        for part, where in list(self.frames.items()):
+            if where not in self.workers or r.random() < 0.02:
+                # Its holder is lost, or what was made of it was.
+                del self.frames[part]
+                (self.wanted if r.random() < 0.7 else self.spare).add(part)
+        for part in sorted((self.spare | self.wanted) - self.opened):
+            if r.random() < 0.2:
+                self.spare ^= {part}
+                self.wanted ^= {part}
+        gone = lost_outputs(self.wanted, self.worker_for, self.workers) - self.opened
+        gone |= lost_outputs(self.opened, self.worker_for, self.workers)
+        self.worker_for.update(reassign({part: self.worker_for[part] for part in gone}, sorted(self.workers)))
+        self.opened |= gone
+        self.scopes[self.epoch] = self.opened
+        self.amended += 1
+        self.restarted = any((self.worker_for[part], part) in self.taken for part in self.wanted | self.opened)
+
+    def again(self, keys: set[int]) -> bool:
+        if self.opened is None:
+            return super().again(keys)
+        # Results of transfer tasks are not kept after the barrier: one that is not under way may run again.
+        missing = set(range(self.inputs)) - keys - self.todo - set(self.running)
+        self.todo |= missing
+        return bool(missing)
+
+    def complete(self) -> None:
+        """One step towards the completion of what is open."""
+        if self.phase is None and not self.todo and not self.running:
+            _, keys = self.agreed({name: worker.vouched() for name, worker in self.workers.items()})
+            if not self.again(keys) and self.flushed:
+                self.phase, self.told = "complete", {}
+        elif self.phase == "complete":
+            left = [w for w in sorted(self.workers) if w not in self.told]
+            if left:
+                self.told[left[0]] = []
+                self.workers[left[0]].counting.complete()
+            else:
+                self.phase, self.opened = None, frozenset()
+
+    def make(self) -> None:
+        assert self.opened is not None
+        ready = [p for p in sorted(self.wanted - self.opened) if self.worker_for[p] in self.workers]
+        if not ready:
+            return
+        part = self.r.choice(ready)
+        owner = self.worker_for[part]
+        assert self.workers[owner].counting.ready(part)
+        assert (owner, part) not in self.taken
+        self.check_one(part)
+        self.taken.add((owner, part))
+        self.wanted.discard(part)
+        self.frames[part] = owner if self.r.random() < 0.8 else self.r.choice(sorted(self.workers))
+
+    def step(self) -> bool:
+        """One random event; False when all outputs that are wanted were made, or the shuffle must be restarted."""
+        if self.opened is None:
+            if not super().step():
+                self.opened, self.done = frozenset(), {}
+                self.deaths, self.splits_before = self.later, self.splits
+            return True
+        choice = self.r.random()
+        if choice < 0.05:
+            self.make()
+        elif choice < 0.3 and self.opened and self.phase in (None, "complete"):
+            self.complete()
+        else:
+            super().step()
+            self.done.clear()
+        more = self.deaths and len(self.workers) > 1
+        return bool(not self.restarted and (more or self.opened or self.wanted))
