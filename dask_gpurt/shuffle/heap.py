@@ -193,7 +193,6 @@ class Heap:
             if left_seconds > 0 and not self._needed(self._rss_bytes()):
                 later(_TICK_SECONDS, functools.partial(self._look, kept, left_seconds - _TICK_SECONDS, later, submit))
                 return
-            self._pages.keep(False)
             self._cool()
         submit(self._trim)
 
@@ -202,12 +201,14 @@ class Heap:
 
         The thresholds too: with them, what tasks free stays in the arenas of their threads (see `model.arenas`).
         """
-        self._pages.trim()
         with self._lock:
             if self.warm:
                 self._cool()
+                return
+        self._pages.trim()
 
     def _cool(self) -> None:
+        self._pages.keep(False)
         if self._libc is not None:
             trim, mmap = self._before
             self._libc.mallopt(_TRIM, trim)

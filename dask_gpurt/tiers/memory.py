@@ -164,8 +164,8 @@ class MemoryWatch:
             self._callback.stop()
             self._callback = None
 
-    def _trim(self) -> None:
-        """In a thread: it takes 0.05 ms per MB that is free."""
+    def trim(self) -> None:
+        """Give back what is kept and free; not too often. In a thread: it takes 0.05 ms per MB that is free."""
         now = time.monotonic()
         if now - self._trimmed >= _TRIM_SECONDS:
             self._trimmed = now
@@ -187,7 +187,7 @@ class MemoryWatch:
             return
         self.alarms += 1
         RECYCLED.trim(all_of_it=True)
-        self._trim()
+        self.trim()
         self._engine.shrink(size - low)
         # With shards alone our bytes say nothing about the process; distributed's monitor has its own warning.
         if not self._engine.can_shrink and not self._limits.shards_only:

@@ -13,8 +13,8 @@ memory back. It is kept while the kept bytes are below `keep_bytes`, and for at 
 Finalizers run in whatever thread lets the last reference go, at any bytecode, perhaps inside of `take`: so there is no
 lock here, only single operations on a list, which the interpreter lock makes atomic.
 
-Each is a mapping of its own, which goes back to the system when it is not kept. From malloc it would lie in the arena of
-the reader's thread while a shuffle has malloc's thresholds raised, and stay there (see `model.arenas`).
+Each is a mapping of its own, which goes back to the system when it is not kept. From malloc it would lie in the arena
+of the reader's thread while a shuffle has malloc's thresholds raised, and stay there (see `model.arenas`).
 
 Rejected: raising malloc's thresholds for the whole process, as shuffles do for their time: a worker that spills is at
 its limit, and free memory inside of malloc's heaps counts as used, but cannot be given to a reader.

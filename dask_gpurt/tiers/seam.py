@@ -6,8 +6,8 @@ uses a private name of it. Both look up all they rely on before anything is chan
 Taken over, and put back exactly:
 
 * ``worker.memory_manager.data`` **and** ``worker.state.data``: setting one alone makes every dependent fail;
-* ``worker.execute``: first the inputs are brought into memory (in threads) and pinned for the run, and the gate is
-  passed;
+* ``worker.execute``: first the task's turn comes (`turns`), its inputs are brought into memory (in threads) and pinned
+  for the run, and the gate is passed;
 * ``worker.handlers["get_data"]``: the same for keys that a peer asks for;
 * ``worker.gather_dep``: what is about to be fetched passes the gate first, as what is read from disk does.
 
@@ -36,7 +36,6 @@ import traceback
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from dask.utils import key_split
 from distributed.core import Status
 from distributed.metrics import context_meter, time
 from distributed.worker_state_machine import ExecuteSuccessEvent, FreeKeysEvent, RescheduleEvent
@@ -50,6 +49,7 @@ from dask_gpurt.tiers.hints_worker import HintReceiver
 from dask_gpurt.tiers.oom import out_of_memory, with_note
 from dask_gpurt.tiers.prefetch import Prefetch
 from dask_gpurt.tiers.store import TieredStore
+from dask_gpurt.tiers.turns import Turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from dask_gpurt.tiers.engine import Engine
     from dask_gpurt.tiers.entry import Entry
     from dask_gpurt.tiers.oom import RetryAlone
+    from dask_gpurt.tiers.turns import Turn
 
 logger = logging.getLogger("distributed.worker.gpurt")
 
@@ -67,8 +68,6 @@ logger = logging.getLogger("distributed.worker.gpurt")
 _MAX_RETURNS = 5
 #: results below this need no room of their own, in bytes
 _RESERVED_BYTES = 2**20
-#: prefixes whose results' size is kept
-_PREFIXES = 1000
 _ENDED = {"error", "memory", "released", "forgotten"}
 _RUNNING = {Status.running, Status.paused, Status.closing_gracefully}
 
@@ -105,8 +104,13 @@ class WorkerSeam:
         #: runs a task again that failed for want of device memory; None without a device tier
         self.retry_alone: RetryAlone | None = None
         self._executing = 0
-        #: prefix -> bytes of what its tasks return
-        self._outputs: dict[str, float] = {}
+        #: which task begins now
+        self.turns = Turns(
+            engine,
+            limit_bytes=lambda: worker.memory_manager.memory_limit,
+            process_bytes=lambda: worker.monitor.get_process_memory(),
+            seceded=lambda key: key in worker.state.tasks and worker.state.tasks[key].state == "long-running",
+        )
         #: decisions that were left to stock Dask because our code raised
         self.fallbacks: Counter[str] = Counter()
         self.last_traceback = ""
@@ -211,14 +215,18 @@ class WorkerSeam:
             if not self._active or self._worker.status not in _RUNNING:
                 return await stock(key, stimulus_id=stimulus_id)
             pinned: list[Entry] = []
+            turn: Turn | None = None
             try:
+                turn = await self.turns.begin(key, self._inputs(key))
                 pinned = await self._bring_inputs(key)
                 if self._must_return(key):
                     self.returned_tasks += 1
+                    self.turns.end(turn)
                     return RescheduleEvent(key=key, stimulus_id=f"gpurt-inputs-missing-{time()}")
             except Exception:
                 self._fell_back("execute")
             except BaseException:
+                self.turns.end(turn)
                 self.store.release(pinned)
                 raise
             try:
@@ -243,6 +251,7 @@ class WorkerSeam:
                 self.hints.executed(key, pinned, event)
                 return event
             finally:
+                self.turns.end(turn)
                 self.store.release(pinned)
 
         return execute
@@ -253,28 +262,28 @@ class WorkerSeam:
         Without it, tasks that have no inputs, or small ones, all begin at once where one result would still fit. Given
         up when the task was cancelled meanwhile: stock then has to hear at once that nothing runs.
         """
-        nbytes = self._outputs.get(key_split(key))
+        nbytes = self.turns.outputs.expected(key)
         if nbytes is None or nbytes < _RESERVED_BYTES:
             return None
         try:
-            return await self._engine.admit(int(nbytes))
+            return await self._engine.admit(nbytes)
         except Exception:
             self._fell_back("reserve")
             return None
 
     def _learn_output(self, event: Any) -> None:
-        if not isinstance(event, ExecuteSuccessEvent) or not event.nbytes:
-            return
-        prefix = key_split(event.key)
-        known = self._outputs.pop(prefix, None)
-        # A result larger than usual counts at once, a smaller one by and by: too little room costs the process.
-        learned = event.nbytes if known is None else max(event.nbytes, 0.8 * known + 0.2 * event.nbytes)
-        if len(self._outputs) >= _PREFIXES:
-            del self._outputs[next(iter(self._outputs))]
-        self._outputs[prefix] = learned
+        if isinstance(event, ExecuteSuccessEvent) and event.nbytes:
+            self.turns.outputs.learn(event.key, event.nbytes)
+
+    def _inputs(self, key: Any) -> list[Entry]:
+        ts = self._worker.state.tasks.get(key)
+        found = [] if ts is None else [self.store.entry(d.key) for d in ts.dependencies]
+        return [entry for entry in found if entry is not None]
 
     async def _bring_inputs(self, key: Any) -> list[Entry]:
-        ts = self._worker.state.tasks[key]
+        ts = self._worker.state.tasks.get(key)
+        if ts is None:  # forgotten while it waited for its turn
+            return []
         pinned, seconds = await self._ensure([d.key for d in ts.dependencies])
         self.input_wait_seconds += seconds
         if seconds > 0.005:  # the threshold and the label of stock: orange in the task stream
