@@ -21,6 +21,7 @@ the time between two looks); Linux's own peak, reset for each task (that is seen
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
@@ -126,7 +127,7 @@ class Turns:
         turn = Turn(key, nbytes, max(nbytes, 2 * (known or 0)))
         if turn.growth < LEAST_BYTES:
             return None
-        if self._short(turn, inputs) and self._waited_for():
+        if self._short(turn, inputs):
             await self._wait(turn, inputs)
         self._running[turn] = None
         return turn
@@ -137,10 +138,12 @@ class Turns:
             self._ended.set()
 
     async def _wait(self, turn: Turn, inputs: list[Entry]) -> None:
-        self.waits += 1
-        start = time()
+        start, waited = time(), False
         with waiting(MEMORY):
-            while self._waited_for() and self._short(turn, inputs):
+            # Also for our own writes, which always end: what they move is out of the way then.
+            while (self._waited_for() or self._engine.moving_bytes) and self._short(turn, inputs):
+                self.waits += not waited
+                waited = True
                 if time() - start > PATIENCE_SECONDS:
                     for other in self._waited_for():
                         other.passed_by = True
@@ -148,10 +151,8 @@ class Turns:
                     break
                 self.on_short()
                 self._ended.clear()
-                try:
+                with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._ended.wait(), _LOOK_SECONDS)
-                except TimeoutError:
-                    continue
         self.wait_seconds += time() - start
 
     def _waited_for(self) -> list[Turn]:

@@ -22,7 +22,7 @@ class Case:
     """Turns over memory that a test sets."""
 
     def __init__(self) -> None:
-        self.engine = SimpleNamespace(resident_bytes=0)
+        self.engine = SimpleNamespace(resident_bytes=0, moving_bytes=0)
         self.process_bytes = 0
         self.limit_bytes: int | None = LIMIT
         self.seceded: set[str] = set()
@@ -131,6 +131,23 @@ def test_twice_the_result_counts_where_it_is_known() -> None:
         assert await case.turns.begin("unknown", []) is None  # nor does a small one wait
         case.turns.outputs.learn("small", LEAST_BYTES // 4)
         assert await case.turns.begin("small", []) is None
+
+    run(main())
+
+
+def test_our_own_writes_are_waited_for_also_by_one_that_is_alone() -> None:
+    async def main() -> None:
+        case = Case()
+        case.process_bytes = LIMIT
+        case.engine.moving_bytes = 50 * MB
+        relieved = asyncio.Event()
+        case.turns.on_short = relieved.set
+        turn = asyncio.ensure_future(case.begun("a-1", 100 * MB))
+        await relieved.wait()
+        assert not turn.done()
+        case.engine.moving_bytes = 0
+        await turn
+        assert case.turns.waits == 1
 
     run(main())
 
