@@ -337,7 +337,7 @@ class TierRuntime:
             "memory_trim_errors": spare.errors,
             "fallbacks": dict(seam.fallbacks) if seam is not None else {},
             "last_traceback": seam.last_traceback if seam is not None else "",
-            "lost_keys": seam.lost_keys if seam is not None else 0,
+            "lost_keys": seam.losses.keys if seam is not None else 0,
             "returned_tasks": seam.returned_tasks if seam is not None else 0,
         }
         out["recycled"] = RECYCLED.statistics()

@@ -16,21 +16,11 @@ synchronously, which is slow but right. While `execute` awaits, the state machin
 and want it again; so after the wait a task whose inputs are not all here is handed back (``RescheduleEvent``), at most
 `_MAX_RETURNS` times, instead of failing with a KeyError that stock could not have had.
 
-A lost key (its last copy unreadable) is freed: the state machine then tells the scheduler (``release-worker-data``),
-which computes it again, or fetches it from another holder. Tasks here that wait for it are freed and returned with a
-``reschedule`` message each; the scheduler ignores that message for those it has taken back itself. A scattered
-key has no recipe, and freeing it would break the scheduler (its memory->released puts pure data back to "waiting" when
-a dependent is processing); it stays here as LOST, and tasks that read it fail with `LostData`, until no task here waits
-for it. Only the scheduler knows
-whether a key that was fetched here has a recipe or another holder, so it is asked.
-
-Rejected: letting a task fail on lost data (wrong: the recipe exists); a ``missing-data`` message (no longer understood
-by the scheduler).
+What becomes of a lost key is in `losses`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import traceback
 from collections import Counter
@@ -46,6 +36,7 @@ from dask_gpurt.tiers import adoption
 from dask_gpurt.tiers.adoption import require_call, require_names
 from dask_gpurt.tiers.hints_local import LocalUses
 from dask_gpurt.tiers.hints_worker import HintReceiver
+from dask_gpurt.tiers.losses import Losses
 from dask_gpurt.tiers.oom import out_of_memory, with_note
 from dask_gpurt.tiers.prefetch import Prefetch
 from dask_gpurt.tiers.store import TieredStore
@@ -68,7 +59,6 @@ logger = logging.getLogger("distributed.worker.gpurt")
 _MAX_RETURNS = 5
 #: results below this need no room of their own, in bytes
 _RESERVED_BYTES = 2**20
-_ENDED = {"error", "memory", "released", "forgotten"}
 _RUNNING = {Status.running, Status.paused, Status.closing_gracefully}
 
 
@@ -85,7 +75,9 @@ class WorkerSeam:
         self._worker = worker
         self._engine = engine
         self._check()
-        self.store = TieredStore(engine, on_lost=self.lost)
+        self.store = TieredStore(engine, on_lost=lambda key: self.losses.lost(key))
+        #: gives up what has no valid copy left
+        self.losses = Losses(worker, self.store, active=lambda: self._active, failed=lambda: self._fell_back("lost"))
         #: what the scheduler says about next uses
         self.hints = HintReceiver(worker, engine, self.store)
         #: what this worker knows by itself
@@ -114,14 +106,11 @@ class WorkerSeam:
         #: decisions that were left to stock Dask because our code raised
         self.fallbacks: Counter[str] = Counter()
         self.last_traceback = ""
-        #: keys that were lost and given up to the scheduler
-        self.lost_keys = 0
         #: seconds that tasks waited for their inputs, the gate included, summed
         self.input_wait_seconds = 0.0
         #: tasks handed back because an input was not here after the wait
         self.returned_tasks = 0
         self._returns: Counter[Any] = Counter()
-        self._tasks: set[asyncio.Future[None]] = set()
         self._execute_wrapper = self._wrap_execute()
         self._get_data_wrapper = self._wrap_get_data()
         self._gather_dep_wrapper = self._wrap_gather_dep()
@@ -173,9 +162,9 @@ class WorkerSeam:
         self.local.uninstall()
         self.prefetch.uninstall()
         for key in await self.store.unbox():
-            self._give_up(key)
+            self.losses.give_up(key)
         for key in await adoption.give_back(self.store, self.original, self._engine):
-            self._give_up(key)
+            self.losses.give_up(key)
         self._restore()
 
     def abandon(self) -> None:
@@ -303,7 +292,7 @@ class WorkerSeam:
         seconds = time() - start
         for entry in pinned:
             if self.store.is_lost(entry.key):
-                await self._settle_lost(entry.key)
+                await self.losses.settle(entry.key)
         read = [e for e in absent if e.in_memory]
         if read:
             context_meter.digest_metric("disk-read", len(read), "count")
@@ -382,60 +371,3 @@ class WorkerSeam:
         self.last_traceback = traceback.format_exc()
         if self.fallbacks[where] in (1, 10, 100, 1000):
             logger.warning("%s was left to stock Dask (%d times)", where, self.fallbacks[where])
-
-    # ------------------------------------------------------------------ loss
-
-    def lost(self, key: Any) -> None:
-        """A key turned out to have no valid copy here: settle it in the background."""
-        task = asyncio.ensure_future(self._settle_lost(key))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _settle_lost(self, key: Any) -> None:
-        """Give the key up if it can be had elsewhere or computed again; else later, when nobody here waits for it."""
-        try:
-            if not await self._recoverable(key):
-                task = asyncio.ensure_future(self._give_up_when_unused(key))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
-            elif self.store.is_lost(key):
-                self._give_up(key)
-        except Exception:
-            self._fell_back("lost")
-
-    async def _give_up_when_unused(self, key: Any) -> None:
-        # First its dependents fail (`LostData`), then the scheduler is told, which tells the clients.
-        while self._active and self.store.is_lost(key):
-            await asyncio.sleep(0.1)
-            ts = self._worker.state.tasks.get(key)
-            if ts is None or all(d.state in _ENDED for d in ts.dependents):
-                if self.store.is_lost(key):
-                    self._give_up(key)
-                return
-
-    async def _recoverable(self, key: Any) -> bool:
-        ts = self._worker.state.tasks.get(key)
-        if ts is None or ts.run_spec is not None:
-            return True
-        scheduler = self._worker.scheduler
-        holders = await scheduler.who_has(keys=[key])
-        if any(address != self._worker.address for address in holders.get(key, ())):
-            return True
-        return await scheduler.get_runspec(key=key) is not None
-
-    def _give_up(self, key: Any) -> None:
-        """On the loop, outside of the state machine."""
-        self.lost_keys += 1
-        state = self._worker.state
-        ts = state.tasks.get(key)
-        stimulus_id = f"gpurt-lost-{time()}"
-        if ts is not None and ts.state == "memory":
-            waiting = [d.key for d in ts.dependents if d.state in ("ready", "constrained", "waiting")]
-            # Dependents first: the state machine's invariants want the inputs of a ready task to be here.
-            self._worker.handle_stimulus(FreeKeysEvent(keys=[*waiting, key], stimulus_id=stimulus_id))
-            for dependent in waiting:
-                # After release-worker-data on the same stream: a task that the scheduler has taken back because of it
-                # is no longer "processing" here, and it ignores this.
-                self._worker.batched_send({"op": "reschedule", "key": dependent, "stimulus_id": stimulus_id})
-        if key in self.store.own_keys_view:  # the state machine did not know it
-            self.store.forget(key)
