@@ -137,7 +137,9 @@ class Eviction:
         if self.budget_bytes is None:
             return False
         # Not even up to half the budget where the process needs the rest.
-        if self._room_bytes is not None and self._books.resident_bytes + entry.nbytes > self._room_bytes:
+        books = self._books
+        values = books.resident_bytes + books.loading_bytes + entry.nbytes
+        if self._room_bytes is not None and values > self._room_bytes:
             return False
         if free_room:
             return self._excess(entry.nbytes + int(FREE_SHARE * self.budget_bytes)) <= 0

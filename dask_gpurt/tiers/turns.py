@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from dask_gpurt.tiers.engine import Engine
     from dask_gpurt.tiers.entry import Entry
 
-#: of the memory limit. distributed pauses a worker at 0.8 and ends it at 0.95
-SHARE = 0.85
+#: of the memory limit. distributed pauses a worker there, and ends it at 0.95
+SHARE = 0.8
 #: a task that did not end in so many seconds is not waited for
 PATIENCE_SECONDS = 10.0
 #: a task whose working set is smaller waits for nobody, in bytes
