@@ -136,10 +136,8 @@ class Eviction:
         """
         if self.budget_bytes is None:
             return False
-        # Not even up to half the budget where the process needs the rest.
-        books = self._books
-        values = books.resident_bytes + books.loading_bytes + entry.nbytes
-        if self._room_bytes is not None and values > self._room_bytes:
+        # Not where the process needs so much for itself that not even half the budget is left.
+        if self._room_bytes is not None and self._room_bytes < self.budget_bytes / 2:
             return False
         if free_room:
             return self._excess(entry.nbytes + int(FREE_SHARE * self.budget_bytes)) <= 0
