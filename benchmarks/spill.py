@@ -62,6 +62,11 @@ def _removed(dask_scheduler: Scheduler) -> int:
     return plugin.removed
 
 
+def _compute_seconds(dask_scheduler: Scheduler) -> float:
+    """That tasks ran for, of all workers, summed."""
+    return float(sum(p.all_durations["compute"] for p in dask_scheduler.task_prefixes.values()))
+
+
 def _collect(dask_worker: Worker) -> dict[str, Any]:
     out = watchdog.collect(dask_worker)
     parts = on_worker(dask_worker)
@@ -123,6 +128,7 @@ def one_run(kind: str, workload: str, times: float, args: argparse.Namespace) ->
         result["wall_seconds"] = time.perf_counter() - start
         pool.shutdown(wait=False, cancel_futures=True)
         result["restarts"] = client.run_on_scheduler(_removed)
+        result["compute_seconds"] = client.run_on_scheduler(_compute_seconds)
         per_worker = list(client.run(_collect, on_error="ignore").values())
     for name in ("written_bytes", "read_bytes", "loop_gaps_seconds", "long_gaps", "paused_seconds"):
         result[name] = sum(w[name] for w in per_worker)
@@ -137,6 +143,8 @@ def one_run(kind: str, workload: str, times: float, args: argparse.Namespace) ->
         result["reading_seconds"], result["input_wait_seconds"] = reading, waiting
         # Waiting at the gate and for an I/O thread is in it, so this is what reading ahead achieves at least.
         result["hidden_seconds_share"] = max(0.0, 1 - waiting / reading) if reading else None
+        # No more can be hidden than there is computing to hide it behind.
+        result["hideable_seconds_share"] = min(1.0, result["compute_seconds"] / reading) if reading else None
         in_time = sum(s["prefetch"]["bytes"]["in_time"] for s in stats)
         result["read_in_time_share"] = in_time / result["read_bytes"] if result["read_bytes"] else None
         result["prefetch"] = {k: sum(s["prefetch"][k] for s in stats) for k in ("in_time", "late", "early", "wasted")}
@@ -193,8 +201,8 @@ def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         ours = by_kind["gpurt"]
         if ours:
             row["gpurt"]["max_own_loop_max_seconds"] = max(r["own_loop_max_seconds"] for r in ours)
-            for f in ("hidden_seconds_share", "read_in_time_share"):
-                shares = [r[f] for r in ours if r[f] is not None]
+            for f in ("hidden_seconds_share", "hideable_seconds_share", "read_in_time_share"):
+                shares = [r[f] for r in ours if r.get(f) is not None]  # earlier runs have not all of them
                 row["gpurt"][f] = statistics.median(shares) if shares else None
         gave_up = [
             (s, g)

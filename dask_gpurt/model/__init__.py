@@ -1,4 +1,4 @@
-"""Facts and protocols that the engines share. Knows nobody; everything here is frozen or a Protocol."""
+"""Facts and protocols that the engines share. Knows nobody; frozen or a Protocol, but for the process's memory."""
 
 from __future__ import annotations
 

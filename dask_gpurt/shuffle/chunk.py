@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dask_gpurt.errors import CorruptData
+from dask_gpurt.shuffle.heap import heap
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -250,7 +251,7 @@ class ReceivedChunk:
             table = rows.table()
             batches = table.to_batches()
             if len(batches) == 1 and not any(has_dictionary(field.type) for field in table.schema):
-                body = batches[0].serialize()
+                body = batches[0].serialize(heap.pool)
             else:
                 sink = pa.BufferOutputStream()
                 options = pa.ipc.IpcWriteOptions(unify_dictionaries=True)

@@ -30,7 +30,6 @@ of each run (the next one starts cold: 5.6 instead of 3.4 CPU seconds for 1 GB o
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
 import threading
@@ -41,6 +40,7 @@ import psutil
 import pyarrow as pa
 
 from dask_gpurt.model import spare
+from dask_gpurt.model.arenas import Arenas, arenas, glibc
 from dask_gpurt.shuffle.pages import Pages, system
 
 if TYPE_CHECKING:
@@ -66,17 +66,6 @@ _TICK_SECONDS = 1.0
 HEAP_BYTES = (1 << 30, 32 << 20)
 
 
-def _libc() -> Any:
-    """The C library, when it is one with `mallopt` and `malloc_trim`."""
-    try:
-        libc = ctypes.CDLL(None)
-        libc.mallopt.argtypes, libc.mallopt.restype = (ctypes.c_int, ctypes.c_int), ctypes.c_int
-        libc.malloc_trim.argtypes, libc.malloc_trim.restype = (ctypes.c_size_t,), ctypes.c_int
-    except (OSError, AttributeError, TypeError):
-        return None
-    return libc
-
-
 def _rss_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
@@ -89,13 +78,15 @@ class Heap:
     environment
         Where the thresholds of this process were set.
     libc
-        With `mallopt(option, value)` and `malloc_trim(bytes)`; None: nothing is ever done.
+        With `mallopt(option, value)` and what `Arenas` needs; None: nothing is ever done.
     rss_bytes
         Memory of this process.
     pages
         What is kept and given back with it.
     now
         Seconds of any clock.
+    arenas
+        Of `libc`; None: some of its own.
     """
 
     def __init__(
@@ -105,8 +96,10 @@ class Heap:
         rss_bytes: Callable[[], int] = _rss_bytes,
         pages: Pages | None = None,
         now: Callable[[], float] = time.monotonic,
+        arenas: Arenas | None = None,
     ) -> None:
         self._lock = threading.Lock()
+        self._arenas = arenas or Arenas(libc)
         self._pages = pages or Pages(None)
         self._active = pages is not None
         self._now = now
@@ -142,8 +135,11 @@ class Heap:
 
     @property
     def pool(self) -> pa.MemoryPool:
-        """Where Arrow memory of a shuffle comes from."""
-        return pa.default_memory_pool() if self._libc is None else pa.system_memory_pool()
+        """Where Arrow memory of a shuffle comes from, for the thread that asks."""
+        if self._libc is None:
+            return pa.default_memory_pool()
+        self._arenas.mark()
+        return pa.system_memory_pool()
 
     def keep(self, limit_bytes: int | None = None) -> None:
         """Keep freed memory from now on; once per `release`.
@@ -197,13 +193,27 @@ class Heap:
             if left_seconds > 0 and not self._needed(self._rss_bytes()):
                 later(_TICK_SECONDS, functools.partial(self._look, kept, left_seconds - _TICK_SECONDS, later, submit))
                 return
-            self._pages.keep(False)
-            if self._libc is not None:
-                trim, mmap = self._before
-                self._libc.mallopt(_TRIM, trim)
-                self._libc.mallopt(_MMAP, mmap)
-            self.warm = False
+            self._cool()
         submit(self._trim)
+
+    def give_back(self) -> None:
+        """The worker is at its limit: what waits goes, and what is freed from now on goes at once, until the next run.
+
+        The thresholds too: with them, what tasks free stays in the arenas of their threads (see `model.arenas`).
+        """
+        with self._lock:
+            if self.warm:
+                self._cool()
+                return
+        self._pages.trim()
+
+    def _cool(self) -> None:
+        self._pages.keep(False)
+        if self._libc is not None:
+            trim, mmap = self._before
+            self._libc.mallopt(_TRIM, trim)
+            self._libc.mallopt(_MMAP, mmap)
+        self.warm = False
 
     def _needed(self, rss_bytes: int) -> bool:
         """Whether the worker needs what is free."""
@@ -263,11 +273,11 @@ class Heap:
 
     def _trim_now(self) -> None:
         if self._libc is not None:
-            self._libc.malloc_trim(0)
+            self._arenas.trim()
 
 
 #: large blocks of this process
 pages = Pages(system())
 #: this process's
-heap = Heap(os.environ, _libc(), pages=pages)
-spare.register(pages.trim)
+heap = Heap(os.environ, glibc(), pages=pages, arenas=arenas)
+spare.register(heap.give_back)

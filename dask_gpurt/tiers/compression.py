@@ -311,3 +311,25 @@ def expand(name: str, stored: memoryview, nbytes: int) -> memoryview:
 def most_stored(nbytes: int) -> int:
     """Bytes that a compressed frame of `nbytes` takes at most."""
     return nbytes + _LENGTH.size * (nbytes // _BLOCK + 1)
+
+
+class Timer:
+    """Tells compressing from writing: seconds since it was made, without those spent in the iterators it is around."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        #: seconds spent in the iterators
+        self.inside = 0.0
+
+    def around(self, pieces: Iterator[memoryview]) -> Iterator[memoryview]:
+        while True:
+            start = time.perf_counter()
+            piece = next(pieces, None)
+            self.inside += time.perf_counter() - start
+            if piece is None:
+                return
+            yield piece
+
+    @property
+    def seconds_outside(self) -> float:
+        return time.perf_counter() - self._start - self.inside

@@ -44,19 +44,16 @@ from dask_gpurt.tiers.space import InFlight, Quota, filesystem_of
 from dask_gpurt.tiers.ways import Ways
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from dask_gpurt.tiers.account import Group
     from dask_gpurt.tiers.idle_memory import IdleMemory
+    from dask_gpurt.tiers.ways import Way
 
 #: a value below this goes to a segment
 SMALL = 1 << 18
 #: a cached write from this size on is synced, so that its pages can be dropped
 _SYNCED = 8 << 20
-
-
-def _nobody(disk: DiskTier, error: OSError) -> None:
-    return None
 
 
 class DiskTier:
@@ -115,7 +112,7 @@ class DiskTier:
         #: frames written, by codec
         self.compressed_frames: dict[str, int] = {}
         #: told about reads that the system could not do
-        self.on_read_error: Callable[[DiskTier, OSError], None] = _nobody
+        self.on_read_error: Callable[[DiskTier, OSError], None] = lambda disk, error: None
         self._in_flight = InFlight() if in_flight is None else in_flight
         self._os = os_layer
         self._lock = threading.Lock()
@@ -140,7 +137,7 @@ class DiskTier:
             )
         self._small_bytes = small_bytes
         self._segments = Segments(
-            os_layer, directory, self._dir_fd, self._next_name, self._claim_segment, self._release, segment_bytes
+            os_layer, directory, self._dir_fd, self._next_name, self._claim, self._release, segment_bytes
         )
 
     # ------------------------------------------------------------------ bytes
@@ -207,9 +204,6 @@ class DiskTier:
         with self._lock:
             self._used_bytes -= nbytes
 
-    def _claim_segment(self, nbytes: int) -> None:
-        self._claim(nbytes)  # small and soon with the system: not worth being counted in flight
-
     def _next_name(self) -> str:
         return f"{next(self._names):x}"
 
@@ -244,7 +238,7 @@ class DiskTier:
         pieces = []
         for part, buffers in views:
             for view in buffers:
-                codec = self._choose(view).codec
+                codec = self._choose(view, self.ways.past).codec
                 stored = list(compression.compress(codec, view)) if codec else [view]
                 pieces.append(Piece(part, view.nbytes, codec, stored))
         record = self._segments.write(pieces)
@@ -281,13 +275,14 @@ class DiskTier:
         system = self._os
         partial = name + ".part"
         file = self._open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, cached=cached)
+        way = self.ways.through if cached else self.ways.past
         try:
             writer = FrameWriter(file, drop_behind=not cached)
-            timer = _Timer()
+            timer = compression.Timer()
             try:
                 for part, buffers in views:
                     for view in buffers:
-                        choice = self._choose(view)
+                        choice = self._choose(view, way)
                         codec, before = choice.codec, timer.inside
                         pieces = timer.around(compression.compress(codec, view)) if codec else [view]
                         writer.frame(part, view.nbytes, codec, pieces, large=view.nbytes >= LARGE)
@@ -309,10 +304,10 @@ class DiskTier:
         flags |= os.O_NOFOLLOW | os.O_CLOEXEC | (O_DIRECT if direct else 0)
         return DirectFile(self._os, self._os.open(name, flags, 0o600, dir_fd=self._dir_fd), direct)
 
-    def _choose(self, view: memoryview) -> compression.Choice:
+    def _choose(self, view: memoryview, way: Way) -> compression.Choice:
         if self.chooser.setting == "none" or view.nbytes < compression.LEAST:
             return compression.Choice("")
-        choice = self.chooser.choose(view, self.write_rate.bytes_per_second, self.read_rate.bytes_per_second)
+        choice = self.chooser.choose(view, way.write.bytes_per_second, way.read.bytes_per_second)
         name = choice.codec or "none"
         with self._lock:
             self.compressed_frames[name] = self.compressed_frames.get(name, 0) + 1
@@ -402,25 +397,3 @@ class DiskTier:
         shutil.rmtree(self.directory, ignore_errors=True)
         with contextlib.suppress(OSError):
             os.close(self._dir_fd)
-
-
-class _Timer:
-    """Seconds since it was made, without those spent in the iterators it is around."""
-
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
-        #: seconds spent in the iterators
-        self.inside = 0.0
-
-    def around(self, pieces: Iterator[memoryview]) -> Iterator[memoryview]:
-        while True:
-            start = time.perf_counter()
-            piece = next(pieces, None)
-            self.inside += time.perf_counter() - start
-            if piece is None:
-                return
-            yield piece
-
-    @property
-    def seconds_outside(self) -> float:
-        return time.perf_counter() - self._start - self.inside

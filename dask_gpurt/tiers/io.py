@@ -19,6 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.errors import CorruptData
+from dask_gpurt.model.arenas import arenas
 from dask_gpurt.tiers.handle import EncodeError, Handle, IoCost
 
 if TYPE_CHECKING:
@@ -142,6 +143,7 @@ def error_kind(error: BaseException) -> str:
 
 def _write(tier: StorageTier, account: Account, value: Any, parts: Sequence[int] | None) -> tuple[Handle, IoCost]:
     start = time.perf_counter()
+    arenas.mark()
     try:
         groups = account.codec.encode(value, parts)
     except MemoryError:  # says nothing about the object: try again later
@@ -161,6 +163,7 @@ def read_value(handle: Handle, account: Account) -> tuple[Any, IoCost]:
 
 def retry(read: Callable[[Any], Any], argument: Any) -> Any:
     """Read; once more if the bytes were wrong (a bad bus heals), a few times if the system was short of something."""
+    arenas.mark()
     for pause in (0.02, 0.1, 0.5):
         try:
             return read(argument)

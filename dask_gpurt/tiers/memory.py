@@ -6,8 +6,8 @@ Two triggers move values to disk, as in distributed:
 * the process's resident set above ``distributed.worker.memory.spill``, watched here every ``monitor-interval``, down to
   ``distributed.worker.memory.target``: sizes are estimates, and tasks need memory too.
 
-When the process is too large, memory that other parts keep for later (`model.spare`) and what is free inside of the C
-allocator (`malloc_trim`) is given back too. The allocator keeps much of it where its thresholds were raised, as
+When the process is too large, memory that other parts keep for later (`model.spare`) and what is free inside of
+allocators (`model.arenas`) is given back too. The allocator keeps much of it where its thresholds were raised, as
 shuffles do for their time; to move values then does not make the process smaller, and a worker that distributed has
 paused for it would stay paused for good, with nothing in memory (seen: a sort of three times the memory).
 
@@ -34,11 +34,10 @@ end a worker that would have lived.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
-import functools
 import logging
 import math
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +48,7 @@ from tornado.ioloop import PeriodicCallback
 
 from dask_gpurt.config import DEFAULTS
 from dask_gpurt.model import spare
+from dask_gpurt.model.arenas import arenas
 from dask_gpurt.tiers.recycled import RECYCLED
 
 if TYPE_CHECKING:
@@ -90,21 +90,12 @@ class Limits:
     shards_only: bool
 
 
-@functools.cache
-def _allocator() -> Any:
-    """The C library, if it can give memory back; else None."""
-    try:
-        libc = ctypes.CDLL(None)
-        libc.malloc_trim.argtypes, libc.malloc_trim.restype = (ctypes.c_size_t,), ctypes.c_int
-    except (OSError, AttributeError, TypeError):
-        return None
-    return libc
-
-
-def _give_back(libc: Any) -> None:
+def _give_back() -> None:
     spare.give_back()
-    if libc is not None:
-        libc.malloc_trim(0)
+    arrow = sys.modules.get("pyarrow")
+    if arrow is not None:  # its own allocator keeps what it freed until it is used again
+        arrow.default_memory_pool().release_unused()
+    arenas.trim()
 
 
 def limits_of(worker: Any, settings: TierSettings, *, shards_only: bool) -> Limits:
@@ -173,13 +164,13 @@ class MemoryWatch:
             self._callback.stop()
             self._callback = None
 
-    def _trim(self) -> None:
-        """In a thread: it takes 0.05 ms per MB that is free."""
+    def trim(self) -> None:
+        """Give back what is kept and free; not too often. In a thread: it takes 0.05 ms per MB that is free."""
         now = time.monotonic()
         if now - self._trimmed >= _TRIM_SECONDS:
             self._trimmed = now
             self.trims += 1
-            self._engine.io.loop.run_in_executor(None, _give_back, _allocator())
+            self._engine.io.loop.run_in_executor(None, _give_back)
 
     def look(self) -> None:
         """One look at the resident set."""
@@ -196,7 +187,7 @@ class MemoryWatch:
             return
         self.alarms += 1
         RECYCLED.trim(all_of_it=True)
-        self._trim()
+        self.trim()
         self._engine.shrink(size - low)
         # With shards alone our bytes say nothing about the process; distributed's monitor has its own warning.
         if not self._engine.can_shrink and not self._limits.shards_only:

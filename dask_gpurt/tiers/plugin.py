@@ -221,6 +221,7 @@ class TierRuntime:
             if self._seam is not None:
                 return
             seam = WorkerSeam(self._worker, self._engine, prefetch_share=settings.prefetch)
+            seam.turns.on_short = self._watch.trim
             seam.take_over()
             self._seam = seam
             if self._device is not None:
@@ -328,12 +329,15 @@ class TierRuntime:
             "admission_waits": engine.gate.waits,
             "admission_forced": engine.gate.forced,
             "admission_queue": len(engine.gate),
+            "turn_waits": seam.turns.waits if seam is not None else 0,
+            "turn_wait_seconds": seam.turns.wait_seconds if seam is not None else 0.0,
+            "turns_passed_by": seam.turns.passed_by if seam is not None else 0,
             "memory_alarms": self._watch.alarms,
             "memory_trims": self._watch.trims,
             "memory_trim_errors": spare.errors,
             "fallbacks": dict(seam.fallbacks) if seam is not None else {},
             "last_traceback": seam.last_traceback if seam is not None else "",
-            "lost_keys": seam.lost_keys if seam is not None else 0,
+            "lost_keys": seam.losses.keys if seam is not None else 0,
             "returned_tasks": seam.returned_tasks if seam is not None else 0,
         }
         out["recycled"] = RECYCLED.statistics()

@@ -13,12 +13,17 @@ memory back. It is kept while the kept bytes are below `keep_bytes`, and for at 
 Finalizers run in whatever thread lets the last reference go, at any bytecode, perhaps inside of `take`: so there is no
 lock here, only single operations on a list, which the interpreter lock makes atomic.
 
+Each is a mapping of its own, which goes back to the system when it is not kept. From malloc it would lie in the arena
+of the reader's thread while a shuffle has malloc's thresholds raised, and stay there (see `model.arenas`).
+
 Rejected: raising malloc's thresholds for the whole process, as shuffles do for their time: a worker that spills is at
 its limit, and free memory inside of malloc's heaps counts as used, but cannot be given to a reader.
 """
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import time
 import weakref
 from typing import TYPE_CHECKING, TypeAlias
@@ -38,6 +43,8 @@ LEAST_BYTES = 1 << 20
 KEEP_BYTES = 64 << 20
 #: memory is kept for so long after its last use
 IDLE_SECONDS = 2.0
+#: from here on memory is asked for in huge pages
+_HUGE_FROM = 4 << 20
 #: memory may be larger than what is asked for by this factor
 _FIT = 1.1
 
@@ -76,7 +83,7 @@ class Recycled:
         self.taken += 1
         array = self._find(nbytes)
         if array is None:
-            array = numpy.frombuffer(aligned_buffer(nbytes), "u1")
+            array = _fresh(nbytes)
         # All that is made of this memory leads to the view, and nobody but the finalizer has `array`. By way of a
         # memoryview, because slices of an array refer to the array at the bottom and not to the one in between.
         view = numpy.frombuffer(array.data[:nbytes], "u1")
@@ -112,6 +119,15 @@ class Recycled:
                     self._free.remove(block)
                 except ValueError:
                     continue
+
+
+def _fresh(nbytes: int) -> Bytes:
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, nbytes, flags=private)
+    if nbytes >= _HUGE_FROM:
+        with contextlib.suppress(OSError, AttributeError):  # a kernel, or a system, without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return numpy.frombuffer(memory, "u1")
 
 
 #: the process's own

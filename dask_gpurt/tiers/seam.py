@@ -6,8 +6,8 @@ uses a private name of it. Both look up all they rely on before anything is chan
 Taken over, and put back exactly:
 
 * ``worker.memory_manager.data`` **and** ``worker.state.data``: setting one alone makes every dependent fail;
-* ``worker.execute``: first the inputs are brought into memory (in threads) and pinned for the run, and the gate is
-  passed;
+* ``worker.execute``: first the task's turn comes (`turns`), its inputs are brought into memory (in threads) and pinned
+  for the run, and the gate is passed;
 * ``worker.handlers["get_data"]``: the same for keys that a peer asks for;
 * ``worker.gather_dep``: what is about to be fetched passes the gate first, as what is read from disk does.
 
@@ -16,27 +16,16 @@ synchronously, which is slow but right. While `execute` awaits, the state machin
 and want it again; so after the wait a task whose inputs are not all here is handed back (``RescheduleEvent``), at most
 `_MAX_RETURNS` times, instead of failing with a KeyError that stock could not have had.
 
-A lost key (its last copy unreadable) is freed: the state machine then tells the scheduler (``release-worker-data``),
-which computes it again, or fetches it from another holder. Tasks here that wait for it are freed and returned with a
-``reschedule`` message each; the scheduler ignores that message for those it has taken back itself. A scattered
-key has no recipe, and freeing it would break the scheduler (its memory->released puts pure data back to "waiting" when
-a dependent is processing); it stays here as LOST, and tasks that read it fail with `LostData`, until no task here waits
-for it. Only the scheduler knows
-whether a key that was fetched here has a recipe or another holder, so it is asked.
-
-Rejected: letting a task fail on lost data (wrong: the recipe exists); a ``missing-data`` message (no longer understood
-by the scheduler).
+What becomes of a lost key is in `losses`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import traceback
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from dask.utils import key_split
 from distributed.core import Status
 from distributed.metrics import context_meter, time
 from distributed.worker_state_machine import ExecuteSuccessEvent, FreeKeysEvent, RescheduleEvent
@@ -47,9 +36,11 @@ from dask_gpurt.tiers import adoption
 from dask_gpurt.tiers.adoption import require_call, require_names
 from dask_gpurt.tiers.hints_local import LocalUses
 from dask_gpurt.tiers.hints_worker import HintReceiver
+from dask_gpurt.tiers.losses import Losses
 from dask_gpurt.tiers.oom import out_of_memory, with_note
 from dask_gpurt.tiers.prefetch import Prefetch
 from dask_gpurt.tiers.store import TieredStore
+from dask_gpurt.tiers.turns import Turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,6 +51,7 @@ if TYPE_CHECKING:
     from dask_gpurt.tiers.engine import Engine
     from dask_gpurt.tiers.entry import Entry
     from dask_gpurt.tiers.oom import RetryAlone
+    from dask_gpurt.tiers.turns import Turn
 
 logger = logging.getLogger("distributed.worker.gpurt")
 
@@ -67,9 +59,6 @@ logger = logging.getLogger("distributed.worker.gpurt")
 _MAX_RETURNS = 5
 #: results below this need no room of their own, in bytes
 _RESERVED_BYTES = 2**20
-#: prefixes whose results' size is kept
-_PREFIXES = 1000
-_ENDED = {"error", "memory", "released", "forgotten"}
 _RUNNING = {Status.running, Status.paused, Status.closing_gracefully}
 
 
@@ -86,7 +75,9 @@ class WorkerSeam:
         self._worker = worker
         self._engine = engine
         self._check()
-        self.store = TieredStore(engine, on_lost=self.lost)
+        self.store = TieredStore(engine, on_lost=lambda key: self.losses.lost(key))
+        #: gives up what has no valid copy left
+        self.losses = Losses(worker, self.store, active=lambda: self._active, failed=lambda: self._fell_back("lost"))
         #: what the scheduler says about next uses
         self.hints = HintReceiver(worker, engine, self.store)
         #: what this worker knows by itself
@@ -105,19 +96,21 @@ class WorkerSeam:
         #: runs a task again that failed for want of device memory; None without a device tier
         self.retry_alone: RetryAlone | None = None
         self._executing = 0
-        #: prefix -> bytes of what its tasks return
-        self._outputs: dict[str, float] = {}
+        #: which task begins now
+        self.turns = Turns(
+            engine,
+            limit_bytes=lambda: worker.memory_manager.memory_limit,
+            process_bytes=lambda: worker.monitor.get_process_memory(),
+            seceded=lambda key: key in worker.state.tasks and worker.state.tasks[key].state == "long-running",
+        )
         #: decisions that were left to stock Dask because our code raised
         self.fallbacks: Counter[str] = Counter()
         self.last_traceback = ""
-        #: keys that were lost and given up to the scheduler
-        self.lost_keys = 0
         #: seconds that tasks waited for their inputs, the gate included, summed
         self.input_wait_seconds = 0.0
         #: tasks handed back because an input was not here after the wait
         self.returned_tasks = 0
         self._returns: Counter[Any] = Counter()
-        self._tasks: set[asyncio.Future[None]] = set()
         self._execute_wrapper = self._wrap_execute()
         self._get_data_wrapper = self._wrap_get_data()
         self._gather_dep_wrapper = self._wrap_gather_dep()
@@ -169,9 +162,9 @@ class WorkerSeam:
         self.local.uninstall()
         self.prefetch.uninstall()
         for key in await self.store.unbox():
-            self._give_up(key)
+            self.losses.give_up(key)
         for key in await adoption.give_back(self.store, self.original, self._engine):
-            self._give_up(key)
+            self.losses.give_up(key)
         self._restore()
 
     def abandon(self) -> None:
@@ -211,14 +204,18 @@ class WorkerSeam:
             if not self._active or self._worker.status not in _RUNNING:
                 return await stock(key, stimulus_id=stimulus_id)
             pinned: list[Entry] = []
+            turn: Turn | None = None
             try:
+                turn = await self.turns.begin(key, self._inputs(key))
                 pinned = await self._bring_inputs(key)
                 if self._must_return(key):
                     self.returned_tasks += 1
+                    self.turns.end(turn)
                     return RescheduleEvent(key=key, stimulus_id=f"gpurt-inputs-missing-{time()}")
             except Exception:
                 self._fell_back("execute")
             except BaseException:
+                self.turns.end(turn)
                 self.store.release(pinned)
                 raise
             try:
@@ -243,6 +240,7 @@ class WorkerSeam:
                 self.hints.executed(key, pinned, event)
                 return event
             finally:
+                self.turns.end(turn)
                 self.store.release(pinned)
 
         return execute
@@ -253,28 +251,28 @@ class WorkerSeam:
         Without it, tasks that have no inputs, or small ones, all begin at once where one result would still fit. Given
         up when the task was cancelled meanwhile: stock then has to hear at once that nothing runs.
         """
-        nbytes = self._outputs.get(key_split(key))
+        nbytes = self.turns.outputs.expected(key)
         if nbytes is None or nbytes < _RESERVED_BYTES:
             return None
         try:
-            return await self._engine.admit(int(nbytes))
+            return await self._engine.admit(nbytes)
         except Exception:
             self._fell_back("reserve")
             return None
 
     def _learn_output(self, event: Any) -> None:
-        if not isinstance(event, ExecuteSuccessEvent) or not event.nbytes:
-            return
-        prefix = key_split(event.key)
-        known = self._outputs.pop(prefix, None)
-        # A result larger than usual counts at once, a smaller one by and by: too little room costs the process.
-        learned = event.nbytes if known is None else max(event.nbytes, 0.8 * known + 0.2 * event.nbytes)
-        if len(self._outputs) >= _PREFIXES:
-            del self._outputs[next(iter(self._outputs))]
-        self._outputs[prefix] = learned
+        if isinstance(event, ExecuteSuccessEvent) and event.nbytes:
+            self.turns.outputs.learn(event.key, event.nbytes)
+
+    def _inputs(self, key: Any) -> list[Entry]:
+        ts = self._worker.state.tasks.get(key)
+        found = [] if ts is None else [self.store.entry(d.key) for d in ts.dependencies]
+        return [entry for entry in found if entry is not None]
 
     async def _bring_inputs(self, key: Any) -> list[Entry]:
-        ts = self._worker.state.tasks[key]
+        ts = self._worker.state.tasks.get(key)
+        if ts is None:  # forgotten while it waited for its turn
+            return []
         pinned, seconds = await self._ensure([d.key for d in ts.dependencies])
         self.input_wait_seconds += seconds
         if seconds > 0.005:  # the threshold and the label of stock: orange in the task stream
@@ -294,7 +292,7 @@ class WorkerSeam:
         seconds = time() - start
         for entry in pinned:
             if self.store.is_lost(entry.key):
-                await self._settle_lost(entry.key)
+                await self.losses.settle(entry.key)
         read = [e for e in absent if e.in_memory]
         if read:
             context_meter.digest_metric("disk-read", len(read), "count")
@@ -373,60 +371,3 @@ class WorkerSeam:
         self.last_traceback = traceback.format_exc()
         if self.fallbacks[where] in (1, 10, 100, 1000):
             logger.warning("%s was left to stock Dask (%d times)", where, self.fallbacks[where])
-
-    # ------------------------------------------------------------------ loss
-
-    def lost(self, key: Any) -> None:
-        """A key turned out to have no valid copy here: settle it in the background."""
-        task = asyncio.ensure_future(self._settle_lost(key))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _settle_lost(self, key: Any) -> None:
-        """Give the key up if it can be had elsewhere or computed again; else later, when nobody here waits for it."""
-        try:
-            if not await self._recoverable(key):
-                task = asyncio.ensure_future(self._give_up_when_unused(key))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
-            elif self.store.is_lost(key):
-                self._give_up(key)
-        except Exception:
-            self._fell_back("lost")
-
-    async def _give_up_when_unused(self, key: Any) -> None:
-        # First its dependents fail (`LostData`), then the scheduler is told, which tells the clients.
-        while self._active and self.store.is_lost(key):
-            await asyncio.sleep(0.1)
-            ts = self._worker.state.tasks.get(key)
-            if ts is None or all(d.state in _ENDED for d in ts.dependents):
-                if self.store.is_lost(key):
-                    self._give_up(key)
-                return
-
-    async def _recoverable(self, key: Any) -> bool:
-        ts = self._worker.state.tasks.get(key)
-        if ts is None or ts.run_spec is not None:
-            return True
-        scheduler = self._worker.scheduler
-        holders = await scheduler.who_has(keys=[key])
-        if any(address != self._worker.address for address in holders.get(key, ())):
-            return True
-        return await scheduler.get_runspec(key=key) is not None
-
-    def _give_up(self, key: Any) -> None:
-        """On the loop, outside of the state machine."""
-        self.lost_keys += 1
-        state = self._worker.state
-        ts = state.tasks.get(key)
-        stimulus_id = f"gpurt-lost-{time()}"
-        if ts is not None and ts.state == "memory":
-            waiting = [d.key for d in ts.dependents if d.state in ("ready", "constrained", "waiting")]
-            # Dependents first: the state machine's invariants want the inputs of a ready task to be here.
-            self._worker.handle_stimulus(FreeKeysEvent(keys=[*waiting, key], stimulus_id=stimulus_id))
-            for dependent in waiting:
-                # After release-worker-data on the same stream: a task that the scheduler has taken back because of it
-                # is no longer "processing" here, and it ignores this.
-                self._worker.batched_send({"op": "reschedule", "key": dependent, "stimulus_id": stimulus_id})
-        if key in self.store.own_keys_view:  # the state machine did not know it
-            self.store.forget(key)

@@ -26,6 +26,12 @@ class Libc:
         self.calls.append("trim")
         return 1
 
+    def malloc(self, nbytes: int) -> int:
+        return 64
+
+    def free(self, at: int) -> None:
+        pass
+
 
 NANNY = {"MALLOC_TRIM_THRESHOLD_": "65536"}
 BACK = [(-1, 65536), (-3, 128 << 10), "trim"]
@@ -218,3 +224,21 @@ def test_pages_are_kept_and_given_back_without_the_nannys_setting():
     assert clock.run() == LINGER_SECONDS
     assert not pages._keep
     assert pages.trims == 1
+
+
+def test_a_worker_at_its_limit_gets_all_back_until_the_next_run():
+    pages, clock, libc = Idle(0), Clock(), Libc()
+    heap = Heap(NANNY, libc, lambda: 0, pages)
+    heap.keep()
+    heap.give_back()
+    assert (pages.trims, heap.warm) == (1, False)
+    assert libc.calls[2:] == BACK[:2]
+    heap.give_back()  # asked for twice a second
+    assert (pages.trims, libc.calls[4:]) == (2, [])
+    heap.keep()
+    assert heap.warm
+    assert libc.calls[4:] == [(-1, KEEP_BYTES), (-3, HEAP_BYTES[0])]
+    for _ in range(2):
+        heap.release(clock, now)
+    clock.run()
+    assert libc.calls[6:] == BACK

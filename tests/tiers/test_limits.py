@@ -11,6 +11,7 @@ import pytest
 
 from dask_gpurt.config import Settings
 from dask_gpurt.model import spare
+from dask_gpurt.model.arenas import Arenas
 from dask_gpurt.tiers import memory
 from dask_gpurt.tiers.entry import State
 from dask_gpurt.tiers.memory import MemoryWatch, limits_of
@@ -62,7 +63,7 @@ def test_an_alarm_gives_back_what_is_free_and_moves_values(run_rig: RunRig, monk
     """Also when no value is left: what is free in the allocator alone can keep a worker paused for good."""
     trimmed = threading.Semaphore(0)
     libc = SimpleNamespace(malloc_trim=lambda nbytes: trimmed.release())
-    monkeypatch.setattr(memory, "_allocator", lambda: libc)
+    monkeypatch.setattr(memory, "arenas", Arenas(libc))
     given = threading.Semaphore(0)
 
     def broken() -> None:
@@ -102,14 +103,7 @@ def test_an_alarm_gives_back_what_is_free_and_moves_values(run_rig: RunRig, monk
     run_rig(main, budget=1_000_000)
 
 
-def test_pages_of_shuffles_are_among_what_is_given_back() -> None:
-    from dask_gpurt.shuffle.heap import pages
+def test_memory_of_shuffles_is_among_what_is_given_back() -> None:
+    from dask_gpurt.shuffle.heap import heap
 
-    assert pages.trim in spare._givers
-
-
-def test_the_real_allocator_is_asked() -> None:
-    libc = memory._allocator()
-    if libc is None:
-        pytest.skip("another C library")
-    assert libc.malloc_trim(0) in (0, 1)
+    assert heap.give_back in spare._givers

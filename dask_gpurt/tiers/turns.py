@@ -1,0 +1,170 @@
+"""Which task begins now, and which after another has ended, where the process is nearly full.
+
+Values can leave memory; what a task allocates while it runs can not, and neither can its inputs. Two tasks at a time,
+each with a partition of a tenth of the worker's memory, its copy and what is made in between, end a worker at whose
+limit one at a time works (seen: a sort of ten times the memory; the nanny ended it with no value in memory but their
+inputs). So a task whose working set does not fit beside those that run waits until one of them has ended.
+
+*Working set*: what is not known yet is taken to be the inputs once more; what is known, twice the result of tasks of
+the same prefix, or the inputs, whatever is more. Process memory, without the values that could leave, and what those
+that run and the new one may come to allocate must stay below `SHARE` of the limit. (What the others have allocated
+already is in both; that errs towards waiting, and only where memory is short.)
+
+A task that runs may wait for the very one that waits here (`worker_client` secedes first, other ways do not). So nobody
+waits for one that has seceded, and for nobody longer than `PATIENCE_SECONDS`: who did not end by then is not waited for
+any more, by anybody.
+
+Rejected: learning the peak of tasks from samples of the process's memory (several run at a time, most are shorter than
+the time between two looks); Linux's own peak, reset for each task (that is seen by others).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from dask.utils import key_split
+from distributed.metrics import time
+
+from dask_gpurt.model.slots import MEMORY, waiting
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from dask_gpurt.tiers.engine import Engine
+    from dask_gpurt.tiers.entry import Entry
+
+#: of the memory limit. distributed pauses a worker there, and ends it at 0.95
+SHARE = 0.8
+#: a task that did not end in so many seconds is not waited for
+PATIENCE_SECONDS = 10.0
+#: a task whose working set is smaller waits for nobody, in bytes
+LEAST_BYTES = 1 << 20
+#: between two looks at the process while a task waits
+_LOOK_SECONDS = 0.1
+#: prefixes whose results' size is kept
+_PREFIXES = 1000
+
+
+class Outputs:
+    """What tasks return, by prefix. In bytes."""
+
+    def __init__(self) -> None:
+        self._nbytes: dict[str, float] = {}
+
+    def learn(self, key: Any, nbytes: int) -> None:
+        """A task has returned so much."""
+        prefix = key_split(key)
+        known = self._nbytes.pop(prefix, None)
+        # A result larger than usual counts at once, a smaller one by and by: too little room costs the process.
+        learned = nbytes if known is None else max(nbytes, 0.8 * known + 0.2 * nbytes)
+        if len(self._nbytes) >= _PREFIXES:
+            del self._nbytes[next(iter(self._nbytes))]
+        self._nbytes[prefix] = learned
+
+    def expected(self, key: Any) -> int | None:
+        """What this one will return; None: not known."""
+        nbytes = self._nbytes.get(key_split(key))
+        return None if nbytes is None else int(nbytes)
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Turn:
+    """A task that runs. Bytes."""
+
+    key: Any
+    #: of its inputs, which cannot leave memory
+    inputs: int
+    #: what it may come to allocate
+    growth: int
+    #: nobody waits for it
+    passed_by: bool = False
+
+
+class Turns:
+    """Of one worker. Event loop only.
+
+    Parameters
+    ----------
+    limit_bytes
+        The worker's memory limit; None: nobody waits.
+    process_bytes
+        Memory of the process now.
+    seceded
+        Has this task left its thread to others?
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        limit_bytes: Callable[[], int | None],
+        process_bytes: Callable[[], int],
+        seceded: Callable[[Any], bool],
+    ) -> None:
+        self._engine = engine
+        self._limit_bytes = limit_bytes
+        self._process_bytes = process_bytes
+        self._seceded = seceded
+        self._running: dict[Turn, None] = {}
+        self._ended: asyncio.Event = asyncio.Event()
+        self.outputs = Outputs()
+        #: called when a task has to wait: memory that others keep is to be given back
+        self.on_short: Callable[[], None] = lambda: None
+        #: tasks that waited for another, and the seconds, summed
+        self.waits = 0
+        self.wait_seconds = 0.0
+        #: tasks that were not waited for any longer
+        self.passed_by = 0
+
+    async def begin(self, key: Any, inputs: Iterable[Entry]) -> Turn | None:
+        """Wait until the task may begin. Give what it returns to `end`, in any case."""
+        inputs = list(inputs)
+        nbytes = sum(e.nbytes for e in inputs)
+        known = self.outputs.expected(key)
+        turn = Turn(key, nbytes, max(nbytes, 2 * (known or 0)))
+        if turn.growth < LEAST_BYTES:
+            return None
+        if self._short(turn, inputs):
+            await self._wait(turn, inputs)
+        self._running[turn] = None
+        return turn
+
+    def end(self, turn: Turn | None) -> None:
+        """The task has ended, or does not begin."""
+        if turn is not None and self._running.pop(turn, turn) is None:
+            self._ended.set()
+
+    async def _wait(self, turn: Turn, inputs: list[Entry]) -> None:
+        start, waited = time(), False
+        with waiting(MEMORY):
+            # Also for our own writes, which always end: what they move is out of the way then.
+            while (self._waited_for() or self._engine.moving_bytes) and self._short(turn, inputs):
+                self.waits += not waited
+                waited = True
+                if time() - start > PATIENCE_SECONDS:
+                    for other in self._waited_for():
+                        other.passed_by = True
+                        self.passed_by += 1
+                    break
+                self.on_short()
+                self._ended.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._ended.wait(), _LOOK_SECONDS)
+        self.wait_seconds += time() - start
+
+    def _waited_for(self) -> list[Turn]:
+        return [t for t in self._running if not t.passed_by and not self._seceded(t.key)]
+
+    def _short(self, turn: Turn, inputs: list[Entry]) -> bool:
+        limit = self._limit_bytes()
+        if not limit:
+            return False
+        pinned = sum(t.inputs for t in self._running)
+        here = sum(e.nbytes for e in inputs if e.in_memory)
+        # Counted twice where tasks share inputs: towards waiting.
+        loose = max(0, self._engine.resident_bytes - pinned - here)
+        coming = turn.inputs - here + turn.growth + sum(t.growth for t in self._running)
+        return self._process_bytes() - loose + coming > SHARE * limit
