@@ -183,8 +183,7 @@ def test_a_killed_peer_is_noticed(kind):
         bench.process.join()
         assert future.result(30).lost
     finally:
-        for node in bench.nodes.values():
-            node.stop()
+        bench.close()
 
 
 def test_the_listener_is_bound_to_its_own_address_and_strangers_are_closed(nodes):
