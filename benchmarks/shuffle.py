@@ -250,7 +250,9 @@ def sweep(
     rows = max(1, int(FRAMES[frame][1] * args.size) // n_inputs)
     inputs: dict[str, Any] = {}
     for variant, client in clients.items():
-        d = dd.from_map(make, list(range(n_inputs)), n=rows, frame=frame, keys=keys, meta=make(0, 3, frame, keys).iloc[:0])
+        d = dd.from_map(
+            make, list(range(n_inputs)), n=rows, frame=frame, keys=keys, meta=make(0, 3, frame, keys).iloc[:0]
+        )
         with client.as_current():
             inputs[variant] = d.persist()
             wait(inputs[variant])
@@ -265,8 +267,12 @@ def sweep(
             return one(clients[variant], inputs[variant], variant, want, n, args)
 
     result: dict[str, Any] = {
-        **{"input_bytes": int(nbytes), "rows": rows * n_inputs, "size": args.size},
-        **{"inputs": n_inputs, "first": {}, "did_not_end": {}},
+        "input_bytes": int(nbytes),
+        "rows": rows * n_inputs,
+        "size": args.size,
+        "inputs": n_inputs,
+        "first": {},
+        "did_not_end": {},
     }
     for variant in args.variants:
         try:

@@ -213,8 +213,9 @@ class Bench:
         plane, run = self.end.runs[way]
         key = RunKey(1, WAYS.index(way))
 
+        route = self.end.do(plane._route(run, key, self.peer))
+
         async def held() -> Any:
-            route = await plane._route(run, key, self.peer)
             return await plane._direct(way, route, key, self.peer, [b"held"])
 
         return asyncio.run_coroutine_threadsafe(held(), self.end.loop)
@@ -287,9 +288,7 @@ def messages(args: argparse.Namespace) -> dict[str, Any]:
                 "runs": rates,
                 "best_forced": best,
                 "auto_took": dict(collections.Counter(bench.end.counts("auto")) - sent),
-                "auto_over_best": statistics.median(
-                    a / b for a, b in zip(rates["auto"], rates[best], strict=True)
-                ),
+                "auto_over_best": statistics.median(a / b for a, b in zip(rates["auto"], rates[best], strict=True)),
             }
             told = {t: round(m, 2) for t, m in median.items()}
             print(label, told, {k: out[label][k] for k in ("auto_took", "auto_over_best")}, flush=True)

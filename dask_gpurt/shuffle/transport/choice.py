@@ -8,9 +8,9 @@ its own traffic: bytes over the seconds from the hand-over to the acknowledgemen
 What slows one way down (a slow network, a busy peer) mostly slows all of them, so the prior of one way is scaled by
 what the traffic of the others has shown; else the way that is used would always lose to those that are not. The
 evidence counts for a way that was not tried exactly as for the one it came from: were it diluted more, a burst on a
-busy machine would send everything to the slower way. To see the exception,
-one message in `TRY_EVERY` goes by another way that is not far behind, and one in `RARELY` of those by one that is. A transport that lost a link is out for `BACKOFF_SECONDS`, twice as
-long each time; the safe path is always in.
+busy machine would send everything to the slower way. To see the exception, one message in `TRY_EVERY` goes by another
+way that is not far behind, and one in `RARELY` of those by one that is. A transport that lost a link is out for
+`BACKOFF_SECONDS`, twice as long each time; the safe path is always in.
 """
 
 from __future__ import annotations

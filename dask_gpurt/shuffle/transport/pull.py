@@ -114,9 +114,7 @@ def placed(record: Record, buffers: Sequence[Any]) -> tuple[Record, bytes] | Non
     for row, buffer in zip(spans, buffers, strict=True):
         if n := memoryview(buffer).nbytes:
             row[:] = _address(buffer), n
-    return Record(
-        Kind.PLACED, record.run, record.sequence, spans.nbytes, len(buffers), record.length
-    ), spans.tobytes()
+    return Record(Kind.PLACED, record.run, record.sequence, spans.nbytes, len(buffers), record.length), spans.tobytes()
 
 
 def message(record: Record) -> Record:
