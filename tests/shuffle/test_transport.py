@@ -169,7 +169,7 @@ def test_placed_messages_that_lie_are_refused():
         pull.fetch(os.getpid(), data, spans.tobytes(), bytearray)
     spans[:] = np.frombuffer(body, "<u8").reshape(-1, 2)
     spans[0, 0] = 8
-    with pytest.raises(OSError, match="address|bytes of a message"):
+    with pytest.raises(OSError, match=r"address|bytes of a message"):
         pull.fetch(os.getpid(), data, spans.tobytes(), lambda n: memoryview(bytearray(n)))
 
 
