@@ -3,6 +3,7 @@
     python -m benchmarks.shuffle --frames mixed --partitions 16 128 --runs 5
     python -m benchmarks.shuffle --frames numeric text wide --partitions 16 --runs 3
     python -m benchmarks.shuffle --frames mixed --partitions 1000 --size 0.2 --runs 3 --variants p2p gpurt
+    python -m benchmarks.shuffle --frames mixed --partitions 10000 --inputs 16 --size 0.2 --runs 0 --seconds 300
 
 Each call adds its results to ``benchmarks/results/shuffle.json`` (same frame, keys, partitions and size: replaced), so
 that one long sweep can be made of several short calls. Every variant has a cluster of its own, two workers with one
@@ -182,15 +183,31 @@ def cluster_for(variant: str) -> Iterator[Client]:
         yield client
 
 
-def one(client: Client, d: Any, variant: str, want: tuple[int, int], transport: str) -> dict[str, float]:
-    """Shuffle once, between two looks at the workers."""
+class DidNotEnd(Exception):
+    """A shuffle took longer than `--seconds`."""
+
+
+def one(
+    client: Client, d: Any, variant: str, want: tuple[int, int], n: int, args: argparse.Namespace
+) -> dict[str, float]:
+    """Shuffle to `n` partitions once, between two looks at the workers.
+
+    Raises
+    ------
+    DidNotEnd
+        It was given up.
+    """
+    transport = args.transport
     if variant == "gpurt":
         client.run_on_scheduler(take_over, transport=transport)
     counts = client.run(lambda dask_worker: worker_statistics(dask_worker))
     before = client.run(shuffle_meters.begin)
     start = time.perf_counter()
-    out = d.shuffle("k", shuffle_method="tasks" if variant == "tasks" else "p2p").persist()
-    wait(out)
+    out = d.shuffle("k", npartitions=n, shuffle_method="tasks" if variant == "tasks" else "p2p").persist()
+    try:
+        wait(out, timeout=args.seconds)
+    except TimeoutError:
+        raise DidNotEnd(f"did not end in {args.seconds:g} s") from None
     wall = time.perf_counter() - start
     after = client.run(shuffle_meters.end)
     got = dask.compute(out.k.sum(), out.k.size)
@@ -229,10 +246,13 @@ def sweep(
     clients: dict[str, Client], frame: str, keys: str, n: int, args: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
     """All variants on one input; yields what is known after each round, and at the end with the limit."""
-    rows = max(1, int(FRAMES[frame][1] * args.size) // n)
+    n_inputs = args.inputs or n
+    rows = max(1, int(FRAMES[frame][1] * args.size) // n_inputs)
     inputs: dict[str, Any] = {}
     for variant, client in clients.items():
-        d = dd.from_map(make, list(range(n)), n=rows, frame=frame, keys=keys, meta=make(0, 3, frame, keys).iloc[:0])
+        d = dd.from_map(
+            make, list(range(n_inputs)), n=rows, frame=frame, keys=keys, meta=make(0, 3, frame, keys).iloc[:0]
+        )
         with client.as_current():
             inputs[variant] = d.persist()
             wait(inputs[variant])
@@ -244,18 +264,36 @@ def sweep(
 
     def run(variant: str) -> dict[str, float]:
         with clients[variant].as_current():
-            return one(clients[variant], inputs[variant], variant, want, args.transport)
+            return one(clients[variant], inputs[variant], variant, want, n, args)
 
-    result: dict[str, Any] = {"input_bytes": int(nbytes), "rows": rows * n, "size": args.size}
-    result["first"] = {variant: run(variant) for variant in args.variants}
-    runs: dict[str, list[dict[str, float]]] = {v: [] for v in args.variants}
-    for round_, variant in compare.turns(args.variants, args.runs):
+    result: dict[str, Any] = {
+        "input_bytes": int(nbytes),
+        "rows": rows * n_inputs,
+        "size": args.size,
+        "inputs": n_inputs,
+        "first": {},
+        "did_not_end": {},
+    }
+    for variant in args.variants:
+        try:
+            result["first"][variant] = run(variant)
+        except DidNotEnd as e:
+            # Not tried again: what it has left running would be measured with the others.
+            result["did_not_end"][variant] = str(e)
+            clients.pop(variant).cluster.close()
+            print(f"{frame} {keys} {n} {variant} {e}")
+    ended = [v for v in args.variants if v in result["first"]]
+    runs: dict[str, list[dict[str, float]]] = {v: [] for v in ended}
+    if not args.runs:  # too long to be run again: the first is all there is
+        yield result | {"runs": 0, **summary({v: [result["first"][v]] for v in ended})}
+        return
+    for round_, variant in compare.turns(ended, args.runs):
         runs[variant].append(run(variant))
         print(f"{frame} {keys} {n} {variant}: " + " ".join(f"{k}={v:.4g}" for k, v in runs[variant][-1].items()))
         if all(len(r) == round_ + 1 for r in runs.values()):
             result |= {"runs": round_ + 1, **summary(runs), "all_runs": runs}
             yield result
-    if not args.no_limit:
+    if not args.no_limit and n_inputs == n:
         d = inputs = None  # type: ignore[assignment]
         result["limit_cpu_seconds"] = limit(frame, keys, n, rows)
         result["cpu_over_limit"] = {
@@ -272,7 +310,9 @@ def main() -> None:
     parser.add_argument(
         "--variants", nargs="+", default=list(shuffle_meters.VARIANTS), choices=(*shuffle_meters.VARIANTS, UNSET)
     )
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--inputs", type=int, default=0, help="input partitions; 0: as many as output partitions")
+    parser.add_argument("--runs", type=int, default=5, help="after the first; 0: the first is all there is")
+    parser.add_argument("--seconds", type=float, default=300.0, help="after which a shuffle is given up, and said so")
     parser.add_argument("--size", type=float, default=1.0, help="GB of input in memory, about")
     parser.add_argument("--transport", default="auto", choices=["auto", "rpc", "tcp", "ucx"], help="of ours")
     parser.add_argument("--no-limit", action="store_true", help="leave the bare-metal limit out")
@@ -298,6 +338,7 @@ def main() -> None:
                 for n in args.partitions:
                     facts = {name: report[name] for name in ("when", "commit", "command")}
                     name = f"{frame} {keys} {n} {args.size:g}GB" + (f" {args.transport}" * (args.transport != "auto"))
+                    name += f" from {args.inputs}" * bool(args.inputs)
                     for result in sweep(clients, frame, keys, n, args):
                         results[name] = facts | result | {"load_after": os.getloadavg()[0]}
                         data.write_json(args.out, report | {"results": results})

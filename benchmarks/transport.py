@@ -7,9 +7,9 @@
 
 Parts, each alternating over the transports, medians of the runs:
 
-- messages: one process sends `--bytes` in messages of one size to another, at most 16 MiB ahead of the answers; the
-  receiver checks nothing and drops them (what a shuffle does with messages is in `shuffle_meters`). `auto` is the
-  choice that `transport.choice` makes for that pair and size from its priors.
+- messages: one process sends `--bytes` in messages of one size to another, as a run does it (the data plane of a
+  worker with one transport forced, and one with `auto`; ten at a time); the receiver checks nothing and drops them
+  (what a shuffle does with messages is in `shuffle_meters`). `auto` keeps what it has learned from round to round.
 - `--place netns`: the receiver in a network namespace of its own, over a veth pair.
 - `--kill`: how soon a sender knows that its receiver was killed.
 - `--shuffle`: the frame of `shuffle_meters` on two workers, with each transport forced, and `auto`.
@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import collections
 import contextlib
+import ctypes
 import json
 import multiprocessing
 import os
@@ -39,9 +41,15 @@ if TYPE_CHECKING:
 
 SIZES = {"64K": 1 << 16, "1M": 1 << 20, "8M": 8 << 20, "64M": 64 << 20}
 TRANSPORTS = ("rpc", "tcp", "ucx")
+WAYS = (*TRANSPORTS, "auto")
+#: messages under way at a time: as many as a run has, but not many long ones
+AT_ONCE = 10
 AHEAD = 16 << 20
+#: so that a message of 64 MiB is allowed
+RECEIVE_BUDGET = 512 << 20
+LOCAL = "127.0.0.1"
 NAMESPACE = "gpurtbench"
-_RUN_SECRET = bytes(16)
+_NEWNS, _SLAVE, _RECURSIVE, _DETACH = 0x20000, 1 << 19, 1 << 14, 2
 
 
 def _cpu() -> float:
@@ -49,61 +57,129 @@ def _cpu() -> float:
     return t.user + t.system
 
 
-def _node(kind: str, address: str, host: str, hold: bool = False) -> Any:
-    from dask_gpurt.shuffle.pages import Pages, system
-    from dask_gpurt.shuffle.transport.base import Gate, Services
-    from dask_gpurt.shuffle.transport.tcp import TcpTransport
+class Drop:
+    """In place of a shuffle's run: takes messages and drops them, asks over distributed's comms."""
 
-    services = Services(
-        address=address,
-        gate=Gate(512 << 20),
-        secret_of=lambda run: _RUN_SECRET,
-        on_message=lambda run, sender, frames, done: None if hold else done(""),
-        on_loss=lambda *a: print("lost", a),
-    )
-    pool = Pages(system())
-    pool.keep(True)
-    if kind == "tcp":
-        return TcpTransport(services, host, pool)
-    from dask_gpurt.shuffle.transport.ucx import UcxTransport
+    def __init__(self, end: End, way: str) -> None:
+        self.end, self.way = end, way
 
-    return UcxTransport(services, pool)
+    def unpack(self, frames: Any) -> Any:
+        return frames
+
+    async def accept(self, shards: Any, nbytes: int) -> None:
+        if self.end.hold:
+            await asyncio.Event().wait()
+
+    async def ask(self, peer: str, question: Any) -> Any:
+        return await self.end.server.rpc(peer).shuffle_receive(data=question, way=self.way)
+
+
+class End:
+    """One process: a server of distributed's, and the data plane of a worker for each way to be forced."""
+
+    def __init__(self, host: str) -> None:
+        self.host = host
+        self.hold = False
+        self.runs: dict[str, tuple[Any, Any]] = {}
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+        self.do(self._start())
+
+    def do(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(120)
+
+    async def _start(self) -> None:
+        from distributed.core import Server
+
+        self.server = Server({"shuffle_receive": self.receive}, deserialize=True)
+        await self.server.rpc.start()
+        await self.server.listen(f"tcp://{self.host}:0")
+        self.address = self.server.address
+
+    async def open(self, way: str) -> None:
+        """A plane with this transport, and a run on it."""
+        from dask_gpurt.config import ShuffleSettings
+        from dask_gpurt.shuffle.heap import pages
+        from dask_gpurt.shuffle.transport.plane import Plane
+        from dask_gpurt.shuffle.transport.records import RunKey
+
+        pages.keep(True)
+        settings = ShuffleSettings(enabled=True, transport=way, receive_budget=RECEIVE_BUDGET)
+        plane = Plane(self, settings, lambda **counts: None, RECEIVE_BUDGET)
+        run: Any = Drop(self, way)
+        plane.join(run, RunKey(1, WAYS.index(way)), bytes(16))
+        self.runs[way] = plane, run
+
+    async def receive(self, data: Any, way: str) -> Any:
+        """What a worker does with a message by distributed's comms."""
+        from dask_gpurt.shuffle.transport import records
+
+        plane, run = self.runs[way]
+        key = records.RunKey(1, WAYS.index(way))
+        if isinstance(data, dict):
+            return await plane.answer(key, data)
+        stored = plane.arrive(key, data.sender, records.message_bytes(data.frames))
+        await run.accept(data.frames, data.nbytes)
+        stored()
+        return {"status": "OK", "granted": plane.granted(key, data.sender)}
+
+    async def send(self, way: str, peer: str, size: int, count: int) -> None:
+        """Messages of `size`, as many at a time as a run sends."""
+        from dask_gpurt.shuffle.sending import Message, _as_is
+        from dask_gpurt.shuffle.transport.records import RunKey
+
+        plane, run = self.runs[way]
+        key = RunKey(1, WAYS.index(way))
+        block = memoryview(np.ones(size, "u1"))
+        left = iter(range(count))
+
+        async def safe() -> Any:
+            message = _as_is(Message([block], self.address))
+            return await self.server.rpc(peer).shuffle_receive(data=message, way=way)
+
+        async def some() -> None:
+            for _ in left:
+                answer = await plane.send(run, key, peer, [block], safe)
+                assert answer["status"] == "OK", answer
+
+        await asyncio.gather(*(some() for _ in range(min(AT_ONCE, max(2, AHEAD // size)))))
+
+    def counts(self, way: str) -> dict[str, int]:
+        """Messages sent by transport, and what went wrong."""
+        stats = self.runs[way][0].statistics()
+        assert not stats["unavailable"], stats["unavailable"]
+        assert not stats["last_problem"], stats["last_problem"]
+        return {link["transport"]: link["messages_out"] for link in stats["links"] if link["messages_out"]}
+
+
+def enter(name: str) -> None:
+    """Move this process into a network namespace, and let it see that one's interfaces.
+
+    UCX finds interfaces by /sys, which shows those of the namespace that mounted it: with the old one it looks for
+    interfaces that are not there and says "Destination is unreachable" (``ip netns exec`` mounts it anew, too).
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{name}") as f:
+        steps = [libc.setns(f.fileno(), 0), libc.unshare(_NEWNS)]
+    steps.append(libc.mount(b"", b"/", b"none", _SLAVE | _RECURSIVE, None))
+    steps.append(libc.umount2(b"/sys", _DETACH))
+    steps.append(libc.mount(b"bench", b"/sys", b"sysfs", 0, None))
+    if any(steps):
+        raise OSError(ctypes.get_errno(), f"entering {name}: {steps}")
 
 
 def receiver(pipe: Any, host: str) -> None:
-    """The other process: opens transports as asked, and says what CPU it has used."""
-    from dask_gpurt.shuffle.transport.records import RunKey
-
-    if host != "127.0.0.1":
-        libc = __import__("ctypes").CDLL(None)
-        fd = os.open(f"/run/netns/{NAMESPACE}", os.O_RDONLY)
-        if libc.setns(fd, 0):
-            raise OSError("setns failed")
-    nodes: dict[str, Any] = {}
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
-
-    async def listen() -> str:
-        from distributed.comm import listen
-
-        async def handle(comm: Any) -> None:
-            with contextlib.suppress(Exception):
-                while True:
-                    await comm.read()
-                    await comm.write({"status": "OK"})
-
-        nodes["rpc"] = await listen(f"tcp://{host}:0", handle, deserialize=True)
-        return str(nodes["rpc"].contact_address)
-
+    """The other process."""
+    if host != LOCAL:
+        enter(NAMESPACE)
+    end = End(host)
     while (asked := pipe.recv()) is not None:
         if asked == "cpu":
             pipe.send(_cpu())
-        elif asked == "rpc":
-            pipe.send(asyncio.run_coroutine_threadsafe(listen(), loop).result())
         else:
-            kind, run, hold = asked
-            node = nodes[kind] = nodes.get(kind) or _node(kind, "b", host, hold)
-            pipe.send(node.endpoint_for(RunKey(1, run), "a"))
+            way, end.hold = asked
+            end.do(end.open(way))
+            pipe.send(end.address)
     os._exit(0)
 
 
@@ -115,94 +191,45 @@ class Bench:
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=receiver, args=(theirs, host), daemon=True)
         self.process.start()
-        self.here = here
-        self.run = 0
-        self.nodes: dict[str, Any] = {}
-        self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, daemon=True).start()
-        self.comms: list[Any] = []
+        self.end = End(here)
+        self.peer = ""
 
     def ask(self, what: Any) -> Any:
         self.pipe.send(what)
         return self.pipe.recv()
 
-    def open(self, kind: str, hold: bool = False) -> Any:
-        """Connect, so that the clock sees messages only; returns what `send` needs."""
-        from dask_gpurt.shuffle.transport.base import Header, Peer
+    def open(self, way: str, hold: bool = False) -> None:
+        """Connect, so that the clock sees messages only."""
+        self.peer = self.ask((way, hold))
+        self.end.do(self.end.open(way))
+        if not hold:
+            self.end.do(self.end.send(way, self.peer, 10, 1))
+
+    def send_held(self, way: str) -> Any:
+        """One message to a receiver that never says that it is stored; the receipt, as a future."""
         from dask_gpurt.shuffle.transport.records import RunKey
 
-        if kind == "rpc":
-            if not self.comms:
-                address = self.ask("rpc")
+        self.open(way, hold=True)
+        plane, run = self.end.runs[way]
+        key = RunKey(1, WAYS.index(way))
 
-                async def connect() -> None:
-                    from distributed.comm import connect
+        route = self.end.do(plane._route(run, key, self.peer))
 
-                    self.comms = [await connect(address) for _ in range(4)]
+        async def held() -> Any:
+            return await plane._direct(way, route, key, self.peer, [b"held"])
 
-                asyncio.run_coroutine_threadsafe(connect(), self.loop).result()
-            return None
-        self.run += 1
-        endpoint = self.ask((kind, self.run, hold))
-        node = self.nodes.get(kind) or self.nodes.setdefault(kind, _node(kind, "a", self.here))
-        target = Peer("b", endpoint, 128 << 20), Header(RunKey(1, self.run), _RUN_SECRET)
-        first = node.send(*target, [b"first"])
-        if not hold:
-            first.result(30)
-        return target
+        return asyncio.run_coroutine_threadsafe(held(), self.end.loop)
 
-    def send_held(self, kind: str) -> Any:
-        """One message to a receiver that never says that it is stored."""
-        target = self.open(kind, hold=True)
-        return self.nodes[kind].send(*target, [b"held"])
-
-    def send(self, kind: str, size: int, total: int, target: Any) -> None:
+    def send(self, way: str, size: int, total: int) -> None:
         """`total` bytes in messages of `size`."""
-        block = memoryview(np.ones(size, "u1"))
-        count = total // size
-        if kind == "rpc":
-            asyncio.run_coroutine_threadsafe(self._rpc(block, count), self.loop).result()
-            return
-        node = self.nodes[kind]
-        ahead = max(2, AHEAD // size)
-        pending = []
-        for _ in range(count):
-            if len(pending) >= ahead:
-                assert not pending.pop(0).result(60).problem
-            pending.append(node.send(*target, [block]))
-        for future in pending:
-            assert not future.result(60).problem
-
-    async def _rpc(self, block: memoryview, count: int) -> None:
-        """As the run sends: several comms to a peer, one message under way on each."""
-        from distributed.protocol.serialize import Serialized, serialize
-
-        from dask_gpurt.shuffle.sending import Message
-
-        left = iter(range(count))
-
-        async def one(comm: Any) -> None:
-            for _ in left:
-                message = Serialized(*serialize(Message([block]), serializers=("dask",), on_error="raise"))
-                await comm.write({"op": "x", "data": message})
-                await comm.read()
-
-        await asyncio.gather(*(one(comm) for comm in self.comms))
+        self.end.do(self.end.send(way, self.peer, size, total // size))
 
     def close(self) -> None:
-        for node in self.nodes.values():
-            node.stop()
-        self.pipe.send(None)
+        for plane, _ in self.end.runs.values():
+            self.end.do(plane.stop())
+        with contextlib.suppress(OSError):
+            self.pipe.send(None)
         self.process.join(5)
-
-
-def chosen(place: str, size: int) -> str:
-    """What `auto` takes for a first message of this size."""
-    from dask_gpurt.shuffle.transport.choice import Chooser, Place
-    from dask_gpurt.shuffle.transport.places import candidates
-
-    at = Place.REMOTE if place == "netns" else Place.HOST
-    return Chooser(at, candidates(at)).choose(size, False, 0.0)
 
 
 @contextlib.contextmanager
@@ -227,39 +254,47 @@ def namespace() -> Iterator[tuple[str, str]]:
 
 
 def messages(args: argparse.Namespace) -> dict[str, Any]:
-    """Per size and transport: GB/s and CPU s/GB, each run and the median; auto against the best."""
+    """Per size and way: GB/s and CPU s/GB, each run and the median; auto against the best in the same round."""
     if args.place == "netns":
         os.environ.setdefault("UCX_TLS", "tcp,self")  # as between two hosts: no shared memory
         where: Any = namespace()
     else:
-        where = contextlib.nullcontext(("127.0.0.1", "127.0.0.1"))
+        where = contextlib.nullcontext((LOCAL, LOCAL))
+    names = [*args.transports, "auto"]
     out: dict[str, Any] = {}
     with where as (there, here):
         bench = Bench(there, here)
+        for name in names:
+            bench.open(name)
         for label, size in SIZES.items():
             total = max(args.bytes, 4 * size)
-            rates: dict[str, list[float]] = {t: [] for t in args.transports}
-            cpu: dict[str, list[float]] = {t: [] for t in args.transports}
-            for i, kind in compare.turns(args.transports, args.runs + 1):
-                target = bench.open(kind)
+            rates: dict[str, list[float]] = {t: [] for t in names}
+            cpu: dict[str, list[float]] = {t: [] for t in names}
+            sent = collections.Counter(bench.end.counts("auto"))
+            for i, name in compare.turns(names, args.runs + 1):
                 before = _cpu() + bench.ask("cpu")
                 start = time.perf_counter()
-                bench.send(kind, size, total, target)
+                bench.send(name, size, total)
                 took = time.perf_counter() - start
                 used = _cpu() + bench.ask("cpu") - before
-                if i:  # the first round connects and faults pages in
-                    rates[kind].append(total // size * size / took / 1e9)
-                    cpu[kind].append(used / (total / 1e9))
+                if i:  # the first round faults pages in
+                    rates[name].append(total // size * size / took / 1e9)
+                    cpu[name].append(used / (total / 1e9))
             median = {t: statistics.median(r) for t, r in rates.items()}
-            auto = chosen(args.place, size)
+            best = max(args.transports, key=lambda t: median[t])
             out[label] = {
                 "gb_per_second": median,
                 "cpu_seconds_per_gb": {t: statistics.median(c) for t, c in cpu.items()},
                 "runs": rates,
-                "auto": auto,
-                "auto_over_best": median.get(auto, float("nan")) / max(median.values()),
+                "best_forced": best,
+                "auto_took": dict(collections.Counter(bench.end.counts("auto")) - sent),
+                "auto_over_best": statistics.median(a / b for a, b in zip(rates["auto"], rates[best], strict=True)),
             }
-            print(label, {t: round(m, 2) for t, m in median.items()}, "auto:", auto, flush=True)
+            told = {t: round(m, 2) for t, m in median.items()}
+            print(label, told, {k: out[label][k] for k in ("auto_took", "auto_over_best")}, flush=True)
+        for name in args.transports:
+            took = bench.end.counts(name)
+            assert set(took) == {name}, (name, took)
         bench.close()
     return out
 
@@ -268,7 +303,7 @@ def killed(args: argparse.Namespace) -> dict[str, Any]:
     """Seconds from SIGKILL of the receiver, which holds messages, until the sender knows that they are lost."""
     out: dict[str, list[float]] = {kind: [] for kind in args.transports if kind != "rpc"}
     for _, kind in compare.turns(list(out), args.runs):
-        bench = Bench("127.0.0.1", "127.0.0.1")
+        bench = Bench(LOCAL, LOCAL)
         future = bench.send_held(kind)
         time.sleep(1.0)
         assert not future.done()
@@ -278,8 +313,7 @@ def killed(args: argparse.Namespace) -> dict[str, Any]:
         receipt = future.result(60)
         out[kind].append(time.perf_counter() - start)
         assert receipt.lost, receipt
-        for node in bench.nodes.values():
-            node.stop()
+        bench.close()
     return {kind: {"seconds": s, "median": statistics.median(s), "max": max(s)} for kind, s in out.items()}
 
 

@@ -201,7 +201,13 @@ class ReceivedChunk:
     def __init__(self, shards: Iterable[Shard], nbytes: int | None = None) -> None:
         self._shards = tuple(shards)
         # As memoryviews their items are Python's integers, at a third of the time of numpy's.
-        self._parts = tuple(_items(s.parts, "I") for s in self._shards)
+        # Ascending, to be searched; their rows lie in the order in which the outputs are made.
+        places = [None if (s.parts[1:] >= s.parts[:-1]).all() else np.argsort(s.parts) for s in self._shards]
+        self._parts = tuple(
+            _items(s.parts if at is None else np.ascontiguousarray(s.parts[at]), "I")
+            for s, at in zip(self._shards, places, strict=True)
+        )
+        self._places = tuple(None if at is None else _items(at.astype(np.int64), "q") for at in places)
         self._offsets = tuple(_items(_offsets(s.lengths), "q") for s in self._shards)
         self._rows = tuple(Rows(s.table, inputs=s.inputs) for s in self._shards)
         # Two schemas can be equal and differ in what pandas noted in them.
@@ -235,7 +241,8 @@ class ReceivedChunk:
         for i, parts in enumerate(self._parts):
             at = bisect.bisect_left(parts, part)
             if at < len(parts) and parts[at] == part:
-                offsets = self._offsets[i]
+                offsets, places = self._offsets[i], self._places[i]
+                at = at if places is None else places[at]
                 rows = Slice(self._rows[i], offsets[at], offsets[at + 1])
                 found.append((self._shards[i].input_id, self._schema_of[i], rows))
         if not found:

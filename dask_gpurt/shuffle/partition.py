@@ -2,7 +2,8 @@
 
 Theory of operation. Dask has assigned every row its output partition in a column (``_partitions``). Those ids are
 taken as they are, never rehashed: dask elides later shuffles because it knows them. `Layout` permutes them so that each
-worker owns one contiguous range of *codes*; a stable argsort of the codes (one byte wide up to 255 outputs: a counting
+worker owns one contiguous range of *codes*, in the
+order in which it will make its outputs; a stable argsort of the codes (one byte wide up to 255 outputs: a counting
 sort, 0.03 s per GB where int64 takes 0.63 s) then orders the rows by destination worker, within it by output partition,
 within it by their old order. So each destination's rows are one gather, and each output partition in it is one slice.
 
@@ -40,7 +41,9 @@ class Layout:
     Parameters
     ----------
     worker_for
-        Output partition id to worker address; only outputs that somebody wants.
+        Output partition id to worker address; only outputs that somebody wants. Those of one worker in the order in
+        which it will make them, as far as that is known: neighbours travel and lie together, and memory is free when
+        the last of them is made.
     """
 
     #: worker address -> (first code, one past the last)
@@ -63,7 +66,7 @@ class Layout:
         order: list[int] = []
         for address, parts in by_worker.items():
             self.ranges[address] = (len(order), len(order) + len(parts))
-            order += sorted(parts)
+            order += parts
         self.part_of = np.array(order, dtype=np.uint32)
         self.unwanted = n = len(order)
         # 8 and 16 bits are what numpy's stable sort does as a radix sort
@@ -154,7 +157,7 @@ COLUMN_BYTES = 1 << 15
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shard:
-    """Rows of one input partition for consecutive output partitions of one worker, ordered by output partition.
+    """Rows of one input partition for output partitions of one worker that are neighbours in its layout, in its order.
 
     All rows for a worker when they are few; else one of several shards with different outputs, each in memory of its
     own: what was unpacked can then be given back while the rest still waits.

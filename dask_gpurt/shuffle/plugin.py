@@ -205,7 +205,8 @@ class ShuffleTakeover:
         try:
             reason = self._reason_for_stock(spec)
             if not reason:
-                ours = GpurtShuffleSpec.of(spec, self.settings)
+                order = seam.order_of_outputs(self.scheduler, spec.id)
+                ours = GpurtShuffleSpec.of(spec, self.settings, order)
                 self._runs += 1
                 return ours
         except Exception:

@@ -67,6 +67,7 @@ __all__ = [
     "host_of",
     "id_from_key",
     "on_teardown",
+    "order_of_outputs",
     "output_of",
     "probe",
     "probe_workers",
@@ -254,6 +255,17 @@ def output_of(spec: Any, shuffle_id: Any) -> int | None:
     else:
         return None
     return part if shuffle_id in of and isinstance(part, int) else None
+
+
+def order_of_outputs(scheduler: Any, shuffle_id: Any) -> tuple[int, ...]:
+    """Output partitions by the priority of the tasks that unpack them, the first to run first."""
+    found = []
+    barrier = scheduler.tasks.get(barrier_key(shuffle_id))
+    for ts in () if barrier is None else barrier.dependents:
+        part = output_of(ts.run_spec, shuffle_id)
+        if part is not None and ts.priority is not None:
+            found.append((ts.priority, part))
+    return tuple(dict.fromkeys(part for _, part in sorted(found)))
 
 
 def execution() -> tuple[Any, float, int] | None:

@@ -24,11 +24,14 @@ class GpurtShuffleSpec(seam.DataFrameShuffleSpec):
     #: workers lost in this run so far; the scheduler's own changes with it, every worker gets it as it is then
     state: State = dataclasses.field(default_factory=State, compare=False)
 
+    #: output partitions in the order in which their tasks run; those that are not in it come last
+    order: tuple[int, ...] = dataclasses.field(default=(), compare=False, repr=False)
+
     @classmethod
-    def of(cls, spec: Any, settings: ShuffleSettings) -> GpurtShuffleSpec:
+    def of(cls, spec: Any, settings: ShuffleSettings, order: tuple[int, ...] = ()) -> GpurtShuffleSpec:
         """The same shuffle as a stock spec, with a secret of its own."""
         fields = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)}
-        return cls(**fields, settings=settings, secret=secrets.token_bytes(SECRET_BYTES))
+        return cls(**fields, settings=settings, secret=secrets.token_bytes(SECRET_BYTES), order=order)
 
     def create_run_on_worker(self, run_id: int, span_id: str | None, worker_for: dict[int, str], plugin: Any) -> Any:
         from dask_gpurt.shuffle.run import GpurtShuffleRun
@@ -50,7 +53,7 @@ class GpurtShuffleSpec(seam.DataFrameShuffleSpec):
             retained=stores.retained_of(worker, self.settings.retain),
             column=self.column,
             meta=self.meta,
-            worker_for=worker_for,
+            worker_for={part: worker_for[part] for part in self.order if part in worker_for} | worker_for,
             id=self.id,
             run_id=run_id,
             span_id=span_id,

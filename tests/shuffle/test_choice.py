@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dask_gpurt.shuffle.transport.choice import BACKOFF_SECONDS, SAFE, TRY_EVERY, Chooser, Place
+from dask_gpurt.shuffle.transport.choice import BACKOFF_SECONDS, RARELY, SAFE, TRY_EVERY, Chooser, Place
 
 MiB = 1 << 20
 
@@ -79,6 +79,11 @@ def test_what_is_really_slower_is_left_and_taken_again():
 def test_other_ways_are_tried_now_and_then():
     c = Chooser(Place.REMOTE, ["tcp"])
     names = [c.choose(MiB, False, 0.0) for _ in range(10 * TRY_EVERY)]
+    assert names.count(SAFE) == 10
+    for _ in range(1000):  # far behind: rarely
+        c.observe("tcp", MiB, 0.001)
+        c.observe(SAFE, MiB, 0.01)
+    names = [c.choose(MiB, False, 0.0) for _ in range(10 * TRY_EVERY * RARELY)]
     assert names.count(SAFE) == 10
     forced = Chooser(Place.REMOTE, ["tcp"], "tcp")
     assert {forced.choose(MiB, False, 0.0) for _ in range(10 * TRY_EVERY)} == {"tcp"}

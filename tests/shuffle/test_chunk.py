@@ -34,6 +34,20 @@ def test_is_a_chunk_with_the_parts_of_all_its_inputs():
         c.get(9)
 
 
+def test_rows_may_lie_in_any_order_of_outputs():
+    """As they do where the outputs are made in another order than that of their numbers."""
+    order = [4, 0, 3, 1, 2]
+    df = mixed(0, 100).assign(p=np.arange(100) % 5)
+    ((_, shard),) = split(df, "p", True, 7, Layout(dict.fromkeys(order, "a")))
+    assert shard.parts.tolist() == order
+    c = ReceivedChunk([shard])
+    want = ReceivedChunk([s for _, s in split(df, "p", True, 7, Layout(dict.fromkeys(range(5), "a")))])
+    for part in order:
+        pd.testing.assert_frame_equal(assemble(c.get(part), df), assemble(want.get(part), df))
+    with pytest.raises(KeyError):
+        c.get(5)
+
+
 def test_get_is_a_view():
     c = chunk((3,), columns=["k", "f8"])
     (_, a), (_, b) = *c.get(3), *c.get(4)

@@ -20,11 +20,12 @@ from distributed.utils_test import gen_cluster
 from helpers import left, mixed, ordered, source, taken_over, until, whole
 
 from dask_gpurt.config import ShuffleSettings
+from dask_gpurt.errors import WireError
 from dask_gpurt.shuffle import MemoryShardStore, worker_statistics
 from dask_gpurt.shuffle.pages import Pages, system
 from dask_gpurt.shuffle.transport import link as lk
 from dask_gpurt.shuffle.transport import plane as plane_module
-from dask_gpurt.shuffle.transport import records
+from dask_gpurt.shuffle.transport import pull, records
 from dask_gpurt.shuffle.transport.base import Gate, Header, Peer, Services
 from dask_gpurt.shuffle.transport.records import Kind, Record, RunKey
 from dask_gpurt.shuffle.transport.tcp import TcpTransport
@@ -132,6 +133,63 @@ def test_messages_of_all_sizes_arrive(nodes, kind):
     assert not b.losses
 
 
+@pytest.mark.parametrize("pulls", [True, False])
+def test_long_messages_of_one_host_are_read_where_they_lie(nodes, pulls):
+    a, b = nodes("tcp", "a"), nodes("tcp", "b", budget=64 << 20)
+    b.transport.pulls = pulls
+    peer = b.peer_for("a")
+    assert send_all(a, peer, [message(0, 2)]) == [""]  # the offer is made with the first
+    eventually(lambda: not pulls or a.transport._outbound["b", RUN].machine.pulled)
+    sizes = [100, pull.SMALLEST, (1 << 23) + 1]
+    assert send_all(a, peer, [message(i, n) for i, n in enumerate(sizes)]) == [""] * 3
+    assert sorted(map(len, b.received)) == sorted([2, *sizes])
+    assert a.transport.statistics()["placed"] == b.transport.statistics()["pulled"] == 2 * pulls
+    assert b.gate.statistics()["held_bytes"] == 0
+
+
+def test_what_an_offer_must_be():
+    offer = pull.Offer()
+    assert pull.accept(offer.body()) == os.getpid()
+    pid, address, token = pull._OFFER.unpack(offer.body())
+    assert not pull.accept(pull._OFFER.pack(pid, address, bytes(16)))
+    assert not pull.accept(pull._OFFER.pack(pid, 8, token))
+    assert not pull.accept(pull._OFFER.pack(1 << 40, address, token))
+    assert not pull.accept(b"short")
+
+
+def test_placed_messages_that_lie_are_refused():
+    frames = [np.ones(pull.SMALLEST, np.uint8), b"", b"abc"]
+    data = Record(Kind.DATA, RUN, 1, records.message_bytes(frames), len(frames))
+    record, body = pull.placed(data, frames)
+    whole = pull.fetch(os.getpid(), pull.message(record), body, lambda n: memoryview(bytearray(b"x" * n)))
+    assert [bytes(f) for f in records.frames_of(data, whole)] == [bytes(f) for f in frames]
+    spans = np.frombuffer(body, "<u8").reshape(-1, 2).copy()
+    spans[2, 1] = (1 << 64) - 3
+    with pytest.raises(WireError):
+        pull.fetch(os.getpid(), data, spans.tobytes(), bytearray)
+    spans[:] = np.frombuffer(body, "<u8").reshape(-1, 2)
+    spans[0, 0] = 8
+    with pytest.raises(OSError, match=r"address|bytes of a message"):
+        pull.fetch(os.getpid(), data, spans.tobytes(), lambda n: memoryview(bytearray(n)))
+
+
+def test_credit_of_a_message_that_never_came_whole_is_given_back(nodes, monkeypatch):
+    monkeypatch.setattr(pull, "SMALLEST", 1 << 60)
+    a, b = nodes("tcp", "a"), nodes("tcp", "b")
+    peer = b.peer_for("a")
+    assert send_all(a, peer, [message(0, 2)]) == [""]
+
+    def cut():
+        link = a.transport._outbound["b", RUN]
+        link.connection.write(Record(Kind.DATA, RUN, 2, 1 << 16, 1).pack(), b"half of it")
+        link.connection.flush()
+
+    a.transport.sending.call(cut)
+    eventually(lambda: b.gate.statistics()["held_bytes"] == 1 << 16)
+    a.transport.stop()
+    eventually(lambda: b.gate.statistics()["reserved_bytes"] == 0)
+
+
 @pytest.mark.parametrize("kind", WAYS)
 def test_many_senders_stay_within_a_tiny_budget(nodes, kind):
     """A receiver that is slow to store: its memory for messages never exceeds its budget, and all of them arrive."""
@@ -183,8 +241,7 @@ def test_a_killed_peer_is_noticed(kind):
         bench.process.join()
         assert future.result(30).lost
     finally:
-        for node in bench.nodes.values():
-            node.stop()
+        bench.close()
 
 
 def test_the_listener_is_bound_to_its_own_address_and_strangers_are_closed(nodes):

@@ -88,6 +88,10 @@ class InboundEnd(_End):
     owner: InboundOwner
     #: whose thread this link lives in
     loop: IoLoop
+    #: an answer is about to be written, which carries the credit
+    _answering = False
+    #: bytes that were granted and began to arrive, of a message that is not whole
+    _arriving = 0
 
     def lost(self, reason: str) -> None:
         """The connection is gone."""
@@ -99,19 +103,35 @@ class InboundEnd(_End):
 
     def arrive(self, nbytes: int) -> bool:
         """Whether a message of so many bytes was granted."""
-        return self.owner.services.gate.arrive(self, nbytes)
+        granted = self.owner.services.gate.arrive(self, nbytes)
+        self._arriving += granted * nbytes
+        return granted
+
+    def offered(self, body: bytes) -> None:
+        """The sender says where in its memory a token lies; whoever can not read it says nothing."""
 
     def _tell(self, total: int) -> None:
         """New credit; any thread."""
-        self.loop.call(lambda: self.carry_out(self.machine.granted(total)))
+
+        def granted() -> None:
+            instructions = self.machine.granted(total)
+            if not self._answering:
+                self.carry_out(instructions)
+
+        self.loop.call(granted)
 
     def _deliver(self, deliver: lk.Deliver) -> None:
         services = self.owner.services
+        self._arriving -= deliver.nbytes
 
         def done(problem: str) -> None:
             def stored() -> None:
                 # Before the answer, so that it carries the credit that this message gives back.
-                services.gate.stored(self, deliver.nbytes)
+                self._answering = True
+                try:
+                    services.gate.stored(self, deliver.nbytes)
+                finally:
+                    self._answering = False
                 self.carry_out(self.machine.stored(deliver.sequence, problem))
 
             self.loop.call(stored)
@@ -133,7 +153,12 @@ class InboundEnd(_End):
                     self.violated(f"{i.total} bytes wanted, more than a message may have")
             elif isinstance(i, lk.Deliver):
                 self._deliver(i)
+            elif isinstance(i, lk.Offered):
+                self.offered(i.body)
             elif isinstance(i, lk.Close):
                 self.shut()
                 gate.close(self)
+                # What never came whole is never stored: without this its credit would be gone for good.
+                gate.stored(self, self._arriving)
+                self._arriving = 0
                 self.owner.inbound_closed(self, i)

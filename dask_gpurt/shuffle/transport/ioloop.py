@@ -32,6 +32,9 @@ class IoLoop:
         self._failed = failed
         self._lock = threading.Lock()
         self._stopping = self._ended = False
+        #: whether the thread waits, or is about to, and knows nothing of calls that came since
+        self._waiting = False
+        self._at_end: dict[Callable[[], None], None] = {}
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -44,9 +47,19 @@ class IoLoop:
             # Under the lock: a descriptor closed meanwhile may be somebody else's file by now.
             if not self._ended:
                 self._calls.append(function)
-                os.eventfd_write(self._wake, 1)
+                if self._waiting:  # a thread that is awake finds it by itself: a wake-up costs more than a message
+                    self._waiting = False
+                    os.eventfd_write(self._wake, 1)
                 return
         self._safely(function)
+
+    def later(self, function: Callable[[], None]) -> None:
+        """Run it in the next turn, without waiting for anything before; in the thread only."""
+        self._calls.append(function)
+
+    def at_end(self, function: Callable[[], None]) -> None:
+        """Run it once at the end of this turn, however often it is asked for; in the thread only."""
+        self._at_end[function] = None
 
     def stop(self, last: Callable[[], None]) -> None:
         """Run `last` in the thread and end it."""
@@ -63,17 +76,22 @@ class IoLoop:
         ticked = time.monotonic()
         try:
             while not self._stopping:
-                for fd, event in self.poll.poll(TICK_SECONDS if self._may_wait() else 0):
+                events = self.poll.poll(self._patience())
+                self._waiting = False
+                for fd, event in events:
                     if fd == self._wake:
                         with contextlib.suppress(BlockingIOError):
                             os.eventfd_read(self._wake)
                     elif (handler := self.on_event.get(fd)) is not None:
                         self._safely(handler, event)
-                while self._calls:
+                # Those that are there now; what they add comes in the next turn, after the others' descriptors.
+                for _ in range(len(self._calls)):
                     self._safely(self._calls.popleft())
+                self._end_turn()
                 if (now := time.monotonic()) - ticked >= TICK_SECONDS:
                     ticked = now
                     self._safely(self.on_tick, now)
+                    self._end_turn()
         finally:
             with self._lock:
                 self._ended = True
@@ -83,12 +101,26 @@ class IoLoop:
             while self._calls:
                 self._safely(self._calls.popleft())
 
+    def _patience(self) -> float:
+        """How long the next wait may be."""
+        wait = self._may_wait()
+        self._end_turn()
+        with self._lock:
+            self._waiting = wait and not self._calls
+            return TICK_SECONDS if self._waiting else 0
+
     def _may_wait(self) -> bool:
         try:
             return self.may_wait()
         except Exception:
             self._failed(traceback.format_exc())
             return True
+
+    def _end_turn(self) -> None:
+        while self._at_end:
+            ends, self._at_end = self._at_end, {}
+            for function in ends:
+                self._safely(function)
 
     def _safely(self, function: Callable[..., None], *args: Any) -> None:
         """An error in one link must not end the thread of all of them."""

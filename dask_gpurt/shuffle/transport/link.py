@@ -90,6 +90,13 @@ class Wanted:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Offered:
+    """The sender says where in its memory a token lies; see `pull`."""
+
+    body: bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Deliver:
     """A message arrived whole, for the first time: store it, then call `ReceiverLink.stored`."""
 
@@ -109,4 +116,4 @@ class Close:
     quiet: bool = False
 
 
-Instruction = Send | Ended | Opened | Wanted | Deliver | Close
+Instruction = Send | Ended | Opened | Wanted | Offered | Deliver | Close

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from dask_gpurt.errors import WireError
 from dask_gpurt.shuffle.transport import link as lk
 from dask_gpurt.shuffle.transport import records
-from dask_gpurt.shuffle.transport.link import Close, Deliver, Instruction, Opened, Send, State, Verdict, Wanted
+from dask_gpurt.shuffle.transport.link import Close, Deliver, Instruction, Offered, Opened, Send, State, Verdict, Wanted
 from dask_gpurt.shuffle.transport.records import Kind, Record, RunKey
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ class ReceiverLink:
         (State.OPEN, Kind.DATA): "_on_data",
         (State.OPEN, Kind.WANT): "_on_want",
         (State.OPEN, Kind.PING): "_on_ping",
+        (State.OPEN, Kind.OFFER): "_on_offer",
         (State.OPEN, Kind.BYE): "_on_bye",
     }
 
@@ -203,6 +204,9 @@ class ReceiverLink:
             return self._close(f"message {record.sequence} after {self._low}", violation=True)
         missing = sum(n not in self._answers for n in range(self._low + 1, record.sequence + 1))
         return [Send(Record(Kind.PONG, self.run, self._low, count=missing, value=self._granted))]
+
+    def _on_offer(self, record: Record, body: bytes, now: float) -> list[Instruction]:
+        return [Offered(bytes(body))]
 
     def _on_bye(self, record: Record, body: bytes, now: float) -> list[Instruction]:
         return self._close("the sender ended the link")

@@ -32,11 +32,22 @@ class SenderLink:
         Bytes of one message that the receiver takes, at most.
     now
         Seconds of any monotonic clock, as in every call here.
+    offer
+        Body of an OFFER to make; see `pull`.
     """
 
     def __init__(
-        self, run: RunKey, secret: bytes, sender: str, receiver: str, limit: int, nonce: bytes, now: float
+        self,
+        run: RunKey,
+        secret: bytes,
+        sender: str,
+        receiver: str,
+        limit: int,
+        nonce: bytes,
+        now: float,
+        offer: bytes | None = None,
     ) -> None:
+        self.offer = offer
         self.run = run
         self.state = State.OPENING
         self._secret, self._sender, self._receiver = secret, sender, receiver
@@ -54,6 +65,8 @@ class SenderLink:
         self._stalled_since: float | None = None
         #: seconds with a message ready and no credit for it
         self.stall_seconds = 0.0
+        #: the receiver reads messages where they lie
+        self.pulled = False
 
     #: (state, kind) -> the method that handles it; None: a copy or a late one, nothing to do
     _TABLE: ClassVar[dict[tuple[State, Kind], str | None]] = {
@@ -66,6 +79,7 @@ class SenderLink:
         (State.OPEN, Kind.ACK): "_on_end",
         (State.OPEN, Kind.REFUSED): "_on_end",
         (State.OPEN, Kind.PONG): "_on_pong",
+        (State.OPEN, Kind.PULLS): "_on_pulls",
         (State.OPENING, Kind.BYE): "_on_bye",
         (State.GREETING, Kind.BYE): "_on_bye",
         (State.OPEN, Kind.BYE): "_on_bye",
@@ -152,7 +166,9 @@ class SenderLink:
         if not hmac.compare_digest(bytes(body), want):
             return self._close("the receiver does not know the secret of the run", violation=True)
         self.state = State.OPEN
-        return self._on_grant(record, body, now)
+        # Before the first message, so that one that needs no credit to come is the only one that is sent in full.
+        offer = [] if self.offer is None else [Send(Record(Kind.OFFER, self.run, length=len(self.offer)), self.offer)]
+        return [*offer, *self._on_grant(record, body, now)]
 
     def _on_grant(self, record: Record, body: bytes, now: float) -> list[Instruction]:
         self._granted = max(self._granted, record.value)
@@ -178,6 +194,10 @@ class SenderLink:
         if self._strange >= 2:
             return self._close("messages or answers were lost on the way")
         return self._on_grant(record, body, now)
+
+    def _on_pulls(self, record: Record, body: bytes, now: float) -> list[Instruction]:
+        self.pulled = self.offer is not None
+        return [] if self.pulled else self._close("an answer to an offer that was not made", violation=True)
 
     def _on_bye(self, record: Record, body: bytes, now: float) -> list[Instruction]:
         return self._close("the receiver ended the link")

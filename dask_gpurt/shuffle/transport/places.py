@@ -20,11 +20,13 @@ def process_token() -> str:
 
 
 def host_token() -> str:
-    """Says whether two processes can share memory: one boot of one kernel, and one namespace of System V memory."""
+    """Says whether two processes can share memory: one boot of one kernel, one namespace of System V memory and of
+    process ids. And one network: what has a network of its own is a host of its own to whoever set it up so, and
+    traffic past that network would not be what is metered, limited or forbidden there."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as f:
             boot = f.read().strip()
-        return f"{boot}-{os.readlink('/proc/self/ns/ipc')}-{os.readlink('/proc/self/ns/pid')}"
+        return "-".join([boot, *(os.readlink(f"/proc/self/ns/{name}") for name in ("ipc", "pid", "net"))])
     except OSError:  # not Linux: nobody is on this host
         return uuid.uuid4().hex
 

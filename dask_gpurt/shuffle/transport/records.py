@@ -5,7 +5,8 @@ header of `HEADER_BYTES`, then `length` bytes of body::
 
     header   magic, version, kind, flags, count, sequence, run tag, run id, length, value, xxh3-64 of all of that
     body     DATA: `count` lengths of 8 bytes, filled to 64; then the frames, each filled to 64 bytes
-             CHALLENGE, HELLO, WELCOME: nonces, addresses and MACs; REFUSED: text; others: none
+             CHALLENGE, HELLO, WELCOME: nonces, addresses and MACs; REFUSED: text; OFFER, PLACED: addresses in the
+             sender's memory; others: none
 
 So the one number that decides an allocation, `length`, is checked by the header's own checksum before it is used, and
 by its receiver against what it has granted. Frames lie at multiples of 64, so that a body that is received into one
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 MAGIC = b"GPTL"
-VERSION = 1
+VERSION = 2
 HEADER_BYTES = 64
 #: frames of one message, at most
 MAX_FRAMES = 1024
@@ -65,6 +66,9 @@ class Kind(enum.IntEnum):
     PING = 9  #: sender: `sequence` messages were sent
     PONG = 10  #: receiver: all up to `sequence` were answered, `count` others are missing, `value` bytes granted
     BYE = 11  #: the link ends in order
+    OFFER = 12  #: sender: where in its memory a token lies (`pull`)
+    PULLS = 13  #: receiver: it has read the token, messages may stay where they are
+    PLACED = 14  #: sender: one message of `value` bytes; `count` times address and length
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -118,7 +122,9 @@ class Record:
             known = Kind(kind)
         except ValueError:
             raise WireError(f"a record's kind is {kind}, must be 1 to {max(Kind)}") from None
-        if known is not Kind.DATA and length > MAX_CONTROL:
+        if known is Kind.PLACED and not (1 <= count <= MAX_FRAMES and length == 16 * count and value):
+            raise WireError(f"a placed message has {count} frames in {length} bytes, must have 16 bytes for each")
+        if known not in (Kind.DATA, Kind.PLACED) and length > MAX_CONTROL:
             raise WireError(f"a record of kind {known.name} has {length} bytes, must have at most {MAX_CONTROL}")
         if known is Kind.DATA and not (1 <= count <= MAX_FRAMES and length >= table_bytes(count)):
             raise WireError(f"a message has {count} frames in {length} bytes, must have 1 to {MAX_FRAMES} frames")

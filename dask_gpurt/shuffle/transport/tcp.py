@@ -7,7 +7,8 @@ threads per worker do all of it, however many peers there are, and each socket b
     gpurt-tcp-recv    the listener and inbound links: reads messages into pooled memory, writes answers
 
 A link is one connection, from one sender to one receiver, for one run; `link` decides what is said on it. The GIL is
-free during every `sendmsg`, `recv_into` and wait. Loss of a peer is seen by the kernel: at once when its process dies
+free during every `sendmsg`, read and wait. On one host messages are not sent through the socket but read where they
+lie (`pull`), where the kernel allows that. Loss of a peer is seen by the kernel: at once when its process dies
 (reset), within `LOST_SECONDS` when its host or the network goes (keepalive, user timeout).
 
 The listener is bound to the worker's own address, never to all; a connection that has not proved itself within a second
@@ -18,8 +19,6 @@ Rejected: a thread per connection (300 threads with 100 peers; and on two cores 
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import errno
 import logging
 import os
@@ -32,13 +31,15 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.errors import WireError
 from dask_gpurt.shuffle.transport import link as lk
-from dask_gpurt.shuffle.transport import records
+from dask_gpurt.shuffle.transport import pull, records
 from dask_gpurt.shuffle.transport.base import Receipt
+from dask_gpurt.shuffle.transport.connection import Connection
 from dask_gpurt.shuffle.transport.ends import InboundEnd, OutboundEnd
 from dask_gpurt.shuffle.transport.ioloop import IoLoop
 from dask_gpurt.shuffle.transport.link_receiver import ReceiverLink
 from dask_gpurt.shuffle.transport.link_sender import SenderLink
-from dask_gpurt.shuffle.transport.records import HEADER_BYTES, Kind, Record
+from dask_gpurt.shuffle.transport.places import host_token
+from dask_gpurt.shuffle.transport.records import Kind, Record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -49,120 +50,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("distributed.worker.gpurt")
 
-#: a peer whose host does not answer for so long is lost
-LOST_SECONDS = 5
 CONNECT_SECONDS = 5.0
 #: connections that have not proved themselves yet, at most
 MAX_STRANGERS = 64
 _PAD = memoryview(bytes(records.ALIGN))
-#: records read from one link before the others get their turn
-_RECORDS_AT_ONCE = 8
-#: buffers of one `sendmsg`, below the kernel's limit of 1024
-_IOV = 512
-
-
-class _Connection:
-    """A socket that belongs to one loop: what waits to be written, and the record that is being read."""
-
-    def __init__(self, loop: IoLoop, sock: socket.socket) -> None:
-        self.loop, self.sock = loop, sock
-        sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, LOST_SECONDS)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_SECONDS * 1000)
-        self._out: collections.deque[memoryview] = collections.deque()
-        self._events = select.EPOLLIN
-        self.closed = False
-        self._head = memoryview(bytearray(HEADER_BYTES))
-        self._got = 0
-        self.record: Record | None = None
-        self.body: memoryview = memoryview(b"")
-        loop.poll.register(sock, self._events)
-
-    def write(self, *parts: Any) -> None:
-        """Queue bytes; written as far as the socket takes them now, later for the rest.
-
-        Raises
-        ------
-        OSError
-            The connection is gone.
-        """
-        self._out.extend(memoryview(p).cast("B") for p in parts if memoryview(p).nbytes)
-        self.flush()
-
-    def flush(self) -> None:
-        while self._out:
-            few = [self._out[i] for i in range(min(len(self._out), _IOV))]
-            try:
-                n = self.sock.sendmsg(few)
-            except BlockingIOError:
-                break
-            while n:
-                if n >= len(self._out[0]):
-                    n -= len(self._out.popleft())
-                else:
-                    self._out[0] = self._out[0][n:]
-                    n = 0
-        wanted = select.EPOLLIN | (select.EPOLLOUT if self._out else 0)
-        if wanted != self._events and not self.closed:
-            self._events = wanted
-            self.loop.poll.modify(self.sock, wanted)
-
-    def read(self, begin: Callable[[Record], memoryview | None]) -> tuple[Record, memoryview] | None:
-        """The next record that is there whole, else None.
-
-        Parameters
-        ----------
-        begin
-            Asked for the memory of a record's body when its header is there; None: the link was closed.
-
-        Raises
-        ------
-        WireError
-            What came is not a record.
-        OSError
-            The connection is gone.
-        """
-        while not self.closed:
-            if self.record is None:
-                if not self._fill(self._head):
-                    return None
-                self.record = record = Record.unpack(self._head)
-                self._got = 0
-                body = begin(record)
-                if body is None:
-                    return None
-                self.body = body
-            if not self._fill(self.body):
-                return None
-            record, body = self.record, self.body
-            self.record, self.body, self._got = None, memoryview(b""), 0
-            return record, body
-        return None
-
-    def _fill(self, into: memoryview) -> bool:
-        while self._got < len(into):
-            try:
-                n = self.sock.recv_into(into[self._got :])
-            except BlockingIOError:
-                return False
-            if not n:
-                raise ConnectionResetError("closed by the peer")
-            self._got += n
-        return True
-
-    def close(self) -> None:
-        if self.closed:
-            return
-        self.closed = True
-        self.loop.on_event.pop(self.sock.fileno(), None)
-        with contextlib.suppress(OSError, ValueError):
-            self.loop.poll.unregister(self.sock)
-        self.sock.close()
-        self._out.clear()
+#: records and bytes read from one link before the others, and the answers so far, get their turn
+_RECORDS_AT_ONCE = 32
+_BYTES_AT_ONCE = 1 << 20
 
 
 def _parts(send: lk.Send) -> list[Any]:
@@ -184,13 +78,16 @@ class _Outbound(OutboundEnd):
     def __init__(self, owner: TcpTransport, peer: Peer, header: Header) -> None:
         now = time.monotonic()
         self.owner, self.peer, self.run = owner, peer, header.run
+        here = pull.able() and owner.pulls and list(peer.endpoint[2:]) == [host_token()]
+        self._offer = pull.Offer() if here else None
         self.machine = SenderLink(
             *(header.run, header.secret, owner.services.address, peer.address),
             *(peer.limit, os.urandom(records.NONCE_BYTES), now),
+            offer=None if self._offer is None else self._offer.body(),
         )
         self._since = now
         sock = socket.socket(socket.AF_INET6 if ":" in peer.endpoint[0] else socket.AF_INET, socket.SOCK_STREAM)
-        self.connection = _Connection(owner.sending, sock)
+        self.connection = Connection(owner.sending, sock, self.lost)
         self.connected = False
         owner.sending.on_event[sock.fileno()] = self.event
         code = sock.connect_ex((peer.endpoint[0], peer.endpoint[1]))
@@ -199,6 +96,12 @@ class _Outbound(OutboundEnd):
             raise OSError(code, os.strerror(code))
 
     def put(self, send: lk.Send) -> None:
+        if send.record.kind is Kind.DATA and self.machine.pulled:
+            placed = pull.placed(send.record, send.buffers)
+            if placed is not None:
+                self.owner.placed += 1
+                self.connection.write(placed[0].pack(), placed[1])
+                return
         self.connection.write(*_parts(send))
 
     def shut(self) -> None:
@@ -236,8 +139,10 @@ class _Inbound(InboundEnd):
             services.address, services.secret_of, self.arrive, os.urandom(records.NONCE_BYTES), time.monotonic()
         )
         self.loop = owner.receiving
-        self.connection = _Connection(owner.receiving, sock)
+        self.connection = Connection(owner.receiving, sock, self.lost)
         self._fresh = True
+        #: the sender's process, if its memory can be read
+        self._pid = 0
         owner.receiving.on_event[sock.fileno()] = self.event
         self.carry_out(self.machine.start())
 
@@ -248,7 +153,10 @@ class _Inbound(InboundEnd):
         self.connection.close()
 
     def _begin(self, record: Record) -> memoryview | None:
-        verdict, instructions = self.machine.admit(record)
+        if record.kind is Kind.PLACED and not self._pid:
+            raise WireError("a message that can not be read where it lies")
+        asked = pull.message(record) if record.kind is Kind.PLACED else record
+        verdict, instructions = self.machine.admit(asked)
         self.carry_out(instructions)
         if verdict is lk.Verdict.NO:
             return None
@@ -257,18 +165,36 @@ class _Inbound(InboundEnd):
             return self.owner.pool.take(record.length)
         return memoryview(bytearray(record.length))
 
+    def offered(self, body: bytes) -> None:
+        self._pid = self.owner.pulls and pull.accept(body)
+        if self._pid:
+            self.put(lk.Send(Record(Kind.PULLS, self.machine.run)))
+
     def event(self, event: int) -> None:
+        self._read()
+
+    def _read(self) -> None:
         try:
             self.connection.flush()
+            nbytes = 0
             for _ in range(_RECORDS_AT_ONCE):
-                if (whole := self.connection.read(self._begin)) is None:
+                if nbytes >= _BYTES_AT_ONCE or (whole := self.connection.read(self._begin)) is None:
                     break
-                record, body = self.owner.arrived(*whole)
+                record, body = whole
+                if record.kind is Kind.PLACED:
+                    record = pull.message(record)
+                    body = pull.fetch(self._pid, record, body, self.owner.pool.take)
+                    self.owner.pulled += 1
+                    self.owner.pulled_bytes += len(body)
+                nbytes += len(body)
+                record, body = self.owner.arrived(record, body)
                 self.carry_out(self.machine.receive(record, body, time.monotonic(), fresh=self._fresh))
         except WireError as e:
             self.violated(str(e))
         except OSError as e:
             self.lost(repr(e))
+        if self.connection.more and not self.connection.closed:
+            self.loop.later(self._read)
 
     def tick(self, now: float) -> None:
         self.carry_out(self.machine.tick(now))
@@ -283,13 +209,18 @@ class TcpTransport:
         The address of this worker; the listener is bound to it.
     pool
         Where messages are received into.
+    pulls
+        Whether messages on one host may be read where they lie.
     """
 
     name = "tcp"
 
-    def __init__(self, services: Services, host: str, pool: Pages) -> None:
+    def __init__(self, services: Services, host: str, pool: Pages, pulls: bool = True) -> None:
         self.services = services
         self.pool = pool
+        self.pulls = pulls
+        #: messages not sent but placed, and those read where they lay
+        self.placed = self.pulled = self.pulled_bytes = 0
         self._lock = threading.Lock()
         self._outbound: dict[tuple[str, RunKey], _Outbound] = {}
         self._inbound: set[_Inbound] = set()
@@ -305,7 +236,7 @@ class TcpTransport:
         except OSError:
             self._listener.close()
             raise
-        #: (host, port) that peers connect to
+        #: (host, port) that peers connect to; they learn the name of this host, too
         self.endpoint: tuple[str, int] = self._listener.getsockname()[:2]
         self.sending = IoLoop("gpurt-tcp-send", self._failed)
         self.receiving = IoLoop("gpurt-tcp-recv", self._failed)
@@ -317,7 +248,7 @@ class TcpTransport:
     # ---- any thread
 
     def endpoint_for(self, run: RunKey, sender: str) -> Any:
-        return list(self.endpoint)
+        return [*self.endpoint, host_token()]
 
     def send(self, peer: Peer, header: Header, buffers: Sequence[Any]) -> Future[Receipt]:
         future: Future[Receipt] = Future()
@@ -346,6 +277,9 @@ class TcpTransport:
             "lost": self.lost,
             "errors": self.errors,
             "last_error": self.last_error,
+            "placed": self.placed,
+            "pulled": self.pulled,
+            "pulled_bytes": self.pulled_bytes,
             "buffers_reused": self.pool.reused + self.pool.joined,
             "buffers_fresh": self.pool.fresh,
             "buffers_idle_bytes": self.pool.idle_bytes,

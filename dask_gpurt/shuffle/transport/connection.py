@@ -1,0 +1,166 @@
+"""A socket of a link: records out of it and into it, with as few calls of the kernel as there can be.
+
+Theory of operation. A message of 64 KiB costs less to copy than one call of the kernel and one wake-up of another
+thread cost, so both are shared: what a turn of the loop writes is queued and goes out in one `sendmsg` at its end, and
+every read asks for what is missing and for what follows it, up to `AHEAD_BYTES`, so that many answers, or a body and
+the next header, come in one call. What lies ahead in our buffer is invisible to epoll; whoever stops reading before it
+is used up says so to the loop (`more`).
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import select
+import socket
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.shuffle.transport.records import HEADER_BYTES, Record
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dask_gpurt.shuffle.transport.ioloop import IoLoop
+
+#: a peer whose host does not answer for so long is lost
+LOST_SECONDS = 5
+AHEAD_BYTES = 1 << 13
+#: buffers of one `sendmsg`, below the kernel's limit of 1024
+_IOV = 512
+
+
+class Connection:
+    """A socket that belongs to one loop: what waits to be written, and the record that is being read.
+
+    Parameters
+    ----------
+    failed
+        Told, in the loop's thread, when what was queued can not be written.
+    """
+
+    def __init__(self, loop: IoLoop, sock: socket.socket, failed: Callable[[str], None]) -> None:
+        self.loop, self.sock, self._failed = loop, sock, failed
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, LOST_SECONDS)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_SECONDS * 1000)
+        self._out: collections.deque[memoryview] = collections.deque()
+        self._events = select.EPOLLIN
+        self.closed = False
+        self._head = memoryview(bytearray(HEADER_BYTES))
+        self._got = 0
+        self._ahead = memoryview(bytearray(AHEAD_BYTES))
+        self._low = self._high = 0
+        self.record: Record | None = None
+        self.body: memoryview = memoryview(b"")
+        loop.poll.register(sock, self._events)
+
+    @property
+    def more(self) -> bool:
+        """Whether bytes were read that no record has taken."""
+        return self._low < self._high
+
+    def write(self, *parts: Any) -> None:
+        """Queue bytes; they are written at the end of the loop's turn, as far as the socket takes them then."""
+        self._out.extend(memoryview(p).cast("B") for p in parts if memoryview(p).nbytes)
+        self.loop.at_end(self._flush_or_fail)
+
+    def _flush_or_fail(self) -> None:
+        try:
+            self.flush()
+        except OSError as e:
+            self._failed(repr(e))
+
+    def flush(self) -> None:
+        """Write what waits.
+
+        Raises
+        ------
+        OSError
+            The connection is gone.
+        """
+        if self.closed:
+            return
+        while self._out:
+            few = [self._out[i] for i in range(min(len(self._out), _IOV))]
+            try:
+                n = self.sock.sendmsg(few)
+            except BlockingIOError:
+                break
+            while n:
+                if n >= len(self._out[0]):
+                    n -= len(self._out.popleft())
+                else:
+                    self._out[0] = self._out[0][n:]
+                    n = 0
+        wanted = select.EPOLLIN | (select.EPOLLOUT if self._out else 0)
+        if wanted != self._events:
+            self._events = wanted
+            self.loop.poll.modify(self.sock, wanted)
+
+    def read(self, begin: Callable[[Record], memoryview | None]) -> tuple[Record, memoryview] | None:
+        """The next record that is there whole, else None.
+
+        Parameters
+        ----------
+        begin
+            Asked for the memory of a record's body when its header is there; None: the link was closed.
+
+        Raises
+        ------
+        WireError
+            What came is not a record.
+        OSError
+            The connection is gone.
+        """
+        while not self.closed:
+            if self.record is None:
+                if not self._fill(self._head):
+                    return None
+                self.record = record = Record.unpack(self._head)
+                self._got = 0
+                body = begin(record)
+                if body is None:
+                    return None
+                self.body = body
+            if not self._fill(self.body):
+                return None
+            record, body = self.record, self.body
+            self.record, self.body, self._got = None, memoryview(b""), 0
+            return record, body
+        return None
+
+    def _fill(self, into: memoryview) -> bool:
+        while self._got < len(into):
+            if self._low < self._high:
+                n = min(len(into) - self._got, self._high - self._low)
+                into[self._got : self._got + n] = self._ahead[self._low : self._low + n]
+                self._low += n
+                self._got += n
+                continue
+            rest = into[self._got :]
+            try:
+                n = self.sock.recvmsg_into([rest, self._ahead])[0]
+            except BlockingIOError:
+                return False
+            if not n:
+                raise ConnectionResetError("closed by the peer")
+            self._low, self._high = 0, max(0, n - len(rest))
+            self._got += n - self._high
+        return True
+
+    def close(self) -> None:
+        """Write what the socket takes now (the last word is there), and close it."""
+        if self.closed:
+            return
+        with contextlib.suppress(OSError):
+            self.flush()
+        self.closed = True
+        self.loop.on_event.pop(self.sock.fileno(), None)
+        with contextlib.suppress(OSError, ValueError):
+            self.loop.poll.unregister(self.sock)
+        self.sock.close()
+        self._out.clear()
