@@ -176,6 +176,10 @@ class AmendedRun(seam.DataFrameShuffleRun):
                 self._counting.validity = Validity(epoch, dict(question["attempts"]))
                 self._settled.set()
             return {"status": "OK"}
+        if question["gpurt"] == "reopen":
+            if epoch == self._ledger.epoch:
+                self._reopen()
+            return {"status": "OK"}
         if question["gpurt"] == "complete":
             if epoch == self._ledger.epoch:
                 self._counting.complete()

@@ -234,10 +234,13 @@ class Amender:
         narrow = too_narrow(state.run_spec.spec.state.scopes, state.run_spec.spec.state.opened)
         return agreed((v for answer in answers for v in answer["vouched"]), self._least.get(state, {}), narrow)
 
+    def _undone(self, shuffle_id: Any, keys: set[Hashable]) -> set[Hashable]:
+        """Transfer tasks that count as done, for whose input nobody vouches."""
+        return undone([ts.key for ts in self.barrier_of(shuffle_id).dependencies if ts.state == "memory"], keys)
+
     def _again(self, shuffle_id: Any, keys: set[Hashable], stimulus_id: str) -> bool:
         """Have transfer tasks run again for whose input nobody vouches; whether there were any."""
-        done = [ts.key for ts in self.barrier_of(shuffle_id).dependencies if ts.state == "memory"]
-        again = undone(done, keys)
+        again = self._undone(shuffle_id, keys)
         self.transfers_again += len(again)
         if again:
             self._scheduler.transitions(dict.fromkeys(again, "released"), stimulus_id=stimulus_id)
@@ -263,7 +266,13 @@ class Amender:
         if not self.current(shuffle_id, state):
             return False
         _, keys = self.agreed(state, answers)
-        return not self._again(shuffle_id, keys, f"gpurt-complete-{shuffle_id}-{epoch}")
+        if not self._undone(shuffle_id, keys):
+            return True
+        # They have flushed, and have to take inputs again before the first of these comes.
+        told = await self.tell(state, {"gpurt": "reopen", "epoch": epoch})
+        if told is not None and state.run_spec.spec.state.epoch == epoch and self.current(shuffle_id, state):
+            self._again(shuffle_id, keys, f"gpurt-complete-{shuffle_id}-{epoch}")
+        return False
 
     async def broadcast(self, msg: dict[str, Any], workers: list[str], seconds: float = math.inf) -> Any:
         """Answers or errors by address; None as soon as one of the workers is gone.

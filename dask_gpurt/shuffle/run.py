@@ -72,7 +72,7 @@ class GpurtShuffleRun(SplittingRun, OutputsRun):
     async def receive(self, data: Any) -> Any:
         try:
             if isinstance(data, dict):
-                if data.get("gpurt") in ("amend", "valid", "complete"):
+                if data.get("gpurt") in ("amend", "valid", "reopen", "complete"):
                     return await self.amend(data)
                 if data.get("gpurt") == "histogram":
                     return {"status": "OK", **self._histogram.told()}
