@@ -153,6 +153,33 @@ async def test_what_was_not_retained_is_split_again(c, s, *workers):
 
 
 @gen_cluster(**THREE)
+async def test_what_only_the_barrier_finds_undone(c, s, *workers):
+    """All have flushed by then, and take inputs again: else the transfer task fails for good."""
+    async with taken_over(s, workers) as (takeover, _):
+        g, d = gate(6)
+        f = c.compute(d.shuffle("k", npartitions=7))
+        await until(lambda: g.begun == g.first + 3 and transferred(s) >= 3)
+        victim = min(workers, key=vouched)
+        await lose(victim)
+        await until(lambda: not takeover.statistics()["recovery"]["amending"])
+        before = takeover.statistics()["recovery"]["transfers_again"]
+        runs = [r for w in workers if w is not victim for r in w.plugins["shuffle"].shuffle_runs._active_runs.values()]
+        # As when a result that was fetched from the lost worker is taken for the task's own: nobody has split it.
+        forgotten = next(i for r in runs for i, attempt, _ in r._ledger.vouched() if not attempt)
+        for run in runs:
+            run._ledger._drop(run._ledger._inputs.pop(forgotten, None))
+            run._ledger._kept.pop(forgotten, None)
+            run._counting.validity.attempts.pop(forgotten, None)
+        g.go.set()
+        same_rows(await f)
+        stats = takeover.statistics()
+        assert stats["runs"] == 1
+        assert stats["errors"] == 0, stats["last_error"]
+        assert stats["recovery"]["restarted"] == 0
+        assert stats["recovery"]["transfers_again"] > before
+
+
+@gen_cluster(**THREE)
 async def test_a_join_keeps_its_sides_together(c, s, *workers):
     async with taken_over(s, workers) as (takeover, _):
         g, d = gate(6)
