@@ -25,7 +25,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.shuffle import seam
-from dask_gpurt.shuffle.opener import Opener
+from dask_gpurt.shuffle.opener import LOOK_SECONDS, PATIENCE, PATIENCE_SECONDS, Opener
 from dask_gpurt.shuffle.recovery import EPOCHS, Validity, agreed, reassign, too_narrow, undone
 from dask_gpurt.shuffle.spec import GpurtShuffleSpec
 
@@ -35,11 +35,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("distributed.scheduler.gpurt")
 #: calls to survivors; a worker that is stopped for longer is treated as lost for the shuffle
 TELL_SECONDS = 60.0
-#: between two looks at a barrier task
-_LOOK_SECONDS = 0.02
-#: how often a worker that answers with an error is asked again, and after how many seconds: it may be leaving
-_PATIENCE = 15
-_PATIENCE_SECONDS = 0.2
 
 
 class Amender:
@@ -219,7 +214,7 @@ class Amender:
         if run_state.epoch != epoch or not self.current(shuffle_id, state):
             return False
         if answers is None:
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(LOOK_SECONDS)
             return False
         attempts, keys = self.agreed(state, answers)
         run_state.validity = Validity(epoch, attempts)
@@ -227,7 +222,7 @@ class Amender:
         again(shuffle_id, keys, f"gpurt-amend-{shuffle_id}-{epoch}")
         told = await self.tell(state, {"gpurt": "valid", "epoch": epoch, "attempts": list(attempts.items())})
         if told is None:
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(LOOK_SECONDS)
         return told is not None
 
     def agreed(self, state: Any, answers: list[Any]) -> tuple[dict[int, int], set[Hashable]]:
@@ -292,7 +287,7 @@ class Amender:
                     return asking.result()
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"no answer to {msg['op']!r} within {seconds:g} s")
-                await asyncio.wait({asking}, timeout=_LOOK_SECONDS)
+                await asyncio.wait({asking}, timeout=LOOK_SECONDS)
             return None
         finally:
             # Not cancelled: a comm that waits for its answer would be closed, and it ends by itself.
@@ -300,7 +295,7 @@ class Amender:
             asking.add_done_callback(self._asking.discard)
             asking.add_done_callback(lambda task: task.cancelled() or task.exception())
 
-    async def tell(self, state: Any, data: dict[str, Any], patience: int = _PATIENCE) -> list[Any] | None:
+    async def tell(self, state: Any, data: dict[str, Any], patience: int = PATIENCE) -> list[Any] | None:
         """Call all that take part; None when one of them is gone meanwhile. One that closes may answer with any error
         before the scheduler hears of it, so it is asked again.
 
@@ -323,7 +318,7 @@ class Amender:
                 patience -= 1
                 if patience < 0:
                     raise RuntimeError(f"answers to {data['gpurt']!r}: {bad!r}")
-                await asyncio.sleep(_PATIENCE_SECONDS)
+                await asyncio.sleep(PATIENCE_SECONDS)
         return good
 
     def restart(self, shuffle_id: Any, state: Any, why: str) -> None:
@@ -358,14 +353,14 @@ class Amender:
             if barrier is None or barrier.state != "processing":
                 return False
             if (shuffle_id, run_id) in self._tasks:
-                await asyncio.sleep(_LOOK_SECONDS)
+                await asyncio.sleep(LOOK_SECONDS)
                 continue
             run_state = state.run_spec.spec.state
             epoch, workers = run_state.epoch, list(state.participating_workers)
             flush = {"op": "shuffle_inputs_done", "shuffle_id": shuffle_id, "run_id": run_id}
             results = await self.broadcast(flush, workers)
             if results is None:
-                await asyncio.sleep(_LOOK_SECONDS)  # whoever was lost took part: an amendment or a restart is next
+                await asyncio.sleep(LOOK_SECONDS)  # whoever was lost took part: an amendment or a restart is next
                 continue
             if (
                 run_state.epoch != epoch
@@ -377,7 +372,7 @@ class Amender:
             problems = [r for r in results.values() if r is not None]
             if not problems:
                 if epoch and not await self._complete(shuffle_id, state):
-                    await asyncio.sleep(_LOOK_SECONDS)
+                    await asyncio.sleep(LOOK_SECONDS)
                     continue
                 if barrier.state != "processing" or (shuffle_id, run_id) in self._tasks:
                     continue
@@ -386,9 +381,9 @@ class Amender:
                     del self._passed[next(iter(self._passed))]
                 return True
             no_progress += 1
-            if no_progress > _PATIENCE:
+            if no_progress > PATIENCE:
                 raise RuntimeError(f"Unexpected error encountered during P2P barrier: {problems[0]!r}")
-            await asyncio.sleep(_PATIENCE_SECONDS)
+            await asyncio.sleep(PATIENCE_SECONDS)
 
     def for_the_rest(self, spec: GpurtShuffleSpec) -> GpurtShuffleSpec:
         """The spec of a new run, for the outputs that are still to be made."""

@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 NOWHERE = "gpurt://output-is-not-complete"
 #: states of a transfer task that will end
 _UNDER_WAY = ("waiting", "queued", "no-worker", "processing")
-#: between two looks at transfer tasks
-_LOOK_SECONDS = 0.02
+#: between two looks at tasks, here and in `amender`
+LOOK_SECONDS = 0.02
 #: how often a flush that fails is asked for again, and after how many seconds: a worker may be leaving
-_PATIENCE = 15
-_PATIENCE_SECONDS = 0.2
+PATIENCE = 15
+PATIENCE_SECONDS = 0.2
 
 
 class Opener:
@@ -179,7 +179,7 @@ class Opener:
             It can not be flushed.
         """
         run_state, barrier = state.run_spec.spec.state, self._amender.barrier_of(shuffle_id)
-        patience = _PATIENCE
+        patience = PATIENCE
 
         def over() -> bool:
             return not self._amender.current(shuffle_id, state) or barrier.state != "memory"
@@ -187,23 +187,23 @@ class Opener:
         while not over() and run_state.epoch == epoch:
             self.wait_on()
             if any(ts.state in _UNDER_WAY for ts in barrier.dependencies):
-                await asyncio.sleep(_LOOK_SECONDS)
+                await asyncio.sleep(LOOK_SECONDS)
                 continue
             answers = await self._amender.tell(state, self._amender.question(state))
             if over() or run_state.epoch != epoch:
                 continue
             if answers is None:
-                await asyncio.sleep(_LOOK_SECONDS)
+                await asyncio.sleep(LOOK_SECONDS)
                 continue
             _, keys = self._amender.agreed(state, answers)
             if self.run_again(shuffle_id, keys, f"gpurt-open-{shuffle_id}-{epoch}"):
-                await asyncio.sleep(_LOOK_SECONDS)
+                await asyncio.sleep(LOOK_SECONDS)
                 continue
             workers = [a for a in state.participating_workers if a in self._scheduler.workers]
             flush = {"op": "shuffle_inputs_done", "shuffle_id": shuffle_id, "run_id": state.run_id}
             results = await self._amender.broadcast(flush, workers)
             if results is None:
-                await asyncio.sleep(_LOOK_SECONDS)
+                await asyncio.sleep(LOOK_SECONDS)
                 continue
             problems = [r for r in results.values() if r is not None]
             if over() or run_state.epoch != epoch:
@@ -212,7 +212,7 @@ class Opener:
                 patience -= 1
                 if patience < 0:
                     raise RuntimeError(f"can not be flushed: {problems[0]!r}")
-                await asyncio.sleep(_PATIENCE_SECONDS)
+                await asyncio.sleep(PATIENCE_SECONDS)
                 continue
             told = await self._amender.tell(state, {"gpurt": "complete", "epoch": epoch})
             if told is not None and run_state.epoch == epoch and not over():
