@@ -76,18 +76,18 @@ class Spoiler:
 def begin(seed: int, way: str, dask_worker: Any) -> int:
     """On a worker: spoil what this transport receives."""
     from dask_gpurt.shuffle import run, sending
-    from dask_gpurt.shuffle.transport.plane import Plane
+    from dask_gpurt.shuffle.transport import opening
 
     spoiler = Spoiler(seed, 0.5)
     dask_worker.spoiler = spoiler
     sending.STAGE_BYTES = 1  # every shard a message
     if not hasattr(run, "untouched"):
-        run.untouched = Plane._make, run.GpurtShuffleRun._receive_message
-    Plane._make, run.GpurtShuffleRun._receive_message = run.untouched
+        run.untouched = opening.make, run.GpurtShuffleRun._receive_message
+    opening.make, run.GpurtShuffleRun._receive_message = run.untouched
     make, receive = run.untouched
 
-    def spoilt(self: Any, name: str) -> Any:
-        transport = make(self, name)
+    def spoilt(name: str, services: Any) -> Any:
+        transport = make(name, services)
         transport.arrived = spoiler.body
         return transport
 
@@ -99,7 +99,7 @@ def begin(seed: int, way: str, dask_worker: Any) -> int:
         run.GpurtShuffleRun._receive_message = spoilt_rpc
         sending.RESENDS = 50
     else:
-        Plane._make = spoilt
+        opening.make = spoilt
     return os.getpid()
 
 

@@ -18,6 +18,7 @@ from distributed.core import Status
 from dask_gpurt._version import __version__
 from dask_gpurt.backends import nvtx
 from dask_gpurt.errors import GpurtError
+from dask_gpurt.extension.fetches import Fetches
 from dask_gpurt.extension.parts import NAME, Parts, versions
 from dask_gpurt.model import Tier
 from dask_gpurt.observe import prometheus
@@ -53,6 +54,8 @@ class WorkerParts:
         self.residence_sender: ResidenceSender | None = None
         #: keeps values of losing copies out; None: placement is off
         self.one_result: OneResult | None = None
+        #: spares fetches from workers that have left
+        self.fetches: Fetches | None = None
         #: what its slots do; None: observation is off
         self.slots: WorkerSlots | None = None
 
@@ -66,6 +69,8 @@ class WorkerParts:
                 await TierRuntime.install(worker, settings.tiers, sink=known.journal)
             return known
         self = cls(worker, settings)
+        # Before the tiers, so that it looks after their waits.
+        await self.parts.add("fetches", self._add_fetches)
         await self.parts.add("tiers", self._add_tiers)
         if settings.placement.enabled:
             await self.parts.add("copies", self._add_copies)
@@ -104,6 +109,17 @@ class WorkerParts:
         if listens and runtime is not None and runtime.store is not None:
             self.residence_sender = ResidenceSender(self.worker, runtime.store, runtime.engine.log)
             self.residence_sender.start()
+
+    async def _add_fetches(self) -> Callable[[], Awaitable[None]]:
+        fetches = Fetches(self.worker)
+        fetches.install()
+        self.fetches = fetches
+
+        async def undo() -> None:
+            fetches.uninstall()
+            self.fetches = None
+
+        return undo
 
     async def _add_copies(self) -> Callable[[], Awaitable[None]]:
         one_result = OneResult(self.worker)
@@ -163,6 +179,8 @@ class WorkerParts:
             "shuffle": worker_statistics(self.worker),
             "events": self.journal.statistics(),
         }
+        if self.fetches is not None:
+            out["fetches"] = self.fetches.statistics()
         if self.one_result is not None:
             out["copies"] = self.one_result.statistics()
         if self.slots is not None:

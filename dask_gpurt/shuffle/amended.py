@@ -49,6 +49,9 @@ if TYPE_CHECKING:
 AGAIN = "again"
 #: a send that failed waits so long for the news that its peer is gone
 NEWS_SECONDS = 30.0
+#: and so long if the error does not look like it. A worker that closes may answer with anything: what it needs for its
+#: answer is closed already
+ODD_SECONDS = 3.0
 
 
 #: runs that retain shards
@@ -157,11 +160,11 @@ class AmendedRun(seam.DataFrameShuffleRun):
             task.add_done_callback(lambda t: t.cancelled() or t.exception())
             return {"status": "OK"}
         error = task.exception()
-        leaving = isinstance(error, (OSError, seam.ShuffleClosedError, seam.P2PConsistencyError))
-        if (leaving or (error is None and task.result()["status"] == "error")) and not self.closed:
+        if (error is not None or task.result()["status"] == "error") and not self.closed:
+            leaving = isinstance(error, (OSError, seam.ShuffleClosedError, seam.P2PConsistencyError)) or error is None
             # Whether a peer is gone is the scheduler's to say.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(lost), NEWS_SECONDS)
+                await asyncio.wait_for(asyncio.shield(lost), NEWS_SECONDS if leaving else ODD_SECONDS)
                 return {"status": "OK"}
         return task.result()
 
@@ -191,6 +194,9 @@ class AmendedRun(seam.DataFrameShuffleRun):
             self._worker_for.update(question["moved"])
             self._layout = Layout(self._worker_for) if opened is None else self._opened_layout(opened)
             again = self._ledger.amend(epoch, question["lost"])
+            for address in set(question["lost"]) - self._ledger.lost:
+                # Else what is on its way there would connect for as long as Dask does, and its rows stay in memory.
+                self.rpc.remove(address)
             for address in self._ledger.lost:
                 if (lost := self._losses.get(address)) is not None and not lost.done():
                     lost.set_result(None)

@@ -24,8 +24,8 @@ from dask_gpurt.errors import WireError
 from dask_gpurt.shuffle import MemoryShardStore, worker_statistics
 from dask_gpurt.shuffle.pages import Pages, system
 from dask_gpurt.shuffle.transport import link as lk
+from dask_gpurt.shuffle.transport import opening, pull, records
 from dask_gpurt.shuffle.transport import plane as plane_module
-from dask_gpurt.shuffle.transport import pull, records
 from dask_gpurt.shuffle.transport.base import Gate, Header, Peer, Services
 from dask_gpurt.shuffle.transport.records import Kind, Record, RunKey
 from dask_gpurt.shuffle.transport.tcp import TcpTransport
@@ -327,14 +327,14 @@ def test_corrupt_messages_are_sent_again_over_rpc(kind, monkeypatch):
 
     @gen_cluster(**TWO)
     async def check(c, s, a, b):
-        make = plane_module.Plane._make
+        make = opening.make
 
-        def spoilt(self, name):
-            transport = make(self, name)
+        def spoilt(name, services):
+            transport = make(name, services)
             transport.arrived = spoil
             return transport
 
-        monkeypatch.setattr(plane_module.Plane, "_make", spoilt)
+        monkeypatch.setattr(opening, "make", spoilt)
         monkeypatch.setattr("dask_gpurt.shuffle.sending.STAGE_BYTES", 1000)
         async with taken_over(s, [a, b], settings=with_transport(kind)):
             same_rows(await c.compute(source(left, 30).shuffle("k", npartitions=5)), left, 30)
@@ -356,10 +356,10 @@ def test_lost_links_are_survived(monkeypatch):
 
     @gen_cluster(**TWO)
     async def check(c, s, a, b):
-        make = plane_module.Plane._make
+        make = opening.make
 
-        def cut(self, name):
-            transport = make(self, name)
+        def cut(name, services):
+            transport = make(name, services)
             inner = transport.arrived
 
             def arrived(record, body):
@@ -370,7 +370,7 @@ def test_lost_links_are_survived(monkeypatch):
             transport.arrived = arrived
             return transport
 
-        monkeypatch.setattr(plane_module.Plane, "_make", cut)
+        monkeypatch.setattr(opening, "make", cut)
         monkeypatch.setattr("dask_gpurt.shuffle.sending.STAGE_BYTES", 1000)
         async with taken_over(s, [a, b], settings=with_transport("tcp")):
             same_rows(await c.compute(source(left, 20).shuffle("k", npartitions=5)), left, 20)

@@ -8,16 +8,13 @@ Whatever goes wrong on a transport (link lost, message refused, peer unknown to 
 comms, which has the full semantics: retries, errors with their types, another host's death. A message that was stored
 and whose answer got lost is then there twice, and the run drops the second one by its input ids.
 
-Every path has the same credit: the safe one asks the receiver's gate by a call before it sends.
-
-On a TLS cluster, or with ``distributed.comm.require-encryption``, nothing but the safe path is opened, unless the
-setting ``allow-plaintext-ucx`` says so. Nothing is opened before a run needs it; all of it is closed with the worker.
+Every path has the same credit: the safe one asks the receiver's gate by a call before it sends (`safe`). Nothing is
+opened before a run needs it (`opening`); all of it is closed with the worker.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -29,11 +26,12 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.errors import WireError
 from dask_gpurt.shuffle import seam
-from dask_gpurt.shuffle.heap import pages
 from dask_gpurt.shuffle.transport import records
-from dask_gpurt.shuffle.transport.base import Gate, Header, Peer, Receipt, Services, Transport
+from dask_gpurt.shuffle.transport.base import Gate, Header, Peer, Receipt, Services
 from dask_gpurt.shuffle.transport.choice import INPROC, SAFE, Chooser, Place
-from dask_gpurt.shuffle.transport.places import candidates, host_token, place_of, process_token
+from dask_gpurt.shuffle.transport.opening import OpenTransports
+from dask_gpurt.shuffle.transport.places import host_token, place_of, process_token
+from dask_gpurt.shuffle.transport.safe import SafeReceiver, SafeSender
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -44,8 +42,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("distributed.worker.gpurt")
 
-#: the safe path waits for credit so long, then sends without: it must never be what a shuffle hangs on
-WANT_SECONDS = 30.0
 #: peers of which figures are kept
 _PEERS = 4096
 
@@ -83,10 +79,7 @@ class _Route:
         self.card = card
         self.chooser = chooser
         self.secret = secret
-        #: credit of the safe path, in totals
-        self.granted = 0
-        self.sent = 0
-        self.asking = asyncio.Lock()
+        self.safe = SafeSender(card.get("limit", 0))
 
 
 class Plane:
@@ -106,23 +99,23 @@ class Plane:
         self._secrets: dict[RunKey, bytes] = {}
         self._routes: dict[tuple[RunKey, str], asyncio.Future[_Route]] = {}
         self._choosers: dict[str, Chooser] = {}
-        self._transports: dict[str, Transport] = {}
-        self._unavailable: dict[str, str] = {}
-        self._opening: dict[str, asyncio.Lock] = {}
         self._links: dict[tuple[str, str], LinkCounters] = {}
         self._losses: dict[str, str] = {}
-        #: rpc senders -> the event that wakes those who wait for their credit
-        self._waiting: dict[tuple[str, str, RunKey], asyncio.Event] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.closed = False
-        self.services = Services(
+        self.transports = OpenTransports(self.address, self._services, settings, count)
+        self._safe = SafeReceiver(self.gate, self._runs.__contains__)
+        _planes[process_token(), self.address] = self
+
+    def _services(self, name: str) -> Services:
+        """What a transport may ask of this worker."""
+        return Services(
             address=self.address,
             gate=self.gate,
             secret_of=self._secrets.get,
-            on_message=self._on_message,
+            on_message=functools.partial(self._on_message, name=name),
             on_loss=self._on_loss,
         )
-        _planes[process_token(), self.address] = self
 
     # ---- runs
 
@@ -137,13 +130,10 @@ class Plane:
             return
         del self._runs[key]
         self._secrets.pop(key, None)
-        for transport in self._transports.values():
-            transport.forget(key)
+        self.transports.forget(key)
         for route in [r for r in self._routes if r[0] == key]:
             del self._routes[route]
-        for link in [w for w in self._waiting if w[2] == key]:
-            self._waiting.pop(link).set()
-            self.gate.close(link)
+        self._safe.forget(key)
 
     # ---- sending
 
@@ -184,9 +174,11 @@ class Plane:
             logger.info("message to %s is sent again over %s: %s over %s", peer, SAFE, receipt.problem, name)
         start = time.perf_counter()
         counters = self._link(peer, SAFE)
-        counters.stall_seconds += await self._credit(run, route, peer, nbytes)
+        counters.stall_seconds += await route.safe.credit(
+            nbytes, lambda total: run.ask(peer, {"gpurt": "want", "sender": self.address, "total": total})
+        )
         response = await safe()
-        route.granted = max(route.granted, int(response.get("granted", 0)))
+        route.safe.granted(response)
         took = time.perf_counter() - start
         counters.messages_out += 1
         counters.bytes_out += nbytes
@@ -199,9 +191,9 @@ class Plane:
         try:
             if name == INPROC:
                 return await self._hand_over(key, peer, frames)
-            transport = await self._open(name)
+            transport = await self.transports.get(name)
             if transport is None:
-                return Receipt(self._unavailable.get(name, "not available"), lost=True)
+                return Receipt(self.transports.unavailable.get(name, "not available"), lost=True)
             target = Peer(peer, route.card[name], route.card["limit"])
             return await asyncio.wrap_future(transport.send(target, Header(key, route.secret), frames))
         except Exception as e:
@@ -225,22 +217,6 @@ class Plane:
 
         await self._loop.run_in_executor(None, other._on_message, key, self.address, list(frames), done, INPROC)
         return Receipt(await ended)
-
-    async def _credit(self, run: GpurtShuffleRun, route: _Route, peer: str, nbytes: int) -> float:
-        """Wait until the receiver has room for a message by the safe path; returns the seconds."""
-        if nbytes > route.card.get("limit", 0):
-            return 0.0
-        start = time.perf_counter()
-        async with route.asking:  # one after the other: totals only make sense in order
-            wanted = route.sent + nbytes
-            deadline = time.monotonic() + WANT_SECONDS
-            while route.granted < wanted and time.monotonic() < deadline:
-                answer = await run.ask(peer, {"gpurt": "want", "sender": self.address, "total": wanted})
-                if answer.get("status") != "OK" or "granted" not in answer:
-                    break
-                route.granted = max(route.granted, int(answer["granted"]))
-            route.sent = wanted
-        return time.perf_counter() - start
 
     async def _route(self, run: GpurtShuffleRun, key: RunKey, peer: str) -> _Route:
         future = self._routes.get((key, peer))
@@ -283,53 +259,31 @@ class Plane:
     async def answer(self, key: RunKey, asked: dict[str, Any]) -> dict[str, Any]:
         """A peer asks, over distributed's comms, for our card or for credit."""
         sender = str(asked.get("sender", ""))
-        link = (SAFE, sender, key)
         if asked.get("gpurt") == "open":
             card = self.introduction() | {"limit": self.gate.message_limit}
             theirs = asked.get("card") or {}
             if place_of(card, theirs) is not Place.PROCESS or self.settings.transport != "auto":
-                for name in self._wanted(place_of(card, theirs)):
-                    transport = await self._open(name)
+                for name in self.transports.wanted(place_of(card, theirs)):
+                    transport = await self.transports.get(name)
                     if transport is not None:
                         card[name] = transport.endpoint_for(key, sender)
             return {"status": "OK", "card": card}
-        total = int(asked.get("total", 0))
-        waiting = self._waiting.get(link)
-        if waiting is None:  # only now: a link that is not used needs no window
-            waiting = self._waiting[link] = asyncio.Event()
-            self.gate.open(link, functools.partial(self._wake, waiting))
-        if not self.gate.want(link, total):
-            return {"status": "OK"}
-        deadline = self._loop.time() + 1.0
-        while self.gate.granted(link) < total and key in self._runs and (rest := deadline - self._loop.time()) > 0:
-            waiting.clear()
-            if self.gate.granted(link) >= total:
-                break
-            try:
-                await asyncio.wait_for(waiting.wait(), rest)
-            except TimeoutError:
-                break
-        return {"status": "OK", "granted": self.gate.granted(link)}
-
-    def _wake(self, event: asyncio.Event, total: int) -> None:
-        """Credit for a sender that waits on the safe path; any thread."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
-            self._loop.call_soon_threadsafe(event.set)
+        return await self._safe.answer(key, sender, int(asked.get("total", 0)))
 
     def granted(self, key: RunKey, sender: str) -> int:
         """Bytes that a sender may have sent by the safe path, in all; rides on every answer."""
-        return self.gate.granted((SAFE, sender, key))
+        return self._safe.granted(key, sender)
 
     def arrive(self, key: RunKey, sender: str, nbytes: int) -> Callable[[], None]:
         """A message came by the safe path; returns what to call when it is stored."""
-        link = (SAFE, sender, key)
         counters = self._link(sender, SAFE)
         counters.messages_in += 1
         counters.bytes_in += nbytes
-        if self.gate.arrive(link, nbytes):
-            return lambda: self.gate.stored(link, nbytes)
-        self._count(uncredited=1)
-        return lambda: None
+        stored = self._safe.arrive(key, sender, nbytes)
+        if stored is None:
+            self._count(uncredited=1)
+            return lambda: None
+        return stored
 
     def _on_message(
         self,
@@ -337,7 +291,7 @@ class Plane:
         sender: str,
         frames: list[Any],
         done: Callable[[str], None],
-        name: str = "direct",
+        name: str,
     ) -> None:
         """A message came by a transport; in its thread."""
         counters = self._link(sender, name)
@@ -387,63 +341,14 @@ class Plane:
         self._losses[peer] = f"{name}: {reason}"
         logger.info("gpurt %s link with %s ended%s: %s", name, peer, " (violation)" if violation else "", reason)
 
-    # ---- transports
-
-    @property
-    def encrypted(self) -> bool:
-        """Whether this cluster must not see plaintext."""
-        return self.address.startswith("tls://") or seam.require_encryption()
-
-    def _wanted(self, place: Place) -> list[str]:
-        """Transports to open for a peer at this place."""
-        forced = self.settings.transport
-        names = candidates(place) if forced == "auto" else [forced]
-        plain = not self.encrypted
-        allowed = {
-            "tcp": plain and not self.address.startswith("inproc"),
-            "ucx": plain or self.settings.allow_plaintext_ucx,
-        }
-        return [name for name in names if allowed.get(name, False)]
-
-    async def _open(self, name: str) -> Transport | None:
-        if name in self._transports:
-            return self._transports[name]
-        if name in self._unavailable or self.closed:
-            return None
-        async with self._opening.setdefault(name, asyncio.Lock()):
-            if name in self._transports or name in self._unavailable:
-                return self._transports.get(name)
-            try:
-                transport = await self._loop.run_in_executor(None, self._make, name)
-            except Exception as e:
-                self._unavailable[name] = repr(e)
-                self._count(transport_errors=1)
-                logger.warning("gpurt: the %s transport is not available here: %r", name, e)
-                return None
-            if self.closed:
-                await self._loop.run_in_executor(None, transport.stop)
-                return None
-            self._transports[name] = transport
-            return transport
-
-    def _make(self, name: str) -> Transport:
-        services = dataclasses.replace(self.services, on_message=functools.partial(self._on_message, name=name))
-        if name == "tcp":
-            from dask_gpurt.shuffle.transport.tcp import TcpTransport
-
-            return TcpTransport(services, seam.host_of(self.address), pages)
-        from dask_gpurt.shuffle.transport.ucx import UcxTransport
-
-        return UcxTransport(services, pages)
+    # ---- the end, and what was counted
 
     async def stop(self) -> None:
         """Close everything; the worker is going."""
         self.closed = True
         for key, run in list(self._runs.items()):
             self.leave(run, key)
-        transports, self._transports = list(self._transports.values()), {}
-        for transport in transports:
-            await self._loop.run_in_executor(None, transport.stop)
+        await self.transports.stop()
 
     def _link(self, peer: str, name: str) -> LinkCounters:
         if len(self._links) >= _PEERS and (peer, name) not in self._links:
@@ -457,11 +362,11 @@ class Plane:
                 {"peer": peer, "transport": name, **dataclasses.asdict(c)}
                 for (peer, name), c in sorted(self._links.items())
             ],
-            "transports": {name: t.statistics() for name, t in self._transports.items()},
-            "unavailable": dict(self._unavailable),
+            "transports": self.transports.statistics(),
+            "unavailable": dict(self.transports.unavailable),
             "last_problem": dict(self._losses),
             "receive": self.gate.statistics(),
-            "encrypted": self.encrypted,
+            "encrypted": self.transports.encrypted,
         }
 
 

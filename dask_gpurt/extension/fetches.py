@@ -1,0 +1,81 @@
+"""On a worker: a fetch from a worker that has left fails at once, not after the time to connect.
+
+The race. One batch of messages from the scheduler brings a task with an input on a peer, and then the news that the
+peer was removed. Both are handled in one turn of the loop; the fetch that the first has begun runs only after it, when
+the connections to the peer have been cut already. It connects anew, and Dask repeats that for
+``distributed.comm.timeouts.connect`` (30 s), though every attempt is refused. Were it only the fetch! Meanwhile the
+scheduler has the input computed again, here perhaps; but a key that is being fetched is *resumed* only when its fetch
+has ended, so the task and all that depends on it wait the 30 s. The tiers can hold a fetch back as well, for memory.
+
+So whoever is about to fetch looks first: a peer that was removed is not in ``has_what``, which every peer is that a key
+can be fetched from. The event is the one that a refused connection ends in.
+
+Rejected: a shorter time to connect, which is the user's, and right for a peer that is busy.
+
+Taken over: ``worker.gather_dep``.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from distributed.worker_state_machine import GatherDepNetworkFailureEvent
+
+from dask_gpurt.tiers.adoption import require_call, require_names
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Fetches:
+    """Of one worker."""
+
+    def __init__(self, worker: Any) -> None:
+        require_names(worker, "worker", ("state.has_what", "gather_dep"))
+        require_call(worker.gather_dep, "Worker.gather_dep", "address", ["key"], 1, stimulus_id="s")
+        require_call(
+            GatherDepNetworkFailureEvent,
+            "GatherDepNetworkFailureEvent",
+            worker="address",
+            total_nbytes=1,
+            stimulus_id="s",
+        )
+        self._worker = worker
+        self._stock: Callable[..., Any] = worker.gather_dep
+        self._had = "gather_dep" in vars(worker)
+        self._active = False
+        #: fetches that were not begun
+        self.spared = 0
+        self._ours = self._wrap()
+
+    def install(self) -> None:
+        self._active = True
+        self._worker.gather_dep = self._ours
+
+    def uninstall(self) -> None:
+        """Put back what was there; a second call does nothing."""
+        self._active = False
+        if vars(self._worker).get("gather_dep") is not self._ours:
+            return  # wrapped again by somebody who stays; we only pass the call on from now on
+        if self._had:
+            self._worker.gather_dep = self._stock
+        else:
+            del self._worker.gather_dep
+
+    def _wrap(self) -> Callable[..., Any]:
+        stock = self._stock
+        has_what = self._worker.state.has_what
+
+        async def gather_dep(worker: str, to_gather: Any, total_nbytes: int, *, stimulus_id: str) -> Any:
+            if self._active and worker not in has_what:
+                self.spared += 1
+                return GatherDepNetworkFailureEvent(
+                    worker=worker, total_nbytes=total_nbytes, stimulus_id=f"gpurt-peer-left-{time.time()}"
+                )
+            return await stock(worker, to_gather, total_nbytes, stimulus_id=stimulus_id)
+
+        return gather_dep
+
+    def statistics(self) -> dict[str, int]:
+        return {"spared": self.spared}

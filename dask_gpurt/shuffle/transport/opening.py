@@ -1,0 +1,129 @@
+"""Which transports are open on a worker: each is made when a run first needs it, once, off the event loop.
+
+On a TLS cluster, or with ``distributed.comm.require-encryption``, nothing is opened that sends in plaintext, unless the
+setting ``allow-plaintext-ucx`` says so. One that can not be opened is not tried again, and said once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.shuffle import seam
+from dask_gpurt.shuffle.heap import pages
+from dask_gpurt.shuffle.transport.places import candidates
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, ItemsView
+
+    from dask_gpurt.config import ShuffleSettings
+    from dask_gpurt.shuffle.transport.base import Services, Transport
+    from dask_gpurt.shuffle.transport.choice import Place
+    from dask_gpurt.shuffle.transport.records import RunKey
+
+logger = logging.getLogger("distributed.worker.gpurt")
+
+
+def make(name: str, services: Services) -> Transport:
+    """Make a transport; takes milliseconds (UCX: tenths of a second), in any thread.
+
+    Raises
+    ------
+    TransportUnavailable
+        It can not be used here.
+    """
+    if name == "tcp":
+        from dask_gpurt.shuffle.transport.tcp import TcpTransport
+
+        return TcpTransport(services, seam.host_of(services.address), pages)
+    from dask_gpurt.shuffle.transport.ucx import UcxTransport
+
+    return UcxTransport(services, pages)
+
+
+class OpenTransports:
+    """The transports of one worker. Methods on the event loop.
+
+    Parameters
+    ----------
+    address
+        The worker's.
+    services
+        What a transport may ask, by its name.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        services: Callable[[str], Services],
+        settings: ShuffleSettings,
+        count: Callable[..., None],
+    ) -> None:
+        self._address = address
+        self._services = services
+        self._settings = settings
+        self._count = count
+        self._loop = asyncio.get_running_loop()
+        self._open: dict[str, Transport] = {}
+        #: name -> why it can not be used here
+        self.unavailable: dict[str, str] = {}
+        self._opening: dict[str, asyncio.Lock] = {}
+        self._closed = False
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether this cluster must not see plaintext."""
+        return self._address.startswith("tls://") or seam.require_encryption()
+
+    def wanted(self, place: Place) -> list[str]:
+        """Transports to open for a peer at this place."""
+        forced = self._settings.transport
+        names = candidates(place) if forced == "auto" else [forced]
+        plain = not self.encrypted
+        allowed = {
+            "tcp": plain and not self._address.startswith("inproc"),
+            "ucx": plain or self._settings.allow_plaintext_ucx,
+        }
+        return [name for name in names if allowed.get(name, False)]
+
+    async def get(self, name: str) -> Transport | None:
+        """The transport, opened if it is not; None: it is not available here."""
+        if name in self._open:
+            return self._open[name]
+        if name in self.unavailable or self._closed:
+            return None
+        async with self._opening.setdefault(name, asyncio.Lock()):
+            if name in self._open or name in self.unavailable:
+                return self._open.get(name)
+            try:
+                transport = await self._loop.run_in_executor(None, make, name, self._services(name))
+            except Exception as e:
+                self.unavailable[name] = repr(e)
+                self._count(transport_errors=1)
+                logger.warning("gpurt: the %s transport is not available here: %r", name, e)
+                return None
+            if self._closed:
+                await self._loop.run_in_executor(None, transport.stop)
+                return None
+            self._open[name] = transport
+            return transport
+
+    def forget(self, run: RunKey) -> None:
+        """A run ends."""
+        for transport in self._open.values():
+            transport.forget(run)
+
+    async def stop(self) -> None:
+        """Close all of them, for good."""
+        self._closed = True
+        transports, self._open = list(self._open.values()), {}
+        for transport in transports:
+            await self._loop.run_in_executor(None, transport.stop)
+
+    def items(self) -> ItemsView[str, Transport]:
+        return self._open.items()
+
+    def statistics(self) -> dict[str, Any]:
+        """Plain JSON values, by transport."""
+        return {name: t.statistics() for name, t in self._open.items()}

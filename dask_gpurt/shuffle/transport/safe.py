@@ -1,0 +1,124 @@
+"""Credit on the safe path, distributed's comms, which have none of their own.
+
+Theory of operation. The sender asks for a total by a call before it sends (`SafeSender.credit`); the receiver's gate
+answers when it has room (`SafeReceiver.answer`), and every answer to a message brings what that message has given back.
+Asking is bounded: after `WANT_SECONDS` a message goes without credit, as the safe path must never be what a shuffle
+hangs on. It is then counted at the receiver (``uncredited``), not held against its budget.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import time
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.shuffle.transport.choice import SAFE
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from dask_gpurt.shuffle.transport.base import Gate
+    from dask_gpurt.shuffle.transport.records import RunKey
+
+#: a sender waits for credit so long, then sends without
+WANT_SECONDS = 30.0
+#: the receiver answers a question for credit after so long, whatever it has: a call must not stay open for long
+_ANSWER_SECONDS = 1.0
+
+
+class SafeSender:
+    """The credit of one run's messages to one peer.
+
+    Parameters
+    ----------
+    limit
+        Bytes of one message that the peer gives credit for, at most.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        #: bytes in all
+        self._granted = 0
+        self._sent = 0
+        self._asking = asyncio.Lock()
+
+    async def credit(self, nbytes: int, ask: Callable[[int], Awaitable[dict[str, Any]]]) -> float:
+        """Wait until the receiver has room for a message; returns the seconds.
+
+        Parameters
+        ----------
+        ask
+            Asks the peer for a total.
+        """
+        if nbytes > self._limit:
+            return 0.0
+        start = time.perf_counter()
+        async with self._asking:  # one after the other: totals only make sense in order
+            wanted = self._sent + nbytes
+            deadline = time.monotonic() + WANT_SECONDS
+            while self._granted < wanted and time.monotonic() < deadline:
+                answer = await ask(wanted)
+                if answer.get("status") != "OK" or "granted" not in answer:
+                    break
+                self.granted(answer)
+            self._sent = wanted
+        return time.perf_counter() - start
+
+    def granted(self, answer: dict[str, Any]) -> None:
+        """An answer of the peer, which may bring credit."""
+        self._granted = max(self._granted, int(answer.get("granted", 0)))
+
+
+class SafeReceiver:
+    """The links of the safe path to this worker."""
+
+    def __init__(self, gate: Gate, here: Callable[[RunKey], bool]) -> None:
+        self._gate = gate
+        self._here = here
+        self._loop = asyncio.get_running_loop()
+        #: links -> the event that wakes those who wait for their credit
+        self._waiting: dict[tuple[str, str, RunKey], asyncio.Event] = {}
+
+    async def answer(self, key: RunKey, sender: str, total: int) -> dict[str, Any]:
+        """A peer wants credit for `total` bytes in all."""
+        link = (SAFE, sender, key)
+        waiting = self._waiting.get(link)
+        if waiting is None:  # only now: a link that is not used needs no window
+            waiting = self._waiting[link] = asyncio.Event()
+            self._gate.open(link, functools.partial(self._wake, waiting))
+        if not self._gate.want(link, total):
+            return {"status": "OK"}
+        deadline = self._loop.time() + _ANSWER_SECONDS
+        while self._gate.granted(link) < total and self._here(key) and (rest := deadline - self._loop.time()) > 0:
+            waiting.clear()
+            if self._gate.granted(link) >= total:
+                break
+            try:
+                await asyncio.wait_for(waiting.wait(), rest)
+            except TimeoutError:
+                break
+        return {"status": "OK", "granted": self._gate.granted(link)}
+
+    def _wake(self, event: asyncio.Event, total: int) -> None:
+        """Credit for a sender that waits; any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
+            self._loop.call_soon_threadsafe(event.set)
+
+    def granted(self, key: RunKey, sender: str) -> int:
+        """Bytes that a sender may have sent, in all; rides on every answer."""
+        return self._gate.granted((SAFE, sender, key))
+
+    def arrive(self, key: RunKey, sender: str, nbytes: int) -> Callable[[], None] | None:
+        """A message came; returns what to call when it is stored, None: it came without credit."""
+        link = (SAFE, sender, key)
+        if not self._gate.arrive(link, nbytes):
+            return None
+        return functools.partial(self._gate.stored, link, nbytes)
+
+    def forget(self, key: RunKey) -> None:
+        """A run ends."""
+        for link in [w for w in self._waiting if w[2] == key]:
+            self._waiting.pop(link).set()
+            self._gate.close(link)

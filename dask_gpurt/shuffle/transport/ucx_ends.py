@@ -1,0 +1,225 @@
+"""The two ends of a UCX link: which records and frames go by which tag, and what is posted for them; see `ucx`.
+
+All of it runs in the UCX thread, so nothing here is locked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hmac
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.backends import ucx as backend
+from dask_gpurt.errors import WireError
+from dask_gpurt.shuffle.transport import link as lk
+from dask_gpurt.shuffle.transport import records
+from dask_gpurt.shuffle.transport.ends import InboundEnd, OutboundEnd
+from dask_gpurt.shuffle.transport.link_receiver import ReceiverLink
+from dask_gpurt.shuffle.transport.link_sender import SenderLink
+from dask_gpurt.shuffle.transport.records import HEADER_BYTES, Kind, Record
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dask_gpurt.shuffle.transport.base import Header, Peer
+    from dask_gpurt.shuffle.transport.records import RunKey
+    from dask_gpurt.shuffle.transport.ucx import UcxTransport
+
+#: a record and what follows it in the same UCX message: the body of a control record, or the table of a message
+CONTROL_BYTES = HEADER_BYTES + max(records.MAX_CONTROL, records.table_bytes(records.MAX_FRAMES))
+_MAC_BYTES = 32
+_KNOCK_BYTES = _MAC_BYTES + 4096
+
+
+@dataclasses.dataclass(slots=True)
+class Request:
+    request: Any
+    #: kept alive while UCX uses them
+    buffers: Any
+    then: Callable[[Exception | None], None]
+
+
+class _Link:
+    """What both ends of a link share; in the UCX thread."""
+
+    def __init__(self, owner: UcxTransport, run: RunKey, secret: bytes, sender: str, receiver: str) -> None:
+        self.owner, self.run, self.secret = owner, run, secret
+        self.tags = {
+            what: records.tag_for(secret, run, sender, receiver, what)
+            for what in ("knock", "control", "data", "answers")
+        }
+        self.proof = records.mac(secret, "knock", run, b"", b"", sender, receiver)
+        self.endpoint: Any = None
+        self.closed = False
+
+    def post(self, request: Any, buffers: Any, then: Callable[[], None]) -> None:
+        def ended(error: Exception | None) -> None:
+            if self.closed:
+                return
+            if error is None:
+                then()
+            else:
+                self.lost(repr(error))
+
+        self.owner.requests.append(Request(request, buffers, ended))
+
+    def write(self, send: lk.Send, tag: int) -> None:
+        ucx = self.owner.ucx
+        head = send.record.pack() + (records.table(send.buffers) if send.buffers else send.body)
+        self.post(ucx.send(self.endpoint, head, tag), head, nothing)
+        for buffer in send.buffers:
+            if records.size_of(buffer):
+                flat = buffer if records.is_device(buffer) else memoryview(buffer).cast("B")
+                self.post(ucx.send(self.endpoint, flat, self.tags["data"]), (flat, send), nothing)
+
+    def listen(self, tag: int, then: Callable[[Record, memoryview], None]) -> None:
+        """Post the receive for the next record."""
+        buffer = memoryview(bytearray(CONTROL_BYTES))
+
+        def arrived() -> None:
+            then(Record.unpack(buffer[:HEADER_BYTES]), buffer[HEADER_BYTES:])
+            if not self.closed:
+                self.listen(tag, then)
+
+        def guarded() -> None:
+            try:
+                arrived()
+            except WireError as e:
+                self.violated(str(e))
+
+        self.post(self.owner.ucx.receive(self.endpoint, buffer, tag), buffer, guarded)
+
+    def lost(self, reason: str) -> None:
+        raise NotImplementedError
+
+    def violated(self, reason: str) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self.closed = True
+        if self.endpoint is not None:
+            # Only what is alive: UCX has let go of the endpoint of a dead peer, and closing that again is a crash.
+            if self.endpoint.alive:
+                self.endpoint.close()
+            # UCX closes in the background; the object must outlive that.
+            self.owner.closing.append((time.monotonic(), self.endpoint))
+
+
+def nothing() -> None:
+    pass
+
+
+class UcxOutbound(OutboundEnd, _Link):
+    """A link from here."""
+
+    owner: UcxTransport
+
+    def __init__(self, owner: UcxTransport, peer: Peer, header: Header) -> None:
+        ours = owner.services.address
+        super().__init__(owner, header.run, header.secret, ours, peer.address)
+        self.peer = peer
+        self.machine = SenderLink(
+            *(header.run, header.secret, ours, peer.address, peer.limit),
+            *(os.urandom(records.NONCE_BYTES), time.monotonic()),
+        )
+        self.endpoint = owner.ucx.endpoint(bytes(peer.endpoint))
+        self.listen(self.tags["answers"], self.arrived)
+        knock = self.proof + owner.ucx.address
+        self.post(owner.ucx.send(self.endpoint, knock, self.tags["knock"]), knock, nothing)
+
+    def arrived(self, record: Record, body: memoryview) -> None:
+        self.carry_out(self.machine.receive(record, bytes(body[: record.length]), time.monotonic()))
+
+    def violated(self, reason: str) -> None:
+        self.lost(reason)
+
+    def put(self, send: lk.Send) -> None:
+        self.write(send, self.tags["control"])
+
+    def shut(self) -> None:
+        self.close()
+
+
+class UcxInbound(InboundEnd, _Link):
+    """A link to here; expected since its sender has our card."""
+
+    owner: UcxTransport
+
+    def __init__(self, owner: UcxTransport, run: RunKey, secret: bytes, sender: str) -> None:
+        services = owner.services
+        super().__init__(owner, run, secret, sender, services.address)
+        self.loop = owner.loop
+        self.expected = sender
+        self.since = time.monotonic()
+        self.machine = ReceiverLink(
+            *(services.address, services.secret_of, self.arrive, os.urandom(records.NONCE_BYTES), self.since, run)
+        )
+
+    def knocked(self, nbytes: int) -> None:
+        """A message waits on the knock tag."""
+        ucx = self.owner.ucx
+        buffer = memoryview(bytearray(max(nbytes, 1)))
+
+        def opened() -> None:
+            if nbytes > _KNOCK_BYTES or not hmac.compare_digest(bytes(buffer[:_MAC_BYTES]), self.proof):
+                self.violated("a knock without the secret")
+                return
+            self.endpoint = ucx.endpoint(bytes(buffer[_MAC_BYTES:]))
+            self.listen(self.tags["control"], self.arrived)
+            self.machine._since = time.monotonic()
+            self.carry_out(self.machine.start())
+
+        self.post(ucx.receive_waiting(buffer, self.tags["knock"]), buffer, opened)
+
+    def arrived(self, record: Record, rest: memoryview) -> None:
+        verdict, instructions = self.machine.admit(record)
+        self.carry_out(instructions)
+        if verdict is lk.Verdict.NO:
+            return
+        now = time.monotonic()
+        if record.kind is not Kind.DATA:
+            self.carry_out(self.machine.receive(record, bytes(rest[: record.length]), now))
+            return
+        # From here on the table must be right, or frames and records are out of step: an error closes the link.
+        lengths = records.lengths_of(record, rest[: records.table_bytes(record.count)])
+        body = self.owner.pool.take(record.length)
+        at = records.table_bytes(record.count)
+        body[:at] = rest[:at]
+        frames: list[Any] = []
+        requests = []
+        for n, device in lengths:
+            frame = backend.device_buffer(n) if device else body[at : at + n]
+            frames.append(frame)
+            if n:
+                requests.append((self.owner.ucx.receive(self.endpoint, frame, self.tags["data"]), frame))
+            # The filling is not sent.
+            body[at + n : at + records.padded(n)] = bytes(records.padded(n) - n)
+            at += records.padded(n)
+        left = len(requests)
+        any_device = any(device for _, device in lengths)
+
+        def one_more() -> None:
+            nonlocal left
+            left -= 1
+            if left <= 0:
+                got, whole = self.owner.arrived(record, body)
+                self.carry_out(
+                    self.machine.receive(
+                        *(got, whole, time.monotonic()),
+                        frames=frames if any_device else None,
+                        fresh=verdict is lk.Verdict.YES,
+                    )
+                )
+
+        for request, frame in requests:
+            self.post(request, frame, one_more)
+        if not requests:
+            one_more()
+
+    def put(self, send: lk.Send) -> None:
+        self.write(send, self.tags["answers"])
+
+    def shut(self) -> None:
+        self.close()
