@@ -111,11 +111,11 @@ def recorder() -> float:
         plugin = TraceRecorder(os.path.join(folder, "t"))
         # `open` starts a timer, which wants an event loop.
         plugin._writer = _Sink()  # type: ignore[assignment]
-        plugin.scheduler = scheduler  # type: ignore[assignment]
+        plugin.scheduler = scheduler
         for ws in scheduler.workers.values():
             plugin._worker(ws)
         began = time.perf_counter()
-        plugin.update_graph(scheduler, client="c", keys=list(scheduler.tasks), tasks=list(scheduler.tasks))  # type: ignore[arg-type]
+        plugin.update_graph(scheduler, client="c", keys=list(scheduler.tasks), tasks=list(scheduler.tasks))
         _life_of_tasks(plugin, scheduler)
         seconds = time.perf_counter() - began
         if plugin.errors:

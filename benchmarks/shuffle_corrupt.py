@@ -81,10 +81,11 @@ def begin(seed: int, way: str, dask_worker: Any) -> int:
     spoiler = Spoiler(seed, 0.5)
     dask_worker.spoiler = spoiler
     sending.STAGE_BYTES = 1  # every shard a message
-    if not hasattr(run, "untouched"):
-        run.untouched = opening.make, run.GpurtShuffleRun._receive_message
-    opening.make, run.GpurtShuffleRun._receive_message = run.untouched
-    make, receive = run.untouched
+    if not hasattr(dask_worker, "untouched"):
+        dask_worker.untouched = opening.make, run.GpurtShuffleRun._receive_message
+    make, receive = dask_worker.untouched
+    opening.make = make
+    run.GpurtShuffleRun._receive_message = receive  # type: ignore[method-assign]
 
     def spoilt(name: str, services: Any) -> Any:
         transport = make(name, services)
@@ -96,7 +97,7 @@ def begin(seed: int, way: str, dask_worker: Any) -> int:
         return await receive(self, message)
 
     if way == "rpc":
-        run.GpurtShuffleRun._receive_message = spoilt_rpc
+        run.GpurtShuffleRun._receive_message = spoilt_rpc  # type: ignore[method-assign]
         sending.RESENDS = 50
     else:
         opening.make = spoilt

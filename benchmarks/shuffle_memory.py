@@ -63,7 +63,7 @@ def slow_down(seconds: float) -> None:
         await asyncio.sleep(seconds)
         return await put(self, *args)
 
-    TierShardStore.put = slowly  # type: ignore[method-assign]
+    TierShardStore.put = slowly  # type: ignore[method-assign, assignment]
 
 
 def _rss() -> int:

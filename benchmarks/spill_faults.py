@@ -383,7 +383,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.getLogger("distributed").setLevel(logging.CRITICAL)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=args.directory) as folder:
-        counts = asyncio.run(PARTS[args.part](args.kind, args.first, args.last, folder))  # type: ignore[arg-type]
+        counts: Any = asyncio.run(PARTS[args.part](args.kind, args.first, args.last, folder))  # type: ignore[arg-type]
     print(json.dumps({args.kind: counts, "seconds": round(time.perf_counter() - start, 1)}, indent=1))
     if args.out:
         print(add_up(args.out, args.kind, args.part, (args.first, args.last), counts))

@@ -130,7 +130,7 @@ class End:
 
         plane, run = self.runs[way]
         key = RunKey(1, WAYS.index(way))
-        block = memoryview(np.ones(size, "u1"))
+        block = memoryview(np.ones(size, "u1").data)
         left = iter(range(count))
 
         async def safe() -> Any:
@@ -293,8 +293,8 @@ def messages(args: argparse.Namespace) -> dict[str, Any]:
             told = {t: round(m, 2) for t, m in median.items()}
             print(label, told, {k: out[label][k] for k in ("auto_took", "auto_over_best")}, flush=True)
         for name in args.transports:
-            took = bench.end.counts(name)
-            assert set(took) == {name}, (name, took)
+            counts = bench.end.counts(name)
+            assert set(counts) == {name}, (name, counts)
         bench.close()
     return out
 
