@@ -18,13 +18,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import math
-import time
 import traceback
 import weakref
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.shuffle import seam
+from dask_gpurt.shuffle.asking import Asking
+from dask_gpurt.shuffle.binder import Binder
 from dask_gpurt.shuffle.opener import LOOK_SECONDS, PATIENCE, PATIENCE_SECONDS, Opener
 from dask_gpurt.shuffle.recovery import EPOCHS, Validity, agreed, reassign, too_narrow, undone
 from dask_gpurt.shuffle.spec import GpurtShuffleSpec
@@ -33,11 +33,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
 logger = logging.getLogger("distributed.scheduler.gpurt")
-#: calls to survivors; a worker that is stopped for longer is treated as lost for the shuffle
-TELL_SECONDS = 60.0
 
 
-class Amender:
+class Amender(Asking):
     """Amends the runs of one scheduler.
 
     Parameters
@@ -46,17 +44,24 @@ class Amender:
         The scheduler plugin named ``shuffle``.
     failed
         Called in an exception handler: counts an error of ours.
+    able
+        Whether a worker can run our spec, by its address.
     """
 
-    def __init__(self, scheduler: Any, plugin: Any, failed: Callable[[], None]) -> None:
-        self._scheduler = scheduler
+    def __init__(
+        self,
+        scheduler: Any,
+        plugin: Any,
+        failed: Callable[[], None],
+        able: Callable[[str], bool] = lambda address: True,
+    ) -> None:
+        super().__init__(scheduler)
         self._plugin = plugin
         self._failed = failed
         self._opener = Opener(scheduler, plugin, self)
+        self.binder = Binder(scheduler, plugin, self, able)
         #: runs being amended
         self._tasks: dict[tuple[Any, int], asyncio.Task[None]] = {}
-        #: questions, those included that nobody waits for any more
-        self._asking: set[asyncio.Future[Any]] = set()
         #: run ids whose barrier has passed
         self._passed: dict[int, None] = {}
         #: run -> key of a transfer task -> epoch in which its result was lost
@@ -154,10 +159,22 @@ class Amender:
         if not begun:
             return False
         self._least.setdefault(state, {}).update(dict.fromkeys(released, run_state.epoch))
+        self.amend(shuffle_id, state)
+        return True
+
+    def amend(self, shuffle_id: Any, state: Any) -> None:
+        """Have the workers told of the epoch that has begun."""
         key = (shuffle_id, state.run_id)
         if key not in self._tasks:
             self._tasks[key] = asyncio.create_task(self._amend(key, state))
-        return True
+
+    def amending(self, shuffle_id: Any, state: Any) -> bool:
+        """Whether they are being told."""
+        return (shuffle_id, state.run_id) in self._tasks
+
+    def passed(self, state: Any) -> bool:
+        """Whether a run's barrier has passed."""
+        return state.run_id in self._passed
 
     def _open_all(self, shuffle_id: Any, state: Any, barrier: Any, worker: str) -> bool:
         """A worker was lost before the barrier: its outputs get new owners."""
@@ -173,6 +190,7 @@ class Amender:
         state.participating_workers |= set(worker_for.values())
         run_state.epoch += 1
         run_state.lost.append(worker)
+        run_state.void()
         return True
 
     def partner(self, barrier: Any, shuffle_id: Any) -> dict[int, str]:
@@ -249,6 +267,8 @@ class Amender:
             "epoch": run_state.epoch,
             "lost": list(run_state.lost),
             "moved": list(state.run_spec.worker_for.items()),
+            "bound": list(run_state.bound.items()),
+            "handing": list(run_state.handing.items()),
             "opened": None if run_state.opened is None else sorted(run_state.opened),
         }
 
@@ -269,64 +289,13 @@ class Amender:
             self._again(shuffle_id, keys, f"gpurt-complete-{shuffle_id}-{epoch}")
         return False
 
-    async def broadcast(self, msg: dict[str, Any], workers: list[str], seconds: float = math.inf) -> Any:
-        """Answers or errors by address; None as soon as one of the workers is gone.
-
-        Not a moment later: distributed goes on trying to connect to a dead process for half a minute.
-
-        Raises
-        ------
-        TimeoutError
-            There are not all answers after so many seconds.
-        """
-        deadline = time.monotonic() + seconds
-        asking = asyncio.ensure_future(self._scheduler.broadcast(msg=msg, workers=workers, on_error="return"))
-        try:
-            while all(address in self._scheduler.workers for address in workers):
-                if asking.done():
-                    return asking.result()
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"no answer to {msg['op']!r} within {seconds:g} s")
-                await asyncio.wait({asking}, timeout=LOOK_SECONDS)
-            return None
-        finally:
-            # Not cancelled: a comm that waits for its answer would be closed, and it ends by itself.
-            self._asking.add(asking)
-            asking.add_done_callback(self._asking.discard)
-            asking.add_done_callback(lambda task: task.cancelled() or task.exception())
-
-    async def tell(self, state: Any, data: dict[str, Any], patience: int = PATIENCE) -> list[Any] | None:
-        """Call all that take part; None when one of them is gone meanwhile. One that closes may answer with any error
-        before the scheduler hears of it, so it is asked again.
-
-        Raises
-        ------
-        RuntimeError
-            One of them answered with errors `patience` times.
-        """
-        msg = {"op": "shuffle_receive", "shuffle_id": state.id, "run_id": state.run_id, "data": data}
-        workers = [a for a in state.participating_workers if a in self._scheduler.workers]
-        good: list[Any] = []
-        while workers:
-            answers = await self.broadcast(msg, workers, TELL_SECONDS)
-            if answers is None:
-                return None
-            bad = {a: r for a, r in answers.items() if not isinstance(r, dict) or r.get("status") != "OK"}
-            good += [answers[a] for a in workers if a not in bad]
-            workers = list(bad)
-            if bad:
-                patience -= 1
-                if patience < 0:
-                    raise RuntimeError(f"answers to {data['gpurt']!r}: {bad!r}")
-                await asyncio.sleep(PATIENCE_SECONDS)
-        return good
-
     def restart(self, shuffle_id: Any, state: Any, why: str) -> None:
         """As stock does when a worker is lost."""
         if self._plugin.active_shuffles.get(shuffle_id) is not state:
             return
         logger.warning("gpurt: shuffle %s is restarted: %s", shuffle_id, why)
         self.restarted += 1
+        self.binder.leave(shuffle_id, state)
         stimulus = f"gpurt-restart-{shuffle_id}-{state.run_id}"
         self._plugin._fail_on_workers(state, str(seam.P2PConsistencyError(f"{state}: {why}")))
         self._plugin._clean_on_scheduler(shuffle_id, stimulus)
@@ -357,9 +326,8 @@ class Amender:
                 continue
             run_state = state.run_spec.spec.state
             epoch, workers = run_state.epoch, list(state.participating_workers)
-            flush = {"op": "shuffle_inputs_done", "shuffle_id": shuffle_id, "run_id": run_id}
-            results = await self.broadcast(flush, workers)
-            if results is None:
+            problems, _ = await asyncio.gather(self.flush(state, workers), self.binder.hear(state, workers))
+            if problems is None:
                 await asyncio.sleep(LOOK_SECONDS)  # whoever was lost took part: an amendment or a restart is next
                 continue
             if (
@@ -369,21 +337,41 @@ class Amender:
                 or set(workers) != state.participating_workers
             ):
                 continue
-            problems = [r for r in results.values() if r is not None]
             if not problems:
                 if epoch and not await self._complete(shuffle_id, state):
                     await asyncio.sleep(LOOK_SECONDS)
                     continue
+                if not await self.binder.settled(shuffle_id, state):
+                    await asyncio.sleep(LOOK_SECONDS)
+                    continue
+                if run_state.epoch != epoch or not self.current(shuffle_id, state):
+                    continue
                 if barrier.state != "processing" or (shuffle_id, run_id) in self._tasks:
                     continue
+                if (bound := self._bind(shuffle_id, state)) is not False:
+                    if bound is None:
+                        await asyncio.sleep(LOOK_SECONDS)
+                    continue
+                run_state.handing.clear()
                 self._passed[run_id] = None
                 while len(self._passed) > 10_000:
                     del self._passed[next(iter(self._passed))]
                 return True
             no_progress += 1
+            if no_progress > PATIENCE and run_state.handing:
+                self.restart(shuffle_id, state, f"outputs can not be handed over: {problems[0]!r}")
+                return False
             if no_progress > PATIENCE:
                 raise RuntimeError(f"Unexpected error encountered during P2P barrier: {problems[0]!r}")
             await asyncio.sleep(PATIENCE_SECONDS)
+
+    def _bind(self, shuffle_id: Any, state: Any) -> bool | None:
+        """As `Binder.begin`; never raises."""
+        try:
+            return self.binder.begin(shuffle_id, state)
+        except Exception:
+            self._failed()
+            return False
 
     def for_the_rest(self, spec: GpurtShuffleSpec) -> GpurtShuffleSpec:
         """The spec of a new run, for the outputs that are still to be made."""

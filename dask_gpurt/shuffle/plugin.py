@@ -47,7 +47,7 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
 
     def __init__(self, scheduler: Any, takeover: ShuffleTakeover) -> None:
         self.takeover = takeover
-        self.amender = Amender(scheduler, self, takeover.failed)
+        self.amender = Amender(scheduler, self, takeover.failed, lambda address: takeover.able.get(address) == "")
         super().__init__(scheduler)
 
     def _retrieve_spec(self, shuffle_id: Any) -> Any:
@@ -95,6 +95,8 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
     def transition(self, key: Any, start: Any, finish: Any, *args: Any, stimulus_id: str, **kwargs: Any) -> None:
         if finish == "released" and self.active_shuffles:
             self.amender.released(key, stimulus_id)
+        elif finish == "memory" and start == "processing" and self.active_shuffles:
+            self.amender.binder.ended(key, kwargs.get("startstops") or ())
         of = seam.id_from_key(key) if finish == "released" and start in ("processing", "queued", "no-worker") else None
         # A barrier that has not passed and will run again, since the run goes on: its worker was lost, or transfers run
         # again. A cancelled query forgets it next, and then the run ends.
@@ -243,21 +245,24 @@ class ShuffleTakeover:
 
     async def look_at_skew(self, state: Any, amender: Amender) -> None:
         """Say which outputs of a run are far larger than the others. Never raises."""
-        try:
-            told = await amender.tell(state, {"gpurt": "histogram"}, 0)
-        except (RuntimeError, TimeoutError, OSError):
+        told = amender.binder.told(state)
+        if told is None:
             return  # the run is over, or was started anew: there is nothing to be said about it
         try:
-            rows, nbytes, values = add_up(told or ())
-            worker_for = state.run_spec.worker_for
+            rows, nbytes, values = add_up(told)
+            worker_for, moves = state.run_spec.worker_for, state.run_spec.spec.state.moves
             large = skewed(rows, nbytes, len(worker_for))
+            for part in moves.keys() - {one.part for one in large}:
+                source, target = moves[part]
+                text = f"output {part} of shuffle {state.id} was moved from {source} to {target}, which had less to do"
+                self._sink(Event("shuffle.bound", text, {"shuffle": str(state.id), "part": part, "owner": target}))
             if not large:
                 return
             self._skewed += 1
             self._largest_ratio = max(self._largest_ratio, large[0].ratio)
             for one in large:
                 owner = worker_for.get(one.part, "")
-                text = one.text(str(state.id), owner, values.get(one.part, ""))
+                text = one.text(str(state.id), owner, values.get(one.part, ""), moves.get(one.part, ("",))[0])
                 self._skews.append(text)
                 fields = {"shuffle": str(state.id), "owner": owner, "value": values.get(one.part, "")}
                 self._sink(Event("shuffle.skew", text, {**fields, **dataclasses.asdict(one)}))
@@ -293,6 +298,7 @@ class ShuffleTakeover:
                 "largest_ratio": round(self._largest_ratio, 2),
                 "latest": list(self._skews),
             },
+            "late_binding": {} if self._plugin is None else self._plugin.amender.binder.statistics(),
             "errors": self._errors,
             "last_error": self._last_error,
             "active": len(self._plugin.active_shuffles) if self._plugin is not None else 0,

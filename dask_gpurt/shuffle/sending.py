@@ -90,6 +90,24 @@ def _groups(parcels: list[Parcel], limit_bytes: int) -> Iterator[list[Parcel]]:
         yield group
 
 
+class Rate:
+    """Bytes per second of the fastest large message so far; 0: there was none.
+
+    Not the bytes of all messages by the time in which any was under way: that counts what else the workers were busy
+    with, and was a tenth of what moving an output then took.
+    """
+
+    #: of a message, to count
+    LEAST_BYTES = 1 << 18
+
+    def __init__(self) -> None:
+        self.best = 0.0
+
+    def sent(self, nbytes: int, seconds: float) -> None:
+        if nbytes >= self.LEAST_BYTES and seconds > 0:
+            self.best = max(self.best, nbytes / seconds)
+
+
 class SendingRun(AmendedRun):
     """The part of a run that sends.
 
@@ -113,6 +131,7 @@ class SendingRun(AmendedRun):
         #: outputs that are made at about the same time travel together
         self._n_groups = self._layout.groups(STAGED_GROUPS)
         self._sequence = 0
+        self._rate = Rate()
 
     async def _keep(self, shards: list[Shard], nbytes: int) -> None:
         """Store what this worker has for itself."""
@@ -190,10 +209,12 @@ class SendingRun(AmendedRun):
             self._sequence += 1
             frames = wire.pack(self._tag, self.run_id, self._sequence, parcels, known)
             message = Message(frames, self.local_address)
+            began = time.perf_counter()
             response = await self._plane.send(
                 *(self, self._run_key, address, message.frames),
                 functools.partial(self._retrying, address, message),
             )
+            self._rate.sent(message.nbytes, time.perf_counter() - began)
             refused = response.get("gpurt-refused")
             self._counters.add(messages_sent=1, bytes_sent=message.nbytes)
             if refused is None:
