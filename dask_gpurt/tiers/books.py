@@ -33,10 +33,6 @@ def _nothing() -> None:
     return None
 
 
-def _no_entry(entry: Entry) -> None:
-    return None
-
-
 def _prefetch_ended(entry: Entry, outcome: str) -> None:
     entry.prefetched = False
 
@@ -60,8 +56,6 @@ class Books:
         self.loading_bytes = 0
         #: told when a value that was read ahead is used, or leaves; see `prefetch`
         self.on_prefetch_end: Callable[[Entry, str], None] = _prefetch_ended
-        #: told of a value below memory whose next use is new
-        self.on_below: Callable[[Entry], None] = _no_entry
         #: told when there may be room
         self.on_change: Callable[[], None] = _nothing
         #: what is asked and done, while somebody wants to know
@@ -235,8 +229,6 @@ class Books:
             self.trace.note("hint", entry, next_use)
         if entry in self.victims:
             self.victims.add(entry)
-        elif entry.state is State.STORED:
-            self.on_below(entry)
 
     def set_due(self, entry: Entry, due: tuple[float, ...] | None) -> None:
         """Tell which task that is here already reads it next (see `Entry.due`)."""
