@@ -102,6 +102,8 @@ class Entry:
     uses: tuple[tuple[float, ...], ...] = ()
     #: uses that passed here since the scheduler last spoke; a message may have crossed with the news of them
     passed: tuple[tuple[float, ...], ...] = ()
+    #: peers that fetched it since the scheduler last spoke of what they did with it
+    sent: int = 0
     #: the priority of the first task that was sent here and will read it; None: no such task. See `hints_local`
     due: tuple[float, ...] | None = None
     #: heap of (priority, number) of tasks that were sent here; some may have run
