@@ -89,8 +89,12 @@ WORKER: tuple[tuple[str, str, str], ...] = (
     ("tiers.disks.*.read_bytes_per_second", "bytes/s", "Bandwidth of reads there, as measured"),
     ("tiers.disks.*.cached_write_bytes_per_second", "bytes/s", "Of writes that are left in the page cache"),
     ("tiers.disks.*.cached_read_bytes_per_second", "bytes/s", "Of reads of those"),
-    ("tiers.recycled.kept_bytes", "bytes", "Memory of values that left, kept for those that are read next"),
-    ("tiers.recycled.taken", "count", "Large buffers that values were read into"),
+    (
+        "tiers.recycled.kept_bytes",
+        "bytes",
+        "Memory of values and shuffles that left, kept for what is read or received next",
+    ),
+    ("tiers.recycled.taken", "count", "Large blocks that values were read into, or that shuffles filled"),
     ("tiers.recycled.reused", "count", "Of those, such as had been in use before"),
     (
         "tiers.disks.*.compressed_frames.*",

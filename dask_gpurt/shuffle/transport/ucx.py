@@ -43,7 +43,7 @@ from dask_gpurt.shuffle.transport.records import HEADER_BYTES, Kind, Record
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dask_gpurt.shuffle.pages import Pages
+    from dask_gpurt.model.pages import Pages
     from dask_gpurt.shuffle.transport.base import Header, Peer, Services
     from dask_gpurt.shuffle.transport.records import RunKey
 
