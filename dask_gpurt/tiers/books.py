@@ -81,11 +81,10 @@ class Books:
 
         (The interpreter has only one None: all keys of it would be twins.)
         """
-        block = entry.block
-        if block is None or block.members == 1 or entry.nbytes < SMALL_BYTES:
+        if not entry.blocks or entry.blocks[0].members == 1 or entry.nbytes < SMALL_BYTES:
             return []
         value, account = entry.value, entry.account
-        some = itertools.islice(block.entries, most)
+        some = itertools.islice(entry.blocks[0].entries, most)
         return [e for e in some if e is not entry and e.value is value and e.account is account]
 
     def share_copy(self, entry: Entry) -> None:
@@ -249,7 +248,7 @@ class Books:
         """Check every invariant; AssertionError names what is broken."""
         entries = self.entries
         self._blocks.validate(entries)
-        assert all(e.in_memory == (e.block is not None) for e in entries), "in memory, without a block"
+        assert all(e.in_memory == bool(e.blocks) for e in entries), "in memory, without a block"
         assert self.loading_bytes == sum(e.nbytes for e in entries if e.state is State.LOADING), "loading_bytes"
         for account in {e.account for e in entries}:
             below = [e for e in entries if e.account is account and e.state in _BELOW]

@@ -112,8 +112,8 @@ class Entry:
     guessed: bool = False
     #: it was read ahead, or is being read, for a task that has not come yet
     prefetched: bool = False
-    #: the memory that its value is made of; None unless it is in memory
-    block: Block | None = None
+    #: the memory that its value holds; none unless it is in memory
+    blocks: tuple[Block, ...] = ()
     #: counts I/O operations of this entry
     generation: int = 0
     #: seconds (monotonic) of the last use
