@@ -223,6 +223,8 @@ class Books:
 
     def hint(self, entry: Entry, next_use: tuple[float, ...] | None) -> None:
         """Tell when it is used next (see `Entry.next_use`)."""
+        if entry.gone:  # a peer fetched it, and meanwhile it was freed
+            return
         entry.next_use = next_use
         if self.trace is not None:
             self.trace.note("hint", entry, next_use)

@@ -16,6 +16,7 @@ from dask_gpurt.tiers.entry import NEVER, Entry
 from dask_gpurt.tiers.hints_wire import OP
 from dask_gpurt.tiers.hints_worker import GUESS_SECONDS, HintReceiver, decided_share
 from dask_gpurt.tiers.policy import Victims, soonest_use
+from dask_gpurt.tiers.replay import Ours, moved, replay
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -281,6 +282,23 @@ def test_a_use_that_a_peer_has_fetched_it_for_is_not_one_here(run_rig: RunRig) -
         b.receiver.sent([x])
         b.receiver.executed("t", [x], success("t"))
         assert (x.next_use, x.guessed) == ((-math.inf, 0, 1, 9), True)
+
+    bench(run_rig, test)
+
+
+def test_what_was_freed_while_a_peer_fetched_it_is_no_news(run_rig: RunRig) -> None:
+    """A record that names it after its end could not be replayed."""
+
+    async def test(b: Bench) -> None:
+        trace = b.rig.engine.record(100)
+        x = b.put("x")
+        b.hear(items=[("x", [[0, 1, 4], [0, 1, 7]])])
+        b.rig.engine.pin(x)
+        del b.rig.store["x"]
+        b.receiver.sent([x])
+        b.rig.engine.unpin(x)
+        assert trace.events[-1][1] == "remove"
+        assert moved(trace.events) == replay(trace.events, Ours())
 
     bench(run_rig, test)
 
