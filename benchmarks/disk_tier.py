@@ -25,6 +25,7 @@ import numpy as np
 from dask.utils import parse_bytes
 
 from benchmarks import compare, data
+from dask_gpurt.model.pages import pages
 from dask_gpurt.tiers.codec import PickleCodec
 from dask_gpurt.tiers.disk import DiskTier
 
@@ -124,6 +125,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--directory", default=None, help="on the disk to measure")
     parser.add_argument("--out", help="JSON file to write")
     args = parser.parse_args(argv)
+    pages.allowance_bytes = 64 << 20  # the least that a worker has
     with tempfile.TemporaryDirectory(dir=args.directory) as folder:
         sizes = [one_size(folder, parse_bytes(s) // (4 << 20) * (4 << 20), args.runs) for s in args.sizes]
     report = {

@@ -142,8 +142,7 @@ def one_run(
         in_time = sum(w["prefetch"]["bytes"]["in_time"] for w in per_worker)
         out["read_in_time_share"] = in_time / sum(w["read_bytes"] for w in per_worker)
     out["prefetch"] = {
-        k: sum(w["prefetch"][k] for w in per_worker)
-        for k in ("started", "started_by_hint", "in_time", "late", "early", "wasted", "rests")
+        k: sum(w["prefetch"][k] for w in per_worker) for k in ("started", "in_time", "late", "early", "wasted", "rests")
     }
     out["per_worker"] = per_worker
     return out

@@ -19,8 +19,9 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
+from dask_gpurt.model.pages import pages
 from dask_gpurt.shuffle import gather, seam
-from dask_gpurt.shuffle.heap import heap, pages
+from dask_gpurt.shuffle.heap import heap
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

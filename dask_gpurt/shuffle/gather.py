@@ -10,7 +10,7 @@ What differs from Arrow's own table: NaN and NaT stay what they are instead of b
 values back either way, from a mix of both, too. Everything that is not certainly plain (`plan` gives None) takes the
 general way in `partition`.
 
-Blocks come from `heap.pages`, which is warm; fresh memory would cost five times what writing it costs.
+Blocks come from `model.pages`, which is warm; fresh memory would cost five times what writing it costs.
 
 Measured (CPU per 0.5 GB of 2 int64, 4 float64, one text column and an index): `from_pandas` took as long as the gather
 (75 ms at 16 partitions, 150 ms at 128). One partition of 70 MB, 16 shards, warm memory: 74 ms with Arrow's gather of
@@ -27,8 +27,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dask_gpurt.model.pages import pages
 from dask_gpurt.shuffle import seam
-from dask_gpurt.shuffle.heap import heap, pages
+from dask_gpurt.shuffle.heap import heap
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping, Sequence

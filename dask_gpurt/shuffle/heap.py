@@ -41,7 +41,7 @@ import pyarrow as pa
 
 from dask_gpurt.model import spare
 from dask_gpurt.model.arenas import Arenas, arenas, glibc
-from dask_gpurt.shuffle.pages import Pages, system
+from dask_gpurt.model.pages import Pages, pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -276,8 +276,6 @@ class Heap:
             self._arenas.trim()
 
 
-#: large blocks of this process
-pages = Pages(system())
 #: this process's
 heap = Heap(os.environ, glibc(), pages=pages, arenas=arenas)
 spare.register(heap.give_back)

@@ -33,10 +33,6 @@ def _nothing() -> None:
     return None
 
 
-def _no_entry(entry: Entry) -> None:
-    return None
-
-
 def _prefetch_ended(entry: Entry, outcome: str) -> None:
     entry.prefetched = False
 
@@ -60,8 +56,6 @@ class Books:
         self.loading_bytes = 0
         #: told when a value that was read ahead is used, or leaves; see `prefetch`
         self.on_prefetch_end: Callable[[Entry, str], None] = _prefetch_ended
-        #: told of a value below memory whose next use is new
-        self.on_below: Callable[[Entry], None] = _no_entry
         #: told when there may be room
         self.on_change: Callable[[], None] = _nothing
         #: what is asked and done, while somebody wants to know
@@ -87,11 +81,10 @@ class Books:
 
         (The interpreter has only one None: all keys of it would be twins.)
         """
-        block = entry.block
-        if block is None or block.members == 1 or entry.nbytes < SMALL_BYTES:
+        if not entry.blocks or entry.blocks[0].members == 1 or entry.nbytes < SMALL_BYTES:
             return []
         value, account = entry.value, entry.account
-        some = itertools.islice(block.entries, most)
+        some = itertools.islice(entry.blocks[0].entries, most)
         return [e for e in some if e is not entry and e.value is value and e.account is account]
 
     def share_copy(self, entry: Entry) -> None:
@@ -230,13 +223,13 @@ class Books:
 
     def hint(self, entry: Entry, next_use: tuple[float, ...] | None) -> None:
         """Tell when it is used next (see `Entry.next_use`)."""
+        if entry.gone:  # a peer fetched it, and meanwhile it was freed
+            return
         entry.next_use = next_use
         if self.trace is not None:
             self.trace.note("hint", entry, next_use)
         if entry in self.victims:
             self.victims.add(entry)
-        elif entry.state is State.STORED:
-            self.on_below(entry)
 
     def set_due(self, entry: Entry, due: tuple[float, ...] | None) -> None:
         """Tell which task that is here already reads it next (see `Entry.due`)."""
@@ -257,7 +250,7 @@ class Books:
         """Check every invariant; AssertionError names what is broken."""
         entries = self.entries
         self._blocks.validate(entries)
-        assert all(e.in_memory == (e.block is not None) for e in entries), "in memory, without a block"
+        assert all(e.in_memory == bool(e.blocks) for e in entries), "in memory, without a block"
         assert self.loading_bytes == sum(e.nbytes for e in entries if e.state is State.LOADING), "loading_bytes"
         for account in {e.account for e in entries}:
             below = [e for e in entries if e.account is account and e.state in _BELOW]

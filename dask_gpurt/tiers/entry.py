@@ -102,6 +102,8 @@ class Entry:
     uses: tuple[tuple[float, ...], ...] = ()
     #: uses that passed here since the scheduler last spoke; a message may have crossed with the news of them
     passed: tuple[tuple[float, ...], ...] = ()
+    #: peers that fetched it since the scheduler last spoke of what they did with it
+    sent: int = 0
     #: the priority of the first task that was sent here and will read it; None: no such task. See `hints_local`
     due: tuple[float, ...] | None = None
     #: heap of (priority, number) of tasks that were sent here; some may have run
@@ -110,8 +112,8 @@ class Entry:
     guessed: bool = False
     #: it was read ahead, or is being read, for a task that has not come yet
     prefetched: bool = False
-    #: the memory that its value is made of; None unless it is in memory
-    block: Block | None = None
+    #: the memory that its value holds; none unless it is in memory
+    blocks: tuple[Block, ...] = ()
     #: counts I/O operations of this entry
     generation: int = 0
     #: seconds (monotonic) of the last use

@@ -39,8 +39,6 @@ logger = logging.getLogger("distributed.worker.gpurt")
 
 #: share of the budget by which admitted requests may pass it, so that computing and writing overlap
 SLACK = 0.25
-#: share of the budget that what is read on a mere guess of its use leaves free
-FREE_SHARE = 0.2
 #: failed writes in a row, of any keys, before the tier as a whole rests
 TIER_FAILURES = 3
 
@@ -129,18 +127,13 @@ class Eviction:
                 return
             self._start_write(entry)
 
-    def yields(self, entry: Entry, *, free_room: bool = False) -> bool:
-        """May this value come to memory ahead of its use, without driving out anything that is needed sooner?
-
-        With `free_room`, without driving out anything, nor taking what the next results need.
-        """
+    def yields(self, entry: Entry) -> bool:
+        """May this value come to memory ahead of its use, without driving out anything that is needed sooner?"""
         if self.budget_bytes is None:
             return False
         # Not where the process needs so much for itself that not even half the budget is left.
         if self._room_bytes is not None and self._room_bytes < self.budget_bytes / 2:
             return False
-        if free_room:
-            return self._excess(entry.nbytes + int(FREE_SHARE * self.budget_bytes)) <= 0
         lacking = self._excess(entry.nbytes)
         if lacking <= 0:
             return not self._over(entry.nbytes)

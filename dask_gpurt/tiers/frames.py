@@ -28,8 +28,8 @@ import numpy
 import xxhash
 
 from dask_gpurt.errors import CorruptData
+from dask_gpurt.model.pages import pages
 from dask_gpurt.tiers.direct import BLOCK, CHUNK, IOV_MAX, POOL, DirectFile, drop_cache, round_up
-from dask_gpurt.tiers.recycled import RECYCLED
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -169,7 +169,7 @@ def read_frames(file: DirectFile, frames: Sequence[Frame], what: str) -> list[me
         for frame in frames:
             hasher = xxhash.xxh3_64()
             if frame.offset % BLOCK == 0 and frame.extent_bytes >= LARGE:
-                buffer = RECYCLED.take(round_up(frame.extent_bytes))
+                buffer = pages.take(round_up(frame.extent_bytes), BLOCK)
                 for at in range(0, frame.extent_bytes, _PIECE):
                     piece = buffer[at : at + _PIECE]
                     needed = min(piece.nbytes, frame.extent_bytes - at)
@@ -220,7 +220,7 @@ class _Window:
 
 
 def _read_cached(file: DirectFile, frames: Sequence[Frame], what: str) -> list[memoryview]:
-    buffers = [RECYCLED.take(f.extent_bytes) for f in frames]
+    buffers = [pages.take(f.extent_bytes, BLOCK) for f in frames]
     hashes = [xxhash.xxh3_64() for _ in frames]
     batch: list[tuple[int, memoryview]] = []
     start = end = filled = 0

@@ -6,12 +6,14 @@ What is known about a value, from best to worst:
   it here, that priority is dropped and the next one stands; the scheduler follows and sends only what we cannot know;
 * a guess, for `GUESS_SECONDS`, until that word comes. A value that was fetched is read by the tasks that wait for it
   here; one that was computed here is read soon after its own priority, as Dask orders graphs depth first; one whose
-  last known use has just passed is either about to be freed or to be spoken of;
+  last known use has just passed is either about to be freed or to be spoken of; one that a peer has fetched has passed
+  to it the use that was next;
 * nothing: its place is by the time of its last use.
 
-Without guesses a fresh value would be the preferred victim among values with known uses; see `policy`. Guesses are made
-only while a scheduler sends hints, else this would not be LRU any more. A guess that is not confirmed in time is
-dropped, so that a silent scheduler costs nothing.
+The word is a few milliseconds away, or the value goes by then: so what is guessed about leaves memory after all that is
+foretold (`_held`), in the order of the guesses. By their priorities alone, one write in seven of a matrix product was
+of a value that was then freed unread. Guesses are made only while a scheduler sends hints, else this would not be LRU
+any more. A guess that is not confirmed in time is dropped, so that a silent scheduler costs nothing.
 
 The op must stay known as long as a message may be under way, since an unknown one closes the worker. `uninstall`
 waits for the message that says "stop", if the scheduler has reason to send one; if it does not come, a
@@ -25,6 +27,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 import traceback
 from collections import deque
@@ -166,11 +169,13 @@ class HintReceiver:
                     now = without(now, use)
                 entry.passed = ()
                 if uses and not now:
-                    self._guess(entry, entry.uses[-1] if entry.uses else tuple(map(float, uses[-1])))
+                    self._passed_last(entry, entry.uses[-1] if entry.uses else tuple(map(float, uses[-1])))
                     entry.uses = ()
                     continue
+                if entry.uses[:1] != now[:1] and entry.uses:
+                    entry.sent = 0  # the scheduler has heard of what a peer did with it
                 entry.uses, entry.guessed = now, False
-                self._engine.hint(entry, entry.uses[0] if entry.uses else NEVER)
+                self._stand(entry)
         except Exception:
             self._failed()
 
@@ -185,7 +190,7 @@ class HintReceiver:
         for key in self._store.own_keys():
             entry = self._store.entry(key)
             if entry is not None:
-                entry.uses, entry.passed, entry.guessed = (), (), False
+                entry.uses, entry.passed, entry.sent, entry.guessed = (), (), 0, False
                 if entry.next_use is not None:
                     self._engine.hint(entry, None)
 
@@ -202,19 +207,44 @@ class HintReceiver:
             use = _as_sent(ts.priority)
             for entry in inputs:
                 entry.passed = (*entry.passed[-KEEP:], use)
-                if use not in entry.uses:
+                if use in entry.uses:
+                    entry.uses = without(entry.uses, use)
+                elif entry.uses or not entry.guessed:
                     continue
-                entry.uses = without(entry.uses, use)
                 if entry.uses:
                     self.advanced += 1
-                    self._engine.hint(entry, entry.uses[0])
-                elif entry.handle is not None:
-                    # Freed in a moment, or kept for a client only: as a victim it costs nothing either way.
-                    self._guess(entry, NEVER)
+                    self._stand(entry)
                 else:
-                    self._guess(entry, use)
+                    self._passed_last(entry, use)
         except Exception:
             self._failed()
+
+    def sent(self, entries: Iterable[Entry]) -> None:
+        """A peer has fetched them, for a task that will run there. Before they are unpinned."""
+        if not self._hinted:
+            return
+        try:
+            for entry in entries:
+                entry.sent += 1
+                if entry.uses:
+                    self._stand(entry)
+        except Exception:
+            self._failed()
+
+    def _stand(self, entry: Entry) -> None:
+        """By its uses. The soonest, one for each peer that fetched it, pass there; the scheduler says later which."""
+        left = entry.uses[entry.sent :]
+        if entry.sent and entry.uses:
+            if left:
+                self._guess(entry, left[0], held=False)
+            else:
+                self._passed_last(entry, entry.uses[-1])
+        else:
+            self._engine.hint(entry, left[0] if left else NEVER)
+
+    def _passed_last(self, entry: Entry, use: tuple[float, ...]) -> None:
+        # Freed in a moment, or kept for a client only: a clean one costs nothing as a victim either way.
+        self._guess(entry, NEVER if entry.handle is not None else use)
 
     def _added(self, entry: Entry) -> None:
         if not self._hinted:
@@ -237,10 +267,10 @@ class HintReceiver:
             return min(waiting)
         return _as_sent(ts.priority) if fresh and ts.run_spec is not None and ts.priority is not None else None
 
-    def _guess(self, entry: Entry, use: tuple[float, ...]) -> None:
+    def _guess(self, entry: Entry, use: tuple[float, ...], *, held: bool = True) -> None:
         self.guessed += 1
         entry.guessed = True
-        self._engine.hint(entry, use)
+        self._engine.hint(entry, _held(use) if held and use != NEVER else use)
         self._guesses.append((self._clock() + GUESS_SECONDS, entry))
 
     def _expire(self) -> None:
@@ -250,7 +280,11 @@ class HintReceiver:
             if entry.gone or not entry.guessed:
                 continue
             use = self._local(entry.key, fresh=False)
-            if use is not None:
+            entry.sent = 0
+            if entry.uses:  # a peer has not used it yet
+                entry.guessed = False
+                self._engine.hint(entry, entry.uses[0])
+            elif use is not None:
                 self._guess(entry, use)
             else:
                 self.expired += 1
@@ -268,6 +302,11 @@ def decided_share(decided_by: dict[str, int]) -> float | None:
     """Share of the victims that the scheduler's word chose; None before the first."""
     total = sum(decided_by.values())
     return decided_by.get("hint", 0) / total if total else None
+
+
+def _held(use: tuple[float, ...]) -> tuple[float, ...]:
+    """Before all that is foretold; among themselves by their uses."""
+    return (-math.inf, *use)
 
 
 def _as_sent(priority: tuple[Any, ...]) -> tuple[float, ...]:

@@ -49,7 +49,7 @@ from tornado.ioloop import PeriodicCallback
 from dask_gpurt.config import DEFAULTS
 from dask_gpurt.model import spare
 from dask_gpurt.model.arenas import arenas
-from dask_gpurt.tiers.recycled import RECYCLED
+from dask_gpurt.model.pages import pages
 
 if TYPE_CHECKING:
     from dask_gpurt.config import TierSettings
@@ -71,6 +71,7 @@ _BELOW_PAUSE = 0.05
 _TRIM_SECONDS = 0.5
 #: share of the limit for memory that waits for the next value to be read into it
 _KEPT = 0.08
+_KEPT_LEAST = 64 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,13 +154,14 @@ class MemoryWatch:
         self.stop()
         self._limits = limits
         # Of all workers in this process.
-        RECYCLED.keep_bytes = max(RECYCLED.keep_bytes, int(_KEPT * (self._worker.memory_manager.memory_limit or 0)))
+        kept = max(_KEPT_LEAST, int(_KEPT * (self._worker.memory_manager.memory_limit or 0)))
+        pages.allowance_bytes = max(pages.allowance_bytes, kept)
         if limits.watch_high_bytes is not None:
             self._callback = PeriodicCallback(self.look, limits.interval_seconds * 1000)
             self._callback.start()
 
     def stop(self) -> None:
-        RECYCLED.trim(all_of_it=True)
+        pages.trim()
         if self._callback is not None:
             self._callback.stop()
             self._callback = None
@@ -174,7 +176,7 @@ class MemoryWatch:
 
     def look(self) -> None:
         """One look at the resident set."""
-        RECYCLED.trim()
+        pages.trim_idle()
         high, low = self._limits.watch_high_bytes, self._limits.watch_low_bytes
         if high is None or low is None:
             return
@@ -186,7 +188,7 @@ class MemoryWatch:
             self._engine.shrink(0)
             return
         self.alarms += 1
-        RECYCLED.trim(all_of_it=True)
+        self._engine.io.loop.run_in_executor(None, pages.trim)  # a shuffle may have left much
         self.trim()
         self._engine.shrink(size - low)
         # With shards alone our bytes say nothing about the process; distributed's monitor has its own warning.

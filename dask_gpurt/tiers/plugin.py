@@ -22,13 +22,13 @@ from distributed.core import Status
 from dask_gpurt.backends import cuda
 from dask_gpurt.model import spare
 from dask_gpurt.model.events import Event, Sink, null_sink
+from dask_gpurt.model.pages import pages
 from dask_gpurt.tiers import adoption
 from dask_gpurt.tiers.below import Below
 from dask_gpurt.tiers.device_memory import DeviceMemory
 from dask_gpurt.tiers.engine import Engine
 from dask_gpurt.tiers.memory import Limits, MemoryWatch, limits_of
 from dask_gpurt.tiers.oom import RetryAlone
-from dask_gpurt.tiers.recycled import RECYCLED
 from dask_gpurt.tiers.seam import WorkerSeam
 from dask_gpurt.tiers.shards import TierShardStore
 from dask_gpurt.tiers.shared_worker import SharedCopies
@@ -340,7 +340,7 @@ class TierRuntime:
             "lost_keys": seam.losses.keys if seam is not None else 0,
             "returned_tasks": seam.returned_tasks if seam is not None else 0,
         }
-        out["recycled"] = RECYCLED.statistics()
+        out["recycled"] = pages.statistics()
         out.update(engine.counters.to_dict())
         out["evictions"] = engine.decided_by
         out["hints"] = seam.hints.statistics() if seam is not None else {}

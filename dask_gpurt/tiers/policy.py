@@ -7,7 +7,7 @@ Order of victims among the unpinned values in memory:
 3. values with a known next use, the farthest first (Belady; on nine real task graphs 0.65 of the bytes LRU moves);
 4. values that are *due*: a task reads them which was sent here already (`hints_local`), the last in priority order
    first (bytes moved against Belady on the same record, the worst of seven workloads: 1.11; by priorities alone 1.30);
-5. values of a few kB, only when nothing else is left: a file each costs more than it frees.
+5. values of a few kB that hold no more than that, only when nothing else is left: a file each costs more than it frees.
 
 A value that is *clean* (a valid copy is on disk) keeps its place in that order and is preferred among equals; leaving
 costs it no write. Clean ones first was tried and rejected: what was read back is then dropped again just before it
@@ -68,7 +68,7 @@ class Victims:
         clean = entry.clean
         if clean:
             self._clean[entry] = None
-        if entry.nbytes < SMALL_BYTES and not clean:
+        if not clean and _small(entry):
             self._small[entry] = None
         elif entry.next_use is None and entry.due is None:
             self._unknown[entry] = None
@@ -136,6 +136,11 @@ def soonest_use(entry: Entry) -> tuple[float, ...] | None:
     if entry.next_use is None and entry.due is None:
         return None
     return tuple(-x for x in _place(entry))
+
+
+def _small(entry: Entry) -> bool:
+    """It frees next to nothing. (A few rows of a frame may hold all of it; a thousand such values hold it together.)"""
+    return entry.nbytes < SMALL_BYTES and all(b.nbytes < SMALL_BYTES * (b.members + 1) for b in entry.blocks)
 
 
 def _place(entry: Entry) -> tuple[float, ...]:

@@ -1,18 +1,18 @@
 """Reads the inputs of tasks that will run soon, while others compute.
 
 A task that was sent here (`hints_local`) has all its inputs somewhere; those on a lower tier are read ahead, in the
-order of the tasks' priorities. When there are none left, values follow of which the scheduler said, after they had left
-memory, when they are used next (`hints_worker`), the soonest first: their tasks still wait for another input, and are
-mostly sent to where most of the inputs are. (One that just left is not read back for what was known of it then.)
+order of the tasks' priorities.
 
 What this must never do is move more bytes than without it, or keep others waiting:
 
 1. a value is read ahead only into room that is there, or that a victim needed later than it makes (`Eviction.yields`);
-   by the scheduler's word alone only into room that is there and that a few results more would not fill (else a matrix
-   product moved 1.17 to 1.31 of the bytes that Belady's rule moves: what was computed meanwhile drove them out again);
 2. nobody waits at the gate: who runs now comes before who runs soon;
 3. one reader thread is left free, so that a task that needs a value now finds one;
-4. values read ahead and not used yet take at most `share` of the budget.
+4. values read ahead and not used yet take at most `share` of the budget, and no more than it needs for them to be in
+   time (`Prefetch.window_bytes`): they take the place of others, which cost as much as if the budget were so much
+   smaller. A value that lay here for longer than `EARLY` times what it took to read makes the window smaller, one that
+   was late larger. (With all of `share` a matrix product on four workers moved 1.18 of the bytes that Belady's rule
+   moves; without reading ahead, 1.07.)
 
 How each ended is counted, and a bad end makes it slower:
 
@@ -28,17 +28,19 @@ wasted      it went away without having been used                            bad
 `BAD_IN_A_ROW` bad ends without a good one between them stop it for a second, doubled each time up to a minute; a good
 one puts it back to the full pace.
 
-A task of the scheduler's word may run elsewhere; the value then goes to a peer, which is a use too, or counts as bad.
+Rejected: to read, after these, what the scheduler says is used next (`hints_worker`), though no task here waits for it.
+In a matrix product, of every ten such values six had to leave again before they were used; elsewhere it was next to
+nothing that was read so.
 """
 
 from __future__ import annotations
 
 import heapq
-import itertools
+import math
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.tiers.entry import NEVER, State
+from dask_gpurt.tiers.entry import State
 
 if TYPE_CHECKING:
     import asyncio
@@ -50,8 +52,10 @@ if TYPE_CHECKING:
 BAD_IN_A_ROW = 3
 #: seconds of the longest rest
 LONGEST_REST_SECONDS = 60.0
-#: values to keep in mind by their next use before those that are not valid any more are thrown out
-HINTED = 1024
+#: a value that lies here, unused, for so many times what its reading took came early
+EARLY = 6.0
+#: of its bytes by which the window shrinks then; one that is late makes it grow by all of them
+_SHRINK = 0.25
 _SOON = frozenset({"waiting", "ready", "constrained"})
 
 
@@ -75,10 +79,10 @@ class Prefetch:
         self.share = share
         #: (priority, number of the task, its key)
         self._queue: list[tuple[tuple[float, ...], int, Any]] = []
-        #: (next use, serial number, value below memory); valid while that is its next use
-        self._hinted: list[tuple[tuple[float, ...], int, Entry]] = []
-        self._hinted_limit = HINTED
-        self._serial = itertools.count()
+        #: value -> when its reading began, and when it ended (0: not yet), in seconds
+        self._ahead: dict[Entry, tuple[float, float]] = {}
+        #: what may be read ahead and not used yet, in bytes; one value always may. Never more than `share` allows
+        self.window_bytes = math.inf
         self._scheduled = False
         self._timer: asyncio.TimerHandle | None = None
         self._bad = 0
@@ -88,8 +92,6 @@ class Prefetch:
         self._in_flight = 0
         self.started = 0
         self.started_bytes = 0
-        #: of these, by the scheduler's word alone
-        self.started_by_hint = 0
         #: outcome -> values, and their bytes; see the module
         self.outcomes = {"in_time": 0, "late": 0, "early": 0, "wasted": 0}
         self.outcome_bytes = dict.fromkeys(self.outcomes, 0)
@@ -104,7 +106,6 @@ class Prefetch:
         """Begin."""
         self._engine.books.on_prefetch_end = self.ended
         self._engine.books.on_change = self.pump
-        self._engine.books.on_below = self.below
 
     def uninstall(self) -> None:
         """Read nothing ahead any more. A second call does nothing."""
@@ -120,24 +121,17 @@ class Prefetch:
             heapq.heappush(self._queue, (priority, number, key))
             self.pump()
 
-    def below(self, entry: Entry) -> None:
-        """The scheduler says when a value is used next that is below memory."""
-        use = entry.next_use
-        if not self.share or use is None or use == NEVER or entry.guessed:
-            return
-        heapq.heappush(self._hinted, (use, next(self._serial), entry))
-        if len(self._hinted) > self._hinted_limit:
-            self._hinted = [item for item in self._hinted if _is_next(item)]
-            heapq.heapify(self._hinted)
-            self._hinted_limit = max(HINTED, 2 * len(self._hinted))
-        self.pump()
-
     def ended(self, entry: Entry, outcome: str) -> None:
         """A value that was read ahead was used, or left."""
         entry.prefetched = False
         self.ahead_bytes -= entry.nbytes
         self.outcomes[outcome] += 1
         self.outcome_bytes[outcome] += entry.nbytes
+        began, loaded = self._ahead.pop(entry)
+        if outcome == "late":
+            self.window_bytes = min(self.window_bytes + entry.nbytes, self._most_bytes)
+        elif loaded and self._engine.books.clock() - loaded > EARLY * (loaded - began):
+            self.window_bytes = max(0.0, min(self.window_bytes, self._most_bytes) - _SHRINK * entry.nbytes)
         if outcome in ("in_time", "late"):
             self._bad = 0
             self._rests_until = 0.0
@@ -151,7 +145,7 @@ class Prefetch:
 
     def pump(self) -> None:
         """Something has changed: look, soon, whether a value can be read ahead."""
-        if not (self._queue or self._hinted) or self._scheduled or self._engine.io.closed:
+        if not self._queue or self._scheduled or self._engine.io.closed:
             return
         self._scheduled = True
         self._engine.io.loop.call_soon(self._pump)
@@ -170,29 +164,27 @@ class Prefetch:
 
     def _read_ahead(self) -> None:
         engine = self._engine
-        budget = engine.budget_bytes
-        if budget is None or engine.io.closed:
+        if engine.budget_bytes is None or engine.io.closed:
             self._clear()
             return
         rest = self._rests_until - engine.books.clock()
         if rest > 0:
             self._later(rest)
             return
-        while True:
-            entry = self._due()
-            by_hint = entry is None
-            if entry is None:
-                entry = self._hinted_next()
-            if entry is None:
-                return
+        while (entry := self._due()) is not None:
             if (
                 self._in_flight >= engine.io.threads
                 or len(engine.gate)
-                or (self.ahead_bytes + entry.nbytes > budget * self.share)
-                or not engine.eviction.yields(entry, free_room=by_hint)
+                or (self.ahead_bytes + entry.nbytes > min(self.window_bytes, self._most_bytes) and self._ahead)
+                or entry.nbytes > self._most_bytes
+                or not engine.eviction.yields(entry)
             ):
                 return  # `pump` is called again when that may have changed
-            self._start(entry, by_hint=by_hint)
+            self._start(entry)
+
+    @property
+    def _most_bytes(self) -> float:
+        return self.share * (self._engine.budget_bytes or 0)
 
     def _due(self) -> Entry | None:
         """What the next task that was sent here lacks."""
@@ -204,13 +196,6 @@ class Prefetch:
             heapq.heappop(self._queue)
         return None
 
-    def _hinted_next(self) -> Entry | None:
-        while self._hinted:
-            if _is_next(self._hinted[0]):
-                return self._hinted[0][2]
-            heapq.heappop(self._hinted)
-        return None
-
     def _next_input(self, ts: Any) -> Entry | None:
         for dependency in ts.dependencies:
             entry: Entry | None = self._find(dependency.key)
@@ -218,27 +203,28 @@ class Prefetch:
                 return entry
         return None
 
-    def _start(self, entry: Entry, *, by_hint: bool) -> None:
+    def _start(self, entry: Entry) -> None:
         if not self._engine.loading.prefetch(entry):
             return  # the object was still alive: nothing had to be read
         entry.prefetched = True
         self.started += 1
-        self.started_by_hint += by_hint
         self.started_bytes += entry.nbytes
         self.ahead_bytes += entry.nbytes
         self._in_flight += 1
         waiter = entry.waiter
         assert waiter is not None
-        waiter.add_done_callback(self._loaded)
+        self._ahead[entry] = (self._engine.books.clock(), 0.0)
+        waiter.add_done_callback(lambda _: self._loaded(entry))
         self._engine.balance()
 
-    def _loaded(self, waiter: asyncio.Future[None]) -> None:
+    def _loaded(self, entry: Entry) -> None:
         self._in_flight -= 1
+        if entry in self._ahead:
+            self._ahead[entry] = (self._ahead[entry][0], self._engine.books.clock())
         self.pump()
 
     def _clear(self) -> None:
         self._queue.clear()
-        self._hinted.clear()
 
     def _later(self, seconds: float) -> None:
         if self._timer is not None:
@@ -251,9 +237,9 @@ class Prefetch:
             "share": self.share,
             "queue": len(self._queue),
             "ahead_bytes": self.ahead_bytes,
+            "window_bytes": min(self.window_bytes, self._most_bytes),
             "started": self.started,
             "started_bytes": self.started_bytes,
-            "started_by_hint": self.started_by_hint,
             **self.outcomes,
             "bytes": dict(self.outcome_bytes),
             "rests": self.rests,
@@ -264,8 +250,3 @@ class Prefetch:
 
 def _readable(entry: Entry) -> bool:
     return entry.state is State.STORED and not entry.gone and not entry.pins and entry.load_error is None
-
-
-def _is_next(item: tuple[tuple[float, ...], int, Entry]) -> bool:
-    use, _, entry = item
-    return _readable(entry) and entry.next_use == use and not entry.guessed

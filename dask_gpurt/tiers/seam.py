@@ -334,7 +334,11 @@ class WorkerSeam:
                 except Exception:
                     self._fell_back("get_data")
             try:
-                return await stock(comm, *args, **kwargs)
+                answer = await stock(comm, *args, **kwargs)
+                who = kwargs["who"] if "who" in kwargs else args[1] if len(args) > 1 else None
+                if who and answer is Status.dont_reply:
+                    self.hints.sent(pinned)
+                return answer
             finally:
                 self.store.release(pinned)
 

@@ -1,13 +1,15 @@
 """Which values share memory, so that it is counted once.
 
-Two keys may hold the same object (a task that returns its input), or a NumPy array and a view of it: memory goes when
-the last of them goes. Those in memory with the same root form a `Block`; its bytes are those of the largest one seen.
-Only what is in memory has a block, so the root is alive and its ``id`` belongs to nothing else.
+Two keys may hold the same object (a task that returns its input), an array and a view of it, or a frame and one of its
+columns: memory goes when the last of them goes. `roots` tells what memory a value holds; each stretch of it is a
+`Block`, and a value in memory is a member of one or several. Only what is in memory has blocks, so the memory is alive
+and its address belongs to nothing else.
 
 Keys of the very same object are *twins*: one copy on disk serves them all (`Books.twins`). They are common: work on a
 persisted dataframe begins with a task per partition that only gives it another name.
 
-A frame that shares some of its columns with another counts as separate: to look into it costs more than it tells.
+What a value holds may be more than its ``sizeof``, by which it is promised room: a column that is written and dropped
+comes back as large as it shows.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
+from dask_gpurt.tiers.roots import roots_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -65,11 +67,12 @@ class Blocks:
 
     def join(self, entry: Entry, value: Any) -> None:
         """A value is in memory now."""
-        root = root_of(value)
+        entry.blocks = tuple(self._join(entry, root, nbytes) for root, nbytes in roots_of(value, entry.nbytes))
+
+    def _join(self, entry: Entry, root: int, nbytes: int) -> Block:
         block = self._blocks.get(root)
         if block is None:
-            block = self._blocks[root] = Block(root, entry.nbytes)
-        entry.block = block
+            block = self._blocks[root] = Block(root, nbytes)
         if not block.members:
             block.only = entry
         else:
@@ -77,24 +80,27 @@ class Blocks:
                 assert block.only is not None
                 block.several, block.only = {block.only: None}, None
             block.several[entry] = None
-        self._change(block, members=1, nbytes=max(block.nbytes, entry.nbytes))
+        self._change(block, members=1, nbytes=max(block.nbytes, nbytes))
+        return block
 
     def leave(self, entry: Entry, *, was_moving: bool) -> None:
         """A value is not in memory any more."""
-        block, entry.block = entry.block, None
-        assert block is not None
-        if block.several is None:
-            block.only = None
-        else:
-            del block.several[entry]
-        self._change(block, members=-1, moving=-was_moving)
-        if not block.members:
-            del self._blocks[block.root]
+        blocks, entry.blocks = entry.blocks, ()
+        assert blocks
+        for block in blocks:
+            if block.several is None:
+                block.only = None
+            else:
+                del block.several[entry]
+            self._change(block, members=-1, moving=-was_moving)
+            if not block.members:
+                del self._blocks[block.root]
 
     def move(self, entry: Entry, sign: int) -> None:
         """Writing a value begins (1), or ends (-1) while it stays."""
-        assert entry.block is not None
-        self._change(entry.block, moving=sign)
+        assert entry.blocks
+        for block in entry.blocks:
+            self._change(block, moving=sign)
 
     def _change(self, block: Block, *, members: int = 0, moving: int = 0, nbytes: int | None = None) -> None:
         self.resident_bytes -= block.resident_bytes
@@ -108,20 +114,18 @@ class Blocks:
 
     def validate(self, entries: set[Entry]) -> None:
         """Check every invariant; AssertionError names what is broken."""
-        blocks = {e.block for e in entries if e.block is not None}
+        blocks = {b for e in entries for b in e.blocks}
         assert blocks == set(self._blocks.values()), "blocks"
         assert self.resident_bytes == sum(b.nbytes for b in blocks), "resident_bytes"
         assert self.moving_bytes == sum(b.moving_bytes for b in blocks), "moving_bytes"
-        for block in blocks:
-            mine = [e for e in entries if e.block is block]
+        members: dict[Block, set[Entry]] = {}
+        for entry in entries:
+            for block in entry.blocks:
+                members.setdefault(block, set()).add(entry)
+            if entry.blocks:
+                held = dict(roots_of(entry.value, entry.nbytes))
+                assert {b.root for b in entry.blocks} == set(held), "roots"
+                assert all(b.nbytes >= held[b.root] for b in entry.blocks), "nbytes of a block"
+        for block, mine in members.items():
             assert block.members == len(mine) == len(block.entries), "members"
-            assert set(block.entries) == set(mine), "entries of a block"
-            assert block.nbytes >= max(e.nbytes for e in mine), "nbytes of a block"
-            assert len({root_of(e.value) for e in mine}) == 1, "root"
-
-
-def root_of(value: Any) -> int:
-    """The ``id`` of what owns the memory of a value."""
-    while isinstance(value, np.ndarray) and value.base is not None:
-        value = value.base
-    return id(value)
+            assert set(block.entries) == mine, "entries of a block"

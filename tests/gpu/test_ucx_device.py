@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dask_gpurt.shuffle.pages import Pages, system
+from dask_gpurt.model.pages import Pages, system
 from dask_gpurt.shuffle.transport.base import Gate, Header, Peer, Services
 from dask_gpurt.shuffle.transport.records import RunKey, is_device, message_bytes, size_of
 

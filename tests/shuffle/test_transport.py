@@ -21,8 +21,8 @@ from helpers import left, mixed, ordered, source, taken_over, until, whole
 
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.errors import WireError
+from dask_gpurt.model.pages import Pages, system
 from dask_gpurt.shuffle import MemoryShardStore, worker_statistics
-from dask_gpurt.shuffle.pages import Pages, system
 from dask_gpurt.shuffle.transport import link as lk
 from dask_gpurt.shuffle.transport import opening, pull, records
 from dask_gpurt.shuffle.transport import plane as plane_module

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -85,7 +86,10 @@ def wrong(s: Scheduler, workers: list[Worker]) -> list[Any]:
         for ts in s.workers[w.address].has_what:
             want = uses_in_graph(s, ts.key)
             got = entry(w, ts.key)
-            if got.guessed and w.state.tasks[ts.key].run_spec is None and got.next_use in want:
+            soon = [use if use == NEVER else (-math.inf, *use) for use in want]
+            if got.guessed and w.state.tasks[ts.key].run_spec is None and got.next_use in soon:
+                continue
+            if got.guessed and got.sent and got.next_use in (want + soon)[1:]:
                 continue
             if got.guessed or got.next_use != (want[0] if want else NEVER):
                 out.append((w.address, ts.key, want[:1], got.next_use, got.guessed, got.uses))
@@ -158,6 +162,33 @@ async def test_hints_are_right_at_every_stage(c: Client, s: Scheduler, a: Worker
     readers.clear()
     await async_poll_for(lambda: not any(k in s.tasks for k in [("x", 0), "many"]), timeout=10)
     await async_poll_for(lambda: not plugin.statistics()["next_use"]["tables"]["sorted"], timeout=10)
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 2)] * 2, config=NO_WATCH)
+async def test_a_use_passes_to_the_peer_that_fetches(c: Client, s: Scheduler, a: Worker, b: Worker) -> None:
+    await attach(s, a, b)
+    gates = [Event(f"gate{i}", client=c) for i in range(2)]
+    before = c.submit(make, 0, key="before", workers=[a.address])
+    await wait(before)
+    await settled(s, a)  # hints have begun
+    x = c.submit(make, 1, key="x", workers=[a.address], priority=9)
+    near = c.submit(gated, "gate0", x, key="near", workers=[b.address], priority=2)
+    far = c.submit(gated, "gate1", x, key="far", workers=[a.address], priority=-3)
+    await known(s, 4)
+    await wait(x)
+    await async_poll_for(lambda: "x" in b.data and entry(a, "x").guessed, timeout=10)
+    found = entry(a, "x")
+    assert found.sent == 1
+    assert found.next_use == s.tasks["far"].priority, "not that of `near`, which has it"
+    assert await x == make(1)
+    assert found.sent == 1, "what a client fetches is no task's use"
+    await gates[0].set()
+    await wait(near)
+    await settled(s, a, b)
+    assert found.sent == 0
+    await gates[1].set()
+    await wait(far)
+    await settled(s, a, b)
 
 
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)], config=NO_WATCH)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from dask_gpurt.tiers.entry import NEVER, Entry
 from dask_gpurt.tiers.hints_wire import OP
 from dask_gpurt.tiers.hints_worker import GUESS_SECONDS, HintReceiver, decided_share
 from dask_gpurt.tiers.policy import Victims, soonest_use
+from dask_gpurt.tiers.replay import Ours, moved, replay
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -162,7 +164,7 @@ def test_uses_pass_as_tasks_are_executed(run_rig: RunRig) -> None:
         assert not x.guessed
         b.receiver.executed("u", [x], success("u"))
         # what comes next only the scheduler knows: not a victim before that
-        assert x.next_use == (0, 1, 8)
+        assert x.next_use == (-math.inf, 0, 1, 8)
         assert x.guessed
         b.hear(items=[("x", [])])
         assert x.next_use == NEVER
@@ -206,11 +208,12 @@ def test_guesses(run_rig: RunRig) -> None:
         b.tasks["fetched"] = FakeTask((0, 1, 9, -1), run_spec=None, waiters=[reader, FakeTask((0, 2, 0, -3))])
         b.tasks["replica"] = FakeTask((1, 0), run_spec=None)
         computed, fetched, replica = b.put("computed"), b.put("fetched"), b.put("replica")
-        assert (computed.next_use, fetched.next_use, replica.next_use) == ((0, 1, 2), (0, 1, 9), None)
+        soon = -math.inf
+        assert (computed.next_use, fetched.next_use, replica.next_use) == ((soon, 0, 1, 2), (soon, 0, 1, 9), None)
         b.rig.now += GUESS_SECONDS
         b.hear(items=[])
         # no word came: one is LRU again, of the other its reader is still known here
-        assert (computed.next_use, fetched.next_use) == (None, (0, 1, 9))
+        assert (computed.next_use, fetched.next_use) == (None, (soon, 0, 1, 9))
         b.tasks["fetched"].waiters.clear()
         b.rig.now += GUESS_SECONDS
         b.hear(items=[])
@@ -229,6 +232,73 @@ def test_a_fresh_value_is_not_the_victim(run_rig: RunRig) -> None:
         b.rig.engine.shrink(1)
         await b.rig.settle()
         assert list(b.rig.store.slow) == ["old"]
+
+    bench(run_rig, test)
+
+
+def test_what_is_about_to_be_freed_is_not_written(run_rig: RunRig) -> None:
+    """Its last use has passed a moment ago; all that is foretold is for tasks before that one, which still wait."""
+
+    async def test(b: Bench) -> None:
+        passed, fetched, soon = b.put("passed"), b.put("fetched"), b.put("soon")
+        b.hear(items=[("passed", [[0, 1, 9]]), ("soon", [[0, 1, 3]])])
+        b.receiver._guess(fetched, (0, 1, 9))
+        b.tasks["t"] = FakeTask((0, 1, 9, -1))
+        b.receiver.executed("t", [passed, fetched], success("t"))
+        b.rig.engine.shrink(1)
+        await b.rig.settle()
+        assert list(b.rig.store.slow) == ["soon"]
+        assert soon.handle is not None
+        b.hear(items=[("passed", []), ("fetched", [])])
+        assert (passed.next_use, fetched.next_use) == (NEVER, NEVER)
+
+    bench(run_rig, test)
+
+
+def test_a_use_that_a_peer_has_fetched_it_for_is_not_one_here(run_rig: RunRig) -> None:
+    async def test(b: Bench) -> None:
+        x, last, fresh = b.put("x"), b.put("last"), b.put("fresh")
+        b.receiver.sent([x])  # no scheduler has spoken so far
+        assert (x.next_use, x.sent) == (None, 0)
+        b.hear(items=[("x", [[0, 1, 4], [0, 1, 7], [0, 1, 9]]), ("last", [[0, 1, 4]])])
+        b.receiver.sent([x, last, fresh])
+        assert (x.next_use, x.guessed) == ((0, 1, 7), True)
+        assert (last.next_use, last.guessed) == ((-math.inf, 0, 1, 4), True)
+        # The word about a value that was fetched at once had left before that.
+        b.hear(items=[("fresh", [[0, 1, 5], [0, 1, 6]])])
+        assert (fresh.next_use, fresh.guessed) == ((0, 1, 6), True)
+        b.receiver.sent([x])
+        assert x.next_use == (0, 1, 9)
+        # The first of the two peers has used it; of the other the scheduler will speak in time.
+        b.hear(items=[("x", [[0, 1, 7], [0, 1, 9]]), ("fresh", [[0, 1, 6]])])
+        assert (x.next_use, x.guessed, x.sent) == ((0, 1, 7), False, 0)
+        assert (fresh.next_use, fresh.guessed, fresh.sent) == ((0, 1, 6), False, 0)
+        b.receiver.sent([x])
+        b.rig.now += GUESS_SECONDS
+        b.hear(items=[])
+        assert (x.next_use, x.guessed, x.sent) == ((0, 1, 7), False, 0), "the peer has not used it yet"
+        assert (last.next_use, last.guessed) == ((0, 1, 4), False)
+        b.tasks["t"] = FakeTask((0, 1, 7, -1))
+        b.receiver.sent([x])
+        b.receiver.executed("t", [x], success("t"))
+        assert (x.next_use, x.guessed) == ((-math.inf, 0, 1, 9), True)
+
+    bench(run_rig, test)
+
+
+def test_what_was_freed_while_a_peer_fetched_it_is_no_news(run_rig: RunRig) -> None:
+    """A record that names it after its end could not be replayed."""
+
+    async def test(b: Bench) -> None:
+        trace = b.rig.engine.record(100)
+        x = b.put("x")
+        b.hear(items=[("x", [[0, 1, 4], [0, 1, 7]])])
+        b.rig.engine.pin(x)
+        del b.rig.store["x"]
+        b.receiver.sent([x])
+        b.rig.engine.unpin(x)
+        assert trace.events[-1][1] == "remove"
+        assert moved(trace.events) == replay(trace.events, Ours())
 
     bench(run_rig, test)
 

@@ -8,14 +8,15 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from distributed.utils_test import async_poll_for
 
 from dask_gpurt.config import Settings
 from dask_gpurt.model import spare
 from dask_gpurt.model.arenas import Arenas
+from dask_gpurt.model.pages import SMALLEST, pages
 from dask_gpurt.tiers import memory
 from dask_gpurt.tiers.entry import State
 from dask_gpurt.tiers.memory import MemoryWatch, limits_of
-from dask_gpurt.tiers.recycled import LEAST_BYTES, RECYCLED
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,13 +83,14 @@ def test_an_alarm_gives_back_what_is_free_and_moves_values(run_rig: RunRig, monk
         watch = MemoryWatch(fake, rig.engine, limits_of(fake, Settings.load().tiers, shards_only=False))
         watch.stop()
         rig.store["x"] = bytes(50_000)
-        RECYCLED.take(LEAST_BYTES)
+        pages.take(SMALLEST)
+        assert pages.idle_bytes > 0
         watch.look()
         assert (watch.alarms, watch.trims) == (0, 0)
         size[0] = 800_000
         watch.look()
         await rig.settle()
-        assert RECYCLED.kept_bytes == 0
+        await async_poll_for(lambda: pages.idle_bytes == 0, timeout=10)
         assert rig.store.entry("x").state is State.STORED  # type: ignore[union-attr]
         watch.look()  # with nothing in memory, and at once
         assert (watch.alarms, watch.trims) == (2, 1)

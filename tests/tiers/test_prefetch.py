@@ -10,7 +10,7 @@ import numpy as np
 
 from dask_gpurt.tiers.entry import NEVER, Entry, State
 from dask_gpurt.tiers.hints_local import LocalUses
-from dask_gpurt.tiers.prefetch import BAD_IN_A_ROW, HINTED, Prefetch
+from dask_gpurt.tiers.prefetch import BAD_IN_A_ROW, Prefetch
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -233,47 +233,47 @@ def test_due_leaves_last_and_ends_with_the_task(run_rig: RunRig) -> None:
     bench(run_rig, test)
 
 
-def test_by_the_schedulers_word_after_what_is_due(run_rig: RunRig) -> None:
+def test_no_more_is_ahead_than_has_to_be(run_rig: RunRig) -> None:
+    """What is in memory long before its use takes the place of something else."""
+
     async def test(b: Bench) -> None:
-        engine = b.rig.engine
-        far, near, due, unused, guess = [
-            await b.put(name, stored=True) for name in ("far", "near", "due", "unused", "guess")
-        ]
-        guess.guessed = True
-        engine.hint(guess, (0,))
-        engine.hint(far, (9,))
-        engine.hint(unused, NEVER)
-        b.send("t", ["due"], 100)
-        engine.hint(near, (5,))
-        await b.settle()
-        # Room for two ahead of their use: first what a task here waits for, then the sooner of the others.
-        assert [e.in_memory for e in (due, near, far, unused, guess)] == [True, True, False, False, False]
-        assert (b.prefetch.started, b.prefetch.started_by_hint) == (2, 1)
-        await b.run("t")
-        await b.settle()
-        assert far.in_memory
-        engine.hint(far, (3,))  # in memory: nothing to read
-        b.send("u", ["near", "far"], 5)
-        await b.run("u")
-        await b.settle()
-        assert b.prefetch.outcomes == {"in_time": 3, "late": 0, "early": 0, "wasted": 0}
-        assert unused.state is guess.state is State.STORED
+        async def reads_of(*names: str) -> list[bool]:
+            entries = [await b.put(name, stored=True) for name in names]
+            for i, name in enumerate(names):
+                b.send(f"t-{name}", [name], i)
+            await b.settle()
+            found = [e.in_memory for e in entries]
+            b.rig.now += 1  # reading took no time at all on this clock
+            for name in names:
+                await b.run(f"t-{name}")
+                del b.rig.store[name]
+                await b.settle()
+            return found
 
-    bench(run_rig, test, share=0.25)
+        assert await reads_of("a", "b", "c") == [True, True, True]
+        for i in range(60):
+            await reads_of(f"early{i}")
+        assert b.prefetch.window_bytes == 0
+        assert await reads_of("d", "e", "f") == [True, False, False]  # one always may
+        for i in range(2):
+            late = await b.put(f"late{i}", stored=True)
+            b.send(f"u{i}", [f"late{i}"], 1)
+            await asyncio.sleep(0)
+            assert late.state is State.LOADING
+            await b.run(f"u{i}")
+            await b.settle()
+        assert b.prefetch.outcomes["late"] == 2
+        assert await reads_of("g", "h", "i") == [True, True, False]
+        assert b.prefetch.statistics()["window_bytes"] == b.prefetch.window_bytes
+
+    bench(run_rig, test)
 
 
-def test_forgets_uses_that_are_not_true_any_more(run_rig: RunRig) -> None:
+def test_the_schedulers_word_alone_reads_nothing(run_rig: RunRig) -> None:
     async def test(b: Bench) -> None:
         x = await b.put("x", stored=True)
-        b.prefetch.share = 0.01  # nothing fits
-        for i in range(3 * HINTED):
-            b.rig.engine.hint(x, (float(i),))
+        b.rig.engine.hint(x, (1,))
         await b.settle()
-        assert len(b.prefetch._hinted) <= HINTED + 1
-        b.prefetch.share = 1.0
-        b.prefetch.pump()
-        await b.settle()
-        assert x.in_memory
-        assert b.prefetch.statistics()["started_by_hint"] == 1
+        assert x.state is State.STORED
 
     bench(run_rig, test)

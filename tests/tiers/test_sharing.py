@@ -2,51 +2,167 @@
 
 from __future__ import annotations
 
+import mmap
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
 
+from dask_gpurt.model.pages import GRANULE
+from dask_gpurt.tiers import roots
 from dask_gpurt.tiers.entry import State
-from dask_gpurt.tiers.sharing import root_of
+from dask_gpurt.tiers.roots import MOST_PARTS, roots_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from .conftest import Rig
 
 
-def test_root() -> None:
-    x = np.arange(10)
-    assert root_of(x) == root_of(x[2:]) == root_of(x.reshape(2, 5)[1:].T) == id(x)
-    assert root_of(x.copy()) != id(x)
-    assert root_of("a") == id("a")
+def resident(engine: Any, *sizes: int) -> None:
+    """These, and at most a few kB more."""
+    assert sum(sizes) <= engine.resident_bytes < sum(sizes) + 20_000
+    engine.validate()
 
 
 def test_counted_once(run_rig: Callable[..., None]) -> None:
     async def test(rig: Rig) -> None:
         engine = rig.engine
-        x = np.zeros(10_000, "u1")
-        rig.store["part"] = x[:1000]
-        small = engine.resident_bytes
+        x = np.zeros(1_000_000, "u1")
+        rig.store["part"] = x[:1000].reshape(10, 100)[3:].T
+        resident(engine, 1_000_000)  # which it keeps from being freed
         rig.store["x"] = x
         rig.store["same"] = x
-        whole = engine.resident_bytes
-        assert 10_000 <= whole < 10_500
-        assert small < whole
-        del rig.store["x"]
-        assert engine.resident_bytes == whole  # two others hold it
-        engine.validate()
-        del rig.store["same"]
+        resident(engine, 1_000_000)
+        del rig.store["x"], rig.store["same"]
+        resident(engine, 1_000_000)
         del rig.store["part"]
         assert engine.resident_bytes == 0
         rig.store["copy"] = x.copy()
         rig.store["other"] = x
-        assert engine.resident_bytes >= 20_000
+        resident(engine, 2_000_000)
+        rig.store["none"], rig.store["no bytes"], rig.store["empty"] = None, x[:0], np.empty(0)
+        resident(engine, 2_000_000)
+
+    run_rig(test, budget=None)
+
+
+def test_what_is_no_memory_is_not_counted(run_rig: Callable[..., None], tmp_path: Path) -> None:
+    """A file that is mapped; an array that repeats a few bytes."""
+
+    async def test(rig: Rig) -> None:
+        mapped = np.memmap(tmp_path / "f", "u1", "w+", shape=10_000_000)
+        rig.store["a"], rig.store["b"] = mapped[:100_000], mapped[:50_000]
+        resident(rig.engine, 100_000)
+        rig.store["repeated"] = np.broadcast_to(np.zeros(1000), (1000, 1000))
+        with open(tmp_path / "f", "r+b") as f, mmap.mmap(f.fileno(), 0) as whole:  # noqa: ASYNC230
+            rig.store["c"] = np.frombuffer(whole, "u1")[:200_000]
+            resident(rig.engine, 100_000, 200_000)
+            del rig.store["c"]
+        resident(rig.engine, 100_000)
+
+    run_rig(test, budget=None)
+
+
+N = 100_000
+FRAMES = {
+    # k and i in a block each, x, y, z in one
+    "numbers": (
+        lambda: pd.DataFrame({"k": np.arange(N, dtype="i4"), **{c: np.random.default_rng(0).random(N) for c in "xyz"}}),
+        "x",
+        4 * N + 24 * N,
+        24 * N,
+    ),
+    "strings": (
+        lambda: pd.DataFrame({"s": pd.array(["0123456789"] * N, dtype="string[pyarrow]"), "x": np.zeros(N)}),
+        "s",
+        18 * N + 8 * N,
+        18 * N,
+    ),
+    "an index": (lambda: pd.DataFrame({"x": np.zeros(N)}, index=np.arange(N) * 2), "x", 16 * N, 16 * N),
+    "nullable, dates, categories": (
+        lambda: pd.DataFrame(
+            {
+                "n": pd.array(np.arange(N), dtype="Int64"),
+                "d": np.arange(N).astype("M8[s]"),
+                "c": pd.Categorical(["a", "b"] * (N // 2)),
+            }
+        ),
+        "n",
+        9 * N + 8 * N + N,
+        9 * N,
+    ),
+    "table": (
+        lambda: pa.table({"x": np.random.default_rng(0).random(N), "s": pa.array(["0123456789"] * N)}),
+        "s",
+        8 * N + 14 * N,
+        14 * N,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FRAMES)
+@pytest.mark.parametrize("read_back", [False, True])
+def test_a_column_is_charged_for_what_it_holds(
+    run_rig: Callable[..., None], monkeypatch: pytest.MonkeyPatch, kind: str, read_back: bool
+) -> None:
+    make, column, whole, held = FRAMES[kind]
+    if kind == "strings":  # 32-bit or 64-bit offsets
+        offsets = make()[column].array._pa_array.chunk(0).buffers()[1].size
+        whole, held = whole - 8 * N + offsets, held - 8 * N + offsets
+
+    async def test(rig: Rig) -> None:
+        rig.store["frame"] = make()
+        resident(rig.engine, whole)
+        if read_back:
+            rig.spill_all()
+            await rig.settle()
+            rig.engine.shrink(0)
+            assert rig.engine.resident_bytes == 0
+            rig.store.release(await rig.store.ensure(["frame"]))
+            resident_about(rig.engine, whole)
+        frame = rig.store["frame"]
+        rig.store["column"] = frame[column]
+        rig.store["rows"] = frame[column].iloc[5:9] if kind != "table" else frame[column].slice(5, 4)
+        resident_about(rig.engine, whole)  # counted once
+        del rig.store["frame"], frame
+        resident_about(rig.engine, held)
+        del rig.store["column"]
+        resident_about(rig.engine, held)
+        rows = rig.store.entry("rows")
+        assert rows is not None
+        assert rows.nbytes < 4096 or kind == "table"
+        rig.store["other"] = bytes(10_000)  # used after it
+        rig.engine.shrink(1)  # of a few bytes, but what goes with it is worth the writing
+        await rig.settle()
+        assert rows.state is State.STORED
+        resident(rig.engine, 10_000)
+
+    def resident_about(engine: Any, nbytes: int) -> None:
+        # Blocks of pages and of the file are a little larger than what is in them.
+        assert nbytes <= engine.resident_bytes < 1.05 * nbytes + 6 * GRANULE
         engine.validate()
 
-    run_rig(test)
+    run_rig(test, budget=None)
+
+
+def test_what_cannot_be_looked_into_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = pd.DataFrame({str(i): pd.array(np.zeros(1000), dtype="Float64") for i in range(MOST_PARTS + 1)})
+    assert roots_of(wide, 5000) == ((id(wide), 5000),)
+    multi = pd.DataFrame({"x": np.zeros(N)}, index=pd.MultiIndex.from_product([range(N // 2), list("ab")]))
+    assert len(roots_of(multi, 9 * N)) == 2
+    assert roots_of("a", 50) == ((id("a"), 50),)
+    assert roots_of(pd.RangeIndex(N), 100)[0][1] == 100
+
+    def otherwise(value: Any) -> Any:
+        raise AttributeError("_mgr")
+
+    monkeypatch.setattr(roots, "_pandas", otherwise)
+    assert roots_of(multi, 5000) == ((id(multi), 5000),)
 
 
 def test_leaving_one_by_one(run_rig: Callable[..., None]) -> None:
@@ -201,7 +317,7 @@ def test_a_hundred_thousand_names_of_nothing(run_rig: Callable[..., None]) -> No
     async def test(rig: Rig) -> None:
         for i in range(20_000):
             rig.store[i] = None
-        blocks = {e.block for e in rig.engine.books.entries}
+        blocks = {e.blocks for e in rig.engine.books.entries}
         assert len(blocks) == 1
         entry = rig.store.entry(7)
         assert entry is not None

@@ -44,7 +44,7 @@ from dask_gpurt.shuffle.transport.records import Kind, Record
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dask_gpurt.shuffle.pages import Pages
+    from dask_gpurt.model.pages import Pages
     from dask_gpurt.shuffle.transport.base import Header, Peer, Services
     from dask_gpurt.shuffle.transport.records import RunKey
 

@@ -34,7 +34,7 @@ from dask_gpurt.shuffle.transport.ucx_ends import Request, UcxInbound, UcxOutbou
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dask_gpurt.shuffle.pages import Pages
+    from dask_gpurt.model.pages import Pages
     from dask_gpurt.shuffle.transport import link as lk
     from dask_gpurt.shuffle.transport.base import Header, Peer, Services
     from dask_gpurt.shuffle.transport.records import Record, RunKey

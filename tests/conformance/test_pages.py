@@ -1,4 +1,4 @@
-"""Blocks are made of pages that were used before, never of pages somebody has."""
+"""Blocks are made of pages that were used before, never of pages somebody has; for all who use them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from dask_gpurt.shuffle.pages import FRESH_BYTES, GRANULE, MOST_EXTENTS, SMALLEST, Pages, system
+from dask_gpurt.model.pages import FRESH_BYTES, GRANULE, IDLE_SECONDS, MOST_EXTENTS, SMALLEST, Pages, system
 
 MiB = 1 << 20
 pytestmark = pytest.mark.skipif(system() is None, reason="needs mremap")
@@ -101,6 +101,80 @@ def test_nothing_is_kept_that_nobody_wants_kept(pages):
     assert pages.idle_bytes == 0
 
 
+def test_an_allowance_is_kept_though_no_shuffle_runs_and_not_for_long():
+    now = [0.0]
+    pages = Pages(system(), lambda: now[0])
+    pages.allowance_bytes = 10 * MiB
+    blocks = [filled(pages, 4 * MiB, i) for i in range(6)]
+    blocks.clear()  # all before anybody looks
+    gc.collect()
+    assert pages.idle_bytes == 8 * MiB
+    pages.trim_idle()
+    block = filled(pages, 4 * MiB, 1)  # one is wanted again
+    del block
+    gc.collect()
+    now[0] += IDLE_SECONDS / 2
+    assert pages.trim_idle() == 0  # too soon
+    now[0] += IDLE_SECONDS
+    assert pages.trim_idle() == 4 * MiB  # the other was not
+    pages.keep(True)
+    now[0] += 10 * IDLE_SECONDS
+    assert pages.trim_idle() == 0  # a shuffle runs
+    pages.keep(False)
+    assert pages.idle_bytes == pages._extents == 0
+
+
+def test_the_block_of_an_address(pages):
+    a, b = filled(pages, 3 * MiB, 1), filled(pages, MiB, 2)
+    at = a.ctypes.data
+    assert pages.owner(at) == pages.owner(a[-1:].ctypes.data) == (at, 3 * MiB)
+    assert pages.owner(b[7:].ctypes.data) == (b.ctypes.data, MiB)
+    assert pages.owner(id(pages)) is None
+    plain = filled(pages, 100, 0)
+    assert pages.owner(plain.ctypes.data) is None
+    part = a[100:]
+    del a
+    gc.collect()
+    assert pages.owner(at) == (at, 3 * MiB)
+    del part
+    gc.collect()
+    assert pages.owner(at) is None
+    again = filled(pages, 2 * MiB, 3)  # in the same place, shorter
+    assert pages.owner(again.ctypes.data) == (at, 2 * MiB)
+    assert pages.owner(at + 2 * MiB) is None
+
+
+def test_a_block_that_dies_while_another_is_made_is_not_mistaken_for_it(pages, monkeypatch):
+    """Its memory goes back at once, and the kernel gives its address away before anybody has looked."""
+    pages.keep(False)
+    a = pages.take(FRESH_BYTES)
+    at = pages.owner(np.frombuffer(a, "u1").ctypes.data)[0]
+    real = pages._system.fresh
+
+    def fresh(nbytes):
+        nonlocal a
+        a = None
+        gc.collect()
+        return real(nbytes)
+
+    monkeypatch.setattr(pages._system, "fresh", fresh)
+    b = np.frombuffer(pages.take(FRESH_BYTES), "u1")
+    assert pages.owner(b.ctypes.data) == (b.ctypes.data, FRESH_BYTES)
+    assert b.ctypes.data == at or pages.owner(at) is None
+    pages._register(b.ctypes.data, FRESH_BYTES)  # the kernel need not have chosen that address: as if it had
+    pages._dead.append((b.ctypes.data, 1))
+    assert pages.owner(b.ctypes.data) == (b.ctypes.data, FRESH_BYTES)
+
+
+@pytest.mark.parametrize("nbytes", [100, 5 * SMALLEST])
+@pytest.mark.parametrize("kernel", [True, False])
+def test_aligned_as_direct_reading_wants_it(nbytes, kernel):
+    pages = Pages(system() if kernel else None)
+    views = [pages.take(nbytes, 4096) for _ in range(3)]
+    assert [np.frombuffer(v, "u1").ctypes.data % 4096 for v in views] == [0, 0, 0]
+    assert [v.nbytes for v in views] == [nbytes] * 3
+
+
 def test_trimmed_memory_is_given_back(pages):
     del_me = [filled(pages, 16 * MiB, 1) for _ in range(4)]
     before = _rss()
@@ -153,7 +227,7 @@ def test_extents_are_not_kept_without_limit(pages, monkeypatch):
     del blocks[::2]
     gc.collect()
     counted(pages, 32)
-    monkeypatch.setattr("dask_gpurt.shuffle.pages.MOST_EXTENTS", 4)
+    monkeypatch.setattr("dask_gpurt.model.pages.MOST_EXTENTS", 4)
     large = filled(pages, 4 * SMALLEST, 77)
     assert pages.joined == 0  # though what is free would do
     assert len(pages._free) <= 1

@@ -1,12 +1,21 @@
-"""Large blocks of memory made of pages that were used before, wherever those lie.
+"""Large blocks of memory made of pages that were used before, wherever those lie. The shuffle and the tiers share them.
 
 Theory of operation. A shuffle needs memory in blocks of very different sizes: what is gathered for a peer, what is
-received, what becomes an output. Fresh memory costs ten times what writing to it costs (a page fault for every 4 KiB,
-0.6 ms per MB on a virtual machine), and an allocator can use a freed block again only for one that is no longer, so an
-output of 40 MB found no place in what forty messages of 1 MB had left: rows were there twice. Here a block is
-*virtual*: it is put together from free *extents* (ranges of pages that lie anywhere) by ``mremap``, which moves page
-table entries and neither copies nor clears (0.04 ms per MB). Each extent goes back by itself when the block's last
-view dies. So the peak is what is alive at a time, whatever the sizes, and memory is touched the first time once.
+received, what becomes an output; what is read from disk needs as much as what left for it gave back a moment ago. The
+nanny sets ``MALLOC_TRIM_THRESHOLD_``, so freed memory goes back to the system at once. Fresh memory costs ten times
+what writing to it costs (a page fault for every 4 KiB, 0.6 ms per MB on a virtual machine), and an allocator can use a
+freed block again only for one that is no longer, so an output of 40 MB found no place in what forty messages of 1 MB
+had left: rows were there twice. Here a block is *virtual*: it is put together from free *extents* (ranges of pages
+that lie anywhere) by ``mremap``, which moves page table entries and neither copies nor clears (0.04 ms per MB). Each
+extent goes back by itself when the block's last view dies. So the peak is what is alive at a time, whatever the sizes,
+and memory is touched the first time once.
+
+How long memory waits is for its users to say. While a shuffle runs, all of it does (`Pages.keep`). Else at most
+`allowance_bytes` do, and what nobody has wanted between two looks goes (`Pages.trim_idle`). Whoever needs the process
+to be small gives all of it back (`Pages.trim`).
+
+`owner` tells which block an address lies in: a column of a frame that was read from disk keeps the memory of the whole
+frame, and whoever counts memory has to know.
 
 What is fresh comes in pieces of `FRESH_BYTES`, aligned and advised for huge pages (0.15 ms per MB instead of 0.6); what
 is not needed of them is not touched.
@@ -17,11 +26,13 @@ Invariants
 - `take` never fails for want of extents: without ``mremap`` (no Linux), for small blocks and when the kernel refuses,
   it is plain memory of numpy's.
 - The finalizer of a block may run in any thread, also inside `take` (garbage collection), so it takes no lock: it
-  appends to a deque.
+  appends to a deque, first the block, then its memory. A block's number tells it from a later one at its address.
 
 Rejected: slabs of 2 MiB, counted by their users (memory goes back when the last of several neighbours does); giving
 freed memory back and taking fresh huge pages (0.15 ms per MB where the host of a virtual machine has the memory, up to
-7 where it has to find it first); coalescing free extents (what is returned was one block of a like size mostly).
+7 where it has to find it first); coalescing free extents (what is returned was one block of a like size mostly); a
+pool of whole mappings for what is read from disk (until there was this; neither could use what the other had left);
+malloc's own memory, with its thresholds raised: what is free in its heaps counts as used, but nobody else can have it.
 """
 
 from __future__ import annotations
@@ -29,16 +40,25 @@ from __future__ import annotations
 import bisect
 import collections
 import ctypes
+import itertools
+import math
 import mmap
 import threading
+import time
 import weakref
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 #: extents are multiples of this many bytes
 GRANULE = 1 << 15
 #: shorter blocks come from the C allocator
 SMALLEST = 1 << 18
+#: what nobody has wanted for so long goes, if no shuffle runs
+IDLE_SECONDS = 2.0
 #: fresh memory is mapped in multiples of this
 FRESH_BYTES = 8 << 20
 #: from so many extents on, of blocks and free, none are joined or kept: a process may have 65,530 mappings
@@ -102,16 +122,19 @@ def system() -> System | None:
 
 
 class Pages:
-    """Blocks of memory. One per process (`heap.pages`); any thread.
+    """Blocks of memory. One per process (`pages`); any thread.
 
     Parameters
     ----------
     system
         None: all blocks are numpy's.
+    now
+        Seconds of any clock.
     """
 
-    def __init__(self, system: System | None) -> None:
+    def __init__(self, system: System | None, now: Callable[[], float] = time.monotonic) -> None:
         self._system = system
+        self._now = now
         self._lock = threading.RLock()
         #: free extents by size: (bytes, address), ascending
         self._free: list[tuple[int, int]] = []
@@ -120,10 +143,23 @@ class Pages:
         self._returned: collections.deque[tuple[tuple[int, int], ...]] = collections.deque()
         #: extents of all blocks, and free ones
         self._extents = 0
+        #: their bytes, about: finalizers add to it without a lock
+        self._returned_bytes = 0
         #: how many were given back by finalizers since the last look
         self._unmapped: collections.deque[int] = collections.deque()
-        #: whether memory of dead blocks is kept
+        #: whether all memory of dead blocks is kept
         self._keep = False
+        #: bytes of it that are kept otherwise
+        self.allowance_bytes = 0
+        #: least free bytes since the last look, and when the next is due, in seconds
+        self._unwanted_bytes = 0
+        self._look_at = -math.inf
+        #: addresses of blocks, ascending; each with its bytes and number
+        self._starts: list[int] = []
+        self._blocks: dict[int, tuple[int, int]] = {}
+        self._numbers = itertools.count()
+        #: address and number of blocks that died since the last look
+        self._dead: collections.deque[tuple[int, int]] = collections.deque()
         #: blocks made where one free extent lay, of several, and of fresh memory
         self.reused = self.joined = self.fresh = 0
 
@@ -135,7 +171,7 @@ class Pages:
             return self._free_bytes
 
     def keep(self, keep: bool) -> None:
-        """Whether memory of blocks that die waits for new ones. False gives back what waits."""
+        """Whether all memory of blocks that die waits for new ones. False gives back what waits."""
         self._keep = keep
         if not keep:
             self.trim()
@@ -145,32 +181,81 @@ class Pages:
         with self._lock:
             self._drain()
             free, self._free = self._free, []
-            nbytes, self._free_bytes = self._free_bytes, 0
+            self._free_bytes = self._unwanted_bytes = 0
             self._extents -= len(free)
-        for size, at in free:
+        return self._unmap(free)
+
+    def trim_idle(self) -> int:
+        """Give back what nobody has wanted for `IDLE_SECONDS`, unless a shuffle runs; bytes. Cheap: call it often."""
+        now = self._now()
+        if self._keep or now < self._look_at:
+            return 0
+        with self._lock:
+            self._look_at = now + IDLE_SECONDS
+            self._drain()
+            count, left = 0, self._unwanted_bytes
+            while count < len(self._free) and self._free[count][0] <= left:
+                left -= self._free[count][0]
+                count += 1
+            free, self._free = self._free[:count], self._free[count:]
+            self._free_bytes -= sum(size for size, _ in free)
+            self._unwanted_bytes = self._free_bytes
+            self._extents -= count
+        return self._unmap(free)
+
+    def _unmap(self, extents: list[tuple[int, int]]) -> int:
+        for size, at in extents:
             assert self._system is not None
             self._system.unmap(at, size)
-        return nbytes
+        return sum(size for size, _ in extents)
 
-    def take(self, nbytes: int) -> memoryview:
-        """Writable memory, aligned to 64 bytes; its contents are arbitrary."""
+    def owner(self, address: int) -> tuple[int, int] | None:
+        """Address and bytes of the block that an address lies in; None: in none of ours."""
+        with self._lock:
+            self._drain()
+            place = bisect.bisect_right(self._starts, address) - 1
+            if place < 0:
+                return None
+            at = self._starts[place]
+            nbytes = self._blocks[at][0]
+        return (at, nbytes) if address < at + nbytes else None
+
+    def statistics(self) -> dict[str, int]:
+        """Plain JSON; of the process, so workers in one process tell the same."""
+        reused = self.reused + self.joined
+        return {"kept_bytes": self.idle_bytes, "taken": reused + self.fresh, "reused": reused}
+
+    def take(self, nbytes: int, alignment: int = _ALIGN) -> memoryview:
+        """Writable memory at a multiple of `alignment` (at most a page); its contents are arbitrary."""
         if self._system is not None and nbytes >= SMALLEST:
             size = -(-nbytes // GRANULE) * GRANULE
             with self._lock:
                 block = self._block(self._system, size)
+                if block is not None:
+                    at, extents = block
+                    number = self._register(at, size)
             if block is not None:
-                at, extents = block
                 # Whoever uses the memory refers to this object in the end. Of the whole size: every length is a type of
                 # its own to ctypes, and these are few.
                 raw = (ctypes.c_uint8 * size).from_address(at)
-                weakref.finalize(raw, self._died, extents).atexit = False
+                weakref.finalize(raw, self._died, at, number, extents).atexit = False
                 return memoryview(raw).cast("B")[:nbytes]
-        plain = np.empty(nbytes + _ALIGN, np.uint8)
-        skip = -plain.ctypes.data % _ALIGN
+        plain = np.empty(nbytes + alignment, np.uint8)
+        skip = -plain.ctypes.data % alignment
         return plain.data[skip : skip + nbytes]
 
-    def _died(self, extents: tuple[tuple[int, int], ...]) -> None:
-        if self._keep:
+    def _register(self, at: int, nbytes: int) -> int:
+        if at not in self._blocks:  # else one that died there is still to be forgotten
+            bisect.insort(self._starts, at)
+        number = next(self._numbers)
+        self._blocks[at] = nbytes, number
+        return number
+
+    def _died(self, at: int, number: int, extents: tuple[tuple[int, int], ...]) -> None:
+        self._dead.append((at, number))
+        nbytes = sum(size for size, _ in extents)
+        if self._keep or self._free_bytes + self._returned_bytes + nbytes <= self.allowance_bytes:
+            self._returned_bytes += nbytes
             self._returned.append(extents)
         elif self._system is not None:
             for size, at in extents:
@@ -184,10 +269,18 @@ class Pages:
             for extent in self._returned.popleft():
                 bisect.insort(self._free, extent)
                 self._free_bytes += extent[0]
+        self._returned_bytes = 0
+        # After their memory: a block must not be made of it and then taken for the one that died.
+        while self._dead:
+            at, number = self._dead.popleft()
+            if self._blocks[at][1] == number:
+                del self._blocks[at]
+                del self._starts[bisect.bisect_left(self._starts, at)]
 
     def _block(self, system: System, size: int) -> tuple[int, tuple[tuple[int, int], ...]] | None:
         """(address, its extents)."""
         self._drain()
+        self._unwanted_bytes = min(self._unwanted_bytes, max(0, self._free_bytes - size))
         many = self._extents > MOST_EXTENTS
         if many:
             self.trim()
@@ -241,3 +334,7 @@ class Pages:
             extents.append((part, to + done))
             done += part
         return tuple(extents)
+
+
+#: this process's
+pages = Pages(system())

@@ -1,0 +1,126 @@
+"""What memory a value holds, which may be more than it shows.
+
+A slice of an array holds the whole array; a column of a pandas frame holds the block that its neighbours lie in; what
+was read from disk, or came out of a shuffle, holds the block of `model.pages` that it was put into. Their ``sizeof``
+tells none of that. So memory is counted by its *roots*: stretches of memory, each known by its address, that are freed
+as a whole.
+
+NumPy arrays, pandas frames, series and indexes (NumPy blocks and Arrow columns) and Arrow tables and arrays are looked
+into. Anything else, and whatever cannot be looked into, is one root of its own with its ``sizeof``.
+
+A buffer that lies in nobody's block of ours is taken for a root itself. It may be a part of something larger that we
+know nothing of, as a message or a file mapped into memory; the latter must not be counted as memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from dask_gpurt.model.pages import pages
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+#: address, or ``id`` of an object that was not looked into, and bytes
+Root: TypeAlias = tuple[int, int]
+
+#: parts below this are left out: an index, the validity bits of a column
+LEAST_BYTES = 4096
+#: a value of more parts than this is not looked into: it costs 1 us each
+MOST_PARTS = 200
+
+
+def roots_of(value: Any, nbytes: int) -> tuple[Root, ...]:
+    """The roots of a value; never empty, each once. What its roots do not show of `nbytes` is a root of its own."""
+    if isinstance(value, np.ndarray):
+        address, size = _array(value)
+        return ((address, max(size, nbytes)),)  # an array of objects holds more than pointers
+    found = _parts(value)
+    if found is None:
+        return ((id(value), nbytes),)
+    roots = {}
+    shown = 0
+    for address, size, shows in found:
+        roots[address] = size
+        shown += shows
+    rest = nbytes - shown
+    if rest >= LEAST_BYTES or not roots:
+        roots[id(value)] = max(0, rest)
+    return tuple(roots.items())
+
+
+def _array(array: np.ndarray[Any, Any]) -> Root:
+    base = array
+    while isinstance(base.base, np.ndarray):
+        base = base.base
+    if not base.nbytes:  # it may have any address
+        return id(base), 0
+    address = int(base.__array_interface__["data"][0])
+    if base.base is None:
+        return address, base.nbytes
+    owner = base.base.obj if isinstance(base.base, memoryview) else base.base
+    # Of a mapped file nothing but this array may be in memory.
+    return pages.owner(address) or (address, array.nbytes if isinstance(owner, mmap.mmap) else base.nbytes)
+
+
+def _parts(value: Any) -> list[tuple[int, int, int]] | None:
+    """(address, bytes, bytes of it that the value shows) of the large parts of a frame; None: it is none."""
+    module = type(value).__module__.partition(".")[0]
+    if module not in ("pandas", "pyarrow") or module not in sys.modules:
+        return None
+    out = []
+    try:
+        for i, part in enumerate(_pandas(value) if module == "pandas" else _arrow(value)):
+            if i >= MOST_PARTS:
+                return None
+            if isinstance(part, np.ndarray):
+                address, size = _array(part)
+                shows = part.nbytes
+            else:
+                address, size = pages.owner(part.address) or (part.address, part.size)
+                shows = part.size
+            if size >= LEAST_BYTES:
+                out.append((address, size, shows))
+    except Exception:  # a class of somebody's, or a pandas that is made otherwise
+        return None
+    return out
+
+
+def _pandas(value: Any) -> Iterator[Any]:
+    manager = getattr(value, "_mgr", None)
+    for block in () if manager is None else manager.blocks:
+        yield from _column(block.values)
+    for index in (value,) if manager is None else manager.axes:
+        # Those two would be made into what they stand for.
+        if type(index).__name__ not in ("RangeIndex", "MultiIndex"):
+            yield from _column(index.array)
+
+
+def _column(values: Any) -> Iterator[Any]:
+    """The memory of a block, or of an extension array."""
+    if isinstance(values, np.ndarray):
+        yield values
+        return
+    arrow = getattr(values, "_pa_array", None)
+    if arrow is not None:
+        yield from _arrow(arrow)
+        return
+    for name in ("_ndarray", "_data", "_mask", "_codes"):  # dates, numpy-backed, nullable, categories
+        inner = getattr(values, name, None)
+        if isinstance(inner, np.ndarray):
+            yield inner
+
+
+def _arrow(value: Any) -> Iterator[Any]:
+    if hasattr(value, "columns") and hasattr(value, "schema"):
+        for column in value.columns:
+            yield from _arrow(column)
+    elif hasattr(value, "chunks"):
+        for chunk in value.chunks:
+            yield from _arrow(chunk)
+    else:
+        yield from (b for b in value.buffers() if b is not None and b.is_cpu)
