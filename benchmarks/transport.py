@@ -99,7 +99,7 @@ class End:
     async def open(self, way: str) -> None:
         """A plane with this transport, and a run on it."""
         from dask_gpurt.config import ShuffleSettings
-        from dask_gpurt.shuffle.heap import pages
+        from dask_gpurt.model.pages import pages
         from dask_gpurt.shuffle.transport.plane import Plane
         from dask_gpurt.shuffle.transport.records import RunKey
 

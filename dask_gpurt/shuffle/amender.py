@@ -204,6 +204,16 @@ class Amender(Asking):
             break  # all outputs of a join depend on the same two barriers
         return found
 
+    def joined(self, shuffle_id: Any) -> list[Any]:
+        """Shuffles of ours that share outputs with this one, and whose barrier has passed."""
+        barrier = self.barrier_of(shuffle_id)
+        found: dict[Any, None] = {}
+        for ts in next(iter(barrier.dependents), barrier).dependencies if barrier is not None else ():
+            name: Any = seam.id_from_key(ts.key)
+            if name != shuffle_id and ts.state == "memory" and self.ours(self._plugin.active_shuffles.get(name)):
+                found[name] = None
+        return list(found)
+
     # ---- amending
 
     def current(self, shuffle_id: Any, state: Any) -> bool:

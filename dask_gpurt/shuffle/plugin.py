@@ -60,8 +60,14 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
         return spec
 
     async def barrier(self, id: Any, run_id: int, consistent: bool) -> str | None:
-        if not consistent or not self.amender.ours(self.active_shuffles.get(id)):
+        ours = self.amender.ours(self.active_shuffles.get(id))
+        joined = self.amender.joined(id) if ours and not consistent else []
+        if not consistent or not ours:
             await super().barrier(id, run_id, consistent)
+            # What the tasks of a join have taken of the other side is gone as well. Were that found out one side after
+            # the other, each would cost the other what was taken of it meanwhile, and they would take turns at it.
+            for other in joined:
+                self._restart_shuffle(other, self.scheduler, stimulus_id=f"gpurt-joined-{other}-{run_id}")
             return None
         if not await self.amender.barrier(id, run_id):
             return AGAIN

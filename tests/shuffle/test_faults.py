@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 from distributed import Client, LocalCluster
 from distributed.utils_test import gen_cluster
-from helpers import NastyStore, left, mixed, ordered, source, taken_over, until, whole
+from helpers import NastyStore, left, mixed, ordered, right, source, taken_over, until, whole
 
 from dask_gpurt.errors import LostData
 from dask_gpurt.shuffle import MemoryShardStore, outputs, sending, wire, worker_statistics
@@ -181,6 +181,33 @@ async def test_output_asked_for_again_restarts_instead_of_being_empty(c, s, a, b
             assert failed
             assert takeover.statistics()["runs"] >= 2
             assert sum(worker_statistics(w)["restarts"] for w in (a, b)) >= 1
+    finally:
+        outputs.Assembler.__call__ = assemble
+
+
+@gen_cluster(**TWO)
+async def test_both_sides_of_a_join_are_restarted_at_once(c, s, a, b):
+    """Else the sides take turns: each restart costs the other side what was taken of it meanwhile."""
+    failed = []
+    assemble = outputs.Assembler.__call__
+
+    def fails_once(self, pieces):
+        df = assemble(self, pieces)
+        if "b" in df.columns and "a" not in df.columns and len(df) and not failed:  # the left side was taken before
+            failed.append(1)
+            raise MemoryError("once")
+        return df
+
+    outputs.Assembler.__call__ = fails_once
+    try:
+        async with taken_over(s, [a, b]) as (takeover, _):
+            joined = source(left).merge(source(right), on="k", how="inner", npartitions=3, shuffle_method="p2p")
+            got = await c.compute(joined, retries=2)
+            want = whole(left, 6).merge(whole(right, 6), on="k", how="inner")
+            pd.testing.assert_frame_equal(ordered(got), ordered(want).astype(dict(got.dtypes)))
+            assert failed
+            assert takeover.statistics()["runs"] == 4
+            assert sum(worker_statistics(w)["restarts"] for w in (a, b)) == 1
     finally:
         outputs.Assembler.__call__ = assemble
 

@@ -10,8 +10,8 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Any
 
+from dask_gpurt.model.pages import pages
 from dask_gpurt.shuffle import seam
-from dask_gpurt.shuffle.heap import pages
 from dask_gpurt.shuffle.transport.places import candidates
 
 if TYPE_CHECKING:

@@ -25,7 +25,6 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.errors import WireError
-from dask_gpurt.model.pages import pages
 from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.transport import records
 from dask_gpurt.shuffle.transport.base import Gate, Header, Peer, Receipt, Services
