@@ -28,7 +28,6 @@ pickle-5 of the table (pickles whole parents of slices).
 from __future__ import annotations
 
 import dataclasses
-import functools
 import struct
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +36,7 @@ import xxhash
 
 from dask_gpurt.errors import WireError
 from dask_gpurt.shuffle.partition import Shard
+from dask_gpurt.shuffle.raw import buffers_of, stream, table_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, MutableMapping, Sequence
@@ -90,10 +90,10 @@ def encode(shard: Shard, schema: tuple[int, bytes] | None = None) -> Parcel:
         `schema_bytes` of the shard's table, when the caller has it already.
     """
     key, raw_schema = schema or schema_bytes(shard.table.schema)
-    buffers = _raw_buffers(shard.table)
+    buffers = buffers_of(shard.table)
     kind = _RAW
     if buffers is None:
-        kind, buffers = _STREAM, (_stream(shard.table),)
+        kind, buffers = _STREAM, (stream(shard.table),)
         key, raw_schema = 0, b""
     return Parcel(
         input_id=shard.input_id,
@@ -266,7 +266,7 @@ def unpack(frames: Sequence[Any], tag: int, run_id: int, schemas: MutableMapping
                 schema = new.get(key) or schemas.get(key)
                 if schema is None:
                     raise WireError(f"input {input_id}: schema {key:x} is not known in this run")
-                table = _from_raw(schema, rows, buffers)
+                table = table_of(schema, rows, buffers)
             elif kind == _STREAM and n_buffers == 1 and buffers[0] is not None:
                 table = pa.ipc.open_stream(buffers[0]).read_all()
             else:
@@ -344,79 +344,3 @@ def _digest(buffers: Sequence[pa.Buffer | None]) -> int:
         if buffer is not None and buffer.size:
             h.update(memoryview(buffer))
     return int(h.intdigest())
-
-
-def _stream(table: pa.Table) -> pa.Buffer:
-    import pyarrow as pa
-
-    sink = pa.BufferOutputStream()
-    # A chunked categorical may bring one dictionary per chunk; a stream has one per column.
-    options = pa.ipc.IpcWriteOptions(unify_dictionaries=True)
-    with pa.ipc.new_stream(sink, table.schema, options=options) as writer:
-        writer.write_table(table)
-    return sink.getvalue()
-
-
-@functools.lru_cache(maxsize=256)
-def _layout(kind: pa.DataType) -> tuple[int, int] | None:
-    """(bits per row of the last buffer, bytes per offset) of a raw type, 0 bits for variable width; None: not raw."""
-    import pyarrow as pa
-
-    t = pa.types
-    if t.is_large_string(kind) or t.is_large_binary(kind):
-        return 0, 8
-    if t.is_string(kind) or t.is_binary(kind):
-        return 0, 4
-    if t.is_primitive(kind) or t.is_decimal(kind) or t.is_fixed_size_binary(kind):
-        return kind.bit_width, 0
-    return None
-
-
-def _raw_buffers(table: pa.Table) -> tuple[pa.Buffer | None, ...] | None:
-    """The buffers of all columns, cut to the rows; None when a column is not raw."""
-    out: list[pa.Buffer | None] = []
-    n = table.num_rows
-    for column in table.columns:
-        layout = _layout(column.type)
-        if layout is None or column.num_chunks != 1:
-            return None
-        array = column.chunk(0)
-        if array.offset:
-            return None
-        bits, offset_bytes = layout
-        buffers = array.buffers()
-        if any(b is None for b in buffers[1:]):
-            return None
-        out.append(None if array.null_count == 0 else buffers[0].slice(0, (n + 7) // 8))
-        if offset_bytes:
-            offsets = buffers[1].slice(0, (n + 1) * offset_bytes)
-            used = int(np.frombuffer(offsets, dtype=f"<i{offset_bytes}")[-1])
-            out += [offsets, buffers[2].slice(0, used)]
-        else:
-            out.append(buffers[1].slice(0, (n * bits + 7) // 8))
-    return tuple(out)
-
-
-def _from_raw(schema: pa.Schema, rows: int, buffers: Sequence[pa.Buffer | None]) -> pa.Table:
-    import pyarrow as pa
-
-    at, arrays = 0, []
-    for field in schema:
-        layout = _layout(field.type)
-        if layout is None:
-            raise WireError(f"column {field.name!r}: {field.type} does not travel raw")
-        bits, offset_bytes = layout
-        here = list(buffers[at : at + (3 if offset_bytes else 2)])
-        at += len(here)
-        validity, *rest = here
-        wanted = [(rows + 1) * offset_bytes] if offset_bytes else [(rows * bits + 7) // 8]
-        if offset_bytes and len(rest) == 2 and rest[0] is not None and rest[0].size == wanted[0]:
-            offsets = np.frombuffer(rest[0], dtype=f"<i{offset_bytes}")
-            wanted.append(int(offsets[-1]))
-        sizes = [-1 if b is None else b.size for b in rest]
-        if sizes != wanted or (validity is not None and validity.size != (rows + 7) // 8):
-            raise WireError(f"column {field.name!r} of {rows} rows has buffers of {sizes} bytes, must have {wanted}")
-        arrays.append(pa.Array.from_buffers(field.type, rows, here, 0 if validity is None else -1))
-    if at != len(buffers):
-        raise WireError(f"a shard has {len(buffers)} buffers, its schema needs {at}")
-    return pa.Table.from_arrays(arrays, schema=schema)
