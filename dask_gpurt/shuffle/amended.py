@@ -8,6 +8,9 @@ Theory of operation. The scheduler asks in two steps, by distributed's comms (`A
 2. ``valid``: which attempts count. Between the steps no input is sent: whether an input counts already, by an attempt
    of another worker, is only known then.
 
+Outputs that are bound late (`binding`) are told by the same two steps: the old owner hands them over in the background,
+too (`_hand_over`).
+
 After the barrier there is a third, ``complete``: what was opened may be made. Until then its tasks are sent back to the
 scheduler, which has them wait. This worker's other outputs are made all the while.
 
@@ -25,6 +28,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +43,7 @@ from dask_gpurt.shuffle.partition import Layout, Shard
 from dask_gpurt.shuffle.recovery import CUTS, Counting, Ledger, Validity, shard_id
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from dask_gpurt.shuffle.chunk import Piece
     from dask_gpurt.shuffle.recovery import Budget, State
@@ -96,10 +100,10 @@ class AmendedRun(seam.DataFrameShuffleRun):
         self._layout = Layout(kwargs["worker_for"])
         #: as inherited, but a dict: a look into a pandas series costs more than the rest of finding an output
         self._worker_for: dict[int, str] = dict(kwargs["worker_for"])
-        self._ledger: Ledger[Shard] = Ledger(budget)
+        self._ledger: Ledger[Shard] = Ledger(budget, _parted)
         self._ledger.epoch = state.epoch
         self._ledger.lost |= set(state.lost)
-        self._counting = Counting(state.opened, state.validity)
+        self._counting = Counting(state.opened, state.validity, dict(state.bound))
         if state.opened is not None:
             self._layout = self._opened_layout(state.opened)
         _retaining.add(self)
@@ -188,9 +192,18 @@ class AmendedRun(seam.DataFrameShuffleRun):
             self._settled.clear()
             opened = None if question["opened"] is None else frozenset(question["opened"])
             self._counting.amend(opened, [p for p, owner in self._worker_for.items() if owner == self.local_address])
-            self._worker_for.update(question["moved"])
+            before, handing = self._counting.bound, dict(question["handing"])
+            self._counting.bound = dict(question["bound"])
+            fresh = {part for part, since in self._counting.bound.items() if since > before.get(part, 0)}
+            moved = dict(question["moved"])
+            giving = self._rebound([part for part in handing if part in fresh], handing, moved)
+            void = fresh - set(handing)
+            if any(self._worker_for[part] == self.local_address for part in void):
+                # Told of the move only when it was void. What this worker had for itself counts no more, either.
+                self._ledger.bound(void, self.local_address, "", own=True)
+            self._worker_for.update(moved)
             self._layout = Layout(self._worker_for) if opened is None else self._opened_layout(opened)
-            again = self._ledger.amend(epoch, question["lost"])
+            again = self._ledger.amend(epoch, question["lost"], void)
             for address in self._ledger.lost:
                 if (lost := self._losses.get(address)) is not None and not lost.done():
                     lost.set_result(None)
@@ -198,7 +211,23 @@ class AmendedRun(seam.DataFrameShuffleRun):
             self._counters.add(amendments=1, shards_resent=len(again))
             if again:
                 self._resending.add(asyncio.create_task(self._resend(epoch, self._reroute(again))))
+            if giving:
+                self._resending.add(asyncio.create_task(self._hand_over(epoch, giving)))
         return {"status": "OK", "epoch": self._ledger.epoch, "vouched": self._ledger.vouched()}
+
+    def _rebound(self, parts: list[int], handing: dict[int, str], moved: dict[int, str]) -> list[tuple[int, int]]:
+        """Enter outputs that are bound late; returns (output, its place among the moves) of those to hand over."""
+        places = {part: place for place, part in enumerate(handing)}
+        groups: dict[tuple[str, str], list[int]] = {}
+        for part in parts:
+            groups.setdefault((handing[part], moved[part]), []).append(part)
+        for (source, target), some in groups.items():
+            self._ledger.bound(some, source, target, own=source == self.local_address)
+        return [(part, places[part]) for part in parts if handing[part] == self.local_address]
+
+    async def _hand_over(self, epoch: int, giving: list[tuple[int, int]]) -> None:
+        """Give the new owners the rows of outputs that this worker had; see `handing`."""
+        raise NotImplementedError
 
     def _opened_layout(self, opened: frozenset[int]) -> Layout:
         """Inputs are split for what is open only; the other outputs have their rows."""
@@ -225,15 +254,7 @@ class AmendedRun(seam.DataFrameShuffleRun):
         """
         out: list[tuple[int, int, str, Shard]] = []
         for partition, attempt, shard in again:
-            ends = np.concatenate([[0], np.cumsum(shard.lengths, dtype=np.int64)])
-            for address, first, last in _owners(shard, self._worker_for):
-                piece = dataclasses.replace(
-                    shard,
-                    table=shard.table.slice(int(ends[first]), int(ends[last] - ends[first])),
-                    parts=shard.parts[first:last],
-                    lengths=shard.lengths[first:last],
-                    known_bytes=-1,
-                )
+            for address, piece in _by_owner(shard, lambda part: self._worker_for[part]):
                 if address not in self._ledger.lost:
                     out.append((partition, attempt, address, piece))
                 if address != self.local_address:
@@ -290,9 +311,12 @@ class AmendedRun(seam.DataFrameShuffleRun):
         return self.run_id
 
     async def inputs_done(self) -> None:
+        epoch = self._ledger.epoch
         while self._resending:
             await asyncio.gather(*self._resending)
             self._resending = {task for task in self._resending if not task.done()}
+            if self._ledger.epoch != epoch:
+                return  # asked before a worker was lost: inputs are taken again, and who asked will ask once more
         if self._exception is not None:
             raise self._exception
         await super().inputs_done()
@@ -338,14 +362,28 @@ class AmendedRun(seam.DataFrameShuffleRun):
         await super().close()
 
 
-def _owners(shard: Shard, worker_for: dict[int, str]) -> Iterable[tuple[str, int, int]]:
-    """(owner, first, one past the last place in `Shard.parts`) of neighbours with one owner."""
-    first, owner = 0, None
-    for i, part in enumerate(shard.parts):
-        now = worker_for[int(part)]
-        if now != owner:
-            if owner is not None:
-                yield owner, first, i
-            first, owner = i, now
-    if owner is not None:
-        yield owner, first, len(shard.parts)
+def _by_owner(shard: Shard, owner_of: Callable[[int], Any]) -> Iterable[tuple[Any, Shard]]:
+    """(owner, its rows) of neighbours with one owner; views."""
+    ends = np.concatenate([[0], np.cumsum(shard.lengths, dtype=np.int64)])
+    at = 0
+    for owner, parts in itertools.groupby(shard.parts, lambda part: owner_of(int(part))):
+        first, at = at, at + len(list(parts))
+        yield (
+            owner,
+            dataclasses.replace(
+                shard,
+                table=shard.table.slice(int(ends[first]), int(ends[at] - ends[first])),
+                parts=shard.parts[first:at],
+                lengths=shard.lengths[first:at],
+                known_bytes=-1,
+            ),
+        )
+
+
+def _parted(shard: Shard, parts: Collection[int]) -> tuple[list[Shard], list[Shard]]:
+    """(rows of some outputs, the rest); views."""
+    inside = np.isin(shard.parts, list(parts))
+    if not inside.any():
+        return [], [shard]
+    pieces = list(_by_owner(shard, lambda part: part in parts))
+    return [one for mine, one in pieces if mine], [one for mine, one in pieces if not mine]

@@ -25,6 +25,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.shuffle import seam
+from dask_gpurt.shuffle.binder import Binder
 from dask_gpurt.shuffle.opener import LOOK_SECONDS, PATIENCE, PATIENCE_SECONDS, Opener
 from dask_gpurt.shuffle.recovery import EPOCHS, Validity, agreed, reassign, too_narrow, undone
 from dask_gpurt.shuffle.spec import GpurtShuffleSpec
@@ -46,13 +47,22 @@ class Amender:
         The scheduler plugin named ``shuffle``.
     failed
         Called in an exception handler: counts an error of ours.
+    able
+        Whether a worker can run our spec, by its address.
     """
 
-    def __init__(self, scheduler: Any, plugin: Any, failed: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        scheduler: Any,
+        plugin: Any,
+        failed: Callable[[], None],
+        able: Callable[[str], bool] = lambda address: True,
+    ) -> None:
         self._scheduler = scheduler
         self._plugin = plugin
         self._failed = failed
         self._opener = Opener(scheduler, plugin, self)
+        self.binder = Binder(scheduler, plugin, self, able)
         #: runs being amended
         self._tasks: dict[tuple[Any, int], asyncio.Task[None]] = {}
         #: questions, those included that nobody waits for any more
@@ -154,10 +164,22 @@ class Amender:
         if not begun:
             return False
         self._least.setdefault(state, {}).update(dict.fromkeys(released, run_state.epoch))
+        self.amend(shuffle_id, state)
+        return True
+
+    def amend(self, shuffle_id: Any, state: Any) -> None:
+        """Have the workers told of the epoch that has begun."""
         key = (shuffle_id, state.run_id)
         if key not in self._tasks:
             self._tasks[key] = asyncio.create_task(self._amend(key, state))
-        return True
+
+    def amending(self, shuffle_id: Any, state: Any) -> bool:
+        """Whether they are being told."""
+        return (shuffle_id, state.run_id) in self._tasks
+
+    def passed(self, state: Any) -> bool:
+        """Whether a run's barrier has passed."""
+        return state.run_id in self._passed
 
     def _open_all(self, shuffle_id: Any, state: Any, barrier: Any, worker: str) -> bool:
         """A worker was lost before the barrier: its outputs get new owners."""
@@ -173,6 +195,7 @@ class Amender:
         state.participating_workers |= set(worker_for.values())
         run_state.epoch += 1
         run_state.lost.append(worker)
+        run_state.void()
         return True
 
     def partner(self, barrier: Any, shuffle_id: Any) -> dict[int, str]:
@@ -249,6 +272,8 @@ class Amender:
             "epoch": run_state.epoch,
             "lost": list(run_state.lost),
             "moved": list(state.run_spec.worker_for.items()),
+            "bound": list(run_state.bound.items()),
+            "handing": list(run_state.handing.items()),
             "opened": None if run_state.opened is None else sorted(run_state.opened),
         }
 
@@ -327,12 +352,19 @@ class Amender:
             return
         logger.warning("gpurt: shuffle %s is restarted: %s", shuffle_id, why)
         self.restarted += 1
+        self.binder.leave(shuffle_id, state)
         stimulus = f"gpurt-restart-{shuffle_id}-{state.run_id}"
         self._plugin._fail_on_workers(state, str(seam.P2PConsistencyError(f"{state}: {why}")))
         self._plugin._clean_on_scheduler(shuffle_id, stimulus)
         self._plugin._restart_shuffle(shuffle_id, self._scheduler, stimulus_id=stimulus)
 
     # ---- the barrier
+
+    async def flush(self, shuffle_id: Any, state: Any) -> list[Any] | None:
+        """Have all that take part send what they have; the errors of those who can not. None: one of them is gone."""
+        msg = {"op": "shuffle_inputs_done", "shuffle_id": shuffle_id, "run_id": state.run_id}
+        results = await self.broadcast(msg, [a for a in state.participating_workers if a in self._scheduler.workers])
+        return None if results is None else [r for r in results.values() if r is not None]
 
     async def barrier(self, shuffle_id: Any, run_id: int) -> bool:
         """Return True when all inputs of a run are where they belong, False when the barrier task has to wait for some.
@@ -358,7 +390,7 @@ class Amender:
             run_state = state.run_spec.spec.state
             epoch, workers = run_state.epoch, list(state.participating_workers)
             flush = {"op": "shuffle_inputs_done", "shuffle_id": shuffle_id, "run_id": run_id}
-            results = await self.broadcast(flush, workers)
+            results, _ = await asyncio.gather(self.broadcast(flush, workers), self.binder.hear(state, workers))
             if results is None:
                 await asyncio.sleep(LOOK_SECONDS)  # whoever was lost took part: an amendment or a restart is next
                 continue
@@ -374,16 +406,37 @@ class Amender:
                 if epoch and not await self._complete(shuffle_id, state):
                     await asyncio.sleep(LOOK_SECONDS)
                     continue
+                if not await self.binder.settled(shuffle_id, state):
+                    await asyncio.sleep(LOOK_SECONDS)
+                    continue
+                if run_state.epoch != epoch or not self.current(shuffle_id, state):
+                    continue
                 if barrier.state != "processing" or (shuffle_id, run_id) in self._tasks:
                     continue
+                if (bound := self._bind(shuffle_id, state)) is not False:
+                    if bound is None:
+                        await asyncio.sleep(LOOK_SECONDS)
+                    continue
+                run_state.handing.clear()
                 self._passed[run_id] = None
                 while len(self._passed) > 10_000:
                     del self._passed[next(iter(self._passed))]
                 return True
             no_progress += 1
+            if no_progress > PATIENCE and run_state.handing:
+                self.restart(shuffle_id, state, f"outputs can not be handed over: {problems[0]!r}")
+                return False
             if no_progress > PATIENCE:
                 raise RuntimeError(f"Unexpected error encountered during P2P barrier: {problems[0]!r}")
             await asyncio.sleep(PATIENCE_SECONDS)
+
+    def _bind(self, shuffle_id: Any, state: Any) -> bool | None:
+        """As `Binder.begin`; never raises."""
+        try:
+            return self.binder.begin(shuffle_id, state)
+        except Exception:
+            self._failed()
+            return False
 
     def for_the_rest(self, spec: GpurtShuffleSpec) -> GpurtShuffleSpec:
         """The spec of a new run, for the outputs that are still to be made."""

@@ -72,10 +72,12 @@ class Opener:
             return False
         there = self.there(state) - {worker}
         opened = run_state.opened or frozenset()
-        gone = lost_outputs(wanted | opened, worker_for, there)
+        # Of what was being handed over nobody has all rows but those who split them. Wanted or not: its owner may live.
+        gone = lost_outputs(wanted | opened, worker_for, there) | frozenset(run_state.handing)
         owners = sorted(there & set(barrier.worker_restrictions or there))
         partner = self._amender.partner(barrier, shuffle_id)
-        moved = reassign({part: worker_for[part] for part in gone}, owners, partner) if owners else {}
+        stay = {part: worker_for[part] for part in gone if worker_for[part] in there}
+        moved = stay | (reassign({part: worker_for[part] for part in gone}, owners, partner) if owners else {})
         # The sides of a join must stay together.
         apart = (p for p, owner in moved.items() if partner.get(p, owner) in self._scheduler.workers)
         if len(moved) < len(gone) or any(partner.get(p, moved[p]) != moved[p] for p in apart):
@@ -90,6 +92,7 @@ class Opener:
         worker_for.update(moved)
         state.participating_workers |= set(moved.values())
         run_state.epoch += 1
+        run_state.void()
         run_state.opened = opened | gone
         run_state.scopes[run_state.epoch] = run_state.opened
         self.opened += len(gone - opened)

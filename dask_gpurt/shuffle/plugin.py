@@ -47,7 +47,7 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
 
     def __init__(self, scheduler: Any, takeover: ShuffleTakeover) -> None:
         self.takeover = takeover
-        self.amender = Amender(scheduler, self, takeover.failed)
+        self.amender = Amender(scheduler, self, takeover.failed, lambda address: takeover.able.get(address) == "")
         super().__init__(scheduler)
 
     def _retrieve_spec(self, shuffle_id: Any) -> Any:
@@ -243,13 +243,12 @@ class ShuffleTakeover:
 
     async def look_at_skew(self, state: Any, amender: Amender) -> None:
         """Say which outputs of a run are far larger than the others. Never raises."""
-        try:
-            told = await amender.tell(state, {"gpurt": "histogram"}, 0)
-        except (RuntimeError, TimeoutError, OSError):
+        told = amender.binder.told(state)
+        if told is None:
             return  # the run is over, or was started anew: there is nothing to be said about it
         try:
-            rows, nbytes, values = add_up(told or ())
-            worker_for = state.run_spec.worker_for
+            rows, nbytes, values = add_up(told)
+            worker_for, moves = state.run_spec.worker_for, state.run_spec.spec.state.moves
             large = skewed(rows, nbytes, len(worker_for))
             if not large:
                 return
@@ -257,7 +256,7 @@ class ShuffleTakeover:
             self._largest_ratio = max(self._largest_ratio, large[0].ratio)
             for one in large:
                 owner = worker_for.get(one.part, "")
-                text = one.text(str(state.id), owner, values.get(one.part, ""))
+                text = one.text(str(state.id), owner, values.get(one.part, ""), moves.get(one.part, ("",))[0])
                 self._skews.append(text)
                 fields = {"shuffle": str(state.id), "owner": owner, "value": values.get(one.part, "")}
                 self._sink(Event("shuffle.skew", text, {**fields, **dataclasses.asdict(one)}))
@@ -293,6 +292,7 @@ class ShuffleTakeover:
                 "largest_ratio": round(self._largest_ratio, 2),
                 "latest": list(self._skews),
             },
+            "late_binding": {} if self._plugin is None else self._plugin.amender.binder.statistics(),
             "errors": self._errors,
             "last_error": self._last_error,
             "active": len(self._plugin.active_shuffles) if self._plugin is not None else 0,

@@ -21,12 +21,22 @@ open in its epoch. So an attempt counts for an amendment unless it is `too_narro
 and which attempts count for an output is what was agreed in the epoch that completed it (`Counting`). The open outputs'
 tasks wait until every input is vouched for and all have flushed.
 
+A large output may change hands without a loss: it is *bound late*, to a less loaded worker (`binding`). That is an
+epoch, too. Its old owner hands over the rows it has, under the ids of that epoch, all others only note whose they are;
+ledgers say so that what they retain is sent again should the new owner be lost. What an owner has given away does not
+count for it any more: of such an output only rows count that got their destination in the epoch of the move or later
+(`Validity.since`). When any worker is lost before all has been handed over, nobody knows which rows had arrived. Then
+the moves under way are void (`State.void`): the outputs stay where they were to go, as long as that worker lives, and
+all of their rows are sent again in the new epoch by those who split the inputs. Rows that the old owner had split
+itself are not retained anywhere; their inputs are split again then.
+
 Invariants
 - An attempt is entered in its worker's ledger before the first of its shards is sent, and is checked again after the
   last one was handed over: a task that ends well is vouched for, or was forgotten by an amendment that the scheduler
   has not looked at the task's end before.
 - The barrier passes only when all workers have flushed in one epoch, no amendment is under way and, if there were
   any, somebody vouches for every input. So do outputs that were opened after it.
+- A ledger has an input's rows under the address of the worker that is to have them, but for those that nobody retained.
 - Rows for outputs of a lost worker that nobody wants stay retained under its address: they may be wanted later.
 
 Rejected: a new run that adopts the old one's shards (two runs of one shuffle live side by side, and every task under
@@ -41,7 +51,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
 S = TypeVar("S")
 
@@ -67,6 +77,11 @@ def shard_id(partition: int, attempt: int, epoch: int) -> int:
 def origin(shard: int) -> tuple[int, int]:
     """(input partition, attempt) of a shard's id."""
     return shard >> 32, shard >> 24 & 255
+
+
+def directed(shard: int) -> int:
+    """The epoch in which a shard got its destination, from its id."""
+    return shard >> 16 & 255
 
 
 def reassign(
@@ -144,11 +159,13 @@ class Validity:
     epoch: int
     #: input partition -> the older attempt that counts
     attempts: Mapping[int, int]
+    #: rows count that got their destination in this epoch or later
+    since: int = 0
 
     def valid(self, shard: int) -> bool:
         """Whether rows of a shard with this id count."""
         partition, attempt = origin(shard)
-        return attempt >= self.epoch or self.attempts.get(partition) == attempt
+        return directed(shard) >= self.since and (attempt >= self.epoch or self.attempts.get(partition) == attempt)
 
 
 class Counting:
@@ -160,11 +177,16 @@ class Counting:
         As in `State`.
     validity
         What counts for the outputs that are not complete.
+    bound
+        As in `State`.
     """
 
-    def __init__(self, opened: frozenset[int] | None, validity: Validity | None) -> None:
+    def __init__(
+        self, opened: frozenset[int] | None, validity: Validity | None, bound: Mapping[int, int] | None = None
+    ) -> None:
         self.opened = opened
         self.validity = validity
+        self.bound: Mapping[int, int] = bound or {}
         #: output of this worker that was complete before the latest amendment -> what counts for it
         self._complete: dict[int, Validity | None] = {}
 
@@ -188,7 +210,10 @@ class Counting:
 
     def of(self, part: int) -> Validity | None:
         """What counts for an output; None: everything."""
-        return self._complete.get(part, self.validity)
+        validity = self._complete.get(part, self.validity)
+        if part not in self.bound:
+            return validity
+        return dataclasses.replace(validity or Validity(0, {}), since=self.bound[part])
 
 
 @dataclasses.dataclass
@@ -202,6 +227,8 @@ class _Input(Generic[S]):
     nbytes: int
     #: the other workers that got rows of it
     others: set[str]
+    #: of them, those with rows that were this worker's own and are not retained
+    unkept: set[str] = dataclasses.field(default_factory=set)
 
 
 @dataclasses.dataclass
@@ -219,10 +246,15 @@ class Ledger(Generic[S]):
     ----------
     budget
         Of what is retained; where it is short, the oldest inputs of this run go first.
+    parted
+        (rows of some outputs, the rest) of a shard; only called when outputs are bound late.
     """
 
-    def __init__(self, budget: Budget) -> None:
+    def __init__(
+        self, budget: Budget, parted: Callable[[S, Collection[int]], tuple[list[S], list[S]]] | None = None
+    ) -> None:
         self.budget = budget
+        self._parted = parted
         self.epoch = 0
         #: addresses
         self.lost: set[str] = set()
@@ -248,11 +280,16 @@ class Ledger(Generic[S]):
         entry = self._inputs.get(partition)
         return entry is not None and entry.attempt == attempt
 
-    def amend(self, epoch: int, lost: Iterable[str]) -> list[tuple[int, int, S]]:
+    def amend(self, epoch: int, lost: Iterable[str], void: Collection[int] = ()) -> list[tuple[int, int, S]]:
         """Enter an amendment; returns (partition, attempt, shard) of what the lost workers had been sent.
 
         Told twice, the second time has nothing to send. Inputs whose shards for a lost worker were not retained are
         forgotten.
+
+        Parameters
+        ----------
+        void
+            Outputs whose rows are sent again, whoever had them.
         """
         if epoch <= self.epoch:
             return []
@@ -260,16 +297,50 @@ class Ledger(Generic[S]):
         self.lost |= set(lost)
         again: list[tuple[int, int, S]] = []
         for partition, entry in list(self._inputs.items()):
-            if not entry.others & self.lost:
+            if not entry.others or not (void or entry.others & self.lost):
                 continue
-            if entry.sent is None:
+            if entry.sent is None or (entry.unkept if void else entry.unkept & self.lost):
+                self._drop(entry)
+                self._kept.pop(partition, None)
                 del self._inputs[partition]
                 continue
             # What is left of it is charged in full.
-            again += [(partition, entry.attempt, shard) for address, shard in entry.sent if address in self.lost]
-            entry.sent = [(address, shard) for address, shard in entry.sent if address not in self.lost]
+            rest: list[tuple[str, S]] = []
+            for address, shard in entry.sent:
+                parts = ([shard], []) if address in self.lost else self._of(shard, void)
+                again += [(partition, entry.attempt, one) for one in parts[0]]
+                rest += [(address, one) for one in parts[1]]
+            entry.sent = rest
             entry.others -= self.lost
         return again
+
+    def _of(self, shard: S, parts: Collection[int]) -> tuple[list[S], list[S]]:
+        return self._parted(shard, parts) if self._parted is not None and parts else ([], [shard])
+
+    def bound(self, parts: Collection[int], source: str, target: str, own: bool) -> None:
+        """Outputs go from one worker to another, which hands over what it has.
+
+        Parameters
+        ----------
+        own
+            This worker is the source. Of what it had for itself nothing is retained.
+        """
+        for entry in self._inputs.values():
+            if own:
+                entry.others.add(target)
+                entry.unkept.add(target)
+            elif source in entry.others:
+                entry.others.add(target)
+                if entry.sent is not None:
+                    entry.sent = [one for old in entry.sent for one in self._moved(*old, parts, source, target)]
+
+    def _moved(
+        self, address: str, shard: S, parts: Collection[int], source: str, target: str
+    ) -> Iterable[tuple[str, S]]:
+        if address != source:
+            return [(address, shard)]
+        mine, rest = self._of(shard, parts)
+        return [*((address, one) for one in rest), *((target, one) for one in mine)]
 
     def rerouted(self, partition: int, sent: list[tuple[str, S]]) -> None:
         """Where shards that `amend` gave belong now; to this worker itself is not told."""
@@ -308,3 +379,18 @@ class State:
     opened: frozenset[int] | None = None
     #: epoch after the barrier -> the outputs that inputs are split for in it
     scopes: dict[int, frozenset[int]] = dataclasses.field(default_factory=dict)
+    #: output that was bound late -> the epoch of that, or of its end: older rows do not count for it
+    bound: dict[int, int] = dataclasses.field(default_factory=dict)
+    #: output that is being handed over -> its old owner; in the order of the moves
+    handing: dict[int, str] = dataclasses.field(default_factory=dict)
+    #: output that was bound late -> (old owner, new owner), for people
+    moves: dict[int, tuple[str, str]] = dataclasses.field(default_factory=dict)
+
+    def void(self) -> frozenset[int]:
+        """What was being handed over when a worker was lost, whose rows have to be sent again in this epoch."""
+        parts = frozenset(self.handing)
+        self.bound.update(dict.fromkeys(parts, self.epoch))
+        self.handing.clear()
+        for part in parts:
+            self.moves.pop(part, None)
+        return parts

@@ -8,6 +8,7 @@ schema that it does not know) is sent again with its schemas. What a worker has 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import time
@@ -90,6 +91,29 @@ def _groups(parcels: list[Parcel], limit_bytes: int) -> Iterator[list[Parcel]]:
         yield group
 
 
+class Rate:
+    """Bytes that were sent in the time in which anything was under way. On the event loop."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.seconds = 0.0
+        self._under_way = 0
+        self._since = 0.0
+
+    @contextlib.contextmanager
+    def sending(self, nbytes: int) -> Iterator[None]:
+        if not self._under_way:
+            self._since = time.perf_counter()
+        self._under_way += 1
+        try:
+            yield
+            self.nbytes += nbytes
+        finally:
+            self._under_way -= 1
+            if not self._under_way:
+                self.seconds += time.perf_counter() - self._since
+
+
 class SendingRun(AmendedRun):
     """The part of a run that sends.
 
@@ -113,6 +137,7 @@ class SendingRun(AmendedRun):
         #: outputs that are made at about the same time travel together
         self._n_groups = self._layout.groups(STAGED_GROUPS)
         self._sequence = 0
+        self._rate = Rate()
 
     async def _keep(self, shards: list[Shard], nbytes: int) -> None:
         """Store what this worker has for itself."""
@@ -190,10 +215,11 @@ class SendingRun(AmendedRun):
             self._sequence += 1
             frames = wire.pack(self._tag, self.run_id, self._sequence, parcels, known)
             message = Message(frames, self.local_address)
-            response = await self._plane.send(
-                *(self, self._run_key, address, message.frames),
-                functools.partial(self._retrying, address, message),
-            )
+            with self._rate.sending(message.nbytes):
+                response = await self._plane.send(
+                    *(self, self._run_key, address, message.frames),
+                    functools.partial(self._retrying, address, message),
+                )
             refused = response.get("gpurt-refused")
             self._counters.add(messages_sent=1, bytes_sent=message.nbytes)
             if refused is None:

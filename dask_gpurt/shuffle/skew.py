@@ -46,12 +46,19 @@ class Large:
     #: rows over the mean rows of an output
     ratio: float
 
-    def text(self, shuffle: str, owner: str, value: str) -> str:
-        """One line for people."""
+    def text(self, shuffle: str, owner: str, value: str, source: str = "") -> str:
+        """One line for people.
+
+        Parameters
+        ----------
+        source
+            Who had it before it was bound late.
+        """
         why = f"; most have {value}" if value else ""
+        done = f"moved from {source} to {owner}, and built whole there" if source else f"built whole by {owner}"
         return (
             f"output {self.part} of shuffle {shuffle} has {self.share:.0%} of all rows: {self.rows:,} rows, about "
-            f"{self.nbytes / 1e6:,.0f} MB, {self.ratio:.1f} times the mean{why}; built whole by {owner}"
+            f"{self.nbytes / 1e6:,.0f} MB, {self.ratio:.1f} times the mean{why}; {done}"
         )
 
 

@@ -122,6 +122,8 @@ class Counters:
     amendments: int = 0
     #: shards sent again because their receiver was lost
     shards_resent: int = 0
+    #: outputs handed over to a less loaded worker
+    outputs_handed: int = 0
     #: runs that had no tier store and used a plain one in memory
     fallbacks: int = 0
     seconds_partition: float = 0.0

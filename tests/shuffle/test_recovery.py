@@ -74,9 +74,9 @@ def test_what_was_lost_with_a_worker_counts_from_then_on():
 
 @pytest.mark.parametrize("budget", [0, 40, 10**9])
 def test_every_output_has_every_input_once_whoever_is_lost(budget):
-    lost = saved = 0
+    lost = saved = bound = 0
     for seed in range(300):
-        world = World(seed, workers=4, inputs=12, parts=9, budget=budget, deaths=seed % 4)
+        world = World(seed, workers=4, inputs=12, parts=9 if seed % 5 else 3, budget=budget, deaths=seed % 4)
         for _ in range(100_000):
             if not world.step():
                 break
@@ -84,17 +84,19 @@ def test_every_output_has_every_input_once_whoever_is_lost(budget):
             raise AssertionError(f"seed {seed}: the barrier was never reached")
         world.check()
         lost += len(world.lost)
+        bound += world.bound
         saved += len(world.lost) * world.inputs - (world.splits - world.inputs)
     assert lost > 100
+    assert bound > 50
     # A restart splits every input again for every worker lost.
     assert saved > 0 or budget == 0
 
 
 @pytest.mark.parametrize("budget", [0, 40, 10**9])
 def test_outputs_opened_after_the_barrier_are_complete_when_they_are_made(budget):
-    amended = finished = splits = inputs = 0
+    amended = finished = splits = inputs = bound = 0
     for seed in range(1000):
-        world = Afterwards(seed, workers=5, inputs=12, parts=10, budget=budget, deaths=seed % 4)
+        world = Afterwards(seed, workers=5, inputs=12, parts=10 if seed % 5 else 3, budget=budget, deaths=seed % 4)
         for _ in range(100_000):
             if not world.step():
                 break
@@ -102,9 +104,11 @@ def test_outputs_opened_after_the_barrier_are_complete_when_they_are_made(budget
             raise AssertionError(f"seed {seed}: it was never over")
         amended += world.amended
         finished += not world.restarted
+        bound += world.bound
         splits += world.splits - world.splits_before
         inputs += world.amended * world.inputs
     assert amended > 1000
     assert finished > 500
+    assert bound > 200
     # A restart splits every input again for every worker lost.
     assert splits < inputs if budget else splits

@@ -1,5 +1,8 @@
 """A simulated cluster that loses workers and messages while it shuffles; every step is chosen at random.
 
+Once all inputs are in place some outputs may be bound late, that is, go to another worker, whose old owner then hands
+over their rows one by one.
+
 `World` ends at the barrier. `Afterwards` goes on until all wanted outputs are made, and checks each as it is made. The
 workers' and the scheduler's decisions are those of `recovery`; what is simulated is who acts when.
 """
@@ -7,11 +10,14 @@ workers' and the scheduler's decisions are those of `recovery`; what is simulate
 from __future__ import annotations
 
 import random
+from typing import TYPE_CHECKING
 
 from dask_gpurt.shuffle.recovery import (
+    CUTS,
     Budget,
     Counting,
     Ledger,
+    State,
     Validity,
     agreed,
     lost_outputs,
@@ -22,14 +28,24 @@ from dask_gpurt.shuffle.recovery import (
     undone,
 )
 
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+
+def parted(parts: tuple[int, ...], some: Collection[int]) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    mine, rest = tuple(p for p in parts if p in some), tuple(p for p in parts if p not in some)
+    return [mine] * bool(mine), [rest] * bool(rest)
+
 
 class Worker:
     """One worker: splits inputs, sends shards (id, parts), stores what it gets."""
 
     def __init__(self, name: str, world: World) -> None:
         self.name, self.world = name, world
-        self.ledger: Ledger[tuple[int, ...]] = Ledger(Budget(world.budget))
-        self.counting = Counting(world.opened, world.validity)
+        self.ledger: Ledger[tuple[int, ...]] = Ledger(Budget(world.budget), parted)
+        self.counting = Counting(world.opened, world.validity, dict(world.state.bound))
+        #: (epoch, output, new owner, its place among the moves) that this worker has to hand over
+        self.giving: list[tuple[int, int, str, int]] = []
         self.worker_for = dict(world.worker_for)
         self.ledger.epoch, self.ledger.lost = world.epoch, set(world.lost)
         self.settled = world.epoch == 0 or (world.validity is not None and world.validity.epoch == world.epoch)
@@ -72,9 +88,19 @@ class Worker:
         if w.epoch > self.ledger.epoch:
             self.settled = False
             self.counting.amend(w.opened, [part for part, owner in self.worker_for.items() if owner == self.name])
+            old, self.counting.bound = self.counting.bound, dict(w.state.bound)
+            void = {p for p, epoch in w.state.bound.items() if epoch > old.get(p, 0)}
+            for slot, (part, source) in enumerate(w.state.handing.items()):
+                if part in void:
+                    void.discard(part)
+                    self.ledger.bound({part}, source, w.worker_for[part], source == self.name)
+                    if source == self.name:
+                        self.giving.append((w.state.bound[part], part, w.worker_for[part], slot))
+            if any(self.worker_for[part] == self.name for part in void):
+                self.ledger.bound(void, self.name, "nobody", True)
             self.worker_for = dict(w.worker_for)
             counts: dict[tuple[int, str], int] = {}
-            for partition, attempt, parts in self.ledger.amend(w.epoch, w.lost):
+            for partition, attempt, parts in self.ledger.amend(w.epoch, w.lost, void):
                 by_owner: dict[str, list[int]] = {}
                 for part in parts:
                     by_owner.setdefault(self.worker_for[part], []).append(part)
@@ -87,6 +113,18 @@ class Worker:
                         self.ledger.rerouted(partition, [(owner, tuple(some))])
         return self.vouched()
 
+    def give(self) -> None:
+        """Hand over one output."""
+        epoch, part, owner, slot = self.giving.pop(self.world.r.randrange(len(self.giving)))
+        if self.counting.bound[part] != epoch:
+            return  # void
+        mine = sorted(shard for shard, parts in self.stored.items() if part in parts)
+        counts: dict[tuple[int, int], int] = {}
+        for shard in mine:
+            self.stored[shard] = tuple(p for p in self.stored[shard] if p != part)
+            k = counts[origin(shard)] = counts.get(origin(shard), CUTS // 2 + slot * 1000 - 1) + 1
+            self.send(owner, shard_id(*origin(shard), epoch) + k, (part,))
+
 
 class World:
     """Scheduler and network; every step is chosen at random."""
@@ -94,6 +132,8 @@ class World:
     def __init__(self, seed: int, workers: int, inputs: int, parts: int, budget: int, deaths: int) -> None:
         self.r = random.Random(seed)
         self.budget = budget
+        #: what was bound late; `epoch` and the rest are the world's own
+        self.state = State()
         self.validity: Validity | None = None
         self.opened: frozenset[int] | None = None
         self.scopes: dict[int, frozenset[int]] = {}
@@ -115,6 +155,24 @@ class World:
         self.splits = 0
         #: input -> attempts before this epoch do not count: its task's result was lost with a worker
         self.least: dict[int, int] = {}
+        #: outputs are to be bound late when all inputs are in place
+        self.to_bind = seed % 3 == 1
+        self.bound = 0
+
+    def bind(self) -> None:
+        """Some outputs go to another worker."""
+        self.to_bind = False
+        some = self.r.sample(sorted(self.worker_for), self.r.randint(1, min(4, len(self.worker_for))))
+        moves = {p: self.r.choice(sorted(self.workers)) for p in some}
+        moves = {p: to for p, to in moves.items() if to != self.worker_for[p]}
+        if not moves:
+            return
+        self.bound += 1
+        self.epoch += 1
+        self.state.bound.update(dict.fromkeys(moves, self.epoch))
+        self.state.handing = {p: self.worker_for[p] for p in moves}
+        self.worker_for.update(moves)
+        self.phase, self.told = "amend", {}
 
     def kill(self) -> None:
         name = self.r.choice(sorted(self.workers))
@@ -134,11 +192,12 @@ class World:
         self.lost.add(name)
         self.epoch += 1
         self.least.update(dict.fromkeys(self.todo - before, self.epoch))
-        self.open()
+        self.state.epoch = self.epoch
+        self.open(self.state.void())
         self.phase, self.told = "amend", {}
         assert dead
 
-    def open(self) -> None:
+    def open(self, void: frozenset[int]) -> None:
         """Give the outputs of who is lost to others."""
         self.worker_for.update(reassign(self.worker_for, sorted(self.workers)))
 
@@ -199,6 +258,8 @@ class World:
                     self.done[i] = name
                 else:
                     self.todo.add(i)
+        elif r.random() < 0.1 and (givers := [n for n, w in sorted(self.workers.items()) if w.giving]):
+            self.workers[r.choice(givers)].give()
         elif self.network:
             at = r.randrange(len(self.network))
             _, receiver, shard, parts = self.network[at]
@@ -210,11 +271,17 @@ class World:
                     self.network.append(("", *message[1:]))
             if there is not None:
                 there.stored.setdefault(shard, parts)
-        return not (len(self.done) == self.inputs and self.flushed and self.phase is None)
+        if not (len(self.done) == self.inputs and self.flushed and self.phase is None):
+            return True
+        if self.to_bind:
+            self.bind()
+            return True
+        self.state.handing.clear()
+        return False
 
     @property
     def flushed(self) -> bool:
-        return not any(m[0] in self.workers for m in self.network)
+        return not any(m[0] in self.workers for m in self.network) and not any(w.giving for w in self.workers.values())
 
     def check(self) -> None:
         for part in self.worker_for:
@@ -252,12 +319,15 @@ class Afterwards(World):
         #: (owner, output) that it has handed out
         self.taken: set[tuple[str, int]] = set()
         self.amended = self.splits_before = 0
+        #: as the first of two shuffles that are joined: its outputs go when its barrier has passed, before any is made
+        self.bind_late = self.to_bind and seed // 3 % 2 == 1
+        self.to_bind &= not self.bind_late
         #: an output is wanted whose owner has handed it out: left to a restart
         self.restarted = False
 
-    def open(self) -> None:
+    def open(self, void: frozenset[int]) -> None:
         if self.opened is None:
-            super().open()
+            super().open(void)
             return
         r = self.r
         for part, where in list(self.frames.items()):
@@ -270,7 +340,7 @@ class Afterwards(World):
                 self.spare ^= {part}
                 self.wanted ^= {part}
         gone = lost_outputs(self.wanted, self.worker_for, self.workers) - self.opened
-        gone |= lost_outputs(self.opened, self.worker_for, self.workers)
+        gone |= lost_outputs(self.opened, self.worker_for, self.workers) | void
         self.worker_for.update(reassign({part: self.worker_for[part] for part in gone}, sorted(self.workers)))
         self.opened |= gone
         self.scopes[self.epoch] = self.opened
@@ -301,6 +371,13 @@ class Afterwards(World):
 
     def make(self) -> None:
         assert self.opened is not None
+        if self.bind_late and self.phase is None and not self.opened and not self.taken:
+            self.bind_late = False
+            self.bind()
+        if self.state.handing and self.phase is None and self.flushed:
+            self.state.handing.clear()
+        if self.state.handing:
+            return
         ready = [p for p in sorted(self.wanted - self.opened) if self.worker_for[p] in self.workers]
         if not ready:
             return

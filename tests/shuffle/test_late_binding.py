@@ -1,0 +1,230 @@
+"""Large outputs go to a less loaded worker when all inputs are split; nothing else changes, whoever is lost then."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import dask.dataframe as dd
+import numpy as np
+import pandas as pd
+import pytest
+from dask.dataframe.shuffle import partitioning_index
+from distributed import futures_of, wait
+from distributed.utils_test import gen_cluster
+from helpers import NastyStore, ordered, taken_over, until, whole
+
+from dask_gpurt.config import ShuffleSettings
+from dask_gpurt.shuffle import MemoryShardStore, binder, binding, worker_statistics
+from dask_gpurt.shuffle.handing import HandingRun
+
+pytestmark = pytest.mark.cluster
+N = 6
+OUTPUTS = 12
+
+
+def options(workers: int):
+    return {
+        "client": True,
+        "nthreads": [("127.0.0.1", 1)] * workers,
+        "timeout": 180,
+        "config": {"distributed.p2p.comm.retry.delay.min": "100ms"},
+    }
+
+
+def hot_keys(workers: int, outputs: int = OUTPUTS) -> list[int]:
+    """Two keys of different outputs of one worker: outputs are given out in ranges."""
+    keys = pd.DataFrame({"k": np.arange(1000)})
+    parts = partitioning_index(keys.astype("f8"), outputs)  # as Dask casts numbers
+    first = [int(keys.k[parts == p].iloc[0]) for p in range(outputs // workers)]
+    return first[:2]
+
+
+def hot(i: int, workers: int = 2, n: int = 3000, outputs: int = OUTPUTS) -> pd.DataFrame:
+    """Half of all rows have one of two keys."""
+    r = np.random.default_rng(i)
+    k = np.where(r.random(n) < 0.5, r.choice(hot_keys(workers, outputs), n), r.integers(0, 1000, n))
+    return pd.DataFrame({"k": k, "i": i * n + np.arange(n), "s": pd.Series(k).astype("str"), "v": r.random(n)})
+
+
+def other(i: int) -> pd.DataFrame:
+    return pd.DataFrame({"k": np.arange(i * 200, i * 200 + 200), "w": np.arange(200) * 0.5})
+
+
+def rows(workers: int = 2):
+    return dd.from_map(hot, list(range(N)), workers=workers, meta=hot(0).iloc[:0])
+
+
+def others():
+    return dd.from_map(other, list(range(5)), meta=other(0).iloc[:0])
+
+
+@pytest.fixture(autouse=True)
+def eager(monkeypatch):
+    """Moving is free, and worth it for outputs of any size."""
+    monkeypatch.setattr(binding, "LEAST_BYTES", 100 << 10)
+    monkeypatch.setattr(binder, "FIXED_SECONDS", 0.0)
+    monkeypatch.setattr(binder.Binder, "_prices", lambda self, *args: binding.Prices(1 / 1e6, 1 / 1e9, 1 / 1e9, 0.0))
+
+
+def held(s, out) -> dict[str, int]:
+    """Bytes of outputs by worker."""
+    found: dict[str, int] = dict.fromkeys(s.workers, 0)
+    for f in futures_of(out):
+        (ws,) = s.tasks[f.key].who_has
+        found[ws.address] += s.tasks[f.key].nbytes
+    return found
+
+
+def told(takeover):
+    stats = takeover.statistics()
+    assert stats["errors"] == 0, stats["last_error"]
+    return stats
+
+
+def exact(frames, want) -> None:
+    for a, b in zip(frames, want, strict=True):
+        pd.testing.assert_frame_equal(a, b)
+
+
+@pytest.mark.parametrize("store", [MemoryShardStore, NastyStore])
+def test_one_of_two_large_outputs_goes(store):
+    @gen_cluster(**options(2))
+    async def check(c, s, a, b):
+        spread, frames = [], []
+        for bind in (False, True):
+            settings = ShuffleSettings(enabled=True, transport="rpc", late_binding=bind)
+            async with taken_over(s, [a, b], store=store, settings=settings) as (takeover, _):
+                out = c.persist(rows().shuffle("k", npartitions=OUTPUTS))
+                await wait(out)
+                sizes = held(s, out).values()
+                spread.append(max(sizes) / sum(sizes))
+                frames.append(await c.gather(futures_of(out)))
+                stats = told(takeover)
+                assert stats["late_binding"]["outputs"] == (1 if bind else 0)
+                assert stats["recovery"]["amended"] == stats["recovery"]["restarted"] == 0
+                assert stats["runs"] == 1
+                del out
+                await until(lambda: not s.plugins["shuffle"].active_shuffles)
+                await takeover.uninstall()
+        assert spread[0] > 0.7
+        assert spread[1] < 0.6
+        exact(*frames)
+        assert worker_statistics(a)["outputs_handed"] + worker_statistics(b)["outputs_handed"] == 1
+
+    check()
+
+
+@gen_cluster(**options(2))
+async def test_what_was_done_is_told(c, s, a, b):
+    async with taken_over(s, [a, b]) as (takeover, _):
+        d = dd.from_map(hot, list(range(N)), n=20_000, outputs=24, meta=hot(0).iloc[:0])
+        out = c.persist(d.shuffle("k", npartitions=24))
+        await until(lambda: takeover.statistics()["skew"]["skewed"] == 1)
+        latest = told(takeover)["skew"]["latest"]
+        moved = [text for text in latest if "moved from" in text]
+        assert len(moved) == 1
+        assert a.address in moved[0]
+        assert b.address in moved[0]
+        assert len(latest) > 1
+        del out
+
+
+@gen_cluster(**options(2))
+async def test_the_sides_of_a_join_move_together(c, s, a, b):
+    async with taken_over(s, [a, b]) as (takeover, _):
+        d = rows().merge(others(), on="k", how="inner", shuffle_method="p2p", npartitions=OUTPUTS, broadcast=False)
+        out = c.persist(d)
+        await wait(out)
+        sizes = held(s, out).values()
+        got = pd.concat(await c.gather(futures_of(out)))
+        want = ordered(whole(hot, N).merge(whole(other, 5), on="k"))
+        pd.testing.assert_frame_equal(ordered(got), want.astype(dict(got.dtypes)))
+        stats = told(takeover)
+        assert stats["late_binding"] == {"runs": 1, "outputs": 1, "bytes": stats["late_binding"]["bytes"]}
+        assert stats["recovery"]["restarted"] == 0
+        assert max(sizes) / sum(sizes) < 0.65
+        assert worker_statistics(a)["outputs_handed"] + worker_statistics(b)["outputs_handed"] == 2
+
+
+@gen_cluster(**options(3))
+async def test_outputs_stay_where_the_user_wants_them(c, s, *workers):
+    async with taken_over(s, workers) as (takeover, _):
+        only = [w.address for w in workers[:2]]
+        out = c.persist(rows().shuffle("k", npartitions=OUTPUTS), workers=only, allow_other_workers=False)
+        await wait(out)
+        assert held(s, out)[workers[2].address] == 0
+        assert told(takeover)["late_binding"]["outputs"] == 1
+
+
+@contextlib.contextmanager
+def stopped(after: int):
+    """Handing over stops when so many shards were sent: (set when it has, set to go on)."""
+    stage = HandingRun._stage
+    reached, go, sent = asyncio.Event(), asyncio.Event(), []
+    give = HandingRun._give
+
+    async def giving(self, *args):
+        self.gives = True
+        try:
+            await give(self, *args)
+        finally:
+            self.gives = False
+
+    async def staged(self, data):
+        if getattr(self, "gives", False):
+            sent.append(1)
+            if len(sent) > after:
+                reached.set()
+                await go.wait()
+        await stage(self, data)
+
+    HandingRun._give, HandingRun._stage = giving, staged
+    try:
+        yield reached, go
+    finally:
+        HandingRun._give, HandingRun._stage = give, stage
+        go.set()
+
+
+@pytest.mark.parametrize("join", [False, True])
+@pytest.mark.parametrize("who", ["source", "target", "another"])
+@pytest.mark.parametrize("retain", [0.1, 0.0])
+def test_a_worker_lost_while_outputs_are_handed_over(who, join, retain):
+    @gen_cluster(**options(3))
+    async def check(c, s, *workers):
+        settings = ShuffleSettings(enabled=True, transport="rpc", retain=retain)
+        async with taken_over(s, workers, settings=settings) as (takeover, _):
+            d = rows(3).shuffle("k", npartitions=OUTPUTS)
+            if join:
+                d = rows(3).merge(others(), on="k", shuffle_method="p2p", npartitions=OUTPUTS, broadcast=False)
+            with stopped(2) as (reached, go):
+                f = c.compute(d)
+                await asyncio.wait_for(reached.wait(), 60)
+                (move, *_) = next(
+                    iter(s.plugins["shuffle"].active_shuffles.values())
+                ).run_spec.spec.state.moves.values()
+                victim = next(
+                    w
+                    for w in workers
+                    if (w.address == move[0], w.address == move[1])
+                    == {"source": (True, False), "target": (False, True), "another": (False, False)}[who]
+                )
+                # A shuffle whose barrier's result is lost begins anew, as stock has it.
+                barriers = [ts for k, ts in s.tasks.items() if "barrier" in str(k) and ts.state == "memory"]
+                anew = sum({ws.address for ws in ts.who_has} == {victim.address} for ts in barriers)
+                await victim.close(executor_wait=False)
+                await until(lambda: victim.address not in s.workers)
+                go.set()
+                got = ordered(await f)
+            want = whole(lambda i: hot(i, 3), N)
+            if join:
+                want = want.merge(whole(other, 5), on="k")
+            pd.testing.assert_frame_equal(got, ordered(want).astype(dict(got.dtypes)))
+            stats = told(takeover)
+            assert stats["late_binding"]["runs"] == 1
+            assert stats["recovery"]["amended"] == 1 + join - anew
+            assert stats["recovery"]["restarted"] == 0
+            assert stats["runs"] == 1 + join + anew
+
+    check()
