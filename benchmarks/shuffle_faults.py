@@ -13,6 +13,9 @@ The answer is compared with that of pandas, row by row. Outcomes: ``right``, ``w
 reached the user), ``hang`` (no answer within `HANG_SECONDS`). Counted besides: tasks that ended more often than in an
 undisturbed run, by what they do, and the bytes of their results; files below the scratch folder when all is over.
 
+With ``--skewed`` two fifths of the rows of the first table have one of two keys, which Dask's hash puts into outputs of
+one worker, and moving an output costs nothing, so that shuffles bind outputs late and faults hit that, too.
+
 The same run number has the same query, fault and moment (a share of the undisturbed time) in every variant. ``p2p`` is
 stock's shuffle and stock's memory; ``gpurt`` is the whole extension. Results are added to one JSON file, runs that are
 in it are not repeated: many short calls make a long one (`--seconds`).
@@ -39,11 +42,13 @@ import dask
 import dask.dataframe as dd
 import numpy as np
 import pandas as pd
+from dask.dataframe.shuffle import partitioning_index
 from dask.utils import key_split
 from distributed import Client, LocalCluster, SchedulerPlugin
 
 from benchmarks import data
 from dask_gpurt.api import local_cluster
+from dask_gpurt.shuffle import binder, binding
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,12 +62,21 @@ KINDS = ("kill", "kill2", "stop", "retire", "cancel")
 STOP_SECONDS = 3.0
 
 
+#: set in the environment of all processes: two keys have many rows
+SKEWED = "GPURT_FAULTS_SKEWED"
+
+
 def part(i: int, seed: int) -> pd.DataFrame:
     """An input partition; as slow as a read from storage."""
     time.sleep(0.03)
     r = np.random.default_rng((seed, i))
     text = pd.Series(r.integers(0, 5000, ROWS).astype("U5"), dtype="str")
-    return pd.DataFrame({"k": r.integers(0, 40_000, ROWS), "v": r.integers(0, 1 << 40, ROWS), "s": text})
+    k = r.integers(0, 40_000, ROWS)
+    if seed == 1 and os.environ.get(SKEWED):
+        every = pd.DataFrame({"k": np.arange(1000)})
+        parts = partitioning_index(every.astype("f8"), INPUTS)
+        k = np.where(r.random(ROWS) < 0.4, r.choice([every.k[parts == p].iloc[0] for p in (0, 1)], ROWS), k)
+    return pd.DataFrame({"k": k, "v": r.integers(0, 1 << 40, ROWS), "s": text})
 
 
 def slow(df: pd.DataFrame) -> pd.DataFrame:
@@ -312,6 +326,7 @@ class Bench:
 def shuffle_stat(client: Client) -> dict[str, Any]:
     found: dict[str, Any] = client.run_on_scheduler(shuffle_numbers)
     told = {name: found.get(name, 0) for name in ("runs", "pinned", "errors")} if found else {}
+    told |= {"moved": found["late_binding"].get("outputs", 0)} if "late_binding" in found else {}
     return told | {k: v for k, v in found.get("recovery", {}).items() if k != "amending"}
 
 
@@ -358,11 +373,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--transport", default="auto", choices=["auto", "rpc", "tcp", "ucx"], help="of ours")
     parser.add_argument("--seconds", type=float, default=270.0, help="no new run after so long; 0: no limit")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
+    parser.add_argument("--skewed", action="store_true", help="two keys have many rows, and outputs are bound late")
     parser.add_argument("--out", default=os.path.join(data.RESULTS, "shuffle_faults.json"))
     args = parser.parse_args(argv)
     logging.getLogger("distributed").setLevel(logging.CRITICAL)
     # Else the timer of an earlier loss closes a nanny for good while it restarts its worker.
     dask.config.set({"distributed.deploy.lost-worker-timeout": "1 hour", "logging.distributed": "critical"})
+    if args.skewed:
+        os.environ[SKEWED] = "1"
+        # The scheduler is in this process.
+        binding.LEAST_BYTES = 1 << 16
+        prices = binding.Prices(unpack_per_byte=1.0, move_per_byte=0.0, spill_per_byte=0.0, fixed=0.0)
+        binder.Binder._prices = lambda self, states, name: prices  # type: ignore[method-assign]
     start = time.perf_counter()
     report: dict[str, Any] = {}
     if os.path.exists(args.out):
@@ -375,6 +397,7 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         benches: dict[str, Bench] = {}
         names = {v: v if v == "p2p" or args.transport == "auto" else f"{v} {args.transport}" for v in args.variants}
+        names = {v: f"{name} skewed" if args.skewed else name for v, name in names.items()}
         for number in range(args.runs):
             if KINDS[number % len(KINDS)] not in args.kinds:
                 continue

@@ -18,13 +18,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import math
-import time
 import traceback
 import weakref
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.shuffle import seam
+from dask_gpurt.shuffle.asking import Asking
 from dask_gpurt.shuffle.binder import Binder
 from dask_gpurt.shuffle.opener import LOOK_SECONDS, PATIENCE, PATIENCE_SECONDS, Opener
 from dask_gpurt.shuffle.recovery import EPOCHS, Validity, agreed, reassign, too_narrow, undone
@@ -34,11 +33,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
 logger = logging.getLogger("distributed.scheduler.gpurt")
-#: calls to survivors; a worker that is stopped for longer is treated as lost for the shuffle
-TELL_SECONDS = 60.0
 
 
-class Amender:
+class Amender(Asking):
     """Amends the runs of one scheduler.
 
     Parameters
@@ -58,15 +55,13 @@ class Amender:
         failed: Callable[[], None],
         able: Callable[[str], bool] = lambda address: True,
     ) -> None:
-        self._scheduler = scheduler
+        super().__init__(scheduler)
         self._plugin = plugin
         self._failed = failed
         self._opener = Opener(scheduler, plugin, self)
         self.binder = Binder(scheduler, plugin, self, able)
         #: runs being amended
         self._tasks: dict[tuple[Any, int], asyncio.Task[None]] = {}
-        #: questions, those included that nobody waits for any more
-        self._asking: set[asyncio.Future[Any]] = set()
         #: run ids whose barrier has passed
         self._passed: dict[int, None] = {}
         #: run -> key of a transfer task -> epoch in which its result was lost
@@ -294,58 +289,6 @@ class Amender:
             self._again(shuffle_id, keys, f"gpurt-complete-{shuffle_id}-{epoch}")
         return False
 
-    async def broadcast(self, msg: dict[str, Any], workers: list[str], seconds: float = math.inf) -> Any:
-        """Answers or errors by address; None as soon as one of the workers is gone.
-
-        Not a moment later: distributed goes on trying to connect to a dead process for half a minute.
-
-        Raises
-        ------
-        TimeoutError
-            There are not all answers after so many seconds.
-        """
-        deadline = time.monotonic() + seconds
-        asking = asyncio.ensure_future(self._scheduler.broadcast(msg=msg, workers=workers, on_error="return"))
-        try:
-            while all(address in self._scheduler.workers for address in workers):
-                if asking.done():
-                    return asking.result()
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"no answer to {msg['op']!r} within {seconds:g} s")
-                await asyncio.wait({asking}, timeout=LOOK_SECONDS)
-            return None
-        finally:
-            # Not cancelled: a comm that waits for its answer would be closed, and it ends by itself.
-            self._asking.add(asking)
-            asking.add_done_callback(self._asking.discard)
-            asking.add_done_callback(lambda task: task.cancelled() or task.exception())
-
-    async def tell(self, state: Any, data: dict[str, Any], patience: int = PATIENCE) -> list[Any] | None:
-        """Call all that take part; None when one of them is gone meanwhile. One that closes may answer with any error
-        before the scheduler hears of it, so it is asked again.
-
-        Raises
-        ------
-        RuntimeError
-            One of them answered with errors `patience` times.
-        """
-        msg = {"op": "shuffle_receive", "shuffle_id": state.id, "run_id": state.run_id, "data": data}
-        workers = [a for a in state.participating_workers if a in self._scheduler.workers]
-        good: list[Any] = []
-        while workers:
-            answers = await self.broadcast(msg, workers, TELL_SECONDS)
-            if answers is None:
-                return None
-            bad = {a: r for a, r in answers.items() if not isinstance(r, dict) or r.get("status") != "OK"}
-            good += [answers[a] for a in workers if a not in bad]
-            workers = list(bad)
-            if bad:
-                patience -= 1
-                if patience < 0:
-                    raise RuntimeError(f"answers to {data['gpurt']!r}: {bad!r}")
-                await asyncio.sleep(PATIENCE_SECONDS)
-        return good
-
     def restart(self, shuffle_id: Any, state: Any, why: str) -> None:
         """As stock does when a worker is lost."""
         if self._plugin.active_shuffles.get(shuffle_id) is not state:
@@ -359,12 +302,6 @@ class Amender:
         self._plugin._restart_shuffle(shuffle_id, self._scheduler, stimulus_id=stimulus)
 
     # ---- the barrier
-
-    async def flush(self, shuffle_id: Any, state: Any) -> list[Any] | None:
-        """Have all that take part send what they have; the errors of those who can not. None: one of them is gone."""
-        msg = {"op": "shuffle_inputs_done", "shuffle_id": shuffle_id, "run_id": state.run_id}
-        results = await self.broadcast(msg, [a for a in state.participating_workers if a in self._scheduler.workers])
-        return None if results is None else [r for r in results.values() if r is not None]
 
     async def barrier(self, shuffle_id: Any, run_id: int) -> bool:
         """Return True when all inputs of a run are where they belong, False when the barrier task has to wait for some.
@@ -389,9 +326,8 @@ class Amender:
                 continue
             run_state = state.run_spec.spec.state
             epoch, workers = run_state.epoch, list(state.participating_workers)
-            flush = {"op": "shuffle_inputs_done", "shuffle_id": shuffle_id, "run_id": run_id}
-            results, _ = await asyncio.gather(self.broadcast(flush, workers), self.binder.hear(state, workers))
-            if results is None:
+            problems, _ = await asyncio.gather(self.flush(state, workers), self.binder.hear(state, workers))
+            if problems is None:
                 await asyncio.sleep(LOOK_SECONDS)  # whoever was lost took part: an amendment or a restart is next
                 continue
             if (
@@ -401,7 +337,6 @@ class Amender:
                 or set(workers) != state.participating_workers
             ):
                 continue
-            problems = [r for r in results.values() if r is not None]
             if not problems:
                 if epoch and not await self._complete(shuffle_id, state):
                     await asyncio.sleep(LOOK_SECONDS)

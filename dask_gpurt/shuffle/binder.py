@@ -13,7 +13,8 @@ Outputs move only as long as nobody has made or begun one, where their tasks are
 these tasks may run on. A run is looked at once, and a shuffle that was restarted while outputs were handed over never
 again.
 
-Seconds per byte are those of the latest tasks of the same kind, where there were any, else those measured on one core.
+Seconds per byte are those of the latest large outputs whose tasks are named alike (`ended`), where there were any, else
+those measured on one core. Not the scheduler's own averages: tasks that only stand for persisted results count in them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import math
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.shuffle import seam
+from dask_gpurt.shuffle import binding, seam
 from dask_gpurt.shuffle.binding import Output, Plan, Prices, Room, choose
 from dask_gpurt.shuffle.handing import MOVES, NUMBERS
 from dask_gpurt.shuffle.opener import PATIENCE
@@ -30,18 +31,21 @@ from dask_gpurt.shuffle.recovery import EPOCHS
 from dask_gpurt.shuffle.skew import add_up
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     import numpy as np
 
     from dask_gpurt.shuffle.amender import Amender
 
-#: seconds per byte of unpacking, and of a join with it
+#: seconds per byte of unpacking, and of a join with it, where no such task of this cluster tells
 UNPACK_PER_BYTE = 1 / 1e9
-JOIN_PER_BYTE = 1 / 150e6
-#: of moving, where too little was sent in this run to tell
-MOVE_PER_BYTE = 1 / 300e6
-TELLING_BYTES = 1 << 20
+JOIN_PER_BYTE = 1 / 300e6
+#: of taking, encoding and storing what is moved; and of sending it, where no message tells
+HANDLE_PER_BYTE = 1 / 1e9
+SEND_PER_BYTE = 1 / 500e6
+#: tasks whose seconds are looked at: of so many of a run's large outputs; and in all, at a time
+WATCHED = 16
+WATCHED_AT_ALL = 4096
 #: of writing to disk and reading back
 SPILL_PER_BYTE = 2 / 500e6
 #: of the rounds of messages
@@ -72,6 +76,10 @@ class Binder:
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
         #: run -> flushes that failed while it handed over
         self._failures: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        #: key of a large output -> (what its task is called, its bytes), until it is made
+        self._watched: dict[Any, tuple[str, float]] = {}
+        #: what a task is called -> seconds per byte of its output's rows, a running mean
+        self._learned: dict[str, float] = {}
         #: shuffles that are left alone, the oldest first
         self._never: dict[Any, None] = {}
         self.moved = 0
@@ -164,13 +172,15 @@ class Binder:
 
     def _plan(self, group: dict[Any, Any]) -> Plan:
         states = list(group.values())
+        sizes = [self._sizes(one) for one in states]
+        if sum(float(size.max(initial=0.0)) for size in sizes) < binding.LEAST_BYTES:
+            return Plan()  # as with many small outputs
         tasks: dict[int, list[Any]] = {}
         for ts in self._amender.barrier_of(states[0].id).dependents:
             part, *others = {seam.output_of(ts.run_spec, name) for name in group}
             if part is None or others:
                 return Plan()
             tasks.setdefault(part, []).append(ts)
-        sizes = [self._sizes(one) for one in states]
         limit = min(one.run_spec.spec.settings.cut_bytes for one in states) * _LEAST_CUT * NUMBERS
         outputs = []
         for part, some in tasks.items():
@@ -180,14 +190,18 @@ class Binder:
             if owner is None or others:
                 return Plan()
             nbytes = float(sum(size[part] if part < len(size) else 0.0 for size in sizes))
-            allowed = (
-                self._allowed(some) if nbytes < limit and all(ts.state == "waiting" for ts in some) else frozenset()
-            )
+            allowed: frozenset[str] | None = frozenset()
+            if binding.LEAST_BYTES <= nbytes < limit and all(ts.state == "waiting" for ts in some):
+                allowed = self._allowed(some)
             outputs.append(Output(part, owner, nbytes, allowed))
         held: dict[str, float] = {}
         for output in outputs:
             held[output.owner] = held.get(output.owner, 0.0) + output.nbytes
-        return choose(outputs, self._rooms(states, held), self._prices(states, tasks, sum(held.values())), MOVES)
+        if not outputs:
+            return Plan()
+        self._watch(tasks, outputs)
+        name = tasks[max(outputs, key=lambda o: o.nbytes).part][0].prefix.name
+        return choose(outputs, self._rooms(states, held), self._prices(states, name), MOVES)
 
     def _sizes(self, state: Any) -> np.ndarray[Any, Any]:
         """Bytes by output, about."""
@@ -224,14 +238,29 @@ class Binder:
             rooms[address] = Room(ws.nthreads, nbytes, takes)
         return rooms
 
-    def _prices(self, states: list[Any], tasks: dict[int, list[Any]], nbytes: float) -> Prices:
-        unpack = JOIN_PER_BYTE if len(states) > 1 else UNPACK_PER_BYTE
-        seconds = next(iter(tasks.values()))[0].prefix.duration_average if tasks else -1
-        if seconds > 0 and nbytes:
-            unpack = seconds * len(tasks) / nbytes
-        rates = [one["sent"] for state in states for one in self._told[state] if one["sent"][0] >= TELLING_BYTES]
-        move = max((busy / sent for sent, busy in rates), default=MOVE_PER_BYTE)
-        return Prices(unpack, move, SPILL_PER_BYTE, FIXED_SECONDS)
+    def _prices(self, states: list[Any], name: str) -> Prices:
+        """Of moving outputs whose tasks are called `name`."""
+        unpack = self._learned.get(name, JOIN_PER_BYTE if len(states) > 1 else UNPACK_PER_BYTE)
+        rates = sorted(one["rate"] for state in states for one in self._told[state] if one["rate"] > 0)
+        send = 1 / rates[len(rates) // 2] if rates else SEND_PER_BYTE
+        return Prices(unpack, send + HANDLE_PER_BYTE, SPILL_PER_BYTE, FIXED_SECONDS)
+
+    def _watch(self, tasks: dict[int, list[Any]], outputs: list[Output]) -> None:
+        for output in sorted(outputs, key=lambda o: -o.nbytes)[:WATCHED]:
+            if output.nbytes >= binding.LEAST_BYTES:
+                ts = tasks[output.part][0]
+                self._watched[ts.key] = ts.prefix.name, output.nbytes
+        while len(self._watched) > WATCHED_AT_ALL:
+            del self._watched[next(iter(self._watched))]
+
+    def ended(self, key: Any, startstops: Iterable[dict[str, Any]]) -> None:
+        """A task has ended well: learn from it, should it be that of a large output."""
+        if (watched := self._watched.pop(key, None)) is not None:
+            name, nbytes = watched
+            seconds = sum(one["stop"] - one["start"] for one in startstops if one["action"] == "compute") / nbytes
+            self._learned[name] = (self._learned.get(name, seconds) + seconds) / 2
+            while len(self._learned) > WATCHED_AT_ALL:
+                del self._learned[next(iter(self._learned))]
 
     # ---- until it is done
 
@@ -257,7 +286,8 @@ class Binder:
             epoch = run_state.epoch
             if self._amender.amending(name, one):
                 return False
-            problems = await self._amender.flush(name, one)
+            there = [address for address in one.participating_workers if address in self._scheduler.workers]
+            problems = await self._amender.flush(one, there)
             if problems is None or run_state.epoch != epoch or not self._amender.current(name, one):
                 return False
             if problems:

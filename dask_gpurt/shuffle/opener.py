@@ -203,12 +203,10 @@ class Opener:
                 await asyncio.sleep(LOOK_SECONDS)
                 continue
             workers = [a for a in state.participating_workers if a in self._scheduler.workers]
-            flush = {"op": "shuffle_inputs_done", "shuffle_id": shuffle_id, "run_id": state.run_id}
-            results = await self._amender.broadcast(flush, workers)
-            if results is None:
+            problems = await self._amender.flush(state, workers)
+            if problems is None:
                 await asyncio.sleep(LOOK_SECONDS)
                 continue
-            problems = [r for r in results.values() if r is not None]
             if over() or run_state.epoch != epoch:
                 continue
             if problems:

@@ -95,6 +95,8 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
     def transition(self, key: Any, start: Any, finish: Any, *args: Any, stimulus_id: str, **kwargs: Any) -> None:
         if finish == "released" and self.active_shuffles:
             self.amender.released(key, stimulus_id)
+        elif finish == "memory" and start == "processing" and self.active_shuffles:
+            self.amender.binder.ended(key, kwargs.get("startstops") or ())
         of = seam.id_from_key(key) if finish == "released" and start in ("processing", "queued", "no-worker") else None
         # A barrier that has not passed and will run again, since the run goes on: its worker was lost, or transfers run
         # again. A cancelled query forgets it next, and then the run ends.
@@ -250,6 +252,10 @@ class ShuffleTakeover:
             rows, nbytes, values = add_up(told)
             worker_for, moves = state.run_spec.worker_for, state.run_spec.spec.state.moves
             large = skewed(rows, nbytes, len(worker_for))
+            for part in moves.keys() - {one.part for one in large}:
+                source, target = moves[part]
+                text = f"output {part} of shuffle {state.id} was moved from {source} to {target}, which had less to do"
+                self._sink(Event("shuffle.bound", text, {"shuffle": str(state.id), "part": part, "owner": target}))
             if not large:
                 return
             self._skewed += 1

@@ -75,8 +75,7 @@ class GpurtShuffleRun(SplittingRun, OutputsRun):
                 if data.get("gpurt") in ("amend", "valid", "reopen", "complete"):
                     return await self.amend(data)
                 if data.get("gpurt") == "histogram":
-                    rate = [self._rate.nbytes, self._rate.seconds]
-                    return {"status": "OK", **self._histogram.told(), "sent": rate}
+                    return {"status": "OK", **self._histogram.told(), "rate": self._rate.best}
                 self.raise_if_closed()
                 return await self._plane.answer(self._run_key, data)
             return await self._receive_message(data)

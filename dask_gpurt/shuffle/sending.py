@@ -8,7 +8,6 @@ schema that it does not know) is sent again with its schemas. What a worker has 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 import time
@@ -92,26 +91,21 @@ def _groups(parcels: list[Parcel], limit_bytes: int) -> Iterator[list[Parcel]]:
 
 
 class Rate:
-    """Bytes that were sent in the time in which anything was under way. On the event loop."""
+    """Bytes per second of the fastest large message so far; 0: there was none.
+
+    Not the bytes of all messages by the time in which any was under way: that counts what else the workers were busy
+    with, and was a tenth of what moving an output then took.
+    """
+
+    #: of a message, to count
+    LEAST_BYTES = 1 << 18
 
     def __init__(self) -> None:
-        self.nbytes = 0
-        self.seconds = 0.0
-        self._under_way = 0
-        self._since = 0.0
+        self.best = 0.0
 
-    @contextlib.contextmanager
-    def sending(self, nbytes: int) -> Iterator[None]:
-        if not self._under_way:
-            self._since = time.perf_counter()
-        self._under_way += 1
-        try:
-            yield
-            self.nbytes += nbytes
-        finally:
-            self._under_way -= 1
-            if not self._under_way:
-                self.seconds += time.perf_counter() - self._since
+    def sent(self, nbytes: int, seconds: float) -> None:
+        if nbytes >= self.LEAST_BYTES and seconds > 0:
+            self.best = max(self.best, nbytes / seconds)
 
 
 class SendingRun(AmendedRun):
@@ -215,11 +209,12 @@ class SendingRun(AmendedRun):
             self._sequence += 1
             frames = wire.pack(self._tag, self.run_id, self._sequence, parcels, known)
             message = Message(frames, self.local_address)
-            with self._rate.sending(message.nbytes):
-                response = await self._plane.send(
-                    *(self, self._run_key, address, message.frames),
-                    functools.partial(self._retrying, address, message),
-                )
+            began = time.perf_counter()
+            response = await self._plane.send(
+                *(self, self._run_key, address, message.frames),
+                functools.partial(self._retrying, address, message),
+            )
+            self._rate.sent(message.nbytes, time.perf_counter() - began)
             refused = response.get("gpurt-refused")
             self._counters.add(messages_sent=1, bytes_sent=message.nbytes)
             if refused is None:

@@ -157,6 +157,18 @@ async def test_outputs_stay_where_the_user_wants_them(c, s, *workers):
         assert told(takeover)["late_binding"]["outputs"] == 1
 
 
+def test_what_a_task_took_is_learned():
+    one = binder.Binder(None, None, None, lambda address: True)  # type: ignore[arg-type]
+    assert one._learned == {}
+    one._watched = {"a": ("join", 1e6), "b": ("join", 1e6)}
+    one.ended("other", [{"action": "compute", "start": 0, "stop": 1}])
+    one.ended("a", [{"action": "compute", "start": 0, "stop": 1}, {"action": "transfer", "start": 1, "stop": 9}])
+    assert one._learned == {"join": 1e-6}
+    one.ended("b", [{"action": "compute", "start": 0, "stop": 3}])
+    assert one._learned == {"join": 2e-6}
+    assert not one._watched
+
+
 @contextlib.contextmanager
 def stopped(after: int):
     """Handing over stops when so many shards were sent: (set when it has, set to go on)."""
