@@ -50,6 +50,8 @@ WATCHED_AT_ALL = 4096
 SPILL_PER_BYTE = 2 / 500e6
 #: of the rounds of messages
 FIXED_SECONDS = 0.05
+#: looks at a partner whose barrier is about to end, `opener.LOOK_SECONDS` apart
+LOOKS = 50
 #: share of a worker's memory that shuffled rows may fill before they are written to disk
 ROOM = 0.6
 #: messages of at least half of `cut_bytes` must suffice for an output, should all of it be of one input
@@ -74,6 +76,8 @@ class Binder:
         self._told: weakref.WeakKeyDictionary[Any, list[dict[str, Any]]] = weakref.WeakKeyDictionary()
         #: runs that were looked at
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
+        #: run -> looks at a partner whose barrier was about to end
+        self._looks: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         #: run -> flushes that failed while it handed over
         self._failures: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         #: key of a large output -> (what its task is called, its bytes), until it is made
@@ -160,7 +164,10 @@ class Binder:
                 if not amender.passed(one):
                     return {}  # its own barrier decides
                 if its.state == "processing":
-                    return None
+                    # Its result is under way. Or its worker was lost then and it has to run again, for which it may
+                    # need the thread that waits here.
+                    self._looks[state] = self._looks.get(state, 0) + 1
+                    return None if self._looks[state] < LOOKS else {}
                 if its.state != "memory" or not one.run_spec.spec.settings.late_binding:
                     return {}
             run_state = one.run_spec.spec.state

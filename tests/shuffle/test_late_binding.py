@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from types import SimpleNamespace
 
 import dask.dataframe as dd
 import numpy as np
@@ -17,10 +18,18 @@ from helpers import NastyStore, ordered, taken_over, until, whole
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.shuffle import MemoryShardStore, binder, binding, worker_statistics
 from dask_gpurt.shuffle.handing import HandingRun
+from dask_gpurt.shuffle.recovery import State
 
 pytestmark = pytest.mark.cluster
 N = 6
 OUTPUTS = 12
+
+
+class Hashable:
+    """Something with the attributes of another thing, to be a key."""
+
+    def __init__(self, of: SimpleNamespace) -> None:
+        self.__dict__.update(vars(of))
 
 
 def options(workers: int):
@@ -167,6 +176,28 @@ def test_what_a_task_took_is_learned():
     one.ended("b", [{"action": "compute", "start": 0, "stop": 3}])
     assert one._learned == {"join": 2e-6}
     assert not one._watched
+
+
+def test_a_partner_whose_barrier_does_not_end_is_not_waited_for():
+    """Its worker was lost as it ended, and the only thread left is that of the barrier that asks."""
+    ended = SimpleNamespace(key="shuffle-barrier-left", state="processing", dependents=[])
+    mine = SimpleNamespace(key="shuffle-barrier-right", state="processing", dependents=[])
+    output = SimpleNamespace(dependencies=[ended, mine])
+    ended.dependents = mine.dependents = [Hashable(output)]
+    spec = SimpleNamespace(settings=SimpleNamespace(late_binding=True), state=State())
+    runs = {name: Hashable(SimpleNamespace(run_spec=SimpleNamespace(spec=spec))) for name in ("left", "right")}
+    amender = SimpleNamespace(
+        ours=bool,
+        passed=lambda state: state is runs["left"],
+        barrier_of={"left": ended, "right": mine}.get,
+        amending=lambda name, state: False,
+    )
+    one = binder.Binder(None, SimpleNamespace(active_shuffles=runs), amender, bool)  # type: ignore[arg-type]
+    for run in runs.values():
+        run._failed = False
+        one._told[run] = []
+    answers = [one.begin("right", runs["right"]) for _ in range(binder.LOOKS + 1)]
+    assert answers == [None] * (binder.LOOKS - 1) + [False] * 2
 
 
 @contextlib.contextmanager
