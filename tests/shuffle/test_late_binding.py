@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import dask.dataframe as dd
 import numpy as np
@@ -127,18 +128,28 @@ def test_one_of_two_large_outputs_goes(store):
 @gen_cluster(**options(2))
 async def test_several_outputs_go_to_one_worker(c, s, a, b):
     """Each brings rows of every input; none may be taken for those of another."""
-    frames = []
+    frames: list[list[pd.DataFrame]] = []
+    ids: list[int] = []
+    pieces = HandingRun._pieces
+
+    def numbered(self, *args):
+        out = pieces(self, *args)
+        ids.extend(one.input_id for one in out)
+        return out
+
     for bind in (False, True):
         settings = ShuffleSettings(enabled=True, transport="rpc", late_binding=bind)
         async with taken_over(s, [a, b], settings=settings) as (takeover, _):
             d = dd.from_map(hot, list(range(N)), n=6000, count=4, meta=hot(0).iloc[:0])
-            out = c.persist(d.shuffle("k", npartitions=OUTPUTS))
-            frames.append(await c.gather(futures_of(out)))
+            with patch.object(HandingRun, "_pieces", numbered):
+                out = c.persist(d.shuffle("k", npartitions=OUTPUTS))
+                frames.append(await c.gather(futures_of(out)))
             assert told(takeover)["late_binding"]["outputs"] == (2 if bind else 0)
             del out
             await until(lambda: not s.plugins["shuffle"].active_shuffles)
             await takeover.uninstall()
     exact(*frames)
+    assert len(set(ids)) == len(ids) >= 2 * N
 
 
 @gen_cluster(**options(2))
