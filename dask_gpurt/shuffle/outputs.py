@@ -19,8 +19,9 @@ from dask_gpurt.errors import LostData
 from dask_gpurt.model.slots import UNSPILL, waiting
 from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.assemble import Assembler
+from dask_gpurt.shuffle.handing import HandingRun
 from dask_gpurt.shuffle.heap import heap
-from dask_gpurt.shuffle.receiving import ReceivingRun, submit
+from dask_gpurt.shuffle.receiving import submit
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 RESTARTS = 5
 
 
-class OutputsRun(ReceivingRun):
+class OutputsRun(HandingRun):
     """The part of a run that makes outputs."""
 
     def __init__(self, **kwargs: Any) -> None:

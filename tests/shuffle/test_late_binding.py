@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import dask.dataframe as dd
 import numpy as np
@@ -41,18 +42,18 @@ def options(workers: int):
     }
 
 
-def hot_keys(workers: int, outputs: int = OUTPUTS) -> list[int]:
-    """Two keys of different outputs of one worker: outputs are given out in ranges."""
+def hot_keys(workers: int, outputs: int = OUTPUTS, count: int = 2) -> list[int]:
+    """Keys of different outputs of one worker: outputs are given out in ranges."""
     keys = pd.DataFrame({"k": np.arange(1000)})
     parts = partitioning_index(keys.astype("f8"), outputs)  # as Dask casts numbers
     first = [int(keys.k[parts == p].iloc[0]) for p in range(outputs // workers)]
-    return first[:2]
+    return first[:count]
 
 
-def hot(i: int, workers: int = 2, n: int = 3000, outputs: int = OUTPUTS) -> pd.DataFrame:
-    """Half of all rows have one of two keys."""
+def hot(i: int, workers: int = 2, n: int = 3000, outputs: int = OUTPUTS, count: int = 2) -> pd.DataFrame:
+    """Half of all rows have one of two keys, or of so many."""
     r = np.random.default_rng(i)
-    k = np.where(r.random(n) < 0.5, r.choice(hot_keys(workers, outputs), n), r.integers(0, 1000, n))
+    k = np.where(r.random(n) < 0.5, r.choice(hot_keys(workers, outputs, count), n), r.integers(0, 1000, n))
     return pd.DataFrame({"k": k, "i": i * n + np.arange(n), "s": pd.Series(k).astype("str"), "v": r.random(n)})
 
 
@@ -125,6 +126,33 @@ def test_one_of_two_large_outputs_goes(store):
 
 
 @gen_cluster(**options(2))
+async def test_several_outputs_go_to_one_worker(c, s, a, b):
+    """Each brings rows of every input; none may be taken for those of another."""
+    frames: list[list[pd.DataFrame]] = []
+    ids: list[int] = []
+    pieces = HandingRun._pieces
+
+    def numbered(self, *args):
+        out = pieces(self, *args)
+        ids.extend(one.input_id for one in out)
+        return out
+
+    for bind in (False, True):
+        settings = ShuffleSettings(enabled=True, transport="rpc", late_binding=bind)
+        async with taken_over(s, [a, b], settings=settings) as (takeover, _):
+            d = dd.from_map(hot, list(range(N)), n=6000, count=4, meta=hot(0).iloc[:0])
+            with patch.object(HandingRun, "_pieces", numbered):
+                out = c.persist(d.shuffle("k", npartitions=OUTPUTS))
+                frames.append(await c.gather(futures_of(out)))
+            assert told(takeover)["late_binding"]["outputs"] == (2 if bind else 0)
+            del out
+            await until(lambda: not s.plugins["shuffle"].active_shuffles)
+            await takeover.uninstall()
+    exact(*frames)
+    assert len(set(ids)) == len(ids) >= 2 * N
+
+
+@gen_cluster(**options(2))
 async def test_what_was_done_is_told(c, s, a, b):
     async with taken_over(s, [a, b]) as (takeover, _):
         d = dd.from_map(hot, list(range(N)), n=20_000, outputs=24, meta=hot(0).iloc[:0])
@@ -142,6 +170,13 @@ async def test_what_was_done_is_told(c, s, a, b):
 @gen_cluster(**options(2))
 async def test_the_sides_of_a_join_move_together(c, s, a, b):
     async with taken_over(s, [a, b]) as (takeover, _):
+        states, begin = [], takeover._plugin.amender.binder.begin
+
+        def seen(shuffle_id, state):
+            states.append(state.run_spec.spec.state)
+            return begin(shuffle_id, state)
+
+        takeover._plugin.amender.binder.begin = seen
         d = rows().merge(others(), on="k", how="inner", shuffle_method="p2p", npartitions=OUTPUTS, broadcast=False)
         out = c.persist(d)
         await wait(out)
@@ -153,6 +188,8 @@ async def test_the_sides_of_a_join_move_together(c, s, a, b):
         assert stats["late_binding"] == {"runs": 1, "outputs": 1, "bytes": stats["late_binding"]["bytes"]}
         assert stats["recovery"]["restarted"] == 0
         assert max(sizes) / sum(sizes) < 0.65
+        # A worker that is lost from now on costs no more than else.
+        assert all(state.moves and not state.handing for state in states)
         assert worker_statistics(a)["outputs_handed"] + worker_statistics(b)["outputs_handed"] == 2
 
 
@@ -178,34 +215,64 @@ def test_what_a_task_took_is_learned():
     assert not one._watched
 
 
-def test_a_partner_whose_barrier_does_not_end_is_not_waited_for():
-    """Its worker was lost as it ended, and the only thread left is that of the barrier that asks."""
-    ended = SimpleNamespace(key="shuffle-barrier-left", state="processing", dependents=[])
-    mine = SimpleNamespace(key="shuffle-barrier-right", state="processing", dependents=[])
-    output = SimpleNamespace(dependencies=[ended, mine])
-    ended.dependents = mine.dependents = [Hashable(output)]
+def joined_runs(left_state: str):
+    """(two runs with one output, of which one's barrier has passed; the amender; barriers)."""
+    barriers = {
+        "left": SimpleNamespace(key="shuffle-barrier-left", state=left_state, dependents=[]),
+        "right": SimpleNamespace(key="shuffle-barrier-right", state="processing", dependents=[]),
+    }
+    output = Hashable(SimpleNamespace(dependencies=list(barriers.values())))
+    for barrier in barriers.values():
+        barrier.dependents = [output]
     spec = SimpleNamespace(settings=SimpleNamespace(late_binding=True), state=State())
-    runs = {name: Hashable(SimpleNamespace(run_spec=SimpleNamespace(spec=spec))) for name in ("left", "right")}
+    of = SimpleNamespace(run_spec=SimpleNamespace(spec=spec), _failed=False)
+    runs = {name: Hashable(of) for name in barriers}
     amender = SimpleNamespace(
         ours=bool,
         passed=lambda state: state is runs["left"],
-        barrier_of={"left": ended, "right": mine}.get,
+        barrier_of=barriers.get,
         amending=lambda name, state: False,
     )
+    return runs, amender, barriers
+
+
+def test_a_partner_whose_barrier_does_not_end_is_not_waited_for():
+    """Its worker was lost as it ended, and the only thread left is that of the barrier that asks."""
+    runs, amender, _ = joined_runs("processing")
     one = binder.Binder(None, SimpleNamespace(active_shuffles=runs), amender, bool)  # type: ignore[arg-type]
     for run in runs.values():
-        run._failed = False
         one._told[run] = []
     answers = [one.begin("right", runs["right"]) for _ in range(binder.LOOKS + 1)]
     assert answers == [None] * (binder.LOOKS - 1) + [False] * 2
 
 
+def test_shuffles_that_share_some_outputs_stay():
+    """The other outputs of the one whose barrier has passed may have been made."""
+    runs, amender, barriers = joined_runs("memory")
+    barriers["left"].dependents = [*barriers["left"].dependents, Hashable(SimpleNamespace(dependencies=[]))]
+    one = binder.Binder(None, SimpleNamespace(active_shuffles=runs), amender, bool)  # type: ignore[arg-type]
+    planned = []
+    one._plan = lambda group: planned.append(group) or binding.Plan()  # type: ignore[method-assign,func-returns-value]
+    for run in runs.values():
+        one._told[run] = []
+    assert one.begin("right", runs["right"]) is False
+    assert not planned
+    barriers["left"].dependents.pop()
+    assert one.begin("right", runs["right"]) is False
+    assert [set(group) for group in planned] == [{"left", "right"}]
+
+
 @contextlib.contextmanager
 def stopped(after: int):
-    """Handing over stops when so many shards were sent: (set when it has, set to go on)."""
-    stage = HandingRun._stage
+    """Handing over stops when so many shards were sent: (set when it has and a flush waits for it, set to go on)."""
+    stage, flush = HandingRun._stage, HandingRun.inputs_done
     reached, go, sent = asyncio.Event(), asyncio.Event(), []
     give = HandingRun._give
+
+    async def flushed(self):
+        if getattr(self, "gives", False):
+            reached.set()
+        await flush(self)
 
     async def giving(self, *args):
         self.gives = True
@@ -218,15 +285,14 @@ def stopped(after: int):
         if getattr(self, "gives", False):
             sent.append(1)
             if len(sent) > after:
-                reached.set()
                 await go.wait()
         await stage(self, data)
 
-    HandingRun._give, HandingRun._stage = giving, staged
+    HandingRun._give, HandingRun._stage, HandingRun.inputs_done = giving, staged, flushed
     try:
         yield reached, go
     finally:
-        HandingRun._give, HandingRun._stage = give, stage
+        HandingRun._give, HandingRun._stage, HandingRun.inputs_done = give, stage, flush
         go.set()
 
 
