@@ -287,16 +287,9 @@ def views(
             seceded = info.seceded
         threads = ws.nthreads
         slowness = info.slowness
-        # A free thread means no wait, however long the tasks on the other threads are.
-        if len(ws.processing) - seceded < threads:
-            queue = 0.0
-        else:
-            queue = (info.backlog_seconds - info.root_seconds) / threads
-            roots = info.roots
-            if roots:
-                # What joins roots has precedence over roots that wait; it only waits until one that runs is done.
-                queue += info.root_seconds / (roots * (threads + 1))
-            queue *= slowness
+        if info.speed_samples:
+            slowness = info.speed.own.get(prefix, slowness)
+        queue = 0.0 if len(ws.processing) - seceded < threads else queue_seconds(info)
         held = ws.nbytes
         append(
             _make(
@@ -307,7 +300,7 @@ def views(
                     near_n,
                     far_bytes,
                     far_n,
-                    info.speed.for_prefix(prefix) if info.speed_samples else slowness,
+                    slowness,
                     info.mark_bytes - held - info.reserved_bytes - pending,
                     held,
                     near,
@@ -317,6 +310,21 @@ def views(
             )
         )
     return out
+
+
+def queue_seconds(info: WorkerInfo) -> float:
+    """Seconds until a thread of a worker is free, by our own account; its seceded tasks have been reconciled."""
+    ws = info.ws
+    threads: int = ws.nthreads
+    # A free thread means no wait, however long the tasks on the other threads are.
+    if len(ws.processing) - info.seceded < threads:
+        return 0.0
+    queue = (info.backlog_seconds - info.root_seconds) / threads
+    roots = info.roots
+    if roots:
+        # What joins roots has precedence over roots that wait; it only waits until one that runs is done.
+        queue += info.root_seconds / (roots * (threads + 1))
+    return queue * info.slowness
 
 
 def readers(info: WorkerInfo, inputs: Inputs, by_address: dict[str, WorkerInfo]) -> dict[str, float]:

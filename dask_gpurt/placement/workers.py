@@ -72,8 +72,12 @@ class WorkerInfo:
 
     __slots__ = (
         "address",
+        "asked",
         "backlog_seconds",
         "far_share",
+        "free",
+        "looked_at",
+        "looked_samples",
         "mark_bytes",
         "node",
         "reserved_bytes",
@@ -85,6 +89,7 @@ class WorkerInfo:
         "speed_samples",
         "tasks",
         "ws",
+        "zoned",
     )
 
     def __init__(self, ws: Any, node: Node, mark_bytes: float) -> None:
@@ -112,6 +117,14 @@ class WorkerInfo:
         self.speed_samples = 0
         #: decayed share of the inbound bytes that come over the network rather than from neighbours
         self.far_share = 0.5
+        #: whether a thread is free, as the table has it; None: it has to be put there
+        self.free: bool | None = None
+        #: samples of the speed when it was last looked for whether new ones come, and since when they are as many
+        self.looked_samples = -1
+        self.looked_at = 0.0
+        #: whether its round trip is known, and how often it was asked for
+        self.zoned = False
+        self.asked = 0
 
     def __repr__(self) -> str:
         return f"<WorkerInfo {self.ws.address} tasks={self.tasks} backlog={self.backlog_seconds:.3g}s>"
@@ -159,6 +172,7 @@ class WorkerTable:
         if node is None:
             node = self.nodes[name] = Node(name, link_class)
         info.node = node
+        info.free = None
         node.workers.add(info)
         self.refresh(info)
 
@@ -178,7 +192,11 @@ class WorkerTable:
     def refresh(self, info: WorkerInfo) -> None:
         """Note whether a thread of this worker is free."""
         ws = info.ws
-        if len(ws.processing) - len(ws.long_running) < ws.nthreads:
+        free = len(ws.processing) - len(ws.long_running) < ws.nthreads
+        if free is info.free:
+            return
+        info.free = free
+        if free:
             self.idle.add(info)
             info.node.idle.add(info)
         else:

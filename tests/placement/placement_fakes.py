@@ -36,8 +36,9 @@ class FakePrefix:
 
 
 class FakeGroup:
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, prefix: FakePrefix) -> None:
         self.name = name
+        self.prefix = prefix
 
 
 class FakeTask:
@@ -52,7 +53,7 @@ class FakeTask:
     ) -> None:
         self.key = key
         self.prefix = FakePrefix(prefix or key.split("-")[0])
-        self.group = FakeGroup(group or self.prefix.name)
+        self.group = FakeGroup(group or self.prefix.name, self.prefix)
         self.dependencies = set(dependencies)
         self.dependents: set[FakeTask] = set()
         for d in dependencies:
