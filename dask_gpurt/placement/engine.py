@@ -207,7 +207,8 @@ class Engine:
         workers = self.workers
         residence = self.residence
         inputs = candidates.Inputs(ts.dependencies, workers.by_address, residence.on_disk)
-        picked = candidates.pick(inputs, workers, self.settings.candidates, valid, seam.is_running)
+        abroad = inputs.own_bytes < task.compute_seconds * far.bytes_per_second
+        picked = candidates.pick(inputs, workers, self.settings.candidates, valid, seam.is_running, abroad)
         if not picked:
             return "no candidate"
         name = ts.group.prefix.name

@@ -56,6 +56,8 @@ class FakeTask:
         self.group = FakeGroup(group or self.prefix.name, self.prefix)
         self.dependencies = set(dependencies)
         self.dependents: set[FakeTask] = set()
+        #: of a task that has been computed: who is still to run
+        self.waiters: set[FakeTask] | None = self.dependents
         for d in dependencies:
             d.dependents.add(self)
         self.nbytes = nbytes
