@@ -14,7 +14,6 @@ Which tasks it decides:
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections import Counter
 from itertools import islice
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.model import LinkClass
 from dask_gpurt.model.views import TaskView
-from dask_gpurt.placement import candidates, judge, seam
+from dask_gpurt.placement import candidates, judge, seam, summary
 from dask_gpurt.placement.budget import Budget
 from dask_gpurt.placement.deals import Deals
 from dask_gpurt.placement.durations import Durations, compute_seconds
@@ -416,43 +415,6 @@ class Engine:
         hint: float = ts.prefix.duration_average
         return hint if hint >= 0 else self.durations.guess(ts)
 
-    # ------------------------------------------------------------------ statistics
-
     def statistics(self) -> dict[str, Any]:
         """Plain JSON; see `PlacementPlugin.statistics`."""
-        measured = [w for w in self.workers.all.items if w.speed_samples]
-        usual = statistics.median(w.slowness for w in measured) if measured else 1.0
-        return {
-            "decisions": {
-                "total": self.budget.count,
-                "moved": self.decided["moved"],
-                "local": self.decided["local"],
-                "restricted": self.decided["restricted"],
-                "logged": len(self.log),
-                **self.log.calibration(),
-            },
-            "declined": dict(self.declined),
-            "prices": self.prices.given,
-            #: blocks cut, root tasks handed to the owner of their block, blocks split for idle workers, and offers not
-            #: made to workers with no memory left
-            "roots": {
-                "groups": self.groups.cut,
-                "pulled": self.groups.pulled,
-                "split": self.groups.split,
-                "spared": self.deals.spared,
-            },
-            "microseconds": self.budget.statistics(),
-            "governor": self.governor.statistics(),
-            "links": self.links.statistics(),
-            "zones": self.zones.statistics(),
-            "prefixes": len(self.durations.prefixes),
-            #: address -> speed relative to the median worker (2: twice as fast)
-            "speeds": {w.ws.address: usual / w.slowness for w in measured},
-            "tables": {
-                "workers": len(self.workers.by_address),
-                "charges": len(self.ledger.charges),
-                "unknown": sum(map(len, self.ledger.unknown.values())),
-                "roots": len(self.groups),
-                "copies_on_disk": self.residence.copies,
-            },
-        }
+        return summary.of(self)
