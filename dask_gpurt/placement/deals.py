@@ -15,7 +15,6 @@ Never where hardly anybody is at work: whoever is, deals slots again when its ta
 
 from __future__ import annotations
 
-import re
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -95,7 +94,7 @@ class Deals:
         """The workers in the order in which blocks of roots are dealt: neighbours together, hosts by number."""
         if self._members is None:
             workers = self._engine.workers.all.items
-            self._members = sorted(workers, key=lambda w: (_natural(w.node.name), _natural(w.address)))
+            self._members = sorted(workers, key=lambda w: (w.node.order, w.order))
         return [Member(w.address, w.node.name, w.ws.nthreads / w.slowness) for w in self._members]
 
     def workers_changed(self, removed: WorkerInfo | None = None) -> None:
@@ -299,8 +298,3 @@ class Deals:
                 if runnable >= threads:
                     return False
         return True
-
-
-def _natural(text: str) -> list[Any]:
-    """A sort key: text with its numbers as numbers."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", text)]

@@ -8,6 +8,7 @@ entries were removed walks over their tombstones.
 from __future__ import annotations
 
 import random
+import re
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from dask_gpurt.model.link import LinkClass
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 T = TypeVar("T")
+_NUMBER = re.compile(r"(\d+)")
 
 
 class IndexedSet(Generic[T]):
@@ -57,10 +59,12 @@ class Node:
     zones is so much longer than any within one that hosts do not matter beside it.
     """
 
-    __slots__ = ("idle", "link_class", "name", "workers")
+    __slots__ = ("idle", "link_class", "name", "order", "workers")
 
     def __init__(self, name: str, link_class: LinkClass) -> None:
         self.name = name
+        #: its place among the nodes. Worked out here, because when a graph comes all workers are sorted at once
+        self.order = natural(name)
         #: the path between two of its workers
         self.link_class = link_class
         self.workers: IndexedSet[WorkerInfo] = IndexedSet()
@@ -80,6 +84,7 @@ class WorkerInfo:
         "looked_samples",
         "mark_bytes",
         "node",
+        "order",
         "reserved_bytes",
         "root_seconds",
         "roots",
@@ -96,6 +101,8 @@ class WorkerInfo:
         #: distributed's WorkerState
         self.ws = ws
         self.address: str = ws.address
+        #: its place among the workers of its node
+        self.order = natural(self.address)
         self.node = node
         #: bytes of task data at which it starts to overflow; infinite without a memory limit
         self.mark_bytes = mark_bytes
@@ -209,6 +216,11 @@ class WorkerTable:
             info.backlog_seconds = info.reserved_bytes = info.root_seconds = 0.0
             info.tasks = info.seceded = info.roots = 0
             self.refresh(info)
+
+
+def natural(text: str) -> list[Any]:
+    """A sort key: text with its numbers as numbers."""
+    return [int(part) if part.isdigit() else part for part in _NUMBER.split(text)]
 
 
 def node_of(address: str, host: str) -> tuple[str, LinkClass]:
