@@ -129,8 +129,9 @@ class Engine:
             if home is not None:
                 info, numbers, nbytes = home
                 near = self.links.link(info.node.link_class)
+                count, workers = len(ts.dependencies), len(self.workers.all.items)
                 self.decided["local"] += 1
-                self.log.stayed(ts.key, info, numbers, task, near, far, nbytes, len(ts.dependencies))
+                self.log.stayed(ts.key, info, numbers, task, near, far, nbytes, count, workers)
                 self.budget.record((time.perf_counter_ns() - began) * 1e-9)
                 return info.ws
         weighed = self._weigh(ts, valid, began, task, far)

@@ -120,9 +120,10 @@ class DecisionLog:
         far: Link,
         total_bytes: float,
         count: int,
+        workers: int,
     ) -> None:
         """A task stays with its inputs, see `home.stays`."""
-        packed = pack_one(info.address, numbers, task, near, far, total_bytes, count)
+        packed = pack_one(info.address, numbers, task, near, far, total_bytes, count, workers)
         self._add([key, COST, _time(), STAYS, None, None, None, None, None, None, None, *packed])
 
     def group(self, key: Hashable, address: str) -> None:

@@ -84,16 +84,20 @@ _ONE = struct.Struct(f"{_TASK + _FIELDS}d")
 
 
 def pack_one(
-    address: str, numbers: tuple[float, ...], task: TaskView, near: Link, far: Link, total_bytes: float, count: int
+    address: str,
+    numbers: tuple[float, ...],
+    task: TaskView,
+    near: Link,
+    far: Link,
+    total_bytes: float,
+    count: int,
+    workers: int,
 ) -> tuple[Any, ...]:
-    """The same for a task that stays where its inputs are, see `home.stays`. `numbers` is what that gave.
-
-    The candidates it was not compared with are none, so `workers` is 1.
-    """
+    """The same for a task that stays where its inputs are, see `home.stays`. `numbers` is what that gave."""
     queue, pending, slowness, room, held = numbers
     compute, output, slack = task
     packed = _ONE.pack(compute, output, slack, queue, pending, 0.0, 0.0, 0.0, 0.0, slowness, room, held, 0.0, 1.0, 0.0)
-    return 0, far, total_bytes, count, False, 1, near, packed, address
+    return 0, far, total_bytes, count, False, workers, near, packed, address
 
 
 def transfer_seconds(startstops: Iterable[Mapping[str, Any]]) -> float | None:

@@ -52,6 +52,7 @@ def test_a_task_stays_and_says_so() -> None:
     assert story is not None
     assert (story["kind"], story["reason"], story["chosen"]) == ("cost", STAYS, a.address)
     assert story["inputs"] == {"bytes": 2 * 10**9, "count": 2}
+    assert (story["workers"], story["restricted"]) == (6, False)
     (only,) = story["candidates"]
     assert (only["why"], only["has_bytes"], only["missing_bytes"]) == ("holder", 2 * 10**9, 0)
     assert only["queue_seconds"] == pytest.approx(2 * COMPUTE)
