@@ -12,6 +12,7 @@ each counted when it is exceeded, and in each case stock decides:
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -68,18 +69,14 @@ class Budget:
         self._second = 0.0
         self._spent = 0.0
         #: the last WINDOW decisions
-        self._ring: list[float] = []
+        self._ring: deque[float] = deque(maxlen=WINDOW)
 
     def record(self, seconds: float) -> None:
         """One decision took so long."""
-        at = self.count % WINDOW
-        if len(self._ring) < WINDOW:
-            self._ring.append(seconds)
-        else:
-            self._ring[at] = seconds
+        self._ring.append(seconds)
         self.count += 1
         self._spend(seconds)
-        if at == WINDOW - 1 and sorted(self._ring)[WINDOW // 2] > self.limit_seconds:
+        if not self.count % WINDOW and sorted(self._ring)[WINDOW // 2] > self.limit_seconds:
             self.rests += 1
             self._rest_until = self._clock() + REST_SECONDS
 

@@ -15,7 +15,6 @@ Never where hardly anybody is at work: whoever is, deals slots again when its ta
 
 from __future__ import annotations
 
-import re
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -95,7 +94,7 @@ class Deals:
         """The workers in the order in which blocks of roots are dealt: neighbours together, hosts by number."""
         if self._members is None:
             workers = self._engine.workers.all.items
-            self._members = sorted(workers, key=lambda w: (_natural(w.node.name), _natural(w.address)))
+            self._members = sorted(workers, key=lambda w: (w.node.order, w.order))
         return [Member(w.address, w.node.name, w.ws.nthreads / w.slowness) for w in self._members]
 
     def workers_changed(self, removed: WorkerInfo | None = None) -> None:
@@ -106,16 +105,15 @@ class Deals:
             self._freed.pop(removed, None)
 
     def assigned(self, info: WorkerInfo) -> None:
-        """A worker got a task."""
-        if info.ws.needs_what and self._engine.groups.by_key:
+        """A worker got a task, and has inputs to fetch."""
+        if self._engine.groups.by_key:
             self._fetching[info] = None
 
     def finished(self, info: WorkerInfo) -> None:
-        """A task left a worker."""
-        if self._engine.groups.by_key:
-            self._freed[info] = None
-            if info.ws.needs_what:
-                self._fetching[info] = None
+        """A task left a worker, and there are blocks to be dealt."""
+        self._freed[info] = None
+        if info.ws.needs_what:
+            self._fetching[info] = None
 
     def root_done(self, seconds: float, nbytes: float) -> None:
         """A root was computed."""
@@ -179,10 +177,11 @@ class Deals:
         where another worker would take it (not where its result is so large that it is left to its owner in any case),
         or where it would go before what the root before it makes ready at once.
         """
-        if len(ws.processing) - len(ws.long_running) < ws.nthreads or not self._none_ahead():
+        threads = ws.nthreads
+        if len(ws.processing) - len(ws.long_running) < threads:
             return False
         info = self._engine.workers.by_address.get(ws.address)
-        return info is None or info.roots >= ws.nthreads
+        return (info is None or info.roots >= threads) and self._none_ahead()
 
     def _none_ahead(self) -> bool:
         """Whether each of the roots left is better given to whoever is free first.
@@ -228,6 +227,13 @@ class Deals:
         rest = len(s.queued) * seconds / max(1, s.total_nthreads)
         return min(over, nbytes) * WEIGHTS.overflow_seconds_per_byte > rest
 
+    def quiet(self) -> bool:
+        """Whether nobody can be hungry. Nobody has a slot: who has just finished a task has been given another one."""
+        if self._fetching:
+            return False
+        self._freed.clear()
+        return True
+
     def hungry(self) -> list[Any]:
         """Workers whose slots are taken by tasks that wait for inputs, while a thread is free."""
         if not self._fetching:
@@ -244,6 +250,8 @@ class Deals:
         """
         freed, self._freed = self._freed, {}
         idle = self._engine.scheduler.idle_task_count
+        if len(idle) == 1:
+            return list(idle)
         return [*(info.ws for info in freed), *(idle if len(idle) <= ASKED else self._free())]
 
     def takers(self, ts: Any = None) -> list[Any]:
@@ -290,8 +298,3 @@ class Deals:
                 if runnable >= threads:
                     return False
         return True
-
-
-def _natural(text: str) -> list[Any]:
-    """A sort key: text with its numbers as numbers."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", text)]

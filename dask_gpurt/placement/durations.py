@@ -53,14 +53,18 @@ JUDGING = 3
 class Prefix:
     """What is known of the tasks with one key prefix, or of those of one group."""
 
-    __slots__ = ("_samples", "name", "output_bytes", "samples", "seconds", "usual")
+    __slots__ = ("_samples", "_stale", "name", "output_bytes", "prefix", "samples", "seconds", "usual")
 
     def __init__(self, name: str, usual: Prefix | None = None) -> None:
         #: of the group; where the group is all there is of a prefix, both have one name and are one
         self.name = name
         #: the prefix of a group: what is expected while `seconds` is None. None: this is a prefix
         self.usual = usual
-        #: median duration in seconds on a worker of slowness 1; None: never seen
+        #: name of the prefix
+        self.prefix = usual.name if usual is not None else name
+        self._stale = False
+        #: median duration in seconds on a worker of slowness 1; None: never seen. Of the prefix of a group:
+        #: see `settled`
         self.seconds: float | None = None
         #: moving average of the result's size
         self.output_bytes = 0.0
@@ -78,12 +82,27 @@ class Prefix:
         return apart[len(apart) // 2]
 
     def learn(self, seconds: float, nbytes: float) -> None:
+        self.add(seconds, nbytes)
+        kept = self._samples
+        self.seconds = sorted(kept)[(len(kept) - 1) // 2]
+        self._stale = False
+
+    def settled(self) -> float | None:
+        """`seconds`, worked out anew if there is more to know it by."""
+        if self._stale:
+            kept = self._samples
+            self.seconds = sorted(kept)[(len(kept) - 1) // 2]
+            self._stale = False
+        return self.seconds
+
+    def add(self, seconds: float, nbytes: float) -> None:
+        """Learn, but leave `seconds` to `settled`: of most prefixes nobody asks, there are groups for that."""
         kept = self._samples
         if len(kept) < WINDOW:
             kept.append(seconds)
         else:
             kept[self.samples % WINDOW] = seconds
-        self.seconds = sorted(kept)[(len(kept) - 1) // 2]
+        self._stale = True
         if self.samples:
             self.output_bytes += 0.2 * (nbytes - self.output_bytes)
         else:
@@ -125,10 +144,11 @@ class Durations:
 
     def kind(self, ts: Any) -> Prefix:
         """Where the durations of a TaskState are kept: its group."""
-        name = ts.group.name
+        group = ts.group
+        name = group.name
         found = self.groups.get(name)
         if found is None:
-            prefix = self.prefix(ts.prefix.name)
+            prefix = self.prefix(group.prefix.name)
             if len(self.groups) >= MAX_PREFIXES:
                 del self.groups[next(iter(self.groups))]
             found = self.groups[name] = prefix if prefix.name == name else Prefix(name, prefix)
@@ -136,41 +156,52 @@ class Durations:
 
     def known(self, ts: Any) -> Prefix | None:
         """What to expect of a TaskState: its group, or its prefix; None: neither was ever seen."""
-        found = self.groups.get(ts.group.name)
+        group = ts.group
+        found = self.groups.get(group.name)
         if found is None or found.seconds is None:
-            found = self.prefixes.get(ts.prefix.name)
-        return None if found is None or found.seconds is None else found
+            found = self.prefixes.get(group.prefix.name)
+            if found is None or found.settled() is None:
+                return None
+        return found
 
     def learn(self, kind: Prefix, worker: WorkerInfo, seconds: float, nbytes: float) -> None:
         """A task of this kind computed for so long on that worker."""
         expected = kind.seconds
-        prefix = kind.usual or kind
-        if expected is not None and kind.samples >= JUDGING and min(seconds, expected) > MEASURABLE_SECONDS:
-            worker.speed.observe(prefix.name, math.log(seconds / expected))
-            worker.slowness = worker.speed.slowness
+        speed = worker.speed
+        name = kind.prefix
+        if (
+            expected is not None
+            and kind.samples >= JUDGING
+            and seconds > MEASURABLE_SECONDS
+            and expected > MEASURABLE_SECONDS
+        ):
+            speed.observe(name, math.log(seconds / expected))
+            worker.slowness = speed.slowness
             worker.speed_samples += 1
         mean, square = self._usual
         self._usual = mean + USUAL_GAIN * (seconds - mean), square + USUAL_GAIN * (seconds * seconds - square)
         # Not by what is only suspected of the tasks it runs now.
-        seconds /= worker.speed.measured_slowness(prefix.name)
+        seconds /= speed.measured_slowness(name)
         kind.learn(seconds, nbytes)
-        if prefix is not kind:
-            prefix.learn(seconds, nbytes)
+        if kind.usual is not None:
+            kind.usual.add(seconds, nbytes)
 
 
 def compute_seconds(startstops: Iterable[Mapping[str, Any]]) -> float | None:
     """Time spent in the last computation, without what overlaps with reading spilled data; None: nothing computed."""
     start = stop = None
-    reads: list[tuple[float, float]] = []
+    reads: list[tuple[float, float]] | None = None
     for s in startstops:
         action = s["action"]
         if action == "compute":
             start, stop = s["start"], s["stop"]
         elif action == "disk-read":
+            if reads is None:
+                reads = []
             reads.append((s["start"], s["stop"]))
     if start is None or stop is None:
         return None
-    seconds = stop - start
-    for a, b in reads:
+    seconds: float = stop - start
+    for a, b in reads or ():
         seconds -= max(0.0, min(b, stop) - max(a, start))
-    return max(0.0, seconds)
+    return seconds if seconds > 0.0 else 0.0

@@ -14,7 +14,6 @@ Which tasks it decides:
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections import Counter
 from itertools import islice
@@ -22,12 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.model import LinkClass
 from dask_gpurt.model.views import TaskView
-from dask_gpurt.placement import candidates, judge, seam
+from dask_gpurt.placement import candidates, judge, seam, summary
 from dask_gpurt.placement.budget import Budget
 from dask_gpurt.placement.deals import Deals
 from dask_gpurt.placement.durations import Durations, compute_seconds
 from dask_gpurt.placement.governor import Governor, Standing
 from dask_gpurt.placement.groups import RootGroups
+from dask_gpurt.placement.home import stays
 from dask_gpurt.placement.ledger import Charge, Ledger
 from dask_gpurt.placement.log import DecisionLog
 from dask_gpurt.placement.pace import Pace
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Mapping
 
     from dask_gpurt.config import PlacementSettings
+    from dask_gpurt.model.link import Link
     from dask_gpurt.placement.policy import Policy
 
 #: share of a worker's memory limit that task data may fill before more of it overflows: Dask's memory.target
@@ -96,6 +97,8 @@ class Engine:
         #: decisions left to stock on purpose, by reason
         self.declined: Counter[str] = Counter()
         self.prices = Prices(self)
+        #: of the cost; None: somebody else's policy decides, and sees every task
+        self._weights = self.policy.weights if type(self.policy) is Cheapest else None
         #: called with the reason when the governor retires the policy
         self.on_retired: Callable[[str], None] = lambda reason: None
         self._turn = 0
@@ -118,11 +121,25 @@ class Engine:
         if not ours and self.retired:
             return self.leave(ts, "governor")
         began = time.perf_counter_ns()
-        weighed = self._weigh(ts, valid, began)
+        task = self._task(ts)
+        far = self.links.link(LinkClass.NETWORK)
+        # Where nobody else's policy has a say and nothing is being tried out.
+        if self._weights is not None and valid is None and self.governor.standing is Standing.TRUSTED:
+            home = stays(self, ts, task, far, self._weights)
+            if home is not None:
+                info, numbers, nbytes = home
+                near = self.links.link(info.node.link_class)
+                count, workers = len(ts.dependencies), len(self.workers.all.items)
+                self.decided["local"] += 1
+                self.log.stayed(ts.key, info, numbers, task, near, far, nbytes, count, workers)
+                self.budget.record((time.perf_counter_ns() - began) * 1e-9)
+                return info.ws
+        weighed = self._weigh(ts, valid, began, task, far)
         if isinstance(weighed, str):
             return self.leave(ts, weighed)
         picked, inputs, views, task, far, i = weighed
-        info, view = picked[i], views[i]
+        info = picked[i]
+        view = views[i]
         self._turn = (self._turn + 1) % OBSERVED
         if not self._turn or self.governor.standing is Standing.TRIAL:
             known = self.durations.known(ts)
@@ -155,7 +172,8 @@ class Engine:
             self.shadowed.passed += 1
             return
         began = time.perf_counter_ns()
-        weighed = self._weigh(ts, valid, began, self.workers.by_address.get(ws.address))
+        far = self.links.link(LinkClass.NETWORK)
+        weighed = self._weigh(ts, valid, began, self._task(ts), far, self.workers.by_address.get(ws.address))
         if isinstance(weighed, str):
             self.shadowed.passed += 1
             return
@@ -166,7 +184,22 @@ class Engine:
         )
         self.budget.record((time.perf_counter_ns() - began) * 1e-9)
 
-    def _weigh(self, ts: Any, valid: Collection[Any] | None, began: int, too: WorkerInfo | None = None) -> Any:
+    def _task(self, ts: Any) -> TaskView:
+        """What is expected of a TaskState."""
+        known = self.durations.known(ts)
+        if known is None or known.seconds is None:
+            return TaskView(self._guess(ts), 0.0, self.slack.seconds())
+        return TaskView(known.seconds, known.output_bytes, self.slack.seconds())
+
+    def _weigh(
+        self,
+        ts: Any,
+        valid: Collection[Any] | None,
+        began: int,
+        task: TaskView,
+        far: Link,
+        too: WorkerInfo | None = None,
+    ) -> Any:
         """Candidates, inputs, views, task, far link and the choice; or why there is none.
 
         `too` is looked at besides the candidates.
@@ -174,16 +207,11 @@ class Engine:
         workers = self.workers
         residence = self.residence
         inputs = candidates.Inputs(ts.dependencies, workers.by_address, residence.on_disk)
-        picked = candidates.pick(inputs, workers, self.settings.candidates, valid, seam.is_running)
+        abroad = inputs.own_bytes < task.compute_seconds * far.bytes_per_second
+        picked = candidates.pick(inputs, workers, self.settings.candidates, valid, seam.is_running, abroad)
         if not picked:
             return "no candidate"
-        name = ts.prefix.name
-        known = self.durations.known(ts)
-        if known is None or known.seconds is None:
-            task = TaskView(self._guess(ts), 0.0, self.slack.seconds())
-        else:
-            task = TaskView(known.seconds, known.output_bytes, self.slack.seconds())
-        far = self.links.link(LinkClass.NETWORK)
+        name = ts.group.prefix.name
         if too is not None and too not in picked:
             picked.append(too)
         views = candidates.views(
@@ -289,38 +317,49 @@ class Engine:
 
     def entered_processing(self, key: Hashable) -> None:
         """A task was assigned, by whomever."""
-        root = self.groups.gone(key)
+        # This and `left_processing` are on the path of every task: what is known not to be needed is not called.
+        groups = self.groups
+        root = groups.gone(key) if groups.by_key else False
         ts = self.scheduler.tasks.get(key)
         ws = None if ts is None else ts.processing_on
         if ws is None:
             return
-        self.log.assigned(key, ws.address)
+        address = ws.address
+        row = self.log.assigned(key, address)
         if self.governor.standing is Standing.TRIAL and self.governor.is_open(key):
             judge.tell_moved(self, ts, ws)
-        info = self.workers.by_address.get(ws.address)
+        workers = self.workers
+        info = workers.by_address.get(address)
         if info is None or info.ws is not ws:
             return
         charge = self._charge(ts, info, root)
-        self.workers.refresh(info)
-        self.deals.assigned(info)
+        charge.row = row
+        workers.refresh(info)
         if ws.needs_what:
+            self.deals.assigned(info)
             charge.inputs = certain_inputs(ts, ws)
 
     def left_processing(self, key: Hashable, finish: str, details: Mapping[str, Any]) -> None:
         """A task is no longer assigned. `details` are the keywords of the transition."""
-        self.log.finished(key, finish, details)
-        retired = self.governor.finished(key, finish == "memory")
-        if retired is not None:
-            self.on_retired(retired)
         charge = self.ledger.settle(key)
+        if charge is not None and charge.row is not None:
+            self.log.ended(charge.row, finish, details)
+        else:
+            self.log.finished(key, finish, details)
+        if self.governor.waiting:
+            retired = self.governor.finished(key, finish == "memory")
+            if retired is not None:
+                self.on_retired(retired)
         if charge is None:
             return
         info = charge.info
-        address = info.ws.address
-        if self.workers.by_address.get(address) is not info:
+        address = info.address
+        workers = self.workers
+        if workers.by_address.get(address) is not info:
             return
-        self.workers.refresh(info)
-        self.deals.finished(info)
+        workers.refresh(info)
+        if self.groups.by_key:
+            self.deals.finished(info)
         startstops = details.get("startstops")
         if finish != "memory" or not startstops or details.get("worker") != address:
             return
@@ -336,7 +375,7 @@ class Engine:
                 self.ledger.learned(kind)
             self.speeds.learned(info)
         if charge.inputs:
-            learn_links(self.links, self.workers.by_address, info, charge.inputs, startstops)
+            learn_links(self.links, workers.by_address, info, charge.inputs, startstops)
 
     @property
     def retired(self) -> bool:
@@ -377,43 +416,6 @@ class Engine:
         hint: float = ts.prefix.duration_average
         return hint if hint >= 0 else self.durations.guess(ts)
 
-    # ------------------------------------------------------------------ statistics
-
     def statistics(self) -> dict[str, Any]:
         """Plain JSON; see `PlacementPlugin.statistics`."""
-        measured = [w for w in self.workers.all.items if w.speed_samples]
-        usual = statistics.median(w.slowness for w in measured) if measured else 1.0
-        return {
-            "decisions": {
-                "total": self.budget.count,
-                "moved": self.decided["moved"],
-                "local": self.decided["local"],
-                "restricted": self.decided["restricted"],
-                "logged": len(self.log),
-                **self.log.calibration(),
-            },
-            "declined": dict(self.declined),
-            "prices": self.prices.given,
-            #: blocks cut, root tasks handed to the owner of their block, blocks split for idle workers, and offers not
-            #: made to workers with no memory left
-            "roots": {
-                "groups": self.groups.cut,
-                "pulled": self.groups.pulled,
-                "split": self.groups.split,
-                "spared": self.deals.spared,
-            },
-            "microseconds": self.budget.statistics(),
-            "governor": self.governor.statistics(),
-            "links": self.links.statistics(),
-            "zones": self.zones.statistics(),
-            "prefixes": len(self.durations.prefixes),
-            #: address -> speed relative to the median worker (2: twice as fast)
-            "speeds": {w.ws.address: usual / w.slowness for w in measured},
-            "tables": {
-                "workers": len(self.workers.by_address),
-                "charges": len(self.ledger.charges),
-                "unknown": sum(map(len, self.ledger.unknown.values())),
-                "roots": len(self.groups),
-                "copies_on_disk": self.residence.copies,
-            },
-        }
+        return summary.of(self)

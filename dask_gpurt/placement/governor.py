@@ -135,6 +135,11 @@ class Governor:
         if len(self._open) < MAX_OPEN:
             self._open[key] = Open(prefix, ours, self._clock(), predicted, stock, moved_bytes, price)
 
+    @property
+    def waiting(self) -> bool:
+        """Whether there are decisions whose tasks have not finished."""
+        return bool(self._open)
+
     def is_open(self, key: Hashable) -> bool:
         return key in self._open
 

@@ -28,9 +28,11 @@ if TYPE_CHECKING:
 class Charge:
     """One task in processing."""
 
-    __slots__ = ("info", "inputs", "nbytes", "prefix", "root", "seconds", "unknown")
+    __slots__ = ("info", "inputs", "nbytes", "prefix", "root", "row", "seconds", "unknown")
 
-    def __init__(self, info: WorkerInfo, prefix: Prefix, seconds: float, nbytes: float, unknown: bool) -> None:
+    def __init__(
+        self, info: WorkerInfo, prefix: Prefix, seconds: float, nbytes: float, unknown: bool, root: bool
+    ) -> None:
         self.info = info
         self.prefix = prefix
         #: in the worker's backlog for this task, on a worker of slowness 1
@@ -40,9 +42,11 @@ class Charge:
         #: charged with a guess
         self.unknown = unknown
         #: a root pulled from its block: what joins roots runs before the next of them
-        self.root = False
+        self.root = root
         #: the inputs being fetched for this task, when nothing else was inbound; () otherwise
         self.inputs: tuple[Any, ...] = ()
+        #: of the decision log; None: nobody looks for it here
+        self.row: list[Any] | None = None
 
 
 class Ledger:
@@ -59,25 +63,25 @@ class Ledger:
         `prefix` is its kind, see `Durations.kind`. `hint` (seconds) < 0: nobody has a hint for an unknown one. `root`:
         it is a root, pulled from its block.
         """
-        if key in self.charges:  # back in processing without having left it, as far as we were told
+        charges = self.charges
+        if key in charges:  # back in processing without having left it, as far as we were told
             self.settle(key)
         known = prefix.seconds
         if known is not None:
             seconds, nbytes = known, prefix.output_bytes
-        elif (usual := prefix.usual) is not None and usual.seconds is not None:
-            seconds, nbytes = usual.seconds, usual.output_bytes
+        elif (usual := prefix.usual) is not None and usual.settled() is not None:
+            seconds, nbytes = usual.seconds or 0.0, usual.output_bytes
         else:
             seconds, nbytes = hint if hint >= 0 else UNKNOWN_SECONDS, 0.0
-        charge = self.charges[key] = Charge(info, prefix, seconds, nbytes, known is None)
+        charge = charges[key] = Charge(info, prefix, seconds, nbytes, known is None, root)
         if known is None:
             self.unknown.setdefault(prefix.name, {})[key] = None
         info.tasks += 1
         info.backlog_seconds += seconds
         if root:
-            charge.root = True
             info.roots += 1
             info.root_seconds += seconds
-        info.reserved_bytes += charge.nbytes
+        info.reserved_bytes += nbytes
         return charge
 
     def settle(self, key: Hashable) -> Charge | None:

@@ -38,6 +38,7 @@ from dask_gpurt.placement.stories import (
     QUEUE,
     REPORT,
     SHADOW,
+    STAYS,
     STOCK,
     STOLEN_BYTES,
     TIME,
@@ -45,6 +46,7 @@ from dask_gpurt.placement.stories import (
     WORKER,
     Detail,
     pack,
+    pack_one,
     transfer_seconds,
 )
 
@@ -108,6 +110,22 @@ class DecisionLog:
         kind = SHADOW if shadow else COST
         self._add([key, kind, _time(), None, None, None, None, None, None, None, None, *packed])
 
+    def stayed(
+        self,
+        key: Hashable,
+        info: WorkerInfo,
+        numbers: tuple[float, ...],
+        task: TaskView,
+        near: Link,
+        far: Link,
+        total_bytes: float,
+        count: int,
+        workers: int,
+    ) -> None:
+        """A task stays with its inputs, see `home.stays`."""
+        packed = pack_one(info.address, numbers, task, near, far, total_bytes, count, workers)
+        self._add([key, COST, _time(), STAYS, None, None, None, None, None, None, None, *packed])
+
     def group(self, key: Hashable, address: str) -> None:
         """A queued root task goes to the worker that owns its group."""
         self._add([key, GROUP, _time(), address, None, None, None, None, None, None, None])
@@ -120,14 +138,17 @@ class DecisionLog:
         """A decision failed, and stock decided; `reason` is what happened."""
         self._add([key, FALLBACK, _time(), reason, None, None, None, None, None, None, None])
 
-    def assigned(self, key: Hashable, address: str) -> None:
-        """A task went to processing on a worker."""
+    def assigned(self, key: Hashable, address: str) -> list[Any]:
+        """A task went to processing on a worker. Its row, for `ended`."""
         row = self._by_key.get(key)
         now = _time()
         if row is None or row[WORKER] is not None:
-            self._add([key, STOCK, now, QUEUE, address, now, None, None, None, None, None])
+            row = [key, STOCK, now, QUEUE, address, now, None, None, None, None, None]
+            self._add(row)
         else:
-            row[WORKER], row[ASSIGNED] = address, now
+            row[WORKER] = address
+            row[ASSIGNED] = now
+        return row
 
     def stolen(self, key: Hashable, victim: str, thief: str, nbytes: float) -> None:
         """Work stealing moved a task, which misses `nbytes` of its inputs where it is now."""
@@ -138,7 +159,13 @@ class DecisionLog:
     def finished(self, key: Hashable, outcome: str, report: Mapping[str, Any]) -> None:
         """A task left processing for the state `outcome`; `report` is what the scheduler was told with it."""
         row = self._by_key.get(key)
-        if row is not None and row[FINISHED] is None:
+        if row is not None:
+            self.ended(row, outcome, report)
+
+    @staticmethod
+    def ended(row: list[Any], outcome: str, report: Mapping[str, Any]) -> None:
+        """The same, when the row of the task is at hand."""
+        if row[FINISHED] is None:
             row[FINISHED] = _time()
             row[OUTCOME] = outcome
             if outcome == "memory":
@@ -177,7 +204,7 @@ class DecisionLog:
         story: dict[str, Any] = {
             "key": str(row[KEY]),
             "kind": kind,
-            "reason": detail if kind in (STOCK, FALLBACK) else None,
+            "reason": detail if kind != GROUP else None,
             "time": row[TIME],
             "restricted": None,
             "workers": None,

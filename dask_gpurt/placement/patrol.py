@@ -55,6 +55,8 @@ NOTABLE_SECONDS = 0.05
 MOVES = 16
 #: idle workers looked at for one task
 IDLE = 8
+#: rounds in which the round trip of a new worker is asked for, and then only every so many-th: ``inproc://`` has none
+SOUNDINGS = 32
 
 
 class Patrol:
@@ -77,7 +79,6 @@ class Patrol:
         # Looked up at each call, so that a simulator can exchange it.
         self._clock = clock or (lambda: time.time())
         self._at = 0
-        self._learned: dict[WorkerInfo, tuple[int, float]] = {}
         self._callback: PeriodicCallback | None = None
 
     def start(self) -> None:
@@ -98,7 +99,6 @@ class Patrol:
             if callbacks.get(CALLBACK) is self._callback:
                 del callbacks[CALLBACK]
             self._callback = None
-        self._learned.clear()
 
     def interval_seconds(self) -> float:
         """Between two rounds."""
@@ -127,12 +127,12 @@ class Patrol:
         now = self._clock()
         overdue: list[tuple[float, Any, WorkerInfo]] = []
         at = self._at if self._at < len(workers) else 0
-        for _ in range(len(workers)):
+        for n in range(len(workers)):
             if at >= len(workers):
                 at = 0
             self._look(workers[at], now, overdue)
             at += 1
-            if time.perf_counter() - began > LIMIT_SECONDS:
+            if not n & 15 and time.perf_counter() - began > LIMIT_SECONDS:
                 break
         self._at = at
         engine.speeds.refresh()
@@ -151,14 +151,13 @@ class Patrol:
     def _look(self, info: WorkerInfo, now: float, overdue: list[tuple[float, Any, WorkerInfo]]) -> None:
         ws = info.ws
         engine = self.engine
-        if info.address not in engine.zones.by_address:
-            sock = seam.connection(engine.scheduler, info.address)
-            if sock is not None and (trip := round_trip_seconds(sock)) is not None:
-                engine.measured(info, trip)
-        logs = []
+        if not info.zoned:
+            self._sound(info)
+        late: list[float] = []
+        running = 0
         if ws.executing and ws.processing:
             since = max(0.0, now - ws.last_seen)
-            kinds = self.engine.durations.groups
+            kinds = engine.durations.groups
             for ts, seconds in ws.executing.items():
                 if ts.processing_on is not ws:
                     continue
@@ -166,29 +165,43 @@ class Patrol:
                 prefix = kinds.get(ts.group.name)
                 if prefix is None or prefix.seconds is None or prefix.samples < JUDGING:
                     continue
+                running += 1
                 run = seconds + since
-                usual = max(prefix.seconds, MEASURABLE_SECONDS)
+                usual = prefix.seconds
                 # A worker beyond its memory mark waits for its disk, which says nothing about its processor.
-                late = run - usual > NOTABLE_SECONDS and ws.nbytes <= info.mark_bytes
-                logs.append(math.log(run / usual) if late else 0.0)
+                if run - usual > NOTABLE_SECONDS and ws.nbytes <= info.mark_bytes:
+                    usual = max(usual, MEASURABLE_SECONDS)
+                    if run - usual > NOTABLE_SECONDS:
+                        late.append(math.log(run / usual))
                 if run > stragglers.TIMES * prefix.seconds:  # the least of what makes it overdue, and cheap to know
                     bound = stragglers.overdue_seconds(prefix)
                     if bound is not None and run > bound and ts not in ws.long_running:
                         overdue.append((run, ts, info))
-        suspected = statistics.median(logs) if any(logs) else 0.0
         speed = info.speed
-        speed.suspect(suspected)
-        samples, when = self._learned.get(info, (-1, now))
-        if samples != info.speed_samples or len(self._learned) > 2 * len(self.engine.workers.all):
-            if len(self._learned) > 2 * len(self.engine.workers.all):
-                self._learned.clear()
-            self._learned[info] = (info.speed_samples, now)
-        elif now - when > FORGET_SECONDS and len(speed):
+        if late:
+            speed.suspect(statistics.median(late + [0.0] * (running - len(late))))
+        elif speed.suspected:
+            speed.suspect(0.0)
+        if info.looked_samples != info.speed_samples:
+            info.looked_samples, info.looked_at = info.speed_samples, now
+        elif now - info.looked_at > FORGET_SECONDS and len(speed):
             speed.forget_one()
-            self._learned[info] = (samples, now)
+            info.looked_at = now
         if info.slowness != speed.slowness:
             info.slowness = speed.slowness
-            self.engine.speeds.learned(info)
+            engine.speeds.learned(info)
+
+    def _sound(self, info: WorkerInfo) -> None:
+        """Measure the round trip of a new worker; where that is not to be had, more and more rarely."""
+        if info.address in self.engine.zones.by_address:
+            info.zoned = True
+            return
+        info.asked += 1
+        if info.asked > SOUNDINGS and self.rounds % SOUNDINGS:
+            return
+        sock = seam.connection(self.engine.scheduler, info.address)
+        if sock is not None and (trip := round_trip_seconds(sock)) is not None:
+            self.engine.measured(info, trip)
 
     # ------------------------------------------------------------------ 2: rescue
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 #: the part that fails when a hook does
 BOOKKEEPING = "bookkeeping"
 #: a root task that gets there before it was assigned is not wanted any more
-_UNWANTED = ("released", "forgotten", "erred", "no-worker")
+_UNWANTED = frozenset(("released", "forgotten", "erred", "no-worker"))
 
 
 class PlacementPlugin(SchedulerPlugin):
@@ -117,6 +117,7 @@ class PlacementPlugin(SchedulerPlugin):
             pending=engine.groups.__len__,
             worth=engine.worth,
             held=engine.held,
+            quiet=deals.quiet,
             hungry=deals.hungry,
             first=deals.first,
             takers=deals.takers,
@@ -227,25 +228,41 @@ class PlacementPlugin(SchedulerPlugin):
         try:
             event(*args)
         except Exception:
-            if self.seam is not None:
-                self.seam.failed(BOOKKEEPING)
+            self._failed()
+
+    def _failed(self) -> None:
+        """A hook has raised; called while its exception is handled."""
+        if self.seam is not None:
+            self.seam.failed(BOOKKEEPING)
 
     def transition(self, key: Any, start: Any, finish: Any, *args: Any, stimulus_id: str, **kwargs: Any) -> None:
         # Called for every transition of every task: leave as early as possible.
         engine = self.engine
-        if engine is None or start == finish:
+        if engine is None:
             return
-        copies = self.copies
         if start == "processing":
-            self._guard(engine.left_processing, key, finish, kwargs)
+            if finish == "processing":
+                return
+            try:
+                engine.left_processing(key, finish, kwargs)
+            except Exception:
+                self._failed()
+            copies = self.copies
             if copies is not None and copies.copies:
                 self._guard(copies.left_processing, key, finish)
         elif finish == "processing":
-            self._guard(engine.entered_processing, key)
+            try:
+                engine.entered_processing(key)
+            except Exception:
+                self._failed()
+            copies = self.copies
             if copies is not None and copies.copies:
                 self._guard(copies.entered_processing, key)
-        elif finish in _UNWANTED:
-            self._guard(engine.groups.gone, key)
+        elif finish in _UNWANTED and start != finish:
+            groups = engine.groups
+            if groups.by_key:
+                self._guard(groups.gone, key)
+            copies = self.copies
             if copies is not None and copies.copies and finish == "forgotten":
                 self._guard(copies.unwanted, key)
 

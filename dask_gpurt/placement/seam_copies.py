@@ -97,15 +97,18 @@ class CopySeam:
         handlers = self.scheduler.stream_handlers
         finished, erred = handlers["task-finished"], handlers["task-erred"]
 
-        def task_finished(key: Any, worker: str, stimulus_id: str, **msg: Any) -> None:
-            if key in self.copies or self._losers:
-                try:
-                    if not self._may_finish(key, worker, msg.get("run_id")):
-                        return
-                except Exception:
-                    self.guard.failed(part.name)
-                    self._drop(key, "cancelled")
-            finished(key=key, worker=worker, stimulus_id=stimulus_id, **msg)
+        # The message as it comes: this is called for every task, and a copy of it costs more than all the rest.
+        def task_finished(**msg: Any) -> None:
+            if self.copies or self._losers:
+                key = msg.get("key")
+                if key in self.copies or self._losers:
+                    try:
+                        if not self._may_finish(key, msg["worker"], msg.get("run_id")):
+                            return
+                    except Exception:
+                        self.guard.failed(part.name)
+                        self._drop(key, "cancelled")
+            finished(**msg)
 
         def task_erred(key: Any, stimulus_id: str, **msg: Any) -> None:
             if key in self.copies or self._losers:

@@ -65,6 +65,9 @@ class RootSeam:
     held
         ``(ts) -> bool``: whether a queued task is to stay queued although a worker has a free slot. Only while
         another worker is busy, whose next finished task deals again.
+    quiet
+        ``() -> bool``: whether `hungry` would name nobody, and who has finished a task may be forgotten. Asked where no
+        worker has a slot, which is after most tasks.
     hungry
         Workers all of whose slots are taken, but by tasks that wait for inputs: they are offered a task, too.
     first
@@ -82,6 +85,7 @@ class RootSeam:
         pending: Callable[[], int],
         worth: Callable[[Any], bool],
         held: Callable[[Any], bool],
+        quiet: Callable[[], bool],
         hungry: Callable[[], Iterable[Any]],
         first: Callable[[], Iterable[Any]],
         takers: Callable[[Any], Iterable[Any]],
@@ -91,6 +95,7 @@ class RootSeam:
         self.part = Part("roots")
         self._waits, self._pull, self._pending, self._worth = waits, pull, pending, worth
         self._held, self._hungry, self._first, self._takers = held, hungry, first, takers
+        self._quiet = quiet
         #: the task that becomes ready now
         self._deciding: Any = None
         #: the worker that the root now in transition was offered to
@@ -126,12 +131,12 @@ class RootSeam:
 
     def _ready(self, state: Any, key: Any, stimulus_id: str, **kwargs: Any) -> Any:
         """``waiting -> processing``: with `state` the scheduler, as the table's functions are called."""
+        ts = state.tasks.get(key)
         if self.part.retired is None and not state.validate:
             try:
-                ts = state.tasks[key]
                 if (
-                    self._waits(ts)
-                    and state.idle_task_count
+                    state.idle_task_count
+                    and self._waits(ts)
                     and ts._queueable
                     and not math.isinf(state.WORKER_SATURATION)
                     and state.is_rootish(ts)
@@ -141,22 +146,26 @@ class RootSeam:
             except Exception:
                 self.seam.failed(self.part.name)
         # The decider that this may come to is not told which task it decides for.
-        self._deciding = state.tasks.get(key)
+        self._deciding = ts
         try:
             return self._stock_ready(state, key, stimulus_id, **kwargs)
         finally:
             self._deciding = None
 
     def _slots_opened(self, *, stimulus_id: str) -> None:
+        # After every task: what is cheap to know not to be needed is not asked for.
         s = self.scheduler
+        queued, idle = s.queued, s.idle_task_count
         first_deal, self._first_deal = self._first_deal, False
-        if self.part.retired is not None or not s.queued:
+        if self.part.retired is not None or not queued:
             self._stock_pump(stimulus_id=stimulus_id)
+            return
+        if not idle and self._nothing_to_give():
             return
         given = 0
         if self._pending():
-            for ws in self._order(first_deal or s.validate):
-                while s.queued and ws in s.idle_task_count and self._wanted(ws):
+            for ws in self._order(first_deal or s.validate) if idle else ():
+                while ws in idle and queued and self._wanted(ws):
                     if first_deal and len(ws.processing) >= ws.nthreads:
                         break
                     ts = self._offer(ws)
@@ -165,16 +174,16 @@ class RootSeam:
                     given += 1
             if not s.validate:
                 for ws in self._waiting_for_inputs():
-                    ts = self._offer(ws) if s.queued else None
+                    ts = self._offer(ws) if queued else None
                     if ts is not None:
                         self._send(ts, ws, stimulus_id)
-            if first_deal and given and s.queued and self._waits(s.queued.peek()):
+            if first_deal and given and queued and self._waits(queued.peek()):
                 return
         if s.validate:
             self._stock_pump(stimulus_id=stimulus_id)
             return
-        while s.queued and s.idle_task_count and not self._is_held():
-            ts = s.queued.peek()
+        while idle and queued and not self._is_held():
+            ts = queued.peek()
             ws = self._least_busy(ts)
             if ws is None or not self._send(ts, ws, stimulus_id):
                 return
@@ -231,17 +240,29 @@ class RootSeam:
     def _order(self, everybody: bool) -> list[Any]:
         idle = self.scheduler.idle_task_count
         try:
-            some = list(dict.fromkeys(ws for ws in self._first() if ws in idle))
+            some = list(self._first())
+            if not everybody and len(some) > 1:
+                some = list(dict.fromkeys(ws for ws in some if ws in idle))
         except Exception:
             self.seam.failed(self.part.name)
             some = []
         # Neighbouring blocks go to workers of one host: sorted by address.
         return sorted(idle, key=_address) if everybody else some
 
+    def _nothing_to_give(self) -> bool:
+        try:
+            return self._quiet()
+        except Exception:
+            self.seam.failed(self.part.name)
+            return False
+
     def _waiting_for_inputs(self) -> list[Any]:
         s = self.scheduler
         try:
-            return [ws for ws in self._hungry() if s.workers.get(ws.address) is ws and ws.status is Status.running]
+            hungry = self._hungry()
+            if not hungry:
+                return []
+            return [ws for ws in hungry if s.workers.get(ws.address) is ws and ws.status is Status.running]
         except Exception:
             self.seam.failed(self.part.name)
             return []

@@ -65,8 +65,9 @@ class Slack:
                 kind = kinds.get(group.name)
                 if kind is None or kind.seconds is None:
                     kind = prefixes.get(group.prefix.name)
-                if kind is not None and kind.seconds is not None:
-                    seconds += count * kind.seconds
+                each = None if kind is None else kind.settled()
+                if each is not None:
+                    seconds += count * each
                     seen = True
                 else:
                     unseen += count

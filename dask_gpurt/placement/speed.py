@@ -42,7 +42,7 @@ def _middle(kept: deque[float]) -> float:
 class Speed:
     """Of one worker."""
 
-    __slots__ = ("_all", "_by_prefix", "_own", "_suspected", "slowness")
+    __slots__ = ("_all", "_by_prefix", "_own", "_suspected", "measured", "own", "slowness")
 
     def __init__(self) -> None:
         #: duration over expected duration now, whatever the task; includes a suspicion
@@ -51,22 +51,28 @@ class Speed:
         self._by_prefix: dict[str, deque[float]] = {}
         #: prefix -> log slowness, of those with enough measurements
         self._own: dict[str, float] = {}
+        #: the same as factors, with and without suspicions; kept, because each decision asks for some ten of them and
+        #: a measurement changes one. Read only
+        self.own: dict[str, float] = {}
+        self.measured: dict[str, float] = {}
         self._suspected = 0.0
 
     def observe(self, prefix: str, log_ratio: float) -> None:
         """A task took ``exp(log_ratio)`` times as long as expected."""
-        log_ratio = min(max(log_ratio, -BOUND), BOUND)
+        log_ratio = BOUND if log_ratio > BOUND else -BOUND if log_ratio < -BOUND else log_ratio
         self._all.append(log_ratio)
         kept = self._by_prefix.get(prefix)
         if kept is None:
             if len(self._by_prefix) >= MAX_PREFIXES:
                 oldest = next(iter(self._by_prefix))
                 del self._by_prefix[oldest]
-                self._own.pop(oldest, None)
+                self._drop(oldest)
             kept = self._by_prefix[prefix] = deque(maxlen=KEPT)
         kept.append(log_ratio)
         if len(kept) >= OWN:
-            self._own[prefix] = _middle(kept)
+            log = self._own[prefix] = _middle(kept)
+            slowness = self.measured[prefix] = math.exp(log)
+            self.own[prefix] = slowness if log > self._suspected else math.exp(self._suspected)
         self._settle()
 
     def suspect(self, log_ratio: float) -> None:
@@ -74,7 +80,14 @@ class Speed:
         suspected = min(max(log_ratio, 0.0), BOUND)
         if suspected != self._suspected:
             self._suspected = suspected
+            for prefix, log in self._own.items():
+                self.own[prefix] = math.exp(log if log > suspected else suspected)
             self._settle()
+
+    @property
+    def suspected(self) -> bool:
+        """Whether tasks that run now make it look slow."""
+        return self._suspected > 0.0
 
     def forget_one(self) -> None:
         """No new measurement came for `FORGET_SECONDS`."""
@@ -83,7 +96,7 @@ class Speed:
         for name, kept in list(self._by_prefix.items()):
             kept.popleft()
             if len(kept) < OWN:
-                self._own.pop(name, None)
+                self._drop(name)
             if not kept:
                 del self._by_prefix[name]
         self._settle()
@@ -94,18 +107,20 @@ class Speed:
 
     def for_prefix(self, prefix: str) -> float:
         """Duration over expected duration for tasks with this prefix."""
-        own = self._own.get(prefix) if self._own else None
-        if own is None:
-            return self.slowness
-        return math.exp(own if own > self._suspected else self._suspected)
+        own = self.own.get(prefix)
+        return self.slowness if own is None else own
 
     def measured_slowness(self, prefix: str) -> float:
         """As `for_prefix`, without suspicions."""
-        own = self._own.get(prefix)
-        if own is None:
-            own = _middle(self._all) if self._all else 0.0
-        return math.exp(own)
+        own = self.measured.get(prefix)
+        return own if own is not None else math.exp(_middle(self._all)) if self._all else 1.0
+
+    def _drop(self, prefix: str) -> None:
+        """There are too few measurements of this prefix."""
+        self._own.pop(prefix, None)
+        self.own.pop(prefix, None)
+        self.measured.pop(prefix, None)
 
     def _settle(self) -> None:
         log = _middle(self._all) if self._all else 0.0
-        self.slowness = math.exp(max(log, self._suspected))
+        self.slowness = math.exp(log if log > self._suspected else self._suspected)

@@ -23,6 +23,8 @@ STOCK = "stock"
 #: what the cost would have chosen; stock decided
 SHADOW = "shadow"
 FALLBACK = "fallback"
+#: reason of a decision without a comparison, see `home`
+STAYS = "it stays where all of its inputs are"
 #: reason of a row that only began when stock's queue assigned the task
 QUEUE = "queue"
 
@@ -31,8 +33,8 @@ KEY, KIND, TIME, DETAIL, WORKER, ASSIGNED, VICTIM, STOLEN_BYTES, FINISHED, OUTCO
 #: where in the row of a decision by cost begins what `pack` made: one container less to keep alive
 PACKED = 11
 
-#: the one field of a view that is no number, and how many are
-_NEAR, _NUMBERS = WorkerView._fields.index("near"), len(WorkerView._fields) - 1
+#: the one field of a view that is no number, and how many there are
+_NEAR, _FIELDS = WorkerView._fields.index("near"), len(WorkerView._fields)
 #: the numbers of a task
 _TASK = len(TaskView._fields)
 
@@ -54,14 +56,16 @@ def pack(
     workers: int,
 ) -> tuple[Any, ...]:
     """What `Detail` takes apart; on the hot path."""
-    near: Any = views[0][_NEAR]
-    nears = near
     numbers: list[Any] = [*task]
     for view in views:
-        numbers += view[:_NEAR]
-        numbers += view[_NEAR + 1 :]
-        if view[_NEAR] is not near:
-            nears = tuple(v[_NEAR] for v in views)
+        numbers += view
+    # The links go apart, one for all where they are the same; a zero stays in the place of each.
+    nears: Any = numbers[_TASK + _NEAR :: _FIELDS]
+    if nears.count(nears[0]) == len(nears):
+        nears = nears[0]
+    else:
+        nears = tuple(nears)
+    numbers[_TASK + _NEAR :: _FIELDS] = [0.0] * len(views)
     return (
         choice,
         far,
@@ -73,6 +77,27 @@ def pack(
         _doubles(len(numbers)).pack(*numbers),
         *addresses,
     )
+
+
+#: of a task and one candidate
+_ONE = struct.Struct(f"{_TASK + _FIELDS}d")
+
+
+def pack_one(
+    address: str,
+    numbers: tuple[float, ...],
+    task: TaskView,
+    near: Link,
+    far: Link,
+    total_bytes: float,
+    count: int,
+    workers: int,
+) -> tuple[Any, ...]:
+    """The same for a task that stays where its inputs are, see `home.stays`. `numbers` is what that gave."""
+    queue, pending, slowness, room, held = numbers
+    compute, output, slack = task
+    packed = _ONE.pack(compute, output, slack, queue, pending, 0.0, 0.0, 0.0, 0.0, slowness, room, held, 0.0, 1.0, 0.0)
+    return 0, far, total_bytes, count, False, workers, near, packed, address
 
 
 def transfer_seconds(startstops: Iterable[Mapping[str, Any]]) -> float | None:
@@ -114,9 +139,9 @@ class Detail:
         return self._addresses[i]
 
     def view(self, i: int) -> WorkerView:
-        numbers = _doubles(_NUMBERS).unpack_from(self._numbers, 8 * (_TASK + _NUMBERS * i))
+        numbers = _doubles(_FIELDS).unpack_from(self._numbers, 8 * (_TASK + _FIELDS * i))
         near = self._nears[i] if isinstance(self._nears, tuple) else self._nears
-        return WorkerView._make((*numbers[:_NEAR], near, *numbers[_NEAR:]))
+        return WorkerView._make((*numbers[:_NEAR], near, *numbers[_NEAR + 1 :]))
 
     def terms(self, i: int) -> dict[str, float]:
         return terms(self.task, self.view(i), self.far, WEIGHTS)

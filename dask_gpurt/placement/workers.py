@@ -8,6 +8,7 @@ entries were removed walks over their tombstones.
 from __future__ import annotations
 
 import random
+import re
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from dask_gpurt.model.link import LinkClass
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 T = TypeVar("T")
+_NUMBER = re.compile(r"(\d+)")
 
 
 class IndexedSet(Generic[T]):
@@ -57,10 +59,12 @@ class Node:
     zones is so much longer than any within one that hosts do not matter beside it.
     """
 
-    __slots__ = ("idle", "link_class", "name", "workers")
+    __slots__ = ("idle", "link_class", "name", "order", "workers")
 
     def __init__(self, name: str, link_class: LinkClass) -> None:
         self.name = name
+        #: its place among the nodes. Worked out here, because when a graph comes all workers are sorted at once
+        self.order = natural(name)
         #: the path between two of its workers
         self.link_class = link_class
         self.workers: IndexedSet[WorkerInfo] = IndexedSet()
@@ -72,10 +76,15 @@ class WorkerInfo:
 
     __slots__ = (
         "address",
+        "asked",
         "backlog_seconds",
         "far_share",
+        "free",
+        "looked_at",
+        "looked_samples",
         "mark_bytes",
         "node",
+        "order",
         "reserved_bytes",
         "root_seconds",
         "roots",
@@ -85,12 +94,15 @@ class WorkerInfo:
         "speed_samples",
         "tasks",
         "ws",
+        "zoned",
     )
 
     def __init__(self, ws: Any, node: Node, mark_bytes: float) -> None:
         #: distributed's WorkerState
         self.ws = ws
         self.address: str = ws.address
+        #: its place among the workers of its node
+        self.order = natural(self.address)
         self.node = node
         #: bytes of task data at which it starts to overflow; infinite without a memory limit
         self.mark_bytes = mark_bytes
@@ -112,6 +124,14 @@ class WorkerInfo:
         self.speed_samples = 0
         #: decayed share of the inbound bytes that come over the network rather than from neighbours
         self.far_share = 0.5
+        #: whether a thread is free, as the table has it; None: it has to be put there
+        self.free: bool | None = None
+        #: samples of the speed when it was last looked for whether new ones come, and since when they are as many
+        self.looked_samples = -1
+        self.looked_at = 0.0
+        #: whether its round trip is known, and how often it was asked for
+        self.zoned = False
+        self.asked = 0
 
     def __repr__(self) -> str:
         return f"<WorkerInfo {self.ws.address} tasks={self.tasks} backlog={self.backlog_seconds:.3g}s>"
@@ -159,6 +179,7 @@ class WorkerTable:
         if node is None:
             node = self.nodes[name] = Node(name, link_class)
         info.node = node
+        info.free = None
         node.workers.add(info)
         self.refresh(info)
 
@@ -178,7 +199,11 @@ class WorkerTable:
     def refresh(self, info: WorkerInfo) -> None:
         """Note whether a thread of this worker is free."""
         ws = info.ws
-        if len(ws.processing) - len(ws.long_running) < ws.nthreads:
+        free = len(ws.processing) - len(ws.long_running) < ws.nthreads
+        if free is info.free:
+            return
+        info.free = free
+        if free:
             self.idle.add(info)
             info.node.idle.add(info)
         else:
@@ -191,6 +216,11 @@ class WorkerTable:
             info.backlog_seconds = info.reserved_bytes = info.root_seconds = 0.0
             info.tasks = info.seceded = info.roots = 0
             self.refresh(info)
+
+
+def natural(text: str) -> list[Any]:
+    """A sort key: text with its numbers as numbers."""
+    return [int(part) if part.isdigit() else part for part in _NUMBER.split(text)]
 
 
 def node_of(address: str, host: str) -> tuple[str, LinkClass]:

@@ -96,6 +96,8 @@ class Workload:
     network_seconds: float = 0.0
     #: key -> index of the worker that runs it under the policy ``plan``: a schedule made by hand, with hindsight
     plan: Mapping[Any, int] = dataclasses.field(default_factory=dict)
+    #: all tasks as `dask.order` would have them, where that is too large to be asked; None: it is asked
+    ordered: Sequence[Any] | None = None
 
     def __post_init__(self) -> None:
         for key, task in self.tasks.items():
@@ -105,10 +107,14 @@ class Workload:
         for key in self.outputs:
             if key not in self.tasks:
                 raise ValueError(f"output {key!r} is not a task of {self.name}")
+        if self.ordered is not None and (len(self.ordered) != len(self.tasks) or set(self.ordered) != set(self.tasks)):
+            raise ValueError(f"ordered must have each of the {len(self.tasks)} tasks of {self.name} once")
 
     @functools.cached_property
     def order(self) -> dict[Any, int]:
         """Key -> position in `dask.order`, which a client sends along. Kept: it takes longer than a small run."""
+        if self.ordered is not None:
+            return {key: i for i, key in enumerate(self.ordered)}
         names = {key: stable(key, 0) for key in (*self.tasks, *self.inputs)}
         dsk = {
             names[k]: Task(names[k], function, *(TaskRef(names[d]) for d in t.dependencies))

@@ -36,8 +36,9 @@ class FakePrefix:
 
 
 class FakeGroup:
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, prefix: FakePrefix) -> None:
         self.name = name
+        self.prefix = prefix
 
 
 class FakeTask:
@@ -52,9 +53,11 @@ class FakeTask:
     ) -> None:
         self.key = key
         self.prefix = FakePrefix(prefix or key.split("-")[0])
-        self.group = FakeGroup(group or self.prefix.name)
+        self.group = FakeGroup(group or self.prefix.name, self.prefix)
         self.dependencies = set(dependencies)
         self.dependents: set[FakeTask] = set()
+        #: of a task that has been computed: who is still to run
+        self.waiters: set[FakeTask] | None = self.dependents
         for d in dependencies:
             d.dependents.add(self)
         self.nbytes = nbytes

@@ -149,6 +149,22 @@ def test_workers_that_are_paused_are_not_asked() -> None:
     assert set(engine.deals._free()) == set(workers[15:])
 
 
+def test_without_a_slot_only_the_hungry_are_looked_for() -> None:
+    engine, (a, b, *_) = rig()
+    own(engine, b, 4)
+    info = engine.workers.by_address[a.address]
+    engine.deals.finished(info)
+    assert engine.deals.quiet()
+    assert engine.deals.first() == []  # forgotten: its slot has been taken
+    x = FakeTask("x", nbytes=10, on=(b,))
+    task = FakeTask("f-1", x)
+    assign(engine, task, a)
+    assert a.needs_what
+    assert not engine.deals.quiet()
+    assert engine.deals.hungry() == [a]
+    assert engine.deals.quiet()
+
+
 def test_hosts_are_in_order_of_their_numbers() -> None:
     workers = [FakeWorker(i, host=f"10.0.0.{n}") for i, n in enumerate((10, 9, 1))]
     engine = make_engine(workers)

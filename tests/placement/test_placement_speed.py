@@ -89,6 +89,13 @@ def test_the_last_tasks_are_not_for_the_slow() -> None:
     assert pace.spared == 1
 
 
+def test_what_follows_a_root_counts_against_a_slow_worker() -> None:
+    _, infos, pace, _ = table([10, 1, 1, 1])
+    # The others need 9.3 of its 10 units for the queue: true to one root, but what joins it would be late here too.
+    assert not pace.worth(infos[0], 28)
+    assert pace.worth(infos[0], 30)
+
+
 def test_a_refused_worker_gets_work_in_the_end() -> None:
     _, infos, pace, now = table([10, 1, 1, 1])
     assert not pace.worth(infos[0], 1)

@@ -19,7 +19,7 @@ import dask_gpurt.simulate.run as run_module
 from dask_gpurt.config import Settings
 from dask_gpurt.errors import ConfigError
 from dask_gpurt.placement import PlacementPlugin
-from dask_gpurt.simulate import Cluster, Path, Placed, SimulationError, TaskSpec, Workload, simulate
+from dask_gpurt.simulate import Cluster, Path, Placed, SimulationError, TaskSpec, Workload, model, shapes, simulate
 from dask_gpurt.simulate.bounds import bound
 from dask_gpurt.simulate.clock import EPOCH, VirtualLoop, patched
 from dask_gpurt.simulate.model import function
@@ -70,6 +70,25 @@ def test_conservation(shape: str, policy: str) -> None:
     assert result.peak_total_bytes >= result.peak_memory_bytes >= 0
     if policy == "gpurt":
         assert result.statistics["fallbacks"] == {}
+
+
+def test_a_given_order_is_as_dask_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, _ = build("spill", 4)
+    assert asked.ordered is None
+    monkeypatch.setattr(shapes, "MOST_ORDERED", 10)
+    given, _ = build("spill", 4)
+    assert given.ordered is not None
+    told: list[list[str]] = []
+    for workload in (asked, given):
+        order = sorted(workload.order, key=workload.order.__getitem__)
+        # Which chunk comes first is arbitrary in both; what of which comes after what is not.
+        told.append([k if isinstance(k, str) else k[0] for k in order])
+        for i in range(0, order.index("bar"), 2):
+            assert (order[i][0], order[i + 1]) == ("load", ("mid", order[i][1]))
+    assert told[0] == told[1]
+    # Dask's own order is not asked: it would need memory in proportion to the square of the chunks.
+    monkeypatch.setattr(model.dask.order, "order", None)
+    assert build("spill", 4)[0].order == given.order
 
 
 def test_what_a_shape_says_of_its_network_is_a_bound() -> None:
@@ -236,6 +255,7 @@ def test_stories() -> None:
         (lambda: build("tree", 4, "node"), "Did you mean 'nodes'"),
         (lambda: Workload("w", {"a": TaskSpec(("b",))}, ["a"]), "needs 'b'"),
         (lambda: Workload("w", {}, ["a"]), "not a task"),
+        (lambda: Workload("w", {"a": TaskSpec()}, ["a"], ordered=["a", "a"]), "each of the 1 tasks of w once"),
         (lambda: Cluster(0), "at least 1"),
         (lambda: Cluster(3, slowness=(1.0,)), "1 entries for 3 workers"),
     ],

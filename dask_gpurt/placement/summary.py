@@ -1,0 +1,49 @@
+"""What an engine tells of itself, as plain JSON. See `PlacementPlugin.statistics` for what it means."""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dask_gpurt.placement.engine import Engine
+
+
+def of(engine: Engine) -> dict[str, Any]:
+    """Counts since the start; what is known of links, prefixes and workers; sizes of the tables."""
+    measured = [w for w in engine.workers.all.items if w.speed_samples]
+    usual = statistics.median(w.slowness for w in measured) if measured else 1.0
+    return {
+        "decisions": {
+            "total": engine.budget.count,
+            "moved": engine.decided["moved"],
+            "local": engine.decided["local"],
+            "restricted": engine.decided["restricted"],
+            "logged": len(engine.log),
+            **engine.log.calibration(),
+        },
+        "declined": dict(engine.declined),
+        "prices": engine.prices.given,
+        #: blocks cut, root tasks handed to the owner of their block, blocks split for idle workers, and offers not
+        #: made to workers with no memory left
+        "roots": {
+            "groups": engine.groups.cut,
+            "pulled": engine.groups.pulled,
+            "split": engine.groups.split,
+            "spared": engine.deals.spared,
+        },
+        "microseconds": engine.budget.statistics(),
+        "governor": engine.governor.statistics(),
+        "links": engine.links.statistics(),
+        "zones": engine.zones.statistics(),
+        "prefixes": len(engine.durations.prefixes),
+        #: address -> speed relative to the median worker (2: twice as fast)
+        "speeds": {w.ws.address: usual / w.slowness for w in measured},
+        "tables": {
+            "workers": len(engine.workers.by_address),
+            "charges": len(engine.ledger.charges),
+            "unknown": sum(map(len, engine.ledger.unknown.values())),
+            "roots": len(engine.groups),
+            "copies_on_disk": engine.residence.copies,
+        },
+    }
