@@ -16,6 +16,7 @@ WORKER: tuple[tuple[str, str, str], ...] = (
     ("slots.fetched.*.seconds", "seconds", "Spent in those fetches, which may overlap"),
     ("slots.fetched.*.requests", "count", "Of those fetches"),
     ("slots.errors", "count", "Exceptions while slots were measured"),
+    ("fetches.spared", "count", "Fetches not begun, as the worker to fetch from had left"),
     ("copies.discarded", "count", "Results of losing second copies of tasks that were not taken"),
     ("shuffle.runs", "count", "Shuffles that this worker took part in"),
     ("shuffle.runs_closed", "count", "Those that have ended"),

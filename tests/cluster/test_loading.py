@@ -42,7 +42,7 @@ def _shows_all(client: Client, workers: int) -> dict[str, Any]:
     parts = ("ledger", "next-use", "placement", "shuffle", "workers")
     assert got["scheduler"]["parts"] == dict.fromkeys(parts, "on")
     assert len(got["workers"]) == workers
-    assert all(w["parts"] == {"copies": "on", "slots": "on", "tiers": "on"} for w in got["workers"].values()), got[
+    assert all(w["parts"] == {"copies": "on", "fetches": "on", "slots": "on", "tiers": "on"} for w in got["workers"].values()), got[
         "workers"
     ]
     return got
