@@ -123,8 +123,10 @@ class Engine:
         began = time.perf_counter_ns()
         task = self._task(ts)
         far = self.links.link(LinkClass.NETWORK)
-        # Where nobody else's policy has a say and nothing is being tried out.
-        if self._weights is not None and valid is None and self.governor.standing is Standing.TRUSTED:
+        self._turn = (self._turn + 1) % OBSERVED
+        # Where nobody else's policy has a say and nothing is being tried out. One in so many is weighed all the same:
+        # the governor must see its share of them, or it would not notice that the policy loses by them.
+        if self._turn and self._weights is not None and valid is None and self.governor.standing is Standing.TRUSTED:
             home = stays(self, ts, task, far, self._weights)
             if home is not None:
                 info, numbers, nbytes = home
@@ -140,7 +142,6 @@ class Engine:
         picked, inputs, views, task, far, i = weighed
         info = picked[i]
         view = views[i]
-        self._turn = (self._turn + 1) % OBSERVED
         if not self._turn or self.governor.standing is Standing.TRIAL:
             known = self.durations.known(ts)
             # What nobody has seen before nobody could have predicted; and what nobody waits for may well take longer at

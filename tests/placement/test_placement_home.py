@@ -14,7 +14,7 @@ from placement_fakes import SETTINGS, FakeScheduler, FakeTask, FakeWorker, assig
 from dask_gpurt.model import LinkClass
 from dask_gpurt.placement import home
 from dask_gpurt.placement.cost import cost
-from dask_gpurt.placement.engine import Engine
+from dask_gpurt.placement.engine import OBSERVED, Engine
 from dask_gpurt.placement.governor import Standing
 from dask_gpurt.placement.policy import WEIGHTS, Cheapest
 from dask_gpurt.placement.stories import STAYS, Detail
@@ -91,6 +91,15 @@ def test_a_task_is_weighed_when_elsewhere_may_be_better(why: str, change: Callab
     change(engine, a)
     engine.decide(FakeTask("f-1", FakeTask("x", nbytes=10**9, on=(a,))), None)
     assert compared(engine, "f-1") > 1
+
+
+def test_the_governor_sees_its_share_of_them() -> None:
+    """Else it would not notice that the policy loses by tasks that stay."""
+    engine, (a, *_) = cluster()
+    for i in range(4 * OBSERVED):
+        assert engine.decide(FakeTask(f"f-{i}", FakeTask(f"x-{i}", nbytes=10**6, on=(a,))), None) is a
+    weighed = [i for i in range(4 * OBSERVED) if compared(engine, f"f-{i}") > 1]
+    assert len(weighed) == 4
 
 
 def test_a_task_is_weighed_when_somebody_waits_for_it() -> None:
