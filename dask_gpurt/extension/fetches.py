@@ -22,13 +22,14 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.worker_state_machine import GatherDepNetworkFailureEvent
 
+from dask_gpurt.model.wrapped import Wrapped
 from dask_gpurt.tiers.adoption import require_call, require_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class Fetches:
+class Fetches(Wrapped):
     """Of one worker."""
 
     def __init__(self, worker: Any) -> None:
@@ -42,29 +43,11 @@ class Fetches:
             stimulus_id="s",
         )
         self._worker = worker
-        self._stock: Callable[..., Any] = worker.gather_dep
-        self._had = "gather_dep" in vars(worker)
-        self._active = False
         #: fetches that were not begun
         self.spared = 0
-        self._ours = self._wrap()
+        super().__init__(worker, "gather_dep")
 
-    def install(self) -> None:
-        self._active = True
-        self._worker.gather_dep = self._ours
-
-    def uninstall(self) -> None:
-        """Put back what was there; a second call does nothing."""
-        self._active = False
-        if vars(self._worker).get("gather_dep") is not self._ours:
-            return  # wrapped again by somebody who stays; we only pass the call on from now on
-        if self._had:
-            self._worker.gather_dep = self._stock
-        else:
-            del self._worker.gather_dep
-
-    def _wrap(self) -> Callable[..., Any]:
-        stock = self._stock
+    def _wrap(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         has_what = self._worker.state.has_what
 
         async def gather_dep(worker: str, to_gather: Any, total_nbytes: int, *, stimulus_id: str) -> Any:

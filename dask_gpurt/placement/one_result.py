@@ -21,38 +21,22 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.worker_state_machine import RescheduleEvent
 
+from dask_gpurt.model.wrapped import Wrapped
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class OneResult:
+class OneResult(Wrapped):
     """Of one worker."""
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
-        self._stock: Callable[..., Any] = worker.execute
-        self._had = "execute" in vars(worker)
-        self._active = False
         #: values of losing copies that were not taken
         self.discarded = 0
-        self._ours = self._wrap()
+        super().__init__(worker, "execute")
 
-    def install(self) -> None:
-        self._active = True
-        self._worker.execute = self._ours
-
-    def uninstall(self) -> None:
-        """Put back what was there; runs under way end as Dask would have them. A second call does nothing."""
-        self._active = False
-        if vars(self._worker).get("execute") is not self._ours:
-            return  # wrapped again by somebody who stays; we only pass the call on from now on
-        if self._had:
-            self._worker.execute = self._stock
-        else:
-            del self._worker.execute
-
-    def _wrap(self) -> Callable[..., Any]:
-        stock = self._stock
+    def _wrap(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         tasks = self._worker.state.tasks
 
         async def execute(key: Any, *, stimulus_id: str) -> Any:
