@@ -11,7 +11,9 @@ Real worker processes under nannies. Every run is one query with one fault at a 
 
 The answer is compared with that of pandas, row by row. Outcomes: ``right``, ``wrong``, ``error`` (an exception that
 reached the user), ``hang`` (no answer within `HANG_SECONDS`). Counted besides: tasks that ended more often than in an
-undisturbed run, by what they do, and the bytes of their results; files below the scratch folder when all is over.
+undisturbed run, by what they do, and the bytes of their results; files below the scratch folder when all is over. A
+fault that came after the answer is told (``missed``): it costs nothing. The undisturbed time is taken again by every
+query that follows a cancelled one, as a machine that others use is not as fast all the time.
 
 With ``--skewed`` two fifths of the rows of the first table have one of two keys, which Dask's hash puts into outputs of
 one worker, and moving an output costs nothing, so that shuffles bind outputs late and faults hit that, too.
@@ -186,6 +188,8 @@ class Bench:
             self.cluster = local_cluster(settings=settings, **kwargs)
         self.client = Client(self.cluster)
         self.answers = {name: ordered(want()) for name, (_, want) in QUERIES.items()}
+        #: when the latest query had its answer
+        self.answered = 0.0
         #: query -> (seconds undisturbed, what ended)
         self.calm: dict[str, tuple[float, dict[str, dict[str, int]]]] = {}
         for name in QUERIES:
@@ -215,6 +219,7 @@ class Bench:
                 future = self.client.compute(QUERIES[name][0]())
             disturb(future)
             got = future.result(timeout=HANG_SECONDS)
+            self.answered = time.perf_counter()
         except TimeoutError as e:
             return time.perf_counter() - start, "hang", repr(e)
         except Exception as e:
@@ -235,10 +240,12 @@ class Bench:
         pids = self.pids()
         r.shuffle(pids)
         struck = threading.Event()
+        moments: list[float] = []
         self.client.run_on_scheduler(count)
         runs = shuffle_stat(self.client)
 
         def strike(future: Any) -> None:
+            moments.append(time.perf_counter())
             if kind in ("kill", "kill2"):
                 for pid in pids[: 1 + (kind == "kill2")]:
                     with contextlib.suppress(ProcessLookupError):  # its nanny has restarted it meanwhile
@@ -271,6 +278,7 @@ class Bench:
             if outcome == "right":
                 again, outcome, text = self.query(name, lambda future: None)
                 seconds = max(seconds - share * calm, again)
+                self.calm[name] = again, usual
         else:
             seconds, outcome, text = self.query(name, disturb)
             struck.wait(HANG_SECONDS)
@@ -292,6 +300,7 @@ class Bench:
             "seconds": round(seconds, 2),
             "over_calm": round(seconds / calm, 2),
             "outcome": outcome,
+            "missed": outcome == "right" and any(moment > self.answered for moment in moments),
             "tasks_again": more["tasks"],
             "bytes_again": more["bytes"],
             "files_left": self.files_left(),
@@ -357,6 +366,7 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "runs": len(runs),
         "outcomes": {k: outcomes.get(k, 0) for k in ("right", "wrong", "error", "hang")},
+        "missed": sum(r.get("missed", False) for r in runs),
         "longest_seconds": max(r["seconds"] for r in runs),
         "files_left": sum(r["files_left"] for r in runs),
         "tasks_again": sum(sum(r["tasks_again"].values()) for r in runs),

@@ -262,6 +262,11 @@ SCHEDULER: tuple[tuple[str, str, str], ...] = (
         "Outputs of lost workers that others completed and made after the barrier",
     ),
     (
+        "shuffle.recovery.outputs_void",
+        "count",
+        "Outputs that were made again where they had been made, as what was made of them was gone",
+    ),
+    (
         "shuffle.recovery.restarted",
         "count",
         "Shuffles restarted, as a worker was lost and they could not go on without it",

@@ -28,7 +28,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import itertools
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -39,17 +38,21 @@ from dask_gpurt.shuffle import seam, wire
 from dask_gpurt.shuffle.chunk import Slice
 from dask_gpurt.shuffle.cut import cut
 from dask_gpurt.shuffle.heap import heap
+from dask_gpurt.shuffle.ledger import Ledger
+from dask_gpurt.shuffle.owned import by_owner, parted
 from dask_gpurt.shuffle.partition import Layout, Shard
-from dask_gpurt.shuffle.recovery import CUTS, Counting, Ledger, Validity, shard_id
+from dask_gpurt.shuffle.recovery import CUTS, Counting, Validity, shard_id
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from dask_gpurt.shuffle.chunk import Piece
-    from dask_gpurt.shuffle.recovery import Budget, State
+    from dask_gpurt.shuffle.ledger import Budget
+    from dask_gpurt.shuffle.recovery import State
     from dask_gpurt.shuffle.stores import Counters
 
-#: what the scheduler answers a barrier task that has to wait for transfer tasks
+#: what the scheduler answers a barrier task that has to wait for transfer tasks; and what stands for a worker's address
+#: when the task of an output asks for what was handed out before
 AGAIN = "again"
 #: a send that failed waits so long for the news that its peer is gone
 NEWS_SECONDS = 30.0
@@ -77,8 +80,9 @@ class Outgoing(dict[str, Any]):
     partition: int = -1
     key: Any = None
     attempt: int = 0
-    #: (address, shard) of all other workers, to retain
+    #: (address, shard) of all other workers, and shards of this one, to retain
     sent: list[tuple[str, Shard]]
+    own: list[Shard]
 
 
 class AmendedRun(seam.DataFrameShuffleRun):
@@ -103,7 +107,7 @@ class AmendedRun(seam.DataFrameShuffleRun):
         self._layout = Layout(kwargs["worker_for"])
         #: as inherited, but a dict: a look into a pandas series costs more than the rest of finding an output
         self._worker_for: dict[int, str] = dict(kwargs["worker_for"])
-        self._ledger: Ledger[Shard] = Ledger(budget, _parted)
+        self._ledger: Ledger[Shard] = Ledger(budget, parted)
         self._ledger.epoch = state.epoch
         self._ledger.lost |= set(state.lost)
         self._counting = Counting(state.opened, state.validity, dict(state.bound))
@@ -138,8 +142,9 @@ class AmendedRun(seam.DataFrameShuffleRun):
         validity = self._counting.validity
         if validity is not None and data.partition in validity.attempts:
             return False
-        nbytes = sum(shard.table.nbytes for _, shard in data.sent)
-        self._ledger.ran(data.partition, data.key, data.attempt, data.sent, nbytes)
+        nbytes = sum(shard.nbytes for _, shard in data.sent)
+        own_nbytes = sum(shard.nbytes for shard in data.own)
+        self._ledger.ran(data.partition, data.key, data.attempt, data.sent, nbytes, data.own, own_nbytes)
         return True
 
     def _check_sent(self, data: Outgoing) -> None:
@@ -201,15 +206,15 @@ class AmendedRun(seam.DataFrameShuffleRun):
             moved = dict(question["moved"])
             giving = self._rebound([part for part in handing if part in fresh], handing, moved)
             void = fresh - set(handing)
-            if any(self._worker_for[part] == self.local_address for part in void):
-                # Told of the move only when it was void. What this worker had for itself counts no more, either.
-                self._ledger.bound(void, self.local_address, "", own=True)
+            # Where this worker has their rows: told of a move only when it was void, under the old owner.
+            owners = {self._worker_for[part] for part in void}
+            self._void(void)
             self._worker_for.update(moved)
             self._layout = Layout(self._worker_for) if opened is None else self._opened_layout(opened)
             for address in set(question["lost"]) - self._ledger.lost:
                 # Else what is on its way there would connect for as long as Dask does, and its rows stay in memory.
                 self.rpc.remove(address)
-            again = self._ledger.amend(epoch, question["lost"], void)
+            again = self._ledger.amend(epoch, question["lost"], void, owners, self.local_address in owners)
             for address in self._ledger.lost:
                 if (lost := self._losses.get(address)) is not None and not lost.done():
                     lost.set_result(None)
@@ -230,6 +235,10 @@ class AmendedRun(seam.DataFrameShuffleRun):
         for (source, target), some in groups.items():
             self._ledger.bound(some, source, target, own=source == self.local_address)
         return [(part, places[part]) for part in parts if handing[part] == self.local_address]
+
+    def _void(self, parts: Collection[int]) -> None:
+        """Rows that came for these outputs until now count no more."""
+        raise NotImplementedError
 
     async def _hand_over(self, epoch: int, giving: list[tuple[int, int]]) -> None:
         """Give the new owners the rows of outputs that this worker had; see `handing`."""
@@ -260,11 +269,10 @@ class AmendedRun(seam.DataFrameShuffleRun):
         """
         out: list[tuple[int, int, str, Shard]] = []
         for partition, attempt, shard in again:
-            for address, piece in _by_owner(shard, lambda part: self._worker_for[part]):
+            for address, piece in by_owner(shard, lambda part: self._worker_for[part]):
                 if address not in self._ledger.lost:
                     out.append((partition, attempt, address, piece))
-                if address != self.local_address:
-                    self._ledger.rerouted(partition, [(address, piece)])
+                self._ledger.rerouted(partition, address, piece, own=address == self.local_address)
         return out
 
     async def _resend(self, epoch: int, routed: list[tuple[int, int, str, Shard]]) -> None:
@@ -366,30 +374,3 @@ class AmendedRun(seam.DataFrameShuffleRun):
             _retaining.discard(self)
             self._ledger.settle()
         await super().close()
-
-
-def _by_owner(shard: Shard, owner_of: Callable[[int], Any]) -> Iterable[tuple[Any, Shard]]:
-    """(owner, its rows) of neighbours with one owner; views."""
-    ends = np.concatenate([[0], np.cumsum(shard.lengths, dtype=np.int64)])
-    at = 0
-    for owner, parts in itertools.groupby(shard.parts, lambda part: owner_of(int(part))):
-        first, at = at, at + len(list(parts))
-        yield (
-            owner,
-            dataclasses.replace(
-                shard,
-                table=shard.table.slice(int(ends[first]), int(ends[at] - ends[first])),
-                parts=shard.parts[first:at],
-                lengths=shard.lengths[first:at],
-                known_bytes=-1,
-            ),
-        )
-
-
-def _parted(shard: Shard, parts: Collection[int]) -> tuple[list[Shard], list[Shard]]:
-    """(rows of some outputs, the rest); views."""
-    inside = np.isin(shard.parts, list(parts))
-    if not inside.any():
-        return [], [shard]
-    pieces = list(_by_owner(shard, lambda part: part in parts))
-    return [one for mine, one in pieces if mine], [one for mine, one in pieces if not mine]

@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any
 from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.asking import Asking
 from dask_gpurt.shuffle.binder import Binder
+from dask_gpurt.shuffle.holding import Holder
+from dask_gpurt.shuffle.joins import partner
 from dask_gpurt.shuffle.opener import LOOK_SECONDS, PATIENCE, PATIENCE_SECONDS, Opener
 from dask_gpurt.shuffle.recovery import EPOCHS, Validity, agreed, reassign, too_narrow, undone
 from dask_gpurt.shuffle.spec import GpurtShuffleSpec
@@ -59,7 +61,9 @@ class Amender(Asking):
         self._plugin = plugin
         self._failed = failed
         self._opener = Opener(scheduler, plugin, self)
+        self.made = self._opener.ended
         self.binder = Binder(scheduler, plugin, self, able)
+        self.holder = Holder(scheduler, self)
         #: runs being amended
         self._tasks: dict[tuple[Any, int], asyncio.Task[None]] = {}
         #: run ids whose barrier has passed
@@ -110,10 +114,11 @@ class Amender(Asking):
 
     # ---- a worker is lost
 
-    def place(self, state: Any, run_id: int, key: Hashable) -> bool:
-        """An output's task asks where it belongs; whether that was answered here. Never raises."""
+    def place(self, state: Any, run_id: int, key: Hashable, again: bool = False) -> bool:
+        """An output's task asks where it belongs, or has it opened `again`; whether that was done. Never raises."""
         try:
-            return self.ours(state) and state.run_id == run_id and self._opener.place(state, key)
+            answer = self._opener.asked if again else self._opener.place
+            return self.ours(state) and state.run_id == run_id and answer(state, key)
         except Exception:
             self._failed()
             return False
@@ -150,6 +155,9 @@ class Amender(Asking):
         if barrier is None or state._failed:
             return False
         run_state = state.run_spec.spec.state
+        if state.run_id in self._passed and barrier.state != "memory" and self._opener.close(state, barrier):
+            # The barrier's task was lost before its end was known: it runs again, as if it had not passed.
+            del self._passed[state.run_id]
         if state.run_id in self._passed:
             begun = self._opener.begin(shuffle_id, state, barrier, worker)
             if begun is None:
@@ -186,33 +194,12 @@ class Amender(Asking):
         needed = [seam.output_of(ts.run_spec, shuffle_id) for ts in barrier.dependents if ts.state != "memory"]
         if not alive or run_state.epoch >= EPOCHS or not all(part is None or part in worker_for for part in needed):
             return False
-        worker_for.update(reassign(worker_for, alive, self.partner(barrier, shuffle_id)))
+        worker_for.update(reassign(worker_for, alive, partner(self._plugin, barrier, shuffle_id)))
         state.participating_workers |= set(worker_for.values())
         run_state.epoch += 1
         run_state.lost.append(worker)
         run_state.void()
         return True
-
-    def partner(self, barrier: Any, shuffle_id: Any) -> dict[int, str]:
-        """Owners in the shuffles that share outputs with this one."""
-        found: dict[int, str] = {}
-        for ts in barrier.dependents:
-            for other in ts.dependencies:
-                name = seam.id_from_key(other.key)
-                if name and name != shuffle_id and (state := self._plugin.active_shuffles.get(name)) is not None:
-                    found.update(state.run_spec.worker_for)
-            break  # all outputs of a join depend on the same two barriers
-        return found
-
-    def joined(self, shuffle_id: Any) -> list[Any]:
-        """Shuffles of ours that share outputs with this one, and whose barrier has passed."""
-        barrier = self.barrier_of(shuffle_id)
-        found: dict[Any, None] = {}
-        for ts in next(iter(barrier.dependents), barrier).dependencies if barrier is not None else ():
-            name: Any = seam.id_from_key(ts.key)
-            if name != shuffle_id and ts.state == "memory" and self.ours(self._plugin.active_shuffles.get(name)):
-                found[name] = None
-        return list(found)
 
     # ---- amending
 
@@ -398,5 +385,6 @@ class Amender(Asking):
             "transfers_again": self.transfers_again,
             "outputs_kept": self.outputs_kept,
             "outputs_opened": self._opener.opened,
+            "outputs_void": self._opener.void,
             "restarted": self.restarted,
         }

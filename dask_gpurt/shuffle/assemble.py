@@ -20,7 +20,7 @@ import pandas as pd
 import pyarrow as pa
 
 from dask_gpurt.model.pages import pages
-from dask_gpurt.shuffle import gather, seam
+from dask_gpurt.shuffle import exact, gather, seam
 from dask_gpurt.shuffle.heap import heap
 
 if TYPE_CHECKING:
@@ -104,8 +104,13 @@ def general(tables: list[pa.Table], meta: pd.DataFrame) -> pd.DataFrame:
     for i, field in enumerate(table.schema):
         if single or field.name in keep or _is_text(field.type):
             table = table.set_column(i, field, _owned(table.column(i)))
+    as_is = exact.columns(table, meta)
     _, from_arrow = seam.shuffle_tables()
-    return _reconciled(from_arrow(meta, table, self_destruct=True), meta)
+    if not as_is:
+        return _reconciled(from_arrow(meta, table, self_destruct=True), meta)
+    names, table = table.column_names, exact.without(table, as_is)
+    rest = _reconciled(from_arrow(meta, table, self_destruct=True), meta.drop(columns=list(as_is)))
+    return exact.inserted(rest, as_is, names, meta)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

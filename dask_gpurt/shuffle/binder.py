@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from dask_gpurt.shuffle import binding, seam
 from dask_gpurt.shuffle.binding import Output, Plan, Prices, Room, choose
 from dask_gpurt.shuffle.handing import MOVES, NUMBERS
+from dask_gpurt.shuffle.joins import sources
 from dask_gpurt.shuffle.opener import PATIENCE
 from dask_gpurt.shuffle.recovery import EPOCHS
 from dask_gpurt.shuffle.skew import add_up
@@ -152,9 +153,7 @@ class Binder:
         amender = self._amender
         barrier = amender.barrier_of(shuffle_id)
         dependents = set(barrier.dependents)
-        names = {shuffle_id} | {
-            name for ts in dependents for other in ts.dependencies if (name := seam.id_from_key(other.key)) is not None
-        }
+        names = {shuffle_id} | {name for ts in dependents for name, _ in sources(self._plugin, ts)}
         group: dict[Any, Any] = {}
         for name in names:
             one, its = self._plugin.active_shuffles.get(name), amender.barrier_of(name)
@@ -273,16 +272,9 @@ class Binder:
 
     def _others(self, shuffle_id: Any, state: Any) -> Iterator[tuple[Any, Any]]:
         """Other active runs with the same outputs."""
-        names = {
-            name
-            for ts in self._amender.barrier_of(shuffle_id).dependents
-            for other in ts.dependencies
-            if (name := seam.id_from_key(other.key)) is not None and name != shuffle_id
-        }
-        for name in names:
-            one = self._plugin.active_shuffles.get(name)
-            if self._amender.ours(one):
-                yield name, one
+        barrier = self._amender.barrier_of(shuffle_id)
+        found = dict(pair for ts in barrier.dependents for pair in sources(self._plugin, ts))
+        yield from ((name, one) for name, one in found.items() if name != shuffle_id and self._amender.ours(one))
 
     async def settled(self, shuffle_id: Any, state: Any) -> bool:
         """Whether the runs that moved outputs with this one, and have passed their barriers, have handed them over."""

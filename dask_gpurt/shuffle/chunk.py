@@ -26,7 +26,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dask_gpurt.errors import CorruptData
+from dask_gpurt.shuffle.by_object import ByObject
 from dask_gpurt.shuffle.heap import heap
+from dask_gpurt.shuffle.raw import pieces_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -52,14 +54,21 @@ class Rows:
         The table's schema as `schema_of` gives it, when the caller has it already.
     inputs
         Id of the input partition of each row, where they are of several.
+    arrays
+        The table's columns in one piece each, when the caller has them already.
     """
 
-    __slots__ = ("_bundles", "_views", "inputs", "schema", "table")
+    __slots__ = ("_arrays", "_bundles", "_views", "inputs", "schema", "table")
 
     def __init__(
-        self, table: pa.Table, known: KnownSchema | None = None, inputs: np.ndarray[Any, Any] | None = None
+        self,
+        table: pa.Table,
+        known: KnownSchema | None = None,
+        inputs: np.ndarray[Any, Any] | None = None,
+        arrays: Sequence[pa.Array] | None = None,
     ) -> None:
         self.table = table
+        self._arrays = arrays
         self.inputs = inputs
         self.schema = known or schema_of(table.schema)
         self._views: tuple[Any, ...] | None = None
@@ -72,7 +81,8 @@ class Rows:
         Simple are columns in one piece, without nulls where there is a numpy dtype of the same values; and text.
         """
         if self._views is None:
-            self._views = tuple(_views(self.table))
+            arrays = self._arrays or pieces_of(self.table)
+            self._views = () if arrays is None else tuple(_views(arrays, self.schema.kinds))
         return self._views
 
     def bundle(self, fields: tuple[int, ...]) -> np.ndarray[Any, Any] | None:
@@ -117,6 +127,8 @@ class KnownSchema:
     """A schema that compares by identity: equal schemas with equal notes of pandas are one object, while it is used."""
 
     schema: pa.Schema
+    #: per field, how its values are looked at: a numpy dtype, `_TEXT`, `_BITS`, or None when it is not simple
+    kinds: tuple[Any, ...]
 
 
 def schema_of(schema: pa.Schema) -> KnownSchema:
@@ -125,7 +137,25 @@ def schema_of(schema: pa.Schema) -> KnownSchema:
 
 @functools.lru_cache(maxsize=256)
 def _known(schema: pa.Schema, metadata: Any) -> KnownSchema:
-    return KnownSchema(schema)
+    return KnownSchema(schema, tuple(_kind(field.type) for field in schema))
+
+
+#: as `schema_of`, for one and the same object many times
+known_schema = ByObject(schema_of)
+_TEXT, _BITS = "text", "bits"
+
+
+def _kind(kind: pa.DataType) -> Any:
+    import pyarrow as pa
+
+    t = pa.types
+    if t.is_large_string(kind):
+        return _TEXT
+    if t.is_boolean(kind):
+        return _BITS
+    if t.is_integer(kind) or t.is_floating(kind) or t.is_duration(kind) or (t.is_timestamp(kind) and not kind.tz):
+        return np.dtype(kind.to_pandas_dtype())
+    return None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -164,26 +194,23 @@ def _bundle(columns: list[Any]) -> np.ndarray[Any, Any] | None:
     return np.lib.stride_tricks.as_strided(first, (len(at), len(first)), (step, first.itemsize), writeable=False)
 
 
-def _views(table: pa.Table) -> Iterable[Any]:
-    import pyarrow as pa
-
-    t = pa.types
-    views = []
-    for column in table.columns:
-        kind = column.type
-        if column.num_chunks != 1:
-            return ()
-        array = column.chunk(0)
-        if t.is_large_string(kind):
+def _views(arrays: Sequence[pa.Array], kinds: tuple[Any, ...]) -> Iterable[Any]:
+    # Not `in`: to numpy, None equals the dtype of doubles.
+    if any(kind is None for kind in kinds):
+        return ()
+    views: list[Any] = []
+    for array, kind in zip(arrays, kinds, strict=True):
+        if kind is _TEXT:
             views.append(Letters.of(array))
         elif array.null_count:
             return ()
-        elif t.is_boolean(kind):
+        elif kind is _BITS:
             views.append(array)
-        elif t.is_integer(kind) or t.is_floating(kind) or t.is_duration(kind) or (t.is_timestamp(kind) and not kind.tz):
-            views.append(array.to_numpy(zero_copy_only=True))
         else:
-            return ()
+            # Arrow's own conversion takes four times as long.
+            data, n = array.buffers()[1], len(array)
+            values = np.frombuffer(data, kind, n, array.offset * kind.itemsize) if n else np.empty(0, kind)
+            views.append(values)
     return views
 
 
@@ -209,7 +236,9 @@ class ReceivedChunk:
         )
         self._places = tuple(None if at is None else _items(at.astype(np.int64), "q") for at in places)
         self._offsets = tuple(_items(_offsets(s.lengths), "q") for s in self._shards)
-        self._rows = tuple(Rows(s.table, inputs=s.inputs) for s in self._shards)
+        self._rows = tuple(
+            Rows(s.table, s.known, s.inputs, None if s.apart is None else s.arrays) for s in self._shards
+        )
         # Two schemas can be equal and differ in what pandas noted in them.
         index: dict[KnownSchema, int] = {}
         self._schema_of = tuple(index.setdefault(rows.schema, len(index)) for rows in self._rows)
@@ -229,11 +258,23 @@ class ReceivedChunk:
     def parts(self) -> Collection[int]:
         if not self._shards:
             return ()
-        return [int(p) for p in np.unique(np.concatenate([s.parts for s in self._shards]))]
+        if len(self._parts) == 1:
+            return self._parts[0].tolist()
+        return sorted(set().union(*self._parts))
 
     def get(self, part: int) -> list[Piece]:
         """Pieces of one output. KeyError when it has none here."""
-        return [(input_id, rows) for input_id, _, rows in self._find(part)]
+        if len(self._parts) > 1:
+            return [(input_id, rows) for input_id, _, rows in self._find(part)]
+        # Most chunks of a large shuffle, for every output: what `_find` does for one shard.
+        parts = self._parts[0] if self._parts else ()
+        at = bisect.bisect_left(parts, part)
+        if at == len(parts) or parts[at] != part:
+            raise KeyError(part)
+        if (places := self._places[0]) is not None:
+            at = places[at]
+        offsets = self._offsets[0]
+        return [(self._shards[0].input_id, Slice(self._rows[0], offsets[at], offsets[at + 1]))]
 
     def _find(self, part: int) -> list[tuple[int, int, Slice]]:
         """(input id, index of its schema, its rows) of one output."""

@@ -45,6 +45,7 @@ def cut(shard: Shard, limit_bytes: int) -> list[Shard]:
                 parts=shard.parts[first : last + 1],
                 lengths=np.diff(edges, prepend=low).astype(shard.lengths.dtype),
                 known_bytes=-1,
+                apart=None,
             )
         )
     if len(out) > ID_STEP:  # half a terabyte for one worker in one input: no ids are left for its cuts

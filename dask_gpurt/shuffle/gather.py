@@ -30,6 +30,7 @@ import numpy as np
 from dask_gpurt.model.pages import pages
 from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.heap import heap
+from dask_gpurt.shuffle.raw import layouts_of
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping, Sequence
@@ -72,6 +73,10 @@ class Text:
     @property
     def nbytes(self) -> int:
         return int(self.array.nbytes)
+
+    def forget(self) -> None:
+        """Let go of the views: 16 bytes a row, of one column at a time and not of all."""
+        self._parts = None
 
     def take(self, order: np.ndarray[Any, Any]) -> pa.Array:
         """The texts at these places."""
@@ -147,13 +152,14 @@ def plan(data: pd.DataFrame, drop: str | None, schemas: MutableMapping[Any, pa.S
             empty if drop is None else empty.drop(columns=drop), preserve_index=True
         ).schema
     columns: list[Any] = []
-    for name, dtype in zip(names, dtypes, strict=True):
+    for name, dtype, values in zip(names, dtypes, seam.columns_of(data), strict=True):
         if name == drop:
             continue
         if is_plain(dtype):
-            columns.append(data[name].to_numpy())
+            # Dates and durations may come as pandas' own arrays.
+            columns.append(values if isinstance(values, np.ndarray) else values.to_numpy())
             continue
-        pieces = pa.chunked_array(data[name].array.__arrow_array__())
+        pieces = pa.chunked_array(values.__arrow_array__())
         want = schema.field(len(columns)).type
         if pieces.type != want or want != pa.large_string():
             return None
@@ -168,11 +174,11 @@ def plan(data: pd.DataFrame, drop: str | None, schemas: MutableMapping[Any, pa.S
 
 def gather(plan: Plan, order: np.ndarray[Any, Any]) -> pa.Table:
     """The rows of a frame with these numbers, in this order; side by side in one block."""
-    return gather_each(plan, [order])[0]
+    return gather_each(plan, [order])[0][0]
 
 
-def gather_each(plan: Plan, orders: Sequence[np.ndarray[Any, Any]]) -> list[pa.Table]:
-    """A table for each of several lists of row numbers, each in a block of its own.
+def gather_each(plan: Plan, orders: Sequence[np.ndarray[Any, Any]]) -> list[tuple[pa.Table, Sequence[pa.Array], int]]:
+    """A table for each of several lists of row numbers, each in a block of its own; its columns, its bytes.
 
     Column by column for all of them, not table by table: every list has rows from all over the frame, so each of its
     columns would be read from memory as many times as there are lists; so it is read once and stays in the cache.
@@ -183,6 +189,7 @@ def gather_each(plan: Plan, orders: Sequence[np.ndarray[Any, Any]]) -> list[pa.T
         if isinstance(column, Text):
             for block in blocks:
                 block.text(i, column)
+            column.forget()
         elif isinstance(column, np.ndarray) and column.dtype.kind == "b":
             for block in blocks:
                 block.taken[i] = [None, np.packbits(column[block.order], bitorder="little")]
@@ -235,7 +242,7 @@ class _Block:
         """Write a column to its place; in the order of the schema."""
         import pyarrow as pa
 
-        n, kind = len(self.order), self.plan.schema.field(i).type
+        n, kind = len(self.order), layouts_of(self.plan.schema)[i][0]
         buffers: list[pa.Buffer | None] = []
         if i in self.taken:
             for source in self.taken.pop(i):
@@ -254,10 +261,10 @@ class _Block:
             out.view(np.int64)[:] += column.start
         elif isinstance(column, np.ndarray):
             # `wrap`: numpy buffers its output where an index out of range may have to raise; none is.
-            np.take(column, self.order, out=out.view(column.dtype), mode="wrap")
+            column.take(self.order, out=out.view(column.dtype), mode="wrap")
         self._arrays.append(pa.Array.from_buffers(kind, n, [None, self._memory.slice(at, size)], 0))
 
-    def table(self) -> pa.Table:
+    def table(self) -> tuple[pa.Table, list[pa.Array], int]:
         import pyarrow as pa
 
-        return pa.Table.from_arrays(self._arrays, schema=self.plan.schema)
+        return pa.Table.from_arrays(self._arrays, schema=self.plan.schema), self._arrays, self._memory.size

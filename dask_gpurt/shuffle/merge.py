@@ -51,7 +51,7 @@ def merged(shards: Iterable[Shard]) -> list[Shard]:
     out: list[Shard] = []
     groups: dict[tuple[KnownSchema, bool], list[tuple[Shard, Rows]]] = {}
     for shard in sorted(shards, key=lambda s: s.input_id):
-        rows = Rows(shard.table)
+        rows = Rows(shard.table, shard.known, arrays=None if shard.apart is None else shard.arrays)
         if any(has_dictionary(field.type) for field in shard.table.schema):
             out.append(shard)
         else:

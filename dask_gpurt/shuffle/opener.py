@@ -15,6 +15,11 @@ An output task that is not pinned (a join's, one that was fused) may be sent any
 belongs, and is parked when that is open (`place`). One whose rows are gone, since nobody wanted it when its owner was
 lost, restarts the shuffle, as does a lost barrier task.
 
+An output that was made, and is wanted again though its owner lives (what was made of it was on another worker, say,
+which had stolen the task that followed), is opened with the others, all of its rows void. Should nobody know so before
+its task runs, the task asks for it (`asked`); then the other side of a join has to be opened, too, since the task may
+have taken that.
+
 All on the scheduler's event loop.
 """
 
@@ -22,9 +27,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.shuffle import seam
+from dask_gpurt.shuffle.joins import partner, sources
 from dask_gpurt.shuffle.recovery import EPOCHS, lost_outputs, reassign
 
 if TYPE_CHECKING:
@@ -38,6 +45,8 @@ NOWHERE = "gpurt://output-is-not-complete"
 _UNDER_WAY = ("waiting", "queued", "no-worker", "processing")
 #: between two looks at tasks, here and in `amender`
 LOOK_SECONDS = 0.02
+#: how often outputs of one run are opened because a task asks for one; then the run is restarted
+ASKED = 5
 #: how often a flush that fails is asked for again, and after how many seconds: a worker may be leaving
 PATIENCE = 15
 PATIENCE_SECONDS = 0.2
@@ -50,15 +59,57 @@ class Opener:
         self._scheduler = scheduler
         self._plugin = plugin
         self._amender = amender
-        #: outputs opened
+        #: run -> outputs that were made since they were opened last
+        self._made: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
+        #: run -> how often its tasks have asked
+        self._asked: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        #: outputs opened, and those of them whose owner lived
         self.opened = 0
+        self.void = 0
+
+    def ended(self, key: Hashable) -> None:
+        """A task has ended well: notes which output that was."""
+        ts = self._scheduler.tasks.get(key)
+        for name, state in sources(self._plugin, ts) if ts is not None and len(ts.dependencies) <= 2 else ():
+            if self._amender.ours(state) and (part := seam.output_of(ts.run_spec, name)) is not None:
+                self._made.setdefault(state, set()).add(part)
+
+    def asked(self, state: Any, key: Hashable) -> bool:
+        """An output's task asks for what was handed out; whether it is opened again."""
+        ts = self._scheduler.tasks.get(key)
+        part = None if ts is None else seam.output_of(ts.run_spec, state.id)
+        if ts is None or part is None:
+            return False
+        runs = [one for _, one in sources(self._plugin, ts)]
+        if state not in runs or len(runs) < len(ts.dependencies):
+            return False
+        if not all(self._amender.ours(one) and self._amender.passed(one) for one in runs):
+            return False
+        if any(self._asked.get(one, 0) >= ASKED or part not in one.run_spec.worker_for for one in runs):
+            return False
+        for one in runs:
+            if part in (one.run_spec.spec.state.opened or ()):
+                continue
+            self._made.setdefault(one, set()).add(part)
+            self._asked[one] = self._asked.get(one, 0) + 1
+            if not self.begin(one.id, one, self._amender.barrier_of(one.id), ""):
+                return False
+            self._amender.amend(one.id, one)
+        self._park(ts)
+        return True
 
     def there(self, state: Any) -> set[str]:
         """Workers that may own outputs. One that came back under the address of a lost one gets no rows."""
         return set(self._scheduler.workers) - set(state.run_spec.spec.state.lost)
 
     def begin(self, shuffle_id: Any, state: Any, barrier: Any, worker: str) -> bool | None:
-        """Open what was lost; None when nothing has to be done, False when that can not be."""
+        """Open what was lost, or is wanted again; None when nothing has to be done, False when that can not be.
+
+        Parameters
+        ----------
+        worker
+            Who was lost; empty: nobody.
+        """
         run_state, worker_for = state.run_spec.spec.state, state.run_spec.worker_for
         parts = {ts: seam.output_of(ts.run_spec, shuffle_id) for ts in barrier.dependents}
         if None in parts.values():
@@ -74,15 +125,19 @@ class Opener:
         opened = run_state.opened or frozenset()
         # Of what was being handed over nobody has all rows but those who split them. Wanted or not: its owner may live.
         gone = lost_outputs(wanted | opened, worker_for, there) | frozenset(run_state.handing)
+        made = self._made.setdefault(state, set())
+        again = frozenset(part for part in wanted & made if worker_for[part] in there) - opened
+        gone |= again
         owners = sorted(there & set(barrier.worker_restrictions or there))
-        partner = self._amender.partner(barrier, shuffle_id)
+        other = partner(self._plugin, barrier, shuffle_id)
         stay = {part: worker_for[part] for part in gone if worker_for[part] in there}
-        moved = stay | (reassign({part: worker_for[part] for part in gone}, owners, partner) if owners else {})
+        moved = stay | (reassign({part: worker_for[part] for part in gone}, owners, other) if owners else {})
         # The sides of a join must stay together.
-        apart = (p for p, owner in moved.items() if partner.get(p, owner) in self._scheduler.workers)
-        if len(moved) < len(gone) or any(partner.get(p, moved[p]) != moved[p] for p in apart):
+        apart = (p for p, owner in moved.items() if other.get(p, owner) in self._scheduler.workers)
+        if len(moved) < len(gone) or any(other.get(p, moved[p]) != moved[p] for p in apart):
             return False
-        run_state.lost.append(worker)
+        if worker:
+            run_state.lost.append(worker)
         run_state.opened = opened
         for ts, part in parts.items():
             if part not in gone and worker_for.get(part) == worker:
@@ -92,7 +147,9 @@ class Opener:
         worker_for.update(moved)
         state.participating_workers |= set(moved.values())
         run_state.epoch += 1
-        run_state.void()
+        run_state.void(again)
+        made -= gone
+        self.void += len(again)
         run_state.opened = opened | gone
         run_state.scopes[run_state.epoch] = run_state.opened
         self.opened += len(gone - opened)
@@ -102,6 +159,14 @@ class Opener:
         return True
 
     # ---- tasks of outputs
+
+    def close(self, state: Any, barrier: Any) -> bool:
+        """Undo that a barrier has passed; False when there are outputs, or were."""
+        if state.run_spec.spec.state.opened is not None or self._made.get(state):
+            return False
+        for ts in barrier.dependents:
+            self._plugin._unset_restriction(ts)  # they are pinned again when it passes
+        return True
 
     def _park(self, ts: Any) -> None:
         """Have an output's task wait. When it is on a worker that will send it back, it waits from then on."""
@@ -145,10 +210,8 @@ class Opener:
 
     def _others(self, ts: Any, shuffle_id: Any) -> Iterator[frozenset[int]]:
         """What is open in the other shuffles that an output's task depends on."""
-        for other in ts.dependencies:
-            name = seam.id_from_key(other.key)
-            state: Any = self._plugin.active_shuffles.get(name) if name and name != shuffle_id else None
-            if self._amender.ours(state):
+        for name, state in sources(self._plugin, ts):
+            if name != shuffle_id and self._amender.ours(state):
                 yield state.run_spec.spec.state.opened or frozenset()
 
     def wait_on(self) -> None:

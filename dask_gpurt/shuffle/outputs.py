@@ -4,8 +4,10 @@ Invariants
 - `take` removes. A frame merged with itself is one shuffle whose outputs are asked for twice by one task: the second
   time it gets the first frame again, found by a weak reference, within the same execution only (a retry must not see
   what the failed one changed). Any other output asked for again (its task failed after the take and is retried) can not
-  be served, and an empty answer would be silently wrong: the whole shuffle is restarted, by the way upstream restarts
+  be served, and an empty answer would be silently wrong: the scheduler is asked to open it again (`opener`), for all of
+  its rows to come once more. Should it refuse, the whole shuffle is restarted, by the way upstream restarts
   an inconsistent one. Shards lost on a tier do the same. Both at most `RESTARTS` times per shuffle on one worker.
+- Nothing is taken of an output that is open: some of its rows may be there.
 """
 
 from __future__ import annotations
@@ -18,12 +20,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from dask_gpurt.errors import LostData
 from dask_gpurt.model.slots import UNSPILL, waiting
 from dask_gpurt.shuffle import seam
+from dask_gpurt.shuffle.amended import AGAIN
 from dask_gpurt.shuffle.assemble import Assembler
 from dask_gpurt.shuffle.handing import HandingRun
 from dask_gpurt.shuffle.heap import heap
 from dask_gpurt.shuffle.receiving import submit
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     import pandas as pd
 
 #: restarts of one shuffle asked for by this worker; then the error is the user's
@@ -42,6 +47,8 @@ class OutputsRun(HandingRun):
         self._given: dict[int, tuple[weakref.ref[pd.DataFrame], Any]] = {}
         #: bytes of a row of the outputs, about
         self._row_bytes = 0.0
+        #: outputs of this worker
+        self._mine = sum(owner == self.local_address for owner in self._worker_for.values())
 
     def _get_assigned_worker(self, id: int) -> str:
         return self._worker_for[id]
@@ -72,10 +79,14 @@ class OutputsRun(HandingRun):
             return df.copy()
         try:
             with waiting(UNSPILL):
-                first, taken = seam.sync(self._loop, self._take, partition_id)
+                taken = seam.sync(self._loop, self._take, partition_id)
         except LostData as e:
             self._restart(f"output {partition_id} was lost: {e}", e)
-        if not first:
+        if taken is None:
+            seam.sync(self._loop, self._not_here, partition_id, key)
+        if isinstance(taken, str):
+            if seam.sync(self._loop, self._ask_again, key):
+                raise seam.Reschedule
             self._restart(f"output {partition_id} was asked for again")
         start = time.perf_counter()
         pieces = self._counted(partition_id, [piece for some in taken for piece in some])
@@ -115,11 +126,32 @@ class OutputsRun(HandingRun):
         )
         raise seam.Reschedule
 
-    async def _take(self, part: int) -> tuple[bool, list[Any]]:
+    async def _ask_again(self, key: Any) -> bool:
+        """Whether the scheduler has an output that was handed out opened again."""
+        answer = await self.scheduler.shuffle_restrict_task(id=self.id, run_id=self.run_id, key=key, worker=AGAIN)
+        return answer.get("gpurt") is True
+
+    async def _take(self, part: int) -> list[Any] | str | None:
+        """The rows of an output; AGAIN: they were taken, None: it is open."""
         self.raise_if_closed()
+        if not self._counting.ready(part):
+            return None
         if part in self._taken:
-            return False, []
+            return AGAIN
         self._taken.add(part)
+        if len(self._taken) >= self._mine:
+            self._ledger.idle(True)
+        since = self._counting.bound.get(part)
         if self._few or self._merging.locked():
             await self._merge()
-        return True, await self._store.take(self._key, part)
+        taken = await self._store.take(self._key, part)
+        if self._counting.bound.get(part) != since:
+            # Which is not done to an output that is being made. Some of its new rows may be among these.
+            raise LostData(f"output {part} became void while it was taken")
+        return taken
+
+    def _void(self, parts: Collection[int]) -> None:
+        self._taken -= set(parts)
+        for part in parts:
+            self._given.pop(part, None)
+        self._ledger.idle(False)

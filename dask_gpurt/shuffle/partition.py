@@ -26,13 +26,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dask_gpurt.shuffle import gather, seam
+from dask_gpurt.shuffle.chunk import known_schema, schema_of
 from dask_gpurt.shuffle.heap import heap
+from dask_gpurt.shuffle.raw import pieces_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     import pandas as pd
     import pyarrow as pa
+
+    from dask_gpurt.shuffle.chunk import KnownSchema
 
 
 class Layout:
@@ -152,7 +156,7 @@ def _merged(ids: pd.Series, layout: Layout) -> tuple[np.ndarray[Any, Any], np.nd
 SHARDS = 8
 SHARD_BYTES = 1 << 19
 #: and of at least so many per column: each costs 10 us a shard, from here to the output
-COLUMN_BYTES = 1 << 15
+COLUMN_BYTES = 10 << 10
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -174,6 +178,18 @@ class Shard:
     inputs: np.ndarray[Any, Any] | None = None
     #: bytes of the rows, so that nobody has to ask the table on the event loop; -1: not known
     known_bytes: int = -1
+    #: the table's schema as `chunk.schema_of` gives it, where that is known already: finding it takes as long as a few
+    #: columns do
+    known: KnownSchema | None = None
+    #: a table and its columns, one array each, where that is known; holds for `table` only if it is that one
+    apart: tuple[pa.Table, Sequence[pa.Array]] | None = None
+
+    @property
+    def arrays(self) -> Sequence[pa.Array] | None:
+        """The table's columns in one piece each; None when one is not."""
+        if self.apart is not None and self.apart[0] is self.table:
+            return self.apart[1]
+        return pieces_of(self.table)
 
     @property
     def nbytes(self) -> int:
@@ -203,6 +219,7 @@ def split(
         table = _prepared(to_arrow(data.drop(columns=column) if drop_column else data, preserve_index=True))
     row_bytes = (table.nbytes if plain is None else plain.nbytes) / len(data)
     least_bytes = max(SHARD_BYTES, COLUMN_BYTES * data.shape[1])
+    known = schema_of(table.schema) if plain is None else known_schema(plain.schema)
     counts = np.diff(rows.offsets)
     places: list[tuple[str, int, int]] = []
     orders: list[np.ndarray[Any, Any]] = []
@@ -212,16 +229,18 @@ def split(
             if len(order):
                 places.append((address, first, last))
                 orders.append(order)
-    tables: Iterator[pa.Table]
+    tables: Iterator[tuple[pa.Table, Sequence[pa.Array] | None, int]]
     if plain is None:
-        tables = (pc.take(table, pa.array(order), boundscheck=False, memory_pool=heap.pool) for order in orders)
+        taken = (pc.take(table, pa.array(order), boundscheck=False, memory_pool=heap.pool) for order in orders)
+        tables = ((some, None, int(some.nbytes)) for some in taken)
     else:
         tables = iter(gather.gather_each(plain, orders))
-    for (address, first, last), gathered in zip(places, tables, strict=True):
+    for (address, first, last), (gathered, arrays, nbytes) in zip(places, tables, strict=True):
         here = counts[first:last]
         some = np.flatnonzero(here)
         parts, lengths = layout.part_of[first:last][some], here[some].astype(np.uint64)
-        yield address, Shard(input_id, gathered, parts, lengths, known_bytes=int(gathered.nbytes))
+        apart = None if arrays is None else (gathered, arrays)
+        yield address, Shard(input_id, gathered, parts, lengths, known_bytes=nbytes, known=known, apart=apart)
 
 
 def _cuts(offsets: np.ndarray[Any, Any], first: int, row_bytes: float, least_bytes: int) -> list[int]:

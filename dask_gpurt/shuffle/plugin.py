@@ -30,6 +30,7 @@ from dask_gpurt.model import Event, Sink, null_sink
 from dask_gpurt.shuffle import seam, stores
 from dask_gpurt.shuffle.amended import AGAIN
 from dask_gpurt.shuffle.amender import Amender
+from dask_gpurt.shuffle.joins import joined
 from dask_gpurt.shuffle.skew import add_up, skewed
 from dask_gpurt.shuffle.spec import GpurtShuffleSpec
 from dask_gpurt.shuffle.transport.plane import statistics_of
@@ -61,16 +62,18 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
 
     async def barrier(self, id: Any, run_id: int, consistent: bool) -> str | None:
         ours = self.amender.ours(self.active_shuffles.get(id))
-        joined = self.amender.joined(id) if ours and not consistent else []
+        others = joined(self, id) if ours and not consistent else []
         if not consistent or not ours:
             await super().barrier(id, run_id, consistent)
             # What the tasks of a join have taken of the other side is gone as well. Were that found out one side after
             # the other, each would cost the other what was taken of it meanwhile, and they would take turns at it.
-            for other in joined:
+            for other in others:
                 self._restart_shuffle(other, self.scheduler, stimulus_id=f"gpurt-joined-{other}-{run_id}")
             return None
         if not await self.amender.barrier(id, run_id):
             return AGAIN
+        if (state := self.active_shuffles.get(id)) is not None and state.run_id == run_id:
+            self.amender.holder.begin(id, state)
         await self.takeover.pin(id, run_id, self)
         if (state := self.active_shuffles.get(id)) is not None:
             # Not awaited: outputs need not wait for what is said about them.
@@ -78,6 +81,8 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
         return None
 
     def restrict_task(self, id: Any, run_id: int, key: Any, worker: str) -> Any:
+        if worker == AGAIN:
+            return {"status": "OK", "gpurt": self.amender.place(self.active_shuffles.get(id), run_id, key, True)}
         if self.amender.place(self.active_shuffles.get(id), run_id, key):
             return {"status": "OK"}
         return super().restrict_task(id, run_id, key, worker)
@@ -103,6 +108,7 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
             self.amender.released(key, stimulus_id)
         elif finish == "memory" and start == "processing" and self.active_shuffles:
             self.amender.binder.ended(key, kwargs.get("startstops") or ())
+            self.amender.made(key)
         of = seam.id_from_key(key) if finish == "released" and start in ("processing", "queued", "no-worker") else None
         # A barrier that has not passed and will run again, since the run goes on: its worker was lost, or transfers run
         # again. A cancelled query forgets it next, and then the run ends.
@@ -110,12 +116,21 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
             return
         super().transition(key, start, finish, *args, stimulus_id=stimulus_id, **kwargs)
 
+    def valid_workers_downscaling(self, scheduler: Any, workers: list[Any]) -> list[Any]:
+        # As inherited, but a run whose outputs are all made keeps nobody: what a worker has of them, leaves with it.
+        busy: set[str] = set()
+        for name, state in self.active_shuffles.items():
+            if not self.amender.holder.over(name, state):
+                busy |= state.participating_workers
+        return [ws for ws in workers if ws.address not in busy]
+
     def add_worker(self, scheduler: Any, worker: str) -> None:
         # Not awaited here: the worker answers calls only after its registration, which waits for us, has ended.
         scheduler._ongoing_background_tasks.call_soon(self.takeover.ask, [worker])
 
     def remove_worker(self, scheduler: Any, worker: str, *, stimulus_id: str, **kwargs: Any) -> None:
         self.takeover.able.pop(worker, None)
+        self.amender.holder.lost()
         self.amender.lost(worker, stimulus_id)
         super().remove_worker(scheduler, worker, stimulus_id=stimulus_id, **kwargs)
 
@@ -189,6 +204,7 @@ class ShuffleTakeover:
         """
         if self.scheduler.plugins.get("shuffle") is not self._plugin:
             return
+        self._plugin.amender.holder.let_go()
         _refuse_active(self._plugin, "uninstall")
         seam.swap_plugin(self.scheduler, lambda: self._stock)
         self._sink(Event("shuffle.uninstalled", "stock's plugin named shuffle was put back"))

@@ -2,7 +2,7 @@
 
 Theory of operation. A run survives the loss of a worker; it is *amended* and goes on under the same run id. Each
 amendment has a number, its *epoch*, from 1. The scheduler gives the lost worker's outputs to others (`reassign`) and
-tells the survivors (`Ledger.amend`), which
+tells the survivors (`ledger.Ledger.amend`), which
 
 - send again what they had sent to the lost worker, to the new owners, from the shards they retained;
 - forget inputs of which they retained too little (the budget was short); these are split again.
@@ -16,10 +16,12 @@ attempt splits its input in the same way. An attempt by a survivor counts, whate
 
 After the barrier survivors have begun to make their outputs, and theirs are complete. Then an amendment *opens* only
 the outputs that are still wanted and whose owner is gone (`lost_outputs`); what an earlier amendment opened and did not
-complete stays open. Inputs that are split again are split for the open outputs only: an attempt's *scope* is what was
-open in its epoch. So an attempt counts for an amendment unless it is `too_narrow`, its scope less than what is open;
-and which attempts count for an output is what was agreed in the epoch that completed it (`Counting`). The open outputs'
-tasks wait until every input is vouched for and all have flushed.
+complete stays open. An output that its living owner has handed out, and that is wanted again because what was made of
+it is gone, is opened where it is, and *void*: rows that were sent for it before count no more, and all of them are sent
+again, the owner's own included. Inputs that are split again are split for the open outputs only: an attempt's *scope*
+is what was open in its epoch. So an attempt counts for an amendment unless it is `too_narrow`, its scope less than what
+is open; and which attempts count for an output is what was agreed in the epoch that completed it (`Counting`). The open
+outputs' tasks wait until every input is vouched for and all have flushed.
 
 A large output may change hands without a loss: it is *bound late*, to a less loaded worker (`binding`). That is an
 epoch, too. Its old owner hands over the rows it has, under the ids of that epoch, all others only note whose they are;
@@ -27,8 +29,7 @@ ledgers say so that what they retain is sent again should the new owner be lost.
 count for it any more: of such an output only rows count that got their destination in the epoch of the move or later
 (`Validity.since`). When any worker is lost before all has been handed over, nobody knows which rows had arrived. Then
 the moves under way are void (`State.void`): the outputs stay where they were to go, as long as that worker lives, and
-all of their rows are sent again in the new epoch by those who split the inputs. Rows that the old owner had split
-itself are not retained anywhere; their inputs are split again then.
+all of their rows are sent again in the new epoch by those who split the inputs.
 
 Invariants
 - An attempt is entered in its worker's ledger before the first of its shards is sent, and is checked again after the
@@ -37,6 +38,8 @@ Invariants
 - The barrier passes only when all workers have flushed in one epoch, no amendment is under way and, if there were
   any, somebody vouches for every input. So do outputs that were opened after it.
 - A ledger has an input's rows under the address of the worker that is to have them, but for those that nobody retained.
+  The rows that a worker has for itself are retained, too, and are the first to go when the budget is short: they are
+  needed for void outputs only.
 - Rows for outputs of a lost worker that nobody wants stay retained under its address: they may be wanted later.
 
 Rejected: a new run that adopts the old one's shards (two runs of one shuffle live side by side, and every task under
@@ -48,12 +51,10 @@ workers are lost in quick succession after the barrier, and costs an agreement f
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-
-S = TypeVar("S")
+    from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 
 #: amendments of one run; then it is restarted
 EPOCHS = 255
@@ -217,156 +218,6 @@ class Counting:
 
 
 @dataclasses.dataclass
-class _Input(Generic[S]):
-    """An input that this worker has split."""
-
-    key: Hashable
-    attempt: int
-    #: what went to other workers; None: not retained
-    sent: list[tuple[str, S]] | None
-    nbytes: int
-    #: the other workers that got rows of it
-    others: set[str]
-    #: of them, those with rows that were this worker's own and are not retained
-    unkept: set[str] = dataclasses.field(default_factory=set)
-
-
-@dataclasses.dataclass
-class Budget:
-    """Bytes that all runs of one worker may retain together."""
-
-    limit_bytes: int
-    used_bytes: int = 0
-
-
-class Ledger(Generic[S]):
-    """The inputs that one worker has split in one run, and what it retains of them.
-
-    Parameters
-    ----------
-    budget
-        Of what is retained; where it is short, the oldest inputs of this run go first.
-    parted
-        (rows of some outputs, the rest) of a shard; only called when outputs are bound late.
-    """
-
-    def __init__(
-        self, budget: Budget, parted: Callable[[S, Collection[int]], tuple[list[S], list[S]]] | None = None
-    ) -> None:
-        self.budget = budget
-        self._parted = parted
-        self.epoch = 0
-        #: addresses
-        self.lost: set[str] = set()
-        self._inputs: dict[int, _Input[S]] = {}
-        #: inputs of which shards are retained, the oldest first
-        self._kept: dict[int, None] = {}
-
-    def ran(self, partition: int, key: Hashable, attempt: int, sent: list[tuple[str, S]], nbytes: int) -> None:
-        """An input was split; `sent` are the shards for others, of `nbytes` in all."""
-        self._drop(self._inputs.pop(partition, None))
-        self._kept.pop(partition, None)
-        entry = _Input(key, attempt, sent, nbytes, {address for address, _ in sent})
-        self._inputs[partition] = entry
-        self.budget.used_bytes += nbytes
-        self._kept[partition] = None
-        while self._kept and self.budget.used_bytes > self.budget.limit_bytes:
-            oldest = next(iter(self._kept))
-            del self._kept[oldest]
-            self._drop(self._inputs.get(oldest))
-
-    def vouches(self, partition: int, attempt: int) -> bool:
-        """Whether this attempt counts, as far as this worker knows."""
-        entry = self._inputs.get(partition)
-        return entry is not None and entry.attempt == attempt
-
-    def amend(self, epoch: int, lost: Iterable[str], void: Collection[int] = ()) -> list[tuple[int, int, S]]:
-        """Enter an amendment; returns (partition, attempt, shard) of what the lost workers had been sent.
-
-        Told twice, the second time has nothing to send. Inputs whose shards for a lost worker were not retained are
-        forgotten.
-
-        Parameters
-        ----------
-        void
-            Outputs whose rows are sent again, whoever had them.
-        """
-        if epoch <= self.epoch:
-            return []
-        self.epoch = epoch
-        self.lost |= set(lost)
-        again: list[tuple[int, int, S]] = []
-        for partition, entry in list(self._inputs.items()):
-            if not entry.others or not (void or entry.others & self.lost):
-                continue
-            if entry.sent is None or (entry.unkept if void else entry.unkept & self.lost):
-                self._drop(entry)
-                self._kept.pop(partition, None)
-                del self._inputs[partition]
-                continue
-            # What is left of it is charged in full.
-            rest: list[tuple[str, S]] = []
-            for address, shard in entry.sent:
-                parts = ([shard], []) if address in self.lost else self._of(shard, void)
-                again += [(partition, entry.attempt, one) for one in parts[0]]
-                rest += [(address, one) for one in parts[1]]
-            entry.sent = rest
-            entry.others -= self.lost
-        return again
-
-    def _of(self, shard: S, parts: Collection[int]) -> tuple[list[S], list[S]]:
-        return self._parted(shard, parts) if self._parted is not None and parts else ([], [shard])
-
-    def bound(self, parts: Collection[int], source: str, target: str, own: bool) -> None:
-        """Outputs go from one worker to another, which hands over what it has.
-
-        Parameters
-        ----------
-        own
-            This worker is the source. Of what it had for itself nothing is retained.
-        """
-        for entry in self._inputs.values():
-            if own:
-                entry.others.add(target)
-                entry.unkept.add(target)
-            elif source in entry.others:
-                entry.others.add(target)
-                if entry.sent is not None:
-                    entry.sent = [one for old in entry.sent for one in self._moved(*old, parts, source, target)]
-
-    def _moved(
-        self, address: str, shard: S, parts: Collection[int], source: str, target: str
-    ) -> Iterable[tuple[str, S]]:
-        if address != source:
-            return [(address, shard)]
-        mine, rest = self._of(shard, parts)
-        return [*((address, one) for one in rest), *((target, one) for one in mine)]
-
-    def rerouted(self, partition: int, sent: list[tuple[str, S]]) -> None:
-        """Where shards that `amend` gave belong now; to this worker itself is not told."""
-        entry = self._inputs[partition]
-        entry.others |= {address for address, _ in sent}
-        if entry.sent is not None:
-            entry.sent += sent
-
-    def vouched(self) -> list[tuple[int, int, Hashable]]:
-        """(partition, attempt, key of the task) of all inputs that count."""
-        return [(partition, entry.attempt, entry.key) for partition, entry in self._inputs.items()]
-
-    def settle(self) -> None:
-        """Retain nothing of what was sent so far: the run is over, or memory is short."""
-        for entry in self._inputs.values():
-            self._drop(entry)
-        self._kept.clear()
-
-    def _drop(self, entry: _Input[S] | None) -> None:
-        if entry is not None and entry.sent is not None:
-            self.budget.used_bytes -= entry.nbytes
-            entry.sent = None
-            entry.nbytes = 0
-
-
-@dataclasses.dataclass
 class State:
     """The amendments of one run, as the scheduler keeps them; goes to every worker that joins the run."""
 
@@ -386,11 +237,15 @@ class State:
     #: output that was bound late -> (old owner, new owner), for people
     moves: dict[int, tuple[str, str]] = dataclasses.field(default_factory=dict)
 
-    def void(self) -> frozenset[int]:
-        """What was being handed over when a worker was lost, whose rows have to be sent again in this epoch."""
-        parts = frozenset(self.handing)
-        self.bound.update(dict.fromkeys(parts, self.epoch))
-        self.handing.clear()
-        for part in parts:
+    def void(self, again: Collection[int] = ()) -> None:
+        """Outputs all of whose rows have to be sent in this epoch: what was being handed over when a worker was lost.
+
+        Parameters
+        ----------
+        again
+            Outputs that their living owner has handed out, and that are wanted again.
+        """
+        self.bound.update(dict.fromkeys((*self.handing, *again), self.epoch))
+        for part in self.handing:
             self.moves.pop(part, None)
-        return parts
+        self.handing.clear()

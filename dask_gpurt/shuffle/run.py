@@ -32,9 +32,10 @@ from typing import Any
 
 from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.heap import heap
+from dask_gpurt.shuffle.ledger import Budget
 from dask_gpurt.shuffle.outputs import OutputsRun
 from dask_gpurt.shuffle.receiving import submit
-from dask_gpurt.shuffle.recovery import Budget, State
+from dask_gpurt.shuffle.recovery import State
 from dask_gpurt.shuffle.splitting import SplittingRun
 
 

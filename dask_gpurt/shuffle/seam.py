@@ -14,16 +14,18 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import dask
 import distributed
+import numpy as np
 from dask.context import thread_state
 from distributed.comm import get_address_host
 from distributed.core import ErrorMessage, OKMessage, error_message
 from distributed.exceptions import Reschedule
 from distributed.metrics import context_meter, thread_time
 from distributed.protocol.serialize import Serialized, dask_deserialize, dask_serialize, serialize
+from distributed.scheduler import Scheduler
 from distributed.shuffle._comms import CommShardsBuffer
 from distributed.shuffle._core import ShuffleRun, ShuffleSpec, barrier_key, id_from_key
 from distributed.shuffle._exceptions import P2PConsistencyError, ShuffleClosedError
@@ -32,14 +34,17 @@ from distributed.shuffle._merge import merge_unpack
 from distributed.shuffle._scheduler_plugin import ShuffleSchedulerPlugin
 from distributed.shuffle._shuffle import DataFrameShuffleRun, DataFrameShuffleSpec, shuffle_unpack
 from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
-from distributed.utils import sync
 from distributed.utils_comm import retry
 
 from dask_gpurt._version import __version__
 from dask_gpurt.errors import SeamMismatch
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable
+    from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+
+    import pandas as pd
+
+T = TypeVar("T")
 
 __all__ = [
     "CommShardsBuffer",
@@ -98,6 +103,10 @@ _SEAM: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (ShuffleSchedulerPlugin, "transition", ("key", "start", "finish", "args", "stimulus_id", "kwargs")),
     (ShuffleSchedulerPlugin, "get_or_create", ("shuffle_id", "key", "worker")),
     (ShuffleSchedulerPlugin, "restrict_task", ("id", "run_id", "key", "worker")),
+    (ShuffleSchedulerPlugin, "valid_workers_downscaling", ("scheduler", "workers")),
+    (Scheduler, "client_desires_keys", ("keys", "client")),
+    (Scheduler, "gather_on_worker", ("worker_address", "who_has")),
+    (Scheduler, "client_releases_keys", ("keys", "client", "stimulus_id")),
     (DataFrameShuffleSpec, "create_run_on_worker", ("run_id", "span_id", "worker_for", "plugin")),
     (DataFrameShuffleRun, "_shard_partition", ("data", "partition_id", "kwargs")),
     (DataFrameShuffleRun, "_get_assigned_worker", ("id",)),
@@ -117,6 +126,9 @@ _SEAM: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (ShuffleRun, "close", ()),
     (CommShardsBuffer, "__init__", ("send", "memory_limiter", "max_message_size", "concurrency_limit")),
     (CommShardsBuffer, "write", ("data",)),
+    (ShuffleRun, "validate_data", ("data",)),
+    (ShuffleWorkerPlugin, "get_or_create_shuffle", ("shuffle_id",)),
+    (ShuffleWorkerPlugin, "get_shuffle_run", ("shuffle_id", "run_id")),
     (ShuffleWorkerPlugin, "teardown", ("worker",)),
     (ShuffleWorkerPlugin, "shuffle_receive", ("shuffle_id", "run_id", "data")),
     (ResourceLimiter, "__init__", ("limit", "metrics_label")),
@@ -268,6 +280,14 @@ def order_of_outputs(scheduler: Any, shuffle_id: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys(part for _, part in sorted(found)))
 
 
+def sync(loop: Any, function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
+    """Run a coroutine on a worker's event loop and wait for it; in another thread, for as long as it takes.
+
+    As distributed's function of this name, in 0.2 instead of 0.3 ms of CPU: that takes three turns of the loop for it.
+    """
+    return asyncio.run_coroutine_threadsafe(function(*args), loop.asyncio_loop).result()
+
+
 def execution() -> tuple[Any, float, int] | None:
     """Stands for the execution of the task that this thread is in: (key, start, thread). None outside of one."""
     start = getattr(thread_state, "start_time", None)
@@ -277,6 +297,17 @@ def execution() -> tuple[Any, float, int] | None:
 def this_key() -> Any:
     """Key of the task that this thread runs; None outside of one."""
     return getattr(thread_state, "key", None)
+
+
+def columns_of(data: pd.DataFrame) -> Iterator[Any]:
+    """The arrays of a frame's columns, in order: numpy's, or pandas' extension arrays.
+
+    Not by way of a series for each: that takes 30 us, and a wide frame pays it hundreds of times.
+    """
+    array_of = getattr(data, "_get_column_array", None)
+    if array_of is not None:
+        return map(array_of, range(data.shape[1]))
+    return (series.to_numpy() if isinstance(series.dtype, np.dtype) else series.array for _, series in data.items())
 
 
 def common_dtype(actual: Any, wanted: Any) -> Any:

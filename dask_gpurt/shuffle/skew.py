@@ -79,7 +79,7 @@ class Histogram:
             for shard in shards:
                 lengths = shard.lengths.astype(np.int64)
                 self._rows[shard.parts] += lengths
-                self._nbytes += shard.table.nbytes
+                self._nbytes += shard.nbytes
                 at = int(lengths.argmax()) if len(lengths) else 0
                 if len(lengths) and lengths[at] > most:
                     largest, most = int(shard.parts[at]), int(lengths[at])

@@ -8,7 +8,7 @@ import secrets
 from typing import Any
 
 from dask_gpurt.config import ShuffleSettings
-from dask_gpurt.shuffle import seam, stores
+from dask_gpurt.shuffle import lookup, seam, stores
 from dask_gpurt.shuffle.recovery import State
 from dask_gpurt.shuffle.transport.records import SECRET_BYTES
 
@@ -43,6 +43,7 @@ class GpurtShuffleSpec(seam.DataFrameShuffleSpec):
         if plain:
             counters.add(fallbacks=1)
         plane = plane_of(worker, plugin, self.settings, counters.add)
+        lookup.install(plugin, GpurtShuffleRun)
         return GpurtShuffleRun(
             store=store,
             counters=counters,

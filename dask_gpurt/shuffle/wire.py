@@ -35,8 +35,9 @@ import numpy as np
 import xxhash
 
 from dask_gpurt.errors import WireError
+from dask_gpurt.shuffle.chunk import known_schema, schema_of
 from dask_gpurt.shuffle.partition import Shard
-from dask_gpurt.shuffle.raw import buffers_of, stream, table_of
+from dask_gpurt.shuffle.raw import arrays_of, buffers_of, stream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, MutableMapping, Sequence
@@ -53,6 +54,8 @@ _PREFIX = struct.Struct("<4sHHQQ")  # magic, version, flags, bytes of the head a
 _HEAD = struct.Struct("<QqQIII")  # run tag, run id, sequence, schemas, shards, frames
 _SCHEMA = struct.Struct("<QI")  # key, bytes
 _SHARD = struct.Struct("<qBQQIIQ")  # input id, kind, schema key, rows, outputs, buffers, xxh3-64 of the buffers
+_LENGTH = struct.Struct("<q")
+_NO_BUFFER = _LENGTH.pack(-1)
 _BUFFER = struct.Struct("<IQQ")  # frame, offset, length; frame 0: no buffer there (column without nulls)
 
 
@@ -90,7 +93,8 @@ def encode(shard: Shard, schema: tuple[int, bytes] | None = None) -> Parcel:
         `schema_bytes` of the shard's table, when the caller has it already.
     """
     key, raw_schema = schema or schema_bytes(shard.table.schema)
-    buffers = buffers_of(shard.table)
+    arrays = shard.arrays
+    buffers = None if arrays is None else buffers_of(arrays, (shard.known or schema_of(shard.table.schema)).schema)
     kind = _RAW
     if buffers is None:
         kind, buffers = _STREAM, (stream(shard.table),)
@@ -262,11 +266,14 @@ def unpack(frames: Sequence[Any], tag: int, run_id: int, schemas: MutableMapping
         if _digest(buffers) != digest:
             raise WireError(f"input {input_id}: its buffers fail their checksum")
         try:
+            known = apart = None
             if kind == _RAW:
                 schema = new.get(key) or schemas.get(key)
                 if schema is None:
                     raise WireError(f"input {input_id}: schema {key:x} is not known in this run")
-                table = table_of(schema, rows, buffers)
+                known, arrays = known_schema(schema), arrays_of(schema, rows, buffers)
+                table = pa.Table.from_arrays(arrays, schema=schema)
+                apart = table, arrays
             elif kind == _STREAM and n_buffers == 1 and buffers[0] is not None:
                 table = pa.ipc.open_stream(buffers[0]).read_all()
             else:
@@ -275,7 +282,8 @@ def unpack(frames: Sequence[Any], tag: int, run_id: int, schemas: MutableMapping
             raise WireError(f"input {input_id}: {e}") from e
         if table.num_rows != rows:
             raise WireError(f"input {input_id}: has {table.num_rows} rows, its head says {rows}")
-        out.append(Shard(input_id, table, parts, lengths, known_bytes=sum(b.size for b in buffers if b is not None)))
+        nbytes = sum(b.size for b in buffers if b is not None)
+        out.append(Shard(input_id, table, parts, lengths, known_bytes=nbytes, known=known, apart=apart))
     reader.end()
     for i, (block, n) in enumerate(zip(blocks, used, strict=True)):
         if block.size != n:
@@ -340,7 +348,10 @@ def _digest(buffers: Sequence[pa.Buffer | None]) -> int:
     h = xxhash.xxh3_64()
     for buffer in buffers:
         # Lengths are part of it, so that bytes cannot move from one buffer to its neighbour.
-        h.update(struct.pack("<q", -1 if buffer is None else buffer.size))
-        if buffer is not None and buffer.size:
-            h.update(memoryview(buffer))
+        if buffer is None:
+            h.update(_NO_BUFFER)
+            continue
+        h.update(_LENGTH.pack(buffer.size))
+        if buffer.size:
+            h.update(buffer)
     return int(h.intdigest())

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import datetime
 import decimal
+from concurrent.futures import Future
 from typing import Any
 
 import dask.dataframe as dd
@@ -17,6 +18,23 @@ from dask_gpurt.shuffle import MemoryShardStore, ShuffleTakeover, provide
 
 #: over distributed's comms, which many tests listen in on
 ON = ShuffleSettings(enabled=True, transport="rpc")
+
+
+def went_on(takeover: Any) -> dict[str, Any]:
+    """What a takeover tells of the one run that it had, which was neither restarted nor had an error of ours."""
+    stats: dict[str, Any] = takeover.statistics()
+    assert stats["errors"] == 0, stats["last_error"]
+    assert stats["runs"] == 1
+    assert stats["recovery"]["restarted"] == 0
+    return stats
+
+
+def receipt_of(transport: Any, *message: Any) -> Future[Any]:
+    """The receipt of a message (peer, header, buffers), for those who wait in a thread."""
+    future: Future[Any] = Future()
+    # That it ended is told once or more; the first time counts.
+    transport.submit(lambda receipt: future.done() or future.set_result(receipt), *message)
+    return future
 
 
 class NastyStore(MemoryShardStore):

@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 from distributed import SchedulerPlugin, futures_of
 from distributed.utils_test import gen_cluster
-from helpers import left, ordered, source, taken_over, whole
+from helpers import left, ordered, source, taken_over, went_on, whole
 
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.shuffle import worker_statistics
@@ -59,6 +59,8 @@ def gated(i: int, gate: int) -> pd.DataFrame:
 
 
 def gate(first: int):
+    """So many inputs pass. Two are given to a worker at once: with fewer than six left, one worker may get none."""
+    assert first <= N - 6
     GATES.append(Gate(first))
     d = dd.from_map(gated, list(range(N)), gate=len(GATES) - 1, meta=left(0).iloc[:0])
     return GATES[-1], d
@@ -108,9 +110,7 @@ def test_survivors_keep_their_inputs(transport):
             kept = sum(vouched(w) for w in workers if w is not victim)
             g.go.set()
             same_rows(await f)
-            stats = takeover.statistics()
-            assert stats["runs"] == 1
-            assert stats["errors"] == 0, stats["last_error"]
+            stats = went_on(takeover)
             assert stats["recovery"]["amended"] == 1
             assert stats["recovery"]["restarted"] == 0
             # What the survivors had split was not made again, be it of the first ones or begun by the lost worker.
@@ -124,15 +124,13 @@ def test_survivors_keep_their_inputs(transport):
 @gen_cluster(**THREE)
 async def test_two_workers_lost_at_once(c, s, *workers):
     async with taken_over(s, workers) as (takeover, _):
-        g, d = gate(8)
+        g, d = gate(6)
         f = c.compute(d.shuffle("k", npartitions=7))
         await until(lambda: g.begun == g.first + 3 and transferred(s) >= 1)
         await lose(*workers[:2])
         g.go.set()
         same_rows(await f)
-        stats = takeover.statistics()
-        assert stats["runs"] == 1
-        assert stats["errors"] == 0, stats["last_error"]
+        stats = went_on(takeover)
         assert stats["recovery"]["amended"] == 2
 
 
@@ -146,9 +144,7 @@ async def test_what_was_not_retained_is_split_again(c, s, *workers):
         await lose(workers[0])
         g.go.set()
         same_rows(await f)
-        stats = takeover.statistics()
-        assert stats["runs"] == 1
-        assert stats["errors"] == 0, stats["last_error"]
+        stats = went_on(takeover)
         assert stats["recovery"]["transfers_again"] > 0
 
 
@@ -167,15 +163,11 @@ async def test_what_only_the_barrier_finds_undone(c, s, *workers):
         # As when a result that was fetched from the lost worker is taken for the task's own: nobody has split it.
         forgotten = next(i for r in runs for i, attempt, _ in r._ledger.vouched() if not attempt)
         for run in runs:
-            run._ledger._drop(run._ledger._inputs.pop(forgotten, None))
-            run._ledger._kept.pop(forgotten, None)
+            run._ledger._forget(forgotten)
             run._counting.validity.attempts.pop(forgotten, None)
         g.go.set()
         same_rows(await f)
-        stats = takeover.statistics()
-        assert stats["runs"] == 1
-        assert stats["errors"] == 0, stats["last_error"]
-        assert stats["recovery"]["restarted"] == 0
+        stats = went_on(takeover)
         assert stats["recovery"]["transfers_again"] > before
 
 
@@ -250,10 +242,7 @@ def test_after_the_barrier_a_lost_worker_costs_its_own_part(retain):
                 s.add_plugin(ended, name="ended")
                 await lose(lost)
             same_rows(await c.compute(out))
-            stats = takeover.statistics()
-            assert stats["errors"] == 0, stats["last_error"]
-            assert stats["runs"] == 1
-            assert stats["recovery"]["restarted"] == 0
+            stats = went_on(takeover)
             assert stats["recovery"]["amended"] == 1
             assert stats["recovery"]["outputs_opened"] >= 1
             assert not kept & ended.keys
@@ -270,9 +259,7 @@ async def test_two_workers_lost_after_the_barrier(c, s, *workers):
             await lose(workers[0])
             await lose(workers[2])
         same_rows(await c.compute(out))
-        stats = takeover.statistics()
-        assert stats["errors"] == 0, stats["last_error"]
-        assert stats["runs"] == 1
+        stats = went_on(takeover)
         assert stats["recovery"]["amended"] == 2
 
 
@@ -291,10 +278,7 @@ async def test_rows_of_an_output_that_was_not_lost_are_there_when_it_is(c, s, *w
             assert all(s.tasks[f.key].state == "memory" for f in copied)
             await lose(second)
         same_rows(await c.compute(out))
-        stats = takeover.statistics()
-        assert stats["errors"] == 0, stats["last_error"]
-        assert stats["runs"] == 1
-        assert stats["recovery"]["restarted"] == 0
+        stats = went_on(takeover)
         assert stats["recovery"]["outputs_opened"] >= len(copied) + 1
 
 
@@ -391,7 +375,5 @@ async def test_the_only_thread_left_is_not_kept_by_the_barrier(c, s, a, b):
         await asyncio.wait_for(reached.wait(), 30)
         await lose(next(w for w in (a, b) if w.address != first[0]))
         same_rows(await f)
-        stats = takeover.statistics()
-        assert stats["errors"] == 0, stats["last_error"]
-        assert stats["runs"] == 1
+        stats = went_on(takeover)
         assert stats["recovery"]["amended"] == 1

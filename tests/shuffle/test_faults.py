@@ -17,7 +17,7 @@ from distributed.utils_test import gen_cluster
 from helpers import NastyStore, left, mixed, ordered, right, source, taken_over, until, whole
 
 from dask_gpurt.errors import LostData
-from dask_gpurt.shuffle import MemoryShardStore, outputs, sending, wire, worker_statistics
+from dask_gpurt.shuffle import MemoryShardStore, opener, outputs, sending, wire, worker_statistics
 
 pytestmark = pytest.mark.cluster
 TWO = {"client": True, "nthreads": [("127.0.0.1", 1)] * 2, "timeout": 120}
@@ -160,7 +160,7 @@ async def test_a_copy_is_not_acknowledged_before_the_first_is_stored(c, s, a, b)
 
 
 @gen_cluster(**TWO)
-async def test_output_asked_for_again_restarts_instead_of_being_empty(c, s, a, b):
+async def test_output_asked_for_again_is_opened_again_instead_of_being_empty(c, s, a, b):
     """The task fails after its shards were taken from the store, and is retried."""
     failed = []
     assemble = outputs.Assembler.__call__
@@ -179,15 +179,23 @@ async def test_output_asked_for_again_restarts_instead_of_being_empty(c, s, a, b
             same_rows(got, left, 6)
             await drained(stores)
             assert failed
-            assert takeover.statistics()["runs"] >= 2
-            assert sum(worker_statistics(w)["restarts"] for w in (a, b)) >= 1
+            stats = takeover.statistics()
+            assert stats["runs"] == 1
+            assert stats["recovery"]["outputs_void"] == 1
+            assert sum(worker_statistics(w)["inputs"] for w in (a, b)) == 6  # all rows were retained
     finally:
         outputs.Assembler.__call__ = assemble
 
 
-@gen_cluster(**TWO)
-async def test_both_sides_of_a_join_are_restarted_at_once(c, s, a, b):
-    """Else the sides take turns: each restart costs the other side what was taken of it meanwhile."""
+@pytest.mark.parametrize("refused", [False, True])
+def test_both_sides_of_a_join_are_opened_or_restarted_at_once(refused, monkeypatch):
+    """Else the sides take turns: each costs the other side what was taken of it meanwhile."""
+    if refused:
+        monkeypatch.setattr(opener, "ASKED", 0)
+    gen_cluster(**TWO)(check_both_sides)(refused)
+
+
+async def check_both_sides(c, s, a, b, refused):
     failed = []
     assemble = outputs.Assembler.__call__
 
@@ -206,8 +214,9 @@ async def test_both_sides_of_a_join_are_restarted_at_once(c, s, a, b):
             want = whole(left, 6).merge(whole(right, 6), on="k", how="inner")
             pd.testing.assert_frame_equal(ordered(got), ordered(want).astype(dict(got.dtypes)))
             assert failed
-            assert takeover.statistics()["runs"] == 4
-            assert sum(worker_statistics(w)["restarts"] for w in (a, b)) == 1
+            assert takeover.statistics()["runs"] == (4 if refused else 2)
+            assert takeover.statistics()["recovery"]["outputs_void"] == (0 if refused else 2)
+            assert sum(worker_statistics(w)["restarts"] for w in (a, b)) == refused
     finally:
         outputs.Assembler.__call__ = assemble
 
@@ -235,7 +244,7 @@ async def test_a_retry_never_gets_the_frame_of_the_failed_try(c, s, a, b):
         async with taken_over(s, [a, b]) as (takeover, stores):
             same_rows(await c.compute(source(left).shuffle("k", npartitions=3), retries=2), left, 6)
             assert alive
-            assert takeover.statistics()["runs"] >= 2
+            assert takeover.statistics()["recovery"]["outputs_void"] == 1
             await drained(stores)
     finally:
         outputs.OutputsRun._get_output_partition = unpack

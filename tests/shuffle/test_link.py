@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import pytest
+from helpers import receipt_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -91,7 +92,7 @@ def test_every_message_ends_once_and_none_is_wrong(seed, weather, senders, sizes
     for w in workers:
         for i, size in enumerate(sizes):
             sender = w.transport.services.address
-            future = w.transport.send(hub.peer(), Header(RUN, SECRET), message(sender, i, size))
+            future = receipt_of(w.transport, hub.peer(), Header(RUN, SECRET), message(sender, i, size))
             receipts.append((sender, message(sender, i, size)[1], future))
     if cut:
         net.later(0.5, lambda: net.cut.add(frozenset(("hub", "w0"))))
@@ -117,7 +118,7 @@ def test_fair_weather_delivers_everything_within_a_tiny_budget():
     hub = Worker(net, "hub", 8192, store_seconds=1.0)
     workers = [Worker(net, f"w{i}", 8192) for i in range(5)]
     futures = [
-        w.transport.send(hub.peer(), Header(RUN, SECRET), message(w.transport.endpoint, i, 1000))
+        receipt_of(w.transport, hub.peer(), Header(RUN, SECRET), message(w.transport.endpoint, i, 1000))
         for i in range(40)
         for w in workers
     ]
@@ -135,8 +136,8 @@ def test_a_stranger_and_a_wrong_secret_get_nothing():
     net = Network(2)
     hub = Worker(net, "hub", 1 << 20)
     bad = Worker(net, "bad", 1 << 20, secret=bytes(16))
-    future = bad.transport.send(hub.peer(), Header(RUN, bytes(16)), message("bad", 0, 10))
-    other = bad.transport.send(hub.peer(), Header(RunKey(9, 9), SECRET), message("bad", 0, 10))
+    future = receipt_of(bad.transport, hub.peer(), Header(RUN, bytes(16)), message("bad", 0, 10))
+    other = receipt_of(bad.transport, hub.peer(), Header(RunKey(9, 9), SECRET), message("bad", 0, 10))
     net.run(5)
     assert future.result().lost
     assert other.result().lost
@@ -149,7 +150,7 @@ def test_a_receiver_without_the_secret_gets_nothing():
     net = Network(3)
     squatter = Worker(net, "hub", 1 << 20, secret=bytes(16))
     w = Worker(net, "w", 1 << 20)
-    future = w.transport.send(squatter.peer(), Header(RUN, SECRET), message("w", 0, 10))
+    future = receipt_of(w.transport, squatter.peer(), Header(RUN, SECRET), message("w", 0, 10))
     net.run(5)
     assert future.result().lost
     assert not squatter.stored
@@ -158,10 +159,10 @@ def test_a_receiver_without_the_secret_gets_nothing():
 def test_a_cut_link_is_noticed_and_later_messages_end():
     net = Network(4)
     hub, w = Worker(net, "hub", 1 << 20), Worker(net, "w", 1 << 20)
-    assert w.transport.send(hub.peer(), Header(RUN, SECRET), message("w", 0, 10))
+    assert receipt_of(w.transport, hub.peer(), Header(RUN, SECRET), message("w", 0, 10))
     net.run(1)
     net.cut.add(frozenset(("hub", "w")))
-    future = w.transport.send(hub.peer(), Header(RUN, SECRET), message("w", 1, 10))
+    future = receipt_of(w.transport, hub.peer(), Header(RUN, SECRET), message("w", 1, 10))
     net.run(lk.SILENCE_SECONDS + 1)
     assert future.result().lost
     assert "nothing heard" in w.losses[0]

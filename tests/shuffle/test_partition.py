@@ -134,3 +134,12 @@ def test_cuts_cover_all_codes_once(counts):
         assert cuts[-1] == 4 + len(counts)
         assert cuts == sorted(set(cuts))
         assert len(cuts) - 1 <= SHARDS
+
+
+def test_a_wide_frame_is_cut_to_several_shards():
+    """Else all of it stays until the last output is made."""
+    r = np.random.default_rng(0)
+    df = pd.DataFrame({f"c{i}": r.random(5600) for i in range(200)}).assign(p=np.arange(5600) % 8)
+    shards = [shard for _, shard in split(df, "p", True, 0, Layout(dict.fromkeys(range(8), "a")))]
+    assert len(shards) >= 3
+    assert max(shard.nbytes for shard in shards) <= 0.4 * sum(shard.nbytes for shard in shards)

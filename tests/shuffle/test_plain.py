@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 
 import numpy as np
@@ -13,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dask_gpurt.shuffle import assemble as assembling
-from dask_gpurt.shuffle import gather, wire
+from dask_gpurt.shuffle import chunk as chunks
+from dask_gpurt.shuffle import gather, raw, seam, wire
 from dask_gpurt.shuffle.assemble import Assembler
 from dask_gpurt.shuffle.chunk import ReceivedChunk
 from dask_gpurt.shuffle.partition import Layout, split
@@ -267,3 +269,61 @@ def test_meta_of_another_dtype_is_settled_as_before():
         want = Assembler(meta)(chunk.get(3))
     pd.testing.assert_frame_equal(got, want)
     assert got["c0"].dtype == "f8"
+
+
+def test_plain_frames_are_made_without_arrow():
+    """Doubles above all: to numpy, None equals their dtype."""
+
+    def refuse(*_):
+        raise AssertionError("the general way was taken")
+
+    frames = [frame(i, 40, ["i8", "f8", "bool", "f4", "M8[us]", "full", "str"], "range", "plain") for i in range(3)]
+    want = shuffled(frames, True, "memory")
+    before, assembling.general = assembling.general, refuse
+    try:
+        for travel in ("memory", "wire"):
+            equal(shuffled(frames, True, travel), want)
+    finally:
+        assembling.general = before
+
+
+def test_columns_apart_are_those_of_the_table_or_not_used():
+    df = frame(0, 40, ["i8", "full"], "range", "plain").assign(p=0)
+    ((_, shard),) = split(df, "p", True, 0, Layout({0: "a"}))
+    assert shard.apart is not None
+    assert shard.arrays is shard.apart[1]
+    other = dataclasses.replace(shard, table=shard.table.slice(0, 5))
+    assert [len(array) for array in other.arrays] == [5] * 3
+    assert [len(values) for values in ReceivedChunk([other])._rows[0].views[:1]] == [5]
+    assert ReceivedChunk([shard])._rows[0].views[0].tolist() == df["c0"].tolist()
+    pieces = pa.concat_tables([shard.table, shard.table])
+    assert dataclasses.replace(shard, table=pieces).arrays is None
+
+
+@pytest.mark.parametrize("public", [False, True])
+def test_columns_of_a_frame(monkeypatch, public):
+    df = mixed(0).assign(extra=1.5)
+    if public:  # should pandas drop the quick way
+        monkeypatch.delattr(pd.DataFrame, "_get_column_array")
+    found = list(seam.columns_of(df))
+    assert len(found) == df.shape[1]
+    for values, name in zip(found, df, strict=True):
+        want = df[name]
+        pd.testing.assert_series_equal(pd.Series(values, want.index, want.dtype, name), want)
+    assert gather.plan(df[["k", "f8", "ns", "td", "text"]], None, {}) is not None
+
+
+def test_views_of_text_are_let_go():
+    df = frame(0, 40, ["full", "full"], "range", "plain")
+    plan = gather.plan(df, "p", {})
+    assert plan is not None
+    gather.gather(plan, np.arange(10))
+    assert [column._parts for column in plan.columns if isinstance(column, gather.Text)] == [None, None]
+
+
+def test_what_is_remembered_of_many_schemas_is_right():
+    schemas = [pa.schema([(f"c{i}", pa.int64() if i % 2 else pa.large_string())]) for i in range(600)]
+    for i, schema in enumerate(schemas):
+        assert chunks.known_schema(schema).schema == schema
+        assert chunks.known_schema(schema) is chunks.known_schema(schema)
+        assert raw.layouts_of(schema) == ((schema.field(0).type, (64, 0) if i % 2 else (0, 8)),)

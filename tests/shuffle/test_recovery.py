@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from worlds import Afterwards, World
+from afterwards import Afterwards
+from worlds import World
 
-from dask_gpurt.shuffle.recovery import CUTS, Budget, Ledger, Validity, agreed, origin, reassign, shard_id, undone
+from dask_gpurt.shuffle.ledger import Budget, Ledger
+from dask_gpurt.shuffle.recovery import CUTS, Validity, agreed, origin, reassign, shard_id, undone
 
 
 def test_ids_sort_by_input_and_say_their_attempt():
@@ -46,7 +48,7 @@ def test_the_ledger_gives_what_the_lost_worker_had_once():
     ledger.ran(1, "t1", 0, [("y", "1y")], 10)
     ledger.ran(2, "t2", 0, [], 0)
     assert ledger.amend(1, ["x"]) == [(0, 0, "0x")]
-    ledger.rerouted(0, [("y", "0x'")])
+    ledger.rerouted(0, "y", "0x'", own=False)
     assert ledger.amend(1, ["x"]) == []
     assert ledger.amend(2, ["y"]) == [(0, 0, "0y"), (0, 0, "0x'"), (1, 0, "1y")]
     assert ledger.vouched() == [(0, 0, "t0"), (1, 0, "t1"), (2, 0, "t2")]
@@ -65,6 +67,57 @@ def test_the_budget_drops_the_oldest_and_they_are_forgotten_when_needed():
     assert not ledger.vouches(0, 0)
     ledger.settle()
     assert ledger.budget.used_bytes == 0
+
+
+def numbers(shard: str, parts) -> tuple[list[str], list[str]]:
+    """Shards are digits, one for each output."""
+    mine, rest = "".join(x for x in shard if int(x) in parts), "".join(x for x in shard if int(x) not in parts)
+    return [mine] * bool(mine), [rest] * bool(rest)
+
+
+def test_rows_of_void_outputs_are_sent_again_by_who_had_them_and_by_their_owner():
+    ledger: Ledger[str] = Ledger(Budget(100), numbers)
+    ledger.ran(0, "t0", 0, [("x", "12"), ("y", "34")], 20, ["56"], 10)
+    assert ledger.amend(1, [], {1}, {"x"}) == [(0, 0, "1")]
+    ledger.rerouted(0, "x", "1", own=False)
+    assert ledger.amend(2, [], {5}, {"me"}, mine=True) == [(0, 0, "5")]
+    ledger.rerouted(0, "", "5", own=True)
+    assert ledger.amend(3, [], {5, 1}, {"me", "x"}, mine=True) == [(0, 0, "1"), (0, 0, "5")]
+    ledger.rerouted(0, "x", "1", own=False)
+    ledger.rerouted(0, "", "5", own=True)
+    # Handed over, they are sent again when the new owner is lost.
+    ledger.bound({5}, "me", "y", own=True)
+    assert sorted(shard for _, _, shard in ledger.amend(4, ["y"])) == ["34", "5"]
+    ledger.settle()
+    assert ledger.budget.used_bytes == 0
+
+
+def test_own_rows_give_way_first_and_are_missed_only_when_they_are_void():
+    ledger: Ledger[str] = Ledger(Budget(40), numbers)
+    ledger.ran(0, "t0", 0, [("x", "1")], 10, ["5"], 10)
+    ledger.ran(1, "t1", 0, [("x", "2")], 10, ["6"], 4)
+    assert (ledger.budget.used_bytes, ledger.budget.own_bytes) == (24, 4)  # a quarter for them
+    ledger.ran(2, "t2", 0, [("x", "3")], 15, ["7"], 4)
+    assert (ledger.budget.used_bytes, ledger.budget.own_bytes) == (39, 4)
+    assert ledger.amend(1, ["x"]) == [(0, 0, "1"), (1, 0, "2"), (2, 0, "3")]
+    assert ledger.amend(2, [], {7}, {"me"}, mine=True) == [(2, 0, "7")]
+    assert ledger.vouched() == [(2, 0, "t2")]
+    ledger.settle()
+    assert (ledger.budget.used_bytes, ledger.budget.own_bytes) == (0, 0)
+
+
+def test_a_run_whose_outputs_were_made_gives_way_to_others():
+    budget = Budget(25)
+    first: Ledger[str] = Ledger(budget)
+    second: Ledger[str] = Ledger(budget)
+    first.ran(0, "t0", 0, [("x", "1")], 20)
+    first.idle(True)
+    second.ran(0, "t0", 0, [("x", "2")], 20)
+    assert second.amend(1, ["x"]) == [(0, 0, "2")]
+    assert first.amend(1, ["x"]) == []
+    assert first.vouched() == []
+    assert budget.used_bytes == 20
+    assert not budget.idle
 
 
 def test_what_was_lost_with_a_worker_counts_from_then_on():
@@ -94,7 +147,7 @@ def test_every_output_has_every_input_once_whoever_is_lost(budget):
 
 @pytest.mark.parametrize("budget", [0, 40, 10**9])
 def test_outputs_opened_after_the_barrier_are_complete_when_they_are_made(budget):
-    amended = finished = splits = inputs = bound = 0
+    amended = void = splits = inputs = bound = 0
     for seed in range(1000):
         world = Afterwards(seed, workers=5, inputs=12, parts=10 if seed % 5 else 3, budget=budget, deaths=seed % 4)
         for _ in range(100_000):
@@ -103,12 +156,12 @@ def test_outputs_opened_after_the_barrier_are_complete_when_they_are_made(budget
         else:
             raise AssertionError(f"seed {seed}: it was never over")
         amended += world.amended
-        finished += not world.restarted
+        void += world.void
         bound += world.bound
         splits += world.splits - world.splits_before
         inputs += world.amended * world.inputs
     assert amended > 1000
-    assert finished > 500
+    assert void > 500
     assert bound > 200
     # A restart splits every input again for every worker lost.
     assert splits < inputs if budget else splits

@@ -17,14 +17,14 @@ import pandas as pd
 import pytest
 from distributed import Security
 from distributed.utils_test import gen_cluster
-from helpers import left, mixed, ordered, source, taken_over, until, whole
+from helpers import left, mixed, ordered, receipt_of, source, taken_over, until, whole
 
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.errors import WireError
 from dask_gpurt.model.pages import Pages, system
 from dask_gpurt.shuffle import MemoryShardStore, worker_statistics
+from dask_gpurt.shuffle.transport import connection, opening, pull, records
 from dask_gpurt.shuffle.transport import link as lk
-from dask_gpurt.shuffle.transport import opening, pull, records
 from dask_gpurt.shuffle.transport import plane as plane_module
 from dask_gpurt.shuffle.transport.base import Gate, Header, Peer, Services
 from dask_gpurt.shuffle.transport.records import Kind, Record, RunKey
@@ -116,7 +116,7 @@ def nodes():
 
 
 def send_all(node: Node, peer: Peer, messages: list[list[bytes]], secret: bytes = SECRET) -> list[str]:
-    futures = [node.transport.send(peer, Header(RUN, secret), m) for m in messages]
+    futures = [receipt_of(node.transport, peer, Header(RUN, secret), m) for m in messages]
     _done, late = wait(futures, 60)
     assert not late
     return [f.result().problem for f in futures]
@@ -145,6 +145,18 @@ def test_long_messages_of_one_host_are_read_where_they_lie(nodes, pulls):
     assert sorted(map(len, b.received)) == sorted([2, *sizes])
     assert a.transport.statistics()["placed"] == b.transport.statistics()["pulled"] == 2 * pulls
     assert b.gate.statistics()["held_bytes"] == 0
+
+
+@pytest.mark.parametrize(("near", "short"), [(1 << 31, True), (-1, False)])
+def test_only_a_near_peer_gets_a_short_buffer(nodes, monkeypatch, near, short):
+    """The kernel says how far away it is; a buffer that is set does not grow any more."""
+    monkeypatch.setattr(connection, "NEAR_MICROSECONDS", near)
+    monkeypatch.setattr(connection, "NEAR_BYTES", 1 << 16)
+    a, b = nodes("tcp", "a"), nodes("tcp", "b")
+    assert send_all(a, b.peer_for("a"), [message(0, 1 << 19)]) == [""]
+    sock = a.transport._outbound["b", RUN].connection.sock
+    size = sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+    assert (size == 1 << 16) == short
 
 
 def test_what_an_offer_must_be():
@@ -197,7 +209,9 @@ def test_many_senders_stay_within_a_tiny_budget(nodes, kind):
     senders = [nodes(kind, f"s{i}") for i in range(3)]
     peers = {s.address: hub.peer_for(s.address) for s in senders}
     futures = [
-        s.transport.send(peers[s.address], Header(RUN, SECRET), message(i, 50_000)) for s in senders for i in range(30)
+        receipt_of(s.transport, peers[s.address], Header(RUN, SECRET), message(i, 50_000))
+        for s in senders
+        for i in range(30)
     ]
     wait(futures, 60)
     assert [f.result().problem for f in futures] == [""] * 90
@@ -210,7 +224,7 @@ def test_many_senders_stay_within_a_tiny_budget(nodes, kind):
 def test_without_the_secret_nothing_arrives(nodes, kind, monkeypatch):
     monkeypatch.setattr(lk, "SILENCE_SECONDS", 1.0)
     a, b = nodes(kind, "a"), nodes(kind, "b")
-    future = a.transport.send(b.peer_for("a"), Header(RUN, bytes(16)), message(0, 10))
+    future = receipt_of(a.transport, b.peer_for("a"), Header(RUN, bytes(16)), message(0, 10))
     eventually(future.done)
     assert future.result(0).lost
     assert b.received == []
@@ -220,7 +234,7 @@ def test_without_the_secret_nothing_arrives(nodes, kind, monkeypatch):
 @pytest.mark.parametrize("kind", WAYS)
 def test_a_receiver_that_stops_ends_what_is_under_way(nodes, kind):
     a, b = nodes(kind, "a"), nodes(kind, "b", hold_seconds=30)
-    future = a.transport.send(b.peer_for("a"), Header(RUN, SECRET), message(0, 10))
+    future = receipt_of(a.transport, b.peer_for("a"), Header(RUN, SECRET), message(0, 10))
     eventually(lambda: b.received)
     b.transport.stop()
     assert future.result(15).lost
@@ -231,7 +245,7 @@ def test_a_receiver_that_stops_ends_what_is_under_way(nodes, kind):
 @pytest.mark.parametrize("kind", WAYS)
 def test_a_killed_peer_is_noticed(kind):
     """Another process; how soon is a figure of `benchmarks/transport.py --kill`."""
-    from benchmarks.transport import Bench
+    from benchmarks.transport_ends import Bench
 
     bench = Bench("127.0.0.1", "127.0.0.1")
     try:

@@ -3,7 +3,7 @@
 Once all inputs are in place some outputs may be bound late, that is, go to another worker, whose old owner then hands
 over their rows one by one.
 
-`World` ends at the barrier. `Afterwards` goes on until all wanted outputs are made, and checks each as it is made. The
+`World` ends at the barrier; `afterwards` goes on. The
 workers' and the scheduler's decisions are those of `recovery`; what is simulated is who acts when.
 """
 
@@ -12,15 +12,13 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
+from dask_gpurt.shuffle.ledger import Budget, Ledger
 from dask_gpurt.shuffle.recovery import (
     CUTS,
-    Budget,
     Counting,
-    Ledger,
     State,
     Validity,
     agreed,
-    lost_outputs,
     origin,
     reassign,
     shard_id,
@@ -50,6 +48,8 @@ class Worker:
         self.ledger.epoch, self.ledger.lost = world.epoch, set(world.lost)
         self.settled = world.epoch == 0 or (world.validity is not None and world.validity.epoch == world.epoch)
         self.stored: dict[int, tuple[int, ...]] = {}
+        #: outputs that it has handed out
+        self.taken: set[int] = set()
 
     def split(self, partition: int) -> tuple[int, int, dict[str, tuple[int, ...]]]:
         by_owner: dict[str, list[int]] = {}
@@ -69,7 +69,8 @@ class Worker:
         if validity is not None and partition in validity.attempts:
             return "done"
         others = [(o, p) for o, p in shards.items() if o != self.name]
-        self.ledger.ran(partition, partition, attempt, others, sum(len(p) for _, p in others))
+        own = [p for o, p in shards.items() if o == self.name]
+        self.ledger.ran(partition, partition, attempt, others, sum(len(p) for _, p in others), own, sum(map(len, own)))
         for owner, parts in shards.items():
             self.send(owner, shard_id(partition, attempt, attempt), parts)
         return "done"
@@ -96,11 +97,11 @@ class Worker:
                     self.ledger.bound({part}, source, w.worker_for[part], source == self.name)
                     if source == self.name:
                         self.giving.append((w.state.bound[part], part, w.worker_for[part], slot))
-            if any(self.worker_for[part] == self.name for part in void):
-                self.ledger.bound(void, self.name, "nobody", True)
+            owners = {self.worker_for[part] for part in void}
+            self.taken -= void
             self.worker_for = dict(w.worker_for)
             counts: dict[tuple[int, str], int] = {}
-            for partition, attempt, parts in self.ledger.amend(w.epoch, w.lost, void):
+            for partition, attempt, parts in self.ledger.amend(w.epoch, w.lost, void, owners, self.name in owners):
                 by_owner: dict[str, list[int]] = {}
                 for part in parts:
                     by_owner.setdefault(self.worker_for[part], []).append(part)
@@ -109,8 +110,7 @@ class Worker:
                         k = counts.get((partition, owner), 0)
                         counts[partition, owner] = k + 1
                         self.send(owner, shard_id(partition, attempt, w.epoch) + k, tuple(some))
-                    if owner != self.name:
-                        self.ledger.rerouted(partition, [(owner, tuple(some))])
+                    self.ledger.rerouted(partition, owner, tuple(some), owner == self.name)
         return self.vouched()
 
     def give(self) -> None:
@@ -193,12 +193,13 @@ class World:
         self.epoch += 1
         self.least.update(dict.fromkeys(self.todo - before, self.epoch))
         self.state.epoch = self.epoch
-        self.open(self.state.void())
+        self.open()
         self.phase, self.told = "amend", {}
         assert dead
 
-    def open(self, void: frozenset[int]) -> None:
+    def open(self) -> None:
         """Give the outputs of who is lost to others."""
+        self.state.void()
         self.worker_for.update(reassign(self.worker_for, sorted(self.workers)))
 
     def amend(self) -> None:
@@ -298,112 +299,3 @@ class World:
             if part in parts and (v is None or v.valid(shard))
         ]
         assert sorted(got) == list(range(self.inputs)), (part, owner, sorted(got))
-
-
-class Afterwards(World):
-    """Goes on after the barrier: outputs are made, go, are wanted again, and workers are lost.
-
-    Parameters
-    ----------
-    deaths
-        After the barrier; before it there are few.
-    """
-
-    def __init__(self, seed: int, workers: int, inputs: int, parts: int, budget: int, deaths: int) -> None:
-        super().__init__(seed, workers, inputs, parts, budget, 0)
-        self.deaths, self.later = self.r.randint(0, 1), deaths
-        #: outputs that are to be made, and those that nobody wants for now
-        self.wanted, self.spare = set(range(parts)), set[int]()
-        #: output that was made -> who has the frame
-        self.frames: dict[int, str] = {}
-        #: (owner, output) that it has handed out
-        self.taken: set[tuple[str, int]] = set()
-        self.amended = self.splits_before = 0
-        #: as the first of two shuffles that are joined: its outputs go when its barrier has passed, before any is made
-        self.bind_late = self.to_bind and seed // 3 % 2 == 1
-        self.to_bind &= not self.bind_late
-        #: an output is wanted whose owner has handed it out: left to a restart
-        self.restarted = False
-
-    def open(self, void: frozenset[int]) -> None:
-        if self.opened is None:
-            super().open(void)
-            return
-        r = self.r
-        for part, where in list(self.frames.items()):
-            if where not in self.workers or r.random() < 0.02:
-                # Its holder is lost, or what was made of it was.
-                del self.frames[part]
-                (self.wanted if r.random() < 0.7 else self.spare).add(part)
-        for part in sorted((self.spare | self.wanted) - self.opened):
-            if r.random() < 0.2:
-                self.spare ^= {part}
-                self.wanted ^= {part}
-        gone = lost_outputs(self.wanted, self.worker_for, self.workers) - self.opened
-        gone |= lost_outputs(self.opened, self.worker_for, self.workers) | void
-        self.worker_for.update(reassign({part: self.worker_for[part] for part in gone}, sorted(self.workers)))
-        self.opened |= gone
-        self.scopes[self.epoch] = self.opened
-        self.amended += 1
-        self.restarted = any((self.worker_for[part], part) in self.taken for part in self.wanted | self.opened)
-
-    def again(self, keys: set[int]) -> bool:
-        if self.opened is None:
-            return super().again(keys)
-        # Results of transfer tasks are not kept after the barrier: one that is not under way may run again.
-        missing = set(range(self.inputs)) - keys - self.todo - set(self.running)
-        self.todo |= missing
-        return bool(missing)
-
-    def complete(self) -> None:
-        """One step towards the completion of what is open."""
-        if self.phase is None and not self.todo and not self.running:
-            _, keys = self.agreed({name: worker.vouched() for name, worker in self.workers.items()})
-            if not self.again(keys) and self.flushed:
-                self.phase, self.told = "complete", {}
-        elif self.phase == "complete":
-            left = [w for w in sorted(self.workers) if w not in self.told]
-            if left:
-                self.told[left[0]] = []
-                self.workers[left[0]].counting.complete()
-            else:
-                self.phase, self.opened = None, frozenset()
-
-    def make(self) -> None:
-        assert self.opened is not None
-        if self.bind_late and self.phase is None and not self.opened and not self.taken:
-            self.bind_late = False
-            self.bind()
-        if self.state.handing and self.phase is None and self.flushed:
-            self.state.handing.clear()
-        if self.state.handing:
-            return
-        ready = [p for p in sorted(self.wanted - self.opened) if self.worker_for[p] in self.workers]
-        if not ready:
-            return
-        part = self.r.choice(ready)
-        owner = self.worker_for[part]
-        assert self.workers[owner].counting.ready(part)
-        assert (owner, part) not in self.taken
-        self.check_one(part)
-        self.taken.add((owner, part))
-        self.wanted.discard(part)
-        self.frames[part] = owner if self.r.random() < 0.8 else self.r.choice(sorted(self.workers))
-
-    def step(self) -> bool:
-        """One random event; False when all outputs that are wanted were made, or the shuffle must be restarted."""
-        if self.opened is None:
-            if not super().step():
-                self.opened, self.done = frozenset(), {}
-                self.deaths, self.splits_before = self.later, self.splits
-            return True
-        choice = self.r.random()
-        if choice < 0.05:
-            self.make()
-        elif choice < 0.3 and self.opened and self.phase in (None, "complete"):
-            self.complete()
-        else:
-            super().step()
-            self.done.clear()
-        more = self.deaths and len(self.workers) > 1
-        return bool(not self.restarted and (more or self.opened or self.wanted))

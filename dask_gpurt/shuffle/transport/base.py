@@ -17,7 +17,6 @@ from dask_gpurt.shuffle.transport.credits import Arbiter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
-    from concurrent.futures import Future
 
     from dask_gpurt.shuffle.transport.records import RunKey
 
@@ -64,8 +63,8 @@ class Transport(Protocol):
     def endpoint_for(self, run: RunKey, sender: str) -> Any:
         """What a sender needs to reach us in this run, of types that msgpack has; from now on it is expected."""
 
-    def send(self, peer: Peer, header: Header, buffers: Sequence[Any]) -> Future[Receipt]:
-        """Send one message. The buffers must not change until the future is done; it never has an exception."""
+    def submit(self, ended: Callable[[Receipt], None], peer: Peer, header: Header, buffers: Sequence[Any]) -> None:
+        """Send one message. The buffers must not change until `ended` was called, in any thread; it must not block."""
 
     def close(self, peer: str, run: RunKey | None = None) -> None:
         """End the links to a peer, those of one run or all; messages under way end as lost."""

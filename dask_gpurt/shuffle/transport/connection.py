@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import select
 import socket
+import struct
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.shuffle.transport.records import HEADER_BYTES, Record
@@ -25,6 +27,12 @@ if TYPE_CHECKING:
 #: a peer whose host does not answer for so long is lost
 LOST_SECONDS = 5
 AHEAD_BYTES = 1 << 13
+#: a peer that answers so soon is near: the buffer below is enough for 5 GB/s at this distance
+NEAR_MICROSECONDS = 200
+#: of the buffer for sending to it; the kernel doubles what it is asked for
+NEAR_BYTES = 1 << 20
+#: where `tcpi_rtt` is in the kernel's `tcp_info`
+_RTT_AT = 68
 #: buffers of one `sendmsg`, below the kernel's limit of 1024
 _IOV = 512
 
@@ -47,7 +55,7 @@ class Connection:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, LOST_SECONDS)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_SECONDS * 1000)
-        self._out: collections.deque[memoryview] = collections.deque()
+        self._out: collections.deque[bytes | memoryview] = collections.deque()
         self._events = select.EPOLLIN
         self.closed = False
         self._head = memoryview(bytearray(HEADER_BYTES))
@@ -58,6 +66,22 @@ class Connection:
         self.body: memoryview = memoryview(b"")
         loop.poll.register(sock, self._events)
 
+    def connected(self) -> None:
+        """The peer has answered: a near one gets a short buffer.
+
+        What waits in the kernel was copied there through the caches and is copied out of there again. With the
+        buffer that the kernel lets grow (4 MiB) it has left them by then: 1.79 instead of 2.01 GB/s with messages of
+        8 MiB, 1.33 instead of 1.73 with 64 (`benchmarks/transport.py --place netns`). On a long way the buffer has to
+        be long, and stays the kernel's.
+        """
+        try:
+            info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RTT_AT + 4)
+            (rtt,) = struct.unpack_from("=I", info, _RTT_AT)
+            if rtt <= NEAR_MICROSECONDS:
+                self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, NEAR_BYTES // 2)
+        except (OSError, struct.error):  # it is only faster
+            pass
+
     @property
     def more(self) -> bool:
         """Whether bytes were read that no record has taken."""
@@ -65,7 +89,10 @@ class Connection:
 
     def write(self, *parts: Any) -> None:
         """Queue bytes; they are written at the end of the loop's turn, as far as the socket takes them then."""
-        self._out.extend(memoryview(p).cast("B") for p in parts if memoryview(p).nbytes)
+        for p in parts:
+            part = p if type(p) is bytes else memoryview(p).cast("B")
+            if part:
+                self._out.append(part)
         self.loop.at_end(self._flush_or_fail)
 
     def _flush_or_fail(self) -> None:
@@ -85,7 +112,7 @@ class Connection:
         if self.closed:
             return
         while self._out:
-            few = [self._out[i] for i in range(min(len(self._out), _IOV))]
+            few = list(itertools.islice(self._out, _IOV))
             try:
                 n = self.sock.sendmsg(few)
             except BlockingIOError:
@@ -94,7 +121,7 @@ class Connection:
                 if n >= len(self._out[0]):
                     n -= len(self._out.popleft())
                 else:
-                    self._out[0] = self._out[0][n:]
+                    self._out[0] = memoryview(self._out[0])[n:]
                     n = 0
         wanted = select.EPOLLIN | (select.EPOLLOUT if self._out else 0)
         if wanted != self._events:

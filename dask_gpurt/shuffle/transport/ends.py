@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dask_gpurt.shuffle.transport import link as lk
 from dask_gpurt.shuffle.transport.base import Receipt
+from dask_gpurt.shuffle.transport.outcomes import Mailbox
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from concurrent.futures import Future
+    from collections.abc import Callable, Sequence
 
     from dask_gpurt.shuffle.transport.base import Services
     from dask_gpurt.shuffle.transport.ioloop import IoLoop
@@ -59,9 +59,9 @@ class OutboundEnd(_End):
     machine: SenderLink
     owner: OutboundOwner
 
-    def submit(self, future: Future[Receipt], buffers: Sequence[Any]) -> None:
+    def submit(self, ended: Callable[[Receipt], None], buffers: Sequence[Any]) -> None:
         """Send a message."""
-        self.carry_out(self.machine.submit(future, buffers, time.monotonic()))
+        self.carry_out(self.machine.submit(ended, buffers, time.monotonic()))
 
     def lost(self, reason: str) -> None:
         """The connection is gone."""
@@ -75,7 +75,7 @@ class OutboundEnd(_End):
                 except Exception as e:
                     self.lost(repr(e))
             elif isinstance(i, lk.Ended):
-                i.token.set_result(Receipt(i.problem, i.lost))
+                i.token(Receipt(i.problem, i.lost))
             elif isinstance(i, lk.Close):
                 self.shut()
                 self.owner.outbound_closed(self, i)
@@ -92,6 +92,10 @@ class InboundEnd(_End):
     _answering = False
     #: bytes that were granted and began to arrive, of a message that is not whole
     _arriving = 0
+
+    def __init__(self) -> None:
+        #: messages that are stored, or why not, and were not answered: sequence, bytes, problem
+        self._ended: Mailbox[tuple[int, int, str]] = Mailbox(lambda look: self.loop.call(look), self._answer)
 
     def lost(self, reason: str) -> None:
         """The connection is gone."""
@@ -121,22 +125,26 @@ class InboundEnd(_End):
         self.loop.call(granted)
 
     def _deliver(self, deliver: lk.Deliver) -> None:
-        services = self.owner.services
-        self._arriving -= deliver.nbytes
+        sequence, nbytes, frames = deliver
+        self._arriving -= nbytes
 
         def done(problem: str) -> None:
-            def stored() -> None:
-                # Before the answer, so that it carries the credit that this message gives back.
-                self._answering = True
-                try:
-                    services.gate.stored(self, deliver.nbytes)
-                finally:
-                    self._answering = False
-                self.carry_out(self.machine.stored(deliver.sequence, problem))
+            self._ended.put((sequence, nbytes, problem))
 
-            self.loop.call(stored)
+        self.owner.services.on_message(self.machine.run, self.machine.sender, frames, done)
 
-        services.on_message(self.machine.run, self.machine.sender, deliver.frames, done)
+    def _answer(self) -> None:
+        """Answer what has ended, all of it: the gate is asked once."""
+        waiting = self._ended.waiting
+        some = [waiting.popleft() for _ in range(len(waiting))]
+        # Before the answers, so that they carry the credit that the messages give back.
+        self._answering = True
+        try:
+            self.owner.services.gate.stored(self, sum(nbytes for _, nbytes, _ in some))
+        finally:
+            self._answering = False
+        for sequence, _, problem in some:
+            self.carry_out(self.machine.stored(sequence, problem))
 
     def carry_out(self, instructions: list[lk.Instruction]) -> None:
         gate = self.owner.services.gate

@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 TICK_SECONDS = 0.25
+_here = threading.local()
+
+
+def current_loop() -> IoLoop | None:
+    """The loop whose turn this is, in its thread; what is given to its `at_end` now is called soon."""
+    return getattr(_here, "loop", None)
 
 
 class IoLoop:
@@ -74,6 +80,7 @@ class IoLoop:
 
     def _run(self) -> None:
         ticked = time.monotonic()
+        _here.loop = self
         try:
             while not self._stopping:
                 events = self.poll.poll(self._patience())
@@ -93,6 +100,8 @@ class IoLoop:
                     self._safely(self.on_tick, now)
                     self._end_turn()
         finally:
+            _here.loop = None
+            self._end_turn()
             with self._lock:
                 self._ended = True
                 self.poll.close()

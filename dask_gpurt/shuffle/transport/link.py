@@ -24,9 +24,8 @@ Invariants
 
 from __future__ import annotations
 
-import dataclasses
 import enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,6 +41,9 @@ HELLO_SECONDS = 1.0
 
 
 class State(enum.Enum):
+    # Members are single objects; the hash of their names is made anew in Python every time, several times per message.
+    __hash__ = object.__hash__
+
     OPENING = "opening"
     GREETING = "greeting"
     WAITING = "waiting"
@@ -57,8 +59,7 @@ class Verdict(enum.Enum):
     COPY = "copy"  #: receive and drop it
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Send:
+class Send(NamedTuple):
     """Write a record; `buffers` are the frames of a message, `body` is that of any other record."""
 
     record: Record
@@ -66,8 +67,7 @@ class Send:
     buffers: Sequence[Any] = ()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(NamedTuple):
     """A submitted message ended. `problem` is empty when it was stored; `lost` when the link closed first."""
 
     token: Any
@@ -75,29 +75,25 @@ class Ended:
     lost: bool = False
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Opened:
+class Opened(NamedTuple):
     """A sender has proved itself."""
 
     sender: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(NamedTuple):
     """The sender needs so many bytes granted in all."""
 
     total: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Offered:
+class Offered(NamedTuple):
     """The sender says where in its memory a token lies; see `pull`."""
 
     body: bytes
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Deliver:
+class Deliver(NamedTuple):
     """A message arrived whole, for the first time: store it, then call `ReceiverLink.stored`."""
 
     sequence: int
@@ -105,8 +101,7 @@ class Deliver:
     frames: list[Any]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Close:
+class Close(NamedTuple):
     """Close the link."""
 
     reason: str

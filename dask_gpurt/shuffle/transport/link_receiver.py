@@ -127,10 +127,10 @@ class ReceiverLink:
         else:
             answer = Send(Record(Kind.ACK, self.run, sequence, value=self._granted))
         self._answers[sequence] = answer
-        while self._answers.get(self._low + 1) is not None:
+        while (given := self._answers.get(self._low + 1)) is not None:
             self._low += 1
             # Refusals are few and are kept; of what was stored the number says enough.
-            if self._answers[self._low].record.kind is Kind.ACK:  # type: ignore[union-attr]
+            if given.record.kind is Kind.ACK:
                 del self._answers[self._low]
         return [answer]
 

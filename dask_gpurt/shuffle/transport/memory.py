@@ -12,7 +12,6 @@ import functools
 import heapq
 import itertools
 import random
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.errors import WireError
@@ -106,13 +105,11 @@ class MemoryTransport:
     def endpoint_for(self, run: RunKey, sender: str) -> Any:
         return self.endpoint
 
-    def send(self, peer: Peer, header: Header, buffers: Sequence[Any]) -> Future[Receipt]:
-        future: Future[Receipt] = Future()
+    def submit(self, ended: Callable[[Receipt], None], peer: Peer, header: Header, buffers: Sequence[Any]) -> None:
         key = (peer.address, header.run)
         if (out := self._outbound.get(key)) is None:
             out = self._outbound[key] = _Out(self, peer, header)
-        out.carry_out(out.machine.submit(future, buffers, self.network.now))
-        return future
+        out.carry_out(out.machine.submit(ended, buffers, self.network.now))
 
     def close(self, peer: str, run: RunKey | None = None) -> None:
         for (address, key), out in list(self._outbound.items()):
@@ -192,7 +189,7 @@ class _Out:
                     body = records.table(i.buffers) + b"".join(frames)
                 net.carry(self.owner.services.address, self.peer.address, self.other.arrived, i.record.pack(), body)
             elif isinstance(i, lk.Ended):
-                i.token.set_result(Receipt(i.problem, i.lost))
+                i.token(Receipt(i.problem, i.lost))
             elif isinstance(i, lk.Close):
                 self.owner._gone(self, i)
                 if self.other is not None:  # as a socket would

@@ -30,8 +30,10 @@ from dask_gpurt.shuffle.transport import records
 from dask_gpurt.shuffle.transport.base import Gate, Header, Peer, Receipt, Services
 from dask_gpurt.shuffle.transport.choice import INPROC, SAFE, Chooser, Place
 from dask_gpurt.shuffle.transport.opening import OpenTransports
+from dask_gpurt.shuffle.transport.outcomes import Mailbox, Outcomes
 from dask_gpurt.shuffle.transport.places import host_token, place_of, process_token
-from dask_gpurt.shuffle.transport.safe import SafeReceiver, SafeSender
+from dask_gpurt.shuffle.transport.routes import LinkCounters, NoRoute, Route
+from dask_gpurt.shuffle.transport.safe import SafeReceiver
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -44,42 +46,6 @@ logger = logging.getLogger("distributed.worker.gpurt")
 
 #: peers of which figures are kept
 _PEERS = 4096
-
-
-@dataclasses.dataclass
-class LinkCounters:
-    """What went to one peer by one transport, and came from it."""
-
-    messages_out: int = 0
-    bytes_out: int = 0
-    messages_in: int = 0
-    bytes_in: int = 0
-    #: seconds from hand-over to acknowledgement, summed over messages
-    seconds: float = 0.0
-    #: seconds that messages waited for credit (on `rpc`: for the call that asks for it)
-    stall_seconds: float = 0.0
-    #: messages that the peer did not take, or whose link was lost; sent again by the safe path
-    resent: int = 0
-    #: messages from this peer that did not parse or failed a checksum
-    corrupt: int = 0
-
-
-class _NoRoute(Exception):
-    """A peer has no card for us; what it said instead goes to the caller."""
-
-    def __init__(self, answer: dict[str, Any]) -> None:
-        super().__init__(str(answer))
-        self.answer = answer
-
-
-class _Route:
-    """The ways from one run to one peer."""
-
-    def __init__(self, card: dict[str, Any], chooser: Chooser, secret: bytes) -> None:
-        self.card = card
-        self.chooser = chooser
-        self.secret = secret
-        self.safe = SafeSender(card.get("limit", 0))
 
 
 class Plane:
@@ -97,11 +63,16 @@ class Plane:
         self.unsent = seam.ResourceLimiter(unsent_bytes, metrics_label="p2p-comms-limiter")
         self._runs: dict[RunKey, GpurtShuffleRun] = {}
         self._secrets: dict[RunKey, bytes] = {}
-        self._routes: dict[tuple[RunKey, str], asyncio.Future[_Route]] = {}
+        self._routes: dict[tuple[RunKey, str], asyncio.Future[Route]] = {}
         self._choosers: dict[str, Chooser] = {}
         self._links: dict[tuple[str, str], LinkCounters] = {}
         self._losses: dict[str, str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._outcomes = Outcomes(self._loop)
+        #: messages that came by a transport and are not stored: run, shards, bytes, whom to tell
+        self._incoming: Mailbox[tuple[GpurtShuffleRun, Any, int, Callable[[str], None]]]
+        call = self._loop.call_soon_threadsafe
+        self._incoming = Mailbox(call, self._store_incoming, lambda message: message[3]("the worker has ended"))
         self.closed = False
         self.transports = OpenTransports(self.address, self._services, settings, count)
         self._safe = SafeReceiver(self.gate, self._runs.__contains__)
@@ -149,44 +120,65 @@ class Plane:
         """
         try:
             route = await self._route(run, key, peer)
-        except _NoRoute as e:
+        except NoRoute as e:
             return e.answer
         nbytes = records.message_bytes(frames)
-        device = any(records.is_device(f) for f in frames)
-        start = time.perf_counter()
-        name = route.chooser.choose(nbytes, device, time.monotonic())
+        device = any(map(records.is_device, frames))
+        start = time.monotonic()
+        name = route.chooser.choose(nbytes, device, start)
         if name != SAFE:
-            receipt = await self._direct(name, route, key, peer, frames)
-            took = time.perf_counter() - start
             counters = self._link(peer, name)
+            receipt = None
+            route.chooser.began(name, nbytes, device, start)
+            try:
+                receipt = await self._direct(name, route, key, peer, frames)
+            finally:
+                end = time.monotonic()
+                route.chooser.ended(name, nbytes, device, end, receipt is not None and not receipt.problem)
             if not receipt.problem:
                 counters.messages_out += 1
                 counters.bytes_out += nbytes
-                counters.seconds += took
-                route.chooser.observe(name, nbytes, took)
+                counters.seconds += end - start
                 self._count(messages_direct=1, bytes_direct=nbytes)
                 return {"status": "OK"}
             counters.resent += 1
             self._count(resent_safe=1)
             if receipt.lost:
-                route.chooser.lost(name, time.monotonic())
+                route.chooser.lost(name, end)
             self._losses[peer] = f"{name}: {receipt.problem}"
             logger.info("message to %s is sent again over %s: %s over %s", peer, SAFE, receipt.problem, name)
-        start = time.perf_counter()
+        return await self._send_safe(run, route, peer, nbytes, device, safe)
+
+    async def _send_safe(
+        self,
+        run: GpurtShuffleRun,
+        route: Route,
+        peer: str,
+        nbytes: int,
+        device: bool,
+        safe: Callable[[], Awaitable[Any]],
+    ) -> Any:
+        """By distributed's comms."""
         counters = self._link(peer, SAFE)
-        counters.stall_seconds += await route.safe.credit(
-            nbytes, lambda total: run.ask(peer, {"gpurt": "want", "sender": self.address, "total": total})
-        )
-        response = await safe()
+        start = time.monotonic()
+        stored = False
+        route.chooser.began(SAFE, nbytes, device, start)
+        try:
+            counters.stall_seconds += await route.safe.credit(
+                nbytes, lambda total: run.ask(peer, {"gpurt": "want", "sender": self.address, "total": total})
+            )
+            response = await safe()
+            stored = True
+        finally:
+            end = time.monotonic()
+            route.chooser.ended(SAFE, nbytes, device, end, stored)
         route.safe.granted(response)
-        took = time.perf_counter() - start
         counters.messages_out += 1
         counters.bytes_out += nbytes
-        counters.seconds += took
-        route.chooser.observe(SAFE, nbytes, took)
+        counters.seconds += end - start
         return response
 
-    async def _direct(self, name: str, route: _Route, key: RunKey, peer: str, frames: Sequence[Any]) -> Receipt:
+    async def _direct(self, name: str, route: Route, key: RunKey, peer: str, frames: Sequence[Any]) -> Receipt:
         """By a transport of ours; never raises."""
         try:
             if name == INPROC:
@@ -194,8 +186,12 @@ class Plane:
             transport = await self.transports.get(name)
             if transport is None:
                 return Receipt(self.transports.unavailable.get(name, "not available"), lost=True)
-            target = Peer(peer, route.card[name], route.card["limit"])
-            return await asyncio.wrap_future(transport.send(target, Header(key, route.secret), frames))
+            target = route.targets.get(name)
+            if target is None:
+                target = route.targets[name] = Peer(peer, route.card[name], route.card["limit"])
+            future, ended = self._outcomes.expect()
+            transport.submit(ended, target, route.header, frames)
+            return await future
         except Exception as e:
             self._count(transport_errors=1)
             self._losses[peer] = traceback.format_exc()
@@ -218,10 +214,11 @@ class Plane:
         await self._loop.run_in_executor(None, other._on_message, key, self.address, list(frames), done, INPROC)
         return Receipt(await ended)
 
-    async def _route(self, run: GpurtShuffleRun, key: RunKey, peer: str) -> _Route:
+    async def _route(self, run: GpurtShuffleRun, key: RunKey, peer: str) -> Route:
         future = self._routes.get((key, peer))
         if future is not None:
-            return await asyncio.shield(future)
+            # Mostly it is there: to wait for that is a turn of the loop.
+            return future.result() if future.done() else await asyncio.shield(future)
         self._routes[key, peer] = future = self._loop.create_future()
         try:
             route = await self._introduce(run, key, peer)
@@ -233,11 +230,11 @@ class Plane:
         future.set_result(route)
         return route
 
-    async def _introduce(self, run: GpurtShuffleRun, key: RunKey, peer: str) -> _Route:
+    async def _introduce(self, run: GpurtShuffleRun, key: RunKey, peer: str) -> Route:
         ours = self.introduction()
         answer = await run.ask(peer, {"gpurt": "open", "sender": self.address, "card": ours})
         if answer.get("status") != "OK" or "card" not in answer:
-            raise _NoRoute(answer)
+            raise NoRoute(answer)
         card = answer["card"]
         chooser = self._choosers.get(peer)
         if chooser is None:
@@ -248,7 +245,7 @@ class Plane:
             if place is not Place.PROCESS:
                 able.remove(INPROC)
             chooser = self._choosers[peer] = Chooser(place, able, self.settings.transport)
-        return _Route(card, chooser, self._secrets.get(key, b""))
+        return Route(card, chooser, Header(key, self._secrets.get(key, b"")))
 
     # ---- receiving
 
@@ -299,7 +296,7 @@ class Plane:
         if run is None:
             done("the run is not here")
             return
-        size = sum(records.size_of(f) for f in frames)
+        size = sum(map(records.size_of, frames))
         try:
             shards = run.unpack(frames)
         except WireError as e:
@@ -315,15 +312,22 @@ class Plane:
             return
         counters.messages_in += 1
         counters.bytes_in += size
-        try:
-            self._loop.call_soon_threadsafe(self._store_soon, run, shards, size, done)
-        except RuntimeError as e:  # the loop is closed
-            done(repr(e))
+        self._incoming.put((run, shards, size, done))
 
-    def _store_soon(self, run: GpurtShuffleRun, shards: Any, nbytes: int, done: Callable[[str], None]) -> None:
-        task = self._loop.create_task(self._store(run, shards, nbytes, done))
+    def _store_incoming(self) -> None:
+        """One task stores what is there, one after the other; where it has to wait, another takes over the rest."""
+        if not self._incoming.waiting:
+            return
+        task = self._loop.create_task(self._store_some())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        # Runs after the task's first step: whatever is left then is left because that waits.
+        self._loop.call_soon(self._store_incoming)
+
+    async def _store_some(self) -> None:
+        waiting = self._incoming.waiting
+        while waiting:
+            await self._store(*waiting.popleft())
 
     async def _store(self, run: GpurtShuffleRun, shards: Any, nbytes: int, done: Callable[[str], None]) -> None:
         problem = "cancelled"

@@ -25,7 +25,7 @@ import enum
 import hashlib
 import hmac
 import struct
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
 
@@ -44,8 +44,10 @@ MAX_CONTROL = 1024
 NONCE_BYTES = 16
 SECRET_BYTES = 16
 ALIGN = 64
-_FIELDS = struct.Struct("<4sBBHIQQqQQ")  # 52 bytes, filled to 56
+_FIELDS = struct.Struct("<4sBBHIQQqQQ4x")  # 52 bytes, filled to 56
 _DIGEST = struct.Struct("<Q")
+_HEADER = struct.Struct(_FIELDS.format + "Q")
+_LENGTHS = [struct.Struct(f"<{n}Q") for n in range(9)]
 _DIGEST_AT = HEADER_BYTES - _DIGEST.size
 _MAC_BYTES = 32
 #: the top bit of a frame's length: this frame lies in device memory
@@ -71,18 +73,22 @@ class Kind(enum.IntEnum):
     PLACED = 14  #: sender: one message of `value` bytes; `count` times address and length
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RunKey:
-    """Stands for one run of one shuffle on a link."""
+#: `Kind(n)`, four times as fast; and plain numbers, as a look at a member of an enumeration costs as much as a call
+_KINDS = {int(kind): kind for kind in Kind}
+_DATA, _PLACED = int(Kind.DATA), int(Kind.PLACED)
+
+
+class RunKey(NamedTuple):
+    """Stands for one run of one shuffle on a link. A tuple, as it is hashed and compared several times per message."""
 
     #: `wire.run_tag` of the shuffle's id
     tag: int
     run_id: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class Record:
-    """A header, in words."""
+    """A header, in words. Nobody changes one; it is not frozen because making those costs three times as much."""
 
     kind: Kind
     run: RunKey
@@ -94,10 +100,10 @@ class Record:
     value: int = 0
 
     def pack(self) -> bytes:
+        tag, run_id = self.run
         head = _FIELDS.pack(
-            *(MAGIC, VERSION, self.kind, 0, self.count, self.sequence),
-            *(self.run.tag, self.run.run_id, self.length, self.value),
-        ).ljust(_DIGEST_AT, b"\0")
+            MAGIC, VERSION, self.kind, 0, self.count, self.sequence, tag, run_id, self.length, self.value
+        )
         return head + _DIGEST.pack(xxhash.xxh3_64_intdigest(head))
 
     @classmethod
@@ -109,25 +115,25 @@ class Record:
         WireError
             Not 64 bytes, another magic or version, a wrong checksum, or a body longer than its kind allows.
         """
-        view = memoryview(raw).cast("B")
-        if len(view) != HEADER_BYTES:
-            raise WireError(f"a record's header has {len(view)} bytes, must have {HEADER_BYTES}")
-        (digest,) = _DIGEST.unpack_from(view, _DIGEST_AT)
+        view = memoryview(raw)
+        if view.nbytes != HEADER_BYTES:
+            raise WireError(f"a record's header has {view.nbytes} bytes, must have {HEADER_BYTES}")
+        magic, version, kind, _flags, count, sequence, tag, run_id, length, value, digest = _HEADER.unpack(view)
         if xxhash.xxh3_64_intdigest(view[:_DIGEST_AT]) != digest:
             raise WireError("a record's header fails its checksum")
-        magic, version, kind, _flags, count, sequence, tag, run_id, length, value = _FIELDS.unpack_from(view)
         if magic != MAGIC or version != VERSION:
             raise WireError(f"a record is {magic!r} version {version}, must be {MAGIC!r} version {VERSION}")
-        try:
-            known = Kind(kind)
-        except ValueError:
-            raise WireError(f"a record's kind is {kind}, must be 1 to {max(Kind)}") from None
-        if known is Kind.PLACED and not (1 <= count <= MAX_FRAMES and length == 16 * count and value):
-            raise WireError(f"a placed message has {count} frames in {length} bytes, must have 16 bytes for each")
-        if known not in (Kind.DATA, Kind.PLACED) and length > MAX_CONTROL:
+        known = _KINDS.get(kind)
+        if known is None:
+            raise WireError(f"a record's kind is {kind}, must be 1 to {max(Kind)}")
+        if kind == _DATA:
+            if not (1 <= count <= MAX_FRAMES and length >= table_bytes(count)):
+                raise WireError(f"a message has {count} frames in {length} bytes, must have 1 to {MAX_FRAMES} frames")
+        elif kind == _PLACED:
+            if not (1 <= count <= MAX_FRAMES and length == 16 * count and value):
+                raise WireError(f"a placed message has {count} frames in {length} bytes, must have 16 bytes for each")
+        elif length > MAX_CONTROL:
             raise WireError(f"a record of kind {known.name} has {length} bytes, must have at most {MAX_CONTROL}")
-        if known is Kind.DATA and not (1 <= count <= MAX_FRAMES and length >= table_bytes(count)):
-            raise WireError(f"a message has {count} frames in {length} bytes, must have 1 to {MAX_FRAMES} frames")
         return cls(known, RunKey(tag, run_id), sequence, length, count, value)
 
 
@@ -142,11 +148,16 @@ def padded(n: int) -> int:
 
 def is_device(buffer: Any) -> bool:
     """Whether a buffer lies in device memory."""
-    return hasattr(buffer, "__cuda_array_interface__")
+    return type(buffer) is not memoryview and hasattr(buffer, "__cuda_array_interface__")
 
 
 def size_of(buffer: Any) -> int:
     """Bytes of a host or device buffer."""
+    kind = type(buffer)
+    if kind is memoryview:  # almost all are
+        return int(buffer.nbytes)
+    if kind is bytes:
+        return len(buffer)
     if is_device(buffer):
         interface = buffer.__cuda_array_interface__
         n = int(str(interface["typestr"])[2:])
@@ -158,13 +169,20 @@ def size_of(buffer: Any) -> int:
 
 def message_bytes(buffers: Sequence[Any]) -> int:
     """Bytes of the body of a message: what it costs in credit."""
-    return table_bytes(len(buffers)) + sum(padded(size_of(b)) for b in buffers)
+    total = (8 * len(buffers) + ALIGN - 1) // ALIGN * ALIGN
+    for b in buffers:
+        total += (size_of(b) + ALIGN - 1) // ALIGN * ALIGN
+    return total
 
 
 def table(buffers: Sequence[Any]) -> bytes:
     """The lengths before the frames."""
     lengths = [size_of(b) | (_DEVICE if is_device(b) else 0) for b in buffers]
-    return struct.pack(f"<{len(lengths)}Q", *lengths).ljust(table_bytes(len(lengths)), b"\0")
+    return _lengths(len(lengths)).pack(*lengths).ljust(table_bytes(len(lengths)), b"\0")
+
+
+def _lengths(count: int) -> struct.Struct:
+    return _LENGTHS[count] if count < len(_LENGTHS) else struct.Struct(f"<{count}Q")
 
 
 def lengths_of(record: Record, raw: Any) -> list[tuple[int, bool]]:
@@ -178,9 +196,12 @@ def lengths_of(record: Record, raw: Any) -> list[tuple[int, bool]]:
     view = memoryview(raw).cast("B")
     if len(view) < 8 * record.count:
         raise WireError(f"a message's table has {len(view)} bytes, must have {8 * record.count}")
-    values = struct.unpack_from(f"<{record.count}Q", view)
-    lengths = [(v & ~_DEVICE, bool(v & _DEVICE)) for v in values]
-    if table_bytes(record.count) + sum(padded(n) for n, _ in lengths) != record.length:
+    values = _lengths(record.count).unpack_from(view)
+    lengths = [(v & ~_DEVICE, v >= _DEVICE) for v in values]
+    total = table_bytes(record.count)
+    for n, _ in lengths:
+        total += padded(n)
+    if total != record.length:
         raise WireError(f"a message's frames do not add up to its {record.length} bytes")
     return lengths
 
@@ -195,18 +216,25 @@ def frames_of(record: Record, body: memoryview) -> list[memoryview]:
     """
     if len(body) != record.length:
         raise WireError(f"a message has {len(body)} bytes, its header says {record.length}")
-    at, out = table_bytes(record.count), []
-    fillings = [(8 * record.count, at)]
+    low, at = 8 * record.count, table_bytes(record.count)
+    out = []
     for n, device in lengths_of(record, body):
         if device:
             raise WireError("a message over a link of host memory says that a frame lies in device memory")
-        out.append(body[at : at + n])
-        fillings.append((at + n, at + padded(n)))
+        if low != at:
+            _check_filling(body[low:at])
+        low = at + n
+        out.append(body[at:low])
         at += padded(n)
-    # Of no use to anybody, but a message is as it was sent or it is refused.
-    if any(bytes(body[low:high]).strip(b"\0") for low, high in fillings if low != high):
-        raise WireError("the filling between a message's frames is not zero")
+    if low != at:
+        _check_filling(body[low:at])
     return out
+
+
+def _check_filling(between: memoryview) -> None:
+    """Of no use to anybody, but a message is as it was sent or it is refused."""
+    if bytes(between).strip(b"\0"):
+        raise WireError("the filling between a message's frames is not zero")
 
 
 def mac(secret: bytes, role: str, run: RunKey, ours: bytes, theirs: bytes, sender: str, receiver: str) -> bytes:

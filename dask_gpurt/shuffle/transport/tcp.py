@@ -26,7 +26,6 @@ import select
 import socket
 import threading
 import time
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.errors import WireError
@@ -53,20 +52,26 @@ logger = logging.getLogger("distributed.worker.gpurt")
 CONNECT_SECONDS = 5.0
 #: connections that have not proved themselves yet, at most
 MAX_STRANGERS = 64
+_NOTHING = memoryview(b"")
 _PAD = memoryview(bytes(records.ALIGN))
 #: records and bytes read from one link before the others, and the answers so far, get their turn
 _RECORDS_AT_ONCE = 32
 _BYTES_AT_ONCE = 1 << 20
 
 
+def _room(record: Record) -> memoryview:
+    """For the body of a record that is no message; most have none."""
+    return memoryview(bytearray(record.length)) if record.length else _NOTHING
+
+
 def _parts(send: lk.Send) -> list[Any]:
-    parts: list[Any] = [send.record.pack(), send.body]
-    if send.record.kind is Kind.DATA:
-        parts.append(records.table(send.buffers))
-        for buffer in send.buffers:
-            parts.append(buffer)
-            if rest := -memoryview(buffer).nbytes % records.ALIGN:
-                parts.append(_PAD[:rest])
+    if send.record.kind is not Kind.DATA:
+        return [send.record.pack() + send.body]
+    parts: list[Any] = [send.record.pack() + records.table(send.buffers)]
+    for buffer in send.buffers:
+        parts.append(buffer)
+        if rest := -records.size_of(buffer) % records.ALIGN:
+            parts.append(_PAD[:rest])
     return parts
 
 
@@ -100,7 +105,7 @@ class _Outbound(OutboundEnd):
             placed = pull.placed(send.record, send.buffers)
             if placed is not None:
                 self.owner.placed += 1
-                self.connection.write(placed[0].pack(), placed[1])
+                self.connection.write(placed[0].pack() + placed[1])
                 return
         self.connection.write(*_parts(send))
 
@@ -114,8 +119,9 @@ class _Outbound(OutboundEnd):
                 if code:
                     raise OSError(code, os.strerror(code))
                 self.connected = True
+                self.connection.connected()
             self.connection.flush()
-            while (whole := self.connection.read(lambda r: memoryview(bytearray(r.length)))) is not None:
+            while (whole := self.connection.read(_room)) is not None:
                 record, body = whole
                 self.carry_out(self.machine.receive(record, bytes(body), time.monotonic()))
         except (OSError, WireError) as e:
@@ -133,6 +139,7 @@ class _Inbound(InboundEnd):
     owner: TcpTransport
 
     def __init__(self, owner: TcpTransport, sock: socket.socket) -> None:
+        super().__init__()
         services = owner.services
         self.owner = owner
         self.machine = ReceiverLink(
@@ -163,7 +170,7 @@ class _Inbound(InboundEnd):
         self._fresh = verdict is lk.Verdict.YES
         if record.kind is Kind.DATA:
             return self.owner.pool.take(record.length)
-        return memoryview(bytearray(record.length))
+        return _room(record)
 
     def offered(self, body: bytes) -> None:
         self._pid = self.owner.pulls and pull.accept(body)
@@ -250,10 +257,8 @@ class TcpTransport:
     def endpoint_for(self, run: RunKey, sender: str) -> Any:
         return [*self.endpoint, host_token()]
 
-    def send(self, peer: Peer, header: Header, buffers: Sequence[Any]) -> Future[Receipt]:
-        future: Future[Receipt] = Future()
-        self.sending.call(lambda: self._submit(future, peer, header, buffers))
-        return future
+    def submit(self, ended: Callable[[Receipt], None], peer: Peer, header: Header, buffers: Sequence[Any]) -> None:
+        self.sending.call(lambda: self._submit(ended, peer, header, buffers))
 
     def close(self, peer: str, run: RunKey | None = None) -> None:
         self.sending.call(lambda: self._bye(lambda o: o.peer.address == peer and run in (None, o.run)))
@@ -292,22 +297,21 @@ class TcpTransport:
 
     # ---- send thread
 
-    def _submit(self, future: Future[Receipt], peer: Peer, header: Header, buffers: Sequence[Any]) -> None:
+    def _submit(self, ended: Callable[[Receipt], None], peer: Peer, header: Header, buffers: Sequence[Any]) -> None:
         if self._stopped:
-            future.set_result(Receipt("the transport was stopped", lost=True))
+            ended(Receipt("the transport was stopped", lost=True))
             return
         key = (peer.address, header.run)
         link = self._outbound.get(key)
         try:
             if link is None:
                 link = self._outbound[key] = _Outbound(self, peer, header)
-            link.submit(future, buffers)
+            link.submit(ended, buffers)
         except Exception as e:
             # Whatever it was: the message must end.
             self._outbound.pop(key, None)
             self.services.on_loss(self.name, peer.address, repr(e), False)
-            if not future.done():
-                future.set_result(Receipt(repr(e), lost=True))
+            ended(Receipt(repr(e), lost=True))  # a second call, if it is one, does nothing
 
     def _bye(self, which: Callable[[_Outbound], bool]) -> None:
         for link in [o for o in self._outbound.values() if which(o)]:

@@ -101,10 +101,8 @@ class UcxTransport:
         self.loop.call(expect)
         return self.address
 
-    def send(self, peer: Peer, header: Header, buffers: Sequence[Any]) -> Future[Receipt]:
-        future: Future[Receipt] = Future()
-        self.loop.call(lambda: self._submit(future, peer, header, buffers))
-        return future
+    def submit(self, ended: Callable[[Receipt], None], peer: Peer, header: Header, buffers: Sequence[Any]) -> None:
+        self.loop.call(lambda: self._submit(ended, peer, header, buffers))
 
     def close(self, peer: str, run: RunKey | None = None) -> None:
         self.loop.call(lambda: self._end(lambda link: link.peer.address == peer and run in (None, link.run)))
@@ -150,22 +148,21 @@ class UcxTransport:
         """What came from the wire, before anybody looks at it; tests replace this."""
         return record, body
 
-    def _submit(self, future: Future[Receipt], peer: Peer, header: Header, buffers: Sequence[Any]) -> None:
+    def _submit(self, ended: Callable[[Receipt], None], peer: Peer, header: Header, buffers: Sequence[Any]) -> None:
         if self._stopped:
-            future.set_result(Receipt("the transport was stopped", lost=True))
+            ended(Receipt("the transport was stopped", lost=True))
             return
         key = (peer.address, header.run)
         try:
             link = self._outbound.get(key)
             if link is None:
                 link = self._outbound[key] = UcxOutbound(self, peer, header)
-            link.submit(future, buffers)
+            link.submit(ended, buffers)
         except Exception as e:
             # Whatever it was: the message must end.
             self._outbound.pop(key, None)
             self.services.on_loss(self.name, peer.address, repr(e), False)
-            if not future.done():
-                future.set_result(Receipt(repr(e), lost=True))
+            ended(Receipt(repr(e), lost=True))  # a second call, if it is one, does nothing
 
     def _progress(self) -> bool:
         """Progress and complete; whether there is nothing left to do but wait."""

@@ -149,7 +149,8 @@ class UcxInbound(InboundEnd, _Link):
 
     def __init__(self, owner: UcxTransport, run: RunKey, secret: bytes, sender: str) -> None:
         services = owner.services
-        super().__init__(owner, run, secret, sender, services.address)
+        _Link.__init__(self, owner, run, secret, sender, services.address)
+        InboundEnd.__init__(self)
         self.loop = owner.loop
         self.expected = sender
         self.since = time.monotonic()

@@ -1,0 +1,163 @@
+"""Keep a run after its outputs were made, for as long as what is made of them may be lost. On the scheduler.
+
+Theory of operation. Dask releases a barrier when the last of its outputs is in memory, and the run ends. When a worker
+is lost a moment later, the outputs that it had are wanted again, and so is everything before them: on three workers all
+inputs are split anew for a third of the outputs. So the barrier's result is held, as a client would (Dask's variables
+and queues do the same), until every task that depends on the outputs has ended, or `HOLD_SECONDS` have passed since the
+last output was made. Until then a lost worker costs what it does before (`opener`): its own part.
+
+What a run holds meanwhile are the rows that its workers retained, within their budget. Runs whose outputs were all made
+give way first (`ledger.Budget`).
+
+A join's first side may have to wait long for the other, and only one worker has its barrier's result until outputs are
+made. Were that lost, all inputs of the side would be split anew; so other workers get copies (`_copy`). Dask's memory
+manager leaves them there as long as outputs wait.
+
+Not kept: a run whose query is over. A result that is lost between the end of its task and the moment the client has it
+is made from the start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from dask_gpurt.shuffle.amender import Amender
+
+#: the "client" that wants the barriers
+HOLDER = "gpurt-shuffle"
+#: a run is kept so long after its last output was made, at most
+HOLD_SECONDS = 60.0
+#: workers that have the result of a barrier for which outputs wait; and attempts to have them copy it, and their time
+COPIES = 3
+TRIES = 3
+COPY_SECONDS = 5.0
+#: between two looks
+LOOK_SECONDS = 0.05
+#: tasks looked at in one turn of the loop
+STEPS = 2000
+#: states of a task that will not run for now
+_ENDED = ("memory", "erred", "released", "forgotten")
+
+
+class Holder:
+    """Holds the runs of one scheduler."""
+
+    def __init__(self, scheduler: Any, amender: Amender) -> None:
+        self._scheduler = scheduler
+        self._amender = amender
+        #: key of a barrier -> the run that it is held for
+        self._held: dict[Any, Any] = {}
+
+    def begin(self, shuffle_id: Any, state: Any) -> None:
+        """Hold a run whose barrier has passed."""
+        barrier = self._amender.barrier_of(shuffle_id)
+        if barrier is None or self._held.get(barrier.key) is state:
+            return
+        self._held[barrier.key] = state
+        self._scheduler.client_desires_keys([barrier.key], HOLDER)
+        self._scheduler._ongoing_background_tasks.call_soon(self._watch, shuffle_id, state, barrier)
+
+    def lost(self) -> None:
+        """A worker was lost. A barrier's result that went with it is not computed again if nothing waits for it."""
+        for key, state in list(self._held.items()):
+            barrier = self._scheduler.tasks.get(key)
+            if barrier is None or (barrier.state != "memory" and not barrier.waiters):
+                self._release(key, state)
+
+    def let_go(self) -> None:
+        """Hold no run any more of which all outputs were made."""
+        for key, state in list(self._held.items()):
+            if self.over(state.id, state):
+                self._release(key, state)
+
+    def over(self, shuffle_id: Any, state: Any) -> bool:
+        """Whether all outputs of a run that are wanted were made."""
+        barrier = self._amender.barrier_of(shuffle_id)
+        return self._amender.ours(state) and self._amender.passed(state) and barrier is not None and not barrier.waiters
+
+    async def _watch(self, shuffle_id: Any, state: Any, barrier: Any) -> None:
+        deadline, tries = 0.0, TRIES
+        tasks: Iterator[Any] | None = None
+        try:
+            while barrier.dependents and not state._failed and self._amender.current(shuffle_id, state):
+                if barrier.state != "memory" or barrier.waiters:
+                    tasks = None
+                    if barrier.state == "memory" and tries and (others := self._without(barrier, state)):
+                        tries -= 1
+                        await self._copy(shuffle_id, state, barrier, others)
+                else:
+                    if tasks is None:
+                        tasks, deadline = _last(barrier), time.monotonic() + HOLD_SECONDS
+                        running = None
+                    # One task that has not ended will do; then the next is looked for.
+                    for _ in range(STEPS):
+                        if running is not None and running.state not in _ENDED:
+                            break
+                        if (running := next(tasks, barrier)) is barrier:
+                            return
+                    if time.monotonic() > deadline:
+                        return
+                await asyncio.sleep(LOOK_SECONDS)
+        finally:
+            self._release(barrier.key, state)
+
+    def _without(self, barrier: Any, state: Any) -> list[str]:
+        """Workers that should have a copy of a barrier's result, too."""
+        holders = {ws.address for ws in barrier.who_has}
+        others = [a for a in sorted(state.participating_workers) if a in self._scheduler.workers and a not in holders]
+        return others[: max(0, COPIES - len(holders))]
+
+    async def _copy(self, shuffle_id: Any, state: Any, barrier: Any, addresses: list[str]) -> None:
+        for address in addresses:
+            who_has = {barrier.key: [ws.address for ws in barrier.who_has or ()]}
+            copying = asyncio.ensure_future(self._scheduler.gather_on_worker(address, who_has))
+            copying.add_done_callback(functools.partial(self._copied, shuffle_id, state, barrier, address))
+            # One of them may be gone, or stopped. Not cancelled: what comes late has to be looked at, too.
+            await asyncio.wait([copying], timeout=COPY_SECONDS)
+            if copying.done():
+                copying.result()
+
+    def _copied(self, shuffle_id: Any, state: Any, barrier: Any, address: str, copying: asyncio.Future[Any]) -> None:
+        """Have a worker forget a copy that nobody knows of, or of a run that is over.
+
+        The holder may be lost between the moment the copy arrives and the one its arrival is told. The scheduler then
+        knows of no copy, and tells nobody to drop it; the worker would take it for the result of the next barrier.
+        """
+        if not copying.cancelled():
+            copying.exception()  # retrieved: after `COPY_SECONDS` nobody waits for it
+        ws = self._scheduler.workers.get(address)
+        holders = (barrier.who_has or ()) if self._scheduler.tasks.get(barrier.key) is barrier else ()
+        if ws is None or (ws in holders and (self._amender.current(shuffle_id, state) or len(holders) == 1)):
+            return
+        if ws in holders:
+            self._scheduler.remove_replica(barrier, ws)
+        message = {"op": "free-keys", "keys": [barrier.key], "stimulus_id": f"{HOLDER}-{barrier.key}"}
+        self._scheduler.worker_send(address, message)
+
+    def _release(self, key: Any, state: Any) -> None:
+        if self._held.get(key) is not state:
+            return  # held for a later run
+        del self._held[key]
+        if HOLDER in self._scheduler.clients:
+            self._scheduler.client_releases_keys([key], HOLDER, f"{HOLDER}-{key}")
+            if not self._scheduler.clients[HOLDER].wants_what:
+                del self._scheduler.clients[HOLDER]
+
+
+def _last(barrier: Any) -> Iterator[Any]:
+    """The tasks behind a barrier that nothing depends on; None for every other one, as finding them takes its time."""
+    seen = {barrier}
+    stack = list(barrier.dependents)
+    while stack:
+        ts = stack.pop()
+        if ts in seen:
+            continue
+        seen.add(ts)
+        stack.extend(ts.dependents)
+        yield None if ts.dependents else ts

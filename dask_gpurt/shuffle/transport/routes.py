@@ -1,0 +1,50 @@
+"""What a plane knows of a peer: how a run reaches it, and what went there and came from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.shuffle.transport.safe import SafeSender
+
+if TYPE_CHECKING:
+    from dask_gpurt.shuffle.transport.base import Header, Peer
+    from dask_gpurt.shuffle.transport.choice import Chooser
+
+
+@dataclasses.dataclass
+class LinkCounters:
+    """What went to one peer by one transport, and came from it."""
+
+    messages_out: int = 0
+    bytes_out: int = 0
+    messages_in: int = 0
+    bytes_in: int = 0
+    #: seconds from hand-over to acknowledgement, summed over messages
+    seconds: float = 0.0
+    #: seconds that messages waited for credit (on `rpc`: for the call that asks for it)
+    stall_seconds: float = 0.0
+    #: messages that the peer did not take, or whose link was lost; sent again by the safe path
+    resent: int = 0
+    #: messages from this peer that did not parse or failed a checksum
+    corrupt: int = 0
+
+
+class NoRoute(Exception):
+    """A peer has no card for us; what it said instead goes to the caller."""
+
+    def __init__(self, answer: dict[str, Any]) -> None:
+        super().__init__(str(answer))
+        self.answer = answer
+
+
+class Route:
+    """The ways from one run to one peer; `card` is what the peer says of itself."""
+
+    def __init__(self, card: dict[str, Any], chooser: Chooser, header: Header) -> None:
+        self.card = card
+        self.chooser = chooser
+        self.header = header
+        #: by transport
+        self.targets: dict[str, Peer] = {}
+        self.safe = SafeSender(card.get("limit", 0))

@@ -1,0 +1,303 @@
+"""Between a transport's threads and the event loop: many at a time, none lost, none behind one that waits."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from dask_gpurt.config import ShuffleSettings
+from dask_gpurt.shuffle.transport.base import Header, Receipt
+from dask_gpurt.shuffle.transport.choice import SAFE, Chooser, Place
+from dask_gpurt.shuffle.transport.ends import InboundEnd
+from dask_gpurt.shuffle.transport.ioloop import IoLoop
+from dask_gpurt.shuffle.transport.link import Deliver, Instruction
+from dask_gpurt.shuffle.transport.outcomes import FEW, Mailbox, Outcomes
+from dask_gpurt.shuffle.transport.plane import Plane
+from dask_gpurt.shuffle.transport.records import RunKey
+from dask_gpurt.shuffle.transport.routes import Route
+
+KEY = RunKey(3, 1)
+
+
+class CountingLoop:
+    """Counts how often it is called from another thread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop, self.calls = loop, 0
+        self.create_future = loop.create_future
+
+    def call_soon_threadsafe(self, function: Any) -> None:
+        self.calls += 1
+        self.loop.call_soon_threadsafe(function)
+
+
+def test_what_comes_together_calls_the_loop_once():
+    async def main() -> tuple[int, list[int], int]:
+        loop: Any = CountingLoop(asyncio.get_running_loop())
+        got: list[int] = []
+
+        def take() -> None:
+            while box.waiting:
+                got.append(box.waiting.popleft())
+
+        box: Mailbox[int] = Mailbox(loop.call_soon_threadsafe, take)
+        for i in range(100):
+            box.put(i)
+        await asyncio.sleep(0)
+        first = loop.calls
+        box.put(100)
+        await asyncio.sleep(0)
+        return first, got, loop.calls
+
+    first, got, calls = asyncio.run(main())
+    assert (first, calls) == (1, 2)
+    assert got == list(range(101))
+
+
+def test_nothing_is_lost_between_threads():
+    """Those who put and the loop that takes meet at every possible moment."""
+
+    async def main() -> set[int]:
+        got: set[int] = set()
+        box: Mailbox[int]
+
+        def take() -> None:
+            while box.waiting:
+                got.add(box.waiting.popleft())
+
+        box = Mailbox(asyncio.get_running_loop().call_soon_threadsafe, take)
+        threads = [threading.Thread(target=lambda i=i: [box.put(i * 5000 + k) for k in range(5000)]) for i in range(4)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            await asyncio.to_thread(t.join)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        return got
+
+    assert asyncio.run(main()) == set(range(20_000))
+
+
+def test_a_closed_loop_takes_nothing_and_receipts_do_not_mind():
+    loop = asyncio.new_event_loop()
+    refused: list[int] = []
+    box: Mailbox[int] = Mailbox(loop.call_soon_threadsafe, lambda: None, refused.append)
+    outcomes = Outcomes(loop)
+    _future, ended = outcomes.expect()
+    loop.close()
+    box.put(1)
+    box.put(2)
+    assert refused == [1, 2]
+    assert not box.waiting
+    ended(Receipt("lost", lost=True))
+
+
+def test_what_a_turn_brings_goes_together():
+    """At its end, or a few at a time; and at once when the thread of the turns has ended."""
+
+    class Calls:
+        def __init__(self) -> None:
+            self.calls: list[Any] = []
+
+        def call_soon_threadsafe(self, function: Any) -> None:
+            self.calls.append(function)
+
+    loop: Any = Calls()
+    seen: list[int] = []
+    box: Mailbox[int] = Mailbox(loop.call_soon_threadsafe, lambda: None)
+    io = IoLoop("gpurt-test", lambda text: None)
+
+    def turn(n: int) -> None:
+        for i in range(n):
+            box.put(i)
+        seen.append(len(loop.calls))
+
+    def run(n: int) -> None:
+        over = threading.Event()
+        io.call(lambda: turn(n))
+        io.call(lambda: io.later(over.set))  # in the turn after it
+        assert over.wait(20)
+
+    run(FEW - 1)
+    assert (seen.pop(), len(loop.calls)) == (0, 1)
+    loop.calls.pop()()
+    box.waiting.clear()
+    run(3 * FEW)
+    assert (seen.pop(), len(loop.calls)) == (1, 1)
+    loop.calls.pop()()
+    box.waiting.clear()
+    io.stop(lambda: turn(1))
+    assert (seen.pop(), len(loop.calls)) == (0, 1)
+    loop.calls.pop()()
+    io.call(lambda: turn(1))
+    assert (seen.pop(), len(loop.calls)) == (1, 1)
+
+
+def test_receipts_reach_those_who_wait_and_no_others():
+    async def main() -> list[str]:
+        outcomes = Outcomes(asyncio.get_running_loop())
+        expected = [outcomes.expect() for _ in range(3)]
+        expected[1][0].cancel()
+        await asyncio.to_thread(lambda: [ended(Receipt(str(i))) for i, (_, ended) in enumerate(expected)])
+        expected[0][1](Receipt("a second time"))
+        await asyncio.sleep(0)
+        return [(await expected[i][0]).problem for i in (0, 2)]
+
+    assert asyncio.run(main()) == ["0", "2"]
+
+
+class Run:
+    """Stores messages; those named in `slow` wait until `go`."""
+
+    def __init__(self, slow: set[int]) -> None:
+        self.slow, self.go, self.stored = slow, asyncio.Event(), []
+
+    def unpack(self, frames: list[Any]) -> int:
+        return int(bytes(frames[0]))
+
+    async def accept(self, shards: int, nbytes: int) -> None:
+        if shards in self.slow:
+            await self.go.wait()
+        self.stored.append(shards)
+
+
+class Worker:
+    address = "tcp://127.0.0.1:1"
+
+
+def test_messages_are_stored_by_few_tasks_and_none_waits_for_another():
+    slow = {3, 50, 51, 99}
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        plane = Plane(Worker(), ShuffleSettings(enabled=True), lambda **counts: None, 1 << 20)
+        run: Any = Run(slow)
+        plane.join(run, KEY, bytes(16))
+        tasks = 0
+
+        def counted(loop: Any, coroutine: Any, **kwargs: Any) -> asyncio.Task[Any]:
+            nonlocal tasks
+            tasks += 1
+            return asyncio.Task(coroutine, loop=loop, **kwargs)
+
+        loop.set_task_factory(counted)
+        done: list[int] = []
+        for i in range(100):
+            # As a transport's thread would, while the loop has no time.
+            plane._on_message(KEY, "peer", [str(i).encode()], lambda problem, i=i: done.append(i), "tcp")
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert done == run.stored == [i for i in range(100) if i not in slow]
+        assert tasks == len(slow) + (max(slow) < 99), (
+            "one, and one more for each that waits and leaves others behind it"
+        )
+        run.go.set()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert sorted(done) == list(range(100))
+        assert not plane._tasks
+        await plane.stop()
+
+    asyncio.run(main())
+
+
+class Machine:
+    run, sender = KEY, "peer"
+
+    def __init__(self) -> None:
+        self.answers: list[tuple[int, str]] = []
+
+    def stored(self, sequence: int, problem: str) -> list[Instruction]:
+        self.answers.append((sequence, problem))
+        return []
+
+
+class Owner:
+    """Its own services and gate, and a loop that is called when the test says so."""
+
+    def __init__(self) -> None:
+        self.services = self.gate = self
+        self.calls: list[Any] = []
+        self.given_back: list[int] = []
+        self.done: list[Any] = []
+
+    def call(self, function: Any) -> None:
+        self.calls.append(function)
+
+    def stored(self, link: Any, nbytes: int) -> None:
+        self.given_back.append(nbytes)
+
+    def on_message(self, run: Any, sender: str, frames: Any, done: Any) -> None:
+        self.done.append(done)
+
+
+def test_what_ended_meanwhile_is_answered_at_once_and_its_credit_given_back_together():
+    owner: Any = Owner()
+    link = InboundEnd()
+    link.machine, link.owner, link.loop = Machine(), owner, owner  # type: ignore[assignment]
+    link.carry_out([Deliver(i, 100 * i, []) for i in range(1, 5)])
+    for done, problem in zip(owner.done[:3], ("", "no", ""), strict=True):
+        done(problem)
+    assert len(owner.calls) == 1
+    owner.calls.pop()()
+    assert owner.given_back == [600]
+    owner.done[3]("")
+    owner.calls.pop()()
+    assert owner.given_back == [600, 400]
+    assert link.machine.answers == [(1, ""), (2, "no"), (3, ""), (4, "")]
+
+
+@pytest.mark.parametrize("end", ["stored", "refused", "cancelled", "safe fails"])
+def test_every_message_that_began_ends_for_the_choice(end):
+    """Else a way would count as busy for ever."""
+
+    async def main() -> None:
+        plane = Plane(Worker(), ShuffleSettings(enabled=True), lambda **counts: None, 1 << 20)
+        run: Any = Run(set())
+        plane.join(run, KEY, bytes(16))
+        forced = SAFE if end == "safe fails" else "tcp"
+        chooser = Chooser(Place.HOST, ["tcp"], forced)
+        route = asyncio.get_running_loop().create_future()
+        route.set_result(Route({"limit": 0, "tcp": ["", 0]}, chooser, Header(KEY, bytes(16))))
+        plane._routes[KEY, "peer"] = route
+        submitted: list[Any] = []
+
+        class Ways:
+            def submit(self, ended: Any, *args: Any) -> None:
+                submitted.append(ended)
+
+            def stop(self) -> None:
+                pass
+
+            def forget(self, run: RunKey) -> None:
+                pass
+
+        plane.transports._open["tcp"] = Ways()  # type: ignore[assignment]
+
+        async def safe() -> Any:
+            if end == "safe fails":
+                raise OSError("gone")
+            return {"status": "OK"}
+
+        task = asyncio.create_task(plane.send(run, KEY, "peer", [b"text"], safe))
+        await asyncio.sleep(0)
+        if end == "safe fails":
+            with pytest.raises(OSError, match="gone"):
+                await task
+        else:
+            assert chooser._meter._flying
+            if end == "cancelled":
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            else:
+                submitted[0](Receipt("" if end == "stored" else "refused"))
+                assert await task == {"status": "OK"}
+        assert not chooser._meter._flying
+        assert sum(f.messages for f in chooser._meter._flows.values()) == (end in ("stored", "refused"))
+        await plane.stop()
+
+    asyncio.run(main())

@@ -1,0 +1,270 @@
+"""After the outputs were made: what is lost then costs its own part, for as long as the query goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from types import SimpleNamespace
+
+import dask.dataframe as dd
+import pandas as pd
+import pytest
+from distributed import futures_of
+from distributed.utils_test import gen_cluster
+from helpers import left, ordered, source, taken_over, went_on, whole
+from test_amended import GATES, THREE, Ended, N, after_the_barrier, gate, gated, lose, same_rows, until, vouched, whose
+
+from dask_gpurt.config import ShuffleSettings
+from dask_gpurt.shuffle import holding
+from dask_gpurt.shuffle.amended import AGAIN
+from dask_gpurt.shuffle.holding import HOLDER
+from dask_gpurt.shuffle.outputs import OutputsRun
+
+pytestmark = pytest.mark.cluster
+#: one thread may wait
+TWICE = THREE | {"nthreads": [("127.0.0.1", 2)] * 3}
+GOES_ON: list[threading.Event] = []
+BEGUN: list[threading.Event] = []
+
+
+def last(frame, which):
+    """What is made of an output; not before it is let go."""
+    BEGUN[which].set()
+    assert GOES_ON[which].wait(120)
+    return len(frame)
+
+
+@contextlib.asynccontextmanager
+async def all_made(c, s, workers, d):
+    """(outputs, their keys, the task that is made of them, the worker that it runs on): all outputs are in memory."""
+    GOES_ON.append(threading.Event())
+    BEGUN.append(threading.Event())
+    out = c.persist(d)
+    keys = [f.key for f in futures_of(out)]
+    end = c.submit(last, futures_of(out)[0], len(GOES_ON) - 1, pure=False)
+    try:
+        await until(lambda: all(k in s.tasks and s.tasks[k].state == "memory" for k in keys))
+        await until(BEGUN[-1].is_set)
+        yield out, keys, end, s.tasks[end.key].processing_on.address
+    finally:
+        GOES_ON[-1].set()
+
+
+def barrier_of(s):
+    (key,) = (key for key in s.tasks if str(key).startswith("shuffle-barrier-"))
+    return s.tasks[key]
+
+
+@pytest.mark.parametrize("retain", [0.1, 0.0])
+def test_an_output_that_its_owner_handed_out_is_opened_where_it_is(retain):
+    """It was copied to another worker, as for a task that was stolen, and lost there."""
+
+    @gen_cluster(**THREE)
+    async def check(c, s, *workers):
+        settings = ShuffleSettings(enabled=True, transport="rpc", retain=retain)
+        async with taken_over(s, workers, settings=settings) as (takeover, _):
+            async with after_the_barrier(c, s, source(left, N).shuffle("k", npartitions=9)) as (out, keys):
+                victim, kept = whose(s, keys)
+                (lost,) = (w for w in workers if w.address == victim)
+                split = vouched(lost)
+                gone = sorted(kept)[0]
+                (owner,) = (ws.address for ws in s.tasks[gone].who_has)
+                await s.gather_on_worker(victim, {gone: [owner]})
+                await s.delete_worker_data(owner, [gone], "test")
+                ended = Ended()
+                s.add_plugin(ended, name="ended")
+                await lose(lost)
+            same_rows(await c.compute(out))
+            stats = went_on(takeover)
+            assert stats["recovery"]["outputs_void"] == 1
+            assert not (kept - {gone}) & ended.keys
+            # The rows that survivors had for themselves were retained, too.
+            assert sum("transfer" in str(k) for k in ended.keys) == (split if retain else N)
+
+    check()
+
+
+@gen_cluster(**TWICE)
+async def test_a_worker_lost_after_the_last_output_costs_its_own_part(c, s, *workers):
+    async with taken_over(s, workers) as (takeover, _):
+        plugin = s.plugins["shuffle"]
+        async with all_made(c, s, workers, source(left, N).shuffle("k", npartitions=9)) as (out, keys, end, where):
+            lost = next(w for w in workers if w.address != where)
+            split = vouched(lost)
+            kept = {k for k in keys if any(ws.address != lost.address for ws in s.tasks[k].who_has)}
+            assert len(kept) < len(keys)
+            assert not barrier_of(s).waiters
+            # It keeps no worker that is to be closed in good order.
+            assert len(plugin.valid_workers_downscaling(s, list(s.workers.values()))) == 3
+            ended = Ended()
+            s.add_plugin(ended, name="ended")
+            await lose(lost)
+            await until(lambda: lost.address not in s.workers and all(s.tasks[k].state == "memory" for k in keys))
+            assert not kept & ended.keys
+            assert sum("transfer" in str(k) for k in ended.keys) == split
+        same_rows(await c.compute(out))
+        assert await end > 0
+        went_on(takeover)
+        await until(lambda: not plugin.active_shuffles)
+        assert HOLDER not in s.clients
+
+
+@gen_cluster(**TWICE)
+async def test_the_first_side_of_a_join_survives_the_worker_that_had_its_barrier(c, s, *workers):
+    """While the other side is still split."""
+    async with taken_over(s, workers) as (takeover, _):
+        g, _ = gate(0)
+        d = dd.from_map(gated, [0, 1], gate=len(GATES) - 1, meta=left(0).iloc[:0])  # two threads wait
+        f = c.compute(source(left, 4).merge(d, on="k", how="inner", shuffle_method="p2p"))
+        barriers = "shuffle-barrier-"
+        await until(lambda: any(str(k).startswith(barriers) and ts.state == "memory" for k, ts in s.tasks.items()))
+        (first,) = (ts for k, ts in s.tasks.items() if str(k).startswith(barriers) and ts.state == "memory")
+        holder = next(iter(first.who_has)).address
+        await until(lambda: len(first.who_has) == 3)
+        await lose(next(w for w in workers if w.address == holder))
+        await until(lambda: holder not in s.workers)
+        assert first.state == "memory"
+        g.go.set()
+        got = ordered(await f)
+        want = ordered(whole(left, 4).merge(whole(left, 2), on="k", how="inner"))
+        pd.testing.assert_frame_equal(got, want.astype(dict(got.dtypes)))
+        stats = takeover.statistics()
+        assert stats["errors"] == 0, stats["last_error"]
+        assert stats["runs"] == 2
+        assert stats["recovery"]["restarted"] == 0
+
+
+@gen_cluster(**THREE)
+async def test_a_copy_of_a_barrier_that_is_lost_meanwhile_is_dropped(c, s, *workers):
+    """Else its worker takes the number of the old run, which it was never told to drop, for that of the next."""
+    async with taken_over(s, workers) as (takeover, _):
+        g, _ = gate(0)
+        slow = dd.from_map(gated, list(range(2)), gate=len(GATES) - 1, meta=left(0).iloc[:0])
+        gather, copies = s.gather_on_worker, []
+
+        async def lost_meanwhile(address, who_has):
+            ((key, (holder,)),) = who_has.items()
+            if copies:
+                return await gather(address, who_has)
+            copies.append((key, next(w for w in workers if w.address == address)))
+            assert (await s.rpc(addr=address).gather(who_has=who_has))["status"] == "OK"
+            assert key in copies[0][1].data
+            await lose(next(w for w in workers if w.address == holder))
+            await until(lambda: holder not in s.workers)
+            return set()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(s, "gather_on_worker", lost_meanwhile)
+            f = c.compute(source(left, 4).merge(slow, on="k", how="inner", shuffle_method="p2p"))
+            await until(lambda: len(s.workers) == 2)
+            ((key, receiver),) = copies
+            # Dropped, until it has that of another run, which the scheduler knows of.
+            await until(lambda: key not in receiver.data or s.tasks[key].state == "memory")
+            known = {ws.address for ws in s.tasks[key].who_has or ()}
+            assert key not in receiver.data or receiver.address in known
+        g.go.set()
+        got = ordered(await f)
+        want = ordered(whole(left, 4).merge(whole(left, 2), on="k", how="inner"))
+        pd.testing.assert_frame_equal(got, want.astype(dict(got.dtypes)))
+        assert takeover.statistics()["errors"] == 0
+
+
+@gen_cluster(**TWICE)
+async def test_a_run_that_is_held_does_not_keep_the_plugin(c, s, *workers):
+    async with taken_over(s, workers) as (takeover, _):
+        async with all_made(c, s, workers, source(left, N).shuffle("k", npartitions=9)) as (out, *_rest):
+            assert takeover.statistics()["active"] == 1
+            await takeover.uninstall()
+            assert HOLDER not in s.clients
+        same_rows(await c.compute(out))
+
+
+def test_a_run_is_held_no_longer_than_that(monkeypatch):
+    monkeypatch.setattr(holding, "HOLD_SECONDS", 0.0)
+
+    @gen_cluster(**TWICE)
+    async def check(c, s, *workers):
+        async with taken_over(s, workers):
+            async with all_made(c, s, workers, source(left, N).shuffle("k", npartitions=9)) as (out, _, end, _where):
+                await until(lambda: not s.plugins["shuffle"].active_shuffles)
+                assert end.status == "pending"
+                assert HOLDER not in s.clients
+            same_rows(await c.compute(out))
+
+    check()
+
+
+@gen_cluster(**TWICE)
+async def test_a_barrier_that_nothing_waits_for_is_not_made_again(c, s, *workers):
+    async with taken_over(s, workers) as (takeover, _):
+        async with all_made(c, s, workers, source(left, N).shuffle("k", npartitions=9)) as (out, keys, _, where):
+            lost = next(w for w in workers if w.address != where)
+            barrier = barrier_of(s)
+            there = [k for k in keys if lost.address in {ws.address for ws in s.tasks[k].who_has}]
+            await s.gather_on_worker(where, {k: [lost.address] for k in there})
+            if lost.address not in {ws.address for ws in barrier.who_has}:
+                await s.gather_on_worker(lost.address, {barrier.key: [next(iter(barrier.who_has)).address]})
+            for ws in [ws for ws in barrier.who_has if ws.address != lost.address]:
+                await s.delete_worker_data(ws.address, [barrier.key], "test")
+            ended = Ended()
+            s.add_plugin(ended, name="ended")
+            await lose(lost)
+            await until(lambda: lost.address not in s.workers)
+            assert barrier.state in ("released", "forgotten")
+            assert not [ts for ts in s.tasks.values() if "transfer" in str(ts.key) and ts.state != "released"]
+        same_rows(await c.compute(out))
+        assert not any("transfer" in str(k) for k in ended.keys)
+        assert takeover.statistics()["errors"] == 0
+
+
+def test_nothing_is_taken_of_an_output_that_is_open():
+    async def check():
+        opened = {3}
+
+        async def take(key, part):
+            opened.discard(1)
+            bound[1] = 7  # an amendment, while the store reads
+            return ["rows"]
+
+        bound: dict[int, int] = {}
+        run = SimpleNamespace(
+            raise_if_closed=lambda: None,
+            _counting=SimpleNamespace(ready=lambda part: part not in opened, bound=bound),
+            _taken={2},
+            _mine=9,
+            _few=False,
+            _merging=SimpleNamespace(locked=lambda: False),
+            _key="run",
+            _store=SimpleNamespace(take=take),
+        )
+        assert await OutputsRun._take(run, 3) is None  # type: ignore[arg-type]
+        assert await OutputsRun._take(run, 2) == AGAIN  # type: ignore[arg-type]
+        with pytest.raises(Exception, match="void while it was taken"):
+            await OutputsRun._take(run, 1)  # type: ignore[arg-type]
+        assert await OutputsRun._take(run, 4) == ["rows"]  # type: ignore[arg-type]
+
+    asyncio.run(check())
+
+
+@gen_cluster(**THREE)
+async def test_a_barrier_whose_worker_is_lost_after_it_passed_runs_again(c, s, *workers):
+    """Its result is under way: outputs are pinned, none is made."""
+    async with taken_over(s, workers) as (takeover, _):
+        pin, first = takeover.pin, []
+
+        async def pinned(shuffle_id, run_id, plugin):
+            await pin(shuffle_id, run_id, plugin)
+            if not first:
+                first.append(s.tasks["shuffle-barrier-" + shuffle_id].processing_on.address)
+                await lose(next(w for w in workers if w.address == first[0]))
+                await until(lambda: first[0] not in s.workers)
+
+        takeover.pin = pinned
+        same_rows(await c.compute(source(left, N).shuffle("k", npartitions=9)))
+        stats = takeover.statistics()
+        assert first
+        assert stats["errors"] == 0, stats["last_error"]
+        assert stats["runs"] == 1
+        assert stats["recovery"]["restarted"] == 0
+        assert stats["recovery"]["amended"] == 1
