@@ -510,7 +510,13 @@ async def test_lost_keys_are_computed_again(c: Client, s: Scheduler, a: Worker) 
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_lost_keys_two_workers(replicas: int) -> None:
-    @gen_cluster(client=True, nthreads=[("127.0.0.1", 2)] * 2, worker_kwargs={"memory_limit": "20 MB"}, config=NO_WATCH)
+    # Without the active memory manager, which drops the second replicas two seconds after they were made.
+    @gen_cluster(
+        client=True,
+        nthreads=[("127.0.0.1", 2)] * 2,
+        worker_kwargs={"memory_limit": "20 MB"},
+        config=NO_WATCH | NO_AMM,
+    )
     async def inner(c: Client, s: Scheduler, a: Worker, b: Worker) -> None:
         runtimes = [await TierRuntime.install(w, tier_settings()) for w in (a, b)]
         x = c.map(make, range(20))
