@@ -20,7 +20,7 @@ from dask.system import CPU_COUNT
 from distributed import Client, LocalCluster, Scheduler, Worker, WorkerPlugin, system, wait
 from distributed.client import FutureCancelledError
 from distributed.spill import SpillBuffer
-from distributed.utils_test import async_poll_for, gen_cluster
+from distributed.utils_test import NO_AMM, async_poll_for, gen_cluster
 
 import dask_gpurt  # noqa: F401  (registers the defaults)
 from dask_gpurt.config import Settings, TierSettings
