@@ -8,7 +8,9 @@ is as safe in any thread. Everything else (no run yet, a newer one is known of, 
 Not seen here: a newer run that the event loop is just fetching. Neither is it by a task that has asked an instant
 before; what it then does for the old run is refused or restarted as ever.
 
-What is put on a worker's plugin stays there: without a run of ours it only passes calls on.
+What is put on a worker's plugin stays there: without a run of ours it only passes calls on. Not `model.wrapped`, which
+is for what has one owner and an end: runs overlap, and the last of them does not know that it is. Where each run wrapped
+and unwrapped for itself, what others had wrapped meanwhile would stay in the chain, longer with every shuffle.
 """
 
 from __future__ import annotations
