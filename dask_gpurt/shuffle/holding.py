@@ -11,7 +11,10 @@ give way first (`ledger.Budget`).
 
 A join's first side may have to wait long for the other, and only one worker has its barrier's result until outputs are
 made. Were that lost, all inputs of the side would be split anew; so other workers get copies (`_copy`). Dask's memory
-manager leaves them there as long as outputs wait.
+manager leaves them there as long as outputs wait. Once those are made it drops all but one, every two seconds; then
+they are made again, which is a number and a call a worker. Rejected: to tell the memory manager, which has no way to
+say that a replica is wanted but a policy of one's own: its suggestion to replicate and Dask's to drop would alternate
+just so.
 
 Not kept: a run whose query is over. A result that is lost between the end of its task and the moment the client has it
 is made from the start.
@@ -37,6 +40,8 @@ HOLD_SECONDS = 60.0
 COPIES = 3
 TRIES = 3
 COPY_SECONDS = 5.0
+#: between two attempts once all outputs were made
+AGAIN_SECONDS = 0.5
 #: between two looks
 LOOK_SECONDS = 0.05
 #: tasks looked at in one turn of the loop
@@ -82,7 +87,7 @@ class Holder:
         return self._amender.ours(state) and self._amender.passed(state) and barrier is not None and not barrier.waiters
 
     async def _watch(self, shuffle_id: Any, state: Any, barrier: Any) -> None:
-        deadline, tries = 0.0, TRIES
+        deadline, again, tries = 0.0, 0.0, TRIES
         tasks: Iterator[Any] | None = None
         try:
             while barrier.dependents and not state._failed and self._amender.current(shuffle_id, state):
@@ -103,6 +108,9 @@ class Holder:
                             return
                     if time.monotonic() > deadline:
                         return
+                    if time.monotonic() > again and (others := self._without(barrier, state)):
+                        await self._copy(shuffle_id, state, barrier, others)
+                        again = time.monotonic() + AGAIN_SECONDS
                 await asyncio.sleep(LOOK_SECONDS)
         finally:
             self._release(barrier.key, state)

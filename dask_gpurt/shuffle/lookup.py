@@ -9,8 +9,8 @@ Not seen here: a newer run that the event loop is just fetching. Neither is it b
 before; what it then does for the old run is refused or restarted as ever.
 
 What is put on a worker's plugin stays there: without a run of ours it only passes calls on. Not `model.wrapped`, which
-is for what has one owner and an end: runs overlap, and the last of them does not know that it is. Where each run wrapped
-and unwrapped for itself, what others had wrapped meanwhile would stay in the chain, longer with every shuffle.
+is for what has one owner and an end: runs overlap, and the last of them does not know that it is. Were each run to wrap
+and unwrap for itself, what others had wrapped meanwhile would stay in the chain, longer with every shuffle.
 """
 
 from __future__ import annotations

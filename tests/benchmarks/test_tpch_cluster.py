@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 pytest.importorskip("duckdb")
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 SCALE = 0.01
 LIMIT = 1 << 30
@@ -191,7 +191,7 @@ def test_queries_survive_a_killed_worker(
     assert "was killed (SIGKILL)" in killer.note
     assert not all(t.complete for cell in outcome.cells.values() for t in cell.traffic)
     assert outcome.ok
-    cluster.client.wait_for_workers(2, timeout=60)
+    cluster.client.wait_for_workers(2, timeout=120)
     assert len(before - set(cluster.client.run(os.getpid).values())) == 1
 
 
@@ -236,7 +236,7 @@ def test_interrupt_leaves_nothing_running(directory: str, tmp_path: Path) -> Non
                 break
         assert left_over(str(tmp_path / "run"))
         process.send_signal(signal.SIGINT)
-        assert "interrupted" in process.communicate(timeout=60)[0]
+        assert "interrupted" in process.communicate(timeout=120)[0]
         assert process.returncode == 130
     finally:
         process.kill()
@@ -253,7 +253,7 @@ def test_keep_running_leaves_a_cluster_and_says_how_to_stop_it(directory: str, t
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

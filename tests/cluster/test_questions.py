@@ -20,9 +20,10 @@ pytestmark = pytest.mark.cluster
 
 def gpurt(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "dask", "gpurt", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
 
+@pytest.mark.timeout(600)  # nine commands, each of which imports distributed
 def test_from_the_command_line(tmp_path: Path) -> None:
     with processes(tmp_path) as p:
         address = p.scheduler("--preload", "dask_gpurt.preload")

@@ -93,7 +93,7 @@ class Tab:
         result = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         return result["result"].get("value")
 
-    async def until(self, expression: str, seconds: float = 40) -> None:
+    async def until(self, expression: str, seconds: float = 90) -> None:
         """Wait until an expression is true."""
         value = None
         for _ in range(int(seconds / 0.25)):

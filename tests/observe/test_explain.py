@@ -13,7 +13,7 @@ import dask
 import numpy as np
 import pytest
 from distributed import Client, LocalCluster, wait
-from distributed.utils_test import BlockedGatherDep, gen_cluster, inc, slowinc
+from distributed.utils_test import NO_AMM, BlockedGatherDep, gen_cluster, inc, slowinc
 
 import dask_gpurt
 from dask_gpurt.config import Settings
@@ -292,8 +292,14 @@ async def test_nothing_is_kept_alive(c: Client, s: Scheduler, *workers: Worker) 
         assert (await dask_gpurt.explain(c, key)).state is None
 
 
+# Without the active memory manager, which drops the replica that is looked for.
 @pytest.mark.cluster
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 2, config=QUIET, worker_kwargs={"memory_limit": "1 GB"})
+@gen_cluster(
+    client=True,
+    nthreads=[("127.0.0.1", 1)] * 2,
+    config=QUIET | NO_AMM,
+    worker_kwargs={"memory_limit": "1 GB"},
+)
 async def test_where_a_spilled_and_a_replicated_key_are(c: Client, s: Scheduler, a: Worker, b: Worker) -> None:
     async with extension(s):
         x = c.submit(block, 20_000_000, workers=[a.address], pure=False)

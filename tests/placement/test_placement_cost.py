@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from placement_fakes import FakeTask, FakeWorker, assign, learn, make_engine
 
@@ -98,6 +98,7 @@ def test_no_candidates() -> None:
 nonnegative = st.floats(0, 1e12)
 
 
+@settings(deadline=None)
 @given(st.builds(TaskView, nonnegative, nonnegative, nonnegative), st.lists(nonnegative, min_size=8, max_size=8))
 def test_terms_add_up_to_the_cost(task: TaskView, n: list[float]) -> None:
     worker = WorkerView(n[0], n[1], n[2], float(n[2] > 0), n[3], float(n[3] > 0), n[4], n[5] - n[6], 0, HOST, 1.0, n[7])

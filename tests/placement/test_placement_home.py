@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from distributed.core import Status
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from placement_fakes import SETTINGS, FakeScheduler, FakeTask, FakeWorker, assign, learn, make_engine
 
@@ -136,6 +136,7 @@ def test_the_policy_of_somebody_else_sees_every_task() -> None:
 
     a, b = FakeWorker(0), FakeWorker(1)
     engine = Engine(FakeScheduler([a, b]), SETTINGS, Mine())
+    engine.budget.decision_seconds = float("inf")
     engine.adopt()
     learn(engine, "f", COMPUTE, 1000)
     engine.slack.seconds = lambda: 100.0  # type: ignore[method-assign]
@@ -143,6 +144,7 @@ def test_the_policy_of_somebody_else_sees_every_task() -> None:
     assert seen == [2]
 
 
+@settings(deadline=None)
 @given(
     queues=st.lists(st.integers(0, 5), min_size=6, max_size=6),
     nbytes=st.integers(0, 10**10),

@@ -13,7 +13,7 @@ from distributed import Worker
 from distributed.active_memory_manager import ReduceReplicas
 from distributed.core import Status
 from distributed.scheduler import Scheduler
-from distributed.utils_test import gen_cluster, inc, slowinc
+from distributed.utils_test import NO_AMM, gen_cluster, inc, slowinc
 from placement_fakes import SETTINGS
 
 from dask_gpurt.config import PlacementSettings
@@ -41,6 +41,9 @@ async def install(s: Scheduler, settings: PlacementSettings = SETTINGS, policy: 
     plugin = PlacementPlugin(settings, policy=policy)
     s.add_plugin(plugin)
     await plugin.start(s)
+    assert plugin.engine is not None
+    # As in `make_engine`: a decision that the machine has interrupted would be stock's.
+    plugin.engine.budget.decision_seconds = plugin.engine.budget.share = float("inf")
     return plugin
 
 
@@ -151,7 +154,10 @@ def test_a_bad_policy_is_retired(monkeypatch: pytest.MonkeyPatch, caplog: pytest
     monkeypatch.setattr(governor, "WINDOW", 16)
     monkeypatch.setattr(governor, "TRIAL", 64)
 
-    @gen_cluster(client=True, nthreads=FOUR, timeout=150, config={"distributed.scheduler.work-stealing": False})
+    # Without the active memory manager, which takes the copies away that let stock choose.
+    @gen_cluster(
+        client=True, nthreads=FOUR, timeout=150, config={"distributed.scheduler.work-stealing": False} | NO_AMM
+    )
     async def run(c: Any, s: Scheduler, *workers: Worker) -> None:
         plugin = await install(s, policy=First())
         assert plugin.engine is not None
@@ -159,7 +165,8 @@ def test_a_bad_policy_is_retired(monkeypatch: pytest.MonkeyPatch, caplog: pytest
         while plugin.engine.governor.retirements == 0 and rounds < 60:
             rounds += 1
             xs = await c.scatter(list(range(32)), hash=False, broadcast=True)
-            ys = [c.submit(slowinc, x, delay=0.02, key=f"slowinc-{rounds}-{i}") for i, x in enumerate(xs)]
+            # Long enough to tell the policies apart where each task costs the event loop ten milliseconds.
+            ys = [c.submit(slowinc, x, delay=0.05, key=f"slowinc-{rounds}-{i}") for i, x in enumerate(xs)]
             assert await c.gather(ys) == list(range(1, 33))
             del xs, ys
         stats = plugin.statistics()
@@ -227,6 +234,8 @@ def test_faults_everywhere(monkeypatch: pytest.MonkeyPatch, owner: type, name: s
             graph: dict[Any, Any] = {("root-0", i): (slowinc, i, 0.005) for i in range(40)}
             graph |= {("pair-0", i): (operator.add, ("root-0", 2 * i), ("root-0", 2 * i + 1)) for i in range(20)}
             roots = c.get(graph, [("pair-0", i) for i in range(20)], sync=False)
+            if name == "comm_cost":  # it may be that nothing was to be stolen
+                s.get_comm_cost(s.tasks[x.key], s.workers[workers[1].address])
             assert sum(await c.gather(ys)) == 24
             assert sum(await c.gather(roots)) == sum(range(1, 41))
             if name == "_name":
@@ -318,7 +327,8 @@ def test_badness() -> None:
 
 
 def test_workers_fetch_from_near_holders() -> None:
-    @gen_cluster(client=True, nthreads=FOUR)
+    # Without the active memory manager, which takes away the copies among which is to be chosen.
+    @gen_cluster(client=True, nthreads=FOUR, config=NO_AMM)
     async def run(c: Any, s: Scheduler, *workers: Worker) -> None:
         plugin = await install(s)
         assert plugin.engine is not None

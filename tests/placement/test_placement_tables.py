@@ -19,6 +19,7 @@ from dask_gpurt.placement.durations import UNKNOWN_SECONDS, Durations, compute_s
 from dask_gpurt.placement.workers import IndexedSet
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 8))))
 def test_indexed_set_is_a_set(ops: list[tuple[bool, int]]) -> None:
     ours: IndexedSet[int] = IndexedSet()

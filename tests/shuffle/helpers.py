@@ -78,8 +78,8 @@ async def taken_over(scheduler: Any, workers: Any = (), store: Any = MemoryShard
 
 
 async def until(condition: Any) -> None:
-    """Poll on the event loop; fails after ten seconds."""
-    for _ in range(1000):
+    """Poll on the event loop; fails after a minute."""
+    for _ in range(6000):
         if condition():
             return
         await asyncio.sleep(0.01)

@@ -24,7 +24,7 @@ async def partitions(c, collection) -> list:
 
 async def settle(stores) -> None:
     """Runs close in the background after the last output."""
-    for _ in range(200):
+    for _ in range(1500):
         if not any(len(s) for s in stores):
             break
         await asyncio.sleep(0.02)

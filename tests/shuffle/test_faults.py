@@ -30,7 +30,7 @@ def same_rows(parts, make, n) -> None:
 
 
 async def drained(stores) -> None:
-    for _ in range(250):
+    for _ in range(1500):
         if not any(len(s) for s in stores):
             return
         await asyncio.sleep(0.02)
@@ -95,7 +95,8 @@ def test_worker_killed(phase, tmp_path):
         deadline = time.monotonic() + 60
         while True:
             transferred, unpacked = client.run_on_scheduler(progress)
-            if (transferred if phase == "transfer" else unpacked) >= 3:
+            # Transfers are forgotten after the barrier, which may come between two looks.
+            if unpacked >= 3 or (phase == "transfer" and transferred >= 3):
                 break
             assert time.monotonic() < deadline, (transferred, unpacked)
             time.sleep(0.01)

@@ -13,7 +13,21 @@ import pytest
 from distributed import futures_of
 from distributed.utils_test import gen_cluster
 from helpers import left, ordered, source, taken_over, went_on, whole
-from test_amended import GATES, THREE, Ended, N, after_the_barrier, gate, gated, lose, same_rows, until, vouched, whose
+from test_amended import (
+    GATES,
+    NO_DROPS,
+    THREE,
+    Ended,
+    N,
+    after_the_barrier,
+    gate,
+    gated,
+    lose,
+    same_rows,
+    until,
+    vouched,
+    whose,
+)
 
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.shuffle import holding
@@ -60,7 +74,7 @@ def barrier_of(s):
 def test_an_output_that_its_owner_handed_out_is_opened_where_it_is(retain):
     """It was copied to another worker, as for a task that was stolen, and lost there."""
 
-    @gen_cluster(**THREE)
+    @gen_cluster(**(THREE | NO_DROPS))
     async def check(c, s, *workers):
         settings = ShuffleSettings(enabled=True, transport="rpc", retain=retain)
         async with taken_over(s, workers, settings=settings) as (takeover, _):
@@ -85,7 +99,7 @@ def test_an_output_that_its_owner_handed_out_is_opened_where_it_is(retain):
     check()
 
 
-@gen_cluster(**TWICE)
+@gen_cluster(**(TWICE | NO_DROPS))
 async def test_a_worker_lost_after_the_last_output_costs_its_own_part(c, s, *workers):
     async with taken_over(s, workers) as (takeover, _):
         plugin = s.plugins["shuffle"]
@@ -108,6 +122,24 @@ async def test_a_worker_lost_after_the_last_output_costs_its_own_part(c, s, *wor
         went_on(takeover)
         await until(lambda: not plugin.active_shuffles)
         assert HOLDER not in s.clients
+
+
+@gen_cluster(**(TWICE | NO_DROPS))
+async def test_copies_that_the_memory_manager_drops_are_made_again(c, s, *workers):
+    """Once the outputs are made nothing waits for the barrier; whoever has the only copy may be lost then."""
+    async with taken_over(s, workers) as (takeover, _):
+        async with all_made(c, s, workers, source(left, N).shuffle("k", npartitions=9)) as (out, keys, end, _):
+            barrier = barrier_of(s)
+            await until(lambda: len(barrier.who_has) == 3)
+            s.extensions["amm"].run_once()
+            await until(lambda: len(barrier.who_has) == 1)
+            (left_over,) = (ws.address for ws in barrier.who_has)
+            await until(lambda: len(barrier.who_has) == 3)
+            await lose(next(w for w in workers if w.address == left_over))
+            await until(lambda: left_over not in s.workers and all(s.tasks[k].state == "memory" for k in keys))
+        same_rows(await c.compute(out))
+        assert await end > 0
+        assert went_on(takeover)["runs"] == 1
 
 
 @gen_cluster(**TWICE)
@@ -160,9 +192,11 @@ async def test_a_copy_of_a_barrier_that_is_lost_meanwhile_is_dropped(c, s, *work
             await until(lambda: len(s.workers) == 2)
             ((key, receiver),) = copies
             # Dropped, until it has that of another run, which the scheduler knows of.
-            await until(lambda: key not in receiver.data or s.tasks[key].state == "memory")
-            known = {ws.address for ws in s.tasks[key].who_has or ()}
-            assert key not in receiver.data or receiver.address in known
+            await until(
+                lambda: (
+                    key not in receiver.data or receiver.address in {ws.address for ws in s.tasks[key].who_has or ()}
+                )
+            )
         g.go.set()
         got = ordered(await f)
         want = ordered(whole(left, 4).merge(whole(left, 2), on="k", how="inner"))
@@ -195,7 +229,7 @@ def test_a_run_is_held_no_longer_than_that(monkeypatch):
     check()
 
 
-@gen_cluster(**TWICE)
+@gen_cluster(**(TWICE | NO_DROPS))
 async def test_a_barrier_that_nothing_waits_for_is_not_made_again(c, s, *workers):
     async with taken_over(s, workers) as (takeover, _):
         async with all_made(c, s, workers, source(left, N).shuffle("k", npartitions=9)) as (out, keys, _, where):

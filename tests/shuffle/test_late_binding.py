@@ -319,8 +319,9 @@ def test_a_worker_lost_while_outputs_are_handed_over(who, join, retain):
                     if (w.address == move[0], w.address == move[1])
                     == {"source": (True, False), "target": (False, True), "another": (False, False)}[who]
                 )
-                # A shuffle whose barrier's result is lost begins anew, as stock has it.
+                # A shuffle whose barrier's result is lost begins anew, as stock has it. Copies are under way.
                 barriers = [ts for k, ts in s.tasks.items() if "barrier" in str(k) and ts.state == "memory"]
+                await until(lambda: all(len(ts.who_has) == len(workers) for ts in barriers))
                 anew = sum({ws.address for ws in ts.who_has} == {victim.address} for ts in barriers)
                 await victim.close(executor_wait=False)
                 await until(lambda: victim.address not in s.workers)

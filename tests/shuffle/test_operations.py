@@ -66,7 +66,7 @@ def test_operations(name, local):
     stock = run()
     on()
     ours = run()
-    for _ in range(100):
+    for _ in range(1000):
         if not client.run_on_scheduler(lambda dask_scheduler: len(dask_scheduler.plugins["shuffle"].active_shuffles)):
             break
         time.sleep(0.02)

@@ -274,14 +274,14 @@ def test_the_listener_is_bound_to_its_own_address_and_strangers_are_closed(nodes
     for text in said:
         with socket.create_connection((host, port)) as s:
             s.sendall(text)
-            s.settimeout(5)
+            s.settimeout(30)
             start = time.monotonic()
             try:
                 while s.recv(1000):  # the challenge, then the end
                     pass
             except ConnectionResetError:
                 pass
-            assert time.monotonic() - start < 4
+            assert time.monotonic() - start < 20  # one second, on a machine that has time
     eventually(lambda: b.transport.statistics()["strangers"] == len(said))
     assert b.gate.statistics()["peak_reserved_bytes"] == 0
     assert b.received == []

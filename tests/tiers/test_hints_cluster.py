@@ -14,7 +14,7 @@ import dask_gpurt  # noqa: F401  (registers the defaults)
 from dask_gpurt.config import Settings
 from dask_gpurt.errors import SeamMismatch
 from dask_gpurt.extension import NAME, GpurtScheduler, on_worker
-from dask_gpurt.tiers import TierRuntime, hints_scheduler
+from dask_gpurt.tiers import TierRuntime, hints_scheduler, hints_worker
 from dask_gpurt.tiers.entry import NEVER
 from dask_gpurt.tiers.hints_scheduler import NextUsePlugin
 from dask_gpurt.tiers.hints_wire import KEEP, OP
@@ -110,7 +110,7 @@ async def settled(s: Scheduler, *workers: Worker) -> None:
 
 
 # Without the active memory manager: on a slow machine it drops the copies that the test looks for.
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 30)] * 2, config=NO_WATCH | NO_AMM)
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 30)] * 2, config=NO_WATCH | NO_AMM, timeout=120)
 async def test_hints_are_right_at_every_stage(c: Client, s: Scheduler, a: Worker, b: Worker) -> None:
     """Against the scheduler's graph: after computing, as uses pass, with replicas, many dependents, and none."""
     plugin = await attach(s, a, b)
@@ -319,7 +319,7 @@ async def test_fewer_bytes_than_without(c: Client, s: Scheduler, a: Worker) -> N
     runtime(a).engine.validate()
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 2, config=NO_WATCH)
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 2, config=NO_WATCH, timeout=120)
 async def test_late_worker_is_told_in_portions(c: Client, s: Scheduler, a: Worker, b: Worker) -> None:
     x = c.map(lambda i: i, range(1200), key=[f"x{i}" for i in range(1200)], workers=[a.address])
     await wait(x)
@@ -396,8 +396,12 @@ async def test_an_exception_on_the_worker(c: Client, s: Scheduler, a: Worker) ->
 
 
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 2, config=NO_WATCH)
-async def test_detach_under_traffic(c: Client, s: Scheduler, a: Worker, b: Worker) -> None:
+async def test_detach_under_traffic(
+    c: Client, s: Scheduler, a: Worker, b: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Messages are under way when the workers' part is told to leave: nobody dies, nothing stays."""
+    # A handler does stay where the last message takes longer than this.
+    monkeypatch.setattr(hints_worker, "STOP_SECONDS", 20.0)
     handlers = [dict(w.stream_handlers) for w in (a, b)]
     plugins, attributes = dict(s.plugins), sorted(vars(s))
     for _ in range(3):

@@ -160,7 +160,13 @@ def make(i: int) -> bytes:
 
 
 @pytest.mark.cluster
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 2, worker_kwargs={"memory_limit": "20 MB"}, config=NO_WATCH)
+@gen_cluster(
+    client=True,
+    nthreads=[("127.0.0.1", 1)] * 2,
+    worker_kwargs={"memory_limit": "20 MB"},
+    config=NO_WATCH,
+    timeout=120,
+)
 async def test_the_scheduler_knows_what_is_on_disk(c: Client, s: Scheduler, a: Worker, b: Worker) -> None:
     plugin = GpurtScheduler(Settings.load({"shuffle.enabled": False, "tiers.disk-reserve": 0}))
     await plugin.start(s)
@@ -181,13 +187,13 @@ async def test_the_scheduler_knows_what_is_on_disk(c: Client, s: Scheduler, a: W
     def told() -> dict[Any, set[str]]:
         return {k: set(v) for k, v in plugin.residence.on_disk.items()}
 
-    await async_poll_for(lambda: told() and told() == truth(), timeout=20)
+    await async_poll_for(lambda: told() and told() == truth(), timeout=60)
     placement = plugin.placement
     assert placement is not None
     assert placement.engine is not None
     assert placement.engine.residence is plugin.residence
     del futures
-    await async_poll_for(lambda: not s.tasks and not plugin.residence.on_disk, timeout=20)
+    await async_poll_for(lambda: not s.tasks and not plugin.residence.on_disk, timeout=60)
     # What cannot be used is counted, and ends nothing.
     s.stream_handlers[OP](worker=a.address, disk=[("x", "much")], back=None)
     news = plugin.statistics()["tier_news"]

@@ -82,6 +82,7 @@ NO_WATCH = {"distributed.worker.memory.spill": False, "distributed.worker.memory
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_three_times_the_memory() -> None:
     """Real processes, real pressure: right answers, no synchronous read, no loss, nothing left on disk."""
     with (
@@ -115,7 +116,13 @@ def test_three_times_the_memory() -> None:
     assert not any(os.path.exists(os.path.join(f, "gpurt-tiers")) for f in folders)
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 2)] * 2, worker_kwargs={"memory_limit": "20 MB"}, config=NO_WATCH)
+# Without the active memory manager, which may drop what `a` is to read from its disk in the end.
+@gen_cluster(
+    client=True,
+    nthreads=[("127.0.0.1", 2)] * 2,
+    worker_kwargs={"memory_limit": "20 MB"},
+    config=NO_WATCH | NO_AMM,
+)
 async def test_metrics_are_true_and_peers_get_spilled_keys(c: Client, s: Scheduler, a: Worker, b: Worker) -> None:
     runtimes = [await TierRuntime.install(w, tier_settings()) for w in (a, b)]
     x = c.map(make, range(30), key=[f"x{i}" for i in range(30)], workers=[a.address])
@@ -216,7 +223,13 @@ def test_what_the_user_told_distributed_is_respected(
 # ---------------------------------------------------------------------------------------------- life
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 2)], worker_kwargs={"memory_limit": "20 MB"}, config=NO_WATCH)
+@gen_cluster(
+    client=True,
+    nthreads=[("127.0.0.1", 2)],
+    worker_kwargs={"memory_limit": "20 MB"},
+    config=NO_WATCH,
+    timeout=120,
+)
 async def test_adoption_and_draining_with_data(c: Client, s: Scheduler, a: Worker) -> None:
     original, execute, get_data = a.data, a.execute, a.handlers["get_data"]
     assert isinstance(original, SpillBuffer)
@@ -606,6 +619,7 @@ async def test_tasks_cancelled_while_their_inputs_are_read(c: Client, s: Schedul
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_kill_in_mid_spill_leaves_nothing(tmp_path: Any) -> None:
     with (
         dask.config.set({"distributed.deploy.lost-worker-timeout": "1 hour"}),

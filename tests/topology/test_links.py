@@ -4,7 +4,7 @@ import math
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dask_gpurt.model import Link, LinkClass
@@ -117,6 +117,7 @@ def test_jitter_of_small_fetches_does_not_unsettle_the_fit() -> None:
     assert 0.02 < fit.link.seconds(1e7) < 0.1
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 1e13), st.floats(1e-9, 1e5), st.integers(1, 100)), max_size=60))
 def test_always_a_sane_link(samples: list[tuple[float, float, int]]) -> None:
     fit = LinkFit(Link(2e-3, 1e9))
