@@ -94,6 +94,8 @@ class ShuffleSettings:
     receive_budget: int = 64 << 20
     #: share of a worker's memory limit for shards that were sent, kept in case their receiver is lost
     retain: float = 0.1
+    #: "auto", "none", "lz4" or "zstd", between hosts
+    codec: str = "auto"
     #: large outputs go to a less loaded worker once their sizes are known
     late_binding: bool = True
 
@@ -190,6 +192,7 @@ class Settings:
                 allow_plaintext_ucx=s["allow-plaintext-ucx"],
                 receive_budget=max(1 << 16, _bytes(s["receive-budget"], "gpurt.shuffle.receive-budget")),
                 retain=float(s["retain"]),
+                codec=s["codec"],
                 late_binding=s["late-binding"],
             ),
             observe=ObserveSettings(enabled=o["enabled"], cost_per_hour=_prices(o["cost-per-hour"])),

@@ -33,7 +33,7 @@ from dask_gpurt.shuffle.amender import Amender
 from dask_gpurt.shuffle.joins import joined
 from dask_gpurt.shuffle.skew import add_up, skewed
 from dask_gpurt.shuffle.spec import GpurtShuffleSpec
-from dask_gpurt.shuffle.transport.plane import statistics_of
+from dask_gpurt.shuffle.transport.planes import statistics_of
 
 if TYPE_CHECKING:
     from dask_gpurt.config import ShuffleSettings
@@ -214,7 +214,7 @@ class ShuffleTakeover:
         if not workers:
             return
         try:
-            answers = await seam.probe_workers(self.scheduler, workers)
+            answers = await seam.probe_workers(self.scheduler, workers, self.settings.codec)
         except Exception as e:
             self.failed()
             answers = dict.fromkeys(workers, repr(e))

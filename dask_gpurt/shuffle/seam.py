@@ -38,6 +38,7 @@ from distributed.utils_comm import retry
 
 from dask_gpurt._version import __version__
 from dask_gpurt.errors import SeamMismatch
+from dask_gpurt.model.compression import Chooser
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
@@ -173,22 +174,27 @@ def _parameters(function: Any) -> tuple[str, ...] | None:
     return tuple(name for name in inspect.signature(function).parameters if name != "self")
 
 
-def probe(version: str) -> None:
-    """Run on a worker: can it make the runs of this version? Raises when not.
+def probe(version: str, codec: str = "none") -> None:
+    """Run on a worker: can it make the runs of this version, with this setting of the codec? Raises when not.
 
     Raises
     ------
     SeamMismatch
         Another version of this package or of distributed there.
+    ConfigError
+        The codec is not installed there.
     """
     if version != __version__:
         raise SeamMismatch(
             f"this worker has dask-gpurt {__version__}, the scheduler {version}. Remedy: install one version everywhere"
         )
     check()
+    Chooser(codec, "gpurt.shuffle.codec")
 
 
-async def probe_workers(scheduler: Any, workers: Iterable[str], timeout_seconds: float = 30.0) -> dict[str, str]:
+async def probe_workers(
+    scheduler: Any, workers: Iterable[str], codec: str = "none", timeout_seconds: float = 30.0
+) -> dict[str, str]:
     """Ask workers whether they can run our spec.
 
     Returns
@@ -198,7 +204,7 @@ async def probe_workers(scheduler: Any, workers: Iterable[str], timeout_seconds:
     """
     from distributed.protocol.pickle import dumps
 
-    msg = {"op": "run", "function": dumps(probe), "args": dumps((__version__,)), "wait": True}
+    msg = {"op": "run", "function": dumps(probe), "args": dumps((__version__, codec)), "wait": True}
     workers = list(workers)
     try:
         answers = await asyncio.wait_for(

@@ -35,7 +35,7 @@ class GpurtShuffleSpec(seam.DataFrameShuffleSpec):
 
     def create_run_on_worker(self, run_id: int, span_id: str | None, worker_for: dict[int, str], plugin: Any) -> Any:
         from dask_gpurt.shuffle.run import GpurtShuffleRun
-        from dask_gpurt.shuffle.transport.plane import plane_of
+        from dask_gpurt.shuffle.transport.planes import plane_of
 
         worker = plugin.worker
         store, plain = stores.store_of(worker)

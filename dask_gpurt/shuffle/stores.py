@@ -108,6 +108,8 @@ class Counters:
     #: messages that went by a transport of ours and not by distributed's comms
     messages_direct: int = 0
     bytes_direct: int = 0
+    #: bytes that compression took off messages between hosts
+    bytes_squeezed: int = 0
     #: messages sent again by distributed's comms, after a transport of ours lost or the peer refused them
     resent_safe: int = 0
     #: links between workers that ended out of order
@@ -129,6 +131,8 @@ class Counters:
     seconds_partition: float = 0.0
     seconds_encode: float = 0.0
     seconds_send: float = 0.0
+    #: in threads, of the sends
+    seconds_squeeze: float = 0.0
     seconds_put: float = 0.0
     seconds_assemble: float = 0.0
     #: the last traceback of an error in our code, as text

@@ -33,8 +33,8 @@ from typing import TYPE_CHECKING, Any
 import numpy
 
 from dask_gpurt.errors import CorruptData, TierFull
+from dask_gpurt.model import compression
 from dask_gpurt.model.tier import Tier
-from dask_gpurt.tiers import compression
 from dask_gpurt.tiers.codec import flat
 from dask_gpurt.tiers.direct import BLOCK, CHUNK, O_DIRECT, DirectFile, drop_cache, supports_direct
 from dask_gpurt.tiers.disk_handle import DiskHandle

@@ -10,7 +10,7 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.tiers import compression
+from dask_gpurt.model import compression
 from dask_gpurt.tiers.handle import DecodeError, IoCost
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ import math
 import threading
 from typing import TYPE_CHECKING
 
-from dask_gpurt.tiers.compression import Rate
+from dask_gpurt.model.compression import Rate
 
 if TYPE_CHECKING:
     from dask_gpurt.tiers.idle_memory import IdleMemory

@@ -128,7 +128,7 @@ async def test_probe_says_why_a_worker_can_not(c, s, a, b):
         await asyncio.sleep(60)
 
     b.handlers["run"] = never
-    assert "no answer" in (await seam.probe_workers(s, [b.address], 0.1))[b.address]
+    assert "no answer" in (await seam.probe_workers(s, [b.address], timeout_seconds=0.1))[b.address]
 
 
 @gen_cluster(client=True, nthreads=[], timeout=60)

@@ -23,9 +23,8 @@ from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.errors import WireError
 from dask_gpurt.model.pages import Pages, system
 from dask_gpurt.shuffle import MemoryShardStore, worker_statistics
-from dask_gpurt.shuffle.transport import connection, opening, pull, records
+from dask_gpurt.shuffle.transport import connection, opening, planes, pull, records
 from dask_gpurt.shuffle.transport import link as lk
-from dask_gpurt.shuffle.transport import plane as plane_module
 from dask_gpurt.shuffle.transport.base import Gate, Header, Peer, Services
 from dask_gpurt.shuffle.transport.records import Kind, Record, RunKey
 from dask_gpurt.shuffle.transport.tcp import TcpTransport
@@ -478,7 +477,7 @@ def test_a_tls_cluster_opens_nothing_of_ours(transport):
 async def test_staged_shards_are_inside_the_send_budget(c, s, a, b):
     async with taken_over(s, [a, b]):
         same_rows(await c.compute(source(left).shuffle("k", npartitions=4)), left, 6)
-        limiter = plane_module._of_worker[a].unsent
+        limiter = planes._of_worker[a].unsent
         assert limiter.limit == ShuffleSettings(enabled=True).receive_budget
         seen = []
         increase = limiter.increase
@@ -505,7 +504,7 @@ def test_what_is_staged_never_waits_for_itself(stage_bytes, monkeypatch):
             got = await c.compute(source(half_on_one_key, 12).shuffle("k", npartitions=16))
             same_rows(got, half_on_one_key, 12)
             for w in (a, b):
-                limiter = plane_module._of_worker[w].unsent
+                limiter = planes._of_worker[w].unsent
                 assert limiter.limit == 1 << 16
                 await until(lambda limiter=limiter: limiter.empty)
 

@@ -13,7 +13,8 @@ import pandas as pd
 import pytest
 
 from dask_gpurt.errors import ConfigError, CorruptData, TierFull
-from dask_gpurt.tiers import compression, segments
+from dask_gpurt.model import compression
+from dask_gpurt.tiers import segments
 from dask_gpurt.tiers.codec import PickleCodec
 from dask_gpurt.tiers.direct import BLOCK, CHUNK, BufferPool, aligned_buffer
 from dask_gpurt.tiers.disk import DiskTier

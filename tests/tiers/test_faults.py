@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from dask_gpurt.errors import LostData, TierFull
-from dask_gpurt.tiers import compression
+from dask_gpurt.model import compression
 from dask_gpurt.tiers.disk import DiskTier
 from dask_gpurt.tiers.space import filesystem_of
 

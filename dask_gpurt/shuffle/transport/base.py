@@ -43,6 +43,8 @@ class Header:
 
     run: RunKey
     secret: bytes
+    #: bytes of credit that the message costs beyond its own: what it is expanded to is longer
+    room: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

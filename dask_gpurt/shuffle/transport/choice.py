@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING
 
+from dask_gpurt.shuffle.transport.pace import Pace
 from dask_gpurt.shuffle.transport.trials import Contest, Meter
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ class Chooser:
         self.candidates = tuple(dict.fromkeys([*candidates, SAFE]))
         self.forced = forced
         self._meter = Meter()
+        #: of what is long enough to say it
+        self.pace = Pace()
         self._contests: dict[int, Contest] = {}
         #: transport -> (out until, times lost)
         self._out: dict[str, tuple[float, int]] = {}
@@ -90,14 +93,18 @@ class Chooser:
         known = PRIOR.get(self.place, {})
         return {name: known.get(name, (0.0, 0.0, 0.0))[column] * 1e9 for name in self.candidates}
 
-    def began(self, name: str, nbytes: int, device: bool, now: float) -> None:
-        """A message is handed over to a transport."""
+    def began(self, name: str, nbytes: int, device: bool, now: float, paced: bool = False) -> None:
+        """A message is handed over to a transport; `paced`: it says how fast the network is."""
         self._meter.begun((name, _DEVICE if device else _size_class(nbytes)), nbytes, now)
+        if paced:
+            self.pace.began(nbytes, now)
 
-    def ended(self, name: str, nbytes: int, device: bool, now: float, stored: bool) -> None:
+    def ended(self, name: str, nbytes: int, device: bool, now: float, stored: bool, paced: bool = False) -> None:
         """A message that began is stored, or is not and never will be by this transport."""
         size = _DEVICE if device else _size_class(nbytes)
         self._meter.ended((name, size), nbytes, now, stored)
+        if paced:
+            self.pace.ended(nbytes, now, stored)
         contest = self._contests.get(size)
         if contest is None:
             return

@@ -59,9 +59,9 @@ class OutboundEnd(_End):
     machine: SenderLink
     owner: OutboundOwner
 
-    def submit(self, ended: Callable[[Receipt], None], buffers: Sequence[Any]) -> None:
+    def submit(self, ended: Callable[[Receipt], None], buffers: Sequence[Any], room: int) -> None:
         """Send a message."""
-        self.carry_out(self.machine.submit(ended, buffers, time.monotonic()))
+        self.carry_out(self.machine.submit(ended, buffers, time.monotonic(), room))
 
     def lost(self, reason: str) -> None:
         """The connection is gone."""

@@ -97,6 +97,7 @@ class Deliver(NamedTuple):
     """A message arrived whole, for the first time: store it, then call `ReceiverLink.stored`."""
 
     sequence: int
+    #: what it cost in credit
     nbytes: int
     frames: list[Any]
 

@@ -89,8 +89,9 @@ class ReceiverLink:
                 )
             if not self._low < record.sequence <= self._low + _AHEAD:
                 return Verdict.NO, self._close(f"message {record.sequence} after {self._low}", violation=True)
-            if not self._arrive(record.length):
-                return Verdict.NO, self._close(f"{record.length} bytes that were not granted", violation=True)
+            cost = record.length + record.value
+            if not self._arrive(cost):
+                return Verdict.NO, self._close(f"{cost} bytes that were not granted", violation=True)
             self._answers[record.sequence] = None
             self._copy_limit = max(self._copy_limit, record.length)
         return Verdict.YES, []
@@ -194,7 +195,7 @@ class ReceiverLink:
         except WireError:
             # The header was right, so the link is in step. A message without frames is refused by whoever parses it.
             whole = []
-        return [Deliver(record.sequence, record.length, whole)]
+        return [Deliver(record.sequence, record.length + record.value, whole)]
 
     def _on_want(self, record: Record, body: bytes, now: float) -> list[Instruction]:
         return [Wanted(record.value)]

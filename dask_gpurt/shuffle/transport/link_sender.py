@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 class _Pending:
     token: Any
     buffers: Sequence[Any]
+    #: what it costs in credit: its own bytes, and room
     nbytes: int
+    room: int
 
 
 class SenderLink:
@@ -90,17 +92,17 @@ class SenderLink:
         """Messages that have not ended."""
         return len(self._queue) + len(self._flying)
 
-    def submit(self, token: Any, buffers: Sequence[Any], now: float) -> list[Instruction]:
-        """Send a message when there is credit for it; an `Ended` with this token follows, once."""
+    def submit(self, token: Any, buffers: Sequence[Any], now: float, room: int = 0) -> list[Instruction]:
+        """Send a message when there is credit for it and for `room` bytes; an `Ended` with this token follows, once."""
         if self.state is State.CLOSED:
             return [Ended(token, "the link is closed", lost=True)]
-        nbytes = records.message_bytes(buffers)
+        nbytes = records.message_bytes(buffers) + room
         if nbytes > self._limit or not 1 <= len(buffers) <= records.MAX_FRAMES:
             why = f"{nbytes} bytes in {len(buffers)} frames; at most {self._limit} and {records.MAX_FRAMES}"
             return [Ended(token, f"too large for this link: {why}")]
         if not self.outstanding:
             self._heard = self._pinged = now
-        self._queue.append(_Pending(token, buffers, nbytes))
+        self._queue.append(_Pending(token, buffers, nbytes, room))
         return self._pump(now)
 
     def receive(self, record: Record, body: bytes, now: float) -> list[Instruction]:
@@ -220,6 +222,7 @@ class SenderLink:
             self._sequence += 1
             self._sent += head.nbytes
             self._flying[self._sequence] = head
-            record = Record(Kind.DATA, self.run, self._sequence, head.nbytes, len(head.buffers))
+            length = head.nbytes - head.room
+            record = Record(Kind.DATA, self.run, self._sequence, length, len(head.buffers), head.room)
             out.append(Send(record, buffers=head.buffers))
         return out

@@ -109,7 +109,7 @@ class MemoryTransport:
         key = (peer.address, header.run)
         if (out := self._outbound.get(key)) is None:
             out = self._outbound[key] = _Out(self, peer, header)
-        out.carry_out(out.machine.submit(ended, buffers, self.network.now))
+        out.carry_out(out.machine.submit(ended, buffers, self.network.now, header.room))
 
     def close(self, peer: str, run: RunKey | None = None) -> None:
         for (address, key), out in list(self._outbound.items()):

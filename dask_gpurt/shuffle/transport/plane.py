@@ -25,6 +25,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.errors import WireError
+from dask_gpurt.model.compression import installed
 from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.transport import records
 from dask_gpurt.shuffle.transport.base import Gate, Header, Peer, Receipt, Services
@@ -34,6 +35,7 @@ from dask_gpurt.shuffle.transport.outcomes import Mailbox, Outcomes
 from dask_gpurt.shuffle.transport.places import host_token, place_of, process_token
 from dask_gpurt.shuffle.transport.routes import LinkCounters, NoRoute, Route
 from dask_gpurt.shuffle.transport.safe import SafeReceiver
+from dask_gpurt.shuffle.transport.squeeze import LEAST, Squeezer, expanded
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -49,7 +51,7 @@ _PEERS = 4096
 
 
 class Plane:
-    """The data plane of one worker. Made by `plane_of`; methods on the event loop unless said otherwise."""
+    """The data plane of one worker. Made by `planes.plane_of`; methods on the event loop unless said otherwise."""
 
     def __init__(self, worker: Any, settings: ShuffleSettings, count: Callable[..., None], unsent_bytes: int) -> None:
         self.address: str = worker.address
@@ -75,6 +77,7 @@ class Plane:
         self._incoming = Mailbox(call, self._store_incoming, lambda message: message[3]("the worker has ended"))
         self.closed = False
         self.transports = OpenTransports(self.address, self._services, settings, count)
+        self._squeezer = Squeezer(settings.codec, count)
         self._safe = SafeReceiver(self.gate, self._runs.__contains__)
         _planes[process_token(), self.address] = self
 
@@ -122,19 +125,24 @@ class Plane:
             route = await self._route(run, key, peer)
         except NoRoute as e:
             return e.answer
-        nbytes = records.message_bytes(frames)
         device = any(map(records.is_device, frames))
+        sent, room = frames, 0
+        # Short ones take as long as they do for other reasons than the network.
+        paced = route.squeezes and not device and records.message_bytes(frames) >= LEAST
+        if paced and self._squeezer.pays(pace := route.chooser.pace.best):
+            sent, room = await self._loop.run_in_executor(None, self._squeezer.squeeze, frames, pace)
+        nbytes = records.message_bytes(sent)
         start = time.monotonic()
         name = route.chooser.choose(nbytes, device, start)
         if name != SAFE:
             counters = self._link(peer, name)
             receipt = None
-            route.chooser.began(name, nbytes, device, start)
+            route.chooser.began(name, nbytes, device, start, paced)
             try:
-                receipt = await self._direct(name, route, key, peer, frames)
+                receipt = await self._direct(name, route, key, peer, sent, room)
             finally:
                 end = time.monotonic()
-                route.chooser.ended(name, nbytes, device, end, receipt is not None and not receipt.problem)
+                route.chooser.ended(name, nbytes, device, end, receipt is not None and not receipt.problem, paced)
             if not receipt.problem:
                 counters.messages_out += 1
                 counters.bytes_out += nbytes
@@ -147,7 +155,7 @@ class Plane:
                 route.chooser.lost(name, end)
             self._losses[peer] = f"{name}: {receipt.problem}"
             logger.info("message to %s is sent again over %s: %s over %s", peer, SAFE, receipt.problem, name)
-        return await self._send_safe(run, route, peer, nbytes, device, safe)
+        return await self._send_safe(run, route, peer, nbytes + room, device, safe)
 
     async def _send_safe(
         self,
@@ -178,7 +186,9 @@ class Plane:
         counters.seconds += end - start
         return response
 
-    async def _direct(self, name: str, route: Route, key: RunKey, peer: str, frames: Sequence[Any]) -> Receipt:
+    async def _direct(
+        self, name: str, route: Route, key: RunKey, peer: str, frames: Sequence[Any], room: int
+    ) -> Receipt:
         """By a transport of ours; never raises."""
         try:
             if name == INPROC:
@@ -190,7 +200,8 @@ class Plane:
             if target is None:
                 target = route.targets[name] = Peer(peer, route.card[name], route.card["limit"])
             future, ended = self._outcomes.expect()
-            transport.submit(ended, target, route.header, frames)
+            header = dataclasses.replace(route.header, room=room) if room else route.header
+            transport.submit(ended, target, header, frames)
             return await future
         except Exception as e:
             self._count(transport_errors=1)
@@ -245,7 +256,7 @@ class Plane:
             if place is not Place.PROCESS:
                 able.remove(INPROC)
             chooser = self._choosers[peer] = Chooser(place, able, self.settings.transport)
-        return Route(card, chooser, Header(key, self._secrets.get(key, b"")))
+        return Route(card, chooser, Header(key, self._secrets.get(key, b"")), self._squeezer.able(chooser, card))
 
     # ---- receiving
 
@@ -257,7 +268,7 @@ class Plane:
         """A peer asks, over distributed's comms, for our card or for credit."""
         sender = str(asked.get("sender", ""))
         if asked.get("gpurt") == "open":
-            card = self.introduction() | {"limit": self.gate.message_limit}
+            card = self.introduction() | {"limit": self.gate.message_limit, "codecs": installed()}
             theirs = asked.get("card") or {}
             if place_of(card, theirs) is not Place.PROCESS or self.settings.transport != "auto":
                 for name in self.transports.wanted(place_of(card, theirs)):
@@ -296,8 +307,10 @@ class Plane:
         if run is None:
             done("the run is not here")
             return
-        size = sum(map(records.size_of, frames))
+        came = sum(map(records.size_of, frames))
         try:
+            frames = expanded(frames, self.gate.message_limit)
+            size = sum(map(records.size_of, frames))
             shards = run.unpack(frames)
         except WireError as e:
             counters.corrupt += 1
@@ -311,7 +324,7 @@ class Plane:
             done(repr(e))
             return
         counters.messages_in += 1
-        counters.bytes_in += size
+        counters.bytes_in += came
         self._incoming.put((run, shards, size, done))
 
     def _store_incoming(self) -> None:
@@ -376,23 +389,3 @@ class Plane:
 
 #: (process, address) -> plane: for the hand-over between workers of one process
 _planes: weakref.WeakValueDictionary[tuple[str, str], Plane] = weakref.WeakValueDictionary()
-_of_worker: weakref.WeakKeyDictionary[Any, Plane] = weakref.WeakKeyDictionary()
-
-
-def plane_of(worker: Any, plugin: Any, settings: ShuffleSettings, count: Callable[..., None]) -> Plane:
-    """The data plane of a worker, made on first use and stopped with the worker's shuffle plugin."""
-    plane = _of_worker.get(worker)
-    if plane is None or plane.closed or plane.settings != settings:
-        if plane is not None and not plane.closed:
-            worker._ongoing_background_tasks.call_soon(plane.stop)
-        theirs = plugin.memory_limiter_comms.limit
-        limit = settings.receive_budget if theirs is None else min(theirs, settings.receive_budget)
-        plane = _of_worker[worker] = Plane(worker, settings, count, limit)
-        seam.on_teardown(plugin, plane.stop)
-    return plane
-
-
-def statistics_of(worker: Any) -> dict[str, Any] | None:
-    """`Plane.statistics` of a worker that has one."""
-    plane = _of_worker.get(worker)
-    return None if plane is None else plane.statistics()

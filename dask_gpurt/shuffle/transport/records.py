@@ -60,7 +60,7 @@ class Kind(enum.IntEnum):
     CHALLENGE = 1  #: receiver: its nonce
     HELLO = 2  #: sender: nonce, address, MAC
     WELCOME = 3  #: receiver: MAC; `value` = bytes granted so far
-    DATA = 4  #: sender: one message
+    DATA = 4  #: sender: one message; `value` = bytes of credit that it costs beyond its length
     ACK = 5  #: receiver: message `sequence` is stored
     REFUSED = 6  #: receiver: message `sequence` was not used, and why
     WANT = 7  #: sender: needs `value` bytes granted in all

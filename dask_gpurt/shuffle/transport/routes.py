@@ -41,10 +41,12 @@ class NoRoute(Exception):
 class Route:
     """The ways from one run to one peer; `card` is what the peer says of itself."""
 
-    def __init__(self, card: dict[str, Any], chooser: Chooser, header: Header) -> None:
+    def __init__(self, card: dict[str, Any], chooser: Chooser, header: Header, squeezes: bool = False) -> None:
         self.card = card
         self.chooser = chooser
         self.header = header
+        #: whether messages may be compressed
+        self.squeezes = squeezes
         #: by transport
         self.targets: dict[str, Peer] = {}
         self.safe = SafeSender(card.get("limit", 0))

@@ -101,7 +101,8 @@ class _Outbound(OutboundEnd):
             raise OSError(code, os.strerror(code))
 
     def put(self, send: lk.Send) -> None:
-        if send.record.kind is Kind.DATA and self.machine.pulled:
+        # One that costs room would need a field more; within a host none does.
+        if send.record.kind is Kind.DATA and self.machine.pulled and not send.record.value:
             placed = pull.placed(send.record, send.buffers)
             if placed is not None:
                 self.owner.placed += 1
@@ -306,7 +307,7 @@ class TcpTransport:
         try:
             if link is None:
                 link = self._outbound[key] = _Outbound(self, peer, header)
-            link.submit(ended, buffers)
+            link.submit(ended, buffers, header.room)
         except Exception as e:
             # Whatever it was: the message must end.
             self._outbound.pop(key, None)

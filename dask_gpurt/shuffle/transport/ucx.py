@@ -157,7 +157,7 @@ class UcxTransport:
             link = self._outbound.get(key)
             if link is None:
                 link = self._outbound[key] = UcxOutbound(self, peer, header)
-            link.submit(ended, buffers)
+            link.submit(ended, buffers, header.room)
         except Exception as e:
             # Whatever it was: the message must end.
             self._outbound.pop(key, None)

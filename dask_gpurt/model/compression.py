@@ -1,17 +1,19 @@
-"""Compression of frames: which pays, decided per frame, and the block format.
+"""Compression of frames: which pays, decided per frame, and the block format. For what is spilled, and what is sent.
 
 On a local NVMe disk compression mostly loses (a codec does 0.5 GB/s, the disk 2), on a slow or a shared disk, on an
-object store and for sparse data it wins. So `auto` compares expected seconds per byte for a write and a read::
+object store, over a slow network and for sparse data it wins. So `auto` compares expected seconds per byte for a write
+and a read::
 
     none   1/W + 1/R
     c      1/C + ratio/W + ratio/R + 1/D
 
-W and R are the bandwidths of the tier, learned from its own transfers (`Rate`); ratio, C and D come from a sample of
-the frame itself: a few pieces of 16 KiB, about 1/128 of the frame, which costs a percent or so. A codec has to win by
-`MARGIN`. A sample is faster than the whole: it lies in the processor's cache, and its fastest piece was not
-interrupted. So C and D are corrected by what compressing really took in comparison, learned per codec
-(`Chooser.learn`): 2 on a quiet machine, 5 on one whose cores are all busy with tasks. zstd is sampled only where the
-tier is slow enough for it to have a chance. Frames below `SAMPLED` bytes are never worth a look.
+W and R are the bandwidths of the tier, learned from its own transfers (`Rate`); of a link, W is its bandwidth, and
+nothing is read (1/R is 0). Ratio, C and D come from a sample of the frame itself: a few pieces of 16 KiB, about 1/128
+of the frame, which costs a percent or so. A codec has to win by `MARGIN`. A sample is faster than the whole: it lies in
+the processor's cache, and its fastest piece was not interrupted. So C and D are corrected by what compressing really
+took in comparison, learned per codec (`Chooser.learn`): 2 on a quiet machine, 5 on one whose cores are all busy with
+tasks. zstd is sampled only where the tier is slow enough for it to have a chance. Frames below `SAMPLED` bytes are
+never worth a look.
 
 A compressed frame is a row of blocks of up to 1 MiB, each behind four bytes of length (the top bit: stored as it is).
 So it streams in both directions, needs no second buffer of the size of the frame to be made, and cannot grow by more
@@ -133,8 +135,8 @@ _MAKERS: dict[str, Callable[[Any], BlockCodec]] = {"lz4": _Lz4, "zstd": _Zstd}
 _codecs: dict[str, BlockCodec] = {}
 
 
-def codec_of(name: str) -> BlockCodec:
-    """ConfigError, with the remedy, when its package is not installed."""
+def codec_of(name: str, setting: str = "gpurt.tiers.codec") -> BlockCodec:
+    """ConfigError, with the remedy and the setting that asks for it, when its package is not installed."""
     codec = _codecs.get(name)
     if codec is None:
         try:
@@ -142,8 +144,8 @@ def codec_of(name: str) -> BlockCodec:
         except ImportError as e:
             package = _PACKAGES[name].partition(".")[0]
             raise ConfigError(
-                f"gpurt.tiers.codec is {name!r}, which needs the package {package}, and that cannot be imported here "
-                f"({e}). Remedy: install {package} on the workers, or set gpurt.tiers.codec to auto or none"
+                f"{setting} is {name!r}, which needs the package {package}, and that cannot be imported here "
+                f"({e}). Remedy: install {package} on the workers, or set {setting} to auto or none"
             ) from e
         codec = _codecs[name] = _MAKERS[name](module)
     return codec
@@ -171,18 +173,23 @@ class Choice(NamedTuple):
 
 
 class Chooser:
-    """Which codec a frame gets, on one tier. Thread-safe.
+    """Which codec a frame gets, on one tier or from one worker. Thread-safe.
 
     Parameters
     ----------
     setting
         ``auto``, ``none``, or the codec for every frame of at least `LEAST` bytes.
+    name
+        Of the setting, for errors.
+    sampled
+        Bytes from which on ``auto`` samples a frame.
     """
 
-    def __init__(self, setting: str = "none") -> None:
+    def __init__(self, setting: str = "none", name: str = "gpurt.tiers.codec", sampled: int = SAMPLED) -> None:
         self.setting = setting
+        self.sampled = sampled
         if setting not in ("auto", "none"):
-            codec_of(setting)
+            codec_of(setting, name)
         #: codec -> how much longer it really takes than a sample says
         self.slowdown = dict.fromkeys(installed() if setting == "auto" else [], SLOWDOWN)
         self._lock = threading.Lock()
@@ -193,13 +200,13 @@ class Chooser:
         Parameters
         ----------
         write, read
-            Bytes per second of the tier; None when not known.
+            Bytes per second of the tier; None when not known, infinite where nothing of the kind is done.
         """
         if self.setting == "none":
             return Choice("")
         if self.setting != "auto":
             return Choice(self.setting if frame.nbytes >= LEAST else "")
-        if frame.nbytes < SAMPLED:
+        if frame.nbytes < self.sampled:
             return Choice("")
         per_byte = 1 / (write or _UNKNOWN) + 1 / (read or write or _UNKNOWN)
         best, best_seconds = Choice(""), MARGIN * per_byte

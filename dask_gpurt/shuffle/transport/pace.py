@@ -1,0 +1,39 @@
+"""How fast the network to a peer is, from its traffic. Pure: events and times in, bytes per second out.
+
+The bandwidth is that of the fastest stretch of the traffic lately: all of it, by the time in which any was under way.
+What the workers are busy with besides makes a stretch slow, never fast; and a network that is taken for slower than it
+is costs processor time, as more is compressed (`squeeze`).
+"""
+
+from __future__ import annotations
+
+from dask_gpurt.shuffle.transport.trials import Meter
+
+#: bytes of a stretch whose speed counts
+STRETCH = 4 << 20
+#: what a fast stretch still counts after another: a network that has become slow is known after some dozens
+FADE = 0.98
+_FLOW = ("", 0)
+
+
+class Pace:
+    """Bytes per second to one peer, in the fastest stretch lately."""
+
+    def __init__(self) -> None:
+        self._meter = Meter()
+        self._bytes, self._seconds = 0, 0.0
+        #: 0: not known yet
+        self.best = 0.0
+
+    def began(self, nbytes: int, now: float) -> None:
+        """A message is handed over to a transport."""
+        self._meter.begun(_FLOW, nbytes, now)
+
+    def ended(self, nbytes: int, now: float, stored: bool) -> None:
+        """A message that began is stored, or never will be."""
+        self._meter.ended(_FLOW, nbytes, now, stored)
+        flow = self._meter.flow(_FLOW)
+        if flow.nbytes - self._bytes < STRETCH or flow.seconds <= self._seconds:
+            return
+        self.best = max(FADE * self.best, (flow.nbytes - self._bytes) / (flow.seconds - self._seconds))
+        self._bytes, self._seconds = flow.nbytes, flow.seconds

@@ -1,0 +1,258 @@
+"""Messages between hosts that are compressed: what pays, what it costs in credit, and nothing wrong is expanded."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pandas as pd
+import pytest
+from distributed.utils_test import gen_cluster
+from helpers import ordered, source, taken_over, whole
+from test_link import RUN, SECRET, Worker
+
+from dask_gpurt._version import __version__
+from dask_gpurt.config import Settings, ShuffleSettings
+from dask_gpurt.errors import ConfigError, WireError
+from dask_gpurt.model import compression
+from dask_gpurt.shuffle import seam
+from dask_gpurt.shuffle.plugin import worker_statistics
+from dask_gpurt.shuffle.transport import pace, plane, records, squeeze
+from dask_gpurt.shuffle.transport.base import Header
+from dask_gpurt.shuffle.transport.choice import Chooser, Place
+from dask_gpurt.shuffle.transport.memory import Network, Weather
+from dask_gpurt.shuffle.transport.records import Kind
+from dask_gpurt.shuffle.transport.squeeze import Squeezer, expanded
+from dask_gpurt.shuffle.transport.tcp import TcpTransport
+
+LIMIT = 1 << 24
+CODECS = [name for name in ("lz4", "zstd") if name in compression.installed()]
+pytestmark = pytest.mark.skipif(len(CODECS) < 2, reason="lz4 and zstandard are not both installed")
+
+
+def message() -> list[memoryview]:
+    """A head, small ones, numbers that compress, numbers that do not, text."""
+    r = np.random.default_rng(1)
+    text = b" ".join(str(i % 7919).encode() for i in range(60_000))
+    few = r.integers(0, 50, 1 << 17)
+    return [memoryview(x).cast("B") for x in (b"head" * 20, b"", few, r.random(1 << 16), text)]
+
+
+def squeezer(setting: str = "auto") -> tuple[Squeezer, dict[str, float]]:
+    counted: dict[str, float] = {}
+    return Squeezer(setting, counted.update), counted
+
+
+@pytest.mark.parametrize("setting", ["auto", *CODECS])
+def test_what_goes_in_comes_out(setting):
+    frames = message()
+    some, counted = squeezer(setting)
+    sent, room = some.squeeze(frames, 50e6)
+    assert len(sent) == len(frames) + 1
+    assert room == counted["bytes_squeezed"] > 1 << 18
+    assert records.message_bytes(sent) + room == records.message_bytes(frames)
+    assert (sent[4] is frames[3]) is (setting != "zstd")  # random numbers; zstd takes 5 % off them
+    # Elsewhere in memory, as it comes.
+    got = expanded([memoryview(bytearray(f)) for f in sent], LIMIT)
+    assert list(map(bytes, got)) == list(map(bytes, frames))
+
+
+def test_what_would_not_pay_stays_as_it_is():
+    frames = message()
+    some, _ = squeezer()
+    # Not known, and faster than any codec.
+    assert [some.pays(x) for x in (0.0, 1e6, 0.5e9, 1e9, 20e9)] == [False, True, True, False, False]
+    assert all(squeezer("lz4")[0].pays(x) for x in (0.0, 20e9))
+    sent, room = some.squeeze(frames, 20e9)
+    assert room == 0
+    assert sent is frames
+    assert expanded(frames, LIMIT) is frames
+    noise = [memoryview(b"head"), memoryview(random.Random(1).randbytes(1 << 18))]
+    for some, _ in map(squeezer, ("auto", *CODECS)):
+        assert some.squeeze(noise, 1e6) == (noise, 0)
+
+
+def test_nothing_is_expanded_that_did_not_come_as_it_was_sent():
+    frames = message()
+    sent, _ = squeezer("zstd")[0].squeeze(frames, 50e6)
+    whole_message = [bytes(f) for f in sent]
+    r = random.Random(2)
+    spots = [(0, at) for at in range(len(whole_message[0]))]
+    spots += [(i, r.randrange(len(whole_message[i]))) for i in (3, 5) for _ in range(200)]
+    for i, at in spots:
+        spoiled = [bytearray(f) for f in whole_message]
+        spoiled[i][at] ^= 1 << r.randrange(8)
+        if spoiled[0][:4] != squeeze.MAGIC:
+            # Not an envelope any more: a message without one, whose head does not parse.
+            assert expanded(spoiled, LIMIT) is spoiled
+            continue
+        with pytest.raises(WireError):
+            expanded(spoiled, LIMIT)
+    for i in (0, 3, 5):
+        for cut in (1, len(whole_message[i]) // 2, len(whole_message[i]) - 4):
+            with pytest.raises(WireError):
+                expanded([f[:-cut] if i == j else f for j, f in enumerate(whole_message)], LIMIT)
+        with pytest.raises(WireError):
+            expanded([f + b"\0" if i == j else f for j, f in enumerate(whole_message)], LIMIT)
+    for some in (whole_message[:-1], [*whole_message, b""]):
+        with pytest.raises(WireError, match="frames"):
+            expanded(some, LIMIT)
+    with pytest.raises(WireError, match="at most"):
+        expanded(whole_message, sum(f.nbytes for f in frames) - 1)
+    assert list(map(bytes, expanded(whole_message, sum(f.nbytes for f in frames)))) == list(map(bytes, frames))
+
+
+def test_a_codec_that_is_not_installed(monkeypatch):
+    sent, _ = squeezer("lz4")[0].squeeze(message(), 50e6)
+    monkeypatch.setitem(compression._PACKAGES, "lz4", "no_such_package")
+    monkeypatch.setattr(compression, "_codecs", {})
+    with pytest.raises(WireError, match="lz4"):
+        expanded(list(sent), LIMIT)
+    with pytest.raises(ConfigError, match=r"gpurt\.shuffle\.codec.*no_such_package.*Remedy"):
+        squeezer("lz4")
+    with pytest.raises(ConfigError, match="no_such_package"):
+        seam.probe(__version__, "lz4")  # so its workers get stock's shuffles, and are told why
+    # What there is, is used.
+    assert squeezer()[0].able(Chooser(Place.REMOTE, ["tcp"]), {"codecs": ["zstd"]})
+    assert compression.installed() == ["zstd"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "place", "forced", "theirs", "able"),
+    [
+        ("auto", Place.REMOTE, "auto", ["lz4", "zstd"], True),
+        ("auto", Place.REMOTE, "tcp", ["lz4", "zstd", "new"], True),
+        ("lz4", Place.REMOTE, "auto", ["lz4"], True),
+        ("auto", Place.REMOTE, "auto", ["lz4"], False),
+        ("none", Place.REMOTE, "auto", ["lz4", "zstd"], False),
+        ("auto", Place.HOST, "auto", ["lz4", "zstd"], False),
+        ("auto", Place.PROCESS, "auto", ["lz4", "zstd"], False),
+        ("auto", Place.REMOTE, "rpc", ["lz4", "zstd"], False),
+    ],
+)
+def test_for_whom(setting, place, forced, theirs, able):
+    assert squeezer(setting)[0].able(Chooser(place, ["tcp"], forced), {"codecs": theirs}) is able
+    assert not squeezer(setting)[0].able(Chooser(place, ["tcp"], forced), {})  # a version that does not tell
+
+
+def test_settings():
+    assert Settings.load().shuffle.codec == "auto"
+    with pytest.raises(ConfigError, match=r"shuffle\.codec.*snappy"):
+        Settings.load({"shuffle.codec": "snappy"})
+
+
+def test_the_fastest_stretch_counts():
+    some, now = pace.Pace(), 0.0
+
+    def send(bytes_per_second: float, stored: bool = True) -> None:
+        nonlocal now
+        now += 10.0  # nothing was under way
+        for _ in range(2):  # two at a time share the link
+            some.began(pace.STRETCH, now)
+        now += 2 * pace.STRETCH / bytes_per_second
+        for _ in range(2):
+            some.ended(pace.STRETCH, now, stored)
+
+    send(1e8, stored=False)
+    assert some.best == 0
+    send(1e7)
+    assert some.best == pytest.approx(1e7, rel=0.6)  # what never came took its time
+    send(1e8)
+    assert some.best == pytest.approx(1e8, rel=0.01)
+    send(1e6)
+    assert 9e7 < some.best < 1e8
+    for _ in range(100):
+        send(1e6)
+    assert some.best < 2e7
+
+
+def test_room_is_credit():
+    """What a message is expanded to counts against the receive budget, from before it is sent until it is stored."""
+    net = Network(3, Weather())
+    a, b = Worker(net, "a", 1 << 16), Worker(net, "b", 1 << 16, store_seconds=5.0)
+    ended = []
+    body = b"x" * 1000
+    frames = [records.xxhash.xxh3_64_digest(body), body]
+    cost = records.message_bytes(frames)
+    room = b.gate.message_limit - cost
+    for _ in range(40):
+        a.transport.submit(ended.append, b.peer(), Header(RUN, SECRET, room), frames)
+    a.transport.submit(ended.append, b.peer(), Header(RUN, SECRET, room + 1), frames)
+    net.run(1000)
+    assert [r.problem for r in ended if "too large" not in r.problem] == [""] * 40
+    assert sum("too large" in r.problem for r in ended) == 1
+    told = b.gate.statistics()
+    assert told["held_bytes"] == 0
+    # Never more than four of them at a time: so many fit the budget.
+    assert b.gate.message_limit <= told["peak_held_bytes"] <= told["budget_bytes"]
+    assert len(b.stored) == 40
+    b.gate._arbiter.validate()
+
+
+def compressible(i: int) -> pd.DataFrame:
+    r = np.random.default_rng(i)
+    n = 40_000
+    return pd.DataFrame({"k": r.integers(0, 1000, n), "v": r.integers(0, 9, n), "s": pd.Series(["text"] * n)})
+
+
+def same_rows(got: pd.DataFrame, n: int) -> None:
+    pd.testing.assert_frame_equal(ordered(got), ordered(whole(compressible, n)).astype(dict(got.dtypes)))
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    ("codec", "transport"), [("auto", "auto"), ("lz4", "tcp"), ("zstd", "tcp"), ("lz4", "ucx"), ("none", "auto")]
+)
+def test_shuffles_between_hosts(codec, transport, monkeypatch):
+    if transport == "ucx":
+        pytest.importorskip("ucxx")
+    monkeypatch.setattr(plane, "place_of", lambda ours, theirs: Place.REMOTE)
+    monkeypatch.setattr(pace.Pace, "best", property(lambda self: 20e6, lambda self, value: None), raising=False)
+
+    @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 2, timeout=120)
+    async def check(c, s, a, b):
+        settings = ShuffleSettings(enabled=True, transport=transport, codec=codec)
+        async with taken_over(s, [a, b], settings=settings):
+            got = await c.compute(source(compressible).shuffle("k", npartitions=5))
+            same_rows(got, 6)
+            stats = [worker_statistics(w) for w in (a, b)]
+            saved = sum(x["bytes_squeezed"] for x in stats)
+            links = [link for x in stats for link in x["transport"]["links"] if link["transport"] != "rpc"]
+            if codec == "none":
+                assert saved == 0
+            else:
+                # What came is what was sent, and what it became is what was split.
+                assert saved > sum(link["bytes_out"] for link in links) > 0
+            assert sum(x["bytes_received"] for x in stats) > 1 << 21
+            assert sum(x["resent_safe"] + x["refused"] + x["transport_errors"] + x["uncredited"] for x in stats) == 0
+            for x in stats:
+                assert x["transport"]["receive"]["held_bytes"] == 0
+
+    check()
+
+
+@pytest.mark.cluster
+def test_what_is_spoiled_on_the_way_is_sent_again(monkeypatch):
+    monkeypatch.setattr(plane, "place_of", lambda ours, theirs: Place.REMOTE)
+    spoiled = []
+
+    def arrived(self, record, body):
+        if record.kind is Kind.DATA and record.value:
+            spoiled.append(record.sequence)
+            body[record.length - 200] ^= 4  # in the last frame
+        return record, body
+
+    monkeypatch.setattr(TcpTransport, "arrived", arrived)
+
+    @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 2, timeout=120)
+    async def check(c, s, a, b):
+        settings = ShuffleSettings(enabled=True, transport="tcp", codec="zstd")
+        async with taken_over(s, [a, b], settings=settings):
+            same_rows(await c.compute(source(compressible).shuffle("k", npartitions=5)), 6)
+            stats = [worker_statistics(w) for w in (a, b)]
+            assert len(spoiled) > 0
+            assert sum(x["refused"] for x in stats) == sum(x["resent_safe"] for x in stats) == len(spoiled)
+            for x in stats:
+                assert x["transport"]["receive"]["held_bytes"] == 0
+
+    check()
