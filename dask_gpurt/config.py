@@ -177,7 +177,7 @@ class Settings:
                 disk_reserve=_bytes(t["disk-reserve"], "gpurt.tiers.disk-reserve"),
                 # YAML takes a bare on or off for a boolean.
                 direct_io={True: "on", False: "off"}.get(t["direct-io"], t["direct-io"]),
-                codec=t["codec"],
+                codec=t["codec"] or "none",  # Dask makes None of "none" in an environment variable
                 object_store=t["object-store"],
                 object_use=t["object-use"],
                 object_timeout=float(t["object-timeout"]),
@@ -192,7 +192,7 @@ class Settings:
                 allow_plaintext_ucx=s["allow-plaintext-ucx"],
                 receive_budget=max(1 << 16, _bytes(s["receive-budget"], "gpurt.shuffle.receive-budget")),
                 retain=float(s["retain"]),
-                codec=s["codec"],
+                codec=s["codec"] or "none",
                 late_binding=s["late-binding"],
             ),
             observe=ObserveSettings(enabled=o["enabled"], cost_per_hour=_prices(o["cost-per-hour"])),

@@ -13,6 +13,9 @@ from dask_gpurt.shuffle.transport.trials import Meter
 STRETCH = 4 << 20
 #: what a fast stretch still counts after another: a network that has become slow is known after some dozens
 FADE = 0.98
+#: after so many looks in a row that gained nothing the rest between two no longer doubles: samples cost little beside
+#: what a slow network takes, and too much where compressing just does not pay
+REST = 5
 _FLOW = ("", 0)
 
 
@@ -24,6 +27,7 @@ class Pace:
         self._bytes, self._seconds = 0, 0.0
         #: 0: not known yet
         self.best = 0.0
+        self._rest, self._fruitless = 0, 0
 
     def began(self, nbytes: int, now: float) -> None:
         """A message is handed over to a transport."""
@@ -37,3 +41,13 @@ class Pace:
             return
         self.best = max(FADE * self.best, (flow.nbytes - self._bytes) / (flow.seconds - self._seconds))
         self._bytes, self._seconds = flow.nbytes, flow.seconds
+
+    def turn(self) -> bool:
+        """Whether the next message is one to be looked at."""
+        self._rest -= self._rest > 0
+        return not self._rest
+
+    def looked(self, gained: bool) -> None:
+        """A message was looked at, and compressed or not."""
+        self._fruitless = 0 if gained else min(self._fruitless + 1, REST)
+        self._rest = (1 << self._fruitless) - 1

@@ -129,7 +129,7 @@ class Plane:
         sent, room = frames, 0
         # Short ones take as long as they do for other reasons than the network.
         paced = route.squeezes and not device and records.message_bytes(frames) >= LEAST
-        if paced and self._squeezer.pays(pace := route.chooser.pace.best):
+        if paced and self._squeezer.looks(pace := route.chooser.pace):
             sent, room = await self._loop.run_in_executor(None, self._squeezer.squeeze, frames, pace)
         nbytes = records.message_bytes(sent)
         start = time.monotonic()

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from dask_gpurt.shuffle.transport.choice import Chooser as Ways
+    from dask_gpurt.shuffle.transport.pace import Pace
 
 MAGIC = b"GPRZ"
 VERSION = 1
@@ -74,17 +75,17 @@ class Squeezer:
         far = peer.place is Place.REMOTE and peer.forced != SAFE
         return far and bool(self._needed) and self._needed <= set(card.get("codecs", ()))
 
-    def pays(self, bytes_per_second: float) -> bool:
-        """Whether a message to a peer is to be looked at; 0: its speed is not known, then only if the user says so."""
-        return self._chooser.setting != "auto" or 0 < bytes_per_second < CEILING
+    def looks(self, pace: Pace) -> bool:
+        """Whether the next message to a peer is to be looked at; with an unknown pace, only if a user says so."""
+        return self._chooser.setting != "auto" or (0 < pace.best < CEILING and pace.turn())
 
-    def squeeze(self, frames: Sequence[Any], bytes_per_second: float) -> tuple[Sequence[Any], int]:
+    def squeeze(self, frames: Sequence[Any], pace: Pace) -> tuple[Sequence[Any], int]:
         """(frames to send, room: bytes of credit beyond theirs).
 
         Parameters
         ----------
-        bytes_per_second
-            To the peer; 0: not known.
+        pace
+            Of the network to the peer; is told whether anything was gained.
         """
         if len(frames) >= records.MAX_FRAMES:
             return frames, 0
@@ -92,7 +93,7 @@ class Squeezer:
         rows, out = bytearray(), []
         for frame in frames:
             view = memoryview(frame).cast("B")
-            choice = self._chooser.choose(view, bytes_per_second or None, math.inf)
+            choice = self._chooser.choose(view, pace.best or None, math.inf)
             small = self._compressed(choice, view) if choice.codec else None
             if small is None:
                 rows += _ROW.pack(0, 0, 0)
@@ -104,6 +105,7 @@ class Squeezer:
         squeezed = [memoryview(head + rows), *out]
         room = records.message_bytes(frames) - records.message_bytes(squeezed)
         self._count(seconds_squeeze=time.perf_counter() - start, bytes_squeezed=max(room, 0))
+        pace.looked(room > 0)
         return (squeezed, room) if room > 0 else (frames, 0)
 
     def _compressed(self, choice: Choice, view: memoryview) -> bytes | None:
