@@ -187,7 +187,7 @@ class Plane:
         return response
 
     async def _direct(
-        self, name: str, route: Route, key: RunKey, peer: str, frames: Sequence[Any], room: int
+        self, name: str, route: Route, key: RunKey, peer: str, frames: Sequence[Any], room: int = 0
     ) -> Receipt:
         """By a transport of ours; never raises."""
         try:
