@@ -20,10 +20,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,6 +32,7 @@ from distributed import Client, wait
 
 from benchmarks import data
 from benchmarks.compare import turns
+from benchmarks.net.clusters import Kind, Lab
 from benchmarks.net.racks import Racks, why_not, wire_bytes
 
 if TYPE_CHECKING:
@@ -189,57 +188,13 @@ def inside(args: argparse.Namespace) -> None:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Builds the racks, starts both clusters, measures from node 0."""
-    env = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "DASK_GPURT__TIERS__ENABLED": "False",
-        "DASK_GPURT__SHUFFLE__ENABLED": "False",
-        "DASK_DISTRIBUTED__COMM__TIMEOUTS__CONNECT": "20s",
-        "PYTHONPATH": os.pathsep.join(filter(None, [data.ROOT, os.environ.get("PYTHONPATH")])),
-    }
-    started: list[subprocess.Popen[bytes]] = []
+    env = {"DASK_GPURT__TIERS__ENABLED": "False", "DASK_GPURT__SHUFFLE__ENABLED": "False"}
+    kinds = {name: Kind(port, name == "gpurt") for name, port in PORTS.items()}
+    shapes = [word for shape in args.shape or [] for word in ("--shape", shape)]
     with tempfile.TemporaryDirectory() as folder, Racks() as racks:
-
-        def start(node: int, log: str, *command: str) -> None:
-            with open(os.path.join(folder, log), "wb") as f:
-                argv = [*racks.command(node), sys.executable, "-m", *command]
-                started.append(subprocess.Popen(argv, stdout=f, stderr=f, env=env, cwd=folder))
-
-        try:
-            for name, port in PORTS.items():
-                host = racks.address(0)
-                preload = ["--preload", "dask_gpurt.preload"] if name == "gpurt" else []
-                # fmt: off
-                start(0, f"{name}-s", "distributed.cli.dask_scheduler", "--host", host, "--port", str(port),
-                      "--no-dashboard", *preload)
-                for i in (1, 2, 3, 4):
-                    start(i, f"{name}-{i}", "distributed.cli.dask_worker", f"tcp://{host}:{port}", "--host",
-                          racks.address(i), "--name", f"n{i}", "--nthreads", "1", "--memory-limit", "1GiB",
-                          "--no-nanny", "--no-dashboard", "--local-directory", os.path.join(folder, f"{name}{i}"))
-                # fmt: on
-            command = [*racks.command(0), sys.executable, "-m", "benchmarks.placement_net"]
-            command += ["--inside", racks.address(0), "--switch", f"{racks.prefix}a", "--runs", str(args.runs)]
-            for shape in args.shape or []:
-                command += ["--shape", shape]
-            done = subprocess.run(command, env=env, cwd=data.ROOT, stdout=subprocess.PIPE, check=False)
-            if done.returncode:
-                for log in sorted(os.listdir(folder)):
-                    path = os.path.join(folder, log)
-                    if os.path.isfile(path):
-                        with open(path) as f:
-                            print(f"--- {log}\n{f.read()[-2000:]}", file=sys.stderr)
-                raise SystemExit("the measuring process failed; the logs are above")
-            out: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-            return out
-        finally:
-            for p in started:
-                p.send_signal(signal.SIGTERM)
-            for p in started:
-                try:
-                    p.wait(5)
-                except subprocess.TimeoutExpired:
-                    p.kill()
-                    p.wait()
+        lab = Lab(racks, folder, env)
+        with lab.clusters(kinds, (1, 2, 3, 4), "1GiB"):
+            return lab.inside("benchmarks.placement_net", "--runs", str(args.runs), *shapes)
 
 
 def main() -> None:

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,14 +26,18 @@ from distributed import Client, wait
 
 from benchmarks import data
 from benchmarks.compare import turns
+from benchmarks.net.clusters import Kind, Lab
 from benchmarks.net.racks import Racks, why_not, wire_bytes
 from benchmarks.shuffle import FRAMES, make
 from dask_gpurt.shuffle.plugin import worker_statistics
 
 DELAY_MS = 0.2
 INPUTS = 16
-#: variant -> (port of its scheduler, codec; None: stock)
-VARIANTS = {"p2p": (9796, None), "none": (9797, "none"), "auto": (9798, "auto")}
+VARIANTS = {
+    "p2p": Kind(9796, False),
+    "none": Kind(9797, True, {"DASK_GPURT__SHUFFLE__CODEC": "none"}),
+    "auto": Kind(9798, True, {"DASK_GPURT__SHUFFLE__CODEC": "auto"}),
+}
 #: nodes with a worker, one in each rack
 NODES = (1, 3)
 
@@ -62,7 +64,7 @@ def once(client: Client, frame: str, size: float, switch: str) -> dict[str, floa
 
 def inside(args: argparse.Namespace) -> None:
     """Runs on node 0. Prints one line of JSON."""
-    clients = {name: Client(f"tcp://{args.inside}:{port}", timeout=60) for name, (port, _) in VARIANTS.items()}
+    clients = {name: Client(f"tcp://{args.inside}:{kind.port}", timeout=60) for name, kind in VARIANTS.items()}
     for client in clients.values():
         client.wait_for_workers(len(NODES), timeout=60)
     result: dict[str, Any] = {}
@@ -87,52 +89,11 @@ def inside(args: argparse.Namespace) -> None:
 
 def measure(args: argparse.Namespace, mbit: float) -> dict[str, Any]:
     """Builds the network, starts the clusters, measures from node 0."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "DASK_DISTRIBUTED__COMM__TIMEOUTS__CONNECT": "20s"}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [data.ROOT, os.environ.get("PYTHONPATH")]))
-    started: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory() as folder, Racks(DELAY_MS, mbit) as racks:
-
-        def start(node: int, log: str, codec: str | None, *command: str) -> None:
-            own = env if codec is None else {**env, "DASK_GPURT__SHUFFLE__CODEC": codec}
-            with open(os.path.join(folder, log), "wb") as f:
-                argv = [*racks.command(node), sys.executable, "-m", *command]
-                started.append(subprocess.Popen(argv, stdout=f, stderr=f, env=own, cwd=folder))
-
-        try:
-            host = racks.address(0)
-            for name, (port, codec) in VARIANTS.items():
-                preload = ["--preload", "dask_gpurt.preload"] if codec else []
-                # fmt: off
-                start(0, f"{name}-s", codec, "distributed.cli.dask_scheduler", "--host", host, "--port", str(port),
-                      "--no-dashboard", *preload)
-                for i in NODES:
-                    start(i, f"{name}-{i}", codec, "distributed.cli.dask_worker", f"tcp://{host}:{port}", "--host",
-                          racks.address(i), "--name", f"n{i}", "--nthreads", "1", "--memory-limit", "2GiB",
-                          "--no-nanny", "--no-dashboard", "--local-directory", os.path.join(folder, f"{name}{i}"))
-                # fmt: on
-            command = [*racks.command(0), sys.executable, "-m", "benchmarks.shuffle_codec", "--inside", host]
-            command += ["--switch", f"{racks.prefix}a", "--runs", str(args.runs), "--size", str(args.size)]
-            done = subprocess.run(
-                [*command, "--frames", *args.frames], env=env, cwd=data.ROOT, stdout=subprocess.PIPE, check=False
-            )
-            if done.returncode:
-                for log in sorted(os.listdir(folder)):
-                    path = os.path.join(folder, log)
-                    if os.path.isfile(path):
-                        with open(path) as f:
-                            print(f"--- {log}\n{f.read()[-2000:]}", file=sys.stderr)
-                raise SystemExit("the measuring process failed; the logs are above")
-            out: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-            return out
-        finally:
-            for p in started:
-                p.send_signal(signal.SIGTERM)
-            for p in started:
-                try:
-                    p.wait(5)
-                except subprocess.TimeoutExpired:
-                    p.kill()
-                    p.wait()
+        lab = Lab(racks, folder, {})
+        with lab.clusters(VARIANTS, NODES, "2GiB"):
+            run = ["--runs", str(args.runs), "--size", str(args.size), "--frames", *args.frames]
+            return lab.inside("benchmarks.shuffle_codec", *run)
 
 
 def main() -> None:
