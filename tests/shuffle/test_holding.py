@@ -230,7 +230,8 @@ def test_a_run_is_held_no_longer_than_that(monkeypatch):
 
 
 @gen_cluster(**(TWICE | NO_DROPS))
-async def test_a_barrier_that_nothing_waits_for_is_not_made_again(c, s, *workers):
+async def test_a_barrier_that_nothing_waits_for_is_not_made_again(c, s, *workers, monkeypatch):
+    monkeypatch.setattr(holding, "COPIES", 1)  # only one worker has it when that is lost
     async with taken_over(s, workers) as (takeover, _):
         async with all_made(c, s, workers, source(left, N).shuffle("k", npartitions=9)) as (out, keys, _, where):
             lost = next(w for w in workers if w.address != where)
