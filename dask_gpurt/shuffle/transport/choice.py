@@ -93,18 +93,18 @@ class Chooser:
         known = PRIOR.get(self.place, {})
         return {name: known.get(name, (0.0, 0.0, 0.0))[column] * 1e9 for name in self.candidates}
 
-    def began(self, name: str, nbytes: int, device: bool, now: float, paced: bool = False) -> None:
-        """A message is handed over to a transport; `paced`: it says how fast the network is."""
+    def began(self, name: str, nbytes: int, device: bool, now: float, wire_bytes: int = 0) -> None:
+        """A message is handed over to a transport; `wire_bytes`: what of it travels, where that tells the pace."""
         self._meter.begun((name, _DEVICE if device else _size_class(nbytes)), nbytes, now)
-        if paced:
-            self.pace.began(nbytes, now)
+        if wire_bytes:
+            self.pace.began(wire_bytes, now)
 
-    def ended(self, name: str, nbytes: int, device: bool, now: float, stored: bool, paced: bool = False) -> None:
+    def ended(self, name: str, nbytes: int, device: bool, now: float, stored: bool, wire_bytes: int = 0) -> None:
         """A message that began is stored, or is not and never will be by this transport."""
         size = _DEVICE if device else _size_class(nbytes)
         self._meter.ended((name, size), nbytes, now, stored)
-        if paced:
-            self.pace.ended(nbytes, now, stored)
+        if wire_bytes:
+            self.pace.ended(wire_bytes, now, stored)
         contest = self._contests.get(size)
         if contest is None:
             return

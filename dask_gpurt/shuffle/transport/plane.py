@@ -126,28 +126,30 @@ class Plane:
         except NoRoute as e:
             return e.answer
         device = any(map(records.is_device, frames))
-        sent, room = frames, 0
+        # Ways are compared by what they bring over, however little of it travels.
+        nbytes = records.message_bytes(frames)
+        sent, room, wire = frames, 0, 0
         # Short ones take as long as they do for other reasons than the network.
-        paced = route.squeezes and not device and records.message_bytes(frames) >= LEAST
-        if paced and self._squeezer.looks(pace := route.chooser.pace):
-            sent, room = await self._loop.run_in_executor(None, self._squeezer.squeeze, frames, pace)
-        nbytes = records.message_bytes(sent)
+        if route.squeezes and not device and nbytes >= LEAST:
+            if self._squeezer.looks(pace := route.chooser.pace):
+                sent, room = await self._loop.run_in_executor(None, self._squeezer.squeeze, frames, pace)
+            wire = nbytes - room
         start = time.monotonic()
         name = route.chooser.choose(nbytes, device, start)
         if name != SAFE:
             counters = self._link(peer, name)
             receipt = None
-            route.chooser.began(name, nbytes, device, start, paced)
+            route.chooser.began(name, nbytes, device, start, wire)
             try:
                 receipt = await self._direct(name, route, key, peer, sent, room)
             finally:
                 end = time.monotonic()
-                route.chooser.ended(name, nbytes, device, end, receipt is not None and not receipt.problem, paced)
+                route.chooser.ended(name, nbytes, device, end, receipt is not None and not receipt.problem, wire)
             if not receipt.problem:
                 counters.messages_out += 1
-                counters.bytes_out += nbytes
+                counters.bytes_out += nbytes - room
                 counters.seconds += end - start
-                self._count(messages_direct=1, bytes_direct=nbytes)
+                self._count(messages_direct=1, bytes_direct=nbytes - room)
                 return {"status": "OK"}
             counters.resent += 1
             self._count(resent_safe=1)
@@ -155,7 +157,7 @@ class Plane:
                 route.chooser.lost(name, end)
             self._losses[peer] = f"{name}: {receipt.problem}"
             logger.info("message to %s is sent again over %s: %s over %s", peer, SAFE, receipt.problem, name)
-        return await self._send_safe(run, route, peer, nbytes + room, device, safe)
+        return await self._send_safe(run, route, peer, nbytes, device, safe)
 
     async def _send_safe(
         self,
