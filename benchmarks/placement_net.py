@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import statistics
 import sys
 import tempfile
@@ -33,7 +32,7 @@ from distributed import Client, wait
 from benchmarks import data
 from benchmarks.compare import turns
 from benchmarks.net.clusters import Kind, Lab
-from benchmarks.net.racks import Racks, why_not, wire_bytes
+from benchmarks.net.racks import Racks, prepare, wire_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -208,11 +207,7 @@ def main() -> None:
     if args.inside:
         inside(args)
         return
-    missing = why_not()
-    if missing is not None:
-        raise SystemExit(f"placement_net: {missing}")
-    # Ended from outside, it still has to take the racks down.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(f"placement_net: ended by signal {number}"))
+    prepare("placement_net")
     measured = measure(args)
     report = {
         **data.facts("5 network namespaces on one machine, joined by a user-space wire of 10 ms and 100 Mbit/s"),

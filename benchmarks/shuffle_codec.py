@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import statistics
 import sys
 import tempfile
@@ -27,7 +26,7 @@ from distributed import Client, wait
 from benchmarks import data
 from benchmarks.compare import turns
 from benchmarks.net.clusters import Kind, Lab
-from benchmarks.net.racks import Racks, why_not, wire_bytes
+from benchmarks.net.racks import Racks, prepare, wire_bytes
 from benchmarks.shuffle import FRAMES, make
 from dask_gpurt.shuffle.plugin import worker_statistics
 
@@ -109,11 +108,7 @@ def main() -> None:
     if args.inside:
         inside(args)
         return
-    missing = why_not()
-    if missing is not None:
-        raise SystemExit(f"shuffle_codec: {missing}")
-    # Ended from outside, it still has to take the network down.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(f"shuffle_codec: ended by signal {number}"))
+    prepare("shuffle_codec")
     report = data.facts("network namespaces on one machine, joined by a user-space wire") | {
         "benchmark": "shuffle_codec",
         "delay_ms": DELAY_MS,

@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
+import sys
 import tempfile
 from typing import IO, TYPE_CHECKING, Any
 
@@ -35,6 +37,14 @@ def why_not() -> str | None:
     if probe.returncode:
         return f"ip netns does not work: {probe.stderr.strip()}. Remedy: a kernel with network namespaces"
     return None
+
+
+def prepare(name: str) -> None:
+    """Before racks are built: end a program that cannot, and have it take them down when it is ended from outside."""
+    missing = why_not()
+    if missing is not None:
+        raise SystemExit(f"{name}: {missing}")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(f"{name}: ended by signal {number}"))
 
 
 class Racks:
