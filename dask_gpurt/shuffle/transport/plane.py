@@ -25,7 +25,6 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.errors import WireError
-from dask_gpurt.model.compression import installed
 from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.transport import records
 from dask_gpurt.shuffle.transport.base import Gate, Header, Peer, Receipt, Services
@@ -132,7 +131,8 @@ class Plane:
         # Short ones take as long as they do for other reasons than the network.
         if route.squeezes and not device and nbytes >= LEAST:
             if self._squeezer.looks(pace := route.chooser.pace):
-                sent, room = await self._loop.run_in_executor(None, self._squeezer.squeeze, frames, pace)
+                sent, room = await self._loop.run_in_executor(None, self._squeezer.squeeze, frames, pace.best)
+                pace.looked(room > 0)
             wire = nbytes - room
         start = time.monotonic()
         name = route.chooser.choose(nbytes, device, start)
@@ -270,7 +270,7 @@ class Plane:
         """A peer asks, over distributed's comms, for our card or for credit."""
         sender = str(asked.get("sender", ""))
         if asked.get("gpurt") == "open":
-            card = self.introduction() | {"limit": self.gate.message_limit, "codecs": installed()}
+            card = self.introduction() | {"limit": self.gate.message_limit, "codecs": self._squeezer.codecs}
             theirs = asked.get("card") or {}
             if place_of(card, theirs) is not Place.PROCESS or self.settings.transport != "auto":
                 for name in self.transports.wanted(place_of(card, theirs)):

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from dask_gpurt.errors import ConfigError, CorruptData, WireError
-from dask_gpurt.model.compression import Choice, Chooser, compress, expand
+from dask_gpurt.model.compression import Choice, Chooser, compress, expand, installed
 from dask_gpurt.shuffle.transport import records
 from dask_gpurt.shuffle.transport.choice import SAFE, Place
 
@@ -66,6 +66,8 @@ class Squeezer:
     """
 
     def __init__(self, setting: str, count: Callable[..., None]) -> None:
+        #: what this worker can read; once, as looking for a package that is not there takes its time
+        self.codecs = installed()
         self._chooser = Chooser(setting, "gpurt.shuffle.codec", SAMPLED)
         self._count = count
         self._needed = set() if setting == "none" else {setting} if setting != "auto" else set(self._chooser.slowdown)
@@ -79,13 +81,13 @@ class Squeezer:
         """Whether the next message to a peer is to be looked at; with an unknown pace, only if a user says so."""
         return self._chooser.setting != "auto" or (0 < pace.best < CEILING and pace.turn())
 
-    def squeeze(self, frames: Sequence[Any], pace: Pace) -> tuple[Sequence[Any], int]:
-        """(frames to send, room: bytes of credit beyond theirs).
+    def squeeze(self, frames: Sequence[Any], bytes_per_second: float) -> tuple[Sequence[Any], int]:
+        """(frames to send, room: bytes of credit beyond theirs, 0 when nothing was gained).
 
         Parameters
         ----------
-        pace
-            Of the network to the peer; is told whether anything was gained.
+        bytes_per_second
+            Of the network to the peer; 0: not known.
         """
         if len(frames) >= records.MAX_FRAMES:
             return frames, 0
@@ -93,7 +95,7 @@ class Squeezer:
         rows, out = bytearray(), []
         for frame in frames:
             view = memoryview(frame).cast("B")
-            choice = self._chooser.choose(view, pace.best or None, math.inf)
+            choice = self._chooser.choose(view, bytes_per_second or None, math.inf)
             small = self._compressed(choice, view) if choice.codec else None
             if small is None:
                 rows += _ROW.pack(0, 0, 0)
@@ -105,7 +107,6 @@ class Squeezer:
         squeezed = [memoryview(head + rows), *out]
         room = records.message_bytes(frames) - records.message_bytes(squeezed)
         self._count(seconds_squeeze=time.perf_counter() - start, bytes_squeezed=max(room, 0))
-        pace.looked(room > 0)
         return (squeezed, room) if room > 0 else (frames, 0)
 
     def _compressed(self, choice: Choice, view: memoryview) -> bytes | None:
