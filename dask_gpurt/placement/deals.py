@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from dask_gpurt.model.link import LinkClass
 from dask_gpurt.placement import seam
 from dask_gpurt.placement.across import under_way
-from dask_gpurt.placement.groups import Member
+from dask_gpurt.placement.cutting import Member
 from dask_gpurt.placement.policy import WEIGHTS
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Deals:
             return answer
 
         found = [ts for k in keys if (ts := tasks.get(k)) is not None]
-        self._engine.groups.arrived(found, self._dealt_to(), is_root)
+        self._engine.groups.arrived(found, self._dealt_to, is_root)
 
     def _dealt_to(self) -> list[Member]:
         """The workers in the order in which blocks of roots are dealt: neighbours together, hosts by number."""

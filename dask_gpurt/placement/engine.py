@@ -320,7 +320,7 @@ class Engine:
         """A task was assigned, by whomever."""
         # This and `left_processing` are on the path of every task: what is known not to be needed is not called.
         groups = self.groups
-        root = groups.gone(key) if groups.by_key else False
+        root = groups.gone(key) if groups.by_key or groups.later else False
         ts = self.scheduler.tasks.get(key)
         ws = None if ts is None else ts.processing_on
         if ws is None:

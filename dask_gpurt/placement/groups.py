@@ -31,30 +31,20 @@ balances the work of the whole graph, not that of each stage.
 
 from __future__ import annotations
 
-import bisect
 import heapq
 import itertools
 from collections import deque
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.placement.cutting import by_input, serialises, share_out
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
+    from dask_gpurt.placement.cutting import Member
+
 #: a root with more dependents than this is shared by everybody: it runs first, wherever there is a slot
 MAX_DEPENDENTS = 64
-#: roots in a cogroup, at most
-MAX_GROUP = 32
-#: share of a block by which its end moves to the border of a cogroup, at most
-SNAP = 0.1
-
-
-class Member(NamedTuple):
-    """A worker that roots are dealt to."""
-
-    address: str
-    node: str
-    #: its share, relative to the others'
-    weight: float
 
 
 class Block:
@@ -72,11 +62,29 @@ class Block:
         self.node = node
 
 
+class Phase:
+    """Roots that wait for others (a barrier, the model of the last iteration), shared out when the first is ready.
+
+    By then it is known who holds the data that they will meet. Cut together with those before the barrier, as one
+    sequence, half of the workers own what can run now and half wait.
+    """
+
+    __slots__ = ("members", "roots")
+
+    def __init__(self, roots: list[Any], members: Callable[[], Sequence[Member]]) -> None:
+        self.roots = roots
+        self.members = members
+
+
 class RootGroups:
     """All blocks with roots to be assigned."""
 
     def __init__(self) -> None:
         self.by_key: dict[Hashable, Block] = {}
+        #: roots of phases that have not begun
+        self.later: dict[Hashable, Phase] = {}
+        #: graphs whose roots were left to stock because contiguous blocks would have serialised them
+        self.declined = 0
         #: blocks of each owner, those of older graphs first; may contain ones that are used up
         self.by_owner: dict[str, deque[Block]] = {}
         #: blocks nobody owns; may contain ones that are used up
@@ -94,24 +102,62 @@ class RootGroups:
     def arrived(
         self,
         tasks: Iterable[Any],
-        members: Sequence[Member],
+        members: Callable[[], Sequence[Member]],
         is_root: Callable[[Any], bool] = lambda t: not t.dependencies,
     ) -> None:
-        """A graph arrived: `tasks` are its TaskStates, before their first transition."""
+        """A graph arrived.
+
+        Parameters
+        ----------
+        tasks
+            Its TaskStates, before their first transition.
+        members
+            Gives the workers that roots are dealt to, sorted by node. Asked again when a later phase begins.
+        """
         # Scattered data and futures of earlier graphs are among them; only what is still to run has a place to choose.
         ordered = sorted((t for t in tasks if t.priority and t.state == "released"), key=lambda t: t.priority)
-        roots = [t for t in ordered if is_root(t) and len(t.dependents) <= MAX_DEPENDENTS and t.key not in self.by_key]
-        if len(roots) < max(2, len(members)):
+        now: list[Any] = []
+        later: dict[Any, list[Any]] = {}
+        for t in ordered:
+            if is_root(t) and len(t.dependents) <= MAX_DEPENDENTS and t.key not in self.by_key:
+                if any(d.state != "memory" for d in t.dependencies):
+                    later.setdefault(frozenset(d.group for d in t.dependencies), []).append(t)
+                else:
+                    now.append(t)
+        workers = members()
+        least = max(2, len(workers))
+        for roots in later.values():
+            if len(roots) >= least:
+                phase = Phase(roots, members)
+                self.later.update((t.key, phase) for t in roots)
+        if len(now) < least:
             return
-        borders = _borders(ordered, roots)
-        keys = [t.key for t in roots]
-        self._borders.update(keys[i] for i in borders)
-        if not members:
-            self._list(Block(keys, None, None))
-            return
-        for member, begin, end in _cuts(len(keys), members, borders):
-            if end > begin:
-                self._list(Block(keys[begin:end], member.address, member.node))
+        if workers:
+            self._cut(ordered, now, workers)
+        else:
+            self._list(Block([t.key for t in now], None, None))
+
+    def _open(self, phase: Phase) -> None:
+        """The first root of a later phase is ready: share out all of them."""
+        roots = []
+        for t in phase.roots:
+            if self.later.pop(t.key, None) is phase and t.state in ("waiting", "queued"):
+                roots.append(t)
+        members = phase.members()
+        if members and len(roots) >= max(2, len(members)):
+            self._cut(roots, by_input(roots), members)
+
+    def _cut(self, ordered: Sequence[Any], roots: Sequence[Any], members: Sequence[Member]) -> None:
+        pieces, borders = share_out(ordered, roots, members)
+        if len(ordered) > len(roots):
+            owner = {t: i for i, piece in enumerate(pieces) for t in piece}
+            if serialises(ordered, owner, [m.weight for m in members]):
+                self.declined += 1
+                return
+        self._borders.update(t.key for t in borders)
+        for member, piece in zip(members, pieces, strict=True):
+            if piece:
+                self._list(Block([t.key for t in piece], member.address, member.node))
 
     def _list(self, block: Block) -> None:
         for key in block.keys:
@@ -130,6 +176,8 @@ class RootGroups:
 
     def waits(self, ts: Any) -> bool:
         """Whether a root that is ready should be queued for the owner of its block, even though workers are idle."""
+        if self.later and (phase := self.later.get(ts.key)) is not None:
+            self._open(phase)
         return ts.key in self.by_key
 
     def owner(self, key: Hashable) -> str | None:
@@ -252,13 +300,15 @@ class RootGroups:
 
     def gone(self, key: Hashable) -> bool:
         """A root was assigned, or is no longer wanted; False when it was not one of ours."""
+        if self.later:
+            self.later.pop(key, None)
         found = self.by_key.pop(key, None)
         if found is None:
             return False
         found.left -= 1
         self._borders.discard(key)
         if not self.by_key:
-            self.clear()
+            self._forget_blocks()
         return True
 
     def worker_removed(self, address: str) -> None:
@@ -272,6 +322,11 @@ class RootGroups:
         return len(self.by_key)
 
     def clear(self) -> None:
+        """The scheduler has forgotten all tasks."""
+        self.later.clear()
+        self._forget_blocks()
+
+    def _forget_blocks(self) -> None:
         for block in itertools.chain(self.unowned, *self.by_owner.values()):
             block.left = 0
         self.by_key.clear()
@@ -279,62 +334,3 @@ class RootGroups:
         self.unowned.clear()
         self._borders.clear()
         self._longest.clear()
-
-
-def _borders(ordered: Sequence[Any], roots: Sequence[Any]) -> list[int]:
-    """Positions in `roots` at which a cogroup begins, ascending: where no join of few roots spans the gap before it."""
-    position = {t: i for i, t in enumerate(roots)}
-    reach: dict[Any, tuple[int, ...]] = {}
-    #: +1 where a join begins to span gaps, -1 after it
-    spans = [0] * (len(roots) + 1)
-    joins = False
-    for t in ordered:
-        i = position.get(t)
-        if i is not None:
-            reach[t] = (i,)
-            continue
-        joined: set[int] = set()
-        for d in t.dependencies:
-            joined.update(reach.get(d, ()))
-            if len(joined) > MAX_GROUP:
-                break
-        else:
-            reach[t] = tuple(joined)
-            if len(joined) > 1:
-                spans[min(joined) + 1] += 1
-                spans[max(joined) + 1] -= 1
-                joins = True
-    if not joins:
-        return []
-    return [i for i, open_joins in enumerate(itertools.accumulate(spans[:-1])) if not open_joins]
-
-
-def _cuts(n: int, members: Sequence[Member], borders: Sequence[int]) -> Iterable[tuple[Member, int, int]]:
-    """(member, begin, end): contiguous shares of `n` roots, by node and within it, `members` being sorted by node."""
-    nodes = [(node, list(group)) for node, group in itertools.groupby(members, key=lambda m: m.node)]
-    begin = 0
-    ends = _ends(0, n, [sum(m.weight for m in group) for _, group in nodes], borders)
-    for (_, group), end in zip(nodes, ends, strict=True):
-        at = begin
-        for member, stop in zip(group, _ends(begin, end, [m.weight for m in group], borders), strict=True):
-            yield member, at, stop
-            at = stop
-        begin = end
-
-
-def _ends(begin: int, end: int, weights: Sequence[float], borders: Sequence[int]) -> list[int]:
-    total = sum(weights) or 1.0
-    out: list[int] = []
-    last = begin
-    for weight, until in zip(weights, itertools.accumulate(weights), strict=True):
-        at = max(last, begin + round((end - begin) * until / total))
-        tolerance = SNAP * (end - begin) * weight / total
-        i = bisect.bisect_left(borders, at)
-        near = [b for b in borders[max(0, i - 1) : i + 1] if abs(b - at) <= tolerance and last <= b <= end]
-        if near and at < end:
-            at = min(near, key=lambda b: abs(b - at))
-        out.append(at)
-        last = at
-    if out:
-        out[-1] = end
-    return out

@@ -260,7 +260,7 @@ class PlacementPlugin(SchedulerPlugin):
                 self._guard(copies.entered_processing, key)
         elif finish in _UNWANTED and start != finish:
             groups = engine.groups
-            if groups.by_key:
+            if groups.by_key or groups.later:
                 self._guard(groups.gone, key)
             copies = self.copies
             if copies is not None and copies.copies and finish == "forgotten":

@@ -135,8 +135,8 @@ class RootSeam:
         if self.part.retired is None and not state.validate:
             try:
                 if (
-                    state.idle_task_count
-                    and self._waits(ts)
+                    self._waits(ts)
+                    and state.idle_task_count
                     and ts._queueable
                     and not math.isinf(state.WORKER_SATURATION)
                     and state.is_rootish(ts)

@@ -30,6 +30,7 @@ def of(engine: Engine) -> dict[str, Any]:
             "groups": engine.groups.cut,
             "pulled": engine.groups.pulled,
             "split": engine.groups.split,
+            "declined": engine.groups.declined,
             "spared": engine.deals.spared,
         },
         "microseconds": engine.budget.statistics(),
