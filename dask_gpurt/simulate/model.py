@@ -79,6 +79,23 @@ class Placed(NamedTuple):
     where: Mapping[int, str]
 
 
+class Step(NamedTuple):
+    """One graph that a client submits: what it runs, what it gives back, and what the client lets go of after it."""
+
+    #: keys of the tasks that are submitted; others that they need are there from steps before
+    keys: Sequence[Any]
+    #: keys that the client holds from now on
+    outputs: Sequence[Any]
+    #: keys of this or earlier steps that the client lets go of when this step is done
+    releases: Sequence[Any] = ()
+    #: whether the client waits for the outputs before it goes on (compute), or not (persist)
+    waits: bool = True
+    #: steps of one client follow one another; those of different clients run side by side
+    client: int = 0
+    #: seconds that the client takes to make and send the graph, before the scheduler has it
+    seconds: float = 0.0
+
+
 @dataclasses.dataclass(frozen=True)
 class Workload:
     """A graph with times and sizes, whether invented or recorded."""
@@ -98,6 +115,8 @@ class Workload:
     plan: Mapping[Any, int] = dataclasses.field(default_factory=dict)
     #: all tasks as `dask.order` would have them, where that is too large to be asked; None: it is asked
     ordered: Sequence[Any] | None = None
+    #: graphs submitted one after the other; none: all tasks at once
+    steps: Sequence[Step] = ()
 
     def __post_init__(self) -> None:
         for key, task in self.tasks.items():
@@ -109,6 +128,10 @@ class Workload:
                 raise ValueError(f"output {key!r} is not a task of {self.name}")
         if self.ordered is not None and (len(self.ordered) != len(self.tasks) or set(self.ordered) != set(self.tasks)):
             raise ValueError(f"ordered must have each of the {len(self.tasks)} tasks of {self.name} once")
+        for step in self.steps:
+            for key in (*step.keys, *step.outputs):
+                if key not in self.tasks:
+                    raise ValueError(f"a step of {self.name} names {key!r}, which is not one of its tasks")
 
     @functools.cached_property
     def order(self) -> dict[Any, int]:

@@ -113,7 +113,7 @@ async def _simulate(
                 prepare(sim, plugin)
             sim.place_inputs()
             sim.start_ticking()
-            sim.submit()
+            sim.begin()
             sim.run()
             result = sim.finish()
             if plugin is not None:

@@ -26,6 +26,7 @@ from distributed import Scheduler
 from distributed.core import Status
 from distributed.scheduler import ClientState, TaskPrefix, WorkerState, heartbeat_interval
 
+from dask_gpurt.simulate.client import SimClient
 from dask_gpurt.simulate.clock import EPOCH, VirtualLoop
 from dask_gpurt.simulate.model import Cluster, Result, StableStr, Workload, function, stable
 from dask_gpurt.simulate.network import Network
@@ -100,6 +101,10 @@ class Simulation:
         self._memory = 0
         self._progress_at = 0.0
         self._outputs_left: set[Any] = set()
+        self.clients = [
+            SimClient(self, name, [step for step in workload.steps if step.client == i])
+            for name, i in self._client_names().items()
+        ]
         self._scheduler_seconds = 0.0
         self._in_scheduler = False
         self.scheduler = self._make_scheduler()
@@ -117,8 +122,13 @@ class Simulation:
             pc.stop()
         # Only the tasks of shuffles are simulated, and it looks at every transition of every task.
         scheduler.plugins.pop("shuffle", None)
-        scheduler.clients[CLIENT] = ClientState(CLIENT)
+        for name in (CLIENT, *self._client_names()):
+            scheduler.clients[name] = ClientState(name)
         return scheduler
+
+    def _client_names(self) -> dict[str, int]:
+        """Names of the clients that submit the workload's steps."""
+        return {f"{CLIENT}-{i}": i for i in sorted({step.client for step in self.workload.steps})}
 
     def _add_worker(self, i: int) -> None:
         node = self.cluster.node_of(i)
@@ -210,6 +220,8 @@ class Simulation:
                 ts = self.scheduler.tasks.get(key)
                 if ts is not None and ts.state == "memory":
                     self._outputs_left.discard(key)
+                    for client in self.clients:
+                        client.has(key)
 
     def in_scheduler(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call into the scheduler; its processor time is added up (what else the machine does is no part of it)."""
@@ -248,13 +260,23 @@ class Simulation:
 
     @property
     def waiting(self) -> bool:
-        """Outputs of what was submitted are missing."""
-        return bool(self._outputs_left)
+        """Outputs of what was submitted are missing, or a client has more to submit."""
+        return bool(self._outputs_left) or not all(client.done for client in self.clients)
 
-    def release(self, outputs: Iterable[Any]) -> None:
+    def release(self, outputs: Iterable[Any], client: str = CLIENT) -> None:
         """The client lets go of outputs."""
         keys = [self._name(k) for k in outputs]
-        self.in_scheduler(self.scheduler.client_releases_keys, keys=keys, client=CLIENT, stimulus_id="release")
+        self.in_scheduler(self.scheduler.client_releases_keys, keys=keys, client=client, stimulus_id="release")
+        # What nobody wants any more is not waited for either.
+        tasks = self.scheduler.tasks
+        self._outputs_left.difference_update([k for k in keys if k not in tasks or not tasks[k].who_wants])
+
+    def begin(self) -> None:
+        """Submit the workload: all at once, or each client its first step."""
+        if not self.clients:
+            self.submit()
+        for client in self.clients:
+            client.start()
 
     # ------------------------------------------------------------------ running
 
@@ -277,8 +299,13 @@ class Simulation:
             self.scheduler.update_data(who_has={name: addresses}, nbytes={name: int(placed.nbytes)}, client=CLIENT)
 
     def submit(
-        self, keys: Iterable[Any] | None = None, outputs: Iterable[Any] | None = None, *, ordered: bool = False
-    ) -> None:
+        self,
+        keys: Iterable[Any] | None = None,
+        outputs: Iterable[Any] | None = None,
+        *,
+        ordered: bool = False,
+        client: str = CLIENT,
+    ) -> set[Any]:
         """Hand the graph to the scheduler, as `Scheduler.update_graph` does once it has it in its hands.
 
         Parameters
@@ -287,6 +314,10 @@ class Simulation:
             The part of the workload that is submitted, and what the client wants of it; None: all.
         ordered
             `keys` are in the order in which dask would run them; otherwise `dask.order` is asked.
+
+        Returns
+        -------
+        The scheduler's keys of the outputs that are not in memory yet.
         """
         keys = None if keys is None else list(keys)
         dsk = {}
@@ -315,7 +346,7 @@ class Simulation:
             dsk=dsk,
             keys=wanted,
             ordered=order,
-            client=CLIENT,
+            client=client,
             annotations_by_type=by_type,
             global_annotations=None,
             stimulus_id="submit",
@@ -323,6 +354,10 @@ class Simulation:
             span_metadata={"collections": []},
             user_priority=0,
         )
+        tasks = self.scheduler.tasks
+        missing = {k for k in wanted if k not in tasks or tasks[k].state != "memory"}
+        self._outputs_left -= wanted - missing
+        return missing
 
     def _annotation(self, kind: str, value: Any) -> Any:
         # A workload names workers by index; it cannot know their addresses.

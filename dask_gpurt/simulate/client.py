@@ -1,0 +1,61 @@
+"""Clients that submit graph after graph: persist, reuse, compute, let go.
+
+A client submits the next graph when it has the outputs of the last one, or at once after one that it only persists.
+What it still holds stays in memory, as futures keep it. Several clients share the scheduler and run side by side.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dask_gpurt.simulate.model import Step
+    from dask_gpurt.simulate.simulation import Simulation
+
+
+class SimClient:
+    """One client and its steps, in order."""
+
+    def __init__(self, sim: Simulation, name: str, steps: Sequence[Step]) -> None:
+        self.sim = sim
+        self.name = name
+        self._steps = list(steps)
+        self._next = 0
+        #: outputs that the client waits for, by the step that has them
+        self._missing: set[Any] = set()
+        self.done = not self._steps
+        #: virtual time at which each step was submitted
+        self.submitted: list[float] = []
+
+    def start(self) -> None:
+        """Begin with the first step."""
+        if self._steps:
+            self.sim.loop.after(self._steps[0].seconds, self._submit)
+
+    def _submit(self) -> None:
+        step = self._steps[self._next]
+        self.submitted.append(self.sim.loop.now)
+        last = self._next + 1 == len(self._steps)
+        missing = self.sim.submit(step.keys, step.outputs, client=self.name)
+        self._missing = missing if step.waits or last else set()
+        if not self._missing:
+            self.sim.loop.after(self.sim.cluster.message_seconds, self._finished)
+
+    def has(self, key: Any) -> None:
+        """An output is in memory."""
+        if key in self._missing:
+            self._missing.discard(key)
+            if not self._missing:
+                self.sim.loop.after(self.sim.cluster.message_seconds, self._finished)
+
+    def _finished(self) -> None:
+        step = self._steps[self._next]
+        self._next += 1
+        if step.releases:
+            self.sim.release(step.releases, client=self.name)
+        if self._next == len(self._steps):
+            self.done = True
+        else:
+            self.sim.loop.after(self._steps[self._next].seconds, self._submit)
