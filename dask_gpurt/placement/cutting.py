@@ -24,7 +24,7 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 #: roots in a cogroup, at most
 MAX_GROUP = 32
@@ -120,6 +120,12 @@ def partner(ts: Any) -> str | None:
 
     Data that is still to be computed, and data that many tasks read or many workers hold, is no reason to be anywhere.
     """
+    held = meets(ts)
+    return max(held, key=held.__getitem__) if held else None
+
+
+def meets(ts: Any) -> dict[str, float]:
+    """Bytes of data in memory that a root's result will meet, or that it reads, by address of the worker."""
     held: dict[str, float] = {}
     for d in itertools.islice(ts.dependents, MAX_FOLLOWED):
         for other in itertools.islice(d.dependencies, MAX_PARTNERS):
@@ -128,7 +134,7 @@ def partner(ts: Any) -> str | None:
     for own in itertools.islice(ts.dependencies, MAX_PARTNERS):
         if own.who_has:
             _count(own, held)
-    return max(held, key=held.__getitem__) if held else None
+    return held
 
 
 def _count(data: Any, held: dict[str, float]) -> None:
@@ -137,6 +143,20 @@ def _count(data: Any, held: dict[str, float]) -> None:
         nbytes = data.get_nbytes()
         for ws in holders:
             held[ws.address] = held.get(ws.address, 0.0) + nbytes
+
+
+def pays(roots: Sequence[Any], members: int) -> bool:
+    """Whether sharing out roots that read common data saves more bytes than it moves.
+
+    Each worker with a piece gets a copy of what the piece reads. Left to the queue, the workers that have a copy already
+    take more of the roots while the others wait for theirs. So a piece must save as much: by meeting data that is where
+    it runs, or by needing one input of several.
+    """
+    common = {d: float(d.get_nbytes()) for t in roots for d in itertools.islice(t.dependencies, MAX_PARTNERS)}
+    if len(common) > 1:
+        return True
+    saved = sum(max(meets(t).values(), default=0.0) for t in roots)
+    return saved > sum(common.values()) * (members - 1)
 
 
 def by_input(roots: Sequence[Any]) -> list[Any]:
@@ -194,7 +214,6 @@ def serialises(ordered: Sequence[Any], owner: Mapping[Any, int], threads: Sequen
         spread = math.ceil((free + sum(at_level.values())) / everybody)
         even += spread
         uneven += max((math.ceil(n / threads[i]) for i, n in at_level.items() if i is not None), default=spread)
-    global LAST; LAST=(uneven,even)
     return uneven > UNEVEN * even
 
 

@@ -5,7 +5,8 @@ keeps side tables, and answers `decide` and `comm_cost`. Whoever calls it catche
 
 Which tasks it decides:
 
-* tasks with inputs: yes, by `cost`;
+* tasks with inputs: by `cost`, where something is known that stock Dask does not know (see `_evidence`): near and far
+  workers, slow workers, inputs on disk, or a policy of the user's. Else stock decides;
 * tasks without inputs: left to stock while all workers are about as fast. There is nothing to be near to, and stock's
   least-occupied and round-robin rules are right and O(1) on large clusters; but they do not know slow workers;
 * root-ish tasks: stock's queuing keeps the memory bound; which of them a worker gets is `groups`;
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
 HOST_SHARE = 0.6
 #: weight of a decision in a worker's share of network traffic
 SHARE_GAIN = 0.2
+#: why stock decides where nothing is known that it does not know
+PLAIN = "nothing that stock does not know"
 #: the governor observes every so many-th decision, and all of a trial
 OBSERVED = 4
 
@@ -101,6 +104,8 @@ class Engine:
         self._weights = self.policy.weights if type(self.policy) is Cheapest else None
         #: called with the reason when the governor retires the policy
         self.on_retired: Callable[[str], None] = lambda reason: None
+        #: weigh all tasks with inputs, whatever there is to know; for tests and benchmarks of the cost
+        self.always = False
         self._turn = 0
 
     # ------------------------------------------------------------------ decisions
@@ -117,6 +122,10 @@ class Engine:
             return self.leave(ts, "over budget")
         if ts.actor or not (ts.dependencies or self.speeds.uneven):
             return self.leave(ts, "actor" if ts.actor else "no inputs")
+        if not (self.always or self._evidence(ts)):
+            # Not logged: this is most tasks of most clusters, and what is known of stock's choices is said for all.
+            self.declined[PLAIN] += 1
+            return None
         ours = self.governor.ours()
         if not ours and self.retired:
             return self.leave(ts, "governor")
@@ -166,6 +175,19 @@ class Engine:
         self.log.chosen(ts.key, picked, views, i, task, far, inputs, valid is not None, len(self.workers.all.items))
         self.budget.record((time.perf_counter_ns() - began) * 1e-9)
         return info.ws
+
+    def _evidence(self, ts: Any) -> bool:
+        """Whether anything is known that stock Dask does not know, and that may change where a task should run.
+
+        Stock compares the holders of the inputs by queue and missing bytes. Where all links and all workers are about
+        the same and all inputs are in memory, nothing better was found: of 32 graphs that nobody had tuned for, with
+        comparing idle workers as well 8 took more than 3 % longer and 4 % more memory was used in the mean, with
+        stock's rule nothing was lost but by graphs that lost by their roots.
+        """
+        if self.workers.zoned or self.speeds.uneven or self._weights is None:
+            return True
+        on_disk = self.residence.on_disk
+        return bool(on_disk) and any(d.key in on_disk for d in islice(ts.dependencies, candidates.MAX_INPUTS))
 
     def shadow(self, ts: Any, valid: Collection[Any] | None, ws: Any) -> None:
         """Record what `decide` would have done where stock chose `ws`. Changes nothing that anybody else reads."""

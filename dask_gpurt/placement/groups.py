@@ -36,7 +36,7 @@ import itertools
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.placement.cutting import by_input, serialises, share_out
+from dask_gpurt.placement.cutting import by_input, pays, serialises, share_out
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -144,7 +144,7 @@ class RootGroups:
             if self.later.pop(t.key, None) is phase and t.state in ("waiting", "queued"):
                 roots.append(t)
         members = phase.members()
-        if members and len(roots) >= max(2, len(members)):
+        if members and len(roots) >= max(2, len(members)) and pays(roots, len(members)):
             self._cut(roots, by_input(roots), members)
 
     def _cut(self, ordered: Sequence[Any], roots: Sequence[Any], members: Sequence[Member]) -> None:

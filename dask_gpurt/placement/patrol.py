@@ -5,10 +5,12 @@ Each round, in this order:
 0. *Zones*: the round trip of each new worker, see `topology.zones`.
 1. *Suspicions*: what workers said of their running tasks (heartbeats carry the run time of each), beside what such
    tasks usually take, is a lower bound of their slowness, see `speed`.
-2. *Rescue*: tasks that wait on a slow worker and would be done sooner in the queue of a faster one are asked back, by
+2. *Stealing*: while workers are idle and no root is queued, stock's own balancing is done in each round. By itself it
+   is done once a second, which is longer than the end of most graphs: a cross-validation of 1.4 s takes 0.95 s.
+3. *Rescue*: tasks that wait on a slow worker and would be done sooner in the queue of a faster one are asked back, by
    the means of work stealing. Stock sees only that the slow worker has little to do.
-3. *Stragglers*: a second copy of overdue tasks on idle workers, see `stragglers`.
-4. *The queue* is dealt again when a slow worker was refused a root task: the safety net of `pace`.
+4. *Stragglers*: a second copy of overdue tasks on idle workers, see `stragglers`.
+5. *The queue* is dealt again when a slow worker was refused a root task: the safety net of `pace`.
 
 A round walks over all workers. `ROUND_SECONDS` apart on small clusters, and in proportion on large ones, so that it
 takes about one percent of the event loop; it stops after `LIMIT_SECONDS` and goes on where it was the next time.
@@ -136,13 +138,15 @@ class Patrol:
                 break
         self._at = at
         engine.speeds.refresh()
+        scheduler = engine.scheduler
+        if engine.workers.idle.items and scheduler.idle and not scheduler.queued:
+            self.stealing.balance()
         if engine.speeds.uneven:
             self._rescue()
         if overdue and self.copies is not None and engine.workers.idle.items:
             overdue.sort(key=lambda o: -o[0])
             for run, ts, info in overdue[:MOVES]:
                 self._copy(run, ts, info)
-        scheduler = engine.scheduler
         if engine.speeds.refusing and scheduler.queued:
             scheduler.stimulus_queue_slots_maybe_opened(stimulus_id=f"gpurt-patrol-{now}")
 

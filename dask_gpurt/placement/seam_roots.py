@@ -175,7 +175,8 @@ class RootSeam:
             if not s.validate:
                 for ws in self._waiting_for_inputs():
                     ts = self._offer(ws) if queued else None
-                    if ts is not None:
+                    # A root that needs inputs from elsewhere as well would only wait beside the others.
+                    if ts is not None and all(ws in d.who_has for d in ts.dependencies):
                         self._send(ts, ws, stimulus_id)
             if first_deal and given and queued and self._waits(queued.peek()):
                 return

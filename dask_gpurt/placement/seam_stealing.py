@@ -13,6 +13,8 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
+import dask
+
 from dask_gpurt.placement.guard import Part, logger
 from dask_gpurt.placement.thieves import STOCK
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 NAME = "stealing._get_thief"
 #: attributes of the extension that are used
-USED = ("_get_thief", "in_flight", "in_flight_tasks", "key_stealable", "move_task_request")
+USED = ("_get_thief", "balance", "in_flight", "in_flight_tasks", "key_stealable", "move_task_request")
 PARAMETERS = ("scheduler", "ts", "potential_thieves", "occupancies")
 
 
@@ -37,6 +39,7 @@ class StealingSeam:
         self.requested = 0
         self._extension: Any = None
         self._ours: Any = None
+        self._wanted = bool(dask.config.get("distributed.scheduler.work-stealing"))
 
     @property
     def installed(self) -> bool:
@@ -95,6 +98,11 @@ class StealingSeam:
         extension.move_task_request(ts, victim, thief)
         self.requested += 1
         return True
+
+    def balance(self) -> None:
+        """Look now for tasks that idle workers could take; nothing where the user has switched stealing off."""
+        if self._extension is not None and self._wanted:
+            self._extension.balance()
 
     @property
     def in_flight(self) -> Any:
