@@ -116,7 +116,7 @@ def interleaved(roots: Sequence[Any]) -> list[Any]:
 
 
 def partner(ts: Any) -> str | None:
-    """Address of the worker with most of the data that a root's result will meet, or that it reads; None: there is none.
+    """Address of the worker with most of the data that a root's result will meet or that it reads; None: there is none.
 
     Data that is still to be computed, and data that many tasks read or many workers hold, is no reason to be anywhere.
     """
@@ -148,9 +148,9 @@ def _count(data: Any, held: dict[str, float]) -> None:
 def pays(roots: Sequence[Any], members: int) -> bool:
     """Whether sharing out roots that read common data saves more bytes than it moves.
 
-    Each worker with a piece gets a copy of what the piece reads. Left to the queue, the workers that have a copy already
-    take more of the roots while the others wait for theirs. So a piece must save as much: by meeting data that is where
-    it runs, or by needing one input of several.
+    Each worker with a piece gets a copy of what the piece reads. Left to the queue, the workers that have a copy
+    already take more of the roots while the others wait for theirs. So a piece must save as much: by meeting data that
+    is where it runs, or by needing one input of several.
     """
     common = {d: float(d.get_nbytes()) for t in roots for d in itertools.islice(t.dependencies, MAX_PARTNERS)}
     if len(common) > 1:
@@ -168,6 +168,21 @@ def by_input(roots: Sequence[Any]) -> list[Any]:
         keyed.append((first.setdefault(own, number), number, t))
     keyed.sort(key=lambda k: k[:2])
     return [t for _, _, t in keyed]
+
+
+def beyond_even(roots: Iterable[Any], pieces: Sequence[Sequence[Any]]) -> float:
+    """Roots that a worker holds for one join beyond its even share, at most.
+
+    What joins roots needs all of them in memory. With contiguous pieces one worker holds them all; dealt out one by
+    one, each worker holds its share.
+    """
+    joined: dict[Any, int] = {}
+    for t in roots:
+        for d in itertools.islice(t.dependents, MAX_FOLLOWED):
+            joined[d] = joined.get(d, 0) + 1
+    widest = max(joined.values(), default=1)
+    longest = max(map(len, pieces), default=0)
+    return max(0.0, min(widest, longest) - widest / max(1, len(pieces)))
 
 
 def serialises(ordered: Sequence[Any], owner: Mapping[Any, int], threads: Sequence[float]) -> bool:

@@ -34,6 +34,13 @@ if TYPE_CHECKING:
 MAX_AHEAD = 3
 #: a task with more inputs is not looked through for those that are missing
 MAX_LOOKED = 64
+#: a worker gets short roots ahead for so long, in seconds: a result and the next task take a few milliseconds between
+#: worker and scheduler, in which a thread with one root of a millisecond in hand idles most of the time
+AHEAD_OF_MESSAGES = 0.01
+#: roots ahead per thread, at most, and the share of the worker's memory mark that their results may take
+MOST_AHEAD, AHEAD_SHARE = 16, 0.01
+#: what contiguous blocks may hold in one worker beyond what stock's queue would, as a share of its memory mark
+BEYOND_STOCK = 1 / 16
 #: weight of a root in the averages over roots
 ROOT_GAIN = 0.05
 #: roots that take longer are not queued ahead at the end, in seconds: ten times what a message takes
@@ -65,6 +72,8 @@ class Deals:
         self._fetching: dict[WorkerInfo, None] = {}
         #: workers that finished a task since the last deal
         self._freed: dict[WorkerInfo, None] = {}
+        #: the same, while roots are short: they may get some ahead
+        self._ended: dict[WorkerInfo, None] = {}
         #: roots that a worker was not given because it would have spilled their results
         self.spared = 0
         #: workers in the order in which blocks are dealt; None: to be sorted anew
@@ -101,8 +110,8 @@ class Deals:
         """Workers came, left or changed nodes."""
         self._members = None
         if removed is not None:
-            self._fetching.pop(removed, None)
-            self._freed.pop(removed, None)
+            for noted in (self._fetching, self._freed, self._ended):
+                noted.pop(removed, None)
 
     def assigned(self, info: WorkerInfo) -> None:
         """A worker got a task, and has inputs to fetch."""
@@ -114,17 +123,22 @@ class Deals:
         self._freed[info] = None
         if info.ws.needs_what:
             self._fetching[info] = None
+        if self._ahead():
+            self._ended[info] = None
 
-    def root_done(self, seconds: float, nbytes: float) -> None:
-        """A root was computed."""
+    def root_done(self, info: WorkerInfo, seconds: float, nbytes: float) -> None:
+        """A root was computed on a worker."""
         mean, size = self._root
         gain = ROOT_GAIN if mean or size else 1.0
         self._root = mean + gain * (seconds - mean), size + gain * (nbytes - size)
+        groups = self._engine.groups
+        if groups.beyond * self._root[1] > BEYOND_STOCK * info.mark_bytes:
+            groups.dissolve()
 
     def clear(self) -> None:
         """The scheduler has forgotten all tasks."""
-        self._fetching.clear()
-        self._freed.clear()
+        for noted in (self._fetching, self._freed, self._ended):
+            noted.clear()
 
     # ------------------------------------------------------------------ dealing
 
@@ -229,19 +243,32 @@ class Deals:
 
     def quiet(self) -> bool:
         """Whether nobody can be hungry. Nobody has a slot: who has just finished a task has been given another one."""
-        if self._fetching:
+        if self._fetching or self._ended:
             return False
         self._freed.clear()
         return True
 
     def hungry(self) -> list[Any]:
-        """Workers whose slots are taken by tasks that wait for inputs, while a thread is free."""
-        if not self._fetching:
+        """Workers to get a root beyond their slots: all of these wait for inputs, or roots are short."""
+        if not (self._fetching or self._ended):
             return []
         looked, self._fetching = self._fetching, {}
+        ended, self._ended = self._ended, {}
         if self._engine.retired:
             return []
-        return [info.ws for info in looked if self._starves(info)]
+        found = [info.ws for info in looked if self._starves(info)]
+        ahead = self._ahead()
+        for info in ended if ahead else ():
+            ws = info.ws
+            most = min(ahead * ws.nthreads, int(AHEAD_SHARE * min(info.mark_bytes, 1e15) / max(1.0, self._root[1])))
+            # At most two per finished task: the number in hand grows by one for each.
+            found += [ws] * min(2, most - len(ws.processing))
+        return found
+
+    def _ahead(self) -> int:
+        """Short roots that a thread gets ahead; 0: they are not short."""
+        seconds = self._root[0]
+        return min(MOST_AHEAD, int(AHEAD_OF_MESSAGES / seconds)) if 0 < seconds < AHEAD_OF_MESSAGES / 2 else 0
 
     def first(self) -> list[Any]:
         """Workers to be offered tasks: those that have just finished one, and all of a few that could take one.

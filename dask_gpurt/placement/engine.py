@@ -393,7 +393,7 @@ class Engine:
             nbytes = max(0, details.get("nbytes") or 0)
             self.durations.learn(kind, info, seconds, nbytes)
             if charge.root:
-                self.deals.root_done(seconds, nbytes)
+                self.deals.root_done(info, seconds, nbytes)
             if first:
                 self.ledger.learned(kind)
             self.speeds.learned(info)

@@ -36,7 +36,7 @@ import itertools
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.placement.cutting import by_input, pays, serialises, share_out
+from dask_gpurt.placement.cutting import beyond_even, by_input, pays, serialises, share_out
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -85,6 +85,10 @@ class RootGroups:
         self.later: dict[Hashable, Phase] = {}
         #: graphs whose roots were left to stock because contiguous blocks would have serialised them
         self.declined = 0
+        #: and cuts taken back because a block holds too much at a time
+        self.dissolved = 0
+        #: roots that a worker holds at a time beyond what it would hold if roots were dealt evenly, at most
+        self.beyond = 0.0
         #: blocks of each owner, those of older graphs first; may contain ones that are used up
         self.by_owner: dict[str, deque[Block]] = {}
         #: blocks nobody owns; may contain ones that are used up
@@ -139,10 +143,8 @@ class RootGroups:
 
     def _open(self, phase: Phase) -> None:
         """The first root of a later phase is ready: share out all of them."""
-        roots = []
-        for t in phase.roots:
-            if self.later.pop(t.key, None) is phase and t.state in ("waiting", "queued"):
-                roots.append(t)
+        mine = [t for t in phase.roots if self.later.pop(t.key, None) is phase]
+        roots = [t for t in mine if t.state in ("waiting", "queued")]
         members = phase.members()
         if members and len(roots) >= max(2, len(members)) and pays(roots, len(members)):
             self._cut(roots, by_input(roots), members)
@@ -154,6 +156,7 @@ class RootGroups:
             if serialises(ordered, owner, [m.weight for m in members]):
                 self.declined += 1
                 return
+        self.beyond = max(self.beyond, beyond_even(roots, pieces))
         self._borders.update(t.key for t in borders)
         for member, piece in zip(members, pieces, strict=True):
             if piece:
@@ -321,6 +324,12 @@ class RootGroups:
         """Roots that are still to be assigned."""
         return len(self.by_key)
 
+    def dissolve(self) -> None:
+        """Leave the roots that are in blocks to stock."""
+        if self.by_key:
+            self.dissolved += 1
+            self._forget_blocks()
+
     def clear(self) -> None:
         """The scheduler has forgotten all tasks."""
         self.later.clear()
@@ -329,6 +338,7 @@ class RootGroups:
     def _forget_blocks(self) -> None:
         for block in itertools.chain(self.unowned, *self.by_owner.values()):
             block.left = 0
+        self.beyond = 0.0
         self.by_key.clear()
         self.by_owner.clear()
         self.unowned.clear()

@@ -31,6 +31,7 @@ def of(engine: Engine) -> dict[str, Any]:
             "pulled": engine.groups.pulled,
             "split": engine.groups.split,
             "declined": engine.groups.declined,
+            "dissolved": engine.groups.dissolved,
             "spared": engine.deals.spared,
         },
         "microseconds": engine.budget.statistics(),
