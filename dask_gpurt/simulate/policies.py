@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 #: policies by name; every other one is "package.module:Class"
 NAMES = ("stock", "inf", "random", "plan", "gpurt")
+#: scheduler time per task under this package's policies, relative to stock's; measured, see benchmarks/strangers
+PLACEMENT_COST = 1.6
 #: those that are nothing of this package's
 STOCK = ("stock", "inf", "random")
 
@@ -66,6 +68,7 @@ def install(sim: Simulation, policy: str | Policy, settings: PlacementSettings |
     chooser: Policy | None = policy if not isinstance(policy, str) else load(policy)
     if isinstance(chooser, Cheapest) and policy == "gpurt":
         chooser = None  # whatever production takes when it is told nothing else
+    sim.cost = sim.cost.times(PLACEMENT_COST)
     plugin = PlacementPlugin(settings or Settings.load().placement, policy=chooser)
     # What `Scheduler.add_plugin` and the scheduler's start do. The seam compares, adopts and installs as it does live.
     sim.loop.complete(plugin.start(sim.scheduler))

@@ -31,6 +31,7 @@ from dask_gpurt.simulate.clock import EPOCH, VirtualLoop
 from dask_gpurt.simulate.model import Cluster, Result, StableStr, Workload, function, stable
 from dask_gpurt.simulate.network import Network
 from dask_gpurt.simulate.worker import SimWorker
+from dask_gpurt.topology.zones import NEAR_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -54,7 +55,7 @@ class _Stream:
     def send(self, *messages: dict[str, Any]) -> None:
         sim = self._sim
         for message in messages:
-            sim.loop.after(sim.cluster.message_seconds, self._worker.receive, message)
+            sim.loop.at(sim.sends_at + sim.cluster.message_seconds, self._worker.receive, message)
 
     def closed(self) -> bool:
         return False
@@ -107,6 +108,11 @@ class Simulation:
         ]
         self._scheduler_seconds = 0.0
         self._in_scheduler = False
+        #: see `Cluster.scheduler`; a policy of this package replaces it by its own
+        self.cost = cluster.scheduler
+        self._inbox: collections.deque[tuple[float, Callable[..., Any], tuple[Any, ...]]] = collections.deque()
+        self._busy_until = 0.0
+        self._draining = False
         self.scheduler = self._make_scheduler()
         self.workers: list[SimWorker] = []
         self._by_address: dict[str, int] = {}
@@ -208,7 +214,33 @@ class Simulation:
     def tell(self, op: str, worker: SimWorker, after: float | None = None, **message: Any) -> None:
         """A message from a worker to the scheduler, not sent before the time `after`."""
         when = max(self.loop.now, after or 0.0) + self.cluster.message_seconds
-        self.loop.at(when, self._told, op, worker.address, message)
+        cost = self.cost.task if op == "task-finished" else self.cost.message
+        self.loop.at(when, self.arrives, cost, self._told, op, worker.address, message)
+
+    @property
+    def sends_at(self) -> float:
+        """When the scheduler sends what it has to say now: after the work that it is busy with."""
+        return max(self.loop.now, self._busy_until)
+
+    def arrives(self, seconds: float, function: Callable[..., Any], *args: Any) -> None:
+        """Something for the scheduler to do, which takes it so long; what comes meanwhile waits, in order."""
+        if not (seconds or self._inbox or self._draining):
+            function(*args)
+            return
+        self._inbox.append((seconds, function, args))
+        if not self._draining:
+            self._draining = True
+            self.loop.at(self._busy_until, self._drain)
+
+    def _drain(self) -> None:
+        # What is decided is decided at once, with what is known by then; what is sent about it leaves at the end.
+        seconds, function, args = self._inbox.popleft()
+        self._busy_until = self.loop.now + seconds
+        function(*args)
+        if self._inbox:
+            self.loop.at(self._busy_until, self._drain)
+        else:
+            self._draining = False
 
     def _told(self, op: str, address: str, message: dict[str, Any]) -> None:
         if op == "task-finished":
@@ -274,6 +306,7 @@ class Simulation:
     def begin(self) -> None:
         """Submit the workload: all at once, or each client its first step."""
         if not self.clients:
+            self._busy_until = self.loop.now + self.cost.submitted * len(self.workload.tasks)
             self.submit()
         for client in self.clients:
             client.start()
@@ -382,10 +415,22 @@ class Simulation:
             if on:
                 self.loop.tick(seconds, self._recur, extension, name, seconds)
 
-        patrol = getattr(s.plugins.get("gpurt-placement"), "patrol", None)
+        plugin = s.plugins.get("gpurt-placement")
+        self._sound(getattr(plugin, "engine", None))
+        patrol = getattr(plugin, "patrol", None)
         if patrol is not None:
             patrol.stop()  # its timer would run by the real clock
             self.loop.tick(patrol.interval_seconds(), self._patrol, patrol)
+
+    def _sound(self, engine: Any) -> None:
+        """Round trips to the workers, which live come from the kernel when a worker has connected.
+
+        The scheduler is in the first rack.
+        """
+        for info in [] if engine is None else list(engine.workers.all.items):
+            remote = self.cluster.rack_of(self._by_address[info.address]) != 0
+            path = self.cluster.uplink if remote else self.cluster.far
+            engine.measured(info, 2 * path.latency_seconds if remote else min(2 * path.latency_seconds, NEAR_SECONDS))
 
     def _patrol(self, patrol: Any) -> None:
         self.in_scheduler(patrol.go)
