@@ -137,9 +137,7 @@ def entry(name: str, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     rounds = list(zip(*(runs[p] for p in POLICIES), strict=True))
     answers = [r["answer"] for r in runs["stock"] if "answer" in r]
     out["wrong"] = sum(not same(answers[0], r["answer"]) for r in runs["gpurt"] if answers and "answer" in r)
-    better = min(
-        ("stock", "inf"), key=lambda p: out[p]["median_s"] if out[p]["median_s"] is not None else math.inf
-    )
+    better = min(("stock", "inf"), key=lambda p: out[p]["median_s"] if out[p]["median_s"] is not None else math.inf)
     pairs = [(r[2], r[POLICIES.index(better)]) for r in rounds if all("seconds" in x for x in r)]
     if pairs:
         ratios = sorted(a["seconds"] / b["seconds"] for a, b in pairs)

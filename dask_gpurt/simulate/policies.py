@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 #: policies by name; every other one is "package.module:Class"
 NAMES = ("stock", "inf", "random", "plan", "gpurt")
-#: scheduler time per task under this package's policies, relative to stock's; measured, see benchmarks/strangers
-PLACEMENT_COST = 1.6
+#: time for which the scheduler is busy with a task under this package's policies, relative to stock's. A constant: the
+#: scheduler's processor time per task, measured by benchmarks/strangers and put in relation to `Cluster.scheduler`.
+PLACEMENT_COST = 1.5
 #: those that are nothing of this package's
 STOCK = ("stock", "inf", "random")
 
