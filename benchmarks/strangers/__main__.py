@@ -1,7 +1,7 @@
 """Work that nobody here has tuned for: where is our placement slower than the better of stock's two settings?
 
     python -m benchmarks.strangers sim --set look --workers 16 --jobs 1 [--names a,b] [--policies stock,inf,gpurt]
-    python -m benchmarks.strangers live --set look [--names a,b] [--runs 3] [--out benchmarks/results/strangers_live.json]
+    python -m benchmarks.strangers live --set look [--names a,b] [--runs 3] [--out FILE]
     python -m benchmarks.strangers list
 
 ``sim`` runs real graphs of dask (recorded with small chunks, scaled up), the patterns of Task Bench and random graphs

@@ -152,7 +152,7 @@ def explore_one_frame(s: Scale) -> Any:
     out.append(abs(y).max().compute())
     y = y[y > 0].persist()
     out.append(y.sum().compute())
-    return out + [da.histogram(x, bins=16, range=(0, 1))[0].compute().sum()]
+    return [*out, da.histogram(x, bins=16, range=(0, 1))[0].compute().sum()]
 
 
 @program("iterate")

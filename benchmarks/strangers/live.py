@@ -7,7 +7,6 @@ fullest worker, workers that were replaced, and the answer, which must be stock'
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import logging
 import math
@@ -29,6 +28,7 @@ from benchmarks.strangers.catalogue import PROGRAMS, SETS, Scale
 from benchmarks.strangers.sim import FULLER, POLICIES, SLOWER
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Iterator
 
 RESULT = os.path.join(data.RESULTS, "strangers_live.json")

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import dask
 import dask.order
-from dask.base import collections_to_expr
 from dask._task_spec import DataNode, TaskRef, convert_legacy_graph
+from dask.base import collections_to_expr
 from dask.core import flatten
 from dask.sizeof import sizeof
 from dask.utils import key_split

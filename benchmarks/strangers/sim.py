@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
 import dataclasses
 import logging
@@ -12,7 +11,7 @@ import statistics
 import sys
 import time
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks import data
 from benchmarks.strangers import cases
@@ -21,9 +20,12 @@ from dask_gpurt.simulate import Cluster, simulate
 from dask_gpurt.simulate.model import SchedulerCost
 from dask_gpurt.simulate.shapes import MIXES
 
+if TYPE_CHECKING:
+    import argparse
+
 POLICIES = ("stock", "inf", "gpurt")
 #: how long the scheduler's loop is busy, communication included: a task about 150 us, as upstream's own documents say
-#: 100 to 200. Constants, so that a run is the same on every machine; ours costs `policies.PLACEMENT_COST` times as much.
+#: 100 to 200. Constants, so that a run is the same everywhere; ours takes `policies.PLACEMENT_COST` times as long.
 COST = SchedulerCost(task=150e-6, submitted=60e-6, message=20e-6)
 #: what the issue allows: time and peak memory relative to stock
 SLOWER, FULLER = 1.03, 1.2

@@ -35,8 +35,8 @@ class SimClient:
             self.sim.loop.after(self._steps[0].seconds, self._submit)
 
     def _submit(self) -> None:
-        sim = self.sim
-        sim.arrives(sim.cost.submitted * len(self._steps[self._next].keys), self._submitted)
+        busy = self.sim.busy
+        busy.arrives(busy.cost.submitted * len(self._steps[self._next].keys), self._submitted)
 
     def _submitted(self) -> None:
         step = self._steps[self._next]
@@ -55,7 +55,7 @@ class SimClient:
                 self._goes_on()
 
     def _goes_on(self) -> None:
-        self.sim.loop.at(self.sim.sends_at + self.sim.cluster.message_seconds, self._finished)
+        self.sim.loop.at(self.sim.busy.sends_at + self.sim.cluster.message_seconds, self._finished)
 
     def _finished(self) -> None:
         step = self._steps[self._next]
@@ -66,3 +66,10 @@ class SimClient:
             self.done = True
         else:
             self.sim.loop.after(self._steps[self._next].seconds, self._submit)
+
+
+def clients(sim: Simulation, name: str) -> list[SimClient]:
+    """Those that the workload's steps name; none for a workload that is one graph."""
+    steps = sim.workload.steps
+    numbers = sorted({step.client for step in steps})
+    return [SimClient(sim, f"{name}-{i}", [step for step in steps if step.client == i]) for i in numbers]

@@ -26,12 +26,12 @@ from distributed import Scheduler
 from distributed.core import Status
 from distributed.scheduler import ClientState, TaskPrefix, WorkerState, heartbeat_interval
 
-from dask_gpurt.simulate.client import SimClient
+from dask_gpurt.simulate.busy import Busy
+from dask_gpurt.simulate.client import clients
 from dask_gpurt.simulate.clock import EPOCH, VirtualLoop
 from dask_gpurt.simulate.model import Cluster, Result, StableStr, Workload, function, stable
 from dask_gpurt.simulate.network import Network
 from dask_gpurt.simulate.worker import SimWorker
-from dask_gpurt.topology.zones import NEAR_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -55,7 +55,7 @@ class _Stream:
     def send(self, *messages: dict[str, Any]) -> None:
         sim = self._sim
         for message in messages:
-            sim.loop.at(sim.sends_at + sim.cluster.message_seconds, self._worker.receive, message)
+            sim.loop.at(sim.busy.sends_at + sim.cluster.message_seconds, self._worker.receive, message)
 
     def closed(self) -> bool:
         return False
@@ -102,17 +102,10 @@ class Simulation:
         self._memory = 0
         self._progress_at = 0.0
         self._outputs_left: set[Any] = set()
-        self.clients = [
-            SimClient(self, name, [step for step in workload.steps if step.client == i])
-            for name, i in self._client_names().items()
-        ]
+        self.clients = clients(self, CLIENT)
         self._scheduler_seconds = 0.0
         self._in_scheduler = False
-        #: see `Cluster.scheduler`; a policy of this package replaces it by its own
-        self.cost = cluster.scheduler
-        self._inbox: collections.deque[tuple[float, Callable[..., Any], tuple[Any, ...]]] = collections.deque()
-        self._busy_until = 0.0
-        self._draining = False
+        self.busy = Busy(self.loop, cluster.scheduler)
         self.scheduler = self._make_scheduler()
         self.workers: list[SimWorker] = []
         self._by_address: dict[str, int] = {}
@@ -128,13 +121,9 @@ class Simulation:
             pc.stop()
         # Only the tasks of shuffles are simulated, and it looks at every transition of every task.
         scheduler.plugins.pop("shuffle", None)
-        for name in (CLIENT, *self._client_names()):
+        for name in (CLIENT, *(client.name for client in self.clients)):
             scheduler.clients[name] = ClientState(name)
         return scheduler
-
-    def _client_names(self) -> dict[str, int]:
-        """Names of the clients that submit the workload's steps."""
-        return {f"{CLIENT}-{i}": i for i in sorted({step.client for step in self.workload.steps})}
 
     def _add_worker(self, i: int) -> None:
         node = self.cluster.node_of(i)
@@ -214,33 +203,7 @@ class Simulation:
     def tell(self, op: str, worker: SimWorker, after: float | None = None, **message: Any) -> None:
         """A message from a worker to the scheduler, not sent before the time `after`."""
         when = max(self.loop.now, after or 0.0) + self.cluster.message_seconds
-        cost = self.cost.task if op == "task-finished" else self.cost.message
-        self.loop.at(when, self.arrives, cost, self._told, op, worker.address, message)
-
-    @property
-    def sends_at(self) -> float:
-        """When the scheduler sends what it has to say now: after the work that it is busy with."""
-        return max(self.loop.now, self._busy_until)
-
-    def arrives(self, seconds: float, function: Callable[..., Any], *args: Any) -> None:
-        """Something for the scheduler to do, which takes it so long; what comes meanwhile waits, in order."""
-        if not (seconds or self._inbox or self._draining):
-            function(*args)
-            return
-        self._inbox.append((seconds, function, args))
-        if not self._draining:
-            self._draining = True
-            self.loop.at(self._busy_until, self._drain)
-
-    def _drain(self) -> None:
-        # What is decided is decided at once, with what is known by then; what is sent about it leaves at the end.
-        seconds, function, args = self._inbox.popleft()
-        self._busy_until = self.loop.now + seconds
-        function(*args)
-        if self._inbox:
-            self.loop.at(self._busy_until, self._drain)
-        else:
-            self._draining = False
+        self.loop.at(when, self.busy.arrives, self.busy.cost.of(op), self._told, op, worker.address, message)
 
     def _told(self, op: str, address: str, message: dict[str, Any]) -> None:
         if op == "task-finished":
@@ -306,7 +269,7 @@ class Simulation:
     def begin(self) -> None:
         """Submit the workload: all at once, or each client its first step."""
         if not self.clients:
-            self._busy_until = self.loop.now + self.cost.submitted * len(self.workload.tasks)
+            self.busy.hold(self.busy.cost.submitted * len(self.workload.tasks))
             self.submit()
         for client in self.clients:
             client.start()
@@ -415,22 +378,10 @@ class Simulation:
             if on:
                 self.loop.tick(seconds, self._recur, extension, name, seconds)
 
-        plugin = s.plugins.get("gpurt-placement")
-        self._sound(getattr(plugin, "engine", None))
-        patrol = getattr(plugin, "patrol", None)
+        patrol = getattr(s.plugins.get("gpurt-placement"), "patrol", None)
         if patrol is not None:
             patrol.stop()  # its timer would run by the real clock
             self.loop.tick(patrol.interval_seconds(), self._patrol, patrol)
-
-    def _sound(self, engine: Any) -> None:
-        """Round trips to the workers, which live come from the kernel when a worker has connected.
-
-        The scheduler is in the first rack.
-        """
-        for info in [] if engine is None else list(engine.workers.all.items):
-            remote = self.cluster.rack_of(self._by_address[info.address]) != 0
-            path = self.cluster.uplink if remote else self.cluster.far
-            engine.measured(info, 2 * path.latency_seconds if remote else min(2 * path.latency_seconds, NEAR_SECONDS))
 
     def _patrol(self, patrol: Any) -> None:
         self.in_scheduler(patrol.go)

@@ -82,7 +82,7 @@ def test_patterns_are_graphs(name: str) -> None:
 def test_two_clients_keep_their_keys_apart() -> None:
     load = cases.make("two_clients_pipelines", 4)
     assert {s.client for s in load.steps} == {0, 1}
-    parts = [set(k for s in load.steps if s.client == c for k in s.keys) for c in (0, 1)]
+    parts = [{k for s in load.steps if s.client == c for k in s.keys} for c in (0, 1)]
     assert not parts[0] & parts[1]
 
 
