@@ -8,14 +8,13 @@ cluster before each program: the error is not that of a machine that was busier 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import logging
 import os
 import statistics
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dask._task_spec import Task, TaskRef
 from distributed import Client, wait
@@ -26,6 +25,9 @@ from benchmarks.strangers import cases
 from benchmarks.strangers.live import cluster, fetched
 from dask_gpurt.simulate import Cluster, Path, Workload, simulate
 from dask_gpurt.simulate.model import SchedulerCost
+
+if TYPE_CHECKING:
+    import argparse
 
 #: iterative work, and several passes over the same chunks
 NAMES = ("svd_vectors", "standardise", "three_passes_persisted", "k_means", "sgd_chains", "gradient_descent")
@@ -175,9 +177,8 @@ def run(args: argparse.Namespace) -> None:
     print(json.dumps(summary))
     if args.out:
         about = data.facts(f"LocalCluster of {args.workers} processes, tasks that sleep; no GPU")
-        print(
-            data.write_json(args.out, {**about, "benchmark": "strangers_validate", "summary": summary, "rows": found})
-        )
+        report = {**about, "benchmark": "strangers_validate", "summary": summary, "rows": found}
+        print(data.write_json(args.out, report))
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
