@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 PORTS: dict[str, Callable[[Any], object]] = {}
-COLUMNS = {str(i): float for i in range(100)}
+COLUMNS: dict[str, type] = {str(i): float for i in range(100)}
 
 
 def port(function: Callable[[Any], object]) -> Callable[[Any], object]:
