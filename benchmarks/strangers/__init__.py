@@ -1,1 +1,1 @@
-"""A wide net: programs, patterns and random graphs that placement was not made for. See `__main__` for how to run it."""
+"""A wide net: programs, patterns and random graphs that placement was not made for. How to run it: `__main__`."""

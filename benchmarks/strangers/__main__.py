@@ -1,6 +1,8 @@
 """Work that nobody here has tuned for: where is our placement slower than the better of stock's two settings?
 
     python -m benchmarks.strangers sim --set look --workers 16 --jobs 1 [--names a,b] [--policies stock,inf,gpurt]
+    python -m benchmarks.strangers live --set look [--names a,b] [--runs 3] [--out FILE]
+    python -m benchmarks.strangers validate [--names k_means] [--policies stock] [--out FILE]
     python -m benchmarks.strangers list
 
 ``sim`` runs real graphs of dask (recorded with small chunks, scaled up), the patterns of Task Bench and random graphs
@@ -18,7 +20,7 @@ import os
 for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(name, "1")
 
-from benchmarks.strangers import cases, sim  # noqa: E402
+from benchmarks.strangers import cases, live, ports, sim, validate  # noqa: E402
 from benchmarks.strangers.catalogue import PROGRAMS, SETS, set_of  # noqa: E402
 
 
@@ -37,9 +39,11 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="strangers", description=(__doc__ or "").split("\n")[0])
     commands = parser.add_subparsers(required=True)
     sim.arguments(commands.add_parser("sim", help="in the simulator"))
+    live.arguments(commands.add_parser("live", help="on real clusters of processes"))
+    validate.arguments(commands.add_parser("validate", help="simulated against real, for programs that iterate"))
     commands.add_parser("list", help="names of the cases").set_defaults(run=show)
     args = parser.parse_args(argv)
-    held = [n for n in getattr(args, "names", None) or [] if set_of(n) == "held"]
+    held = [n for n in getattr(args, "names", None) or [] if n not in ports.PORTS and set_of(n) == "held"]
     if (getattr(args, "set", "look") == "held" or held) and not args.issue_ends:
         parser.error(f"the held set {held or ''} is run only when an issue ends; then give --issue-ends")
     args.run(args)

@@ -16,10 +16,11 @@ from benchmarks.strangers import arrays, frames, graphs, iterate, patterns, rand
 from benchmarks.strangers.catalogue import PROGRAMS, Scale, set_of
 from benchmarks.strangers.record import workload
 from dask_gpurt.simulate import model
-from dask_gpurt.simulate.model import Workload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from dask_gpurt.simulate.model import Workload
 
 #: modules that register programs when they are imported
 SOURCES = (arrays, reductions, frames, graphs, iterate)

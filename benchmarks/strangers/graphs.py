@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from typing import Any
 
@@ -99,10 +100,8 @@ def pipelines_of_stages(s: Scale) -> Any:
 
 @program("delayed")
 def diamonds(s: Scale) -> Any:
-    out = []
-    for x in blocks(s, 4):
-        out.append(delayed(np.dot)(delayed(np.sin)(x), delayed(np.cos)(x)))
-    return sum(dask.compute(*out))
+    dot, sin, cos = delayed(np.dot), delayed(np.sin), delayed(np.cos)
+    return sum(dask.compute(*[dot(sin(x), cos(x)) for x in blocks(s, 4)]))
 
 
 @program("delayed")
@@ -160,6 +159,6 @@ def tiny_tasks_shared_inputs(s: Scale) -> Any:
 def video_frames(s: Scale) -> Any:
     """Decode, use two neighbouring frames, encode in groups, then one index."""
     frames = blocks(s, 6, 0.5)
-    motion = [delayed(np.subtract)(b, a) for a, b in zip(frames, frames[1:], strict=False)]
+    motion = [delayed(np.subtract)(b, a) for a, b in itertools.pairwise(frames)]
     groups = [delayed(lambda *xs: np.concatenate(xs)[::4])(*motion[i : i + 12]) for i in range(0, len(motion), 12)]
     return delayed(lambda gs: sum(len(g) for g in gs))(groups).compute()

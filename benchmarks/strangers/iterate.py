@@ -61,10 +61,10 @@ def gradient_descent(s: Scale) -> Any:
 def sgd_chains(s: Scale) -> Any:
     """Each epoch passes a model through the chunks of a few shards in turn, then averages."""
 
-    @delayed
-    def step(model: Any, block: Any) -> Any:
+    def passes(model: Any, block: Any) -> Any:
         return model - 1e-3 * block.T @ (block @ model - 1)
 
+    step = delayed(passes)
     x = tall(s, 4, 16).persist()
     blocks = list(x.to_delayed().ravel())
     model = np.zeros(16)
@@ -85,10 +85,10 @@ def admm(s: Scale) -> Any:
     x = tall(s, 3, 16).persist()
     blocks = x.to_delayed().ravel()
 
-    @delayed
-    def local(block: Any, z: Any, u: Any) -> Any:
+    def solved(block: Any, z: Any, u: Any) -> Any:
         return np.linalg.solve(block.T @ block + np.eye(16), block.T @ np.ones(len(block)) + z - u)
 
+    local = delayed(solved)
     z, us = np.zeros(16), [np.zeros(16) for _ in blocks]
     for _ in range(3):
         ws = dask.compute(*[local(b, z, u) for b, u in zip(blocks, us, strict=True)])
@@ -152,7 +152,7 @@ def explore_one_frame(s: Scale) -> Any:
     out.append(abs(y).max().compute())
     y = y[y > 0].persist()
     out.append(y.sum().compute())
-    return out + [da.histogram(x, bins=16, range=(0, 1))[0].compute().sum()]
+    return [*out, da.histogram(x, bins=16, range=(0, 1))[0].compute().sum()]
 
 
 @program("iterate")

@@ -87,8 +87,8 @@ def build(name: str, workers: int) -> Workload:
         return Workload(name, tasks, [("cell", n - 1, n - 1)], jitter=0.1)
     for t in range(STEPS):
         for i in range(n):
-            inputs = tuple((f"step{t - 1}", j) for j in depends(t, i, n)) if t else ()
-            tasks[f"step{t}", i] = TaskSpec(inputs, seconds, nbytes)
+            needs = tuple((f"step{t - 1}", j) for j in depends(t, i, n)) if t else ()
+            tasks[f"step{t}", i] = TaskSpec(needs, seconds, nbytes)
     used = {d for task in tasks.values() for d in task.dependencies}
     if zlib.crc32(pattern.encode()) % 2:
         # Half of the patterns end in one result, the others leave all of them where they are.

@@ -72,8 +72,8 @@ def layered(m: Maker) -> None:
             if levels:
                 before = levels[-1]
                 at = i * len(before) // width
-                for k in range(min(fan, len(before))):
-                    inputs.append(before[(at + k) % len(before)] if near else rnd.choice(before))
+                taken = range(min(fan, len(before)))
+                inputs += [before[(at + k) % len(before)] if near else rnd.choice(before) for k in taken]
                 if len(levels) > 1 and rnd.random() < 0.1:
                     inputs.append(rnd.choice(rnd.choice(levels[:-1])))
             level.append(m.add(f"layer{len(levels)}", inputs))

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import dask
 import dask.order
-from dask.base import collections_to_expr
 from dask._task_spec import DataNode, TaskRef, convert_legacy_graph
+from dask.base import collections_to_expr
 from dask.core import flatten
 from dask.sizeof import sizeof
 from dask.utils import key_split
@@ -218,7 +218,7 @@ def workload(name: str, program: Callable[[], Any], grain_bytes: float, largest_
     sizes = {k: round(t.nbytes * factor) if t.nbytes >= SMALL else t.nbytes for k, t in recorder.tasks.items()}
     for key, task in recorder.tasks.items():
         prefix = key_split(key)
-        made = sizes[key]
+        made: float = sizes[key]
         if isinstance(key, tuple) and not task.dependencies and key not in recorder.literals:
             made = max(made, largest_bytes)  # a source fused with what comes after it still makes a chunk
         took = seconds(name, prefix, sum(sizes[d] for d in task.dependencies), made)

@@ -35,20 +35,27 @@ class SimClient:
             self.sim.loop.after(self._steps[0].seconds, self._submit)
 
     def _submit(self) -> None:
+        busy = self.sim.busy
+        busy.arrives(busy.cost.submitted * len(self._steps[self._next].keys), self._submitted)
+
+    def _submitted(self) -> None:
         step = self._steps[self._next]
         self.submitted.append(self.sim.loop.now)
         last = self._next + 1 == len(self._steps)
         missing = self.sim.submit(step.keys, step.outputs, client=self.name)
         self._missing = missing if step.waits or last else set()
         if not self._missing:
-            self.sim.loop.after(self.sim.cluster.message_seconds, self._finished)
+            self._goes_on()
 
     def has(self, key: Any) -> None:
         """An output is in memory."""
         if key in self._missing:
             self._missing.discard(key)
             if not self._missing:
-                self.sim.loop.after(self.sim.cluster.message_seconds, self._finished)
+                self._goes_on()
+
+    def _goes_on(self) -> None:
+        self.sim.loop.at(self.sim.busy.sends_at + self.sim.cluster.message_seconds, self._finished)
 
     def _finished(self) -> None:
         step = self._steps[self._next]
@@ -59,3 +66,10 @@ class SimClient:
             self.done = True
         else:
             self.sim.loop.after(self._steps[self._next].seconds, self._submit)
+
+
+def clients(sim: Simulation, name: str) -> list[SimClient]:
+    """Those that the workload's steps name; none for a workload that is one graph."""
+    steps = sim.workload.steps
+    numbers = sorted({step.client for step in steps})
+    return [SimClient(sim, f"{name}-{i}", [step for step in steps if step.client == i]) for i in numbers]

@@ -7,8 +7,8 @@
   change decisions (budgets, guards) and no run could be repeated. Only these modules' globals are exchanged, for the
   time of the simulation; the ``time`` module itself stays, other threads keep the real time.
 
-Time spent deciding is zero on the virtual clock: a simulation says how good decisions are, not what they cost.
-`Result.scheduler_seconds` is real time, measured outside.
+The processor time of a decision is not taken from the real clock, or no run could be repeated: `Cluster.scheduler` says
+for how long the scheduler is busy with a message. `Result.scheduler_seconds` is real time, measured outside.
 
 Rejected: patching ``time.time`` in the module ``time`` (changes it for every thread of the process, and misses
 ``from time import time``).

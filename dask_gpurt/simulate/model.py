@@ -163,6 +163,29 @@ class Path:
     bytes_per_second: float
 
 
+class SchedulerCost(NamedTuple):
+    """Seconds for which the scheduler's one thread is busy, so that a slow one shows on the virtual clock."""
+
+    #: with a task that has finished: its transitions, and the decisions about those that it makes ready
+    task: float = 0.0
+    #: with each task of a graph that is submitted
+    submitted: float = 0.0
+    #: with any other message
+    message: float = 0.0
+
+    def of(self, op: str) -> float:
+        """Seconds for a worker's message."""
+        return self.task if op == "task-finished" else self.message
+
+    def times(self, ratio: float) -> SchedulerCost:
+        """The cost of a scheduler that takes `ratio` times as long for a task; messages cost what they did."""
+        return SchedulerCost(self.task * ratio, self.submitted * ratio, self.message)
+
+
+#: a scheduler that decides in no time
+FREE = SchedulerCost()
+
+
 @dataclasses.dataclass(frozen=True)
 class Cluster:
     """Workers, where they are, and what connects them.
@@ -193,6 +216,10 @@ class Cluster:
     slowness: float | Sequence[float] = 1.0
     #: one way between scheduler and worker, in seconds
     message_seconds: float = 1e-3
+    #: how long the scheduler is busy with what it is sent; constants, so that a run can be repeated on any machine
+    scheduler: SchedulerCost = FREE
+    #: of a worker for each task, besides the task itself: its slot is taken for as long
+    overhead_seconds: float = 0.0
     #: peers from which a worker fetches at the same time, at most. Upstream allows 50 in and 10 out.
     connections: int = 10
     #: bytes asked for in one request, at most (distributed.worker.transfer.message-bytes-limit)

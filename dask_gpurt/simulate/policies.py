@@ -12,6 +12,7 @@ from dask_gpurt.config import PlacementSettings, Settings
 from dask_gpurt.errors import ConfigError
 from dask_gpurt.placement import PlacementPlugin
 from dask_gpurt.placement.policy import CLASS, Cheapest, Policy, load
+from dask_gpurt.topology.zones import NEAR_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 #: policies by name; every other one is "package.module:Class"
 NAMES = ("stock", "inf", "random", "plan", "gpurt")
+#: time for which the scheduler is busy with a task under this package's policies, relative to stock's. A constant: the
+#: scheduler's processor time per task, measured by benchmarks/strangers and put in relation to `Cluster.scheduler`.
+PLACEMENT_COST = 1.5
 #: those that are nothing of this package's
 STOCK = ("stock", "inf", "random")
 
@@ -66,12 +70,27 @@ def install(sim: Simulation, policy: str | Policy, settings: PlacementSettings |
     chooser: Policy | None = policy if not isinstance(policy, str) else load(policy)
     if isinstance(chooser, Cheapest) and policy == "gpurt":
         chooser = None  # whatever production takes when it is told nothing else
+    sim.busy.cost = sim.busy.cost.times(PLACEMENT_COST)
     plugin = PlacementPlugin(settings or Settings.load().placement, policy=chooser)
     # What `Scheduler.add_plugin` and the scheduler's start do. The seam compares, adopts and installs as it does live.
     sim.loop.complete(plugin.start(sim.scheduler))
     sim.scheduler.plugins[plugin.name] = plugin
+    if plugin.engine is not None:
+        _sound(sim, plugin.engine)
     sim.residence.append(lambda address, key, tier, nbytes: _tell(plugin, address, key, tier, nbytes))
     return plugin
+
+
+def _sound(sim: Simulation, engine: Any) -> None:
+    """Round trips to the workers, which live come from the kernel when a worker has connected.
+
+    The scheduler is in the first rack, and a switch away from the workers there.
+    """
+    cluster = sim.cluster
+    for worker in sim.workers:
+        remote = cluster.rack_of(worker.index) != 0
+        info = engine.workers.by_address[worker.address]
+        engine.measured(info, 2 * cluster.uplink.latency_seconds if remote else NEAR_SECONDS / 2)
 
 
 def _tell(plugin: PlacementPlugin, address: str, key: Any, tier: str | None, nbytes: int) -> None:

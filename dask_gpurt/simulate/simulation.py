@@ -26,7 +26,8 @@ from distributed import Scheduler
 from distributed.core import Status
 from distributed.scheduler import ClientState, TaskPrefix, WorkerState, heartbeat_interval
 
-from dask_gpurt.simulate.client import SimClient
+from dask_gpurt.simulate.busy import Busy
+from dask_gpurt.simulate.client import clients
 from dask_gpurt.simulate.clock import EPOCH, VirtualLoop
 from dask_gpurt.simulate.model import Cluster, Result, StableStr, Workload, function, stable
 from dask_gpurt.simulate.network import Network
@@ -54,7 +55,7 @@ class _Stream:
     def send(self, *messages: dict[str, Any]) -> None:
         sim = self._sim
         for message in messages:
-            sim.loop.after(sim.cluster.message_seconds, self._worker.receive, message)
+            sim.loop.at(sim.busy.sends_at + sim.cluster.message_seconds, self._worker.receive, message)
 
     def closed(self) -> bool:
         return False
@@ -101,12 +102,10 @@ class Simulation:
         self._memory = 0
         self._progress_at = 0.0
         self._outputs_left: set[Any] = set()
-        self.clients = [
-            SimClient(self, name, [step for step in workload.steps if step.client == i])
-            for name, i in self._client_names().items()
-        ]
+        self.clients = clients(self, CLIENT)
         self._scheduler_seconds = 0.0
         self._in_scheduler = False
+        self.busy = Busy(self.loop, cluster.scheduler)
         self.scheduler = self._make_scheduler()
         self.workers: list[SimWorker] = []
         self._by_address: dict[str, int] = {}
@@ -122,13 +121,9 @@ class Simulation:
             pc.stop()
         # Only the tasks of shuffles are simulated, and it looks at every transition of every task.
         scheduler.plugins.pop("shuffle", None)
-        for name in (CLIENT, *self._client_names()):
+        for name in (CLIENT, *(client.name for client in self.clients)):
             scheduler.clients[name] = ClientState(name)
         return scheduler
-
-    def _client_names(self) -> dict[str, int]:
-        """Names of the clients that submit the workload's steps."""
-        return {f"{CLIENT}-{i}": i for i in sorted({step.client for step in self.workload.steps})}
 
     def _add_worker(self, i: int) -> None:
         node = self.cluster.node_of(i)
@@ -208,7 +203,7 @@ class Simulation:
     def tell(self, op: str, worker: SimWorker, after: float | None = None, **message: Any) -> None:
         """A message from a worker to the scheduler, not sent before the time `after`."""
         when = max(self.loop.now, after or 0.0) + self.cluster.message_seconds
-        self.loop.at(when, self._told, op, worker.address, message)
+        self.loop.at(when, self.busy.arrives, self.busy.cost.of(op), self._told, op, worker.address, message)
 
     def _told(self, op: str, address: str, message: dict[str, Any]) -> None:
         if op == "task-finished":
@@ -274,6 +269,7 @@ class Simulation:
     def begin(self) -> None:
         """Submit the workload: all at once, or each client its first step."""
         if not self.clients:
+            self.busy.hold(self.busy.cost.submitted * len(self.workload.tasks))
             self.submit()
         for client in self.clients:
             client.start()

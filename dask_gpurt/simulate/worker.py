@@ -360,21 +360,28 @@ class SimWorker:
             run.since = self.loop.now
             self.disk_seconds += loaded - self.loop.now
             seconds = self.sim.duration(run.key) * self.slowness
-            self.loop.at(loaded + seconds, self._executed, run, loaded)
+            self.loop.at(loaded + seconds, self._computed, run, loaded)
+
+    def _computed(self, run: Run, began: float) -> None:
+        run.startstops.append({"action": "compute", "start": EPOCH + began, "stop": EPOCH + self.loop.now})
+        self.busy_seconds += self.loop.now - began
+        overhead = self.sim.cluster.overhead_seconds
+        if overhead:
+            self.loop.after(overhead, self._executed, run, began)
+        else:
+            self._executed(run, began)
 
     def _executed(self, run: Run, began: float) -> None:
         now = self.loop.now
         self._charge()
         self.free += 1
         self.store.unpin(run.inputs)
-        self.busy_seconds += now - began
         del self.runs[run.key]
         self.sim.executed(run.key, self.index, began, now, run.cancelled)
         if run.cancelled:
             self._wake()
             return
         self._uses_less(run.inputs)
-        run.startstops.append({"action": "compute", "start": EPOCH + began, "stop": EPOCH + now})
         done = self.store.put(run.key, self.sim.size(run.key))
         self._finished(run, done)
         self._wake()
