@@ -24,6 +24,8 @@ import math
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from dask_gpurt.placement.speed import NOISE
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
@@ -41,19 +43,26 @@ GUESSED_BY = 64
 #: weight of a task in the usual duration
 USUAL_GAIN = 0.02
 #: durations kept per prefix
-WINDOW = 11
+WINDOW = 21
 #: prefixes and groups kept, of each; a client that invents a new one for every task must not fill the scheduler
 MAX_PREFIXES = 10_000
 #: a duration below this says more about the thread pool than about the worker, in seconds
 MEASURABLE_SECONDS = 0.002
 #: samples of a prefix before it says anything about a worker
-JUDGING = 3
+JUDGING = 5
+#: share of a worker's slowness that is taken off its durations, as a power. With all of it, a mistake made about all
+#: workers at once would keep itself alive
+EXPLAINED = 0.75
+#: noise is not taken for less, learned within about so many durations, and by no single one that is this far off
+LEAST_NOISE = 0.1
+NOISE_GAIN = 1 / 16
+DEVIATION = 1.5
 
 
 class Prefix:
     """What is known of the tasks with one key prefix, or of those of one group."""
 
-    __slots__ = ("_samples", "_stale", "name", "output_bytes", "prefix", "samples", "seconds", "usual")
+    __slots__ = ("_samples", "_stale", "name", "noise", "output_bytes", "prefix", "samples", "seconds", "usual")
 
     def __init__(self, name: str, usual: Prefix | None = None) -> None:
         #: of the group; where the group is all there is of a prefix, both have one name and are one
@@ -66,6 +75,8 @@ class Prefix:
         #: median duration in seconds on a worker of slowness 1; None: never seen. Of the prefix of a group:
         #: see `settled`
         self.seconds: float | None = None
+        #: of a prefix: how much the logarithm of a duration varies on one worker, as a standard deviation
+        self.noise = NOISE
         #: moving average of the result's size
         self.output_bytes = 0.0
         #: how many durations were learned
@@ -80,6 +91,11 @@ class Prefix:
             return 0.0
         apart = sorted(abs(s - middle) for s in self._samples)
         return apart[len(apart) // 2]
+
+    def varies(self, apart: float) -> None:
+        """The logarithm of a duration was so far from the median of its worker."""
+        # The mean deviation of a normal distribution is 0.8 of its standard deviation.
+        self.noise = max(LEAST_NOISE, self.noise + NOISE_GAIN * (min(1.25 * apart, DEVIATION) - self.noise))
 
     def learn(self, seconds: float, nbytes: float) -> None:
         self.add(seconds, nbytes)
@@ -175,13 +191,18 @@ class Durations:
             and seconds > MEASURABLE_SECONDS
             and expected > MEASURABLE_SECONDS
         ):
-            speed.observe(name, math.log(seconds / expected))
+            prefix = kind.usual or kind
+            apart = speed.observe(name, math.log(seconds / expected), prefix.noise)
+            if apart is not None:
+                prefix.varies(apart)
             worker.slowness = speed.slowness
             worker.speed_samples += 1
         mean, square = self._usual
         self._usual = mean + USUAL_GAIN * (seconds - mean), square + USUAL_GAIN * (seconds * seconds - square)
         # Not by what is only suspected of the tasks it runs now.
-        seconds /= speed.measured_slowness(name)
+        slowness = speed.measured_slowness(name)
+        if slowness != 1.0:
+            seconds /= slowness**EXPLAINED
         kind.learn(seconds, nbytes)
         if kind.usual is not None:
             kind.usual.add(seconds, nbytes)
