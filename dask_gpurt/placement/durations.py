@@ -8,6 +8,8 @@ One model: ``duration = seconds(kind) * slowness(worker)``.
   from it (1.1 GB between two workers in a query of TPC-H in which stock moves nothing).
 * ``seconds(kind)`` is the median of the last few durations, each divided by the slowness of its worker. A median,
   because a first call that imports a library, or one straggler, must not decide where a thousand tasks go.
+* The first calls on a worker (as many as it has threads) count apart, see `Prefix.learn`: they import, compile and
+  touch fresh memory, on all workers at the same time.
 * ``slowness(worker)`` is measured over expected, robustly: see `speed`. Only the product of the two is ever used, so
   the scale they share does not matter; `statistics` gives it relative to the median worker.
 * Only time spent computing counts. Reading spilled inputs is a matter of memory, not of the processor: counted as
@@ -62,7 +64,19 @@ DEVIATION = 1.5
 class Prefix:
     """What is known of the tasks with one key prefix, or of those of one group."""
 
-    __slots__ = ("_samples", "_stale", "name", "noise", "output_bytes", "prefix", "samples", "seconds", "usual")
+    __slots__ = (
+        "_first",
+        "_firsts",
+        "_samples",
+        "_stale",
+        "name",
+        "noise",
+        "output_bytes",
+        "prefix",
+        "samples",
+        "seconds",
+        "usual",
+    )
 
     def __init__(self, name: str, usual: Prefix | None = None) -> None:
         #: of the group; where the group is all there is of a prefix, both have one name and are one
@@ -82,6 +96,9 @@ class Prefix:
         #: how many durations were learned
         self.samples = 0
         self._samples: list[float] = []
+        #: durations of first calls on their workers, and how many there were
+        self._first: list[float] = []
+        self._firsts = 0
 
     @property
     def spread_seconds(self) -> float:
@@ -97,33 +114,58 @@ class Prefix:
         # The mean deviation of a normal distribution is 0.8 of its standard deviation.
         self.noise = max(LEAST_NOISE, self.noise + NOISE_GAIN * (min(1.25 * apart, DEVIATION) - self.noise))
 
-    def learn(self, seconds: float, nbytes: float) -> None:
-        self.add(seconds, nbytes)
-        kept = self._samples
-        self.seconds = sorted(kept)[(len(kept) - 1) // 2]
-        self._stale = False
+    def learn(self, seconds: float, nbytes: float, first: bool = False) -> None:
+        """Learn from a task.
+
+        Parameters
+        ----------
+        seconds
+            How long it computed, on a worker of slowness 1.
+        nbytes
+            Of its result.
+        first
+            It was among the first of its prefix on its worker. Such durations count only until there are others, and of
+            them the lower quartile: it is nearest to those that follow.
+        """
+        self.add(seconds, nbytes, first)
+        self.settled()
 
     def settled(self) -> float | None:
         """`seconds`, worked out anew if there is more to know it by."""
         if self._stale:
             kept = self._samples
-            self.seconds = sorted(kept)[(len(kept) - 1) // 2]
+            if kept:
+                self.seconds = sorted(kept)[(len(kept) - 1) // 2]
+            else:
+                kept = self._first
+                self.seconds = sorted(kept)[(len(kept) - 1) // 4]
             self._stale = False
         return self.seconds
 
-    def add(self, seconds: float, nbytes: float) -> None:
+    def add(self, seconds: float, nbytes: float, first: bool = False) -> None:
         """Learn, but leave `seconds` to `settled`: of most prefixes nobody asks, there are groups for that."""
-        kept = self._samples
+        if first:
+            kept, count = self._first, self._firsts
+            self._firsts += 1
+        else:
+            kept, count = self._samples, self.samples - self._firsts
         if len(kept) < WINDOW:
             kept.append(seconds)
         else:
-            kept[self.samples % WINDOW] = seconds
+            kept[count % WINDOW] = seconds
         self._stale = True
         if self.samples:
             self.output_bytes += 0.2 * (nbytes - self.output_bytes)
         else:
             self.output_bytes = nbytes
         self.samples += 1
+
+    def expected(self, first: bool) -> float | None:
+        """Seconds to compare a task with; None: too little is known. First calls are compared with first calls."""
+        kept = self._first
+        if first and len(kept) >= JUDGING:
+            return sorted(kept)[(len(kept) - 1) // 2]
+        return self.seconds if len(self._samples) >= JUDGING else None
 
 
 class Durations:
@@ -182,15 +224,11 @@ class Durations:
 
     def learn(self, kind: Prefix, worker: WorkerInfo, seconds: float, nbytes: float) -> None:
         """A task of this kind computed for so long on that worker."""
-        expected = kind.seconds
         speed = worker.speed
         name = kind.prefix
-        if (
-            expected is not None
-            and kind.samples >= JUDGING
-            and seconds > MEASURABLE_SECONDS
-            and expected > MEASURABLE_SECONDS
-        ):
+        first = speed.is_first(name, worker.ws.nthreads)
+        expected = kind.expected(first)
+        if expected is not None and seconds > MEASURABLE_SECONDS and expected > MEASURABLE_SECONDS:
             prefix = kind.usual or kind
             apart = speed.observe(name, math.log(seconds / expected), prefix.noise)
             if apart is not None:
@@ -203,9 +241,9 @@ class Durations:
         slowness = speed.measured_slowness(name)
         if slowness != 1.0:
             seconds /= slowness**EXPLAINED
-        kind.learn(seconds, nbytes)
+        kind.learn(seconds, nbytes, first)
         if kind.usual is not None:
-            kind.usual.add(seconds, nbytes)
+            kind.usual.add(seconds, nbytes, first)
 
 
 def compute_seconds(startstops: Iterable[Mapping[str, Any]]) -> float | None:

@@ -8,7 +8,7 @@
   goes there, while one that is wrongly taken for slow merely idles.
 * The noise of a prefix is how far its durations are from their worker's own median. So workers that differ are not
   noise, and durations that vary by themselves are no verdict on anybody.
-* A prefix counts by itself where it differs from the worker's overall slowness beyond chance.
+* A prefix with `OWN` measurements counts by itself where it differs from the overall slowness beyond chance.
 * A first measurement is halved: it is all there is, but it may be a straggler.
 * A *suspicion*: tasks that run now and have taken longer than expected already are a lower bound. Waiting for the end
   of a task that takes ten times as long means giving the same worker more of them until then. The suspicion ends with
@@ -41,6 +41,8 @@ NOISE = 0.3
 NOISE_GAIN = 0.1
 #: prefixes kept per worker
 MAX_PREFIXES = 64
+#: prefixes of which is known that they ran here
+MAX_RAN = 1000
 FORGET_SECONDS = 20.0
 #: logarithm of the largest slowness that is believed, either way
 BOUND = math.log(64)
@@ -81,7 +83,18 @@ class _Measured:
 class Speed:
     """Of one worker."""
 
-    __slots__ = ("_all", "_by_prefix", "_noise", "_overall", "_own", "_suspected", "measured", "own", "slowness")
+    __slots__ = (
+        "_all",
+        "_by_prefix",
+        "_noise",
+        "_overall",
+        "_own",
+        "_ran",
+        "_suspected",
+        "measured",
+        "own",
+        "slowness",
+    )
 
     def __init__(self) -> None:
         #: duration over expected duration now, whatever the task; includes a suspicion
@@ -92,13 +105,26 @@ class Speed:
         #: log slowness, without suspicions
         self._overall = 0.0
         self._by_prefix: dict[str, _Measured] = {}
-        #: prefix -> log slowness, of those that differ from the overall one
+        #: prefix -> tasks that ran here, counted up to the number of threads
+        self._ran: dict[str, int] = {}
+        #: prefix -> log slowness, of those with enough measurements
         self._own: dict[str, float] = {}
         #: the same as factors, with and without suspicions; kept, because each decision asks for some ten of them and
         #: a measurement changes one. Read only
         self.own: dict[str, float] = {}
         self.measured: dict[str, float] = {}
         self._suspected = 0.0
+
+    def is_first(self, prefix: str, threads: int) -> bool:
+        """Count a task of this prefix; whether it is among the first, one per thread, that ran here."""
+        ran = self._ran
+        count = ran.get(prefix, 0)
+        if count >= threads:
+            return False
+        if not count and len(ran) >= MAX_RAN:
+            del ran[next(iter(ran))]
+        ran[prefix] = count + 1
+        return True
 
     def observe(self, prefix: str, log_ratio: float, noise: float = NOISE) -> float | None:
         """A task took ``exp(log_ratio)`` times as long as expected.
@@ -126,11 +152,8 @@ class Speed:
         ordered = sorted(logs)
         kept.middle = ordered[len(logs) // 2]
         if len(logs) >= OWN:
-            differs = believed(_least(ordered, self._overall), len(logs), noise)
-            if differs:
-                self._keep(prefix, self._overall + differs)
-            elif prefix in self._own:
-                self._drop(prefix)
+            # Kept where it does not differ, too: the overall slowness may change by other prefixes.
+            self._keep(prefix, self._overall + believed(_least(ordered, self._overall), len(logs), noise))
         return apart
 
     def suspect(self, log_ratio: float) -> None:
@@ -174,13 +197,13 @@ class Speed:
         return own if own is not None else math.exp(self._overall) if self._overall else 1.0
 
     def _keep(self, prefix: str, log: float) -> None:
-        """This prefix counts by itself."""
+        """The log slowness for this prefix, without suspicions."""
         self._own[prefix] = log
         self.measured[prefix] = math.exp(log)
         self.own[prefix] = self._at_least_suspected(log)
 
     def _drop(self, prefix: str) -> None:
-        """This prefix no longer counts by itself."""
+        """There are too few measurements of this prefix."""
         self._own.pop(prefix, None)
         self.own.pop(prefix, None)
         self.measured.pop(prefix, None)
