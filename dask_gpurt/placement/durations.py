@@ -128,7 +128,9 @@ class Prefix:
             them the lower quartile: it is nearest to those that follow.
         """
         self.add(seconds, nbytes, first)
-        self.settled()
+        # One of many moves a median little, and to sort them is most of the price of a finished task.
+        if self.samples <= WINDOW or not self.samples & 3:
+            self.settled()
 
     def settled(self) -> float | None:
         """`seconds`, worked out anew if there is more to know it by."""
