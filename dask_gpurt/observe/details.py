@@ -236,7 +236,7 @@ SCHEDULER: tuple[tuple[str, str, str], ...] = (
     ("placement.routes_shortened", "count", "Tasks told of near holders only"),
     ("placement.replicas.named", "count", "Replicas named for dropping"),
     ("placement.replicas.not_the_fullest", "count", "Of those, by other reasons than the fullest worker"),
-    ("placement.links.*.dropped", "count", "Transfers not believed"),
+    ("placement.links.*.dropped", "count", "Transfers of no time or of impossible size, not learned from"),
     ("placement.prefixes", "count", "Kinds of task whose duration is known"),
     ("placement.tables.*", "count", "Entries of its tables"),
     ("shared_copies.workers", "count", "Workers whose copies in the object store are known"),

@@ -8,6 +8,8 @@ One model: ``duration = seconds(kind) * slowness(worker)``.
   from it (1.1 GB between two workers in a query of TPC-H in which stock moves nothing).
 * ``seconds(kind)`` is the median of the last few durations, each divided by the slowness of its worker. A median,
   because a first call that imports a library, or one straggler, must not decide where a thousand tasks go.
+* The first calls on a worker (as many as it has threads) count apart, see `Prefix.learn`: they import, compile and
+  touch fresh memory, on all workers at the same time.
 * ``slowness(worker)`` is measured over expected, robustly: see `speed`. Only the product of the two is ever used, so
   the scale they share does not matter; `statistics` gives it relative to the median worker.
 * Only time spent computing counts. Reading spilled inputs is a matter of memory, not of the processor: counted as
@@ -23,6 +25,8 @@ from __future__ import annotations
 import math
 from itertools import islice
 from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.placement.speed import NOISE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -41,19 +45,38 @@ GUESSED_BY = 64
 #: weight of a task in the usual duration
 USUAL_GAIN = 0.02
 #: durations kept per prefix
-WINDOW = 11
+WINDOW = 21
 #: prefixes and groups kept, of each; a client that invents a new one for every task must not fill the scheduler
 MAX_PREFIXES = 10_000
 #: a duration below this says more about the thread pool than about the worker, in seconds
 MEASURABLE_SECONDS = 0.002
 #: samples of a prefix before it says anything about a worker
-JUDGING = 3
+JUDGING = 5
+#: share of a worker's slowness that is taken off its durations, as a power. With all of it, a mistake made about all
+#: workers at once would keep itself alive
+EXPLAINED = 0.75
+#: noise is not taken for less, learned within about so many durations, and by no single one that is this far off
+LEAST_NOISE = 0.1
+NOISE_GAIN = 1 / 16
+DEVIATION = 1.5
 
 
 class Prefix:
     """What is known of the tasks with one key prefix, or of those of one group."""
 
-    __slots__ = ("_samples", "_stale", "name", "output_bytes", "prefix", "samples", "seconds", "usual")
+    __slots__ = (
+        "_first",
+        "_firsts",
+        "_samples",
+        "_stale",
+        "name",
+        "noise",
+        "output_bytes",
+        "prefix",
+        "samples",
+        "seconds",
+        "usual",
+    )
 
     def __init__(self, name: str, usual: Prefix | None = None) -> None:
         #: of the group; where the group is all there is of a prefix, both have one name and are one
@@ -66,11 +89,16 @@ class Prefix:
         #: median duration in seconds on a worker of slowness 1; None: never seen. Of the prefix of a group:
         #: see `settled`
         self.seconds: float | None = None
+        #: of a prefix: how much the logarithm of a duration varies on one worker, as a standard deviation
+        self.noise = NOISE
         #: moving average of the result's size
         self.output_bytes = 0.0
         #: how many durations were learned
         self.samples = 0
         self._samples: list[float] = []
+        #: durations of first calls on their workers, and how many there were
+        self._first: list[float] = []
+        self._firsts = 0
 
     @property
     def spread_seconds(self) -> float:
@@ -81,33 +109,65 @@ class Prefix:
         apart = sorted(abs(s - middle) for s in self._samples)
         return apart[len(apart) // 2]
 
-    def learn(self, seconds: float, nbytes: float) -> None:
-        self.add(seconds, nbytes)
-        kept = self._samples
-        self.seconds = sorted(kept)[(len(kept) - 1) // 2]
-        self._stale = False
+    def varies(self, apart: float) -> None:
+        """The logarithm of a duration was so far from the median of its worker."""
+        # The mean deviation of a normal distribution is 0.8 of its standard deviation.
+        self.noise = max(LEAST_NOISE, self.noise + NOISE_GAIN * (min(1.25 * apart, DEVIATION) - self.noise))
+
+    def learn(self, seconds: float, nbytes: float, first: bool = False) -> None:
+        """Learn from a task.
+
+        Parameters
+        ----------
+        seconds
+            How long it computed, on a worker of slowness 1.
+        nbytes
+            Of its result.
+        first
+            It was among the first of its prefix on its worker. Such durations count only until there are others, and of
+            them the lower quartile: it is nearest to those that follow.
+        """
+        self.add(seconds, nbytes, first)
+        # One of many moves a median little, and to sort them is most of the price of a finished task.
+        if self.samples <= WINDOW or not self.samples & 3:
+            self.settled()
 
     def settled(self) -> float | None:
         """`seconds`, worked out anew if there is more to know it by."""
         if self._stale:
             kept = self._samples
-            self.seconds = sorted(kept)[(len(kept) - 1) // 2]
+            if kept:
+                self.seconds = sorted(kept)[(len(kept) - 1) // 2]
+            else:
+                kept = self._first
+                self.seconds = sorted(kept)[(len(kept) - 1) // 4]
             self._stale = False
         return self.seconds
 
-    def add(self, seconds: float, nbytes: float) -> None:
+    def add(self, seconds: float, nbytes: float, first: bool = False) -> None:
         """Learn, but leave `seconds` to `settled`: of most prefixes nobody asks, there are groups for that."""
-        kept = self._samples
+        if first:
+            kept, count = self._first, self._firsts
+            self._firsts += 1
+        else:
+            kept, count = self._samples, self.samples - self._firsts
         if len(kept) < WINDOW:
             kept.append(seconds)
         else:
-            kept[self.samples % WINDOW] = seconds
+            kept[count % WINDOW] = seconds
         self._stale = True
         if self.samples:
             self.output_bytes += 0.2 * (nbytes - self.output_bytes)
         else:
             self.output_bytes = nbytes
         self.samples += 1
+
+    def expected(self, first: bool) -> float | None:
+        """Seconds to compare a task with; None: too little is known. First calls are compared with first calls."""
+        kept = self._first
+        if first and len(kept) >= JUDGING:
+            return sorted(kept)[(len(kept) - 1) // 2]
+        return self.seconds if len(self._samples) >= JUDGING else None
 
 
 class Durations:
@@ -166,25 +226,26 @@ class Durations:
 
     def learn(self, kind: Prefix, worker: WorkerInfo, seconds: float, nbytes: float) -> None:
         """A task of this kind computed for so long on that worker."""
-        expected = kind.seconds
         speed = worker.speed
         name = kind.prefix
-        if (
-            expected is not None
-            and kind.samples >= JUDGING
-            and seconds > MEASURABLE_SECONDS
-            and expected > MEASURABLE_SECONDS
-        ):
-            speed.observe(name, math.log(seconds / expected))
+        first = speed.is_first(name, worker.ws.nthreads)
+        expected = kind.expected(first)
+        if expected is not None and seconds > MEASURABLE_SECONDS and expected > MEASURABLE_SECONDS:
+            prefix = kind.usual or kind
+            apart = speed.observe(name, math.log(seconds / expected), prefix.noise)
+            if apart is not None:
+                prefix.varies(apart)
             worker.slowness = speed.slowness
             worker.speed_samples += 1
         mean, square = self._usual
         self._usual = mean + USUAL_GAIN * (seconds - mean), square + USUAL_GAIN * (seconds * seconds - square)
         # Not by what is only suspected of the tasks it runs now.
-        seconds /= speed.measured_slowness(name)
-        kind.learn(seconds, nbytes)
+        slowness = speed.measured_slowness(name)
+        if slowness != 1.0:
+            seconds /= slowness**EXPLAINED
+        kind.learn(seconds, nbytes, first)
         if kind.usual is not None:
-            kind.usual.add(seconds, nbytes)
+            kind.usual.add(seconds, nbytes, first)
 
 
 def compute_seconds(startstops: Iterable[Mapping[str, Any]]) -> float | None:

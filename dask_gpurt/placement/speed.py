@@ -1,9 +1,15 @@
 """How slow one worker is: measured over expected duration, as logarithms, overall and per prefix.
 
 * The median of the last `KEPT` measurements: one straggler among them changes nothing. A worker is not the same for all
-  kinds of task (one that has no AVX-512, a shared disk), so the same is kept per prefix, and from `OWN` measurements of
-  a prefix on these count for it instead.
-* A first measurement is believed by `FIRST`: it is all there is, but it may be a straggler.
+  kinds of task (one that has no AVX-512, a shared disk), so the same is kept per prefix.
+* The median is *believed* as far as it exceeds what chance does to identical workers (`believed`): the noise of single
+  durations over the root of their number. Within `CHANCE` standard errors the worker counts as usual; far beyond them,
+  the median counts nearly in full. That a worker is faster than usual takes `CHANCE_FASTER`: on such a verdict work
+  goes there, while one that is wrongly taken for slow merely idles.
+* The noise of a prefix is how far its durations are from their worker's own median. So workers that differ are not
+  noise, and durations that vary by themselves are no verdict on anybody.
+* A prefix with `OWN` measurements counts by itself where it differs from the overall slowness beyond chance.
+* A first measurement is halved: it is all there is, but it may be a straggler.
 * A *suspicion*: tasks that run now and have taken longer than expected already are a lower bound. Waiting for the end
   of a task that takes ten times as long means giving the same worker more of them until then. The suspicion ends with
   the tasks.
@@ -17,38 +23,90 @@ import math
 from collections import deque
 
 #: measurements kept overall, and per prefix
-KEPT = 7
-#: measurements of a prefix after which they count instead of the overall ones
+KEPT = 11
+#: measurements of a prefix from which on it may count by itself
 OWN = 3
+#: per cent of the measurements that may contradict a verdict
+ASIDE = 30
 #: share of a single measurement that is believed
-FIRST = 0.75
+FIRST = 0.5
+#: standard errors that are chance, of a worker that seems slower, and of one that seems faster
+CHANCE = 2.25
+CHANCE_FASTER = 3.0
+#: standard error of a median over that of a mean
+_MEDIAN = 1.25
+#: noise of the logarithm of a duration before it is measured, as a standard deviation
+NOISE = 0.3
+#: weight of a measurement in the noise that a worker's measurements have on the whole
+NOISE_GAIN = 0.1
 #: prefixes kept per worker
 MAX_PREFIXES = 64
+#: prefixes of which is known that they ran here
+MAX_RAN = 1000
 FORGET_SECONDS = 20.0
 #: logarithm of the largest slowness that is believed, either way
 BOUND = math.log(64)
 
 
-def _middle(kept: deque[float]) -> float:
-    n = len(kept)
-    if n == 1:
-        return FIRST * kept[0]
-    # As statistics.median, which takes three times as long; this is called for every finished task.
-    ordered = sorted(kept)
-    half = n // 2
-    return ordered[half] if n & 1 else 0.5 * (ordered[half - 1] + ordered[half])
+def believed(middle: float, n: int, noise: float) -> float:
+    """What to believe of the median of `n` log ratios with this noise: 0 within chance, nearly all far beyond it.
+
+    The non-negative garrote of Breiman (1995): ``x * (1 - (threshold / x)^2)``.
+    """
+    threshold = (CHANCE if middle > 0 else CHANCE_FASTER) * _MEDIAN * noise
+    rest = middle * middle - threshold * threshold / n
+    return rest / middle if rest > 0 else 0.0
+
+
+def _least(ordered: list[float], usual: float) -> float:
+    """How far sorted log ratios are from `usual` beyond doubt: a slow worker's faster ones are slow, too."""
+    n = len(ordered)
+    aside = n * ASIDE // 100
+    low = ordered[aside] - usual
+    if low <= 0:
+        low = ordered[n - 1 - aside] - usual
+        if low >= 0:
+            return 0.0
+    return low if n > 1 else FIRST * low
+
+
+class _Measured:
+    """The measurements of one prefix."""
+
+    __slots__ = ("logs", "middle")
+
+    def __init__(self) -> None:
+        self.logs: deque[float] = deque(maxlen=KEPT)
+        self.middle = 0.0
 
 
 class Speed:
     """Of one worker."""
 
-    __slots__ = ("_all", "_by_prefix", "_own", "_suspected", "measured", "own", "slowness")
+    __slots__ = (
+        "_all",
+        "_by_prefix",
+        "_noise",
+        "_overall",
+        "_own",
+        "_ran",
+        "_suspected",
+        "measured",
+        "own",
+        "slowness",
+    )
 
     def __init__(self) -> None:
         #: duration over expected duration now, whatever the task; includes a suspicion
         self.slowness = 1.0
         self._all: deque[float] = deque(maxlen=KEPT)
-        self._by_prefix: dict[str, deque[float]] = {}
+        #: noise of what was measured, whatever the task
+        self._noise = NOISE
+        #: log slowness, without suspicions
+        self._overall = 0.0
+        self._by_prefix: dict[str, _Measured] = {}
+        #: prefix -> tasks that ran here, counted up to the number of threads
+        self._ran: dict[str, int] = {}
         #: prefix -> log slowness, of those with enough measurements
         self._own: dict[str, float] = {}
         #: the same as factors, with and without suspicions; kept, because each decision asks for some ten of them and
@@ -57,31 +115,54 @@ class Speed:
         self.measured: dict[str, float] = {}
         self._suspected = 0.0
 
-    def observe(self, prefix: str, log_ratio: float) -> None:
-        """A task took ``exp(log_ratio)`` times as long as expected."""
+    def is_first(self, prefix: str, threads: int) -> bool:
+        """Count a task of this prefix; whether it is among the first, one per thread, that ran here."""
+        ran = self._ran
+        count = ran.get(prefix, 0)
+        if count >= threads:
+            return False
+        if not count and len(ran) >= MAX_RAN:
+            del ran[next(iter(ran))]
+        ran[prefix] = count + 1
+        return True
+
+    def observe(self, prefix: str, log_ratio: float, noise: float = NOISE) -> float | None:
+        """A task took ``exp(log_ratio)`` times as long as expected.
+
+        Returns
+        -------
+        How far that is from what this worker usually takes for this prefix, as a logarithm; None: it is the first one.
+        """
         log_ratio = BOUND if log_ratio > BOUND else -BOUND if log_ratio < -BOUND else log_ratio
         self._all.append(log_ratio)
+        self._noise += NOISE_GAIN * (noise - self._noise)
+        self._settle()
         kept = self._by_prefix.get(prefix)
+        apart = None
         if kept is None:
             if len(self._by_prefix) >= MAX_PREFIXES:
                 oldest = next(iter(self._by_prefix))
                 del self._by_prefix[oldest]
                 self._drop(oldest)
-            kept = self._by_prefix[prefix] = deque(maxlen=KEPT)
-        kept.append(log_ratio)
-        if len(kept) >= OWN:
-            log = self._own[prefix] = _middle(kept)
-            slowness = self.measured[prefix] = math.exp(log)
-            self.own[prefix] = slowness if log > self._suspected else math.exp(self._suspected)
-        self._settle()
+            kept = self._by_prefix[prefix] = _Measured()
+        else:
+            apart = abs(log_ratio - kept.middle)
+        logs = kept.logs
+        logs.append(log_ratio)
+        ordered = sorted(logs)
+        kept.middle = ordered[len(logs) // 2]
+        if len(logs) >= OWN:
+            # Kept where it does not differ, too: the overall slowness may change by other prefixes.
+            self._keep(prefix, self._overall + believed(_least(ordered, self._overall), len(logs), noise))
+        return apart
 
     def suspect(self, log_ratio: float) -> None:
         """Tasks that run now have taken ``exp(log_ratio)`` times as long as expected already; 0: nothing suspicious."""
-        suspected = min(max(log_ratio, 0.0), BOUND)
+        suspected = believed(min(log_ratio, BOUND), 1, self._noise) if log_ratio > 0 else 0.0
         if suspected != self._suspected:
             self._suspected = suspected
             for prefix, log in self._own.items():
-                self.own[prefix] = math.exp(log if log > suspected else suspected)
+                self.own[prefix] = self._at_least_suspected(log)
             self._settle()
 
     @property
@@ -94,10 +175,10 @@ class Speed:
         if self._all:
             self._all.popleft()
         for name, kept in list(self._by_prefix.items()):
-            kept.popleft()
-            if len(kept) < OWN:
+            kept.logs.popleft()
+            if len(kept.logs) < OWN:
                 self._drop(name)
-            if not kept:
+            if not kept.logs:
                 del self._by_prefix[name]
         self._settle()
 
@@ -113,7 +194,13 @@ class Speed:
     def measured_slowness(self, prefix: str) -> float:
         """As `for_prefix`, without suspicions."""
         own = self.measured.get(prefix)
-        return own if own is not None else math.exp(_middle(self._all)) if self._all else 1.0
+        return own if own is not None else math.exp(self._overall) if self._overall else 1.0
+
+    def _keep(self, prefix: str, log: float) -> None:
+        """The log slowness for this prefix, without suspicions."""
+        self._own[prefix] = log
+        self.measured[prefix] = math.exp(log)
+        self.own[prefix] = self._at_least_suspected(log)
 
     def _drop(self, prefix: str) -> None:
         """There are too few measurements of this prefix."""
@@ -122,5 +209,13 @@ class Speed:
         self.measured.pop(prefix, None)
 
     def _settle(self) -> None:
-        log = _middle(self._all) if self._all else 0.0
-        self.slowness = math.exp(log if log > self._suspected else self._suspected)
+        kept = self._all
+        log = self._overall = believed(_least(sorted(kept), 0.0), len(kept), self._noise) if kept else 0.0
+        self.slowness = self._at_least_suspected(log)
+
+    def _at_least_suspected(self, log: float) -> float:
+        """As a factor. Without a suspicion a worker may be faster than usual."""
+        suspected = self._suspected
+        if suspected and log < suspected:
+            return math.exp(suspected)
+        return math.exp(log) if log else 1.0

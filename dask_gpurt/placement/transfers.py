@@ -66,6 +66,8 @@ def learn_links(
         if source is None or not carried:
             return
         link_class = info.node.link_class if source.node is info.node else LinkClass.NETWORK
-        transfers.append(Transfer(s["start"], s["stop"], sum(d.get_nbytes() for d in carried), link_class))
-    for link_class, nbytes, seconds, requests in merge(transfers):
-        links.observe(link_class, nbytes, seconds, requests)
+        # All holders but the source have fetched it, as far as can be known.
+        receivers = max(1, max(len(d.who_has or ()) for d in carried) - 1)
+        transfers.append(Transfer(s["start"], s["stop"], sum(d.get_nbytes() for d in carried), link_class, receivers))
+    for link_class, nbytes, seconds, receivers in merge(transfers):
+        links.observe(link_class, nbytes, seconds, receivers=receivers)

@@ -1,17 +1,23 @@
 """How fast links are, learned from the transfers that happen anyway.
 
-One straight line ``seconds = latency * requests + bytes / bandwidth`` per `LinkClass`, fitted by least squares over
-decayed sums, so that it follows a network that changes and needs no memory of samples.
+``seconds = latency * requests + bytes / bandwidth`` per `LinkClass`. Each of the two figures has its own samples, and
+each is an order statistic of the last `WINDOW` of them:
 
-* Residuals count relative to the predicted time. Transfers span seven orders of magnitude in size; unweighted, one
-  slow gigabyte would outvote a thousand small fetches and the latency would be noise.
-* The seed is a pair of pseudo-observations that do not decay. They keep the fit well-posed when all transfers have the
-  same size, and are outvoted after about ten real samples.
-* Times below `JITTER` count as that long when they are weighed or judged. Otherwise one optimistic fit makes every
-  small fetch look like an outlier, and the few that pass outweigh all others.
-* A sample that is off by more than a factor of `OUTLIER` is dropped: a paused process, a garbage collection. A run of
-  them is not an accident but news, and resets the fit to it.
+* *Latency* is the median of what small fetches took, less the time of their bytes. Transfers of `LARGE_BYTES` or more
+  do not count.
+* *Bandwidth* is the upper quantile `FAST` of the rates of large transfers, less the latency. Small fetches do not
+  count. A transfer that shared its way with others, or waited for a busy process, looks slow; nothing makes one look
+  fast. So the faster samples are nearer to the truth. Larger transfers weigh more, with the root of their size: of a
+  small one more is waiting.
+* The seed counts as `PRIOR` of evidence. A few samples outvote it, the first one alone does not.
+* Nothing is rejected as an outlier: a single odd sample does not move an order statistic, and a run of them is news.
+  All that was learned before is out of the window after `WINDOW` samples.
+* A rate that is more than `RANGE` times the seed's, or less than its inverse, is believed only of transfers of
+  `TELLING_BYTES`, or that took `TELLING_SECONDS`. Shorter ones may say more about one pause than about the wire.
 * Concurrency is the caller's to resolve (see `merge`): what fetched at the same time shared the link.
+
+One least-squares line through all sizes does worse. Small fetches that wait for each other raise the slope, then the
+negative intercept is cut off, the bandwidth runs to its bound, and true large transfers look like outliers for ever.
 
 Upstream's `bandwidth_workers` is not used: it averages the sum of a heartbeat's bandwidths as if it were one
 observation (four transfers of 100 MB/s read as 400 MB/s) and knows no latency.
@@ -21,6 +27,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import deque
 from typing import TYPE_CHECKING
 
 from dask_gpurt.model.link import Link, LinkClass
@@ -36,89 +43,129 @@ SEEDS: dict[LinkClass, Link] = {
     LinkClass.RACK: Link(latency_seconds=5e-3, bytes_per_second=400e6),
     LinkClass.NETWORK: Link(latency_seconds=5e-3, bytes_per_second=400e6),
 }
-#: weight that remains of a sample after the next one; half of it is gone after 69
-DECAY = 0.99
-#: factor between predicted and measured time above which a sample is not believed
-OUTLIER = 10.0
-#: so many unbelievable samples in a row are believed
-NEWS = 8
-#: samples before outliers are judged at all
-TRUSTED = 16
-#: weight of each of the two pseudo-observations of the seed
-PRIOR = 1.0
-#: below this a time is jitter of the event loops: neither a weight nor an outlier is made of it, in seconds
-JITTER = 2e-3
-#: nothing that two event loops take part in is faster
+#: from this size on a transfer says something of the bandwidth, below it of the latency
+LARGE_BYTES = 1e6
+#: a transfer larger than this weighs no more
+HEAVIEST_BYTES = 256e6
+#: samples kept of small fetches, and of large transfers
+WINDOW = 32
+#: quantile of the rates, by weight, that is the bandwidth
+FAST = 0.75
+#: weight of the seed: four transfers of `LARGE_BYTES`, one of sixteen times that, four small fetches
+PRIOR = 4.0
+#: factor from the seed's bandwidth beyond which only telling transfers are believed
+RANGE = 20.0
+TELLING_BYTES = 16e6
+TELLING_SECONDS = 0.2
+#: the least time that a large transfer is taken to need; below it the clocks of two event loops are compared
+SHORTEST_SECONDS = 1e-3
+#: at most this share of a large transfer's time is put down to latency
+WAITING = 0.5
+#: samples after which the figures are worked out at each one; later at every `EVERY`-th
+EAGER = 16
+EVERY = 8
+#: nothing that two event loops take part in answers faster, in seconds
 _LATENCY = (1e-4, 1.0)
-_BANDWIDTH = (1e5, 1e13)
+#: no network that hosts have carries more than 800 Gbit/s, and no copy in memory is much faster, in bytes/s
+_BANDWIDTH = (1e5, 1e11)
 
 
 class LinkFit:
-    """The line of one class of link."""
+    """The latency and bandwidth of one class of link."""
 
-    __slots__ = ("_rejected_run", "_sums", "dropped", "link", "samples", "seed")
+    __slots__ = (
+        "_evidence",
+        "_fetches",
+        "_latencies",
+        "_rates",
+        "_transfers",
+        "dropped",
+        "link",
+        "samples",
+        "seed",
+    )
 
     def __init__(self, seed: Link) -> None:
         self.seed = seed
         #: the current estimate
         self.link = seed
         self.samples = 0
-        #: samples not believed
+        #: samples that cannot be: of no time or of negative size
         self.dropped = 0
-        self._rejected_run = 0
-        self._sums = [0.0] * 5
+        #: small fetches and large transfers so far, and the weight of the latter
+        self._fetches = 0
+        self._transfers = 0
+        self._evidence = 0.0
+        self._latencies: deque[float] = deque(maxlen=WINDOW)
+        #: (bytes/s, weight)
+        self._rates: deque[tuple[float, float]] = deque(maxlen=WINDOW)
 
-    def observe(self, nbytes: float, seconds: float, requests: int = 1) -> bool:
-        """Learn from a transfer; False when it was dropped."""
-        if not (math.isfinite(seconds) and math.isfinite(nbytes)) or seconds <= 0 or nbytes < 0 or requests < 1:
+    def observe(self, nbytes: float, seconds: float, requests: int = 1, receivers: int = 1) -> bool:
+        """Learn from a transfer; False when it was dropped.
+
+        Parameters
+        ----------
+        nbytes, seconds
+            Its size and how long it took.
+        requests
+            In how many requests, one after the other, it was made.
+        receivers
+            How many workers fetched the same value. They share the port of the sender, and are samples of one thing:
+            each of them has its share of the weight.
+        """
+        if (
+            not (math.isfinite(seconds) and math.isfinite(nbytes))
+            or seconds <= 0
+            or nbytes < 0
+            or requests < 1
+            or receivers < 1
+        ):
             self.dropped += 1
             return False
-        predicted = max(JITTER, self.link.seconds(nbytes, requests))
-        if self.samples >= TRUSTED and not predicted / OUTLIER < max(JITTER, seconds) < predicted * OUTLIER:
-            self._rejected_run += 1
-            if self._rejected_run < NEWS:
-                self.dropped += 1
-                return False
-            self._sums = [0.0] * 5
-            self.samples = 0
-        self._rejected_run = 0
         self.samples += 1
-        w = 1.0 / (predicted * predicted)
-        s = self._sums
-        for i, value in enumerate(
-            (requests * requests, requests * nbytes, nbytes * nbytes, requests * seconds, nbytes * seconds)
-        ):
-            s[i] = s[i] * DECAY + w * value
-        self._solve()
+        link, seed = self.link, self.seed
+        if nbytes < LARGE_BYTES:
+            self._fetches += 1
+            self._latencies.append((seconds - nbytes / link.bytes_per_second) / requests)
+            if self._fetches <= EAGER or not self._fetches % EVERY:
+                self._settle_latency()
+            return True
+        # The seed's latency is a guess: to take it off could double the rate.
+        latency = link.latency_seconds * requests if self._fetches else 0.0
+        rate = nbytes / max(seconds - latency, seconds * (1 - WAITING), SHORTEST_SECONDS)
+        if nbytes < TELLING_BYTES and seconds < TELLING_SECONDS:
+            rate = _within(rate, seed.bytes_per_second / RANGE, seed.bytes_per_second * RANGE)
+        weight = math.sqrt(min(nbytes, HEAVIEST_BYTES) / LARGE_BYTES) / receivers
+        self._transfers += 1
+        self._evidence += weight
+        self._rates.append((rate, weight))
+        if self._transfers <= EAGER or not self._transfers % EVERY:
+            self._settle_bandwidth()
         return True
 
-    def _solve(self) -> None:
-        rr, rn, nn, rt, nt = self._sums
-        latency, bandwidth = self.seed.latency_seconds, self.seed.bytes_per_second
-        # Pseudo-observations on the seed's line: an empty fetch, and a fetch so large that its latency does not matter.
-        # Their weight is relative to the slower of seed and estimate: relative to the seed alone, a link a hundred
-        # times slower than its seed would be learned a thousand samples too late, because each of its (long) transfers
-        # weighs little; relative to the estimate alone, the same holds for a faster one.
-        w_latency = PRIOR / max(JITTER, latency, self.link.latency_seconds) ** 2
-        w_bandwidth = PRIOR * min(bandwidth, self.link.bytes_per_second) ** 2
-        rr += w_latency
-        rt += w_latency * latency
-        nn += w_bandwidth
-        nt += w_bandwidth / bandwidth
-        det = rr * nn - rn * rn
-        a = (rt * nn - nt * rn) / det if det > 0 else -1.0
-        b = (nt * rr - rt * rn) / det if det > 0 else -1.0
-        # A negative coefficient is noise: hold it at its bound and give the other one the whole.
-        if a <= _LATENCY[0]:
-            a = _LATENCY[0]
-            b = (nt - a * rn) / nn
-        if b <= 1 / _BANDWIDTH[1]:
-            b = 1 / _BANDWIDTH[1]
-            a = (rt - b * rn) / rr
-        self.link = Link(
-            latency_seconds=min(max(a, _LATENCY[0]), _LATENCY[1]),
-            bytes_per_second=min(max(1 / b, _BANDWIDTH[0]), _BANDWIDTH[1]),
-        )
+    def _settle_latency(self) -> None:
+        kept = sorted(self._latencies)
+        seed = self.seed.latency_seconds
+        latency = seed + (kept[len(kept) // 2] - seed) * (self._fetches / (self._fetches + PRIOR))
+        self.link = Link(_within(latency, *_LATENCY), self.link.bytes_per_second)
+
+    def _settle_bandwidth(self) -> None:
+        kept = sorted(self._rates, reverse=True)
+        left = (1 - FAST) * sum([weight for _, weight in kept])
+        rate = 0.0
+        for faster, weight in kept:
+            rate = faster
+            left -= weight
+            if left < 0:
+                break
+        # Between logarithms: ten times as fast and ten times as slow are equally far from the seed.
+        seed = self.seed.bytes_per_second
+        bandwidth = seed * (rate / seed) ** (self._evidence / (self._evidence + PRIOR))
+        self.link = Link(self.link.latency_seconds, _within(bandwidth, *_BANDWIDTH))
+
+
+def _within(value: float, least: float, most: float) -> float:
+    return least if value < least else most if value > most else value
 
 
 class LinkMatrix:
@@ -134,8 +181,11 @@ class LinkMatrix:
         """Forget what was learned of a class: its meaning has changed."""
         self.fits[link_class] = LinkFit(seed)
 
-    def observe(self, link_class: LinkClass, nbytes: float, seconds: float, requests: int = 1) -> bool:
-        return self.fits[link_class].observe(nbytes, seconds, requests)
+    def observe(
+        self, link_class: LinkClass, nbytes: float, seconds: float, requests: int = 1, receivers: int = 1
+    ) -> bool:
+        """See `LinkFit.observe`."""
+        return self.fits[link_class].observe(nbytes, seconds, requests, receivers)
 
     def statistics(self) -> dict[str, dict[str, float]]:
         """By class: latency in seconds, bandwidth in bytes/s, samples used and dropped."""
@@ -158,10 +208,12 @@ class Transfer:
     stop: float
     nbytes: float
     link_class: LinkClass
+    #: how many workers fetched the same
+    receivers: int = 1
 
 
 def merge(transfers: Sequence[Transfer]) -> list[tuple[LinkClass, float, float, int]]:
-    """Samples ``(class, bytes, seconds, requests)`` from transfers into one worker.
+    """Samples ``(class, bytes, seconds, receivers)`` from transfers into one worker.
 
     Transfers that overlap in time shared the link: together they are one sample with their bytes and the time of their
     union. A group that mixes classes says nothing about any of them and is left out.
@@ -173,7 +225,8 @@ def merge(transfers: Sequence[Transfer]) -> list[tuple[LinkClass, float, float, 
     def close() -> None:
         if group and len({t.link_class for t in group}) == 1:
             seconds = end - min(t.start for t in group)
-            out.append((group[0].link_class, sum(t.nbytes for t in group), seconds, 1))
+            receivers = max(t.receivers for t in group)
+            out.append((group[0].link_class, sum(t.nbytes for t in group), seconds, receivers))
 
     for t in sorted(transfers, key=lambda t: t.start):
         if t.start >= end:

@@ -320,6 +320,26 @@ def test_concurrent_transfers_are_one_sample() -> None:
     assert engine.links.fits[LinkClass.NETWORK].samples == 1
 
 
+def test_a_value_that_many_fetch_says_little_of_the_link() -> None:
+    workers = [FakeWorker(i) for i in range(16)]
+    engine = make_engine(workers)
+    source = workers[0]
+    for i in range(20):
+        shared = FakeTask(f"x-{i}", nbytes=10**7, on=(source,))
+        tasks = [FakeTask(f"f-{i}-{k}", shared) for k in range(15)]
+        for ts, ws in zip(tasks, workers[1:], strict=True):
+            assign(engine, ts, ws)
+        shared.who_has = set(workers)  # all have it before the first of them is done
+        for ts in tasks:
+            finish(engine, ts, 0.1, startstops=[fetched(0, 15 * 10**7 / 1e9, source)])
+        for k in range(3):
+            own = FakeTask(f"y-{i}-{k}", nbytes=10**7, on=(source,))
+            ts = FakeTask(f"g-{i}-{k}", own)
+            assign(engine, ts, workers[1])
+            finish(engine, ts, 0.1, startstops=[fetched(0, 10**7 / 1e9, source)])
+    assert engine.links.link(LinkClass.NETWORK).bytes_per_second == pytest.approx(1e9, rel=0.3)
+
+
 @pytest.mark.parametrize("why", ["other traffic", "two replicas", "two requests", "unknown source", "not carried"])
 def test_ambiguous_transfers_teach_nothing(why: str) -> None:
     a, b, c, d = (FakeWorker(i) for i in range(4))
