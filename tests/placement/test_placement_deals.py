@@ -11,7 +11,8 @@ from placement_fakes import FakeTask, FakeWorker, assign, finish, learn, make_en
 from dask_gpurt.placement import deals, guard
 from dask_gpurt.placement.deals import Deals
 from dask_gpurt.placement.engine import Engine
-from dask_gpurt.placement.groups import Block, Member, RootGroups
+from dask_gpurt.placement.cutting import Member
+from dask_gpurt.placement.groups import Block, RootGroups
 from dask_gpurt.simulate import simulate
 from dask_gpurt.simulate.shapes import build
 

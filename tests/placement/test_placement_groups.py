@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from placement_fakes import SETTINGS
 
 from dask_gpurt.placement import PlacementPlugin, engine, groups
-from dask_gpurt.placement.groups import Member, RootGroups
+from dask_gpurt.placement.cutting import Member
+from dask_gpurt.placement.groups import RootGroups
 
 if TYPE_CHECKING:
     from collections.abc import Callable
