@@ -87,6 +87,7 @@ class FakeScheduler:
 
 def make_engine(workers: list[FakeWorker], **settings: Any) -> Engine:
     engine = Engine(FakeScheduler(workers), PlacementSettings(**{"enabled": True, "candidates": 16, **settings}))
+    engine.always = True  # the cost is what most of these tests are about
     engine.budget.decision_seconds = engine.budget.share = float("inf")  # the machine's load is not what is tested
     engine.adopt()
     return engine

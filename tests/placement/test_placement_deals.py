@@ -83,7 +83,7 @@ def test_a_full_worker_is_spared_while_others_have_room() -> None:
     learn(engine, "done", 0.1, GB)
     for ws in workers[1:]:
         assign(engine, FakeTask(f"busy-{ws.address}"), ws)
-    engine.deals.root_done(0.1, GB)
+    engine.deals.root_done(engine.workers.all.items[0], 0.1, GB)
     assert engine.pull(a) is roots[0]
     a.nbytes = 6 * GB
     assert engine.pull(a) is None
@@ -96,7 +96,7 @@ def test_a_full_worker_goes_on_when_nobody_else_is_at_work() -> None:
     engine, workers = rig(4, memory_limit=10 * GB)
     a = workers[0]
     roots = own(engine, a, 2)
-    engine.deals.root_done(0.1, GB)
+    engine.deals.root_done(engine.workers.all.items[0], 0.1, GB)
     a.nbytes = 6 * GB
     assert engine.pull(a) is roots[0]
 
@@ -227,10 +227,10 @@ def test_a_root_whose_result_is_small_is_not_left_to_a_busy_owner() -> None:
     (root,) = own(engine, a, 1)
     engine.scheduler.idle_task_count = {b}
     assign(engine, FakeTask("busy"), a)
-    engine.deals.root_done(1.0, 1000)
+    engine.deals.root_done(engine.workers.all.items[0], 1.0, 1000)
     assert not engine.held(root)
     assert engine.deals.may_take(a.address, 1)
-    engine.deals.root_done(1.0, 1e13)
+    engine.deals.root_done(engine.workers.all.items[0], 1.0, 1e13)
     assert engine.held(root)
     assert not engine.deals.may_take(a.address, 1)
 
@@ -242,12 +242,12 @@ def test_the_last_roots_are_not_queued_behind_a_busy_thread() -> None:
     assign(engine, first, a)
     engine.scheduler.queued.remove(first)
     assert engine.worth(a), "nothing is known of how long roots take"
-    engine.deals.root_done(1.0, 1000)
+    engine.deals.root_done(engine.workers.all.items[0], 1.0, 1000)
     assert not engine.worth(a)
     assert engine.worth(b), "it has a free thread"
     assign(engine, FakeTask("join"), c)
     assert engine.worth(c), "what it is busy with is no root"
-    engine.deals.root_done(1.0, 10**11)
+    engine.deals.root_done(engine.workers.all.items[0], 1.0, 10**11)
     assert engine.worth(a), "nobody else would take what is so dear to send"
     engine.deals._root = 1.0, 1000
     assert not engine.worth(a)
@@ -258,7 +258,7 @@ def test_a_long_root_is_not_queued_before_what_follows_the_one_before() -> None:
     first, second, *_ = own(engine, a, 9)
     assign(engine, first, a)
     engine.scheduler.queued.remove(first)
-    engine.deals.root_done(1.0, 10**11)
+    engine.deals.root_done(engine.workers.all.items[0], 1.0, 10**11)
     assert engine.worth(a)
     FakeTask("slice", second)
     assert not engine.worth(a)
@@ -272,7 +272,7 @@ def test_there_is_enough_for_all() -> None:
     engine.scheduler.total_nthreads = 4
     assign(engine, first, a)
     engine.scheduler.queued.remove(first)
-    engine.deals.root_done(1.0, 1000)
+    engine.deals.root_done(engine.workers.all.items[0], 1.0, 1000)
     assert not engine.worth(a)
     own(engine, a, 9, "more")
     assert engine.worth(a), "there are enough for all"

@@ -32,6 +32,8 @@ class Task:
         for d in dependencies:
             d.dependents.add(self)
         self.state = "released"
+        self.group = key.rstrip("0123456789")
+        self.who_has: set[Any] = set()
 
     def __repr__(self) -> str:
         return self.key
@@ -51,7 +53,7 @@ def members(*addresses: str, nodes: int = 1) -> list[Member]:
 
 def arrive(tasks: list[Task], workers: list[Member]) -> tuple[RootGroups, dict[Any, Task]]:
     g = RootGroups()
-    g.arrived(tasks, workers)
+    g.arrived(tasks, lambda: workers)
     for t in tasks:
         if not t.dependencies:
             t.state = "queued"
@@ -123,7 +125,7 @@ def test_scattered_data_has_no_priority() -> None:
     data.priority = None
     data.state = "memory"
     g = RootGroups()
-    g.arrived([*sums(8, 2), data, Task("f", 99, data)], members("a", "b"))
+    g.arrived([*sums(8, 2), data, Task("f", 99, data)], lambda: members("a", "b"))
     assert len(g) == 8
 
 
@@ -203,7 +205,7 @@ def test_the_same_graph_again() -> None:
     g, _ = arrive(tasks, members("a", "b"))
     for t in tasks:
         t.state = "released"
-    g.arrived(tasks, members("a", "b"))
+    g.arrived(tasks, lambda: members("a", "b"))
     assert len(g) == 8
     assert g.cut == 2
 
