@@ -8,6 +8,7 @@ Each round, in this order:
 2. *Rescue*: tasks that wait on a slow worker and would be done sooner in the queue of a faster one are asked back, by
    the means of work stealing. Stock sees only that the slow worker has little to do.
 3. *Stragglers*: a second copy of overdue tasks on idle workers, see `stragglers`.
+0b. *Whole graphs* are watched, see `watch`.
 4. *The queue* is dealt again when a slow worker was refused a root task: the safety net of `pace`.
 
 A round walks over all workers. `ROUND_SECONDS` apart on small clusters, and in proportion on large ones, so that it
@@ -26,7 +27,7 @@ from tornado.ioloop import PeriodicCallback
 
 from dask_gpurt.model import LinkClass
 from dask_gpurt.model.views import TaskView
-from dask_gpurt.placement import candidates, seam, stragglers
+from dask_gpurt.placement import candidates, seam, stragglers, watch
 from dask_gpurt.placement.cost import finish_seconds
 from dask_gpurt.placement.durations import JUDGING, MEASURABLE_SECONDS
 from dask_gpurt.placement.speed import FORGET_SECONDS
@@ -121,6 +122,8 @@ class Patrol:
         self.rounds += 1
         engine = self.engine
         workers = engine.workers.all.items
+        if workers:
+            watch.look_round(engine)
         if not workers or engine.retired:
             return
         began = time.perf_counter()
