@@ -261,9 +261,9 @@ class GraphJudge:
 
     def _outgrown(self, n: int) -> bool:
         """Whether the present episode's side must not hold for `n` tasks more."""
-        if not self.counts_bytes:
+        if not (self.counts_bytes or self.stock):
             return n > self.left  # the larger decides
-        # In a trial the graphs that follow belong to what is compared, unless they are more than they ever were.
+        # The graphs that follow belong to what is compared, or was, unless they are more than they ever were.
         record = self.records.get(self._head) if self._head is not None else None
         return record is None or sum(self._tasks.values()) + n > 2 * record.tasks
 

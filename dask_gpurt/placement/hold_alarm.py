@@ -21,7 +21,7 @@ ALLOWED = 0.1
 SHARE = 0.25
 #: durations of a task that make the patience, and its bounds in seconds
 TASKS = 3.0
-LEAST_SECONDS = 0.3
+LEAST_SECONDS = 0.5
 MOST_SECONDS = 5.0
 #: a tick counts as so long at most: a blocked event loop must not trip it
 LONGEST_TICK_SECONDS = 0.5

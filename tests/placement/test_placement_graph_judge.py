@@ -249,7 +249,9 @@ def test_a_trial_that_is_always_spoiled_ends() -> None:
     assert not s.judge.stock
 
 
-def overlapping(s: Script, first: dict[str, int], second: dict[str, int], seconds: float) -> list[bool]:
+def overlapping(
+    s: Script, first: dict[str, int], second: dict[str, int], ours: float = 2.0, stock: float = 2.0
+) -> list[bool]:
     """Two graphs, the second of which comes when the first is half done."""
     j = s.judge
     j.arrived(first, THREADS)
@@ -258,7 +260,7 @@ def overlapping(s: Script, first: dict[str, int], second: dict[str, int], second
         j.finished(True)
     j.arrived(second, THREADS)
     sides.append(j.stock)
-    s.now += seconds
+    s.now += stock if j.stock else ours
     while j.left:
         j.finished(True)
     j.tick(False, 0.0)
@@ -268,10 +270,10 @@ def overlapping(s: Script, first: dict[str, int], second: dict[str, int], second
 def test_overlapping_graphs_are_one_episode() -> None:
     s = Script()
     a, b = {"a": 30}, {"b": 100}
-    for _ in range(20):
-        overlapping(s, a, b, 4.0 if not s.judge._side(s.record if s.judge.records else None, s.now) else 2.0)
-    assert s.record.standing is not Standing.TRUSTED, "a trial was possible"
-    assert s.judge.by_lot >= 2, "what follows stays on the side of the lot"
+    sides = [overlapping(s, a, b, 4.0, 2.0) for _ in range(20)]
+    assert s.record.standing is Standing.RETIRED
+    assert s.judge.by_lot == 2
+    assert sides[6:] == [[True, True]] * 14, "what follows stays on the side of the first"
     assert not s.judge.unjudged
 
 
@@ -279,9 +281,9 @@ def test_the_larger_graph_decides_the_side() -> None:
     s = Script()
     s.times(6, 4.0, 2.0)
     assert s.record.standing is Standing.RETIRED
-    assert overlapping(s, GRAPH, {"b": 10}, 2.0) == [True, True], "a smaller one changes nothing"
-    assert overlapping(s, GRAPH, {"b": 400}, 2.0) == [True, False], "a larger one is ours again"
-    assert overlapping(s, {"b": 40}, GRAPH, 2.0) == [False, True], "or stock's, as it was retired"
+    assert overlapping(s, GRAPH, {"b": 10}) == [True, True], "a smaller one changes nothing"
+    assert overlapping(s, GRAPH, {"b": 400}) == [True, False], "a larger one is ours again"
+    assert overlapping(s, {"b": 40}, GRAPH) == [False, True], "or stock's, as it was retired"
     assert s.judge.unjudged["its side changed"] == 2
 
 
@@ -289,7 +291,7 @@ def test_a_graph_that_outgrows_its_lot_is_ours_again() -> None:
     s = Script()
     s.times(2, 4.0, 2.0)
     s.judge._lot = lambda: 0.0  # stock's
-    assert overlapping(s, GRAPH, {"b": 1000}, 2.0) == [True, False]
+    assert overlapping(s, GRAPH, {"b": 1000}) == [True, False]
 
 
 def test_kinds_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
