@@ -355,7 +355,7 @@ class Engine:
         if ws.needs_what:
             self.deals.assigned(info)
             charge.inputs = certain_inputs(ts, ws)
-            if self.graph_judge.counts_bytes:
+            if self.graph_judge.in_trial:
                 watch.count_bytes(self, ts, ws)
 
     def left_processing(self, key: Hashable, finish: str, details: Mapping[str, Any]) -> None:

@@ -121,8 +121,8 @@ class GraphJudge:
         self.enabled = enabled
         #: whether everything is stock's now. Read on the path of every decision
         self.stock = False
-        #: whether bytes are to be counted (`moved_bytes`): in trials only
-        self.counts_bytes = False
+        #: whether this is an episode of a trial: `moved_bytes` are to be counted, which costs something
+        self.in_trial = False
         #: tasks of the present episode that are not done; 0: nothing to observe
         self.left = 0
         #: of the present episode, added to by the engine
@@ -188,7 +188,7 @@ class GraphJudge:
         if self._head is not None and not self.left:
             self.close()
         if self._head is None:
-            self._begin(_head(tasks, threads), threads)
+            self._begin(_head(tasks, threads), threads, spoiled is None)
         elif self._outgrown(n):
             stock = self._is_retired(self.records.get(_head(tasks, threads)), self._clock())
             if stock is not self.stock:
@@ -247,7 +247,7 @@ class GraphJudge:
 
     # ------------------------------------------------------------------ an episode
 
-    def _begin(self, head: Head, threads: int) -> None:
+    def _begin(self, head: Head, threads: int, fair: bool) -> None:
         self._head, self._threads = head, threads
         self._tasks.clear()
         self._spoiled, self._alarmed = None, False
@@ -256,12 +256,18 @@ class GraphJudge:
         self.made_bytes = self.moved_bytes = 0
         self._began = now = self._clock()
         record = self.records.get(head)
-        self.stock = self._side(record, now)
-        self.counts_bytes = now >= self._until and record is not None and record.standing is Standing.TRIAL
+        if self._is_retired(record, now):
+            self.stock = True
+        elif record is not None and fair:
+            if record.standing is Standing.RETIRED:
+                self._try(record, "its time of rest is over")
+            if record.standing is Standing.TRIAL:
+                self.in_trial = True
+                self.stock = self._by_lot(record)
 
     def _outgrown(self, n: int) -> bool:
         """Whether the present episode's side must not hold for `n` tasks more."""
-        if not (self.counts_bytes or self.stock):
+        if not (self.in_trial or self.stock):
             return n > self.left  # the larger decides
         # The graphs that follow belong to what is compared, or was, unless they are more than they ever were.
         record = self.records.get(self._head) if self._head is not None else None
@@ -270,16 +276,8 @@ class GraphJudge:
     def _is_retired(self, record: Record | None, now: float) -> bool:
         return now < self._until or (record is not None and record.standing is Standing.RETIRED and now < record.until)
 
-    def _side(self, record: Record | None, now: float) -> bool:
-        """Whether an episode that begins is stock's."""
-        if self._is_retired(record, now):
-            return True
-        if record is None:
-            return False
-        if record.standing is Standing.RETIRED:
-            self._try(record, "its time of rest is over")
-        if record.standing is not Standing.TRIAL:
-            return False
+    def _by_lot(self, record: Record) -> bool:
+        """Whether an episode of a trial is stock's."""
         ours = sum(len(o) for o, _ in record.results.values())
         theirs = sum(len(s) for _, s in record.results.values())
         return theirs < ours if ours != theirs else self._lot() < 0.5
@@ -288,7 +286,7 @@ class GraphJudge:
         """End the present episode: judge it."""
         head, self._head = self._head, None
         stock, self.stock = self.stock, False
-        trial, self.counts_bytes = self.counts_bytes, False
+        trial, self.in_trial = self.in_trial, False
         self.left = 0
         if head is None:
             return

@@ -58,7 +58,7 @@ class Script:
             judge.finished(computed or i > 0)
             judge.compute_seconds += needs * THREADS / n
             judge.made_bytes += made
-        if judge.counts_bytes:
+        if judge.in_trial:
             judge.moved_bytes += int(moved[side])
         judge.tick(False, fullest[side])
         return side
@@ -233,7 +233,7 @@ def test_results_are_compared_with_like_ones_only() -> None:
     s = Script()
     s.times(2, 4.0, 4.0)
     for _ in range(graph_judge.MOST_DRAWN):
-        side = s.judge._side(s.record, s.now)
+        side = s.judge._by_lot(s.record)
         s.judge._lot = lambda side=side: 0.0 if side else 1.0  # type: ignore[misc]
         s.run(4.0, 0.5 * 4.0, made=10 if side else 100_000)
     assert s.record.standing is Standing.CLEARED
