@@ -140,10 +140,10 @@ class RootSeam:
                 if (
                     state.idle_task_count
                     and self._waits(ts)
-                    and not self._stock()
                     and ts._queueable
                     and not math.isinf(state.WORKER_SATURATION)
                     and state.is_rootish(ts)
+                    and not self._stock()
                     and self._deal_soon()
                 ):
                     return {key: "queued"}, {}, {}
