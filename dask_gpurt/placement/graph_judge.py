@@ -56,6 +56,8 @@ MOST_DRAWN = 4 * MOST
 SEVERAL = 3
 #: heads kept; the longest unused is forgotten
 MAX_HEADS = 256
+#: kinds of task of an episode that are told apart; one with more is not judged
+MAX_KINDS = 1024
 #: ticks without anything assigned or queued after which tasks that are missing will not come
 QUIET_TICKS = 3
 #: prefixes named in a text
@@ -144,6 +146,7 @@ class GraphJudge:
         #: the present episode; None: none
         self._head: Head | None = None
         self._tasks: Counter[str] = Counter()
+        self._total = 0
         self._threads = 0
         self._began = self._ended = 0.0
         #: why the present episode is not judged; None: it is
@@ -164,7 +167,7 @@ class GraphJudge:
     @property
     def done(self) -> int:
         """Tasks of the present episode that are done."""
-        return sum(self._tasks.values()) - self.left
+        return self._total - self.left
 
     # ------------------------------------------------------------------ events
 
@@ -195,8 +198,12 @@ class GraphJudge:
                 self.stock = stock
                 spoiled = spoiled or "its side changed"
         self.left += n
-        for prefix, count in tasks.items():
-            self._tasks[prefix] += count
+        self._total += n
+        if len(self._tasks) > MAX_KINDS:
+            spoiled = spoiled or "too many kinds of task"
+        else:
+            for prefix, count in tasks.items():
+                self._tasks[prefix] += count
         if spoiled is not None:
             self.spoil(spoiled)
 
@@ -250,6 +257,7 @@ class GraphJudge:
     def _begin(self, head: Head, threads: int, fair: bool) -> None:
         self._head, self._threads = head, threads
         self._tasks.clear()
+        self._total = 0
         self._spoiled, self._alarmed = None, False
         self._fullest, self._quiet = 0.0, 0
         self.compute_seconds = 0.0
@@ -271,7 +279,7 @@ class GraphJudge:
             return n > self.left  # the larger decides
         # The graphs that follow belong to what is compared, or was, unless they are more than they ever were.
         record = self.records.get(self._head) if self._head is not None else None
-        return record is None or sum(self._tasks.values()) + n > 2 * record.tasks
+        return record is None or self._total + n > 2 * record.tasks
 
     def _is_retired(self, record: Record | None, now: float) -> bool:
         return now < self._until or (record is not None and record.standing is Standing.RETIRED and now < record.until)
@@ -290,7 +298,7 @@ class GraphJudge:
         self.left = 0
         if head is None:
             return
-        n = sum(self._tasks.values())
+        n = self._total
         seconds = self._ended - self._began
         notable = n >= TASKS_PER_THREAD * self._threads and seconds >= NOTABLE_SECONDS
         if notable and self._spoiled is not None:

@@ -66,7 +66,7 @@ class HoldAlarm:
         return True
 
     def reset(self) -> None:
-        """The graphs under way are done: hold again."""
+        """The roots are done: hold those to come."""
         self.stage = 0
         self._level = 0.0
         self._at = None

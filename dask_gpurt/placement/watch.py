@@ -61,6 +61,8 @@ def look_round(engine: Engine) -> None:
     step = -(-len(infos) // LOOKED_AT)
     fullest = max(info.ws.nbytes / info.mark_bytes for info in infos[::step])
     queued = bool(scheduler.queued)
+    if alarm.stage and not queued and not engine.groups.by_key:
+        alarm.reset()  # the roots that it was about are done, though other work may go on for ever
     judge.tick(queued or bool(engine.ledger.charges), fullest)
     if not judge.observing or engine.retired:
         alarm.reset()

@@ -7,8 +7,10 @@ import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from distributed.core import Status
+from placement_fakes import FakeTask, FakeWorker, assign, make_engine
 
-from dask_gpurt.placement import graph_judge, graph_verdict, hold_alarm
+from dask_gpurt.placement import graph_judge, graph_verdict, hold_alarm, watch
 from dask_gpurt.placement.graph_judge import GraphJudge, Standing
 from dask_gpurt.placement.graph_verdict import Outcome, verdict
 from dask_gpurt.placement.hold_alarm import HoldAlarm
@@ -302,6 +304,19 @@ def test_kinds_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [r.name for r in s.judge.records.values()] == [f"make-{i} (40 tasks)" for i in (7, 8, 9)]
 
 
+def test_kinds_of_task_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_judge, "MAX_KINDS", 50)
+    s = Script()
+    for i in range(200):  # as a service does whose work never ends
+        s.judge.arrived({f"job-{i}": 1}, THREADS)
+    assert len(s.judge._tasks) <= 51
+    s.now += 10
+    while s.judge.left:
+        s.judge.finished(True)
+    s.judge.tick(False, 0.0)
+    assert s.judge.unjudged == {"too many kinds of task": 1}
+
+
 def test_switched_off_it_does_nothing() -> None:
     s = Script(enabled=False)
     s.judge.arrived(GRAPH, THREADS)
@@ -392,3 +407,53 @@ def test_moments_of_idleness_and_blocked_loops_are_no_alarm() -> None:
     alarm = HoldAlarm()
     alarm.tick(100.0, 0.3, 0.5)
     assert not alarm.tick(160.0, 0.3, 0.5), "a minute without a tick is not a minute of idleness"
+
+
+# ------------------------------------------------------------------ what they are fed with
+
+
+def at_work() -> tuple[Any, list[FakeWorker]]:
+    """An engine in the midst of an episode: one of two workers has a task."""
+    workers = [FakeWorker(i, memory_limit=1000) for i in range(2)]
+    engine = make_engine(workers)
+    engine.graph_judge.arrived({"a": 10}, 2)
+    assign(engine, FakeTask("a-0"), workers[0])
+    return engine, workers
+
+
+def test_the_alarm_ends_with_the_roots_that_it_was_about() -> None:
+    engine, _ = at_work()
+    engine.hold_alarm.stage = 2
+    assert engine.leaves_roots()
+    engine.scheduler.queued = ["a root"]
+    watch.look_round(engine)
+    assert engine.leaves_roots()
+    engine.scheduler.queued = []
+    watch.look_round(engine)
+    assert not engine.leaves_roots(), "the episode goes on, the roots are done"
+
+
+def test_idle_threads_are_those_that_could_work() -> None:
+    engine, (_, b) = at_work()
+    assert watch._idle_share(engine) == 0.5
+    b.status = Status.paused
+    assert watch._idle_share(engine) == 0.0
+
+
+def test_the_fullest_worker_is_measured_by_its_mark() -> None:
+    engine, (a, b) = at_work()
+    b.nbytes = 300
+    watch.look_round(engine)
+    a.nbytes = 150
+    watch.look_round(engine)
+    assert engine.graph_judge._fullest == 0.5
+
+
+def test_bytes_are_counted_once() -> None:
+    engine, (a, b) = at_work()
+    x = FakeTask("x-0", nbytes=500, on=(a,))
+    engine.graph_judge.in_trial = True
+    assign(engine, FakeTask("y-0", x), b)
+    assign(engine, FakeTask("y-1", x), b)
+    assign(engine, FakeTask("y-2", x), a)
+    assert engine.graph_judge.moved_bytes == 500
