@@ -22,12 +22,14 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.model import LinkClass
 from dask_gpurt.model.views import TaskView
-from dask_gpurt.placement import candidates, judge, seam, summary
+from dask_gpurt.placement import candidates, judge, seam, summary, watch
 from dask_gpurt.placement.budget import Budget
 from dask_gpurt.placement.deals import Deals
 from dask_gpurt.placement.durations import Durations, compute_seconds
 from dask_gpurt.placement.governor import Governor, Standing
+from dask_gpurt.placement.graph_judge import GraphJudge
 from dask_gpurt.placement.groups import RootGroups
+from dask_gpurt.placement.hold_alarm import HoldAlarm
 from dask_gpurt.placement.home import stays
 from dask_gpurt.placement.ledger import Charge, Ledger
 from dask_gpurt.placement.log import DecisionLog
@@ -89,6 +91,9 @@ class Engine:
         self.residence = Residence()
         self.log = DecisionLog()
         self.governor = Governor(clock)
+        #: whole graphs, as `governor` judges decisions; in shadow mode there is nothing to judge
+        self.graph_judge = GraphJudge(clock, lambda reason: self.on_retired(reason), enabled=not settings.shadow)
+        self.hold_alarm = HoldAlarm()
         self.speeds = Pace(self.workers, clock)
         self.thieves = Thieves(self)
         #: overdue tasks that must not run twice, by reason
@@ -122,6 +127,8 @@ class Engine:
             return self.leave(ts, "over budget")
         if ts.actor or not (ts.dependencies or self.speeds.uneven):
             return self.leave(ts, "actor" if ts.actor else "no inputs")
+        if self.graph_judge.stock:
+            return self.leave(ts, "graph judge")
         if not (self.always or self._evidence(ts)):
             # Not logged: this is most tasks of most clusters, and what is known of stock's choices is said for all.
             self.declined[PLAIN] += 1
@@ -273,6 +280,7 @@ class Engine:
     def worker_added(self, address: str) -> None:
         self.workers.add(self.scheduler.workers[address])
         self.deals.workers_changed()
+        self.graph_judge.spoil("workers came or left")
 
     def worker_removed(self, address: str) -> None:
         info = self.workers.remove(address)
@@ -282,6 +290,7 @@ class Engine:
         self.groups.worker_removed(address)
         self.residence.worker_removed(address)
         self.deals.workers_changed(info)
+        self.graph_judge.spoil("workers came or left")
 
     def measured(self, info: WorkerInfo, round_trip: float) -> None:
         """The round trip between the scheduler and a worker is known."""
@@ -298,7 +307,9 @@ class Engine:
 
     def graph_arrived(self, keys: Collection[Hashable]) -> None:
         """Before the first transition of its tasks."""
-        self.deals.graph_arrived(keys)
+        watch.graph_arrived(self, keys)
+        if not self.leaves_roots():
+            self.deals.graph_arrived(keys)
 
     def pull(self, ws: Any) -> Any:
         """The queued root task that a worker with a free slot should run; None: the head of the queue."""
@@ -311,7 +322,11 @@ class Engine:
 
     def held(self, ts: Any) -> bool:
         """Whether a queued root, which an idle worker could run, should be left to its owner."""
-        return not self.retired and self.deals.held(ts)
+        return not self.retired and not self.hold_alarm.stage and self.deals.held(ts)
+
+    def leaves_roots(self) -> bool:
+        """Whether root tasks are left to stock now."""
+        return self.retired or self.hold_alarm.stage > 1
 
     def thief(self, ts: Any, thieves: Collection[Any], in_flight: Mapping[Any, int], valid: Any) -> Any:
         """Who may steal a task, see `Thieves.choose`."""
@@ -332,6 +347,7 @@ class Engine:
         """The scheduler has forgotten all tasks, without transitions."""
         self.log.restarted()
         self.governor.forget()
+        self.graph_judge.forget()
         self.ledger.forget()
         self.groups.clear()
         self.deals.clear()
@@ -361,9 +377,13 @@ class Engine:
         if ws.needs_what:
             self.deals.assigned(info)
             charge.inputs = certain_inputs(ts, ws)
+            if self.graph_judge.in_trial:
+                watch.count_bytes(self, ts, ws)
 
     def left_processing(self, key: Hashable, finish: str, details: Mapping[str, Any]) -> None:
         """A task is no longer assigned. `details` are the keywords of the transition."""
+        if self.graph_judge.left:
+            self.graph_judge.finished(finish == "memory")
         charge = self.ledger.settle(key)
         if charge is not None and charge.row is not None:
             self.log.ended(charge.row, finish, details)
@@ -392,6 +412,8 @@ class Engine:
             first = kind.seconds is None
             nbytes = max(0, details.get("nbytes") or 0)
             self.durations.learn(kind, info, seconds, nbytes)
+            self.graph_judge.compute_seconds += seconds
+            self.graph_judge.made_bytes += nbytes
             if charge.root:
                 self.deals.root_done(info, seconds, nbytes)
             if first:
@@ -402,8 +424,8 @@ class Engine:
 
     @property
     def retired(self) -> bool:
-        """Whether the governor has retired the policy: stock decides."""
-        return self.governor.standing is Standing.RETIRED
+        """Whether the governor has retired the policy, or the graph is on stock's side: stock decides."""
+        return self.graph_judge.stock or self.governor.standing is Standing.RETIRED
 
     def copy_won(self, key: Hashable, first: str, second: str) -> None:
         """A second copy of a task has finished before the first one."""

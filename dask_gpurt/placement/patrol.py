@@ -11,6 +11,7 @@ Each round, in this order:
    the means of work stealing. Stock sees only that the slow worker has little to do.
 4. *Stragglers*: a second copy of overdue tasks on idle workers, see `stragglers`.
 5. *The queue* is dealt again when a slow worker was refused a root task: the safety net of `pace`.
+6. *Whole graphs* are watched, see `watch`.
 
 A round walks over all workers. `ROUND_SECONDS` apart on small clusters, and in proportion on large ones, so that it
 takes about one percent of the event loop; it stops after `LIMIT_SECONDS` and goes on where it was the next time.
@@ -28,7 +29,7 @@ from tornado.ioloop import PeriodicCallback
 
 from dask_gpurt.model import LinkClass
 from dask_gpurt.model.views import TaskView
-from dask_gpurt.placement import candidates, seam, stragglers
+from dask_gpurt.placement import candidates, seam, stragglers, watch
 from dask_gpurt.placement.cost import finish_seconds
 from dask_gpurt.placement.durations import JUDGING, MEASURABLE_SECONDS
 from dask_gpurt.placement.speed import FORGET_SECONDS
@@ -123,6 +124,8 @@ class Patrol:
         self.rounds += 1
         engine = self.engine
         workers = engine.workers.all.items
+        if workers:
+            watch.look_round(engine)
         if not workers or engine.retired:
             return
         began = time.perf_counter()

@@ -121,6 +121,7 @@ class PlacementPlugin(SchedulerPlugin):
             hungry=deals.hungry,
             first=deals.first,
             takers=deals.takers,
+            stock=engine.leaves_roots,
         ).install()
         engine.on_retired = self._retired
         self.stealing = StealingSeam(scheduler, seam)
@@ -160,7 +161,8 @@ class PlacementPlugin(SchedulerPlugin):
         ``prices`` given to stealing, ``roots`` (blocks cut, root tasks handed to their owner, blocks split),
         ``microseconds`` per decision (total, median, p99), ``links`` (latency in s, bytes/s, samples),
         ``prefixes`` known, ``speeds`` of workers, sizes of the ``tables``; ``fallbacks`` (part -> reason -> count),
-        ``governor`` (standing, reason, trials, robust predicted against actual per prefix), ``shadow`` (in shadow mode:
+        ``governor`` (standing, reason, trials, robust predicted against actual per prefix), ``graph_judge`` (whole
+        graphs: those left to stock and why, in words; see `GraphJudge.statistics`), ``shadow`` (in shadow mode:
         agreement, predicted gains), ``stealing`` (opinions, tasks asked back from slow workers), ``copies`` of
         stragglers by what became of them, ``replicas`` named for dropping;
         ``exceptions``, ``last_traceback``, ``retired`` (part -> reason). Only ``installed: false`` after `uninstall`.
@@ -213,7 +215,7 @@ class PlacementPlugin(SchedulerPlugin):
         return self.engine.decide(ts, valid)
 
     def _retired(self, reason: str) -> None:
-        """The governor retires the policy."""
+        """The governor retires the policy, or the judge of graphs some graphs."""
         logger.warning("placement: the policy retires, stock Dask decides: %s", reason)
         try:
             self._sink(Event("placement.retired", f"the policy retires: {reason}", {"part": "policy"}))

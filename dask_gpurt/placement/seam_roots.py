@@ -74,6 +74,8 @@ class RootSeam:
         Workers to be offered tasks when a slot may have opened.
     takers
         Workers of which the least busy gets what nobody pulls: a queued task, or None where it is not known.
+    stock
+        ``() -> bool``: whether stock's own methods do all of it now.
     """
 
     def __init__(
@@ -89,13 +91,14 @@ class RootSeam:
         hungry: Callable[[], Iterable[Any]],
         first: Callable[[], Iterable[Any]],
         takers: Callable[[Any], Iterable[Any]],
+        stock: Callable[[], bool] = lambda: False,
     ) -> None:
         self.scheduler: Any = seam.scheduler
         self.seam = seam
         self.part = Part("roots")
         self._waits, self._pull, self._pending, self._worth = waits, pull, pending, worth
         self._held, self._hungry, self._first, self._takers = held, hungry, first, takers
-        self._quiet = quiet
+        self._quiet, self._stock = quiet, stock
         #: the task that becomes ready now
         self._deciding: Any = None
         #: the worker that the root now in transition was offered to
@@ -140,6 +143,7 @@ class RootSeam:
                     and ts._queueable
                     and not math.isinf(state.WORKER_SATURATION)
                     and state.is_rootish(ts)
+                    and not self._stock()
                     and self._deal_soon()
                 ):
                     return {key: "queued"}, {}, {}
@@ -157,7 +161,7 @@ class RootSeam:
         s = self.scheduler
         queued, idle = s.queued, s.idle_task_count
         first_deal, self._first_deal = self._first_deal, False
-        if self.part.retired is not None or not queued:
+        if self.part.retired is not None or not queued or self._stock():
             self._stock_pump(stimulus_id=stimulus_id)
             return
         if not idle and self._nothing_to_give():
@@ -195,7 +199,7 @@ class RootSeam:
             ws = self._chosen.pop()
             if ws.status is Status.running and s.workers.get(ws.address) is ws:
                 return ws
-        if self.part.retired is not None or s.validate:
+        if self.part.retired is not None or s.validate or self._stock():
             return self._stock_decide()
         return self._least_busy(self._deciding)
 

@@ -36,6 +36,11 @@ def of(engine: Engine) -> dict[str, Any]:
         },
         "microseconds": engine.budget.statistics(),
         "governor": engine.governor.statistics(),
+        "graph_judge": {
+            **engine.graph_judge.statistics(),
+            "idle_alarms": engine.hold_alarm.trips,
+            "roots_held": not engine.hold_alarm.stage and not engine.retired,
+        },
         "links": engine.links.statistics(),
         "zones": engine.zones.statistics(),
         "prefixes": len(engine.durations.prefixes),
