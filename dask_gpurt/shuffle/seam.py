@@ -20,7 +20,7 @@ import dask
 import distributed
 import numpy as np
 from dask.context import thread_state
-from distributed.comm import get_address_host
+from distributed.comm import get_address_host, parse_address
 from distributed.core import ErrorMessage, OKMessage, error_message
 from distributed.exceptions import Reschedule
 from distributed.metrics import context_meter, thread_time
@@ -79,6 +79,7 @@ __all__ = [
     "probe_workers",
     "require_encryption",
     "retry",
+    "scheme_of",
     "serialize",
     "shuffle_tables",
     "swap_plugin",
@@ -340,6 +341,11 @@ def on_teardown(plugin: Any, last: Callable[[], Awaitable[None]]) -> None:
 def host_of(address: str) -> str:
     """The host in a worker's address, as sockets take it."""
     return str(get_address_host(address))
+
+
+def scheme_of(address: str) -> str:
+    """The scheme of a worker's address, ``tcp`` where it has none."""
+    return str(parse_address(address)[0])
 
 
 def require_encryption() -> bool:

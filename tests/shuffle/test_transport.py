@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -454,14 +455,41 @@ def test_nothing_plaintext_on_an_encrypted_cluster(transport):
         check()
 
 
-@pytest.mark.cluster
-@pytest.mark.parametrize("transport", ["tcp", "auto"])
-def test_a_tls_cluster_opens_nothing_of_ours(transport):
-    pytest.importorskip("cryptography")
+@pytest.mark.parametrize(
+    ("address", "tcp", "ucx"),
+    [
+        ("tcp://127.0.0.1:1", True, True),
+        ("ws://127.0.0.1:1", True, True),
+        ("ucxx://127.0.0.1:1", True, True),
+        ("inproc://127.0.0.1/1/1", False, True),
+        ("tls://127.0.0.1:1", False, False),
+        ("wss://127.0.0.1:1", False, False),
+        ("made-by-a-plugin://127.0.0.1:1", False, False),
+    ],
+)
+def test_plaintext_is_opened_beside_known_plaintext_only(address, tcp, ucx):
+    async def able(**more: Any) -> dict[str, bool]:
+        known = opening.OpenTransports(address, lambda name: None, with_transport("auto", **more), lambda **n: None)
+        return {name: known.allowed(name) for name in ("tcp", "ucx", "other")}
 
-    @gen_cluster(**TWO, security=Security.temporary())
+    with dask.config.set({"distributed.comm.require-encryption": None}):
+        assert asyncio.run(able()) == {"tcp": tcp, "ucx": ucx, "other": False}
+        assert asyncio.run(able(allow_plaintext_ucx=True)) == {"tcp": tcp, "ucx": True, "other": False}
+    with dask.config.set({"distributed.comm.require-encryption": True}):
+        assert not any(asyncio.run(able()).values())
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    ("scheme", "transport"), [("tls", "tcp"), ("tls", "auto"), ("wss", "tcp"), ("wss", "auto"), ("wss", "ucx")]
+)
+def test_an_encrypted_cluster_opens_nothing_of_ours(scheme, transport):
+    pytest.importorskip("cryptography")
+    protocol = {"protocol": scheme}
+
+    @gen_cluster(**TWO, security=Security.temporary(), scheduler_kwargs=protocol, worker_kwargs=protocol)
     async def check(c, s, a, b):
-        assert a.address.startswith("tls://")
+        assert a.address.startswith(f"{scheme}://")
         async with taken_over(s, [a, b], settings=with_transport(transport)):
             same_rows(await c.compute(source(left).shuffle("k", npartitions=5)), left, 6)
             for w in (a, b):

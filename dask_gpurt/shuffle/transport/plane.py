@@ -254,9 +254,9 @@ class Plane:
             if len(self._choosers) >= _PEERS:
                 self._choosers.pop(next(iter(self._choosers)))
             place = place_of(ours, card)
-            able = [name for name in (INPROC, "ucx", "tcp") if name == INPROC or card.get(name)]
-            if place is not Place.PROCESS:
-                able.remove(INPROC)
+            able = [INPROC] if place is Place.PROCESS else []
+            # What the peer permits is not enough: its configuration may differ from ours.
+            able += [name for name in ("ucx", "tcp") if card.get(name) and self.transports.allowed(name)]
             chooser = self._choosers[peer] = Chooser(place, able, self.settings.transport)
         return Route(card, chooser, Header(key, self._secrets.get(key, b"")), self._squeezer.able(chooser, card))
 
