@@ -31,6 +31,7 @@ from distributed.shuffle._core import ShuffleRun, ShuffleSpec, barrier_key, id_f
 from distributed.shuffle._exceptions import P2PConsistencyError, ShuffleClosedError
 from distributed.shuffle._limiter import ResourceLimiter
 from distributed.shuffle._merge import merge_unpack
+from distributed.shuffle._rechunk import ArrayRechunkRun, ArrayRechunkSpec
 from distributed.shuffle._scheduler_plugin import ShuffleSchedulerPlugin
 from distributed.shuffle._shuffle import DataFrameShuffleRun, DataFrameShuffleSpec, shuffle_unpack
 from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 __all__ = [
+    "ArrayRechunkSpec",
     "CommShardsBuffer",
     "DataFrameShuffleRun",
     "DataFrameShuffleSpec",
@@ -128,6 +130,9 @@ _SEAM: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (ShuffleRun, "close", ()),
     (CommShardsBuffer, "__init__", ("send", "memory_limiter", "max_message_size", "concurrency_limit")),
     (CommShardsBuffer, "write", ("data",)),
+    (CommShardsBuffer, "_process", ("address", "shards")),
+    (ArrayRechunkSpec, "create_run_on_worker", ("run_id", "span_id", "worker_for", "plugin")),
+    (ArrayRechunkRun, "_shard_partition", ("data", "partition_id")),
     (ShuffleRun, "validate_data", ("data",)),
     (ShuffleWorkerPlugin, "get_or_create_shuffle", ("shuffle_id",)),
     (ShuffleWorkerPlugin, "get_shuffle_run", ("shuffle_id", "run_id")),
@@ -136,6 +141,7 @@ _SEAM: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (ResourceLimiter, "__init__", ("limit", "metrics_label")),
 )
 _SPEC_FIELDS = {"id", "disk", "npartitions", "column", "meta", "parts_out", "drop_column"}
+_RECHUNK_FIELDS = {"id", "disk", "new", "old"}
 _RUN_PARAMETERS = {
     *("worker_for", "column", "meta", "id", "run_id", "span_id", "local_address", "directory", "executor", "rpc"),
     *("digest_metric", "scheduler", "memory_limiter_disk", "memory_limiter_comms", "disk", "drop_column", "loop"),
@@ -162,6 +168,9 @@ def check() -> None:
     fields = set(getattr(DataFrameShuffleSpec, "__dataclass_fields__", ()))
     if fields != _SPEC_FIELDS:
         differences.append(f"DataFrameShuffleSpec fields {sorted(fields)}")
+    fields = set(getattr(ArrayRechunkSpec, "__dataclass_fields__", ()))
+    if fields != _RECHUNK_FIELDS:
+        differences.append(f"ArrayRechunkSpec fields {sorted(fields)}")
     if differences:
         raise SeamMismatch(
             f"distributed {distributed.__version__} differs from what the shuffle was written for: "
