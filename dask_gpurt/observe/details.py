@@ -54,6 +54,12 @@ WORKER: tuple[tuple[str, str, str], ...] = (
     ("shuffle.transport.transports.*.strangers", "count", "Connections refused, as they proved no part in a shuffle"),
     ("shuffle.transport.transports.*.lost", "count", "Links that ended out of order"),
     ("shuffle.transport.transports.*.errors", "count", "Exceptions in this transport"),
+    (
+        "shuffle.transport.transports.*.refused_descriptors",
+        "count",
+        "Connections closed, as no file descriptor was left",
+    ),
+    ("shuffle.transport.transports.*.accept_pauses", "count", "Seconds without new connections, as they failed"),
     ("shuffle.transport.transports.*.requests", "count", "UCX requests under way"),
     ("shuffle.transport.transports.*.buffers_reused", "count", "Messages received into memory used before"),
     ("shuffle.transport.transports.*.buffers_fresh", "count", "Messages received into fresh memory"),
