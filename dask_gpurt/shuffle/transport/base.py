@@ -116,6 +116,12 @@ class Gate:
         with self._lock:
             return self._arbiter.arrive(link, nbytes)
 
+    def overdraw(self, link: Hashable, nbytes: int) -> None:
+        """A message came that was not granted and is received all the same."""
+        with self._lock:
+            self._arbiter.overdraw(link, nbytes)
+        self._grant()
+
     def granted(self, link: Hashable) -> int:
         with self._lock:
             return self._arbiter.granted(link)
