@@ -42,7 +42,7 @@ class Worker:
         )
         self.transport = MemoryTransport(net, services)
 
-    def message(self, run: RunKey, sender: str, frames: list[Any], done: Any) -> None:
+    def message(self, run: RunKey, sender: str, frames: list[Any], paid: int, done: Any) -> None:
         assert run == RUN
         text = b"".join(map(bytes, frames))
         # the checksum that every real message carries

@@ -74,7 +74,7 @@ class Node:
 
             self.transport = UcxTransport(services, pool)
 
-    def message(self, run: RunKey, sender: str, frames: list[Any], done: Any) -> None:
+    def message(self, run: RunKey, sender: str, frames: list[Any], paid: int, done: Any) -> None:
         assert run == RUN
         text = b"".join(bytes(f) for f in frames)
         if len(text) < 8 or records.xxhash.xxh3_64_digest(text[8:]) != text[:8]:

@@ -165,7 +165,8 @@ class Services:
     gate: Gate
     #: the secret of a run that is here, else None
     secret_of: Callable[[RunKey], bytes | None]
-    #: (run, sender's address, frames, done): store a message, then call `done("")`, or `done(why not)`
-    on_message: Callable[[RunKey, str, list[Any], Callable[[str], None]], None]
+    #: (run, sender's address, frames, bytes of credit it cost, done): store a message, then call `done("")`, or
+    #: `done(why not)`
+    on_message: Callable[[RunKey, str, list[Any], int, Callable[[str], None]], None]
     #: (transport, peer's address or "", reason, violation): a link is gone that had not ended in order
     on_loss: Callable[[str, str, str, bool], None]

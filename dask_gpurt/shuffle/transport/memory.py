@@ -242,4 +242,4 @@ class _In:
             self.owner.services.gate.stored(self, deliver.nbytes)
             self.carry_out(self.machine.stored(deliver.sequence, problem))
 
-        self.owner.services.on_message(self.machine.run, self.machine.sender, deliver.frames, done)
+        self.owner.services.on_message(self.machine.run, self.machine.sender, deliver.frames, deliver.nbytes, done)

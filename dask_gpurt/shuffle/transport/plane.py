@@ -224,7 +224,9 @@ class Plane:
         def done(problem: str) -> None:
             self._loop.call_soon_threadsafe(end, problem)
 
-        await self._loop.run_in_executor(None, other._on_message, key, self.address, list(frames), done, INPROC)
+        # It was not compressed: nothing may come of it but itself.
+        nbytes = records.message_bytes(frames)
+        await self._loop.run_in_executor(None, other._on_message, key, self.address, list(frames), nbytes, done, INPROC)
         return Receipt(await ended)
 
     async def _route(self, run: GpurtShuffleRun, key: RunKey, peer: str) -> Route:
@@ -300,10 +302,11 @@ class Plane:
         key: RunKey,
         sender: str,
         frames: list[Any],
+        paid: int,
         done: Callable[[str], None],
         name: str,
     ) -> None:
-        """A message came by a transport; in its thread."""
+        """A message came by a transport, for `paid` bytes of credit; in its thread."""
         counters = self._link(sender, name)
         run = self._runs.get(key)
         if run is None:
@@ -311,7 +314,7 @@ class Plane:
             return
         came = sum(map(records.size_of, frames))
         try:
-            frames = expanded(frames, self.gate.message_limit)
+            frames = expanded(frames, paid)
             size = sum(map(records.size_of, frames))
             shards = run.unpack(frames)
         except WireError as e:
