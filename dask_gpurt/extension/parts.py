@@ -34,6 +34,27 @@ class Parts:
         self.state: dict[str, str] = {}
         self._undo: list[tuple[str, Callable[[], Awaitable[None]]]] = []
 
+    def permitted(self) -> bool:
+        """Whether anything may be installed in this process.
+
+        Raises
+        ------
+        InstallError
+            The interpreter leaves out assertions. Not with ``on-error: stock``, where Dask is left as it was.
+        """
+        if __debug__:
+            return True
+        why = (
+            "this process runs without assertions (python -O, or PYTHONOPTIMIZE is set), must run with them: the P2P "
+            "shuffles of distributed need what its assert statements do, and hang without. Remedy: start the scheduler "
+            "and the workers without -O, and unset PYTHONOPTIMIZE"
+        )
+        if self.settings.on_error != "stock":
+            raise InstallError(why)
+        self.state["assertions"] = f"off: {why}"
+        self.logger.warning("dask-gpurt: nothing is installed (gpurt.on-error: stock). %s", why)
+        return False
+
     async def add(
         self, name: str, install: Callable[[], Awaitable[Callable[[], Awaitable[None]]]], *, wanted: bool = True
     ) -> None:

@@ -157,6 +157,11 @@ def check() -> None:
     SeamMismatch
         Names every difference and the installed version.
     """
+    if not __debug__:
+        raise SeamMismatch(
+            "this process runs without assertions (python -O, or PYTHONOPTIMIZE is set), must run with them: "
+            "distributed's send buffer needs what its assert statements do. Remedy: start Python without -O"
+        )
     differences = []
     for owner, name, wanted in _SEAM:
         found = _parameters(getattr(owner, name, None))
