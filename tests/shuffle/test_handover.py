@@ -294,8 +294,9 @@ def test_every_message_that_began_ends_for_the_choice(end):
                 with pytest.raises(asyncio.CancelledError):
                     await task
             else:
-                submitted[0](Receipt("" if end == "stored" else "refused"))
+                submitted[0](Receipt("" if end == "stored" else "refused", stall_seconds=1.5))
                 assert await task == {"status": "OK"}
+                assert plane._link("peer", "tcp").stall_seconds == 1.5
         assert not chooser._meter._flying
         assert sum(f.messages for f in chooser._meter._flows.values()) == (end in ("stored", "refused"))
         await plane.stop()

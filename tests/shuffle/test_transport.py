@@ -217,6 +217,7 @@ def test_many_senders_stay_within_a_tiny_budget(nodes, kind):
     ]
     wait(futures, 60)
     assert [f.result().problem for f in futures] == [""] * 90
+    assert sum(f.result().stall_seconds for f in futures) > 0
     stats = hub.gate.statistics()
     assert stats["peak_held_bytes"] <= stats["peak_reserved_bytes"] <= 1 << 18
     assert stats["held_bytes"] == 0

@@ -55,6 +55,8 @@ class Receipt:
     problem: str = ""
     #: the link was lost: whether the peer has stored the message is not known
     lost: bool = False
+    #: the message was ready for so long, first in its link's queue, without credit
+    stall_seconds: float = 0.0
 
 
 class Transport(Protocol):

@@ -75,7 +75,7 @@ class OutboundEnd(_End):
                 except Exception as e:
                     self.lost(repr(e))
             elif isinstance(i, lk.Ended):
-                i.token(Receipt(i.problem, i.lost))
+                i.token(Receipt(i.problem, i.lost, i.stall_seconds))
             elif isinstance(i, lk.Close):
                 self.shut()
                 self.owner.outbound_closed(self, i)

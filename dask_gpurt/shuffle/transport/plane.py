@@ -145,6 +145,7 @@ class Plane:
             finally:
                 end = time.monotonic()
                 route.chooser.ended(name, nbytes, device, end, receipt is not None and not receipt.problem, wire)
+            counters.stall_seconds += receipt.stall_seconds
             if not receipt.problem:
                 counters.messages_out += 1
                 counters.bytes_out += nbytes - room
