@@ -11,7 +11,8 @@ PROGRAM = textwrap.dedent(
     import asyncio
     from distributed import Scheduler, Worker
     from dask_gpurt import preload
-    from dask_gpurt.errors import SeamMismatch
+    import dask_gpurt
+    from dask_gpurt.errors import InstallError, SeamMismatch
     from dask_gpurt.extension.worker import on_worker
     from dask_gpurt.shuffle import seam
 
@@ -43,6 +44,13 @@ PROGRAM = textwrap.dedent(
                 raise SystemExit("not shown for the scheduler")
             if "python -O" not in on_worker(w).statistics()["parts"]["assertions"]:
                 raise SystemExit("not shown for the worker")
+        try:
+            dask_gpurt.local_cluster(n_workers=1)
+        except InstallError as e:
+            if "python -O" not in str(e):
+                raise
+        else:
+            raise SystemExit("local_cluster was not refused")
         try:
             seam.check()
         except SeamMismatch as e:
