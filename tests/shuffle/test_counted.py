@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from distributed.utils_test import gen_cluster
-from helpers import left, source, taken_over
+from helpers import left, source, taken_over, until
 
 from dask_gpurt.shuffle import worker_statistics
 from dask_gpurt.shuffle.outputs import OutputsRun
@@ -48,8 +48,7 @@ async def test_what_fails_beside_the_rows(c, s, a, b):
         patch.setattr(SplittingRun, "__init__", with_a_buffer)
         async with taken_over(s, [a, b]):
             assert len(await c.compute(source(left).shuffle("k", npartitions=5))) == 480
-            while sum(worker_statistics(w)["runs_closed"] for w in (a, b)) < 2:
-                await asyncio.sleep(0.01)
+            await until(lambda: sum(worker_statistics(w)["runs_closed"] for w in (a, b)) == 2)
         stats = [worker_statistics(w) for w in (a, b)]
     assert sum(x["skew_unknown"] for x in stats) == sum(x["inputs"] for x in stats) == 6
     assert [x["close_errors"] for x in stats] == [1, 1]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from distributed.shuffle._rechunk import ArrayRechunkRun, ArrayRechunkSpec
 from distributed.utils_test import gen_cluster
-from helpers import ON
+from helpers import ON, until
 
 from dask_gpurt.shuffle import ShuffleTakeover, seam
 from dask_gpurt.shuffle.rechunk import ReleasingRechunkSpec, release_sent
@@ -43,8 +43,7 @@ async def left_alive(release: bool) -> tuple[int, int]:
         alive += [weakref.ref(shard) for _, (_, shard) in pieces]
         await buffer.write({"a": ((i, 0), pieces)})
         del pieces
-    while len(sent) < 5 or buffer.memory_limiter._acquired:
-        await asyncio.sleep(0)
+    await until(lambda: len(sent) == 5 and not buffer.memory_limiter._acquired)
     count = sum(ref() is not None for ref in alive)
     await buffer.close()
     return len(sent), count

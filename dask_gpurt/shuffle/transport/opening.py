@@ -1,9 +1,9 @@
 """Which transports are open on a worker: each is made when a run first needs it, once, off the event loop.
 
 Sockets of our own send in plaintext. They are opened only where the worker's address has a scheme that is known to be
-plaintext (`PLAINTEXT`), and ``distributed.comm.require-encryption`` is not set. Any other scheme (``tls``, ``wss``, that
-of a plugin) counts as encrypted. The setting ``allow-plaintext-ucx`` permits UCX there. A transport that cannot be
-opened is not tried again, and is logged once.
+plaintext (`PLAINTEXT`), and ``distributed.comm.require-encryption`` is not set. Any other scheme (``tls``, ``wss``,
+that of a plugin) counts as encrypted. The setting ``allow-plaintext-ucx`` permits UCX there. A transport that cannot
+be opened is not tried again, and is logged once.
 """
 
 from __future__ import annotations
