@@ -9,6 +9,7 @@ from distributed import Client, LocalCluster, Scheduler, Worker
 from dask_gpurt.config import Settings
 from dask_gpurt.errors import ConfigError, InstallError
 from dask_gpurt.extension import NAME, GpurtScheduler, on_worker
+from dask_gpurt.extension.parts import require_assertions
 from dask_gpurt.observe.status import Status
 
 if TYPE_CHECKING:
@@ -33,8 +34,12 @@ def local_cluster(*, settings: Mapping[str, Any] | None = None, **kwargs: Any) -
     ------
     ConfigError
         An unknown setting, or a value that is not allowed. Nothing was started.
+    InstallError
+        This interpreter runs without assertions (``python -O``). Nothing was started.
     """
-    Settings.load(settings)  # here, where the caller sees it, rather than in a child process
+    loaded = Settings.load(settings)  # here, where the caller sees it, rather than in a child process
+    if loaded.policy != "stock" and loaded.on_error != "stock":
+        require_assertions()
     argv = [part for key, value in (settings or {}).items() for part in (_flag(key), _argument(key, value))]
     scheduler_kwargs = dict(kwargs.pop("scheduler_kwargs", None) or {})
     _add_preload(scheduler_kwargs, argv)

@@ -24,6 +24,22 @@ if TYPE_CHECKING:
 NAME = "gpurt"
 
 
+def require_assertions() -> None:
+    """Refuse an interpreter that leaves out assertions.
+
+    Raises
+    ------
+    InstallError
+        It does: distributed's P2P shuffles would hang.
+    """
+    if not __debug__:
+        raise InstallError(
+            "this process runs without assertions (python -O, or PYTHONOPTIMIZE is set), must run with them: the P2P "
+            "shuffles of distributed need what its assert statements do, and hang without. Remedy: start the scheduler "
+            "and the workers without -O, and unset PYTHONOPTIMIZE"
+        )
+
+
 class Parts:
     """What is installed in one process, in order, each with the way to take it out."""
 
@@ -33,6 +49,24 @@ class Parts:
         #: part name -> "on", "off" or "off: why"
         self.state: dict[str, str] = {}
         self._undo: list[tuple[str, Callable[[], Awaitable[None]]]] = []
+
+    def permitted(self) -> bool:
+        """Whether anything may be installed in this process.
+
+        Raises
+        ------
+        InstallError
+            The interpreter leaves out assertions. Not with ``on-error: stock``, where Dask is left as it was.
+        """
+        try:
+            require_assertions()
+        except InstallError as e:
+            if self.settings.on_error != "stock":
+                raise
+            self.state["assertions"] = f"off: {e}"
+            self.logger.warning("dask-gpurt: nothing is installed (gpurt.on-error: stock). %s", e)
+            return False
+        return True
 
     async def add(
         self, name: str, install: Callable[[], Awaitable[Callable[[], Awaitable[None]]]], *, wanted: bool = True

@@ -84,6 +84,8 @@ class GpurtScheduler(SchedulerPlugin):
         self.journal = Journal(logger)
         self.parts = Parts(self.settings, logger)
         try:
+            if not self.parts.permitted():
+                return
             # The shuffle comes last: it asks the workers whether they can, and it is the one part that may refuse to
             # leave, which it has to do before anything else has left.
             if self.settings.observe.enabled:

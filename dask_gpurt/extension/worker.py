@@ -69,6 +69,9 @@ class WorkerParts:
                 await TierRuntime.install(worker, settings.tiers, sink=known.journal)
             return known
         self = cls(worker, settings)
+        if not self.parts.permitted():
+            setattr(worker, ATTRIBUTE, self)
+            return self
         # Before the tiers, so that it looks after their waits.
         await self.parts.add("fetches", self._add_fetches)
         await self.parts.add("tiers", self._add_tiers)

@@ -120,7 +120,8 @@ class _Zstd:
 
     def expand_into(self, block: Any, target: memoryview) -> int:
         if not hasattr(self._local, "expander"):
-            self._local.expander = self._module.ZstdDecompressor()
+            # A frame says how much memory it wants for its window. No block of ours wants more than its own length.
+            self._local.expander = self._module.ZstdDecompressor(max_window_size=_BLOCK)
         with self._local.expander.stream_reader(block) as reader:
             total = 0
             while total < target.nbytes:

@@ -28,6 +28,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import traceback
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -369,8 +370,11 @@ class AmendedRun(seam.DataFrameShuffleRun):
                 lost.set_result(None)
         if not self.closed:
             for buffer in self._flushed:
-                with contextlib.suppress(Exception):
+                try:
                     await buffer.close()
+                except Exception:
+                    self._counters.add(close_errors=1)
+                    self._counters.last_error = traceback.format_exc()
             _retaining.discard(self)
             self._ledger.settle()
         await super().close()

@@ -117,6 +117,7 @@ class OutputsRun(HandingRun):
         except Exception as e:
             # The scheduler knows no such run: it was restarted or forgotten meanwhile, and the message that closes it
             # here is under way. Then running the task again is right too.
+            self._counters.add(restarts_refused=1)
             self._counters.last_error = f"{self}: {e!r}"
 
     async def _not_here(self, part: int, key: Any) -> NoReturn:

@@ -4,7 +4,7 @@ Theory of operation. The scheduler plugin named ``shuffle`` is replaced by a sub
 `_retrieve_spec`: which spec the workers get. Stock's worker plugin stays; it builds whatever run the spec says. A
 shuffle is decided once per run, for all workers alike, and from what is known before it starts:
 
-- array rechunks keep stock's spec;
+- array rechunks keep stock's run, which only lets go of shards that were sent (`rechunk`);
 - a meta that is not a pandas frame keeps stock's spec;
 - so does a shuffle on a cluster with a worker that has not said that it can run ours (no package, another version,
   another distributed): two formats in one run would lose rows or fail.
@@ -31,6 +31,7 @@ from dask_gpurt.shuffle import seam, stores
 from dask_gpurt.shuffle.amended import AGAIN
 from dask_gpurt.shuffle.amender import Amender
 from dask_gpurt.shuffle.joins import joined
+from dask_gpurt.shuffle.rechunk import ReleasingRechunkSpec
 from dask_gpurt.shuffle.skew import add_up, skewed
 from dask_gpurt.shuffle.spec import GpurtShuffleSpec
 from dask_gpurt.shuffle.transport.planes import statistics_of
@@ -227,6 +228,9 @@ class ShuffleTakeover:
     def choose(self, spec: Any) -> Any:
         """The spec for a new run: ours, or the given one. Never raises."""
         try:
+            if type(spec) is seam.ArrayRechunkSpec:
+                self._fallbacks["rechunk"] += 1
+                return spec if self._unable() else ReleasingRechunkSpec.of(spec)
             reason = self._reason_for_stock(spec)
             if not reason:
                 order = seam.order_of_outputs(self.scheduler, spec.id)
@@ -236,9 +240,8 @@ class ShuffleTakeover:
         except Exception:
             self.failed()
             reason = "error"
-        if reason != "rechunk":
-            message = f"shuffle {spec.id} is left to stock Dask: {reason}"
-            self._sink(Event("shuffle.fallback", message, {"shuffle": str(spec.id), "reason": reason}))
+        message = f"shuffle {spec.id} is left to stock Dask: {reason}"
+        self._sink(Event("shuffle.fallback", message, {"shuffle": str(spec.id), "reason": reason}))
         self._fallbacks[reason] += 1
         return spec
 
@@ -295,11 +298,15 @@ class ShuffleTakeover:
         import pandas as pd
 
         if type(spec) is not seam.DataFrameShuffleSpec:
-            return "rechunk"
+            return f"its spec is {type(spec).__module__}.{type(spec).__name__}"
         if type(spec.meta) is not pd.DataFrame:
             return f"meta is {type(spec.meta).__module__}.{type(spec.meta).__name__}"
-        unable = sum(self.able.get(address, "?") != "" for address in self.scheduler.workers)
+        unable = self._unable()
         return f"{unable} workers have not said that they can" if unable else ""
+
+    def _unable(self) -> int:
+        """Workers that have not said that they can run a spec of ours."""
+        return sum(self.able.get(address, "?") != "" for address in self.scheduler.workers)
 
     def failed(self) -> None:
         """Count the exception that is being handled."""

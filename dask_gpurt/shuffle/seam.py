@@ -20,7 +20,7 @@ import dask
 import distributed
 import numpy as np
 from dask.context import thread_state
-from distributed.comm import get_address_host
+from distributed.comm import get_address_host, parse_address
 from distributed.core import ErrorMessage, OKMessage, error_message
 from distributed.exceptions import Reschedule
 from distributed.metrics import context_meter, thread_time
@@ -31,6 +31,7 @@ from distributed.shuffle._core import ShuffleRun, ShuffleSpec, barrier_key, id_f
 from distributed.shuffle._exceptions import P2PConsistencyError, ShuffleClosedError
 from distributed.shuffle._limiter import ResourceLimiter
 from distributed.shuffle._merge import merge_unpack
+from distributed.shuffle._rechunk import ArrayRechunkRun, ArrayRechunkSpec
 from distributed.shuffle._scheduler_plugin import ShuffleSchedulerPlugin
 from distributed.shuffle._shuffle import DataFrameShuffleRun, DataFrameShuffleSpec, shuffle_unpack
 from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 __all__ = [
+    "ArrayRechunkSpec",
     "CommShardsBuffer",
     "DataFrameShuffleRun",
     "DataFrameShuffleSpec",
@@ -79,6 +81,7 @@ __all__ = [
     "probe_workers",
     "require_encryption",
     "retry",
+    "scheme_of",
     "serialize",
     "shuffle_tables",
     "swap_plugin",
@@ -127,6 +130,9 @@ _SEAM: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (ShuffleRun, "close", ()),
     (CommShardsBuffer, "__init__", ("send", "memory_limiter", "max_message_size", "concurrency_limit")),
     (CommShardsBuffer, "write", ("data",)),
+    (CommShardsBuffer, "_process", ("address", "shards")),
+    (ArrayRechunkSpec, "create_run_on_worker", ("run_id", "span_id", "worker_for", "plugin")),
+    (ArrayRechunkRun, "_shard_partition", ("data", "partition_id")),
     (ShuffleRun, "validate_data", ("data",)),
     (ShuffleWorkerPlugin, "get_or_create_shuffle", ("shuffle_id",)),
     (ShuffleWorkerPlugin, "get_shuffle_run", ("shuffle_id", "run_id")),
@@ -135,6 +141,7 @@ _SEAM: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (ResourceLimiter, "__init__", ("limit", "metrics_label")),
 )
 _SPEC_FIELDS = {"id", "disk", "npartitions", "column", "meta", "parts_out", "drop_column"}
+_RECHUNK_FIELDS = {"id", "disk", "new", "old"}
 _RUN_PARAMETERS = {
     *("worker_for", "column", "meta", "id", "run_id", "span_id", "local_address", "directory", "executor", "rpc"),
     *("digest_metric", "scheduler", "memory_limiter_disk", "memory_limiter_comms", "disk", "drop_column", "loop"),
@@ -150,6 +157,11 @@ def check() -> None:
     SeamMismatch
         Names every difference and the installed version.
     """
+    if not __debug__:
+        raise SeamMismatch(
+            "this process runs without assertions (python -O, or PYTHONOPTIMIZE is set), must run with them: "
+            "distributed's send buffer needs what its assert statements do. Remedy: start Python without -O"
+        )
     differences = []
     for owner, name, wanted in _SEAM:
         found = _parameters(getattr(owner, name, None))
@@ -161,6 +173,9 @@ def check() -> None:
     fields = set(getattr(DataFrameShuffleSpec, "__dataclass_fields__", ()))
     if fields != _SPEC_FIELDS:
         differences.append(f"DataFrameShuffleSpec fields {sorted(fields)}")
+    fields = set(getattr(ArrayRechunkSpec, "__dataclass_fields__", ()))
+    if fields != _RECHUNK_FIELDS:
+        differences.append(f"ArrayRechunkSpec fields {sorted(fields)}")
     if differences:
         raise SeamMismatch(
             f"distributed {distributed.__version__} differs from what the shuffle was written for: "
@@ -340,6 +355,11 @@ def on_teardown(plugin: Any, last: Callable[[], Awaitable[None]]) -> None:
 def host_of(address: str) -> str:
     """The host in a worker's address, as sockets take it."""
     return str(get_address_host(address))
+
+
+def scheme_of(address: str) -> str:
+    """The scheme of a worker's address, ``tcp`` where it has none."""
+    return str(parse_address(address)[0])
 
 
 def require_encryption() -> bool:

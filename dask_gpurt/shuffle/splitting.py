@@ -58,6 +58,7 @@ class SplittingRun(SendingRun):
             self._histogram.look(data, self.column, largest, rows)
         except Exception:
             # A user's own type that can not be counted. What is said of the skew then names no value.
+            self._counters.add(skew_unknown=1)
             self._counters.last_error = traceback.format_exc()
         middle = time.perf_counter()
         schema = None

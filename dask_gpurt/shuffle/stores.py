@@ -120,6 +120,12 @@ class Counters:
     transport_errors: int = 0
     #: restarts of a whole shuffle asked for by this worker (an output asked for again, or lost on a tier)
     restarts: int = 0
+    #: of those, such as the scheduler did not answer well: it had restarted or forgotten the shuffle already
+    restarts_refused: int = 0
+    #: inputs whose values could not be counted, so that a skew is reported without a value
+    skew_unknown: int = 0
+    #: errors while a run closed; what it kept is dropped all the same
+    close_errors: int = 0
     #: times a run of this worker went on without a worker that was lost
     amendments: int = 0
     #: shards sent again because their receiver was lost

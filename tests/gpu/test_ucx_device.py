@@ -47,7 +47,7 @@ class Node:
         self.transport.submit(future.set_result, peer, Header(RUN, SECRET), buffers)
         return future
 
-    def message(self, run: RunKey, sender: str, frames: list[Any], done: Any) -> None:
+    def message(self, run: RunKey, sender: str, frames: list[Any], paid: int, done: Any) -> None:
         self.frames.append(frames)
         done("")
 

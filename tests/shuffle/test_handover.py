@@ -187,7 +187,7 @@ def test_messages_are_stored_by_few_tasks_and_none_waits_for_another():
         done: list[int] = []
         for i in range(100):
             # As a transport's thread would, while the loop has no time.
-            plane._on_message(KEY, "peer", [str(i).encode()], lambda problem, i=i: done.append(i), "tcp")
+            plane._on_message(KEY, "peer", [str(i).encode()], 100, lambda problem, i=i: done.append(i), "tcp")
         for _ in range(20):
             await asyncio.sleep(0)
         assert done == run.stored == [i for i in range(100) if i not in slow]
@@ -230,7 +230,7 @@ class Owner:
     def stored(self, link: Any, nbytes: int) -> None:
         self.given_back.append(nbytes)
 
-    def on_message(self, run: Any, sender: str, frames: Any, done: Any) -> None:
+    def on_message(self, run: Any, sender: str, frames: Any, paid: int, done: Any) -> None:
         self.done.append(done)
 
 
@@ -294,8 +294,9 @@ def test_every_message_that_began_ends_for_the_choice(end):
                 with pytest.raises(asyncio.CancelledError):
                     await task
             else:
-                submitted[0](Receipt("" if end == "stored" else "refused"))
+                submitted[0](Receipt("" if end == "stored" else "refused", stall_seconds=1.5))
                 assert await task == {"status": "OK"}
+                assert plane._link("peer", "tcp").stall_seconds == 1.5
         assert not chooser._meter._flying
         assert sum(f.messages for f in chooser._meter._flows.values()) == (end in ("stored", "refused"))
         await plane.stop()

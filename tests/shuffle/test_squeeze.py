@@ -13,7 +13,7 @@ from test_link import RUN, SECRET, Worker
 
 from dask_gpurt._version import __version__
 from dask_gpurt.config import Settings, ShuffleSettings
-from dask_gpurt.errors import ConfigError, WireError
+from dask_gpurt.errors import ConfigError, CorruptData, WireError
 from dask_gpurt.model import compression
 from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.plugin import worker_statistics
@@ -248,6 +248,42 @@ def test_shuffles_between_hosts(codec, transport, monkeypatch):
                 assert saved > sum(link["bytes_out"] for link in links) > 0
             assert sum(x["bytes_received"] for x in stats) > 1 << 21
             assert sum(x["resent_safe"] + x["refused"] + x["transport_errors"] + x["uncredited"] for x in stats) == 0
+            for x in stats:
+                assert x["transport"]["receive"]["held_bytes"] == 0
+
+    check()
+
+
+def test_a_block_cannot_ask_for_more_memory_than_its_length():
+    zstandard = pytest.importorskip("zstandard")
+    data = bytes(range(256)) * 4096
+    parameters = zstandard.ZstdCompressionParameters(window_log=27)
+    greedy = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    block = greedy.compress(data) + greedy.flush()
+    with pytest.raises(CorruptData, match="cannot be expanded"):
+        compression.expand("zstd", memoryview(len(block).to_bytes(4, "little") + block), len(data))
+    for n in (1, 1000, 1 << 20, (1 << 20) + 1, 5 << 20):
+        frame = memoryview((data * 6)[:n])
+        assert compression.expand("zstd", memoryview(b"".join(compression.compress("zstd", frame))), n) == frame
+
+
+@pytest.mark.cluster
+def test_nothing_is_expanded_beyond_the_credit_that_it_cost(monkeypatch):
+    monkeypatch.setattr(plane, "place_of", lambda ours, theirs: Place.REMOTE)
+    direct = plane.Plane._direct
+
+    def without_room(self, name, route, key, peer, frames, room=0):
+        return direct(self, name, route, key, peer, frames, 0)
+
+    monkeypatch.setattr(plane.Plane, "_direct", without_room)
+
+    @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 2, timeout=120)
+    async def check(c, s, a, b):
+        async with taken_over(s, [a, b], settings=ShuffleSettings(enabled=True, transport="tcp", codec="zstd")):
+            same_rows(await c.compute(source(compressible).shuffle("k", npartitions=5)), 6)
+            stats = [worker_statistics(w) for w in (a, b)]
+            assert sum(x["bytes_squeezed"] for x in stats) > 0
+            assert sum(x["refused"] for x in stats) == sum(x["resent_safe"] for x in stats) > 0
             for x in stats:
                 assert x["transport"]["receive"]["held_bytes"] == 0
 

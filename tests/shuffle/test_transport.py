@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import os
 import signal
 import socket
@@ -9,6 +11,7 @@ import struct
 import threading
 import time
 from concurrent.futures import wait
+from types import SimpleNamespace
 from typing import Any
 
 import dask
@@ -23,7 +26,7 @@ from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.errors import WireError
 from dask_gpurt.model.pages import Pages, system
 from dask_gpurt.shuffle import MemoryShardStore, worker_statistics
-from dask_gpurt.shuffle.transport import connection, opening, planes, pull, records
+from dask_gpurt.shuffle.transport import connection, listener, opening, planes, pull, quiet_log, records
 from dask_gpurt.shuffle.transport import link as lk
 from dask_gpurt.shuffle.transport.base import Gate, Header, Peer, Services
 from dask_gpurt.shuffle.transport.records import Kind, Record, RunKey
@@ -71,7 +74,7 @@ class Node:
 
             self.transport = UcxTransport(services, pool)
 
-    def message(self, run: RunKey, sender: str, frames: list[Any], done: Any) -> None:
+    def message(self, run: RunKey, sender: str, frames: list[Any], paid: int, done: Any) -> None:
         assert run == RUN
         text = b"".join(bytes(f) for f in frames)
         if len(text) < 8 or records.xxhash.xxh3_64_digest(text[8:]) != text[:8]:
@@ -214,6 +217,7 @@ def test_many_senders_stay_within_a_tiny_budget(nodes, kind):
     ]
     wait(futures, 60)
     assert [f.result().problem for f in futures] == [""] * 90
+    assert sum(f.result().stall_seconds for f in futures) > 0
     stats = hub.gate.statistics()
     assert stats["peak_held_bytes"] <= stats["peak_reserved_bytes"] <= 1 << 18
     assert stats["held_bytes"] == 0
@@ -284,6 +288,91 @@ def test_the_listener_is_bound_to_its_own_address_and_strangers_are_closed(nodes
     eventually(lambda: b.transport.statistics()["strangers"] == len(said))
     assert b.gate.statistics()["peak_reserved_bytes"] == 0
     assert b.received == []
+
+
+class NoDescriptors:
+    """A listening socket of a process whose descriptors are all in use, but for those that it closes itself."""
+
+    def __init__(self, sock: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sock = sock
+        self.left = 0
+        self.calls = 0
+        close, open_ = os.close, os.open
+        self.spare: set[int] = set()
+
+        def closing(fd: int) -> None:
+            self.left += fd in self.spare
+            self.spare.discard(fd)
+            close(fd)
+
+        def opening(*args: Any) -> int:
+            if not self.left:
+                raise OSError(errno.EMFILE, "Too many open files")
+            self.left -= 1
+            self.spare.add(fd := open_(*args))
+            return fd
+
+        monkeypatch.setattr(listener, "os", SimpleNamespace(**{**vars(os), "close": closing, "open": opening}))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.sock, name)
+
+    def accept(self) -> Any:
+        self.calls += 1
+        if not self.left:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return self.sock.accept()
+
+
+def in_loop(node: Node, function: Any) -> None:
+    """Call it in the receiving thread, and wait."""
+    done = threading.Event()
+    node.transport.receiving.call(lambda: (function(), done.set()))
+    assert done.wait(60)
+
+
+@pytest.mark.parametrize("reserve", [True, False])
+def test_without_descriptors_the_listener_is_quiet(nodes, monkeypatch, caplog, reserve):
+    b = nodes("tcp", "b")
+    entry = b.transport._listener
+    short = NoDescriptors(entry._socket, monkeypatch)
+    if reserve:
+        short.spare.add(entry._spare)
+    else:
+        os.close(entry._spare)
+        entry._spare = None
+    with caplog.at_level("WARNING", "distributed.worker.gpurt"):
+        in_loop(b, lambda: setattr(entry, "_socket", short))
+        strangers = [socket.create_connection(b.transport.endpoint) for _ in range(30)]
+        if reserve:  # each is closed at once
+            for s in strangers:
+                s.settimeout(30)
+                assert s.recv(1) == b""
+            assert b.transport.statistics()["refused_descriptors"] == 30
+            assert b.transport.statistics()["accept_pauses"] == 0
+        else:
+            eventually(lambda: b.transport.statistics()["accept_pauses"] >= 2)
+            # One call of `accept` per pause, not one per turn of the loop.
+            assert short.calls <= b.transport.statistics()["accept_pauses"] + 1
+    assert len([r for r in caplog.records if "ulimit" in r.getMessage()]) == 1
+    assert b.transport.statistics()["errors"] >= 1
+    # When there are some again, all is as before.
+    in_loop(b, lambda: setattr(entry, "_socket", short.sock))
+    for s in strangers:
+        s.close()
+    a = nodes("tcp", "a")
+    assert send_all(a, b.peer_for("a"), [message(0, 100)]) == [""]
+
+
+def test_warnings_are_logged_once_per_period():
+    lines: list[str] = []
+    now = [0.0]
+    log = quiet_log.QuietLog(SimpleNamespace(warning=lambda text, *args: lines.append(text % args)), lambda: now[0])
+    for _ in range(4000):
+        log.warning("short")
+    now[0] = quiet_log.PERIOD_SECONDS
+    log.warning("short")
+    assert lines == ["short", "short (3999 more warnings since the last one)"]
 
 
 class Spoils:
@@ -454,14 +543,41 @@ def test_nothing_plaintext_on_an_encrypted_cluster(transport):
         check()
 
 
-@pytest.mark.cluster
-@pytest.mark.parametrize("transport", ["tcp", "auto"])
-def test_a_tls_cluster_opens_nothing_of_ours(transport):
-    pytest.importorskip("cryptography")
+@pytest.mark.parametrize(
+    ("address", "tcp", "ucx"),
+    [
+        ("tcp://127.0.0.1:1", True, True),
+        ("ws://127.0.0.1:1", True, True),
+        ("ucxx://127.0.0.1:1", True, True),
+        ("inproc://127.0.0.1/1/1", False, True),
+        ("tls://127.0.0.1:1", False, False),
+        ("wss://127.0.0.1:1", False, False),
+        ("made-by-a-plugin://127.0.0.1:1", False, False),
+    ],
+)
+def test_plaintext_is_opened_beside_known_plaintext_only(address, tcp, ucx):
+    async def able(**more: Any) -> dict[str, bool]:
+        known = opening.OpenTransports(address, lambda name: None, with_transport("auto", **more), lambda **n: None)
+        return {name: known.allowed(name) for name in ("tcp", "ucx", "other")}
 
-    @gen_cluster(**TWO, security=Security.temporary())
+    with dask.config.set({"distributed.comm.require-encryption": None}):
+        assert asyncio.run(able()) == {"tcp": tcp, "ucx": ucx, "other": False}
+        assert asyncio.run(able(allow_plaintext_ucx=True)) == {"tcp": tcp, "ucx": True, "other": False}
+    with dask.config.set({"distributed.comm.require-encryption": True}):
+        assert not any(asyncio.run(able()).values())
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    ("scheme", "transport"), [("tls", "tcp"), ("tls", "auto"), ("wss", "tcp"), ("wss", "auto"), ("wss", "ucx")]
+)
+def test_an_encrypted_cluster_opens_nothing_of_ours(scheme, transport):
+    pytest.importorskip("cryptography")
+    protocol = {"protocol": scheme}
+
+    @gen_cluster(**TWO, security=Security.temporary(), scheduler_kwargs=protocol, worker_kwargs=protocol)
     async def check(c, s, a, b):
-        assert a.address.startswith("tls://")
+        assert a.address.startswith(f"{scheme}://")
         async with taken_over(s, [a, b], settings=with_transport(transport)):
             same_rows(await c.compute(source(left).shuffle("k", npartitions=5)), left, 6)
             for w in (a, b):

@@ -55,6 +55,8 @@ class Receipt:
     problem: str = ""
     #: the link was lost: whether the peer has stored the message is not known
     lost: bool = False
+    #: the message was ready for so long, first in its link's queue, without credit
+    stall_seconds: float = 0.0
 
 
 class Transport(Protocol):
@@ -116,6 +118,12 @@ class Gate:
         with self._lock:
             return self._arbiter.arrive(link, nbytes)
 
+    def overdraw(self, link: Hashable, nbytes: int) -> None:
+        """A message came that was not granted and is received all the same."""
+        with self._lock:
+            self._arbiter.overdraw(link, nbytes)
+        self._grant()
+
     def granted(self, link: Hashable) -> int:
         with self._lock:
             return self._arbiter.granted(link)
@@ -159,7 +167,8 @@ class Services:
     gate: Gate
     #: the secret of a run that is here, else None
     secret_of: Callable[[RunKey], bytes | None]
-    #: (run, sender's address, frames, done): store a message, then call `done("")`, or `done(why not)`
-    on_message: Callable[[RunKey, str, list[Any], Callable[[str], None]], None]
+    #: (run, sender's address, frames, bytes of credit it cost, done): store a message, then call `done("")`, or
+    #: `done(why not)`
+    on_message: Callable[[RunKey, str, list[Any], int, Callable[[str], None]], None]
     #: (transport, peer's address or "", reason, violation): a link is gone that had not ended in order
     on_loss: Callable[[str, str, str, bool], None]

@@ -114,6 +114,24 @@ class Arbiter:
         self.peak_held = max(self.peak_held, self._held)
         return True
 
+    def overdraw(self, link: Hashable, nbytes: int) -> None:
+        """A message of `nbytes` arrived that was not granted in full, and is received all the same.
+
+        Both sides count it in their totals. So the sender's next want is for its next message alone, the want of this
+        one is settled, and what credit was left for it is used up. It is not held against the budget.
+        """
+        account = self._accounts.get(link)
+        if account is None or account.closed:
+            return
+        account.arrived += nbytes
+        left = max(0, account.granted - account.arrived)
+        self._reserved -= account.granted - (account.arrived - nbytes) - left
+        self._windows -= account.window - min(account.window, left)
+        account.window = min(account.window, left)
+        account.granted = account.arrived + left
+        if account.wanted <= account.granted:
+            self._queue.pop(link, None)
+
     def stored(self, link: Hashable, nbytes: int) -> None:
         """A message that had arrived is stored, or was dropped."""
         account = self._accounts.get(link)

@@ -75,7 +75,7 @@ class OutboundEnd(_End):
                 except Exception as e:
                     self.lost(repr(e))
             elif isinstance(i, lk.Ended):
-                i.token(Receipt(i.problem, i.lost))
+                i.token(Receipt(i.problem, i.lost, i.stall_seconds))
             elif isinstance(i, lk.Close):
                 self.shut()
                 self.owner.outbound_closed(self, i)
@@ -131,7 +131,7 @@ class InboundEnd(_End):
         def done(problem: str) -> None:
             self._ended.put((sequence, nbytes, problem))
 
-        self.owner.services.on_message(self.machine.run, self.machine.sender, frames, done)
+        self.owner.services.on_message(self.machine.run, self.machine.sender, frames, nbytes, done)
 
     def _answer(self) -> None:
         """Answer what has ended, all of it: the gate is asked once."""

@@ -73,6 +73,8 @@ class Ended(NamedTuple):
     token: Any
     problem: str = ""
     lost: bool = False
+    #: it was the first in the queue for so long, and there was no credit for it
+    stall_seconds: float = 0.0
 
 
 class Opened(NamedTuple):

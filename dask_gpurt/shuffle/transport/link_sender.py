@@ -23,6 +23,7 @@ class _Pending:
     #: what it costs in credit: its own bytes, and room
     nbytes: int
     room: int
+    stall_seconds: float = 0.0
 
 
 class SenderLink:
@@ -65,8 +66,6 @@ class SenderLink:
         self._heard = self._pinged = now
         self._strange = 0
         self._stalled_since: float | None = None
-        #: seconds with a message ready and no credit for it
-        self.stall_seconds = 0.0
         #: the receiver reads messages where they lie
         self.pulled = False
 
@@ -148,7 +147,8 @@ class SenderLink:
 
     def _close(self, reason: str, violation: bool = False) -> list[Instruction]:
         self.state = State.CLOSED
-        ended: list[Instruction] = [Ended(p.token, reason, lost=True) for p in (*self._flying.values(), *self._queue)]
+        pending = (*self._flying.values(), *self._queue)
+        ended: list[Instruction] = [Ended(p.token, reason, True, p.stall_seconds) for p in pending]
         self._flying.clear()
         self._queue.clear()
         return [*ended, Close(reason, violation, quiet=not ended and not violation)]
@@ -186,7 +186,7 @@ class SenderLink:
         if pending is not None:
             refused = record.kind is Kind.REFUSED
             problem = (bytes(body).decode(errors="replace") or "refused") if refused else ""
-            ended.append(Ended(pending.token, problem))
+            ended.append(Ended(pending.token, problem, stall_seconds=pending.stall_seconds))
         return ended + self._pump(now)
 
     def _on_pong(self, record: Record, body: bytes, now: float) -> list[Instruction]:
@@ -216,7 +216,7 @@ class SenderLink:
                     out.append(Send(Record(Kind.WANT, self.run, value=self._wanted)))
                 break
             if self._stalled_since is not None:
-                self.stall_seconds += now - self._stalled_since
+                head.stall_seconds = now - self._stalled_since
                 self._stalled_since = None
             self._queue.popleft()
             self._sequence += 1

@@ -189,7 +189,7 @@ class _Out:
                     body = records.table(i.buffers) + b"".join(frames)
                 net.carry(self.owner.services.address, self.peer.address, self.other.arrived, i.record.pack(), body)
             elif isinstance(i, lk.Ended):
-                i.token(Receipt(i.problem, i.lost))
+                i.token(Receipt(i.problem, i.lost, i.stall_seconds))
             elif isinstance(i, lk.Close):
                 self.owner._gone(self, i)
                 if self.other is not None:  # as a socket would
@@ -242,4 +242,4 @@ class _In:
             self.owner.services.gate.stored(self, deliver.nbytes)
             self.carry_out(self.machine.stored(deliver.sequence, problem))
 
-        self.owner.services.on_message(self.machine.run, self.machine.sender, deliver.frames, done)
+        self.owner.services.on_message(self.machine.run, self.machine.sender, deliver.frames, deliver.nbytes, done)

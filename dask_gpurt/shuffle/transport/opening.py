@@ -1,7 +1,9 @@
 """Which transports are open on a worker: each is made when a run first needs it, once, off the event loop.
 
-On a TLS cluster, or with ``distributed.comm.require-encryption``, nothing is opened that sends in plaintext, unless the
-setting ``allow-plaintext-ucx`` says so. One that can not be opened is not tried again, and said once.
+Sockets of our own send in plaintext. They are opened only where the worker's address has a scheme that is known to be
+plaintext (`PLAINTEXT`), and ``distributed.comm.require-encryption`` is not set. Any other scheme (``tls``, ``wss``,
+that of a plugin) counts as encrypted. The setting ``allow-plaintext-ucx`` permits UCX there. A transport that cannot
+be opened is not tried again, and is logged once.
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
     from dask_gpurt.shuffle.transport.records import RunKey
 
 logger = logging.getLogger("distributed.worker.gpurt")
+
+#: schemes of worker addresses whose comms are not encrypted. An allow-list: a scheme that is not known may be encrypted
+PLAINTEXT = frozenset({"inproc", "tcp", "ucx", "ucxx", "ws"})
 
 
 def make(name: str, services: Services) -> Transport:
@@ -73,19 +78,19 @@ class OpenTransports:
 
     @property
     def encrypted(self) -> bool:
-        """Whether this cluster must not see plaintext."""
-        return self._address.startswith("tls://") or seam.require_encryption()
+        """Whether the network must not see plaintext of this cluster."""
+        return seam.scheme_of(self._address) not in PLAINTEXT or seam.require_encryption()
+
+    def allowed(self, name: str) -> bool:
+        """Whether a transport may be used on this cluster, to send and to receive."""
+        if name == "ucx":
+            return not self.encrypted or self._settings.allow_plaintext_ucx
+        return name == "tcp" and not self.encrypted and seam.scheme_of(self._address) != "inproc"
 
     def wanted(self, place: Place) -> list[str]:
         """Transports to open for a peer at this place."""
         forced = self._settings.transport
-        names = candidates(place) if forced == "auto" else [forced]
-        plain = not self.encrypted
-        allowed = {
-            "tcp": plain and not self._address.startswith("inproc"),
-            "ucx": plain or self._settings.allow_plaintext_ucx,
-        }
-        return [name for name in names if allowed.get(name, False)]
+        return [name for name in (candidates(place) if forced == "auto" else [forced]) if self.allowed(name)]
 
     async def get(self, name: str) -> Transport | None:
         """The transport, opened if it is not; None: it is not available here."""

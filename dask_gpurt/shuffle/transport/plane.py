@@ -145,6 +145,7 @@ class Plane:
             finally:
                 end = time.monotonic()
                 route.chooser.ended(name, nbytes, device, end, receipt is not None and not receipt.problem, wire)
+            counters.stall_seconds += receipt.stall_seconds
             if not receipt.problem:
                 counters.messages_out += 1
                 counters.bytes_out += nbytes - room
@@ -224,7 +225,9 @@ class Plane:
         def done(problem: str) -> None:
             self._loop.call_soon_threadsafe(end, problem)
 
-        await self._loop.run_in_executor(None, other._on_message, key, self.address, list(frames), done, INPROC)
+        # It was not compressed: nothing may come of it but itself.
+        nbytes = records.message_bytes(frames)
+        await self._loop.run_in_executor(None, other._on_message, key, self.address, list(frames), nbytes, done, INPROC)
         return Receipt(await ended)
 
     async def _route(self, run: GpurtShuffleRun, key: RunKey, peer: str) -> Route:
@@ -254,9 +257,9 @@ class Plane:
             if len(self._choosers) >= _PEERS:
                 self._choosers.pop(next(iter(self._choosers)))
             place = place_of(ours, card)
-            able = [name for name in (INPROC, "ucx", "tcp") if name == INPROC or card.get(name)]
-            if place is not Place.PROCESS:
-                able.remove(INPROC)
+            able = [INPROC] if place is Place.PROCESS else []
+            # What the peer permits is not enough: its configuration may differ from ours.
+            able += [name for name in ("ucx", "tcp") if card.get(name) and self.transports.allowed(name)]
             chooser = self._choosers[peer] = Chooser(place, able, self.settings.transport)
         return Route(card, chooser, Header(key, self._secrets.get(key, b"")), self._squeezer.able(chooser, card))
 
@@ -300,10 +303,11 @@ class Plane:
         key: RunKey,
         sender: str,
         frames: list[Any],
+        paid: int,
         done: Callable[[str], None],
         name: str,
     ) -> None:
-        """A message came by a transport; in its thread."""
+        """A message came by a transport, for `paid` bytes of credit; in its thread."""
         counters = self._link(sender, name)
         run = self._runs.get(key)
         if run is None:
@@ -311,7 +315,7 @@ class Plane:
             return
         came = sum(map(records.size_of, frames))
         try:
-            frames = expanded(frames, self.gate.message_limit)
+            frames = expanded(frames, paid)
             size = sum(map(records.size_of, frames))
             shards = run.unpack(frames)
         except WireError as e:

@@ -4,6 +4,11 @@ Theory of operation. The sender asks for a total by a call before it sends (`Saf
 answers when it has room (`SafeReceiver.answer`), and every answer to a message brings what that message has given back.
 Asking is bounded: after `WANT_SECONDS` a message goes without credit, as the safe path must never be what a shuffle
 hangs on. It is then counted at the receiver (``uncredited``), not held against its budget.
+
+Both sides count the same bytes in their totals, with credit or without: all messages of at most the limit. Else one
+message without credit would leave the totals apart, and every later one would be granted bytes that never come.
+(A message that comes twice, after a comm failed, is counted twice at the receiver; that costs this link's later
+messages their credit, and no budget.)
 """
 
 from __future__ import annotations
@@ -84,12 +89,11 @@ class SafeReceiver:
     async def answer(self, key: RunKey, sender: str, total: int) -> dict[str, Any]:
         """A peer wants credit for `total` bytes in all."""
         link = (SAFE, sender, key)
-        waiting = self._waiting.get(link)
-        if waiting is None:  # only now: a link that is not used needs no window
-            waiting = self._waiting[link] = asyncio.Event()
-            self._gate.open(link, functools.partial(self._wake, waiting))
-        if not self._gate.want(link, total):
+        if not self._here(key):
             return {"status": "OK"}
+        waiting = self._opened(link)
+        # False: messages that went without credit are under way, and have to arrive first.
+        wanted = self._gate.want(link, total)
         deadline = self._loop.time() + _ANSWER_SECONDS
         while self._gate.granted(link) < total and self._here(key) and (rest := deadline - self._loop.time()) > 0:
             waiting.clear()
@@ -99,7 +103,16 @@ class SafeReceiver:
                 await asyncio.wait_for(waiting.wait(), rest)
             except TimeoutError:
                 break
+            wanted = wanted or self._gate.want(link, total)
         return {"status": "OK", "granted": self._gate.granted(link)}
+
+    def _opened(self, link: tuple[str, str, RunKey]) -> asyncio.Event:
+        """The event of a link, which is opened when it is first used: one that is not used needs no window."""
+        waiting = self._waiting.get(link)
+        if waiting is None:
+            waiting = self._waiting[link] = asyncio.Event()
+            self._gate.open(link, functools.partial(self._wake, waiting))
+        return waiting
 
     def _wake(self, event: asyncio.Event, total: int) -> None:
         """Credit for a sender that waits; any thread."""
@@ -113,7 +126,12 @@ class SafeReceiver:
     def arrive(self, key: RunKey, sender: str, nbytes: int) -> Callable[[], None] | None:
         """A message came; returns what to call when it is stored, None: it came without credit."""
         link = (SAFE, sender, key)
+        if nbytes > self._gate.message_limit or not self._here(key):
+            return None  # its sender does not count it either
+        waiting = self._opened(link)
         if not self._gate.arrive(link, nbytes):
+            self._gate.overdraw(link, nbytes)
+            waiting.set()
             return None
         return functools.partial(self._gate.stored, link, nbytes)
 

@@ -123,7 +123,7 @@ def expanded(frames: list[Any], limit: int) -> list[Any]:
     Parameters
     ----------
     limit
-        Bytes that a message has, at most.
+        Bytes of credit that the message cost: so many are kept free for it. Compared before anything is allocated.
 
     Raises
     ------
@@ -146,7 +146,7 @@ def expanded(frames: list[Any], limit: int) -> list[Any]:
     table = list(_ROW.iter_unpack(rows))
     total = sum(row[1] if row[0] else records.size_of(frame) for row, frame in zip(table, frames[1:], strict=True))
     if total > limit:
-        raise WireError(f"a message is {total} bytes when expanded, at most {limit} are allowed")
+        raise WireError(f"a message is {total} bytes when expanded, at most {limit} were paid for")
     out: list[Any] = []
     for frame, (number, nbytes, digest) in zip(frames[1:], table, strict=True):
         if not number:

@@ -22,7 +22,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import select
 import socket
 import threading
 import time
@@ -37,7 +36,9 @@ from dask_gpurt.shuffle.transport.ends import InboundEnd, OutboundEnd
 from dask_gpurt.shuffle.transport.ioloop import IoLoop
 from dask_gpurt.shuffle.transport.link_receiver import ReceiverLink
 from dask_gpurt.shuffle.transport.link_sender import SenderLink
+from dask_gpurt.shuffle.transport.listener import Listener
 from dask_gpurt.shuffle.transport.places import host_token
+from dask_gpurt.shuffle.transport.quiet_log import QuietLog
 from dask_gpurt.shuffle.transport.records import Kind, Record
 
 if TYPE_CHECKING:
@@ -234,24 +235,16 @@ class TcpTransport:
         self._inbound: set[_Inbound] = set()
         self.strangers = self.lost = self.errors = 0
         self.last_error = ""
+        self._log = QuietLog(logger)
         self._stopped = False
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            self._listener.bind((host, 0))
-            self._listener.listen(128)
-            self._listener.setblocking(False)
-        except OSError:
-            self._listener.close()
-            raise
+        self._listener = Listener(host)
         #: (host, port) that peers connect to; they learn the name of this host, too
-        self.endpoint: tuple[str, int] = self._listener.getsockname()[:2]
+        self.endpoint = self._listener.endpoint
         self.sending = IoLoop("gpurt-tcp-send", self._failed)
         self.receiving = IoLoop("gpurt-tcp-recv", self._failed)
         self.sending.on_tick = self._tick_outbound
         self.receiving.on_tick = self._tick_inbound
-        self.receiving.on_event[self._listener.fileno()] = self._accept
-        self.receiving.poll.register(self._listener, select.EPOLLIN)
+        self._listener.serve(self.receiving, self._accept, self._failed)
 
     # ---- any thread
 
@@ -283,6 +276,8 @@ class TcpTransport:
             "lost": self.lost,
             "errors": self.errors,
             "last_error": self.last_error,
+            "refused_descriptors": self._listener.refused,
+            "accept_pauses": self._listener.pauses,
             "placed": self.placed,
             "pulled": self.pulled,
             "pulled_bytes": self.pulled_bytes,
@@ -294,7 +289,7 @@ class TcpTransport:
     def _failed(self, text: str) -> None:
         self.errors += 1
         self.last_error = text
-        logger.warning("gpurt tcp transport: %s", text.splitlines()[-1])
+        self._log.warning(f"gpurt tcp transport: {text.splitlines()[-1]}")
 
     # ---- send thread
 
@@ -334,17 +329,12 @@ class TcpTransport:
         """What came from the wire, before anybody looks at it; tests replace this."""
         return record, body
 
-    def _accept(self, event: int) -> None:
-        while True:
-            try:
-                sock, _ = self._listener.accept()
-            except (BlockingIOError, ConnectionAbortedError):
-                return
-            if sum(i.machine.state is lk.State.WAITING for i in self._inbound) >= MAX_STRANGERS:
-                self.strangers += 1
-                sock.close()
-                continue
-            self._inbound.add(_Inbound(self, sock))
+    def _accept(self, sock: socket.socket) -> None:
+        if sum(i.machine.state is lk.State.WAITING for i in self._inbound) >= MAX_STRANGERS:
+            self.strangers += 1
+            sock.close()
+            return
+        self._inbound.add(_Inbound(self, sock))
 
     def inbound_closed(self, link: _Inbound, close: lk.Close) -> None:
         self._inbound.discard(link)
@@ -359,10 +349,10 @@ class TcpTransport:
             link.carry_out(link.machine.bye())
 
     def _tick_inbound(self, now: float) -> None:
+        self._listener.tick(now)
         for link in list(self._inbound):
             link.tick(now)
 
     def _stop_receiving(self) -> None:
         self._drop(lambda i: True)
-        self.receiving.on_event.pop(self._listener.fileno(), None)
         self._listener.close()

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from dask_gpurt.backends import ucx as backend
 from dask_gpurt.shuffle.transport.base import Receipt, TransportUnavailable
 from dask_gpurt.shuffle.transport.ioloop import IoLoop
+from dask_gpurt.shuffle.transport.quiet_log import QuietLog
 from dask_gpurt.shuffle.transport.ucx_ends import Request, UcxInbound, UcxOutbound, nothing
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class UcxTransport:
         self._knocks: set[UcxInbound] = set()
         self.lost = self.errors = self.strangers = 0
         self.last_error = ""
+        self._log = QuietLog(logger)
         self._stopped = False
         self.ucx: backend.UcxWorker
         self.loop = IoLoop("gpurt-ucx", self._failed)
@@ -140,7 +142,7 @@ class UcxTransport:
     def _failed(self, text: str) -> None:
         self.errors += 1
         self.last_error = text
-        logger.warning("gpurt ucx transport: %s", text.splitlines()[-1])
+        self._log.warning(f"gpurt ucx transport: {text.splitlines()[-1]}")
 
     # ---- UCX thread
 

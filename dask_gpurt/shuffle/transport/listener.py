@@ -1,0 +1,133 @@
+"""The listening socket of `tcp`. It stays quiet when the process has no file descriptor left.
+
+Theory of operation. A connection that cannot be accepted stays in the kernel's queue, and epoll reports it again at
+once: a loop that only tries again takes a whole core. So one descriptor is kept in reserve. When `accept` fails for
+want of descriptors, the reserve is closed, each connection in the queue is accepted and closed, and the reserve is
+opened again. The other workers see that at once and send by distributed's comms, instead of waiting for an answer.
+Where that is not possible, and for any other failure of `accept`, nothing is accepted for `PAUSE_SECONDS`.
+
+All of it runs in the thread of the receiving loop.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import select
+import socket
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dask_gpurt.shuffle.transport.ioloop import IoLoop
+
+#: after a failure that the reserve does not help with, nothing is accepted for so long
+PAUSE_SECONDS = 1.0
+_BACKLOG = 128
+_SHORT = frozenset({errno.EMFILE, errno.ENFILE})
+
+
+def _reserve() -> int | None:
+    """A descriptor to give up later; None: there is none left."""
+    try:
+        return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:  # shown when `accept` fails for the same reason
+        return None
+
+
+class Listener:
+    """Listens on an address of this worker; `serve` begins to accept.
+
+    Raises
+    ------
+    OSError
+        The address cannot be bound.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            self._socket.bind((host, 0))
+            self._socket.listen(_BACKLOG)
+            self._socket.setblocking(False)
+        except OSError:
+            self._socket.close()
+            raise
+        #: (host, port) that peers connect to
+        self.endpoint: tuple[str, int] = self._socket.getsockname()[:2]
+        self._spare = _reserve()
+        #: connections closed because no descriptor was left
+        self.refused = 0
+        #: times that nothing was accepted for `PAUSE_SECONDS`
+        self.pauses = 0
+        self._resume_at = math.inf
+
+    def serve(self, loop: IoLoop, accepted: Callable[[socket.socket], None], failed: Callable[[str], None]) -> None:
+        """Accept in the loop's thread from now on.
+
+        Parameters
+        ----------
+        failed
+            Is given a text for each failure; may be called often.
+        """
+        self._loop, self._accepted, self._failed = loop, accepted, failed
+        loop.on_event[self._socket.fileno()] = self._event
+        loop.poll.register(self._socket, select.EPOLLIN)
+
+    def tick(self, now: float) -> None:
+        """Accept again when a pause is over."""
+        if now >= self._resume_at:
+            self._resume_at = math.inf
+            if self._spare is None:
+                self._spare = _reserve()
+            self._loop.poll.modify(self._socket, select.EPOLLIN)
+
+    def close(self) -> None:
+        """Stop to listen."""
+        self._loop.on_event.pop(self._socket.fileno(), None)
+        self._socket.close()
+        if self._spare is not None:
+            os.close(self._spare)
+            self._spare = None
+
+    def _event(self, event: int) -> None:
+        while True:
+            try:
+                sock, _ = self._socket.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as e:
+                refused = self._refuse() if e.errno in _SHORT else 0
+                self._failed(
+                    f"a connection of another worker was not accepted: {e}. {refused} were closed, their workers use "
+                    "Dask's comms. Remedy where too many files are open: raise the limit (ulimit -n)"
+                )
+                if not refused:
+                    self._pause()
+                return
+            self._accepted(sock)
+
+    def _refuse(self) -> int:
+        """Close what waits in the queue, by means of the reserve; returns the number of connections."""
+        if self._spare is None:
+            return 0
+        os.close(self._spare)
+        count = 0
+        try:
+            while count < _BACKLOG:
+                sock, _ = self._socket.accept()
+                sock.close()
+                count += 1
+        except OSError:  # the queue is empty, or somebody else took the descriptor: then the caller pauses
+            pass
+        self._spare = _reserve()
+        self.refused += count
+        return count
+
+    def _pause(self) -> None:
+        self.pauses += 1
+        self._resume_at = time.monotonic() + PAUSE_SECONDS
+        self._loop.poll.modify(self._socket, 0)

@@ -1,0 +1,66 @@
+"""Failures that a shuffle survives are counted and shown."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from distributed.utils_test import gen_cluster
+from helpers import left, source, taken_over, until
+
+from dask_gpurt.shuffle import worker_statistics
+from dask_gpurt.shuffle.outputs import OutputsRun
+from dask_gpurt.shuffle.skew import Histogram
+from dask_gpurt.shuffle.splitting import SplittingRun
+from dask_gpurt.shuffle.stores import Counters
+
+TWO: dict[str, Any] = {"client": True, "nthreads": [("127.0.0.1", 1)] * 2, "timeout": 120}
+
+
+@pytest.mark.cluster
+@gen_cluster(**TWO)
+async def test_what_fails_beside_the_rows(c, s, a, b):
+    class Unclosable:
+        """A send buffer from before an amendment."""
+
+        async def flush(self) -> None:
+            pass
+
+        def raise_on_exception(self) -> None:
+            pass
+
+        async def close(self) -> None:
+            raise OSError("it does not close")
+
+    def look(self: Any, *args: Any) -> None:
+        raise ArithmeticError("cannot be counted")
+
+    init = SplittingRun.__init__
+
+    def with_a_buffer(self: Any, **kwargs: Any) -> None:
+        init(self, **kwargs)
+        self._flushed.append(Unclosable())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Histogram, "look", look)
+        patch.setattr(SplittingRun, "__init__", with_a_buffer)
+        async with taken_over(s, [a, b]):
+            assert len(await c.compute(source(left).shuffle("k", npartitions=5))) == 480
+            await until(lambda: sum(worker_statistics(w)["runs_closed"] for w in (a, b)) == 2)
+        stats = [worker_statistics(w) for w in (a, b)]
+    assert sum(x["skew_unknown"] for x in stats) == sum(x["inputs"] for x in stats) == 6
+    assert [x["close_errors"] for x in stats] == [1, 1]
+    assert all("it does not close" in x["last_error"] or "cannot be counted" in x["last_error"] for x in stats)
+
+
+def test_a_restart_that_the_scheduler_refuses():
+    class Refuses:
+        async def shuffle_barrier(self, **kwargs: Any) -> None:
+            raise ValueError("no such run")
+
+    run = SimpleNamespace(scheduler=Refuses(), id="x", run_id=1, _counters=Counters())
+    asyncio.run(OutputsRun._ask_for_restart(run))  # type: ignore[arg-type]
+    assert run._counters.restarts_refused == 1
+    assert "no such run" in run._counters.last_error
