@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from distributed import Client, LocalCluster, Scheduler, Worker
 
-from dask_gpurt.config import Settings
+from dask_gpurt.config import Settings, flat, write
 from dask_gpurt.errors import ConfigError, InstallError
 from dask_gpurt.extension import NAME, GpurtScheduler, on_worker
 from dask_gpurt.observe.status import Status
+from dask_gpurt.placement import policy
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 #: what ``--preload`` is given
 PRELOAD = "dask_gpurt.preload"
@@ -24,8 +26,8 @@ def local_cluster(*, settings: Mapping[str, Any] | None = None, **kwargs: Any) -
     Parameters
     ----------
     settings
-        Dotted keys without ``gpurt.`` to values, such as ``{"tiers.host-limit": 0.5}``; they win over YAML and
-        the environment.
+        Dotted keys to values, such as ``{"tiers.host-limit": 0.5}``, or nested as in YAML; they win over YAML and the
+        environment.
     **kwargs
         As for `distributed.LocalCluster`. Preloads given there are kept and run before ours.
 
@@ -33,23 +35,41 @@ def local_cluster(*, settings: Mapping[str, Any] | None = None, **kwargs: Any) -
     ------
     ConfigError
         An unknown setting, or a value that is not allowed. Nothing was started.
+    RuntimeError
+        From `distributed.LocalCluster`: a part could not be installed. The reason is in its ``__cause__``; where a
+        worker's own process did not start, in the log.
     """
-    Settings.load(settings)  # here, where the caller sees it, rather than in a child process
-    argv = [part for key, value in (settings or {}).items() for part in (_flag(key), _argument(key, value))]
+    # Here, where the caller sees what is wrong, rather than in a child process.
+    loaded = Settings.load(settings)
+    if loaded.policy != "stock":
+        policy.load(loaded.policy)
+        _check_folders(loaded.tiers.directories)
+    argv: list[str] = []
+    for key, value in flat(settings or {}).items():
+        argv += ["--gpurt-" + key.replace(".", "-"), write(key, value)]
     scheduler_kwargs = dict(kwargs.pop("scheduler_kwargs", None) or {})
     _add_preload(scheduler_kwargs, argv)
     _add_preload(kwargs, argv)
     return LocalCluster(scheduler_kwargs=scheduler_kwargs, **kwargs)
 
 
-def _flag(key: str) -> str:
-    return "--gpurt-" + key.replace("_", "-").replace(".", "-")
-
-
-def _argument(key: str, value: Any) -> str:
-    if value is None:
-        raise ConfigError(f"gpurt.{key} is None; leave it out of `settings` to get the configured value")
-    return str(value)
+def _check_folders(folders: Sequence[str]) -> None:
+    """Of folders for spilled data one must be usable, as workers on this machine will find."""
+    failed = []
+    for folder in folders:
+        try:
+            os.makedirs(folder, exist_ok=True)
+        except OSError as e:
+            failed.append(str(e))
+            continue
+        if os.access(folder, os.W_OK | os.X_OK):
+            return
+        failed.append(f"it is not allowed to write to {folder!r}")
+    if failed:
+        raise ConfigError(
+            f"gpurt.tiers.directory is {', '.join(map(repr, folders))}, which cannot be used: {'; '.join(failed)}. "
+            "Remedy: a folder that this user may write to, or null for the worker's local directory"
+        )
 
 
 def _add_preload(kwargs: dict[str, Any], argv: list[str]) -> None:

@@ -209,10 +209,15 @@ def test_a_full_disk_ends_the_recording_only(tmp_path: Path) -> None:
 
 
 def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "t").write_text("mine")
-    with pytest.raises(FileExistsError):
-        Writer(str(tmp_path / "t"))
-    assert (tmp_path / "t").read_text() == "mine"
+    """A setting is read at each start: the second start must neither fail nor take the first one's run away."""
+    (tmp_path / "run.trace").write_text("mine")
+    for name in ("run-2.trace", "run-3.trace"):
+        w = Writer(str(tmp_path / "run.trace"))
+        w.put([BEGIN])
+        w.close(lambda records, lost: [int(Kind.END), 1, records, lost])
+        assert w.path == str(tmp_path / name)
+        assert Trace.load(w.path).lost_records == 0
+    assert (tmp_path / "run.trace").read_text() == "mine"
 
 
 # ---------------------------------------------------------------------- live
@@ -271,14 +276,20 @@ def test_record_a_run(tmp_path: Path, ours: bool) -> None:
 @pytest.mark.cluster
 def test_the_setting_records_the_whole_life_of_a_scheduler(tmp_path: Path) -> None:
     path = tmp_path / "run.trace"
-    made = local_cluster(
-        settings={"trace.path": str(path)}, n_workers=2, threads_per_worker=1, processes=False, dashboard_address=":0"
-    )
-    with made as cluster, Client(cluster) as c:
-        _work(c)
-        told = cluster.scheduler.plugins["gpurt"].statistics()["trace"]
-        assert told["recording"]
-    _check(path)
+    for name in ("run.trace", "run-2.trace"):
+        made = local_cluster(
+            settings={"trace.path": str(path)},
+            n_workers=2,
+            threads_per_worker=1,
+            processes=False,
+            dashboard_address=":0",
+        )
+        with made as cluster, Client(cluster) as c:
+            _work(c)
+            told = cluster.scheduler.plugins["gpurt"].statistics()["trace"]
+            assert told["recording"]
+            assert told["path"] == str(tmp_path / name)
+        _check(tmp_path / name)
 
 
 @pytest.mark.cluster
@@ -287,7 +298,7 @@ def test_a_trace_that_cannot_be_made_is_told_at_the_start(tmp_path: Path) -> Non
     from dask_gpurt.errors import InstallError
 
     with LocalCluster(n_workers=1, processes=False, dashboard_address=":0") as cluster, Client(cluster) as c:
-        with pytest.raises(InstallError, match="a file that does not"):
+        with pytest.raises(InstallError, match="a directory that exists"):
             attach(c, settings={"trace.path": str(tmp_path / "missing" / "t")})
         assert "gpurt" not in cluster.scheduler.plugins
         with pytest.raises(FileNotFoundError, match="missing"):
