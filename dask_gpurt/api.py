@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from distributed import Client, LocalCluster, Scheduler, Worker
+from distributed import LocalCluster, Scheduler, Worker
 
+from dask_gpurt.clients import ANSWER_SECONDS, ask, ask_workers
 from dask_gpurt.config import Settings, flat, write
 from dask_gpurt.errors import ConfigError, InstallError
 from dask_gpurt.extension import NAME, GpurtScheduler, on_worker
@@ -15,6 +16,9 @@ from dask_gpurt.placement import policy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from distributed import Client
+    from distributed.deploy import Cluster
 
 #: what ``--preload`` is given
 PRELOAD = "dask_gpurt.preload"
@@ -83,13 +87,15 @@ def _add_preload(kwargs: dict[str, Any], argv: list[str]) -> None:
     kwargs["preload_argv"] = [*argvs, argv]
 
 
-def attach(client: Client, *, settings: Mapping[str, Any] | None = None) -> Status:
+def attach(client: Client | Cluster | str, *, settings: Mapping[str, Any] | None = None) -> Status:
     """Put the extension into the running cluster of `client`.
 
     Data that workers hold already is adopted as it is: nothing is read or moved. A second call changes nothing.
 
     Parameters
     ----------
+    client
+        A client, a cluster or a scheduler's address. With an asynchronous client the result is to be awaited.
     settings
         As for `local_cluster`; read together with this process's configuration, not the scheduler's.
 
@@ -107,13 +113,18 @@ def attach(client: Client, *, settings: Mapping[str, Any] | None = None) -> Stat
     loaded = Settings.load(settings)
     if loaded.policy == "stock":
         raise ConfigError("gpurt.policy is 'stock', so there is nothing to attach. Remedy: set it to 'gpurt'")
+    answer: Status = ask(client, _attach_and_look, loaded)
+    return answer
+
+
+async def _attach_and_look(client: Client, settings: Settings) -> Status:
     try:
-        reply = client.run_on_scheduler(_attach, settings=loaded)
-    except (ImportError, ModuleNotFoundError) as e:
+        reply = await client.run_on_scheduler(_attach, settings=settings)
+    except ImportError as e:
         raise InstallError(f"the scheduler cannot import dask_gpurt ({e}). Remedy: install dask-gpurt there") from e
     if reply is not None:
         raise InstallError(reply)
-    return status(client)
+    return await _look(client, ANSWER_SECONDS)
 
 
 async def _attach(dask_scheduler: Scheduler, settings: Settings) -> str | None:
@@ -129,18 +140,28 @@ async def _attach(dask_scheduler: Scheduler, settings: Settings) -> str | None:
     return None
 
 
-def detach(client: Client) -> None:
+def detach(client: Client | Cluster | str) -> None:
     """Take the extension out of the running cluster of `client`: every attribute and plugin is Dask's own again.
 
     Keys stay readable throughout; spilled ones are handed to Dask's own spill buffer. Without the
     extension it does nothing.
+
+    Parameters
+    ----------
+    client
+        As for `attach`.
 
     Raises
     ------
     InstallError
         A part refused to leave, as while a shuffle is running; the text says which and why.
     """
-    reply = client.run_on_scheduler(_detach)
+    # Of an asynchronous client this is the awaitable.
+    return ask(client, _take_out)  # type: ignore[no-any-return]
+
+
+async def _take_out(client: Client) -> None:
+    reply = await client.run_on_scheduler(_detach)
     if reply is not None:
         raise InstallError(reply)
 
@@ -158,20 +179,29 @@ async def _detach(dask_scheduler: Scheduler) -> str | None:
     return None
 
 
-def status(client: Client) -> Status:
+def status(client: Client | Cluster | str, *, timeout: float = ANSWER_SECONDS) -> Status:
     """What is installed on the cluster of `client`, and what it has done so far.
 
     Workers are asked directly, so the figures are those of now. A worker that does not answer or runs without the
     extension is listed as such.
+
+    Parameters
+    ----------
+    client
+        As for `attach`.
+    timeout
+        Seconds that workers have to answer, at most twice.
     """
-    scheduler = client.run_on_scheduler(_scheduler_status)
-    workers = client.run(_worker_status, on_error="return")
+    answer: Status = ask(client, _look, timeout)
+    return answer
+
+
+async def _look(client: Client, timeout: float) -> Status:
+    scheduler = await client.run_on_scheduler(_scheduler_status)
+    workers = await ask_workers(client, _worker_status, timeout=timeout)
     return Status(
         scheduler=scheduler,
-        workers={
-            address: {"error": repr(reply)} if isinstance(reply, BaseException) else reply
-            for address, reply in workers.items()
-        },
+        workers={a: reply if isinstance(reply, dict) else {"error": repr(reply)} for a, reply in workers.items()},
     )
 
 

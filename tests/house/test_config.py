@@ -165,9 +165,11 @@ def test_dask_starts_no_server_with_arguments_that_are_wrong(argv: list[str], sa
     preload: dict[str, Any] = {"preload": ["dask_gpurt.preload"], "preload_argv": [argv]}
 
     async def start() -> None:
-        async with Scheduler(port=0, dashboard_address=":0", **({} if on_worker else preload)) as scheduler:
-            async with Worker(scheduler.address, **preload):
-                pass
+        async with (
+            Scheduler(port=0, dashboard_address=":0", **({} if on_worker else preload)) as scheduler,
+            Worker(scheduler.address, **preload),
+        ):
+            pass
 
     with pytest.raises(RuntimeError, match="failed to start") as e:
         asyncio.run(start())

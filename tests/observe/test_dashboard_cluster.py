@@ -12,7 +12,7 @@ import pytest
 from distributed import Client, LocalCluster
 
 import dask_gpurt
-from dask_gpurt.observe.causes import LOCAL, UNASSIGNED, WAITS
+from dask_gpurt.observe.causes import CLOCK, LOCAL, UNASSIGNED, WAITS
 from dask_gpurt.observe.metrics import WORKER
 from tests.cluster.processes import processes
 
@@ -85,6 +85,7 @@ def test_pages_metrics_and_heartbeats_with_the_preload(tmp_path: Path) -> None:
                 lambda dask_scheduler: [ws.metrics["gpurt"] for ws in dask_scheduler.workers.values()]
             )
             assert figures.pop("next_use") == 1  # the version of a protocol that the worker understands: no figure
+            assert figures.pop(CLOCK) > 0  # orders them, for the ledger
             assert set(figures.pop(WAITS)) <= {*LOCAL, UNASSIGNED}  # histograms, for the ledger
             assert set(figures) == {figure.key.split(".")[0] for figure in WORKER} - set(OPTIONAL)
             assert figures.pop("fetched") == {}

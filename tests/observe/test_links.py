@@ -10,7 +10,7 @@ from distributed.utils_test import gen_cluster
 from dask_gpurt.config import Settings
 from dask_gpurt.extension.worker import WorkerParts, on_worker
 from dask_gpurt.observe import details, links
-from dask_gpurt.observe.causes import WAITS
+from dask_gpurt.observe.causes import CLOCK, WAITS
 from dask_gpurt.observe.metrics import WORKER
 from dask_gpurt.observe.slots_worker import WorkerSlots
 
@@ -156,7 +156,11 @@ async def test_a_fetch_reaches_the_scheduler_with_a_heartbeat(c: Any, s: Any, a:
     assert told[b.address]["fetched"][a.address]["bytes"] >= 1000
     patterns = ["next_use", *(figure.key for figure in WORKER)]
     for figures in told.values():
-        assert {figure.key.split(".")[0] for figure in WORKER} - set(OPTIONAL) == set(figures) - {"next_use", WAITS}
+        assert {figure.key.split(".")[0] for figure in WORKER} - set(OPTIONAL) == set(figures) - {
+            "next_use",
+            CLOCK,
+            WAITS,
+        }
         assert [path for path, _ in details.numbers(figures) if not details.known(path, patterns)] == []
     (cell,) = links.matrix((ws.name, ws.address, ws.metrics["gpurt"]) for ws in s.workers.values()).cells
     assert cell.within_host
