@@ -11,6 +11,7 @@ from dask_gpurt.clients import ANSWER_SECONDS, ask, ask_workers
 from dask_gpurt.config import Settings, flat, write
 from dask_gpurt.errors import ConfigError, InstallError
 from dask_gpurt.extension import NAME, GpurtScheduler, on_worker
+from dask_gpurt.observe.dashboard import hook
 from dask_gpurt.observe.status import Status
 from dask_gpurt.placement import policy
 
@@ -54,6 +55,8 @@ def local_cluster(*, settings: Mapping[str, Any] | None = None, **kwargs: Any) -
     scheduler_kwargs = dict(kwargs.pop("scheduler_kwargs", None) or {})
     _add_preload(scheduler_kwargs, argv)
     _add_preload(kwargs, argv)
+    # Again: the body of the preload runs once per process, and `dask.config.refresh` forgets what it announced.
+    hook.announce()
     return LocalCluster(scheduler_kwargs=scheduler_kwargs, **kwargs)
 
 

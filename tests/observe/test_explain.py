@@ -438,9 +438,9 @@ def test_an_address_or_a_cluster_instead_of_a_client() -> None:
 async def test_a_worker_that_hangs_keeps_no_answer(c: Client, s: Scheduler, a: Worker, b: Worker) -> None:
     stock, held = b.handlers["run"], asyncio.Event()
 
-    async def run(*args: Any, **kwargs: Any) -> Any:
+    async def run(comm: Any, *args: Any, **kwargs: Any) -> Any:
         await held.wait()
-        return await stock(*args, **kwargs)
+        return await stock(comm, *args, **kwargs)
 
     b.handlers["run"] = run
     got = await dask_gpurt.status(c, timeout=0.2)

@@ -168,7 +168,7 @@ def test_every_number_is_in_the_dictionary() -> None:
             keys = {figure.key.split(".")[0] for figure in WORKER} - set(OPTIONAL)
             assert set(figures) - keys <= {"next_use", CLOCK, WAITS}, "protocols and histograms are no figures"
             assert keys <= set(figures)
-            patterns = ["next_use", *(figure.key for figure in WORKER)]
+            patterns = ["next_use", CLOCK, *(figure.key for figure in WORKER)]
             assert [path for path, _ in details.numbers(figures) if not details.known(path, patterns)] == []
         # The scheduler's figures have samples; those without are of what did not happen here.
         empty = {figure.key for figure in SCHEDULER if not list(figure.samples(plugin.figures()))}
