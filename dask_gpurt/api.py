@@ -160,7 +160,7 @@ def detach(client: Client | Cluster | str) -> None:
         A part refused to leave, as while a shuffle is running; the text says which and why.
     """
     # Of an asynchronous client this is the awaitable.
-    return ask(client, _take_out)  # type: ignore[no-any-return]
+    return ask(client, _take_out)
 
 
 async def _take_out(client: Client) -> None:
