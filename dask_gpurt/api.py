@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
-from distributed import Client, LocalCluster, Scheduler, Worker
+from distributed import LocalCluster, Scheduler, Worker
 
-from dask_gpurt.config import Settings
+from dask_gpurt.clients import ANSWER_SECONDS, ask, ask_workers
+from dask_gpurt.config import Settings, flat, write
 from dask_gpurt.errors import ConfigError, InstallError
 from dask_gpurt.extension import NAME, GpurtScheduler, on_worker
 from dask_gpurt.extension.parts import require_assertions
+from dask_gpurt.observe.dashboard import hook
 from dask_gpurt.observe.status import Status
+from dask_gpurt.placement import policy
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+
+    from distributed import Client
+    from distributed.deploy import Cluster
 
 #: what ``--preload`` is given
 PRELOAD = "dask_gpurt.preload"
@@ -25,8 +32,8 @@ def local_cluster(*, settings: Mapping[str, Any] | None = None, **kwargs: Any) -
     Parameters
     ----------
     settings
-        Dotted keys without ``gpurt.`` to values, such as ``{"tiers.host-limit": 0.5}``; they win over YAML and
-        the environment.
+        Dotted keys to values, such as ``{"tiers.host-limit": 0.5}``, or nested as in YAML; they win over YAML and the
+        environment.
     **kwargs
         As for `distributed.LocalCluster`. Preloads given there are kept and run before ours.
 
@@ -36,25 +43,45 @@ def local_cluster(*, settings: Mapping[str, Any] | None = None, **kwargs: Any) -
         An unknown setting, or a value that is not allowed. Nothing was started.
     InstallError
         This interpreter runs without assertions (``python -O``). Nothing was started.
+    RuntimeError
+        From `distributed.LocalCluster`: a part could not be installed. The reason is in its ``__cause__``; where a
+        worker's own process did not start, in the log.
     """
-    loaded = Settings.load(settings)  # here, where the caller sees it, rather than in a child process
-    if loaded.policy != "stock" and loaded.on_error != "stock":
-        require_assertions()
-    argv = [part for key, value in (settings or {}).items() for part in (_flag(key), _argument(key, value))]
+    # Here, where the caller sees what is wrong, rather than in a child process.
+    loaded = Settings.load(settings)
+    if loaded.policy != "stock":
+        if loaded.on_error != "stock":
+            require_assertions()
+        policy.load(loaded.policy)
+        _check_folders(loaded.tiers.directories)
+    argv: list[str] = []
+    for key, value in flat(settings or {}).items():
+        argv += ["--gpurt-" + key.replace(".", "-"), write(key, value)]
     scheduler_kwargs = dict(kwargs.pop("scheduler_kwargs", None) or {})
     _add_preload(scheduler_kwargs, argv)
     _add_preload(kwargs, argv)
+    # Again: the body of the preload runs once per process, and `dask.config.refresh` forgets what it announced.
+    hook.announce()
     return LocalCluster(scheduler_kwargs=scheduler_kwargs, **kwargs)
 
 
-def _flag(key: str) -> str:
-    return "--gpurt-" + key.replace("_", "-").replace(".", "-")
-
-
-def _argument(key: str, value: Any) -> str:
-    if value is None:
-        raise ConfigError(f"gpurt.{key} is None; leave it out of `settings` to get the configured value")
-    return str(value)
+def _check_folders(folders: Sequence[str]) -> None:
+    """Of folders for spilled data one must be usable, as workers on this machine will find."""
+    failed = []
+    for folder in folders:
+        try:
+            os.makedirs(folder, exist_ok=True)
+        except OSError as e:
+            failed.append(str(e))
+            continue
+        if os.access(folder, os.W_OK | os.X_OK):
+            return
+        failed.append(f"it is not allowed to write to {folder!r}")
+    if failed:
+        raise ConfigError(
+            f"gpurt.tiers.directory is {', '.join(map(repr, folders))}, which cannot be used: {'; '.join(failed)}. "
+            "Remedy: a folder that this user may write to, or null for the worker's local directory"
+        )
 
 
 def _add_preload(kwargs: dict[str, Any], argv: list[str]) -> None:
@@ -68,13 +95,15 @@ def _add_preload(kwargs: dict[str, Any], argv: list[str]) -> None:
     kwargs["preload_argv"] = [*argvs, argv]
 
 
-def attach(client: Client, *, settings: Mapping[str, Any] | None = None) -> Status:
+def attach(client: Client | Cluster | str, *, settings: Mapping[str, Any] | None = None) -> Status:
     """Put the extension into the running cluster of `client`.
 
     Data that workers hold already is adopted as it is: nothing is read or moved. A second call changes nothing.
 
     Parameters
     ----------
+    client
+        A client, a cluster or a scheduler's address. With an asynchronous client the result is to be awaited.
     settings
         As for `local_cluster`; read together with this process's configuration, not the scheduler's.
 
@@ -92,13 +121,18 @@ def attach(client: Client, *, settings: Mapping[str, Any] | None = None) -> Stat
     loaded = Settings.load(settings)
     if loaded.policy == "stock":
         raise ConfigError("gpurt.policy is 'stock', so there is nothing to attach. Remedy: set it to 'gpurt'")
+    answer: Status = ask(client, _attach_and_look, loaded)
+    return answer
+
+
+async def _attach_and_look(client: Client, settings: Settings) -> Status:
     try:
-        reply = client.run_on_scheduler(_attach, settings=loaded)
-    except (ImportError, ModuleNotFoundError) as e:
+        reply = await client.run_on_scheduler(_attach, settings=settings)
+    except ImportError as e:
         raise InstallError(f"the scheduler cannot import dask_gpurt ({e}). Remedy: install dask-gpurt there") from e
     if reply is not None:
         raise InstallError(reply)
-    return status(client)
+    return await _look(client, ANSWER_SECONDS)
 
 
 async def _attach(dask_scheduler: Scheduler, settings: Settings) -> str | None:
@@ -114,18 +148,28 @@ async def _attach(dask_scheduler: Scheduler, settings: Settings) -> str | None:
     return None
 
 
-def detach(client: Client) -> None:
+def detach(client: Client | Cluster | str) -> None:
     """Take the extension out of the running cluster of `client`: every attribute and plugin is Dask's own again.
 
     Keys stay readable throughout; spilled ones are handed to Dask's own spill buffer. Without the
     extension it does nothing.
+
+    Parameters
+    ----------
+    client
+        As for `attach`.
 
     Raises
     ------
     InstallError
         A part refused to leave, as while a shuffle is running; the text says which and why.
     """
-    reply = client.run_on_scheduler(_detach)
+    # Of an asynchronous client this is the awaitable.
+    return ask(client, _take_out)
+
+
+async def _take_out(client: Client) -> None:
+    reply = await client.run_on_scheduler(_detach)
     if reply is not None:
         raise InstallError(reply)
 
@@ -143,20 +187,29 @@ async def _detach(dask_scheduler: Scheduler) -> str | None:
     return None
 
 
-def status(client: Client) -> Status:
+def status(client: Client | Cluster | str, *, timeout: float = ANSWER_SECONDS) -> Status:
     """What is installed on the cluster of `client`, and what it has done so far.
 
     Workers are asked directly, so the figures are those of now. A worker that does not answer or runs without the
     extension is listed as such.
+
+    Parameters
+    ----------
+    client
+        As for `attach`.
+    timeout
+        Seconds that workers have to answer, at most twice.
     """
-    scheduler = client.run_on_scheduler(_scheduler_status)
-    workers = client.run(_worker_status, on_error="return")
+    answer: Status = ask(client, _look, timeout)
+    return answer
+
+
+async def _look(client: Client, timeout: float) -> Status:
+    scheduler = await client.run_on_scheduler(_scheduler_status)
+    workers = await ask_workers(client, _worker_status, timeout=timeout)
     return Status(
         scheduler=scheduler,
-        workers={
-            address: {"error": repr(reply)} if isinstance(reply, BaseException) else reply
-            for address, reply in workers.items()
-        },
+        workers={a: reply if isinstance(reply, dict) else {"error": repr(reply)} for a, reply in workers.items()},
     )
 
 

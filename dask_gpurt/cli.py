@@ -32,7 +32,7 @@ def gpurt() -> None:
 @gpurt.command()
 @click.argument("address")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
-@click.option("--timeout", default=10.0, show_default=True, help="Seconds to wait for the scheduler.")
+@click.option("--timeout", default=10.0, show_default=True, help="Seconds to wait for the scheduler, and for workers.")
 def status(address: str, as_json: bool, timeout: float) -> None:
     """Print what is installed on the cluster at ADDRESS (tcp://host:port) and what it has done.
 
@@ -41,7 +41,7 @@ def status(address: str, as_json: bool, timeout: float) -> None:
     from dask_gpurt.api import status as get_status
 
     with _connect(address, timeout) as client:
-        snapshot = get_status(client)
+        snapshot = get_status(client, timeout=timeout)
     _print(snapshot, as_json)
     if not snapshot.installed:
         raise SystemExit(1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -139,8 +140,9 @@ class Settings:
         Parameters
         ----------
         overrides
-            Dotted keys without ``gpurt.`` to values, e.g. ``{"tiers.host-limit": 0.5}``; they win. ``_`` and ``-`` are
-            the same in keys, as everywhere in Dask.
+            Dotted keys to values, e.g. ``{"tiers.host-limit": 0.5}``, or nested as in YAML:
+            ``{"tiers": {"host-limit": 0.5}}``; they win. ``_`` and ``-`` are the same in keys, as everywhere in Dask,
+            and a leading ``gpurt.`` may be there or not.
 
         Raises
         ------
@@ -152,9 +154,9 @@ class Settings:
             raise ConfigError(f"gpurt: is {tree!r}, must be a mapping of settings. Remedy: see gpurt.yaml")
         # Over the defaults: whoever resets Dask's configuration (distributed's own test tools do) drops ours with it.
         tree = dask.config.merge(DEFAULTS["gpurt"], _canonical(tree))
-        for dotted, value in (overrides or {}).items():
+        for dotted, value in flat(overrides or {}).items():
             node = tree
-            *parents, leaf = dotted.replace("_", "-").split(".")
+            *parents, leaf = dotted.split(".")
             for p in parents:
                 below = node.setdefault(p, {})
                 if not isinstance(below, dict):
@@ -200,6 +202,7 @@ class Settings:
         )
 
 
+@functools.cache
 def leaves() -> dict[str, dict[str, Any]]:
     """Dotted key (without ``gpurt.``) to its schema, in the order of the file."""
     out: dict[str, dict[str, Any]] = {}
@@ -215,8 +218,46 @@ def leaves() -> dict[str, dict[str, Any]]:
     return out
 
 
-def _canonical(tree: Mapping[str, Any]) -> dict[str, Any]:
-    return {str(k).replace("_", "-"): _canonical(v) if isinstance(v, Mapping) else v for k, v in tree.items()}
+def flat(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted key without ``gpurt.`` to value; nested mappings are taken apart, except a mapping that is a value."""
+    known = leaves()
+    out: dict[str, Any] = {}
+
+    def walk(tree: Mapping[str, Any], prefix: str) -> None:
+        for key, value in tree.items():
+            dotted = (prefix + str(key).replace("_", "-")).removeprefix("gpurt.")
+            if isinstance(value, Mapping) and dotted not in known:
+                walk(value, f"{dotted}." if dotted != "gpurt" else "")
+            else:
+                out[dotted] = value
+
+    walk(overrides, "")
+    return out
+
+
+def read(key: str, text: str) -> Any:
+    """The value that a text means for a setting, as Dask reads environment variables: lists, mappings, numbers, none.
+
+    A text that means something of a type that the setting cannot have stays a text: a folder may be named ``123``.
+    """
+    value = dask.config.interpret_value(text)
+    return value if isinstance(value, _allowed(leaves()[key])) else text
+
+
+def write(key: str, value: Any) -> str:
+    """The text from which `read` makes `value` again."""
+    text = str(value)
+    return text if key not in leaves() or read(key, text) == value else repr(value)
+
+
+def _canonical(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Settings under their names with ``-``. Mappings that are values stay as they are: their keys are no names."""
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = str(key).replace("_", "-")
+        is_section = isinstance(value, Mapping) and prefix + name not in leaves()
+        out[name] = _canonical(value, f"{prefix}{name}.") if is_section else value
+    return out
 
 
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -228,6 +269,14 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "object": (dict,),
     "array": (list, tuple),
 }
+
+
+def _types(node: dict[str, Any]) -> list[str]:
+    return node["type"] if isinstance(node["type"], list) else [node["type"]]
+
+
+def _allowed(node: dict[str, Any]) -> tuple[type, ...]:
+    return tuple(t for name in _types(node) for t in _TYPES[name])
 
 
 def _check(value: Any, node: dict[str, Any], where: str) -> None:
@@ -252,9 +301,7 @@ def _check(value: Any, node: dict[str, Any], where: str) -> None:
         for key, sub in value.items():
             _check(sub, node["properties"][key], f"{where}.{key}")
         return
-    types = node["type"] if isinstance(node["type"], list) else [node["type"]]
-    allowed = tuple(t for name in types for t in _TYPES[name])
-    if not isinstance(value, allowed) or (isinstance(value, bool) and "boolean" not in types):
+    if not isinstance(value, _allowed(node)) or (isinstance(value, bool) and "boolean" not in _types(node)):
         raise ConfigError(f"{where} is {value!r} ({type(value).__name__}), must be {_said(node)}")
     if "enum" in node and value not in node["enum"]:
         near = difflib.get_close_matches(str(value), [e for e in node["enum"] if isinstance(e, str)], 1, 0.4)
@@ -275,7 +322,8 @@ def _check(value: Any, node: dict[str, Any], where: str) -> None:
         low, high = node.get("minimum"), node.get("maximum")
         above = node.get("exclusiveMinimum")
         if (
-            (low is not None and value < low)
+            not -math.inf < value < math.inf  # NaN would pass the comparisons below
+            or (low is not None and value < low)
             or (high is not None and value > high)
             or (above is not None and value <= above)
         ):
@@ -288,13 +336,8 @@ def _said(node: dict[str, Any]) -> str:
         return "one of " + ", ".join(repr(v) for v in node["enum"])
     if "pattern" in node:
         return "one like " + ", ".join(repr(v) for v in node["examples"])
-    types = node["type"] if isinstance(node["type"], list) else [node["type"]]
-    text = " or ".join(
-        {"boolean": "true or false", "null": "null", "object": "a mapping", "array": "a list of strings"}.get(
-            t, f"a {t}"
-        )
-        for t in types
-    )
+    names = {"boolean": "true or false", "null": "null", "object": "a mapping", "array": "a list of strings"}
+    text = " or ".join(names.get(t, f"a {t}") for t in _types(node))
     bounds = [
         f"{word} {node[key]}"
         for key, word in (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="))

@@ -5,8 +5,12 @@ installs before the worker registers, hence before it holds any data. On a nanny
 a worker's preload is imported in its nanny's process too, so importing this module must not touch a GPU.
 
 Fail closed: Dask logs exceptions of a preload and goes on without it, and a policy that did not load looks exactly
-like one that did. So an error here is `SystemExit` with the remedy, which ends the process, unless
-``gpurt.on-error: stock``.
+like one that did. So any error here ends the start of the server, unless ``gpurt.on-error: stock``:
+
+* of a ``dask`` command by `SystemExit` with the remedy;
+* elsewhere (`LocalCluster`, a notebook, a worker that a nanny started) by an exception from a plugin, which Dask does
+  not swallow. `SystemExit` would end the thread of the event loop, and whoever waits for the cluster would wait for
+  ever.
 """
 
 from __future__ import annotations
@@ -15,14 +19,21 @@ import logging
 from typing import Any
 
 import click
-from distributed import Scheduler, Worker
+from distributed import Scheduler, SchedulerPlugin, Worker, WorkerPlugin
 
-from dask_gpurt.config import Settings, leaves
-from dask_gpurt.errors import ConfigError, GpurtError
+from dask_gpurt.config import Settings, leaves, read
+from dask_gpurt.errors import ConfigError, GpurtError, InstallError
 from dask_gpurt.extension import GpurtScheduler, WorkerParts
 from dask_gpurt.observe.dashboard import hook
 
 logger = logging.getLogger("distributed.preloading.gpurt")
+
+
+#: what to add to an error of a part
+LEAVE_OUT = (
+    "To start without the failing part set gpurt.on-error: stock (DASK_GPURT__ON_ERROR=stock); to leave Dask as it was "
+    "set gpurt.policy: stock."
+)
 
 
 async def install(server: Any, overrides: dict[str, Any]) -> None:
@@ -30,15 +41,14 @@ async def install(server: Any, overrides: dict[str, Any]) -> None:
 
     Raises
     ------
-    SystemExit
-        Wrong settings, or a part that could not be installed; the text says what to do.
+    ConfigError
+        Wrong settings.
+    InstallError
+        A part could not be installed; the text says what to do.
     """
     if not isinstance(server, (Scheduler, Worker)):
         return
-    try:
-        settings = Settings.load(overrides)
-    except ConfigError as e:
-        raise SystemExit(f"dask-gpurt: {e}") from e
+    settings = Settings.load(overrides)
     if settings.policy == "stock":
         logger.info("dask-gpurt: gpurt.policy is stock, Dask is left as it was")
         return
@@ -50,35 +60,88 @@ async def install(server: Any, overrides: dict[str, Any]) -> None:
         else:
             await WorkerParts.install(server, settings)
     except GpurtError as e:
-        raise SystemExit(
-            f"dask-gpurt: {e}\nTo start without the failing part set gpurt.on-error: stock"
-            " (DASK_GPURT__ON_ERROR=stock); to leave Dask as it was set gpurt.policy: stock."
-        ) from e
+        raise InstallError(f"{e}\n{LEAVE_OUT}") from e
 
 
-async def _setup(server: Any, **options: Any) -> None:
-    await install(server, {key.replace("__", "."): value for key, value in options.items() if value is not None})
+async def _setup(server: Any, problem: str | None = None, **options: Any) -> None:
+    try:
+        if problem is not None:
+            raise ConfigError(problem)
+        given = {_KEYS[name]: value for name, value in options.items() if value is not None}
+        await install(server, {key: read(key, v) if isinstance(v, str) else v for key, v in given.items()})
+    except Exception as e:  # also what nobody expected: without this Dask would go on as if nothing had been asked
+        text = str(e) if isinstance(e, GpurtError) else f"{type(e).__name__}: {e}\n{LEAVE_OUT}"
+        _refuse(server, f"dask-gpurt: {text}", e)
+
+
+def _refuse(server: Any, text: str, cause: Exception) -> None:
+    """Keep a server from starting; see the module."""
+    if click.get_current_context(silent=True) is not None:
+        raise SystemExit(text) from cause
+    logger.error("%s", text)
+    error = InstallError(text)
+    error.__cause__ = cause
+    if isinstance(server, Scheduler):
+        server.add_plugin(_RefusedScheduler(error), name=_RefusedScheduler.name)
+    elif isinstance(server, Worker):
+        server._pending_plugins = (*server._pending_plugins, _RefusedWorker(error))
+
+
+class _RefusedScheduler(SchedulerPlugin):
+    """Ends the start of its scheduler: Dask raises what `start` of a plugin raises."""
+
+    name = "gpurt-refused"
+
+    def __init__(self, error: InstallError) -> None:
+        self.error = error
+
+    async def start(self, scheduler: Scheduler) -> None:
+        raise self.error
+
+
+class _RefusedWorker(WorkerPlugin):
+    """The same for a worker."""
+
+    name = "gpurt-refused"
+
+    def __init__(self, error: InstallError) -> None:
+        self.error = error
+
+    def setup(self, worker: Worker) -> None:
+        raise self.error
+
+
+#: name of the option in Python -> the setting
+_KEYS = {key.replace("-", "_").replace(".", "__"): key for key in leaves()}
 
 
 def _options() -> list[click.Parameter]:
     """One option per setting, under the same name: ``--gpurt-tiers-host-limit`` for ``gpurt.tiers.host-limit``."""
     out: list[click.Parameter] = []
-    for key, node in leaves().items():
-        types = node["type"] if isinstance(node["type"], list) else [node["type"]]
-        kind: Any = str
-        if "boolean" in types:
-            kind = bool
-        elif "number" in types:
-            kind = float
-        elif types == ["integer"]:
-            kind = int
-        flag = "--gpurt-" + key.replace(".", "-")
-        out.append(click.Option([flag, key.replace("-", "_").replace(".", "__")], type=kind, help=node["description"]))
+    for name, key in _KEYS.items():
+        node = leaves()[key]
+        # All else is read and checked by `config`, whose errors name the setting and what it may be.
+        kind: Any = bool if node["type"] == "boolean" else str
+        out.append(click.Option(["--gpurt-" + key.replace(".", "-"), name], type=kind, help=node["description"]))
     return out
+
+
+class _Setup(click.Command):
+    """`click.Command` whose wrong arguments reach its callback: Dask would log them, and start without us."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        try:
+            return super().make_context(info_name, list(args), parent, **extra)
+        except click.UsageError as e:
+            context = click.Context(self, parent, info_name)
+            context.params = {"problem": f"{' '.join(args)}: {e.format_message()}"}
+            return context
 
 
 # In the body, as the scheduler builds its dashboard before it calls `dask_setup`; costs nothing elsewhere.
 hook.announce()
 
 #: Dask makes the arguments after ``--preload`` into this command's options
-dask_setup = click.Command("dask_setup", params=_options(), callback=_setup)
+dask_setup = _Setup("dask_setup", params=_options(), callback=_setup)

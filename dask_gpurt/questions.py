@@ -14,6 +14,7 @@ from dask.core import flatten
 from distributed import Future
 from distributed.client import futures_of
 
+from dask_gpurt.clients import ask, ask_workers
 from dask_gpurt.errors import GpurtError, UnknownKey
 from dask_gpurt.extension import NAME, GpurtScheduler, on_worker, stock_residence
 from dask_gpurt.observe.explain import Explanation
@@ -23,12 +24,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from distributed import Client, Scheduler, Worker
+    from distributed.deploy import Cluster
 
 #: dependents looked at to see which workers are fetching a key
 MAX_DEPENDENTS = 1000
 
 
-def explain(client: Client, key: Any) -> Explanation:
+def explain(client: Client | Cluster | str, key: Any) -> Explanation:
     """Why a task ran where it ran: the workers that were compared, with the terms of the cost; the choice; and, when
     the task is finished, what was predicted against what happened.
 
@@ -37,7 +39,8 @@ def explain(client: Client, key: Any) -> Explanation:
     Parameters
     ----------
     client
-        Of a cluster with the extension. With an asynchronous one the result is to be awaited.
+        Of a cluster with the extension; or the cluster, or its scheduler's address. With an asynchronous client the
+        result is to be awaited.
     key
         A key, a future, or a collection with one key, such as a `dask.delayed.Delayed`.
 
@@ -59,7 +62,8 @@ def explain(client: Client, key: Any) -> Explanation:
     if len(keys) != 1:
         shown = ", ".join(map(repr, keys[:3])) + (", ..." if len(keys) > 3 else "")
         raise TypeError(f"one key is explained at a time, got {len(keys)}: {shown}. Remedy: choose one of them")
-    return client.sync(_explain, client, keys[0])
+    answer: Explanation = ask(client, _explain, keys[0])
+    return answer
 
 
 async def _explain(client: Client, key: Any) -> Explanation:
@@ -107,7 +111,7 @@ def _story(dask_scheduler: Scheduler, key: Any) -> dict[str, Any]:
     return {"state": state, "matches": log.matches(str(key)), "logged": len(log), "limit": log.limit}
 
 
-def where(client: Client, keys: Any) -> Where:
+def where(client: Client | Cluster | str, keys: Any) -> Where:
     """Which workers hold keys, in memory or on disk, who is fetching them, and who wants them.
 
     Workers are asked directly, so tiers are those of now. Works without the extension too, with what Dask's own store
@@ -116,7 +120,7 @@ def where(client: Client, keys: Any) -> Where:
     Parameters
     ----------
     client
-        With an asynchronous one the result is to be awaited.
+        Or a cluster, or its scheduler's address. With an asynchronous client the result is to be awaited.
     keys
         A key, a future, a collection that was persisted, or a list of these.
 
@@ -130,7 +134,8 @@ def where(client: Client, keys: Any) -> Where:
     UnknownKey
         The scheduler knows none of the keys.
     """
-    return client.sync(_where, client, _keys(keys))
+    answer: Where = ask(client, _where, _keys(keys))
+    return answer
 
 
 async def _where(client: Client, keys: list[Any]) -> Where:
@@ -143,10 +148,7 @@ async def _where(client: Client, keys: list[Any]) -> Where:
             "Remedy: give a future, its key, or what client.persist returned"
         )
     holders = sorted({address for place in told.values() for address in place["holders"]})
-    replies: dict[str, Any] = {}
-    if holders:
-        # `on_error` covers what the function raises and workers that are gone.
-        replies = await client.run(_residence, keys=list(told), workers=holders, on_error="return")
+    replies = await ask_workers(client, _residence, workers=holders, keys=list(told)) if holders else {}
     return Where.from_replies(told, {a: r if isinstance(r, dict) else None for a, r in replies.items()})
 
 

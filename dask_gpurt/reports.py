@@ -1,7 +1,7 @@
 """`report`: what a run of a cluster did and what it waited for, as one HTML file.
 
-The functions that run on the scheduler or a worker return plain values. Before each snapshot the workers send a
-heartbeat, so that what the scheduler knows of them is of now.
+The functions that run on the scheduler or a worker return plain values. For each snapshot the workers are asked, so
+that what the scheduler knows of them is of now.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from distributed import default_client
 from distributed.comm import get_address_host
 from distributed.utils import get_ip
 
+from dask_gpurt.clients import ask, ask_workers
 from dask_gpurt.errors import GpurtError
 from dask_gpurt.extension import NAME, GpurtScheduler, on_worker
 from dask_gpurt.observe.nodes import of_worker
@@ -90,47 +91,57 @@ def snapshot(client: Client) -> dict[str, Any]:
     TypeError
         The client is asynchronous.
     """
-    if client.asynchronous:
+    if getattr(client, "asynchronous", False):
         raise TypeError(
             "the client is asynchronous, and a report is a `with` block that waits. Remedy: a second client, "
             "Client(client.scheduler.address), in a thread (asyncio.to_thread)"
         )
-    statuses = client.run(_beat, on_error="return")
-    # A pooled connection may have been closed by the other end just before it was used: a new one is tried, once.
-    missed = [address for address, status in statuses.items() if not isinstance(status, dict)]
-    if missed:
-        statuses |= client.run(_beat, workers=missed, on_error="return")
-    told: dict[str, Any] = client.run_on_scheduler(_told)
+    told: dict[str, Any] = ask(client, _snapshot)
+    return told
+
+
+async def _snapshot(client: Client) -> dict[str, Any]:
+    answers = await ask_workers(client, _now)
+    answers = {address: answer for address, answer in answers.items() if isinstance(answer, dict) and answer}
+    figures = {address: answer["figures"] for address, answer in answers.items()}
+    told: dict[str, Any] = await client.run_on_scheduler(_told, figures=figures)
     if told.get("off"):
         raise GpurtError(
             f"there is nothing to report: {told['off']}. Remedy: dask_gpurt.attach(client), or "
             "`dask scheduler --preload dask_gpurt.preload`, with gpurt.observe.enabled: true"
         )
     for address, facts in told["workers"].items():
-        status = statuses.get(address)
-        facts["status"] = status if isinstance(status, dict) else {}
+        facts["status"] = answers.get(address, {}).get("status", {})
     return told
 
 
-async def _beat(dask_worker: Worker) -> dict[str, Any]:
-    """Runs on a worker: the scheduler is to know what is known here, which is returned too."""
-    await dask_worker.heartbeat()
+def _now(dask_worker: Worker) -> dict[str, Any]:
+    """Runs on a worker.
+
+    The figures are those of a heartbeat. One of Dask's is not made for this: it would close the worker if it overlapped
+    with another one.
+    """
     parts = on_worker(dask_worker)
-    return {} if parts is None else parts.statistics()
+    return {} if parts is None else {"status": parts.statistics(), "figures": parts.heartbeat()}
 
 
-def _told(dask_scheduler: Scheduler) -> dict[str, Any]:
+def _told(dask_scheduler: Scheduler, figures: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Runs on the scheduler."""
     plugin = dask_scheduler.plugins.get(NAME)
     if not isinstance(plugin, GpurtScheduler):
         return {"off": "the extension is not installed on this scheduler"}
     if plugin.ledger is None or plugin.ledger.ledger is None:
         return {"off": "observation is off in this cluster"}
+    ledger = plugin.ledger.ledger
+    for address, now in figures.items():
+        ws = dask_scheduler.workers.get(address)
+        if ws is not None:
+            ledger.guarded(ledger.heartbeat, ws, now)
     return {
         "time": time.time(),
-        "started": plugin.ledger.ledger.started,
+        "started": ledger.started,
         "scheduler": plugin.statistics(),
-        "details": plugin.ledger.ledger.details(),
+        "details": ledger.details(),
         "prices": plugin.settings.observe.cost_per_hour,
         "workers": {
             ws.address: {

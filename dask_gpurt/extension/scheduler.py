@@ -243,8 +243,10 @@ class GpurtScheduler(SchedulerPlugin):
         except OSError as e:
             raise InstallError(
                 f"gpurt.trace.path is {self.settings.trace.path!r}, where no new file can be made: {e}. Remedy: a path "
-                "in a directory that exists, of a file that does not"
+                "in a directory that exists and that the scheduler may write to"
             ) from e
+        if recorder.path != self.settings.trace.path:
+            logger.info("dask-gpurt: %s exists; recording into %s", self.settings.trace.path, recorder.path)
         scheduler.add_plugin(recorder, name=recorder.name)
         self.trace = recorder
 

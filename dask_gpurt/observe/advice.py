@@ -83,20 +83,7 @@ def _rules(run: Run) -> Iterator[Finding]:
             blocked = causes["queued_elsewhere"] * share
             causes["queued_elsewhere"] -= blocked
     yield _network(run, causes["network"] + blocked, link)
-    spilled = causes["unspill"] + causes["memory"]
-    if spilled:
-        written = sum(w.tiers.get("written_bytes", 0) for w in run.workers)
-        read = sum(w.tiers.get("read_bytes", 0) for w in run.workers)
-        yield Finding(
-            "spilling",
-            spilled,
-            0.0,
-            f"Threads waited {seconds_said(causes['unspill'])} for data to be read back from disk and "
-            f"{seconds_said(causes['memory'])} for room in memory; {bytes_said(written)} were written and "
-            f"{bytes_said(read)} read.",
-            "Give the workers more memory, or have smaller or fewer pieces of data alive at once: smaller partitions, "
-            "fewer threads per worker, persist less.",
-        )
+    yield from _spilling(run, causes["unspill"], causes["memory"])
     if causes["skew"]:
         yield _skew(run, causes["skew"])
     if causes["shuffle_barrier"]:
@@ -157,6 +144,25 @@ def _rules(run: Run) -> Iterator[Finding]:
         f"Threads were free for {seconds_said(causes['resources'])} while tasks waited for an abstract resource.",
         "Declare more of the resource on the workers, or ask for less of it in resources=.",
     )
+
+
+def _spilling(run: Run, reading: float, waiting: float) -> Iterator[Finding]:
+    written = sum(w.tiers.get("written_bytes", 0) for w in run.workers)
+    read = sum(w.tiers.get("read_bytes", 0) for w in run.workers)
+    said = []
+    if read:
+        said.append(f"{seconds_said(reading)} for data to be read back from disk")
+    if waiting:
+        said.append(f"{seconds_said(waiting)} for room in memory")
+    if said:
+        yield Finding(
+            "spilling",
+            (reading if read else 0.0) + waiting,
+            0.0,
+            f"Threads waited {' and '.join(said)}; {bytes_said(written)} were written and {bytes_said(read)} read.",
+            "Give the workers more memory, or have smaller or fewer pieces of data alive at once: smaller partitions, "
+            "fewer threads per worker, persist less.",
+        )
 
 
 def _slow_worker(run: Run, slow: Slowness, waited: float) -> Finding:

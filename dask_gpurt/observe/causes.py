@@ -30,6 +30,8 @@ CENTRAL = ("shuffle_barrier", "skew", "queued_elsewhere", "scheduler", "planning
 UNASSIGNED = "unassigned"
 #: key of the histograms of waits (`dask_gpurt.observe.tails`) in a worker's heartbeat
 WAITS = "slot_waits"
+#: key of the moment at which the figures of a heartbeat were taken: seconds of the worker's own clock, never going back
+CLOCK = "slot_clock"
 
 
 def heartbeat_key(name: str) -> str:

@@ -297,6 +297,19 @@ SCHEDULER: tuple[tuple[str, str, str], ...] = (
     ("trace.errors", "count", "Exceptions while the trace was written"),
 )
 
+#: figures of `WORKER` of which the largest counts for all workers
+MAXIMA = (
+    "tiers.loop_blocked_seconds.max",
+    "tiers.below.*.resting_seconds",
+    "shuffle.transport.receive.peak_reserved_bytes",
+    "shuffle.transport.receive.peak_held_bytes",
+)
+#: figures of `WORKER` that say nothing when they are added: shares, rates, and settings
+NO_SUM = (
+    *(path for path, unit, _ in WORKER if unit in ("ratio", "bytes/s")),
+    "shuffle.transport.receive.budget_bytes",
+)
+
 
 def numbers(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], float]]:
     """(path, number) for every number in nested mappings, and lists of mappings, without booleans."""

@@ -33,7 +33,7 @@ from collections import defaultdict, deque
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.observe import tails
-from dask_gpurt.observe.causes import CAUSES, CENTRAL, LOCAL, UNASSIGNED, WAITS, heartbeat_key
+from dask_gpurt.observe.causes import CAUSES, CENTRAL, CLOCK, LOCAL, UNASSIGNED, WAITS, heartbeat_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping
@@ -67,7 +67,9 @@ UNPACK = ("p2pshuffle", "hashjoinp2p")
 class _Books:
     """One worker."""
 
-    __slots__ = ("assigned", "at", "figures", "name", "planned", "since", "slots", "totals", "unassigned", "waits")
+    __slots__ = (
+        *("assigned", "at", "clock", "figures", "name", "planned", "since", "slots", "totals", "unassigned", "waits"),
+    )
 
     def __init__(self, name: str, slots: int, at: list[float]) -> None:
         self.name = name
@@ -80,6 +82,8 @@ class _Books:
         self.unassigned = [0.0] * len(CENTRAL)
         #: what the last heartbeat said
         self.figures: dict[str, float] = {}
+        #: and when, by the worker's own clock
+        self.clock = 0.0
         #: its histograms of waits
         self.waits: Mapping[str, list[int]] = {}
         #: slot-seconds by cause, and ``busy``, ``slots``
@@ -340,10 +344,15 @@ class StallLedger:
     # ------------------------------------------------------------------ heartbeats
 
     def heartbeat(self, ws: Any, figures: Mapping[str, Any] | None) -> None:
-        """A worker told what its slots did; None: it runs without the extension."""
+        """A worker told what its slots did; None: it runs without the extension.
+
+        Figures come by Dask's heartbeats and with reports, so older ones may come after newer ones: they are left out.
+        """
         books = self._books.get(ws.address)
-        if books is None:
+        clock = None if figures is None else figures.get(CLOCK)
+        if books is None or (clock is not None and clock <= books.clock):
             return
+        books.clock = clock or 0.0
         self._touch(ws)
         self._find_skew()
         self._turn()

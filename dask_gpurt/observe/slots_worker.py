@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 import traceback
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from distributed.worker_state_machine import SecedeEvent
 
 from dask_gpurt.model.slots import SLOT
 from dask_gpurt.observe import links
-from dask_gpurt.observe.causes import WAITS, heartbeat_key
+from dask_gpurt.observe.causes import CLOCK, WAITS, heartbeat_key
 from dask_gpurt.observe.slots import SlotMeter
 
 if TYPE_CHECKING:
@@ -201,6 +202,7 @@ class WorkerSlots:
         return {
             **{heartbeat_key(name): round(value, 6) for name, value in self.seconds().items()},
             WAITS: self.meter.tails.told(),
+            CLOCK: time.monotonic(),
             "fetched": links.told(self._sources),
             "nic_bytes_per_second": self.nic_bytes_per_second,
         }

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import re
 from typing import TYPE_CHECKING, Any
 
+from dask_gpurt.observe import details
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
+
+
+def _any_of(patterns: Sequence[str]) -> re.Pattern[str]:
+    """``*`` stands for any text: addresses have dots in them."""
+    return re.compile("|".join(re.escape(pattern).replace(r"\*", ".+") for pattern in patterns))
+
+
+_LARGEST = _any_of(details.MAXIMA)
+_NO_SUM = _any_of(details.NO_SUM)
 
 #: suffix of a figure's name -> how it is written
 _UNITS = {"_bytes": "B", "_seconds": "s", "_us": "us"}
@@ -28,21 +40,39 @@ class Status:
         return bool(self.scheduler)
 
     def to_dict(self) -> dict[str, Any]:
-        """``{"installed", "scheduler": {...}, "workers": {address: {...}}, "totals": {"tiers.written_bytes": n}}``"""
+        """``{"installed", "scheduler": {...}, "workers": {address: {...}}, "totals": {...}, "ranges": {...}}``
+
+        ``totals``: `totals`, such as ``{"tiers.written.bytes": n}``; ``ranges``: `ranges`, as lists.
+        """
         return {
             "installed": self.installed,
             "scheduler": self.scheduler,
             "workers": self.workers,
             "totals": self.totals(),
+            "ranges": {name: list(span) for name, span in self.ranges().items()},
         }
 
     def totals(self) -> dict[str, float]:
-        """Sums over all workers of every number they report, by dotted name."""
-        out: dict[str, float] = {}
+        """Sums over all workers of what they report, by dotted name; of maxima, the largest.
+
+        Shares, rates and settings are in `ranges`: their sum would mean nothing.
+        """
+        return {
+            name: max(values) if _LARGEST.fullmatch(name) else sum(values)
+            for name, values in self._by_name().items()
+            if not _NO_SUM.fullmatch(name)
+        }
+
+    def ranges(self) -> dict[str, tuple[float, float]]:
+        """Smallest and largest over all workers of shares, rates and settings, by dotted name."""
+        return {name: (min(values), max(values)) for name, values in self._by_name().items() if _NO_SUM.fullmatch(name)}
+
+    def _by_name(self) -> dict[str, list[float]]:
+        out: dict[str, list[float]] = {}
         for worker in self.workers.values():
             for name, value in _numbers(worker):
                 if not name.startswith("events.last"):
-                    out[name] = out.get(name, 0) + value
+                    out.setdefault(name, []).append(value)
         return out
 
     def __repr__(self) -> str:
@@ -79,9 +109,11 @@ class Status:
         counts = self.scheduler.get("events", {}).get("counts")
         if counts:
             yield "scheduler: events", _rows(counts)
-        totals = self.totals()
-        if totals:
-            yield "all workers", [(name, _said(name, value)) for name, value in sorted(totals.items())]
+        rows = [(name, _said(name, value)) for name, value in self.totals().items()]
+        for name, (low, high) in self.ranges().items():
+            rows.append((name, _said(name, low) if low == high else f"{_said(name, low)} to {_said(name, high)}"))
+        if rows:
+            yield "all workers", sorted(rows)
         for address, worker in self.workers.items():
             if "error" in worker:
                 yield f"worker {address}", [("error", str(worker["error"]))]

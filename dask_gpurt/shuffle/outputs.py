@@ -18,7 +18,6 @@ import weakref
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from dask_gpurt.errors import LostData
-from dask_gpurt.model.slots import UNSPILL, waiting
 from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.amended import AGAIN
 from dask_gpurt.shuffle.assemble import Assembler
@@ -78,8 +77,7 @@ class OutputsRun(HandingRun):
         if frame is not None and here is not None and execution == here and (df := frame()) is not None:
             return df.copy()
         try:
-            with waiting(UNSPILL):
-                taken = seam.sync(self._loop, self._take, partition_id)
+            taken = seam.sync(self._loop, self._take, partition_id)
         except LostData as e:
             self._restart(f"output {partition_id} was lost: {e}", e)
         if taken is None:

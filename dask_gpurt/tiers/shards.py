@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.errors import LostData
+from dask_gpurt.model.slots import UNSPILL, waiting
 from dask_gpurt.tiers.account import Account, Group
 
 if TYPE_CHECKING:
@@ -109,11 +110,12 @@ class TierShardStore:
         if alive is not None:  # shards given out before are views that keep the block
             return alive.get(part)
         shell: Chunk = entry.value
-        frames = await self._engine.load_part(entry, part)
-        try:
-            return await self._engine.offload(_decode, shell, frames)
-        except Exception as e:
-            raise LostData(f"part {part} of chunk {chunk_id!r} of run {run!r} could not be decoded: {e!r}") from e
+        with waiting(UNSPILL):
+            frames = await self._engine.load_part(entry, part)
+            try:
+                return await self._engine.offload(_decode, shell, frames)
+            except Exception as e:
+                raise LostData(f"part {part} of chunk {chunk_id!r} of run {run!r} could not be decoded: {e!r}") from e
 
     def _taken(self, entry: Entry, part: int) -> None:
         left = self._left.get(entry)

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import dask
 import pytest
 from distributed import Client, LocalCluster
 
@@ -145,6 +146,52 @@ def test_an_unknown_key_in_the_environment_ends_the_start(tmp_path: Path) -> Non
         process, log = p.start("scheduler", "--port", "0", "--no-dashboard", "--preload", PRELOAD)
         assert process.wait(60) == 1
         assert "Did you mean gpurt.tiers.host-limit?" in log.read_text()
+
+
+@pytest.mark.parametrize("role", ["scheduler", "worker"])
+def test_a_bad_setting_ends_the_start_in_the_users_own_process(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`SystemExit` would end the thread of the event loop, and `LocalCluster()` would never return."""
+    monkeypatch.setenv("DASK_GPURT__POLCY", "x")
+    with (
+        dask.config.set({f"distributed.{role}.preload": [PRELOAD], "gpurt.polcy": "x"}),
+        pytest.raises(RuntimeError) as e,
+    ):
+        LocalCluster(n_workers=1, processes=False, dashboard_address=":0").close()
+    reasons = []
+    error: BaseException | None = e.value
+    while error is not None:
+        reasons.append(str(error))
+        error = error.__cause__
+    assert any("Did you mean gpurt.policy?" in text for text in reasons), reasons
+
+
+def test_local_cluster_takes_lists_and_mappings(tmp_path: Path) -> None:
+    """Settings travel as text; a list once became a folder, and a mapping a cluster without the extension."""
+    folders = [str(tmp_path / "a"), str(tmp_path / "b, c")]
+    settings = {"tiers": {"directory": folders}, "observe.cost-per-hour": {"*": 1.5}, "trace.path": None}
+    with (
+        dask_gpurt.local_cluster(
+            n_workers=1, threads_per_worker=1, processes=False, dashboard_address=":0", settings=settings
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        (worker,) = dask_gpurt.status(client).workers.values()
+        assert [d["directory"].startswith(f) for d, f in zip(worker["tiers"]["disks"], folders, strict=True)]
+        plugin = cluster.scheduler.plugins["gpurt"]
+        assert plugin.settings.observe.cost_per_hour == {"*": 1.5}
+        assert plugin.settings.tiers.directories == tuple(folders)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"policy": "no_such_module:X"}, "importing no_such_module failed"),
+        ({"tiers.directory": "/proc/none/a"}, "gpurt.tiers.directory is '/proc/none/a', which cannot be used"),
+    ],
+)
+def test_local_cluster_says_what_only_a_child_process_would_find(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        dask_gpurt.local_cluster(settings=settings)
 
 
 def test_policy_stock_leaves_dask_as_it_was(tmp_path: Path) -> None:

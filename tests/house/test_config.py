@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import pickle
 import subprocess
 import sys
@@ -7,9 +8,10 @@ from typing import Any
 
 import dask
 import pytest
+from distributed import Scheduler, Worker
 
-from dask_gpurt.config import DEFAULTS, Settings, leaves, schema
-from dask_gpurt.errors import ConfigError
+from dask_gpurt.config import DEFAULTS, Settings, leaves, read, schema, write
+from dask_gpurt.errors import ConfigError, InstallError
 from dask_gpurt.preload import dask_setup
 
 jsonschema = pytest.importorskip("jsonschema")
@@ -59,6 +61,10 @@ def test_every_key_is_an_argument_of_the_preload() -> None:
         ({"placement.candidates": True}, ["a integer"]),
         ({"placement.candidates": 1000}, [">= 2 and <= 64"]),
         ({"tiers": "on"}, ["'on'", "mapping"]),
+        ({"tiers": {"host-limt": 0.5}}, ["gpurt.tiers.host-limt", "Did you mean gpurt.tiers.host-limit?"]),
+        ({"gpurt.tiers.host-limt": 0.5}, ["unknown key gpurt.tiers.host-limt", "Did you mean gpurt.tiers.host-limit?"]),
+        ({"tiers.host-limit": float("nan")}, ["is nan", "> 0 and <= 1"]),
+        ({"tiers.object-timeout": float("inf")}, ["is inf", "a number > 0"]),
     ],
 )
 def test_bad_settings_say_value_allowed_and_nearest(overrides: dict[str, Any], says: list[str]) -> None:
@@ -95,6 +101,80 @@ def test_own_check_agrees_with_jsonschema(key: str, value: Any) -> None:
         # bytes in words are beyond the schema
         ours = "number of bytes" in str(e)
     assert ours == fits
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"tiers.host-limit": 0.25},
+        {"gpurt.tiers.host_limit": 0.25},
+        {"tiers": {"host_limit": 0.25}},
+        {"gpurt": {"tiers": {"host-limit": 0.25}}},
+        {"gpurt.tiers": {"host-limit": 0.25}, "shuffle": {}},
+    ],
+)
+def test_overrides_dotted_nested_or_with_the_namespace(overrides: dict[str, Any]) -> None:
+    assert Settings.load(overrides) == Settings.load({"tiers.host-limit": 0.25})
+
+
+def test_the_keys_of_a_mapping_that_is_a_value_are_kept() -> None:
+    prices = {"node_1.example.com": 1.0, "*": 2.0}
+    assert Settings.load({"observe": {"cost-per-hour": prices}}).observe.cost_per_hour == prices
+    with dask.config.set({"gpurt": {"observe": {"cost_per_hour": prices}}}):
+        assert Settings.load().observe.cost_per_hour == prices
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("tiers.directory", ["/tmp/a", "/tmp/b, c"]),
+        ("tiers.directory", "/tmp/a"),
+        ("tiers.directory", "123"),
+        ("tiers.directory", "none"),
+        ("tiers.directory", "['"),
+        ("tiers.directory", None),
+        ("tiers.host-limit", 0.5),
+        ("tiers.disk-limit", "1 GiB"),
+        ("tiers.disk-limit", 10**12),
+        ("tiers.direct-io", True),
+        ("tiers.codec", "none"),
+        ("observe.cost-per-hour", {"*": 1.0, "node'1": 2}),
+        ("observe.cost-per-hour", 3),
+        ("trace.path", "(1, 2)"),
+        ("policy", "stock"),
+    ],
+)
+def test_an_argument_of_a_preload_means_what_was_given(key: str, value: Any) -> None:
+    got = read(key, write(key, value))
+    assert got == value
+    Settings.load({key: got})
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--gpurt-tiers-host-limt", "1"], "--gpurt-tiers-host-limt 1: "),
+        (["--gpurt-tiers-enabled", "perhaps"], "'perhaps' is not a valid boolean"),
+        (["--gpurt-observe-cost-per-hour", "{'*': 'much'}"], "must be a number >= 0"),
+        (["--gpurt-tiers-directory", "[1]"], "gpurt.tiers.directory[0] is 1"),
+    ],
+)
+@pytest.mark.parametrize("on_worker", [False, True])
+def test_dask_starts_no_server_with_arguments_that_are_wrong(argv: list[str], says: str, on_worker: bool) -> None:
+    """Dask itself would log them and start without the extension."""
+    preload: dict[str, Any] = {"preload": ["dask_gpurt.preload"], "preload_argv": [argv]}
+
+    async def start() -> None:
+        async with (
+            Scheduler(port=0, dashboard_address=":0", **({} if on_worker else preload)) as scheduler,
+            Worker(scheduler.address, **preload),
+        ):
+            pass
+
+    with pytest.raises(RuntimeError, match="failed to start") as e:
+        asyncio.run(start())
+    assert isinstance(e.value.__cause__, InstallError)
+    assert says in str(e.value.__cause__)
 
 
 def test_underscore_and_yaml_layout() -> None:

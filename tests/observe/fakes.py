@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from dask_gpurt.observe import feed
@@ -94,3 +95,12 @@ def give_feed(scheduler: FakeScheduler, read: Any, monkeypatch: Any) -> tuple[fe
     made = feed.Feed(scheduler, read, clock)
     monkeypatch.setitem(feed._feeds, scheduler, made)
     return made, clock
+
+
+async def beat(worker: Any) -> None:
+    """Make a heartbeat. Dask closes a worker of which one overlaps with another."""
+    worker.periodic_callbacks["heartbeat"].stop()
+    # One that is under way has no event to wait for.
+    while worker.extensions["spans"].digests_total_since_heartbeat:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    await worker.heartbeat()

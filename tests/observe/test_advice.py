@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ def run(causes: dict[str, float] | None = None, busy: float = 50.0, **known: Any
             slots / 2,
             busy / 2,
             half,
-            {"written_bytes": 5e8},
+            {"written_bytes": 5e8, "read_bytes": 4e8},
         )
         for name in ("a", "b")
     )
@@ -118,6 +119,17 @@ def test_each_cause_has_a_finding_with_its_number(cause: str, named: str) -> Non
 
 def test_every_cause_is_looked_at() -> None:
     assert len(advise(run(dict.fromkeys(CAUSES, 10.0)))) == len(CAUSES) - 2  # unspill + memory; no_work is none
+
+
+def test_nothing_is_blamed_that_did_not_happen() -> None:
+    """Round trips to a busy event loop were once told as reads, of 0 B."""
+    dry = [dataclasses.replace(w, tiers={"written_bytes": 0, "read_bytes": 0}) for w in run().workers]
+    assert advise(run({"unspill": 25.0}, workers=tuple(dry))) == []
+    (finding,) = advise(run({"unspill": 25.0, "memory": 10.0}, workers=tuple(dry)))
+    assert finding.seconds == 10.0
+    assert finding.text == "Threads waited 10 s for room in memory; 0 B were written and 0 B read."
+    (finding,) = advise(run({"unspill": 25.0}))
+    assert finding.text == "Threads waited 25 s for data to be read back from disk; 1 GB were written and 800 MB read."
 
 
 def test_tiny_tasks_are_named() -> None:

@@ -8,11 +8,13 @@ import urllib.error
 import urllib.request
 from typing import TYPE_CHECKING, Any
 
+import dask
 import pytest
 from distributed import Client, LocalCluster
 
 import dask_gpurt
-from dask_gpurt.observe.causes import LOCAL, UNASSIGNED, WAITS
+from dask_gpurt.observe.causes import CLOCK, LOCAL, UNASSIGNED, WAITS
+from dask_gpurt.observe.dashboard import hook
 from dask_gpurt.observe.metrics import WORKER
 from tests.cluster.processes import processes
 
@@ -85,6 +87,7 @@ def test_pages_metrics_and_heartbeats_with_the_preload(tmp_path: Path) -> None:
                 lambda dask_scheduler: [ws.metrics["gpurt"] for ws in dask_scheduler.workers.values()]
             )
             assert figures.pop("next_use") == 1  # the version of a protocol that the worker understands: no figure
+            assert figures.pop(CLOCK) > 0  # orders them, for the ledger
             assert set(figures.pop(WAITS)) <= {*LOCAL, UNASSIGNED}  # histograms, for the ledger
             assert set(figures) == {figure.key.split(".")[0] for figure in WORKER} - set(OPTIONAL)
             assert figures.pop("fetched") == {}
@@ -169,6 +172,13 @@ def test_without_bokeh_everything_else_works(tmp_path: Path) -> None:
             log = p.running[0][1].read_text()
             assert log.count("no plots") == 1
             assert "Traceback" not in log
+
+
+def test_pages_are_announced_again_after_a_reset_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dask's own test tools reset it: whether a stock cluster had our pages depended on the tests before."""
+    monkeypatch.setattr("dask_gpurt.api.LocalCluster", lambda **kwargs: dask.config.get(hook.ROUTES))
+    with dask.config.set({hook.ROUTES: ["distributed.http.scheduler.info"]}):
+        assert dask_gpurt.local_cluster() == ["distributed.http.scheduler.info", hook.__name__]
 
 
 def test_two_clusters_in_one_process() -> None:

@@ -7,6 +7,7 @@ import contextlib
 import json
 import operator
 import time
+import unittest.mock
 from typing import TYPE_CHECKING, Any
 
 import dask
@@ -17,7 +18,7 @@ from distributed.utils_test import NO_AMM, BlockedGatherDep, gen_cluster, inc, s
 
 import dask_gpurt
 from dask_gpurt.config import Settings
-from dask_gpurt.errors import GpurtError, UnknownKey
+from dask_gpurt.errors import GpurtError, InstallError, UnknownKey
 from dask_gpurt.extension import NAME, GpurtScheduler, on_worker
 from dask_gpurt.observe.explain import _TERMS, Explanation
 from dask_gpurt.observe.text import bytes_said, seconds_said
@@ -397,6 +398,75 @@ def test_with_a_synchronous_client_and_collections() -> None:
         with pytest.raises(UnknownKey):
             dask_gpurt.explain(client, "nope")
         dask_gpurt.detach(client)
+
+
+@pytest.mark.cluster
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 2, config=QUIET)
+async def test_all_questions_with_an_asynchronous_client(c: Client, s: Scheduler, a: Worker, b: Worker) -> None:
+    assert not (await dask_gpurt.status(c)).installed
+    with (
+        unittest.mock.patch("dask_gpurt.extension.GpurtScheduler.start", side_effect=InstallError("injected")),
+        pytest.raises(InstallError, match="injected"),
+    ):
+        await dask_gpurt.attach(c)
+    assert (await dask_gpurt.attach(c)).installed
+    x = c.submit(block, 1000, pure=False)
+    await x
+    assert (await dask_gpurt.explain(c, x)).kind == "stock"
+    assert len((await dask_gpurt.where(c, x)).places) == 1
+    await dask_gpurt.detach(c)
+    got = await dask_gpurt.status(c)
+    assert not got.installed
+    assert got.workers == {a.address: {}, b.address: {}}
+
+
+@pytest.mark.cluster
+def test_an_address_or_a_cluster_instead_of_a_client() -> None:
+    with LocalCluster(n_workers=1, threads_per_worker=1, processes=False, dashboard_address=":0") as cluster:
+        for given in (cluster, cluster.scheduler.address):
+            assert not dask_gpurt.status(given).installed
+            assert dask_gpurt.attach(given).installed
+            with pytest.raises(UnknownKey):
+                dask_gpurt.where(given, "nope")
+            dask_gpurt.detach(given)
+        with pytest.raises(TypeError, match=r"None \(NoneType\), must be a distributed\.Client"):
+            dask_gpurt.status(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.cluster
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 2, config=QUIET)
+async def test_a_worker_that_hangs_keeps_no_answer(c: Client, s: Scheduler, a: Worker, b: Worker) -> None:
+    stock, held = b.handlers["run"], asyncio.Event()
+
+    async def run(comm: Any, *args: Any, **kwargs: Any) -> Any:
+        await held.wait()
+        return await stock(comm, *args, **kwargs)
+
+    b.handlers["run"] = run
+    got = await dask_gpurt.status(c, timeout=0.2)
+    assert got.workers == {a.address: {}, b.address: {"error": "TimeoutError('no answer within 0.2 s')"}}
+    held.set()
+    assert (await dask_gpurt.status(c)).workers == {a.address: {}, b.address: {}}
+
+
+@pytest.mark.cluster
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)], config=QUIET)
+async def test_a_connection_that_was_closed_is_replaced(c: Client, s: Scheduler, a: Worker) -> None:
+    """The other end may close a pooled connection just before it is used."""
+    stock, calls = a.handlers["run"], []
+
+    async def run(comm: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            comm.abort()
+        return await stock(comm, *args, **kwargs)
+
+    x = c.submit(block, 1000, pure=False)
+    await x
+    a.handlers["run"] = run
+    got = await dask_gpurt.where(c, x)
+    assert [copy.tier for copy in got[x].copies] == ["memory"]
+    assert len(calls) == 2
 
 
 # ---------------------------------------------------------------------- text, without a cluster

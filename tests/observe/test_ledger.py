@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dask_gpurt.observe import ledger as module
-from dask_gpurt.observe.causes import BUSY, LOCAL, UNASSIGNED, heartbeat_key
+from dask_gpurt.observe.causes import BUSY, CLOCK, LOCAL, UNASSIGNED, heartbeat_key
 from dask_gpurt.observe.ledger import StallLedger
 
 from .fakes import Clock
@@ -151,6 +151,20 @@ def test_workers_that_leave_and_start_over() -> None:
     s.told["a"] = dict.fromkeys(s.told["a"], 0.0)  # attached anew
     s.move(1)
     assert s.beat() == {"no_work": 52}
+
+
+def test_figures_that_are_overtaken_are_left_out() -> None:
+    """A report brings figures too, perhaps before a heartbeat that was under way: nothing may count twice."""
+    s = Scheduler()
+    ws, figures = s.workers["a"], {}
+    for clock, seconds in ((7.0, 4.0), (7.5, 5.0)):
+        figures[clock] = {CLOCK: clock, heartbeat_key("slots"): seconds, heartbeat_key(UNASSIGNED): seconds}
+    s.ledger.heartbeat(ws, figures[7.5])
+    s.ledger.heartbeat(ws, figures[7.0])
+    assert s.ledger.statistics()["slot_seconds"] == 5.0
+    # Attached anew, it counts from zero; its clock goes on.
+    s.ledger.heartbeat(ws, {CLOCK: 8.0, heartbeat_key("slots"): 1.0, heartbeat_key(UNASSIGNED): 1.0})
+    assert s.ledger.statistics()["slot_seconds"] == 6.0
 
 
 def test_a_worker_without_the_extension_is_left_out() -> None:

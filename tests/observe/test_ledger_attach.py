@@ -15,6 +15,8 @@ from dask_gpurt.config import Settings
 from dask_gpurt.extension import GpurtScheduler
 from dask_gpurt.observe import feed
 
+from .fakes import beat
+
 pytestmark = pytest.mark.cluster
 
 #: lets the task below end
@@ -37,7 +39,7 @@ async def test_attached_and_detached_while_a_task_runs(c: Any, s: Any, a: Any) -
     await asyncio.sleep(0.25)
     GO.set()
     await future
-    await a.heartbeat()
+    await beat(a)
     told = plugin.statistics()["ledger"]
     assert told["busy_seconds"] + sum(told["causes"].values()) == pytest.approx(told["slot_seconds"], rel=0.02)
     assert told["busy_seconds"] >= 0.2

@@ -13,11 +13,11 @@ import dask_gpurt
 from benchmarks.advice import TROUBLES
 from dask_gpurt.errors import GpurtError
 from dask_gpurt.observe import details, feed
-from dask_gpurt.observe.causes import WAITS
+from dask_gpurt.observe.causes import CLOCK, WAITS
 from dask_gpurt.observe.charts import timeline
 from dask_gpurt.observe.metrics import SCHEDULER, WORKER
 from dask_gpurt.observe.run import from_snapshots
-from dask_gpurt.reports import report_now, snapshot
+from dask_gpurt.reports import _snapshot, report_now, snapshot
 
 from .chromium import browser, executable
 from .fakes import OPTIONAL
@@ -55,6 +55,51 @@ def _work(client: Client) -> None:
     assert client.gather(client.map(_away, range(3), pure=False)) == [0, 1, 2]
     frame = pd.DataFrame({"k": range(3000), "v": 1.0})
     assert dd.from_pandas(frame, npartitions=6).shuffle("k").v.sum().compute() == 3000
+
+
+async def _offloads(worker: Any) -> int:
+    """A metric that takes its time, as Dask's own of RMM does."""
+    await asyncio.sleep(0.05)
+    return 1
+
+
+def test_a_report_does_not_end_a_worker() -> None:
+    """A heartbeat that overlaps with another one makes Dask close the worker: reports once made their own."""
+    with (
+        dask_gpurt.local_cluster(n_workers=1, threads_per_worker=1, processes=False, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        (worker,) = cluster.workers.values()
+        worker.metrics = {**worker.metrics, "offloads": _offloads}
+        for i in range(5):
+            client.submit(_sleep, i, pure=False).result()  # something for a heartbeat to tell
+            client.sync(_beat_and_look, client, worker)
+        assert worker.status.name == "running"
+
+
+async def _beat_and_look(client: Client, worker: Any) -> None:
+    beat = asyncio.ensure_future(worker.heartbeat())
+    await asyncio.sleep(0)  # it is under way
+    told, _ = await asyncio.gather(_snapshot(client), beat)
+    assert told["workers"][worker.address]["status"]["slots"]["errors"] == 0
+
+
+def test_what_was_not_read_is_not_told_as_unspilling() -> None:
+    """Tasks that take their rows out of a shuffle go through the event loop; that is no read."""
+    import dask.dataframe as dd
+    import pandas as pd
+
+    with (
+        dask_gpurt.local_cluster(
+            n_workers=2, threads_per_worker=1, processes=False, memory_limit="4 GB", dashboard_address=":0"
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        frame = pd.DataFrame({"k": range(20_000), "v": 1.0})
+        assert dd.from_pandas(frame, npartitions=8).shuffle("k").v.sum().compute() == 20_000
+        for facts in snapshot(client)["workers"].values():
+            assert facts["status"]["tiers"]["read"]["bytes"] == 0
+            assert facts["status"]["slots"]["seconds"]["unspill"] == 0
 
 
 def _timed_snapshot(client: Client) -> tuple[dict[str, Any], float]:
@@ -121,9 +166,9 @@ def test_every_number_is_in_the_dictionary() -> None:
         for ws in cluster.scheduler.workers.values():
             figures = ws.metrics["gpurt"]
             keys = {figure.key.split(".")[0] for figure in WORKER} - set(OPTIONAL)
-            assert set(figures) - keys <= {"next_use", WAITS}, "protocols and histograms are no figures"
+            assert set(figures) - keys <= {"next_use", CLOCK, WAITS}, "protocols and histograms are no figures"
             assert keys <= set(figures)
-            patterns = ["next_use", *(figure.key for figure in WORKER)]
+            patterns = ["next_use", CLOCK, *(figure.key for figure in WORKER)]
             assert [path for path, _ in details.numbers(figures) if not details.known(path, patterns)] == []
         # The scheduler's figures have samples; those without are of what did not happen here.
         empty = {figure.key for figure in SCHEDULER if not list(figure.samples(plugin.figures()))}

@@ -10,11 +10,11 @@ from distributed.utils_test import gen_cluster
 from dask_gpurt.config import Settings
 from dask_gpurt.extension.worker import WorkerParts, on_worker
 from dask_gpurt.observe import details, links
-from dask_gpurt.observe.causes import WAITS
+from dask_gpurt.observe.causes import CLOCK, WAITS
 from dask_gpurt.observe.metrics import WORKER
 from dask_gpurt.observe.slots_worker import WorkerSlots
 
-from .fakes import OPTIONAL
+from .fakes import OPTIONAL, beat
 
 if TYPE_CHECKING:
     import pytest
@@ -149,14 +149,15 @@ async def test_a_fetch_reaches_the_scheduler_with_a_heartbeat(c: Any, s: Any, a:
     x = c.submit(bytes, 1000, workers=[a.address], key="x")
     assert await c.submit(len, x, workers=[b.address]) == 1000
     for worker in (a, b):
-        await worker.heartbeat()
+        await beat(worker)
     told = {address: ws.metrics["gpurt"] for address, ws in s.workers.items()}
     assert told[a.address]["fetched"] == {}
     assert list(told[b.address]["fetched"]) == [a.address]
     assert told[b.address]["fetched"][a.address]["bytes"] >= 1000
-    patterns = ["next_use", *(figure.key for figure in WORKER)]
+    patterns = ["next_use", CLOCK, *(figure.key for figure in WORKER)]
     for figures in told.values():
-        assert {figure.key.split(".")[0] for figure in WORKER} - set(OPTIONAL) == set(figures) - {"next_use", WAITS}
+        keys = {figure.key.split(".")[0] for figure in WORKER} - set(OPTIONAL)
+        assert keys == set(figures) - {"next_use", CLOCK, WAITS}
         assert [path for path, _ in details.numbers(figures) if not details.known(path, patterns)] == []
     (cell,) = links.matrix((ws.name, ws.address, ws.metrics["gpurt"]) for ws in s.workers.values()).cells
     assert cell.within_host

@@ -7,11 +7,15 @@ import json
 import os
 import struct
 import time
+import tracemalloc
+import zlib
 from pathlib import Path
 from typing import Any
 
 import dask
+import msgpack
 import pytest
+import xxhash
 from click.testing import CliRunner
 from distributed import Client, LocalCluster, wait
 from hypothesis import given, settings
@@ -20,6 +24,7 @@ from hypothesis import strategies as st
 from dask_gpurt import local_cluster, record
 from dask_gpurt.cli import gpurt
 from dask_gpurt.errors import TraceError
+from dask_gpurt.observe.trace import format as format_module
 from dask_gpurt.observe.trace import writer as writer_module
 from dask_gpurt.observe.trace.chrome import check, events, write
 from dask_gpurt.observe.trace.format import MAGIC, Kind, pack, plain_key, read, write_header
@@ -161,6 +166,66 @@ def test_a_length_that_is_too_large_is_not_allocated() -> None:
         list(read(file, "t"))
 
 
+def _raw(plain: bytes) -> bytes:
+    """A block of these bytes, with the right checksum."""
+    body = zlib.compress(plain, 9)
+    return struct.pack("<IQ", len(body), xxhash.xxh3_64_intdigest(body)) + body
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        5,
+        [1, 2],
+        [[]],
+        [BEGIN, [int(Kind.BEGIN), "now", {}]],
+        [BEGIN, [int(Kind.WORKER_GONE), 7, 1]],
+        [BEGIN, [int(Kind.PREFIX), 0, "p"], [int(Kind.TASK), 0, [[1]], 0, [1], [], None]],
+        [BEGIN, [int(Kind.PREFIX), 0, "p"], [int(Kind.TASK), 0, "k", 0, ["x"], [], None]],
+        [BEGIN, [int(Kind.PREFIX), 0, "p"], [int(Kind.TASK), 0, "k", 0, [1], [[2]], None]],
+        [BEGIN, [int(Kind.DATA), 0, "k", "many", []]],
+        [BEGIN, [int(Kind.GRAPH), 0, "c", 1, [None]]],
+        [BEGIN, [int(Kind.WORKER), 0, 0, "tcp://a", "a", "a", "two", 10]],
+        [BEGIN, [int(Kind.FINISHED), 0, 0, 1, 8, 0, 1, [], None]],
+        [BEGIN, [int(Kind.END), 10**400, 1, 0]],
+        b"\x91" * 5000 + b"\xc0",
+        b"\x91\x81\x90\x01",
+    ],
+    ids=str,
+)
+def test_what_is_no_record_is_refused_as_such(content: Any, tmp_path: Path) -> None:
+    plain = content if isinstance(content, bytes) else msgpack.packb(content, default=str)
+    (tmp_path / "t").write_bytes(_file([BEGIN]) + _raw(plain))
+    with pytest.raises(TraceError):
+        Trace.load(tmp_path / "t")
+    assert Trace.load(tmp_path / "t", damaged=True).damage is not None
+
+
+def test_a_file_does_not_expand_beyond_bounds(tmp_path: Path) -> None:
+    """600 kB of zeros in zlib's best case are 600 MB; what is read of them is a few blocks at most."""
+    bomb = b"\xdd" + struct.pack(">I", 2) + b"\xc6" + struct.pack(">I", 64 << 20) + bytes(64 << 20)
+    (tmp_path / "t").write_bytes(_file([BEGIN]) + _raw(bomb))
+    samples = msgpack.packb([[int(Kind.SAMPLE), 0, None, {"x": "0" * 1000}]] * 4000)
+    (tmp_path / "u").write_bytes(_file([BEGIN]) + _raw(samples) * 40)
+    for name, says in (("t", "a block that expands to more than"), ("u", "expands to more than 100 times")):
+        tracemalloc.start()
+        with pytest.raises(TraceError, match=says):
+            Trace.load(tmp_path / name)
+        assert tracemalloc.get_traced_memory()[1] < 6 * format_module.MAX_BLOCK_BYTES
+        tracemalloc.stop()
+
+
+def test_a_block_at_the_limit_is_read_and_a_larger_one_is_divided(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = [BEGIN, *([int(Kind.SAMPLE), i, None, {}] for i in range(100)), [int(Kind.END), 1, 101, 0]]
+    size = len(msgpack.packb(records))
+    for limit in (size, size - 1, 100):
+        monkeypatch.setattr(format_module, "MAX_BLOCK_BYTES", limit)
+        (tmp_path / "t").write_bytes(_file(records))
+        assert [s.seconds for s in Trace.load(tmp_path / "t").samples] == [i / 1e6 for i in range(100)]
+
+
 @pytest.mark.parametrize(
     ("key", "plain"),
     [("x", "x"), (("x", 1, "y"), ["x", 1, "y"]), (("x", (1, 2)), "('x', (1, 2))"), (3.5, "3.5"), (b"x", "b'x'")],
@@ -209,10 +274,15 @@ def test_a_full_disk_ends_the_recording_only(tmp_path: Path) -> None:
 
 
 def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "t").write_text("mine")
-    with pytest.raises(FileExistsError):
-        Writer(str(tmp_path / "t"))
-    assert (tmp_path / "t").read_text() == "mine"
+    """A setting is read at each start: the second start must neither fail nor take the first one's run away."""
+    (tmp_path / "run.trace").write_text("mine")
+    for name in ("run-2.trace", "run-3.trace"):
+        w = Writer(str(tmp_path / "run.trace"))
+        w.put([BEGIN])
+        w.close(lambda records, lost: [int(Kind.END), 1, records, lost])
+        assert w.path == str(tmp_path / name)
+        assert Trace.load(w.path).lost_records == 0
+    assert (tmp_path / "run.trace").read_text() == "mine"
 
 
 # ---------------------------------------------------------------------- live
@@ -271,14 +341,20 @@ def test_record_a_run(tmp_path: Path, ours: bool) -> None:
 @pytest.mark.cluster
 def test_the_setting_records_the_whole_life_of_a_scheduler(tmp_path: Path) -> None:
     path = tmp_path / "run.trace"
-    made = local_cluster(
-        settings={"trace.path": str(path)}, n_workers=2, threads_per_worker=1, processes=False, dashboard_address=":0"
-    )
-    with made as cluster, Client(cluster) as c:
-        _work(c)
-        told = cluster.scheduler.plugins["gpurt"].statistics()["trace"]
-        assert told["recording"]
-    _check(path)
+    for name in ("run.trace", "run-2.trace"):
+        made = local_cluster(
+            settings={"trace.path": str(path)},
+            n_workers=2,
+            threads_per_worker=1,
+            processes=False,
+            dashboard_address=":0",
+        )
+        with made as cluster, Client(cluster) as c:
+            _work(c)
+            told = cluster.scheduler.plugins["gpurt"].statistics()["trace"]
+            assert told["recording"]
+            assert told["path"] == str(tmp_path / name)
+        _check(tmp_path / name)
 
 
 @pytest.mark.cluster
@@ -287,7 +363,7 @@ def test_a_trace_that_cannot_be_made_is_told_at_the_start(tmp_path: Path) -> Non
     from dask_gpurt.errors import InstallError
 
     with LocalCluster(n_workers=1, processes=False, dashboard_address=":0") as cluster, Client(cluster) as c:
-        with pytest.raises(InstallError, match="a file that does not"):
+        with pytest.raises(InstallError, match="a directory that exists"):
             attach(c, settings={"trace.path": str(tmp_path / "missing" / "t")})
         assert "gpurt" not in cluster.scheduler.plugins
         with pytest.raises(FileNotFoundError, match="missing"):

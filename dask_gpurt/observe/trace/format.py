@@ -35,8 +35,10 @@ MAGIC = b"GPURTTRC"
 VERSION = 1
 _HEADER = struct.Struct("<8sH6x")
 _BLOCK = struct.Struct("<IQ")
-#: bytes a block may have, compressed; more is a damaged length
-MAX_BLOCK_BYTES = 256 * 2**20
+#: bytes of a block, expanded; `pack` makes several of more, so more is damage, or made to fill the reader's memory
+MAX_BLOCK_BYTES = 16 * 2**20
+#: a file may expand to one whole block and so many times its own length; recorded ones expand about twice
+MAX_EXPANSION = 100
 
 
 class Kind(enum.IntEnum):
@@ -80,8 +82,12 @@ def write_header(file: IO[bytes]) -> None:
 
 
 def pack(records: list[list[Any]]) -> bytes:
-    """One block. Any thread."""
-    body = zlib.compress(msgpack.packb(records, use_bin_type=True), 1)
+    """One block, or several when one would be too large to be read. Any thread."""
+    plain = msgpack.packb(records, use_bin_type=True)
+    if len(plain) > MAX_BLOCK_BYTES and len(records) > 1:
+        half = len(records) // 2
+        return pack(records[:half]) + pack(records[half:])
+    body = zlib.compress(plain, 1)
     return _BLOCK.pack(len(body), xxhash.xxh3_64_intdigest(body)) + body
 
 
@@ -104,23 +110,48 @@ def read(file: IO[bytes], name: str) -> Iterator[list[list[Any]]]:
             "that wrote it"
         )
     at = _HEADER.size
+    expanded = 0
     while frame := file.read(_BLOCK.size):
         damaged = f"{name} is damaged or cut off at byte {at:,}"
         if len(frame) < _BLOCK.size:
             raise TraceError(damaged)
         length, digest = _BLOCK.unpack(frame)
-        if length > MAX_BLOCK_BYTES:
-            raise TraceError(f"{damaged}: a block of {length:,} bytes, at most {MAX_BLOCK_BYTES:,} are allowed")
+        most = MAX_BLOCK_BYTES + MAX_BLOCK_BYTES // 1000 + 64  # what cannot be compressed becomes that much longer
+        if length > most:
+            raise TraceError(f"{damaged}: a block of {length:,} bytes, at most {most:,} are allowed")
         body = file.read(length)
         if len(body) < length or xxhash.xxh3_64_intdigest(body) != digest:
             raise TraceError(damaged)
-        try:
-            # Lists, not arrays as tuples: records are read by position and some are edited while reading.
-            records = msgpack.unpackb(zlib.decompress(body), raw=False, strict_map_key=False)
-        except (ValueError, zlib.error, msgpack.UnpackException) as e:
-            raise TraceError(f"{damaged}: {e}") from e
-        yield records
+        plain = _inflate(body, damaged)
         at += _BLOCK.size + length
+        expanded += len(plain)
+        if expanded > MAX_BLOCK_BYTES + MAX_EXPANSION * at:
+            raise TraceError(f"{damaged}: it expands to more than {MAX_EXPANSION} times its length")
+        yield _unpack(plain, damaged)
+
+
+def _inflate(body: bytes, damaged: str) -> bytes:
+    inflater = zlib.decompressobj()
+    try:
+        plain = inflater.decompress(body, MAX_BLOCK_BYTES)
+        # One byte more tells a block that ends here from one that goes on.
+        whole = inflater.eof or (not inflater.decompress(inflater.unconsumed_tail, 1) and inflater.eof)
+    except zlib.error as e:
+        raise TraceError(f"{damaged}: {e}") from e
+    if not whole:
+        raise TraceError(f"{damaged}: a block that expands to more than {MAX_BLOCK_BYTES:,} bytes, or has no end")
+    return plain
+
+
+def _unpack(plain: bytes, damaged: str) -> list[list[Any]]:
+    try:
+        # Lists, not arrays as tuples: records are read by position and some are edited while reading.
+        records = msgpack.unpackb(plain, raw=False, strict_map_key=False)
+    except (ValueError, TypeError, msgpack.UnpackException) as e:  # a key of a mapping may be unhashable
+        raise TraceError(f"{damaged}: {e}") from e
+    if not isinstance(records, list) or not all(isinstance(record, list) and record for record in records):
+        raise TraceError(f"{damaged}: a block is a list of records, which are lists; this one is not")
+    return records
 
 
 def plain_key(key: Any) -> str | list[Any]:

@@ -162,6 +162,39 @@ def _seconds(us: int | None) -> float | None:
     return None if us is None else us / 1e6
 
 
+_NUMBER = (int, float)
+_MAYBE = (int, type(None))
+_MAYBE_NUMBER = (int, float, type(None))
+#: the types of a record's elements, see `Kind`
+_FIELDS: dict[Kind, tuple[Any, ...]] = {
+    Kind.BEGIN: (_NUMBER, dict),
+    Kind.WORKER: (int, int, str, str, str, int, int),
+    Kind.WORKER_GONE: (int, int),
+    Kind.PREFIX: (int, str),
+    Kind.TASK: (int, (str, list), int, list, list, (dict, type(None))),
+    Kind.GRAPH: (int, str, int, list),
+    Kind.ASSIGNED: (int, _MAYBE, int),
+    Kind.FINISHED: (int, _MAYBE, int, _MAYBE, _MAYBE, _MAYBE, list, list),
+    Kind.RELEASED: (int, int),
+    Kind.ERRED: (int, int, str),
+    Kind.SAMPLE: (int, _MAYBE, dict),
+    Kind.DATA: (int, (str, list), int, list),
+    Kind.DECISION: (int, str, _MAYBE, _MAYBE_NUMBER),
+    Kind.END: (int, int, int),
+    Kind.FORGOTTEN: (int, int),
+}
+
+
+def _key(plain: str | list[Any]) -> Hashable:
+    return tuple(_all(plain, (str, int), "parts of a key")) if isinstance(plain, list) else plain
+
+
+def _all(values: list[Any], types: Any, name: str) -> list[Any]:
+    if not all(isinstance(value, types) for value in values):
+        raise TypeError(f"{name} are {str(values)[:100]}")
+    return values
+
+
 class _Builder:
     """Adds records to a `Trace`, in the order of the file."""
 
@@ -174,10 +207,14 @@ class _Builder:
         self._began = False
 
     def add(self, record: list[Any]) -> None:
-        kind, *rest = record
+        number, *rest = record
         try:
-            getattr(self, f"_{Kind(kind).name.lower()}")(*rest)
-        except (TypeError, ValueError, KeyError) as e:
+            kind = Kind(number)
+            for value, types in zip(rest, _FIELDS[kind], strict=True):
+                if not isinstance(value, types):
+                    raise TypeError(f"{str(value)[:100]} is of the wrong type")
+            getattr(self, f"_{kind.name.lower()}")(*rest)
+        except (TypeError, ValueError, KeyError, OverflowError) as e:
             raise TraceError(
                 f"{self.trace.path}: the record {str(record)[:200]} is not one of this version: {e}"
             ) from e
@@ -197,23 +234,23 @@ class _Builder:
     def _task(
         self, number: int, key: Any, prefix: int, priority: list[float], depends: list[int], restrictions: Any
     ) -> None:
-        key = tuple(key) if isinstance(key, list) else key
         name = self._prefixes[prefix]
-        task = TracedTask(number, key, name, tuple(priority), tuple(depends), restrictions)
+        order, inputs = _all(priority, _NUMBER, "priorities"), _all(depends, int, "dependencies")
+        task = TracedTask(number, _key(key), name, tuple(order), tuple(inputs), restrictions)
         self.trace.tasks[number] = task
         self._new.append(task)
 
     def _data(self, number: int, key: Any, nbytes: int, holders: list[int]) -> None:
-        key = tuple(key) if isinstance(key, list) else key
-        task = TracedTask(number, key, "data", (), (), data=True, holders=tuple(holders), nbytes=nbytes)
+        where = tuple(_all(holders, int, "holders"))
+        task = TracedTask(number, _key(key), "data", (), (), data=True, holders=where, nbytes=nbytes)
         self.trace.tasks[number] = task
 
     def _graph(self, at: int, client: str, tasks: int, wanted: list[int]) -> None:
         # Tasks that were there before the trace began come before the first graph, more of them than it says.
-        for task in self._new[len(self._new) - tasks :]:
+        for task in self._new[max(0, len(self._new) - tasks) :]:
             task.graph = len(self.trace.graphs)
         self._new.clear()
-        self.trace.graphs.append(Graph(at / 1e6, client, tasks, tuple(wanted)))
+        self.trace.graphs.append(Graph(at / 1e6, client, tasks, tuple(_all(wanted, int, "wanted tasks"))))
 
     def _assigned(self, number: int, worker: int | None, at: int) -> None:
         task = self._known(number)

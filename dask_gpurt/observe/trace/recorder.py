@@ -68,7 +68,7 @@ class TraceRecorder(SchedulerPlugin):
     Parameters
     ----------
     path
-        A new file on the scheduler's machine.
+        A new file on the scheduler's machine; `path` is the one that was made, see `Writer`.
     name
         The plugin's name.
     client
@@ -119,6 +119,7 @@ class TraceRecorder(SchedulerPlugin):
             The file cannot be made.
         """
         self._writer = Writer(self.path)
+        self.path = self._writer.path
         self.scheduler = scheduler
         self._t0 = _time()
         versions = {"dask": dask.__version__, "distributed": distributed.__version__, "dask_gpurt": __version__}

@@ -7,6 +7,7 @@ The first error (disk full, say) ends the recording, and is kept as text.
 
 from __future__ import annotations
 
+import errno
 import os
 import queue
 import threading
@@ -21,13 +22,29 @@ if TYPE_CHECKING:
 MAX_WAITING = 64
 
 
+#: names that are tried for a file until there must be room for no more
+MAX_FILES = 10_000
+
+
+def _make(path: str) -> tuple[str, int]:
+    """Make a file under a name that is free; returns its path and descriptor."""
+    root, suffix = os.path.splitext(path)
+    for number in range(1, MAX_FILES + 1):
+        name = path if number == 1 else f"{root}-{number}{suffix}"
+        try:
+            return name, os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        except FileExistsError:
+            continue
+    raise FileExistsError(errno.EEXIST, f"there are {MAX_FILES:,} files of that name already", path)
+
+
 class Writer:
     """Owns the file and the thread.
 
     Parameters
     ----------
     path
-        A new file; one that exists is not overwritten.
+        A new file. One that exists is kept: the new one then is ``run-2.trace`` beside ``run.trace``, and so on.
 
     Raises
     ------
@@ -36,14 +53,15 @@ class Writer:
     """
 
     def __init__(self, path: str) -> None:
-        self.path = path
+        #: of the file that was made
+        self.path, descriptor = _make(path)
         #: records handed over, and those dropped
         self.records = 0
         self.lost = 0
         self.bytes = 0
         #: why it ended early; None: it did not
         self.error: str | None = None
-        self._file = os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb")
+        self._file = os.fdopen(descriptor, "wb")
         self._queue: queue.Queue[list[list[Any]] | None] = queue.Queue(MAX_WAITING)
         self._thread = threading.Thread(target=self._run, name="gpurt-trace", daemon=True)
         self._thread.start()
