@@ -246,6 +246,7 @@ SCHEDULER: tuple[tuple[str, str, str], ...] = (
     ("shared_copies.lost_keys", "count", "Results of lost workers that had no copy there"),
     ("shared_copies.swept_objects", "count", "Objects deleted for workers that are gone"),
     ("shared_copies.expired_prefixes", "count", "Leftovers of dead clusters that were deleted"),
+    ("shared_copies.refused_reports", "count", "Reports of workers about objects that are not below their own prefix"),
     ("shared_copies.exceptions", "count", "Exceptions in this part"),
     ("tier_news.exceptions", "count", "Messages of workers about their tiers that could not be used"),
     ("shuffle.pinned", "count", "Outputs sent to their worker at once"),
