@@ -115,6 +115,8 @@ WORKER: tuple[tuple[str, str, str], ...] = (
     ("tiers.memory_alarms", "count", "Times that process memory passed its limit"),
     ("tiers.memory_trims", "count", "Times that the C allocator was asked to give back what was free, because of that"),
     ("tiers.memory_trim_errors", "count", "Failures of other parts to give back what they keep for later then"),
+    ("tiers.implausible_sizes", "count", "Values whose sizeof is negative or no number; each is taken for 1 MB"),
+    ("tiers.unknown_frames", "count", "Frames whose memory could not be looked into; their sizeof counts"),
     ("tiers.fallbacks.*", "count", "Calls left to Dask, by call"),
     ("tiers.lost_keys", "count", "Keys given up, to be computed again"),
     ("tiers.returned_tasks", "count", "Tasks handed back because an input was gone"),

@@ -54,6 +54,54 @@ class InFlight:
             self.nbytes += nbytes
 
 
+class FolderClosed(OSError):
+    """A folder was used after its tier was closed."""
+
+
+class FolderDescriptor:
+    """A descriptor of a folder, closed when its last user has left. Thread-safe.
+
+    The kernel gives the number of a closed descriptor to whatever is opened next. A thread that is still at work, or a
+    value that is freed late, would read and delete in a folder of somebody else.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        self._users = 0
+        self._closed = False
+        self._lock = threading.Lock()
+
+    @property
+    def closed(self) -> bool:
+        """No more use is allowed; some may not have ended."""
+        return self._closed
+
+    def __enter__(self) -> int:
+        with self._lock:
+            if self._closed:
+                raise FolderClosed(errno.ESHUTDOWN, "the tiers of this worker are closed", self.path)
+            self._users += 1
+        return self.fd
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._users -= 1
+            self._end()
+
+    def close(self) -> None:
+        """Allow no more use. A second call does nothing."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._end()
+
+    def _end(self) -> None:
+        """With the lock."""
+        if self._closed and not self._users:
+            os.close(self.fd)
+
+
 def filesystem_of(directory: str) -> str:
     """Type of the file system a folder is on (``ext4``), or "" when the system does not tell."""
     best, kind = "", ""
