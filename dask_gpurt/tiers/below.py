@@ -75,7 +75,7 @@ class Below:
     async def abandon(self) -> None:
         """Close all of it, where no engine has it yet."""
         await self.before_close()
-        await asyncio.to_thread(self.tier.close)
+        await run_apart(self.tier.close, RELEASE_SECONDS)
         await self.after_close()
 
     async def before_close(self) -> None:

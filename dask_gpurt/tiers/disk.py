@@ -8,11 +8,9 @@ allows (`direct`), unless the machine has memory to spare (`idle_memory`); compr
   descriptor, renamed when complete. Whatever fails, the partial file is unlinked and its bytes are given back.
 * Quota (`Quota`, shared by the folders of a worker) and free space to leave (`reserve_bytes`, by statvfs, writes in
   flight of all folders on that file system included) are checked before the first byte is written: `TierFull`.
-* After a crash the folder is removed with the worker's local directory by distributed's own lock files; folders of the
-  user's choice get the same lock.
+* After a crash the folder goes with the worker's local directory, by distributed's lock; so do folders of the user.
 * No fsync for durability: the data need not survive the process. Where ``O_DIRECT`` cannot be had and memory is not
-  idle, a large file is synced all the same, because only written pages can be dropped, and until then they count as
-  memory.
+  idle, a large file is synced all the same: only written pages can be dropped, and until then they count as memory.
   Rejected: mmap for reading (a truncated file kills the process with SIGBUS).
 
 Methods are called in I/O threads and are thread-safe. System calls go through `os_layer`, so that tests can make
@@ -40,7 +38,7 @@ from dask_gpurt.tiers.direct import BLOCK, CHUNK, O_DIRECT, DirectFile, drop_cac
 from dask_gpurt.tiers.disk_handle import DiskHandle
 from dask_gpurt.tiers.frames import LARGE, Frame, FrameWriter, read_frames
 from dask_gpurt.tiers.segments import SEGMENT, Piece, Segments
-from dask_gpurt.tiers.space import FolderClosed, FolderDescriptor, InFlight, Quota, filesystem_of
+from dask_gpurt.tiers.space import FolderClosed, FolderDescriptor, InFlight, Quota, filesystem_of, remove_folder
 from dask_gpurt.tiers.ways import Ways
 
 if TYPE_CHECKING:
@@ -62,7 +60,7 @@ class DiskTier:
     Parameters
     ----------
     directory
-        Made (0700) if it is not there. Leftovers of a dead process in it are deleted.
+        Made (0700) if it is not there. Leftovers of a dead process in it are deleted: it must be ours alone.
     limit_bytes
         Quota; None: none. Ignored when `quota` is given.
     reserve_bytes
@@ -111,6 +109,8 @@ class DiskTier:
         self.ways = Ways(idle_memory)
         #: frames written, by codec
         self.compressed_frames: dict[str, int] = {}
+        #: files that could not be deleted before the tier is closed
+        self.failed_deletions = 0
         #: told about reads that the system could not do
         self.on_read_error: Callable[[DiskTier, OSError], None] = lambda disk, error: None
         self._in_flight = InFlight() if in_flight is None else in_flight
@@ -153,11 +153,6 @@ class DiskTier:
         return self.ways.past.write
 
     @property
-    def read_rate(self) -> compression.Rate:
-        """The same for reading."""
-        return self.ways.past.read
-
-    @property
     def cached_bytes(self) -> int:
         """Bytes of files that were left in the page cache, which the kernel may have given up by now."""
         return self._cached_bytes
@@ -166,10 +161,6 @@ class DiskTier:
     def limit_bytes(self) -> int | None:
         """Quota of the worker; None: none."""
         return self.quota.limit_bytes
-
-    @limit_bytes.setter
-    def limit_bytes(self, nbytes: int | None) -> None:
-        self.quota.limit_bytes = nbytes
 
     @property
     def compactions(self) -> int:
@@ -366,8 +357,10 @@ class DiskTier:
             if not isinstance(handle.place, str):
                 self._segments.free(handle.place)
                 return
-            with contextlib.suppress(OSError):  # gone by somebody's hand: the space is free
+            try:
                 self._os.unlink(handle.place, dir_fd=fd)
+            except OSError as e:
+                self.failed_deletions += e.errno != errno.ENOENT  # then by somebody's hand: the space is free
         if not isinstance(handle.place, str):
             return
         self._release(handle.nbytes)
@@ -401,4 +394,4 @@ class DiskTier:
             return
         self._folder.close()
         self._segments.close()
-        shutil.rmtree(self.directory, ignore_errors=True)
+        remove_folder(self.directory)

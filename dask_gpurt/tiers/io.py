@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from dask_gpurt.tiers.entry import Entry
     from dask_gpurt.tiers.protocol import StorageTier
     from dask_gpurt.tiers.statistics import LoopTime
+
+logger = logging.getLogger("distributed.worker.gpurt")
 
 #: errors of a read that say nothing about the data
 _TRANSIENT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR}
@@ -51,6 +54,8 @@ class IoThreads:
         self._idle: asyncio.Future[None] | None = None
         #: writes, reads and deletions under way
         self.in_flight = 0
+        #: of what nobody waits for: deletions, mostly
+        self.failures = 0
         #: nothing new is begun
         self.closed = False
 
@@ -98,14 +103,22 @@ class IoThreads:
         self.submit(handle.free)
 
     def submit(self, function: Callable[..., Any], *args: Any) -> None:
-        """Run a function that does not raise in a writer thread; nobody waits for it but `idle`."""
+        """Run a function in a writer thread; nobody waits for it but `idle`. What it raises is counted."""
         if self.closed:
             return
         self._begin()
 
+        def finish(future: Future[Any]) -> None:
+            self._end()
+            error = future.exception()
+            if error is not None:
+                self.failures += 1
+                if self.failures in (1, 100, 10_000):
+                    logger.warning("%r failed in an I/O thread (%d such failures): %r", function, self.failures, error)
+
         def hand_over(future: Future[Any]) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                self.loop.call_soon_threadsafe(self._end)
+                self.loop.call_soon_threadsafe(finish, future)
 
         self._writers.submit(function, *args).add_done_callback(hand_over)
 

@@ -15,7 +15,6 @@ engine treat the copy as lost: the key is computed again, and one that has no re
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import logging
@@ -140,8 +139,10 @@ class ObjectTier:
                 self._used_bytes -= layout.nbytes
             self.metrics.add(write_failures=1)
             # An answer may have been lost after the object was complete.
-            with contextlib.suppress(OSError):
+            try:
                 self.bucket.delete([name])
+            except OSError:
+                self.failed_deletions += 1
             raise
         return ObjectHandle(self, name, layout.nbytes, layout, layout.digest)
 

@@ -180,6 +180,7 @@ class TierRuntime:
             await asyncio.to_thread(self._device_memory.close)
         await self._engine.close()
         await self._below.after_close()
+        await self._watch.end()
 
     async def _apply(self, settings: TierSettings) -> None:
         if settings.directories != self._settings.directories:
@@ -337,6 +338,7 @@ class TierRuntime:
             "memory_trim_errors": spare.errors,
             "implausible_sizes": engine.books.implausible_sizes,
             "unknown_frames": roots.errors,
+            "failed_deletions": engine.io.failures,
             "fallbacks": dict(seam.fallbacks) if seam is not None else {},
             "last_traceback": seam.last_traceback if seam is not None else "",
             "lost_keys": seam.losses.keys if seam is not None else 0,

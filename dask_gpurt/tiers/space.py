@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
+import secrets
+import shutil
 import threading
 
 from dask_gpurt.errors import TierFull
+
+logger = logging.getLogger("distributed.worker.gpurt")
 
 #: file systems on which spilling does not do what one expects, and why
 ODD_FILESYSTEMS = {
@@ -100,6 +105,20 @@ class FolderDescriptor:
         """With the lock."""
         if self._closed and not self._users:
             os.close(self.fd)
+
+
+def remove_folder(directory: str) -> None:
+    """Delete a folder of ours and all that is in it. Does not raise: what cannot be deleted is logged."""
+    # Under another name first: were this to hang, it must not delete what is made in its place meanwhile.
+    doomed = f"{directory}.{secrets.token_hex(4)}.closed"
+    try:
+        os.rename(directory, doomed)
+    except OSError:
+        doomed = directory
+    failed: list[str] = []
+    shutil.rmtree(doomed, onerror=lambda function, path, info: failed.append(f"{path}: {info[1]}"))
+    if failed and os.path.lexists(doomed):
+        logger.warning("%d files or folders were not deleted. The first: %s", len(failed), failed[0])
 
 
 def filesystem_of(directory: str) -> str:
