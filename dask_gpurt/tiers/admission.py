@@ -24,6 +24,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from dask_gpurt.model.slots import MEMORY, waiting
+from dask_gpurt.tiers.sizes import as_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -84,6 +85,7 @@ class Gate:
 
     async def admit(self, nbytes: int) -> Reservation:
         """Wait for room for `nbytes`; see the module for when that ends."""
+        nbytes = as_bytes(nbytes) or 0  # a task's ``sizeof`` may have said anything
         if not self._queue and not self._blocked(nbytes):
             return Reservation(self, nbytes)
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -33,6 +33,7 @@ killed the worker); asking the buffer to evict (it writes on the event loop).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import inspect
 import logging
@@ -48,6 +49,8 @@ from distributed.spill import SpillBuffer, SpilledSize
 
 from dask_gpurt.errors import CorruptData, SeamMismatch
 from dask_gpurt.tiers.handle import DecodeError, IoCost
+from dask_gpurt.tiers.io import error_kind
+from dask_gpurt.tiers.sizes import as_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -56,6 +59,8 @@ if TYPE_CHECKING:
     from dask_gpurt.tiers.engine import Engine
     from dask_gpurt.tiers.entry import Entry
     from dask_gpurt.tiers.store import TieredStore
+
+logger = logging.getLogger("distributed.worker.gpurt")
 
 _REMEDY = "Nothing was changed. Remedy: use distributed >= 2026.7.1, < 2026.9, or set gpurt.tiers.enabled: false"
 #: seconds of handing over after which the loop gets a turn
@@ -323,11 +328,17 @@ class _Draining:
         self._engine.pin(entry)
         try:
             size = await self._engine.offload(_write_file, self._data._slow_uncached, path, value)
+        except Exception as e:  # whatever it is, the value stays in memory, as distributed would have it
+            size = None
+            self._failed(e, f"{key!r} cannot be written to {path} and stays in memory")
         finally:
             self._engine.unpin(entry)
         if not self._here(entry):
             if size is not None:
-                await self._engine.offload(_remove_file, path)
+                try:
+                    await self._engine.offload(os.remove, path)
+                except OSError as e:
+                    self._failed(e, f"{path} is left behind until the worker's folder goes")
             return
         self._store.forget(key)
         if size is None:
@@ -341,30 +352,29 @@ class _Draining:
         cached._last_updated[key] = cached._gen
         cached.cache[key] = value  # weakly: a task that still has it needs no second copy
 
+    def _failed(self, error: Exception, message: str) -> None:
+        kind = error_kind(error)
+        self._engine.counters.write_errors[kind] += 1
+        if self._engine.counters.write_errors[kind] in (1, 100, 10_000):
+            logger.warning("%s: %r", message, error)
+
     def _share_budget(self) -> None:
         if self._budget_bytes is not None:
-            self._engine.budget_bytes = max(0, self._budget_bytes - int(self._data.fast.total_weight))
+            self._engine.budget_bytes = max(0, self._budget_bytes - (as_bytes(self._data.fast.total_weight) or 0))
 
 
 def _write_file(slow: Any, path: str, value: Any) -> SpilledSize | None:
-    """In a thread. None when the value cannot be written."""
+    """In a thread. None when it would pass the buffer's limit. Raises whatever went wrong, and leaves no file then."""
+    with context_meter.clear_callbacks():
+        frames = slow.dump(value)
+    disk = sum(memoryview(frame).nbytes for frame in frames)
+    if slow.max_weight is not False and slow.total_weight.disk + disk > slow.max_weight:
+        return None
     try:
-        with context_meter.clear_callbacks():
-            frames = slow.dump(value)
-        disk = sum(memoryview(frame).nbytes for frame in frames)
-        if slow.max_weight is not False and slow.total_weight.disk + disk > slow.max_weight:
-            return None
         with open(path, "wb") as f:
             f.writelines(frames)
-        return SpilledSize(safe_sizeof(value), disk)
-    except Exception:  # whatever it is, the value stays in memory, as distributed would have it
-        _remove_file(path)
-        return None
-
-
-def _remove_file(path: str) -> None:
-    try:
-        os.remove(path)
-    except OSError:
-        # Not there, or the folder is broken; it goes with the worker's folder in any case.
-        return
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.remove(path)
+        raise
+    return SpilledSize(as_bytes(safe_sizeof(value)) or 0, disk)

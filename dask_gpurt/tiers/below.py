@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dask_gpurt.errors import InstallError, StoreError
 from dask_gpurt.tiers.cascade import Cascade
 from dask_gpurt.tiers.directories import Directories, open_directories
+from dask_gpurt.tiers.io import run_apart
 from dask_gpurt.tiers.leases import LeaseKeeper, worker_prefix
 from dask_gpurt.tiers.object import ObjectTier
 
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from dask_gpurt.model.events import Sink
     from dask_gpurt.tiers.memory import Limits
     from dask_gpurt.tiers.protocol import StorageTier
+
+
+#: for the deletion of a folder of the user's choice; distributed's lock lets others purge what is left
+RELEASE_SECONDS = 10.0
 
 
 class Below:
@@ -70,7 +75,7 @@ class Below:
     async def abandon(self) -> None:
         """Close all of it, where no engine has it yet."""
         await self.before_close()
-        await asyncio.to_thread(self.tier.close)
+        await run_apart(self.tier.close, RELEASE_SECONDS)
         await self.after_close()
 
     async def before_close(self) -> None:
@@ -81,7 +86,7 @@ class Below:
 
     async def after_close(self) -> None:
         for work_dir in self._work_dirs:
-            await asyncio.to_thread(work_dir.release)
+            await run_apart(work_dir.release, RELEASE_SECONDS)
 
     def statistics(self) -> dict[str, Any]:
         """Plain JSON; empty without an object store, where the disk's own figures tell all."""

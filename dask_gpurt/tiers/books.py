@@ -7,6 +7,7 @@ follow from it. So one look at `validate` shows what always holds. No I/O, no de
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from dask_gpurt.tiers.entry import Entry, EventLog, State, next_state
 from dask_gpurt.tiers.handle import another
 from dask_gpurt.tiers.policy import SMALL_BYTES, Victims
 from dask_gpurt.tiers.sharing import Blocks
+from dask_gpurt.tiers.sizes import UNKNOWN_BYTES, as_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from dask_gpurt.tiers.account import Account
     from dask_gpurt.tiers.handle import Handle
     from dask_gpurt.tiers.trace import Trace
+
+logger = logging.getLogger("distributed.worker.gpurt")
 
 #: names of an object among which a new one looks for a copy
 TWINS = 8
@@ -54,6 +58,8 @@ class Books:
         self._blocks = Blocks()
         #: being read
         self.loading_bytes = 0
+        #: values whose ``sizeof`` was negative, or no number
+        self.implausible_sizes = 0
         #: told when a value that was read ahead is used, or leaves; see `prefetch`
         self.on_prefetch_end: Callable[[Entry, str], None] = _prefetch_ended
         #: told when there may be room
@@ -63,6 +69,7 @@ class Books:
 
     def add(self, account: Account, key: Hashable, value: Any, nbytes: int) -> Entry:
         """A value in memory."""
+        nbytes = self._believed(key, nbytes)
         entry = Entry(key, account, nbytes, value, last_use=self.clock())
         self.entries.add(entry)
         self._blocks.join(entry, value)
@@ -99,6 +106,7 @@ class Books:
 
     def add_stored(self, account: Account, key: Hashable, nbytes: int, handle: Handle) -> Entry:
         """A value that is on a lower tier already."""
+        nbytes = self._believed(key, nbytes)
         entry = Entry(key, account, nbytes, None, State.STORED, handle, last_use=self.clock())
         self.entries.add(entry)
         self._count_stored(entry, 1)
@@ -106,6 +114,19 @@ class Books:
         if self.trace is not None:
             self.trace.note("adopt", entry, nbytes)
         return entry
+
+    def _believed(self, key: Hashable, nbytes: int) -> int:
+        believed = as_bytes(nbytes)
+        if believed is not None:
+            return believed
+        self.implausible_sizes += 1
+        if self.implausible_sizes in (1, 100, 10_000):
+            logger.warning(
+                "sizeof says that %r takes %r bytes, which cannot be (%d such values so far). It is taken for %d. "
+                "Remedy: correct what is registered with dask.sizeof for its type",
+                *(key, nbytes, self.implausible_sizes, UNKNOWN_BYTES),
+            )
+        return UNKNOWN_BYTES
 
     def remove(self, entry: Entry) -> None:
         """Take an entry out. Its handle is still to be freed, and whoever waits for it to be woken."""

@@ -1,42 +1,57 @@
-"""An object store by URL: obstore with our retries, limits and error types.
+"""An object store by URL, with our retries, limits and error types.
 
-``s3://bucket/prefix``, ``gs://``, ``az://``: credentials, region and endpoint come from the environment as obstore
-reads them (``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``, ``AWS_ALLOW_HTTP``, ...). ``file:///folder``: a folder that
-workers share. ``memory://``: this process only, for tests.
+``s3://bucket/prefix``, ``gs://``, ``az://``: by obstore (`remote`). ``file:///folder``: a folder that workers share
+(`folder`). ``memory://``: this process only, for tests.
 
 Two layers of retries: obstore repeats single requests (one part of an upload); here a whole operation is repeated with
 back-off and jitter, at most `ATTEMPTS` times, and counted. What then still fails is an `OSError`, as from a disk:
 `FileNotFoundError` and `PermissionError` at once, all else as ``EIO``.
 
-Calls block and are for I/O threads; obstore releases the GIL. It is imported when a store is opened: it is an extra.
+Calls block and are for I/O threads; both kinds release the GIL.
 """
 
 from __future__ import annotations
 
-import datetime
 import errno
-import os
 import random
 import time
-from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from dask_gpurt.errors import ConfigError, CorruptData, InstallError
+from dask_gpurt.tiers.folder import Folder
 from dask_gpurt.tiers.protocol import TierMetrics
 
 if TYPE_CHECKING:
+    import datetime
     from collections.abc import Callable, Iterable, Sequence
 
 #: of one operation
 ATTEMPTS: Final = 4
 #: before the second attempt; doubles
 BACK_OFF_SECONDS: Final = 0.2
-#: objects above this go up in parts of this size
-PART_BYTES: Final = 8 << 20
-#: parts of one object under way
-CONCURRENCY: Final = 8
 #: names per delete call
 _DELETE_BATCH: Final = 500
+
+
+class Store(Protocol):
+    """What `Bucket` repeats until it works. Every method may raise what `errors` names."""
+
+    #: worth another attempt
+    errors: tuple[type[Exception], ...]
+    #: a refusal, which is final
+    denied: tuple[type[Exception], ...]
+
+    def put(self, name: str, views: Sequence[Any]) -> None: ...
+
+    def read_range(self, name: str, start: int, stop: int) -> memoryview: ...
+
+    def fill(self, name: str, start: int, buffers: Sequence[memoryview]) -> int: ...
+
+    def delete(self, names: Iterable[str]) -> None: ...
+
+    def list(self, prefix: str) -> dict[str, datetime.datetime]: ...
+
+    def modified(self, name: str) -> datetime.datetime: ...
 
 
 class Bucket:
@@ -52,52 +67,23 @@ class Bucket:
     Raises
     ------
     ConfigError
-        The URL is none that obstore understands.
+        The URL cannot be opened.
     InstallError
-        obstore is not installed.
+        obstore is not installed, and the URL needs it.
     """
 
     def __init__(self, url: str, *, timeout_seconds: float = 30.0, attempts: int = ATTEMPTS) -> None:
-        try:
-            import obstore
-            import obstore.exceptions
-            import obstore.store
-        except ImportError as e:
-            raise InstallError(
-                f"gpurt.tiers.object-store is {url!r}, which needs obstore ({e}). Remedy: pip install dask-gpurt[s3]"
-            ) from e
         self.url = url
         #: of one operation; lowered to 1 by who is about to close, so that nothing under way is begun again
         self.attempts = attempts
         self.metrics = TierMetrics()
-        self._obstore = obstore
-        self._errors: tuple[type[Exception], ...] = (obstore.exceptions.BaseError, OSError)
-        self._denied = (
-            obstore.exceptions.PermissionDeniedError,
-            obstore.exceptions.UnauthenticatedError,
-            PermissionError,
-        )
         scheme = url.partition("://")[0]
         #: other processes see the same objects
         self.shared = scheme != "memory"
-        options: dict[str, Any] = {}
-        if scheme == "file":
-            options["mkdir"] = True
-        elif scheme != "memory":
-            request = datetime.timedelta(seconds=timeout_seconds)
-            options["client_options"] = {
-                "timeout": request,
-                "connect_timeout": datetime.timedelta(seconds=min(5.0, timeout_seconds)),
-                # Options given here hide this one of the environment.
-                "allow_http": os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true", "yes"),
-            }
-            options["retry_config"] = {
-                "max_retries": 2,
-                "backoff": {"init_backoff": datetime.timedelta(seconds=0.1), "base": 2.0},
-                "retry_timeout": request,
-            }
         try:
-            self._store: Any = obstore.store.from_url(url, **options)
+            self._store = _open(scheme, url, timeout_seconds)
+        except InstallError:
+            raise
         except Exception as e:
             raise ConfigError(
                 f"gpurt.tiers.object-store is {url!r}, which cannot be opened: {_first_line(e)}. Allowed: null, or a "
@@ -109,33 +95,14 @@ class Bucket:
     def put(self, name: str, views: Sequence[Any]) -> None:
         """Store buffers one after the other as one object; atomic: nobody sees half of it."""
         total = sum(memoryview(v).nbytes for v in views)
-
-        def once() -> None:
-            if total <= PART_BYTES:
-                self._obstore.put(self._store, name, b"".join(views), use_multipart=False)
-            else:
-                # An iterator goes up in parts as it is read: no second copy of the whole.
-                self._obstore.put(
-                    self._store,
-                    name,
-                    iter([v for v in views if memoryview(v).nbytes]),
-                    use_multipart=True,
-                    chunk_size=PART_BYTES,
-                    max_concurrency=CONCURRENCY,
-                )
-
         start = time.perf_counter()
-        self._repeat("write", name, once)
+        self._repeat("write", name, lambda: self._store.put(name, views))
         self.metrics.add(writes=1, written_bytes=total, write_seconds=time.perf_counter() - start)
 
     def read_range(self, name: str, start: int, stop: int) -> memoryview:
         """Bytes of an object; fewer where it ends before `stop`. Read-only memory."""
         began = time.perf_counter()
-
-        def once() -> memoryview:
-            return memoryview(self._obstore.get(self._store, name, options={"range": (start, stop)}).bytes())
-
-        data: memoryview = self._repeat("read", name, once)
+        data: memoryview = self._repeat("read", name, lambda: self._store.read_range(name, start, stop))
         self.metrics.add(reads=1, read_bytes=data.nbytes, read_seconds=time.perf_counter() - began)
         return data
 
@@ -153,20 +120,7 @@ class Bucket:
         began = time.perf_counter()
 
         def once() -> None:
-            stream = self._obstore.get(self._store, name, options={"range": (start, start + total)}).stream(
-                min_chunk_size=1 << 20
-            )
-            targets = [b for b in reversed(buffers) if b.nbytes]
-            for chunk in stream:
-                view = memoryview(chunk)
-                while view.nbytes and targets:
-                    target = targets.pop()
-                    n = min(view.nbytes, target.nbytes)
-                    target[:n] = view[:n]
-                    view = view[n:]
-                    if n < target.nbytes:
-                        targets.append(target[n:])
-            if targets:
+            if self._store.fill(name, start, buffers) < total:
                 raise CorruptData(f"{self.where(name)} ends before {start + total} bytes")
 
         self._repeat("read", name, once)
@@ -177,31 +131,25 @@ class Bucket:
         left = list(names)
         while left:
             batch, left = left[:_DELETE_BATCH], left[_DELETE_BATCH:]
-            try:
-                self._repeat("delete", batch[0], partial(self._obstore.delete, self._store, batch))
-            except FileNotFoundError:
-                # A folder says so of one name and leaves the others: once more, one by one.
+            self._delete(batch)
+
+    def _delete(self, batch: list[str]) -> None:
+        try:
+            self._repeat("delete", batch[0], lambda: self._store.delete(batch))
+        except FileNotFoundError:
+            # A store may say so of one name and leave the others: once more, one by one.
+            if len(batch) > 1:
                 for name in batch:
-                    try:
-                        self._repeat("delete", name, partial(self._obstore.delete, self._store, name))
-                    except FileNotFoundError:
-                        continue
+                    self._delete([name])
 
     def list(self, prefix: str) -> dict[str, datetime.datetime]:
         """Names below a prefix and when each was last written, by the store's clock."""
-
-        def once() -> dict[str, datetime.datetime]:
-            batches = self._obstore.list(self._store, prefix)
-            return {meta["path"]: meta["last_modified"] for batch in batches for meta in batch}
-
-        found: dict[str, datetime.datetime] = self._repeat("list", prefix, once)
+        found: dict[str, datetime.datetime] = self._repeat("list", prefix, lambda: self._store.list(prefix))
         return found
 
     def modified(self, name: str) -> datetime.datetime:
         """When an object was last written, by the store's clock."""
-        when: datetime.datetime = self._repeat(
-            "look at", name, lambda: self._obstore.head(self._store, name)["last_modified"]
-        )
+        when: datetime.datetime = self._repeat("look at", name, lambda: self._store.modified(name))
         return when
 
     def where(self, name: str) -> str:
@@ -221,9 +169,9 @@ class Bucket:
                 raise FileNotFoundError(
                     errno.ENOENT, f"cannot {what}: there is no such object", self.where(name)
                 ) from e
-            except self._denied as e:
+            except self._store.denied as e:
                 raise PermissionError(errno.EACCES, f"may not {what}: {_first_line(e)}", self.where(name)) from e
-            except self._errors as e:
+            except self._store.errors as e:
                 if attempt >= self.attempts:
                     raise OSError(
                         errno.EIO, f"cannot {what} after {attempt} attempts: {_first_line(e)}", self.where(name)
@@ -232,6 +180,18 @@ class Bucket:
             # Jitter: when a store comes back, its workers must not come all at once.
             time.sleep(pause * (0.5 + random.random()))
             pause *= 2
+
+
+def _open(scheme: str, url: str, timeout_seconds: float) -> Store:
+    if scheme == "file":
+        return Folder(url)
+    try:
+        from dask_gpurt.tiers.remote import Remote
+    except ImportError as e:
+        raise InstallError(
+            f"gpurt.tiers.object-store is {url!r}, which needs obstore ({e}). Remedy: pip install dask-gpurt[s3]"
+        ) from e
+    return Remote(scheme, url, timeout_seconds)
 
 
 def _first_line(error: BaseException) -> str:

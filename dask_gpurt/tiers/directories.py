@@ -18,7 +18,6 @@ through any of them.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
@@ -250,11 +249,12 @@ class Directories:
                 "used_bytes": f.disk.used_bytes,
                 "cached_bytes": f.disk.cached_bytes,
                 "write_bytes_per_second": f.disk.write_rate.bytes_per_second,
-                "read_bytes_per_second": f.disk.read_rate.bytes_per_second,
+                "read_bytes_per_second": f.disk.ways.past.read.bytes_per_second,
                 "cached_write_bytes_per_second": f.disk.ways.through.write.bytes_per_second,
                 "cached_read_bytes_per_second": f.disk.ways.through.read.bytes_per_second,
                 "compressed_frames": dict(f.disk.compressed_frames),
                 "compactions": f.disk.compactions,
+                "failed_deletions": f.disk.failed_deletions,
                 "set_aside": f.rests_until > now,
                 "errors": dict(f.errors),
             }
@@ -319,6 +319,8 @@ def open_directories(
     for text in failed:
         logger.warning("Not spilling to %s. The other folders are used", text)
     directories = Directories(disks, quota, sink=sink)
-    with contextlib.suppress(OSError):  # full just now: the engine copes
+    try:
         directories.probe()
+    except OSError as e:  # full just now: the engine copes
+        logger.warning("A test of %s failed; values stay in memory until it works: %s", directories.directory, e)
     return directories, work_dirs

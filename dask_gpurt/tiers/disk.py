@@ -8,11 +8,9 @@ allows (`direct`), unless the machine has memory to spare (`idle_memory`); compr
   descriptor, renamed when complete. Whatever fails, the partial file is unlinked and its bytes are given back.
 * Quota (`Quota`, shared by the folders of a worker) and free space to leave (`reserve_bytes`, by statvfs, writes in
   flight of all folders on that file system included) are checked before the first byte is written: `TierFull`.
-* After a crash the folder is removed with the worker's local directory by distributed's own lock files; folders of the
-  user's choice get the same lock.
+* After a crash the folder goes with the worker's local directory, by distributed's lock; so do folders of the user.
 * No fsync for durability: the data need not survive the process. Where ``O_DIRECT`` cannot be had and memory is not
-  idle, a large file is synced all the same, because only written pages can be dropped, and until then they count as
-  memory.
+  idle, a large file is synced all the same: only written pages can be dropped, and until then they count as memory.
   Rejected: mmap for reading (a truncated file kills the process with SIGBUS).
 
 Methods are called in I/O threads and are thread-safe. System calls go through `os_layer`, so that tests can make
@@ -40,7 +38,7 @@ from dask_gpurt.tiers.direct import BLOCK, CHUNK, O_DIRECT, DirectFile, drop_cac
 from dask_gpurt.tiers.disk_handle import DiskHandle
 from dask_gpurt.tiers.frames import LARGE, Frame, FrameWriter, read_frames
 from dask_gpurt.tiers.segments import SEGMENT, Piece, Segments
-from dask_gpurt.tiers.space import InFlight, Quota, filesystem_of
+from dask_gpurt.tiers.space import FolderClosed, FolderDescriptor, InFlight, Quota, filesystem_of, remove_folder
 from dask_gpurt.tiers.ways import Ways
 
 if TYPE_CHECKING:
@@ -62,7 +60,7 @@ class DiskTier:
     Parameters
     ----------
     directory
-        Made (0700) if it is not there. Leftovers of a dead process in it are deleted.
+        Made (0700) if it is not there. Leftovers of a dead process in it are deleted: it must be ours alone.
     limit_bytes
         Quota; None: none. Ignored when `quota` is given.
     reserve_bytes
@@ -111,25 +109,27 @@ class DiskTier:
         self.ways = Ways(idle_memory)
         #: frames written, by codec
         self.compressed_frames: dict[str, int] = {}
+        #: files that could not be deleted before the tier is closed
+        self.failed_deletions = 0
         #: told about reads that the system could not do
         self.on_read_error: Callable[[DiskTier, OSError], None] = lambda disk, error: None
         self._in_flight = InFlight() if in_flight is None else in_flight
         self._os = os_layer
         self._lock = threading.Lock()
-        self._closed = False
         self._used_bytes = 0
         self._cached_bytes = 0
         self._names = itertools.count()
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(directory)
         os.makedirs(directory, mode=0o700)
-        #: all names are relative to it, so that a swapped path component cannot redirect us
-        self._dir_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        #: all names are relative to it, so that a swapped path component cannot redirect us; used inside of `with` only
+        self._folder = FolderDescriptor(directory)
+        self._dir_fd = self._folder.fd
         self.filesystem = filesystem_of(directory)
         #: large values go past the page cache
         self.direct = direct_io != "off" and supports_direct(self._dir_fd, os_layer)
         if direct_io == "on" and not self.direct:
-            os.close(self._dir_fd)
+            self._folder.close()
             shutil.rmtree(directory, ignore_errors=True)
             raise OSError(
                 errno.EINVAL,
@@ -153,11 +153,6 @@ class DiskTier:
         return self.ways.past.write
 
     @property
-    def read_rate(self) -> compression.Rate:
-        """The same for reading."""
-        return self.ways.past.read
-
-    @property
     def cached_bytes(self) -> int:
         """Bytes of files that were left in the page cache, which the kernel may have given up by now."""
         return self._cached_bytes
@@ -166,10 +161,6 @@ class DiskTier:
     def limit_bytes(self) -> int | None:
         """Quota of the worker; None: none."""
         return self.quota.limit_bytes
-
-    @limit_bytes.setter
-    def limit_bytes(self, nbytes: int | None) -> None:
-        self.quota.limit_bytes = nbytes
 
     @property
     def compactions(self) -> int:
@@ -182,7 +173,8 @@ class DiskTier:
 
     def free_bytes(self) -> int:
         """Bytes that may still be written before the reserve is reached, quota aside."""
-        stat = self._os.statvfs(self._dir_fd)
+        with self._folder as fd:
+            stat = self._os.statvfs(fd)
         return int(stat.f_bavail * stat.f_frsize - self._in_flight.nbytes - self.reserve_bytes)
 
     def _claim(self, nbytes: int) -> None:
@@ -222,7 +214,8 @@ class DiskTier:
         views = [(part, [flat(b) for b in buffers]) for part, buffers in groups]
         total = sum(v.nbytes for _, part in views for v in part)
         try:
-            return self._write_record(views) if total < self._small_bytes else self._write_file(views)
+            with self._folder:
+                return self._write_record(views) if total < self._small_bytes else self._write_file(views)
         except TierFull:
             raise
         except OSError as e:
@@ -326,9 +319,10 @@ class DiskTier:
             The device could not read.
         """
         try:
-            if not isinstance(handle.place, str):
-                return self._segments.read(handle.place, part)
-            return self._read_file(handle, handle.place, part)
+            with self._folder:
+                if not isinstance(handle.place, str):
+                    return self._segments.read(handle.place, part)
+                return self._read_file(handle, handle.place, part)
         except OSError as e:
             self.on_read_error(self, e)
             raise
@@ -359,11 +353,16 @@ class DiskTier:
             handle.claims[0] -= 1
             if handle.claims[0]:
                 return
+        with contextlib.suppress(FolderClosed), self._folder as fd:  # closed: the file is gone with its folder
+            if not isinstance(handle.place, str):
+                self._segments.free(handle.place)
+                return
+            try:
+                self._os.unlink(handle.place, dir_fd=fd)
+            except OSError as e:
+                self.failed_deletions += e.errno != errno.ENOENT  # then by somebody's hand: the space is free
         if not isinstance(handle.place, str):
-            self._segments.free(handle.place)
             return
-        with contextlib.suppress(OSError):  # gone with its folder, or by somebody's hand: the space is free
-            self._os.unlink(handle.place, dir_fd=self._dir_fd)
         self._release(handle.nbytes)
         if handle.cached:
             with self._lock:
@@ -380,7 +379,8 @@ class DiskTier:
         nbytes = max(1, min(CHUNK, room))
         data = numpy.random.default_rng(0).integers(0, 256, nbytes, "u1").data  # no codec makes it smaller
         for cached in (False, True) if self.ways.ample(nbytes) else (False,):
-            handle = self._write_file([(0, [data])], cached=cached)
+            with self._folder:
+                handle = self._write_file([(0, [data])], cached=cached)
             try:
                 _, (got,) = self.read(handle)
                 if got != data and not handle.frames[0].codec:
@@ -390,10 +390,8 @@ class DiskTier:
 
     def close(self) -> None:
         """Delete everything, the folder too."""
-        if self._closed:
+        if self._folder.closed:
             return
-        self._closed = True
+        self._folder.close()
         self._segments.close()
-        shutil.rmtree(self.directory, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            os.close(self._dir_fd)
+        remove_folder(self.directory)

@@ -14,14 +14,14 @@ All of it is bookkeeping on the event loop; ends of I/O arrive there by ``call_s
 
 from __future__ import annotations
 
-import asyncio
+import logging
 import time
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.model.events import Sink, null_sink
 from dask_gpurt.tiers.books import Books
 from dask_gpurt.tiers.eviction import Eviction
-from dask_gpurt.tiers.io import IoThreads
+from dask_gpurt.tiers.io import IoThreads, run_apart
 from dask_gpurt.tiers.loading import Loading, wake
 from dask_gpurt.tiers.statistics import Counters
 from dask_gpurt.tiers.trace import Trace
@@ -34,6 +34,12 @@ if TYPE_CHECKING:
     from dask_gpurt.tiers.entry import Entry, EventLog
     from dask_gpurt.tiers.handle import Handle
     from dask_gpurt.tiers.protocol import StorageTier
+
+
+logger = logging.getLogger("distributed.worker.gpurt")
+
+#: at the end: for I/O that is under way, and for deleting what is left
+CLOSE_SECONDS = 20.0
 
 
 class Engine:
@@ -163,16 +169,30 @@ class Engine:
     # ------------------------------------------------------------------ life
 
     async def close(self) -> None:
-        """Stop evicting, wait for the I/O at work, delete all files. Values in memory stay readable."""
+        """Stop evicting, wait for the I/O at work, delete all files. Values in memory stay readable.
+
+        Waits `CLOSE_SECONDS` for the I/O and as long for the files at most: a device that hangs must not keep a worker
+        from closing.
+        """
         if self.io.closed:
             return
         self.io.closed = True
         self.eviction.stop()
-        await self.idle()
+        if not await self.settle():
+            logger.warning(
+                "%d reads, writes and deletions did not end within %g s of closing. They are left to themselves",
+                *(self.io.in_flight, CLOSE_SECONDS),
+            )
         await self.io.shutdown()
         for entry in self.books.entries:
             entry.handle = None
-        await asyncio.get_running_loop().run_in_executor(None, self.tier.close)
+            wake(entry)  # nobody else would
+        if not await run_apart(self.tier.close, CLOSE_SECONDS):
+            logger.warning("files on lower tiers were not deleted within %g s; that goes on", CLOSE_SECONDS)
+
+    async def settle(self) -> bool:
+        """Wait until no I/O is under way, `CLOSE_SECONDS` at most. Is none?"""
+        return await self.io.settle(CLOSE_SECONDS)
 
     @property
     def decided_by(self) -> dict[str, int]:

@@ -13,10 +13,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
+
+from distributed.threadpoolexecutor import ThreadPoolExecutor
 
 from dask_gpurt.errors import CorruptData
 from dask_gpurt.model.arenas import arenas
@@ -24,11 +26,14 @@ from dask_gpurt.tiers.handle import EncodeError, Handle, IoCost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
 
     from dask_gpurt.tiers.account import Account
     from dask_gpurt.tiers.entry import Entry
     from dask_gpurt.tiers.protocol import StorageTier
     from dask_gpurt.tiers.statistics import LoopTime
+
+logger = logging.getLogger("distributed.worker.gpurt")
 
 #: errors of a read that say nothing about the data
 _TRANSIENT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR}
@@ -42,12 +47,15 @@ class IoThreads:
         self.loop = asyncio.get_running_loop()
         self._thread_id = threading.get_ident()
         self._loop_time = loop_time
-        self._writers = ThreadPoolExecutor(threads, "gpurt-tier-write")
+        # Those of distributed are daemons: one that hangs with its device does not keep the process from ending.
+        self._writers = ThreadPoolExecutor(threads, thread_name_prefix="gpurt-tier-write")
         # One more, for who reads ahead uses `threads` of them.
-        self._readers = ThreadPoolExecutor(threads + 1, "gpurt-tier-read")
+        self._readers = ThreadPoolExecutor(threads + 1, thread_name_prefix="gpurt-tier-read")
         self._idle: asyncio.Future[None] | None = None
         #: writes, reads and deletions under way
         self.in_flight = 0
+        #: of what nobody waits for: deletions, mostly
+        self.failures = 0
         #: nothing new is begun
         self.closed = False
 
@@ -95,14 +103,22 @@ class IoThreads:
         self.submit(handle.free)
 
     def submit(self, function: Callable[..., Any], *args: Any) -> None:
-        """Run a function that does not raise in a writer thread; nobody waits for it but `idle`."""
+        """Run a function in a writer thread; nobody waits for it but `idle`. What it raises is counted."""
         if self.closed:
             return
         self._begin()
 
+        def finish(future: Future[Any]) -> None:
+            self._end()
+            error = future.exception()
+            if error is not None:
+                self.failures += 1
+                if self.failures in (1, 100, 10_000):
+                    logger.warning("%r failed in an I/O thread (%d such failures): %r", function, self.failures, error)
+
         def hand_over(future: Future[Any]) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                self.loop.call_soon_threadsafe(self._end)
+                self.loop.call_soon_threadsafe(finish, future)
 
         self._writers.submit(function, *args).add_done_callback(hand_over)
 
@@ -125,13 +141,48 @@ class IoThreads:
     async def idle(self) -> None:
         """Wait until no I/O is under way, deletions included."""
         while self.in_flight:
-            self._idle = self.loop.create_future()
-            await self._idle
+            if self._idle is None or self._idle.done():
+                self._idle = self.loop.create_future()
+            # Not the future itself: others may wait for it too, and one that is cancelled would cancel it.
+            await asyncio.wait([self._idle])
+
+    async def settle(self, seconds: float) -> bool:
+        """Wait until no I/O is under way, so long at most. Is none?"""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.idle(), seconds)
+        return not self.in_flight
 
     async def shutdown(self) -> None:
-        """End the threads; call it when idle."""
+        """End the threads. One that is at work is left alone; it does not keep the process from ending."""
         for pool in (self._writers, self._readers):
-            await self.loop.run_in_executor(None, pool.shutdown)
+            if self.in_flight:
+                pool.shutdown(wait=False)
+            else:
+                await self.loop.run_in_executor(None, pool.shutdown)
+
+
+async def run_apart(function: Callable[[], object], seconds: float) -> bool:
+    """Run a function that does not raise in a thread of its own; wait so long at most. Did it end?
+
+    Use it for what may hang with its device. Such a thread keeps neither the event loop nor the process from ending.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+
+    def tell() -> None:
+        if not done.done():
+            done.set_result(None)
+
+    def run() -> None:
+        try:
+            function()
+        finally:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(tell)
+
+    threading.Thread(target=run, name="gpurt-tier-close", daemon=True).start()
+    await asyncio.wait([done], timeout=seconds)
+    return done.done()
 
 
 def error_kind(error: BaseException) -> str:

@@ -39,6 +39,7 @@ import logging
 import math
 import sys
 import time
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from dask.system import CPU_COUNT
@@ -50,6 +51,7 @@ from dask_gpurt.config import DEFAULTS
 from dask_gpurt.model import spare
 from dask_gpurt.model.arenas import arenas
 from dask_gpurt.model.pages import pages
+from dask_gpurt.tiers.io import run_apart
 
 if TYPE_CHECKING:
     from dask_gpurt.config import TierSettings
@@ -72,6 +74,8 @@ _TRIM_SECONDS = 0.5
 #: share of the limit for memory that waits for the next value to be read into it
 _KEPT = 0.08
 _KEPT_LEAST = 64 << 20
+#: for the allocator to give back memory, 0.05 ms per MB
+_END_SECONDS = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +101,19 @@ def _give_back() -> None:
     if arrow is not None:  # its own allocator keeps what it freed until it is used again
         arrow.default_memory_pool().release_unused()
     arenas.trim()
+
+
+#: bytes that wait for the next value to be read into them, for each worker in this process
+_allowed: weakref.WeakKeyDictionary[MemoryWatch, int] = weakref.WeakKeyDictionary()
+
+
+def _allow(watch: MemoryWatch, nbytes: int | None) -> None:
+    if nbytes is None:
+        _allowed.pop(watch, None)
+    else:
+        _allowed[watch] = nbytes
+    # Were it to stay when the last of them has gone, freed pages would stay in a process that nobody watches.
+    pages.allowance_bytes = max(_allowed.values(), default=0)
 
 
 def limits_of(worker: Any, settings: TierSettings, *, shards_only: bool) -> Limits:
@@ -153,9 +170,7 @@ class MemoryWatch:
         """Start, stop or change the watch."""
         self.stop()
         self._limits = limits
-        # Of all workers in this process.
-        kept = max(_KEPT_LEAST, int(_KEPT * (self._worker.memory_manager.memory_limit or 0)))
-        pages.allowance_bytes = max(pages.allowance_bytes, kept)
+        _allow(self, max(_KEPT_LEAST, int(_KEPT * (self._worker.memory_manager.memory_limit or 0))))
         if limits.watch_high_bytes is not None:
             self._callback = PeriodicCallback(self.look, limits.interval_seconds * 1000)
             self._callback.start()
@@ -165,6 +180,12 @@ class MemoryWatch:
         if self._callback is not None:
             self._callback.stop()
             self._callback = None
+
+    async def end(self) -> None:
+        """Stop for good, and give back what is kept and free: from now on nobody looks after it."""
+        self.stop()
+        _allow(self, None)
+        await run_apart(_give_back, _END_SECONDS)
 
     def trim(self) -> None:
         """Give back what is kept and free; not too often. In a thread: it takes 0.05 ms per MB that is free."""

@@ -5,7 +5,8 @@ is full or fails, or first of all with ``gpurt.tiers.object-use: first``, which 
 worker (`shared_scheduler`).
 
 Layout of an object: see `layout`. Every frame is verified when it is read. Names are ``<prefix>/<number>``; the prefix
-is this worker's own and holds its lease (`leases`). Nothing of a key is in a name.
+is this worker's own and holds its lease (`leases`). Nothing of a key is in a name. A worker begins with a prefix that
+it makes itself; once a scheduler has issued one, new objects go there (`move_to`).
 
 Store down, slow or refusing: `bucket` retries with back-off, then the operation fails as an `OSError`. A write then
 leaves the value where it was (the `cascade` sets the tier aside for a while); a read that fails for good makes the
@@ -14,7 +15,6 @@ engine treat the copy as lost: the key is computed again, and one that has no re
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import logging
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.errors import CorruptData, TierFull
 from dask_gpurt.model.tier import Tier
+from dask_gpurt.tiers import leases
 from dask_gpurt.tiers.handle import DecodeError, IoCost
 from dask_gpurt.tiers.layout import USUAL_HEAD_BYTES, Frame, Layout, allocate, parse, plan, verify
 
@@ -90,9 +91,11 @@ class ObjectTier:
 
     def __init__(self, bucket: Bucket, prefix: str, *, limit_bytes: int | None = None) -> None:
         self.bucket = bucket
+        #: where new objects go
         self.prefix = prefix
+        self._earlier_prefixes: list[str] = []
         self.limit_bytes = limit_bytes
-        #: leave the objects at `close`: the scheduler knows of them, and sweeps
+        #: leave the objects of `prefix` at `close`: the scheduler issued it, and sweeps
         self.leave_objects = False
         #: deletions that failed; a sweep finds what they left
         self.failed_deletions = 0
@@ -113,6 +116,11 @@ class ObjectTier:
         """Names of the objects now, without prefix. For tests."""
         return sorted(name.rpartition("/")[2] for name in self.bucket.list(self.prefix + "/"))
 
+    def move_to(self, prefix: str) -> None:
+        """Write new objects below another prefix, which has a lease already. What there is stays where it is."""
+        self._earlier_prefixes.append(self.prefix)
+        self.prefix = prefix
+
     def write(self, groups: Sequence[Group]) -> ObjectHandle:
         """See `StorageTier.write`."""
         layout, head, views = plan(groups)
@@ -131,8 +139,10 @@ class ObjectTier:
                 self._used_bytes -= layout.nbytes
             self.metrics.add(write_failures=1)
             # An answer may have been lost after the object was complete.
-            with contextlib.suppress(OSError):
+            try:
                 self.bucket.delete([name])
+            except OSError:
+                self.failed_deletions += 1
             raise
         return ObjectHandle(self, name, layout.nbytes, layout, layout.digest)
 
@@ -222,10 +232,13 @@ class ObjectTier:
             self.free(handle)
 
     def close(self) -> None:
-        """Delete all that is below the prefix, unless it was left to the scheduler."""
-        if self.leave_objects:
-            return
-        try:
-            self.bucket.delete(self.bucket.list(self.prefix + "/"))
-        except OSError as e:
-            logger.warning("%s is left to the sweep: %s", self.bucket.where(self.prefix), e)
+        """Delete what it wrote, but for what the scheduler sweeps."""
+        for prefix in (*self._earlier_prefixes, self.prefix):
+            try:
+                # Where the scheduler was here already, the lease is gone, and nobody sweeps what came after it.
+                if prefix == self.prefix and self.leave_objects and leases.is_ours(self.bucket, prefix):
+                    continue
+                for names in leases.objects_below(self.bucket, prefix):
+                    self.bucket.delete(names)
+            except OSError as e:
+                logger.warning("%s is left to the sweep: %s", self.bucket.where(prefix), e)

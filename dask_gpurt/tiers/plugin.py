@@ -23,7 +23,7 @@ from dask_gpurt.backends import cuda
 from dask_gpurt.model import spare
 from dask_gpurt.model.events import Event, Sink, null_sink
 from dask_gpurt.model.pages import pages
-from dask_gpurt.tiers import adoption
+from dask_gpurt.tiers import adoption, roots
 from dask_gpurt.tiers.below import Below
 from dask_gpurt.tiers.device_memory import DeviceMemory
 from dask_gpurt.tiers.engine import Engine
@@ -176,10 +176,11 @@ class TierRuntime:
         self._watch.stop()
         await self._below.before_close()
         if self._device_memory is not None:
-            await self._engine.idle()
+            await self._engine.settle()
             await asyncio.to_thread(self._device_memory.close)
         await self._engine.close()
         await self._below.after_close()
+        await self._watch.end()
 
     async def _apply(self, settings: TierSettings) -> None:
         if settings.directories != self._settings.directories:
@@ -335,6 +336,9 @@ class TierRuntime:
             "memory_alarms": self._watch.alarms,
             "memory_trims": self._watch.trims,
             "memory_trim_errors": spare.errors,
+            "implausible_sizes": engine.books.implausible_sizes,
+            "unknown_frames": roots.errors,
+            "failed_deletions": engine.io.failures,
             "fallbacks": dict(seam.fallbacks) if seam is not None else {},
             "last_traceback": seam.last_traceback if seam is not None else "",
             "lost_keys": seam.losses.keys if seam is not None else 0,

@@ -14,6 +14,7 @@ know nothing of, as a message or a file mapped into memory; the latter must not 
 
 from __future__ import annotations
 
+import logging
 import mmap
 import sys
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
 #: address, or ``id`` of an object that was not looked into, and bytes
 Root: TypeAlias = tuple[int, int]
 
+logger = logging.getLogger("distributed.worker.gpurt")
+
+#: frames that could not be looked into, of this process
+errors = 0
 #: parts below this are left out: an index, the validity bits of a column
 LEAST_BYTES = 4096
 #: a value of more parts than this is not looked into: it costs 1 us each
@@ -69,6 +74,8 @@ def _array(array: np.ndarray[Any, Any]) -> Root:
 
 def _parts(value: Any) -> list[tuple[int, int, int]] | None:
     """(address, bytes, bytes of it that the value shows) of the large parts of a frame; None: it is none."""
+    global errors
+    kind = type(value).__qualname__
     module = type(value).__module__.partition(".")[0]
     if module not in ("pandas", "pyarrow") or module not in sys.modules:
         return None
@@ -86,6 +93,11 @@ def _parts(value: Any) -> list[tuple[int, int, int]] | None:
             if size >= LEAST_BYTES:
                 out.append((address, size, shows))
     except Exception:  # a class of somebody's, or a pandas that is made otherwise
+        errors += 1
+        if errors in (1, 100, 10_000):
+            logger.warning(
+                "a %s cannot be looked into: its sizeof counts (%d such values)", kind, errors, exc_info=True
+            )
         return None
     return out
 

@@ -37,12 +37,12 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 from tornado.ioloop import PeriodicCallback
 
 from dask_gpurt.model.events import Event, Sink, null_sink
-from dask_gpurt.tiers.leases import EXPIRE_SECONDS, sweep, sweep_expired
-from dask_gpurt.tiers.shared_wire import HEARTBEAT_FIELD, PROTOCOL, REPORT, TELL, Copy
+from dask_gpurt.tiers.leases import EXPIRE_SECONDS, sweep, sweep_expired, worker_prefix
+from dask_gpurt.tiers.shared_wire import HEARTBEAT_FIELD, PROTOCOL, REPORT, TELL, Copy, is_copy
 from dask_gpurt.tiers.wire import check_scheduler, speaks
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Collection
 
     from dask_gpurt.tiers.bucket import Bucket
 
@@ -75,8 +75,10 @@ class SharedCopiesPlugin(SchedulerPlugin):
         self._wrapper: Callable[..., Awaitable[Any]] | None = None
         self._handled = False
         self._look_again: PeriodicCallback | None = None
-        #: workers that were greeted -> their prefix, "" until they have answered
-        self._prefixes: dict[str, str] = {}
+        #: workers that were greeted -> the prefix that each was given
+        self._issued: dict[str, str] = {}
+        #: of these, the ones that write there: they report, and can take copies over
+        self._answered: set[str] = set()
         #: prefixes of workers that are gone -> names that others adopted. All are swept once more at the end: a write
         #: may have been under way when its worker went.
         self._adopted_names: dict[str, set[str]] = {}
@@ -89,6 +91,8 @@ class SharedCopiesPlugin(SchedulerPlugin):
         self.lost_keys = 0
         self.swept_objects = 0
         self.expired_prefixes = 0
+        #: reports about what is not below the worker's own prefix, or that make no sense
+        self.refused_reports = 0
         self.exceptions = 0
         self.last_traceback = ""
 
@@ -139,7 +143,7 @@ class SharedCopiesPlugin(SchedulerPlugin):
             scheduler.handlers["unregister"] = self._stock
         # It stays known: reports may be under way, and an unknown op would end the worker that sent it.
         scheduler.stream_handlers[REPORT] = _ignore
-        for address in self._prefixes:
+        for address in self._issued:
             if address in scheduler.workers:
                 scheduler.worker_send(address, {"op": TELL, "bye": True})
         self._copies.clear()
@@ -149,11 +153,11 @@ class SharedCopiesPlugin(SchedulerPlugin):
         if self._look_again is not None:
             self._look_again.stop()
         self._scheduler = None
-        prefixes = {p for p in self._prefixes.values() if p} | set(self._adopted_names)
+        prefixes = {*self._issued.values(), *self._adopted_names}
         for task in list(self._sweeps):
             task.cancel()
         self._bucket.attempts = 1  # a store that is down must not keep the scheduler from closing
-        work = [asyncio.ensure_future(self._sweep(prefix, set())) for prefix in prefixes]
+        work = [asyncio.ensure_future(self._sweep(prefix)) for prefix in prefixes]
         if work:
             _, left = await asyncio.wait(work, timeout=CLOSE_SECONDS)
             if left:
@@ -163,13 +167,14 @@ class SharedCopiesPlugin(SchedulerPlugin):
         """Plain JSON."""
         return {
             "store": self._bucket.url,
-            "workers": sum(1 for p in self._prefixes.values() if p),
+            "workers": len(self._answered),
             "known_copies": sum(map(len, self._copies.values())),
             "adopted_keys": self.adopted_keys,
             "adopted_bytes": self.adopted_bytes,
             "lost_keys": self.lost_keys,
             "swept_objects": self.swept_objects,
             "expired_prefixes": self.expired_prefixes,
+            "refused_reports": self.refused_reports,
             "exceptions": self.exceptions,
             "last_traceback": self.last_traceback,
         }
@@ -182,25 +187,44 @@ class SharedCopiesPlugin(SchedulerPlugin):
         if scheduler is None:
             return
         for address, ws in scheduler.workers.items():
-            if address not in self._prefixes and speaks(ws, HEARTBEAT_FIELD, PROTOCOL):
-                self._prefixes[address] = ""
-                scheduler.worker_send(address, {"op": TELL, "hello": True})
+            if address not in self._issued and speaks(ws, HEARTBEAT_FIELD, PROTOCOL):
+                prefix = self._issued[address] = worker_prefix(scheduler.address)
+                scheduler.worker_send(address, {"op": TELL, "hello": True, "prefix": prefix})
 
     def _reported(self, worker: str = "", prefix: str = "", copies: list[Copy] | tuple[()] = (), **_: Any) -> None:
         # In the loop that reads the worker's stream: what is raised here would remove the worker.
         try:
             if self._scheduler is None or worker not in self._scheduler.workers:
                 return
+            issued = self._issued.get(worker)
             if not prefix:  # it has left us
-                self._prefixes.pop(worker, None)
+                self._forget(worker)
                 return
-            self._prefixes[worker] = prefix
+            if prefix != issued:
+                self._refused(f"{worker} names the prefix {prefix!r}, and was given {issued!r}")
+                return
+            self._answered.add(worker)
             tasks = self._scheduler.tasks
             for copy in copies:
-                if copy[0] in tasks:
+                if not is_copy(copy, prefix):
+                    self._refused(f"{worker} reports {copy!r}, which is no copy below {prefix!r}")
+                elif copy[0] in tasks:
                     self._copies.setdefault(copy[0], {})[worker] = tuple(copy)
         except Exception:
             self._failed("report")
+
+    def _forget(self, worker: str) -> str:
+        """A worker has left; return its prefix, which is swept at the end."""
+        self._answered.discard(worker)
+        prefix = self._issued.pop(worker, "")
+        if prefix:
+            self._adopted_names.setdefault(prefix, set())
+        return prefix
+
+    def _refused(self, message: str) -> None:
+        self.refused_reports += 1
+        if self.refused_reports in (1, 10, 100, 1000):
+            logger.warning("a report of stored copies is ignored (%d so far): %s", self.refused_reports, message)
 
     def transition(self, key: Any, start: Any, finish: Any, *args: Any, stimulus_id: str, **kwargs: Any) -> None:
         if start == "memory":
@@ -217,13 +241,13 @@ class SharedCopiesPlugin(SchedulerPlugin):
             return
         address = scheduler.coerce_address(address)
         leaving = scheduler.workers.get(address)
-        prefix = self._prefixes.pop(address, "")
+        prefix = self._forget(address)
         if leaving is None or not prefix:
             return
         heirs = [
             (ws.nbytes, i, ws)
             for i, ws in enumerate(scheduler.workers.values())
-            if ws is not leaving and self._prefixes.get(ws.address) and ws.status == Status.running
+            if ws is not leaving and ws.address in self._answered and ws.status == Status.running
         ]
         heapq.heapify(heirs)
         legacies: dict[str, dict[str, list[Copy]]] = {}
@@ -255,8 +279,7 @@ class SharedCopiesPlugin(SchedulerPlugin):
             message = f"{len(kept)} keys of {address} are read back from {self._bucket.url} instead of computed again"
             logger.info("%s", message)
             self._sink(Event("tiers.adopted", message, {"worker": address, "keys": len(kept)}))
-        self._adopted_names.setdefault(prefix, set())
-        self._begin_sweep(self._sweep(prefix, kept))
+        self._begin_sweep(self._sweep(prefix, kept, keep_lease=True))
 
     # ------------------------------------------------------------------ sweeping
 
@@ -265,9 +288,9 @@ class SharedCopiesPlugin(SchedulerPlugin):
         self._sweeps.add(task)
         task.add_done_callback(self._sweeps.discard)
 
-    async def _sweep(self, prefix: str, keep: set[str]) -> None:
+    async def _sweep(self, prefix: str, keep: Collection[str] = (), *, keep_lease: bool = False) -> None:
         try:
-            self.swept_objects += await asyncio.to_thread(sweep, self._bucket, prefix, keep=keep)
+            self.swept_objects += await asyncio.to_thread(sweep, self._bucket, prefix, keep=keep, keep_lease=keep_lease)
         except Exception:
             self._failed("sweep")
 

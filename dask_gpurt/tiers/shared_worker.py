@@ -11,6 +11,7 @@ copies of keys that a worker does not hold.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import traceback
 from typing import TYPE_CHECKING, Any
@@ -18,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 from distributed.metrics import time
 from distributed.worker_state_machine import UpdateDataEvent
 
+from dask_gpurt.tiers.leases import is_object
 from dask_gpurt.tiers.object import ObjectHandle
-from dask_gpurt.tiers.shared_wire import HEARTBEAT_FIELD, PROTOCOL, REPORT, TELL, Copy
+from dask_gpurt.tiers.shared_wire import HEARTBEAT_FIELD, PROTOCOL, REPORT, TELL, Copy, is_copy
 from dask_gpurt.tiers.store import StoredCopy
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Callable
 
     from dask_gpurt.tiers.engine import Engine
@@ -59,6 +60,7 @@ class SharedCopies:
         self._lease = lease
         #: a scheduler listens
         self.heard = False
+        self._moving: asyncio.Task[None] | None = None
         self._fresh: dict[Entry, None] = {}
         self._timer: asyncio.TimerHandle | None = None
         self.reported = 0
@@ -80,6 +82,8 @@ class SharedCopies:
         if self.heard:
             _leave(self._worker)
         self.heard = False
+        if self._moving is not None:
+            self._moving.cancel()
         self._engine.eviction.on_copy = None
         self._worker.stream_handlers[TELL] = _decliner(self._worker)
         if self._timer is not None:
@@ -100,6 +104,7 @@ class SharedCopies:
             "fostered_prefixes": len(self._lease.fostered),
             "lease_renewals": self._lease.renewals,
             "lease_failures": self._lease.failures,
+            "lease_age_seconds": self._lease.age_seconds,
             "failed_deletions": self._objects.failed_deletions,
             "exceptions": self.exceptions,
             "last_traceback": self.last_traceback,
@@ -110,7 +115,7 @@ class SharedCopies:
     def _copied(self, entry: Entry) -> None:
         if not self.heard or self._store.entry(entry.key) is not entry:
             return  # a shard, or gone
-        if isinstance(entry.handle, ObjectHandle):
+        if self._is_told(entry):
             self._fresh[entry] = None
             if self._timer is None:
                 self._timer = self._engine.io.loop.call_later(REPORT_SECONDS, self._report)
@@ -124,6 +129,28 @@ class SharedCopies:
             if not e.gone and isinstance(e.handle, ObjectHandle)
         ]
         self._send(copies)
+
+    def _is_told(self, entry: Entry) -> bool:
+        """Is its copy below the prefix that this scheduler gave us? Of others it would not believe it."""
+        return isinstance(entry.handle, ObjectHandle) and is_object(entry.handle.name, self._objects.prefix)
+
+    async def _move(self, prefix: str) -> None:
+        """Write below this prefix from now on, and report what is written there."""
+        try:
+            await asyncio.to_thread(self._lease.add, prefix)
+        except Exception:
+            self._failed("the prefix that the scheduler gave us could not be used")
+            _leave(self._worker)  # it asks again
+            return
+        self._objects.move_to(prefix)
+        self.heard = True
+        self._report()  # even if there is none: it says that we have moved
+
+    def _failed(self, what: str) -> None:
+        self.exceptions += 1
+        self.last_traceback = traceback.format_exc()
+        if self.exceptions in (1, 10, 100, 1000):
+            logger.warning("%s (%d failures so far)\n%s", what, self.exceptions, self.last_traceback)
 
     def _send(self, copies: list[Copy]) -> None:
         self.reported += len(copies)
@@ -142,26 +169,24 @@ class SharedCopies:
         # In the loop that reads the scheduler's stream: what is raised here would end this worker.
         try:
             if hello:
-                self.heard = True
-                for entry in map(self._store.entry, self._store.own_keys()):
-                    if entry is not None and isinstance(entry.handle, ObjectHandle):
-                        self._fresh[entry] = None
-                self._report()  # even if there is none: it tells our prefix, which is to be swept
+                self._moving = asyncio.ensure_future(self._move(prefix))
             if bye:
                 self.heard = False
             if adopt:
                 self._adopt(prefix, list(adopt), stimulus_id)
         except Exception:
-            self.exceptions += 1
-            self.last_traceback = traceback.format_exc()
-            logger.warning("copies of a lost worker were not taken over; their keys are computed again", exc_info=True)
+            self._failed("copies of a lost worker were not taken over; their keys are computed again")
             for key, *_ in adopt:
                 self._decline(key)
 
     def _adopt(self, prefix: str, copies: list[Copy], stimulus_id: str) -> None:
         data: dict[Any, StoredCopy] = {}
         tasks = self._worker.state.tasks
-        for key, name, nbytes, stored_bytes, digest in copies:
+        for copy in copies:
+            key, name, nbytes, stored_bytes, digest = copy
+            if not is_copy(copy, prefix):
+                self._decline(key)
+                continue
             ts = tasks.get(key)
             if ts is not None and ts.state == "memory":
                 continue  # it has come here meanwhile; the object goes with the prefix
@@ -172,12 +197,12 @@ class SharedCopies:
             data[key] = StoredCopy(nbytes, self._objects.adopt(name, stored_bytes, digest, on_free=self._freed))
         if data:
             self._worker.handle_stimulus(UpdateDataEvent(data=data, stimulus_id=stimulus_id or f"gpurt-adopt-{time()}"))
-        for key, copy in data.items():
+        for key, stored in data.items():
             entry = self._store.entry(key)
-            if entry is not None and entry.handle is copy.handle:
+            if entry is not None and entry.handle is stored.handle:
                 self.adopted += 1
             else:
-                self._engine.io.free(copy.handle)
+                self._engine.io.free(stored.handle)
                 self._decline(key)
 
     def _freed(self, handle: ObjectHandle) -> None:

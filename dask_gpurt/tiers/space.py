@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
+import secrets
+import shutil
 import threading
 
 from dask_gpurt.errors import TierFull
+
+logger = logging.getLogger("distributed.worker.gpurt")
 
 #: file systems on which spilling does not do what one expects, and why
 ODD_FILESYSTEMS = {
@@ -52,6 +57,68 @@ class InFlight:
     def add(self, nbytes: int) -> None:
         with self._lock:
             self.nbytes += nbytes
+
+
+class FolderClosed(OSError):
+    """A folder was used after its tier was closed."""
+
+
+class FolderDescriptor:
+    """A descriptor of a folder, closed when its last user has left. Thread-safe.
+
+    The kernel gives the number of a closed descriptor to whatever is opened next. A thread that is still at work, or a
+    value that is freed late, would read and delete in a folder of somebody else.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        self._users = 0
+        self._closed = False
+        self._lock = threading.Lock()
+
+    @property
+    def closed(self) -> bool:
+        """No more use is allowed; some may not have ended."""
+        return self._closed
+
+    def __enter__(self) -> int:
+        with self._lock:
+            if self._closed:
+                raise FolderClosed(errno.ESHUTDOWN, "the tiers of this worker are closed", self.path)
+            self._users += 1
+        return self.fd
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._users -= 1
+            self._end()
+
+    def close(self) -> None:
+        """Allow no more use. A second call does nothing."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._end()
+
+    def _end(self) -> None:
+        """With the lock."""
+        if self._closed and not self._users:
+            os.close(self.fd)
+
+
+def remove_folder(directory: str) -> None:
+    """Delete a folder of ours and all that is in it. Does not raise: what cannot be deleted is logged."""
+    # Under another name first: were this to hang, it must not delete what is made in its place meanwhile.
+    doomed = f"{directory}.{secrets.token_hex(4)}.closed"
+    try:
+        os.rename(directory, doomed)
+    except OSError:
+        doomed = directory
+    failed: list[str] = []
+    shutil.rmtree(doomed, onerror=lambda function, path, info: failed.append(f"{path}: {info[1]}"))
+    if failed and os.path.lexists(doomed):
+        logger.warning("%d files or folders were not deleted. The first: %s", len(failed), failed[0])
 
 
 def filesystem_of(directory: str) -> str:

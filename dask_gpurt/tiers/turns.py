@@ -29,6 +29,7 @@ from dask.utils import key_split
 from distributed.metrics import time
 
 from dask_gpurt.model.slots import MEMORY, waiting
+from dask_gpurt.tiers.sizes import as_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -56,6 +57,8 @@ class Outputs:
 
     def learn(self, key: Any, nbytes: int) -> None:
         """A task has returned so much."""
+        if as_bytes(nbytes) is None:
+            return
         prefix = key_split(key)
         known = self._nbytes.pop(prefix, None)
         # A result larger than usual counts at once, a smaller one by and by: too little room costs the process.

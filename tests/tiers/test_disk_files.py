@@ -20,6 +20,7 @@ from dask_gpurt.tiers.direct import BLOCK, CHUNK, BufferPool, aligned_buffer
 from dask_gpurt.tiers.disk import DiskTier
 from dask_gpurt.tiers.frames import LARGE
 from dask_gpurt.tiers.segments import Record
+from dask_gpurt.tiers.space import FolderClosed, FolderDescriptor
 
 from .conftest import FaultyOs, enospc
 
@@ -45,6 +46,39 @@ def noise(n: int, seed: int = 0) -> np.ndarray[Any, Any]:
 def frames_of(disk: DiskTier, sizes: list[int], part: int = 0) -> tuple[DiskHandle, list[bytes]]:
     data = [noise(n, i).tobytes() for i, n in enumerate(sizes)]
     return disk.write([(part, data)]), data
+
+
+def test_a_tier_that_is_closed_touches_no_folder_of_others(tmp_path: Path) -> None:
+    """Its descriptor was closed while values were still to be freed; the next folder that was opened got the number."""
+    old = DiskTier(str(tmp_path / "old"))
+    large, small = old.write([(0, [noise(1 << 20)])]), old.write([(0, [b"x"])])
+    old.close()
+    new = DiskTier(str(tmp_path / "new"))
+    handle = new.write([(0, [noise(1 << 20)])])
+    assert new._dir_fd == old._dir_fd  # the case that this is about
+    for late in (large, small):
+        late.free()
+        with pytest.raises(OSError):
+            old.read(late)
+    with pytest.raises(OSError, match="closed"):
+        old.write([(0, [noise(1 << 20, 2)])])
+    assert len(new.files()) == 1
+    new.read(handle)
+    old.close()
+    new.close()
+
+
+def test_a_descriptor_is_closed_by_the_last_who_uses_it(tmp_path: Path) -> None:
+    folder = FolderDescriptor(str(tmp_path))
+    with folder as fd:
+        with folder:
+            folder.close()
+        os.stat(".", dir_fd=fd)  # still ours
+        with pytest.raises(FolderClosed), folder:
+            pass
+    with pytest.raises(OSError):
+        os.stat(".", dir_fd=fd)
+    folder.close()
 
 
 SIZES = [

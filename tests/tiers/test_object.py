@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from distributed.utils_test import async_poll_for
 
 from dask_gpurt.errors import ConfigError, CorruptData, LostData, TierFull
 from dask_gpurt.tiers import bucket as bucket_module
@@ -20,13 +17,13 @@ from dask_gpurt.tiers.codec import PickleCodec
 from dask_gpurt.tiers.disk import DiskTier
 from dask_gpurt.tiers.engine import Engine
 from dask_gpurt.tiers.layout import plan
-from dask_gpurt.tiers.leases import LeaseKeeper, sweep, sweep_expired, worker_prefix
 from dask_gpurt.tiers.store import StoredCopy, TieredStore
 
 pytest.importorskip("obstore")
 
-from dask_gpurt.tiers.bucket import PART_BYTES, Bucket
+from dask_gpurt.tiers.bucket import Bucket
 from dask_gpurt.tiers.object import ObjectTier
+from dask_gpurt.tiers.remote import PART_BYTES
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -368,62 +365,3 @@ def test_an_adopted_copy_is_read_by_a_store_that_never_wrote_it(tmp_path: Path) 
         await engine.close()
 
     asyncio.run(main())
-
-
-# ---------------------------------------------------------------------------------------------- leases
-
-
-def test_prefixes_are_never_the_same() -> None:
-    names = {worker_prefix("tls://10.0.0.1:8786") for _ in range(100)}
-    assert len(names) == 100
-    assert all(n.startswith("gpurt/tls-10-0-0-1-8786/") for n in names)
-
-
-def test_a_lease_is_renewed_also_for_what_was_adopted(tmp_path: Path) -> None:
-    async def main() -> None:
-        bucket = Bucket(tmp_path.as_uri())
-        keeper = LeaseKeeper(bucket, "gpurt/c/a", {"worker": "w"}, renew_seconds=0.01)
-        keeper.renew()
-        lease = json.loads((tmp_path / "gpurt/c/a/lease").read_text())
-        assert lease["worker"] == "w"
-        keeper.foster("gpurt/c/dead", 2)
-        keeper.foster("gpurt/c/dead", -1)
-        keeper.start()
-        await async_poll_for(lambda: keeper.renewals >= 4, timeout=30)
-        assert (tmp_path / "gpurt/c/dead/lease").exists()
-        keeper.foster("gpurt/c/dead", -1)
-        assert keeper.fostered == []
-        await keeper.stop()
-        n = keeper.renewals
-        await asyncio.sleep(0.05)
-        assert keeper.renewals == n
-
-    asyncio.run(main())
-
-
-def test_expired_prefixes_go_and_live_ones_stay(tmp_path: Path) -> None:
-    bucket = Bucket(tmp_path.as_uri())
-    for prefix in ("gpurt/c1/dead", "gpurt/c1/alive", "gpurt/c2/dead"):
-        bucket.put(f"{prefix}/lease", [b"{}"])
-        bucket.put(f"{prefix}/0", [b"value"])
-    bucket.put("somebody-elses", [b"x"])
-    old = time.time() - 3600
-    for prefix in ("gpurt/c1/dead", "gpurt/c2/dead"):
-        for name in ("lease", "0"):
-            os.utime(tmp_path / prefix / name, (old, old))
-    os.utime(tmp_path / "gpurt/c1/alive/0", (old, old))  # an old value, but the lease was renewed
-    os.utime(tmp_path / "somebody-elses", (old, old))
-    assert sorted(sweep_expired(bucket, expire_seconds=60)) == ["gpurt/c1/dead", "gpurt/c2/dead"]
-    assert sorted(bucket.list("")) == ["gpurt/c1/alive/0", "gpurt/c1/alive/lease", "somebody-elses"]
-    assert sweep_expired(bucket, expire_seconds=60) == []
-
-
-def test_sweep_keeps_what_was_adopted(s3_url: str) -> None:
-    bucket = Bucket(s3_url, timeout_seconds=10)
-    for name in ("lease", "0", "1", "2"):
-        bucket.put(f"gpurt/c/w/{name}", [name.encode()])
-    bucket.put("gpurt/c/w2/0", [b"of another"])
-    assert sweep(bucket, "gpurt/c/w", keep={"gpurt/c/w/1"}) == 2
-    assert sorted(bucket.list("gpurt")) == ["gpurt/c/w/1", "gpurt/c/w/lease", "gpurt/c/w2/0"]
-    assert sweep(bucket, "gpurt/c/w") == 2
-    assert sorted(bucket.list("gpurt")) == ["gpurt/c/w2/0"]

@@ -17,6 +17,8 @@ import dask_gpurt
 from dask_gpurt.config import Settings
 from dask_gpurt.errors import InstallError
 from dask_gpurt.extension import GpurtScheduler, WorkerParts, on_worker
+from dask_gpurt.tiers.bucket import Bucket
+from dask_gpurt.tiers.leases import LeaseKeeper
 from tests.conftest import S3_ENVIRONMENT, S3Server
 
 from .conftest import beat
@@ -217,6 +219,48 @@ async def test_a_worker_that_cannot_take_over_says_so(c: Client, s: Scheduler, a
         await a.close()
         assert await c.gather(c.map(lambda x: int(x.max()), roots)) == list(range(4))
         assert len(runs(log)) > 4
+
+
+@gen_cluster(client=True, nthreads=[("", 1)] * 2, config=CONFIG)
+async def test_a_worker_does_not_decide_what_is_deleted(c: Client, s: Scheduler, a: Worker, b: Worker) -> None:
+    """It names prefixes and objects of others; the scheduler swept, and let others adopt, whatever it named."""
+    import tempfile
+    from pathlib import Path
+
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(folder, "store")
+        others = LeaseKeeper(Bucket(store.as_uri()), f"gpurt/other/{1:016x}", {})
+        others.renew()
+        others._bucket.put(f"gpurt/other/{1:016x}/0", [b"of a running cluster"])
+        shared = await extended(s, store.as_uri())
+        await greeted(shared, 2)
+        root = c.submit(make, 1, log=str(Path(folder) / "log"), workers=[a.address], allow_other_workers=True)
+        await wait(root)
+        mine, hers = (shared._issued[w.address] for w in (a, b))
+        assert runtime_of(a)._below.objects.prefix == mine  # type: ignore[union-attr]
+        key = root.key
+        for prefix in ("gpurt", f"gpurt/other/{1:016x}", hers, "..", "/"):
+            shared._reported(a.address, prefix, [(key, f"{prefix}/0", 1, 1, 1)])
+        bad: list[Any] = [
+            (key, f"gpurt/other/{1:016x}/0", 1, 1, 1),
+            (key, f"{hers}/0", 1, 1, 1),
+            (key, f"{mine}/../../other/{1:016x}/0", 1, 1, 1),
+            (key, f"{mine}/0", -1, 1, 1),
+            (key, f"{mine}/0", float("nan"), 1, 1),
+            ([key], f"{mine}/0", 1, 1, 1),
+            (key, 0, 1, 1, 1),
+            (key,),
+            None,
+        ]
+        shared._reported(a.address, mine, bad)
+        stats = shared.statistics()
+        assert stats["refused_reports"] == 5 + len(bad)
+        assert stats["known_copies"] == stats["exceptions"] == 0, stats["last_traceback"]
+        await a.close()
+        await async_poll_for(lambda: not shared._sweeps, timeout=30)
+        assert (store / f"gpurt/other/{1:016x}/0").exists()
+        assert (store / hers / "lease").exists()
+        assert await c.submit(lambda x: int(x.max()), root) == 1
 
 
 @pytest.mark.slow

@@ -51,6 +51,22 @@ def test_counted_once(run_rig: Callable[..., None]) -> None:
     run_rig(test, budget=None)
 
 
+def test_what_cannot_be_looked_into_is_counted() -> None:
+    class Frame(pd.DataFrame):  # type: ignore[misc]
+        @property
+        def _mgr(self) -> Any:
+            raise RuntimeError("made otherwise")
+
+        @_mgr.setter
+        def _mgr(self, value: Any) -> None: ...
+
+    Frame.__module__ = "pandas.somewhere"
+    before = roots.errors
+    frame = Frame.__new__(Frame)
+    assert roots_of(frame, 5000) == ((id(frame), 5000),)
+    assert roots.errors == before + 1
+
+
 def test_what_is_no_memory_is_not_counted(run_rig: Callable[..., None], tmp_path: Path) -> None:
     """A file that is mapped; an array that repeats a few bytes."""
 
