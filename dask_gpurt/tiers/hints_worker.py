@@ -15,6 +15,10 @@ foretold (`_held`), in the order of the guesses. By their priorities alone, one 
 of a value that was then freed unread. Guesses are made only while a scheduler sends hints, else this would not be LRU
 any more. A guess that is not confirmed in time is dropped, so that a silent scheduler costs nothing.
 
+A worker asks for hints, by a field of its heartbeats, only while memory is pressed (`eviction`): else nothing would be
+chosen by them. The first such heartbeat leaves at once. When it asks no longer, a message with "pause" says that
+nothing more is under way, and what was said is forgotten.
+
 The op must stay known as long as a message may be under way, since an unknown one closes the worker. `uninstall`
 waits for the message that says "stop", if the scheduler has reason to send one; if it does not come, a
 handler that does nothing stays behind (harmless; replaced by the next `install`).
@@ -56,7 +60,7 @@ _ATTRIBUTES = ("priority", "run_spec", "waiters")
 
 
 class HintReceiver:
-    """Hears the scheduler on behalf of one store. Use on the loop's thread.
+    """Hears the scheduler on behalf of one store. Use on the loop's thread. Call `want`, or nothing comes.
 
     Parameters
     ----------
@@ -73,6 +77,8 @@ class HintReceiver:
         self._clock = clock
         #: it is installed; "off: why" when this distributed is not one we know
         self.state = "off"
+        #: they would be of use
+        self._wanted = False
         #: the scheduler sends hints
         self._hinted = False
         #: a heartbeat has asked for hints, so there may be some under way
@@ -123,9 +129,18 @@ class HintReceiver:
                 return
         handlers.pop(OP, None)
 
+    def want(self, wanted: bool) -> None:
+        """Ask for hints from now on, or no longer."""
+        if wanted and not self._wanted:
+            regular = getattr(self._worker, "periodic_callbacks", {}).get("heartbeat")
+            if regular is not None and regular.is_running():
+                # Memory may be full before the next one is due.
+                self._worker.loop.add_callback(self._worker.heartbeat)
+        self._wanted = wanted
+
     def heartbeat(self) -> dict[str, Any]:
         """Tells the scheduler that hints are welcome. Called for a heartbeat that is about to leave."""
-        if self.state != "on":
+        if self.state != "on" or not self._wanted:
             return {}
         self._asked = True
         return {HEARTBEAT_FIELD: PROTOCOL}
@@ -134,6 +149,7 @@ class HintReceiver:
         """Counts since `install`, as plain JSON. What they were good for is in ``evictions``: see `decided_share`."""
         return {
             "state": self.state,
+            "wanted": self._wanted,
             "active": self._hinted,
             "received": self.received,
             "unknown_keys": self.unknown_keys,
@@ -147,10 +163,17 @@ class HintReceiver:
 
     # ------------------------------------------------------------------ from the scheduler
 
-    def _heard(self, items: Iterable[tuple[Any, Sequence[Sequence[float]]]] = (), stop: bool = False, **_: Any) -> None:
+    def _heard(
+        self,
+        items: Iterable[tuple[Any, Sequence[Sequence[float]]]] = (),
+        stop: bool = False,
+        pause: bool = False,
+        **_: Any,
+    ) -> None:
         try:
-            if stop:
-                self._stopped.set()
+            if stop or pause:
+                if stop:
+                    self._stopped.set()
                 self._forget()
                 return
             self._hinted = True

@@ -40,7 +40,7 @@ from dask_gpurt.tiers.losses import Losses
 from dask_gpurt.tiers.oom import out_of_memory, with_note
 from dask_gpurt.tiers.prefetch import Prefetch
 from dask_gpurt.tiers.store import TieredStore
-from dask_gpurt.tiers.turns import Turns
+from dask_gpurt.tiers.turns import LEAST_BYTES, SMALL_RESULT_BYTES, Turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -148,8 +148,21 @@ class WorkerSeam:
         worker.handlers["get_data"] = self._get_data_wrapper
         self._active = True
         self.prefetch.install()
-        self.local.install()
         self.hints.install()
+        self._engine.eviction.on_pressed.append(self._pressed)
+        self._pressed()
+
+    def _pressed(self) -> None:
+        """Next uses are worth their price from now on, or not any more."""
+        if not self._active:
+            return
+        pressed = self._engine.eviction.pressed
+        self.hints.want(pressed)
+        if pressed:
+            self.local.install()
+        else:
+            self.local.uninstall()
+            self.prefetch.clear()
 
     @property
     def executing(self) -> int:
@@ -182,6 +195,8 @@ class WorkerSeam:
         worker = self._worker
         # Where somebody has wrapped us in turn, ours stays in the chain and only passes through.
         self._active = False
+        if self._pressed in self._engine.eviction.on_pressed:
+            self._engine.eviction.on_pressed.remove(self._pressed)
         for name, ours, stock in (
             ("execute", self._execute_wrapper, self._stock_execute),
             ("gather_dep", self._gather_dep_wrapper, self._stock_gather_dep),
@@ -203,6 +218,16 @@ class WorkerSeam:
         async def execute(key: Any, *, stimulus_id: str) -> Any:
             if not self._active or self._worker.status not in _RUNNING:
                 return await stock(key, stimulus_id=stimulus_id)
+            held = self._hold_small(key)
+            if held is not None:
+                self._executing += 1
+                try:
+                    event = await stock(key, stimulus_id=stimulus_id)
+                    self._ended_small(key, held, event)
+                    return event
+                finally:
+                    self._executing -= 1
+                    self.store.release(held)
             pinned: list[Entry] = []
             turn: Turn | None = None
             try:
@@ -244,6 +269,40 @@ class WorkerSeam:
                 self.store.release(pinned)
 
         return execute
+
+    def _hold_small(self, key: Any) -> list[Entry] | None:
+        """Pin the inputs of a task that has nothing to wait for; None if it may have to.
+
+        While memory is relaxed all values are in memory, and a task that reads and returns little needs neither a turn
+        nor room. Most tasks of most graphs are of that kind, so for them nothing is awaited.
+        """
+        if self._engine.eviction.pressed:
+            return None
+        try:
+            ts = self._worker.state.tasks.get(key)
+            if ts is None or not self.turns.outputs.small(ts.prefix):
+                return None
+            if not ts.dependencies:
+                return []
+            entries = self._inputs(key)
+            if sum(e.nbytes for e in entries) >= LEAST_BYTES:
+                return None
+            for entry in entries:
+                self._engine.pin(entry)
+            return entries
+        except Exception:
+            self._fell_back("execute")
+            return None
+
+    def _ended_small(self, key: Any, held: list[Entry], event: Any) -> None:
+        try:
+            if type(event) is ExecuteSuccessEvent and event.nbytes >= SMALL_RESULT_BYTES:
+                self._learn_output(event)
+            if self._engine.eviction.pressed:  # meanwhile
+                self.local.executed(key)
+                self.hints.executed(key, held, event)
+        except Exception:
+            self._fell_back("execute")
 
     async def _reserve_output(self, key: Any) -> Reservation | None:
         """Room for what a task will return, by what tasks of its prefix returned so far.

@@ -30,7 +30,9 @@ ACCOUNT = Account("test", PickleCodec())
 
 def entry(key: str, next_use: tuple[float, ...] | None = None, *, clean: bool = False, nbytes: int = 10_000) -> Entry:
     handle: Any = object() if clean else None
-    return Entry(key, ACCOUNT, nbytes, value=0, handle=handle, next_use=next_use)
+    made = Entry(key, ACCOUNT, nbytes, value=0, handle=handle)
+    made.next_use = next_use
+    return made
 
 
 def drain(victims: Victims) -> list[str]:
@@ -124,6 +126,8 @@ class Bench:
         self.worker = SimpleNamespace(stream_handlers={}, state=SimpleNamespace(tasks=self.tasks))
         self.receiver = HintReceiver(self.worker, rig.engine, rig.store, clock=lambda: rig.now)
         self.receiver.install()
+        self.receiver.want(True)
+        rig.engine.eviction.press()
         self.hear: Callable[..., None] = self.worker.stream_handlers[OP]
 
     def put(self, key: str) -> Entry:
@@ -348,12 +352,14 @@ def test_the_handler_stays_until_nothing_can_come(run_rig: RunRig, monkeypatch: 
         # never asked for hints: nothing to wait for
         other = HintReceiver(b.worker, b.rig.engine, b.rig.store)
         other.install()
+        assert other.heartbeat() == {}
         await other.uninstall()
         assert b.worker.stream_handlers == {}
 
         # nobody says stop: something that does nothing stays, and does not keep the next one out
         monkeypatch.setattr(hints_worker, "STOP_SECONDS", 0.01)
         other.install()
+        other.want(True)
         other.heartbeat()
         await other.uninstall()
         b.worker.stream_handlers[OP](items=[("x", [[0, 1, 1]])], anything=1)
