@@ -86,12 +86,13 @@ def tree(client: Client, tasks: int, name: str) -> list[Future]:
     graph: dict[Any, Any] = {}
     level = [(name, 0, i) for i in range((tasks + 1) // 2)]
     graph.update({key: (_leaf, key[2]) for key in level})
-    for depth in itertools.count(1):
-        if len(level) == 1:
-            return list(client.get(graph, level, sync=False))
+    depth = 0
+    while len(level) > 1:
+        depth += 1
         above = [(name, depth, i) for i in range(len(level) // 2)]
         graph.update({key: (_add, level[2 * key[2]], level[2 * key[2] + 1]) for key in above})
         level = above + level[2 * len(above) :]
+    return list(client.get(graph, level, sync=False))
 
 
 SHAPES: dict[str, Callable[[Client, int, str], list[Future]]] = {

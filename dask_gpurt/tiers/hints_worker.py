@@ -16,7 +16,7 @@ of a value that was then freed unread. Guesses are made only while a scheduler s
 any more. A guess that is not confirmed in time is dropped, so that a silent scheduler costs nothing.
 
 A worker asks for hints, by a field of its heartbeats, only while memory is pressed (`eviction`): else nothing would be
-chosen by them. The first such heartbeat leaves at once. When it asks no longer, a message with "pause" says that
+chosen by them. When it asks no longer, a message with "pause" says that
 nothing more is under way, and what was said is forgotten.
 
 The op must stay known as long as a message may be under way, since an unknown one closes the worker. `uninstall`
@@ -131,11 +131,7 @@ class HintReceiver:
 
     def want(self, wanted: bool) -> None:
         """Ask for hints from now on, or no longer."""
-        if wanted and not self._wanted:
-            regular = getattr(self._worker, "periodic_callbacks", {}).get("heartbeat")
-            if regular is not None and regular.is_running():
-                # Memory may be full before the next one is due.
-                self._worker.loop.add_callback(self._worker.heartbeat)
+        # With the next regular heartbeat: one more of them, beside one that is under way, ends a worker (`spans`).
         self._wanted = wanted
 
     def heartbeat(self) -> dict[str, Any]:

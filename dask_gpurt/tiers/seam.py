@@ -39,8 +39,9 @@ from dask_gpurt.tiers.hints_worker import HintReceiver
 from dask_gpurt.tiers.losses import Losses
 from dask_gpurt.tiers.oom import out_of_memory, with_note
 from dask_gpurt.tiers.prefetch import Prefetch
+from dask_gpurt.tiers.small import SmallTasks
 from dask_gpurt.tiers.store import TieredStore
-from dask_gpurt.tiers.turns import LEAST_BYTES, SMALL_RESULT_BYTES, Turns
+from dask_gpurt.tiers.turns import Turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -103,6 +104,7 @@ class WorkerSeam:
             process_bytes=lambda: worker.monitor.get_process_memory(),
             seceded=lambda key: key in worker.state.tasks and worker.state.tasks[key].state == "long-running",
         )
+        self.small = SmallTasks(worker, engine, self.store, self.turns.outputs, lambda: self._fell_back("execute"))
         #: decisions that were left to stock Dask because our code raised
         self.fallbacks: Counter[str] = Counter()
         self.last_traceback = ""
@@ -218,12 +220,15 @@ class WorkerSeam:
         async def execute(key: Any, *, stimulus_id: str) -> Any:
             if not self._active or self._worker.status not in _RUNNING:
                 return await stock(key, stimulus_id=stimulus_id)
-            held = self._hold_small(key)
+            held = self.small.hold(key)
             if held is not None:
                 self._executing += 1
                 try:
                     event = await stock(key, stimulus_id=stimulus_id)
-                    self._ended_small(key, held, event)
+                    self.small.ended(event)
+                    if self._engine.eviction.pressed:  # meanwhile
+                        self.local.executed(key)
+                        self.hints.executed(key, held, event)
                     return event
                 finally:
                     self._executing -= 1
@@ -269,40 +274,6 @@ class WorkerSeam:
                 self.store.release(pinned)
 
         return execute
-
-    def _hold_small(self, key: Any) -> list[Entry] | None:
-        """Pin the inputs of a task that has nothing to wait for; None if it may have to.
-
-        While memory is relaxed all values are in memory, and a task that reads and returns little needs neither a turn
-        nor room. Most tasks of most graphs are of that kind, so for them nothing is awaited.
-        """
-        if self._engine.eviction.pressed:
-            return None
-        try:
-            ts = self._worker.state.tasks.get(key)
-            if ts is None or not self.turns.outputs.small(ts.prefix):
-                return None
-            if not ts.dependencies:
-                return []
-            entries = self._inputs(key)
-            if sum(e.nbytes for e in entries) >= LEAST_BYTES:
-                return None
-            for entry in entries:
-                self._engine.pin(entry)
-            return entries
-        except Exception:
-            self._fell_back("execute")
-            return None
-
-    def _ended_small(self, key: Any, held: list[Entry], event: Any) -> None:
-        try:
-            if type(event) is ExecuteSuccessEvent and event.nbytes >= SMALL_RESULT_BYTES:
-                self._learn_output(event)
-            if self._engine.eviction.pressed:  # meanwhile
-                self.local.executed(key)
-                self.hints.executed(key, held, event)
-        except Exception:
-            self._fell_back("execute")
 
     async def _reserve_output(self, key: Any) -> Reservation | None:
         """Room for what a task will return, by what tasks of its prefix returned so far.
