@@ -270,15 +270,17 @@ class HintReceiver:
             return
         try:
             self._expire()
-            use = self._local(entry.key, fresh=True)
+            use = self._local(entry, fresh=True)
             if use is not None:
                 self._guess(entry, use)
         except Exception:
             self._failed()
 
-    def _local(self, key: Any, *, fresh: bool) -> tuple[float, ...] | None:
+    def _local(self, entry: Entry, *, fresh: bool) -> tuple[float, ...] | None:
         """What this worker knows of the next use."""
-        ts = self._worker.state.tasks.get(key)
+        if entry.due is not None:  # else thousands of waiters may have to be looked at, again for each task that has run
+            return _as_sent(entry.due)
+        ts = self._worker.state.tasks.get(entry.key)
         if ts is None:
             return None
         waiting = [_as_sent(d.priority) for d in ts.waiters if d.priority is not None]
@@ -298,7 +300,7 @@ class HintReceiver:
             _, entry = self._guesses.popleft()
             if entry.gone or not entry.guessed:
                 continue
-            use = self._local(entry.key, fresh=False)
+            use = self._local(entry, fresh=False)
             entry.sent = 0
             if entry.uses:  # a peer has not used it yet
                 entry.guessed = False

@@ -307,6 +307,29 @@ def test_what_was_freed_while_a_peer_fetched_it_is_no_news(run_rig: RunRig) -> N
     bench(run_rig, test)
 
 
+def test_waiters_are_not_searched_where_the_next_is_known(run_rig: RunRig) -> None:
+    """A broadcast value has thousands, and they would be searched again for each of them that has run."""
+
+    class Waiters:
+        def __iter__(self) -> Any:
+            raise AssertionError("searched")
+
+    async def test(b: Bench) -> None:
+        x = b.put("x")
+        b.tasks["x"] = FakeTask((0, 9, 9, 1))
+        b.tasks["x"].waiters = Waiters()  # type: ignore[assignment]
+        b.rig.engine.books.set_due(x, (0, 3, 1, 7))
+        b.hear(items=[("x", [(0, 1, 1)])])
+        b.tasks["t"] = FakeTask((0, 1, 1, 2))
+        b.receiver.executed("t", [x], success("t"))  # its last known use: a guess, for a while
+        b.rig.now += 10
+        b.put("y")
+        assert b.receiver.exceptions == 0, b.receiver.last_traceback
+        assert x.guessed
+
+    bench(run_rig, test)
+
+
 def test_garbage_never_raises(run_rig: RunRig) -> None:
     """An exception in a stream handler would close the worker."""
 
