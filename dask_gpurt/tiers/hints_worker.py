@@ -278,7 +278,7 @@ class HintReceiver:
 
     def _local(self, entry: Entry, *, fresh: bool) -> tuple[float, ...] | None:
         """What this worker knows of the next use."""
-        if entry.due is not None:  # else thousands of waiters may have to be looked at, again for each task that has run
+        if entry.due is not None:  # else thousands of waiters are looked at, again for each task that has run
             return _as_sent(entry.due)
         ts = self._worker.state.tasks.get(entry.key)
         if ts is None:

@@ -154,9 +154,14 @@ class WorkerSeam:
         self._engine.eviction.on_pressed.append(self._pressed)
         self._pressed()
 
+    def _stop_listening(self) -> None:
+        listeners = self._engine.eviction.on_pressed
+        if self._pressed in listeners:
+            listeners.remove(self._pressed)
+
     def _pressed(self) -> None:
         """Next uses are worth their price from now on, or not any more."""
-        if not self._active:
+        if self._pressed not in self._engine.eviction.on_pressed:  # it was called for, and then we left
             return
         pressed = self._engine.eviction.pressed
         self.hints.want(pressed)
@@ -173,6 +178,7 @@ class WorkerSeam:
 
     async def give_back(self) -> None:
         """Drain into the original mapping, then put everything back."""
+        self._stop_listening()
         await self.hints.uninstall()
         self.local.uninstall()
         self.prefetch.uninstall()
@@ -184,6 +190,7 @@ class WorkerSeam:
 
     def abandon(self) -> None:
         """The worker is closing: unhook, but leave the data where it is."""
+        self._stop_listening()
         self.local.uninstall()
         self.prefetch.uninstall()
         self._unwrap()
@@ -197,8 +204,6 @@ class WorkerSeam:
         worker = self._worker
         # Where somebody has wrapped us in turn, ours stays in the chain and only passes through.
         self._active = False
-        if self._pressed in self._engine.eviction.on_pressed:
-            self._engine.eviction.on_pressed.remove(self._pressed)
         for name, ours, stock in (
             ("execute", self._execute_wrapper, self._stock_execute),
             ("gather_dep", self._gather_dep_wrapper, self._stock_gather_dep),
