@@ -57,6 +57,7 @@ SIBLINGS = 2
 ERRORS = 10
 
 _INDEX = {name: i for i, name in enumerate(CENTRAL)}
+_SCHEDULER, _QUEUED_ELSEWHERE = _INDEX["scheduler"], _INDEX["queued_elsewhere"]
 BARRIER = "shuffle-barrier-"
 #: states of a barrier that is still to be passed
 _OPEN = ("waiting", "queued", "processing", "no-worker")
@@ -265,23 +266,30 @@ class StallLedger:
         if now > self._last:
             vector[self._now_cause] += now - self._last
             self._last = now
-        free = books.slots - books.assigned
-        if free > 0:
-            at, sums = books.at, books.unassigned
-            for i, seconds in enumerate(vector):
-                if seconds != at[i]:
-                    sums[i] += free * (seconds - at[i])
-        elif free < 0:
-            self._backlog += free
+        was_free = books.slots - books.assigned
         books.assigned = len(ws.processing) - len(ws.long_running)
         books.slots = ws.nthreads
         free = books.slots - books.assigned
-        if free > 0:
-            # A worker without free slots needs none: nothing is charged until it has one again.
-            books.at = vector.copy()
-        elif free < 0:
-            self._backlog -= free
-        self._now_cause = _INDEX[self._cause()]
+        if free > 0 or free != was_free:
+            if was_free > 0:
+                at, sums = books.at, books.unassigned
+                for i, seconds in enumerate(vector):
+                    if seconds != at[i]:
+                        sums[i] += was_free * (seconds - at[i])
+            elif was_free < 0:
+                self._backlog += was_free
+            if free > 0:
+                # A worker without free slots needs none: nothing is charged until it has one again.
+                books.at = vector.copy()
+            elif free < 0:
+                self._backlog -= free
+        # `_cause` without the call, for what it is nearly always.
+        if self._scheduler.queued:
+            self._now_cause = _SCHEDULER
+        elif self._backlog > 0:
+            self._now_cause = _QUEUED_ELSEWHERE
+        else:
+            self._now_cause = _INDEX[self._cause()]
 
     def _enter(self, key: Hashable, ts: Any, ws: Any) -> None:
         self._running[key] = (ws.address, ts.prefix.name, self._last)

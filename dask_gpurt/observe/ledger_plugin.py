@@ -77,7 +77,7 @@ class LedgerPlugin(SchedulerPlugin):
         ledger = self.ledger
         if ledger is None or start == finish:
             return
-        if "processing" in (start, finish) or (type(key) is str and key.startswith(BARRIER)):
+        if start == "processing" or finish == "processing" or (type(key) is str and key.startswith(BARRIER)):
             ledger.guarded(ledger.transition, key, start, finish, kwargs)
 
     def log_event(self, topic: Any, msg: Any) -> None:

@@ -105,6 +105,8 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
             self.amender.restarting.discard(id)
 
     def transition(self, key: Any, start: Any, finish: Any, *args: Any, stimulus_id: str, **kwargs: Any) -> None:
+        if not self._shuffles:  # no shuffle since the last one was forgotten: every other task comes by here
+            return
         if finish == "released" and self.active_shuffles:
             self.amender.released(key, stimulus_id)
         elif finish == "memory" and start == "processing" and self.active_shuffles:

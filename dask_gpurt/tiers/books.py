@@ -2,6 +2,9 @@
 
 `Books.move` is the only place where an entry changes its state; all byte counts, the order of victims and the log
 follow from it. So one look at `validate` shows what always holds. No I/O, no decisions, event loop only.
+
+The order of victims is kept only between `begin_order` and `end_order`, that is, while something may have to leave. To
+keep it costs more than all else that is done for a tiny value, and most workers never move one.
 """
 
 from __future__ import annotations
@@ -53,9 +56,16 @@ class Books:
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
         self.log = EventLog()
-        self.entries: set[Entry] = set()
+        #: in the order in which they came
+        self.entries: dict[Entry, None] = {}
+        #: in no order, and empty, unless `ordered`
         self.victims = Victims()
-        self._blocks = Blocks()
+        #: the order of victims is kept
+        self.ordered = False
+        #: the memory of what is in memory
+        self.blocks = Blocks()
+        #: entries that are not in memory
+        self.absent = 0
         #: being read
         self.loading_bytes = 0
         #: values whose ``sizeof`` was negative, or no number
@@ -71,16 +81,18 @@ class Books:
         """A value in memory."""
         nbytes = self._believed(key, nbytes)
         entry = Entry(key, account, nbytes, value, last_use=self.clock())
-        self.entries.add(entry)
-        self._blocks.join(entry, value)
-        for twin in self.twins(entry, TWINS):
-            if twin.handle is not None:
-                entry.handle = another(twin.handle)
-                break
+        self.entries[entry] = None
+        self.blocks.join(entry, value)
+        if entry.blocks[0].members > 1:
+            for twin in self.twins(entry, TWINS):
+                if twin.handle is not None:
+                    entry.handle = another(twin.handle)
+                    break
         self.log.append(key, None, "add", State.RESIDENT)
         if self.trace is not None:
             self.trace.note("add", entry, nbytes)
-        self.victims.add(entry)
+        if self.ordered:
+            self.victims.add(entry)
         return entry
 
     def twins(self, entry: Entry, most: int | None = None) -> list[Entry]:
@@ -108,7 +120,8 @@ class Books:
         """A value that is on a lower tier already."""
         nbytes = self._believed(key, nbytes)
         entry = Entry(key, account, nbytes, None, State.STORED, handle, last_use=self.clock())
-        self.entries.add(entry)
+        self.entries[entry] = None
+        self.absent += 1
         self._count_stored(entry, 1)
         self.log.append(key, None, "adopt", State.STORED)
         if self.trace is not None:
@@ -133,29 +146,33 @@ class Books:
         if entry.prefetched:
             self.on_prefetch_end(entry, "wasted")
         entry.gone = True
-        self.entries.discard(entry)
-        self.victims.discard(entry)
+        del self.entries[entry]
+        if self.ordered:
+            self.victims.discard(entry)
         self.log.append(entry.key, entry.state, "remove", None)
         if self.trace is not None:
             self.trace.note("remove", entry)
         if entry.in_memory:
-            self._blocks.leave(entry, was_moving=entry.state is State.MOVING)
-        elif entry.state is not State.LOST:
-            self._count_stored(entry, -1)
+            self.blocks.leave(entry, was_moving=entry.state is State.MOVING)
+        else:
+            self.absent -= 1
+            if entry.state is not State.LOST:
+                self._count_stored(entry, -1)
             if entry.state is State.LOADING:
                 self.loading_bytes -= entry.nbytes
         entry.value = None
-        self.on_change()
+        if self.ordered:
+            self.on_change()
 
     @property
     def resident_bytes(self) -> int:
         """Bytes of values in memory (RESIDENT and MOVING); what several share is counted once, see `sharing`."""
-        return self._blocks.resident_bytes
+        return self.blocks.resident_bytes
 
     @property
     def moving_bytes(self) -> int:
         """Of these, bytes that go when the writes under way are done."""
-        return self._blocks.moving_bytes
+        return self.blocks.moving_bytes
 
     def move(self, entry: Entry, event: str, value: Any = None) -> None:
         """The only place where states change, and with them all byte counts. `value`: what came to memory."""
@@ -165,13 +182,14 @@ class Books:
         after = next_state(entry, event, self.log)
         was, is_ = entry.in_memory, after in (State.RESIDENT, State.MOVING)
         n = entry.nbytes
+        self.absent += was - is_
         if is_ and not was:
             entry.value = value
-            self._blocks.join(entry, value)
+            self.blocks.join(entry, value)
         elif was and not is_:
-            self._blocks.leave(entry, was_moving=before is State.MOVING)
+            self.blocks.leave(entry, was_moving=before is State.MOVING)
         elif is_ and (after is State.MOVING) != (before is State.MOVING):
-            self._blocks.move(entry, 1 if after is State.MOVING else -1)
+            self.blocks.move(entry, 1 if after is State.MOVING else -1)
         self.loading_bytes += n * ((after is State.LOADING) - (before is State.LOADING))
         was_stored, is_stored = before in _BELOW, after in _BELOW
         if was_stored != is_stored:
@@ -190,9 +208,9 @@ class Books:
 
     def replace(self, entry: Entry, value: Any) -> None:
         """Another object stands for a value that is in memory, and is not being written."""
-        self._blocks.leave(entry, was_moving=False)
+        self.blocks.leave(entry, was_moving=False)
         entry.value = value
-        self._blocks.join(entry, value)
+        self.blocks.join(entry, value)
 
     def _count_stored(self, entry: Entry, sign: int) -> None:
         account, handle = entry.account, entry.handle
@@ -202,9 +220,21 @@ class Books:
 
     # ------------------------------------------------------------------ victims
 
+    def begin_order(self) -> None:
+        """Keep the order of victims from now on. Those that are here are ordered by their last uses."""
+        if not self.ordered:
+            self.ordered = True
+            for entry in sorted(self.entries, key=lambda e: e.last_use):
+                self.offer(entry)
+
+    def end_order(self) -> None:
+        """Nothing leaves memory for now."""
+        self.ordered = False
+        self.victims.clear()
+
     def offer(self, entry: Entry) -> None:
         """Make it a victim if it may be one."""
-        if entry.gone or entry.pins or entry.state is not State.RESIDENT:
+        if not self.ordered or entry.gone or entry.pins or entry.state is not State.RESIDENT:
             return
         if entry.handle is None and (entry.unspillable or entry.resting):
             return
@@ -217,7 +247,7 @@ class Books:
             self.on_prefetch_end(entry, "in_time")
         if self.trace is not None:
             self.trace.note("touch", entry)
-        if entry in self.victims:
+        if self.ordered and entry in self.victims:
             self.victims.add(entry)
 
     def pin(self, entry: Entry) -> None:
@@ -226,7 +256,8 @@ class Books:
         if entry.prefetched:
             self.on_prefetch_end(entry, "in_time" if entry.in_memory else "late")
         if entry.pins == 1:
-            self.victims.discard(entry)
+            if self.ordered:
+                self.victims.discard(entry)
             if self.trace is not None:
                 self.trace.note("pin", entry)
 
@@ -238,8 +269,9 @@ class Books:
         entry.last_use = self.clock()
         if self.trace is not None:
             self.trace.note("unpin", entry)
-        self.offer(entry)
-        self.on_change()
+        if self.ordered:
+            self.offer(entry)
+            self.on_change()
         return True
 
     def hint(self, entry: Entry, next_use: tuple[float, ...] | None) -> None:
@@ -249,7 +281,7 @@ class Books:
         entry.next_use = next_use
         if self.trace is not None:
             self.trace.note("hint", entry, next_use)
-        if entry in self.victims:
+        if self.ordered and entry in self.victims:
             self.victims.add(entry)
 
     def set_due(self, entry: Entry, due: tuple[float, ...] | None) -> None:
@@ -257,7 +289,7 @@ class Books:
         entry.due = due
         if self.trace is not None:
             self.trace.note("due", entry, due)
-        if entry in self.victims:
+        if self.ordered and entry in self.victims:
             self.victims.add(entry)
 
     # ------------------------------------------------------------------ inspection
@@ -270,7 +302,9 @@ class Books:
     def validate(self) -> None:
         """Check every invariant; AssertionError names what is broken."""
         entries = self.entries
-        self._blocks.validate(entries)
+        assert self.absent == sum(not e.in_memory for e in entries), "absent"
+        assert self.ordered or not len(self.victims), "victims, without an order"
+        self.blocks.validate(entries.keys())
         assert all(e.in_memory == bool(e.blocks) for e in entries), "in memory, without a block"
         assert self.loading_bytes == sum(e.nbytes for e in entries if e.state is State.LOADING), "loading_bytes"
         for account in {e.account for e in entries}:
@@ -290,6 +324,6 @@ class Books:
             may_go = e.state is State.RESIDENT and not e.pins
             if e in self.victims:
                 assert may_go, story
-            elif may_go:
+            elif may_go and self.ordered:
                 assert e.handle is None, story
                 assert e.unspillable or e.resting, story

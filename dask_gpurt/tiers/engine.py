@@ -73,6 +73,7 @@ class Engine:
         self.log: EventLog = self.books.log
         self.gate: Gate = self.eviction.gate
         # Nothing is to be added to these calls.
+        self.pin = self.books.pin
         self.ensure = self.loading.ensure
         self.load_part = self.loading.load_part
         self.get = self.loading.get
@@ -132,6 +133,7 @@ class Engine:
 
     def add_stored(self, account: Account, key: Hashable, nbytes: int, handle: Handle) -> Entry:
         """Take over a value that is on a lower tier already."""
+        self.eviction.press()  # it may be read ahead
         return self.books.add_stored(account, key, nbytes, handle)
 
     def remove(self, entry: Entry) -> None:
@@ -143,16 +145,13 @@ class Engine:
         self.loading.free_when_idle(entry)
         self.gate.wake()
 
-    def pin(self, entry: Entry) -> None:
-        """Keep it in memory once it is there, until `unpin`. Counts."""
-        self.books.pin(entry)
-
     def unpin(self, entry: Entry) -> None:
-        if self.books.unpin(entry):
+        if self.books.unpin(entry) and self.eviction.pressed:
             self.balance()
 
     def record(self, limit: int) -> Trace:
         """Begin a record of at most `limit` events, see `trace`; what is here already is its first events."""
+        self.eviction.press()  # the record is to have all that choices are made by
         trace = Trace(limit, self.books.clock)
         trace.note("budget", None, self.budget_bytes)
         for entry in self.books.entries:

@@ -24,7 +24,6 @@ transition that assign the state directly, as then no list of the legal moves ex
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import math
 import time
@@ -78,18 +77,13 @@ class IllegalMove(StoreError):
     """A bug in this package: an event that the state of the entry does not allow."""
 
 
-@dataclasses.dataclass(eq=False, slots=True)
 class Entry:
-    """A value of one account. All fields are read and written on the loop thread only."""
+    """A value of one account. All fields are read and written on the loop thread only.
 
-    key: Hashable
-    #: whose it is: codec and counters
-    account: Account
-    #: bytes of memory that go when the value goes (``sizeof``)
-    nbytes: int
-    #: the object; None unless RESIDENT or MOVING
-    value: Any = None
-    state: State = State.RESIDENT
+    One is made for each result of a task, and most of them never leave memory: what `__init__` does not set is a
+    default of the class, which costs nothing until it changes.
+    """
+
     #: the copy on a lower tier; kept after a load
     handle: Handle | None = None
     #: users that need the value in memory until they unpin
@@ -106,8 +100,8 @@ class Entry:
     sent: int = 0
     #: the priority of the first task that was sent here and will read it; None: no such task. See `hints_local`
     due: tuple[float, ...] | None = None
-    #: heap of (priority, number) of tasks that were sent here; some may have run
-    dues: list[tuple[tuple[float, ...], int]] = dataclasses.field(default_factory=list)
+    #: heap of (priority, number) of tasks that were sent here; some may have run. None: there was none
+    dues: list[tuple[tuple[float, ...], int]] | None = None
     #: `next_use` is a guess of this worker that stands until the scheduler's word comes
     guessed: bool = False
     #: it was read ahead, or is being read, for a task that has not come yet
@@ -116,8 +110,6 @@ class Entry:
     blocks: tuple[Block, ...] = ()
     #: counts I/O operations of this entry
     generation: int = 0
-    #: seconds (monotonic) of the last use
-    last_use: float = 0.0
     #: taken out of the store
     gone: bool = False
     #: it could not be encoded; stays in memory for good
@@ -135,6 +127,30 @@ class Entry:
     #: ticket of the valid item in the heap of next uses
     ticket: int = 0
 
+    def __init__(
+        self,
+        key: Hashable,
+        account: Account,
+        nbytes: int,
+        value: Any = None,
+        state: State = State.RESIDENT,
+        handle: Handle | None = None,
+        *,
+        last_use: float = 0.0,
+    ) -> None:
+        self.key = key
+        #: whose it is: codec and counters
+        self.account = account
+        #: bytes of memory that go when the value goes (``sizeof``)
+        self.nbytes = nbytes
+        #: the object; None unless RESIDENT or MOVING
+        self.value = value
+        self.state = state
+        if handle is not None:
+            self.handle = handle
+        #: seconds (monotonic) of the last use
+        self.last_use = last_use
+
     @property
     def in_memory(self) -> bool:
         return self.state is State.RESIDENT or self.state is State.MOVING
@@ -149,19 +165,23 @@ class EventLog:
     """The last moves of all entries, for `story`."""
 
     def __init__(self, length: int = 5000) -> None:
-        #: (seconds since the epoch, key, state before, event, state after)
-        self.events: deque[tuple[float, Hashable, str, str, str]] = deque(maxlen=length)
+        # As they come; `story` makes text of them.
+        self._events: deque[tuple[float, Hashable, State | None, str, State | None]] = deque(maxlen=length)
         #: told of every move: (key, state after it, None for gone); must not raise
         self.listener: Callable[[Hashable, State | None], None] | None = None
 
     def append(self, key: Hashable, before: State | None, event: str, after: State | None) -> None:
-        self.events.append((time.time(), key, before.value if before else "-", event, after.value if after else "-"))
+        self._events.append((time.time(), key, before, event, after))
         if self.listener is not None:
             self.listener(key, after)
 
     def story(self, key: Hashable) -> list[tuple[float, Hashable, str, str, str]]:
-        """What happened to one key, oldest first; bounded."""
-        return [e for e in self.events if e[1] == key]
+        """What happened to one key, oldest first: (Unix time, key, state before, event, state after); bounded."""
+        return [(t, k, _said(before), event, _said(after)) for t, k, before, event, after in self._events if k == key]
+
+
+def _said(state: State | None) -> str:
+    return "-" if state is None else state.value
 
 
 def next_state(entry: Entry, event: str, log: EventLog) -> State:

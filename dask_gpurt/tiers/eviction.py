@@ -6,6 +6,11 @@ many writes are begun as there are writer threads, so each choice is made with t
 A write that fails leaves the value in memory: objects that cannot be encoded are never tried again; I/O errors make the
 key wait (1 s, doubling to 60 s), three in a row the whole tier. Other keys go on meanwhile.
 
+While memory is *relaxed*, nothing is done to prepare for a choice: no order of victims, no next uses, no prefetching.
+Memory is *pressed* when values fill `NEAR` of what they may, until all values are in memory and fill half as much
+(`relax`). Before the first of them has to leave, as many bytes must come as are here already; meanwhile the scheduler
+is asked for the next uses.
+
 The gate (`admission`) is here because both of its questions are about evictions.
 """
 
@@ -39,6 +44,8 @@ logger = logging.getLogger("distributed.worker.gpurt")
 
 #: share of the budget by which admitted requests may pass it, so that computing and writing overlap
 SLACK = 0.25
+#: share of what values may fill from which on it matters which of them leaves first
+NEAR = 0.5
 #: failed writes in a row, of any keys, before the tier as a whole rests
 TIER_FAILURES = 3
 
@@ -54,9 +61,14 @@ class Eviction:
         self._tier = tier
         self._counters = counters
         self._sink = sink
-        #: bytes of values to hold in memory; None: any number
-        self.budget_bytes = budget_bytes
+        self._budget_bytes = budget_bytes
         self.gate = Gate(self._over, self._can_progress)
+        #: something may have to leave soon; see the module
+        self.pressed = False
+        #: False: it stays pressed, as somebody else chooses by the same knowledge
+        self.relaxes = True
+        #: told on the loop, soon after `pressed` has changed
+        self.on_pressed: list[Callable[[], None]] = []
         #: (monotonic seconds, serial number, entry): writes that failed wait here
         self._resting: list[tuple[float, int, Entry]] = []
         self._serial = itertools.count()
@@ -71,12 +83,61 @@ class Eviction:
         self._writes = 0
         #: told of each copy that was written, after the books; must not raise
         self.on_copy: Callable[[Entry], None] | None = None
+        self._set_near()
+
+    # ------------------------------------------------------------------ whether there is anything to choose
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """Bytes of values to hold in memory; None: any number."""
+        return self._budget_bytes
+
+    @budget_bytes.setter
+    def budget_bytes(self, nbytes: int | None) -> None:
+        self._budget_bytes = nbytes
+        self._set_near()
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of values here and coming, and of what is promised."""
+        return self._books.blocks.resident_bytes + self._books.loading_bytes + self.gate.reserved_bytes
+
+    def press(self) -> None:
+        """Begin to prepare for choices."""
+        if not self.pressed:
+            self.pressed = True
+            self._books.begin_order()
+            self._tell_pressed()
+
+    def relax(self) -> None:
+        """Stop preparing for choices if none is near. Call it now and then."""
+        if (
+            self.pressed
+            and self.relaxes
+            and self.used_bytes <= self._near_bytes / 2
+            and not (self._shrink_bytes or self._writes or self._resting or self._books.absent or len(self.gate))
+            and self._books.trace is None
+        ):
+            self.pressed = False
+            self._books.end_order()
+            self._tell_pressed()
+
+    def _tell_pressed(self) -> None:
+        # Not at once: a value may be on its way into the store, in the middle of a transition of its task.
+        for listener in self.on_pressed:
+            self._io.loop.call_soon(listener)
+
+    def _set_near(self) -> None:
+        budget = self._budget_bytes
+        self._near_bytes = math.inf if budget is None else NEAR * min(budget, self._fits())
 
     # ------------------------------------------------------------------ choosing
 
     def shrink(self, nbytes: int) -> None:
         """Move `nbytes` out of memory, even below the budget (the process as a whole is too large)."""
         self._shrink_bytes = max(0, nbytes - self._books.moving_bytes)
+        if self._shrink_bytes:
+            self.press()
         self.balance()
 
     def set_room(self, nbytes: float | None) -> None:
@@ -87,6 +148,7 @@ class Eviction:
         workers to where the nanny ends them. Never below half the budget: values must be computable, as in stock Dask.
         """
         self._room_bytes = nbytes
+        self._set_near()
         self.balance()
         self.gate.wake()
 
@@ -97,6 +159,10 @@ class Eviction:
 
     def balance(self, asked_bytes: int = 0) -> None:
         """Begin evictions until values are within budget, with room for `asked_bytes`, or all writers are busy."""
+        if not self.pressed:
+            if self.used_bytes + asked_bytes <= self._near_bytes:
+                return
+            self.press()
         if self._io.closed:
             return
         with self._counters.loop_time:

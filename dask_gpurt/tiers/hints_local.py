@@ -6,7 +6,8 @@ the two drift apart (in a join by tasks, two thirds of the values evicted by pri
 input of such a task is *due* (`Entry.due`), and values that are due leave memory last, those of the last task in
 priority order first. It needs no message, works without a scheduler of ours, and corrects hints where there are any.
 
-It listens to the worker's transitions as a plugin, which is public interface. A use is due from ``waiting`` until the
+It listens to the worker's transitions as a plugin, which is public interface, and only while memory is pressed
+(`eviction`): else nothing is chosen by it. A use is due from ``waiting`` until the
 task has run; the number of a task that is not pending any more is not *live*, so that it need not be searched for in
 the heaps of its inputs.
 """
@@ -55,7 +56,9 @@ class LocalUses(WorkerPlugin):
         self.last_traceback = ""
 
     def install(self) -> None:
-        """Begin to listen; tasks that are here already are noted."""
+        """Begin to listen; tasks that are here already are noted. A second call does nothing."""
+        if self._worker.plugins.get(NAME) is self:
+            return
         self._worker.plugins[NAME] = self
         self._store.on_add.append(self._added)
         for key, ts in list(self._worker.state.tasks.items()):
@@ -65,6 +68,7 @@ class LocalUses(WorkerPlugin):
         """Stop listening, and forget all. A second call does nothing."""
         if self._worker.plugins.get(NAME) is self:
             del self._worker.plugins[NAME]
+            self._store.on_add.remove(self._added)
         for key in list(self._pending):
             self._end(key)
 
@@ -120,11 +124,13 @@ class LocalUses(WorkerPlugin):
             self._failed()
 
     def _push(self, entry: Entry, priority: tuple[float, ...], number: int) -> None:
+        if entry.dues is None:
+            entry.dues = []
         heapq.heappush(entry.dues, (priority, number))
         self._refresh(entry)
 
     def _refresh(self, entry: Entry) -> None:
-        dues = entry.dues
+        dues = entry.dues or []
         while dues and dues[0][1] not in self._live:
             heapq.heappop(dues)
         due = dues[0][0] if dues else None

@@ -9,14 +9,17 @@ sends each worker one message with what has changed for it:
 
 1. a task is in memory: it is dirty, and so are its inputs, which have one use less;
 2. a task begins to wait, or is given up before it finished: its inputs have one use more or less;
-3. a worker that understands us is met for the first time: all it holds is dirty.
+3. a worker asks for the first time, or again: all it holds is dirty.
+
+Workers ask while their memory is pressed (`hints_worker`). While none does, nothing is noted; `_look` finds those that
+begin or end to ask, every `LOOK_SECONDS`.
 
 A worker takes away by itself the uses that it executes. `_told` therefore follows what each worker believes, and a
 message is due only when the soonest use it believes in is not the right one, or it is about to run out of uses.
 
 An unknown op closes a worker. So only those get messages whose last heartbeat carried our `PROTOCOL`; and as messages
-may be under way when a worker is told (on another connection) to remove its part, `stop` ends each stream with a
-message that the worker waits for.
+may be under way when a worker is told (on another connection) to remove its part, `stop` ends the stream of each that
+has ever asked with a message that the worker waits for.
 
 Public names only: ``worker_send``, ``waiters``, ``priority``, ``who_has``, ``metrics``. A hook never raises: failures
 are counted, and too many end it, as hints are not worth a scheduler's time spent on tracebacks.
@@ -34,6 +37,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.scheduler import TaskState, WorkerState
+from tornado.ioloop import PeriodicCallback
 
 from dask_gpurt.model.events import Event, Sink, null_sink
 from dask_gpurt.tiers.hints_wire import HEARTBEAT_FIELD, KEEP, OP, PROTOCOL, Uses, without
@@ -44,6 +48,8 @@ if TYPE_CHECKING:
 
 #: between the first event and the message about it
 FLUSH_SECONDS = 0.01
+#: between two looks for workers that ask
+LOOK_SECONDS = 0.1
 #: keys looked at in one flush; the others wait for the next, so that the loop is never held for long
 FLUSH_KEYS = 500
 #: a worker that knows fewer uses than this is told more, if there are more
@@ -85,8 +91,13 @@ class NextUsePlugin(SchedulerPlugin):
         self._told: dict[Any, dict[Any, Uses | None]] = {}
         #: task with many waiters -> its waiters, latest use first; finished ones are dropped when met
         self._sorted: dict[Any, list[Any]] = {}
-        #: workers that understand us and have been told all
+        #: workers that ask, and have been told all
         self._ready: set[Any] = set()
+        #: those that have not been told that there is a pause
+        self._streams: set[Any] = set()
+        #: those that have ever asked, and are here
+        self._met: set[Any] = set()
+        self._look_again: PeriodicCallback | None = None
         #: why it ended by itself; "" if it did not
         self.retired = ""
         self.exceptions = 0
@@ -114,17 +125,18 @@ class NextUsePlugin(SchedulerPlugin):
         _check(scheduler)
         self._loop = asyncio.get_running_loop()
         self._scheduler = scheduler
+        self._look_again = PeriodicCallback(self._look, LOOK_SECONDS * 1000)
+        self._look_again.start()
+        self._look()
 
     def stop(self) -> None:
         """End, and tell the workers that nothing follows. A second call does nothing."""
         scheduler, self._scheduler = self._scheduler, None
         if scheduler is None:
             return
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._stop_timers()
         for address, ws in list(scheduler.workers.items()):
-            if speaks(ws, HEARTBEAT_FIELD, PROTOCOL):
+            if ws in self._met or speaks(ws, HEARTBEAT_FIELD, PROTOCOL):
                 try:
                     scheduler.worker_send(address, {"op": OP, "items": [], "stop": True})
                 except Exception:  # it is gone
@@ -134,13 +146,43 @@ class NextUsePlugin(SchedulerPlugin):
     async def close(self) -> None:
         """The scheduler closes: its workers hear that from itself."""
         self._scheduler = None
+        self._stop_timers()
+        self._forget()
+
+    def _stop_timers(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._forget()
+            self._timer = None
+        if self._look_again is not None:
+            self._look_again.stop()
+            self._look_again = None
 
     def _forget(self) -> None:
         for table in (self._dirty, self._told, self._sorted, self._ready):
             table.clear()
+
+    def _look(self) -> None:
+        """Meet workers that ask, and end the streams of those that do not any more."""
+        scheduler = self._scheduler
+        if scheduler is None:
+            return
+        try:
+            for address, ws in scheduler.workers.items():
+                if self._understands(ws):
+                    self._streams.add(ws)
+                    self._met.add(ws)
+                elif ws in self._streams:
+                    self._streams.discard(ws)
+                    scheduler.worker_send(address, {"op": OP, "items": [], "pause": True})
+            if not self._ready:
+                self._forget()
+            self._set_timer()
+        except Exception:
+            self._failed("look")
+
+    def _set_timer(self) -> None:
+        if self._dirty and self._timer is None and self._loop is not None:
+            self._timer = self._loop.call_later(FLUSH_SECONDS, self._flush)
 
     def statistics(self) -> dict[str, Any]:
         """Counts since `start`, as plain JSON."""
@@ -165,7 +207,7 @@ class NextUsePlugin(SchedulerPlugin):
 
     def transition(self, key: Any, start: Any, finish: Any, *args: Any, stimulus_id: str, **kwargs: Any) -> None:
         # Called for every transition of every task: leave as early as possible.
-        if self._scheduler is None:
+        if not self._ready:
             return
         before = time.perf_counter()
         try:
@@ -196,8 +238,7 @@ class NextUsePlugin(SchedulerPlugin):
             dirty.pop(ts, None)
             self._told.pop(ts, None)
             self._sorted.pop(ts, None)
-        if dirty and self._timer is None and self._loop is not None:
-            self._timer = self._loop.call_later(FLUSH_SECONDS, self._flush)
+        self._set_timer()
 
     def _used(self, dts: Any, use: Any, ws: Any) -> bool:
         """A dependent of `dts` was executed on `ws`: follow what that worker now believes. Is anybody to be told?"""
@@ -214,7 +255,8 @@ class NextUsePlugin(SchedulerPlugin):
         return len(left) < LOW or len(dts.who_has) > 1
 
     def remove_worker(self, scheduler: Any, worker: str, *, stimulus_id: str, **kwargs: Any) -> None:
-        self._ready = {ws for ws in self._ready if ws.address != worker}
+        for table in (self._ready, self._streams, self._met):
+            table -= {ws for ws in table if ws.address == worker}
 
     def restart(self, scheduler: Any) -> None:
         self._forget()
@@ -248,8 +290,7 @@ class NextUsePlugin(SchedulerPlugin):
                 self._failed("send")
                 if self._scheduler is None:
                     return
-        if self._dirty and self._loop is not None:
-            self._timer = self._loop.call_later(FLUSH_SECONDS, self._flush)
+        self._set_timer()
         self._flushes += 1
         self._flush_seconds += time.perf_counter() - before
 

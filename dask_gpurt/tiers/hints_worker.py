@@ -15,6 +15,10 @@ foretold (`_held`), in the order of the guesses. By their priorities alone, one 
 of a value that was then freed unread. Guesses are made only while a scheduler sends hints, else this would not be LRU
 any more. A guess that is not confirmed in time is dropped, so that a silent scheduler costs nothing.
 
+A worker asks for hints, by a field of its heartbeats, only while memory is pressed (`eviction`): else nothing would be
+chosen by them. When it asks no longer, a message with "pause" says that
+nothing more is under way, and what was said is forgotten.
+
 The op must stay known as long as a message may be under way, since an unknown one closes the worker. `uninstall`
 waits for the message that says "stop", if the scheduler has reason to send one; if it does not come, a
 handler that does nothing stays behind (harmless; replaced by the next `install`).
@@ -56,7 +60,7 @@ _ATTRIBUTES = ("priority", "run_spec", "waiters")
 
 
 class HintReceiver:
-    """Hears the scheduler on behalf of one store. Use on the loop's thread.
+    """Hears the scheduler on behalf of one store. Use on the loop's thread. Call `want`, or nothing comes.
 
     Parameters
     ----------
@@ -73,6 +77,8 @@ class HintReceiver:
         self._clock = clock
         #: it is installed; "off: why" when this distributed is not one we know
         self.state = "off"
+        #: they would be of use
+        self._wanted = False
         #: the scheduler sends hints
         self._hinted = False
         #: a heartbeat has asked for hints, so there may be some under way
@@ -123,9 +129,14 @@ class HintReceiver:
                 return
         handlers.pop(OP, None)
 
+    def want(self, wanted: bool) -> None:
+        """Ask for hints from now on, or no longer."""
+        # With the next regular heartbeat: one more of them, beside one that is under way, ends a worker (`spans`).
+        self._wanted = wanted
+
     def heartbeat(self) -> dict[str, Any]:
         """Tells the scheduler that hints are welcome. Called for a heartbeat that is about to leave."""
-        if self.state != "on":
+        if self.state != "on" or not self._wanted:
             return {}
         self._asked = True
         return {HEARTBEAT_FIELD: PROTOCOL}
@@ -134,6 +145,7 @@ class HintReceiver:
         """Counts since `install`, as plain JSON. What they were good for is in ``evictions``: see `decided_share`."""
         return {
             "state": self.state,
+            "wanted": self._wanted,
             "active": self._hinted,
             "received": self.received,
             "unknown_keys": self.unknown_keys,
@@ -147,10 +159,17 @@ class HintReceiver:
 
     # ------------------------------------------------------------------ from the scheduler
 
-    def _heard(self, items: Iterable[tuple[Any, Sequence[Sequence[float]]]] = (), stop: bool = False, **_: Any) -> None:
+    def _heard(
+        self,
+        items: Iterable[tuple[Any, Sequence[Sequence[float]]]] = (),
+        stop: bool = False,
+        pause: bool = False,
+        **_: Any,
+    ) -> None:
         try:
-            if stop:
-                self._stopped.set()
+            if stop or pause:
+                if stop:
+                    self._stopped.set()
                 self._forget()
                 return
             self._hinted = True
@@ -251,15 +270,17 @@ class HintReceiver:
             return
         try:
             self._expire()
-            use = self._local(entry.key, fresh=True)
+            use = self._local(entry, fresh=True)
             if use is not None:
                 self._guess(entry, use)
         except Exception:
             self._failed()
 
-    def _local(self, key: Any, *, fresh: bool) -> tuple[float, ...] | None:
+    def _local(self, entry: Entry, *, fresh: bool) -> tuple[float, ...] | None:
         """What this worker knows of the next use."""
-        ts = self._worker.state.tasks.get(key)
+        if entry.due is not None:  # else thousands of waiters are looked at, again for each task that has run
+            return _as_sent(entry.due)
+        ts = self._worker.state.tasks.get(entry.key)
         if ts is None:
             return None
         waiting = [_as_sent(d.priority) for d in ts.waiters if d.priority is not None]
@@ -279,7 +300,7 @@ class HintReceiver:
             _, entry = self._guesses.popleft()
             if entry.gone or not entry.guessed:
                 continue
-            use = self._local(entry.key, fresh=False)
+            use = self._local(entry, fresh=False)
             entry.sent = 0
             if entry.uses:  # a peer has not used it yet
                 entry.guessed = False

@@ -198,6 +198,7 @@ class MemoryWatch:
     def look(self) -> None:
         """One look at the resident set."""
         pages.trim_idle()
+        self._engine.eviction.relax()
         high, low = self._limits.watch_high_bytes, self._limits.watch_low_bytes
         if high is None or low is None:
             return

@@ -226,6 +226,9 @@ class TierRuntime:
             seam.take_over()
             self._seam = seam
             if self._device is not None:
+                # The device has victims of its own, which are chosen by next uses however much host memory is free.
+                self._engine.eviction.relaxes = False
+                self._engine.eviction.press()
                 seam.store.device = self._device
                 seam.retry_alone = RetryAlone(self._device, lambda: seam.executing)
             objects, lease = self._below.objects, self._below.lease

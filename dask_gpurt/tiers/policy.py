@@ -82,6 +82,10 @@ class Victims:
                 self._known = [item for item in self._known if self._valid(item)]
                 heapq.heapify(self._known)
 
+    def clear(self) -> None:
+        for table in (self._unknown, self._small, self._known, self._known_set, self._clean):
+            table.clear()
+
     def discard(self, entry: Entry) -> None:
         self._clean.pop(entry, None)
         self._unknown.pop(entry, None)

@@ -110,7 +110,7 @@ class Prefetch:
     def uninstall(self) -> None:
         """Read nothing ahead any more. A second call does nothing."""
         self.share = 0
-        self._clear()
+        self.clear()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -160,12 +160,12 @@ class Prefetch:
             except Exception:
                 self.exceptions += 1
                 self.last_traceback = traceback.format_exc()
-                self._clear()  # the tasks read what they need themselves
+                self.clear()  # the tasks read what they need themselves
 
     def _read_ahead(self) -> None:
         engine = self._engine
         if engine.budget_bytes is None or engine.io.closed:
-            self._clear()
+            self.clear()
             return
         rest = self._rests_until - engine.books.clock()
         if rest > 0:
@@ -223,7 +223,8 @@ class Prefetch:
             self._ahead[entry] = (self._ahead[entry][0], self._engine.books.clock())
         self.pump()
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Forget the tasks that were sent here so far."""
         self._queue.clear()
 
     def _later(self, seconds: float) -> None:

@@ -33,6 +33,8 @@ logger = logging.getLogger("distributed.worker.gpurt")
 
 #: frames that could not be looked into, of this process
 errors = 0
+#: types that are not looked into, looked up first: most results of tiny tasks are of them
+_PLAIN = frozenset({int, float, complex, bool, str, bytes, tuple, list, dict, set, frozenset, type(None)})
 #: parts below this are left out: an index, the validity bits of a column
 LEAST_BYTES = 4096
 #: a value of more parts than this is not looked into: it costs 1 us each
@@ -41,6 +43,8 @@ MOST_PARTS = 200
 
 def roots_of(value: Any, nbytes: int) -> tuple[Root, ...]:
     """The roots of a value; never empty, each once. What its roots do not show of `nbytes` is a root of its own."""
+    if type(value) in _PLAIN:
+        return ((id(value), nbytes),)
     if isinstance(value, np.ndarray):
         address, size = _array(value)
         return ((address, max(size, nbytes)),)  # an array of objects holds more than pointers

@@ -39,6 +39,7 @@ from dask_gpurt.tiers.hints_worker import HintReceiver
 from dask_gpurt.tiers.losses import Losses
 from dask_gpurt.tiers.oom import out_of_memory, with_note
 from dask_gpurt.tiers.prefetch import Prefetch
+from dask_gpurt.tiers.small import SmallTasks
 from dask_gpurt.tiers.store import TieredStore
 from dask_gpurt.tiers.turns import Turns
 
@@ -103,6 +104,7 @@ class WorkerSeam:
             process_bytes=lambda: worker.monitor.get_process_memory(),
             seceded=lambda key: key in worker.state.tasks and worker.state.tasks[key].state == "long-running",
         )
+        self.small = SmallTasks(worker, engine, self.store, self.turns.outputs, lambda: self._fell_back("execute"))
         #: decisions that were left to stock Dask because our code raised
         self.fallbacks: Counter[str] = Counter()
         self.last_traceback = ""
@@ -148,8 +150,26 @@ class WorkerSeam:
         worker.handlers["get_data"] = self._get_data_wrapper
         self._active = True
         self.prefetch.install()
-        self.local.install()
         self.hints.install()
+        self._engine.eviction.on_pressed.append(self._pressed)
+        self._pressed()
+
+    def _stop_listening(self) -> None:
+        listeners = self._engine.eviction.on_pressed
+        if self._pressed in listeners:
+            listeners.remove(self._pressed)
+
+    def _pressed(self) -> None:
+        """Next uses are worth their price from now on, or not any more."""
+        if self._pressed not in self._engine.eviction.on_pressed:  # it was called for, and then we left
+            return
+        pressed = self._engine.eviction.pressed
+        self.hints.want(pressed)
+        if pressed:
+            self.local.install()
+        else:
+            self.local.uninstall()
+            self.prefetch.clear()
 
     @property
     def executing(self) -> int:
@@ -158,6 +178,7 @@ class WorkerSeam:
 
     async def give_back(self) -> None:
         """Drain into the original mapping, then put everything back."""
+        self._stop_listening()
         await self.hints.uninstall()
         self.local.uninstall()
         self.prefetch.uninstall()
@@ -169,6 +190,7 @@ class WorkerSeam:
 
     def abandon(self) -> None:
         """The worker is closing: unhook, but leave the data where it is."""
+        self._stop_listening()
         self.local.uninstall()
         self.prefetch.uninstall()
         self._unwrap()
@@ -203,6 +225,19 @@ class WorkerSeam:
         async def execute(key: Any, *, stimulus_id: str) -> Any:
             if not self._active or self._worker.status not in _RUNNING:
                 return await stock(key, stimulus_id=stimulus_id)
+            held = self.small.hold(key)
+            if held is not None:
+                self._executing += 1
+                try:
+                    event = await stock(key, stimulus_id=stimulus_id)
+                    self.small.ended(event)
+                    if self._engine.eviction.pressed:  # meanwhile
+                        self.local.executed(key)
+                        self.hints.executed(key, held, event)
+                    return event
+                finally:
+                    self._executing -= 1
+                    self.store.release(held)
             pinned: list[Entry] = []
             turn: Turn | None = None
             try:

@@ -71,8 +71,10 @@ class Blocks:
 
     def _join(self, entry: Entry, root: int, nbytes: int) -> Block:
         block = self._blocks.get(root)
-        if block is None:
-            block = self._blocks[root] = Block(root, nbytes)
+        if block is None:  # the usual case
+            self._blocks[root] = block = Block(root, nbytes, 1, 0, entry)
+            self.resident_bytes += nbytes
+            return block
         if not block.members:
             block.only = entry
         else:
@@ -88,6 +90,10 @@ class Blocks:
         blocks, entry.blocks = entry.blocks, ()
         assert blocks
         for block in blocks:
+            if block.members == 1 and not was_moving:  # the usual case
+                self.resident_bytes -= block.nbytes
+                del self._blocks[block.root]
+                continue
             if block.several is None:
                 block.only = None
             else:
@@ -112,7 +118,7 @@ class Blocks:
         self.resident_bytes += block.resident_bytes
         self.moving_bytes += block.moving_bytes
 
-    def validate(self, entries: set[Entry]) -> None:
+    def validate(self, entries: Collection[Entry]) -> None:
         """Check every invariant; AssertionError names what is broken."""
         blocks = {b for e in entries for b in e.blocks}
         assert blocks == set(self._blocks.values()), "blocks"

@@ -63,6 +63,9 @@ class Counters:
     read_errors: Counter[str] = dataclasses.field(default_factory=Counter)
     #: (activity, unit) -> value, with the labels of distributed's own spilling
     cumulative: defaultdict[tuple[str, str], float] = dataclasses.field(default_factory=lambda: defaultdict(float))
+    #: values that were asked for and were in memory, and their bytes
+    memory_reads: int = 0
+    memory_read_bytes: int = 0
     #: time on the event loop; the synchronous slow path is in it
     loop_time: LoopTime = dataclasses.field(default_factory=LoopTime)
     #: told about each write and read as (label, value, unit); for Dask's fine performance metrics
@@ -74,10 +77,12 @@ class Counters:
     def read(self, cost: IoCost) -> None:
         self._io("disk-read", "deserialize", cost)
 
-    def memory_read(self, nbytes: int) -> None:
-        """A value was asked for and was in memory."""
-        self.cumulative["memory-read", "count"] += 1
-        self.cumulative["memory-read", "bytes"] += nbytes
+    def as_stock(self) -> dict[tuple[str, str], float]:
+        """`cumulative` with all that distributed's own store counts."""
+        if self.memory_reads:
+            self.cumulative["memory-read", "count"] = self.memory_reads
+            self.cumulative["memory-read", "bytes"] = self.memory_read_bytes
+        return self.cumulative
 
     def _io(self, io_label: str, codec_label: str, cost: IoCost) -> None:
         for label, value, unit in (

@@ -140,7 +140,9 @@ class TieredStore(MutableMapping[Any, Any]):
                 return self.successor[key]
             raise KeyError(key)
         if entry.in_memory:
-            self._engine.counters.memory_read(entry.nbytes)
+            counters = self._engine.counters
+            counters.memory_reads += 1
+            counters.memory_read_bytes += entry.nbytes
         value = self._engine.get(entry)
         return value.get() if type(value) is Box else value
 
@@ -315,4 +317,4 @@ class TieredStore(MutableMapping[Any, Any]):
     @property
     def cumulative_metrics(self) -> dict[tuple[str, str], float]:
         """(activity, unit) to an ever growing value; ``dask_worker_spill_*`` in Prometheus."""
-        return self._engine.counters.cumulative
+        return self._engine.counters.as_stock()

@@ -45,6 +45,8 @@ PATIENCE_SECONDS = 10.0
 LEAST_BYTES = 1 << 20
 #: between two looks at the process while a task waits
 _LOOK_SECONDS = 0.1
+#: a result below this makes no working set that waits for anybody, in bytes
+SMALL_RESULT_BYTES = LEAST_BYTES // 2
 #: prefixes whose results' size is kept
 _PREFIXES = 1000
 
@@ -71,6 +73,10 @@ class Outputs:
         """What this one will return; None: not known."""
         nbytes = self._nbytes.get(key_split(key))
         return None if nbytes is None else int(nbytes)
+
+    def small(self, prefix: str) -> bool:
+        """Is nothing known of large results of this prefix?"""
+        return self._nbytes.get(prefix, 0) < SMALL_RESULT_BYTES
 
 
 @dataclasses.dataclass(eq=False, slots=True)

@@ -41,14 +41,25 @@ def gated(event: str, *arrays: Any) -> int:
 
 
 async def attach(s: Scheduler, *workers: Worker, **settings: Any) -> GpurtScheduler:
-    """The extension without what is not under test here; the workers have told that they understand."""
+    """The extension without what is not under test here; the workers have asked for hints."""
     values = {"placement.enabled": False, "shuffle.enabled": False, "tiers.disk-reserve": 0, **settings}
     plugin = GpurtScheduler(Settings.load(values))
     await plugin.start(s)
     s.add_plugin(plugin, name=plugin.name)
     for w in workers:
+        if runtime(w).store is not None:
+            press(runtime(w))
         await beat(w)
     return plugin
+
+
+def press(tiers: TierRuntime) -> None:
+    """As if memory was about to be short."""
+    eviction = tiers.engine.eviction
+    eviction.relaxes = False
+    eviction.press()
+    for listener in eviction.on_pressed:
+        listener()
 
 
 def runtime(w: Worker) -> TierRuntime:
@@ -234,6 +245,10 @@ async def test_a_worker_that_does_not_ask_gets_nothing(c: Client, s: Scheduler, 
     await async_poll_for(lambda: not plugin.statistics()["tables"]["dirty"], timeout=10)
     assert sent == []
     a.metrics[NAME] = lambda w: receiver.protocols()
+    await beat(a)
+    await asyncio.sleep(2 * hints_scheduler.LOOK_SECONDS)
+    assert sent == [], "its memory is not short"
+    press(receiver)
     await beat(a)
     # met for the first time: also told about what it had before
     last = c.submit(make, 10, key="x10", workers=[a.address])

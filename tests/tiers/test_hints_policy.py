@@ -30,7 +30,9 @@ ACCOUNT = Account("test", PickleCodec())
 
 def entry(key: str, next_use: tuple[float, ...] | None = None, *, clean: bool = False, nbytes: int = 10_000) -> Entry:
     handle: Any = object() if clean else None
-    return Entry(key, ACCOUNT, nbytes, value=0, handle=handle, next_use=next_use)
+    made = Entry(key, ACCOUNT, nbytes, value=0, handle=handle)
+    made.next_use = next_use
+    return made
 
 
 def drain(victims: Victims) -> list[str]:
@@ -124,6 +126,8 @@ class Bench:
         self.worker = SimpleNamespace(stream_handlers={}, state=SimpleNamespace(tasks=self.tasks))
         self.receiver = HintReceiver(self.worker, rig.engine, rig.store, clock=lambda: rig.now)
         self.receiver.install()
+        self.receiver.want(True)
+        rig.engine.eviction.press()
         self.hear: Callable[..., None] = self.worker.stream_handlers[OP]
 
     def put(self, key: str) -> Entry:
@@ -303,6 +307,29 @@ def test_what_was_freed_while_a_peer_fetched_it_is_no_news(run_rig: RunRig) -> N
     bench(run_rig, test)
 
 
+def test_waiters_are_not_searched_where_the_next_is_known(run_rig: RunRig) -> None:
+    """A broadcast value has thousands, and they would be searched again for each of them that has run."""
+
+    class Waiters:
+        def __iter__(self) -> Any:
+            raise AssertionError("searched")
+
+    async def test(b: Bench) -> None:
+        x = b.put("x")
+        b.tasks["x"] = FakeTask((0, 9, 9, 1))
+        b.tasks["x"].waiters = Waiters()  # type: ignore[assignment]
+        b.rig.engine.books.set_due(x, (0, 3, 1, 7))
+        b.hear(items=[("x", [(0, 1, 1)])])
+        b.tasks["t"] = FakeTask((0, 1, 1, 2))
+        b.receiver.executed("t", [x], success("t"))  # its last known use: a guess, for a while
+        b.rig.now += 10
+        b.put("y")
+        assert b.receiver.exceptions == 0, b.receiver.last_traceback
+        assert x.guessed
+
+    bench(run_rig, test)
+
+
 def test_garbage_never_raises(run_rig: RunRig) -> None:
     """An exception in a stream handler would close the worker."""
 
@@ -348,12 +375,14 @@ def test_the_handler_stays_until_nothing_can_come(run_rig: RunRig, monkeypatch: 
         # never asked for hints: nothing to wait for
         other = HintReceiver(b.worker, b.rig.engine, b.rig.store)
         other.install()
+        assert other.heartbeat() == {}
         await other.uninstall()
         assert b.worker.stream_handlers == {}
 
         # nobody says stop: something that does nothing stays, and does not keep the next one out
         monkeypatch.setattr(hints_worker, "STOP_SECONDS", 0.01)
         other.install()
+        other.want(True)
         other.heartbeat()
         await other.uninstall()
         b.worker.stream_handlers[OP](items=[("x", [[0, 1, 1]])], anything=1)

@@ -34,6 +34,7 @@ class Bench:
         self.local.on_pending = self.prefetch.pending
         self.prefetch.install()
         self.local.install()
+        rig.engine.eviction.press()
 
     async def put(self, key: str, *, stored: bool = False) -> Entry:
         self.tasks.setdefault(key, Task(key, None, "memory"))

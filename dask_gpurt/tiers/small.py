@@ -1,0 +1,71 @@
+"""Tasks that have nothing to wait for, which are most tasks of most graphs.
+
+While memory is relaxed (`eviction`) all values are in memory. A task that reads and returns little then needs neither a
+turn (`turns`) nor room (`admission`): its inputs are pinned, and it runs. Nothing is awaited.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from distributed.worker_state_machine import ExecuteSuccessEvent
+
+from dask_gpurt.tiers.turns import LEAST_BYTES, SMALL_RESULT_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dask_gpurt.tiers.engine import Engine
+    from dask_gpurt.tiers.entry import Entry
+    from dask_gpurt.tiers.store import TieredStore
+    from dask_gpurt.tiers.turns import Outputs
+
+
+class SmallTasks:
+    """Of one worker. Event loop only.
+
+    Parameters
+    ----------
+    outputs
+        What tasks return, by prefix.
+    failed
+        Called, inside of the handler, with an exception in here.
+    """
+
+    def __init__(
+        self, worker: Any, engine: Engine, store: TieredStore, outputs: Outputs, failed: Callable[[], None]
+    ) -> None:
+        self._worker = worker
+        self._engine = engine
+        self._store = store
+        self._outputs = outputs
+        self._failed = failed
+
+    def hold(self, key: Any) -> list[Entry] | None:
+        """Pin the inputs of a task that has nothing to wait for, for `TieredStore.release`; None if it may have to."""
+        if self._engine.eviction.pressed:
+            return None
+        try:
+            ts = self._worker.state.tasks.get(key)
+            if ts is None or not self._outputs.small(ts.prefix):
+                return None
+            if not ts.dependencies:
+                return []
+            found = [self._store.entry(d.key) for d in ts.dependencies]
+            entries = [entry for entry in found if entry is not None]
+            if sum(e.nbytes for e in entries) >= LEAST_BYTES:
+                return None
+        except Exception:
+            self._failed()
+            return None
+        for entry in entries:
+            self._engine.pin(entry)
+        return entries
+
+    def ended(self, event: Any) -> None:
+        """Such a task has run: learn from a result that was larger than foreseen."""
+        try:
+            if type(event) is ExecuteSuccessEvent and event.nbytes >= SMALL_RESULT_BYTES:
+                self._outputs.learn(event.key, event.nbytes)
+        except Exception:
+            self._failed()
