@@ -9,9 +9,9 @@ from distributed.core import Status
 from placement_fakes import FakeTask, FakeWorker, assign, finish, learn, make_engine
 
 from dask_gpurt.placement import deals, guard
+from dask_gpurt.placement.cutting import Member
 from dask_gpurt.placement.deals import Deals
 from dask_gpurt.placement.engine import Engine
-from dask_gpurt.placement.cutting import Member
 from dask_gpurt.placement.groups import Block, RootGroups
 from dask_gpurt.simulate import simulate
 from dask_gpurt.simulate.shapes import build
