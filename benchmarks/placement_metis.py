@@ -25,7 +25,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import data
-from dask_gpurt.placement.groups import Block, Member
+from dask_gpurt.placement.cutting import Member
 from dask_gpurt.simulate import Cluster, Workload, simulate
 from dask_gpurt.simulate.bounds import bound
 from dask_gpurt.simulate.shapes import MIXES, SHAPES, build
