@@ -50,6 +50,8 @@ WINDOW = 21
 MAX_PREFIXES = 10_000
 #: a duration below this says more about the thread pool than about the worker, in seconds
 MEASURABLE_SECONDS = 0.002
+#: measurements after which a worker is known; from then on one in so many tasks of a known kind is learned from
+KNOWN, SAMPLED = 64, 4
 #: samples of a prefix before it says anything about a worker
 JUDGING = 5
 #: share of a worker's slowness that is taken off its durations, as a power. With all of it, a mistake made about all
@@ -227,6 +229,11 @@ class Durations:
     def learn(self, kind: Prefix, worker: WorkerInfo, seconds: float, nbytes: float) -> None:
         """A task of this kind computed for so long on that worker."""
         speed = worker.speed
+        # This is on the path of every task; once the kind and the worker are known, one in `SAMPLED` is enough.
+        if kind.samples > WINDOW and worker.speed_samples > KNOWN:
+            worker.passed_over += 1
+            if worker.passed_over % SAMPLED:
+                return
         name = kind.prefix
         first = speed.is_first(name, worker.ws.nthreads)
         expected = kind.expected(first)

@@ -5,7 +5,7 @@ keeps side tables, and answers `decide` and `comm_cost`. Whoever calls it catche
 
 Which tasks it decides:
 
-* tasks with inputs: by `cost`, where something is known that stock Dask does not know (see `_evidence`): near and far
+* tasks with inputs: by `cost`, where something is known that stock Dask does not know (see `knows_more`): near and far
   workers, slow workers, inputs on disk, or a policy of the user's. Else stock decides;
 * tasks without inputs: left to stock while all workers are about as fast. There is nothing to be near to, and stock's
   least-occupied and round-robin rules are right and O(1) on large clusters; but they do not know slow workers;
@@ -129,10 +129,6 @@ class Engine:
             return self.leave(ts, "actor" if ts.actor else "no inputs")
         if self.graph_judge.stock:
             return self.leave(ts, "graph judge")
-        if not (self.always or self._evidence(ts)):
-            # Not logged: this is most tasks of most clusters, and what is known of stock's choices is said for all.
-            self.declined[PLAIN] += 1
-            return None
         ours = self.governor.ours()
         if not ours and self.retired:
             return self.leave(ts, "governor")
@@ -183,7 +179,7 @@ class Engine:
         self.budget.record((time.perf_counter_ns() - began) * 1e-9)
         return info.ws
 
-    def _evidence(self, ts: Any) -> bool:
+    def knows_more(self, ts: Any) -> bool:
         """Whether anything is known that stock Dask does not know, and that may change where a task should run.
 
         Stock compares the holders of the inputs by queue and missing bytes. Where all links and all workers are about
@@ -191,7 +187,7 @@ class Engine:
         comparing idle workers as well 8 took more than 3 % longer and 4 % more memory was used in the mean, with
         stock's rule nothing was lost but by graphs that lost by their roots.
         """
-        if self.workers.zoned or self.speeds.uneven or self._weights is None:
+        if self.workers.zoned or self.always or self._weights is None or self.speeds.uneven:
             return True
         on_disk = self.residence.on_disk
         return bool(on_disk) and any(d.key in on_disk for d in islice(ts.dependencies, candidates.MAX_INPUTS))
@@ -265,7 +261,9 @@ class Engine:
 
     def comm_cost(self, ts: Any, ws: Any) -> float | None:
         """Seconds to bring a task's missing inputs to a worker, see `Prices`; None to leave it to stock."""
-        return None if self.retired else self.prices.comm_cost(ts, ws)
+        if not self.knows_more(ts) or self.retired:
+            return None
+        return self.prices.comm_cost(ts, ws)
 
     # ------------------------------------------------------------------ events
 

@@ -18,7 +18,7 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 
 from dask_gpurt.errors import GpurtError, InstallError
 from dask_gpurt.model import Event, Sink, null_sink
-from dask_gpurt.placement.engine import Engine
+from dask_gpurt.placement.engine import PLAIN, Engine
 from dask_gpurt.placement.guard import logger
 from dask_gpurt.placement.patrol import Patrol
 from dask_gpurt.placement.replicas import ReplicaSeam
@@ -207,12 +207,17 @@ class PlacementPlugin(SchedulerPlugin):
     # ------------------------------------------------------------------ hooks
 
     def _decide(self, ts: Any, valid: Any) -> Any:
-        if self.engine is None or self.seam is None:
+        engine = self.engine
+        if engine is None or self.seam is None:
+            return None
+        if not engine.knows_more(ts):
+            # Not logged: this is most tasks of most clusters, and what is known of stock's choices is said for all.
+            engine.declined[PLAIN] += 1
             return None
         books = self.seam.parts.get(BOOKKEEPING)
         if books is not None and books.retired is not None:
-            return self.engine.leave(ts, "bookkeeping retired")
-        return self.engine.decide(ts, valid)
+            return engine.leave(ts, "bookkeeping retired")
+        return engine.decide(ts, valid)
 
     def _retired(self, reason: str) -> None:
         """The governor retires the policy, or the judge of graphs some graphs."""

@@ -85,6 +85,7 @@ class WorkerInfo:
         "mark_bytes",
         "node",
         "order",
+        "passed_over",
         "reserved_bytes",
         "root_seconds",
         "roots",
@@ -122,6 +123,8 @@ class WorkerInfo:
         self.speed = Speed()
         #: durations compared so far
         self.speed_samples = 0
+        #: short tasks that were not learned from
+        self.passed_over = 0
         #: decayed share of the inbound bytes that come over the network rather than from neighbours
         self.far_share = 0.5
         #: whether a thread is free, as the table has it; None: it has to be put there
