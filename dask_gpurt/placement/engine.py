@@ -133,7 +133,7 @@ class Engine:
         if not ours and self.retired:
             return self.leave(ts, "governor")
         began = time.perf_counter_ns()
-        task = self._task(ts)
+        task = self.task_view(ts)
         far = self.links.link(LinkClass.NETWORK)
         self._turn = (self._turn + 1) % OBSERVED
         # Where nobody else's policy has a say and nothing is being tried out. One in so many is weighed all the same:
@@ -148,7 +148,7 @@ class Engine:
                 self.log.stayed(ts.key, info, numbers, task, near, far, nbytes, count, workers)
                 self.budget.record((time.perf_counter_ns() - began) * 1e-9)
                 return info.ws
-        weighed = self._weigh(ts, valid, began, task, far)
+        weighed = self.weigh(ts, valid, began, task, far)
         if isinstance(weighed, str):
             return self.leave(ts, weighed)
         picked, inputs, views, task, far, i = weighed
@@ -192,32 +192,14 @@ class Engine:
         on_disk = self.residence.on_disk
         return bool(on_disk) and any(d.key in on_disk for d in islice(ts.dependencies, candidates.MAX_INPUTS))
 
-    def shadow(self, ts: Any, valid: Collection[Any] | None, ws: Any) -> None:
-        """Record what `decide` would have done where stock chose `ws`. Changes nothing that anybody else reads."""
-        if self.budget.exhausted or ts.actor or not ts.dependencies or ws is None:
-            self.shadowed.passed += 1
-            return
-        began = time.perf_counter_ns()
-        far = self.links.link(LinkClass.NETWORK)
-        weighed = self._weigh(ts, valid, began, self._task(ts), far, self.workers.by_address.get(ws.address))
-        if isinstance(weighed, str):
-            self.shadowed.passed += 1
-            return
-        picked, inputs, views, task, far, i = weighed
-        self.shadowed.compare(picked, views, i, task, far, ws)
-        self.log.chosen(
-            ts.key, picked, views, i, task, far, inputs, valid is not None, len(self.workers.all.items), shadow=True
-        )
-        self.budget.record((time.perf_counter_ns() - began) * 1e-9)
-
-    def _task(self, ts: Any) -> TaskView:
+    def task_view(self, ts: Any) -> TaskView:
         """What is expected of a TaskState."""
         known = self.durations.known(ts)
         if known is None or known.seconds is None:
             return TaskView(self._guess(ts), 0.0, self.slack.seconds())
         return TaskView(known.seconds, known.output_bytes, self.slack.seconds())
 
-    def _weigh(
+    def weigh(
         self,
         ts: Any,
         valid: Collection[Any] | None,

@@ -12,12 +12,14 @@ Order of things:
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from distributed.diagnostics.plugin import SchedulerPlugin
 
 from dask_gpurt.errors import GpurtError, InstallError
 from dask_gpurt.model import Event, Sink, null_sink
+from dask_gpurt.placement import shadow
 from dask_gpurt.placement.engine import PLAIN, Engine
 from dask_gpurt.placement.guard import logger
 from dask_gpurt.placement.patrol import Patrol
@@ -97,7 +99,7 @@ class PlacementPlugin(SchedulerPlugin):
             engine.adopt()
             self.seam, self.engine = seam, engine
             if self.settings.shadow:
-                watch(seam, engine.shadow)
+                watch(seam, functools.partial(shadow.look, engine))
             else:
                 self._take_over(scheduler, seam, engine)
         except GpurtError:

@@ -6,16 +6,19 @@ not what would have been gained: stock's other choices would have been different
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
+from dask_gpurt.model import LinkClass
 from dask_gpurt.placement.cost import cost, finish_seconds
 from dask_gpurt.placement.policy import WEIGHTS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from dask_gpurt.model.link import Link
     from dask_gpurt.model.views import TaskView, WorkerView
+    from dask_gpurt.placement.engine import Engine
     from dask_gpurt.placement.workers import WorkerInfo
 
 
@@ -66,3 +69,23 @@ class Shadowed:
             "predicted_finish_seconds": self.finish_seconds,
             "predicted_moved_bytes": self.moved_bytes,
         }
+
+
+def look(engine: Engine, ts: Any, valid: Collection[Any] | None, ws: Any) -> None:
+    """Record what the cost would have chosen where stock chose the WorkerState `ws`. Changes nothing that others read."""
+    shadowed = engine.shadowed
+    if engine.budget.exhausted or ts.actor or not ts.dependencies or ws is None:
+        shadowed.passed += 1
+        return
+    began = time.perf_counter_ns()
+    far = engine.links.link(LinkClass.NETWORK)
+    by_address = engine.workers.by_address
+    weighed = engine.weigh(ts, valid, began, engine.task_view(ts), far, by_address.get(ws.address))
+    if isinstance(weighed, str):
+        shadowed.passed += 1
+        return
+    picked, inputs, views, task, far, i = weighed
+    shadowed.compare(picked, views, i, task, far, ws)
+    n = len(engine.workers.all.items)
+    engine.log.chosen(ts.key, picked, views, i, task, far, inputs, valid is not None, n, shadow=True)
+    engine.budget.record((time.perf_counter_ns() - began) * 1e-9)
