@@ -25,13 +25,15 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import data
-from dask_gpurt.placement.cutting import Member
+from dask_gpurt.placement.groups import Block
 from dask_gpurt.simulate import Cluster, Workload, simulate
 from dask_gpurt.simulate.bounds import bound
 from dask_gpurt.simulate.shapes import MIXES, SHAPES, build
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from dask_gpurt.placement.cutting import Member
 
 #: METIS wants whole numbers
 BYTES, SECONDS = 100_000, 1e-3
