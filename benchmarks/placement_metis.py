@@ -85,8 +85,8 @@ def roots_of(plan: dict[Any, int]) -> Callable[[Any, Any], None]:
     def prepare(sim: Any, plugin: Any) -> None:
         groups = plugin.engine.groups
 
-        def arrived(tasks: Any, members: Sequence[Member], is_root: Callable[[Any], bool]) -> None:
-            node = {m.address: m.node for m in members}
+        def arrived(tasks: Any, members: Callable[[], Sequence[Member]], is_root: Callable[[Any], bool]) -> None:
+            node = {m.address: m.node for m in members()}
             blocks: dict[int, list[Any]] = {}
             ready = (t for t in tasks if t.priority and t.state == "released" and is_root(t))
             for t in sorted(ready, key=lambda t: t.priority):
