@@ -25,13 +25,15 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import data
-from dask_gpurt.placement.cutting import Member
+from dask_gpurt.placement.groups import Block
 from dask_gpurt.simulate import Cluster, Workload, simulate
 from dask_gpurt.simulate.bounds import bound
 from dask_gpurt.simulate.shapes import MIXES, SHAPES, build
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from dask_gpurt.placement.cutting import Member
 
 #: METIS wants whole numbers
 BYTES, SECONDS = 100_000, 1e-3
@@ -83,8 +85,8 @@ def roots_of(plan: dict[Any, int]) -> Callable[[Any, Any], None]:
     def prepare(sim: Any, plugin: Any) -> None:
         groups = plugin.engine.groups
 
-        def arrived(tasks: Any, members: Sequence[Member], is_root: Callable[[Any], bool]) -> None:
-            node = {m.address: m.node for m in members}
+        def arrived(tasks: Any, members: Callable[[], Sequence[Member]], is_root: Callable[[Any], bool]) -> None:
+            node = {m.address: m.node for m in members()}
             blocks: dict[int, list[Any]] = {}
             ready = (t for t in tasks if t.priority and t.state == "released" and is_root(t))
             for t in sorted(ready, key=lambda t: t.priority):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def tell(engine: Engine, ts: Any, ours: bool, weighed: Any) -> None:
-    """A decision was made, by us (`ours`) or left to stock; `weighed` is what `Engine._weigh` gave."""
+    """A decision was made, by us (`ours`) or left to stock; `weighed` is what `Engine.weigh` gave."""
     _, inputs, views, task, far, i = weighed
     view = views[i]
     predicted, moved = finish_seconds(task, view, far)

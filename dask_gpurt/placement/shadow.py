@@ -72,7 +72,7 @@ class Shadowed:
 
 
 def look(engine: Engine, ts: Any, valid: Collection[Any] | None, ws: Any) -> None:
-    """Record what the cost would have chosen where stock chose the WorkerState `ws`. Changes nothing that others read."""
+    """Record what the cost would have chosen where stock chose `ws`. Changes nothing that others read."""
     shadowed = engine.shadowed
     if engine.budget.exhausted or ts.actor or not ts.dependencies or ws is None:
         shadowed.passed += 1

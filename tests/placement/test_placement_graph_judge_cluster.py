@@ -92,7 +92,7 @@ def test_on_the_side_of_stock_nothing_is_ours() -> None:
         assert await c.compute(x.sum()) == 3200
         stats = plugin.statistics()
         assert stats["decisions"]["total"] == 0
-        assert stats["roots"] == {"groups": 0, "pulled": 0, "split": 0, "spared": 0}
+        assert not any(stats["roots"].values())
         assert stats["stealing"]["opinions"] == {}
         assert not stats["fallbacks"]
         await idle(s, plugin)

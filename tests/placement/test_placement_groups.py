@@ -263,6 +263,7 @@ async def install(s: Scheduler) -> PlacementPlugin:
     s.add_plugin(plugin)
     await plugin.start(s)
     assert plugin.engine is not None
+    plugin.engine.always = True  # the overrides are what these tests are about
     # As in `make_engine`: a decision that the machine has interrupted would be stock's.
     plugin.engine.budget.decision_seconds = plugin.engine.budget.share = float("inf")
     return plugin

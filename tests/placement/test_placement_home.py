@@ -160,11 +160,11 @@ def test_no_place_is_better_by_more_than_a_tenth_of_the_task(
     a = workers[0]
     a.nbytes = held
     ts = FakeTask("f-1", FakeTask("x", nbytes=nbytes, on=(a,)))
-    task, far = engine._task(ts), engine.links.link(LinkClass.NETWORK)
+    task, far = engine.task_view(ts), engine.links.link(LinkClass.NETWORK)
     stays = home.stays(engine, ts, task, far, WEIGHTS)
     if stays is None:
         return
     assert stays[0].ws is a
-    picked, _, views, _, _, i = engine._weigh(ts, None, 0, task, far)
+    picked, _, views, _, _, i = engine.weigh(ts, None, 0, task, far)
     costs = {w.ws: cost(task, view, far, WEIGHTS) for w, view in zip(picked, views, strict=True)}
     assert costs[a] <= cost(task, views[i], far, WEIGHTS) + WEIGHTS.excused * COMPUTE + 1e-9

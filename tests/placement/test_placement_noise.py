@@ -47,7 +47,9 @@ class Cluster:
         self.durations = Durations()
         self.kind = self.durations.prefix("f")
         self.workers: list[Any] = [
-            SimpleNamespace(speed=Speed(), slowness=1.0, speed_samples=0, passed_over=0, ws=SimpleNamespace(nthreads=1), ran=0)
+            SimpleNamespace(
+                speed=Speed(), slowness=1.0, speed_samples=0, passed_over=0, ws=SimpleNamespace(nthreads=1), ran=0
+            )
             for _ in range(WORKERS)
         ]
         self.queue = [(0.0, i, 0.0) for i in range(WORKERS)]

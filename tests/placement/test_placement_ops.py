@@ -17,7 +17,7 @@ from distributed.utils_test import NO_AMM, gen_cluster, inc, slowinc
 from placement_fakes import SETTINGS
 
 from dask_gpurt.config import PlacementSettings
-from dask_gpurt.placement import PlacementPlugin, governor, guard, patrol, replicas, seam_routes
+from dask_gpurt.placement import PlacementPlugin, governor, guard, patrol, replicas, seam_routes, shadow
 from dask_gpurt.placement.engine import Engine
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ async def install(s: Scheduler, settings: PlacementSettings = SETTINGS, policy: 
     s.add_plugin(plugin)
     await plugin.start(s)
     assert plugin.engine is not None
+    plugin.engine.always = True  # the overrides are what these tests are about
     # As in `make_engine`: a decision that the machine has interrupted would be stock's.
     plugin.engine.budget.decision_seconds = plugin.engine.budget.share = float("inf")
     return plugin
@@ -137,7 +138,7 @@ def test_an_exception_in_shadow_mode_is_counted(monkeypatch: pytest.MonkeyPatch)
     def broken(*args: Any) -> Any:
         raise ZeroDivisionError("broken")
 
-    monkeypatch.setattr(Engine, "shadow", broken)
+    monkeypatch.setattr(shadow, "look", broken)
 
     @gen_cluster(client=True, nthreads=FOUR)
     async def run(c: Any, s: Scheduler, *workers: Worker) -> None:
