@@ -22,6 +22,9 @@ STOCK_REASONS: dict[str, str] = {
     "no inputs": "it has no inputs to be near to, so Dask's own rule (the least occupied worker) decided",
     "queue": "it is one of many similar tasks with few inputs, and Dask's own rule for those decided (as a rule the "
     "next worker with a free thread)",
+    "nothing that stock does not know": "nothing is known that Dask does not know (links and workers are about alike, "
+    "its inputs are in memory), so Dask's own rule decided: of the workers that hold an input the one that can begin "
+    "first",
     "actor": "it is an actor, and Dask spreads those by number",
     "over budget": "decisions had become slower than placement allows itself, so Dask's own rule decided",
     "no candidate": "none of the workers that were looked at takes tasks, so Dask searched all of them",

@@ -50,6 +50,10 @@ WINDOW = 21
 MAX_PREFIXES = 10_000
 #: a duration below this says more about the thread pool than about the worker, in seconds
 MEASURABLE_SECONDS = 0.002
+#: Where the tasks of a prefix take less than this per thread of the cluster, the scheduler cannot hand them out as fast
+#: as the workers could run them. Then whatever placement does for a task costs more than it gains, and one task in
+#: `BRIEF_SAMPLED` is followed, from so many samples on.
+BRIEF_SECONDS, BRIEF_SAMPLED, BRIEF_FROM = 200e-6, 8, 96
 #: measurements after which a worker is known; from then on one in so many tasks of a known kind is learned from
 KNOWN, SAMPLED = 64, 4
 #: samples of a prefix before it says anything about a worker
@@ -71,6 +75,7 @@ class Prefix:
         "_firsts",
         "_samples",
         "_stale",
+        "brief",
         "name",
         "noise",
         "output_bytes",
@@ -97,6 +102,8 @@ class Prefix:
         self.output_bytes = 0.0
         #: how many durations were learned
         self.samples = 0
+        #: of a prefix: its tasks are so short that the scheduler is what they wait for; see `BRIEF_SECONDS`
+        self.brief = False
         self._samples: list[float] = []
         #: durations of first calls on their workers, and how many there were
         self._first: list[float] = []
@@ -181,6 +188,8 @@ class Durations:
         #: moving averages of the duration of all tasks and of its square: their ratio is how long the task is that a
         #: worker is found at, however many short ones there are between
         self._usual = 0.0, 0.0
+        #: of the cluster
+        self.threads = 1
 
     @property
     def guess_seconds(self) -> float:
@@ -253,6 +262,10 @@ class Durations:
         kind.learn(seconds, nbytes, first)
         if kind.usual is not None:
             kind.usual.add(seconds, nbytes, first)
+        prefix = kind.usual or kind
+        if not prefix.samples & 15:
+            usual = prefix.settled()
+            prefix.brief = prefix.samples >= BRIEF_FROM and usual is not None and usual < BRIEF_SECONDS * self.threads
 
 
 def compute_seconds(startstops: Iterable[Mapping[str, Any]]) -> float | None:

@@ -25,7 +25,7 @@ from dask_gpurt.model.views import TaskView
 from dask_gpurt.placement import candidates, judge, seam, summary, watch
 from dask_gpurt.placement.budget import Budget
 from dask_gpurt.placement.deals import Deals
-from dask_gpurt.placement.durations import Durations, compute_seconds
+from dask_gpurt.placement.durations import BRIEF_SAMPLED, Durations, Prefix, compute_seconds
 from dask_gpurt.placement.governor import Governor, Standing
 from dask_gpurt.placement.graph_judge import GraphJudge
 from dask_gpurt.placement.groups import RootGroups
@@ -39,6 +39,7 @@ from dask_gpurt.placement.prices import Prices
 from dask_gpurt.placement.residence import Residence
 from dask_gpurt.placement.shadow import Shadowed
 from dask_gpurt.placement.slack import Slack
+from dask_gpurt.placement.stories import QUEUE
 from dask_gpurt.placement.thieves import STOCK, Thieves
 from dask_gpurt.placement.transfers import certain_inputs, learn_links
 from dask_gpurt.placement.workers import WorkerInfo, WorkerTable
@@ -111,7 +112,10 @@ class Engine:
         self.on_retired: Callable[[str], None] = lambda reason: None
         #: weigh all tasks with inputs, whatever there is to know; for tests and benchmarks of the cost
         self.always = False
+        #: the newest task left to stock because nothing is known that stock does not know
+        self.plain_key: Hashable = None
         self._turn = 0
+        self._brief = 0
 
     # ------------------------------------------------------------------ decisions
 
@@ -251,14 +255,16 @@ class Engine:
 
     def adopt(self) -> None:
         """Take in the workers and the tasks in processing that are already there."""
+        self.durations.threads = self.scheduler.total_nthreads
         for ws in self.scheduler.workers.values():
             info = self.workers.add(ws)
             for ts in ws.processing:
-                self._charge(ts, info)
+                self._charge(ts, self.durations.kind(ts), info)
             self.workers.refresh(info)
 
     def worker_added(self, address: str) -> None:
         self.workers.add(self.scheduler.workers[address])
+        self.durations.threads = self.scheduler.total_nthreads
         self.deals.workers_changed()
         self.graph_judge.spoil("workers came or left")
 
@@ -269,6 +275,7 @@ class Engine:
         self.zones.remove(address)
         self.groups.worker_removed(address)
         self.residence.worker_removed(address)
+        self.durations.threads = self.scheduler.total_nthreads
         self.deals.workers_changed(info)
         self.graph_judge.spoil("workers came or left")
 
@@ -344,14 +351,23 @@ class Engine:
         if ws is None:
             return
         address = ws.address
-        row = self.log.assigned(key, address)
-        if self.governor.standing is Standing.TRIAL and self.governor.is_open(key):
-            judge.tell_moved(self, ts, ws)
         workers = self.workers
         info = workers.by_address.get(address)
-        if info is None or info.ws is not ws:
+        if info is not None and info.ws is not ws:
+            info = None
+        kind = self.durations.kind(ts)
+        if (kind.usual or kind).brief and info is not None and not self.governor.waiting:
+            self._brief = (self._brief + 1) % BRIEF_SAMPLED
+            if self._brief:
+                workers.refresh(info)
+                return
+        reason = QUEUE if key != self.plain_key else PLAIN if ts.dependencies else "no inputs"
+        row = self.log.assigned(key, address, reason)
+        if self.governor.standing is Standing.TRIAL and self.governor.is_open(key):
+            judge.tell_moved(self, ts, ws)
+        if info is None:
             return
-        charge = self._charge(ts, info, root)
+        charge = self._charge(ts, kind, info, root)
         charge.row = row
         workers.refresh(info)
         if ws.needs_what:
@@ -365,16 +381,15 @@ class Engine:
         if self.graph_judge.left:
             self.graph_judge.finished(finish == "memory")
         charge = self.ledger.settle(key)
-        if charge is not None and charge.row is not None:
+        if charge is None:
+            self._left_uncharged(key, finish, details)
+            return
+        if charge.row is not None:
             self.log.ended(charge.row, finish, details)
-        else:
-            self.log.finished(key, finish, details)
         if self.governor.waiting:
             retired = self.governor.finished(key, finish == "memory")
             if retired is not None:
                 self.on_retired(retired)
-        if charge is None:
-            return
         info = charge.info
         address = info.address
         workers = self.workers
@@ -392,8 +407,9 @@ class Engine:
             first = kind.seconds is None
             nbytes = max(0, details.get("nbytes") or 0)
             self.durations.learn(kind, info, seconds, nbytes)
-            self.graph_judge.compute_seconds += seconds
-            self.graph_judge.made_bytes += nbytes
+            times = BRIEF_SAMPLED if (kind.usual or kind).brief else 1
+            self.graph_judge.compute_seconds += times * seconds
+            self.graph_judge.made_bytes += times * nbytes
             if charge.root:
                 self.deals.root_done(info, seconds, nbytes)
             if first:
@@ -401,6 +417,15 @@ class Engine:
             self.speeds.learned(info)
         if charge.inputs:
             learn_links(self.links, workers.by_address, info, charge.inputs, startstops)
+
+    def _left_uncharged(self, key: Hashable, finish: str, details: Mapping[str, Any]) -> None:
+        """A task that was not followed is no longer assigned: a brief one, or one of a worker unknown here."""
+        info = self.workers.by_address.get(details.get("worker", ""))
+        if info is not None:
+            self.workers.refresh(info)
+            if self.groups.by_key:
+                self.deals.finished(info)
+        self.log.finished(key, finish, details)
 
     @property
     def retired(self) -> bool:
@@ -431,8 +456,7 @@ class Engine:
         if (origin := by_address.get(victim)) is not None:
             self.workers.refresh(origin)
 
-    def _charge(self, ts: Any, info: WorkerInfo, root: bool = False) -> Charge:
-        kind = self.durations.kind(ts)
+    def _charge(self, ts: Any, kind: Prefix, info: WorkerInfo, root: bool = False) -> Charge:
         hint = self._guess(ts) if kind.seconds is None else 0.0
         return self.ledger.charge(ts.key, info, kind, hint, root)
 

@@ -138,12 +138,12 @@ class DecisionLog:
         """A decision failed, and stock decided; `reason` is what happened."""
         self._add([key, FALLBACK, _time(), reason, None, None, None, None, None, None, None])
 
-    def assigned(self, key: Hashable, address: str) -> list[Any]:
-        """A task went to processing on a worker. Its row, for `ended`."""
+    def assigned(self, key: Hashable, address: str, reason: str = QUEUE) -> list[Any]:
+        """A task went to processing on a worker. Its row, for `ended`; `reason` where nothing was said of it before."""
         row = self._by_key.get(key)
         now = _time()
         if row is None or row[WORKER] is not None:
-            row = [key, STOCK, now, QUEUE, address, now, None, None, None, None, None]
+            row = [key, STOCK, now, reason, address, now, None, None, None, None, None]
             self._add(row)
         else:
             row[WORKER] = address

@@ -213,8 +213,9 @@ class PlacementPlugin(SchedulerPlugin):
         if engine is None or self.seam is None:
             return None
         if not engine.knows_more(ts):
-            # Not logged: this is most tasks of most clusters, and what is known of stock's choices is said for all.
+            # This is most tasks of most clusters: what is left to do is done here.
             engine.declined[PLAIN] += 1
+            engine.plain_key = ts.key
             return None
         books = self.seam.parts.get(BOOKKEEPING)
         if books is not None and books.retired is not None:

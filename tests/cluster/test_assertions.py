@@ -19,7 +19,7 @@ PROGRAM = textwrap.dedent(
     async def refused(server):
         try:
             await preload.install(server, {})
-        except SystemExit as e:
+        except (SystemExit, InstallError) as e:
             text = str(e)
             assert "python -O" in text and "PYTHONOPTIMIZE" in text and "gpurt.on-error: stock" in text, text
             return

@@ -35,10 +35,13 @@ QUIET = {"distributed.scheduler.work-stealing": False}
 
 
 @contextlib.asynccontextmanager
-async def extension(s: Scheduler, **settings: Any) -> AsyncIterator[GpurtScheduler]:
+async def extension(s: Scheduler, *, always: bool = True, **settings: Any) -> AsyncIterator[GpurtScheduler]:
+    """The extension on a scheduler. `always`: tasks are weighed whatever is known, so that there is a comparison."""
     plugin = GpurtScheduler(Settings.load(settings))
     await plugin.start(s)
     s.add_plugin(plugin, name=NAME)
+    if plugin.placement is not None and plugin.placement.engine is not None:
+        plugin.placement.engine.always = always
     try:
         yield plugin
     finally:
@@ -198,6 +201,19 @@ async def test_stock_decides_and_nothing_was_decided(c: Client, s: Scheduler, *w
         assert e.kind == "waiting"
         assert "'waiting'" in repr(e)
         await after
+
+
+@pytest.mark.cluster
+@gen_cluster(client=True, nthreads=FOUR, config=QUIET)
+async def test_where_nothing_more_is_known_stock_decides(c: Client, s: Scheduler, *workers: Worker) -> None:
+    async with extension(s, always=False):
+        x = c.submit(inc, 1, key="x", workers=[workers[1].address])
+        await c.submit(inc, x, key="y")
+        e = await dask_gpurt.explain(c, "y")
+        assert (e.kind, e.reason) == ("stock", engine.PLAIN)
+        assert e.worker == workers[1].address
+        assert "nothing is known that Dask does not know" in repr(e)
+        assert (await dask_gpurt.explain(c, "x")).reason == "no inputs"
 
 
 @pytest.mark.cluster
