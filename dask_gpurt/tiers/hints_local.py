@@ -20,6 +20,7 @@ import logging
 import traceback
 from typing import TYPE_CHECKING, Any
 
+from distributed.core import Status
 from distributed.diagnostics.plugin import WorkerPlugin
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ logger = logging.getLogger("distributed.worker.gpurt")
 
 #: states of a task that will read its inputs here
 PENDING = frozenset({"waiting", "ready", "constrained", "executing", "long-running"})
+ENDING = frozenset({Status.closing, Status.closed})
 #: its name among the worker's plugins
 NAME = "gpurt-local-uses"
 
@@ -66,8 +68,10 @@ class LocalUses(WorkerPlugin):
 
     def uninstall(self) -> None:
         """Stop listening, and forget all. A second call does nothing."""
-        if self._worker.plugins.get(NAME) is self:
-            del self._worker.plugins[NAME]
+        if self._added in self._store.on_add:
+            # A worker that closes goes through a list of its plugins and would miss one that is gone.
+            if self._worker.status not in ENDING and self._worker.plugins.get(NAME) is self:
+                del self._worker.plugins[NAME]
             self._store.on_add.remove(self._added)
         for key in list(self._pending):
             self._end(key)
