@@ -54,6 +54,10 @@ MEASURABLE_SECONDS = 0.002
 #: as the workers could run them. Then whatever placement does for a task costs more than it gains, and one task in
 #: `BRIEF_SAMPLED` is followed, from so many samples on.
 BRIEF_SECONDS, BRIEF_SAMPLED, BRIEF_FROM = 200e-6, 8, 96
+#: measurements of a worker before they count
+LEAST = 4
+#: of the longest of so many durations a longer one is no surprise
+FEW = 4
 #: measurements after which a worker is known; from then on one in so many tasks of a known kind is learned from
 KNOWN, SAMPLED = 64, 4
 #: samples of a prefix before it says anything about a worker
@@ -122,6 +126,12 @@ class Prefix:
         """The logarithm of a duration was so far from the median of its worker."""
         # The mean deviation of a normal distribution is 0.8 of its standard deviation.
         self.noise = max(LEAST_NOISE, self.noise + NOISE_GAIN * (min(1.25 * apart, DEVIATION) - self.noise))
+
+    @property
+    def long_seconds(self) -> float:
+        """What a long task of this kind takes: the 0.9 quantile of the durations kept, more while they are few."""
+        kept = sorted(self._samples)
+        return kept[(9 * (len(kept) - 1)) // 10] * (1 + FEW / len(kept)) if kept else 0.0
 
     def learn(self, seconds: float, nbytes: float, first: bool = False) -> None:
         """Learn from a task.
@@ -251,8 +261,11 @@ class Durations:
             apart = speed.observe(name, math.log(seconds / expected), prefix.noise)
             if apart is not None:
                 prefix.varies(apart)
-            worker.slowness = speed.slowness
             worker.speed_samples += 1
+            # One or two long tasks are no evidence: where sizes differ a lot every worker has them. What tasks that run
+            # now say of it is judged by the patrol.
+            if worker.speed_samples >= LEAST or speed.suspected:
+                worker.slowness = speed.slowness
         mean, square = self._usual
         self._usual = mean + USUAL_GAIN * (seconds - mean), square + USUAL_GAIN * (seconds * seconds - square)
         # Not by what is only suspected of the tasks it runs now.

@@ -31,7 +31,7 @@ from dask_gpurt.model import LinkClass
 from dask_gpurt.model.views import TaskView
 from dask_gpurt.placement import candidates, seam, stragglers, watch
 from dask_gpurt.placement.cost import finish_seconds
-from dask_gpurt.placement.durations import JUDGING, MEASURABLE_SECONDS
+from dask_gpurt.placement.durations import JUDGING, LEAST, MEASURABLE_SECONDS
 from dask_gpurt.placement.speed import FORGET_SECONDS
 from dask_gpurt.placement.thieves import STOCK
 from dask_gpurt.topology.zones import round_trip_seconds
@@ -54,6 +54,8 @@ PER_WORKER_SECONDS = 5e-4
 LIMIT_SECONDS = 0.01
 #: run time beyond the expected from which a task says something of its worker, in seconds
 NOTABLE_SECONDS = 0.05
+#: times what a long task of its kind takes, from which it does
+SURPRISE = 1.5
 #: tasks asked back, and copies started, per round
 MOVES = 16
 #: idle workers looked at for one task
@@ -170,15 +172,16 @@ class Patrol:
                     continue
                 # By its group only: of another table the same prefix may take a hundred times as long.
                 prefix = kinds.get(ts.group.name)
-                if prefix is None or prefix.seconds is None or prefix.samples < JUDGING:
+                if prefix is None or prefix.seconds is None or prefix.samples < 2 * JUDGING:
                     continue
                 running += 1
                 run = seconds + since
                 usual = prefix.seconds
-                # A worker beyond its memory mark waits for its disk, which says nothing about its processor.
+                # Where such tasks differ by themselves, a long one says nothing of its worker. A worker beyond its
+                # memory mark waits for its disk, which says nothing about its processor.
                 if run - usual > NOTABLE_SECONDS and ws.nbytes <= info.mark_bytes:
-                    usual = max(usual, MEASURABLE_SECONDS)
-                    if run - usual > NOTABLE_SECONDS:
+                    usual = max(usual, MEASURABLE_SECONDS, prefix.long_seconds)
+                    if run > SURPRISE * usual and run - usual > NOTABLE_SECONDS:
                         late.append(math.log(run / usual))
                 if run > stragglers.TIMES * prefix.seconds:  # the least of what makes it overdue, and cheap to know
                     bound = stragglers.overdue_seconds(prefix)
@@ -194,8 +197,9 @@ class Patrol:
         elif now - info.looked_at > FORGET_SECONDS and len(speed):
             speed.forget_one()
             info.looked_at = now
-        if info.slowness != speed.slowness:
-            info.slowness = speed.slowness
+        slowness = speed.slowness if speed.suspected or info.speed_samples >= LEAST else 1.0
+        if info.slowness != slowness:
+            info.slowness = slowness
             engine.speeds.learned(info)
 
     def _sound(self, info: WorkerInfo) -> None:
@@ -258,6 +262,9 @@ class Patrol:
         reason = stragglers.forbidden(ts)
         if reason is not None:
             engine.forbade[reason] += 1
+            return
+        if copies.gained[ts.prefix.name] <= -stragglers.LOSSES:
+            engine.forbade["copies have lost"] += 1
             return
         valid = engine.scheduler.valid_workers(ts)
         free = [

@@ -85,6 +85,8 @@ class CopySeam:
         self.per_worker: Counter[str] = Counter()
         #: by what became of them: started, won, lost, erred, worker lost, cancelled, swallowed
         self.counts: Counter[str] = Counter()
+        #: prefix -> copies that won less those that lost
+        self.gained: Counter[str] = Counter()
         #: called with (key, address of the first copy, address of the second) when the second one has won
         self.on_won: Callable[[Any, str, str], None] = lambda key, first, second: None
         self._losers: dict[tuple[Hashable, str, int], None] = {}
@@ -195,6 +197,8 @@ class CopySeam:
         if copy is None:
             return
         self.counts[why] += 1
+        if why == "lost":
+            self.gained[copy.ts.prefix.name] -= 1
         if copy.adopted:
             return  # the copy is the task itself
         self._lose(key, copy.address, copy.run_id)
@@ -246,6 +250,7 @@ class CopySeam:
             return False
         self._forget(key)
         self.counts["won"] += 1
+        self.gained[ts.prefix.name] += 1
         address = first.address
         if first is not ws:
             stealing = scheduler.extensions.get("stealing")

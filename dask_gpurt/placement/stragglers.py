@@ -1,10 +1,11 @@
 """When a task hangs behind, and who could do it instead. Pure.
 
-A task is *overdue* when it has run longer than three bounds together, all by what its prefix usually takes:
+A task is *overdue* when it has run longer than four bounds together, all by what its prefix usually takes:
 
 * `TIMES` times the median;
 * the median and `SPREADS` times the spread (median absolute deviation, scaled to a standard deviation);
-* the median and `LEAST_SECONDS`: heartbeats are half a second apart, event loops jitter.
+* the median and `LEAST_SECONDS`: heartbeats are half a second apart, event loops jitter;
+* what the longest tenth of them took: where tasks differ by themselves a second copy is as long.
 
 From `SAMPLES` finished tasks of the prefix on, as before that there is no spread. A second copy is worth starting when
 it is expected to be done before the first: what remains of the first is what its worker's measured speed says, and at
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 #: finished tasks of a prefix before any of it can be overdue
 SAMPLES = 5
 TIMES = 2.0
+#: copies of a prefix that lost, beyond those that won, after which there are no more: its long tasks are long anywhere
+LOSSES = 2
 SPREADS = 6.0
 LEAST_SECONDS = 0.2
 #: a median absolute deviation is so many times smaller than a standard deviation, for a normal distribution
@@ -79,7 +82,8 @@ def overdue_seconds(prefix: Prefix) -> float | None:
     middle = prefix.seconds
     if middle is None or prefix.samples < SAMPLES:
         return None
-    return max(TIMES * middle, middle + SPREADS * _SCALE * prefix.spread_seconds, middle + LEAST_SECONDS)
+    spread = middle + SPREADS * _SCALE * prefix.spread_seconds
+    return max(TIMES * middle, spread, middle + LEAST_SECONDS, prefix.long_seconds)
 
 
 def pays(run_seconds: float, here_seconds: float, there_seconds: float) -> bool:

@@ -92,7 +92,7 @@ def test_identical_workers_are_equal(noise: Callable[[random.Random], float], al
 
 
 @pytest.mark.parametrize(
-    ("factor", "sigma", "tasks"), [(3.0, 0.1, 3), (3.0, 0.2, 5), (3.0, 0.4, 9), (10.0, 0.1, 2), (10.0, 0.4, 3)]
+    ("factor", "sigma", "tasks"), [(3.0, 0.1, 4), (3.0, 0.2, 5), (3.0, 0.4, 9), (10.0, 0.1, 4), (10.0, 0.4, 4)]
 )
 def test_a_slow_worker_is_found_within_a_few_tasks(factor: float, sigma: float, tasks: int) -> None:
     for seed in range(SEEDS):
