@@ -221,6 +221,12 @@ SCHEDULER: tuple[tuple[str, str, str], ...] = (
     ("placement.prices", "count", "Prices told to work stealing"),
     ("placement.roots.groups", "count", "Blocks of root tasks cut"),
     ("placement.roots.pulled", "count", "Root tasks handed to the owner of their block"),
+    (
+        "placement.roots.declined",
+        "count",
+        "Graphs whose root tasks were left to stock: blocks would run one after another",
+    ),
+    ("placement.roots.dissolved", "count", "Times that blocks were given up because one held too much memory"),
     ("placement.roots.split", "count", "Times that an idle worker took half of another one's block of root tasks"),
     ("placement.roots.spared", "count", "Root tasks not offered to a worker with no memory left"),
     ("placement.microseconds.over_budget", "count", "Times that decisions were left to Dask for a while"),

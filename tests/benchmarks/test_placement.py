@@ -85,7 +85,7 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
-    c = placement.Case(4, "nodes", "tree", 0, "gpurt")
+    c = placement.Case(4, "racks", "tree", 0, "gpurt")  # where something is near and something far
     placement.explain(c, "sum", 1)
     said = capsys.readouterr().out
     assert "('sum', 0)" in said

@@ -57,7 +57,7 @@ def test_preload_on_the_scheduler_alone_is_enough(tmp_path: Path) -> None:
             client.wait_for_workers(2, timeout=60)
             _work(client)
             got = _shows_all(client, 2)
-            assert got["scheduler"]["placement"]["decisions"]["total"] > 0
+            assert sum(got["scheduler"]["placement"]["declined"].values()) > 0  # all alike: stock decides
             log = wait_text(p.running[0][1], "dask-gpurt 0")
             assert "took over ledger, workers, next-use, placement, shuffle" in log
         out = subprocess.run(

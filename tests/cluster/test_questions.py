@@ -31,16 +31,14 @@ def test_from_the_command_line(tmp_path: Path) -> None:
         p.worker(address)
         with Client(address) as client:
             client.wait_for_workers(2, timeout=60)
-            first, second = client.scheduler_info()["workers"]
+            first, _ = client.scheduler_info()["workers"]
             x = client.submit(bytes, 30_000_000, workers=[first], key="x")
             total = client.submit(len, x, key=("total", 0))
             assert total.result() == 30_000_000
 
             told = gpurt("explain", address, "('total', 0)")
             assert told.returncode == 0, told.stderr
-            assert f"It ran on {first} because it holds all of its inputs (30 MB); {second} was idle" in told.stdout
-            chosen = next(line for line in told.stdout.splitlines() if "->" in line)
-            assert first in chosen
+            assert f"It ran on {first} because nothing is known that Dask does not know" in told.stdout
             told = gpurt("explain", address, "x", "--json")
             got = json.loads(told.stdout)
             assert (got["kind"], got["reason"], got["actual"]["worker"]) == ("stock", "no inputs", first)

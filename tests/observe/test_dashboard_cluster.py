@@ -98,7 +98,7 @@ def test_pages_metrics_and_heartbeats_with_the_preload(tmp_path: Path) -> None:
                 for sample in family.samples
                 if sample.labels.get("outcome", "local") == "local"
             }
-            assert scraped["dask_gpurt_placement_decisions_total"] > 0
+            assert scraped["dask_gpurt_placement_declined_total"] > 0  # one worker: nothing to decide
             assert scraped["dask_gpurt_scrape_errors_total"] == 0
             assert "dask_scheduler_workers" in scraped  # Dask's own are still there
 

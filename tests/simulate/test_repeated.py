@@ -149,7 +149,7 @@ def test_the_worst_policy_is_retired_within_six_graphs(shape: str) -> None:
 def test_a_broken_root_placement_is_noticed_in_the_first_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     stock = statistics.median(repeated(phases(), "stock", times=3).seconds)
     runs = repeated(phases(), prepare=all_on_one)
-    assert runs.judged[0]["idle_alarms"] == 1
+    assert runs.judged[0]["idle_alarms"] >= 1  # each phase of roots raises its own
     assert max(runs.seconds) < 1.25 * stock
     assert runs.judged[-1]["retirements"] == 1
     assert runs.seconds[-1] == pytest.approx(stock, rel=0.03)

@@ -239,7 +239,7 @@ def test_stealing_is_the_real_one() -> None:
 
 
 def test_stories() -> None:
-    workload, cluster = build("binop", 4, "nodes")
+    workload, cluster = build("binop", 4, "racks")  # where something is near and something far
     r = simulate(workload, cluster, "gpurt", explain=[("add", 0)])
     story = r.stories["('add', 0)"]
     assert story["kind"] == "cost"
