@@ -221,7 +221,7 @@ SCHEDULER: tuple[tuple[str, str, str], ...] = (
     ("placement.prices", "count", "Prices told to work stealing"),
     ("placement.roots.groups", "count", "Blocks of root tasks cut"),
     ("placement.roots.pulled", "count", "Root tasks handed to the owner of their block"),
-    (
+    ("placement.roots.declined", "count", "Graphs whose roots stock dealt, as blocks would have run one after another"),
         "placement.roots.declined",
         "count",
         "Graphs whose root tasks were left to stock: blocks would run one after another",
