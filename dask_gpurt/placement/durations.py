@@ -59,7 +59,7 @@ LEAST = 4
 #: of the longest of so many durations a longer one is no surprise
 FEW = 4
 #: measurements after which a worker is known; from then on one in so many tasks of a known kind is learned from
-KNOWN, SAMPLED = 64, 4
+KNOWN, SAMPLED = 32, 4
 #: samples of a prefix before it says anything about a worker
 JUDGING = 5
 #: share of a worker's slowness that is taken off its durations, as a power. With all of it, a mistake made about all
