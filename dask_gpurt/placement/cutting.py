@@ -24,7 +24,7 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Container, Iterable, Mapping, Sequence
 
 #: roots in a cogroup, at most
 MAX_GROUP = 32
@@ -116,7 +116,7 @@ def interleaved(roots: Sequence[Any]) -> list[Any]:
 
 
 def partner(ts: Any) -> str | None:
-    """Address of the worker with most of the data that a root's result will meet or that it reads; None: there is none.
+    """Address of the worker with most of the data that a root's result will meet; None: there is none.
 
     Data that is still to be computed, and data that many tasks read or many workers hold, is no reason to be anywhere.
     """
@@ -125,15 +125,12 @@ def partner(ts: Any) -> str | None:
 
 
 def meets(ts: Any) -> dict[str, float]:
-    """Bytes of data in memory that a root's result will meet, or that it reads, by address of the worker."""
+    """Bytes of data in memory that a root's result will meet, by address of the worker."""
     held: dict[str, float] = {}
     for d in itertools.islice(ts.dependents, MAX_FOLLOWED):
         for other in itertools.islice(d.dependencies, MAX_PARTNERS):
             if other is not ts and other.who_has:
                 _count(other, held)
-    for own in itertools.islice(ts.dependencies, MAX_PARTNERS):
-        if own.who_has:
-            _count(own, held)
     return held
 
 
@@ -185,7 +182,9 @@ def beyond_even(roots: Iterable[Any], pieces: Sequence[Sequence[Any]]) -> float:
     return max(0.0, min(widest, longest) - widest / max(1, len(pieces)))
 
 
-def serialises(ordered: Sequence[Any], owner: Mapping[Any, int], threads: Sequence[float]) -> bool:
+def serialises(
+    ordered: Sequence[Any], owner: Mapping[Any, int], threads: Sequence[float], free: Container[Any] = ()
+) -> bool:
     """Whether followers of contiguous pieces queue on few workers while others idle.
 
     Parameters
@@ -196,6 +195,8 @@ def serialises(ordered: Sequence[Any], owner: Mapping[Any, int], threads: Sequen
         Root -> index of the worker that owns it.
     threads
         Of each worker.
+    free
+        Tasks that are shared out among all workers when they are ready: the roots of later phases.
     """
     level: dict[Any, int] = {}
     runs_on: dict[Any, int] = dict(owner)
@@ -205,11 +206,12 @@ def serialises(ordered: Sequence[Any], owner: Mapping[Any, int], threads: Sequen
         depth = 0
         where = runs_on.get(t)
         votes: dict[int, float] = {}
+        anywhere = t in free
         for n, d in enumerate(t.dependencies):
             below = level.get(d)
             if below is not None and below >= depth:
                 depth = below + 1
-            if where is None and n < MAX_VOTES and (at := runs_on.get(d)) is not None:
+            if where is None and n < MAX_VOTES and not anywhere and (at := runs_on.get(d)) is not None:
                 # An input that many tasks share says little about where each of them runs.
                 votes[at] = votes.get(at, 0.0) + 1.0 / len(d.dependents)
         level[t] = depth
@@ -225,8 +227,8 @@ def serialises(ordered: Sequence[Any], owner: Mapping[Any, int], threads: Sequen
     everybody = sum(threads)
     uneven = even = 0.0
     for at_level in load:
-        free = at_level.pop(None, 0)
-        spread = math.ceil((free + sum(at_level.values())) / everybody)
+        unplaced = at_level.pop(None, 0)
+        spread = math.ceil((unplaced + sum(at_level.values())) / everybody)
         even += spread
         uneven += max((math.ceil(n / threads[i]) for i, n in at_level.items() if i is not None), default=spread)
     return uneven > UNEVEN * even

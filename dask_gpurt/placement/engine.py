@@ -186,10 +186,9 @@ class Engine:
     def knows_more(self, ts: Any) -> bool:
         """Whether anything is known that stock Dask does not know, and that may change where a task should run.
 
-        Stock compares the holders of the inputs by queue and missing bytes. Where all links and all workers are about
-        the same and all inputs are in memory, nothing better was found: of 32 graphs that nobody had tuned for, with
-        comparing idle workers as well 8 took more than 3 % longer and 4 % more memory was used in the mean, with
-        stock's rule nothing was lost but by graphs that lost by their roots.
+        Stock compares the holders of the inputs by queue and missing bytes. Where links and workers are about alike and
+        all inputs are in memory, comparing more than that was not better: in 32 simulated cases that nothing was tuned
+        for it took the same time in the mean (0.98 of stock's both), and 8 % more memory.
         """
         if self.workers.zoned or self.always or self._weights is None or self.speeds.uneven:
             return True

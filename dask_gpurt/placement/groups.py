@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Any
 from dask_gpurt.placement.cutting import beyond_even, by_input, pays, serialises, share_out
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 
     from dask_gpurt.placement.cutting import Member
 
@@ -137,7 +137,7 @@ class RootGroups:
         if len(now) < least:
             return
         if workers:
-            self._cut(ordered, now, workers)
+            self._cut(ordered, now, workers, {t for roots in later.values() for t in roots})
         else:
             self._list(Block([t.key for t in now], None, None))
 
@@ -149,11 +149,13 @@ class RootGroups:
         if members and len(roots) >= max(2, len(members)) and pays(roots, len(members)):
             self._cut(roots, by_input(roots), members)
 
-    def _cut(self, ordered: Sequence[Any], roots: Sequence[Any], members: Sequence[Member]) -> None:
+    def _cut(
+        self, ordered: Sequence[Any], roots: Sequence[Any], members: Sequence[Member], later: Container[Any] = ()
+    ) -> None:
         pieces, borders = share_out(ordered, roots, members)
         if len(ordered) > len(roots):
             owner = {t: i for i, piece in enumerate(pieces) for t in piece}
-            if serialises(ordered, owner, [m.weight for m in members]):
+            if serialises(ordered, owner, [m.weight for m in members], later):
                 self.declined += 1
                 return
         self.beyond = max(self.beyond, beyond_even(roots, pieces))
