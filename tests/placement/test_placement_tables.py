@@ -488,3 +488,20 @@ def test_a_decision_that_takes_too_long_is_given_up() -> None:
     assert engine.decide(FakeTask("f", FakeTask("x", nbytes=10, on=(a,))), None) is None
     assert engine.declined == {"took too long": 1}
     assert engine.statistics()["microseconds"]["given_up"] == 1
+
+
+def test_what_stock_does_not_know() -> None:
+    """Where nothing is known beyond stock's own figures a task is stock's; each kind of knowledge changes that."""
+    a, b = FakeWorker(1), FakeWorker(2)
+    engine = make_engine([a, b])
+    engine.always = False
+    x, y = FakeTask("x", nbytes=1000, on=(a,)), FakeTask("y", nbytes=1000, on=(b,))
+    one, both = FakeTask("one", x), FakeTask("both", x, y)
+    assert not engine.knows_more(both)
+    engine.workers.zoned = True
+    assert engine.knows_more(both), "its inputs are in two zones"
+    assert not engine.knows_more(one), "stock looks at holders only, and does not leave their zone"
+    engine.workers.zoned = False
+    engine.residence.heard(a.address, [("x", 1000)], ())
+    assert engine.knows_more(one)
+    assert not engine.knows_more(FakeTask("other", y))
