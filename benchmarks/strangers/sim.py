@@ -161,8 +161,8 @@ def run(args: argparse.Namespace) -> None:
     rows: list[dict[str, Any]] = []
     began = time.monotonic()
     context = multiprocessing.get_context("spawn")
-    # A few tasks per process: an unstarted scheduler leaves some memory behind. Not concurrent.futures, whose pool stops
-    # for good where processes are replaced (CPython 3.11, gh-115634): after 50 cases no row came any more.
+    # A few tasks per process: an unstarted scheduler leaves some memory behind. Not concurrent.futures, whose pool
+    # stops for good where processes are replaced (CPython 3.11, gh-115634): after 50 cases no row came any more.
     work = [(name, n, mixes_of(name, args.mixes), args.policies, args.seed) for n in args.workers for name in chosen]
     with context.Pool(args.jobs, maxtasksperchild=50) as pool:
         for found in pool.imap(_case, work):
