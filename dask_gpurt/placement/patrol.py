@@ -172,14 +172,15 @@ class Patrol:
                     continue
                 # By its group only: of another table the same prefix may take a hundred times as long.
                 prefix = kinds.get(ts.group.name)
-                if prefix is None or prefix.seconds is None or prefix.samples < 2 * JUDGING:
+                if prefix is None or prefix.seconds is None or prefix.samples < JUDGING:
                     continue
                 running += 1
                 run = seconds + since
                 usual = prefix.seconds
                 # Where such tasks differ by themselves, a long one says nothing of its worker. A worker beyond its
                 # memory mark waits for its disk, which says nothing about its processor.
-                if run - usual > NOTABLE_SECONDS and ws.nbytes <= info.mark_bytes:
+                known = prefix.samples >= 2 * JUDGING
+                if known and run - usual > NOTABLE_SECONDS and ws.nbytes <= info.mark_bytes:
                     usual = max(usual, MEASURABLE_SECONDS, prefix.long_seconds)
                     if run > SURPRISE * usual and run - usual > NOTABLE_SECONDS:
                         late.append(math.log(run / usual))
