@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from distributed.core import Status
 
 from dask_gpurt.tiers.entry import NEVER, Entry, State
 from dask_gpurt.tiers.hints_local import LocalUses
@@ -28,7 +29,7 @@ class Bench:
     def __init__(self, rig: Rig, share: float = 1.0) -> None:
         self.rig = rig
         self.tasks: dict[str, Any] = {}
-        worker = SimpleNamespace(plugins={}, state=SimpleNamespace(tasks=self.tasks))
+        worker = SimpleNamespace(plugins={}, state=SimpleNamespace(tasks=self.tasks), status=Status.running)
         self.local = LocalUses(worker, rig.engine, rig.store)
         self.prefetch = Prefetch(rig.engine, self.tasks, rig.store.entry, share)
         self.local.on_pending = self.prefetch.pending
