@@ -219,7 +219,7 @@ def serialises(
             load += ({} for _ in range(depth + 1 - len(load)))
         at_level = load[depth]
         if where is None and votes:
-            # Among equals the one with less to do: so does whoever decides when the time comes.
+            # Among equals the one with less to do: stock decides likewise when the task is ready.
             most = max(votes, key=lambda i: (votes[i], -at_level.get(i, 0)))
             if votes[most] >= LEAST_VOTE:
                 where = runs_on[t] = most
