@@ -246,8 +246,15 @@ def _borders(ordered: Sequence[Any], roots: Sequence[Any]) -> list[int]:
         if i is not None:
             reach[t] = (i,)
             continue
+        dependencies = t.dependencies
+        if len(dependencies) == 1:
+            # What follows one task joins nothing; most tasks of most graphs do.
+            (d,) = dependencies
+            if d in reach:
+                reach[t] = reach[d]
+            continue
         joined: set[int] = set()
-        for d in t.dependencies:
+        for d in dependencies:
             joined.update(reach.get(d, ()))
             if len(joined) > MAX_GROUP:
                 break

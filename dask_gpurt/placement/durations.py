@@ -245,6 +245,12 @@ class Durations:
                 return None
         return found
 
+    def known_prefix_seconds(self, name: str) -> float:
+        """What a task of a prefix is expected to take, by its name."""
+        found = self.prefixes.get(name)
+        seconds = None if found is None else found.settled()
+        return UNKNOWN_SECONDS if seconds is None else seconds
+
     def learn(self, kind: Prefix, worker: WorkerInfo, seconds: float, nbytes: float) -> None:
         """A task of this kind computed for so long on that worker."""
         speed = worker.speed

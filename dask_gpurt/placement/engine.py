@@ -59,6 +59,8 @@ HOST_SHARE = 0.6
 SHARE_GAIN = 0.2
 #: why stock decides where nothing is known that it does not know
 PLAIN = "nothing that stock does not know"
+#: Where stock decides, one task in so many with inputs to fetch is learned from, once its link has so many samples.
+TRANSFERS_SAMPLED, TRANSFERS_FROM = 8, 32
 #: the governor observes every so many-th decision, and all of a trial
 OBSERVED = 4
 
@@ -116,6 +118,11 @@ class Engine:
         self.plain_key: Hashable = None
         self._turn = 0
         self._brief = 0
+        self._transfer = 0
+        #: task -> the inputs being fetched for it, of tasks that are not charged
+        self._inbound: dict[Hashable, tuple[Any, ...]] = {}
+        #: Nothing is decided by what workers have in hand, and nobody keeps books of single tasks.
+        self.plain = False
 
     # ------------------------------------------------------------------ decisions
 
@@ -137,6 +144,7 @@ class Engine:
         if not ours and self.retired:
             return self.leave(ts, "governor")
         began = time.perf_counter_ns()
+        self.sum_up()
         task = self.task_view(ts)
         far = self.links.link(LinkClass.NETWORK)
         self._turn = (self._turn + 1) % OBSERVED
@@ -351,6 +359,7 @@ class Engine:
         self.governor.forget()
         self.graph_judge.forget()
         self.ledger.forget()
+        self._inbound.clear()
         self.groups.clear()
         self.deals.clear()
         self.residence.clear()
@@ -370,13 +379,16 @@ class Engine:
         info = workers.by_address.get(address)
         if info is not None and info.ws is not ws:
             info = None
+        reason = QUEUE if key != self.plain_key else PLAIN if ts.dependencies else "no inputs"
+        if not root and info is not None and self.plain:
+            self._entered_plainly(key, ts, info, reason)
+            return
         kind = self.durations.kind(ts)
         if (kind.usual or kind).brief and info is not None and not self.governor.waiting:
             self._brief = (self._brief + 1) % BRIEF_SAMPLED
             if self._brief:
                 workers.refresh(info)
                 return
-        reason = QUEUE if key != self.plain_key else PLAIN if ts.dependencies else "no inputs"
         row = self.log.assigned(key, address, reason)
         if self.governor.standing is Standing.TRIAL and self.governor.is_open(key):
             judge.tell_moved(self, ts, ws)
@@ -395,52 +407,121 @@ class Engine:
         """A task is no longer assigned. `details` are the keywords of the transition."""
         if self.graph_judge.left:
             self.graph_judge.finished(finish == "memory")
-        charge = self.ledger.settle(key)
+        charge = self.ledger.settle(key) if self.ledger.charges else None
+        by_address = self.workers.by_address
         if charge is None:
-            self._left_uncharged(key, finish, details)
+            address = self.log.passed(key, finish, details) or details.get("worker", "")
+            info = by_address.get(address)
+            inputs = self._inbound.pop(key, ()) if self._inbound else ()
+        else:
+            if charge.row is not None:
+                self.log.ended(charge.row, finish, details)
+            else:
+                self.log.passed(key, finish, details)
+            if self.governor.waiting:
+                retired = self.governor.finished(key, finish == "memory")
+                if retired is not None:
+                    self.on_retired(retired)
+            info, inputs = charge.info, charge.inputs
+            address = info.address
+        if info is None or by_address.get(address) is not info:
             return
-        if charge.row is not None:
-            self.log.ended(charge.row, finish, details)
-        if self.governor.waiting:
-            retired = self.governor.finished(key, finish == "memory")
-            if retired is not None:
-                self.on_retired(retired)
-        info = charge.info
-        address = info.address
-        workers = self.workers
-        if workers.by_address.get(address) is not info:
-            return
-        workers.refresh(info)
+        self.workers.refresh(info)
         if self.groups.by_key:
             self.deals.finished(info)
         startstops = details.get("startstops")
         if finish != "memory" or not startstops or details.get("worker") != address:
             return
-        seconds = compute_seconds(startstops)
-        if seconds is not None:
-            kind = charge.prefix
-            first = kind.seconds is None
-            nbytes = max(0, details.get("nbytes") or 0)
-            self.durations.learn(kind, info, seconds, nbytes)
-            times = BRIEF_SAMPLED if (kind.usual or kind).brief else 1
-            self.graph_judge.compute_seconds += times * seconds
-            self.graph_judge.made_bytes += times * nbytes
-            if charge.root:
-                self.deals.root_done(info, seconds, nbytes)
-            if first:
-                self.ledger.learned(kind)
-            self.speeds.learned(info)
-        if charge.inputs:
-            learn_links(self.links, workers.by_address, info, charge.inputs, startstops)
+        if charge is not None:
+            self._learn(charge.prefix, info, startstops, details, charge.root)
+        elif (ts := self.scheduler.tasks.get(key)) is not None:
+            kind = self.durations.kind(ts)
+            if (kind.usual or kind).brief:
+                self._brief = (self._brief + 1) % BRIEF_SAMPLED
+                if self._brief:
+                    return
+            self._learn(kind, info, startstops, details, False)
+        if inputs:
+            learn_links(self.links, by_address, info, inputs, startstops)
 
-    def _left_uncharged(self, key: Hashable, finish: str, details: Mapping[str, Any]) -> None:
-        """A task that was not followed is no longer assigned: a brief one, or one of a worker unknown here."""
-        info = self.workers.by_address.get(details.get("worker", ""))
-        if info is not None:
-            self.workers.refresh(info)
-            if self.groups.by_key:
-                self.deals.finished(info)
-        self.log.finished(key, finish, details)
+    def _learn(
+        self, kind: Prefix, info: WorkerInfo, startstops: Collection[Any], details: Mapping[str, Any], root: bool
+    ) -> None:
+        """Learn from a task that has run on the worker it was assigned to."""
+        seconds = compute_seconds(startstops)
+        if seconds is None:
+            return
+        first = kind.seconds is None
+        nbytes = max(0, details.get("nbytes") or 0)
+        self.durations.learn(kind, info, seconds, nbytes)
+        times = BRIEF_SAMPLED if (kind.usual or kind).brief else 1
+        judge = self.graph_judge
+        judge.compute_seconds += times * seconds
+        judge.made_bytes += times * nbytes
+        if root:
+            self.deals.root_done(info, seconds, nbytes)
+        if first:
+            self.ledger.learned(kind)
+        self.speeds.learned(info)
+
+    # ------------------------------------------------------------------ tasks of which nothing is to be decided
+
+    def look_round(self) -> None:
+        """A few times a second: whether books of single tasks are needed. `decide` begins them at once."""
+        plain = not (
+            self.always
+            or self._weights is None
+            or self.settings.shadow
+            or self.workers.zoned
+            or self.speeds.uneven
+            or self.residence.on_disk
+            or self.governor.standing is not Standing.TRUSTED
+            or self.governor.waiting
+        )
+        if plain:
+            self.plain = True
+        else:
+            self.sum_up()
+
+    def _entered_plainly(self, key: Hashable, ts: Any, info: WorkerInfo, reason: str) -> None:
+        """Stock has assigned a task where all workers are alike and near: the price of this is that of most tasks."""
+        self.workers.refresh(info)
+        self.log.passing(key, info.address, reason)
+        ws = info.ws
+        if ws.needs_what:
+            self.deals.assigned(info)
+            if self.graph_judge.in_trial:
+                watch.count_bytes(self, ts, ws)
+            self._transfer = (self._transfer + 1) % TRANSFERS_SAMPLED
+            if not self._transfer or self.links.fits[info.node.link_class].samples < TRANSFERS_FROM:
+                inputs = certain_inputs(ts, ws)
+                if inputs:
+                    self._inbound[key] = inputs
+
+    def sum_up(self) -> None:
+        """Charge what runs now and was assigned while nobody needed to know."""
+        if not self.plain:
+            return
+        self.plain = False
+        charges = self.ledger.charges
+        for info in self.workers.all.items:
+            for ts in info.ws.processing:
+                if ts.key not in charges:
+                    self._charge(ts, self.durations.kind(ts), info)
+
+    def backlog_seconds(self, info: WorkerInfo) -> float:
+        """Work that a worker has in hand, in seconds on a worker of slowness 1."""
+        ws = info.ws
+        if info.tasks >= len(ws.processing):
+            return info.backlog_seconds
+        # Not all of it is in the ledger: by prefix, of which the scheduler keeps the numbers.
+        known = self.durations.known_prefix_seconds
+        return sum(n * known(name) for name, n in ws.task_prefix_count.items())
+
+    @property
+    def at_work(self) -> bool:
+        """Whether any task is assigned. O(workers) where none is."""
+        return any(ws.processing for ws in self.scheduler.workers.values())
 
     @property
     def retired(self) -> bool:
@@ -454,6 +535,7 @@ class Engine:
         self.log.stolen(key, first, second, 0.0)
         if to is not None:
             self.ledger.move(key, to)
+        self._inbound.pop(key, None)
         if origin is not None and origin is not to:
             self.workers.refresh(origin)
 
@@ -467,6 +549,7 @@ class Engine:
         inputs = islice(ts.dependencies, candidates.MAX_INPUTS)
         self.log.stolen(key, victim, thief, sum(d.get_nbytes() for d in inputs if to.ws not in (d.who_has or ())))
         self.ledger.move(key, to)
+        self._inbound.pop(key, None)
         self.workers.refresh(to)
         if (origin := by_address.get(victim)) is not None:
             self.workers.refresh(origin)

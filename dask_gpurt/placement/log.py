@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import deque
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.placement import stories
@@ -76,13 +76,14 @@ class DecisionLog:
 
     def __init__(self, limit: int = LIMIT) -> None:
         self.limit = limit
-        #: decisions ever written
-        self.written = 0
-        self._rows: deque[list[Any]] = deque()
-        self._by_key: dict[Hashable, list[Any]] = {}
+        self._most = limit + limit // 8
+        #: by key, oldest first: lists as `stories` describes them; tuples are tasks that stock placed, see `passed`
+        self._rows: dict[Hashable, list[Any] | tuple[Any, ...]] = {}
+        #: tasks that stock placed and that run now: when, why and where
+        self.running: dict[Hashable, tuple[float, str, str]] = {}
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return min(len(self._rows), self.limit)
 
     # ------------------------------------------------------------------ writing, on the hot path
 
@@ -140,9 +141,9 @@ class DecisionLog:
 
     def assigned(self, key: Hashable, address: str, reason: str = QUEUE) -> list[Any]:
         """A task went to processing on a worker. Its row, for `ended`; `reason` where nothing was said of it before."""
-        row = self._by_key.get(key)
+        row = self._rows.get(key)
         now = _time()
-        if row is None or row[WORKER] is not None:
+        if row is None or isinstance(row, tuple) or row[WORKER] is not None:
             row = [key, STOCK, now, reason, address, now, None, None, None, None, None]
             self._add(row)
         else:
@@ -150,16 +151,32 @@ class DecisionLog:
             row[ASSIGNED] = now
         return row
 
+    def passing(self, key: Hashable, address: str, reason: str) -> None:
+        """Stock has placed a task of which nothing was to be decided. One dict entry, as this is most tasks."""
+        self.running[key] = _time(), reason, address
+
+    def passed(self, key: Hashable, outcome: str, report: Mapping[str, Any]) -> str | None:
+        """Such a task left processing on the worker returned. A row is made of it when somebody asks."""
+        begun = self.running.pop(key, None)
+        if begun is None:
+            self.finished(key, outcome, report)
+            return None
+        self._add((key, *begun, _time(), outcome, report))
+        return begun[2]
+
     def stolen(self, key: Hashable, victim: str, thief: str, nbytes: float) -> None:
         """Work stealing moved a task, which misses `nbytes` of its inputs where it is now."""
-        row = self._by_key.get(key)
-        if row is not None and row[FINISHED] is None:
+        begun = self.running.pop(key, None)
+        if begun is not None:
+            self._add(_row(key, *begun))
+        row = self._rows.get(key)
+        if row is not None and isinstance(row, list) and row[FINISHED] is None:
             row[VICTIM], row[WORKER], row[ASSIGNED], row[STOLEN_BYTES] = victim, thief, _time(), nbytes
 
     def finished(self, key: Hashable, outcome: str, report: Mapping[str, Any]) -> None:
         """A task left processing for the state `outcome`; `report` is what the scheduler was told with it."""
-        row = self._by_key.get(key)
-        if row is not None:
+        row = self._rows.get(key)
+        if isinstance(row, list):
             self.ended(row, outcome, report)
 
     @staticmethod
@@ -174,19 +191,22 @@ class DecisionLog:
     def restarted(self) -> None:
         """The scheduler has forgotten all tasks, without transitions."""
         now = _time()
-        for row in self._rows:
-            if row[WORKER] is not None and row[FINISHED] is None:
+        for key in list(self.running):
+            self.passed(key, "forgotten", {})
+        for row in self._rows.values():
+            if isinstance(row, list) and row[WORKER] is not None and row[FINISHED] is None:
                 row[FINISHED], row[OUTCOME] = now, "forgotten"
 
-    def _add(self, row: list[Any]) -> None:
-        rows, by_key = self._rows, self._by_key
-        if len(rows) >= self.limit:
-            old = rows.popleft()
-            if by_key.get(old[KEY]) is old:
-                del by_key[old[KEY]]
-        rows.append(row)
-        by_key[row[KEY]] = row
-        self.written += 1
+    def _add(self, row: list[Any] | tuple[Any, ...]) -> None:
+        rows = self._rows
+        key = row[KEY]
+        if key in rows:
+            del rows[key]  # the newest is last
+        rows[key] = row
+        if len(rows) > self._most:
+            # Many at a time: to find the first entry of a dict takes as long as there are deleted ones before it.
+            for old in list(islice(rows, len(rows) - self.limit)):
+                del rows[old]
 
     # ------------------------------------------------------------------ reading, when somebody asks
 
@@ -197,7 +217,7 @@ class DecisionLog:
         (compute_seconds, output_bytes), ``candidates`` (see `stories.candidates`), ``chosen`` (address), ``predicted``
         and ``actual`` (times in seconds). What does not apply, or is not known yet, is None.
         """
-        row = self._by_key.get(key)
+        row = self._row_of(key)
         if row is None:
             return None
         kind, detail = row[KIND], row[DETAIL]
@@ -231,7 +251,7 @@ class DecisionLog:
 
         None when there is none; the worker and the seconds are None where stock decided.
         """
-        row = self._by_key.get(key)
+        row = self._row_of(key)
         if row is None:
             return None
         kind, detail = row[KIND], row[DETAIL]
@@ -242,10 +262,24 @@ class DecisionLog:
         found = Detail(row)
         return kind, found.address(found.choice), found.finish_seconds(found.terms(found.choice))
 
+    def _row_of(self, key: Hashable) -> list[Any] | None:
+        """The newest decision about a key as a row."""
+        begun = self.running.get(key)
+        if begun is not None:
+            return _row(key, *begun)
+        row = self._rows.get(key)
+        if not isinstance(row, tuple):
+            return row
+        _, when, reason, address, finished, outcome, report = row
+        full = _row(key, when, reason, address)
+        self.ended(full, outcome, report)
+        full[FINISHED] = finished
+        return full
+
     def matches(self, text: str) -> list[str]:
         """A few keys that begin with a text, newest first; for those who ask for one that is not here."""
         out: dict[str, None] = {}
-        for row in reversed(self._rows):
+        for row in islice(reversed(self._rows.values()), self.limit):
             known = str(row[KEY])
             if known.startswith(text):
                 out[known] = None
@@ -266,8 +300,8 @@ class DecisionLog:
         actual: list[float] = []
         errors: list[float] = []
         newest: list[list[float]] = []
-        for row in reversed(self._rows):
-            if row[KIND] != COST or row[OUTCOME] != "memory":
+        for row in reversed(self._rows.values()):
+            if isinstance(row, tuple) or row[KIND] != COST or row[OUTCOME] != "memory":
                 continue
             found = Detail(row)
             if row[REPORT][2] != found.address(found.choice):
@@ -293,3 +327,8 @@ class DecisionLog:
             "inputs_error_p90_seconds": errors[min(len(errors) - 1, int(0.9 * len(errors)))] if errors else None,
             "newest": newest,
         }
+
+
+def _row(key: Hashable, when: float, reason: str, address: str) -> list[Any]:
+    """Of a task that stock placed."""
+    return [key, STOCK, when, reason, address, when, None, None, None, None, None]

@@ -212,7 +212,7 @@ class PlacementPlugin(SchedulerPlugin):
         engine = self.engine
         if engine is None or self.seam is None:
             return None
-        if not engine.knows_more(ts):
+        if engine.plain or not engine.knows_more(ts):
             # This is most tasks of most clusters: what is left to do is done here.
             engine.declined[PLAIN] += 1
             engine.plain_key = ts.key

@@ -154,10 +154,7 @@ class Thieves:
             if best is None or seconds < best_seconds:
                 best, best_seconds = info, seconds
         slowness = home.speed.for_prefix(name)
-        # Of brief tasks only some are in our books, see `durations`; stock's occupancy has them all.
-        backlog = home.backlog_seconds
-        if (prefix.usual or prefix).brief and home.ws.occupancy > backlog:
-            backlog = home.ws.occupancy
+        backlog = engine.backlog_seconds(home)
         backlog += min(0, in_flight.get(home.ws, 0)) * task.compute_seconds
         at_home = max(backlog * home.slowness / home.ws.nthreads, task.compute_seconds * slowness)
         if at_home <= engine.slack.seconds():

@@ -35,7 +35,7 @@ def graph_arrived(engine: Engine, keys: Collection[Hashable]) -> None:
     spoiled = None
     if engine.governor.standing is not Standing.TRUSTED:
         spoiled = "the governor had its trial"
-    elif not judge.left and engine.ledger.charges:
+    elif not judge.left and engine.at_work:
         spoiled = "older tasks were at work"
     judge.arrived(prefixes, engine.scheduler.total_nthreads, spoiled)
 
@@ -50,6 +50,7 @@ def count_bytes(engine: Engine, ts: Any, ws: Any) -> None:
 def look_round(engine: Engine) -> None:
     """One tick: peak memory and idle threads."""
     judge, alarm = engine.graph_judge, engine.hold_alarm
+    engine.look_round()
     if not judge.observing:
         if alarm.stage:
             alarm.reset()
@@ -63,7 +64,7 @@ def look_round(engine: Engine) -> None:
     queued = bool(scheduler.queued)
     if alarm.stage and not queued and not engine.groups.by_key:
         alarm.reset()  # the roots that it was about are done, though other work may go on for ever
-    judge.tick(queued or bool(engine.ledger.charges), fullest)
+    judge.tick(queued or engine.at_work, fullest)
     if not judge.observing or engine.retired:
         alarm.reset()
         return

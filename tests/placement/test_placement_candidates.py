@@ -30,7 +30,7 @@ def cluster(per_host: int = 1) -> tuple[Engine, list[FakeWorker]]:
 
 
 def compared(engine: Engine, key: str) -> set[str]:
-    detail = Detail(engine.log._by_key[key])
+    detail = Detail(engine.log._rows[key])
     return {detail.address(i) for i in range(detail.candidates)}
 
 

@@ -40,7 +40,7 @@ def queue(engine: Engine, ws: FakeWorker, tasks: int) -> None:
 
 def compared(engine: Engine, key: str) -> int:
     """Candidates of the newest decision about a key."""
-    return Detail(engine.log._by_key[key]).candidates
+    return Detail(engine.log._rows[key]).candidates
 
 
 def test_a_task_stays_and_says_so() -> None:

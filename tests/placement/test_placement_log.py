@@ -44,7 +44,7 @@ def test_a_decision_is_told_with_the_terms_it_was_made_from() -> None:
     assert by_address[b.address]["why"] == "idle"
     assert chosen["total_seconds"] == min(w["total_seconds"] for w in by_address.values())
     # The total that is told is the one that was compared.
-    detail = Detail(engine.log._by_key["f-1"])
+    detail = Detail(engine.log._rows["f-1"])
     assert detail.candidates == 3
     for i, told in enumerate(story["candidates"]):
         assert told["total_seconds"] == pytest.approx(cost(detail.task, detail.view(i), detail.far, WEIGHTS))
@@ -79,7 +79,7 @@ def test_what_came_of_it() -> None:
     task = FakeTask("f-1", x)
     assert decide(engine, task, {b}) is b
     assign(engine, task, b)
-    now = engine.log._by_key["f-1"][2]
+    now = engine.log._rows["f-1"][2]
     transfers = [
         {"action": "transfer", "start": now, "stop": now + 2.0, "source": a.address},
         {"action": "transfer", "start": now + 1.0, "stop": now + 3.0, "source": a.address},
@@ -157,7 +157,7 @@ def test_a_key_that_is_computed_again_has_its_newest_decision() -> None:
     story = engine.log.story("f-1")
     assert story is not None
     assert (story["chosen"], story["actual"]) == (b.address, None)
-    assert len(engine.log) == 2
+    assert len(engine.log) == 1
 
 
 def test_a_restart_ends_what_was_under_way() -> None:
@@ -175,15 +175,45 @@ def test_a_restart_ends_what_was_under_way() -> None:
 
 
 def test_it_is_bounded_and_forgets_the_oldest() -> None:
-    log = DecisionLog(limit=10)
-    for i in range(25):
-        log.left(f"k-{i % 15}", "no inputs")
-        assert len(log) <= 10
-        assert set(log._by_key) == {row[0] for row in log._rows}
-    assert log.written == 25
-    # k-10..k-14, then k-0..k-9 again: the last ten are those
-    assert [log.story(f"k-{i}") is not None for i in range(15)] == [True] * 10 + [False] * 5
-    assert log.matches("k-") == ["k-9", "k-8", "k-7"]
+    log = DecisionLog(limit=80)
+    for i in range(203):
+        log.left(f"k-{i % 120}", "no inputs")
+        assert len(log) <= 80
+        assert len(log._rows) <= 90  # it forgets several at a time
+        assert all(key == row[0] for key, row in log._rows.items())
+    # k-0..k-119, then k-0..k-82 again: the last eighty are k-3..k-82
+    assert all(log.story(f"k-{i}") is not None for i in range(3, 83))
+    assert sum(log.story(f"k-{i}") is not None for i in range(83, 120)) <= 7
+    assert log.matches("k-") == ["k-82", "k-81", "k-80"]
+
+
+def test_a_task_that_stock_placed_is_put_together_when_asked() -> None:
+    log = DecisionLog()
+    log.passing("f-1", "tcp://a", "nothing to decide")
+    running = log.story("f-1")
+    assert running is not None
+    assert (running["kind"], running["actual"]["worker"], running["actual"]["outcome"]) == ("stock", "tcp://a", None)
+    report = {"worker": "tcp://a", "nbytes": 7, "startstops": [{"action": "compute", "start": 1.0, "stop": 1.5}]}
+    assert log.passed("f-1", "memory", report) == "tcp://a"
+    ended = log.story("f-1")
+    assert ended is not None
+    assert (ended["reason"], ended["time"]) == ("nothing to decide", running["time"])
+    actual = ended["actual"]
+    assert (actual["outcome"], actual["compute_seconds"], actual["result_bytes"]) == ("memory", 0.5, 7)
+    assert actual["assigned"] == ended["time"]
+    assert actual["finish_seconds"] >= 0
+
+
+def test_a_task_that_stock_placed_and_stealing_moved() -> None:
+    log = DecisionLog()
+    log.passing("f-1", "tcp://a", "nothing to decide")
+    log.stolen("f-1", "tcp://a", "tcp://b", 5.0)
+    log.passed("f-1", "memory", {"worker": "tcp://b", "nbytes": 7, "startstops": []})
+    story = log.story("f-1")
+    assert story is not None
+    actual = story["actual"]
+    assert (actual["worker"], actual["stolen_from"], actual["moved_bytes"]) == ("tcp://b", "tcp://a", 5.0)
+    assert actual["outcome"] == "memory"
     assert log.matches("nothing") == []
 
 
@@ -220,7 +250,7 @@ def test_it_holds_no_task_and_no_worker() -> None:
         kinds.add(type(thing).__name__)
         assert not isinstance(thing, (FakeTask, FakeWorker, TaskState, WorkerState)), kinds
         todo += [t for t in gc.get_referents(thing) if type(t).__module__ != "builtins" or not callable(t)]
-    assert {"deque", "Link"} <= kinds
+    assert {"dict", "Link"} <= kinds
     assert "WorkerInfo" not in kinds
 
 
