@@ -203,26 +203,36 @@ def serialises(
     #: by level: worker -> tasks; None: those that anybody may run
     load: list[dict[int | None, int]] = []
     for t in ordered:
-        depth = 0
         where = runs_on.get(t)
-        votes: dict[int, float] = {}
-        anywhere = t in free
-        for n, d in enumerate(t.dependencies):
-            below = level.get(d)
-            if below is not None and below >= depth:
-                depth = below + 1
-            if where is None and n < MAX_VOTES and not anywhere and (at := runs_on.get(d)) is not None:
-                # An input that many tasks share says little about where each of them runs.
-                votes[at] = votes.get(at, 0.0) + 1.0 / len(d.dependents)
+        dependencies = t.dependencies
+        depth = 0
+        if len(dependencies) == 1 and where is None:
+            # As below, for most tasks of most graphs.
+            (d,) = dependencies
+            depth = level.get(d, -1) + 1
+            at = runs_on.get(d)
+            if at is not None and LEAST_VOTE * len(d.dependents) <= 1.0 and t not in free:
+                where = runs_on[t] = at
+        else:
+            votes: dict[int, float] = {}
+            anywhere = t in free
+            for n, d in enumerate(dependencies):
+                below = level.get(d)
+                if below is not None and below >= depth:
+                    depth = below + 1
+                if where is None and n < MAX_VOTES and not anywhere and (at := runs_on.get(d)) is not None:
+                    # An input that many tasks share says little about where each of them runs.
+                    votes[at] = votes.get(at, 0.0) + 1.0 / len(d.dependents)
+            if where is None and votes:
+                # Among equals the one with less to do: stock decides likewise when the task is ready.
+                there = load[depth] if depth < len(load) else {}
+                most = max(votes, key=lambda i: (votes[i], -there.get(i, 0)))
+                if votes[most] >= LEAST_VOTE:
+                    where = runs_on[t] = most
         level[t] = depth
         if depth >= len(load):
             load += ({} for _ in range(depth + 1 - len(load)))
         at_level = load[depth]
-        if where is None and votes:
-            # Among equals the one with less to do: stock decides likewise when the task is ready.
-            most = max(votes, key=lambda i: (votes[i], -at_level.get(i, 0)))
-            if votes[most] >= LEAST_VOTE:
-                where = runs_on[t] = most
         at_level[where] = at_level.get(where, 0) + 1
     everybody = sum(threads)
     uneven = even = 0.0
