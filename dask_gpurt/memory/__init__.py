@@ -1,0 +1,1 @@
+"""Memory of a process below Python: pages, arenas, what the allocator keeps."""

@@ -1,0 +1,1 @@
+"""What users ask about a running cluster, answered."""

@@ -1,0 +1,1 @@
+"""What is counted while work runs: stalls, transfers, waits."""

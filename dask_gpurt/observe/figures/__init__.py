@@ -1,0 +1,1 @@
+"""Figures: their names, how they are exported, their history."""

@@ -1,0 +1,1 @@
+"""Text and HTML of answers and reports."""

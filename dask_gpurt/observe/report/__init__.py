@@ -1,0 +1,1 @@
+"""The report of a run: facts, findings, page, charts."""

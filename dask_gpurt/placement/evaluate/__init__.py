@@ -1,0 +1,1 @@
+"""Whether decisions paid: the log, the governor, the judge of whole graphs."""

@@ -1,0 +1,1 @@
+"""The only code of placement that changes the Scheduler's behaviour."""

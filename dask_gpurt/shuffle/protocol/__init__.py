@@ -1,0 +1,1 @@
+"""Decisions of a shuffle that both sides make alike. Pure."""

@@ -1,0 +1,1 @@
+"""Rows on their way: split, packed, gathered, assembled. Pure."""

@@ -1,0 +1,1 @@
+"""The protocol of a link: state machines without I/O."""

@@ -1,0 +1,1 @@
+"""Which transport and codec a message takes."""

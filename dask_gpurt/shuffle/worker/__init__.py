@@ -1,0 +1,1 @@
+"""The part of a shuffle that runs on a worker."""

@@ -1,0 +1,1 @@
+"""Device memory and pinned host memory."""

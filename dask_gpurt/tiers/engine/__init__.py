@@ -1,0 +1,1 @@
+"""Entries, their states, and what moves them between tiers."""

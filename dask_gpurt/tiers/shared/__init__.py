@@ -1,0 +1,1 @@
+"""Copies in a shared store that outlive a worker."""

@@ -1,0 +1,1 @@
+"""Values in files on local disks."""

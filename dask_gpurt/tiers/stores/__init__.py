@@ -1,0 +1,1 @@
+"""Mappings on top of the engine: task results, shuffle shards."""

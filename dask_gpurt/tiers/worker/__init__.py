@@ -1,0 +1,1 @@
+"""What connects the engine with Dask's worker."""
