@@ -30,7 +30,7 @@ from distributed import Client, get_worker, wait
 
 import dask_gpurt
 from benchmarks.data import RESULTS, facts, write_json
-from dask_gpurt.observe.advice import Finding, advise
+from dask_gpurt.observe.report.findings import Finding, advise
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

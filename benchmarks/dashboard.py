@@ -20,8 +20,8 @@ from bokeh.document import Document
 from bokeh.protocol import Protocol
 
 from benchmarks.data import RESULTS, facts, write_json
-from dask_gpurt.observe import feed as feeds
 from dask_gpurt.observe.dashboard import pages
+from dask_gpurt.observe.figures import history as feeds
 from tests.observe.fakes import Clock, FakeScheduler, MiB, figures, heartbeat
 
 if TYPE_CHECKING:

@@ -25,9 +25,9 @@ import numpy as np
 from dask.utils import parse_bytes
 
 from benchmarks import compare, data
-from dask_gpurt.model.pages import pages
-from dask_gpurt.tiers.codec import PickleCodec
-from dask_gpurt.tiers.disk import DiskTier
+from dask_gpurt.memory.pages import pages
+from dask_gpurt.tiers.storage.codec import PickleCodec
+from dask_gpurt.tiers.storage.disk.tier import DiskTier
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -21,8 +21,8 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.data import RESULTS, facts, write_json
-from dask_gpurt.observe.ledger_plugin import LedgerPlugin
-from dask_gpurt.observe.slots import SlotMeter
+from dask_gpurt.observe.collect.scheduler import LedgerPlugin
+from dask_gpurt.observe.collect.slots import SlotMeter
 from dask_gpurt.observe.trace.recorder import TraceRecorder
 
 if TYPE_CHECKING:

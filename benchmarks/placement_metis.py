@@ -8,8 +8,8 @@ their seconds, edges their bytes. Two ways to use it, both off the hot path:
 metis         every task is pinned to the worker of its part
 metis roots   only the roots belong to the worker of their part; everything else is decided by the cost, as always
 
-compared with ``gpurt`` (contiguous blocks of roots in priority order, see `dask_gpurt.placement.groups`). ``seconds``
-is what the partition took.
+compared with ``gpurt`` (contiguous blocks of roots in priority order, see `dask_gpurt.placement.decide.root_blocks`).
+``seconds`` is what the partition took.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import data
-from dask_gpurt.placement.groups import Block
+from dask_gpurt.placement.decide.root_blocks import Block
 from dask_gpurt.simulate import Cluster, Workload, simulate
 from dask_gpurt.simulate.bounds import bound
 from dask_gpurt.simulate.shapes import MIXES, SHAPES, build
@@ -33,7 +33,7 @@ from dask_gpurt.simulate.shapes import MIXES, SHAPES, build
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dask_gpurt.placement.cutting import Member
+    from dask_gpurt.placement.decide.root_cuts import Member
 
 #: METIS wants whole numbers
 BYTES, SECONDS = 100_000, 1e-3

@@ -77,7 +77,7 @@ SHAPES: dict[str, Callable[[Client, int, float], None]] = {"map": run_map, "free
 
 def forget(dask_scheduler: Any) -> None:
     """Runs on the scheduler: nothing is known of any worker's speed."""
-    from dask_gpurt.placement.speed import Speed
+    from dask_gpurt.placement.tables.worker_speed import Speed
 
     plugin = dask_scheduler.plugins.get("gpurt-placement")
     if plugin is not None and plugin.engine is not None:

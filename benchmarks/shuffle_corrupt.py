@@ -75,16 +75,16 @@ class Spoiler:
 
 def begin(seed: int, way: str, dask_worker: Any) -> int:
     """On a worker: spoil what this transport receives."""
-    from dask_gpurt.shuffle import run, sending
-    from dask_gpurt.shuffle.transport import opening
+    from dask_gpurt.shuffle.transport import registry
+    from dask_gpurt.shuffle.worker import run, sender
 
     spoiler = Spoiler(seed, 0.5)
     dask_worker.spoiler = spoiler
-    sending.STAGE_BYTES = 1  # every shard a message
+    sender.STAGE_BYTES = 1  # every shard a message
     if not hasattr(dask_worker, "untouched"):
-        dask_worker.untouched = opening.make, run.GpurtShuffleRun._receive_message
+        dask_worker.untouched = registry.make, run.GpurtShuffleRun._receive_message
     make, receive = dask_worker.untouched
-    opening.make = make
+    registry.make = make
     run.GpurtShuffleRun._receive_message = receive  # type: ignore[method-assign]
 
     def spoilt(name: str, services: Any) -> Any:
@@ -98,9 +98,9 @@ def begin(seed: int, way: str, dask_worker: Any) -> int:
 
     if way == "rpc":
         run.GpurtShuffleRun._receive_message = spoilt_rpc  # type: ignore[method-assign]
-        sending.RESENDS = 50
+        sender.RESENDS = 50
     else:
-        opening.make = spoilt
+        registry.make = spoilt
     return os.getpid()
 
 
@@ -123,7 +123,7 @@ async def install(dask_scheduler: Any, way: str) -> None:
 def headers(n: int) -> int:
     """Changed record headers that were parsed all the same."""
     from dask_gpurt.errors import WireError
-    from dask_gpurt.shuffle.transport.records import HEADER_BYTES, Kind, Record, RunKey
+    from dask_gpurt.shuffle.transport.link.records import HEADER_BYTES, Kind, Record, RunKey
 
     r = np.random.default_rng(0)
     good = Record(Kind.DATA, RunKey(7, 1), 3, 4096, 2, 9).pack()

@@ -50,7 +50,8 @@ from distributed import Client, LocalCluster, SchedulerPlugin
 
 from benchmarks import data
 from dask_gpurt.api import local_cluster
-from dask_gpurt.shuffle import binder, binding
+from dask_gpurt.shuffle.protocol import rebalance_plan
+from dask_gpurt.shuffle.scheduler import rebalance
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -392,9 +393,9 @@ def main(argv: list[str] | None = None) -> int:
     if args.skewed:
         os.environ[SKEWED] = "1"
         # The scheduler is in this process.
-        binding.LEAST_BYTES = 1 << 16
-        prices = binding.Prices(unpack_per_byte=1.0, move_per_byte=0.0, spill_per_byte=0.0, fixed=0.0)
-        binder.Binder._prices = lambda self, states, name: prices  # type: ignore[method-assign]
+        rebalance_plan.LEAST_BYTES = 1 << 16
+        prices = rebalance_plan.Prices(unpack_per_byte=1.0, move_per_byte=0.0, spill_per_byte=0.0, fixed=0.0)
+        rebalance.Binder._prices = lambda self, states, name: prices  # type: ignore[method-assign]
     start = time.perf_counter()
     report: dict[str, Any] = {}
     if os.path.exists(args.out):

@@ -55,7 +55,7 @@ def slow_down(seconds: float) -> None:
     """On a worker: every chunk takes so much longer to store."""
     import asyncio
 
-    from dask_gpurt.tiers.shards import TierShardStore
+    from dask_gpurt.tiers.stores.shard_store import TierShardStore
 
     put = TierShardStore.put
 

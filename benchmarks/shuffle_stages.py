@@ -31,12 +31,12 @@ import pyarrow.compute as pc
 
 from benchmarks import data
 from benchmarks.shuffle_meters import ROWS_PER_GB, make
-from dask_gpurt.shuffle import assemble as assembling
-from dask_gpurt.shuffle import gather, wire
-from dask_gpurt.shuffle.assemble import Assembler
-from dask_gpurt.shuffle.chunk import ReceivedChunk
-from dask_gpurt.shuffle.partition import Layout, split
-from dask_gpurt.shuffle.sending import STAGE_BYTES
+from dask_gpurt.shuffle.rows import assemble as assembling
+from dask_gpurt.shuffle.rows import gather, wire
+from dask_gpurt.shuffle.rows.assemble import Assembler
+from dask_gpurt.shuffle.rows.partition import Layout, split
+from dask_gpurt.shuffle.rows.received_chunk import ReceivedChunk
+from dask_gpurt.shuffle.worker.sender import STAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

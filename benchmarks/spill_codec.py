@@ -20,8 +20,8 @@ import numpy as np
 import pandas as pd
 
 from benchmarks import compare, data
-from dask_gpurt.tiers.codec import PickleCodec
-from dask_gpurt.tiers.disk import DiskTier
+from dask_gpurt.tiers.storage.codec import PickleCodec
+from dask_gpurt.tiers.storage.disk.tier import DiskTier
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -41,7 +41,7 @@ from distributed.diskutils import WorkSpace
 from benchmarks import data
 from benchmarks.spill_loop import Tiers
 from dask_gpurt.config import Settings
-from dask_gpurt.tiers import disk as disk_module
+from dask_gpurt.tiers.storage.disk import tier as disk_module
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable

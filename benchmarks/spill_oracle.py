@@ -1,8 +1,8 @@
 """How far from the optimum is eviction? Traces of real runs, replayed through LRU and Belady at the same capacity.
 
 Workloads whose data is several times the workers' memory run on a real cluster of processes, with a record of every
-access on every worker (`dask_gpurt.tiers.trace`). Each record is then replayed (`dask_gpurt.tiers.replay`). Printed per
-workload, in bytes of values written and read, summed over the workers:
+access on every worker (`dask_gpurt.tiers.engine.access_trace`). Each record is then replayed
+(`dask_gpurt.simulate.eviction`). Printed per workload, in bytes of values written and read, summed over the workers:
 
 * ``moved``: what was really moved;
 * ``policy``: our order of victims with ideal mechanics (nothing in flight), i.e. what it costs not to know the future;
@@ -33,7 +33,7 @@ from benchmarks import compare, data
 from benchmarks.spill_workloads import WORKLOADS
 from dask_gpurt.config import Settings
 from dask_gpurt.extension import GpurtScheduler, on_worker
-from dask_gpurt.tiers.replay import Belady, Lru, Ours, moved, replay
+from dask_gpurt.simulate.eviction import Belady, Lru, Ours, moved, replay
 
 #: events kept per worker
 EVENTS = 500_000

@@ -84,9 +84,9 @@ class End:
     async def open(self, way: str) -> None:
         """A plane with this transport, and a run on it."""
         from dask_gpurt.config import ShuffleSettings
-        from dask_gpurt.model.pages import pages
+        from dask_gpurt.memory.pages import pages
+        from dask_gpurt.shuffle.transport.link.records import RunKey
         from dask_gpurt.shuffle.transport.plane import Plane
-        from dask_gpurt.shuffle.transport.records import RunKey
 
         pages.keep(True)
         settings = ShuffleSettings(enabled=True, transport=way, receive_budget=RECEIVE_BUDGET)
@@ -97,7 +97,7 @@ class End:
 
     async def receive(self, data: Any, way: str) -> Any:
         """What a worker does with a message by distributed's comms."""
-        from dask_gpurt.shuffle.transport import records
+        from dask_gpurt.shuffle.transport.link import records
 
         plane, run = self.runs[way]
         key = records.RunKey(1, WAYS.index(way))
@@ -110,13 +110,13 @@ class End:
 
     def message(self, block: Any) -> Any:
         """As it goes by distributed's comms."""
-        from dask_gpurt.shuffle.sending import Message, _as_is
+        from dask_gpurt.shuffle.worker.sender import Message, _as_is
 
         return _as_is(Message([block], self.address))
 
     async def send(self, way: str, peer: str, size: int, count: int) -> None:
         """Messages of `size`, as many at a time as a run sends."""
-        from dask_gpurt.shuffle.transport.records import RunKey
+        from dask_gpurt.shuffle.transport.link.records import RunKey
 
         plane, run = self.runs[way]
         key = RunKey(1, WAYS.index(way))
@@ -199,7 +199,7 @@ class Bench:
     def send_held(self, way: str) -> Any:
         """One message to a receiver that never says that it is stored; the receipt, as a future."""
         from dask_gpurt.shuffle.transport.base import Receipt
-        from dask_gpurt.shuffle.transport.records import RunKey
+        from dask_gpurt.shuffle.transport.link.records import RunKey
 
         self.open(way, hold=True)
         plane, run = self.end.runs[way]

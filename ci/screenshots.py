@@ -3,7 +3,7 @@
     PYTHONPATH=. python ci/screenshots.py FOLDER --data out/tpch/sf1
 
 Each page is opened in headless Chromium 400 pixels wide and 1300, on light and on dark. They are for people to look at:
-tests/observe/test_browser.py checks what a program can.
+tests/observe/dashboard/test_browser.py checks what a program can.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from distributed import Client
 
 import dask_gpurt
 from benchmarks.tpch import queries, tables
-from tests.observe.chromium import Browser, Tab, browser
+from tests.observe.dashboard.chromium import Browser, Tab, browser
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -12,9 +12,9 @@ from dask_gpurt.config import Settings, flat, write
 from dask_gpurt.errors import ConfigError, InstallError
 from dask_gpurt.extension import NAME, GpurtScheduler, on_worker
 from dask_gpurt.extension.parts import require_assertions
+from dask_gpurt.observe.answers.status import Status
 from dask_gpurt.observe.dashboard import hook
-from dask_gpurt.observe.status import Status
-from dask_gpurt.placement import policy
+from dask_gpurt.placement.decide import policy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -96,7 +96,7 @@ def report(address: str, out: str, timeout: float) -> None:
 
     Prints the advice. Exit code 1 when the extension is not installed there.
     """
-    from dask_gpurt.observe.advice import advise
+    from dask_gpurt.observe.report.findings import advise
     from dask_gpurt.reports import report_now
 
     with _connect(address, timeout) as client:

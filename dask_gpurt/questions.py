@@ -17,8 +17,8 @@ from distributed.client import futures_of
 from dask_gpurt.clients import ask, ask_workers
 from dask_gpurt.errors import GpurtError, UnknownKey
 from dask_gpurt.extension import NAME, GpurtScheduler, on_worker, stock_residence
-from dask_gpurt.observe.explain import Explanation
-from dask_gpurt.observe.where import Where
+from dask_gpurt.observe.answers.explain import Explanation
+from dask_gpurt.observe.answers.where import Where
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -16,9 +16,9 @@ from distributed.utils import get_ip
 from dask_gpurt.clients import ask, ask_workers
 from dask_gpurt.errors import GpurtError
 from dask_gpurt.extension import NAME, GpurtScheduler, on_worker
-from dask_gpurt.observe.nodes import of_worker
-from dask_gpurt.observe.report import write
-from dask_gpurt.observe.run import Run, from_snapshots
+from dask_gpurt.observe.figures.node_class import of_worker
+from dask_gpurt.observe.report.facts import Run, from_snapshots
+from dask_gpurt.observe.report.page import write
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -82,7 +82,7 @@ def report_now(path: str, client: Client) -> Run:
 
 
 def snapshot(client: Client) -> dict[str, Any]:
-    """All that is counted on a cluster, as plain values; see `dask_gpurt.observe.run`.
+    """All that is counted on a cluster, as plain values; see `dask_gpurt.observe.report.facts`.
 
     Raises
     ------

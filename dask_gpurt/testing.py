@@ -212,14 +212,14 @@ def _same(got: Any, want: Any) -> None:
 def check_storage_tier(
     make: Callable[[int | None], Any], codec: Any, *, damage: Callable[[Any], None] | None = None
 ) -> None:
-    """What the engine relies on in a tier (`dask_gpurt.tiers.protocol.StorageTier`).
+    """What the engine relies on in a tier (`dask_gpurt.tiers.storage.protocol.StorageTier`).
 
     Parameters
     ----------
     make
         Returns a fresh, empty tier with the given limit in bytes (None: none).
     codec
-        Encodes NumPy arrays, strings and lists of them (`dask_gpurt.tiers.account.Codec`).
+        Encodes NumPy arrays, strings and lists of them (`dask_gpurt.tiers.engine.account.Codec`).
     damage
         Changes one byte of the last frame of the copy behind a handle. None: the tier is memory, which is not verified.
     """

@@ -12,7 +12,7 @@ from typing import Any
 from distributed import Client, wait
 
 import dask_gpurt
-from dask_gpurt.placement.policy import Cheapest
+from dask_gpurt.placement.decide.policy import Cheapest
 
 
 class Careless(Cheapest):

@@ -168,7 +168,7 @@ def _watch() -> dict[str, int]:
 def _of_extension(dask_worker: Worker) -> dict[str, int]:
     """Bytes that the extension's own shuffle counted on this worker; nothing without the extension."""
     # Not imported for this: a stock worker must not load the extension because it was measured.
-    plugin = sys.modules.get("dask_gpurt.shuffle.plugin")
+    plugin = sys.modules.get("dask_gpurt.shuffle.scheduler.plugin")
     if plugin is None:
         return {}
     statistics = plugin.worker_statistics(dask_worker)

@@ -6,7 +6,7 @@ import statistics
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.compare import geometric_mean
-from dask_gpurt.observe.html import MAX_SERIES, Page, flatten
+from dask_gpurt.observe.render.html import MAX_SERIES, Page, flatten
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

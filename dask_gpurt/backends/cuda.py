@@ -199,7 +199,7 @@ def _checked(result: tuple[Any, ...]) -> Any:
 
 
 class DeviceBytes:
-    """Contiguous bytes on the device as a frame; see `dask_gpurt.tiers.pinned.DeviceFrame`."""
+    """Contiguous bytes on the device as a frame; see `dask_gpurt.tiers.device.pinned.DeviceFrame`."""
 
     def __init__(self, pointer: int, nbytes: int, owner: Any) -> None:
         self._pointer = pointer
@@ -231,7 +231,7 @@ def _to_device(pieces: Sequence[memoryview], pointer: int) -> None:
 
 
 class PinnedSlabs:
-    """Page-locked memory from RMM; see `dask_gpurt.tiers.pinned.SlabSource`. Needs a driver."""
+    """Page-locked memory from RMM; see `dask_gpurt.tiers.device.pinned.SlabSource`. Needs a driver."""
 
     tier = Tier.PINNED
 
@@ -259,7 +259,7 @@ class PinnedSlabs:
 
 
 class CudaBackend:
-    """Implements `dask_gpurt.tiers.device.DeviceBackend` for cuDF, CuPy, Numba, RMM and torch.
+    """Implements `dask_gpurt.tiers.device.space.DeviceBackend` for cuDF, CuPy, Numba, RMM and torch.
 
     Encoding: distributed's "cuda" family, whose frames stay on the device until they are copied into pinned blocks;
     torch tensors, which that family does not know, by their own storage. What neither knows is refused (`owns`).

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from distributed.worker_state_machine import GatherDepNetworkFailureEvent
 
 from dask_gpurt.model.wrapped import Wrapped
-from dask_gpurt.tiers.adoption import require_call, require_names
+from dask_gpurt.tiers.worker.spill_buffer import require_call, require_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable

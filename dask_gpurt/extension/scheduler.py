@@ -17,18 +17,18 @@ from dask_gpurt.errors import InstallError
 from dask_gpurt.extension.parts import NAME, Parts, versions
 from dask_gpurt.extension.worker import GpurtWorker
 from dask_gpurt.model import residence
-from dask_gpurt.observe import feed, prometheus
+from dask_gpurt.observe.collect.scheduler import LedgerPlugin
 from dask_gpurt.observe.dashboard import late
+from dask_gpurt.observe.figures import history, prometheus
 from dask_gpurt.observe.journal import Journal
-from dask_gpurt.observe.ledger_plugin import LedgerPlugin
 from dask_gpurt.observe.trace.recorder import TraceRecorder
-from dask_gpurt.placement import policy
+from dask_gpurt.placement.decide import policy
 from dask_gpurt.placement.plugin import PlacementPlugin
-from dask_gpurt.placement.residence import Residence
-from dask_gpurt.shuffle.plugin import ShuffleTakeover
-from dask_gpurt.tiers.bucket import Bucket
-from dask_gpurt.tiers.hints_scheduler import NextUsePlugin
-from dask_gpurt.tiers.shared_scheduler import SharedCopiesPlugin
+from dask_gpurt.placement.tables.disk_residency import Residence
+from dask_gpurt.shuffle.scheduler.plugin import ShuffleTakeover
+from dask_gpurt.tiers.hints.scheduler import NextUsePlugin
+from dask_gpurt.tiers.shared.scheduler import SharedCopiesPlugin
+from dask_gpurt.tiers.storage.object.client import Bucket
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Hashable
@@ -173,7 +173,7 @@ class GpurtScheduler(SchedulerPlugin):
 
         prometheus.provide_scheduler(scheduler, figures)
         try:
-            feed.provide(scheduler, figures)
+            history.provide(scheduler, figures)
             self.plots = late.install(scheduler)
         except Exception as e:
             self.plots = f"not available because {type(e).__name__}: {e}"
@@ -181,7 +181,7 @@ class GpurtScheduler(SchedulerPlugin):
             logger.info("dask-gpurt: plots: %s", self.plots)
 
     def _hide(self, scheduler: Scheduler) -> None:
-        feed.withdraw(scheduler)
+        history.withdraw(scheduler)
         prometheus.withdraw(scheduler)
         self.plots = "off"
 

@@ -21,14 +21,14 @@ from dask_gpurt.errors import GpurtError
 from dask_gpurt.extension.fetches import Fetches
 from dask_gpurt.extension.parts import NAME, Parts, versions
 from dask_gpurt.model import Tier
-from dask_gpurt.observe import prometheus
+from dask_gpurt.observe.collect.worker import WorkerSlots
+from dask_gpurt.observe.figures import prometheus
 from dask_gpurt.observe.journal import Journal
-from dask_gpurt.observe.slots_worker import WorkerSlots
-from dask_gpurt.placement.one_result import OneResult
-from dask_gpurt.shuffle import stores
-from dask_gpurt.shuffle.plugin import worker_statistics
-from dask_gpurt.tiers.plugin import TierRuntime
-from dask_gpurt.tiers.residence import ResidenceSender
+from dask_gpurt.placement.takeover.worker_copies import OneResult
+from dask_gpurt.shuffle.scheduler.plugin import worker_statistics
+from dask_gpurt.shuffle.worker import shard_stores
+from dask_gpurt.tiers.runtime import TierRuntime
+from dask_gpurt.tiers.worker.residency import ResidenceSender
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
@@ -93,11 +93,11 @@ class WorkerParts:
         worker = self.worker
         runtime = await TierRuntime.install(worker, self.settings.tiers, sink=self.journal)
         self.runtime = runtime
-        stores.provide(worker, runtime.shard_store)
+        shard_stores.provide(worker, runtime.shard_store)
 
         async def undo() -> None:
             self.tell_residence(False)
-            stores.withdraw(worker)
+            shard_stores.withdraw(worker)
             await runtime.uninstall()
             self.runtime = None
 
@@ -165,8 +165,8 @@ class WorkerParts:
         return f"tiers for shuffles only, {host} -> disk ({now['left_alone']})"
 
     def heartbeat(self) -> dict[str, Any]:
-        """Few figures, and none that costs more than a look; `dask_gpurt.observe.metrics.WORKER` says what they are."""
-        out: dict[str, Any] = stores.counters_of(self.worker).heartbeat()
+        """Few figures, and none that costs more than a look. `figures.exported.WORKER` says what they are."""
+        out: dict[str, Any] = shard_stores.counters_of(self.worker).heartbeat()
         if self.slots is not None:
             out |= self.slots.heartbeat()
         if self.runtime is not None:

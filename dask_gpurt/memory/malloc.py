@@ -40,9 +40,9 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pyarrow as pa
 
-from dask_gpurt.model import spare
-from dask_gpurt.model.arenas import Arenas, arenas, glibc
-from dask_gpurt.model.pages import Pages, pages
+from dask_gpurt.memory import reclaim
+from dask_gpurt.memory.arenas import Arenas, arenas, glibc
+from dask_gpurt.memory.pages import Pages, pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -279,4 +279,4 @@ class Heap:
 
 #: this process's
 heap = Heap(os.environ, glibc(), pages=pages, arenas=arenas)
-spare.register(heap.give_back)
+reclaim.register(heap.give_back)

@@ -22,27 +22,31 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.model import LinkClass
 from dask_gpurt.model.views import TaskView
-from dask_gpurt.placement import candidates, judge, seam, summary, watch
-from dask_gpurt.placement.budget import Budget
-from dask_gpurt.placement.deals import Deals
-from dask_gpurt.placement.durations import BRIEF_SAMPLED, Durations, Prefix, compute_seconds
-from dask_gpurt.placement.governor import Governor, Standing
-from dask_gpurt.placement.graph_judge import GraphJudge
-from dask_gpurt.placement.groups import RootGroups
-from dask_gpurt.placement.hold_alarm import HoldAlarm
-from dask_gpurt.placement.home import stays
-from dask_gpurt.placement.ledger import Charge, Ledger
-from dask_gpurt.placement.log import DecisionLog
-from dask_gpurt.placement.pace import Pace
-from dask_gpurt.placement.policy import Cheapest
-from dask_gpurt.placement.prices import Prices
-from dask_gpurt.placement.residence import Residence
-from dask_gpurt.placement.shadow import Shadowed
-from dask_gpurt.placement.slack import Slack
-from dask_gpurt.placement.stories import QUEUE
-from dask_gpurt.placement.thieves import STOCK, Thieves
-from dask_gpurt.placement.transfers import certain_inputs, learn_links
-from dask_gpurt.placement.workers import WorkerInfo, WorkerTable
+from dask_gpurt.placement import statistics
+from dask_gpurt.placement.decide import candidates
+from dask_gpurt.placement.decide.fast_path import stays
+from dask_gpurt.placement.decide.policy import Cheapest
+from dask_gpurt.placement.decide.root_blocks import RootGroups
+from dask_gpurt.placement.decide.root_dispatch import Deals
+from dask_gpurt.placement.decide.steal_cost import Prices
+from dask_gpurt.placement.decide.steal_policy import STOCK, Thieves
+from dask_gpurt.placement.evaluate import governor_samples as judge
+from dask_gpurt.placement.evaluate import graph_samples
+from dask_gpurt.placement.evaluate.decision_log import DecisionLog
+from dask_gpurt.placement.evaluate.decision_record import QUEUE
+from dask_gpurt.placement.evaluate.governor import Governor, Standing
+from dask_gpurt.placement.evaluate.graph_judge import GraphJudge
+from dask_gpurt.placement.evaluate.idle_alarm import HoldAlarm
+from dask_gpurt.placement.evaluate.shadow_stats import Shadowed
+from dask_gpurt.placement.tables.backlog import Charge, Ledger
+from dask_gpurt.placement.tables.cluster_speed import Pace
+from dask_gpurt.placement.tables.disk_residency import Residence
+from dask_gpurt.placement.tables.durations import BRIEF_SAMPLED, Durations, Prefix, compute_seconds
+from dask_gpurt.placement.tables.link_samples import certain_inputs, learn_links
+from dask_gpurt.placement.tables.overhead_budget import Budget
+from dask_gpurt.placement.tables.slack import Slack
+from dask_gpurt.placement.tables.workers import WorkerInfo, WorkerTable
+from dask_gpurt.placement.takeover import scheduler as seam
 from dask_gpurt.topology.links import SEEDS, LinkMatrix
 from dask_gpurt.topology.zones import Zones, seed
 
@@ -51,7 +55,7 @@ if TYPE_CHECKING:
 
     from dask_gpurt.config import PlacementSettings
     from dask_gpurt.model.link import Link
-    from dask_gpurt.placement.policy import Policy
+    from dask_gpurt.placement.decide.policy import Policy
 
 #: share of a worker's memory limit that task data may fill before more of it overflows: Dask's memory.target
 HOST_SHARE = 0.6
@@ -317,7 +321,7 @@ class Engine:
 
     def graph_arrived(self, keys: Collection[Hashable]) -> None:
         """Before the first transition of its tasks."""
-        watch.graph_arrived(self, keys)
+        graph_samples.graph_arrived(self, keys)
         if not self.leaves_roots():
             self.deals.graph_arrived(keys)
 
@@ -401,7 +405,7 @@ class Engine:
             self.deals.assigned(info)
             charge.inputs = certain_inputs(ts, ws)
             if self.graph_judge.in_trial:
-                watch.count_bytes(self, ts, ws)
+                graph_samples.count_bytes(self, ts, ws)
 
     def left_processing(self, key: Hashable, finish: str, details: Mapping[str, Any]) -> None:
         """A task is no longer assigned. `details` are the keywords of the transition."""
@@ -491,7 +495,7 @@ class Engine:
         if ws.needs_what:
             self.deals.assigned(info)
             if self.graph_judge.in_trial:
-                watch.count_bytes(self, ts, ws)
+                graph_samples.count_bytes(self, ts, ws)
             self._transfer = (self._transfer + 1) % TRANSFERS_SAMPLED
             if not self._transfer or self.links.fits[info.node.link_class].samples < TRANSFERS_FROM:
                 inputs = certain_inputs(ts, ws)
@@ -565,4 +569,4 @@ class Engine:
 
     def statistics(self) -> dict[str, Any]:
         """Plain JSON; see `PlacementPlugin.statistics`."""
-        return summary.of(self)
+        return statistics.of(self)

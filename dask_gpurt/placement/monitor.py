@@ -29,21 +29,23 @@ from tornado.ioloop import PeriodicCallback
 
 from dask_gpurt.model import LinkClass
 from dask_gpurt.model.views import TaskView
-from dask_gpurt.placement import candidates, seam, stragglers, watch
-from dask_gpurt.placement.cost import finish_seconds
-from dask_gpurt.placement.durations import JUDGING, LEAST, MEASURABLE_SECONDS
-from dask_gpurt.placement.speed import FORGET_SECONDS
-from dask_gpurt.placement.thieves import STOCK
+from dask_gpurt.placement.decide import candidates, straggler_policy
+from dask_gpurt.placement.decide.cost import finish_seconds
+from dask_gpurt.placement.decide.steal_policy import STOCK
+from dask_gpurt.placement.evaluate import graph_samples
+from dask_gpurt.placement.tables.durations import JUDGING, LEAST, MEASURABLE_SECONDS
+from dask_gpurt.placement.tables.worker_speed import FORGET_SECONDS
+from dask_gpurt.placement.takeover import scheduler as seam
 from dask_gpurt.topology.zones import round_trip_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dask_gpurt.placement.engine import Engine
-    from dask_gpurt.placement.seam import Seam
-    from dask_gpurt.placement.seam_copies import CopySeam
-    from dask_gpurt.placement.seam_stealing import StealingSeam
-    from dask_gpurt.placement.workers import WorkerInfo
+    from dask_gpurt.placement.tables.workers import WorkerInfo
+    from dask_gpurt.placement.takeover.scheduler import Seam
+    from dask_gpurt.placement.takeover.speculation import CopySeam
+    from dask_gpurt.placement.takeover.stealing import StealingSeam
 
 NAME = "patrol"
 #: key of the periodic callback
@@ -127,7 +129,7 @@ class Patrol:
         engine = self.engine
         workers = engine.workers.all.items
         if workers:
-            watch.look_round(engine)
+            graph_samples.look_round(engine)
         if not workers or engine.retired:
             return
         began = time.perf_counter()
@@ -184,8 +186,10 @@ class Patrol:
                     usual = max(usual, MEASURABLE_SECONDS, prefix.long_seconds)
                     if run > SURPRISE * usual and run - usual > NOTABLE_SECONDS:
                         late.append(math.log(run / usual))
-                if run > stragglers.TIMES * prefix.seconds:  # the least of what makes it overdue, and cheap to know
-                    bound = stragglers.overdue_seconds(prefix)
+                if (
+                    run > straggler_policy.TIMES * prefix.seconds
+                ):  # the least of what makes it overdue, and cheap to know
+                    bound = straggler_policy.overdue_seconds(prefix)
                     if bound is not None and run > bound and ts not in ws.long_running:
                         overdue.append((run, ts, info))
         speed = info.speed
@@ -260,11 +264,11 @@ class Patrol:
         engine, copies = self.engine, self.copies
         if copies is None or ts.key in copies.copies or ts.state != "processing":
             return
-        reason = stragglers.forbidden(ts)
+        reason = straggler_policy.forbidden(ts)
         if reason is not None:
             engine.forbade[reason] += 1
             return
-        if copies.gained[ts.prefix.name] <= -stragglers.LOSSES:
+        if copies.gained[ts.prefix.name] <= -straggler_policy.LOSSES:
             engine.forbade["copies have lost"] += 1
             return
         valid = engine.scheduler.valid_workers(ts)
@@ -297,5 +301,5 @@ class Patrol:
             ((finish_seconds(task, view, far)[0], i) for i, view in enumerate(views)), key=lambda pair: pair[0]
         )
         here = prefix.seconds * home.speed.measured_slowness(name)
-        if stragglers.pays(run, here, there):
+        if straggler_policy.pays(run, here, there):
             copies.start(ts, free[best].ws)

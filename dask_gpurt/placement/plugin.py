@@ -19,23 +19,23 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 
 from dask_gpurt.errors import GpurtError, InstallError
 from dask_gpurt.model import Event, Sink, null_sink
-from dask_gpurt.placement import shadow
 from dask_gpurt.placement.engine import PLAIN, Engine
-from dask_gpurt.placement.guard import logger
-from dask_gpurt.placement.patrol import Patrol
-from dask_gpurt.placement.replicas import ReplicaSeam
-from dask_gpurt.placement.seam import Seam
-from dask_gpurt.placement.seam_copies import CopySeam
-from dask_gpurt.placement.seam_roots import RootSeam
-from dask_gpurt.placement.seam_routes import RouteSeam
-from dask_gpurt.placement.seam_shadow import watch
-from dask_gpurt.placement.seam_stealing import StealingSeam
+from dask_gpurt.placement.evaluate import shadow_stats
+from dask_gpurt.placement.monitor import Patrol
+from dask_gpurt.placement.takeover.circuit_breaker import logger
+from dask_gpurt.placement.takeover.fetch_sources import RouteSeam
+from dask_gpurt.placement.takeover.observe_stock import watch
+from dask_gpurt.placement.takeover.replica_drops import ReplicaSeam
+from dask_gpurt.placement.takeover.root_queue import RootSeam
+from dask_gpurt.placement.takeover.scheduler import Seam
+from dask_gpurt.placement.takeover.speculation import CopySeam
+from dask_gpurt.placement.takeover.stealing import StealingSeam
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dask_gpurt.config import PlacementSettings
-    from dask_gpurt.placement.policy import Policy
+    from dask_gpurt.placement.decide.policy import Policy
 
 #: the part that fails when a hook does
 BOOKKEEPING = "bookkeeping"
@@ -99,7 +99,7 @@ class PlacementPlugin(SchedulerPlugin):
             engine.adopt()
             self.seam, self.engine = seam, engine
             if self.settings.shadow:
-                watch(seam, functools.partial(shadow.look, engine))
+                watch(seam, functools.partial(shadow_stats.look, engine))
             else:
                 self._take_over(scheduler, seam, engine)
         except GpurtError:

@@ -8,9 +8,10 @@ import secrets
 from typing import Any
 
 from dask_gpurt.config import ShuffleSettings
-from dask_gpurt.shuffle import lookup, seam, stores
-from dask_gpurt.shuffle.recovery import State
-from dask_gpurt.shuffle.transport.records import SECRET_BYTES
+from dask_gpurt.shuffle import seam
+from dask_gpurt.shuffle.protocol.recovery import State
+from dask_gpurt.shuffle.transport.link.records import SECRET_BYTES
+from dask_gpurt.shuffle.worker import run_lookup, shard_stores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,16 +35,16 @@ class GpurtShuffleSpec(seam.DataFrameShuffleSpec):
         return cls(**fields, settings=settings, secret=secrets.token_bytes(SECRET_BYTES), order=order)
 
     def create_run_on_worker(self, run_id: int, span_id: str | None, worker_for: dict[int, str], plugin: Any) -> Any:
-        from dask_gpurt.shuffle.run import GpurtShuffleRun
         from dask_gpurt.shuffle.transport.planes import plane_of
+        from dask_gpurt.shuffle.worker.run import GpurtShuffleRun
 
         worker = plugin.worker
-        store, plain = stores.store_of(worker)
-        counters = stores.counters_of(worker)
+        store, plain = shard_stores.store_of(worker)
+        counters = shard_stores.counters_of(worker)
         if plain:
             counters.add(fallbacks=1)
         plane = plane_of(worker, plugin, self.settings, counters.add)
-        lookup.install(plugin, GpurtShuffleRun)
+        run_lookup.install(plugin, GpurtShuffleRun)
         return GpurtShuffleRun(
             store=store,
             counters=counters,
@@ -51,7 +52,7 @@ class GpurtShuffleSpec(seam.DataFrameShuffleSpec):
             secret=self.secret,
             memory_limit=worker.memory_manager.memory_limit,
             state=self.state,
-            retained=stores.retained_of(worker, self.settings.retain),
+            retained=shard_stores.retained_of(worker, self.settings.retain),
             column=self.column,
             meta=self.meta,
             worker_for={part: worker_for[part] for part in self.order if part in worker_for} | worker_for,

@@ -19,13 +19,13 @@ import heapq
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dask_gpurt.tiers.entry import Entry, State
-from dask_gpurt.tiers.policy import Victims
+from dask_gpurt.tiers.engine.entry import Entry, State
+from dask_gpurt.tiers.engine.victims import Victims
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dask_gpurt.tiers.trace import TraceEvent
+    from dask_gpurt.tiers.engine.access_trace import TraceEvent
 
 #: a write or read that was begun costs its bytes, whatever became of it
 _READS = ("load", "read")

@@ -11,7 +11,7 @@ from distributed.core import Status
 from dask_gpurt.config import PlacementSettings, Settings
 from dask_gpurt.errors import ConfigError
 from dask_gpurt.placement import PlacementPlugin
-from dask_gpurt.placement.policy import CLASS, Cheapest, Policy, load
+from dask_gpurt.placement.decide.policy import CLASS, Cheapest, Policy, load
 from dask_gpurt.topology.zones import NEAR_SECONDS
 
 if TYPE_CHECKING:

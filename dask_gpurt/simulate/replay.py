@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from dask_gpurt.observe.trace.reader import Trace
-    from dask_gpurt.placement.policy import Policy
+    from dask_gpurt.placement.decide.policy import Policy
 
 #: what ``--links`` knows by name: latency of a fetch (two event loops included) and bandwidth of a network card
 LINKS = {

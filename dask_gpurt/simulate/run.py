@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from dask_gpurt.config import PlacementSettings
     from dask_gpurt.placement import PlacementPlugin
-    from dask_gpurt.placement.policy import Policy
+    from dask_gpurt.placement.decide.policy import Policy
     from dask_gpurt.simulate.model import Cluster, Result, Workload
 
 
@@ -41,7 +41,7 @@ def simulate(
     policy
         ``stock``, ``inf`` (stock with ``worker-saturation: inf``), ``random``, ``plan`` (every task pinned to where
         `Workload.plan` says), ``gpurt``, ``package.module:Class``, or an object with a ``decide`` method, see
-        `dask_gpurt.placement.policy.Policy`.
+        `dask_gpurt.placement.decide.policy.Policy`.
     seed
         Of everything left to chance: jitter of durations, the order in which sets are walked, sources of transfers.
         The same arguments give the same result in every process.

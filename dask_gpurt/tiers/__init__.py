@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dask_gpurt.tiers.plugin import TierRuntime
-from dask_gpurt.tiers.shards import TierShardStore
-from dask_gpurt.tiers.store import TieredStore
+from dask_gpurt.tiers.runtime import TierRuntime
+from dask_gpurt.tiers.stores.shard_store import TierShardStore
+from dask_gpurt.tiers.stores.task_store import TieredStore
 
 __all__ = ["TierRuntime", "TierShardStore", "TieredStore"]

@@ -20,25 +20,26 @@ from dask.utils import format_bytes
 from distributed.core import Status
 
 from dask_gpurt.backends import cuda
-from dask_gpurt.model import spare
+from dask_gpurt.memory import reclaim
+from dask_gpurt.memory.pages import pages
 from dask_gpurt.model.events import Event, Sink, null_sink
-from dask_gpurt.model.pages import pages
-from dask_gpurt.tiers import adoption, roots
-from dask_gpurt.tiers.below import Below
-from dask_gpurt.tiers.device_memory import DeviceMemory
-from dask_gpurt.tiers.engine import Engine
-from dask_gpurt.tiers.memory import Limits, MemoryWatch, limits_of
-from dask_gpurt.tiers.oom import RetryAlone
-from dask_gpurt.tiers.seam import WorkerSeam
-from dask_gpurt.tiers.shards import TierShardStore
-from dask_gpurt.tiers.shared_worker import SharedCopies
+from dask_gpurt.tiers.device.oom import RetryAlone
+from dask_gpurt.tiers.device.setup import DeviceMemory
+from dask_gpurt.tiers.engine import buffer_roots
+from dask_gpurt.tiers.engine.engine import Engine
+from dask_gpurt.tiers.shared.worker import SharedCopies
+from dask_gpurt.tiers.storage.stack import Below
+from dask_gpurt.tiers.stores.shard_store import TierShardStore
+from dask_gpurt.tiers.worker import spill_buffer
+from dask_gpurt.tiers.worker.memory_watch import Limits, MemoryWatch, limits_of
+from dask_gpurt.tiers.worker.seam import WorkerSeam
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dask_gpurt.config import TierSettings
-    from dask_gpurt.tiers.device import DeviceSpace
-    from dask_gpurt.tiers.store import TieredStore
+    from dask_gpurt.tiers.device.space import DeviceSpace
+    from dask_gpurt.tiers.stores.task_store import TieredStore
 
 logger = logging.getLogger("distributed.worker.gpurt")
 
@@ -338,9 +339,9 @@ class TierRuntime:
             "turns_passed_by": seam.turns.passed_by if seam is not None else 0,
             "memory_alarms": self._watch.alarms,
             "memory_trims": self._watch.trims,
-            "memory_trim_errors": spare.errors,
+            "memory_trim_errors": reclaim.errors,
             "implausible_sizes": engine.books.implausible_sizes,
-            "unknown_frames": roots.errors,
+            "unknown_frames": buffer_roots.errors,
             "failed_deletions": engine.io.failures,
             "fallbacks": dict(seam.fallbacks) if seam is not None else {},
             "last_traceback": seam.last_traceback if seam is not None else "",
@@ -371,19 +372,19 @@ class TierRuntime:
         return out
 
 
-def _left_alone(data: Any, settings: TierSettings) -> adoption.LeftAlone | None:
+def _left_alone(data: Any, settings: TierSettings) -> spill_buffer.LeftAlone | None:
     """Why these data are not taken over; None when they are."""
     if not settings.enabled:
-        return adoption.LeftAlone("gpurt.tiers.enabled is false", "set it to true", logging.INFO)
-    return adoption.left_alone(data)
+        return spill_buffer.LeftAlone("gpurt.tiers.enabled is false", "set it to true", logging.INFO)
+    return spill_buffer.left_alone(data)
 
 
 async def _take_the_place_of_dask_cuda(worker: Any, settings: TierSettings) -> Callable[[], None]:
     """On ``dask cuda worker``, where our device tier can be had; returns what undoes it."""
     data = worker.memory_manager.data
-    if settings.enabled and settings.device == "auto" and adoption.from_dask_cuda(data):
+    if settings.enabled and settings.device == "auto" and spill_buffer.from_dask_cuda(data):
         found = await asyncio.to_thread(cuda.probe)
-        undo = None if found.reason else adoption.stand_in(worker)
+        undo = None if found.reason else spill_buffer.stand_in(worker)
         if undo is not None:
             logger.info("Memory tiers: in the place of dask-cuda's %s, which was empty", type(data).__name__)
             return undo

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from dask_gpurt.model import Chunk, ShardStore
-from dask_gpurt.shuffle.stores import MemoryShardStore
+from dask_gpurt.shuffle.worker.shard_stores import MemoryShardStore
 from dask_gpurt.testing import ArrayChunk, check_shard_store
-from dask_gpurt.tiers.directories import Directories
-from dask_gpurt.tiers.disk import DiskTier
-from dask_gpurt.tiers.engine import Engine
-from dask_gpurt.tiers.shards import TierShardStore
-from dask_gpurt.tiers.space import Quota
+from dask_gpurt.tiers.engine.engine import Engine
+from dask_gpurt.tiers.storage.disk.quota import Quota
+from dask_gpurt.tiers.storage.disk.striped import Directories
+from dask_gpurt.tiers.storage.disk.tier import DiskTier
+from dask_gpurt.tiers.stores.shard_store import TierShardStore
 
 
 def test_array_chunk_is_a_chunk() -> None:

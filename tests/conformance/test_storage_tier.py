@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from dask_gpurt.testing import check_storage_tier
-from dask_gpurt.tiers.cascade import Cascade
-from dask_gpurt.tiers.codec import PickleCodec
-from dask_gpurt.tiers.directories import Directories
-from dask_gpurt.tiers.disk import DiskTier
-from dask_gpurt.tiers.pinned import BlockPool, HostSlabs, SlabTier
-from dask_gpurt.tiers.space import Quota
+from dask_gpurt.tiers.device.pinned import BlockPool, HostSlabs, SlabTier
+from dask_gpurt.tiers.storage.codec import PickleCodec
+from dask_gpurt.tiers.storage.disk.quota import Quota
+from dask_gpurt.tiers.storage.disk.striped import Directories
+from dask_gpurt.tiers.storage.disk.tier import DiskTier
+from dask_gpurt.tiers.storage.fallback import Cascade
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -75,8 +75,8 @@ def test_cascade(tmp_path: Path) -> None:
 
 def objects(url: str) -> Callable[[int | None], Any]:
     pytest.importorskip("obstore")
-    from dask_gpurt.tiers.bucket import Bucket
-    from dask_gpurt.tiers.object import ObjectTier
+    from dask_gpurt.tiers.storage.object.client import Bucket
+    from dask_gpurt.tiers.storage.object.tier import ObjectTier
 
     bucket = Bucket(url, timeout_seconds=10)
     count = itertools.count()

@@ -13,11 +13,11 @@ import pytest
 from dask_gpurt.backends import cuda
 from dask_gpurt.config import Settings
 from dask_gpurt.testing import check_storage_tier
-from dask_gpurt.tiers.codec import PickleCodec
-from dask_gpurt.tiers.device import BoxState
-from dask_gpurt.tiers.device_memory import DeviceMemory, _Late
-from dask_gpurt.tiers.disk import DiskTier
-from dask_gpurt.tiers.pinned import BlockPool, SlabTier
+from dask_gpurt.tiers.device.pinned import BlockPool, SlabTier
+from dask_gpurt.tiers.device.setup import DeviceMemory, _Late
+from dask_gpurt.tiers.device.space import BoxState
+from dask_gpurt.tiers.storage.codec import PickleCodec
+from dask_gpurt.tiers.storage.disk.tier import DiskTier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from dask_gpurt.model.pages import Pages, system
+from dask_gpurt.memory.pages import Pages, system
 from dask_gpurt.shuffle.transport.base import Gate, Header, Peer, Services
-from dask_gpurt.shuffle.transport.records import RunKey, is_device, message_bytes, size_of
+from dask_gpurt.shuffle.transport.link.records import RunKey, is_device, message_bytes, size_of
 
 pytestmark = pytest.mark.gpu
 RUN, SECRET = RunKey(7, 1), bytes(16)
@@ -29,7 +29,7 @@ else:
 
 class Node:
     def __init__(self, address: str) -> None:
-        from dask_gpurt.shuffle.transport.ucx import UcxTransport
+        from dask_gpurt.shuffle.transport.ucx.transport import UcxTransport
 
         self.frames: list[Any] = []
         self.gate = Gate(1 << 28)

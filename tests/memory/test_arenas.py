@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from dask_gpurt.model.arenas import Arenas, glibc
+from dask_gpurt.memory.arenas import Arenas, glibc
 
 # In a process of its own, whose allocator is set as a shuffle sets it.
 PROGRAM = """
 import ctypes, threading
-from dask_gpurt.model.arenas import arenas, glibc
+from dask_gpurt.memory.arenas import arenas, glibc
 
 libc = glibc()
 MB = 1 << 20

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from dask_gpurt.model.pages import Pages
-from dask_gpurt.shuffle.heap import HEAP_BYTES, KEEP_BYTES, LINGER_SECONDS, PRESSURE, TRIM_BYTES, Heap
+from dask_gpurt.memory.malloc import HEAP_BYTES, KEEP_BYTES, LINGER_SECONDS, PRESSURE, TRIM_BYTES, Heap
+from dask_gpurt.memory.pages import Pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from dask_gpurt.model.pages import FRESH_BYTES, GRANULE, IDLE_SECONDS, MOST_EXTENTS, SMALLEST, Pages, system
+from dask_gpurt.memory.pages import FRESH_BYTES, GRANULE, IDLE_SECONDS, MOST_EXTENTS, SMALLEST, Pages, system
 
 MiB = 1 << 20
 pytestmark = pytest.mark.skipif(system() is None, reason="needs mremap")
@@ -227,7 +227,7 @@ def test_extents_are_not_kept_without_limit(pages, monkeypatch):
     del blocks[::2]
     gc.collect()
     counted(pages, 32)
-    monkeypatch.setattr("dask_gpurt.model.pages.MOST_EXTENTS", 4)
+    monkeypatch.setattr("dask_gpurt.memory.pages.MOST_EXTENTS", 4)
     large = filled(pages, 4 * SMALLEST, 77)
     assert pages.joined == 0  # though what is free would do
     assert len(pages._free) <= 1

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from dask_gpurt.observe import feed
-from dask_gpurt.observe.causes import CAUSES
-from dask_gpurt.observe.metrics import WORKER
+from dask_gpurt.observe.collect.causes import CAUSES
+from dask_gpurt.observe.figures import history
+from dask_gpurt.observe.figures.exported import WORKER
 
 MiB = 2**20
 
@@ -89,11 +89,11 @@ def figures(local: int = 0, moved: int = 0, declined: int = 0, fallbacks: int = 
     }
 
 
-def give_feed(scheduler: FakeScheduler, read: Any, monkeypatch: Any) -> tuple[feed.Feed, Clock]:
+def give_feed(scheduler: FakeScheduler, read: Any, monkeypatch: Any) -> tuple[history.Feed, Clock]:
     """A feed that ticks when it is told to."""
     clock = Clock()
-    made = feed.Feed(scheduler, read, clock)
-    monkeypatch.setitem(feed._feeds, scheduler, made)
+    made = history.Feed(scheduler, read, clock)
+    monkeypatch.setitem(history._feeds, scheduler, made)
     return made, clock
 
 

@@ -13,7 +13,7 @@ from distributed import Worker, wait
 from distributed.utils_test import gen_cluster, inc
 
 from dask_gpurt.backends import nvtx
-from dask_gpurt.observe.slots_worker import WorkerSlots
+from dask_gpurt.observe.collect.worker import WorkerSlots
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

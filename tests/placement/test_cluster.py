@@ -11,10 +11,11 @@ import pytest
 from distributed import Nanny, Worker, get_worker
 from distributed.scheduler import Scheduler
 from distributed.utils_test import gen_cluster, inc, slowinc
-from placement_fakes import SETTINGS
 
 from dask_gpurt.errors import InstallError, SeamMismatch
-from dask_gpurt.placement import PlacementPlugin, engine, guard
+from dask_gpurt.placement import PlacementPlugin, engine
+from dask_gpurt.placement.takeover import circuit_breaker
+from tests.placement.fakes import SETTINGS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -389,7 +390,7 @@ def test_an_exception_anywhere_does_no_harm(monkeypatch: pytest.MonkeyPatch, nam
 @pytest.mark.parametrize("name", ["decide", "left_processing"])
 def test_retires_in_a_running_cluster(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(engine.Engine, name, breaking(name))
-    monkeypatch.setattr(guard, "LIMIT", 20)
+    monkeypatch.setattr(circuit_breaker, "LIMIT", 20)
 
     @gen_cluster(client=True, nthreads=FOUR, timeout=60)
     async def run(c: Any, s: Scheduler, *workers: Worker) -> None:
@@ -398,7 +399,7 @@ def test_retires_in_a_running_cluster(monkeypatch: pytest.MonkeyPatch, name: str
         stats = plugin.statistics()
         (part,) = stats["retired"]
         assert "ZeroDivisionError" in stats["retired"][part]
-        assert stats["fallbacks"][part]["exception"] >= guard.LIMIT
+        assert stats["fallbacks"][part]["exception"] >= circuit_breaker.LIMIT
         assert set(s.workers) == {w.address for w in workers}
         if name == "left_processing":
             assert part == "bookkeeping"

@@ -14,11 +14,13 @@ from distributed.active_memory_manager import ReduceReplicas
 from distributed.core import Status
 from distributed.scheduler import Scheduler
 from distributed.utils_test import NO_AMM, gen_cluster, inc, slowinc
-from placement_fakes import SETTINGS
 
 from dask_gpurt.config import PlacementSettings
-from dask_gpurt.placement import PlacementPlugin, governor, guard, patrol, replicas, seam_routes, shadow
+from dask_gpurt.placement import PlacementPlugin, monitor
 from dask_gpurt.placement.engine import Engine
+from dask_gpurt.placement.evaluate import governor, shadow_stats
+from dask_gpurt.placement.takeover import circuit_breaker, fetch_sources, replica_drops
+from tests.placement.fakes import SETTINGS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -138,7 +140,7 @@ def test_an_exception_in_shadow_mode_is_counted(monkeypatch: pytest.MonkeyPatch)
     def broken(*args: Any) -> Any:
         raise ZeroDivisionError("broken")
 
-    monkeypatch.setattr(shadow, "look", broken)
+    monkeypatch.setattr(shadow_stats, "look", broken)
 
     @gen_cluster(client=True, nthreads=FOUR)
     async def run(c: Any, s: Scheduler, *workers: Worker) -> None:
@@ -196,9 +198,9 @@ FAULTS = [
     (Engine, "worker_added"),
     (Engine, "worker_removed"),
     (Engine, "restarted"),
-    (patrol.Patrol, "round"),
-    (replicas.WorstReplicas, "_name"),
-    (seam_routes.RouteSeam, "_shorten"),
+    (monitor.Patrol, "round"),
+    (replica_drops.WorstReplicas, "_name"),
+    (fetch_sources.RouteSeam, "_shorten"),
 ]
 
 
@@ -211,7 +213,7 @@ def test_faults_everywhere(monkeypatch: pytest.MonkeyPatch, owner: type, name: s
         raise ZeroDivisionError(f"{name} is broken")
 
     monkeypatch.setattr(owner, name, broken)
-    monkeypatch.setattr(guard, "LIMIT", 10**6)
+    monkeypatch.setattr(circuit_breaker, "LIMIT", 10**6)
 
     @gen_cluster(client=True, nthreads=FOUR, config=FAST_STEALING, timeout=60)
     async def run(c: Any, s: Scheduler, *workers: Worker) -> None:
@@ -321,10 +323,10 @@ def test_badness() -> None:
     spilling = Holder(100, 300, 1000)
     paused = Holder(100, 0, 1000, Status.paused)
     small = Holder(100, 0, 200)
-    rank = [replicas.badness(h, None, 100) for h in (idle, small, spilling, paused)]
+    rank = [replica_drops.badness(h, None, 100) for h in (idle, small, spilling, paused)]
     assert rank == sorted(rank)
     assert len(set(rank)) == 4
-    assert replicas.badness(idle, 3, 100) > replicas.badness(spilling, 1, 100)
+    assert replica_drops.badness(idle, 3, 100) > replica_drops.badness(spilling, 1, 100)
 
 
 def test_workers_fetch_from_near_holders() -> None:

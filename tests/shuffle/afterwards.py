@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from worlds import World
-
-from dask_gpurt.shuffle.recovery import lost_outputs, reassign
+from dask_gpurt.shuffle.protocol.recovery import lost_outputs, reassign
+from tests.shuffle.protocol.worlds import World
 
 
 class Afterwards(World):

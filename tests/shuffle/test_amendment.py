@@ -13,13 +13,13 @@ import pandas as pd
 import pytest
 from distributed import SchedulerPlugin, futures_of
 from distributed.utils_test import NO_AMM, gen_cluster
-from helpers import left, ordered, source, taken_over, went_on, whole
 
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.shuffle import worker_statistics
-from dask_gpurt.shuffle.amender import Amender
-from dask_gpurt.shuffle.opener import NOWHERE, Opener
-from dask_gpurt.shuffle.outputs import OutputsRun
+from dask_gpurt.shuffle.scheduler.recovery import Amender
+from dask_gpurt.shuffle.scheduler.reopen import NOWHERE, Opener
+from dask_gpurt.shuffle.worker.output_builder import OutputsRun
+from tests.shuffle.helpers import left, ordered, source, taken_over, went_on, whole
 
 pytestmark = pytest.mark.cluster
 THREE = {

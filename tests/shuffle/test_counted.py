@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from distributed.utils_test import gen_cluster
-from helpers import left, source, taken_over, until
 
 from dask_gpurt.shuffle import worker_statistics
-from dask_gpurt.shuffle.outputs import OutputsRun
-from dask_gpurt.shuffle.skew import Histogram
-from dask_gpurt.shuffle.splitting import SplittingRun
-from dask_gpurt.shuffle.stores import Counters
+from dask_gpurt.shuffle.protocol.histogram import Histogram
+from dask_gpurt.shuffle.worker.output_builder import OutputsRun
+from dask_gpurt.shuffle.worker.shard_stores import Counters
+from dask_gpurt.shuffle.worker.splitter import SplittingRun
+from tests.shuffle.helpers import left, source, taken_over, until
 
 TWO: dict[str, Any] = {"client": True, "nthreads": [("127.0.0.1", 1)] * 2, "timeout": 120}
 

@@ -14,11 +14,21 @@ import pytest
 from dask.utils import parse_bytes
 from distributed import Client
 from distributed.utils_test import gen_cluster
-from helpers import left, source, taken_over, went_on
-from test_amended import THREE, N, after_the_barrier, gate, same_rows, transferred, until, vouched, whose
 
 from dask_gpurt import local_cluster
 from dask_gpurt.shuffle import worker_statistics
+from tests.shuffle.helpers import left, source, taken_over, went_on
+from tests.shuffle.test_amendment import (
+    THREE,
+    N,
+    after_the_barrier,
+    gate,
+    same_rows,
+    transferred,
+    until,
+    vouched,
+    whose,
+)
 
 pytestmark = pytest.mark.cluster
 

@@ -11,9 +11,9 @@ import numpy as np
 import pandas as pd
 import pytest
 from distributed.utils_test import gen_cluster
-from helpers import NastyStore, left, mixed, ordered, right, same, source, taken_over, whole
 
 from dask_gpurt.shuffle import MemoryShardStore, worker_statistics
+from tests.shuffle.helpers import NastyStore, left, mixed, ordered, right, same, source, taken_over, whole
 
 pytestmark = pytest.mark.cluster
 

@@ -14,10 +14,13 @@ import pandas as pd
 import pytest
 from distributed import Client, LocalCluster
 from distributed.utils_test import gen_cluster
-from helpers import NastyStore, left, mixed, ordered, right, source, taken_over, until, whole
 
 from dask_gpurt.errors import LostData
-from dask_gpurt.shuffle import MemoryShardStore, opener, outputs, sending, wire, worker_statistics
+from dask_gpurt.shuffle import MemoryShardStore, worker_statistics
+from dask_gpurt.shuffle.rows import wire
+from dask_gpurt.shuffle.scheduler import reopen
+from dask_gpurt.shuffle.worker import output_builder, sender
+from tests.shuffle.helpers import NastyStore, left, mixed, ordered, right, source, taken_over, until, whole
 
 pytestmark = pytest.mark.cluster
 TWO = {"client": True, "nthreads": [("127.0.0.1", 1)] * 2, "timeout": 120}
@@ -140,7 +143,7 @@ class SlowStore(MemoryShardStore):
 
 @gen_cluster(**TWO)
 async def test_a_copy_is_not_acknowledged_before_the_first_is_stored(c, s, a, b):
-    from dask_gpurt.shuffle.partition import Layout, split
+    from dask_gpurt.shuffle.rows.partition import Layout, split
 
     async with taken_over(s, [a, b], SlowStore) as (_, stores):
         f = c.compute(dd.from_map(slow_part, list(range(20)), meta=part(0)).shuffle("k", npartitions=4))
@@ -151,8 +154,8 @@ async def test_a_copy_is_not_acknowledged_before_the_first_is_stored(c, s, a, b)
             part(0).assign(p=run._layout.part_of[0]), "p", True, 10**6, Layout({int(run._layout.part_of[0]): "x"})
         )
         frames = [bytes(x) for x in wire.pack(run._tag, run.run_id, 1, [wire.encode(shard)])]
-        first = asyncio.create_task(run.receive(sending.Message(frames)))
-        second = asyncio.create_task(run.receive(sending.Message(frames)))
+        first = asyncio.create_task(run.receive(sender.Message(frames)))
+        second = asyncio.create_task(run.receive(sender.Message(frames)))
         await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
         assert 10**6 in run.received
         assert (await first)["status"] == (await second)["status"] == "OK"
@@ -164,7 +167,7 @@ async def test_a_copy_is_not_acknowledged_before_the_first_is_stored(c, s, a, b)
 async def test_output_asked_for_again_is_opened_again_instead_of_being_empty(c, s, a, b):
     """The task fails after its shards were taken from the store, and is retried."""
     failed = []
-    assemble = outputs.Assembler.__call__
+    assemble = output_builder.Assembler.__call__
 
     def fails_once(self, pieces):
         df = assemble(self, pieces)
@@ -173,7 +176,7 @@ async def test_output_asked_for_again_is_opened_again_instead_of_being_empty(c, 
             raise MemoryError("once")
         return df
 
-    outputs.Assembler.__call__ = fails_once
+    output_builder.Assembler.__call__ = fails_once
     try:
         async with taken_over(s, [a, b], NastyStore) as (takeover, stores):
             got = await c.compute(source(left).shuffle("k", npartitions=3), retries=2)
@@ -185,20 +188,20 @@ async def test_output_asked_for_again_is_opened_again_instead_of_being_empty(c, 
             assert stats["recovery"]["outputs_void"] == 1
             assert sum(worker_statistics(w)["inputs"] for w in (a, b)) == 6  # all rows were retained
     finally:
-        outputs.Assembler.__call__ = assemble
+        output_builder.Assembler.__call__ = assemble
 
 
 @pytest.mark.parametrize("refused", [False, True])
 def test_both_sides_of_a_join_are_opened_or_restarted_at_once(refused, monkeypatch):
     """Else the sides take turns: each costs the other side what was taken of it meanwhile."""
     if refused:
-        monkeypatch.setattr(opener, "ASKED", 0)
+        monkeypatch.setattr(reopen, "ASKED", 0)
     gen_cluster(**TWO)(check_both_sides)(refused)
 
 
 async def check_both_sides(c, s, a, b, refused):
     failed = []
-    assemble = outputs.Assembler.__call__
+    assemble = output_builder.Assembler.__call__
 
     def fails_once(self, pieces):
         df = assemble(self, pieces)
@@ -207,7 +210,7 @@ async def check_both_sides(c, s, a, b, refused):
             raise MemoryError("once")
         return df
 
-    outputs.Assembler.__call__ = fails_once
+    output_builder.Assembler.__call__ = fails_once
     try:
         async with taken_over(s, [a, b]) as (takeover, _):
             joined = source(left).merge(source(right), on="k", how="inner", npartitions=3, shuffle_method="p2p")
@@ -219,7 +222,7 @@ async def check_both_sides(c, s, a, b, refused):
             assert takeover.statistics()["recovery"]["outputs_void"] == (0 if refused else 2)
             assert sum(worker_statistics(w)["restarts"] for w in (a, b)) == refused
     finally:
-        outputs.Assembler.__call__ = assemble
+        output_builder.Assembler.__call__ = assemble
 
 
 @gen_cluster(**TWO)
@@ -232,7 +235,7 @@ async def test_a_retry_never_gets_the_frame_of_the_failed_try(c, s, a, b):
         df["k"] = -1
         raise ValueError("once")
 
-    unpack = outputs.OutputsRun._get_output_partition
+    unpack = output_builder.OutputsRun._get_output_partition
 
     def patched(self, *args, **kwargs):
         df = unpack(self, *args, **kwargs)
@@ -240,7 +243,7 @@ async def test_a_retry_never_gets_the_frame_of_the_failed_try(c, s, a, b):
             fails_once(df)
         return df
 
-    outputs.OutputsRun._get_output_partition = patched
+    output_builder.OutputsRun._get_output_partition = patched
     try:
         async with taken_over(s, [a, b]) as (takeover, stores):
             same_rows(await c.compute(source(left).shuffle("k", npartitions=3), retries=2), left, 6)
@@ -248,7 +251,7 @@ async def test_a_retry_never_gets_the_frame_of_the_failed_try(c, s, a, b):
             assert takeover.statistics()["recovery"]["outputs_void"] == 1
             await drained(stores)
     finally:
-        outputs.OutputsRun._get_output_partition = unpack
+        output_builder.OutputsRun._get_output_partition = unpack
 
 
 class LosesOnce(MemoryShardStore):
@@ -284,7 +287,7 @@ async def test_lost_for_good_is_an_error_with_its_reason(c, s, a, b):
         with pytest.raises(RuntimeError, match="unpack phase") as e:
             await f
         assert "the disk is gone" in str(e.value.__cause__)
-        assert sum(worker_statistics(w)["restarts"] for w in (a, b)) <= 2 * outputs.RESTARTS
+        assert sum(worker_statistics(w)["restarts"] for w in (a, b)) <= 2 * output_builder.RESTARTS
         await f.cancel()
         await drained(stores)
 
@@ -311,8 +314,8 @@ def corrupt(rate: float, monkeypatch) -> list[int]:
 
 def test_corrupted_messages_are_sent_again(monkeypatch):
     hits = corrupt(0.4, monkeypatch)
-    monkeypatch.setattr(sending, "STAGE_BYTES", 1000)
-    monkeypatch.setattr(sending, "RESENDS", 30)
+    monkeypatch.setattr(sender, "STAGE_BYTES", 1000)
+    monkeypatch.setattr(sender, "RESENDS", 30)
 
     @gen_cluster(**TWO)
     async def check(c, s, a, b):

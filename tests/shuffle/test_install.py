@@ -12,12 +12,12 @@ from distributed.core import Status
 from distributed.shuffle._scheduler_plugin import ShuffleSchedulerPlugin
 from distributed.shuffle._shuffle import DataFrameShuffleSpec
 from distributed.utils_test import gen_cluster
-from helpers import ON, left, source, until
 
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.errors import InstallError, SeamMismatch
 from dask_gpurt.shuffle import MemoryShardStore, ShuffleTakeover, provide, seam, store_of, withdraw, worker_statistics
 from dask_gpurt.shuffle.spec import GpurtShuffleSpec
+from tests.shuffle.helpers import ON, left, source, until
 
 pytestmark = pytest.mark.cluster
 TWO = {"client": True, "nthreads": [("127.0.0.1", 1)] * 2, "timeout": 60}

@@ -8,9 +8,9 @@ import dask
 import pandas as pd
 import pytest
 from distributed import Client, LocalCluster
-from helpers import ON, left, ordered, same, source, whole
 
 from dask_gpurt.shuffle import ShuffleTakeover
+from tests.shuffle.helpers import ON, left, ordered, same, source, whole
 
 pytestmark = pytest.mark.cluster
 

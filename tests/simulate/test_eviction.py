@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from dask_gpurt.tiers.replay import Belady, Lru, Moved, Ours, moved, replay
-from dask_gpurt.tiers.trace import Trace
+from dask_gpurt.simulate.eviction import Belady, Lru, Moved, Ours, moved, replay
+from dask_gpurt.tiers.engine.access_trace import Trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable

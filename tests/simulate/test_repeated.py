@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import dask
 import pytest
 
-from dask_gpurt.placement import hold_alarm
-from dask_gpurt.placement.cost import cost
-from dask_gpurt.placement.policy import WEIGHTS
+from dask_gpurt.placement.decide.cost import cost
+from dask_gpurt.placement.decide.policy import WEIGHTS
+from dask_gpurt.placement.evaluate import idle_alarm
 from dask_gpurt.simulate import Cluster, TaskSpec, Workload, policies
 from dask_gpurt.simulate.clock import patched
 from dask_gpurt.simulate.shapes import build
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dask_gpurt.model.link import Link
     from dask_gpurt.model.views import TaskView, WorkerView
     from dask_gpurt.placement import PlacementPlugin
-    from dask_gpurt.placement.policy import Policy
+    from dask_gpurt.placement.decide.policy import Policy
 
 TIMES = 12
 #: between two graphs, in seconds
@@ -153,7 +153,7 @@ def test_a_broken_root_placement_is_noticed_in_the_first_graph(monkeypatch: pyte
     assert max(runs.seconds) < 1.25 * stock
     assert runs.judged[-1]["retirements"] == 1
     assert runs.seconds[-1] == pytest.approx(stock, rel=0.03)
-    monkeypatch.setattr(hold_alarm, "SHARE", 1e9)
+    monkeypatch.setattr(idle_alarm, "SHARE", 1e9)
     assert repeated(phases(), prepare=all_on_one, times=1).seconds[0] > 3 * stock, "what it would have come to"
 
 
@@ -166,7 +166,7 @@ def test_a_good_placement_pays_no_lots(shape: str) -> None:
 
 
 def test_a_suspected_good_placement_pays_two_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dask_gpurt.placement.graph_judge.SUSPICIOUS", 0.0)
+    monkeypatch.setattr("dask_gpurt.placement.evaluate.graph_judge.SUSPICIOUS", 0.0)
     runs = repeated(build("stencil", 8, "nodes"))
     assert len(runs.stock) == 2
     (why,) = runs.judged[-1]["cleared"].values()

@@ -264,7 +264,9 @@ def test_wrong_descriptions(call: Any, says: str) -> None:
         call()
 
 
-@pytest.mark.parametrize("policy", ["stok", "no.such.module:Class", "dask_gpurt.placement.policy:Missing", "os:path"])
+@pytest.mark.parametrize(
+    "policy", ["stok", "no.such.module:Class", "dask_gpurt.placement.decide.policy:Missing", "os:path"]
+)
 def test_wrong_policies(policy: str) -> None:
     with pytest.raises(ConfigError):
         simulate(*build("map", 2, "flat"), policy)

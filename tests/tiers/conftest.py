@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from distributed.utils_test import async_poll_for
 
-from dask_gpurt.tiers.disk import DiskTier
-from dask_gpurt.tiers.engine import Engine
-from dask_gpurt.tiers.store import TieredStore
+from dask_gpurt.tiers.engine.engine import Engine
+from dask_gpurt.tiers.storage.disk.tier import DiskTier
+from dask_gpurt.tiers.stores.task_store import TieredStore
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -11,17 +11,17 @@ import pytest
 from distributed.utils_test import async_poll_for
 
 from dask_gpurt.config import Settings
-from dask_gpurt.model import spare
-from dask_gpurt.model.arenas import Arenas
-from dask_gpurt.model.pages import SMALLEST, pages
-from dask_gpurt.tiers import memory
-from dask_gpurt.tiers.entry import State
-from dask_gpurt.tiers.memory import MemoryWatch, limits_of
+from dask_gpurt.memory import reclaim
+from dask_gpurt.memory.arenas import Arenas
+from dask_gpurt.memory.pages import SMALLEST, pages
+from dask_gpurt.tiers.engine.entry import State
+from dask_gpurt.tiers.worker import memory_watch
+from dask_gpurt.tiers.worker.memory_watch import MemoryWatch, limits_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from .conftest import Rig
+    from tests.tiers.conftest import Rig
 
     RunRig = Callable[..., None]
 
@@ -64,18 +64,18 @@ def test_an_alarm_gives_back_what_is_free_and_moves_values(run_rig: RunRig, monk
     """Also when no value is left: what is free in the allocator alone can keep a worker paused for good."""
     trimmed = threading.Semaphore(0)
     libc = SimpleNamespace(malloc_trim=lambda nbytes: trimmed.release())
-    monkeypatch.setattr(memory, "arenas", Arenas(libc))
-    monkeypatch.setattr(memory, "_TRIM_SECONDS", 30.0)  # longer than what comes between the two looks may take
+    monkeypatch.setattr(memory_watch, "arenas", Arenas(libc))
+    monkeypatch.setattr(memory_watch, "_TRIM_SECONDS", 30.0)  # longer than what comes between the two looks may take
     given = threading.Semaphore(0)
 
     def broken() -> None:
         raise OSError("not now")
 
-    monkeypatch.setattr(spare, "_givers", [])
-    monkeypatch.setattr(spare, "errors", 0)
+    monkeypatch.setattr(reclaim, "_givers", [])
+    monkeypatch.setattr(reclaim, "errors", 0)
     for giver in (broken, given.release, broken):
-        spare.register(giver)
-    assert len(spare._givers) == 2
+        reclaim.register(giver)
+    assert len(reclaim._givers) == 2
 
     async def main(rig: Rig) -> None:
         size = [500_000]
@@ -101,12 +101,12 @@ def test_an_alarm_gives_back_what_is_free_and_moves_values(run_rig: RunRig, monk
         for _ in range(2):
             assert await asyncio.to_thread(trimmed.acquire, timeout=60)
             assert await asyncio.to_thread(given.acquire, timeout=60)
-        assert spare.errors >= 1
+        assert reclaim.errors >= 1
 
     run_rig(main, budget=1_000_000)
 
 
 def test_memory_of_shuffles_is_among_what_is_given_back() -> None:
-    from dask_gpurt.shuffle.heap import heap
+    from dask_gpurt.memory.malloc import heap
 
-    assert heap.give_back in spare._givers
+    assert heap.give_back in reclaim._givers

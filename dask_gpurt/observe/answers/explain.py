@@ -12,7 +12,7 @@ import html
 import time
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.observe.text import bytes_said, html_table, seconds_said, text_table
+from dask_gpurt.observe.render.text import bytes_said, html_table, seconds_said, text_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -7,7 +7,7 @@ import html
 import re
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.observe import details
+from dask_gpurt.observe.figures import status_only
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -18,8 +18,8 @@ def _any_of(patterns: Sequence[str]) -> re.Pattern[str]:
     return re.compile("|".join(re.escape(pattern).replace(r"\*", ".+") for pattern in patterns))
 
 
-_LARGEST = _any_of(details.MAXIMA)
-_NO_SUM = _any_of(details.NO_SUM)
+_LARGEST = _any_of(status_only.MAXIMA)
+_NO_SUM = _any_of(status_only.NO_SUM)
 
 #: suffix of a figure's name -> how it is written
 _UNITS = {"_bytes": "B", "_seconds": "s", "_us": "us"}

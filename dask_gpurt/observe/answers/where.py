@@ -12,7 +12,7 @@ import html
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.observe.text import bytes_said, html_table, text_table
+from dask_gpurt.observe.render.text import bytes_said, html_table, text_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

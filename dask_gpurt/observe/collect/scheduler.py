@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributed import SchedulerPlugin
 
-from dask_gpurt.observe.ledger import BARRIER, StallLedger
+from dask_gpurt.observe.collect.stall_ledger import BARRIER, StallLedger
 
 if TYPE_CHECKING:
     from collections.abc import Callable

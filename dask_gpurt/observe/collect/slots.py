@@ -7,7 +7,7 @@ sampled and nothing ticks; a change costs about two microseconds. In each state 
     slots = executing + idle
     idle  = paused -> memory | tasks that wait for inputs -> network | constrained -> resources | the rest -> unassigned
 
-``unassigned`` is for the scheduler to explain (`dask_gpurt.observe.ledger`). What executes is split by the tasks
+``unassigned`` is for the scheduler to explain (`stall_ledger`). What executes is split by the tasks
 themselves: code on behalf of a task says that it waits (`dask_gpurt.model.slots`), the task's own start and stop come
 with its result, and what remains of its time on the slot is ``serialisation`` (preparing it, storing its result, the
 event loop). So, always and by construction::
@@ -32,8 +32,8 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.observe.causes import UNASSIGNED
-from dask_gpurt.observe.tails import Tails
+from dask_gpurt.observe.collect.causes import UNASSIGNED
+from dask_gpurt.observe.collect.wait_histogram import Tails
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable

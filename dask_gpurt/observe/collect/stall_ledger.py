@@ -1,6 +1,6 @@
 """`StallLedger`: on the scheduler, the cause of every idle second of every slot.
 
-Theory of operation. A worker knows why a slot that has a task is idle (`dask_gpurt.observe.slots`); of the rest,
+Theory of operation. A worker knows why a slot that has a task is idle (`slots`); of the rest,
 ``unassigned``, it knows only how long. Why nothing was assigned is known here. Between two events the scheduler's state
 is constant, so there is one cause at any time for a slot that has nothing (`_cause`), and per worker the integral of
 
@@ -32,8 +32,8 @@ import traceback
 from collections import defaultdict, deque
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.observe import tails
-from dask_gpurt.observe.causes import CAUSES, CENTRAL, CLOCK, LOCAL, UNASSIGNED, WAITS, heartbeat_key
+from dask_gpurt.observe.collect import wait_histogram
+from dask_gpurt.observe.collect.causes import CAUSES, CENTRAL, CLOCK, LOCAL, UNASSIGNED, WAITS, heartbeat_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping
@@ -154,7 +154,7 @@ class StallLedger:
         #: (prefix, address) -> slot-seconds that others waited for its tasks
         self.skewed: defaultdict[tuple[str, str], float] = defaultdict(float)
         #: how long single waits of slots were
-        self.tails = tails.Tails()
+        self.tails = wait_histogram.Tails()
         self.tasks_seen = 0
         self.errors = 0
         self.last_traceback = ""
@@ -374,7 +374,7 @@ class StallLedger:
             books.figures, books.waits = {}, {}  # it was attached anew
         waits = figures.get(WAITS)
         if isinstance(waits, dict):
-            self.tails.grow(tails.grown(waits, books.waits))
+            self.tails.grow(wait_histogram.grown(waits, books.waits))
             books.waits = waits
         growth: dict[str, float] = {}
         for name in ("slots", "busy", "running", UNASSIGNED, *LOCAL):
@@ -409,8 +409,8 @@ class StallLedger:
 
         ``slot_seconds``, ``busy_seconds``, ``causes`` (cause -> slot-seconds) over all workers that ever told theirs;
         ``workers``: the same by address; ``waits``: by cause, and ``unassigned`` for those that only the scheduler
-        tells apart, how many single waits there were and how long, see `dask_gpurt.observe.tails`; ``tasks`` that
-        ended; ``output_bytes``: sizes of the newest shuffle outputs,
+        tells apart, how many single waits there were and how long, see `wait_histogram`; ``tasks`` that ended;
+        ``output_bytes``: sizes of the newest shuffle outputs,
         newest first, at most `NEWEST_OUTPUTS`; ``errors``, ``last_traceback``.
         """
         workers = {address: _told(books.totals) for address, books in self._books.items() if books.totals["slots"] > 0}
@@ -421,7 +421,7 @@ class StallLedger:
         return {
             **_told(every),
             "workers": workers,
-            "waits": tails.figures(self.tails.counts),
+            "waits": wait_histogram.figures(self.tails.counts),
             "tasks": self.tasks_seen,
             "output_bytes": [n for _, n in itertools.islice(reversed(self.outputs), NEWEST_OUTPUTS)],
             "errors": self.errors,

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 from distributed.worker_state_machine import SecedeEvent
 
 from dask_gpurt.model.slots import SLOT
-from dask_gpurt.observe import links
-from dask_gpurt.observe.causes import CLOCK, WAITS, heartbeat_key
-from dask_gpurt.observe.slots import SlotMeter
+from dask_gpurt.observe.collect import fetch_matrix
+from dask_gpurt.observe.collect.causes import CLOCK, WAITS, heartbeat_key
+from dask_gpurt.observe.collect.slots import SlotMeter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -197,20 +197,20 @@ class WorkerSlots:
         return out
 
     def heartbeat(self) -> dict[str, Any]:
-        """See `dask_gpurt.observe.metrics.WORKER`."""
+        """See `dask_gpurt.observe.figures.exported.WORKER`."""
         self._fetched()
         return {
             **{heartbeat_key(name): round(value, 6) for name, value in self.seconds().items()},
             WAITS: self.meter.tails.told(),
             CLOCK: time.monotonic(),
-            "fetched": links.told(self._sources),
+            "fetched": fetch_matrix.told(self._sources),
             "nic_bytes_per_second": self.nic_bytes_per_second,
         }
 
     @functools.cached_property
     def nic_bytes_per_second(self) -> float | None:
         """Of the network card that this worker listens on; None: unknown. Looked up once, with the first heartbeat."""
-        return links.nominal_bytes_per_second(links.host_of(self._worker.address))
+        return fetch_matrix.nominal_bytes_per_second(fetch_matrix.host_of(self._worker.address))
 
     def _fetched(self) -> None:
         """Take in what was fetched since the last look; Dask keeps the last thousand or so."""
@@ -225,7 +225,7 @@ class WorkerSlots:
         for entry in fresh:
             who = str(entry["who"])
             if who not in self._sources and len(self._sources) >= SOURCES:
-                who = links.OTHERS
+                who = fetch_matrix.OTHERS
             sums = self._sources.setdefault(who, [0.0, 0.0, 0.0])
             sums[0] += entry["total"]
             sums[1] += max(0.0, entry["stop"] - entry["start"])

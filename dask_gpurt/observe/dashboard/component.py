@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from distributed.dashboard.components import DashboardComponent
 
-from dask_gpurt.observe import feed as feeds
 from dask_gpurt.observe.dashboard import style
+from dask_gpurt.observe.figures import history as feeds
 
 if TYPE_CHECKING:
     from bokeh.models import ColumnDataSource
 
-    from dask_gpurt.observe.feed import Feed
+    from dask_gpurt.observe.figures.history import Feed
 
 logger = logging.getLogger("distributed.scheduler.gpurt")
 

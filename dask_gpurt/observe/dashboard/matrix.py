@@ -9,13 +9,13 @@ from bokeh.models import ColumnDataSource, FixedTicker, HoverTool, Range1d
 from bokeh.plotting import figure
 from dask.utils import format_bytes
 
-from dask_gpurt.observe import links
+from dask_gpurt.observe.collect import fetch_matrix
 from dask_gpurt.observe.dashboard import style
 from dask_gpurt.observe.dashboard.component import NO_FIGURES, NO_WORKERS, GpurtPlot, fill
 
 if TYPE_CHECKING:
-    from dask_gpurt.observe.feed import Feed
-    from dask_gpurt.observe.links import Cell, Matrix
+    from dask_gpurt.observe.collect.fetch_matrix import Cell, Matrix
+    from dask_gpurt.observe.figures.history import Feed
 
 #: rows up to which the figures are written into the cells
 WRITTEN = 4
@@ -88,7 +88,7 @@ class LinkMatrix(GpurtPlot):
 
     def _draw(self, feed: Feed) -> str:
         every = feed.rows()
-        matrix = links.matrix((row.name, row.address, row.figures) for row in every if row.figures is not None)
+        matrix = fetch_matrix.matrix((row.name, row.address, row.figures) for row in every if row.figures is not None)
         self._name(matrix)
         most = max((cell.bytes for cell in matrix.cells), default=0) or 1
         speeds = [speed for cell in matrix.cells if cell.bytes >= TELLING_BYTES and (speed := cell.bytes_per_second)]

@@ -10,13 +10,13 @@ from bokeh.models import ColumnDataSource, FixedTicker, HoverTool, NumeralTickFo
 from bokeh.plotting import figure
 from dask.utils import format_bytes
 
-from dask_gpurt.observe import feed as feeds
 from dask_gpurt.observe.dashboard import style
 from dask_gpurt.observe.dashboard.axes import TimeAxis
 from dask_gpurt.observe.dashboard.component import GpurtPlot, fill
+from dask_gpurt.observe.figures import history as feeds
 
 if TYPE_CHECKING:
-    from dask_gpurt.observe.feed import Feed
+    from dask_gpurt.observe.figures.history import Feed
 
 #: where the axes have ticks, and what is written there
 BANDWIDTHS: dict[float, str] = {

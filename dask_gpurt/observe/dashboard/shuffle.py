@@ -14,8 +14,8 @@ from dask_gpurt.observe.dashboard.axes import BARS, WorkerAxis
 from dask_gpurt.observe.dashboard.component import NO_FIGURES, NO_WORKERS, GpurtPlot, fill
 
 if TYPE_CHECKING:
-    from dask_gpurt.observe.feed import Feed
-    from dask_gpurt.observe.progress import Progress
+    from dask_gpurt.observe.figures.history import Feed
+    from dask_gpurt.observe.figures.shuffle_progress import Progress
 
 OFF = "the shuffle is not installed (gpurt.shuffle.enabled)"
 

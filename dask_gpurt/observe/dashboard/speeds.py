@@ -13,7 +13,7 @@ from dask_gpurt.observe.dashboard.component import NO_WORKERS, GpurtPlot, fill
 from dask_gpurt.observe.dashboard.placement import OFF
 
 if TYPE_CHECKING:
-    from dask_gpurt.observe.feed import Feed
+    from dask_gpurt.observe.figures.history import Feed
 
 #: of the median worker's speed: below that a worker is slow, comes first, and is named
 SLOW = 0.8

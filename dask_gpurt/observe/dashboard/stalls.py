@@ -9,14 +9,14 @@ from bokeh.layouts import column
 from bokeh.models import ColumnDataSource, Div, HoverTool
 from bokeh.plotting import figure
 
-from dask_gpurt.observe.causes import BUSY, CAUSES
+from dask_gpurt.observe.collect.causes import BUSY, CAUSES
 from dask_gpurt.observe.dashboard import style
 from dask_gpurt.observe.dashboard.axes import TimeAxis
 from dask_gpurt.observe.dashboard.component import GpurtPlot, fill
-from dask_gpurt.observe.feed import POINTS, SLOTS, THREADS, USES
+from dask_gpurt.observe.figures.history import POINTS, SLOTS, THREADS, USES
 
 if TYPE_CHECKING:
-    from dask_gpurt.observe.feed import Feed
+    from dask_gpurt.observe.figures.history import Feed
 
 OFF = "the stall ledger is off (gpurt.observe.enabled)"
 WAITING = "no worker has told what its slots do yet"

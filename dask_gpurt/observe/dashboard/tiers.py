@@ -11,10 +11,10 @@ from dask.utils import format_bytes
 from dask_gpurt.observe.dashboard import style
 from dask_gpurt.observe.dashboard.axes import BARS, TimeAxis, WorkerAxis
 from dask_gpurt.observe.dashboard.component import NO_FIGURES, NO_WORKERS, GpurtPlot, fill
-from dask_gpurt.observe.feed import POINTS
+from dask_gpurt.observe.figures.history import POINTS
 
 if TYPE_CHECKING:
-    from dask_gpurt.observe.feed import Feed
+    from dask_gpurt.observe.figures.history import Feed
 
 
 class TierOccupancy(GpurtPlot):

@@ -24,9 +24,9 @@ import traceback
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.observe.causes import BUSY, CAUSES
-from dask_gpurt.observe.nodes import of_worker
-from dask_gpurt.observe.progress import Shuffles
+from dask_gpurt.observe.collect.causes import BUSY, CAUSES
+from dask_gpurt.observe.figures.node_class import of_worker
+from dask_gpurt.observe.figures.shuffle_progress import Shuffles
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -83,7 +83,7 @@ class WorkerRow:
 
     @property
     def node_class(self) -> str:
-        """See `dask_gpurt.observe.nodes`. Made when it is asked for: most plots do not."""
+        """See `dask_gpurt.observe.figures.node_class`. Made when it is asked for: most plots do not."""
         return of_worker(self.state, self.figures)
 
 

@@ -1,4 +1,4 @@
-"""The figures of `dask_gpurt.observe.metrics` in the ``/metrics`` page that Dask serves.
+"""The figures of `dask_gpurt.observe.figures.exported` in the ``/metrics`` page that Dask serves.
 
 Dask's page shows the process-wide registry of ``prometheus_client``. A process may hold several servers (in-process
 clusters, tests), and a registry refuses a second collector of the same names ("Duplicated timeseries"). So there is
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import dask
 
-from dask_gpurt.observe.metrics import OWN, SCHEDULER, WORKER, Figure, full_name
+from dask_gpurt.observe.figures.exported import OWN, SCHEDULER, WORKER, Figure, full_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

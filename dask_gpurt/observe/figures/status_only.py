@@ -1,6 +1,6 @@
 """Numbers that `dask_gpurt.status` tells and that leave the process in no other way: (path, unit, meaning).
 
-``*`` in a path stands for any key. See `dask_gpurt.observe.metrics` for the others.
+``*`` in a path stands for any key. See `dask_gpurt.observe.figures.exported` for the others.
 """
 
 from __future__ import annotations

@@ -10,14 +10,14 @@ from __future__ import annotations
 import html
 from typing import TYPE_CHECKING
 
-from dask_gpurt.observe.causes import BUSY, CAUSES
-from dask_gpurt.observe.html import Drawing
-from dask_gpurt.observe.text import seconds_said
+from dask_gpurt.observe.collect.causes import BUSY, CAUSES
+from dask_gpurt.observe.render.html import Drawing
+from dask_gpurt.observe.render.text import seconds_said
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from dask_gpurt.observe.run import Task, WorkerRun
+    from dask_gpurt.observe.report.facts import Task, WorkerRun
 
 #: workers drawn in a timeline, at most, and kinds of task with a colour of their own
 WORKERS, KINDS = 40, 9

@@ -13,8 +13,8 @@ import math
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.observe import tails
-from dask_gpurt.observe.causes import CAUSES
+from dask_gpurt.observe.collect import wait_histogram
+from dask_gpurt.observe.collect.causes import CAUSES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -65,7 +65,7 @@ class WorkerRun:
     address: str
     name: str
     host: str
-    #: see `dask_gpurt.observe.nodes`
+    #: see `dask_gpurt.observe.figures.node_class`
     node_class: str
     threads: int
     memory_bytes: int
@@ -92,7 +92,7 @@ class Run:
     slot_seconds: float
     busy_seconds: float
     causes: Mapping[str, float]
-    #: cause -> histogram of single waits, see `dask_gpurt.observe.tails`
+    #: cause -> histogram of single waits, see `dask_gpurt.observe.collect.wait_histogram`
     waits: Mapping[str, Sequence[int]]
     #: in order of their start; the newest only, when there were many
     tasks: tuple[Task, ...]
@@ -184,7 +184,7 @@ def from_snapshots(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -
         slot_seconds=every.get("slot_seconds", 0.0),
         busy_seconds=every.get("busy_seconds", 0.0),
         causes={cause: every.get("causes", {}).get(cause, 0.0) for cause in CAUSES},
-        waits=tails.grown(details.get("waits", {}), old_details.get("waits", {})),
+        waits=wait_histogram.grown(details.get("waits", {}), old_details.get("waits", {})),
         tasks=tuple(task for task in tasks if before is None or task.stop >= start),
         task_count=int(every.get("tasks", 0)),
         fetches=tuple(sorted(fetches, key=lambda f: -f.seconds)),

@@ -12,13 +12,13 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from dask_gpurt.observe.run import slowness
-from dask_gpurt.observe.text import bytes_said, seconds_said
+from dask_gpurt.observe.render.text import bytes_said, seconds_said
+from dask_gpurt.observe.report.facts import slowness
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from dask_gpurt.observe.run import Fetches, Run, Slowness
+    from dask_gpurt.observe.report.facts import Fetches, Run, Slowness
 
 #: share of the wanted slot-seconds below which a finding is left out
 WORTH = 0.01

@@ -10,16 +10,17 @@ from collections import defaultdict
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.observe import charts, tails
-from dask_gpurt.observe.advice import advise
-from dask_gpurt.observe.causes import CAUSES, UNASSIGNED
-from dask_gpurt.observe.html import Page
-from dask_gpurt.observe.text import bytes_said, seconds_said
+from dask_gpurt.observe.collect import wait_histogram
+from dask_gpurt.observe.collect.causes import CAUSES, UNASSIGNED
+from dask_gpurt.observe.render.html import Page
+from dask_gpurt.observe.render.text import bytes_said, seconds_said
+from dask_gpurt.observe.report import charts
+from dask_gpurt.observe.report.findings import advise
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from dask_gpurt.observe.run import Run
+    from dask_gpurt.observe.report.facts import Run
 
 #: rows of tables that could be long
 ROWS = 25
@@ -95,7 +96,7 @@ def _ledger(out: Page, run: Run) -> None:
     rows += [(w.title, w.busy_seconds, w.causes) for w in run.workers[: charts.WORKERS]]
     out.drawing(charts.stacks(rows))
     total = run.slot_seconds or 1.0
-    waits = tails.figures(run.waits)
+    waits = wait_histogram.figures(run.waits)
     table: list[list[Any]] = [
         ["busy", f"{run.busy_seconds / total:.1%}", run.busy_seconds, None, None, None, "a task runs"]
     ]

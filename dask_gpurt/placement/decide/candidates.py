@@ -31,14 +31,14 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.model.link import LinkClass
 from dask_gpurt.model.views import WorkerView
-from dask_gpurt.placement.across import price
-from dask_gpurt.placement.residence import READ_BYTES_PER_SECOND
+from dask_gpurt.placement.decide.zone_cost import price
+from dask_gpurt.placement.tables.disk_residency import READ_BYTES_PER_SECOND
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
-    from dask_gpurt.placement.residence import Residence
-    from dask_gpurt.placement.workers import Node, WorkerInfo, WorkerTable
+    from dask_gpurt.placement.tables.disk_residency import Residence
+    from dask_gpurt.placement.tables.workers import Node, WorkerInfo, WorkerTable
     from dask_gpurt.topology.links import LinkMatrix
 
 #: an input with more replicas than this says nothing about where to run

@@ -17,7 +17,7 @@ import re
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from dask_gpurt.errors import ConfigError
-from dask_gpurt.placement.cost import Weights, cost
+from dask_gpurt.placement.decide.cost import Weights, cost
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

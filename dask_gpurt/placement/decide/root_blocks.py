@@ -36,12 +36,12 @@ import itertools
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.placement.cutting import beyond_even, by_input, pays, serialises, share_out
+from dask_gpurt.placement.decide.root_cuts import beyond_even, by_input, pays, serialises, share_out
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 
-    from dask_gpurt.placement.cutting import Member
+    from dask_gpurt.placement.decide.root_cuts import Member
 
 #: a root with more dependents than this is shared by everybody: it runs first, wherever there is a slot
 MAX_DEPENDENTS = 64

@@ -19,16 +19,16 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.model.link import LinkClass
-from dask_gpurt.placement import seam
-from dask_gpurt.placement.across import under_way
-from dask_gpurt.placement.cutting import Member
-from dask_gpurt.placement.policy import WEIGHTS
+from dask_gpurt.placement.decide.policy import WEIGHTS
+from dask_gpurt.placement.decide.root_cuts import Member
+from dask_gpurt.placement.decide.zone_cost import under_way
+from dask_gpurt.placement.takeover import scheduler as seam
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable
 
     from dask_gpurt.placement.engine import Engine
-    from dask_gpurt.placement.workers import WorkerInfo
+    from dask_gpurt.placement.tables.workers import WorkerInfo
 
 #: tasks per thread up to which a worker that waits for inputs gets one more
 MAX_AHEAD = 3

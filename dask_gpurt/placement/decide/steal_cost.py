@@ -6,14 +6,14 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.model import LinkClass
-from dask_gpurt.placement import candidates
-from dask_gpurt.placement.residence import READ_BYTES_PER_SECOND
+from dask_gpurt.placement.decide import candidates
+from dask_gpurt.placement.tables.disk_residency import READ_BYTES_PER_SECOND
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable
 
     from dask_gpurt.placement.engine import Engine
-    from dask_gpurt.placement.workers import Node
+    from dask_gpurt.placement.tables.workers import Node
 
 #: a task with more inputs costs too much to price for every thief; stock prices it
 MAX_PRICED_INPUTS = 64

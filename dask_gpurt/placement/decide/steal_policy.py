@@ -25,9 +25,10 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.model import LinkClass
 from dask_gpurt.model.views import TaskView
-from dask_gpurt.placement import candidates, seam
-from dask_gpurt.placement.cost import finish_seconds
-from dask_gpurt.placement.policy import WEIGHTS
+from dask_gpurt.placement.decide import candidates
+from dask_gpurt.placement.decide.cost import finish_seconds
+from dask_gpurt.placement.decide.policy import WEIGHTS
+from dask_gpurt.placement.takeover import scheduler
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -122,7 +123,7 @@ class Thieves:
             if (
                 info is not None
                 and info is not home
-                and seam.is_running(ws)
+                and scheduler.is_running(ws)
                 and (valid is None or ws in valid)
                 and (busy or len(ws.processing) - len(ws.long_running) + in_flight.get(ws, 0) < ws.nthreads)
             ):
@@ -140,7 +141,7 @@ class Thieves:
             candidates.Inputs(ts.dependencies, by_address),
             engine.workers,
             engine.links,
-            seam.pending_bytes,
+            scheduler.pending_bytes,
             engine.ledger.reconcile,
             name,
         )

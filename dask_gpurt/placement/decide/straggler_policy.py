@@ -27,7 +27,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dask_gpurt.placement.durations import Prefix
+    from dask_gpurt.placement.tables.durations import Prefix
 
 #: finished tasks of a prefix before any of it can be overdue
 SAMPLES = 5

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from dask_gpurt.model.link import Link
-    from dask_gpurt.placement.workers import Node, WorkerInfo
+    from dask_gpurt.placement.tables.workers import Node, WorkerInfo
 
 #: price of a second between zones, relative to one within
 FAR = 4.0

@@ -24,8 +24,8 @@ import time
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.placement import stories
-from dask_gpurt.placement.stories import (
+from dask_gpurt.placement.evaluate import decision_record
+from dask_gpurt.placement.evaluate.decision_record import (
     ASSIGNED,
     COST,
     DETAIL,
@@ -55,8 +55,8 @@ if TYPE_CHECKING:
 
     from dask_gpurt.model.link import Link
     from dask_gpurt.model.views import TaskView, WorkerView
-    from dask_gpurt.placement.candidates import Inputs
-    from dask_gpurt.placement.workers import WorkerInfo
+    from dask_gpurt.placement.decide.candidates import Inputs
+    from dask_gpurt.placement.tables.workers import WorkerInfo
 
 #: decisions kept
 LIMIT = 10_000
@@ -233,7 +233,7 @@ class DecisionLog:
             "candidates": [],
             "chosen": detail if kind == GROUP else None,
             "predicted": None,
-            "actual": stories.actual(row),
+            "actual": decision_record.actual(row),
         }
         if kind in (COST, SHADOW):
             found = Detail(row)
@@ -241,9 +241,9 @@ class DecisionLog:
             story["restricted"], story["workers"] = found.restricted, found.workers
             story["inputs"] = {"bytes": found.total_bytes, "count": found.count}
             story["task"] = {"compute_seconds": task.compute_seconds, "output_bytes": task.output_bytes}
-            story["candidates"] = stories.candidates(found)
+            story["candidates"] = decision_record.candidates(found)
             story["chosen"] = found.address(found.choice)
-            story["predicted"] = stories.predicted(found)
+            story["predicted"] = decision_record.predicted(found)
         return story
 
     def brief(self, key: Hashable) -> tuple[str, str | None, float | None] | None:

@@ -7,9 +7,9 @@ import struct
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.model.views import TaskView, WorkerView
-from dask_gpurt.placement.cost import terms
-from dask_gpurt.placement.durations import compute_seconds
-from dask_gpurt.placement.policy import WEIGHTS
+from dask_gpurt.placement.decide.cost import terms
+from dask_gpurt.placement.decide.policy import WEIGHTS
+from dask_gpurt.placement.tables.durations import compute_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.model import LinkClass
 from dask_gpurt.model.views import TaskView
-from dask_gpurt.placement import candidates
-from dask_gpurt.placement.cost import finish_seconds
-from dask_gpurt.placement.policy import WEIGHTS
+from dask_gpurt.placement.decide import candidates
+from dask_gpurt.placement.decide.cost import finish_seconds
+from dask_gpurt.placement.decide.policy import WEIGHTS
 
 if TYPE_CHECKING:
     from dask_gpurt.placement.engine import Engine

@@ -37,7 +37,7 @@ import random
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.placement.graph_verdict import MOST, Outcome, verdict
+from dask_gpurt.placement.evaluate.graph_verdict import MOST, Outcome, verdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

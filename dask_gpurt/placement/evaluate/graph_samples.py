@@ -9,8 +9,8 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.placement import seam
-from dask_gpurt.placement.governor import Standing
+from dask_gpurt.placement.evaluate.governor import Standing
+from dask_gpurt.placement.takeover import scheduler as seam
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable

@@ -26,7 +26,7 @@ import math
 import statistics
 from typing import TYPE_CHECKING, NamedTuple
 
-from dask_gpurt.placement.governor import compare
+from dask_gpurt.placement.evaluate.governor import compare
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -10,8 +10,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.model import LinkClass
-from dask_gpurt.placement.cost import cost, finish_seconds
-from dask_gpurt.placement.policy import WEIGHTS
+from dask_gpurt.placement.decide.cost import cost, finish_seconds
+from dask_gpurt.placement.decide.policy import WEIGHTS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dask_gpurt.model.link import Link
     from dask_gpurt.model.views import TaskView, WorkerView
     from dask_gpurt.placement.engine import Engine
-    from dask_gpurt.placement.workers import WorkerInfo
+    from dask_gpurt.placement.tables.workers import WorkerInfo
 
 
 class Shadowed:

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.placement.durations import UNKNOWN_SECONDS, Prefix
+from dask_gpurt.placement.tables.durations import UNKNOWN_SECONDS, Prefix
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-    from dask_gpurt.placement.workers import WorkerInfo
+    from dask_gpurt.placement.tables.workers import WorkerInfo
 
 
 class Charge:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dask_gpurt.placement.workers import WorkerInfo, WorkerTable
+    from dask_gpurt.placement.tables.workers import WorkerInfo, WorkerTable
 
 #: a worker that takes so many times as long as usual is slow
 SLOW = 1.5

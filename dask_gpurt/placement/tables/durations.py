@@ -26,12 +26,12 @@ import math
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.placement.speed import NOISE
+from dask_gpurt.placement.tables.worker_speed import NOISE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from dask_gpurt.placement.workers import WorkerInfo
+    from dask_gpurt.placement.tables.workers import WorkerInfo
 
 #: duration assumed for a prefix never seen, in seconds
 UNKNOWN_SECONDS = 0.005

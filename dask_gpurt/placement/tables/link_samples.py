@@ -16,7 +16,7 @@ from dask_gpurt.topology.links import Transfer, merge
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from dask_gpurt.placement.workers import WorkerInfo
+    from dask_gpurt.placement.tables.workers import WorkerInfo
     from dask_gpurt.topology.links import LinkMatrix
 
 #: inputs remembered per task. With 8 the columns of a rechunk (12 missing slices each) taught nothing, and it took 10 %

@@ -15,8 +15,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dask_gpurt.placement.durations import Durations
-    from dask_gpurt.placement.workers import WorkerTable
+    from dask_gpurt.placement.tables.durations import Durations
+    from dask_gpurt.placement.tables.workers import WorkerTable
 
 #: share of the workers that may be idle while there is slack
 IDLE_SHARE = 0.25

@@ -12,7 +12,7 @@ import re
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from dask_gpurt.model.link import LinkClass
-from dask_gpurt.placement.speed import Speed
+from dask_gpurt.placement.tables.worker_speed import Speed
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,10 +13,10 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.placement.guard import Part, logger
+from dask_gpurt.placement.takeover.circuit_breaker import Part, logger
 
 if TYPE_CHECKING:
-    from dask_gpurt.placement.guard import Guard
+    from dask_gpurt.placement.takeover.circuit_breaker import Guard
     from dask_gpurt.topology.zones import Zones
 
 NAME = "_task_to_msg"

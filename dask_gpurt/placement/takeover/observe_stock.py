@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.errors import InstallError
-from dask_gpurt.placement.guard import Part
+from dask_gpurt.placement.takeover.circuit_breaker import Part
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from distributed.scheduler import TaskState, WorkerState
 
-    from dask_gpurt.placement.seam import Seam
+    from dask_gpurt.placement.takeover.scheduler import Seam
 
 
 def watch(seam: Seam, observe: Callable[[Any, Any, Any], None]) -> None:

@@ -33,12 +33,12 @@ from typing import TYPE_CHECKING, Any
 from distributed.core import Status
 
 from dask_gpurt.errors import InstallError
-from dask_gpurt.placement.guard import Part
+from dask_gpurt.placement.takeover.circuit_breaker import Part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from dask_gpurt.placement.seam import Seam
+    from dask_gpurt.placement.takeover.scheduler import Seam
 
 NAMES = ("_TRANSITIONS_TABLE", "stimulus_queue_slots_maybe_opened", "decide_worker_rootish_queuing_enabled")
 _address = operator.attrgetter("address")

@@ -35,7 +35,7 @@ from distributed.scheduler import TaskState, WorkerState
 
 from dask_gpurt.errors import InstallError, SeamMismatch
 from dask_gpurt.model import Sink, null_sink
-from dask_gpurt.placement.guard import Guard, Part, logger
+from dask_gpurt.placement.takeover.circuit_breaker import Guard, Part, logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable

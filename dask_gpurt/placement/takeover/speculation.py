@@ -41,12 +41,12 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.placement.guard import Part, logger
+from dask_gpurt.placement.takeover.circuit_breaker import Part, logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
-    from dask_gpurt.placement.guard import Guard
+    from dask_gpurt.placement.takeover.circuit_breaker import Guard
 
 NAME = "copies"
 HANDLERS = ("task-finished", "task-erred")

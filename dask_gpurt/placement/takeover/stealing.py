@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import dask
 
-from dask_gpurt.placement.guard import Part, logger
-from dask_gpurt.placement.thieves import STOCK
+from dask_gpurt.placement.decide.steal_policy import STOCK
+from dask_gpurt.placement.takeover.circuit_breaker import Part, logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dask_gpurt.placement.guard import Guard
+    from dask_gpurt.placement.takeover.circuit_breaker import Guard
 
 NAME = "stealing._get_thief"
 #: attributes of the extension that are used

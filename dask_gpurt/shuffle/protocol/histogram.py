@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
-    from dask_gpurt.shuffle.partition import Shard
+    from dask_gpurt.shuffle.rows.partition import Shard
 
 #: an output is large when it has this many times the mean rows of an output
 TIMES_MEAN = 4.0

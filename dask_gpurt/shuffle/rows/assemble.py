@@ -19,14 +19,15 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from dask_gpurt.model.pages import pages
-from dask_gpurt.shuffle import exact, gather, seam
-from dask_gpurt.shuffle.heap import heap
+from dask_gpurt.memory.malloc import heap
+from dask_gpurt.memory.pages import pages
+from dask_gpurt.shuffle import seam
+from dask_gpurt.shuffle.rows import arrow_dtypes, gather
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from dask_gpurt.shuffle.chunk import KnownSchema, Letters, Piece, Slice
+    from dask_gpurt.shuffle.rows.received_chunk import KnownSchema, Letters, Piece, Slice
 
 
 #: outputs of so many bytes are built piece by piece, and so many bytes of pieces are given back at a time
@@ -104,13 +105,13 @@ def general(tables: list[pa.Table], meta: pd.DataFrame) -> pd.DataFrame:
     for i, field in enumerate(table.schema):
         if single or field.name in keep or _is_text(field.type):
             table = table.set_column(i, field, _owned(table.column(i)))
-    as_is = exact.columns(table, meta)
+    as_is = arrow_dtypes.columns(table, meta)
     _, from_arrow = seam.shuffle_tables()
     if not as_is:
         return _reconciled(from_arrow(meta, table, self_destruct=True), meta)
-    names, table = table.column_names, exact.without(table, as_is)
+    names, table = table.column_names, arrow_dtypes.without(table, as_is)
     rest = _reconciled(from_arrow(meta, table, self_destruct=True), meta.drop(columns=list(as_is)))
-    return exact.inserted(rest, as_is, names, meta)
+    return arrow_dtypes.inserted(rest, as_is, names, meta)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

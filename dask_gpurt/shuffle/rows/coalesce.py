@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dask_gpurt.shuffle import gather
-from dask_gpurt.shuffle.chunk import KnownSchema, Letters, Rows, has_dictionary
-from dask_gpurt.shuffle.heap import heap
-from dask_gpurt.shuffle.partition import Shard
+from dask_gpurt.memory.malloc import heap
+from dask_gpurt.shuffle.rows import gather
+from dask_gpurt.shuffle.rows.partition import Shard
+from dask_gpurt.shuffle.rows.received_chunk import KnownSchema, Letters, Rows, has_dictionary
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

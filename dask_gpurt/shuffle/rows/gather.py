@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dask_gpurt.model.pages import pages
+from dask_gpurt.memory.malloc import heap
+from dask_gpurt.memory.pages import pages
 from dask_gpurt.shuffle import seam
-from dask_gpurt.shuffle.heap import heap
-from dask_gpurt.shuffle.raw import layouts_of
+from dask_gpurt.shuffle.rows.arrow_buffers import layouts_of
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping, Sequence

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
-    from dask_gpurt.shuffle.partition import Shard
+    from dask_gpurt.shuffle.rows.partition import Shard
 
 #: ids of inputs are multiples of this; cuts are counted in between
 ID_STEP = 1 << 16

@@ -11,7 +11,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
 
-    from dask_gpurt.shuffle.partition import Shard
+    from dask_gpurt.shuffle.rows.partition import Shard
 
 
 def by_owner(shard: Shard, owner_of: Callable[[int], Any]) -> Iterable[tuple[Any, Shard]]:

@@ -25,10 +25,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dask_gpurt.shuffle import gather, seam
-from dask_gpurt.shuffle.chunk import known_schema, schema_of
-from dask_gpurt.shuffle.heap import heap
-from dask_gpurt.shuffle.raw import pieces_of
+from dask_gpurt.memory.malloc import heap
+from dask_gpurt.shuffle import seam
+from dask_gpurt.shuffle.rows import gather
+from dask_gpurt.shuffle.rows.arrow_buffers import pieces_of
+from dask_gpurt.shuffle.rows.received_chunk import known_schema, schema_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     import pandas as pd
     import pyarrow as pa
 
-    from dask_gpurt.shuffle.chunk import KnownSchema
+    from dask_gpurt.shuffle.rows.received_chunk import KnownSchema
 
 
 class Layout:

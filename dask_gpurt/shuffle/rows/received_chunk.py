@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dask_gpurt.errors import CorruptData
-from dask_gpurt.shuffle.by_object import ByObject
-from dask_gpurt.shuffle.heap import heap
-from dask_gpurt.shuffle.raw import pieces_of
+from dask_gpurt.memory.malloc import heap
+from dask_gpurt.shuffle.rows.arrow_buffers import pieces_of
+from dask_gpurt.shuffle.rows.identity_cache import ByObject
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from dask_gpurt.model import Buffer, Chunk
-    from dask_gpurt.shuffle.partition import Shard
+    from dask_gpurt.shuffle.rows.partition import Shard
 
 #: (input partition id, its rows for one output)
 Piece = tuple[int, "Slice"]

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from dask_gpurt.shuffle.amender import Amender
+    from dask_gpurt.shuffle.scheduler.recovery import Amender
 
 #: the "client" that wants the barriers
 HOLDER = "gpurt-shuffle"

@@ -7,7 +7,7 @@ import math
 import time
 from typing import Any
 
-from dask_gpurt.shuffle.opener import LOOK_SECONDS, PATIENCE, PATIENCE_SECONDS
+from dask_gpurt.shuffle.scheduler.reopen import LOOK_SECONDS, PATIENCE, PATIENCE_SECONDS
 
 #: calls to survivors; a worker that is stopped for longer is treated as lost for the shuffle
 TELL_SECONDS = 60.0

@@ -23,20 +23,21 @@ import math
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.shuffle import binding, seam
-from dask_gpurt.shuffle.binding import Output, Plan, Prices, Room, choose
-from dask_gpurt.shuffle.handing import MOVES, NUMBERS
-from dask_gpurt.shuffle.joins import sources
-from dask_gpurt.shuffle.opener import PATIENCE
-from dask_gpurt.shuffle.recovery import EPOCHS
-from dask_gpurt.shuffle.skew import add_up
+from dask_gpurt.shuffle import seam
+from dask_gpurt.shuffle.protocol import rebalance_plan
+from dask_gpurt.shuffle.protocol.histogram import add_up
+from dask_gpurt.shuffle.protocol.rebalance_plan import Output, Plan, Prices, Room, choose
+from dask_gpurt.shuffle.protocol.recovery import EPOCHS
+from dask_gpurt.shuffle.scheduler.co_shuffles import sources
+from dask_gpurt.shuffle.scheduler.reopen import PATIENCE
+from dask_gpurt.shuffle.worker.handover import MOVES, NUMBERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     import numpy as np
 
-    from dask_gpurt.shuffle.amender import Amender
+    from dask_gpurt.shuffle.scheduler.recovery import Amender
 
 #: seconds per byte of unpacking, and of a join with it, where no such task of this cluster tells
 UNPACK_PER_BYTE = 1 / 1e9
@@ -179,7 +180,7 @@ class Binder:
     def _plan(self, group: dict[Any, Any]) -> Plan:
         states = list(group.values())
         sizes = [self._sizes(one) for one in states]
-        if sum(float(size.max(initial=0.0)) for size in sizes) < binding.LEAST_BYTES:
+        if sum(float(size.max(initial=0.0)) for size in sizes) < rebalance_plan.LEAST_BYTES:
             return Plan()  # as with many small outputs
         tasks: dict[int, list[Any]] = {}
         for ts in self._amender.barrier_of(states[0].id).dependents:
@@ -197,7 +198,7 @@ class Binder:
                 return Plan()
             nbytes = float(sum(size[part] if part < len(size) else 0.0 for size in sizes))
             allowed: frozenset[str] | None = frozenset()
-            if binding.LEAST_BYTES <= nbytes < limit and all(ts.state == "waiting" for ts in some):
+            if rebalance_plan.LEAST_BYTES <= nbytes < limit and all(ts.state == "waiting" for ts in some):
                 allowed = self._allowed(some)
             outputs.append(Output(part, owner, nbytes, allowed))
         held: dict[str, float] = {}
@@ -253,7 +254,7 @@ class Binder:
 
     def _watch(self, tasks: dict[int, list[Any]], outputs: list[Output]) -> None:
         for output in sorted(outputs, key=lambda o: -o.nbytes)[:WATCHED]:
-            if output.nbytes >= binding.LEAST_BYTES:
+            if output.nbytes >= rebalance_plan.LEAST_BYTES:
                 ts = tasks[output.part][0]
                 self._watched[ts.key] = ts.prefix.name, output.nbytes
         while len(self._watched) > WATCHED_AT_ALL:

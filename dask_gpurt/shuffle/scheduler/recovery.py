@@ -23,12 +23,12 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.shuffle import seam
-from dask_gpurt.shuffle.asking import Asking
-from dask_gpurt.shuffle.binder import Binder
-from dask_gpurt.shuffle.holding import Holder
-from dask_gpurt.shuffle.joins import partner
-from dask_gpurt.shuffle.opener import LOOK_SECONDS, PATIENCE, PATIENCE_SECONDS, Opener
-from dask_gpurt.shuffle.recovery import EPOCHS, Validity, agreed, reassign, too_narrow, undone
+from dask_gpurt.shuffle.protocol.recovery import EPOCHS, Validity, agreed, reassign, too_narrow, undone
+from dask_gpurt.shuffle.scheduler.barrier_hold import Holder
+from dask_gpurt.shuffle.scheduler.calls import Asking
+from dask_gpurt.shuffle.scheduler.co_shuffles import partner
+from dask_gpurt.shuffle.scheduler.rebalance import Binder
+from dask_gpurt.shuffle.scheduler.reopen import LOOK_SECONDS, PATIENCE, PATIENCE_SECONDS, Opener
 from dask_gpurt.shuffle.spec import GpurtShuffleSpec
 
 if TYPE_CHECKING:

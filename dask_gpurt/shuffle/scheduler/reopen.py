@@ -31,13 +31,13 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.shuffle import seam
-from dask_gpurt.shuffle.joins import partner, sources
-from dask_gpurt.shuffle.recovery import EPOCHS, lost_outputs, reassign
+from dask_gpurt.shuffle.protocol.recovery import EPOCHS, lost_outputs, reassign
+from dask_gpurt.shuffle.scheduler.co_shuffles import partner, sources
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
 
-    from dask_gpurt.shuffle.amender import Amender
+    from dask_gpurt.shuffle.scheduler.recovery import Amender
 
 #: no worker has this address
 NOWHERE = "gpurt://output-is-not-complete"

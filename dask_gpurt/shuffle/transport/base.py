@@ -13,12 +13,12 @@ import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dask_gpurt.errors import GpurtError
-from dask_gpurt.shuffle.transport.credits import Arbiter
+from dask_gpurt.shuffle.transport.link.credits import Arbiter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
-    from dask_gpurt.shuffle.transport.records import RunKey
+    from dask_gpurt.shuffle.transport.link.records import RunKey
 
 
 class TransportUnavailable(GpurtError):

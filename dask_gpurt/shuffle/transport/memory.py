@@ -15,18 +15,18 @@ import random
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.errors import WireError
-from dask_gpurt.shuffle.transport import link as lk
-from dask_gpurt.shuffle.transport import records
 from dask_gpurt.shuffle.transport.base import Receipt
-from dask_gpurt.shuffle.transport.link_receiver import ReceiverLink
-from dask_gpurt.shuffle.transport.link_sender import SenderLink
-from dask_gpurt.shuffle.transport.records import Kind, Record
+from dask_gpurt.shuffle.transport.link import events as lk
+from dask_gpurt.shuffle.transport.link import records
+from dask_gpurt.shuffle.transport.link.receiver import ReceiverLink
+from dask_gpurt.shuffle.transport.link.records import Kind, Record
+from dask_gpurt.shuffle.transport.link.sender import SenderLink
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from dask_gpurt.shuffle.transport.base import Header, Peer, Services
-    from dask_gpurt.shuffle.transport.records import RunKey
+    from dask_gpurt.shuffle.transport.link.records import RunKey
 
 
 @dataclasses.dataclass(frozen=True)

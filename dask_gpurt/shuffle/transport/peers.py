@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.shuffle.transport.safe import SafeSender
+from dask_gpurt.shuffle.transport.rpc_credit import SafeSender
 
 if TYPE_CHECKING:
     from dask_gpurt.shuffle.transport.base import Header, Peer
-    from dask_gpurt.shuffle.transport.choice import Chooser
+    from dask_gpurt.shuffle.transport.select.selector import Chooser
 
 
 @dataclasses.dataclass

@@ -26,22 +26,22 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.errors import WireError
 from dask_gpurt.shuffle import seam
-from dask_gpurt.shuffle.transport import records
 from dask_gpurt.shuffle.transport.base import Gate, Header, Peer, Receipt, Services
-from dask_gpurt.shuffle.transport.choice import INPROC, SAFE, Chooser, Place
-from dask_gpurt.shuffle.transport.opening import OpenTransports
-from dask_gpurt.shuffle.transport.outcomes import Mailbox, Outcomes
-from dask_gpurt.shuffle.transport.places import host_token, place_of, process_token
-from dask_gpurt.shuffle.transport.routes import LinkCounters, NoRoute, Route
-from dask_gpurt.shuffle.transport.safe import SafeReceiver
-from dask_gpurt.shuffle.transport.squeeze import LEAST, Squeezer, expanded
+from dask_gpurt.shuffle.transport.link import records
+from dask_gpurt.shuffle.transport.mailbox import Mailbox, Outcomes
+from dask_gpurt.shuffle.transport.peers import LinkCounters, NoRoute, Route
+from dask_gpurt.shuffle.transport.registry import OpenTransports
+from dask_gpurt.shuffle.transport.rpc_credit import SafeReceiver
+from dask_gpurt.shuffle.transport.select.compress import LEAST, Squeezer, expanded
+from dask_gpurt.shuffle.transport.select.locality import host_token, place_of, process_token
+from dask_gpurt.shuffle.transport.select.selector import INPROC, SAFE, Chooser, Place
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from dask_gpurt.config import ShuffleSettings
-    from dask_gpurt.shuffle.run import GpurtShuffleRun
-    from dask_gpurt.shuffle.transport.records import RunKey
+    from dask_gpurt.shuffle.transport.link.records import RunKey
+    from dask_gpurt.shuffle.worker.run import GpurtShuffleRun
 
 logger = logging.getLogger("distributed.worker.gpurt")
 

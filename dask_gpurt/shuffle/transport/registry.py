@@ -12,17 +12,17 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.model.pages import pages
+from dask_gpurt.memory.pages import pages
 from dask_gpurt.shuffle import seam
-from dask_gpurt.shuffle.transport.places import candidates
+from dask_gpurt.shuffle.transport.select.locality import candidates
 
 if TYPE_CHECKING:
     from collections.abc import Callable, ItemsView
 
     from dask_gpurt.config import ShuffleSettings
     from dask_gpurt.shuffle.transport.base import Services, Transport
-    from dask_gpurt.shuffle.transport.choice import Place
-    from dask_gpurt.shuffle.transport.records import RunKey
+    from dask_gpurt.shuffle.transport.link.records import RunKey
+    from dask_gpurt.shuffle.transport.select.selector import Place
 
 logger = logging.getLogger("distributed.worker.gpurt")
 
@@ -39,10 +39,10 @@ def make(name: str, services: Services) -> Transport:
         It can not be used here.
     """
     if name == "tcp":
-        from dask_gpurt.shuffle.transport.tcp import TcpTransport
+        from dask_gpurt.shuffle.transport.tcp.transport import TcpTransport
 
         return TcpTransport(services, seam.host_of(services.address), pages)
-    from dask_gpurt.shuffle.transport.ucx import UcxTransport
+    from dask_gpurt.shuffle.transport.ucx.transport import UcxTransport
 
     return UcxTransport(services, pages)
 

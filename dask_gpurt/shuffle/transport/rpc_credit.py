@@ -19,13 +19,13 @@ import functools
 import time
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.shuffle.transport.choice import SAFE
+from dask_gpurt.shuffle.transport.select.selector import SAFE
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from dask_gpurt.shuffle.transport.base import Gate
-    from dask_gpurt.shuffle.transport.records import RunKey
+    from dask_gpurt.shuffle.transport.link.records import RunKey
 
 #: a sender waits for credit so long, then sends without
 WANT_SECONDS = 30.0

@@ -34,23 +34,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dask_gpurt.model import spare
-from dask_gpurt.shuffle import seam, wire
-from dask_gpurt.shuffle.chunk import Slice
-from dask_gpurt.shuffle.cut import cut
-from dask_gpurt.shuffle.heap import heap
-from dask_gpurt.shuffle.ledger import Ledger
-from dask_gpurt.shuffle.owned import by_owner, parted
-from dask_gpurt.shuffle.partition import Layout, Shard
-from dask_gpurt.shuffle.recovery import CUTS, Counting, Validity, shard_id
+from dask_gpurt.memory import reclaim
+from dask_gpurt.memory.malloc import heap
+from dask_gpurt.shuffle import seam
+from dask_gpurt.shuffle.protocol.recovery import CUTS, Counting, Validity, shard_id
+from dask_gpurt.shuffle.rows import wire
+from dask_gpurt.shuffle.rows.message_cut import cut
+from dask_gpurt.shuffle.rows.owned import by_owner, parted
+from dask_gpurt.shuffle.rows.partition import Layout, Shard
+from dask_gpurt.shuffle.rows.received_chunk import Slice
+from dask_gpurt.shuffle.worker.send_log import Ledger
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-    from dask_gpurt.shuffle.chunk import Piece
-    from dask_gpurt.shuffle.ledger import Budget
-    from dask_gpurt.shuffle.recovery import State
-    from dask_gpurt.shuffle.stores import Counters
+    from dask_gpurt.shuffle.protocol.recovery import State
+    from dask_gpurt.shuffle.rows.received_chunk import Piece
+    from dask_gpurt.shuffle.worker.send_log import Budget
+    from dask_gpurt.shuffle.worker.shard_stores import Counters
 
 #: what the scheduler answers a barrier task that has to wait for transfer tasks; and what stands for a worker's address
 #: when the task of an output asks for what was handed out before
@@ -72,7 +73,7 @@ def _give_back() -> None:
         run._loop.add_callback(run._ledger.settle)
 
 
-spare.register(_give_back)
+reclaim.register(_give_back)
 
 
 class Outgoing(dict[str, Any]):

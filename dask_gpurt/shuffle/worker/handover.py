@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dask_gpurt.errors import LostData
-from dask_gpurt.shuffle.amended import Outgoing
-from dask_gpurt.shuffle.partition import Shard
-from dask_gpurt.shuffle.receiving import ReceivingRun
-from dask_gpurt.shuffle.recovery import CUTS, origin, shard_id
+from dask_gpurt.shuffle.protocol.recovery import CUTS, origin, shard_id
+from dask_gpurt.shuffle.rows.partition import Shard
+from dask_gpurt.shuffle.worker.amendment import Outgoing
+from dask_gpurt.shuffle.worker.receiver import ReceivingRun
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from dask_gpurt.shuffle.chunk import Piece
+    from dask_gpurt.shuffle.rows.received_chunk import Piece
 
 #: outputs of one run that are bound late, at most
 MOVES = 8

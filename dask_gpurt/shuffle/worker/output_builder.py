@@ -18,12 +18,12 @@ import weakref
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from dask_gpurt.errors import LostData
+from dask_gpurt.memory.malloc import heap
 from dask_gpurt.shuffle import seam
-from dask_gpurt.shuffle.amended import AGAIN
-from dask_gpurt.shuffle.assemble import Assembler
-from dask_gpurt.shuffle.handing import HandingRun
-from dask_gpurt.shuffle.heap import heap
-from dask_gpurt.shuffle.receiving import submit
+from dask_gpurt.shuffle.rows.assemble import Assembler
+from dask_gpurt.shuffle.worker.amendment import AGAIN
+from dask_gpurt.shuffle.worker.handover import HandingRun
+from dask_gpurt.shuffle.worker.receiver import submit
 
 if TYPE_CHECKING:
     from collections.abc import Collection

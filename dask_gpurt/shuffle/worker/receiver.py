@@ -21,12 +21,13 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.errors import WireError
-from dask_gpurt.shuffle import merge, seam, wire
-from dask_gpurt.shuffle.chunk import ReceivedChunk
-from dask_gpurt.shuffle.heap import heap
-from dask_gpurt.shuffle.partition import SHARD_BYTES
-from dask_gpurt.shuffle.sending import Message, SendingRun
-from dask_gpurt.shuffle.transport import records
+from dask_gpurt.memory.malloc import heap
+from dask_gpurt.shuffle import seam
+from dask_gpurt.shuffle.rows import coalesce, wire
+from dask_gpurt.shuffle.rows.partition import SHARD_BYTES
+from dask_gpurt.shuffle.rows.received_chunk import ReceivedChunk
+from dask_gpurt.shuffle.transport.link import records
+from dask_gpurt.shuffle.worker.sender import Message, SendingRun
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from dask_gpurt.model import ShardStore
-    from dask_gpurt.shuffle.partition import Shard
+    from dask_gpurt.shuffle.rows.partition import Shard
 
 #: messages of this many bytes or more are checked in a thread
 OFFLOAD_BYTES = 1 << 18
@@ -123,7 +124,7 @@ class ReceivingRun(SendingRun):
             await asyncio.shield(future)
 
     async def _put(self, shards: list[Shard], nbytes: int | None) -> None:
-        few = [s for s in shards if merge.worth(s)]
+        few = [s for s in shards if coalesce.worth(s)]
         if len(few) == len(shards):
             self._few += few
             self._few_bytes += sum(s.nbytes for s in few) if nbytes is None else nbytes
@@ -142,7 +143,7 @@ class ReceivingRun(SendingRun):
             if not few:
                 return
             try:
-                shards = await self.offload(merge.merged, few)
+                shards = await self.offload(coalesce.merged, few)
             except Exception as e:
                 if not self.closed:
                     self._exception = e

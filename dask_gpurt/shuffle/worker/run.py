@@ -30,13 +30,13 @@ import contextlib
 import functools
 from typing import Any
 
+from dask_gpurt.memory.malloc import heap
 from dask_gpurt.shuffle import seam
-from dask_gpurt.shuffle.heap import heap
-from dask_gpurt.shuffle.ledger import Budget
-from dask_gpurt.shuffle.outputs import OutputsRun
-from dask_gpurt.shuffle.receiving import submit
-from dask_gpurt.shuffle.recovery import State
-from dask_gpurt.shuffle.splitting import SplittingRun
+from dask_gpurt.shuffle.protocol.recovery import State
+from dask_gpurt.shuffle.worker.output_builder import OutputsRun
+from dask_gpurt.shuffle.worker.receiver import submit
+from dask_gpurt.shuffle.worker.send_log import Budget
+from dask_gpurt.shuffle.worker.splitter import SplittingRun
 
 
 class GpurtShuffleRun(SplittingRun, OutputsRun):

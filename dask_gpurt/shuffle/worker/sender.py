@@ -15,16 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.errors import WireError
 from dask_gpurt.model.slots import NETWORK, waiting
-from dask_gpurt.shuffle import seam, wire
-from dask_gpurt.shuffle.amended import AmendedRun, Outgoing
-from dask_gpurt.shuffle.transport import records
+from dask_gpurt.shuffle import seam
+from dask_gpurt.shuffle.rows import wire
+from dask_gpurt.shuffle.transport.link import records
+from dask_gpurt.shuffle.worker.amendment import AmendedRun, Outgoing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from dask_gpurt.shuffle.partition import Shard
+    from dask_gpurt.shuffle.rows.partition import Shard
+    from dask_gpurt.shuffle.rows.wire import Parcel
     from dask_gpurt.shuffle.transport.plane import Plane
-    from dask_gpurt.shuffle.wire import Parcel
 
 #: small parcels for the same outputs of one peer wait for each other until they are this many bytes, or all inputs are
 #: split

@@ -17,7 +17,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.model import Chunk, ShardStore
-from dask_gpurt.shuffle.ledger import Budget
+from dask_gpurt.shuffle.worker.send_log import Budget
 
 if TYPE_CHECKING:
     from collections.abc import Hashable

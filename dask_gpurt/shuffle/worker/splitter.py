@@ -9,13 +9,14 @@ from typing import Any
 
 import pandas as pd
 
-from dask_gpurt.shuffle import seam, wire
-from dask_gpurt.shuffle.amended import Outgoing
-from dask_gpurt.shuffle.cut import cut
-from dask_gpurt.shuffle.partition import split
-from dask_gpurt.shuffle.recovery import CUTS, shard_id
-from dask_gpurt.shuffle.sending import SendingRun
-from dask_gpurt.shuffle.skew import Histogram
+from dask_gpurt.shuffle import seam
+from dask_gpurt.shuffle.protocol.histogram import Histogram
+from dask_gpurt.shuffle.protocol.recovery import CUTS, shard_id
+from dask_gpurt.shuffle.rows import wire
+from dask_gpurt.shuffle.rows.message_cut import cut
+from dask_gpurt.shuffle.rows.partition import split
+from dask_gpurt.shuffle.worker.amendment import Outgoing
+from dask_gpurt.shuffle.worker.sender import SendingRun
 
 
 class SplittingRun(SendingRun):

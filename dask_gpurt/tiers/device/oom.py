@@ -29,7 +29,7 @@ from distributed.worker_state_machine import ExecuteFailureEvent
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from dask_gpurt.tiers.device import DeviceSpace
+    from dask_gpurt.tiers.device.space import DeviceSpace
 
 #: attempts of one allocation for which there seems to be room
 MAX_FRAGMENTED = 8

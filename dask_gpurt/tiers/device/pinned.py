@@ -25,14 +25,14 @@ import numpy
 
 from dask_gpurt.errors import CorruptData, TierFull
 from dask_gpurt.model.tier import Tier
-from dask_gpurt.tiers.codec import flat
-from dask_gpurt.tiers.handle import DecodeError, IoCost
-from dask_gpurt.tiers.protocol import TierMetrics
+from dask_gpurt.tiers.storage.codec import flat
+from dask_gpurt.tiers.storage.handle import DecodeError, IoCost
+from dask_gpurt.tiers.storage.protocol import TierMetrics
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dask_gpurt.tiers.account import Codec, Group
+    from dask_gpurt.tiers.engine.account import Codec, Group
 
 DEFAULT_BLOCK_BYTES = 1 << 20
 DEFAULT_SLAB_BYTES = 64 << 20

@@ -9,16 +9,16 @@ from dask.utils import format_bytes
 
 from dask_gpurt.backends import cuda, rocm
 from dask_gpurt.errors import InstallError
-from dask_gpurt.tiers.device import DeviceSpace
-from dask_gpurt.tiers.oom import SpillOnFailure
-from dask_gpurt.tiers.pinned import BlockPool, SlabTier
+from dask_gpurt.tiers.device.oom import SpillOnFailure
+from dask_gpurt.tiers.device.pinned import BlockPool, SlabTier
+from dask_gpurt.tiers.device.space import DeviceSpace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dask_gpurt.config import TierSettings
-    from dask_gpurt.tiers.device import DeviceBackend
-    from dask_gpurt.tiers.pinned import SlabSource
+    from dask_gpurt.tiers.device.pinned import SlabSource
+    from dask_gpurt.tiers.device.space import DeviceBackend
 
 logger = logging.getLogger("distributed.worker.gpurt")
 

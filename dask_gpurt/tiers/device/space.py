@@ -41,14 +41,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy
 
 from dask_gpurt.errors import CorruptData, LostData, TierFull
-from dask_gpurt.tiers.protocol import TierMetrics
+from dask_gpurt.tiers.storage.protocol import TierMetrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
-    from dask_gpurt.tiers.account import Group
-    from dask_gpurt.tiers.handle import Handle
-    from dask_gpurt.tiers.protocol import StorageTier
+    from dask_gpurt.tiers.engine.account import Group
+    from dask_gpurt.tiers.storage.handle import Handle
+    from dask_gpurt.tiers.storage.protocol import StorageTier
 
 
 class DeviceBackend(Protocol):

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dask_gpurt.tiers.entry import Entry
+    from dask_gpurt.tiers.engine.entry import Entry
 
 #: (seconds, kind, number of the entry or -1, argument)
 TraceEvent = tuple[float, str, int, Any]

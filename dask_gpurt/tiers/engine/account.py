@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from dask_gpurt.model.shards import Buffer
-    from dask_gpurt.tiers.entry import Entry
+    from dask_gpurt.tiers.engine.entry import Entry
 
 #: a part of a stored value that can be read alone, and its frames
 Group = tuple[int, "Sequence[Buffer]"]

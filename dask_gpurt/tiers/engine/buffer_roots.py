@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from dask_gpurt.model.pages import pages
+from dask_gpurt.memory.pages import pages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

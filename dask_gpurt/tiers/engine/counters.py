@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
-    from dask_gpurt.tiers.handle import IoCost
+    from dask_gpurt.tiers.storage.handle import IoCost
 
 
 class LoopTime:

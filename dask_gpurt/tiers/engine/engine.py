@@ -19,21 +19,21 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.model.events import Sink, null_sink
-from dask_gpurt.tiers.books import Books
-from dask_gpurt.tiers.eviction import Eviction
-from dask_gpurt.tiers.io import IoThreads, run_apart
-from dask_gpurt.tiers.loading import Loading, wake
-from dask_gpurt.tiers.statistics import Counters
-from dask_gpurt.tiers.trace import Trace
+from dask_gpurt.tiers.engine.access_trace import Trace
+from dask_gpurt.tiers.engine.counters import Counters
+from dask_gpurt.tiers.engine.entry_table import Books
+from dask_gpurt.tiers.engine.eviction import Eviction
+from dask_gpurt.tiers.engine.io_threads import IoThreads, run_apart
+from dask_gpurt.tiers.engine.loading import Loading, wake
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
-    from dask_gpurt.tiers.account import Account
-    from dask_gpurt.tiers.admission import Gate, Reservation
-    from dask_gpurt.tiers.entry import Entry, EventLog
-    from dask_gpurt.tiers.handle import Handle
-    from dask_gpurt.tiers.protocol import StorageTier
+    from dask_gpurt.tiers.engine.account import Account
+    from dask_gpurt.tiers.engine.entry import Entry, EventLog
+    from dask_gpurt.tiers.engine.memory_gate import Gate, Reservation
+    from dask_gpurt.tiers.storage.handle import Handle
+    from dask_gpurt.tiers.storage.protocol import StorageTier
 
 
 logger = logging.getLogger("distributed.worker.gpurt")

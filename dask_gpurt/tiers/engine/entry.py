@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     import weakref
     from collections.abc import Callable, Hashable
 
-    from dask_gpurt.tiers.account import Account
-    from dask_gpurt.tiers.handle import Handle
-    from dask_gpurt.tiers.sharing import Block
+    from dask_gpurt.tiers.engine.account import Account
+    from dask_gpurt.tiers.engine.shared_buffers import Block
+    from dask_gpurt.tiers.storage.handle import Handle
 
 __all__ = ["NEVER", "TABLE", "Entry", "EventLog", "IllegalMove", "State"]
 

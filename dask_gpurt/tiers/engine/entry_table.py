@@ -14,18 +14,18 @@ import logging
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.tiers.entry import Entry, EventLog, State, next_state
-from dask_gpurt.tiers.handle import another
-from dask_gpurt.tiers.policy import SMALL_BYTES, Victims
-from dask_gpurt.tiers.sharing import Blocks
-from dask_gpurt.tiers.sizes import UNKNOWN_BYTES, as_bytes
+from dask_gpurt.tiers.engine.entry import Entry, EventLog, State, next_state
+from dask_gpurt.tiers.engine.shared_buffers import Blocks
+from dask_gpurt.tiers.engine.sizes import UNKNOWN_BYTES, as_bytes
+from dask_gpurt.tiers.engine.victims import SMALL_BYTES, Victims
+from dask_gpurt.tiers.storage.handle import another
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
-    from dask_gpurt.tiers.account import Account
-    from dask_gpurt.tiers.handle import Handle
-    from dask_gpurt.tiers.trace import Trace
+    from dask_gpurt.tiers.engine.access_trace import Trace
+    from dask_gpurt.tiers.engine.account import Account
+    from dask_gpurt.tiers.storage.handle import Handle
 
 logger = logging.getLogger("distributed.worker.gpurt")
 

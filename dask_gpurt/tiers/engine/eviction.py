@@ -24,21 +24,21 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.model.events import Event, Sink
-from dask_gpurt.tiers.admission import Gate
-from dask_gpurt.tiers.handle import EncodeError
-from dask_gpurt.tiers.io import error_kind
-from dask_gpurt.tiers.policy import leaves_before
+from dask_gpurt.tiers.engine.io_threads import error_kind
+from dask_gpurt.tiers.engine.memory_gate import Gate
+from dask_gpurt.tiers.engine.victims import leaves_before
+from dask_gpurt.tiers.storage.handle import EncodeError
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
     from concurrent.futures import Future
 
-    from dask_gpurt.tiers.books import Books
-    from dask_gpurt.tiers.entry import Entry
-    from dask_gpurt.tiers.io import IoThreads
-    from dask_gpurt.tiers.protocol import StorageTier
-    from dask_gpurt.tiers.statistics import Counters
+    from dask_gpurt.tiers.engine.counters import Counters
+    from dask_gpurt.tiers.engine.entry import Entry
+    from dask_gpurt.tiers.engine.entry_table import Books
+    from dask_gpurt.tiers.engine.io_threads import IoThreads
+    from dask_gpurt.tiers.storage.protocol import StorageTier
 
 logger = logging.getLogger("distributed.worker.gpurt")
 

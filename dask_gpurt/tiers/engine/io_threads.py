@@ -21,17 +21,17 @@ from typing import TYPE_CHECKING, Any
 from distributed.threadpoolexecutor import ThreadPoolExecutor
 
 from dask_gpurt.errors import CorruptData
-from dask_gpurt.model.arenas import arenas
-from dask_gpurt.tiers.handle import EncodeError, Handle, IoCost
+from dask_gpurt.memory.arenas import arenas
+from dask_gpurt.tiers.storage.handle import EncodeError, Handle, IoCost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
-    from dask_gpurt.tiers.account import Account
-    from dask_gpurt.tiers.entry import Entry
-    from dask_gpurt.tiers.protocol import StorageTier
-    from dask_gpurt.tiers.statistics import LoopTime
+    from dask_gpurt.tiers.engine.account import Account
+    from dask_gpurt.tiers.engine.counters import LoopTime
+    from dask_gpurt.tiers.engine.entry import Entry
+    from dask_gpurt.tiers.storage.protocol import StorageTier
 
 logger = logging.getLogger("distributed.worker.gpurt")
 

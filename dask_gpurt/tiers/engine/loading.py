@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.errors import CorruptData, LostData
 from dask_gpurt.model.events import Event, Sink
-from dask_gpurt.tiers.entry import State
-from dask_gpurt.tiers.handle import DecodeError
-from dask_gpurt.tiers.io import error_kind, read_value, retry
+from dask_gpurt.tiers.engine.entry import State
+from dask_gpurt.tiers.engine.io_threads import error_kind, read_value, retry
+from dask_gpurt.tiers.storage.handle import DecodeError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from concurrent.futures import Future
 
-    from dask_gpurt.tiers.books import Books
-    from dask_gpurt.tiers.entry import Entry
-    from dask_gpurt.tiers.eviction import Eviction
-    from dask_gpurt.tiers.io import IoThreads
-    from dask_gpurt.tiers.statistics import Counters
+    from dask_gpurt.tiers.engine.counters import Counters
+    from dask_gpurt.tiers.engine.entry import Entry
+    from dask_gpurt.tiers.engine.entry_table import Books
+    from dask_gpurt.tiers.engine.eviction import Eviction
+    from dask_gpurt.tiers.engine.io_threads import IoThreads
 
 logger = logging.getLogger("distributed.worker.gpurt")
 

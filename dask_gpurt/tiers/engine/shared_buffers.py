@@ -17,12 +17,12 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.tiers.roots import roots_of
+from dask_gpurt.tiers.engine.buffer_roots import roots_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from dask_gpurt.tiers.entry import Entry
+    from dask_gpurt.tiers.engine.entry import Entry
 
 
 @dataclasses.dataclass(eq=False, slots=True)

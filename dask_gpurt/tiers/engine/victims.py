@@ -29,10 +29,10 @@ import heapq
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from dask_gpurt.tiers.entry import NEVER
+from dask_gpurt.tiers.engine.entry import NEVER
 
 if TYPE_CHECKING:
-    from dask_gpurt.tiers.entry import Entry
+    from dask_gpurt.tiers.engine.entry import Entry
 
 #: below this, a value is a victim of last resort
 SMALL_BYTES = 4096

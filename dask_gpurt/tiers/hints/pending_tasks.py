@@ -26,9 +26,9 @@ from distributed.diagnostics.plugin import WorkerPlugin
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dask_gpurt.tiers.engine import Engine
-    from dask_gpurt.tiers.entry import Entry
-    from dask_gpurt.tiers.store import TieredStore
+    from dask_gpurt.tiers.engine.engine import Engine
+    from dask_gpurt.tiers.engine.entry import Entry
+    from dask_gpurt.tiers.stores.task_store import TieredStore
 
 logger = logging.getLogger("distributed.worker.gpurt")
 

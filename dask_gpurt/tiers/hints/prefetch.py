@@ -40,13 +40,13 @@ import math
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.tiers.entry import State
+from dask_gpurt.tiers.engine.entry import State
 
 if TYPE_CHECKING:
     import asyncio
 
-    from dask_gpurt.tiers.engine import Engine
-    from dask_gpurt.tiers.entry import Entry
+    from dask_gpurt.tiers.engine.engine import Engine
+    from dask_gpurt.tiers.engine.entry import Entry
 
 #: bad ends after which it rests
 BAD_IN_A_ROW = 3

@@ -40,8 +40,8 @@ from distributed.scheduler import TaskState, WorkerState
 from tornado.ioloop import PeriodicCallback
 
 from dask_gpurt.model.events import Event, Sink, null_sink
-from dask_gpurt.tiers.hints_wire import HEARTBEAT_FIELD, KEEP, OP, PROTOCOL, Uses, without
-from dask_gpurt.tiers.wire import check_scheduler, speaks
+from dask_gpurt.tiers.capabilities import check_scheduler, speaks
+from dask_gpurt.tiers.hints.protocol import HEARTBEAT_FIELD, KEEP, OP, PROTOCOL, Uses, without
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -39,15 +39,15 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.worker_state_machine import ExecuteSuccessEvent, TaskState
 
-from dask_gpurt.tiers.entry import NEVER
-from dask_gpurt.tiers.hints_wire import HEARTBEAT_FIELD, KEEP, OP, PROTOCOL, without
+from dask_gpurt.tiers.engine.entry import NEVER
+from dask_gpurt.tiers.hints.protocol import HEARTBEAT_FIELD, KEEP, OP, PROTOCOL, without
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from dask_gpurt.tiers.engine import Engine
-    from dask_gpurt.tiers.entry import Entry
-    from dask_gpurt.tiers.store import TieredStore
+    from dask_gpurt.tiers.engine.engine import Engine
+    from dask_gpurt.tiers.engine.entry import Entry
+    from dask_gpurt.tiers.stores.task_store import TieredStore
 
 logger = logging.getLogger("distributed.worker.gpurt")
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dask_gpurt.tiers.leases import is_object
+from dask_gpurt.tiers.storage.object.leases import is_object
 
 REPORT = "gpurt-copies"
 TELL = "gpurt-shared"

@@ -37,14 +37,14 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 from tornado.ioloop import PeriodicCallback
 
 from dask_gpurt.model.events import Event, Sink, null_sink
-from dask_gpurt.tiers.leases import EXPIRE_SECONDS, sweep, sweep_expired, worker_prefix
-from dask_gpurt.tiers.shared_wire import HEARTBEAT_FIELD, PROTOCOL, REPORT, TELL, Copy, is_copy
-from dask_gpurt.tiers.wire import check_scheduler, speaks
+from dask_gpurt.tiers.capabilities import check_scheduler, speaks
+from dask_gpurt.tiers.shared.protocol import HEARTBEAT_FIELD, PROTOCOL, REPORT, TELL, Copy, is_copy
+from dask_gpurt.tiers.storage.object.leases import EXPIRE_SECONDS, sweep, sweep_expired, worker_prefix
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection
 
-    from dask_gpurt.tiers.bucket import Bucket
+    from dask_gpurt.tiers.storage.object.client import Bucket
 
 logger = logging.getLogger("distributed.scheduler.gpurt")
 

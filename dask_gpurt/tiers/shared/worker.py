@@ -19,19 +19,19 @@ from typing import TYPE_CHECKING, Any
 from distributed.metrics import time
 from distributed.worker_state_machine import UpdateDataEvent
 
-from dask_gpurt.tiers.leases import is_object
-from dask_gpurt.tiers.object import ObjectHandle
-from dask_gpurt.tiers.shared_wire import HEARTBEAT_FIELD, PROTOCOL, REPORT, TELL, Copy, is_copy
-from dask_gpurt.tiers.store import StoredCopy
+from dask_gpurt.tiers.shared.protocol import HEARTBEAT_FIELD, PROTOCOL, REPORT, TELL, Copy, is_copy
+from dask_gpurt.tiers.storage.object.leases import is_object
+from dask_gpurt.tiers.storage.object.tier import ObjectHandle
+from dask_gpurt.tiers.stores.task_store import StoredCopy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dask_gpurt.tiers.engine import Engine
-    from dask_gpurt.tiers.entry import Entry
-    from dask_gpurt.tiers.leases import LeaseKeeper
-    from dask_gpurt.tiers.object import ObjectTier
-    from dask_gpurt.tiers.store import TieredStore
+    from dask_gpurt.tiers.engine.engine import Engine
+    from dask_gpurt.tiers.engine.entry import Entry
+    from dask_gpurt.tiers.storage.object.leases import LeaseKeeper
+    from dask_gpurt.tiers.storage.object.tier import ObjectTier
+    from dask_gpurt.tiers.stores.task_store import TieredStore
 
 logger = logging.getLogger("distributed.worker.gpurt")
 

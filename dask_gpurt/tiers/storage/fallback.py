@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from dask_gpurt.model.tier import Tier
-    from dask_gpurt.tiers.account import Group
-    from dask_gpurt.tiers.handle import Handle
-    from dask_gpurt.tiers.protocol import StorageTier
+    from dask_gpurt.tiers.engine.account import Group
+    from dask_gpurt.tiers.storage.handle import Handle
+    from dask_gpurt.tiers.storage.protocol import StorageTier
 
 logger = logging.getLogger("distributed.worker.gpurt")
 

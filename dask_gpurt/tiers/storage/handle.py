@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from dask_gpurt.tiers.account import Codec
+    from dask_gpurt.tiers.engine.account import Codec
 
 
 @dataclasses.dataclass(slots=True)

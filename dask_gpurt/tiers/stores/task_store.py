@@ -22,20 +22,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from distributed.sizeof import safe_sizeof
 
 from dask_gpurt.errors import LostData
-from dask_gpurt.tiers.account import Account
-from dask_gpurt.tiers.codec import PickleCodec
-from dask_gpurt.tiers.device import Box
-from dask_gpurt.tiers.entry import Entry, State
-from dask_gpurt.tiers.policy import soonest_use
+from dask_gpurt.tiers.device.space import Box
+from dask_gpurt.tiers.engine.account import Account
+from dask_gpurt.tiers.engine.entry import Entry, State
+from dask_gpurt.tiers.engine.victims import soonest_use
+from dask_gpurt.tiers.storage.codec import PickleCodec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
     from distributed.spill import SpillBuffer
 
-    from dask_gpurt.tiers.device import DeviceSpace
-    from dask_gpurt.tiers.engine import Engine
-    from dask_gpurt.tiers.handle import Handle
+    from dask_gpurt.tiers.device.space import DeviceSpace
+    from dask_gpurt.tiers.engine.engine import Engine
+    from dask_gpurt.tiers.storage.handle import Handle
 
 
 class StoredCopy:

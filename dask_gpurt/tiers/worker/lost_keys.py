@@ -22,7 +22,7 @@ from distributed.worker_state_machine import FreeKeysEvent
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dask_gpurt.tiers.store import TieredStore
+    from dask_gpurt.tiers.stores.task_store import TieredStore
 
 _ENDED = {"error", "memory", "released", "forgotten"}
 

@@ -48,14 +48,14 @@ from distributed import system
 from tornado.ioloop import PeriodicCallback
 
 from dask_gpurt.config import DEFAULTS
-from dask_gpurt.model import spare
-from dask_gpurt.model.arenas import arenas
-from dask_gpurt.model.pages import pages
-from dask_gpurt.tiers.io import run_apart
+from dask_gpurt.memory import reclaim
+from dask_gpurt.memory.arenas import arenas
+from dask_gpurt.memory.pages import pages
+from dask_gpurt.tiers.engine.io_threads import run_apart
 
 if TYPE_CHECKING:
     from dask_gpurt.config import TierSettings
-    from dask_gpurt.tiers.engine import Engine
+    from dask_gpurt.tiers.engine.engine import Engine
 
 # distributed limits the rate of the warning below on this logger
 logger = logging.getLogger("distributed.worker.memory")
@@ -96,7 +96,7 @@ class Limits:
 
 
 def _give_back() -> None:
-    spare.give_back()
+    reclaim.give_back()
     arrow = sys.modules.get("pyarrow")
     if arrow is not None:  # its own allocator keeps what it freed until it is used again
         arrow.default_memory_pool().release_unused()

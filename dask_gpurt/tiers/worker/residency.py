@@ -14,13 +14,13 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.model.residence import message
-from dask_gpurt.tiers.entry import State
+from dask_gpurt.tiers.engine.entry import State
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-    from dask_gpurt.tiers.entry import EventLog
-    from dask_gpurt.tiers.store import TieredStore
+    from dask_gpurt.tiers.engine.entry import EventLog
+    from dask_gpurt.tiers.stores.task_store import TieredStore
 
 logger = logging.getLogger("distributed.worker.gpurt")
 

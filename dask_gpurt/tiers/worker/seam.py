@@ -32,27 +32,27 @@ from distributed.worker_state_machine import ExecuteSuccessEvent, FreeKeysEvent,
 
 from dask_gpurt.errors import SeamMismatch
 from dask_gpurt.model.slots import UNSPILL, waiting
-from dask_gpurt.tiers import adoption
-from dask_gpurt.tiers.adoption import require_call, require_names
-from dask_gpurt.tiers.hints_local import LocalUses
-from dask_gpurt.tiers.hints_worker import HintReceiver
-from dask_gpurt.tiers.losses import Losses
-from dask_gpurt.tiers.oom import out_of_memory, with_note
-from dask_gpurt.tiers.prefetch import Prefetch
-from dask_gpurt.tiers.small import SmallTasks
-from dask_gpurt.tiers.store import TieredStore
-from dask_gpurt.tiers.turns import Turns
+from dask_gpurt.tiers.device.oom import out_of_memory, with_note
+from dask_gpurt.tiers.hints.pending_tasks import LocalUses
+from dask_gpurt.tiers.hints.prefetch import Prefetch
+from dask_gpurt.tiers.hints.worker import HintReceiver
+from dask_gpurt.tiers.stores.task_store import TieredStore
+from dask_gpurt.tiers.worker import spill_buffer
+from dask_gpurt.tiers.worker.lost_keys import Losses
+from dask_gpurt.tiers.worker.small_tasks import SmallTasks
+from dask_gpurt.tiers.worker.spill_buffer import require_call, require_names
+from dask_gpurt.tiers.worker.task_admission import Turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from distributed.spill import SpillBuffer
 
-    from dask_gpurt.tiers.admission import Reservation
-    from dask_gpurt.tiers.engine import Engine
-    from dask_gpurt.tiers.entry import Entry
-    from dask_gpurt.tiers.oom import RetryAlone
-    from dask_gpurt.tiers.turns import Turn
+    from dask_gpurt.tiers.device.oom import RetryAlone
+    from dask_gpurt.tiers.engine.engine import Engine
+    from dask_gpurt.tiers.engine.entry import Entry
+    from dask_gpurt.tiers.engine.memory_gate import Reservation
+    from dask_gpurt.tiers.worker.task_admission import Turn
 
 logger = logging.getLogger("distributed.worker.gpurt")
 
@@ -134,7 +134,7 @@ class WorkerSeam:
         require_call(worker.handlers.get("get_data"), "the get_data handler", None, keys=(), who="", serializers=None)
         require_call(FreeKeysEvent, "FreeKeysEvent", keys=(), stimulus_id="s")
         require_call(RescheduleEvent, "RescheduleEvent", key="k", stimulus_id="s")
-        adoption.check(worker.memory_manager.data)
+        spill_buffer.check(worker.memory_manager.data)
 
     # ------------------------------------------------------------------ taking over and giving back
 
@@ -142,7 +142,7 @@ class WorkerSeam:
         """Adopt the data and swap it in, in one step of the loop."""
         worker = self._worker
         with self._engine.counters.loop_time:
-            adoption.adopt(self.original, self.store)
+            spill_buffer.adopt(self.original, self.store)
         worker.memory_manager.data = self.store
         worker.state.data = self.store
         worker.execute = self._execute_wrapper
@@ -184,7 +184,7 @@ class WorkerSeam:
         self.prefetch.uninstall()
         for key in await self.store.unbox():
             self.losses.give_up(key)
-        for key in await adoption.give_back(self.store, self.original, self._engine):
+        for key in await spill_buffer.give_back(self.store, self.original, self._engine):
             self.losses.give_up(key)
         self._restore()
 

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.worker_state_machine import ExecuteSuccessEvent
 
-from dask_gpurt.tiers.turns import LEAST_BYTES, SMALL_RESULT_BYTES
+from dask_gpurt.tiers.worker.task_admission import LEAST_BYTES, SMALL_RESULT_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dask_gpurt.tiers.engine import Engine
-    from dask_gpurt.tiers.entry import Entry
-    from dask_gpurt.tiers.store import TieredStore
-    from dask_gpurt.tiers.turns import Outputs
+    from dask_gpurt.tiers.engine.engine import Engine
+    from dask_gpurt.tiers.engine.entry import Entry
+    from dask_gpurt.tiers.stores.task_store import TieredStore
+    from dask_gpurt.tiers.worker.task_admission import Outputs
 
 
 class SmallTasks:

@@ -29,13 +29,13 @@ from dask.utils import key_split
 from distributed.metrics import time
 
 from dask_gpurt.model.slots import MEMORY, waiting
-from dask_gpurt.tiers.sizes import as_bytes
+from dask_gpurt.tiers.engine.sizes import as_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from dask_gpurt.tiers.engine import Engine
-    from dask_gpurt.tiers.entry import Entry
+    from dask_gpurt.tiers.engine.engine import Engine
+    from dask_gpurt.tiers.engine.entry import Entry
 
 #: of the memory limit. distributed pauses a worker there, and ends it at 0.95
 SHARE = 0.8

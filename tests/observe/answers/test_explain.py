@@ -20,9 +20,9 @@ import dask_gpurt
 from dask_gpurt.config import Settings
 from dask_gpurt.errors import GpurtError, InstallError, UnknownKey
 from dask_gpurt.extension import NAME, GpurtScheduler, on_worker
-from dask_gpurt.observe.explain import _TERMS, Explanation
-from dask_gpurt.observe.text import bytes_said, seconds_said
-from dask_gpurt.observe.where import Where
+from dask_gpurt.observe.answers.explain import _TERMS, Explanation
+from dask_gpurt.observe.answers.where import Where
+from dask_gpurt.observe.render.text import bytes_said, seconds_said
 from dask_gpurt.placement import engine
 
 if TYPE_CHECKING:

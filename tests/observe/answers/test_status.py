@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from dask_gpurt.observe.status import Status
+from dask_gpurt.observe.answers.status import Status
 
 
 def worker(**changes: Any) -> dict[str, Any]:

@@ -9,12 +9,12 @@ from distributed.utils_test import gen_cluster
 
 from dask_gpurt.config import Settings
 from dask_gpurt.extension.worker import WorkerParts, on_worker
-from dask_gpurt.observe import details, links
-from dask_gpurt.observe.causes import CLOCK, WAITS
-from dask_gpurt.observe.metrics import WORKER
-from dask_gpurt.observe.slots_worker import WorkerSlots
-
-from .fakes import OPTIONAL, beat
+from dask_gpurt.observe.collect import fetch_matrix
+from dask_gpurt.observe.collect.causes import CLOCK, WAITS
+from dask_gpurt.observe.collect.worker import WorkerSlots
+from dask_gpurt.observe.figures import status_only
+from dask_gpurt.observe.figures.exported import WORKER
+from tests.observe.fakes import OPTIONAL, beat
 
 if TYPE_CHECKING:
     import pytest
@@ -25,17 +25,19 @@ def _row(n: float, seconds: float = 1.0, requests: int = 1) -> dict[str, float]:
 
 
 def test_few_sources_are_told_one_by_one() -> None:
-    assert links.told({}) == {}
-    assert links.told({"tcp://a:1": [3.0, 0.5, 2.0]}) == {"tcp://a:1": {"bytes": 3, "seconds": 0.5, "requests": 2}}
+    assert fetch_matrix.told({}) == {}
+    assert fetch_matrix.told({"tcp://a:1": [3.0, 0.5, 2.0]}) == {
+        "tcp://a:1": {"bytes": 3, "seconds": 0.5, "requests": 2}
+    }
 
 
 def test_many_sources_are_told_by_host_and_the_smallest_as_one() -> None:
     sources = {
         f"tcp://10.0.0.{host}:{port}": [float(host), 1.0, 1.0] for host in range(40) for port in range(1000, 1003)
     }
-    sources[links.OTHERS] = [5.0, 1.0, 1.0]
-    told = links.told(sources)
-    assert len(told) == links.TOLD + 1
+    sources[fetch_matrix.OTHERS] = [5.0, 1.0, 1.0]
+    told = fetch_matrix.told(sources)
+    assert len(told) == fetch_matrix.TOLD + 1
     assert told["host 10.0.0.39"] == {"bytes": 3 * 39, "seconds": 3.0, "requests": 3}
     assert "host 10.0.0.0" not in told
     for unit, i in (("bytes", 0), ("seconds", 1), ("requests", 2)):  # nothing is lost
@@ -44,32 +46,34 @@ def test_many_sources_are_told_by_host_and_the_smallest_as_one() -> None:
 
 def test_the_matrix_of_a_small_cluster_has_a_row_per_worker() -> None:
     a, b, c = "tcp://10.0.0.1:1", "tcp://10.0.0.1:2", "tcp://10.0.0.2:1"
-    got = links.matrix(
+    got = fetch_matrix.matrix(
         [
             ("a", a, {"fetched": {b: _row(8, 2), c: _row(4)}, "nic_bytes_per_second": 1e9}),
-            ("b", b, {"fetched": {"tcp://left:1": _row(5), links.OTHERS: _row(1)}, "nic_bytes_per_second": 1e9}),
+            ("b", b, {"fetched": {"tcp://left:1": _row(5), fetch_matrix.OTHERS: _row(1)}, "nic_bytes_per_second": 1e9}),
             ("c", c, {"fetched": {a: _row(7)}, "nic_bytes_per_second": 4e9}),
         ]
     )
-    assert got.names == ["a", "b", "c", links.OTHERS]
+    assert got.names == ["a", "b", "c", fetch_matrix.OTHERS]
     assert not got.by_host
     cells = {(got.names[cell.source], got.names[cell.target]): cell for cell in got.cells}
     assert {pair: cell.bytes for pair, cell in cells.items()} == {
         ("b", "a"): 8,
         ("c", "a"): 4,
-        (links.OTHERS, "b"): 6,
+        (fetch_matrix.OTHERS, "b"): 6,
         ("a", "c"): 7,
     }
     assert cells["b", "a"].within_host
     assert cells["b", "a"].nominal is None
     assert cells["b", "a"].bytes_per_second == 4
     assert cells["c", "a"].nominal == 1e9, "the slower of the two ends"
-    assert cells[links.OTHERS, "b"].nominal is None
+    assert cells[fetch_matrix.OTHERS, "b"].nominal is None
 
 
 def test_one_end_without_a_known_speed_makes_it_unknown() -> None:
     a, b = "tcp://10.0.0.1:1", "tcp://10.0.0.2:1"
-    (cell,) = links.matrix([("a", a, {"fetched": {b: _row(8)}, "nic_bytes_per_second": 1e9}), ("b", b, {})]).cells
+    (cell,) = fetch_matrix.matrix(
+        [("a", a, {"fetched": {b: _row(8)}, "nic_bytes_per_second": 1e9}), ("b", b, {})]
+    ).cells
     assert cell.nominal is None
     assert not cell.within_host
 
@@ -79,7 +83,7 @@ def test_the_matrix_of_a_large_cluster_has_a_row_per_host() -> None:
     for i in range(20):
         source = f"tcp://10.0.0.{(i + 1) % 4}:{i}" if i % 2 else f"host 10.0.0.{(i + 1) % 4}"
         workers.append((str(i), f"tcp://10.0.0.{i % 4}:{i}", {"fetched": {source: _row(1)}}))
-    got = links.matrix(workers)
+    got = fetch_matrix.matrix(workers)
     assert got.by_host
     assert got.names == [f"10.0.0.{i}" for i in range(4)]
     assert {(cell.source, cell.target): cell.bytes for cell in got.cells} == {((i + 1) % 4, i): 5 for i in range(4)}
@@ -90,9 +94,9 @@ def test_a_hundred_hosts_are_bounded_and_nothing_is_lost() -> None:
         (str(i), f"tcp://10.0.1.{i}:1", {"fetched": {f"tcp://10.0.1.{(i * 7 + k) % 100}:1": _row(i) for k in range(9)}})
         for i in range(100)
     ]
-    got = links.matrix(workers)
-    assert len(got.names) == links.HOSTS + 1
-    assert got.names[-1] == links.OTHERS
+    got = fetch_matrix.matrix(workers)
+    assert len(got.names) == fetch_matrix.HOSTS + 1
+    assert got.names[-1] == fetch_matrix.OTHERS
     assert len(got.cells) <= len(got.names) ** 2
     assert sum(cell.bytes for cell in got.cells) == sum(9 * i for i in range(100))
     assert sum(cell.requests for cell in got.cells) == 900
@@ -106,10 +110,10 @@ def test_the_nominal_speed_is_that_of_the_card_with_the_address(monkeypatch: pyt
     known.speed, unknown.speed = 10_000, 0
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"eth7": [fast], "lo": [slow]})
     monkeypatch.setattr(psutil, "net_if_stats", lambda: {"eth7": known, "lo": unknown})
-    assert links.nominal_bytes_per_second("10.9.9.9") == 1.25e9
-    assert links.nominal_bytes_per_second("127.0.0.1") is None
-    assert links.nominal_bytes_per_second("10.1.1.1") is None
-    assert links.nominal_bytes_per_second("no such host.invalid") is None
+    assert fetch_matrix.nominal_bytes_per_second("10.9.9.9") == 1.25e9
+    assert fetch_matrix.nominal_bytes_per_second("127.0.0.1") is None
+    assert fetch_matrix.nominal_bytes_per_second("10.1.1.1") is None
+    assert fetch_matrix.nominal_bytes_per_second("no such host.invalid") is None
 
 
 class _Worker:
@@ -158,8 +162,8 @@ async def test_a_fetch_reaches_the_scheduler_with_a_heartbeat(c: Any, s: Any, a:
     for figures in told.values():
         keys = {figure.key.split(".")[0] for figure in WORKER} - set(OPTIONAL)
         assert keys == set(figures) - {"next_use", CLOCK, WAITS}
-        assert [path for path, _ in details.numbers(figures) if not details.known(path, patterns)] == []
-    (cell,) = links.matrix((ws.name, ws.address, ws.metrics["gpurt"]) for ws in s.workers.values()).cells
+        assert [path for path, _ in status_only.numbers(figures) if not status_only.known(path, patterns)] == []
+    (cell,) = fetch_matrix.matrix((ws.name, ws.address, ws.metrics["gpurt"]) for ws in s.workers.values()).cells
     assert cell.within_host
     for worker in (a, b):
         await on_worker(worker).uninstall()  # type: ignore[union-attr]

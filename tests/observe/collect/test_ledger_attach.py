@@ -13,9 +13,8 @@ from distributed.utils_test import gen_cluster
 
 from dask_gpurt.config import Settings
 from dask_gpurt.extension import GpurtScheduler
-from dask_gpurt.observe import feed
-
-from .fakes import beat
+from dask_gpurt.observe.figures import history
+from tests.observe.fakes import beat
 
 pytestmark = pytest.mark.cluster
 
@@ -52,17 +51,17 @@ async def test_attached_and_detached_while_a_task_runs(c: Any, s: Any, a: Any) -
 
 @gen_cluster(client=True, nthreads=[("", 1)])
 async def test_the_feed_looks_only_while_a_page_asks(c: Any, s: Any, a: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(feed, "INTERVAL_MS", 20)
-    made = feed.provide(s, dict)
-    assert feed.CALLBACK not in s.periodic_callbacks
+    monkeypatch.setattr(history, "INTERVAL_MS", 20)
+    made = history.provide(s, dict)
+    assert history.CALLBACK not in s.periodic_callbacks
     assert len(made.history) == 0
-    assert feed.of(s) is made
+    assert history.of(s) is made
     while len(made.history) < 3:
         await asyncio.sleep(0.02)
-    monkeypatch.setattr(feed, "UNSEEN_SECONDS", 0.0)
-    while feed.CALLBACK in s.periodic_callbacks:
+    monkeypatch.setattr(history, "UNSEEN_SECONDS", 0.0)
+    while history.CALLBACK in s.periodic_callbacks:
         await asyncio.sleep(0.02)
     looks = len(made.history)
     await asyncio.sleep(0.1)
     assert len(made.history) == looks
-    feed.withdraw(s)
+    history.withdraw(s)

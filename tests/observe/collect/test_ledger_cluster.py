@@ -12,15 +12,14 @@ from distributed import Client, secede, worker_client
 import dask_gpurt
 from benchmarks.advice import TROUBLES
 from dask_gpurt.errors import GpurtError
-from dask_gpurt.observe import details, feed
-from dask_gpurt.observe.causes import CLOCK, WAITS
-from dask_gpurt.observe.charts import timeline
-from dask_gpurt.observe.metrics import SCHEDULER, WORKER
-from dask_gpurt.observe.run import from_snapshots
+from dask_gpurt.observe.collect.causes import CLOCK, WAITS
+from dask_gpurt.observe.figures import history, status_only
+from dask_gpurt.observe.figures.exported import SCHEDULER, WORKER
+from dask_gpurt.observe.report.charts import timeline
+from dask_gpurt.observe.report.facts import from_snapshots
 from dask_gpurt.reports import _snapshot, report_now, snapshot
-
-from .chromium import browser, executable
-from .fakes import OPTIONAL
+from tests.observe.dashboard.chromium import browser, executable
+from tests.observe.fakes import OPTIONAL
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -145,7 +144,7 @@ def test_the_causes_sum_to_the_time_there_was(settings: dict[str, Any], tmp_path
 
 
 def test_every_number_is_in_the_dictionary() -> None:
-    """Remedy: add the figure to dask_gpurt/observe/metrics.py, or to details.py when only status tells it."""
+    """Remedy: add the figure to dask_gpurt/observe/figures/exported.py, or to details.py when only status tells it."""
     with (
         dask_gpurt.local_cluster(
             n_workers=2, threads_per_worker=1, processes=False, dashboard_address=":0", memory_limit="2 GiB"
@@ -156,20 +155,20 @@ def test_every_number_is_in_the_dictionary() -> None:
         time.sleep(0.6)
         status = dask_gpurt.status(client)
         plugin = cluster.scheduler.plugins["gpurt"]
-        patterns = [figure.key for figure in SCHEDULER] + [key for key, _, _ in details.SCHEDULER]
-        unknown = [path for path, _ in details.numbers(plugin.figures()) if not details.known(path, patterns)]
+        patterns = [figure.key for figure in SCHEDULER] + [key for key, _, _ in status_only.SCHEDULER]
+        unknown = [path for path, _ in status_only.numbers(plugin.figures()) if not status_only.known(path, patterns)]
         assert unknown == [], unknown
-        patterns = [key for key, _, _ in details.WORKER]
+        patterns = [key for key, _, _ in status_only.WORKER]
         for worker in status.workers.values():
             told = {part: worker[part] for part in ("slots", "shuffle", "tiers")}
-            assert [path for path, _ in details.numbers(told) if not details.known(path, patterns)] == []
+            assert [path for path, _ in status_only.numbers(told) if not status_only.known(path, patterns)] == []
         for ws in cluster.scheduler.workers.values():
             figures = ws.metrics["gpurt"]
             keys = {figure.key.split(".")[0] for figure in WORKER} - set(OPTIONAL)
             assert set(figures) - keys <= {"next_use", CLOCK, WAITS}, "protocols and histograms are no figures"
             assert keys <= set(figures)
             patterns = ["next_use", CLOCK, *(figure.key for figure in WORKER)]
-            assert [path for path, _ in details.numbers(figures) if not details.known(path, patterns)] == []
+            assert [path for path, _ in status_only.numbers(figures) if not status_only.known(path, patterns)] == []
         # The scheduler's figures have samples; those without are of what did not happen here.
         empty = {figure.key for figure in SCHEDULER if not list(figure.samples(plugin.figures()))}
         assert empty <= {
@@ -193,7 +192,7 @@ def test_observation_can_be_off() -> None:
         assert "gpurt-ledger" not in scheduler.plugins
         assert "heartbeat_worker" not in str(scheduler.handlers["heartbeat_worker"].__module__)
         assert "handle_stimulus" not in vars(worker)
-        assert feed.of(scheduler) is None
+        assert history.of(scheduler) is None
         with pytest.raises(GpurtError, match="observation is off"), dask_gpurt.report("never.html", client):
             pass
 

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from dask_gpurt.model.slots import MEMORY, NETWORK, SLOT, UNSPILL, waiting
-from dask_gpurt.observe.slots import SlotMeter
-
-from .fakes import Clock
+from dask_gpurt.observe.collect.slots import SlotMeter
+from tests.observe.fakes import Clock
 
 
 def _exact(meter: SlotMeter) -> dict[str, float]:

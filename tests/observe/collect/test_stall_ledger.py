@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from dask_gpurt.observe import ledger as module
-from dask_gpurt.observe.causes import BUSY, CLOCK, LOCAL, UNASSIGNED, heartbeat_key
-from dask_gpurt.observe.ledger import StallLedger
-
-from .fakes import Clock
+from dask_gpurt.observe.collect import stall_ledger as module
+from dask_gpurt.observe.collect.causes import BUSY, CLOCK, LOCAL, UNASSIGNED, heartbeat_key
+from dask_gpurt.observe.collect.stall_ledger import StallLedger
+from tests.observe.fakes import Clock
 
 
 class Scheduler:

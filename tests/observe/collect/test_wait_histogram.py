@@ -4,46 +4,46 @@ from __future__ import annotations
 
 import pytest
 
-from dask_gpurt.observe import tails
-from dask_gpurt.observe.slots import SlotMeter
+from dask_gpurt.observe.collect import wait_histogram
+from dask_gpurt.observe.collect.slots import SlotMeter
+from tests.observe.fakes import Clock
 
-from .fakes import Clock
 from .test_ledger import Scheduler
 
 
 def test_a_quantile_is_a_fifth_off_at_most() -> None:
     lengths = [0.001 * 1.07**i for i in range(150)]
-    made = tails.Tails()
+    made = wait_histogram.Tails()
     for seconds in lengths:
         made.add("network", seconds)
     for share in (0.01, 0.5, 0.9, 0.99, 1.0):
         exact = lengths[max(0, round(share * len(lengths)) - 1)]
-        assert tails.quantile(made.counts["network"], share) == pytest.approx(exact, rel=0.2)
-    assert tails.quantile([], 0.5) == 0.0
+        assert wait_histogram.quantile(made.counts["network"], share) == pytest.approx(exact, rel=0.2)
+    assert wait_histogram.quantile([], 0.5) == 0.0
 
 
 def test_what_is_short_is_not_counted_and_what_is_long_has_a_bucket() -> None:
-    made = tails.Tails()
+    made = wait_histogram.Tails()
     made.add("memory", 0.0005)
     assert made.told() == {}
     made.add("memory", 1e9)
     assert sum(made.told()["memory"]) == 1
-    assert len(made.told()["memory"]) == tails.BUCKETS
+    assert len(made.told()["memory"]) == wait_histogram.BUCKETS
     made.add("network", 0.001)
     assert made.told()["network"] == [1]
 
 
 def test_histograms_grow_and_start_over() -> None:
-    assert tails.grown({"a": [1, 3]}, {"a": [1, 1]}) == {"a": [0, 2]}
-    assert tails.grown({"a": [1, 3], "b": [1]}, {"a": [1, 3]}) == {"b": [1]}
+    assert wait_histogram.grown({"a": [1, 3]}, {"a": [1, 1]}) == {"a": [0, 2]}
+    assert wait_histogram.grown({"a": [1, 3], "b": [1]}, {"a": [1, 3]}) == {"b": [1]}
     # Fewer than before: the worker counts from zero.
-    assert tails.grown({"a": [1]}, {"a": [0, 4]}) == {"a": [1]}
-    made = tails.Tails()
+    assert wait_histogram.grown({"a": [1]}, {"a": [0, 4]}) == {"a": [1]}
+    made = wait_histogram.Tails()
     made.grow({"a": [1, 2]})
     made.grow({"a": [0, 0, 1], "b": [5]})
     assert made.told() == {"a": [1, 2, 1], "b": [5]}
-    assert tails.figures(made.counts)["b"]["count"] == 5
-    assert tails.figures({"a": [0]}) == {}
+    assert wait_histogram.figures(made.counts)["b"]["count"] == 5
+    assert wait_histogram.figures({"a": [0]}) == {}
 
 
 def test_waits_of_slots_are_told_apart_by_cause() -> None:
@@ -65,7 +65,7 @@ def test_waits_of_slots_are_told_apart_by_cause() -> None:
     task.enter("network")
     clock.now = 4.5
     meter.ended(task)
-    got = tails.figures(meter.tails.counts)
+    got = wait_histogram.figures(meter.tails.counts)
     assert {cause: told["count"] for cause, told in got.items()} == {
         "network": 2,
         "unassigned": 1,

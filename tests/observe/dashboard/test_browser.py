@@ -16,8 +16,7 @@ import pytest
 from distributed import Client
 
 import dask_gpurt
-
-from .chromium import Tab, browser, executable
+from tests.observe.dashboard.chromium import Tab, browser, executable
 
 pytest.importorskip("bokeh")
 

@@ -13,12 +13,11 @@ import pytest
 from distributed import Client, LocalCluster
 
 import dask_gpurt
-from dask_gpurt.observe.causes import CLOCK, LOCAL, UNASSIGNED, WAITS
+from dask_gpurt.observe.collect.causes import CLOCK, LOCAL, UNASSIGNED, WAITS
 from dask_gpurt.observe.dashboard import hook
-from dask_gpurt.observe.metrics import WORKER
+from dask_gpurt.observe.figures.exported import WORKER
 from tests.cluster.processes import processes
-
-from .fakes import OPTIONAL
+from tests.observe.fakes import OPTIONAL
 
 pytest.importorskip("bokeh")
 
@@ -194,10 +193,10 @@ def test_two_clusters_in_one_process() -> None:
             for path in (*PLOTS, "/gpurt"):
                 get(base, path)
         assert three.scheduler.plugins["gpurt"].plots == "on"
-    from dask_gpurt.observe import feed, prometheus
+    from dask_gpurt.observe.figures import history, prometheus
 
     deadline = time.monotonic() + 20
     while prometheus._collector is not None and time.monotonic() < deadline:
         time.sleep(0.05)  # workers of a cluster close after it
     assert prometheus._collector is None
-    assert not [f for f in feed._feeds if f is one.scheduler]
+    assert not [f for f in history._feeds if f is one.scheduler]

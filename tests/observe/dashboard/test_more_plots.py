@@ -10,12 +10,11 @@ pytest.importorskip("bokeh")
 
 from bokeh.document import Document
 
-from dask_gpurt.observe.causes import CAUSES
+from dask_gpurt.observe.collect.causes import CAUSES
 from dask_gpurt.observe.dashboard import pages
-from dask_gpurt.observe.feed import POINTS, USES
-from dask_gpurt.observe.progress import Progress
-
-from .fakes import FakeScheduler, MiB, figures, give_feed, heartbeat
+from dask_gpurt.observe.figures.history import POINTS, USES
+from dask_gpurt.observe.figures.shuffle_progress import Progress
+from tests.observe.fakes import FakeScheduler, MiB, figures, give_feed, heartbeat
 
 
 @pytest.fixture

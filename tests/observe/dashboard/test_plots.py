@@ -15,11 +15,10 @@ from bokeh.models import LayoutDOM
 
 from dask_gpurt.observe.dashboard import component, hook, late, pages
 from dask_gpurt.observe.dashboard.axes import NAMED
-
-from .fakes import Clock, FakeScheduler, MiB, figures, give_feed, heartbeat
+from tests.observe.fakes import Clock, FakeScheduler, MiB, figures, give_feed, heartbeat
 
 if TYPE_CHECKING:
-    from dask_gpurt.observe.feed import Feed
+    from dask_gpurt.observe.figures.history import Feed
 
 PLOTS = list(pages.PLOTS.values())
 #: plots with a row per worker

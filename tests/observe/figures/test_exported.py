@@ -7,18 +7,21 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dask_gpurt.observe.metrics import OWN, SCHEDULER, WORKER, Figure, full_name, markdown
+from dask_gpurt.observe.figures.exported import OWN, SCHEDULER, WORKER, Figure, full_name, markdown
+from tests.observe.fakes import figures
 
-from .fakes import figures
-
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 EVERY = (*WORKER, *SCHEDULER, *OWN)
 
 
 def test_documentation_is_up_to_date() -> None:
-    """Remedy: ``python -m dask_gpurt.observe.metrics > docs/metrics.md``"""
+    """Remedy: ``python -m dask_gpurt.observe.figures.exported > docs/metrics.md``"""
     got = subprocess.run(
-        [sys.executable, "-m", "dask_gpurt.observe.metrics"], check=True, capture_output=True, text=True, cwd=ROOT
+        [sys.executable, "-m", "dask_gpurt.observe.figures.exported"],
+        check=True,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
     ).stdout
     assert got == markdown()
     assert (ROOT / "docs/metrics.md").read_text() == got

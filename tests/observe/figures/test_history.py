@@ -6,15 +6,14 @@ import gc
 import weakref
 from typing import Any
 
-from dask_gpurt.observe import feed
-from dask_gpurt.observe.causes import CAUSES
+from dask_gpurt.observe.collect.causes import CAUSES
+from dask_gpurt.observe.figures import history
+from tests.observe.fakes import Clock, FakeScheduler, figures, heartbeat
 
-from .fakes import Clock, FakeScheduler, figures, heartbeat
 
-
-def _feed(scheduler: FakeScheduler) -> tuple[feed.Feed, Clock]:
+def _feed(scheduler: FakeScheduler) -> tuple[history.Feed, Clock]:
     clock = Clock()
-    return feed.Feed(scheduler, lambda: figures(local=10, moved=5, declined=2, fallbacks=1), clock), clock
+    return history.Feed(scheduler, lambda: figures(local=10, moved=5, declined=2, fallbacks=1), clock), clock
 
 
 def test_sums_never_fall() -> None:
@@ -58,11 +57,11 @@ def test_rates_are_growth_over_time() -> None:
 
 def test_history_is_bounded() -> None:
     made, clock = _feed(FakeScheduler())
-    for _ in range(feed.KEEP + 10):
+    for _ in range(history.KEEP + 10):
         made.tick()
         clock.now += 1
-    assert len(made.history) == feed.KEEP
-    assert len(made.rates(("local",))[0]) == feed.KEEP - 1
+    assert len(made.history) == history.KEEP
+    assert len(made.rates(("local",))[0]) == history.KEEP - 1
 
 
 def test_two_looks_at_one_moment_are_no_rate() -> None:
@@ -93,7 +92,7 @@ def test_an_exception_is_counted_and_the_next_look_works() -> None:
         return dict(answer)
 
     scheduler = FakeScheduler()  # the feed holds it weakly
-    made = feed.Feed(scheduler, read, Clock())
+    made = history.Feed(scheduler, read, Clock())
     for _ in range(3):
         made.tick()
     assert made.errors == 1
@@ -132,7 +131,7 @@ def test_a_small_fall_of_work_is_not_taken_for_a_new_ledger() -> None:
     told = [_ledger(10, 8, network=2), _ledger(12, 7.5, network=4), _ledger(14, 10, network=4), _ledger(2, 1, skew=1)]
     answers = iter(told)
     scheduler = FakeScheduler()
-    made = feed.Feed(scheduler, lambda: next(answers), Clock())
+    made = history.Feed(scheduler, lambda: next(answers), Clock())
     for _ in told:
         made.tick()
     assert made.errors == 0
@@ -162,10 +161,10 @@ def test_a_plot_gets_no_more_points_than_it_asks_for_and_they_stay_the_same() ->
     made, clock = _feed(scheduler)
     a = scheduler.add("a", heartbeat())
     shown: set[float] = set()
-    for i in range(feed.KEEP + 50):
+    for i in range(history.KEEP + 50):
         scheduler.workers[a].metrics["gpurt"] = heartbeat(read_bytes=i * 7, host_bytes=i)
         made.tick()
-        if i > feed.KEEP:
+        if i > history.KEEP:
             ago, rates = made.rates(("read_bytes",), points=100)
             assert len(ago) <= 102
             assert set(rates["read_bytes"]) == {7.0}

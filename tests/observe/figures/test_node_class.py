@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 
-from dask_gpurt.observe.nodes import node_class, of_worker
+from dask_gpurt.observe.figures.node_class import node_class, of_worker
 
 GiB = 2**30
 

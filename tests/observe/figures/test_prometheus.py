@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from dask_gpurt.observe import prometheus
-
-from .fakes import FakeScheduler, figures, heartbeat
+from dask_gpurt.observe.figures import prometheus
+from tests.observe.fakes import FakeScheduler, figures, heartbeat
 
 prometheus_client = pytest.importorskip("prometheus_client")
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import pytest
 import yaml
 
-from dask_gpurt.observe.causes import BUSY, CAUSES, LOCAL, UNASSIGNED
-from dask_gpurt.observe.metrics import OWN, SCHEDULER, WORKER, full_name
+from dask_gpurt.observe.collect.causes import BUSY, CAUSES, LOCAL, UNASSIGNED
+from dask_gpurt.observe.figures.exported import OWN, SCHEDULER, WORKER, full_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-PLUGINS = Path(__file__).parents[2] / "plugins"
+PLUGINS = Path(__file__).parents[3] / "plugins"
 EVERY = {full_name(figure): figure for figure in (*WORKER, *SCHEDULER, *OWN)}
 #: words of the query language that these files use
 WORDS = {"sum", "rate", "increase", "by", "or", "label_values"}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dask_gpurt.observe.progress import RUNS, Progress, Shuffles
+from dask_gpurt.observe.figures.shuffle_progress import RUNS, Progress, Shuffles
 
 
 class _Scheduler:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from dask_gpurt.observe.html import Page, flatten
+from dask_gpurt.observe.render.html import Page, flatten
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from dask_gpurt.observe import report
-from dask_gpurt.observe.advice import advise
-from dask_gpurt.observe.causes import CAUSES
-from dask_gpurt.observe.run import Fetches, Run, Task, WorkerRun, from_snapshots, grown, slowness
+from dask_gpurt.observe.collect.causes import CAUSES
+from dask_gpurt.observe.report import page
+from dask_gpurt.observe.report.facts import Fetches, Run, Task, WorkerRun, from_snapshots, grown, slowness
+from dask_gpurt.observe.report.findings import advise
 
 
 def run(causes: dict[str, float] | None = None, busy: float = 50.0, **known: Any) -> Run:
@@ -157,22 +157,22 @@ def test_a_run_of_a_cluster_with_a_worker_that_says_nothing() -> None:
     }
     got = from_snapshots(None, after)
     assert (got.seconds, got.busy_seconds, got.workers[0].slot_seconds) == (10.0, 10.0, 0.0)
-    assert "No task ended" in report.page(got).render()
+    assert "No task ended" in page.page(got).render()
 
 
 def test_cost() -> None:
-    assert report.cost(run()) is None
+    assert page.cost(run()) is None
     a, b = ("host-a", "2 threads, a"), ("host-b", "2 threads, b")
-    assert report.cost(run(prices=2.5)) == [(*a, 2.5), (*b, 2.5)]
-    assert report.cost(run(prices={"host-b": 4.0})) == [(*a, 0.0), (*b, 4.0)]
-    assert report.cost(run(prices={"a": 1.0, "host*": 3.0})) == [(*a, 1.0), (*b, 3.0)]
-    assert report.cost(run(prices={"2 threads, b*": 7.0})) == [(*a, 0.0), (*b, 7.0)]
-    assert "$ of this run" in report.page(run(prices=1.0)).render()
+    assert page.cost(run(prices=2.5)) == [(*a, 2.5), (*b, 2.5)]
+    assert page.cost(run(prices={"host-b": 4.0})) == [(*a, 0.0), (*b, 4.0)]
+    assert page.cost(run(prices={"a": 1.0, "host*": 3.0})) == [(*a, 1.0), (*b, 3.0)]
+    assert page.cost(run(prices={"2 threads, b*": 7.0})) == [(*a, 0.0), (*b, 7.0)]
+    assert "$ of this run" in page.page(run(prices=1.0)).render()
 
 
 def test_what_users_call_things_is_escaped() -> None:
     evil = "<script>alert('&')</script>"
     got = run(tasks=tasks(evil, "a", 1.0), fetches=(Fetches(evil, "a", 1e7, 1.0, 1),), skewed={(evil, evil): 3.0})
-    text = report.page(got).render()
+    text = page.page(got).render()
     assert "<script" not in text
     assert "&lt;script&gt;" in text

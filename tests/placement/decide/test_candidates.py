@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from placement_fakes import FakeTask, FakeWorker, learn, make_engine
 
 from dask_gpurt.model import LinkClass
-from dask_gpurt.placement.stories import Detail
+from dask_gpurt.placement.evaluate.decision_record import Detail
+from tests.placement.fakes import FakeTask, FakeWorker, learn, make_engine
 
 if TYPE_CHECKING:
     from dask_gpurt.placement.engine import Engine

@@ -3,12 +3,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from placement_fakes import FakeTask, FakeWorker, assign, learn, make_engine
 
 from dask_gpurt.model import Link, LinkClass
 from dask_gpurt.model.views import TaskView, WorkerView
-from dask_gpurt.placement.cost import Weights, cost, terms
-from dask_gpurt.placement.policy import choose
+from dask_gpurt.placement.decide.cost import Weights, cost, terms
+from dask_gpurt.placement.decide.policy import choose
+from tests.placement.fakes import FakeTask, FakeWorker, assign, learn, make_engine
 
 HOST = Link(1e-3, 1e9)
 FAR = Link(1e-3, 1e8)
@@ -188,10 +188,11 @@ def test_promised_copies_of_a_widely_replicated_input() -> None:
     thief = workers[-1]
     assign(engine, FakeTask("g", x), thief)
     picked = [engine.workers.by_address[thief.address]]
-    from dask_gpurt.placement import candidates, seam
+    from dask_gpurt.placement.decide import candidates
+    from dask_gpurt.placement.takeover import scheduler
 
     inputs = candidates.Inputs({x}, engine.workers.by_address)
-    args = (inputs, engine.workers, engine.links, seam.pending_bytes, engine.ledger.reconcile)
+    args = (inputs, engine.workers, engine.links, scheduler.pending_bytes, engine.ledger.reconcile)
     (seen,) = candidates.views(picked, *args)
     assert (seen.near_bytes, seen.near_fetches, seen.far_bytes, seen.far_fetches) == (0, 0, 0, 0)
     assert seen.pending_seconds > 0

@@ -9,15 +9,15 @@ import pytest
 from distributed.core import Status
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from placement_fakes import SETTINGS, FakeScheduler, FakeTask, FakeWorker, assign, learn, make_engine
 
 from dask_gpurt.model import LinkClass
-from dask_gpurt.placement import home
-from dask_gpurt.placement.cost import cost
+from dask_gpurt.placement.decide import fast_path
+from dask_gpurt.placement.decide.cost import cost
+from dask_gpurt.placement.decide.policy import WEIGHTS, Cheapest
 from dask_gpurt.placement.engine import OBSERVED, Engine
-from dask_gpurt.placement.governor import Standing
-from dask_gpurt.placement.policy import WEIGHTS, Cheapest
-from dask_gpurt.placement.stories import STAYS, Detail
+from dask_gpurt.placement.evaluate.decision_record import STAYS, Detail
+from dask_gpurt.placement.evaluate.governor import Standing
+from tests.placement.fakes import SETTINGS, FakeScheduler, FakeTask, FakeWorker, assign, learn, make_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -161,7 +161,7 @@ def test_no_place_is_better_by_more_than_a_tenth_of_the_task(
     a.nbytes = held
     ts = FakeTask("f-1", FakeTask("x", nbytes=nbytes, on=(a,)))
     task, far = engine.task_view(ts), engine.links.link(LinkClass.NETWORK)
-    stays = home.stays(engine, ts, task, far, WEIGHTS)
+    stays = fast_path.stays(engine, ts, task, far, WEIGHTS)
     if stays is None:
         return
     assert stays[0].ws is a

@@ -13,9 +13,9 @@ from distributed.utils_test import gen_cluster, inc
 from dask_gpurt.config import Settings
 from dask_gpurt.errors import ConfigError
 from dask_gpurt.extension import GpurtScheduler
-from dask_gpurt.placement.policy import Cheapest, Policy, load
+from dask_gpurt.placement.decide.policy import Cheapest, Policy, load
 
-DOCS = Path(__file__).parents[2] / "docs" / "policies.md"
+DOCS = Path(__file__).parents[3] / "docs" / "policies.md"
 
 MODULE = """
 class Good:

@@ -10,11 +10,12 @@ import pytest
 from distributed.utils_test import gen_cluster, inc, slowinc
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from placement_fakes import SETTINGS
 
-from dask_gpurt.placement import PlacementPlugin, engine, groups
-from dask_gpurt.placement.cutting import Member
-from dask_gpurt.placement.groups import RootGroups
+from dask_gpurt.placement import PlacementPlugin, engine
+from dask_gpurt.placement.decide import root_blocks
+from dask_gpurt.placement.decide.root_blocks import RootGroups
+from dask_gpurt.placement.decide.root_cuts import Member
+from tests.placement.fakes import SETTINGS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -106,7 +107,7 @@ def test_shares_follow_weights() -> None:
 
 
 def test_a_root_that_everybody_needs_belongs_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "MAX_DEPENDENTS", 8)
+    monkeypatch.setattr(root_blocks, "MAX_DEPENDENTS", 8)
     shared = Task("shared", 0)
     roots = [Task(f"r{i}", i + 1) for i in range(16)]
     g, tasks = arrive([shared, *roots, *(Task(f"f{i}", 100 + i, r, shared) for i, r in enumerate(roots))], members("a"))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from dask_gpurt.placement import cutting
-from dask_gpurt.placement.cutting import Member
-from dask_gpurt.placement.groups import RootGroups
+from dask_gpurt.placement.decide import root_cuts
+from dask_gpurt.placement.decide.root_blocks import RootGroups
+from dask_gpurt.placement.decide.root_cuts import Member
 
 
 class Task:
@@ -102,7 +102,7 @@ def test_a_large_value_that_all_read_is_not_brought_to_all() -> None:
 def test_roots_of_a_phase_that_reads_several_values_are_sorted_by_them() -> None:
     x, y = Task("x", 0), Task("y", 1)
     roots = [Task(f"root{i}", 2 + i, (x, y)[i % 2]) for i in range(6)]
-    assert cutting.by_input(roots) == [*roots[::2], *roots[1::2]]
+    assert root_cuts.by_input(roots) == [*roots[::2], *roots[1::2]]
 
 
 def test_a_cancelled_phase_leaves_nothing() -> None:
@@ -121,10 +121,10 @@ def test_data_that_many_read_is_no_reason_to_be_anywhere() -> None:
     in_memory(shared, "b")
     mine = Task("mine", 1, nbytes=1000)
     in_memory(mine, "a")
-    roots = [Task(f"root{i}", 10 + i, shared) for i in range(cutting.MAX_GROUP + 1)]
+    roots = [Task(f"root{i}", 10 + i, shared) for i in range(root_cuts.MAX_GROUP + 1)]
     Task("join", 99, roots[0], mine)
-    assert cutting.partner(roots[0]) == "a"
-    assert cutting.partner(roots[1]) is None
+    assert root_cuts.partner(roots[0]) == "a"
+    assert root_cuts.partner(roots[1]) is None
 
 
 def scan(n: int) -> tuple[list[Task], list[Task]]:
@@ -154,22 +154,22 @@ def test_sums_of_neighbours_are_not_serial() -> None:
     sums = [Task(f"sum{i}", 10 * i + 35, *roots[i : i + 4]) for i in range(0, 16, 4)]
     tasks = sorted([*roots, *sums], key=lambda t: t.priority)
     owner = {t: i // 4 for i, t in enumerate(roots)}
-    assert not cutting.serialises(tasks, owner, [1.0] * 4)
+    assert not root_cuts.serialises(tasks, owner, [1.0] * 4)
 
 
 def test_one_input_of_many_tasks_does_not_place_them() -> None:
     """What follows a broadcast value runs anywhere; it is not counted against the worker that made it."""
     root = Task("root0", 0)
     tasks = [root, *(Task(f"leaf{i}", 1 + i, root) for i in range(40))]
-    assert not cutting.serialises(tasks, {root: 0}, [1.0] * 4)
+    assert not root_cuts.serialises(tasks, {root: 0}, [1.0] * 4)
 
 
 def test_what_a_block_holds_beyond_an_even_deal() -> None:
     roots = [Task(f"root{i}", i) for i in range(16)]
     for i in range(0, 16, 8):
         Task(f"join{i}", 100 + i, *roots[i : i + 8])
-    assert cutting.beyond_even(roots, [roots[:8], roots[8:]]) == 8 - 8 / 2
-    assert cutting.beyond_even(roots, [roots[i::4] for i in range(4)]) == 4 - 8 / 4
+    assert root_cuts.beyond_even(roots, [roots[:8], roots[8:]]) == 8 - 8 / 2
+    assert root_cuts.beyond_even(roots, [roots[i::4] for i in range(4)]) == 4 - 8 / 4
 
 
 def test_blocks_that_hold_too_much_are_given_up() -> None:

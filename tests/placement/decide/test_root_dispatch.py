@@ -6,15 +6,16 @@ from typing import Any
 
 import pytest
 from distributed.core import Status
-from placement_fakes import FakeTask, FakeWorker, assign, finish, learn, make_engine
 
-from dask_gpurt.placement import deals, guard
-from dask_gpurt.placement.cutting import Member
-from dask_gpurt.placement.deals import Deals
+from dask_gpurt.placement.decide import root_dispatch
+from dask_gpurt.placement.decide.root_blocks import Block, RootGroups
+from dask_gpurt.placement.decide.root_cuts import Member
+from dask_gpurt.placement.decide.root_dispatch import Deals
 from dask_gpurt.placement.engine import Engine
-from dask_gpurt.placement.groups import Block, RootGroups
+from dask_gpurt.placement.takeover import circuit_breaker
 from dask_gpurt.simulate import simulate
 from dask_gpurt.simulate.shapes import build
+from tests.placement.fakes import FakeTask, FakeWorker, assign, finish, learn, make_engine
 
 GB = 10**9
 
@@ -59,7 +60,7 @@ def test_a_slow_owner_is_not_waited_for() -> None:
     engine, (a, b, *_) = rig()
     (root,) = own(engine, a, 1)
     assign(engine, FakeTask("busy"), a)
-    engine.workers.by_address[a.address].slowness = 2 * deals.SLOW
+    engine.workers.by_address[a.address].slowness = 2 * root_dispatch.SLOW
     engine.scheduler.idle_task_count = {b}
     assert not engine.held(root)
     assert engine.deals.may_take(a.address, 1)
@@ -115,7 +116,7 @@ def test_who_only_waits_for_inputs_is_hungry() -> None:
 def test_the_hungry_are_not_fed_without_end() -> None:
     engine, (a, b, *_) = rig()
     own(engine, a, 4)
-    for i in range(deals.MAX_AHEAD + 1):
+    for i in range(root_dispatch.MAX_AHEAD + 1):
         assign(engine, FakeTask(f"f-{i}", FakeTask(f"x-{i}", nbytes=GB, on=(b,))), a)
     assert engine.deals.hungry() == []
 
@@ -139,7 +140,7 @@ def test_what_nobody_pulls_goes_to_its_owner_if_that_is_idle() -> None:
     assert engine.deals.takers(root) == [workers[7]]
     engine.scheduler.idle_task_count.discard(workers[7])
     some = engine.deals.takers(root)
-    assert 0 < len(some) <= 2 * deals.ASKED, "not all forty"
+    assert 0 < len(some) <= 2 * root_dispatch.ASKED, "not all forty"
     assert engine.deals.takers() != [workers[7]]
 
 
@@ -262,7 +263,7 @@ def test_a_long_root_is_not_queued_before_what_follows_the_one_before() -> None:
     assert engine.worth(a)
     FakeTask("slice", second)
     assert not engine.worth(a)
-    engine.deals._root = deals.LONG_SECONDS / 2, 10**11
+    engine.deals._root = root_dispatch.LONG_SECONDS / 2, 10**11
     assert engine.worth(a), "a message's time is a good part of its own"
 
 
@@ -299,7 +300,7 @@ def test_an_exception_in_dealing_does_no_harm(monkeypatch: pytest.MonkeyPatch, o
         raise ZeroDivisionError(f"{name} is broken")
 
     monkeypatch.setattr(owner, name, broken)
-    monkeypatch.setattr(guard, "LIMIT", 10**6)
+    monkeypatch.setattr(circuit_breaker, "LIMIT", 10**6)
     workload, cluster = build("straggler", workers=8)
     result = simulate(workload, cluster, "gpurt")
     assert calls

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 from distributed.scheduler import TaskState, WorkerState
-from placement_fakes import FakeTask, FakeWorker, assign, finish, learn, make_engine
 
-from dask_gpurt.placement.cost import cost
-from dask_gpurt.placement.log import DecisionLog
-from dask_gpurt.placement.policy import WEIGHTS
-from dask_gpurt.placement.stories import Detail, transfer_seconds
+from dask_gpurt.placement.decide.cost import cost
+from dask_gpurt.placement.decide.policy import WEIGHTS
+from dask_gpurt.placement.evaluate.decision_log import DecisionLog
+from dask_gpurt.placement.evaluate.decision_record import Detail, transfer_seconds
+from tests.placement.fakes import FakeTask, FakeWorker, assign, finish, learn, make_engine
 
 
 def decide(engine: Any, ts: FakeTask, valid: Any = None) -> FakeWorker:
@@ -218,7 +218,7 @@ def test_a_task_that_stock_placed_and_stealing_moved() -> None:
 
 
 def test_calibration_looks_at_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dask_gpurt.placement.log.CALIBRATED", 5)
+    monkeypatch.setattr("dask_gpurt.placement.evaluate.decision_log.CALIBRATED", 5)
     a = FakeWorker(0)
     engine = make_engine([a])
     x = FakeTask("x", nbytes=1, on=(a,))

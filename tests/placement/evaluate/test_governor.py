@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from dask_gpurt.placement import budget, governor
-from dask_gpurt.placement.budget import Budget
-from dask_gpurt.placement.governor import Governor, Standing, compare
+from dask_gpurt.placement.evaluate import governor
+from dask_gpurt.placement.evaluate.governor import Governor, Standing, compare
+from dask_gpurt.placement.tables import overhead_budget
+from dask_gpurt.placement.tables.overhead_budget import Budget
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -180,7 +181,7 @@ def test_the_share_of_a_second() -> None:
 
 def test_a_decision_given_up_counts_its_time() -> None:
     b = Budget()
-    b.gave_up(2 * budget.DECISION_SECONDS)
+    b.gave_up(2 * overhead_budget.DECISION_SECONDS)
     assert b.statistics()["given_up"] == 1
     assert b.count == 0
-    assert b.total_seconds == 2 * budget.DECISION_SECONDS
+    assert b.total_seconds == 2 * overhead_budget.DECISION_SECONDS

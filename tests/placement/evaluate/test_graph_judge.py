@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from distributed.core import Status
-from placement_fakes import FakeTask, FakeWorker, assign, make_engine
 
-from dask_gpurt.placement import graph_judge, graph_verdict, hold_alarm, watch
-from dask_gpurt.placement.graph_judge import GraphJudge, Standing
-from dask_gpurt.placement.graph_verdict import Outcome, verdict
-from dask_gpurt.placement.hold_alarm import HoldAlarm
+from dask_gpurt.placement.evaluate import graph_judge, graph_samples, graph_verdict, idle_alarm
+from dask_gpurt.placement.evaluate.graph_judge import GraphJudge, Standing
+from dask_gpurt.placement.evaluate.graph_verdict import Outcome, verdict
+from dask_gpurt.placement.evaluate.idle_alarm import HoldAlarm
+from tests.placement.fakes import FakeTask, FakeWorker, assign, make_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -375,7 +375,7 @@ def test_the_alarm_trips_by_idle_threads() -> None:
     assert half is not None
     assert third is not None
     assert 0.5 < half < 1.5 < third < 3.0
-    assert until(HoldAlarm(), hold_alarm.ALLOWED, 0.5) is None
+    assert until(HoldAlarm(), idle_alarm.ALLOWED, 0.5) is None
     assert until(HoldAlarm(), 0.0, 0.5) is None
 
 
@@ -383,7 +383,7 @@ def test_the_alarm_is_patient_by_the_length_of_tasks() -> None:
     waits = [until(HoldAlarm(), 0.5, seconds) for seconds in (0.001, 0.1, 0.5, 1.0, 100.0)]
     assert None not in waits
     assert waits == sorted(w for w in waits if w is not None)
-    assert waits[-1] == pytest.approx(hold_alarm.MOST_SECONDS * 0.25 / 0.4, abs=0.2)
+    assert waits[-1] == pytest.approx(idle_alarm.MOST_SECONDS * 0.25 / 0.4, abs=0.2)
 
 
 def test_the_alarm_has_two_stages_and_ends() -> None:
@@ -426,26 +426,26 @@ def test_the_alarm_ends_with_the_roots_that_it_was_about() -> None:
     engine.hold_alarm.stage = 2
     assert engine.leaves_roots()
     engine.scheduler.queued = ["a root"]
-    watch.look_round(engine)
+    graph_samples.look_round(engine)
     assert engine.leaves_roots()
     engine.scheduler.queued = []
-    watch.look_round(engine)
+    graph_samples.look_round(engine)
     assert not engine.leaves_roots(), "the episode goes on, the roots are done"
 
 
 def test_idle_threads_are_those_that_could_work() -> None:
     engine, (_, b) = at_work()
-    assert watch._idle_share(engine) == 0.5
+    assert graph_samples._idle_share(engine) == 0.5
     b.status = Status.paused
-    assert watch._idle_share(engine) == 0.0
+    assert graph_samples._idle_share(engine) == 0.0
 
 
 def test_the_fullest_worker_is_measured_by_its_mark() -> None:
     engine, (a, b) = at_work()
     b.nbytes = 300
-    watch.look_round(engine)
+    graph_samples.look_round(engine)
     a.nbytes = 150
-    watch.look_round(engine)
+    graph_samples.look_round(engine)
     assert engine.graph_judge._fullest == 0.5
 
 

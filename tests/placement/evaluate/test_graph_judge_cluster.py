@@ -10,10 +10,10 @@ import dask.array as da
 import pytest
 from distributed import Event as DaskEvent
 from distributed.utils_test import gen_cluster, slowinc
-from placement_fakes import FakeWorker, make_engine
-from test_placement_cluster import EXPECTED, FOUR, idle, install, tree, until
 
-from dask_gpurt.placement import governor, graph_judge
+from dask_gpurt.placement.evaluate import governor, graph_judge
+from tests.placement.fakes import FakeWorker, make_engine
+from tests.placement.test_cluster import EXPECTED, FOUR, idle, install, tree, until
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

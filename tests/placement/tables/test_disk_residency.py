@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from placement_fakes import FakeTask, FakeWorker, learn, make_engine
 
-from dask_gpurt.placement import residence
-from dask_gpurt.placement.residence import READ_BYTES_PER_SECOND, Residence
+from dask_gpurt.placement.tables import disk_residency
+from dask_gpurt.placement.tables.disk_residency import READ_BYTES_PER_SECOND, Residence
 from dask_gpurt.simulate import simulate
 from dask_gpurt.simulate.shapes import build
+from tests.placement.fakes import FakeTask, FakeWorker, learn, make_engine
 
 
 def test_news_and_corrections() -> None:
@@ -32,7 +32,7 @@ def test_news_and_corrections() -> None:
 
 
 def test_the_oldest_news_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residence, "MAX_KEYS", 3)
+    monkeypatch.setattr(disk_residency, "MAX_KEYS", 3)
     r = Residence()
     r.heard("a", [(i, 1.0) for i in range(5)], ())
     assert list(r.on_disk) == [2, 3, 4]

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from dask_gpurt.placement.durations import Durations, Prefix
-from dask_gpurt.placement.pace import SLOW
-from dask_gpurt.placement.speed import Speed
+from dask_gpurt.placement.tables.cluster_speed import SLOW
+from dask_gpurt.placement.tables.durations import Durations, Prefix
+from dask_gpurt.placement.tables.worker_speed import Speed
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,13 +10,13 @@ import pytest
 from distributed.core import Status
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from placement_fakes import FakeTask, FakeWorker, assign, finish, learn, make_engine
 
 from dask_gpurt.model import LinkClass
-from dask_gpurt.placement import budget, durations
-from dask_gpurt.placement.budget import Budget
-from dask_gpurt.placement.durations import UNKNOWN_SECONDS, Durations, compute_seconds
-from dask_gpurt.placement.workers import IndexedSet
+from dask_gpurt.placement.tables import durations, overhead_budget
+from dask_gpurt.placement.tables.durations import UNKNOWN_SECONDS, Durations, compute_seconds
+from dask_gpurt.placement.tables.overhead_budget import Budget
+from dask_gpurt.placement.tables.workers import IndexedSet
+from tests.placement.fakes import FakeTask, FakeWorker, assign, finish, learn, make_engine
 
 
 @settings(deadline=None)
@@ -445,13 +445,13 @@ def test_very_many_inputs_are_sampled() -> None:
 def test_rests_when_too_slow_and_tries_again() -> None:
     now = [0.0]
     b = Budget(limit_seconds=1e-4, clock=lambda: now[0])
-    for _ in range(budget.WINDOW):
+    for _ in range(overhead_budget.WINDOW):
         b.record(1e-3)
     assert b.exhausted
     assert b.statistics()["over_budget"] == 1
-    now[0] += budget.REST_SECONDS + 1
+    now[0] += overhead_budget.REST_SECONDS + 1
     assert not b.exhausted
-    for _ in range(budget.WINDOW):
+    for _ in range(overhead_budget.WINDOW):
         b.record(1e-5)
     assert not b.exhausted
 
@@ -459,7 +459,7 @@ def test_rests_when_too_slow_and_tries_again() -> None:
 def test_one_long_pause_is_not_slowness() -> None:
     now = [100.0]
     b = Budget(limit_seconds=1e-4, clock=lambda: now[0])
-    for i in range(budget.WINDOW):
+    for i in range(overhead_budget.WINDOW):
         seconds = 10.0 if i % 10 == 0 else 1e-5
         now[0] += seconds
         b.record(seconds)
@@ -474,7 +474,7 @@ def test_over_budget_decisions_are_left_to_stock() -> None:
     engine.budget = Budget(limit_seconds=0.0)
     engine.budget.decision_seconds = math.inf
     ts = FakeTask("f", FakeTask("x", nbytes=10, on=(a,)))
-    for _ in range(budget.WINDOW):
+    for _ in range(overhead_budget.WINDOW):
         assert engine.decide(ts, None) is a
     assert engine.decide(ts, None) is None
     assert engine.declined == {"over budget": 1}

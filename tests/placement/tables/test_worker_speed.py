@@ -7,16 +7,16 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from placement_fakes import FakeTask, FakeWorker, assign, finish, learn, make_engine
 
 from dask_gpurt.model.link import LinkClass
-from dask_gpurt.placement import stragglers
-from dask_gpurt.placement.durations import Prefix
-from dask_gpurt.placement.groups import Block
-from dask_gpurt.placement.pace import PATIENCE_SECONDS, Pace
-from dask_gpurt.placement.speed import Speed, believed
-from dask_gpurt.placement.thieves import STOCK
-from dask_gpurt.placement.workers import WorkerTable
+from dask_gpurt.placement.decide import straggler_policy
+from dask_gpurt.placement.decide.root_blocks import Block
+from dask_gpurt.placement.decide.steal_policy import STOCK
+from dask_gpurt.placement.tables.cluster_speed import PATIENCE_SECONDS, Pace
+from dask_gpurt.placement.tables.durations import Prefix
+from dask_gpurt.placement.tables.worker_speed import Speed, believed
+from dask_gpurt.placement.tables.workers import WorkerTable
+from tests.placement.fakes import FakeTask, FakeWorker, assign, finish, learn, make_engine
 
 if TYPE_CHECKING:
     from dask_gpurt.placement.engine import Engine
@@ -146,18 +146,18 @@ def prefix(*seconds: float) -> Prefix:
 
 
 def test_overdue() -> None:
-    assert stragglers.overdue_seconds(prefix(1, 1)) is None
-    assert stragglers.overdue_seconds(prefix(*[0.01] * 6)) == pytest.approx(0.01 + stragglers.LEAST_SECONDS)
-    assert stragglers.overdue_seconds(prefix(*[10.0] * 6)) == pytest.approx(20)
-    wide = stragglers.overdue_seconds(prefix(1, 2, 3, 4, 5, 6, 7))
+    assert straggler_policy.overdue_seconds(prefix(1, 1)) is None
+    assert straggler_policy.overdue_seconds(prefix(*[0.01] * 6)) == pytest.approx(0.01 + straggler_policy.LEAST_SECONDS)
+    assert straggler_policy.overdue_seconds(prefix(*[10.0] * 6)) == pytest.approx(20)
+    wide = straggler_policy.overdue_seconds(prefix(1, 2, 3, 4, 5, 6, 7))
     assert wide is not None
     assert wide > 4 + 6 * 2
 
 
 def test_a_copy_must_pay() -> None:
-    assert stragglers.pays(run_seconds=1.0, here_seconds=10.0, there_seconds=1.0)
-    assert not stragglers.pays(run_seconds=9.5, here_seconds=10.0, there_seconds=6.0)
-    assert stragglers.pays(run_seconds=30.0, here_seconds=1.0, there_seconds=1.0)
+    assert straggler_policy.pays(run_seconds=1.0, here_seconds=10.0, there_seconds=1.0)
+    assert not straggler_policy.pays(run_seconds=9.5, here_seconds=10.0, there_seconds=6.0)
+    assert straggler_policy.pays(run_seconds=30.0, here_seconds=1.0, there_seconds=1.0)
 
 
 class P2PBarrierTask:
@@ -202,7 +202,7 @@ def candidate(**kw: Any) -> Any:
     ],
 )
 def test_forbidden(reason: str | None, kw: dict[str, Any]) -> None:
-    assert stragglers.forbidden(candidate(**kw)) == reason
+    assert straggler_policy.forbidden(candidate(**kw)) == reason
 
 
 def waiting(n: int, nbytes: int = 10) -> tuple[Engine, list[FakeWorker], list[FakeTask]]:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 from distributed.core import Status
 from distributed.scheduler import Scheduler
-from placement_fakes import FakeTask, FakeWorker
 
 from dask_gpurt.errors import InstallError, SeamMismatch
-from dask_gpurt.placement import guard
-from dask_gpurt.placement import seam as seam_module
-from dask_gpurt.placement.seam import Seam
+from dask_gpurt.placement.takeover import circuit_breaker
+from dask_gpurt.placement.takeover import scheduler as seam_module
+from dask_gpurt.placement.takeover.scheduler import Seam
+from tests.placement.fakes import FakeTask, FakeWorker
 
 if TYPE_CHECKING:
     from dask_gpurt.model import Event
@@ -219,13 +219,13 @@ def test_retires_after_too_many_failures(caplog: pytest.LogCaptureFixture) -> No
     now = [0.0]
     scheduler, seam, _, events = make(broken, clock=lambda: now[0])
     with caplog.at_level(logging.WARNING, logger="distributed.scheduler.gpurt"):
-        for _ in range(guard.LIMIT + 50):
+        for _ in range(circuit_breaker.LIMIT + 50):
             assert scheduler.decide_worker_non_rootish(Task("t")) == "stock"
-    assert len(calls) == guard.LIMIT
+    assert len(calls) == circuit_breaker.LIMIT
     part = seam.parts["decide_worker_non_rootish"]
     assert part.retired is not None
     assert "ValueError: always" in part.retired
-    assert part.fallbacks == {"exception": guard.LIMIT, "retired": 50}
+    assert part.fallbacks == {"exception": circuit_breaker.LIMIT, "retired": 50}
     assert [r.name for r in caplog.records] == ["distributed.scheduler.gpurt"]
     assert [e.name for e in events] == ["placement.fallback", "placement.retired"]
     assert seam.parts["get_comm_cost"].retired is None
@@ -237,11 +237,11 @@ def test_rare_failures_do_not_retire_and_events_are_rationed() -> None:
 
     now = [0.0]
     scheduler, seam, _, events = make(broken, clock=lambda: now[0])
-    for _ in range(3 * guard.LIMIT):
+    for _ in range(3 * circuit_breaker.LIMIT):
         now[0] += 1.0
         scheduler.decide_worker_non_rootish(Task("t"))
     assert seam.parts["decide_worker_non_rootish"].retired is None
-    assert len(events) == 3 * guard.LIMIT / guard.EVENT_SECONDS
+    assert len(events) == 3 * circuit_breaker.LIMIT / circuit_breaker.EVENT_SECONDS
 
 
 def test_a_broken_sink_does_no_harm() -> None:

@@ -10,18 +10,18 @@ import dask
 import pytest
 from distributed import Worker, get_worker
 from distributed.utils_test import NO_AMM, gen_cluster
-from placement_fakes import SETTINGS
 
 from dask_gpurt.config import PlacementSettings
 from dask_gpurt.placement import PlacementPlugin
-from dask_gpurt.placement.one_result import OneResult
+from dask_gpurt.placement.takeover.worker_copies import OneResult
+from tests.placement.fakes import SETTINGS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from distributed.scheduler import Scheduler
 
-    from dask_gpurt.placement.seam_copies import CopySeam
+    from dask_gpurt.placement.takeover.speculation import CopySeam
 
 pytestmark = pytest.mark.cluster
 

@@ -7,10 +7,10 @@ import numpy as np
 import pandas as pd
 import pytest
 from distributed.utils_test import gen_cluster
-from helpers import taken_over, until
 
-from dask_gpurt.shuffle.partition import Layout, split
-from dask_gpurt.shuffle.skew import Histogram, add_up, skewed, value_behind
+from dask_gpurt.shuffle.protocol.histogram import Histogram, add_up, skewed, value_behind
+from dask_gpurt.shuffle.rows.partition import Layout, split
+from tests.shuffle.helpers import taken_over, until
 
 
 def uneven(i: int, n: int = 8000) -> pd.DataFrame:

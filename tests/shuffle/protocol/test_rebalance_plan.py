@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from dask_gpurt.shuffle.binding import Output, Prices, Room, choose
+from dask_gpurt.shuffle.protocol.rebalance_plan import Output, Prices, Room, choose
 
 MB = 10**6
 PRICES = Prices(unpack_per_byte=10 / 1e9, move_per_byte=2 / 1e9, spill_per_byte=4 / 1e9, fixed=0.05)

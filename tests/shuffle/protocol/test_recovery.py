@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from afterwards import Afterwards
-from worlds import World
 
-from dask_gpurt.shuffle.ledger import Budget, Ledger
-from dask_gpurt.shuffle.recovery import CUTS, Validity, agreed, origin, reassign, shard_id, undone
+from dask_gpurt.shuffle.protocol.recovery import CUTS, Validity, agreed, origin, reassign, shard_id, undone
+from dask_gpurt.shuffle.worker.send_log import Budget, Ledger
+from tests.shuffle.afterwards import Afterwards
+from tests.shuffle.protocol.worlds import World
 
 
 def test_ids_sort_by_input_and_say_their_attempt():

@@ -12,8 +12,7 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-from dask_gpurt.shuffle.ledger import Budget, Ledger
-from dask_gpurt.shuffle.recovery import (
+from dask_gpurt.shuffle.protocol.recovery import (
     CUTS,
     Counting,
     State,
@@ -25,6 +24,7 @@ from dask_gpurt.shuffle.recovery import (
     too_narrow,
     undone,
 )
+from dask_gpurt.shuffle.worker.send_log import Budget, Ledger
 
 if TYPE_CHECKING:
     from collections.abc import Collection

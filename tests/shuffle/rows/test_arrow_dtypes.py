@@ -13,10 +13,10 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 from distributed.utils_test import gen_cluster
-from helpers import NastyStore, ordered, taken_over
 
-from dask_gpurt.shuffle import exact
-from dask_gpurt.shuffle.assemble import general
+from dask_gpurt.shuffle.rows import arrow_dtypes
+from dask_gpurt.shuffle.rows.assemble import general
+from tests.shuffle.helpers import NastyStore, ordered, taken_over
 
 N = 60
 DAY = datetime.date(2020, 1, 1)
@@ -117,7 +117,7 @@ def test_other_digits_than_the_meta_says():
 def test_another_kind_than_the_meta_says_is_left_to_stocks_conversion():
     meta = pd.DataFrame({"d": column(DECIMALS, pa.decimal128(15, 2), False)}).iloc[:0]
     table = arrow(pd.DataFrame({"d": [1.5, np.nan]}))
-    assert exact.columns(table, meta) == {}
+    assert arrow_dtypes.columns(table, meta) == {}
     assert general([table], meta).d.tolist()[0] == 1.5
 
 

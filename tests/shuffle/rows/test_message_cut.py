@@ -6,12 +6,12 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
-from helpers import mixed
 
-from dask_gpurt.shuffle import wire
-from dask_gpurt.shuffle.chunk import ReceivedChunk
-from dask_gpurt.shuffle.cut import ID_STEP, cut
-from dask_gpurt.shuffle.partition import Layout, Shard, split
+from dask_gpurt.shuffle.rows import wire
+from dask_gpurt.shuffle.rows.message_cut import ID_STEP, cut
+from dask_gpurt.shuffle.rows.partition import Layout, Shard, split
+from dask_gpurt.shuffle.rows.received_chunk import ReceivedChunk
+from tests.shuffle.helpers import mixed
 
 
 def shard_of(df: pd.DataFrame, parts: int = 7) -> Shard:

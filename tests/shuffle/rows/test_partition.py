@@ -6,11 +6,11 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
-from helpers import mixed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dask_gpurt.shuffle.partition import SHARD_BYTES, SHARDS, Layout, Shard, _cuts, locate, split
+from dask_gpurt.shuffle.rows.partition import SHARD_BYTES, SHARDS, Layout, Shard, _cuts, locate, split
+from tests.shuffle.helpers import mixed
 
 
 def parts_of(shard: Shard) -> dict[int, pd.DataFrame]:

@@ -9,16 +9,17 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
-from helpers import mixed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dask_gpurt.shuffle import assemble as assembling
-from dask_gpurt.shuffle import chunk as chunks
-from dask_gpurt.shuffle import gather, raw, seam, wire
-from dask_gpurt.shuffle.assemble import Assembler
-from dask_gpurt.shuffle.chunk import ReceivedChunk
-from dask_gpurt.shuffle.partition import Layout, split
+from dask_gpurt.shuffle import seam
+from dask_gpurt.shuffle.rows import arrow_buffers, gather, wire
+from dask_gpurt.shuffle.rows import assemble as assembling
+from dask_gpurt.shuffle.rows import received_chunk as chunks
+from dask_gpurt.shuffle.rows.assemble import Assembler
+from dask_gpurt.shuffle.rows.partition import Layout, split
+from dask_gpurt.shuffle.rows.received_chunk import ReceivedChunk
+from tests.shuffle.helpers import mixed
 
 STAMP = ["M8[s]", "M8[ms]", "M8[us]", "M8[ns]", "m8[s]", "m8[ns]"]
 KINDS = [
@@ -326,4 +327,4 @@ def test_what_is_remembered_of_many_schemas_is_right():
     for i, schema in enumerate(schemas):
         assert chunks.known_schema(schema).schema == schema
         assert chunks.known_schema(schema) is chunks.known_schema(schema)
-        assert raw.layouts_of(schema) == ((schema.field(0).type, (64, 0) if i % 2 else (0, 8)),)
+        assert arrow_buffers.layouts_of(schema) == ((schema.field(0).type, (64, 0) if i % 2 else (0, 8)),)

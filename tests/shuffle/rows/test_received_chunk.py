@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 import pytest
-from helpers import mixed
 
 from dask_gpurt.errors import CorruptData
 from dask_gpurt.model import Chunk
-from dask_gpurt.shuffle.assemble import assemble
-from dask_gpurt.shuffle.chunk import ReceivedChunk
-from dask_gpurt.shuffle.partition import Layout, split
+from dask_gpurt.shuffle.rows.assemble import assemble
+from dask_gpurt.shuffle.rows.partition import Layout, split
+from dask_gpurt.shuffle.rows.received_chunk import ReceivedChunk
+from tests.shuffle.helpers import mixed
 
 
 def chunk(inputs=(3, 1), n=100, columns=None) -> ReceivedChunk:

@@ -11,14 +11,14 @@ import pandas as pd
 import pytest
 import xxhash
 from distributed.protocol import dumps, loads
-from helpers import mixed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dask_gpurt.errors import WireError
-from dask_gpurt.shuffle import wire
-from dask_gpurt.shuffle.partition import Layout, Shard, split
-from dask_gpurt.shuffle.sending import Message, _as_is
+from dask_gpurt.shuffle.rows import wire
+from dask_gpurt.shuffle.rows.partition import Layout, Shard, split
+from dask_gpurt.shuffle.worker.sender import Message, _as_is
+from tests.shuffle.helpers import mixed
 
 TAG = wire.run_tag("abc")
 

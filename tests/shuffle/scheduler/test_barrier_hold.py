@@ -12,8 +12,14 @@ import pandas as pd
 import pytest
 from distributed import futures_of
 from distributed.utils_test import gen_cluster
-from helpers import left, ordered, source, taken_over, went_on, whole
-from test_amended import (
+
+from dask_gpurt.config import ShuffleSettings
+from dask_gpurt.shuffle.scheduler import barrier_hold
+from dask_gpurt.shuffle.scheduler.barrier_hold import HOLDER
+from dask_gpurt.shuffle.worker.amendment import AGAIN
+from dask_gpurt.shuffle.worker.output_builder import OutputsRun
+from tests.shuffle.helpers import left, ordered, source, taken_over, went_on, whole
+from tests.shuffle.test_amendment import (
     GATES,
     NO_DROPS,
     THREE,
@@ -28,12 +34,6 @@ from test_amended import (
     vouched,
     whose,
 )
-
-from dask_gpurt.config import ShuffleSettings
-from dask_gpurt.shuffle import holding
-from dask_gpurt.shuffle.amended import AGAIN
-from dask_gpurt.shuffle.holding import HOLDER
-from dask_gpurt.shuffle.outputs import OutputsRun
 
 pytestmark = pytest.mark.cluster
 #: one thread may wait
@@ -215,7 +215,7 @@ async def test_a_run_that_is_held_does_not_keep_the_plugin(c, s, *workers):
 
 
 def test_a_run_is_held_no_longer_than_that(monkeypatch):
-    monkeypatch.setattr(holding, "HOLD_SECONDS", 0.0)
+    monkeypatch.setattr(barrier_hold, "HOLD_SECONDS", 0.0)
 
     @gen_cluster(**TWICE)
     async def check(c, s, *workers):
@@ -231,7 +231,7 @@ def test_a_run_is_held_no_longer_than_that(monkeypatch):
 
 @gen_cluster(**(TWICE | NO_DROPS))
 async def test_a_barrier_that_nothing_waits_for_is_not_made_again(c, s, *workers, monkeypatch):
-    monkeypatch.setattr(holding, "COPIES", 1)  # only one worker has it when that is lost
+    monkeypatch.setattr(barrier_hold, "COPIES", 1)  # only one worker has it when that is lost
     async with taken_over(s, workers) as (takeover, _):
         async with all_made(c, s, workers, source(left, N).shuffle("k", npartitions=9)) as (out, keys, _, where):
             lost = next(w for w in workers if w.address != where)

@@ -14,12 +14,14 @@ import pytest
 from dask.dataframe.shuffle import partitioning_index
 from distributed import futures_of, wait
 from distributed.utils_test import gen_cluster
-from helpers import NastyStore, ordered, taken_over, until, whole
 
 from dask_gpurt.config import ShuffleSettings
-from dask_gpurt.shuffle import MemoryShardStore, binder, binding, worker_statistics
-from dask_gpurt.shuffle.handing import HandingRun
-from dask_gpurt.shuffle.recovery import State
+from dask_gpurt.shuffle import MemoryShardStore, worker_statistics
+from dask_gpurt.shuffle.protocol import rebalance_plan
+from dask_gpurt.shuffle.protocol.recovery import State
+from dask_gpurt.shuffle.scheduler import rebalance
+from dask_gpurt.shuffle.worker.handover import HandingRun
+from tests.shuffle.helpers import NastyStore, ordered, taken_over, until, whole
 
 pytestmark = pytest.mark.cluster
 N = 6
@@ -72,9 +74,11 @@ def others():
 @pytest.fixture(autouse=True)
 def eager(monkeypatch):
     """Moving is free, and worth it for outputs of any size."""
-    monkeypatch.setattr(binding, "LEAST_BYTES", 100 << 10)
-    monkeypatch.setattr(binder, "FIXED_SECONDS", 0.0)
-    monkeypatch.setattr(binder.Binder, "_prices", lambda self, *args: binding.Prices(1 / 1e6, 1 / 1e9, 1 / 1e9, 0.0))
+    monkeypatch.setattr(rebalance_plan, "LEAST_BYTES", 100 << 10)
+    monkeypatch.setattr(rebalance, "FIXED_SECONDS", 0.0)
+    monkeypatch.setattr(
+        rebalance.Binder, "_prices", lambda self, *args: rebalance_plan.Prices(1 / 1e6, 1 / 1e9, 1 / 1e9, 0.0)
+    )
 
 
 def held(s, out) -> dict[str, int]:
@@ -204,7 +208,7 @@ async def test_outputs_stay_where_the_user_wants_them(c, s, *workers):
 
 
 def test_what_a_task_took_is_learned():
-    one = binder.Binder(None, None, None, lambda address: True)  # type: ignore[arg-type]
+    one = rebalance.Binder(None, None, None, lambda address: True)  # type: ignore[arg-type]
     assert one._learned == {}
     one._watched = {"a": ("join", 1e6), "b": ("join", 1e6)}
     one.ended("other", [{"action": "compute", "start": 0, "stop": 1}])
@@ -239,20 +243,20 @@ def joined_runs(left_state: str):
 def test_a_partner_whose_barrier_does_not_end_is_not_waited_for():
     """Its worker was lost as it ended, and the only thread left is that of the barrier that asks."""
     runs, amender, _ = joined_runs("processing")
-    one = binder.Binder(None, SimpleNamespace(active_shuffles=runs), amender, bool)  # type: ignore[arg-type]
+    one = rebalance.Binder(None, SimpleNamespace(active_shuffles=runs), amender, bool)  # type: ignore[arg-type]
     for run in runs.values():
         one._told[run] = []
-    answers = [one.begin("right", runs["right"]) for _ in range(binder.LOOKS + 1)]
-    assert answers == [None] * (binder.LOOKS - 1) + [False] * 2
+    answers = [one.begin("right", runs["right"]) for _ in range(rebalance.LOOKS + 1)]
+    assert answers == [None] * (rebalance.LOOKS - 1) + [False] * 2
 
 
 def test_shuffles_that_share_some_outputs_stay():
     """The other outputs of the one whose barrier has passed may have been made."""
     runs, amender, barriers = joined_runs("memory")
     barriers["left"].dependents = [*barriers["left"].dependents, Hashable(SimpleNamespace(dependencies=[]))]
-    one = binder.Binder(None, SimpleNamespace(active_shuffles=runs), amender, bool)  # type: ignore[arg-type]
+    one = rebalance.Binder(None, SimpleNamespace(active_shuffles=runs), amender, bool)  # type: ignore[arg-type]
     planned = []
-    one._plan = lambda group: planned.append(group) or binding.Plan()  # type: ignore[method-assign,func-returns-value]
+    one._plan = lambda group: planned.append(group) or rebalance_plan.Plan()  # type: ignore[method-assign,func-returns-value]
     for run in runs.values():
         one._told[run] = []
     assert one.begin("right", runs["right"]) is False

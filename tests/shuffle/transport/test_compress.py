@@ -8,22 +8,24 @@ import numpy as np
 import pandas as pd
 import pytest
 from distributed.utils_test import gen_cluster
-from helpers import ordered, source, taken_over, whole
-from test_link import RUN, SECRET, Worker
 
 from dask_gpurt._version import __version__
 from dask_gpurt.config import Settings, ShuffleSettings
 from dask_gpurt.errors import ConfigError, CorruptData, WireError
 from dask_gpurt.model import compression
 from dask_gpurt.shuffle import seam
-from dask_gpurt.shuffle.plugin import worker_statistics
-from dask_gpurt.shuffle.transport import pace, plane, records, squeeze
+from dask_gpurt.shuffle.scheduler.plugin import worker_statistics
+from dask_gpurt.shuffle.transport import plane
 from dask_gpurt.shuffle.transport.base import Header
-from dask_gpurt.shuffle.transport.choice import Chooser, Place
+from dask_gpurt.shuffle.transport.link import records
+from dask_gpurt.shuffle.transport.link.records import Kind
 from dask_gpurt.shuffle.transport.memory import Network, Weather
-from dask_gpurt.shuffle.transport.records import Kind
-from dask_gpurt.shuffle.transport.squeeze import Squeezer, expanded
-from dask_gpurt.shuffle.transport.tcp import TcpTransport
+from dask_gpurt.shuffle.transport.select import bandwidth, compress
+from dask_gpurt.shuffle.transport.select.compress import Squeezer, expanded
+from dask_gpurt.shuffle.transport.select.selector import Chooser, Place
+from dask_gpurt.shuffle.transport.tcp.transport import TcpTransport
+from tests.shuffle.helpers import ordered, source, taken_over, whole
+from tests.shuffle.transport.test_link import RUN, SECRET, Worker
 
 LIMIT = 1 << 24
 CODECS = [name for name in ("lz4", "zstd") if name in compression.installed()]
@@ -43,8 +45,8 @@ def squeezer(setting: str = "auto") -> tuple[Squeezer, dict[str, float]]:
     return Squeezer(setting, counted.update), counted
 
 
-def pace_of(bytes_per_second: float) -> pace.Pace:
-    some = pace.Pace()
+def pace_of(bytes_per_second: float) -> bandwidth.Pace:
+    some = bandwidth.Pace()
     some.best = bytes_per_second
     return some
 
@@ -105,7 +107,7 @@ def test_nothing_is_expanded_that_did_not_come_as_it_was_sent():
     for i, at in spots:
         spoiled = [bytearray(f) for f in whole_message]
         spoiled[i][at] ^= 1 << r.randrange(8)
-        if spoiled[0][:4] != squeeze.MAGIC:
+        if spoiled[0][:4] != compress.MAGIC:
             # Not an envelope any more: a message without one, whose head does not parse.
             assert expanded(spoiled, LIMIT) is spoiled
             continue
@@ -165,16 +167,16 @@ def test_settings():
 
 
 def test_the_fastest_stretch_counts():
-    some, now = pace.Pace(), 0.0
+    some, now = bandwidth.Pace(), 0.0
 
     def send(bytes_per_second: float, stored: bool = True) -> None:
         nonlocal now
         now += 10.0  # nothing was under way
         for _ in range(2):  # two at a time share the link
-            some.began(pace.STRETCH, now)
-        now += 2 * pace.STRETCH / bytes_per_second
+            some.began(bandwidth.STRETCH, now)
+        now += 2 * bandwidth.STRETCH / bytes_per_second
         for _ in range(2):
-            some.ended(pace.STRETCH, now, stored)
+            some.ended(bandwidth.STRETCH, now, stored)
 
     send(1e8, stored=False)
     assert some.best == 0
@@ -230,7 +232,7 @@ def test_shuffles_between_hosts(codec, transport, monkeypatch):
     if transport == "ucx":
         pytest.importorskip("ucxx")
     monkeypatch.setattr(plane, "place_of", lambda ours, theirs: Place.REMOTE)
-    monkeypatch.setattr(pace.Pace, "best", property(lambda self: 20e6, lambda self, value: None), raising=False)
+    monkeypatch.setattr(bandwidth.Pace, "best", property(lambda self: 20e6, lambda self, value: None), raising=False)
 
     @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 2, timeout=120)
     async def check(c, s, a, b):

@@ -6,19 +6,19 @@ import os
 from typing import Any
 
 import pytest
-from helpers import receipt_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dask_gpurt.errors import WireError
-from dask_gpurt.shuffle.transport import link as lk
-from dask_gpurt.shuffle.transport import records
 from dask_gpurt.shuffle.transport.base import Gate, Header, Peer, Services
-from dask_gpurt.shuffle.transport.credits import Arbiter
-from dask_gpurt.shuffle.transport.link_receiver import ReceiverLink
-from dask_gpurt.shuffle.transport.link_sender import SenderLink
+from dask_gpurt.shuffle.transport.link import events as lk
+from dask_gpurt.shuffle.transport.link import records
+from dask_gpurt.shuffle.transport.link.credits import Arbiter
+from dask_gpurt.shuffle.transport.link.receiver import ReceiverLink
+from dask_gpurt.shuffle.transport.link.records import Kind, Record, RunKey
+from dask_gpurt.shuffle.transport.link.sender import SenderLink
 from dask_gpurt.shuffle.transport.memory import MemoryTransport, Network, Weather
-from dask_gpurt.shuffle.transport.records import Kind, Record, RunKey
+from tests.shuffle.helpers import receipt_of
 
 RUN = RunKey(7, 1)
 SECRET = bytes(range(16))

@@ -10,14 +10,14 @@ import pytest
 
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.shuffle.transport.base import Header, Receipt
-from dask_gpurt.shuffle.transport.choice import SAFE, Chooser, Place
-from dask_gpurt.shuffle.transport.ends import InboundEnd
-from dask_gpurt.shuffle.transport.ioloop import IoLoop
-from dask_gpurt.shuffle.transport.link import Deliver, Instruction
-from dask_gpurt.shuffle.transport.outcomes import FEW, Mailbox, Outcomes
+from dask_gpurt.shuffle.transport.link.endpoints import InboundEnd
+from dask_gpurt.shuffle.transport.link.events import Deliver, Instruction
+from dask_gpurt.shuffle.transport.link.records import RunKey
+from dask_gpurt.shuffle.transport.mailbox import FEW, Mailbox, Outcomes
+from dask_gpurt.shuffle.transport.peers import Route
 from dask_gpurt.shuffle.transport.plane import Plane
-from dask_gpurt.shuffle.transport.records import RunKey
-from dask_gpurt.shuffle.transport.routes import Route
+from dask_gpurt.shuffle.transport.select.selector import SAFE, Chooser, Place
+from dask_gpurt.shuffle.transport.tcp.ioloop import IoLoop
 
 KEY = RunKey(3, 1)
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from dask_gpurt.shuffle.transport import safe
+from dask_gpurt.shuffle.transport import rpc_credit
 from dask_gpurt.shuffle.transport.base import Gate
-from dask_gpurt.shuffle.transport.credits import Arbiter
-from dask_gpurt.shuffle.transport.records import RunKey
+from dask_gpurt.shuffle.transport.link.credits import Arbiter
+from dask_gpurt.shuffle.transport.link.records import RunKey
 
 KEY = RunKey(1, 1)
 MiB = 1 << 20
@@ -20,9 +20,9 @@ MiB = 1 << 20
 class Peer:
     """A sender and what the receiver knows of it."""
 
-    def __init__(self, receiver: safe.SafeReceiver, gate: Gate, name: str) -> None:
+    def __init__(self, receiver: rpc_credit.SafeReceiver, gate: Gate, name: str) -> None:
         self.receiver, self.name = receiver, name
-        self.sender = safe.SafeSender(gate.message_limit)
+        self.sender = rpc_credit.SafeSender(gate.message_limit)
 
     async def ask(self, total: int) -> dict[str, Any]:
         return await self.receiver.answer(KEY, self.name, total)
@@ -49,11 +49,11 @@ def fill(gate: Gate) -> int:
 
 def test_a_message_without_credit_leaves_the_budget_whole(monkeypatch):
     async def main() -> None:
-        monkeypatch.setattr(safe, "WANT_SECONDS", 0.02)
-        monkeypatch.setattr(safe, "_ANSWER_SECONDS", 0.01)
+        monkeypatch.setattr(rpc_credit, "WANT_SECONDS", 0.02)
+        monkeypatch.setattr(rpc_credit, "_ANSWER_SECONDS", 0.01)
         gate = Gate(64 * MiB)
         runs = {KEY}
-        receiver = safe.SafeReceiver(gate, runs.__contains__)
+        receiver = rpc_credit.SafeReceiver(gate, runs.__contains__)
         held = fill(gate)
         me, you = Peer(receiver, gate, "me"), Peer(receiver, gate, "you")
         for _ in range(8):
@@ -61,7 +61,7 @@ def test_a_message_without_credit_leaves_the_budget_whole(monkeypatch):
             gate._arbiter.validate()
         gate.stored("other", held)
         gate.close("other")
-        monkeypatch.setattr(safe, "WANT_SECONDS", 600.0)
+        monkeypatch.setattr(rpc_credit, "WANT_SECONDS", 600.0)
         for peer in (me, you, me, you):
             stored = await peer.send(16 * MiB)
             assert stored is not None
@@ -84,7 +84,7 @@ def test_a_message_without_credit_leaves_the_budget_whole(monkeypatch):
 def test_a_message_over_the_limit_uses_nobodys_credit():
     async def main() -> None:
         gate = Gate(64 * MiB)
-        receiver = safe.SafeReceiver(gate, {KEY}.__contains__)
+        receiver = rpc_credit.SafeReceiver(gate, {KEY}.__contains__)
         me = Peer(receiver, gate, "me")
         (await me.send(16 * MiB))()
         for _ in range(20):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from dask_gpurt.shuffle.transport.choice import BACKOFF_SECONDS, PRIOR, SAFE, Chooser, Place
+from dask_gpurt.shuffle.transport.select.selector import BACKOFF_SECONDS, PRIOR, SAFE, Chooser, Place
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -20,17 +20,19 @@ import pandas as pd
 import pytest
 from distributed import Security
 from distributed.utils_test import gen_cluster
-from helpers import left, mixed, ordered, receipt_of, source, taken_over, until, whole
 
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.errors import WireError
-from dask_gpurt.model.pages import Pages, system
+from dask_gpurt.memory.pages import Pages, system
 from dask_gpurt.shuffle import MemoryShardStore, worker_statistics
-from dask_gpurt.shuffle.transport import connection, listener, opening, planes, pull, quiet_log, records
-from dask_gpurt.shuffle.transport import link as lk
+from dask_gpurt.shuffle.transport import planes, quiet_log, registry
 from dask_gpurt.shuffle.transport.base import Gate, Header, Peer, Services
-from dask_gpurt.shuffle.transport.records import Kind, Record, RunKey
-from dask_gpurt.shuffle.transport.tcp import TcpTransport
+from dask_gpurt.shuffle.transport.link import events as lk
+from dask_gpurt.shuffle.transport.link import records
+from dask_gpurt.shuffle.transport.link.records import Kind, Record, RunKey
+from dask_gpurt.shuffle.transport.tcp import cma, connection, listener
+from dask_gpurt.shuffle.transport.tcp.transport import TcpTransport
+from tests.shuffle.helpers import left, mixed, ordered, receipt_of, source, taken_over, until, whole
 
 TWO: dict[str, Any] = {"client": True, "nthreads": [("127.0.0.1", 1)] * 2, "timeout": 120}
 RUN, SECRET = RunKey(7, 1), bytes(range(16))
@@ -70,7 +72,7 @@ class Node:
         if kind == "tcp":
             self.transport = TcpTransport(services, "127.0.0.1", pool)
         else:
-            from dask_gpurt.shuffle.transport.ucx import UcxTransport
+            from dask_gpurt.shuffle.transport.ucx.transport import UcxTransport
 
             self.transport = UcxTransport(services, pool)
 
@@ -142,7 +144,7 @@ def test_long_messages_of_one_host_are_read_where_they_lie(nodes, pulls):
     peer = b.peer_for("a")
     assert send_all(a, peer, [message(0, 2)]) == [""]  # the offer is made with the first
     eventually(lambda: not pulls or a.transport._outbound["b", RUN].machine.pulled)
-    sizes = [100, pull.SMALLEST, (1 << 23) + 1]
+    sizes = [100, cma.SMALLEST, (1 << 23) + 1]
     assert send_all(a, peer, [message(i, n) for i, n in enumerate(sizes)]) == [""] * 3
     assert sorted(map(len, b.received)) == sorted([2, *sizes])
     assert a.transport.statistics()["placed"] == b.transport.statistics()["pulled"] == 2 * pulls
@@ -162,33 +164,33 @@ def test_only_a_near_peer_gets_a_short_buffer(nodes, monkeypatch, near, short):
 
 
 def test_what_an_offer_must_be():
-    offer = pull.Offer()
-    assert pull.accept(offer.body()) == os.getpid()
-    pid, address, token = pull._OFFER.unpack(offer.body())
-    assert not pull.accept(pull._OFFER.pack(pid, address, bytes(16)))
-    assert not pull.accept(pull._OFFER.pack(pid, 8, token))
-    assert not pull.accept(pull._OFFER.pack(1 << 40, address, token))
-    assert not pull.accept(b"short")
+    offer = cma.Offer()
+    assert cma.accept(offer.body()) == os.getpid()
+    pid, address, token = cma._OFFER.unpack(offer.body())
+    assert not cma.accept(cma._OFFER.pack(pid, address, bytes(16)))
+    assert not cma.accept(cma._OFFER.pack(pid, 8, token))
+    assert not cma.accept(cma._OFFER.pack(1 << 40, address, token))
+    assert not cma.accept(b"short")
 
 
 def test_placed_messages_that_lie_are_refused():
-    frames = [np.ones(pull.SMALLEST, np.uint8), b"", b"abc"]
+    frames = [np.ones(cma.SMALLEST, np.uint8), b"", b"abc"]
     data = Record(Kind.DATA, RUN, 1, records.message_bytes(frames), len(frames))
-    record, body = pull.placed(data, frames)
-    whole = pull.fetch(os.getpid(), pull.message(record), body, lambda n: memoryview(bytearray(b"x" * n)))
+    record, body = cma.placed(data, frames)
+    whole = cma.fetch(os.getpid(), cma.message(record), body, lambda n: memoryview(bytearray(b"x" * n)))
     assert [bytes(f) for f in records.frames_of(data, whole)] == [bytes(f) for f in frames]
     spans = np.frombuffer(body, "<u8").reshape(-1, 2).copy()
     spans[2, 1] = (1 << 64) - 3
     with pytest.raises(WireError):
-        pull.fetch(os.getpid(), data, spans.tobytes(), bytearray)
+        cma.fetch(os.getpid(), data, spans.tobytes(), bytearray)
     spans[:] = np.frombuffer(body, "<u8").reshape(-1, 2)
     spans[0, 0] = 8
     with pytest.raises(OSError, match=r"address|bytes of a message"):
-        pull.fetch(os.getpid(), data, spans.tobytes(), lambda n: memoryview(bytearray(n)))
+        cma.fetch(os.getpid(), data, spans.tobytes(), lambda n: memoryview(bytearray(n)))
 
 
 def test_credit_of_a_message_that_never_came_whole_is_given_back(nodes, monkeypatch):
-    monkeypatch.setattr(pull, "SMALLEST", 1 << 60)
+    monkeypatch.setattr(cma, "SMALLEST", 1 << 60)
     a, b = nodes("tcp", "a"), nodes("tcp", "b")
     peer = b.peer_for("a")
     assert send_all(a, peer, [message(0, 2)]) == [""]
@@ -312,7 +314,7 @@ class NoDescriptors:
             self.spare.add(fd := open_(*args))
             return fd
 
-        monkeypatch.setattr(listener, "os", SimpleNamespace(**{**vars(os), "close": closing, "open": opening}))
+        monkeypatch.setattr(listener, "os", SimpleNamespace(**{**vars(os), "close": closing, "open": registry}))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.sock, name)
@@ -432,15 +434,15 @@ def test_corrupt_messages_are_sent_again_over_rpc(kind, monkeypatch):
 
     @gen_cluster(**TWO)
     async def check(c, s, a, b):
-        make = opening.make
+        make = registry.make
 
         def spoilt(name, services):
             transport = make(name, services)
             transport.arrived = spoil
             return transport
 
-        monkeypatch.setattr(opening, "make", spoilt)
-        monkeypatch.setattr("dask_gpurt.shuffle.sending.STAGE_BYTES", 1000)
+        monkeypatch.setattr(registry, "make", spoilt)
+        monkeypatch.setattr("dask_gpurt.shuffle.worker.sender.STAGE_BYTES", 1000)
         async with taken_over(s, [a, b], settings=with_transport(kind)):
             same_rows(await c.compute(source(left, 30).shuffle("k", npartitions=5)), left, 30)
             stats = [worker_statistics(w) for w in (a, b)]
@@ -461,7 +463,7 @@ def test_lost_links_are_survived(monkeypatch):
 
     @gen_cluster(**TWO)
     async def check(c, s, a, b):
-        make = opening.make
+        make = registry.make
 
         def cut(name, services):
             transport = make(name, services)
@@ -475,8 +477,8 @@ def test_lost_links_are_survived(monkeypatch):
             transport.arrived = arrived
             return transport
 
-        monkeypatch.setattr(opening, "make", cut)
-        monkeypatch.setattr("dask_gpurt.shuffle.sending.STAGE_BYTES", 1000)
+        monkeypatch.setattr(registry, "make", cut)
+        monkeypatch.setattr("dask_gpurt.shuffle.worker.sender.STAGE_BYTES", 1000)
         async with taken_over(s, [a, b], settings=with_transport("tcp")):
             same_rows(await c.compute(source(left, 20).shuffle("k", npartitions=5)), left, 20)
             stats = [worker_statistics(w) for w in (a, b)]
@@ -560,7 +562,7 @@ def test_nothing_plaintext_on_an_encrypted_cluster(transport):
 )
 def test_plaintext_is_opened_beside_known_plaintext_only(address, tcp, ucx):
     async def able(**more: Any) -> dict[str, bool]:
-        known = opening.OpenTransports(address, lambda name: None, with_transport("auto", **more), lambda **n: None)
+        known = registry.OpenTransports(address, lambda name: None, with_transport("auto", **more), lambda **n: None)
         return {name: known.allowed(name) for name in ("tcp", "ucx", "other")}
 
     with dask.config.set({"distributed.comm.require-encryption": None}):
@@ -615,7 +617,7 @@ async def test_staged_shards_are_inside_the_send_budget(c, s, a, b):
 @pytest.mark.parametrize("stage_bytes", [1 << 12, 1 << 30])
 def test_what_is_staged_never_waits_for_itself(stage_bytes, monkeypatch):
     """Several inputs at a time, and a send budget that one of them fills: staged rows alone are more than it."""
-    monkeypatch.setattr("dask_gpurt.shuffle.sending.STAGE_BYTES", stage_bytes)
+    monkeypatch.setattr("dask_gpurt.shuffle.worker.sender.STAGE_BYTES", stage_bytes)
 
     @gen_cluster(client=True, nthreads=[("127.0.0.1", 3)] * 2, timeout=120)
     async def check(c, s, a, b):

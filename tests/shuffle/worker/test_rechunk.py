@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from distributed.shuffle._rechunk import ArrayRechunkRun, ArrayRechunkSpec
 from distributed.utils_test import gen_cluster
-from helpers import ON, until
 
 from dask_gpurt.shuffle import ShuffleTakeover, seam
-from dask_gpurt.shuffle.rechunk import ReleasingRechunkSpec, release_sent
+from dask_gpurt.shuffle.worker.rechunk import ReleasingRechunkSpec, release_sent
+from tests.shuffle.helpers import ON, until
 
 TWO = {"client": True, "nthreads": [("127.0.0.1", 1)] * 2, "timeout": 60}
 

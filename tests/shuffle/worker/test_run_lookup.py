@@ -9,9 +9,9 @@ import pandas as pd
 import pytest
 from distributed.shuffle import _worker_plugin
 from distributed.utils_test import gen_cluster
-from helpers import left, ordered, source, taken_over, whole
 
-from dask_gpurt.shuffle import lookup
+from dask_gpurt.shuffle.worker import run_lookup
+from tests.shuffle.helpers import left, ordered, source, taken_over, whole
 
 
 @dataclasses.dataclass
@@ -38,7 +38,7 @@ def test_what_is_well_is_found():
     run = Run()
     plugin = Plugin(run)
     for _ in range(2):  # installed twice is installed once
-        lookup.install(plugin, Run)
+        run_lookup.install(plugin, Run)
         assert plugin.get_or_create_shuffle("a") is run
         assert plugin.get_shuffle_run("a", 3) is run
         assert plugin.get_shuffle_run("a", run_id=3) is run
@@ -59,7 +59,7 @@ def test_what_is_well_is_found():
     ids=["none", "another kind", "closed", "failed", "the worker is going"],
 )
 def test_the_rest_is_asked(plugin):
-    lookup.install(plugin, Run)
+    run_lookup.install(plugin, Run)
     assert plugin.get_or_create_shuffle("a") == ("asked", "a")
     assert plugin.get_shuffle_run("a", 3) == ("asked", "a", 3)
 

@@ -15,13 +15,13 @@ from dask_gpurt.backends import cuda, rocm
 from dask_gpurt.config import Settings
 from dask_gpurt.errors import InstallError
 from dask_gpurt.tiers import TierRuntime
-from dask_gpurt.tiers.device_memory import DeviceMemory, _Late
-from dask_gpurt.tiers.pinned import HostSlabs
-from dask_gpurt.tiers.plugin import _left_alone
+from dask_gpurt.tiers.device.pinned import HostSlabs
+from dask_gpurt.tiers.device.setup import DeviceMemory, _Late
+from dask_gpurt.tiers.runtime import _left_alone
 
 pytest.importorskip("rmm")
 
-from tests.tiers.host_rmm import HostRmmBackend, Value, pattern
+from tests.tiers.device.host_rmm import HostRmmBackend, Value, pattern
 
 if TYPE_CHECKING:
     from pathlib import Path

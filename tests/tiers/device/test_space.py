@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from dask_gpurt.errors import LostData, TierFull
-from dask_gpurt.tiers.device import BoxState, DeviceSpace
-from dask_gpurt.tiers.disk import DiskTier
-from dask_gpurt.tiers.oom import MAX_FRAGMENTED, RetryAlone, SpillOnFailure
-from dask_gpurt.tiers.pinned import BlockPool, HostSlabs, SlabTier
+from dask_gpurt.tiers.device.oom import MAX_FRAGMENTED, RetryAlone, SpillOnFailure
+from dask_gpurt.tiers.device.pinned import BlockPool, HostSlabs, SlabTier
+from dask_gpurt.tiers.device.space import BoxState, DeviceSpace
+from dask_gpurt.tiers.storage.disk.tier import DiskTier
 
 pytest.importorskip("rmm")
 
-from tests.tiers.host_rmm import HostRmmBackend, pattern
+from tests.tiers.device.host_rmm import HostRmmBackend, pattern
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -259,7 +259,7 @@ def _over_pool(rig: Any, nbytes: int) -> tuple[Any, Any, Any]:
     import rmm.mr
 
     from dask_gpurt.backends import cuda
-    from tests.tiers.host_rmm import host_memory
+    from tests.tiers.device.host_rmm import host_memory
 
     pool = rmm.mr.PoolMemoryResource(host_memory(), initial_pool_size=nbytes, maximum_pool_size=nbytes)
     stack = cuda.stack_over(pool, nbytes, lambda n: rig.backend.callback(n))

@@ -14,17 +14,17 @@ from dask.sizeof import sizeof
 from distributed.spill import SpillBuffer
 from distributed.utils_test import async_poll_for
 
-from dask_gpurt.tiers import adoption
-from dask_gpurt.tiers import engine as engine_module
-from dask_gpurt.tiers.admission import Gate
-from dask_gpurt.tiers.disk import DiskTier
-from dask_gpurt.tiers.engine import Engine
-from dask_gpurt.tiers.sizes import UNKNOWN_BYTES, as_bytes
-from dask_gpurt.tiers.store import TieredStore
-from dask_gpurt.tiers.turns import Outputs
+from dask_gpurt.tiers.engine import engine as engine_module
+from dask_gpurt.tiers.engine.engine import Engine
+from dask_gpurt.tiers.engine.memory_gate import Gate
+from dask_gpurt.tiers.engine.sizes import UNKNOWN_BYTES, as_bytes
+from dask_gpurt.tiers.storage.disk.tier import DiskTier
+from dask_gpurt.tiers.stores.task_store import TieredStore
+from dask_gpurt.tiers.worker import spill_buffer
+from dask_gpurt.tiers.worker.task_admission import Outputs
 
 if TYPE_CHECKING:
-    from .conftest import Rig
+    from tests.tiers.conftest import Rig
 
 RunRig = Callable[..., None]
 BAD: list[Any] = [
@@ -167,7 +167,7 @@ def test_a_failed_write_while_giving_back_is_counted(run_rig: RunRig, tmp_path: 
     async def test(rig: Rig) -> None:
         data = SpillBuffer(str(tmp_path / "storage"), target=1000)
         rig.store["a"], rig.store["b"] = Proud(100_000), np.ones(100_000)
-        assert await adoption.give_back(rig.store, data, rig.engine) == []
+        assert await spill_buffer.give_back(rig.store, data, rig.engine) == []
         assert sorted(data) == ["a", "b"]
         assert list(data.fast) == ["a"]
         assert sum(rig.engine.counters.write_errors.values()) == 1

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from dask_gpurt.errors import LostData
-from dask_gpurt.tiers.prefetch import Prefetch
-
-from .conftest import FaultyOs, Rig
+from dask_gpurt.tiers.hints.prefetch import Prefetch
+from tests.tiers.conftest import FaultyOs, Rig
 
 KEYS = st.integers(0, 7)
 

@@ -11,14 +11,13 @@ from distributed import Client, Scheduler, Worker, wait
 from distributed.utils_test import async_poll_for, gen_cluster
 
 from dask_gpurt.extension import NAME
-from dask_gpurt.tiers import hints_local, hints_scheduler
-from dask_gpurt.tiers.entry import NEVER
-
-from .conftest import beat
-from .test_hints_cluster import NO_WATCH, SIZE, attach, entry, make, runtime
+from dask_gpurt.tiers.engine.entry import NEVER
+from dask_gpurt.tiers.hints import pending_tasks, scheduler
+from tests.tiers.conftest import beat
+from tests.tiers.hints.test_hints_cluster import NO_WATCH, SIZE, attach, entry, make, runtime
 
 if TYPE_CHECKING:
-    from .conftest import Rig, RunRig
+    from tests.tiers.conftest import Rig, RunRig
 
 
 def values(rig: Rig, *names: str) -> None:
@@ -121,7 +120,7 @@ async def test_tiny_tasks_pay_for_nothing(c: Client, s: Scheduler, a: Worker, b:
     assert hints["sent"] == {"hints": 0, "messages": 0}
     assert hints["transitions"] == 0
     for w in (a, b):
-        assert hints_local.NAME not in w.plugins
+        assert pending_tasks.NAME not in w.plugins
         assert "next_use" not in s.workers[w.address].metrics[NAME]
         assert all(e.pins == 0 for e in runtime(w).engine.books.entries)
         runtime(w).engine.validate()
@@ -143,7 +142,7 @@ async def test_hints_come_and_go_with_the_pressure(c: Client, s: Scheduler, a: W
         await async_poll_for(lambda: runtime(a).statistics()["hints"]["active"], timeout=20)
         keys = list(a.data)
         await async_poll_for(lambda keys=keys: all(entry(a, k).next_use == NEVER for k in keys), timeout=20)
-        assert hints_local.NAME in a.plugins
+        assert pending_tasks.NAME in a.plugins
         del few, many
         await async_poll_for(lambda: not s.tasks, timeout=20)
         await async_poll_for(lambda: not a.data, timeout=20)
@@ -151,9 +150,9 @@ async def test_hints_come_and_go_with_the_pressure(c: Client, s: Scheduler, a: W
         assert not eviction.pressed
         await beat(a)
         await async_poll_for(lambda: not runtime(a).statistics()["hints"]["active"], timeout=20)
-        assert hints_local.NAME not in a.plugins
-        await asyncio.sleep(2 * hints_scheduler.LOOK_SECONDS)
+        assert pending_tasks.NAME not in a.plugins
+        await asyncio.sleep(2 * scheduler.LOOK_SECONDS)
         assert plugin.statistics()["next_use"]["workers"] == 0
     await plugin.uninstall()
     assert set(s.workers) == {a.address}
-    assert hints_scheduler.OP not in a.stream_handlers, "its stream was ended, though it had paused"
+    assert scheduler.OP not in a.stream_handlers, "its stream was ended, though it had paused"

@@ -11,9 +11,9 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from dask_gpurt.model.pages import pages
-from dask_gpurt.tiers.codec import PickleCodec
-from dask_gpurt.tiers.disk import DiskTier
+from dask_gpurt.memory.pages import pages
+from dask_gpurt.tiers.storage.codec import PickleCodec
+from dask_gpurt.tiers.storage.disk.tier import DiskTier
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,16 +11,16 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from dask_gpurt.model.pages import GRANULE
-from dask_gpurt.tiers import roots
-from dask_gpurt.tiers.entry import State
-from dask_gpurt.tiers.roots import MOST_PARTS, roots_of
+from dask_gpurt.memory.pages import GRANULE
+from dask_gpurt.tiers.engine import buffer_roots
+from dask_gpurt.tiers.engine.buffer_roots import MOST_PARTS, roots_of
+from dask_gpurt.tiers.engine.entry import State
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from .conftest import Rig
+    from tests.tiers.conftest import Rig
 
 
 def resident(engine: Any, *sizes: int) -> None:
@@ -61,10 +61,10 @@ def test_what_cannot_be_looked_into_is_counted() -> None:
         def _mgr(self, value: Any) -> None: ...
 
     Frame.__module__ = "pandas.somewhere"
-    before = roots.errors
+    before = buffer_roots.errors
     frame = Frame.__new__(Frame)
     assert roots_of(frame, 5000) == ((id(frame), 5000),)
-    assert roots.errors == before + 1
+    assert buffer_roots.errors == before + 1
 
 
 def test_what_is_no_memory_is_not_counted(run_rig: Callable[..., None], tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_what_cannot_be_looked_into_is_one(monkeypatch: pytest.MonkeyPatch) -> N
     def otherwise(value: Any) -> Any:
         raise AttributeError("_mgr")
 
-    monkeypatch.setattr(roots, "_pandas", otherwise)
+    monkeypatch.setattr(buffer_roots, "_pandas", otherwise)
     assert roots_of(multi, 5000) == ((id(multi), 5000),)
 
 

@@ -14,15 +14,16 @@ import dask_gpurt  # noqa: F401  (registers the defaults)
 from dask_gpurt.config import Settings
 from dask_gpurt.errors import SeamMismatch
 from dask_gpurt.extension import NAME, GpurtScheduler, on_worker
-from dask_gpurt.tiers import TierRuntime, hints_scheduler, hints_worker
-from dask_gpurt.tiers.entry import NEVER
-from dask_gpurt.tiers.hints_scheduler import NextUsePlugin
-from dask_gpurt.tiers.hints_wire import KEEP, OP
-
-from .conftest import beat
+from dask_gpurt.tiers import TierRuntime
+from dask_gpurt.tiers.engine.entry import NEVER
+from dask_gpurt.tiers.hints import scheduler
+from dask_gpurt.tiers.hints import worker as hints_worker
+from dask_gpurt.tiers.hints.protocol import KEEP, OP
+from dask_gpurt.tiers.hints.scheduler import NextUsePlugin
+from tests.tiers.conftest import beat
 
 if TYPE_CHECKING:
-    from dask_gpurt.tiers.entry import Entry
+    from dask_gpurt.tiers.engine.entry import Entry
 
 pytestmark = pytest.mark.cluster
 
@@ -142,7 +143,7 @@ async def test_hints_are_right_at_every_stage(c: Client, s: Scheduler, a: Worker
         uses = entry(a, key).uses
         assert 2 <= len(uses) <= KEEP
         assert list(uses) == uses_in_graph(s, key)[: len(uses)]
-    assert len(uses_in_graph(s, "many")) > hints_scheduler.MANY_WAITERS
+    assert len(uses_in_graph(s, "many")) > scheduler.MANY_WAITERS
     assert entry(a, "alone").next_use == NEVER
 
     await gates[1].set()
@@ -246,7 +247,7 @@ async def test_a_worker_that_does_not_ask_gets_nothing(c: Client, s: Scheduler, 
     assert sent == []
     a.metrics[NAME] = lambda w: receiver.protocols()
     await beat(a)
-    await asyncio.sleep(2 * hints_scheduler.LOOK_SECONDS)
+    await asyncio.sleep(2 * scheduler.LOOK_SECONDS)
     assert sent == [], "its memory is not short"
     press(receiver)
     await beat(a)
@@ -310,7 +311,7 @@ async def test_fewer_bytes_than_without(c: Client, s: Scheduler, a: Worker) -> N
             for i, v in enumerate(x)
         ]
         await async_poll_for(lambda: all(f.key in a.state.tasks for f in reads), timeout=20)
-        await asyncio.sleep(10 * hints_scheduler.FLUSH_SECONDS)
+        await asyncio.sleep(10 * scheduler.FLUSH_SECONDS)
         await Event(tag, client=c).set()
         assert await c.gather(reads) == [*range(30)] * 3
         await hold
@@ -342,12 +343,12 @@ async def test_late_worker_is_told_in_portions(c: Client, s: Scheduler, a: Worke
     last = c.submit(make, 1, key="last", workers=[a.address])
     await wait(last)
     await settled(s, a, b)
-    assert plugin.statistics()["next_use"]["flushes"] >= 1200 / hints_scheduler.FLUSH_KEYS
+    assert plugin.statistics()["next_use"]["flushes"] >= 1200 / scheduler.FLUSH_KEYS
 
 
 @pytest.mark.parametrize("where", ["_note", "_collect", "worker_send"])
 def test_exceptions_are_counted_and_harmless(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hints_scheduler, "MAX_EXCEPTIONS", 20)
+    monkeypatch.setattr(scheduler, "MAX_EXCEPTIONS", 20)
 
     @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 2, config=NO_WATCH)
     async def test(c: Client, s: Scheduler, a: Worker, b: Worker) -> None:
@@ -371,7 +372,7 @@ def test_exceptions_are_counted_and_harmless(where: str, monkeypatch: pytest.Mon
         for i in range(40):
             x = c.map(make, range(i, i + 4), pure=False)
             assert await c.submit(lambda v: int(sum(a[0] for a in v)), x) == 4 * i + 6
-            await asyncio.sleep(2 * hints_scheduler.FLUSH_SECONDS)
+            await asyncio.sleep(2 * scheduler.FLUSH_SECONDS)
             if ours.retired:
                 break
         assert "20 exceptions" in ours.retired

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from distributed.worker_state_machine import ExecuteFailureEvent, ExecuteSuccessEvent
 
-from dask_gpurt.tiers.account import Account
-from dask_gpurt.tiers.codec import PickleCodec
-from dask_gpurt.tiers.entry import NEVER, Entry
-from dask_gpurt.tiers.hints_wire import OP
-from dask_gpurt.tiers.hints_worker import GUESS_SECONDS, HintReceiver, decided_share
-from dask_gpurt.tiers.policy import Victims, soonest_use
-from dask_gpurt.tiers.replay import Ours, moved, replay
+from dask_gpurt.simulate.eviction import Ours, moved, replay
+from dask_gpurt.tiers.engine.account import Account
+from dask_gpurt.tiers.engine.entry import NEVER, Entry
+from dask_gpurt.tiers.engine.victims import Victims, soonest_use
+from dask_gpurt.tiers.hints.protocol import OP
+from dask_gpurt.tiers.hints.worker import GUESS_SECONDS, HintReceiver, decided_share
+from dask_gpurt.tiers.storage.codec import PickleCodec
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from .conftest import Rig
+    from tests.tiers.conftest import Rig
 
     RunRig = Callable[..., None]
 
@@ -354,7 +354,7 @@ def test_garbage_never_raises(run_rig: RunRig) -> None:
 
 
 def test_the_handler_stays_until_nothing_can_come(run_rig: RunRig, monkeypatch: Any) -> None:
-    from dask_gpurt.tiers import hints_worker
+    from dask_gpurt.tiers.hints import worker as hints_worker
 
     async def test(b: Bench) -> None:
         x = b.put("x")

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from distributed.core import Status
 
-from dask_gpurt.tiers.entry import NEVER, Entry, State
-from dask_gpurt.tiers.hints_local import LocalUses
-from dask_gpurt.tiers.prefetch import BAD_IN_A_ROW, Prefetch
+from dask_gpurt.tiers.engine.entry import NEVER, Entry, State
+from dask_gpurt.tiers.hints.pending_tasks import LocalUses
+from dask_gpurt.tiers.hints.prefetch import BAD_IN_A_ROW, Prefetch
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from .conftest import Rig
+    from tests.tiers.conftest import Rig
 
     RunRig = Callable[..., None]
 

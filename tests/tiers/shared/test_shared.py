@@ -17,11 +17,10 @@ import dask_gpurt
 from dask_gpurt.config import Settings
 from dask_gpurt.errors import InstallError
 from dask_gpurt.extension import GpurtScheduler, WorkerParts, on_worker
-from dask_gpurt.tiers.bucket import Bucket
-from dask_gpurt.tiers.leases import LeaseKeeper
+from dask_gpurt.tiers.storage.object.client import Bucket
+from dask_gpurt.tiers.storage.object.leases import LeaseKeeper
 from tests.conftest import S3_ENVIRONMENT, S3Server
-
-from .conftest import beat
+from tests.tiers.conftest import beat
 
 pytest.importorskip("obstore")
 pytestmark = pytest.mark.cluster
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dask_gpurt.tiers import TierRuntime
-    from dask_gpurt.tiers.shared_scheduler import SharedCopiesPlugin
+    from dask_gpurt.tiers.shared.scheduler import SharedCopiesPlugin
 
 CONFIG = {
     "distributed.worker.memory.spill": False,

@@ -14,21 +14,20 @@ import pytest
 
 from dask_gpurt.errors import ConfigError, CorruptData, TierFull
 from dask_gpurt.model import compression
-from dask_gpurt.tiers import segments
-from dask_gpurt.tiers.codec import PickleCodec
-from dask_gpurt.tiers.direct import BLOCK, CHUNK, BufferPool, aligned_buffer
-from dask_gpurt.tiers.disk import DiskTier
-from dask_gpurt.tiers.frames import LARGE
-from dask_gpurt.tiers.segments import Record
-from dask_gpurt.tiers.space import FolderClosed, FolderDescriptor
-
-from .conftest import FaultyOs, enospc
+from dask_gpurt.tiers.storage.codec import PickleCodec
+from dask_gpurt.tiers.storage.disk import segments
+from dask_gpurt.tiers.storage.disk.direct_io import BLOCK, CHUNK, BufferPool, aligned_buffer
+from dask_gpurt.tiers.storage.disk.frames import LARGE
+from dask_gpurt.tiers.storage.disk.quota import FolderClosed, FolderDescriptor
+from dask_gpurt.tiers.storage.disk.segments import Record
+from dask_gpurt.tiers.storage.disk.tier import DiskTier
+from tests.tiers.conftest import FaultyOs, enospc
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from dask_gpurt.tiers.disk_handle import DiskHandle
+    from dask_gpurt.tiers.storage.disk.handle import DiskHandle
 
 CODEC = PickleCodec()
 

@@ -15,13 +15,12 @@ import pytest
 
 from dask_gpurt.errors import LostData, TierFull
 from dask_gpurt.model import compression
-from dask_gpurt.tiers.disk import DiskTier
-from dask_gpurt.tiers.space import filesystem_of
-
-from .conftest import FaultyOs, Rig, enospc
+from dask_gpurt.tiers.storage.disk.quota import filesystem_of
+from dask_gpurt.tiers.storage.disk.tier import DiskTier
+from tests.tiers.conftest import FaultyOs, Rig, enospc
 
 if TYPE_CHECKING:
-    from dask_gpurt.tiers.disk_handle import DiskHandle
+    from dask_gpurt.tiers.storage.disk.handle import DiskHandle
 
 RunRig = Callable[..., None]
 
@@ -61,7 +60,7 @@ async def all_right(rig: Rig, n: int) -> None:
 def test_any_call_of_a_write_fails_once(
     run_rig: RunRig, monkeypatch: pytest.MonkeyPatch, layout: str, call: str, nth: int, code: int
 ) -> None:
-    monkeypatch.setattr("dask_gpurt.tiers.disk._SYNCED", 1)
+    monkeypatch.setattr("dask_gpurt.tiers.storage.disk.tier._SYNCED", 1)
     if (layout, call) == ("segments", "open") and nth:
         nth = 0  # few are opened
     system = FaultyOs()

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from dask_gpurt.tiers.codec import PickleCodec
-from dask_gpurt.tiers.disk import DiskTier
-from dask_gpurt.tiers.idle_memory import IdleMemory, Memory, memories
-from dask_gpurt.tiers.ways import Ways
+from dask_gpurt.tiers.storage.codec import PickleCodec
+from dask_gpurt.tiers.storage.disk.idle_memory import IdleMemory, Memory, memories
+from dask_gpurt.tiers.storage.disk.io_mode import Ways
+from dask_gpurt.tiers.storage.disk.tier import DiskTier
 
 if TYPE_CHECKING:
     from pathlib import Path

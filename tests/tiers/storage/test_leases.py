@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from distributed.utils_test import async_poll_for
 
-from dask_gpurt.tiers import bucket as bucket_module
-from dask_gpurt.tiers.bucket import Bucket
-from dask_gpurt.tiers.leases import LeaseKeeper, is_object, sweep, sweep_expired, worker_prefix
-from dask_gpurt.tiers.object import ObjectTier
+from dask_gpurt.tiers.storage.object import client as bucket_module
+from dask_gpurt.tiers.storage.object.client import Bucket
+from dask_gpurt.tiers.storage.object.leases import LeaseKeeper, is_object, sweep, sweep_expired, worker_prefix
+from dask_gpurt.tiers.storage.object.tier import ObjectTier
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -122,7 +122,7 @@ def test_a_renewal_that_hangs_does_not_hold_up_the_end(tmp_path: Path, monkeypat
         held.gate.clear()
         keeper.start()
         await asyncio.to_thread(held.entered.wait, 30)
-        monkeypatch.setattr("dask_gpurt.tiers.leases.STOP_SECONDS", 0.05)
+        monkeypatch.setattr("dask_gpurt.tiers.storage.object.leases.STOP_SECONDS", 0.05)
         await keeper.stop()
         held.gate.set()
 

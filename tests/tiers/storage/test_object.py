@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 
 from dask_gpurt.errors import ConfigError, CorruptData, LostData, TierFull
-from dask_gpurt.tiers import bucket as bucket_module
-from dask_gpurt.tiers.cascade import FAILURES, Cascade
-from dask_gpurt.tiers.codec import PickleCodec
-from dask_gpurt.tiers.disk import DiskTier
-from dask_gpurt.tiers.engine import Engine
-from dask_gpurt.tiers.layout import plan
-from dask_gpurt.tiers.store import StoredCopy, TieredStore
+from dask_gpurt.tiers.engine.engine import Engine
+from dask_gpurt.tiers.storage.codec import PickleCodec
+from dask_gpurt.tiers.storage.disk.tier import DiskTier
+from dask_gpurt.tiers.storage.fallback import FAILURES, Cascade
+from dask_gpurt.tiers.storage.object import client as bucket_module
+from dask_gpurt.tiers.storage.object.format import plan
+from dask_gpurt.tiers.stores.task_store import StoredCopy, TieredStore
 
 pytest.importorskip("obstore")
 
-from dask_gpurt.tiers.bucket import Bucket
-from dask_gpurt.tiers.object import ObjectTier
-from dask_gpurt.tiers.remote import PART_BYTES
+from dask_gpurt.tiers.storage.object.client import Bucket
+from dask_gpurt.tiers.storage.object.remote import PART_BYTES
+from dask_gpurt.tiers.storage.object.tier import ObjectTier
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -19,11 +19,10 @@ from distributed.utils_test import gen_cluster
 from dask_gpurt.config import Settings
 from dask_gpurt.errors import InstallError, TierFull
 from dask_gpurt.tiers import TierRuntime
-from dask_gpurt.tiers.directories import AMPLE_BYTES, Directories, open_directories
-from dask_gpurt.tiers.disk import DiskTier
-from dask_gpurt.tiers.space import InFlight, Quota
-
-from .conftest import FaultyOs, enospc
+from dask_gpurt.tiers.storage.disk.quota import InFlight, Quota
+from dask_gpurt.tiers.storage.disk.striped import AMPLE_BYTES, Directories, open_directories
+from dask_gpurt.tiers.storage.disk.tier import DiskTier
+from tests.tiers.conftest import FaultyOs, enospc
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from distributed import Client, Scheduler, Worker
 
     from dask_gpurt.model.events import Event
-    from dask_gpurt.tiers.memory import Limits
+    from dask_gpurt.tiers.worker.memory_watch import Limits
 
 SIZE = 300_000
 
@@ -216,7 +215,7 @@ def test_leftovers_of_the_dead_are_purged(tmp_path: Path) -> None:
     program = """
 import os, sys
 from distributed.diskutils import WorkSpace
-from dask_gpurt.tiers.disk import DiskTier
+from dask_gpurt.tiers.storage.disk.tier import DiskTier
 work_dir = WorkSpace(os.path.join(sys.argv[1], "dask-gpurt-space")).new_work_dir(prefix="worker-")
 disk = DiskTier(os.path.join(work_dir.dir_path, "gpurt-tiers"))
 disk.write([(0, [b"small"])])
@@ -237,13 +236,13 @@ os._exit(1)
 
 @pytest.mark.parametrize("kind", ["tmpfs", "nfs4"])
 def test_odd_file_systems_are_named_once(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dask_gpurt.tiers.disk.filesystem_of", lambda directory: kind)
+    monkeypatch.setattr("dask_gpurt.tiers.storage.disk.tier.filesystem_of", lambda directory: kind)
     rig = Rig(tmp_path, 2)
     ((message, found),) = rig.tier.warnings()
     assert found == kind
     assert "gpurt.tiers.directory" in message
     rig.end({})
-    monkeypatch.setattr("dask_gpurt.tiers.disk.filesystem_of", lambda directory: "ext4")
+    monkeypatch.setattr("dask_gpurt.tiers.storage.disk.tier.filesystem_of", lambda directory: "ext4")
     assert Rig(tmp_path, 2).tier.warnings() == []
 
 

@@ -13,11 +13,11 @@ import pytest
 
 from dask_gpurt.errors import LostData
 from dask_gpurt.testing import ArrayChunk
-from dask_gpurt.tiers.entry import State
-from dask_gpurt.tiers.shards import TierShardStore
+from dask_gpurt.tiers.engine.entry import State
+from dask_gpurt.tiers.stores.shard_store import TierShardStore
 
 if TYPE_CHECKING:
-    from .conftest import Rig
+    from tests.tiers.conftest import Rig
 
 RunRig = Callable[..., None]
 

@@ -17,12 +17,12 @@ import pandas as pd
 import pytest
 
 from dask_gpurt.testing import check_mapping
-from dask_gpurt.tiers.codec import PickleCodec, flat
-from dask_gpurt.tiers.entry import TABLE, Entry, IllegalMove, State
-from dask_gpurt.tiers.statistics import LoopTime
+from dask_gpurt.tiers.engine.counters import LoopTime
+from dask_gpurt.tiers.engine.entry import TABLE, Entry, IllegalMove, State
+from dask_gpurt.tiers.storage.codec import PickleCodec, flat
 
 if TYPE_CHECKING:
-    from .conftest import Rig
+    from tests.tiers.conftest import Rig
 
 RunRig = Callable[..., None]
 KB = 1000
@@ -490,7 +490,7 @@ def test_many_keys_are_cheap(run_rig: RunRig) -> None:
 
 def test_time_on_the_loop_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr("dask_gpurt.tiers.statistics.time", types.SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr("dask_gpurt.tiers.engine.counters.time", types.SimpleNamespace(perf_counter=lambda: now))
     loop_time = LoopTime()
     with loop_time:
         now += 1

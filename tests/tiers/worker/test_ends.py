@@ -12,12 +12,11 @@ import pytest
 from distributed.utils_test import gen_cluster
 
 from dask_gpurt.config import Settings
-from dask_gpurt.model.pages import pages
+from dask_gpurt.memory.pages import pages
 from dask_gpurt.tiers import TierRuntime
-from dask_gpurt.tiers.disk import DiskTier
-from dask_gpurt.tiers.space import remove_folder
-
-from .conftest import FaultyOs
+from dask_gpurt.tiers.storage.disk.quota import remove_folder
+from dask_gpurt.tiers.storage.disk.tier import DiskTier
+from tests.tiers.conftest import FaultyOs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
     from distributed import Scheduler, Worker
 
-    from .conftest import Rig
+    from tests.tiers.conftest import Rig
 
 
 @pytest.mark.cluster

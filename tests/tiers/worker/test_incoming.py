@@ -9,8 +9,8 @@ from distributed import Client, Scheduler, Worker, wait
 from distributed.utils_test import gen_cluster
 
 from dask_gpurt.config import Settings
+from dask_gpurt.simulate.eviction import Belady, Lru, Ours, moved, replay
 from dask_gpurt.tiers import TierRuntime
-from dask_gpurt.tiers.replay import Belady, Lru, Ours, moved, replay
 
 pytestmark = pytest.mark.cluster
 

@@ -13,9 +13,9 @@ import dask_gpurt  # noqa: F401  (registers the defaults)
 from dask_gpurt.config import Settings
 from dask_gpurt.extension import GpurtScheduler, on_worker
 from dask_gpurt.model.residence import OP
-from dask_gpurt.tiers import residence
-from dask_gpurt.tiers.entry import EventLog, State
-from dask_gpurt.tiers.residence import ResidenceSender
+from dask_gpurt.tiers.engine.entry import EventLog, State
+from dask_gpurt.tiers.worker import residency
+from dask_gpurt.tiers.worker.residency import ResidenceSender
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,7 +66,7 @@ class Rig:
 
 
 def on_loop(test: Callable[[Rig], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residence, "FLUSH_SECONDS", 0.0)
+    monkeypatch.setattr(residency, "FLUSH_SECONDS", 0.0)
 
     async def main() -> None:
         await test(Rig())
@@ -114,7 +114,7 @@ def test_what_is_no_key_of_the_worker_is_not_told(monkeypatch: pytest.MonkeyPatc
 
 
 def test_many_keys_go_in_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residence, "FLUSH_KEYS", 3)
+    monkeypatch.setattr(residency, "FLUSH_KEYS", 3)
 
     async def run(rig: Rig) -> None:
         rig.sender.start()
@@ -127,7 +127,7 @@ def test_many_keys_go_in_several_messages(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_failures_end_it_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residence, "MAX_EXCEPTIONS", 2)
+    monkeypatch.setattr(residency, "MAX_EXCEPTIONS", 2)
 
     async def run(rig: Rig) -> None:
         rig.sender.start()

@@ -14,10 +14,10 @@ import pytest
 from distributed.spill import SpillBuffer
 
 from dask_gpurt.errors import SeamMismatch
-from dask_gpurt.tiers import adoption
+from dask_gpurt.tiers.worker import spill_buffer
 
 if TYPE_CHECKING:
-    from .conftest import Rig
+    from tests.tiers.conftest import Rig
 
 RunRig = Callable[..., None]
 SIZE = 100_000
@@ -80,7 +80,7 @@ def test_never_more_in_memory_than_before(run_rig: RunRig, tmp_path: Any, target
         dump = slow.dump
         slow.dump = lambda value: (threads.add(threading.get_ident()), dump(value))[1]
         Counted.peak = Counted.alive
-        assert await adoption.give_back(rig.store, data, rig.engine) == []
+        assert await spill_buffer.give_back(rig.store, data, rig.engine) == []
         # One in hand, and those that I/O threads have written but not let go yet.
         assert Counted.peak <= max(budget_values, target_values) + 1 + rig.engine.io.threads
         assert threading.get_ident() not in threads, "nothing is written on the loop"
@@ -110,10 +110,10 @@ def test_to_and_fro(run_rig: RunRig, tmp_path: Any) -> None:
             data[i] = np.full(SIZE, i, "u1")
         files = dict(data._slow_uncached.d.filenames)  # type: ignore[attr-defined]
         assert len(files) >= 7
-        adoption.adopt(data, rig.store)
+        spill_buffer.adopt(data, rig.store)
         assert len(rig.store) == 10
         assert len(data.fast) == 0
-        assert await adoption.give_back(rig.store, data, rig.engine) == []
+        assert await spill_buffer.give_back(rig.store, data, rig.engine) == []
         assert dict(data._slow_uncached.d.filenames) == files  # type: ignore[attr-defined]
         assert len(rig.store._entries) == 0
         consistent(data)
@@ -139,7 +139,7 @@ def test_keys_that_change_while_they_are_written(run_rig: RunRig, tmp_path: Any)
             return dump(value)
 
         slow.dump = dump_slowly
-        draining = asyncio.ensure_future(adoption.give_back(rig.store, data, rig.engine))
+        draining = asyncio.ensure_future(spill_buffer.give_back(rig.store, data, rig.engine))
         assert await asyncio.to_thread(busy.wait, 30)
         del rig.store[0]  # it is being written
         rig.store[0] = np.full(SIZE, 100, "u1")  # heavy: the buffer writes it at once, on this thread
@@ -170,7 +170,7 @@ def test_what_cannot_be_written_stays_in_memory(run_rig: RunRig, tmp_path: Any, 
             os.rmdir(data._slow_uncached.d.directory)  # type: ignore[attr-defined]
         for i in range(3):
             rig.store[i] = kind(i)
-        assert await adoption.give_back(rig.store, data, rig.engine) == []
+        assert await spill_buffer.give_back(rig.store, data, rig.engine) == []
         assert sorted(data.fast) == [0, 1, 2]
         assert [data[i].i for i in range(3)] == [0, 1, 2]  # type: ignore[attr-defined]
         if why != "folder gone":
@@ -187,7 +187,7 @@ def test_a_late_deletion_leaves_the_new_value(run_rig: RunRig, tmp_path: Any) ->
     async def test(rig: Rig) -> None:
         data = SpillBuffer(str(tmp_path / "storage"), target=1)
         data["k"] = np.zeros(SIZE, "u1")
-        adoption.adopt(data, rig.store)
+        spill_buffer.adopt(data, rig.store)
         entry = rig.store.entry("k")
         assert entry is not None
         handle = entry.handle
@@ -206,7 +206,7 @@ def test_distributeds_memory_monitor_watches_the_drained_store(run_rig: RunRig, 
         assert not hasattr(rig.store, "fast")
         assert not hasattr(rig.store, "evict")
         rig.store[0] = np.zeros(SIZE, "u1")
-        await adoption.give_back(rig.store, data, rig.engine)
+        await spill_buffer.give_back(rig.store, data, rig.engine)
         assert rig.store.fast is data.fast
         assert rig.store.evict() >= SIZE
         assert list(data.slow) == [0]
@@ -214,7 +214,7 @@ def test_distributeds_memory_monitor_watches_the_drained_store(run_rig: RunRig, 
     run_rig(test)
 
 
-@pytest.mark.parametrize("path", adoption._INTERNALS)
+@pytest.mark.parametrize("path", spill_buffer._INTERNALS)
 def test_each_name_relied_on_is_looked_up(tmp_path: Any, path: str) -> None:
     """Without one of them nothing is begun."""
 
@@ -233,13 +233,13 @@ def test_each_name_relied_on_is_looked_up(tmp_path: Any, path: str) -> None:
             return Without(getattr(self._inner, name), self._rest)
 
     data = SpillBuffer(str(tmp_path / "storage"), target=1)
-    adoption.check(data)
+    spill_buffer.check(data)
     with pytest.raises(SeamMismatch, match=rf"SpillBuffer\.{path} does not exist.*Remedy"):
-        adoption.check(Without(data, path))
+        spill_buffer.check(Without(data, path))
 
 
 def test_another_signature_is_noticed(tmp_path: Any) -> None:
     data = SpillBuffer(str(tmp_path / "storage"), target=1)
     data.set_noevict = lambda key: None  # type: ignore[assignment,method-assign,misc]
     with pytest.raises(SeamMismatch, match="set_noevict"):
-        adoption.check(data)
+        spill_buffer.check(data)

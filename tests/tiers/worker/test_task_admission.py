@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from dask_gpurt.tiers import turns as module
-from dask_gpurt.tiers.turns import LEAST_BYTES, SHARE, Outputs, Turn, Turns
+from dask_gpurt.tiers.worker import task_admission as module
+from dask_gpurt.tiers.worker.task_admission import LEAST_BYTES, SHARE, Outputs, Turn, Turns
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine

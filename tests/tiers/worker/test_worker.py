@@ -27,8 +27,7 @@ from dask_gpurt.config import Settings, TierSettings
 from dask_gpurt.errors import InstallError, LostData, SeamMismatch
 from dask_gpurt.testing import ArrayChunk, check_shard_store
 from dask_gpurt.tiers import TieredStore, TierRuntime
-
-from .conftest import beat
+from tests.tiers.conftest import beat
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

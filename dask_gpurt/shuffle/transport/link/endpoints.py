@@ -12,17 +12,17 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dask_gpurt.shuffle.transport import link as lk
 from dask_gpurt.shuffle.transport.base import Receipt
-from dask_gpurt.shuffle.transport.outcomes import Mailbox
+from dask_gpurt.shuffle.transport.link import events as lk
+from dask_gpurt.shuffle.transport.mailbox import Mailbox
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from dask_gpurt.shuffle.transport.base import Services
-    from dask_gpurt.shuffle.transport.ioloop import IoLoop
-    from dask_gpurt.shuffle.transport.link_receiver import ReceiverLink
-    from dask_gpurt.shuffle.transport.link_sender import SenderLink
+    from dask_gpurt.shuffle.transport.link.receiver import ReceiverLink
+    from dask_gpurt.shuffle.transport.link.sender import SenderLink
+    from dask_gpurt.shuffle.transport.tcp.ioloop import IoLoop
 
 
 class OutboundOwner(Protocol):

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dask_gpurt.shuffle.transport.records import Record
+    from dask_gpurt.shuffle.transport.link.records import Record
 
 #: a link with messages under way on which nothing was heard for so long is asked for a sign
 PING_SECONDS = 1.0

@@ -5,10 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dask_gpurt.errors import WireError
-from dask_gpurt.shuffle.transport import link as lk
-from dask_gpurt.shuffle.transport import records
-from dask_gpurt.shuffle.transport.link import Close, Deliver, Instruction, Offered, Opened, Send, State, Verdict, Wanted
-from dask_gpurt.shuffle.transport.records import Kind, Record, RunKey
+from dask_gpurt.shuffle.transport.link import events as lk
+from dask_gpurt.shuffle.transport.link import records
+from dask_gpurt.shuffle.transport.link.events import (
+    Close,
+    Deliver,
+    Instruction,
+    Offered,
+    Opened,
+    Send,
+    State,
+    Verdict,
+    Wanted,
+)
+from dask_gpurt.shuffle.transport.link.records import Kind, Record, RunKey
 
 if TYPE_CHECKING:
     from collections.abc import Callable

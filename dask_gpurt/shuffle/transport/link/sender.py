@@ -7,10 +7,10 @@ import dataclasses
 import hmac
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from dask_gpurt.shuffle.transport import link as lk
-from dask_gpurt.shuffle.transport import records
-from dask_gpurt.shuffle.transport.link import Close, Ended, Instruction, Send, State
-from dask_gpurt.shuffle.transport.records import Kind, Record, RunKey
+from dask_gpurt.shuffle.transport.link import events as lk
+from dask_gpurt.shuffle.transport.link import records
+from dask_gpurt.shuffle.transport.link.events import Close, Ended, Instruction, Send, State
+from dask_gpurt.shuffle.transport.link.records import Kind, Record, RunKey
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,7 +8,7 @@ what moving an output takes: of ten under way each looks ten times slower than t
 
 from __future__ import annotations
 
-from dask_gpurt.shuffle.transport.trials import Meter
+from dask_gpurt.shuffle.transport.select.trials import Meter
 
 #: bytes of a stretch whose speed counts
 STRETCH = 4 << 20

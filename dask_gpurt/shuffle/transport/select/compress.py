@@ -30,14 +30,14 @@ import xxhash
 
 from dask_gpurt.errors import ConfigError, CorruptData, WireError
 from dask_gpurt.model.compression import Choice, Chooser, compress, expand, installed
-from dask_gpurt.shuffle.transport import records
-from dask_gpurt.shuffle.transport.choice import SAFE, Place
+from dask_gpurt.shuffle.transport.link import records
+from dask_gpurt.shuffle.transport.select.selector import SAFE, Place
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dask_gpurt.shuffle.transport.choice import Chooser as Ways
-    from dask_gpurt.shuffle.transport.pace import Pace
+    from dask_gpurt.shuffle.transport.select.bandwidth import Pace
+    from dask_gpurt.shuffle.transport.select.selector import Chooser as Ways
 
 MAGIC = b"GPRZ"
 VERSION = 1

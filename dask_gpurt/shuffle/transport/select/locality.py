@@ -7,7 +7,7 @@ import uuid
 from typing import Any
 
 from dask_gpurt.backends.ucx import has_device
-from dask_gpurt.shuffle.transport.choice import Place
+from dask_gpurt.shuffle.transport.select.selector import Place
 
 #: whether `auto` opens UCX for shared memory between workers of one host without a GPU
 UCX_ON_HOST = False

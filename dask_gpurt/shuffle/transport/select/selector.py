@@ -11,8 +11,8 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING
 
-from dask_gpurt.shuffle.transport.pace import Pace
-from dask_gpurt.shuffle.transport.trials import Contest, Meter
+from dask_gpurt.shuffle.transport.select.bandwidth import Pace
+from dask_gpurt.shuffle.transport.select.trials import Contest, Meter
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -33,8 +33,8 @@ import numpy as np
 import pyarrow as pa
 
 from dask_gpurt.errors import WireError
-from dask_gpurt.shuffle.transport import records
-from dask_gpurt.shuffle.transport.records import Kind, Record
+from dask_gpurt.shuffle.transport.link import records
+from dask_gpurt.shuffle.transport.link.records import Kind, Record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -17,12 +17,12 @@ import socket
 import struct
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.shuffle.transport.records import HEADER_BYTES, Record
+from dask_gpurt.shuffle.transport.link.records import HEADER_BYTES, Record
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dask_gpurt.shuffle.transport.ioloop import IoLoop
+    from dask_gpurt.shuffle.transport.tcp.ioloop import IoLoop
 
 #: a peer whose host does not answer for so long is lost
 LOST_SECONDS = 5

@@ -28,25 +28,26 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.errors import WireError
-from dask_gpurt.shuffle.transport import link as lk
-from dask_gpurt.shuffle.transport import pull, records
 from dask_gpurt.shuffle.transport.base import Receipt
-from dask_gpurt.shuffle.transport.connection import Connection
-from dask_gpurt.shuffle.transport.ends import InboundEnd, OutboundEnd
-from dask_gpurt.shuffle.transport.ioloop import IoLoop
-from dask_gpurt.shuffle.transport.link_receiver import ReceiverLink
-from dask_gpurt.shuffle.transport.link_sender import SenderLink
-from dask_gpurt.shuffle.transport.listener import Listener
-from dask_gpurt.shuffle.transport.places import host_token
+from dask_gpurt.shuffle.transport.link import events as lk
+from dask_gpurt.shuffle.transport.link import records
+from dask_gpurt.shuffle.transport.link.endpoints import InboundEnd, OutboundEnd
+from dask_gpurt.shuffle.transport.link.receiver import ReceiverLink
+from dask_gpurt.shuffle.transport.link.records import Kind, Record
+from dask_gpurt.shuffle.transport.link.sender import SenderLink
 from dask_gpurt.shuffle.transport.quiet_log import QuietLog
-from dask_gpurt.shuffle.transport.records import Kind, Record
+from dask_gpurt.shuffle.transport.select.locality import host_token
+from dask_gpurt.shuffle.transport.tcp import cma
+from dask_gpurt.shuffle.transport.tcp.connection import Connection
+from dask_gpurt.shuffle.transport.tcp.ioloop import IoLoop
+from dask_gpurt.shuffle.transport.tcp.listener import Listener
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dask_gpurt.model.pages import Pages
+    from dask_gpurt.memory.pages import Pages
     from dask_gpurt.shuffle.transport.base import Header, Peer, Services
-    from dask_gpurt.shuffle.transport.records import RunKey
+    from dask_gpurt.shuffle.transport.link.records import RunKey
 
 logger = logging.getLogger("distributed.worker.gpurt")
 
@@ -84,8 +85,8 @@ class _Outbound(OutboundEnd):
     def __init__(self, owner: TcpTransport, peer: Peer, header: Header) -> None:
         now = time.monotonic()
         self.owner, self.peer, self.run = owner, peer, header.run
-        here = pull.able() and owner.pulls and list(peer.endpoint[2:]) == [host_token()]
-        self._offer = pull.Offer() if here else None
+        here = cma.able() and owner.pulls and list(peer.endpoint[2:]) == [host_token()]
+        self._offer = cma.Offer() if here else None
         self.machine = SenderLink(
             *(header.run, header.secret, owner.services.address, peer.address),
             *(peer.limit, os.urandom(records.NONCE_BYTES), now),
@@ -104,7 +105,7 @@ class _Outbound(OutboundEnd):
     def put(self, send: lk.Send) -> None:
         # One that costs room would need a field more; within a host none does.
         if send.record.kind is Kind.DATA and self.machine.pulled and not send.record.value:
-            placed = pull.placed(send.record, send.buffers)
+            placed = cma.placed(send.record, send.buffers)
             if placed is not None:
                 self.owner.placed += 1
                 self.connection.write(placed[0].pack() + placed[1])
@@ -164,7 +165,7 @@ class _Inbound(InboundEnd):
     def _begin(self, record: Record) -> memoryview | None:
         if record.kind is Kind.PLACED and not self._pid:
             raise WireError("a message that can not be read where it lies")
-        asked = pull.message(record) if record.kind is Kind.PLACED else record
+        asked = cma.message(record) if record.kind is Kind.PLACED else record
         verdict, instructions = self.machine.admit(asked)
         self.carry_out(instructions)
         if verdict is lk.Verdict.NO:
@@ -175,7 +176,7 @@ class _Inbound(InboundEnd):
         return _room(record)
 
     def offered(self, body: bytes) -> None:
-        self._pid = self.owner.pulls and pull.accept(body)
+        self._pid = self.owner.pulls and cma.accept(body)
         if self._pid:
             self.put(lk.Send(Record(Kind.PULLS, self.machine.run)))
 
@@ -191,8 +192,8 @@ class _Inbound(InboundEnd):
                     break
                 record, body = whole
                 if record.kind is Kind.PLACED:
-                    record = pull.message(record)
-                    body = pull.fetch(self._pid, record, body, self.owner.pool.take)
+                    record = cma.message(record)
+                    body = cma.fetch(self._pid, record, body, self.owner.pool.take)
                     self.owner.pulled += 1
                     self.owner.pulled_bytes += len(body)
                 nbytes += len(body)

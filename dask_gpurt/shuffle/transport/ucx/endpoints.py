@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.backends import ucx as backend
 from dask_gpurt.errors import WireError
-from dask_gpurt.shuffle.transport import link as lk
-from dask_gpurt.shuffle.transport import records
-from dask_gpurt.shuffle.transport.ends import InboundEnd, OutboundEnd
-from dask_gpurt.shuffle.transport.link_receiver import ReceiverLink
-from dask_gpurt.shuffle.transport.link_sender import SenderLink
-from dask_gpurt.shuffle.transport.records import HEADER_BYTES, Kind, Record
+from dask_gpurt.shuffle.transport.link import events as lk
+from dask_gpurt.shuffle.transport.link import records
+from dask_gpurt.shuffle.transport.link.endpoints import InboundEnd, OutboundEnd
+from dask_gpurt.shuffle.transport.link.receiver import ReceiverLink
+from dask_gpurt.shuffle.transport.link.records import HEADER_BYTES, Kind, Record
+from dask_gpurt.shuffle.transport.link.sender import SenderLink
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dask_gpurt.shuffle.transport.base import Header, Peer
-    from dask_gpurt.shuffle.transport.records import RunKey
-    from dask_gpurt.shuffle.transport.ucx import UcxTransport
+    from dask_gpurt.shuffle.transport.link.records import RunKey
+    from dask_gpurt.shuffle.transport.ucx.transport import UcxTransport
 
 #: a record and what follows it in the same UCX message: the body of a control record, or the table of a message
 CONTROL_BYTES = HEADER_BYTES + max(records.MAX_CONTROL, records.table_bytes(records.MAX_FRAMES))

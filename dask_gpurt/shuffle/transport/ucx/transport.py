@@ -28,17 +28,17 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.backends import ucx as backend
 from dask_gpurt.shuffle.transport.base import Receipt, TransportUnavailable
-from dask_gpurt.shuffle.transport.ioloop import IoLoop
 from dask_gpurt.shuffle.transport.quiet_log import QuietLog
-from dask_gpurt.shuffle.transport.ucx_ends import Request, UcxInbound, UcxOutbound, nothing
+from dask_gpurt.shuffle.transport.tcp.ioloop import IoLoop
+from dask_gpurt.shuffle.transport.ucx.endpoints import Request, UcxInbound, UcxOutbound, nothing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dask_gpurt.model.pages import Pages
-    from dask_gpurt.shuffle.transport import link as lk
+    from dask_gpurt.memory.pages import Pages
     from dask_gpurt.shuffle.transport.base import Header, Peer, Services
-    from dask_gpurt.shuffle.transport.records import Record, RunKey
+    from dask_gpurt.shuffle.transport.link import events as lk
+    from dask_gpurt.shuffle.transport.link.records import Record, RunKey
 
 logger = logging.getLogger("distributed.worker.gpurt")
 

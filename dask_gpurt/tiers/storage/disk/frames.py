@@ -28,8 +28,8 @@ import numpy
 import xxhash
 
 from dask_gpurt.errors import CorruptData
-from dask_gpurt.model.pages import pages
-from dask_gpurt.tiers.direct import BLOCK, CHUNK, IOV_MAX, POOL, DirectFile, drop_cache, round_up
+from dask_gpurt.memory.pages import pages
+from dask_gpurt.tiers.storage.disk.direct_io import BLOCK, CHUNK, IOV_MAX, POOL, DirectFile, drop_cache, round_up
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -11,13 +11,13 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.model import compression
-from dask_gpurt.tiers.handle import DecodeError, IoCost
+from dask_gpurt.tiers.storage.handle import DecodeError, IoCost
 
 if TYPE_CHECKING:
-    from dask_gpurt.tiers.account import Codec
-    from dask_gpurt.tiers.disk import DiskTier
-    from dask_gpurt.tiers.frames import Frame
-    from dask_gpurt.tiers.segments import Record
+    from dask_gpurt.tiers.engine.account import Codec
+    from dask_gpurt.tiers.storage.disk.frames import Frame
+    from dask_gpurt.tiers.storage.disk.segments import Record
+    from dask_gpurt.tiers.storage.disk.tier import DiskTier
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from dask_gpurt.model.compression import Rate
 
 if TYPE_CHECKING:
-    from dask_gpurt.tiers.idle_memory import IdleMemory
+    from dask_gpurt.tiers.storage.disk.idle_memory import IdleMemory
 
 #: the page cache costs the processor, a device does not: it has to be faster by this factor
 CACHE_GAIN = 0.8

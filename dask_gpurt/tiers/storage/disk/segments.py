@@ -31,8 +31,8 @@ import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dask_gpurt.errors import CorruptData
-from dask_gpurt.tiers.direct import DirectFile, drop_cache
-from dask_gpurt.tiers.frames import Frame, FrameWriter, read_frames
+from dask_gpurt.tiers.storage.disk.direct_io import DirectFile, drop_cache
+from dask_gpurt.tiers.storage.disk.frames import Frame, FrameWriter, read_frames
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

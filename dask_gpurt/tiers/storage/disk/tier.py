@@ -33,20 +33,27 @@ import numpy
 from dask_gpurt.errors import CorruptData, TierFull
 from dask_gpurt.model import compression
 from dask_gpurt.model.tier import Tier
-from dask_gpurt.tiers.codec import flat
-from dask_gpurt.tiers.direct import BLOCK, CHUNK, O_DIRECT, DirectFile, drop_cache, supports_direct
-from dask_gpurt.tiers.disk_handle import DiskHandle
-from dask_gpurt.tiers.frames import LARGE, Frame, FrameWriter, read_frames
-from dask_gpurt.tiers.segments import SEGMENT, Piece, Segments
-from dask_gpurt.tiers.space import FolderClosed, FolderDescriptor, InFlight, Quota, filesystem_of, remove_folder
-from dask_gpurt.tiers.ways import Ways
+from dask_gpurt.tiers.storage.codec import flat
+from dask_gpurt.tiers.storage.disk.direct_io import BLOCK, CHUNK, O_DIRECT, DirectFile, drop_cache, supports_direct
+from dask_gpurt.tiers.storage.disk.frames import LARGE, Frame, FrameWriter, read_frames
+from dask_gpurt.tiers.storage.disk.handle import DiskHandle
+from dask_gpurt.tiers.storage.disk.io_mode import Ways
+from dask_gpurt.tiers.storage.disk.quota import (
+    FolderClosed,
+    FolderDescriptor,
+    InFlight,
+    Quota,
+    filesystem_of,
+    remove_folder,
+)
+from dask_gpurt.tiers.storage.disk.segments import SEGMENT, Piece, Segments
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dask_gpurt.tiers.account import Group
-    from dask_gpurt.tiers.idle_memory import IdleMemory
-    from dask_gpurt.tiers.ways import Way
+    from dask_gpurt.tiers.engine.account import Group
+    from dask_gpurt.tiers.storage.disk.idle_memory import IdleMemory
+    from dask_gpurt.tiers.storage.disk.io_mode import Way
 
 #: a value below this goes to a segment
 SMALL = 1 << 18

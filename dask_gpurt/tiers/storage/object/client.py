@@ -18,8 +18,8 @@ import time
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from dask_gpurt.errors import ConfigError, CorruptData, InstallError
-from dask_gpurt.tiers.folder import Folder
-from dask_gpurt.tiers.protocol import TierMetrics
+from dask_gpurt.tiers.storage.object.folder import Folder
+from dask_gpurt.tiers.storage.protocol import TierMetrics
 
 if TYPE_CHECKING:
     import datetime
@@ -186,7 +186,7 @@ def _open(scheme: str, url: str, timeout_seconds: float) -> Store:
     if scheme == "file":
         return Folder(url)
     try:
-        from dask_gpurt.tiers.remote import Remote
+        from dask_gpurt.tiers.storage.object.remote import Remote
     except ImportError as e:
         raise InstallError(
             f"gpurt.tiers.object-store is {url!r}, which needs obstore ({e}). Remedy: pip install dask-gpurt[s3]"

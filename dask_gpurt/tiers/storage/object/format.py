@@ -21,12 +21,12 @@ import numpy
 import xxhash
 
 from dask_gpurt.errors import CorruptData
-from dask_gpurt.tiers.codec import flat
+from dask_gpurt.tiers.storage.codec import flat
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dask_gpurt.tiers.account import Group
+    from dask_gpurt.tiers.engine.account import Group
 
 MAGIC = b"GPRO"
 VERSION = 1

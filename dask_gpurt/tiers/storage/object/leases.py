@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import datetime
     from collections.abc import Collection
 
-    from dask_gpurt.tiers.bucket import Bucket
+    from dask_gpurt.tiers.storage.object.client import Bucket
 
 logger = logging.getLogger("distributed.worker.gpurt")
 

@@ -24,16 +24,16 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.errors import CorruptData, TierFull
 from dask_gpurt.model.tier import Tier
-from dask_gpurt.tiers import leases
-from dask_gpurt.tiers.handle import DecodeError, IoCost
-from dask_gpurt.tiers.layout import USUAL_HEAD_BYTES, Frame, Layout, allocate, parse, plan, verify
+from dask_gpurt.tiers.storage.handle import DecodeError, IoCost
+from dask_gpurt.tiers.storage.object import leases
+from dask_gpurt.tiers.storage.object.format import USUAL_HEAD_BYTES, Frame, Layout, allocate, parse, plan, verify
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dask_gpurt.tiers.account import Codec, Group
-    from dask_gpurt.tiers.bucket import Bucket
-    from dask_gpurt.tiers.protocol import TierMetrics
+    from dask_gpurt.tiers.engine.account import Codec, Group
+    from dask_gpurt.tiers.storage.object.client import Bucket
+    from dask_gpurt.tiers.storage.protocol import TierMetrics
 
 logger = logging.getLogger("distributed.worker.gpurt")
 
