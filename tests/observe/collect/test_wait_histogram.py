@@ -6,9 +6,8 @@ import pytest
 
 from dask_gpurt.observe.collect import wait_histogram
 from dask_gpurt.observe.collect.slots import SlotMeter
+from tests.observe.collect.test_stall_ledger import Scheduler
 from tests.observe.fakes import Clock
-
-from .test_ledger import Scheduler
 
 
 def test_a_quantile_is_a_fifth_off_at_most() -> None:
