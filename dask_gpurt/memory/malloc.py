@@ -72,7 +72,7 @@ def _rss_bytes() -> int:
 
 
 class Heap:
-    """Counts who wants freed memory kept. One per process (`heap`); any thread.
+    """Counts who wants freed memory kept. One per process (`malloc`); any thread.
 
     Parameters
     ----------

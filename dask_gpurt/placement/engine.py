@@ -9,7 +9,7 @@ Which tasks it decides:
   workers, slow workers, inputs on disk, or a policy of the user's. Else stock decides;
 * tasks without inputs: left to stock while all workers are about as fast. There is nothing to be near to, and stock's
   least-occupied and round-robin rules are right and O(1) on large clusters; but they do not know slow workers;
-* root-ish tasks: stock's queuing keeps the memory bound; which of them a worker gets is `groups`;
+* root-ish tasks: stock's queuing keeps the memory bound; which of them a worker gets is `root_blocks`;
 * actors: left to stock, which spreads them by number.
 """
 
@@ -46,7 +46,7 @@ from dask_gpurt.placement.tables.link_samples import certain_inputs, learn_links
 from dask_gpurt.placement.tables.overhead_budget import Budget
 from dask_gpurt.placement.tables.slack import Slack
 from dask_gpurt.placement.tables.workers import WorkerInfo, WorkerTable
-from dask_gpurt.placement.takeover import scheduler as seam
+from dask_gpurt.placement.takeover import seam
 from dask_gpurt.topology.links import SEEDS, LinkMatrix
 from dask_gpurt.topology.zones import Zones, seed
 

@@ -4,14 +4,14 @@ Each round, in this order:
 
 0. *Zones*: the round trip of each new worker, see `topology.zones`.
 1. *Suspicions*: what workers said of their running tasks (heartbeats carry the run time of each), beside what such
-   tasks usually take, is a lower bound of their slowness, see `speed`.
+   tasks usually take, is a lower bound of their slowness, see `worker_speed`.
 2. *Stealing*: while workers are idle and no root is queued, stock's own balancing is done in each round. By itself it
    is done once a second, which is longer than the end of most graphs: a cross-validation of 1.4 s takes 0.95 s.
 3. *Rescue*: tasks that wait on a slow worker and would be done sooner in the queue of a faster one are asked back, by
    the means of work stealing. Stock sees only that the slow worker has little to do.
-4. *Stragglers*: a second copy of overdue tasks on idle workers, see `stragglers`.
-5. *The queue* is dealt again when a slow worker was refused a root task: the safety net of `pace`.
-6. *Whole graphs* are watched, see `watch`.
+4. *Stragglers*: a second copy of overdue tasks on idle workers, see `straggler_policy`.
+5. *The queue* is dealt again when a slow worker was refused a root task: the safety net of `cluster_speed`.
+6. *Whole graphs* are watched, see `graph_samples`.
 
 A round walks over all workers. `ROUND_SECONDS` apart on small clusters, and in proportion on large ones, so that it
 takes about one percent of the event loop; it stops after `LIMIT_SECONDS` and goes on where it was the next time.
@@ -35,7 +35,7 @@ from dask_gpurt.placement.decide.steal_policy import STOCK
 from dask_gpurt.placement.evaluate import graph_samples
 from dask_gpurt.placement.tables.durations import JUDGING, LEAST, MEASURABLE_SECONDS
 from dask_gpurt.placement.tables.worker_speed import FORGET_SECONDS
-from dask_gpurt.placement.takeover import scheduler as seam
+from dask_gpurt.placement.takeover import seam
 from dask_gpurt.topology.zones import round_trip_seconds
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from dask_gpurt.placement.engine import Engine
     from dask_gpurt.placement.tables.workers import WorkerInfo
-    from dask_gpurt.placement.takeover.scheduler import Seam
+    from dask_gpurt.placement.takeover.seam import Seam
     from dask_gpurt.placement.takeover.speculation import CopySeam
     from dask_gpurt.placement.takeover.stealing import StealingSeam
 

@@ -27,7 +27,7 @@ from dask_gpurt.placement.takeover.fetch_sources import RouteSeam
 from dask_gpurt.placement.takeover.observe_stock import watch
 from dask_gpurt.placement.takeover.replica_drops import ReplicaSeam
 from dask_gpurt.placement.takeover.root_queue import RootSeam
-from dask_gpurt.placement.takeover.scheduler import Seam
+from dask_gpurt.placement.takeover.seam import Seam
 from dask_gpurt.placement.takeover.speculation import CopySeam
 from dask_gpurt.placement.takeover.stealing import StealingSeam
 

@@ -125,7 +125,7 @@ class Belady(_Ordered):
 
 
 class Ours:
-    """`policy.Victims` itself, with the hints of the record."""
+    """`victims.Victims` itself, with the hints of the record."""
 
     def __init__(self) -> None:
         self._victims = Victims()

@@ -1,4 +1,4 @@
-"""What the two parts that speak with workers from the scheduler have in common (`hints_scheduler`, `shared_scheduler`).
+"""What the two parts that speak with workers from the scheduler have in common (`scheduler`, `scheduler`).
 
 A worker that understands a message says so in its heartbeats: ``metrics["gpurt"]`` has a field per protocol. Others
 must never get it, as an unknown op closes them.

@@ -21,7 +21,7 @@ task goes. Charging it made an over-full worker look worse with every task and d
 
 F is an externality: bytes on a link delay others, whom Q and X of this task do not see. Without it an idle worker wins
 as soon as its fetch is a little shorter than the holder's queue, and locality dissolves (dask/distributed#5253).
-Between zones (two racks joined by a slow link) it is priced higher, see `across`: there all share one link.
+Between zones (two racks joined by a slow link) it is priced higher, see `zone_cost`: there all share one link.
 The latency of a fetch is mostly work of the two event loops, so it is in F as well: without it a chain of very short
 tasks hops to whoever happens to be idle.
 """

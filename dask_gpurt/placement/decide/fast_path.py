@@ -23,7 +23,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.placement.decide.candidates import queue_seconds
-from dask_gpurt.placement.takeover import scheduler
+from dask_gpurt.placement.takeover import seam
 
 if TYPE_CHECKING:
     from dask_gpurt.model.link import Link
@@ -63,7 +63,7 @@ def stays(
         nbytes = d.nbytes
         total += nbytes if nbytes >= 0 else d.get_nbytes()
     info = engine.workers.by_address.get(home.address)
-    if info is None or info.ws is not home or not scheduler.is_running(home) or engine.speeds.is_slow(info):
+    if info is None or info.ws is not home or not seam.is_running(home) or engine.speeds.is_slow(info):
         return None
     compute, output, slack = task
     slowness = info.speed.own.get(ts.group.prefix.name, info.slowness) if info.speed_samples else info.slowness
@@ -71,7 +71,7 @@ def stays(
         return None
     node = info.node
     near = engine.links.fits[node.link_class].link
-    pending = scheduler.pending_bytes(home)
+    pending = seam.pending_bytes(home)
     pending_seconds = 0.0
     if pending:
         share = info.far_share

@@ -1,4 +1,4 @@
-"""Which worker gets which queued root now: `groups` knows whose each is, here is when it is better not to follow.
+"""Which worker gets which queued root now: `root_blocks` knows whose each is, here is when it is better not to follow.
 
 * A root is `held` for its owner when only workers on other nodes are free and the owner is at work: a root there costs
   the transfer of its result.
@@ -6,7 +6,7 @@
   written one result out (`too_full`).
 * The last roots are not dealt ahead to threads that are busy (`better_left`), whoever is free first gets them; nor long
   ones that would delay what follows from the one before.
-* What a root needs and a neighbour is fetching from another zone (see `across`) is waited for.
+* What a root needs and a neighbour is fetching from another zone (see `zone_cost`) is waited for.
 * A worker whose slots are all taken by tasks that wait for inputs is `hungry`: it gets a root, a few at most, so that
   its threads work while the network does.
 
@@ -22,7 +22,7 @@ from dask_gpurt.model.link import LinkClass
 from dask_gpurt.placement.decide.policy import WEIGHTS
 from dask_gpurt.placement.decide.root_cuts import Member
 from dask_gpurt.placement.decide.zone_cost import under_way
-from dask_gpurt.placement.takeover import scheduler as seam
+from dask_gpurt.placement.takeover import seam
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable

@@ -28,7 +28,7 @@ from dask_gpurt.model.views import TaskView
 from dask_gpurt.placement.decide import candidates
 from dask_gpurt.placement.decide.cost import finish_seconds
 from dask_gpurt.placement.decide.policy import WEIGHTS
-from dask_gpurt.placement.takeover import scheduler
+from dask_gpurt.placement.takeover import seam
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -123,7 +123,7 @@ class Thieves:
             if (
                 info is not None
                 and info is not home
-                and scheduler.is_running(ws)
+                and seam.is_running(ws)
                 and (valid is None or ws in valid)
                 and (busy or len(ws.processing) - len(ws.long_running) + in_flight.get(ws, 0) < ws.nthreads)
             ):
@@ -141,7 +141,7 @@ class Thieves:
             candidates.Inputs(ts.dependencies, by_address),
             engine.workers,
             engine.links,
-            scheduler.pending_bytes,
+            seam.pending_bytes,
             engine.ledger.reconcile,
             name,
         )

@@ -77,7 +77,8 @@ class DecisionLog:
     def __init__(self, limit: int = LIMIT) -> None:
         self.limit = limit
         self._most = limit + limit // 8
-        #: by key, oldest first: lists as `stories` describes them; tuples are tasks that stock placed, see `passed`
+        #: by key, oldest first: lists as `decision_record` describes them; tuples are tasks that stock placed, see
+        #: `passed`
         self._rows: dict[Hashable, list[Any] | tuple[Any, ...]] = {}
         #: tasks that stock placed and that run now: when, why and where
         self.running: dict[Hashable, tuple[float, str, str]] = {}
@@ -123,7 +124,7 @@ class DecisionLog:
         count: int,
         workers: int,
     ) -> None:
-        """A task stays with its inputs, see `home.stays`."""
+        """A task stays with its inputs, see `fast_path.stays`."""
         packed = pack_one(info.address, numbers, task, near, far, total_bytes, count, workers)
         self._add([key, COST, _time(), STAYS, None, None, None, None, None, None, None, *packed])
 
@@ -214,8 +215,8 @@ class DecisionLog:
         """The newest decision about a key as plain JSON; None when there is none.
 
         ``kind``, ``reason``, ``time`` (Unix), ``restricted``, ``workers``, ``inputs`` (bytes, count), ``task``
-        (compute_seconds, output_bytes), ``candidates`` (see `stories.candidates`), ``chosen`` (address), ``predicted``
-        and ``actual`` (times in seconds). What does not apply, or is not known yet, is None.
+        (compute_seconds, output_bytes), ``candidates`` (see `decision_record.candidates`), ``chosen`` (address),
+        ``predicted`` and ``actual`` (times in seconds). What does not apply, or is not known yet, is None.
         """
         row = self._row_of(key)
         if row is None:

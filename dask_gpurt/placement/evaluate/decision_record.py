@@ -1,4 +1,6 @@
-"""The record of one decision: how it is packed while nobody looks, and what it tells when somebody does. See `log`."""
+"""The record of one decision: how it is packed while nobody looks, and what it tells when somebody does. See
+`decision_log`.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ STOCK = "stock"
 #: what the cost would have chosen; stock decided
 SHADOW = "shadow"
 FALLBACK = "fallback"
-#: reason of a decision without a comparison, see `home`
+#: reason of a decision without a comparison, see `fast_path`
 STAYS = "it stays where all of its inputs are"
 #: reason of a row that only began when stock's queue assigned the task
 QUEUE = "queue"
@@ -93,7 +95,7 @@ def pack_one(
     count: int,
     workers: int,
 ) -> tuple[Any, ...]:
-    """The same for a task that stays where its inputs are, see `home.stays`. `numbers` is what that gave."""
+    """The same for a task that stays where its inputs are, see `fast_path.stays`. `numbers` is what that gave."""
     queue, pending, slowness, room, held = numbers
     compute, output, slack = task
     packed = _ONE.pack(compute, output, slack, queue, pending, 0.0, 0.0, 0.0, 0.0, slowness, room, held, 0.0, 1.0, 0.0)

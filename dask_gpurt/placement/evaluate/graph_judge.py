@@ -13,7 +13,7 @@ new data has the same head. States and events of a head::
 
 * TRUSTED: ours. Suspicion rises when an episode (not the first one, which imports and learns) takes `SUSPICIOUS`
   times the bound that its own computing sets (total seconds over threads), fills a worker beyond its memory mark, or
-  raises the alarm of idle threads (`hold_alarm`).
+  raises the alarm of idle threads (`idle_alarm`).
 * TRIAL: episodes go to the side that has fewer results, by lot where both have as many. On stock's side everything is
   stock's: roots, decisions, stealing, copies. Results are compared within *strata*: the same tasks, threads and bytes
   of results. `verdict` decides as soon as it is clear, after `MOST` results of each side in any case.

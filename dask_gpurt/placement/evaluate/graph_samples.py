@@ -1,6 +1,6 @@
-"""What `graph_judge` and `hold_alarm` are fed with: counts of graphs, of bytes, and of idle threads.
+"""What `graph_judge` and `idle_alarm` are fed with: counts of graphs, of bytes, and of idle threads.
 
-They are pure; this module reads the scheduler for them, when a graph arrives and a few times a second (`patrol`).
+They are pure; this module reads the scheduler for them, when a graph arrives and a few times a second (`monitor`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.placement.evaluate.governor import Standing
-from dask_gpurt.placement.takeover import scheduler as seam
+from dask_gpurt.placement.takeover import seam
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable

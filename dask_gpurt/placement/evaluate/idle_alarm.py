@@ -1,8 +1,8 @@
 """Notice threads that stay idle while root tasks are queued for other workers. Pure; needs no repetition.
 
 Stock never leaves a thread idle while a root is queued. We do, for a moment, where the owner of a root will be there at
-once (`deals`). When that lasts, the reasoning was wrong, whatever the reason: the harm is idle threads, so idle threads
-are what is measured.
+once (`root_dispatch`). When that lasts, the reasoning was wrong, whatever the reason: the harm is idle threads, so idle
+threads are what is measured.
 
 A cumulative sum: each tick adds the share of threads that are idle while roots are queued, less `ALLOWED`, times the
 seconds since the last tick; never below 0. The alarm trips at `SHARE` times the patience: `TASKS` times as long as

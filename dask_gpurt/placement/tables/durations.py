@@ -10,8 +10,8 @@ One model: ``duration = seconds(kind) * slowness(worker)``.
   because a first call that imports a library, or one straggler, must not decide where a thousand tasks go.
 * The first calls on a worker (as many as it has threads) count apart, see `Prefix.learn`: they import, compile and
   touch fresh memory, on all workers at the same time.
-* ``slowness(worker)`` is measured over expected, robustly: see `speed`. Only the product of the two is ever used, so
-  the scale they share does not matter; `statistics` gives it relative to the median worker.
+* ``slowness(worker)`` is measured over expected, robustly: see `worker_speed`. Only the product of the two is ever
+  used, so the scale they share does not matter; `statistics` gives it relative to the median worker.
 * Only time spent computing counts. Reading spilled inputs is a matter of memory, not of the processor: counted as
   compute it made every worker that had spilled look slow for good, and sent its data away.
 * A kind never seen counts 5 ms, not upstream's 500 ms: a queue that nobody has measured must never justify moving

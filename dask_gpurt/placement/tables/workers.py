@@ -118,7 +118,7 @@ class WorkerInfo:
         self.tasks = 0
         #: how many of `ws.long_running` have been taken out of the backlog
         self.seceded = 0
-        #: measured duration over expected duration, whatever the task; `speed` knows it per prefix
+        #: measured duration over expected duration, whatever the task; `worker_speed` knows it per prefix
         self.slowness = 1.0
         self.speed = Speed()
         #: durations compared so far

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from distributed.scheduler import TaskState, WorkerState
 
-    from dask_gpurt.placement.takeover.scheduler import Seam
+    from dask_gpurt.placement.takeover.seam import Seam
 
 
 def watch(seam: Seam, observe: Callable[[Any, Any, Any], None]) -> None:

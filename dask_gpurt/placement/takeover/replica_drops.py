@@ -5,7 +5,7 @@ memory in use drop each. How many stays upstream's. Which is ours, best to drop 
 
 1. on a worker that is paused or retiring: it wants to get rid of data;
 2. on the worst tier known: the share of the worker's data that is spilled is how likely this replica is on disk, unless
-   residence per key is known (`residence`), which is then the answer;
+   residence per key is known (`disk_residency`), which is then the answer;
 3. on the fullest worker, relative to its memory limit: absolute bytes say nothing where limits differ.
 
 A worker that has a dependent of the key in processing keeps it, as upstream has it.

@@ -19,7 +19,7 @@ assigned.
 
 The price: stock adds up the free slots of all idle workers and compares all of them for each task, O(workers) per root
 (66 s of blocked loop for 37,500 tasks on 10,000 workers). Here each event asks those that have just finished a task and
-`deals.ASKED` others. Only the first deal after a graph, which gives most of them something, asks everybody.
+`root_dispatch.ASKED` others. Only the first deal after a graph, which gives most of them something, asks everybody.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from dask_gpurt.placement.takeover.circuit_breaker import Part
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from dask_gpurt.placement.takeover.scheduler import Seam
+    from dask_gpurt.placement.takeover.seam import Seam
 
 NAMES = ("_TRANSITIONS_TABLE", "stimulus_queue_slots_maybe_opened", "decide_worker_rootish_queuing_enabled")
 _address = operator.attrgetter("address")

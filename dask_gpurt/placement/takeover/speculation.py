@@ -26,7 +26,7 @@ How, and why that is safe with distributed's state machines:
    drop them there as superfluous replicas; a worker that is told so while a task runs on the input raises, and with
    that exception closes. Such a request is not sent while the copy runs.
 9. *One value per key.* A losing copy that still runs when a dependent is sent to its worker would leave its own value
-   there as that dependent's input; `one_result` on the worker discards it.
+   there as that dependent's input; `worker_copies` on the worker discards it.
 
 Taken over: the entries ``task-finished`` and ``task-erred`` of ``scheduler.stream_handlers`` (an instance's dict), and
 ``scheduler.request_remove_replicas``.

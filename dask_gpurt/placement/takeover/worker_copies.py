@@ -1,4 +1,4 @@
-"""On a worker: what a losing copy of a task computes is never read there. See `seam_copies` for the copies.
+"""On a worker: what a losing copy of a task computes is never read there. See `speculation` for the copies.
 
 The race. The other copy has won, and this worker was told to free the key while its own run of it goes on in a thread.
 Now a dependent is sent here: the state machine puts the key from *cancelled* to *resumed*, to be fetched from the

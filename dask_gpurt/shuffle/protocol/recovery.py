@@ -2,7 +2,7 @@
 
 Theory of operation. A run survives the loss of a worker; it is *amended* and goes on under the same run id. Each
 amendment has a number, its *epoch*, from 1. The scheduler gives the lost worker's outputs to others (`reassign`) and
-tells the survivors (`ledger.Ledger.amend`), which
+tells the survivors (`send_log.Ledger.amend`), which
 
 - send again what they had sent to the lost worker, to the new owners, from the shards they retained;
 - forget inputs of which they retained too little (the budget was short); these are split again.
@@ -23,13 +23,13 @@ is what was open in its epoch. So an attempt counts for an amendment unless it i
 is open; and which attempts count for an output is what was agreed in the epoch that completed it (`Counting`). The open
 outputs' tasks wait until every input is vouched for and all have flushed.
 
-A large output may change hands without a loss: it is *bound late*, to a less loaded worker (`binding`). That is an
-epoch, too. Its old owner hands over the rows it has, under the ids of that epoch, all others only note whose they are;
-ledgers say so that what they retain is sent again should the new owner be lost. What an owner has given away does not
-count for it any more: of such an output only rows count that got their destination in the epoch of the move or later
-(`Validity.since`). When any worker is lost before all has been handed over, nobody knows which rows had arrived. Then
-the moves under way are void (`State.void`): the outputs stay where they were to go, as long as that worker lives, and
-all of their rows are sent again in the new epoch by those who split the inputs.
+A large output may change hands without a loss: it is *bound late*, to a less loaded worker (`rebalance_plan`). That is
+an epoch, too. Its old owner hands over the rows it has, under the ids of that epoch, all others only note whose they
+are; ledgers say so that what they retain is sent again should the new owner be lost. What an owner has given away does
+not count for it any more: of such an output only rows count that got their destination in the epoch of the move or
+later (`Validity.since`). When any worker is lost before all has been handed over, nobody knows which rows had arrived.
+Then the moves under way are void (`State.void`): the outputs stay where they were to go, as long as that worker lives,
+and all of their rows are sent again in the new epoch by those who split the inputs.
 
 Invariants
 - An attempt is entered in its worker's ledger before the first of its shards is sent, and is checked again after the

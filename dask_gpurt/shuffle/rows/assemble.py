@@ -116,7 +116,7 @@ def general(tables: list[pa.Table], meta: pd.DataFrame) -> pd.DataFrame:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Template:
-    """What the data of one schema becomes, where every column is simple (see `chunk.Rows.views`)."""
+    """What the data of one schema becomes, where every column is simple (see `received_chunk.Rows.views`)."""
 
     #: no rows; names, dtypes and order as in the output
     frame: pd.DataFrame

@@ -11,8 +11,9 @@ Measured (8 columns, 250 x 250 partitions, 10 rows a piece): a piece takes 13.7 
 merged, its rows take 8 us, the second gather and the ordering included, and nothing on the loop. They are even at about
 `FEW_ROWS` rows a piece.
 
-Columns that are not simple (see `chunk.Rows.views`: nulls, time zones, decimals, lists) are joined and gathered by
-Arrow. Shards with dictionaries stay as they are: their categories have an order, that of all pieces of an output.
+Columns that are not simple (see `received_chunk.Rows.views`: nulls, time zones, decimals, lists) are joined and
+gathered by Arrow. Shards with dictionaries stay as they are: their categories have an order, that of all pieces of an
+output.
 """
 
 from __future__ import annotations

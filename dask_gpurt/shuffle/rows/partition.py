@@ -175,12 +175,12 @@ class Shard:
     parts: np.ndarray[Any, Any]
     #: rows of each of them, uint64, same length
     lengths: np.ndarray[Any, Any]
-    #: id of the input partition of each row, int64, where several were merged (see `merge`); `input_id` is the least
+    #: id of the input partition of each row, int64, where several were merged (see `coalesce`); `input_id` is the least
     inputs: np.ndarray[Any, Any] | None = None
     #: bytes of the rows, so that nobody has to ask the table on the event loop; -1: not known
     known_bytes: int = -1
-    #: the table's schema as `chunk.schema_of` gives it, where that is known already: finding it takes as long as a few
-    #: columns do
+    #: the table's schema as `received_chunk.schema_of` gives it, where that is known already: finding it takes as long
+    #: as a few columns do
     known: KnownSchema | None = None
     #: a table and its columns, one array each, where that is known; holds for `table` only if it is that one
     apart: tuple[pa.Table, Sequence[pa.Array]] | None = None

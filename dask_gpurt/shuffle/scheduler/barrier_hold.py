@@ -4,10 +4,10 @@ Theory of operation. Dask releases a barrier when the last of its outputs is in 
 is lost a moment later, the outputs that it had are wanted again, and so is everything before them: on three workers all
 inputs are split anew for a third of the outputs. So the barrier's result is held, as a client would (Dask's variables
 and queues do the same), until every task that depends on the outputs has ended, or `HOLD_SECONDS` have passed since the
-last output was made. Until then a lost worker costs what it does before (`opener`): its own part.
+last output was made. Until then a lost worker costs what it does before (`reopen`): its own part.
 
 What a run holds meanwhile are the rows that its workers retained, within their budget. Runs whose outputs were all made
-give way first (`ledger.Budget`).
+give way first (`send_log.Budget`).
 
 A join's first side may have to wait long for the other, and only one worker has its barrier's result until outputs are
 made. Were that lost, all inputs of the side would be split anew; so other workers get copies (`_copy`). Dask's memory

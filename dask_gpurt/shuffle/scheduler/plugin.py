@@ -348,5 +348,7 @@ def _refuse_active(plugin: Any, what: str) -> None:
 
 
 def worker_statistics(worker: Any) -> dict[str, Any]:
-    """What the shuffle did on one worker, see `stores.Counters` and `transport.Plane.statistics`; plain JSON values."""
+    """What the shuffle did on one worker, see `shard_stores.Counters` and `transport.Plane.statistics`; plain JSON
+    values.
+    """
     return {**shard_stores.counters_of(worker).as_dict(), "transport": statistics_of(worker)}

@@ -1,4 +1,4 @@
-"""The scheduler's side of `binding`: when outputs are bound late, what is known then, and what changes.
+"""The scheduler's side of `rebalance_plan`: when outputs are bound late, what is known then, and what changes.
 
 Theory of operation. Workers tell the rows of outputs together with their flush, so a barrier has them when all inputs
 are in place (`hear`). Before it passes, `begin` asks the policy; where outputs move, it changes their owners in one
@@ -52,7 +52,7 @@ WATCHED_AT_ALL = 4096
 SPILL_PER_BYTE = 2 / 500e6
 #: of the rounds of messages
 FIXED_SECONDS = 0.05
-#: looks at a partner whose barrier is about to end, `opener.LOOK_SECONDS` apart
+#: looks at a partner whose barrier is about to end, `reopen.LOOK_SECONDS` apart
 LOOKS = 50
 #: share of a worker's memory that shuffled rows may fill before they are written to disk
 ROOM = 0.6

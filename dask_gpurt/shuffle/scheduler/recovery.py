@@ -6,7 +6,7 @@ background, the survivors are told and asked what they vouch for, transfer tasks
 released, and which attempts count is told to all. `Amender.barrier` lets the barrier pass when all have flushed and no
 amendment is under way or has begun meanwhile.
 
-After the barrier it is the same, with what `opener` adds: only outputs that are wanted get new owners, and their tasks
+After the barrier it is the same, with what `reopen` adds: only outputs that are wanted get new owners, and their tasks
 wait for a completion of their own.
 
 Whatever can not be amended, or fails while it is, is restarted by stock's own means, with two differences: outputs that

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 NOWHERE = "gpurt://output-is-not-complete"
 #: states of a transfer task that will end
 _UNDER_WAY = ("waiting", "queued", "no-worker", "processing")
-#: between two looks at tasks, here and in `amender`
+#: between two looks at tasks, here and in `recovery`
 LOOK_SECONDS = 0.02
 #: how often outputs of one run are opened because a task asks for one; then the run is restarted
 ASKED = 5

@@ -2,7 +2,7 @@
 
 Theory of operation. `Network` is a simulation on a virtual clock: records wait in a list with the time at which they
 arrive, a seeded random generator decides their fate, and `run` plays events in order of time until nothing is left. The
-same state machines (`link`) and the same credit (`credits`, behind `base.Gate`) run in it as over sockets.
+same state machines (`events`) and the same credit (`credits`, behind `base.Gate`) run in it as over sockets.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ Whatever goes wrong on a transport (link lost, message refused, peer unknown to 
 comms, which has the full semantics: retries, errors with their types, another host's death. A message that was stored
 and whose answer got lost is then there twice, and the run drops the second one by its input ids.
 
-Every path has the same credit: the safe one asks the receiver's gate by a call before it sends (`safe`). Nothing is
-opened before a run needs it (`opening`); all of it is closed with the worker.
+Every path has the same credit: the safe one asks the receiver's gate by a call before it sends (`rpc_credit`). Nothing
+is opened before a run needs it (`registry`); all of it is closed with the worker.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ Theory of operation. The scheduler asks in two steps, by distributed's comms (`A
 2. ``valid``: which attempts count. Between the steps no input is sent: whether an input counts already, by an attempt
    of another worker, is only known then.
 
-Outputs that are bound late (`binding`) are told by the same two steps: the old owner hands them over in the background,
-too (`_hand_over`).
+Outputs that are bound late (`rebalance_plan`) are told by the same two steps: the old owner hands them over in the
+background, too (`_hand_over`).
 
 After the barrier there is a third, ``complete``: what was opened may be made. Until then its tasks are sent back to the
 scheduler, which has them wait. This worker's other outputs are made all the while.
@@ -243,7 +243,7 @@ class AmendedRun(seam.DataFrameShuffleRun):
         raise NotImplementedError
 
     async def _hand_over(self, epoch: int, giving: list[tuple[int, int]]) -> None:
-        """Give the new owners the rows of outputs that this worker had; see `handing`."""
+        """Give the new owners the rows of outputs that this worker had; see `handover`."""
         raise NotImplementedError
 
     def _opened_layout(self, opened: frozenset[int]) -> Layout:

@@ -1,4 +1,4 @@
-"""Give another worker the rows of outputs that were bound late: the old owner's part of `binding`.
+"""Give another worker the rows of outputs that were bound late: the old owner's part of `rebalance_plan`.
 
 Theory of operation. Rows are taken from the store and sent as shards of the epoch in which the output was bound, by
 input and attempt (`recovery.shard_id`), in their order. A shard's number keeps what several old owners, or

@@ -4,7 +4,7 @@ Invariants
 - `take` removes. A frame merged with itself is one shuffle whose outputs are asked for twice by one task: the second
   time it gets the first frame again, found by a weak reference, within the same execution only (a retry must not see
   what the failed one changed). Any other output asked for again (its task failed after the take and is retried) can not
-  be served, and an empty answer would be silently wrong: the scheduler is asked to open it again (`opener`), for all of
+  be served, and an empty answer would be silently wrong: the scheduler is asked to open it again (`reopen`), for all of
   its rows to come once more. Should it refuse, the whole shuffle is restarted, by the way upstream restarts
   an inconsistent one. Shards lost on a tier do the same. Both at most `RESTARTS` times per shuffle on one worker.
 - Nothing is taken of an output that is open: some of its rows may be there.

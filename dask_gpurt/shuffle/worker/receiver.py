@@ -1,12 +1,12 @@
 """What other workers have for a run: messages are checked, taken apart and stored, each shard once.
 
 Invariants
-- A shard (one input for one worker, or a cut of it, see `cut`) travels in one message, whole. `_arrivals` has its
-  input id from the moment it came; a second copy (a resend after a lost acknowledgement, a transfer task that ran
+- A shard (one input for one worker, or a cut of it, see `message_cut`) travels in one message, whole. `_arrivals` has
+  its input id from the moment it came; a second copy (a resend after a lost acknowledgement, a transfer task that ran
   twice) waits for the first and is dropped. Race: (1) a message waits in `put`; (2) its comm breaks, the sender
   resends; (3) were the copy acknowledged at once, the barrier could pass and an output be assembled before (1) is
   stored.
-- Shards with few rows per output wait in `_few` until they are worth a merge (see `merge`), at most `MERGE_BYTES` of
+- Shards with few rows per output wait in `_few` until they are worth a merge (see `coalesce`), at most `MERGE_BYTES` of
   them. They are acknowledged before: the first `_take`, which is after the barrier, stores the last of them and waits
   for merges under way, so no output is assembled without them.
 """

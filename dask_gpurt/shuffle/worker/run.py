@@ -14,7 +14,8 @@ distributed's run; the row path is ours::
                                       back when a message is stored
     task thread   _get_output_partition   `ShardStore.take`, assemble
 
-One concept a file: `splitting`, `sending`, `receiving`, `outputs`; `amended` is what is done when a worker is lost.
+One concept a file: `splitter`, `sender`, `receiver`, `output_builder`; `amendment` is what is done when a worker is
+lost.
 
 Invariants
 - The run id is in every message and in the store's key, so nothing of an old run is used; the worker plugin refuses

@@ -113,7 +113,7 @@ class Box:
         self.pins = 0
         #: serial number of the last use
         self.last_use = 0
-        #: see `policy.soonest_use`
+        #: see `victims.soonest_use`
         self.next_use: Callable[[], tuple[float, ...] | None] = _unknown
         self.unspillable = False
 

@@ -1,4 +1,4 @@
-"""A record of what was asked of an engine and what it did, for replay (`replay`) and for people.
+"""A record of what was asked of an engine and what it did, for replay (`eviction`) and for people.
 
 Off by default. While on, each event is one tuple appended to a list: about 0.3 us. The list is bounded; when it is full
 the record ends (a record with its beginning cut off could not be replayed), and `dropped` counts what is missing.

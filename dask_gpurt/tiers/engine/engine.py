@@ -150,7 +150,7 @@ class Engine:
             self.balance()
 
     def record(self, limit: int) -> Trace:
-        """Begin a record of at most `limit` events, see `trace`; what is here already is its first events."""
+        """Begin a record of at most `limit` events, see `access_trace`; what is here already is its first events."""
         self.eviction.press()  # the record is to have all that choices are made by
         trace = Trace(limit, self.books.clock)
         trace.note("budget", None, self.budget_bytes)
@@ -162,7 +162,7 @@ class Engine:
         return trace
 
     async def admit(self, nbytes: int) -> Reservation:
-        """Room for `nbytes` more; see `admission`. Release it when the bytes are in an entry, or given up."""
+        """Room for `nbytes` more; see `memory_gate`. Release it when the bytes are in an entry, or given up."""
         return await self.gate.admit(nbytes)
 
     # ------------------------------------------------------------------ life

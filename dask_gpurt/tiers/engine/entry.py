@@ -92,13 +92,13 @@ class Entry:
     readers: int = 0
     #: the priority of the next task that reads it, smaller is sooner; `NEVER`: no task will; None: not known
     next_use: tuple[float, ...] | None = None
-    #: the priorities that the scheduler named and that have not passed, soonest first; see `hints_worker`
+    #: the priorities that the scheduler named and that have not passed, soonest first; see `worker`
     uses: tuple[tuple[float, ...], ...] = ()
     #: uses that passed here since the scheduler last spoke; a message may have crossed with the news of them
     passed: tuple[tuple[float, ...], ...] = ()
     #: peers that fetched it since the scheduler last spoke of what they did with it
     sent: int = 0
-    #: the priority of the first task that was sent here and will read it; None: no such task. See `hints_local`
+    #: the priority of the first task that was sent here and will read it; None: no such task. See `pending_tasks`
     due: tuple[float, ...] | None = None
     #: heap of (priority, number) of tasks that were sent here; some may have run. None: there was none
     dues: list[tuple[tuple[float, ...], int]] | None = None

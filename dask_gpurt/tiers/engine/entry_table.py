@@ -166,7 +166,7 @@ class Books:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of values in memory (RESIDENT and MOVING); what several share is counted once, see `sharing`."""
+        """Bytes of values in memory (RESIDENT and MOVING); what several share is counted once, see `shared_buffers`."""
         return self.blocks.resident_bytes
 
     @property

@@ -1,6 +1,6 @@
 """What leaves memory, when, and what happens when it cannot.
 
-`balance` keeps ``resident + loading`` below the budget by choosing victims (`policy.Victims`) late: only as
+`balance` keeps ``resident + loading`` below the budget by choosing victims (`victims.Victims`) late: only as
 many writes are begun as there are writer threads, so each choice is made with the newest knowledge.
 
 A write that fails leaves the value in memory: objects that cannot be encoded are never tried again; I/O errors make the
@@ -11,7 +11,7 @@ Memory is *pressed* when values fill `NEAR` of what they may, until all values a
 (`relax`). Before the first of them has to leave, as many bytes must come as are here already; meanwhile the scheduler
 is asked for the next uses.
 
-The gate (`admission`) is here because both of its questions are about evictions.
+The gate (`memory_gate`) is here because both of its questions are about evictions.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Loading:
         """Bring entries into memory, all I/O in threads.
 
         Returns when each of them is in memory, gone, LOST, or has a `load_error`. The caller pins them before. Waits
-        for room in memory first (see `admission`).
+        for room in memory first (see `memory_gate`).
         """
         entries = list(entries)
         for entry in entries:

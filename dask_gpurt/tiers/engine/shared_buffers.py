@@ -1,7 +1,7 @@
 """Which values share memory, so that it is counted once.
 
 Two keys may hold the same object (a task that returns its input), an array and a view of it, or a frame and one of its
-columns: memory goes when the last of them goes. `roots` tells what memory a value holds; each stretch of it is a
+columns: memory goes when the last of them goes. `buffer_roots` tells what memory a value holds; each stretch of it is a
 `Block`, and a value in memory is a member of one or several. Only what is in memory has blocks, so the memory is alive
 and its address belongs to nothing else.
 

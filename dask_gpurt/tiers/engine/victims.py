@@ -5,7 +5,7 @@ Order of victims among the unpinned values in memory:
 1. values that no task will read (only a client holds them), oldest use first;
 2. values about which nothing is known, oldest use first; without hints these are all that are not due;
 3. values with a known next use, the farthest first (Belady; on nine real task graphs 0.65 of the bytes LRU moves);
-4. values that are *due*: a task reads them which was sent here already (`hints_local`), the last in priority order
+4. values that are *due*: a task reads them which was sent here already (`pending_tasks`), the last in priority order
    first (bytes moved against Belady on the same record, the worst of seven workloads: 1.11; by priorities alone 1.30);
 5. values of a few kB that hold no more than that, only when nothing else is left: a file each costs more than it frees.
 
@@ -16,7 +16,7 @@ up to 2.5 (a shuffle by tasks) without. Only when nothing can be written (`pop_c
 first.
 
 A fresh value must not be in class 2 while the others are in class 3: it would always be the victim, just before its
-first use (simulated: all that hints gain is lost, 1.07). `hints_worker` therefore guesses its next use until the
+first use (simulated: all that hints gain is lost, 1.07). `worker` therefore guesses its next use until the
 scheduler's word comes.
 
 Everything is O(log n) or better per operation: an eviction scan over all keys per insertion was rejected, as 100k keys
@@ -52,7 +52,7 @@ class Victims:
         #: those of all classes that cost no write
         self._clean: dict[Entry, None] = {}
         self._ticket = 0
-        #: victims by what chose them: "due" (see `hints_local`), "hint" (the scheduler's word), "guess" (see
+        #: victims by what chose them: "due" (see `pending_tasks`), "hint" (the scheduler's word), "guess" (see
         #: `Entry.guessed`), "lru", "small", "clean" (nothing could be written)
         self.decided_by: Counter[str] = Counter()
 
@@ -102,7 +102,7 @@ class Victims:
         return None
 
     def pop_dirty(self, *, small: bool) -> Entry | None:
-        """The next victim that has to be written; with `small`, also those of last resort."""
+        """The next victim that has to be written; with `small_tasks`, also those of last resort."""
         entry = self.first()
         if entry is not None:
             return self._take(entry, _reason(entry))

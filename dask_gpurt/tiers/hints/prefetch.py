@@ -1,6 +1,6 @@
 """Reads the inputs of tasks that will run soon, while others compute.
 
-A task that was sent here (`hints_local`) has all its inputs somewhere; those on a lower tier are read ahead, in the
+A task that was sent here (`pending_tasks`) has all its inputs somewhere; those on a lower tier are read ahead, in the
 order of the tasks' priorities.
 
 What this must never do is move more bytes than without it, or keep others waiting:
@@ -28,7 +28,7 @@ wasted      it went away without having been used                            bad
 `BAD_IN_A_ROW` bad ends without a good one between them stop it for a second, doubled each time up to a minute; a good
 one puts it back to the full pace.
 
-Rejected: to read, after these, what the scheduler says is used next (`hints_worker`), though no task here waits for it.
+Rejected: to read, after these, what the scheduler says is used next (`worker`), though no task here waits for it.
 In a matrix product, of every ten such values six had to leave again before they were used; elsewhere it was next to
 nothing that was read so.
 """

@@ -1,4 +1,4 @@
-"""Tells workers when the keys that they hold are used next. The scheduler's half; `hints_worker` is the other.
+"""Tells workers when the keys that they hold are used next. The scheduler's half; `worker` is the other.
 
 Only the scheduler knows: a worker hears of a dependent when all inputs of it are ready, which is too late to choose a
 victim by (it knows the next use of 8 to 29 % of its keys). With it, eviction is close to Belady's optimum.
@@ -11,7 +11,7 @@ sends each worker one message with what has changed for it:
 2. a task begins to wait, or is given up before it finished: its inputs have one use more or less;
 3. a worker asks for the first time, or again: all it holds is dirty.
 
-Workers ask while their memory is pressed (`hints_worker`). While none does, nothing is noted; `_look` finds those that
+Workers ask while their memory is pressed (`worker`). While none does, nothing is noted; `_look` finds those that
 begin or end to ask, every `LOOK_SECONDS`.
 
 A worker takes away by itself the uses that it executes. `_told` therefore follows what each worker believes, and a

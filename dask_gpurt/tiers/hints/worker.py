@@ -1,4 +1,4 @@
-"""Next uses as a worker hears of them; `hints_scheduler` sends them. Sets `Entry.next_use`, which `policy` goes by.
+"""Next uses as a worker hears of them; `scheduler` sends them. Sets `Entry.next_use`, which `victims` goes by.
 
 What is known about a value, from best to worst:
 

@@ -1,4 +1,4 @@
-"""Copies on shared storage outlive their worker. The scheduler's half; `shared_worker` is the other.
+"""Copies on shared storage outlive their worker. The scheduler's half; `worker` is the other.
 
 Workers report which keys they have written to the object store. When one is about to be removed, *before* Dask works
 out what was lost with it, each key whose only holder it was, and of which there is such a copy, gets a second

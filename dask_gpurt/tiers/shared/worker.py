@@ -1,4 +1,4 @@
-"""Copies on shared storage outlive their worker. The worker's half; `shared_scheduler` is the other.
+"""Copies on shared storage outlive their worker. The worker's half; `scheduler` is the other.
 
 It tells the scheduler which keys it has written to the object store, and takes over copies of workers that are gone:
 the key comes into ``worker.data`` as STORED, without being read, through the event with which scattered data come

@@ -2,7 +2,7 @@
 
 Disk, object store, and on a GPU node the pinned host blocks implement it; `dask_gpurt.testing.check_storage_tier` is
 the suite that each of them passes (``tests/conformance``). The engine knows this protocol and nothing else of a tier,
-so tiers are put together by `cascade` without the engine being told.
+so tiers are put together by `fallback` without the engine being told.
 
 ``read`` is the handle's (`handle.Handle.load`, ``load_part``, ``free``): a copy is read where it was written, and may
 outlive a change of the order of tiers.

@@ -95,7 +95,7 @@ class TieredStore(MutableMapping[Any, Any]):
         self._engine = engine
         self._entries: dict[Any, Entry] = {}
         self._account = Account("data", PickleCodec(), on_lost=lambda entry: on_lost(entry.key))
-        #: keys that are set go there while the store is being drained (see `adoption`)
+        #: keys that are set go there while the store is being drained (see `spill_buffer`)
         self.successor: MutableMapping[Any, Any] | None = None
         #: inputs that could not be brought to the device before their task began
         self.device_load_failures = 0

@@ -1,13 +1,13 @@
 """The only file that touches private names of distributed's Worker.
 
-With `adoption`, which knows those of its `SpillBuffer`, it is the seam to distributed: no other module of the tiers
+With `spill_buffer`, which knows those of its `SpillBuffer`, it is the seam to distributed: no other module of the tiers
 uses a private name of it. Both look up all they rely on before anything is changed (`SeamMismatch`).
 
 Taken over, and put back exactly:
 
 * ``worker.memory_manager.data`` **and** ``worker.state.data``: setting one alone makes every dependent fail;
-* ``worker.execute``: first the task's turn comes (`turns`), its inputs are brought into memory (in threads) and pinned
-  for the run, and the gate is passed;
+* ``worker.execute``: first the task's turn comes (`task_admission`), its inputs are brought into memory (in threads)
+  and pinned for the run, and the gate is passed;
 * ``worker.handlers["get_data"]``: the same for keys that a peer asks for;
 * ``worker.gather_dep``: what is about to be fetched passes the gate first, as what is read from disk does.
 
@@ -16,7 +16,7 @@ synchronously, which is slow but right. While `execute` awaits, the state machin
 and want it again; so after the wait a task whose inputs are not all here is handed back (``RescheduleEvent``), at most
 `_MAX_RETURNS` times, instead of failing with a KeyError that stock could not have had.
 
-What becomes of a lost key is in `losses`.
+What becomes of a lost key is in `lost_keys`.
 """
 
 from __future__ import annotations

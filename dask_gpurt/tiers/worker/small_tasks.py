@@ -1,7 +1,7 @@
 """Tasks that have nothing to wait for, which are most tasks of most graphs.
 
 While memory is relaxed (`eviction`) all values are in memory. A task that reads and returns little then needs neither a
-turn (`turns`) nor room (`admission`): its inputs are pinned, and it runs. Nothing is awaited.
+turn (`task_admission`) nor room (`memory_gate`): its inputs are pinned, and it runs. Nothing is awaited.
 """
 
 from __future__ import annotations

@@ -217,7 +217,7 @@ def _files(buffer: SpillBuffer) -> Any:
 
 
 def adopt(data: SpillBuffer, store: TieredStore) -> None:
-    """Move what `data` holds into `store`. What is on disk stays there.
+    """Move what `data` holds into `task_store`. What is on disk stays there.
 
     Synchronous: no task sees a state in between.
     """
@@ -235,12 +235,12 @@ def adopt(data: SpillBuffer, store: TieredStore) -> None:
 
 
 async def give_back(store: TieredStore, data: SpillBuffer, engine: Engine) -> list[Any]:
-    """Move everything from `store` into `data`; see the module for the order. The loop stays free.
+    """Move everything from `task_store` into `data`; see the module for the order. The loop stays free.
 
     Returns
     -------
     list
-        Keys that could not be read back; they are still in `store`.
+        Keys that could not be read back; they are still in `task_store`.
     """
     for key in store.own_keys():
         entry = store.entry(key)

@@ -189,10 +189,10 @@ def test_promised_copies_of_a_widely_replicated_input() -> None:
     assign(engine, FakeTask("g", x), thief)
     picked = [engine.workers.by_address[thief.address]]
     from dask_gpurt.placement.decide import candidates
-    from dask_gpurt.placement.takeover import scheduler
+    from dask_gpurt.placement.takeover import seam
 
     inputs = candidates.Inputs({x}, engine.workers.by_address)
-    args = (inputs, engine.workers, engine.links, scheduler.pending_bytes, engine.ledger.reconcile)
+    args = (inputs, engine.workers, engine.links, seam.pending_bytes, engine.ledger.reconcile)
     (seen,) = candidates.views(picked, *args)
     assert (seen.near_bytes, seen.near_fetches, seen.far_bytes, seen.far_fetches) == (0, 0, 0, 0)
     assert seen.pending_seconds > 0

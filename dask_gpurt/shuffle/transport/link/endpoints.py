@@ -1,4 +1,4 @@
-"""The ends of a link as a transport holds them: what the machines of `link` instruct is carried out here.
+"""The ends of a link as a transport holds them: what the machines of `events` instruct is carried out here.
 
 Theory of operation. A machine says *what* (send this, this message ended, close); how bytes are written and how a
 connection is closed differs by transport and is left to `put` and `shut`. Everything else about an instruction is the

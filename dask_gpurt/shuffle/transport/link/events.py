@@ -1,6 +1,6 @@
 """Both ends of a link as state machines: events in, instructions out. No sockets, no clock of its own, no threads.
 
-Here is what both ends say; they are `link_sender.SenderLink` and `link_receiver.ReceiverLink`.
+Here is what both ends say; they are `sender.SenderLink` and `receiver.ReceiverLink`.
 
 Theory of operation. A transport owns the machines of its links and runs them in one thread. It tells them what happened
 (`submit`, `receive`, `tick`, `lost`, ...) and carries out the instructions it gets back, in order. What a state allows
@@ -90,7 +90,7 @@ class Wanted(NamedTuple):
 
 
 class Offered(NamedTuple):
-    """The sender says where in its memory a token lies; see `pull`."""
+    """The sender says where in its memory a token lies; see `cma`."""
 
     body: bytes
 

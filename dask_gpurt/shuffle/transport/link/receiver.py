@@ -1,4 +1,4 @@
-"""The receiving end of a link; see `link`."""
+"""The receiving end of a link; see `events`."""
 
 from __future__ import annotations
 

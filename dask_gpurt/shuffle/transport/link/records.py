@@ -68,7 +68,7 @@ class Kind(enum.IntEnum):
     PING = 9  #: sender: `sequence` messages were sent
     PONG = 10  #: receiver: all up to `sequence` were answered, `count` others are missing, `value` bytes granted
     BYE = 11  #: the link ends in order
-    OFFER = 12  #: sender: where in its memory a token lies (`pull`)
+    OFFER = 12  #: sender: where in its memory a token lies (`cma`)
     PULLS = 13  #: receiver: it has read the token, messages may stay where they are
     PLACED = 14  #: sender: one message of `value` bytes; `count` times address and length
 

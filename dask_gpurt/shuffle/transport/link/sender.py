@@ -1,4 +1,4 @@
-"""The sending end of a link; see `link`."""
+"""The sending end of a link; see `events`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SenderLink:
     now
         Seconds of any monotonic clock, as in every call here.
     offer
-        Body of an OFFER to make; see `pull`.
+        Body of an OFFER to make; see `cma`.
     """
 
     def __init__(

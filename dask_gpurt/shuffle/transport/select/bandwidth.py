@@ -2,7 +2,7 @@
 
 The bandwidth is that of the fastest stretch of the traffic lately: all of it, by the time in which any was under way.
 What the workers are busy with besides makes a stretch slow, never fast; and a network that is taken for slower than it
-is costs processor time, as more is compressed (`squeeze`). Not the fastest message, as `sending.Rate` has it to price
+is costs processor time, as more is compressed (`compress`). Not the fastest message, as `sender.Rate` has it to price
 what moving an output takes: of ten under way each looks ten times slower than the network.
 """
 

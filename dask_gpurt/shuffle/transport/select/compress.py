@@ -1,8 +1,8 @@
 """Messages between hosts, compressed where the network is slower than compressing. Pure but for the clock.
 
 Theory of operation. Whether a frame of a message is compressed is decided for each by itself (columns of one dtype lie
-together in one), from a sample of it and the bandwidth to that peer (`pace`, `model.compression`). A message of which
-anything is compressed gets an envelope before its frames::
+together in one), from a sample of it and the bandwidth to that peer (`bandwidth`, `model.compression`). A message of
+which anything is compressed gets an envelope before its frames::
 
     envelope   magic, version, frames, xxh3-64 of the rows that follow
                a row per frame: codec, bytes before, xxh3-64 of the bytes after; of one that is as it was, zeros
@@ -55,7 +55,7 @@ _NAMES = {number: name for name, number in _NUMBERS.items()}
 
 
 class Squeezer:
-    """What one worker compresses. `squeeze` in any thread.
+    """What one worker compresses. `compress` in any thread.
 
     Parameters
     ----------

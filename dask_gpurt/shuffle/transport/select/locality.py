@@ -33,7 +33,7 @@ def host_token() -> str:
 
 def candidates(place: Place) -> list[str]:
     """What `auto` opens for a peer at this place, where nothing forbids it."""
-    # Over plain Ethernet UCX loses to sockets. On one host it is up to 1.45 times faster than `pull` when nothing else
+    # Over plain Ethernet UCX loses to sockets. On one host it is up to 1.45 times faster than `cma` when nothing else
     # runs, but not inside of a shuffle, which keeps the cores busy that its thread wants: 2 % more wall time at 16
     # partitions, 15 % at 64 (`benchmarks/transport.py`, with and without `--shuffle`). So for device buffers only.
     return ["tcp", "ucx"] if (UCX_ON_HOST and place is Place.HOST) or has_device() else ["tcp"]

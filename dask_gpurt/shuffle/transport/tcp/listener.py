@@ -1,4 +1,4 @@
-"""The listening socket of `tcp`. It stays quiet when the process has no file descriptor left.
+"""The listening socket of `transport`. It stays quiet when the process has no file descriptor left.
 
 Theory of operation. A connection that cannot be accepted stays in the kernel's queue, and epoll reports it again at
 once: a loop that only tries again takes a whole core. So one descriptor is kept in reserve. When `accept` fails for

@@ -6,9 +6,9 @@ threads per worker do all of it, however many peers there are, and each socket b
     gpurt-tcp-send    outbound links: connects, writes messages from where they lie (`sendmsg`), reads answers
     gpurt-tcp-recv    the listener and inbound links: reads messages into pooled memory, writes answers
 
-A link is one connection, from one sender to one receiver, for one run; `link` decides what is said on it. The GIL is
+A link is one connection, from one sender to one receiver, for one run; `events` decides what is said on it. The GIL is
 free during every `sendmsg`, read and wait. On one host messages are not sent through the socket but read where they
-lie (`pull`), where the kernel allows that. Loss of a peer is seen by the kernel: at once when its process dies
+lie (`cma`), where the kernel allows that. Loss of a peer is seen by the kernel: at once when its process dies
 (reset), within `LOST_SECONDS` when its host or the network goes (keepalive, user timeout).
 
 The listener is bound to the worker's own address, never to all; a connection that has not proved itself within a second

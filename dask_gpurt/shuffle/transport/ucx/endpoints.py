@@ -1,4 +1,4 @@
-"""The two ends of a UCX link: which records and frames go by which tag, and what is posted for them; see `ucx`.
+"""The two ends of a UCX link: which records and frames go by which tag, and what is posted for them; see `transport`.
 
 All of it runs in the UCX thread, so nothing here is locked.
 """

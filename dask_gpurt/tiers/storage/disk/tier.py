@@ -2,7 +2,8 @@
 
 The handle keeps where the frames are and their checksums; reading verifies length and checksum of each, so a truncated,
 swapped or flipped file never yields a value (`frames`). Large values go past the page cache where the file system
-allows (`direct`), unless the machine has memory to spare (`idle_memory`); compressed where that pays (`compression`).
+allows (`direct_io`), unless the machine has memory to spare (`idle_memory`); compressed where that pays
+(`compression`).
 
 * Files are 0600 below a 0700 folder, under opaque names, made with O_EXCL|O_NOFOLLOW relative to a directory
   descriptor, renamed when complete. Whatever fails, the partial file is unlinked and its bytes are given back.
@@ -81,7 +82,7 @@ class DiskTier:
     quota, in_flight
         What is shared with other folders of the worker, and with those on the same file system.
     idle_memory
-        Where it says that memory is ample, files are left in the page cache if that is faster (see `ways`); None:
+        Where it says that memory is ample, files are left in the page cache if that is faster (see `io_mode`); None:
         nowhere.
 
     Raises

@@ -8,7 +8,7 @@
 Three sweepers, each for what the one before it could not do:
 
 1. the worker itself, when its tiers are taken out;
-2. the scheduler (`shared_scheduler`), when a worker is gone for good, and at its own end. It sweeps only prefixes that
+2. the scheduler (`scheduler`), when a worker is gone for good, and at its own end. It sweeps only prefixes that
    it issued itself;
 3. any later scheduler with the same URL: a prefix whose newest object is older than `EXPIRE_SECONDS` is nobody's.
 

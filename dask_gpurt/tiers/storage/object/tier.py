@@ -2,14 +2,14 @@
 
 The last tier: it has no end, but each access costs tens of milliseconds and the network. It is written to when the disk
 is full or fails, or first of all with ``gpurt.tiers.object-use: first``, which buys that what is spilled outlives its
-worker (`shared_scheduler`).
+worker (`scheduler`).
 
-Layout of an object: see `layout`. Every frame is verified when it is read. Names are ``<prefix>/<number>``; the prefix
+Layout of an object: see `format`. Every frame is verified when it is read. Names are ``<prefix>/<number>``; the prefix
 is this worker's own and holds its lease (`leases`). Nothing of a key is in a name. A worker begins with a prefix that
 it makes itself; once a scheduler has issued one, new objects go there (`move_to`).
 
-Store down, slow or refusing: `bucket` retries with back-off, then the operation fails as an `OSError`. A write then
-leaves the value where it was (the `cascade` sets the tier aside for a while); a read that fails for good makes the
+Store down, slow or refusing: `client` retries with back-off, then the operation fails as an `OSError`. A write then
+leaves the value where it was (the `fallback` sets the tier aside for a while); a read that fails for good makes the
 engine treat the copy as lost: the key is computed again, and one that has no recipe raises `LostData`.
 """
 

@@ -11,8 +11,8 @@ from distributed.scheduler import Scheduler
 
 from dask_gpurt.errors import InstallError, SeamMismatch
 from dask_gpurt.placement.takeover import circuit_breaker
-from dask_gpurt.placement.takeover import scheduler as seam_module
-from dask_gpurt.placement.takeover.scheduler import Seam
+from dask_gpurt.placement.takeover import seam as seam_module
+from dask_gpurt.placement.takeover.seam import Seam
 from tests.placement.fakes import FakeTask, FakeWorker
 
 if TYPE_CHECKING:

@@ -6,12 +6,12 @@ The take-over is by instance attributes: ``scheduler.decide_worker_non_rootish =
 Do no harm. An exception that escapes an overridden decider while a task finishes closes that worker's comm, and the
 scheduler *removes the worker*. So every override is wrapped:
 
-1. It raises: the class's own method decides, and `guard` counts it.
+1. It raises: the class's own method decides, and `circuit_breaker` counts it.
 2. It returns None: it declines, the class's own method decides. Not a failure.
 3. It returns something that is not a running worker of this scheduler, or not one the task may run on: as 1, as
    "rejected". The check costs less than a microsecond and is what keeps user restrictions safe from our mistakes.
-4. Too many failures (see `guard`): this override retires. It stays installed, but the class's own method decides from
-   then on. (It must not uninstall itself: it may be on the stack.)
+4. Too many failures (see `circuit_breaker`): this override retires. It stays installed, but the class's own method
+   decides from then on. (It must not uninstall itself: it may be on the stack.)
 
 Signatures are compared at install time. A private name that changed in meaning but not in signature cannot be found
 that way; that is what the supported range of versions in setup.cfg and the upstream suites are for.
