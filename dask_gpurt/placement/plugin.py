@@ -13,6 +13,7 @@ Order of things:
 from __future__ import annotations
 
 import functools
+import logging
 from typing import TYPE_CHECKING, Any
 
 from distributed.diagnostics.plugin import SchedulerPlugin
@@ -22,7 +23,6 @@ from dask_gpurt.model import Event, Sink, null_sink
 from dask_gpurt.placement.engine import PLAIN, Engine
 from dask_gpurt.placement.evaluate import shadow_stats
 from dask_gpurt.placement.monitor import Patrol
-from dask_gpurt.placement.takeover.circuit_breaker import logger
 from dask_gpurt.placement.takeover.fetch_sources import RouteSeam
 from dask_gpurt.placement.takeover.observe_stock import watch
 from dask_gpurt.placement.takeover.replica_drops import ReplicaSeam
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
     from dask_gpurt.config import PlacementSettings
     from dask_gpurt.placement.decide.policy import Policy
+
+logger = logging.getLogger("distributed.scheduler.gpurt")
 
 #: the part that fails when a hook does
 BOOKKEEPING = "bookkeeping"

@@ -13,8 +13,8 @@ from distributed.scheduler import Scheduler
 from distributed.utils_test import gen_cluster, inc, slowinc
 
 from dask_gpurt.errors import InstallError, SeamMismatch
+from dask_gpurt.model import circuit_breaker
 from dask_gpurt.placement import PlacementPlugin, engine
-from dask_gpurt.placement.takeover import circuit_breaker
 from tests.placement.fakes import SETTINGS
 
 if TYPE_CHECKING:

@@ -11,13 +11,16 @@ answers with all of them. Nothing is ever added, and no list becomes empty.
 from __future__ import annotations
 
 import inspect
+import logging
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.placement.takeover.circuit_breaker import Part, logger
+from dask_gpurt.model.circuit_breaker import Part
 
 if TYPE_CHECKING:
-    from dask_gpurt.placement.takeover.circuit_breaker import Guard
+    from dask_gpurt.model.circuit_breaker import Guard
     from dask_gpurt.topology.zones import Zones
+
+logger = logging.getLogger("distributed.scheduler.gpurt")
 
 NAME = "_task_to_msg"
 

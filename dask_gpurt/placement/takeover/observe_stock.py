@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.errors import InstallError
-from dask_gpurt.placement.takeover.circuit_breaker import Part
+from dask_gpurt.model.circuit_breaker import Part
 
 if TYPE_CHECKING:
     from collections.abc import Callable

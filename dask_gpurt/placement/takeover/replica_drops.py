@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 from distributed.active_memory_manager import ReduceReplicas, Suggestion
 from distributed.core import Status
 
-from dask_gpurt.placement.takeover.circuit_breaker import Part
+from dask_gpurt.model.circuit_breaker import Part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Hashable
 
-    from dask_gpurt.placement.takeover.circuit_breaker import Guard
+    from dask_gpurt.model.circuit_breaker import Guard
 
 NAME = "replicas"
 

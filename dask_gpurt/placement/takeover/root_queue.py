@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 from distributed.core import Status
 
 from dask_gpurt.errors import InstallError
-from dask_gpurt.placement.takeover.circuit_breaker import Part
+from dask_gpurt.model.circuit_breaker import Part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

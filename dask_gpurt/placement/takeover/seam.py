@@ -23,6 +23,7 @@ Rejected: patching the class (leaks into every scheduler of the process, which t
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import operator
 import time
@@ -35,10 +36,12 @@ from distributed.scheduler import TaskState, WorkerState
 
 from dask_gpurt.errors import InstallError, SeamMismatch
 from dask_gpurt.model import Sink, null_sink
-from dask_gpurt.placement.takeover.circuit_breaker import Guard, Part, logger
+from dask_gpurt.model.circuit_breaker import Guard, Part
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+logger = logging.getLogger("distributed.scheduler.gpurt")
 
 #: what an override or the plugin calls or hides: name -> parameters
 SIGNATURES: dict[str, tuple[str, ...]] = {
@@ -108,7 +111,7 @@ class Seam(Guard):
         clock: Callable[[], float] = time.monotonic,
         told: Callable[[Any, str], None] = lambda key, reason: None,
     ) -> None:
-        super().__init__(sink=sink, clock=clock)
+        super().__init__("placement", logger, sink=sink, clock=clock)
         #: called with the key of a task that stock decided for because ours failed, and why; must not raise
         self._told = told
         self.scheduler = scheduler

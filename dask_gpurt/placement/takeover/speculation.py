@@ -38,15 +38,18 @@ would count as idle while it computes).
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.placement.takeover.circuit_breaker import Part, logger
+from dask_gpurt.model.circuit_breaker import Part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
-    from dask_gpurt.placement.takeover.circuit_breaker import Guard
+    from dask_gpurt.model.circuit_breaker import Guard
+
+logger = logging.getLogger("distributed.scheduler.gpurt")
 
 NAME = "copies"
 HANDLERS = ("task-finished", "task-erred")

@@ -11,17 +11,20 @@ Rejected: true seconds in ``get_comm_cost`` (measured: ten times as many moves, 
 from __future__ import annotations
 
 import inspect
+import logging
 from typing import TYPE_CHECKING, Any
 
 import dask
 
+from dask_gpurt.model.circuit_breaker import Part
 from dask_gpurt.placement.decide.steal_policy import STOCK
-from dask_gpurt.placement.takeover.circuit_breaker import Part, logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dask_gpurt.placement.takeover.circuit_breaker import Guard
+    from dask_gpurt.model.circuit_breaker import Guard
+
+logger = logging.getLogger("distributed.scheduler.gpurt")
 
 NAME = "stealing._get_thief"
 #: attributes of the extension that are used

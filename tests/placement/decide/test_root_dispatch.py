@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from distributed.core import Status
 
+from dask_gpurt.model import circuit_breaker
 from dask_gpurt.placement.decide import root_dispatch
 from dask_gpurt.placement.decide.root_blocks import Block, RootGroups
 from dask_gpurt.placement.decide.root_cuts import Member
 from dask_gpurt.placement.decide.root_dispatch import Deals
 from dask_gpurt.placement.engine import Engine
-from dask_gpurt.placement.takeover import circuit_breaker
 from dask_gpurt.simulate import simulate
 from dask_gpurt.simulate.shapes import build
 from tests.placement.fakes import FakeTask, FakeWorker, assign, finish, learn, make_engine

@@ -10,7 +10,7 @@ from distributed.core import Status
 from distributed.scheduler import Scheduler
 
 from dask_gpurt.errors import InstallError, SeamMismatch
-from dask_gpurt.placement.takeover import circuit_breaker
+from dask_gpurt.model import circuit_breaker
 from dask_gpurt.placement.takeover import seam as seam_module
 from dask_gpurt.placement.takeover.seam import Seam
 from tests.placement.fakes import FakeTask, FakeWorker

@@ -1,14 +1,15 @@
-"""Failures of our own code: counted, told, and after too many of them that part retires.
+"""`Guard`: counts failures of our own code, and switches a part off after too many of them.
 
-Whoever catches an exception of ours lets stock Dask do the work and calls `Guard.failed`. That counts it by part and
-reason, keeps the last traceback as text, and emits an event, at most one per part and `EVENT_SECONDS`. `LIMIT` failures
-of one part within `WINDOW_SECONDS` retire it, with one WARNING: a part that fails on every task costs more than it can
-ever gain. Rare failures never add up to a retirement.
+An engine wraps every call that Dask makes into it. When the call raises, Dask's own code does the work and the engine
+calls `Guard.failed`. That counts the failure by part and reason, keeps the last traceback as text, and emits an event,
+at most one per part and `EVENT_SECONDS`. After `LIMIT` failures of one part within `WINDOW_SECONDS` the part is
+switched off with one WARNING: a part that fails on every task costs more than it can gain. Rare failures never add up.
+
+Use on one event loop.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 import traceback
@@ -18,11 +19,10 @@ from typing import TYPE_CHECKING
 from dask_gpurt.model import Event, Sink, null_sink
 
 if TYPE_CHECKING:
+    import logging
     from collections.abc import Callable
 
-logger = logging.getLogger("distributed.scheduler.gpurt")
-
-#: failures within the window after which an override retires
+#: failures within the window after which a part is switched off
 LIMIT = 100
 WINDOW_SECONDS = 60.0
 #: one event per so many seconds and part, at most
@@ -36,7 +36,7 @@ class Part:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        #: reason -> how often the class's own method decided because of a failure
+        #: reason -> how often Dask's own code did the work because of a failure
         self.fallbacks: Counter[str] = Counter()
         self.last_traceback: str | None = None
         #: why it retired; None while it works
@@ -46,9 +46,28 @@ class Part:
 
 
 class Guard:
-    """The failures of all parts."""
+    """The failures of all parts of one engine on one process.
 
-    def __init__(self, *, sink: Sink = null_sink, clock: Callable[[], float] = time.monotonic) -> None:
+    Parameters
+    ----------
+    engine
+        Its name: the prefix of events (``placement.fallback``, ``placement.retired``) and of log lines.
+    logger
+        Gets the WARNING when a part is switched off.
+    sink
+        Gets the events.
+    """
+
+    def __init__(
+        self,
+        engine: str,
+        logger: logging.Logger,
+        *,
+        sink: Sink = null_sink,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.engine = engine
+        self.logger = logger
         self.parts: dict[str, Part] = {}
         self._sink = sink
         self._clock = clock
@@ -65,8 +84,8 @@ class Guard:
             part._last_event = now
             self._emit(
                 Event(
-                    "placement.fallback",
-                    f"{part_name}: {reason}; stock Dask decided instead",
+                    f"{self.engine}.fallback",
+                    f"{part_name}: {reason}; Dask's own code took over",
                     {"part": part_name, "reason": reason, "traceback": part.last_traceback},
                 )
             )
@@ -75,12 +94,16 @@ class Guard:
                 f"{len(times)} failures within {WINDOW_SECONDS:g} s; the last one: "
                 f"{part.last_traceback.strip().rsplit(chr(10), 1)[-1]}"
             )
-            logger.warning("placement: %s retires, stock Dask decides from now on: %s", part_name, part.retired)
-            self._emit(Event("placement.retired", f"{part_name} retires: {part.retired}", {"part": part_name}))
+            self.logger.warning(
+                "%s: %s is switched off, Dask's own code takes over: %s", self.engine, part_name, part.retired
+            )
+            self._emit(
+                Event(f"{self.engine}.retired", f"{part_name} is switched off: {part.retired}", {"part": part_name})
+            )
 
     def _emit(self, event: Event) -> None:
         try:
             self._sink(event)
         except Exception:
             # A listener that fails must not undo the fallback that it was told of.
-            logger.exception("placement: the event sink failed on %s", event.name)
+            self.logger.exception("%s: the event sink failed on %s", self.engine, event.name)
