@@ -51,11 +51,11 @@ from dask_gpurt.placement.evaluate.decision_record import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Mapping, Sequence
+    from collections.abc import Hashable, Mapping
 
     from dask_gpurt.model.link import Link
-    from dask_gpurt.model.views import TaskView, WorkerView
-    from dask_gpurt.placement.decide.candidates import Inputs
+    from dask_gpurt.model.views import TaskView
+    from dask_gpurt.placement.decide.decision import Decision
     from dask_gpurt.placement.tables.workers import WorkerInfo
 
 #: decisions kept
@@ -88,20 +88,9 @@ class DecisionLog:
 
     # ------------------------------------------------------------------ writing, on the hot path
 
-    def chosen(
-        self,
-        key: Hashable,
-        picked: Iterable[WorkerInfo],
-        views: Sequence[WorkerView],
-        choice: int,
-        task: TaskView,
-        far: Link,
-        inputs: Inputs,
-        restricted: bool,
-        workers: int,
-        shadow: bool = False,
-    ) -> None:
+    def chosen(self, key: Hashable, decision: Decision, restricted: bool, workers: int, shadow: bool = False) -> None:
         """A decision by cost; `workers` is how many there are in all."""
+        picked, inputs, views, task, far, choice = decision
         total_bytes, count = inputs.total_bytes, inputs.count
         if inputs.wide:
             for _, nbytes, _ in inputs.wide:
