@@ -76,7 +76,6 @@ class DecisionLog:
 
     def __init__(self, limit: int = LIMIT) -> None:
         self.limit = limit
-        self._most = limit + limit // 8
         #: by key, oldest first: lists as `decision_record` describes them; tuples are tasks that stock placed, see
         #: `passed`
         self._rows: dict[Hashable, list[Any] | tuple[Any, ...]] = {}
@@ -193,7 +192,7 @@ class DecisionLog:
         if key in rows:
             del rows[key]  # the newest is last
         rows[key] = row
-        if len(rows) > self._most:
+        if len(rows) > self.limit + (self.limit >> 3):
             # Many at a time: to find the first entry of a dict takes as long as there are deleted ones before it.
             for old in list(islice(rows, len(rows) - self.limit)):
                 del rows[old]
@@ -214,7 +213,7 @@ class DecisionLog:
         story: dict[str, Any] = {
             "key": str(row[KEY]),
             "kind": kind,
-            "reason": detail if kind != GROUP else None,
+            "reason": None if kind == GROUP or detail is None else str(detail),
             "time": row[TIME],
             "restricted": None,
             "workers": None,
