@@ -80,8 +80,8 @@ NEIGHBOURS = 64
 def overdue_seconds(prefix: Prefix) -> float | None:
     """Run time from which a task of the prefix is overdue, on a worker of slowness 1; None: not known yet."""
     middle = prefix.seconds
-    if middle is None or prefix.samples < SAMPLES:
-        return None
+    if middle is None or prefix.samples < SAMPLES or prefix.only_first:
+        return None  # how much first calls differ says nothing of how long the next one may take
     spread = middle + SPREADS * _SCALE * prefix.spread_seconds
     return max(TIMES * middle, spread, middle + LEAST_SECONDS, prefix.long_seconds)
 

@@ -149,6 +149,11 @@ def test_overdue() -> None:
     assert stragglers.overdue_seconds(prefix(1, 1)) is None
     assert stragglers.overdue_seconds(prefix(*[0.01] * 6)) == pytest.approx(0.01 + stragglers.LEAST_SECONDS)
     assert stragglers.overdue_seconds(prefix(*[10.0] * 6)) == pytest.approx(20)
+    first_calls = Prefix("p")
+    for s in [10.0] * 6:
+        first_calls.learn(s, 0, first=True)
+    assert first_calls.spread_seconds == 0
+    assert stragglers.overdue_seconds(first_calls) is None
     wide = stragglers.overdue_seconds(prefix(1, 2, 3, 4, 5, 6, 7))
     assert wide is not None
     assert wide > 4 + 6 * 2
