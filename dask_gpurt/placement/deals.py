@@ -170,7 +170,7 @@ class Deals:
         if left > 1:
             return True
         info = self._engine.workers.by_address.get(owner)
-        return info is None or not self._worth_waiting(info)
+        return info is None or not self._at_work(info) or self._cheap()
 
     def held(self, ts: Any) -> bool:
         """Whether a queued root, which an idle worker could run, should be left to its owner."""
@@ -180,7 +180,7 @@ class Deals:
         info = None if owner is None else by_address.get(owner)
         if info is None:
             return False
-        return self._worth_waiting(info) or all(
+        return (self._at_work(info) and not self._cheap()) or all(
             (w := by_address.get(ws.address)) is not None and self._too_full(w)
             for ws in islice(engine.scheduler.idle_task_count, LOOKED_AT)
         )
@@ -220,27 +220,11 @@ class Deals:
 
     def _cheap(self) -> bool:
         """Whether the result of a root is sent in much less time than its owner would take to come to it."""
-        return self._sent_seconds() < CHEAP * self._found_seconds()
-
-    def _sent_seconds(self) -> float:
-        """How long the result of a root takes to another worker."""
+        seconds, nbytes = self._found_seconds(), self._root[1]
         engine = self._engine
         nodes = len(engine.workers.nodes)
-        return engine.links.link(LinkClass.NETWORK if nodes > 1 else LinkClass.HOST).seconds(self._root[1], 1)
-
-    def _worth_waiting(self, info: WorkerInfo) -> bool:
-        """Whether a root is better left to its owner than given to a worker with a free thread, which would send it.
-
-        What is sent delays others as well: it counts twice. The owner comes to the root when it is done with what it
-        has; of that the task that runs is half done, in the mean.
-        """
-        if not self._at_work(info):
-            return False
-        seconds = self._root[0]
-        if not seconds:
-            return True  # none is done yet: who has begun with its own will soon have the others
-        wait = self._found_seconds() / 2 + max(0.0, info.backlog_seconds / info.ws.nthreads - seconds)
-        return 2 * self._sent_seconds() >= wait
+        link = engine.links.link(LinkClass.NETWORK if nodes > 1 else LinkClass.HOST)
+        return link.seconds(nbytes, 1) < CHEAP * seconds
 
     def _found_seconds(self) -> float:
         """How long the root is that a worker is found at: what has to wait for a worker waits behind that one.

@@ -8,7 +8,6 @@ import pytest
 from distributed.core import Status
 from placement_fakes import FakeTask, FakeWorker, assign, finish, learn, make_engine
 
-from dask_gpurt.model.link import LinkClass
 from dask_gpurt.placement import deals, guard
 from dask_gpurt.placement.cutting import Member
 from dask_gpurt.placement.deals import Deals
@@ -234,20 +233,6 @@ def test_a_root_whose_result_is_small_is_not_left_to_a_busy_owner() -> None:
     engine.deals.root_done(engine.workers.all.items[0], 1.0, 1e13)
     assert engine.held(root)
     assert not engine.deals.may_take(a.address, 1)
-
-
-def test_an_owner_with_more_in_hand_is_not_waited_for_as_long() -> None:
-    engine, (a, b, *_) = rig()
-    learn(engine, "busy", 1.0)
-    (root,) = own(engine, a, 1)
-    engine.scheduler.idle_task_count = {b}
-    assign(engine, FakeTask("busy-1"), a)
-    far = engine.links.link(LinkClass.NETWORK)
-    engine.deals.root_done(engine.workers.all.items[0], 1.0, 0.4 * far.bytes_per_second)
-    assert engine.held(root), "the one that runs is half done, in the mean"
-    assign(engine, FakeTask("busy-2"), a)
-    assert not engine.held(root)
-    assert engine.deals.may_take(a.address, 1)
 
 
 def test_what_waits_for_a_worker_waits_behind_a_long_root() -> None:
