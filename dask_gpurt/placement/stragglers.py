@@ -14,7 +14,7 @@ that says nothing, because a task that has gone on for long usually goes on for 
 The latter is a guess: a task may as well be a long one, on any worker. And a copy that loses has a price, for nobody
 takes its thread away again before it is done and the scheduler does not know that it is taken: what comes next is put
 behind it. So without a slow worker there is a copy only where nothing comes next, when all tasks left are running. On
-random graphs with heavy tails not one of 116 copies won, and three of them in a graph made it a sixth longer.
+random graphs with heavy tails not one of 105 copies won, and three of them in a graph made it a sixth longer.
 
 Never for a task that
 
