@@ -152,8 +152,10 @@ class Patrol:
             self._rescue()
         if overdue and self.copies is not None and engine.workers.idle.items:
             overdue.sort(key=lambda o: -o[0])
+            at_work = sum(min(len(info.ws.processing), info.ws.nthreads) for info in workers)
+            spare = engine.graph_judge.left <= at_work
             for run, ts, info in overdue[:MOVES]:
-                self._copy(run, ts, info)
+                self._copy(run, ts, info, spare)
         if engine.speeds.refusing and scheduler.queued:
             scheduler.stimulus_queue_slots_maybe_opened(stimulus_id=f"gpurt-patrol-{now}")
 
@@ -260,7 +262,7 @@ class Patrol:
 
     # ------------------------------------------------------------------ 3: stragglers
 
-    def _copy(self, run: float, ts: Any, home: WorkerInfo) -> None:
+    def _copy(self, run: float, ts: Any, home: WorkerInfo, spare: bool) -> None:
         engine, copies = self.engine, self.copies
         if copies is None or ts.key in copies.copies or ts.state != "processing":
             return
@@ -295,5 +297,5 @@ class Patrol:
             ((finish_seconds(task, view, far)[0], i) for i, view in enumerate(views)), key=lambda pair: pair[0]
         )
         here = prefix.seconds * home.speed.measured_slowness(name)
-        if straggler_policy.pays(run, here, there):
+        if straggler_policy.pays(run, here, there, spare):
             copies.start(ts, free[best].ws)

@@ -237,6 +237,19 @@ def test_a_root_whose_result_is_small_is_not_left_to_a_busy_owner() -> None:
     assert not engine.deals.may_take(a.address, 1)
 
 
+def test_what_waits_for_a_worker_waits_behind_a_long_root() -> None:
+    engine, (a, *_) = rig()
+    info = engine.workers.all.items[0]
+    own(engine, a, 9)
+    for _ in range(3):
+        engine.deals.root_done(info, 0.001, 1000)
+    engine.deals.finished(info)
+    assert engine.deals.hungry() == [a, a], "short ones are sent ahead"
+    engine.deals.root_done(info, 0.04, 1000)
+    engine.deals.finished(info)
+    assert engine.deals.hungry() == [], "a few take most of the time, however short most of them are"
+
+
 def test_the_last_roots_are_not_queued_behind_a_busy_thread() -> None:
     engine, (a, b, c, _) = rig()
     first, *_ = own(engine, a, 3)
