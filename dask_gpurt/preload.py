@@ -23,7 +23,7 @@ from distributed import Scheduler, SchedulerPlugin, Worker, WorkerPlugin
 
 from dask_gpurt.config import Settings, leaves, read
 from dask_gpurt.errors import ConfigError, GpurtError, InstallError
-from dask_gpurt.extension import GpurtScheduler, WorkerParts
+from dask_gpurt.extension import WorkerParts
 from dask_gpurt.observe.dashboard import hook
 
 logger = logging.getLogger("distributed.preloading.gpurt")
@@ -54,6 +54,9 @@ async def install(server: Any, overrides: dict[str, Any]) -> None:
         return
     try:
         if isinstance(server, Scheduler):
+            # Late: nannies and workers import this module too.
+            from dask_gpurt.extension.scheduler import GpurtScheduler
+
             plugin = GpurtScheduler(settings)
             await plugin.start(server)
             server.add_plugin(plugin, name=plugin.name)

@@ -26,7 +26,7 @@ from dask_gpurt.observe.journal import Journal
 from dask_gpurt.observe.slots_worker import WorkerSlots
 from dask_gpurt.placement.one_result import OneResult
 from dask_gpurt.shuffle import stores
-from dask_gpurt.shuffle.plugin import worker_statistics
+from dask_gpurt.shuffle.transport.planes import worker_statistics
 from dask_gpurt.tiers.plugin import TierRuntime
 from dask_gpurt.tiers.residence import ResidenceSender
 
@@ -233,6 +233,12 @@ def on_worker(worker: Worker) -> WorkerParts | None:
     """What is installed on this worker, if anything."""
     parts: WorkerParts | None = getattr(worker, ATTRIBUTE, None)
     return parts
+
+
+def worker_status(dask_worker: Worker) -> dict[str, Any]:
+    """What `dask_gpurt.status` asks each worker; in this module, as a worker imports the one that it lies in."""
+    parts = on_worker(dask_worker)
+    return {} if parts is None else parts.statistics()
 
 
 def _heartbeat(worker: Worker) -> dict[str, Any]:

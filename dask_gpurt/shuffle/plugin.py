@@ -27,14 +27,13 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.errors import InstallError
 from dask_gpurt.model import Event, Sink, null_sink
-from dask_gpurt.shuffle import seam, stores
+from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.amended import AGAIN
 from dask_gpurt.shuffle.amender import Amender
 from dask_gpurt.shuffle.joins import joined
 from dask_gpurt.shuffle.rechunk import ReleasingRechunkSpec
 from dask_gpurt.shuffle.skew import add_up, skewed
 from dask_gpurt.shuffle.spec import GpurtShuffleSpec
-from dask_gpurt.shuffle.transport.planes import statistics_of
 
 if TYPE_CHECKING:
     from dask_gpurt.config import ShuffleSettings
@@ -344,8 +343,3 @@ def _refuse_active(plugin: Any, what: str) -> None:
             f"can not {what} while {len(plugin.active_shuffles)} shuffles are active "
             f"({', '.join(map(str, list(plugin.active_shuffles)[:3]))}). Remedy: wait until they are done"
         )
-
-
-def worker_statistics(worker: Any) -> dict[str, Any]:
-    """What the shuffle did on one worker, see `stores.Counters` and `transport.Plane.statistics`; plain JSON values."""
-    return {**stores.counters_of(worker).as_dict(), "transport": statistics_of(worker)}

@@ -14,6 +14,7 @@ from distributed.utils_test import gen_cluster
 from dask_gpurt.config import Settings
 from dask_gpurt.model.pages import pages
 from dask_gpurt.tiers import TierRuntime
+from dask_gpurt.tiers.direct import POOL
 from dask_gpurt.tiers.disk import DiskTier
 from dask_gpurt.tiers.space import remove_folder
 
@@ -42,7 +43,10 @@ async def test_a_worker_that_was_detached_keeps_no_memory_for_later(s: Scheduler
     store = runtimes[0].store
     assert store is not None
     store.release(await store.ensure(["x"]))  # it is read back, into pages of ours
+    chunk = POOL.take()  # as the disk tier does where it goes past the page cache
+    POOL.give(chunk)
     await runtimes[0].uninstall()
+    assert POOL.take() is not chunk
     assert pages.allowance_bytes >= 64 << 20  # the other worker is in the same process
     await runtimes[1].uninstall()
     assert pages.allowance_bytes == before
