@@ -24,11 +24,11 @@ from dask_gpurt.placement.decide.decision import Declined
 from dask_gpurt.placement.evaluate import governor_samples
 from dask_gpurt.placement.evaluate.decision_record import QUEUE
 from dask_gpurt.placement.evaluate.governor import Standing
-from dask_gpurt.placement.tables.durations import BRIEF_SAMPLED, compute_seconds
+from dask_gpurt.placement.tables.durations import BRIEF_SAMPLED, JUDGING, compute_seconds
 from dask_gpurt.placement.tables.link_samples import certain_inputs, learn_links
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Hashable, Mapping
+    from collections.abc import Callable, Hashable, Mapping
 
     from distributed.scheduler import TaskState, WorkerState
 
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 #: Where tasks are not charged, one in so many with inputs to fetch is learned from, once its link has so many samples.
 TRANSFERS_SAMPLED, TRANSFERS_FROM = 8, 32
+#: durations learned per worker between two rounds of the monitor (0.1 s), of kinds that are known
+LEARNED_PER_ROUND = 2
 
 
 class Bookkeeping:
@@ -186,38 +188,47 @@ class Bookkeeping:
         startstops = details.get("startstops")
         if finish != "memory" or not startstops or details.get("worker") != address:
             return
-        if charge is not None:
-            self._learn(charge.prefix, info, startstops, details, charge.root)
-        elif (ts := tables.scheduler.tasks.get(key)) is not None:
-            kind = tables.durations.kind(ts)
-            if (kind.usual or kind).brief:
-                self._brief = (self._brief + 1) % BRIEF_SAMPLED
-                if self._brief:
-                    return
-            self._learn(kind, info, startstops, details, False)
-        if inputs:
-            learn_links(tables.links, by_address, info, inputs, startstops)
-
-    def _learn(
-        self, kind: Prefix, info: WorkerInfo, startstops: Collection[Any], details: Mapping[str, Any], root: bool
-    ) -> None:
-        """Learn from a task that has run on the worker it was assigned to."""
         seconds = compute_seconds(startstops)
         if seconds is None:
             return
+        nbytes = max(0, details.get("nbytes") or 0)
+        if charge is not None:
+            self._learn(charge.prefix, info, seconds, nbytes, charge.root)
+        elif (ts := tables.scheduler.tasks.get(key)) is not None:
+            self._learn_some(tables.durations.kind(ts), info, seconds, nbytes)
+        if inputs:
+            learn_links(tables.links, by_address, info, inputs, startstops)
+
+    def _learn(self, kind: Prefix, info: WorkerInfo, seconds: float, nbytes: int, root: bool = False) -> None:
+        """Learn from a task that has run on the worker it was assigned to."""
         tables = self.tables
         first = kind.seconds is None
-        nbytes = max(0, details.get("nbytes") or 0)
         tables.durations.learn(kind, info, seconds, nbytes)
-        times = BRIEF_SAMPLED if (kind.usual or kind).brief else 1
-        judge = self._graph_judge
-        judge.compute_seconds += times * seconds
-        judge.made_bytes += times * nbytes
+        self._count(kind, seconds, nbytes)
         if root:
             self._root_dispatch.root_done(info, seconds, nbytes)
         if first:
             tables.backlog.learned(kind)
         tables.speeds.learned(info)
+
+    def _learn_some(self, kind: Prefix, info: WorkerInfo, seconds: float, nbytes: int) -> None:
+        """The same where tasks are not charged: the more tasks there are in a second, the smaller the part of them."""
+        if (kind.usual or kind).brief:
+            self._brief = (self._brief + 1) % BRIEF_SAMPLED
+            if self._brief:
+                return
+        elif kind.samples >= JUDGING and info.learned >= LEARNED_PER_ROUND:
+            self._count(kind, seconds, nbytes)
+            return
+        info.learned += 1
+        self._learn(kind, info, seconds, nbytes)
+
+    def _count(self, kind: Prefix, seconds: float, nbytes: int) -> None:
+        """For the judge of whole graphs."""
+        times = BRIEF_SAMPLED if (kind.usual or kind).brief else 1
+        judge = self._graph_judge
+        judge.compute_seconds += times * seconds
+        judge.made_bytes += times * nbytes
 
     # ------------------------------------------------------------------ tasks that move without a transition
 

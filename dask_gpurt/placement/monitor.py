@@ -164,6 +164,7 @@ class Monitor:
     def _look(self, info: WorkerInfo, now: float, overdue: list[tuple[float, Any, WorkerInfo]]) -> None:
         ws = info.ws
         engine = self.engine
+        info.learned = 0
         if not info.zoned:
             self._sound(info)
         late: list[float] = []
