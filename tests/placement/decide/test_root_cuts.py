@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import pytest
+
 from dask_gpurt.placement.decide import root_cuts
 from dask_gpurt.placement.decide.root_blocks import RootGroups
 from dask_gpurt.placement.decide.root_cuts import Member
@@ -155,6 +157,17 @@ def test_sums_of_neighbours_are_not_serial() -> None:
     tasks = sorted([*roots, *sums], key=lambda t: t.priority)
     owner = {t: i // 4 for i, t in enumerate(roots)}
     assert not root_cuts.serialises(tasks, owner, [1.0] * 4)
+
+
+@pytest.mark.parametrize(("most", "serial"), [(6, False), (9, True)])
+def test_of_wide_levels_others_take_their_part(most: int, serial: bool) -> None:
+    """A second level of sixteen tasks on four workers, of which the first has more than its share."""
+    roots = [Task(f"root{i}", 100 * i) for i in range(16)]
+    mine = [Task(f"mine{i}", 100 * (i % 4) + 1 + i, roots[i % 4]) for i in range(most)]
+    others = [Task(f"other{i}", 100 * (4 + i) + 1, roots[4 + i]) for i in range(16 - most)]
+    tasks = sorted([*roots, *mine, *others], key=lambda t: t.priority)
+    owner = {t: i // 4 for i, t in enumerate(roots)}
+    assert root_cuts.serialises(tasks, owner, [1.0] * 4) is serial
 
 
 def test_one_input_of_many_tasks_does_not_place_them() -> None:

@@ -8,6 +8,7 @@ import pytest
 from distributed.core import Status
 
 from dask_gpurt.model import circuit_breaker
+from dask_gpurt.placement import statistics
 from dask_gpurt.placement.decide import root_dispatch
 from dask_gpurt.placement.decide.root_blocks import Block, RootGroups
 from dask_gpurt.placement.decide.root_cuts import Member
@@ -88,7 +89,7 @@ def test_a_full_worker_is_spared_while_others_have_room() -> None:
     assert engine.pull(a) is roots[0]
     a.nbytes = 6 * GB
     assert engine.pull(a) is None
-    assert engine.statistics()["roots"]["spared"] == 1
+    assert statistics.of(engine)["roots"]["spared"] == 1
     engine.scheduler.queued.extend([roots[0]] * 1000)
     assert engine.pull(a) is roots[0], "so many are left that it is worth writing"
 
@@ -234,6 +235,19 @@ def test_a_root_whose_result_is_small_is_not_left_to_a_busy_owner() -> None:
     engine.deals.root_done(engine.workers.all.items[0], 1.0, 1e13)
     assert engine.held(root)
     assert not engine.deals.may_take(a.address, 1)
+
+
+def test_what_waits_for_a_worker_waits_behind_a_long_root() -> None:
+    engine, (a, *_) = rig()
+    info = engine.workers.all.items[0]
+    own(engine, a, 9)
+    for _ in range(3):
+        engine.deals.root_done(info, 0.001, 1000)
+    engine.deals.finished(info)
+    assert engine.deals.hungry() == [a, a], "short ones are sent ahead"
+    engine.deals.root_done(info, 0.04, 1000)
+    engine.deals.finished(info)
+    assert engine.deals.hungry() == [], "a few take most of the time, however short most of them are"
 
 
 def test_the_last_roots_are_not_queued_behind_a_busy_thread() -> None:

@@ -149,6 +149,11 @@ def test_overdue() -> None:
     assert straggler_policy.overdue_seconds(prefix(1, 1)) is None
     assert straggler_policy.overdue_seconds(prefix(*[0.01] * 6)) == pytest.approx(0.01 + straggler_policy.LEAST_SECONDS)
     assert straggler_policy.overdue_seconds(prefix(*[10.0] * 6)) == pytest.approx(20)
+    first_calls = Prefix("p")
+    for s in [10.0] * 6:
+        first_calls.learn(s, 0, first=True)
+    assert first_calls.spread_seconds == 0
+    assert straggler_policy.overdue_seconds(first_calls) is None
     wide = straggler_policy.overdue_seconds(prefix(1, 2, 3, 4, 5, 6, 7))
     assert wide is not None
     assert wide > 4 + 6 * 2
@@ -157,7 +162,10 @@ def test_overdue() -> None:
 def test_a_copy_must_pay() -> None:
     assert straggler_policy.pays(run_seconds=1.0, here_seconds=10.0, there_seconds=1.0)
     assert not straggler_policy.pays(run_seconds=9.5, here_seconds=10.0, there_seconds=6.0)
-    assert straggler_policy.pays(run_seconds=30.0, here_seconds=1.0, there_seconds=1.0)
+    # The worker is not slow: the task may as well be a long one, and what comes next would wait behind the copy.
+    assert not straggler_policy.pays(run_seconds=30.0, here_seconds=1.0, there_seconds=1.0)
+    assert straggler_policy.pays(run_seconds=30.0, here_seconds=1.0, there_seconds=1.0, spare=True)
+    assert not straggler_policy.pays(run_seconds=1.5, here_seconds=1.0, there_seconds=1.0, spare=True)
 
 
 class P2PBarrierTask:

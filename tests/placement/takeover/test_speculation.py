@@ -430,9 +430,9 @@ async def test_patrol_finds_a_straggler(c: Any, s: Scheduler, a: Worker, b: Work
     f = c.submit(held, pure=False, key="held-77", workers=[a.address])
     await until(lambda: a.state.executing_count == 1)
     s.tasks[f.key].worker_restrictions = None
+    assert await f in (b.address, d.address)
     with dask.annotate(gpurt_rerun=False):
         g = c.submit(held, pure=False, key="held-78", workers=[a.address])
-    assert await f in (b.address, d.address)
     assert plugin.copies is not None
     await until(lambda: plugin.engine is not None and plugin.copies is not None and plugin.copies.counts["won"])
     open_gate(a)
