@@ -25,7 +25,7 @@ from dask_gpurt.observe.collect.worker import WorkerSlots
 from dask_gpurt.observe.figures import prometheus
 from dask_gpurt.observe.journal import Journal
 from dask_gpurt.placement.takeover.worker_copies import OneResult
-from dask_gpurt.shuffle.scheduler.plugin import worker_statistics
+from dask_gpurt.shuffle.transport.planes import worker_statistics
 from dask_gpurt.shuffle.worker import shard_stores
 from dask_gpurt.tiers.runtime import TierRuntime
 from dask_gpurt.tiers.worker.residency import ResidenceSender
@@ -233,6 +233,12 @@ def on_worker(worker: Worker) -> WorkerParts | None:
     """What is installed on this worker, if anything."""
     parts: WorkerParts | None = getattr(worker, ATTRIBUTE, None)
     return parts
+
+
+def worker_status(dask_worker: Worker) -> dict[str, Any]:
+    """What `dask_gpurt.status` asks each worker; in this module, as a worker imports the one that it lies in."""
+    parts = on_worker(dask_worker)
+    return {} if parts is None else parts.statistics()
 
 
 def _heartbeat(worker: Worker) -> dict[str, Any]:

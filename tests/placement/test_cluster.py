@@ -14,8 +14,9 @@ from distributed.utils_test import gen_cluster, inc, slowinc
 
 from dask_gpurt.errors import InstallError, SeamMismatch
 from dask_gpurt.model import circuit_breaker
-from dask_gpurt.placement import PlacementPlugin, engine
+from dask_gpurt.placement import engine
 from dask_gpurt.placement.bookkeeping import Bookkeeping
+from dask_gpurt.placement.plugin import PlacementPlugin
 from tests.placement.fakes import SETTINGS
 
 if TYPE_CHECKING:

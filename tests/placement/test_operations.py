@@ -17,10 +17,11 @@ from distributed.utils_test import NO_AMM, gen_cluster, inc, slowinc
 
 from dask_gpurt.config import PlacementSettings
 from dask_gpurt.model import circuit_breaker
-from dask_gpurt.placement import PlacementPlugin, monitor
+from dask_gpurt.placement import monitor
 from dask_gpurt.placement.bookkeeping import Bookkeeping
 from dask_gpurt.placement.engine import Engine
 from dask_gpurt.placement.evaluate import governor, shadow_stats
+from dask_gpurt.placement.plugin import PlacementPlugin
 from dask_gpurt.placement.takeover import fetch_sources, replica_drops
 from tests.placement.fakes import SETTINGS
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from dask_gpurt.model.link import Link
     from dask_gpurt.model.views import TaskView, WorkerView
-    from dask_gpurt.placement import PlacementPlugin
     from dask_gpurt.placement.decide.policy import Policy
+    from dask_gpurt.placement.plugin import PlacementPlugin
 
 TIMES = 12
 #: between two graphs, in seconds

@@ -11,10 +11,11 @@ from distributed.utils_test import gen_cluster, inc, slowinc
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dask_gpurt.placement import PlacementPlugin, engine
+from dask_gpurt.placement import engine
 from dask_gpurt.placement.decide import root_blocks
 from dask_gpurt.placement.decide.root_blocks import RootGroups
 from dask_gpurt.placement.decide.root_cuts import Member
+from dask_gpurt.placement.plugin import PlacementPlugin
 from tests.placement.fakes import SETTINGS
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from distributed import Worker, get_worker
 from distributed.utils_test import NO_AMM, gen_cluster
 
 from dask_gpurt.config import PlacementSettings
-from dask_gpurt.placement import PlacementPlugin
+from dask_gpurt.placement.plugin import PlacementPlugin
 from dask_gpurt.placement.takeover.worker_copies import OneResult
 from tests.placement.fakes import SETTINGS
 
