@@ -1,4 +1,4 @@
-"""README.md, CONTRIBUTING.md and docs/: links and paths exist, commands name what is there, README's sentences are short.
+"""README.md, CONTRIBUTING.md and docs/: links, paths and modules exist; sentences of README.md are short.
 
 A code span counts as a path of the repository when it has a slash, begins with a folder of the repository or of the
 package, and ends with a slash or with the suffix of a file that is kept here. Paths may leave out ``dask_gpurt/``.
@@ -60,12 +60,12 @@ def missing(document: Path, text: str) -> list[str]:
             out.append(f"link {target}: no such heading")
     folders = first_folders()
     spans = re.findall(r"(?<!`)`([^`\n]+)`(?!`)", prose(text))
-    commands = [word for block in _FENCE.findall(text) for word in block.split()]
-    for span in [*spans, *(word for span in spans for word in span.split() if word != span), *commands]:
-        if "/" not in span or not _PATH.match(span) or span.split("/", 1)[0] not in folders:
+    # A span may be a command, as a fenced block is.
+    for word in [word for some in (*spans, *_FENCE.findall(text)) for word in some.split()]:
+        if "/" not in word or not _PATH.match(word) or word.split("/", 1)[0] not in folders:
             continue
-        if not (ROOT / span).exists() and not (PACKAGE / span).exists():
-            out.append(f"path {span}")
+        if not (ROOT / word).exists() and not (PACKAGE / word).exists():
+            out.append(f"path {word}")
     for module in _MODULE.findall(text):
         path = ROOT / module.replace(".", "/")
         if not (path.with_suffix(".py").exists() or (path / "__main__.py").exists()):
