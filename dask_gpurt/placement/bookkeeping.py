@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from distributed.scheduler import TaskState, WorkerState
 
-    from dask_gpurt.placement.decide.root_blocks import RootGroups
-    from dask_gpurt.placement.decide.root_dispatch import Deals
+    from dask_gpurt.placement.decide.root_blocks import RootBlocks
+    from dask_gpurt.placement.decide.root_dispatch import RootDispatch
     from dask_gpurt.placement.evaluate.decision_log import DecisionLog
     from dask_gpurt.placement.evaluate.governor import Governor
     from dask_gpurt.placement.evaluate.graph_judge import GraphJudge
@@ -61,8 +61,8 @@ class Bookkeeping:
     def __init__(
         self,
         tables: Tables,
-        groups: RootGroups,
-        deals: Deals,
+        groups: RootBlocks,
+        deals: RootDispatch,
         log: DecisionLog,
         governor: Governor,
         graph_judge: GraphJudge,
@@ -72,7 +72,7 @@ class Bookkeeping:
     ) -> None:
         self.tables = tables
         self._groups = groups
-        self._deals = deals
+        self._root_dispatch = deals
         self._log = log
         self._governor = governor
         self._graph_judge = graph_judge
@@ -123,7 +123,7 @@ class Bookkeeping:
         charge.row = row
         workers.refresh(info)
         if ws.needs_what:
-            self._deals.assigned(info)
+            self._root_dispatch.assigned(info)
             charge.inputs = certain_inputs(ts, ws)
             self._count_bytes(ts, ws)
 
@@ -132,7 +132,7 @@ class Bookkeeping:
         self._log.passing(key, info.address, reason)
         ws = info.ws
         if ws.needs_what:
-            self._deals.assigned(info)
+            self._root_dispatch.assigned(info)
             self._count_bytes(ts, ws)
             self._transfer = (self._transfer + 1) % TRANSFERS_SAMPLED
             if not self._transfer or self.tables.links.fits[info.node.link_class].samples < TRANSFERS_FROM:
@@ -161,7 +161,7 @@ class Bookkeeping:
         if self._graph_judge.left:
             self._graph_judge.finished(finish == "memory")
         tables = self.tables
-        charge = tables.ledger.settle(key) if tables.ledger.charges else None
+        charge = tables.backlog.settle(key) if tables.backlog.charges else None
         by_address = tables.workers.by_address
         if charge is None:
             address = self._log.passed(key, finish, details) or details.get("worker", "")
@@ -182,7 +182,7 @@ class Bookkeeping:
             return
         tables.workers.refresh(info)
         if self._groups.by_key:
-            self._deals.finished(info)
+            self._root_dispatch.finished(info)
         startstops = details.get("startstops")
         if finish != "memory" or not startstops or details.get("worker") != address:
             return
@@ -214,9 +214,9 @@ class Bookkeeping:
         judge.compute_seconds += times * seconds
         judge.made_bytes += times * nbytes
         if root:
-            self._deals.root_done(info, seconds, nbytes)
+            self._root_dispatch.root_done(info, seconds, nbytes)
         if first:
-            tables.ledger.learned(kind)
+            tables.backlog.learned(kind)
         tables.speeds.learned(info)
 
     # ------------------------------------------------------------------ tasks that move without a transition
@@ -243,7 +243,7 @@ class Bookkeeping:
     def _moved(self, key: Hashable, victim: str, to: WorkerInfo, missing: float) -> None:
         tables = self.tables
         self._log.stolen(key, victim, to.address, missing)
-        tables.ledger.move(key, to)
+        tables.backlog.move(key, to)
         self._inbound.pop(key, None)
         origin = tables.workers.by_address.get(victim)
         if origin is not None and origin is not to:
@@ -255,10 +255,10 @@ class Bookkeeping:
         self._log.restarted()
         self._governor.forget()
         self._graph_judge.forget()
-        tables.ledger.forget()
+        tables.backlog.forget()
         self._inbound.clear()
         self._groups.clear()
-        self._deals.clear()
+        self._root_dispatch.clear()
         tables.residence.clear()
         tables.workers.clear_charges()
 
@@ -286,7 +286,7 @@ class Bookkeeping:
             return
         self.plain = False
         tables = self.tables
-        charges = tables.ledger.charges
+        charges = tables.backlog.charges
         for info in tables.workers.all.items:
             for ts in info.ws.processing:
                 if ts.key not in charges:

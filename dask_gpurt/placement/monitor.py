@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from dask_gpurt.placement.engine import Engine
     from dask_gpurt.placement.tables.workers import WorkerInfo
     from dask_gpurt.placement.takeover.seam import Seam
-    from dask_gpurt.placement.takeover.speculation import CopySeam
-    from dask_gpurt.placement.takeover.stealing import StealingSeam
+    from dask_gpurt.placement.takeover.speculation import Speculation
+    from dask_gpurt.placement.takeover.stealing import Stealing
 
 NAME = "patrol"
 #: key of the periodic callback
@@ -65,15 +65,15 @@ IDLE = 8
 SOUNDINGS = 32
 
 
-class Patrol:
+class Monitor:
     """The rounds of one scheduler."""
 
     def __init__(
         self,
         engine: Engine,
         guard: Seam,
-        stealing: StealingSeam,
-        copies: CopySeam | None,
+        stealing: Stealing,
+        copies: Speculation | None,
         clock: Callable[[], float] | None = None,
     ) -> None:
         self.engine = engine
@@ -240,7 +240,7 @@ class Patrol:
                 if moves >= MOVES:
                     return
                 valid = engine.scheduler.valid_workers(ts)
-                thief = engine.thieves.choose(ts, others, self.stealing.in_flight, valid, busy=True)
+                thief = engine.steal_policy.choose(ts, others, self.stealing.in_flight, valid, busy=True)
                 if thief is not None and thief is not STOCK and self.stealing.request(ts, thief):
                     moves += 1
 

@@ -378,14 +378,14 @@ class Simulation:
             if on:
                 self.loop.tick(seconds, self._recur, extension, name, seconds)
 
-        patrol = getattr(s.plugins.get("gpurt-placement"), "patrol", None)
-        if patrol is not None:
-            patrol.stop()  # its timer would run by the real clock
-            self.loop.tick(patrol.interval_seconds(), self._patrol, patrol)
+        monitor = getattr(s.plugins.get("gpurt-placement"), "monitor", None)
+        if monitor is not None:
+            monitor.stop()  # its timer would run by the real clock
+            self.loop.tick(monitor.interval_seconds(), self._monitor, monitor)
 
-    def _patrol(self, patrol: Any) -> None:
-        self.in_scheduler(patrol.go)
-        self.loop.tick(patrol.interval_seconds(), self._patrol, patrol)
+    def _monitor(self, monitor: Any) -> None:
+        self.in_scheduler(monitor.go)
+        self.loop.tick(monitor.interval_seconds(), self._monitor, monitor)
 
     def _recur(self, extension: str, name: str, seconds: float) -> None:
         # Looked up each time: a policy may exchange the extension or its method.

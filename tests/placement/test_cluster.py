@@ -213,7 +213,7 @@ def test_stealing_uses_our_prices_and_moves_charges() -> None:
         def watch(key: Any, victim: str, thief: str) -> None:
             original(key, victim, thief)
             assert plugin.engine is not None
-            stolen.append((key, plugin.engine.ledger.charges[key].info.ws.address, thief))
+            stolen.append((key, plugin.engine.backlog.charges[key].info.ws.address, thief))
 
         plugin.engine.books.stolen = watch  # type: ignore[method-assign]
         # All work lands on `a`; once the restrictions are gone `b` may steal.

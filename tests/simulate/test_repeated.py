@@ -43,9 +43,9 @@ def all_on_one(plugin: PlacementPlugin | None) -> None:
     assert plugin is not None
     assert plugin.engine is not None
     engine: Any = plugin.engine
-    dealt_to = engine.deals._dealt_to
-    engine.deals._dealt_to = lambda: dealt_to()[:1]
-    engine.deals.held = lambda ts: True
+    dealt_to = engine.root_dispatch._dealt_to
+    engine.root_dispatch._dealt_to = lambda: dealt_to()[:1]
+    engine.root_dispatch.held = lambda ts: True
     engine.groups._take = lambda *args: None
 
 

@@ -27,7 +27,7 @@ from dask_gpurt.placement.tables import worker_facts
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable
 
-    from dask_gpurt.placement.decide.root_blocks import RootGroups
+    from dask_gpurt.placement.decide.root_blocks import RootBlocks
     from dask_gpurt.placement.tables.tables import Tables
     from dask_gpurt.placement.tables.workers import WorkerInfo
 
@@ -62,7 +62,7 @@ LOOKED_AT = 16
 ASKED = 8
 
 
-class Deals:
+class RootDispatch:
     """Of one scheduler.
 
     Parameters
@@ -75,7 +75,7 @@ class Deals:
         Whether Dask decides everything now.
     """
 
-    def __init__(self, tables: Tables, groups: RootGroups, retired: Callable[[], bool]) -> None:
+    def __init__(self, tables: Tables, groups: RootBlocks, retired: Callable[[], bool]) -> None:
         self._tables = tables
         self._groups = groups
         self._retired = retired

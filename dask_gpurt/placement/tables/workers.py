@@ -140,7 +140,7 @@ class WorkerInfo:
         return f"<WorkerInfo {self.ws.address} tasks={self.tasks} backlog={self.backlog_seconds:.3g}s>"
 
 
-class WorkerTable:
+class Workers:
     """All workers, by address, by node and by idleness."""
 
     def __init__(self, host_share: float, seed: int = 0) -> None:
