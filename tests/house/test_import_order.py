@@ -31,13 +31,9 @@ ALLOWED: dict[str, set[str]] = {
     "testing": set(),
     "extension": {"config", "backends", "observe", "placement", "tiers", "shuffle"},
     "preload": {"config", "extension", "observe"},
-    "clients": set(),
-    "api": {"clients", "config", "extension", "observe", "placement"},
-    "questions": {"clients", "extension", "observe"},
-    "reports": {"clients", "extension", "observe"},
-    "recording": {"extension", "observe"},
-    "cli": {"api", "config", "observe", "questions", "recording", "reports", "simulate"},
-    "__init__": {"config", "api", "questions", "recording", "reports"},
+    "client": {"config", "extension", "observe", "placement"},
+    "cli": {"client", "config", "observe", "simulate"},
+    "__init__": {"config", "client"},
 }
 VENDOR = {"cudf", "cupy", "rmm", "pynvml", "pylibcudf", "amdsmi", "kvikio", "ucxx", "dask_cuda", "numba"}
 

@@ -1,9 +1,9 @@
 """`Run`: what happened on a cluster between two snapshots, as plain facts. Reports and advice are made from it alone.
 
-A snapshot (see `dask_gpurt.reports`) is plain JSON and cumulative: what a scheduler and its workers have counted since
-their start. A run is the difference of two, or one by itself. A counter that is smaller than before belongs to a worker
-that was restarted, and counts from zero; a worker that left in between is gone with what only it knew, but its slots
-are still in the totals of the scheduler's ledger.
+A snapshot (see `dask_gpurt.client.reports`) is plain JSON and cumulative: it counts from the start of the scheduler
+and of each worker. A run is the difference of two snapshots, or one by itself. A counter that is smaller than before
+belongs to a worker that was restarted, and counts from zero. Of a worker that left in between only the slots are
+known: they are in the totals of the scheduler's ledger.
 """
 
 from __future__ import annotations

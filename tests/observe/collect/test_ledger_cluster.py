@@ -11,13 +11,13 @@ from distributed import Client, secede, worker_client
 
 import dask_gpurt
 from benchmarks.advice import TROUBLES
+from dask_gpurt.client.reports import _snapshot, report_now, snapshot
 from dask_gpurt.errors import GpurtError
 from dask_gpurt.observe.collect.causes import CLOCK, WAITS
 from dask_gpurt.observe.figures import history, status_only
 from dask_gpurt.observe.figures.exported import SCHEDULER, WORKER
 from dask_gpurt.observe.report.charts import timeline
 from dask_gpurt.observe.report.facts import from_snapshots
-from dask_gpurt.reports import _snapshot, report_now, snapshot
 from tests.observe.dashboard.chromium import browser, executable
 from tests.observe.fakes import OPTIONAL
 

@@ -14,7 +14,7 @@ from dask.core import flatten
 from distributed import Future
 from distributed.client import futures_of
 
-from dask_gpurt.clients import ask, ask_workers
+from dask_gpurt.client.ask import ask, ask_workers
 from dask_gpurt.errors import GpurtError, UnknownKey
 from dask_gpurt.extension import NAME, GpurtScheduler, on_worker, stock_residence
 from dask_gpurt.observe.answers.explain import Explanation
