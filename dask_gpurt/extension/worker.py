@@ -165,7 +165,7 @@ class WorkerParts:
         return f"tiers for shuffles only, {host} -> disk ({now['left_alone']})"
 
     def heartbeat(self) -> dict[str, Any]:
-        """Few figures, and none that costs more than a look. `figures.exported.WORKER` says what they are."""
+        """Few figures, and none that costs more than a look. `observe.figures.table` says what they are."""
         out: dict[str, Any] = shard_stores.counters_of(self.worker).heartbeat()
         if self.slots is not None:
             out |= self.slots.heartbeat()

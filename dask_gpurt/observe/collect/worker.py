@@ -197,7 +197,7 @@ class WorkerSlots:
         return out
 
     def heartbeat(self) -> dict[str, Any]:
-        """See `dask_gpurt.observe.figures.exported.WORKER`."""
+        """See `dask_gpurt.observe.figures.table`."""
         self._fetched()
         return {
             **{heartbeat_key(name): round(value, 6) for name, value in self.seconds().items()},

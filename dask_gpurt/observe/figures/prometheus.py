@@ -1,4 +1,4 @@
-"""The figures of `dask_gpurt.observe.figures.exported` in the ``/metrics`` page that Dask serves.
+"""The exported figures (`dask_gpurt.observe.figures.figure`) in the ``/metrics`` page that Dask serves.
 
 Dask's page shows the process-wide registry of ``prometheus_client``. A process may hold several servers (in-process
 clusters, tests), and a registry refuses a second collector of the same names ("Duplicated timeseries"). So there is
@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import dask
 
-from dask_gpurt.observe.figures.exported import OWN, SCHEDULER, WORKER, Figure, full_name
+from dask_gpurt.observe.figures.figure import Figure, exported, full_name
+from dask_gpurt.observe.figures.table import OWN, SCHEDULER, WORKER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -67,7 +68,7 @@ class _Collector:
                 labels = ["address", *(name for name, _ in figure.labels)]
                 for values, number in figure.samples(tree):
                     add(figure, labels, [address, *values], number)
-        add(OWN[0], [], [], self.errors)
+        add(OWN, [], [], self.errors)
         yield from families.values()
 
 
@@ -76,12 +77,12 @@ _collector: _Collector | None = None
 
 def provide_scheduler(server: Any, read: Callable[[], dict[str, Any]]) -> bool:
     """Show a scheduler's figures; False without ``prometheus_client``."""
-    return _provide(server, SCHEDULER, read)
+    return _provide(server, exported(SCHEDULER), read)
 
 
 def provide_worker(server: Any, read: Callable[[], dict[str, Any]]) -> bool:
     """Show a worker's figures; False without ``prometheus_client``."""
-    return _provide(server, WORKER, read)
+    return _provide(server, exported(WORKER), read)
 
 
 def _provide(server: Any, figures: tuple[Figure, ...], read: Callable[[], dict[str, Any]]) -> bool:
