@@ -32,10 +32,9 @@ from dask_gpurt.model.views import TaskView
 from dask_gpurt.placement.decide import candidates, straggler_policy
 from dask_gpurt.placement.decide.cost import finish_seconds
 from dask_gpurt.placement.decide.steal_policy import STOCK
-from dask_gpurt.placement.evaluate import graph_samples
+from dask_gpurt.placement.tables import worker_facts
 from dask_gpurt.placement.tables.durations import JUDGING, LEAST, MEASURABLE_SECONDS
 from dask_gpurt.placement.tables.worker_speed import FORGET_SECONDS
-from dask_gpurt.placement.takeover import seam
 from dask_gpurt.topology.zones import round_trip_seconds
 
 if TYPE_CHECKING:
@@ -129,7 +128,8 @@ class Patrol:
         engine = self.engine
         workers = engine.workers.all.items
         if workers:
-            graph_samples.look_round(engine)
+            engine.books.look_round()
+            engine.samples.look_round()
         if not workers or engine.retired:
             return
         began = time.perf_counter()
@@ -215,7 +215,7 @@ class Patrol:
         info.asked += 1
         if info.asked > SOUNDINGS and self.rounds % SOUNDINGS:
             return
-        sock = seam.connection(self.engine.scheduler, info.address)
+        sock = worker_facts.connection(self.engine.scheduler, info.address)
         if sock is not None and (trip := round_trip_seconds(sock)) is not None:
             self.engine.measured(info, trip)
 
@@ -252,7 +252,7 @@ class Patrol:
         found = []
         for i in range(min(len(items), 4 * IDLE)):
             info = items[(start + i) % len(items)]
-            if info is not home and (idle or info.slowness < home.slowness) and seam.is_running(info.ws):
+            if info is not home and (idle or info.slowness < home.slowness) and worker_facts.is_running(info.ws):
                 found.append(info)
                 if len(found) >= IDLE:
                     break
@@ -287,13 +287,7 @@ class Patrol:
             return
         name = ts.prefix.name
         views = candidates.views(
-            free,
-            candidates.Inputs(ts.dependencies, engine.workers.by_address),
-            engine.workers,
-            engine.links,
-            seam.pending_bytes,
-            engine.ledger.reconcile,
-            name,
+            free, candidates.Inputs(ts.dependencies, engine.workers.by_address), engine.tables, name
         )
         far = engine.links.link(LinkClass.NETWORK)
         task = TaskView(prefix.seconds, prefix.output_bytes)

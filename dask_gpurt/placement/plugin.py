@@ -12,7 +12,6 @@ Order of things:
 
 from __future__ import annotations
 
-import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +19,9 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 
 from dask_gpurt.errors import GpurtError, InstallError
 from dask_gpurt.model import Event, Sink, null_sink
-from dask_gpurt.placement.engine import PLAIN, Engine
-from dask_gpurt.placement.evaluate import shadow_stats
+from dask_gpurt.placement import statistics
+from dask_gpurt.placement.decide.decision import Declined
+from dask_gpurt.placement.engine import Engine
 from dask_gpurt.placement.monitor import Patrol
 from dask_gpurt.placement.takeover.fetch_sources import RouteSeam
 from dask_gpurt.placement.takeover.observe_stock import watch
@@ -101,7 +101,7 @@ class PlacementPlugin(SchedulerPlugin):
             engine.adopt()
             self.seam, self.engine = seam, engine
             if self.settings.shadow:
-                watch(seam, functools.partial(shadow_stats.look, engine))
+                watch(seam, engine.shadowed.look)
             else:
                 self._take_over(scheduler, seam, engine)
         except GpurtError:
@@ -136,7 +136,7 @@ class PlacementPlugin(SchedulerPlugin):
         self.routes.install()
         if self.settings.stragglers:
             self.copies = CopySeam(scheduler, seam)
-            self.copies.on_won = engine.copy_won
+            self.copies.on_won = engine.books.copy_won
             self.copies.install()
         self.patrol = Patrol(engine, seam, self.stealing, self.copies)
         self.patrol.start()
@@ -178,7 +178,7 @@ class PlacementPlugin(SchedulerPlugin):
         return {
             "installed": True,
             "overrides": list(self.seam.installed),
-            **self.engine.statistics(),
+            **statistics.of(self.engine),
             "shadow": self.engine.shadowed.statistics() if self.settings.shadow else None,
             "stealing": {
                 "installed": self.stealing is not None and self.stealing.installed,
@@ -214,14 +214,15 @@ class PlacementPlugin(SchedulerPlugin):
         engine = self.engine
         if engine is None or self.seam is None:
             return None
-        if engine.plain or not engine.knows_more(ts):
+        if engine.books.plain or not engine.knows_more(ts):
             # This is most tasks of most clusters: what is left to do is done here.
-            engine.declined[PLAIN] += 1
-            engine.plain_key = ts.key
+            engine.declined[Declined.PLAIN] += 1
+            engine.books.plain_key = ts.key
             return None
         books = self.seam.parts.get(BOOKKEEPING)
         if books is not None and books.retired is not None:
-            return engine.leave(ts, "bookkeeping retired")
+            engine.leave(ts, Declined.BOOKKEEPING)
+            return None
         return engine.decide(ts, valid)
 
     def _retired(self, reason: str) -> None:
@@ -256,7 +257,7 @@ class PlacementPlugin(SchedulerPlugin):
             if finish == "processing":
                 return
             try:
-                engine.left_processing(key, finish, kwargs)
+                engine.books.left(key, finish, kwargs)
             except Exception:
                 self._failed()
             copies = self.copies
@@ -264,7 +265,7 @@ class PlacementPlugin(SchedulerPlugin):
                 self._guard(copies.left_processing, key, finish)
         elif finish == "processing":
             try:
-                engine.entered_processing(key)
+                engine.books.entered(key)
             except Exception:
                 self._failed()
             copies = self.copies
@@ -296,7 +297,7 @@ class PlacementPlugin(SchedulerPlugin):
             )
         ):
             # ("confirm", key, state, victim, thief, stimulus_id)
-            self._guard(engine.stolen, msg[1], msg[3], msg[4])
+            self._guard(engine.books.stolen, msg[1], msg[3], msg[4])
 
     def add_worker(self, scheduler: Any, worker: str) -> None:
         if self.engine is not None:
@@ -310,6 +311,6 @@ class PlacementPlugin(SchedulerPlugin):
 
     def restart(self, scheduler: Any) -> None:
         if self.engine is not None:
-            self._guard(self.engine.restarted)
+            self._guard(self.engine.books.restarted)
         if self.copies is not None:
             self._guard(self.copies.restarted)

@@ -22,7 +22,7 @@ def of(engine: Engine) -> dict[str, Any]:
             "logged": len(engine.log),
             **engine.log.calibration(),
         },
-        "declined": dict(engine.declined),
+        "declined": {str(reason): n for reason, n in engine.declined.items()},
         "prices": engine.prices.given,
         #: blocks cut, root tasks handed to the owner of their block, blocks split for idle workers, and offers not
         #: made to workers with no memory left

@@ -103,7 +103,7 @@ def assign(engine: Engine, ts: FakeTask, ws: FakeWorker) -> None:
                 ws._network_occ += d.get_nbytes()
             ws.needs_what[d] = ws.needs_what.get(d, 0) + 1
     engine.scheduler.tasks[ts.key] = ts
-    engine.entered_processing(ts.key)
+    engine.books.entered(ts.key)
 
 
 def finish(engine: Engine, ts: FakeTask, seconds: float, nbytes: int = 0, startstops: Any = ()) -> None:
@@ -119,7 +119,7 @@ def finish(engine: Engine, ts: FakeTask, seconds: float, nbytes: int = 0, starts
             assert d.who_has is not None
             d.who_has.add(ws)
     stops = [*startstops, {"action": "compute", "start": 100.0, "stop": 100.0 + seconds}]
-    engine.left_processing(ts.key, "memory", {"startstops": stops, "nbytes": nbytes, "worker": ws.address})
+    engine.books.left(ts.key, "memory", {"startstops": stops, "nbytes": nbytes, "worker": ws.address})
 
 
 def learn(engine: Engine, prefix: str, seconds: float, nbytes: int = 0) -> None:

@@ -15,6 +15,7 @@ from distributed.utils_test import gen_cluster, inc, slowinc
 from dask_gpurt.errors import InstallError, SeamMismatch
 from dask_gpurt.model import circuit_breaker
 from dask_gpurt.placement import PlacementPlugin, engine
+from dask_gpurt.placement.bookkeeping import Bookkeeping
 from tests.placement.fakes import SETTINGS
 
 if TYPE_CHECKING:
@@ -206,14 +207,14 @@ def test_stealing_uses_our_prices_and_moves_charges() -> None:
         plugin = await install(s)
         assert plugin.engine is not None
         stolen = []
-        original = plugin.engine.stolen
+        original = plugin.engine.books.stolen
 
         def watch(key: Any, victim: str, thief: str) -> None:
             original(key, victim, thief)
             assert plugin.engine is not None
             stolen.append((key, plugin.engine.ledger.charges[key].info.ws.address, thief))
 
-        plugin.engine.stolen = watch  # type: ignore[method-assign]
+        plugin.engine.books.stolen = watch  # type: ignore[method-assign]
         # All work lands on `a`; once the restrictions are gone `b` may steal.
         await c.submit(slowinc, 0, delay=0.1, workers=[a.address], pure=False)
         x = await c.scatter(1, workers=[a.address])
@@ -357,9 +358,9 @@ def breaking(name: str) -> Callable[[PlacementPlugin], Any]:
     return broken
 
 
-@pytest.mark.parametrize("name", ["decide", "comm_cost", "entered_processing", "left_processing", "worker_added"])
+@pytest.mark.parametrize("name", ["decide", "comm_cost", "entered", "left", "worker_added"])
 def test_an_exception_anywhere_does_no_harm(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(engine.Engine, name, breaking(name))
+    monkeypatch.setattr(Bookkeeping if name in ("entered", "left") else engine.Engine, name, breaking(name))
 
     @gen_cluster(
         client=True, nthreads=FOUR, config={"distributed.scheduler.work-stealing-interval": "10ms"}, timeout=60
@@ -387,9 +388,9 @@ def test_an_exception_anywhere_does_no_harm(monkeypatch: pytest.MonkeyPatch, nam
     run()
 
 
-@pytest.mark.parametrize("name", ["decide", "left_processing"])
+@pytest.mark.parametrize("name", ["decide", "left"])
 def test_retires_in_a_running_cluster(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(engine.Engine, name, breaking(name))
+    monkeypatch.setattr(Bookkeeping if name in ("entered", "left") else engine.Engine, name, breaking(name))
     monkeypatch.setattr(circuit_breaker, "LIMIT", 20)
 
     @gen_cluster(client=True, nthreads=FOUR, timeout=60)
@@ -401,7 +402,7 @@ def test_retires_in_a_running_cluster(monkeypatch: pytest.MonkeyPatch, name: str
         assert "ZeroDivisionError" in stats["retired"][part]
         assert stats["fallbacks"][part]["exception"] >= circuit_breaker.LIMIT
         assert set(s.workers) == {w.address for w in workers}
-        if name == "left_processing":
+        if name == "left":
             assert part == "bookkeeping"
             assert stats["declined"]["bookkeeping retired"] > 0
         else:

@@ -18,6 +18,7 @@ from distributed.utils_test import NO_AMM, gen_cluster, inc, slowinc
 from dask_gpurt.config import PlacementSettings
 from dask_gpurt.model import circuit_breaker
 from dask_gpurt.placement import PlacementPlugin, monitor
+from dask_gpurt.placement.bookkeeping import Bookkeeping
 from dask_gpurt.placement.engine import Engine
 from dask_gpurt.placement.evaluate import governor, shadow_stats
 from dask_gpurt.placement.takeover import fetch_sources, replica_drops
@@ -141,7 +142,7 @@ def test_an_exception_in_shadow_mode_is_counted(monkeypatch: pytest.MonkeyPatch)
     def broken(*args: Any) -> Any:
         raise ZeroDivisionError("broken")
 
-    monkeypatch.setattr(shadow_stats, "look", broken)
+    monkeypatch.setattr(shadow_stats.Shadowed, "look", broken)
 
     @gen_cluster(client=True, nthreads=FOUR)
     async def run(c: Any, s: Scheduler, *workers: Worker) -> None:
@@ -192,13 +193,13 @@ FAULTS = [
     (Engine, "pull"),
     (Engine, "worth"),
     (Engine, "thief"),
-    (Engine, "entered_processing"),
-    (Engine, "left_processing"),
-    (Engine, "stolen"),
+    (Bookkeeping, "entered"),
+    (Bookkeeping, "left"),
+    (Bookkeeping, "stolen"),
     (Engine, "graph_arrived"),
     (Engine, "worker_added"),
     (Engine, "worker_removed"),
-    (Engine, "restarted"),
+    (Bookkeeping, "restarted"),
     (monitor.Patrol, "round"),
     (replica_drops.WorstReplicas, "_name"),
     (fetch_sources.RouteSeam, "_shorten"),

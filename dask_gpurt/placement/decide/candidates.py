@@ -33,13 +33,16 @@ from dask_gpurt.model.link import LinkClass
 from dask_gpurt.model.views import WorkerView
 from dask_gpurt.placement.decide.zone_cost import price
 from dask_gpurt.placement.tables.disk_residency import READ_BYTES_PER_SECOND
+from dask_gpurt.placement.tables.worker_facts import is_running, pending_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
+
+    from distributed.scheduler import TaskState, WorkerState
 
     from dask_gpurt.placement.tables.disk_residency import Residence
+    from dask_gpurt.placement.tables.tables import Tables
     from dask_gpurt.placement.tables.workers import Node, WorkerInfo, WorkerTable
-    from dask_gpurt.topology.links import LinkMatrix
 
 #: an input with more replicas than this says nothing about where to run
 WIDE = 8
@@ -51,7 +54,9 @@ MAX_WIDE = 8
 PROBES, MORE_PROBES = 2, 8
 #: a view from a tuple of all of its fields: half the time of a call with them, and this is done ten times per decision
 _make = functools.partial(tuple.__new__, WorkerView)
-NOTHING: MappingProxyType[Any, Any] = MappingProxyType({})
+NO_DISK: MappingProxyType[Any, Any] = MappingProxyType({})
+_NOTHING = (0.0, 0.0)
+_NOWHERE = (0.0, 0.0, 0)
 
 
 class Inputs:
@@ -61,18 +66,18 @@ class Inputs:
 
     def __init__(
         self,
-        deps: Collection[Any],
+        deps: Collection[TaskState],
         by_address: dict[str, WorkerInfo],
-        on_disk: Mapping[Any, Mapping[str, float]] = NOTHING,
+        on_disk: Mapping[Any, Mapping[str, float]] = NO_DISK,
     ) -> None:
         #: holder -> [bytes, inputs]
         self.by_worker: dict[WorkerInfo, list[float]] = {}
         #: node of holders -> [bytes, inputs, holders], each input once however many replicas the node has
         self.by_node: dict[Node, list[float]] = {}
         #: (input, bytes, nodes known to have it) of widely replicated inputs
-        self.wide: list[tuple[Any, float, set[Node]]] = []
+        self.wide: list[tuple[TaskState, float, set[Node]]] = []
         #: (input, bytes on disk by address) of those of which some copy is only on disk
-        self.spilled: list[tuple[Any, Mapping[str, float]]] = []
+        self.spilled: list[tuple[TaskState, Mapping[str, float]]] = []
         #: not counting the wide ones
         self.total_bytes = 0.0
         self.count = 0.0
@@ -81,7 +86,7 @@ class Inputs:
         n = len(deps)
         self.scale = scale = 1.0 if n <= MAX_INPUTS else n / MAX_INPUTS
         #: the inputs that are in the sums here or in `wide`
-        self.counted: list[Any] = []
+        self.counted: list[TaskState] = []
         by_worker, by_node, counted = self.by_worker, self.by_node, self.counted
         for d in deps if n <= MAX_INPUTS else islice(deps, MAX_INPUTS):
             nbytes = d.nbytes
@@ -131,7 +136,9 @@ class Inputs:
                         entry[2] += 1
 
     @staticmethod
-    def _twice(holder: Any, holders: Iterable[Any], node: Node, by_address: dict[str, WorkerInfo]) -> bool:
+    def _twice(
+        holder: WorkerState, holders: Iterable[WorkerState], node: Node, by_address: dict[str, WorkerInfo]
+    ) -> bool:
         """Whether an earlier holder of the same input is on the same node. At most `WIDE` holders."""
         for h in holders:
             if h is holder:
@@ -146,8 +153,7 @@ def pick(
     inputs: Inputs,
     table: WorkerTable,
     limit: int,
-    valid: Collection[Any] | None,
-    is_running: Callable[[Any], bool],
+    valid: Collection[WorkerState] | None,
     abroad: bool = True,
 ) -> list[WorkerInfo]:
     """The candidates: running workers, all of them in `valid` (WorkerStates) unless that is None. May be empty.
@@ -158,7 +164,7 @@ def pick(
     rnd = table.random
     half = limit // 2
     if valid is not None:
-        return _pick_valid(inputs, table, limit, valid, is_running)
+        return _pick_valid(inputs, table, limit, valid)
     everybody = table.all.items
     if len(everybody) <= half:
         return [w for w in everybody if is_running(w.ws)]
@@ -205,9 +211,7 @@ def _two_largest(by_node: Mapping[Node, list[float]]) -> list[Node]:
     return [n for n in (first, second) if n is not None]
 
 
-def _pick_valid(
-    inputs: Inputs, table: WorkerTable, limit: int, valid: Collection[Any], is_running: Callable[[Any], bool]
-) -> list[WorkerInfo]:
+def _pick_valid(inputs: Inputs, table: WorkerTable, limit: int, valid: Collection[WorkerState]) -> list[WorkerInfo]:
     """Candidates of a restricted task. Upstream has just built the set `valid`, so this may be linear in it, once."""
     by_address = table.by_address
     if len(valid) <= limit:
@@ -229,92 +233,56 @@ def _pick_valid(
 def views(
     picked: Collection[WorkerInfo],
     inputs: Inputs,
-    table: WorkerTable,
-    links: LinkMatrix,
-    pending_bytes: Callable[[Any], int],
-    reconcile: Callable[[WorkerInfo], None],
+    tables: Tables,
     prefix: str = "",
-    residence: Residence | None = None,
+    *,
+    disk: bool = False,
+    inbound: bool = True,
 ) -> list[WorkerView]:
-    """A snapshot of each candidate, relative to the task with these inputs."""
-    by_worker, by_node, wide, scale = inputs.by_worker, inputs.by_node, inputs.wide, inputs.scale
-    spilled = bool(inputs.spilled) and residence is not None
-    total_bytes, count = inputs.total_bytes, inputs.count
-    fits = links.fits
+    """A snapshot of each candidate, relative to the task with these inputs.
+
+    Parameters
+    ----------
+    prefix
+        Of the task: how slow a worker is may depend on it.
+    disk
+        Whether to count the time in which disks read spilled inputs.
+    inbound
+        Whether to count what is on its way to the worker already.
+    """
+    residence = tables.residence if disk and inputs.spilled else None
+    table, fits, reconcile = tables.workers, tables.links.fits, tables.ledger.reconcile
     by_address = table.by_address
     far_spb = 1.0 / fits[LinkClass.NETWORK].link.bytes_per_second
     out: list[WorkerView] = []
     append = out.append
     zoned = table.zoned
-    nothing = (0.0, 0.0)
-    nowhere = (0.0, 0.0, 0)
-    holders_in_all = len(by_worker)
     # Hashing an enum costs as much as the rest of a look-up, and nearly always all nodes have one kind of link.
     link_class = LinkClass.HOST
     near = fits[link_class].link
     for info in picked:
         ws = info.ws
         node = info.node
-        here_bytes, here = by_worker.get(info, nothing)
-        at_node_bytes, at_node, holders = by_node.get(node, nowhere)
-        near_bytes, near_n = at_node_bytes - here_bytes, at_node - here
-        far_bytes, far_n = total_bytes - at_node_bytes, count - at_node
-        for d, nbytes, nodes in wide:
-            if ws in d.who_has:
-                continue
-            if node in nodes:
-                near_bytes += nbytes
-                near_n += scale
-            else:
-                far_bytes += nbytes
-                far_n += scale
-        needs = ws.needs_what
-        if needs and (near_n or far_n):
-            for d in inputs.counted:
-                if d in needs:  # promised: take it off the side it was counted on
-                    nbytes = d.get_nbytes() * scale
-                    if any(
-                        (w := by_address.get(h.address)) is not None and w.node is node
-                        for h in islice(d.who_has or (), WIDE)
-                    ):
-                        near_bytes, near_n = near_bytes - nbytes, near_n - scale
-                    else:
-                        far_bytes, far_n = far_bytes - nbytes, far_n - scale
-            # Sums of floats in another order: what is left of nothing may be a little less.
-            if near_n < 0.5:
-                near_bytes = near_n = 0.0
-            if far_n < 0.5:
-                far_bytes = far_n = 0.0
-        # A worker asks a peer for many small inputs at once: there are no more fetches than holders.
-        if near_n > 1.0:
-            others = holders - 1 if here else holders
-            if near_n > others:
-                near_n = others or 1
-        if far_n > 1.0 and far_n > holders_in_all - holders:
-            far_n = holders_in_all - holders or 1
+        near_bytes, near_n, far_bytes, far_n = _missing(info, ws, node, inputs, by_address)
         if node.link_class is not link_class:
             link_class = node.link_class
             near = fits[link_class].link
-        pending = pending_bytes(ws)
+        pending = pending_bytes(ws) if inbound else 0
         if pending:
             share = info.far_share
             pending_seconds = pending * (share * far_spb + (1.0 - share) / near.bytes_per_second)
         else:
             pending_seconds = 0.0
-        seceded = info.seceded
-        if len(ws.long_running) != seceded:
+        if len(ws.long_running) != info.seceded:
             reconcile(info)
-            seceded = info.seceded
-        threads = ws.nthreads
         slowness = info.slowness
         if info.speed_samples:
             slowness = info.speed.own.get(prefix, slowness)
-        queue = 0.0 if len(ws.processing) - seceded < threads else queue_seconds(info)
         held = ws.nbytes
         append(
             _make(
                 (
-                    queue,
+                    queue_seconds(info),
                     pending_seconds,
                     near_bytes,
                     near_n,
@@ -325,11 +293,58 @@ def views(
                     held,
                     near,
                     price(inputs.counted, node, by_address) if zoned and far_n else 1.0,
-                    read_seconds(info, inputs, residence, by_address) if spilled else 0.0,
+                    0.0 if residence is None else read_seconds(info, inputs, residence, by_address),
                 )
             )
         )
     return out
+
+
+def _missing(
+    info: WorkerInfo, ws: WorkerState, node: Node, inputs: Inputs, by_address: dict[str, WorkerInfo]
+) -> tuple[float, float, float, float]:
+    """What a worker has to fetch: bytes and requests to neighbours, bytes and requests to others."""
+    here_bytes, here = inputs.by_worker.get(info, _NOTHING)
+    at_node_bytes, at_node, holders = inputs.by_node.get(node, _NOWHERE)
+    near_bytes, near_n = at_node_bytes - here_bytes, at_node - here
+    far_bytes, far_n = inputs.total_bytes - at_node_bytes, inputs.count - at_node
+    scale = inputs.scale
+    for d, nbytes, nodes in inputs.wide:
+        if ws in d.who_has:
+            continue
+        if node in nodes:
+            near_bytes += nbytes
+            near_n += scale
+        else:
+            far_bytes += nbytes
+            far_n += scale
+    needs = ws.needs_what
+    if needs and (near_n or far_n):
+        for d in inputs.counted:
+            if d in needs:  # it is on its way for another task: take it off the side it was counted on
+                nbytes = d.get_nbytes() * scale
+                if any(
+                    (w := by_address.get(h.address)) is not None and w.node is node
+                    for h in islice(d.who_has or (), WIDE)
+                ):
+                    near_bytes, near_n = near_bytes - nbytes, near_n - scale
+                else:
+                    far_bytes, far_n = far_bytes - nbytes, far_n - scale
+        # Sums of floats in another order: what is left of nothing may be a little less.
+        if near_n < 0.5:
+            near_bytes = near_n = 0.0
+        if far_n < 0.5:
+            far_bytes = far_n = 0.0
+    # A worker asks a peer for many small inputs at once: there are no more fetches than holders.
+    if near_n > 1.0:
+        others = holders - 1 if here else holders
+        if near_n > others:
+            near_n = others or 1
+    if far_n > 1.0:
+        others = len(inputs.by_worker) - holders
+        if far_n > others:
+            far_n = others or 1
+    return near_bytes, near_n, far_bytes, far_n
 
 
 def queue_seconds(info: WorkerInfo) -> float:
@@ -369,12 +384,8 @@ def readers(info: WorkerInfo, inputs: Inputs, by_address: dict[str, WorkerInfo])
     return out
 
 
-def read_seconds(
-    info: WorkerInfo, inputs: Inputs, residence: Residence | None, by_address: dict[str, WorkerInfo]
-) -> float:
+def read_seconds(info: WorkerInfo, inputs: Inputs, residence: Residence, by_address: dict[str, WorkerInfo]) -> float:
     """Seconds until the spilled inputs of a candidate are read, queues of the disks included."""
-    if residence is None:
-        return 0.0
     return max(
         (
             residence.queue_seconds(address) + nbytes / READ_BYTES_PER_SECOND

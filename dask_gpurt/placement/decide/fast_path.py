@@ -23,13 +23,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.placement.decide.candidates import queue_seconds
-from dask_gpurt.placement.takeover import seam
+from dask_gpurt.placement.tables import worker_facts
 
 if TYPE_CHECKING:
     from dask_gpurt.model.link import Link
     from dask_gpurt.model.views import TaskView
     from dask_gpurt.placement.decide.cost import Weights
-    from dask_gpurt.placement.engine import Engine
+    from dask_gpurt.placement.tables.tables import Tables
     from dask_gpurt.placement.tables.workers import WorkerInfo
 
 #: a task with more inputs is weighed: looking at each of them costs as much
@@ -37,7 +37,7 @@ MAX_INPUTS = 16
 
 
 def stays(
-    engine: Engine, ts: Any, task: TaskView, far: Link, weights: Weights
+    tables: Tables, ts: Any, task: TaskView, far: Link, weights: Weights
 ) -> tuple[WorkerInfo, tuple[float, ...], float] | None:
     """The worker on which a task stays; None: it has to be weighed.
 
@@ -49,7 +49,7 @@ def stays(
     if not deps or len(deps) > MAX_INPUTS:
         return None
     home: Any = None
-    on_disk = engine.residence.on_disk
+    on_disk = tables.residence.on_disk
     total = 0.0
     for d in deps:
         holders = d.who_has
@@ -62,22 +62,22 @@ def stays(
                 return None
         nbytes = d.nbytes
         total += nbytes if nbytes >= 0 else d.get_nbytes()
-    info = engine.workers.by_address.get(home.address)
-    if info is None or info.ws is not home or not seam.is_running(home) or engine.speeds.is_slow(info):
+    info = tables.workers.by_address.get(home.address)
+    if info is None or info.ws is not home or not worker_facts.is_running(home) or tables.speeds.is_slow(info):
         return None
     compute, output, slack = task
     slowness = info.speed.own.get(ts.group.prefix.name, info.slowness) if info.speed_samples else info.slowness
     if compute * slowness > slack:
         return None
     node = info.node
-    near = engine.links.fits[node.link_class].link
-    pending = seam.pending_bytes(home)
+    near = tables.links.fits[node.link_class].link
+    pending = worker_facts.pending_bytes(home)
     pending_seconds = 0.0
     if pending:
         share = info.far_share
         pending_seconds = pending * (share / far.bytes_per_second + (1.0 - share) / near.bytes_per_second)
     if len(home.long_running) != info.seceded:
-        engine.ledger.reconcile(info)
+        tables.ledger.reconcile(info)
     queue = queue_seconds(info)
     if (queue if queue > pending_seconds else pending_seconds) + compute * slowness > slack:
         return None

@@ -22,12 +22,13 @@ from dask_gpurt.model.link import LinkClass
 from dask_gpurt.placement.decide.policy import WEIGHTS
 from dask_gpurt.placement.decide.root_cuts import Member
 from dask_gpurt.placement.decide.zone_cost import under_way
-from dask_gpurt.placement.takeover import seam
+from dask_gpurt.placement.tables import worker_facts
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable
+    from collections.abc import Callable, Collection, Hashable
 
-    from dask_gpurt.placement.engine import Engine
+    from dask_gpurt.placement.decide.root_blocks import RootGroups
+    from dask_gpurt.placement.tables.tables import Tables
     from dask_gpurt.placement.tables.workers import WorkerInfo
 
 #: tasks per thread up to which a worker that waits for inputs gets one more
@@ -62,10 +63,22 @@ ASKED = 8
 
 
 class Deals:
-    """Of one engine."""
+    """Of one scheduler.
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    Parameters
+    ----------
+    tables
+        Read only.
+    groups
+        The blocks of roots, and who owns each.
+    retired
+        Whether Dask decides everything now.
+    """
+
+    def __init__(self, tables: Tables, groups: RootGroups, retired: Callable[[], bool]) -> None:
+        self._tables = tables
+        self._groups = groups
+        self._retired = retired
         #: moving averages over roots: seconds, bytes of result
         self._root = 0.0, 0.0
         #: workers that got or finished a task since the last deal, and may be waiting for inputs with all they have
@@ -83,7 +96,7 @@ class Deals:
 
     def graph_arrived(self, keys: Collection[Hashable]) -> None:
         """Before the first transition of its tasks."""
-        s = self._engine.scheduler
+        s = self._tables.scheduler
         tasks = s.tasks
         known: dict[Any, bool] = {}
 
@@ -97,12 +110,12 @@ class Deals:
             return answer
 
         found = [ts for k in keys if (ts := tasks.get(k)) is not None]
-        self._engine.groups.arrived(found, self._dealt_to, is_root)
+        self._groups.arrived(found, self._dealt_to, is_root)
 
     def _dealt_to(self) -> list[Member]:
         """The workers in the order in which blocks of roots are dealt: neighbours together, hosts by number."""
         if self._members is None:
-            workers = self._engine.workers.all.items
+            workers = self._tables.workers.all.items
             self._members = sorted(workers, key=lambda w: (w.node.order, w.order))
         return [Member(w.address, w.node.name, w.ws.nthreads / w.slowness) for w in self._members]
 
@@ -115,7 +128,7 @@ class Deals:
 
     def assigned(self, info: WorkerInfo) -> None:
         """A worker got a task, and has inputs to fetch."""
-        if self._engine.groups.by_key:
+        if self._groups.by_key:
             self._fetching[info] = None
 
     def finished(self, info: WorkerInfo) -> None:
@@ -131,7 +144,7 @@ class Deals:
         mean, size = self._root
         gain = ROOT_GAIN if mean or size else 1.0
         self._root = mean + gain * (seconds - mean), size + gain * (nbytes - size)
-        groups = self._engine.groups
+        groups = self._groups
         if groups.beyond * self._root[1] > BEYOND_STOCK * info.mark_bytes:
             groups.dissolve()
 
@@ -144,42 +157,42 @@ class Deals:
 
     def pull(self, ws: Any) -> Any:
         """The queued root task that a worker with a free slot should run; None: none in particular."""
-        engine = self._engine
-        info = engine.workers.by_address.get(ws.address)
+        tables = self._tables
+        info = tables.workers.by_address.get(ws.address)
         if info is not None and self._too_full(info):
             self.spared += 1
             return None
         node = None if info is None else info.node.name
-        scheduler = engine.scheduler
-        ts = engine.groups.pull(ws.address, scheduler.tasks, scheduler.queued.peek(), node, self.may_take)
+        scheduler = tables.scheduler
+        ts = self._groups.pull(ws.address, scheduler.tasks, scheduler.queued.peek(), node, self.may_take)
         return None if ts is None or self._crosses_again(ts, info) else ts
 
     def _crosses_again(self, ts: Any, info: WorkerInfo | None) -> bool:
         """Whether a root should wait until an input that it shares with others has come to the worker's zone."""
-        engine = self._engine
-        if info is None or not engine.workers.zoned or not ts.dependencies:
+        tables = self._tables
+        if info is None or not tables.workers.zoned or not ts.dependencies:
             return False
-        far = engine.links.link(LinkClass.NETWORK)
-        return under_way(ts.dependencies, info, far, engine.workers.by_address)
+        far = tables.links.link(LinkClass.NETWORK)
+        return under_way(ts.dependencies, info, far, tables.workers.by_address)
 
     def may_take(self, owner: str, left: int) -> bool:
         """Whether a worker on another node should take half of the roots that `owner` has `left`."""
         if left > 1:
             return True
-        info = self._engine.workers.by_address.get(owner)
+        info = self._tables.workers.by_address.get(owner)
         return info is None or not self._at_work(info) or self._cheap()
 
     def held(self, ts: Any) -> bool:
         """Whether a queued root, which an idle worker could run, should be left to its owner."""
-        engine = self._engine
-        owner = engine.groups.owner(ts.key)
-        by_address = engine.workers.by_address
+        tables = self._tables
+        owner = self._groups.owner(ts.key)
+        by_address = tables.workers.by_address
         info = None if owner is None else by_address.get(owner)
         if info is None:
             return False
         return (self._at_work(info) and not self._cheap()) or all(
             (w := by_address.get(ws.address)) is not None and self._too_full(w)
-            for ws in islice(engine.scheduler.idle_task_count, LOOKED_AT)
+            for ws in islice(tables.scheduler.idle_task_count, LOOKED_AT)
         )
 
     def better_left(self, ws: Any) -> bool:
@@ -194,7 +207,7 @@ class Deals:
         threads = ws.nthreads
         if len(ws.processing) - len(ws.long_running) < threads:
             return False
-        info = self._engine.workers.by_address.get(ws.address)
+        info = self._tables.workers.by_address.get(ws.address)
         return (info is None or info.roots >= threads) and self._none_ahead()
 
     def _none_ahead(self) -> bool:
@@ -206,7 +219,7 @@ class Deals:
         seconds = self._root[0]
         if seconds <= AHEAD_SECONDS:
             return False
-        s = self._engine.scheduler
+        s = self._tables.scheduler
         queued = s.queued
         last = len(queued) < s.total_nthreads
         if not queued or not (last or seconds > LONG_SECONDS):
@@ -218,15 +231,15 @@ class Deals:
     def _cheap(self) -> bool:
         """Whether the result of a root is sent in much less time than its owner would take to come to it."""
         seconds, nbytes = self._root
-        engine = self._engine
-        nodes = len(engine.workers.nodes)
-        link = engine.links.link(LinkClass.NETWORK if nodes > 1 else LinkClass.HOST)
+        tables = self._tables
+        nodes = len(tables.workers.nodes)
+        link = tables.links.link(LinkClass.NETWORK if nodes > 1 else LinkClass.HOST)
         return link.seconds(nbytes, 1) < CHEAP * seconds
 
     def _at_work(self, info: WorkerInfo) -> bool:
         """Whether a worker will soon ask for more: its next finished task deals slots again."""
         ws = info.ws
-        return info.slowness < SLOW and seam.is_running(ws) and len(ws.processing) > len(ws.long_running)
+        return info.slowness < SLOW and worker_facts.is_running(ws) and len(ws.processing) > len(ws.long_running)
 
     def _too_full(self, info: WorkerInfo) -> bool:
         """Whether a worker would spill the result of one more root, and the others have run them all before that."""
@@ -234,10 +247,10 @@ class Deals:
         over = info.ws.nbytes + info.reserved_bytes + nbytes - info.mark_bytes
         if over <= 0:
             return False
-        workers = self._engine.workers
+        workers = self._tables.workers
         if len(workers.idle.items) > MOSTLY * len(workers.all.items):
             return False
-        s = self._engine.scheduler
+        s = self._tables.scheduler
         rest = len(s.queued) * seconds / max(1, s.total_nthreads)
         return min(over, nbytes) * WEIGHTS.overflow_seconds_per_byte > rest
 
@@ -254,7 +267,7 @@ class Deals:
             return []
         looked, self._fetching = self._fetching, {}
         ended, self._ended = self._ended, {}
-        if self._engine.retired:
+        if self._retired():
             return []
         found = [info.ws for info in looked if self._starves(info)]
         ahead = self._ahead()
@@ -276,37 +289,37 @@ class Deals:
         Of many only some that have a free thread.
         """
         freed, self._freed = self._freed, {}
-        idle = self._engine.scheduler.idle_task_count
+        idle = self._tables.scheduler.idle_task_count
         if len(idle) == 1:
             return list(idle)
         return [*(info.ws for info in freed), *(idle if len(idle) <= ASKED else self._free())]
 
     def takers(self, ts: Any = None) -> list[Any]:
         """Workers of which the least busy gets what nobody pulls (`ts`, if it is known): all of a few, some of many."""
-        engine = self._engine
-        idle = engine.scheduler.idle_task_count
-        owner = None if ts is None else engine.workers.by_address.get(engine.groups.owner(ts.key) or "")
+        tables = self._tables
+        idle = tables.scheduler.idle_task_count
+        owner = None if ts is None else tables.workers.by_address.get(self._groups.owner(ts.key) or "")
         if owner is not None and owner.ws in idle and not self._too_full(owner) and not self._crosses_again(ts, owner):
             return [owner.ws]  # of many idle workers it was not among those that were asked
         if self._none_ahead():
             found = self._free()  # the others come for theirs themselves
         else:
             found = list(idle) if len(idle) <= LOOKED_AT else [*self._free(), *islice(idle, ASKED)]
-        if ts is not None and engine.workers.zoned:
-            by_address = engine.workers.by_address
+        if ts is not None and tables.workers.zoned:
+            by_address = tables.workers.by_address
             return [ws for ws in found if not self._crosses_again(ts, by_address.get(ws.address))]
         return found
 
     def _free(self) -> list[Any]:
         """Some running workers with a free thread."""
-        workers = self._engine.workers
+        workers = self._tables.workers
         items = workers.idle.items
         n = len(items)
         start = int(workers.random() * n) if n > ASKED else 0
         found = []
         for i in range(min(n, 4 * ASKED)):
             ws = items[(start + i) % n].ws
-            if seam.is_running(ws):
+            if worker_facts.is_running(ws):
                 found.append(ws)
                 if len(found) >= ASKED:
                     break

@@ -12,7 +12,7 @@ from dask_gpurt.placement.tables.disk_residency import READ_BYTES_PER_SECOND
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable
 
-    from dask_gpurt.placement.engine import Engine
+    from dask_gpurt.placement.tables.tables import Tables
     from dask_gpurt.placement.tables.workers import Node
 
 #: a task with more inputs costs too much to price for every thief; stock prices it
@@ -22,8 +22,8 @@ MAX_PRICED_INPUTS = 64
 class Prices:
     """Prices given to work stealing."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, tables: Tables) -> None:
+        self._tables = tables
         #: how many
         self.given = 0
         self._asked: tuple[Hashable, int] | None = None
@@ -38,8 +38,8 @@ class Prices:
         stock's bandwidth, and what was learned is used for what stock cannot know: how much less a neighbour costs,
         and the latency of each fetch.
         """
-        engine = self._engine
-        by_address = engine.workers.by_address
+        tables = self._tables
+        by_address = tables.workers.by_address
         info = by_address.get(ws.address)
         deps = ts.dependencies
         if info is None or info.ws is not ws or len(deps) > MAX_PRICED_INPUTS:
@@ -47,7 +47,7 @@ class Prices:
         self.given += 1
         # Stealing asks for one task and every idle worker in turn; what does not depend on the worker is kept. The
         # counter bounds how stale it gets: replicas may appear without a transition, and this is only an estimate.
-        asked = (ts.key, engine.scheduler.transition_counter)
+        asked = (ts.key, tables.scheduler.transition_counter)
         if self._asked != asked:
             self._asked = asked
             self._located = [
@@ -61,8 +61,8 @@ class Prices:
                 if (holders := d.who_has)
             ]
         node = info.node
-        near = engine.links.link(node.link_class)
-        far = near if len(engine.workers.nodes) == 1 else engine.links.link(LinkClass.NETWORK)
+        near = tables.links.link(node.link_class)
+        far = near if len(tables.workers.nodes) == 1 else tables.links.link(LinkClass.NETWORK)
         near_bytes = far_bytes = near_fetches = far_fetches = 0
         # Whoever asks for a value on a disk waits for that disk, which has its own tasks to read for.
         reading = 0.0
@@ -79,12 +79,12 @@ class Prices:
         seconds = reading + near.latency_seconds * near_fetches + far.latency_seconds * far_fetches
         discount = min(1.0, far.bytes_per_second / near.bytes_per_second)
         # Stock's bandwidth is a mean over all transfers: where most come from neighbours it is far above the network's.
-        bandwidth = min(engine.scheduler.bandwidth, far.bytes_per_second)
+        bandwidth = min(tables.scheduler.bandwidth, far.bytes_per_second)
         return float(seconds + (far_bytes + near_bytes * discount) / bandwidth)
 
     def _reading_seconds(self, d: Any, holders: Collection[Any]) -> float:
         """Until a disk has read a value; 0 when some holder has it in memory."""
-        residence = self._engine.residence
+        residence = self._tables.residence
         disk = residence.on_disk.get(d.key)
         if disk is None or len(disk) < len(holders):
             return 0.0

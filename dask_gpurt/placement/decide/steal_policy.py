@@ -1,7 +1,7 @@
 """Whether a waiting task is better off elsewhere, in our seconds. Pure.
 
 Stock moves a task when the occupancies differ enough, in its own currency: prefix mean times count plus bytes at one
-bandwidth. It knows neither the speed of a worker nor what a link costs, and `Engine.comm_cost` says why true seconds
+bandwidth. It knows neither the speed of a worker nor what a link costs, and `steal_cost` says why true seconds
 must not be mixed into that. So ours is a second opinion on the thief, asked before stock's own test: a task moves only
 when both agree.
 
@@ -28,12 +28,12 @@ from dask_gpurt.model.views import TaskView
 from dask_gpurt.placement.decide import candidates
 from dask_gpurt.placement.decide.cost import finish_seconds
 from dask_gpurt.placement.decide.policy import WEIGHTS
-from dask_gpurt.placement.takeover import seam
+from dask_gpurt.placement.tables import worker_facts
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from dask_gpurt.placement.engine import Engine
+    from dask_gpurt.placement.tables.tables import Tables
 
 #: thieves compared for one task
 THIEVES = 8
@@ -57,8 +57,8 @@ STOCK = Stock()
 class Thieves:
     """Second opinions on stealing."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, tables: Tables) -> None:
+        self._tables = tables
         #: opinions by what they were: allowed, home (cheaper there), busy (no free thread anywhere),
         #: disk (its inputs are on the disk there), slack (there is other work for longer than it takes there), time
         self.opinions: Counter[str] = Counter()
@@ -81,13 +81,13 @@ class Thieves:
         busy
             Whether workers without a free thread are considered too.
         """
-        engine = self._engine
+        tables = self._tables
         victim = ts.processing_on
-        home = None if victim is None else engine.workers.by_address.get(victim.address)
-        prefix = engine.durations.known(ts)
+        home = None if victim is None else tables.workers.by_address.get(victim.address)
+        prefix = tables.durations.known(ts)
         if home is None or prefix is None or prefix.seconds is None or len(ts.dependencies) > MAX_INPUTS:
             return STOCK
-        on_disk = engine.residence.on_disk
+        on_disk = tables.residence.on_disk
         if on_disk and any(home.address in on_disk.get(d.key, ()) for d in ts.dependencies):
             # Whoever runs it, this worker's disk must read for it; elsewhere the value has to be sent as well.
             self.opinions["disk"] += 1
@@ -104,15 +104,15 @@ class Thieves:
             self._spent += time.perf_counter() - began
 
     def _choose(self, ts: Any, thieves: Any, in_flight: Any, valid: Any, home: Any, prefix: Any, busy: bool) -> Any:
-        engine = self._engine
-        by_address = engine.workers.by_address
+        tables = self._tables
+        by_address = tables.workers.by_address
         # Sets are in another order in every process; the same events must give the same decisions.
         pool: list[Any]
         if len(thieves) > THIEVES:
             # Those that have inputs first, then some that are idle.
             near = {h for d in ts.dependencies for h in islice(d.who_has or (), THIEVES) if h in thieves}
-            idle = engine.workers.idle.items
-            start = int(engine.workers.random() * len(idle))
+            idle = tables.workers.idle.items
+            start = int(tables.workers.random() * len(idle))
             some = (idle[(start + i) % len(idle)].ws for i in range(min(len(idle), 4 * THIEVES)))
             pool = [*sorted(near, key=_address)[:THIEVES], *(w for w in some if w in thieves and w not in near)]
         else:
@@ -123,7 +123,7 @@ class Thieves:
             if (
                 info is not None
                 and info is not home
-                and seam.is_running(ws)
+                and worker_facts.is_running(ws)
                 and (valid is None or ws in valid)
                 and (busy or len(ws.processing) - len(ws.long_running) + in_flight.get(ws, 0) < ws.nthreads)
             ):
@@ -135,16 +135,8 @@ class Thieves:
             return None
         name = ts.prefix.name
         task = TaskView(prefix.seconds, prefix.output_bytes)
-        far = engine.links.link(LinkClass.NETWORK)
-        views = candidates.views(
-            free,
-            candidates.Inputs(ts.dependencies, by_address),
-            engine.workers,
-            engine.links,
-            seam.pending_bytes,
-            engine.ledger.reconcile,
-            name,
-        )
+        far = tables.links.link(LinkClass.NETWORK)
+        views = candidates.views(free, candidates.Inputs(ts.dependencies, by_address), tables, name)
         best, best_seconds = None, 0.0
         for info, view in zip(free, views, strict=True):
             finish, moved = finish_seconds(task, view, far)
@@ -155,10 +147,10 @@ class Thieves:
             if best is None or seconds < best_seconds:
                 best, best_seconds = info, seconds
         slowness = home.speed.for_prefix(name)
-        backlog = engine.backlog_seconds(home)
+        backlog = tables.backlog_seconds(home)
         backlog += min(0, in_flight.get(home.ws, 0)) * task.compute_seconds
         at_home = max(backlog * home.slowness / home.ws.nthreads, task.compute_seconds * slowness)
-        if at_home <= engine.slack.seconds():
+        if at_home <= tables.slack.seconds():
             self.opinions["slack"] += 1
             return None
         if best is None or best_seconds >= at_home:

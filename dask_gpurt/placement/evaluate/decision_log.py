@@ -51,11 +51,11 @@ from dask_gpurt.placement.evaluate.decision_record import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Mapping, Sequence
+    from collections.abc import Hashable, Mapping
 
     from dask_gpurt.model.link import Link
-    from dask_gpurt.model.views import TaskView, WorkerView
-    from dask_gpurt.placement.decide.candidates import Inputs
+    from dask_gpurt.model.views import TaskView
+    from dask_gpurt.placement.decide.decision import Decision
     from dask_gpurt.placement.tables.workers import WorkerInfo
 
 #: decisions kept
@@ -76,7 +76,6 @@ class DecisionLog:
 
     def __init__(self, limit: int = LIMIT) -> None:
         self.limit = limit
-        self._most = limit + limit // 8
         #: by key, oldest first: lists as `decision_record` describes them; tuples are tasks that stock placed, see
         #: `passed`
         self._rows: dict[Hashable, list[Any] | tuple[Any, ...]] = {}
@@ -88,20 +87,9 @@ class DecisionLog:
 
     # ------------------------------------------------------------------ writing, on the hot path
 
-    def chosen(
-        self,
-        key: Hashable,
-        picked: Iterable[WorkerInfo],
-        views: Sequence[WorkerView],
-        choice: int,
-        task: TaskView,
-        far: Link,
-        inputs: Inputs,
-        restricted: bool,
-        workers: int,
-        shadow: bool = False,
-    ) -> None:
+    def chosen(self, key: Hashable, decision: Decision, restricted: bool, workers: int, shadow: bool = False) -> None:
         """A decision by cost; `workers` is how many there are in all."""
+        picked, inputs, views, task, far, choice = decision
         total_bytes, count = inputs.total_bytes, inputs.count
         if inputs.wide:
             for _, nbytes, _ in inputs.wide:
@@ -204,7 +192,7 @@ class DecisionLog:
         if key in rows:
             del rows[key]  # the newest is last
         rows[key] = row
-        if len(rows) > self._most:
+        if len(rows) > self.limit + (self.limit >> 3):
             # Many at a time: to find the first entry of a dict takes as long as there are deleted ones before it.
             for old in list(islice(rows, len(rows) - self.limit)):
                 del rows[old]
@@ -225,7 +213,7 @@ class DecisionLog:
         story: dict[str, Any] = {
             "key": str(row[KEY]),
             "kind": kind,
-            "reason": detail if kind != GROUP else None,
+            "reason": None if kind == GROUP or detail is None else str(detail),
             "time": row[TIME],
             "restricted": None,
             "workers": None,

@@ -6,7 +6,7 @@ there anyway, is close: holders only, by queue and missing bytes; without inputs
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dask_gpurt.model import LinkClass
 from dask_gpurt.model.views import TaskView
@@ -15,13 +15,17 @@ from dask_gpurt.placement.decide.cost import finish_seconds
 from dask_gpurt.placement.decide.policy import WEIGHTS
 
 if TYPE_CHECKING:
-    from dask_gpurt.placement.engine import Engine
+    from distributed.scheduler import TaskState, WorkerState
+
+    from dask_gpurt.placement.decide.decision import Decision
+    from dask_gpurt.placement.evaluate.governor import Governor
+    from dask_gpurt.placement.tables.tables import Tables
 
 
-def tell(engine: Engine, ts: Any, ours: bool, weighed: Any) -> None:
-    """A decision was made, by us (`ours`) or left to stock; `weighed` is what `Engine.weigh` gave."""
-    _, inputs, views, task, far, i = weighed
-    view = views[i]
+def tell(governor: Governor, ts: TaskState, ours: bool, decision: Decision) -> None:
+    """A decision was made, by placement (`ours`) or left to Dask."""
+    inputs, views, task, far = decision.inputs, decision.views, decision.task, decision.far
+    view = decision.view
     predicted, moved = finish_seconds(task, view, far)
     stock = predicted
     if len(views) > 1:
@@ -30,23 +34,17 @@ def tell(engine: Engine, ts: Any, ours: bool, weighed: Any) -> None:
         if len(holders) > 1 or holders[0] is not view:
             theirs = min(holders, key=lambda v: v.queue_seconds * v.slowness + finish_seconds(task, v, far)[1])
             stock = finish_seconds(task, theirs, far)[0]
-    engine.governor.decided(
+    governor.decided(
         ts.key, ts.prefix.name, ours, predicted, stock, view.near_bytes + view.far_bytes, WEIGHTS.moved * moved
     )
 
 
-def tell_moved(engine: Engine, ts: Any, ws: Any) -> None:
-    """What stock's decision in a trial moves."""
-    info = engine.workers.by_address.get(ws.address)
+def tell_moved(tables: Tables, governor: Governor, ts: TaskState, ws: WorkerState) -> None:
+    """What Dask's decision in a trial moves."""
+    by_address = tables.workers.by_address
+    info = by_address.get(ws.address)
     if info is None or len(ts.dependencies) > candidates.MAX_INPUTS:
         return
-    view = candidates.views(
-        [info],
-        candidates.Inputs(ts.dependencies, engine.workers.by_address),
-        engine.workers,
-        engine.links,
-        lambda ws: 0,
-        engine.ledger.reconcile,
-    )[0]
-    _, moved = finish_seconds(TaskView(0.0, 0.0), view, engine.links.link(LinkClass.NETWORK))
-    engine.governor.moved(ts.key, view.near_bytes + view.far_bytes, WEIGHTS.moved * moved)
+    view = candidates.views([info], candidates.Inputs(ts.dependencies, by_address), tables, inbound=False)[0]
+    _, moved = finish_seconds(TaskView(0.0, 0.0), view, tables.links.link(LinkClass.NETWORK))
+    governor.moved(ts.key, view.near_bytes + view.far_bytes, WEIGHTS.moved * moved)

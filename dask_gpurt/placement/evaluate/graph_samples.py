@@ -1,88 +1,124 @@
-"""What `graph_judge` and `idle_alarm` are fed with: counts of graphs, of bytes, and of idle threads.
+"""`GraphSamples`: what `graph_judge` and `idle_alarm` are fed with: counts of graphs, peak memory, idle threads.
 
-They are pure; this module reads the scheduler for them, when a graph arrives and a few times a second (`monitor`).
+They are pure. This module reads the scheduler for them, when a graph arrives and a few times a second (`monitor`).
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dask_gpurt.placement.evaluate.governor import Standing
-from dask_gpurt.placement.takeover import seam
+from dask_gpurt.placement.tables import worker_facts
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable
+    from collections.abc import Callable, Collection, Hashable, Mapping
 
-    from dask_gpurt.placement.engine import Engine
+    from distributed.scheduler import TaskState
+
+    from dask_gpurt.placement.decide.root_blocks import RootGroups
+    from dask_gpurt.placement.evaluate.governor import Governor
+    from dask_gpurt.placement.evaluate.graph_judge import GraphJudge
+    from dask_gpurt.placement.evaluate.idle_alarm import HoldAlarm
+    from dask_gpurt.placement.tables.tables import Tables
 
 #: workers looked at per tick, at most; of more, every so many-th
 LOOKED_AT = 1024
 
 
-def graph_arrived(engine: Engine, keys: Collection[Hashable]) -> None:
-    """Tell the judge of a graph, before the first transition of its tasks."""
-    judge = engine.graph_judge
-    if not judge.enabled:
-        return
-    tasks = engine.scheduler.tasks
+class GraphSamples:
+    """Of one scheduler.
+
+    Parameters
+    ----------
+    tables, groups, governor
+        Read only.
+    judge, alarm
+        Fed.
+    at_work
+        Whether any task is assigned.
+    retired
+        Whether Dask decides everything now.
+    """
+
+    def __init__(
+        self,
+        tables: Tables,
+        groups: RootGroups,
+        governor: Governor,
+        judge: GraphJudge,
+        alarm: HoldAlarm,
+        *,
+        at_work: Callable[[], bool],
+        retired: Callable[[], bool],
+    ) -> None:
+        self._tables = tables
+        self._groups = groups
+        self._governor = governor
+        self._judge = judge
+        self._alarm = alarm
+        self._at_work = at_work
+        self._retired = retired
+
+    def graph_arrived(self, keys: Collection[Hashable]) -> None:
+        """Feed a graph, before the first transition of its tasks."""
+        judge = self._judge
+        if not judge.enabled:
+            return
+        scheduler = self._tables.scheduler
+        spoiled = None
+        if self._governor.standing is not Standing.TRUSTED:
+            spoiled = "the governor had its trial"
+        elif not judge.left and self._at_work():
+            spoiled = "older tasks were at work"
+        judge.arrived(_prefixes(scheduler.tasks, keys), scheduler.total_nthreads, spoiled)
+
+    def look_round(self) -> None:
+        """Feed peak memory and idle threads: one tick."""
+        judge, alarm = self._judge, self._alarm
+        if not judge.observing:
+            if alarm.stage:
+                alarm.reset()
+            return
+        scheduler = self._tables.scheduler
+        if self._governor.standing is not Standing.TRUSTED:
+            judge.spoil("the governor had its trial")
+        infos = self._tables.workers.all.items
+        step = -(-len(infos) // LOOKED_AT)
+        fullest = max(info.ws.nbytes / info.mark_bytes for info in infos[::step])
+        queued = bool(scheduler.queued)
+        if alarm.stage and not queued and not self._groups.by_key:
+            alarm.reset()  # the roots that it was about are done, though other work may go on for ever
+        judge.tick(queued or self._at_work(), fullest)
+        if not judge.observing or self._retired():
+            alarm.reset()
+            return
+        done = judge.done
+        mean = judge.compute_seconds / done if done else None
+        # Looked up at each call, so that a simulator can exchange it.
+        if alarm.tick(time.monotonic(), self._idle_share() if queued else 0.0, mean):
+            judge.alarmed()
+            scheduler.stimulus_queue_slots_maybe_opened(stimulus_id=f"gpurt-alarm-{time.time()}")
+
+    def _idle_share(self) -> float:
+        """Share of the threads that have nothing assigned. Slow workers are left out: they are spared on purpose."""
+        tables = self._tables
+        idle = 0
+        infos = tables.workers.idle.items
+        step = max(1, -(-len(infos) // LOOKED_AT))
+        for info in infos[::step]:
+            ws = info.ws
+            if worker_facts.is_running(ws) and not tables.speeds.is_slow(info):
+                idle += max(0, ws.nthreads - len(ws.processing) + len(ws.long_running))
+        return float(idle * step / max(1, tables.scheduler.total_nthreads))
+
+
+def _prefixes(tasks: Mapping[Hashable, TaskState], keys: Collection[Hashable]) -> dict[str, int]:
+    """Tasks that are still to run, by prefix."""
     groups = Counter(ts.group for k in keys if (ts := tasks.get(k)) is not None and ts.state == "released")
-    prefixes: dict[str, int] = {}
+    out: dict[str, int] = {}
     for group, n in groups.items():
         name = group.prefix.name
-        prefixes[name] = prefixes.get(name, 0) + n
-    spoiled = None
-    if engine.governor.standing is not Standing.TRUSTED:
-        spoiled = "the governor had its trial"
-    elif not judge.left and engine.at_work:
-        spoiled = "older tasks were at work"
-    judge.arrived(prefixes, engine.scheduler.total_nthreads, spoiled)
-
-
-def count_bytes(engine: Engine, ts: Any, ws: Any) -> None:
-    """Count the inputs that the worker of a task just assigned has to fetch for it, each once."""
-    needs = ws.needs_what
-    # An input that is needed by one of the worker's tasks only is fetched for this one.
-    engine.graph_judge.moved_bytes += sum(d.get_nbytes() for d in ts.dependencies if needs.get(d) == 1)
-
-
-def look_round(engine: Engine) -> None:
-    """One tick: peak memory and idle threads."""
-    judge, alarm = engine.graph_judge, engine.hold_alarm
-    engine.look_round()
-    if not judge.observing:
-        if alarm.stage:
-            alarm.reset()
-        return
-    scheduler = engine.scheduler
-    if engine.governor.standing is not Standing.TRUSTED:
-        judge.spoil("the governor had its trial")
-    infos = engine.workers.all.items
-    step = -(-len(infos) // LOOKED_AT)
-    fullest = max(info.ws.nbytes / info.mark_bytes for info in infos[::step])
-    queued = bool(scheduler.queued)
-    if alarm.stage and not queued and not engine.groups.by_key:
-        alarm.reset()  # the roots that it was about are done, though other work may go on for ever
-    judge.tick(queued or engine.at_work, fullest)
-    if not judge.observing or engine.retired:
-        alarm.reset()
-        return
-    done = judge.done
-    mean = judge.compute_seconds / done if done else None
-    # Looked up at each call, so that a simulator can exchange it.
-    if alarm.tick(time.monotonic(), _idle_share(engine) if queued else 0.0, mean):
-        judge.alarmed()
-        scheduler.stimulus_queue_slots_maybe_opened(stimulus_id=f"gpurt-alarm-{time.time()}")
-
-
-def _idle_share(engine: Engine) -> float:
-    """Share of the threads that have nothing assigned. Slow workers are left out: they are spared on purpose."""
-    idle = 0
-    infos = engine.workers.idle.items
-    step = max(1, -(-len(infos) // LOOKED_AT))
-    for info in infos[::step]:
-        ws = info.ws
-        if seam.is_running(ws) and not engine.speeds.is_slow(info):
-            idle += max(0, ws.nthreads - len(ws.processing) + len(ws.long_running))
-    return idle * step / max(1, engine.scheduler.total_nthreads)
+        out[name] = out.get(name, 0) + n
+    return out

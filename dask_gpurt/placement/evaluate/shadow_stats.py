@@ -7,25 +7,40 @@ not what would have been gained: stock's other choices would have been different
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dask_gpurt.model import LinkClass
 from dask_gpurt.placement.decide.cost import cost, finish_seconds
+from dask_gpurt.placement.decide.decision import Declined
 from dask_gpurt.placement.decide.policy import WEIGHTS
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection
 
-    from dask_gpurt.model.link import Link
-    from dask_gpurt.model.views import TaskView, WorkerView
-    from dask_gpurt.placement.engine import Engine
-    from dask_gpurt.placement.tables.workers import WorkerInfo
+    from distributed.scheduler import TaskState, WorkerState
+
+    from dask_gpurt.placement.decide.decision import Decision
+    from dask_gpurt.placement.evaluate.decision_log import DecisionLog
+    from dask_gpurt.placement.tables.tables import Tables
+
+    Weigh = Callable[..., Decision | Declined]
 
 
 class Shadowed:
-    """Decisions compared so far."""
+    """Decisions compared so far.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    tables, log
+        Read for what a decision needs; written: the log and the time spent.
+    weigh
+        `Engine.weigh`.
+    """
+
+    def __init__(self, tables: Tables, log: DecisionLog, weigh: Weigh) -> None:
+        self._tables = tables
+        self._log = log
+        self._weigh = weigh
         #: the same worker; another one
         self.agreed = 0
         self.differed = 0
@@ -36,24 +51,34 @@ class Shadowed:
         self.finish_seconds = 0.0
         self.moved_bytes = 0.0
 
-    def compare(
-        self,
-        picked: Sequence[WorkerInfo],
-        views: Sequence[WorkerView],
-        choice: int,
-        task: TaskView,
-        far: Link,
-        stock: Any,
-    ) -> None:
-        """Stock chose the WorkerState `stock`; the cost would have chosen ``picked[choice]``."""
-        if picked[choice].ws is stock:
+    def look(self, ts: TaskState, valid: Collection[WorkerState] | None, ws: WorkerState | None) -> None:
+        """Record what the cost would have chosen where Dask chose `ws`. Changes nothing that others read."""
+        tables = self._tables
+        if tables.budget.exhausted or ts.actor or not ts.dependencies or ws is None:
+            self.passed += 1
+            return
+        began = time.perf_counter_ns()
+        far = tables.links.link(LinkClass.NETWORK)
+        by_address = tables.workers.by_address
+        decision = self._weigh(ts, valid, began, tables.task_view(ts), far, by_address.get(ws.address))
+        if isinstance(decision, Declined):
+            self.passed += 1
+            return
+        self.compare(decision, ws)
+        self._log.chosen(ts.key, decision, valid is not None, len(tables.workers.all.items), shadow=True)
+        tables.budget.record((time.perf_counter_ns() - began) * 1e-9)
+
+    def compare(self, decision: Decision, stock: WorkerState) -> None:
+        """Dask chose `stock`; the cost would have chosen the decision's worker."""
+        picked, views, task, far = decision.picked, decision.views, decision.task, decision.far
+        if decision.info.ws is stock:
             self.agreed += 1
             return
         theirs = next((v for w, v in zip(picked, views, strict=True) if w.ws is stock), None)
         if theirs is None:
             self.passed += 1
             return
-        ours = views[choice]
+        ours = decision.view
         self.differed += 1
         self.cost_seconds += cost(task, theirs, far, WEIGHTS) - cost(task, ours, far, WEIGHTS)
         self.finish_seconds += finish_seconds(task, theirs, far)[0] - finish_seconds(task, ours, far)[0]
@@ -69,23 +94,3 @@ class Shadowed:
             "predicted_finish_seconds": self.finish_seconds,
             "predicted_moved_bytes": self.moved_bytes,
         }
-
-
-def look(engine: Engine, ts: Any, valid: Collection[Any] | None, ws: Any) -> None:
-    """Record what the cost would have chosen where stock chose `ws`. Changes nothing that others read."""
-    shadowed = engine.shadowed
-    if engine.budget.exhausted or ts.actor or not ts.dependencies or ws is None:
-        shadowed.passed += 1
-        return
-    began = time.perf_counter_ns()
-    far = engine.links.link(LinkClass.NETWORK)
-    by_address = engine.workers.by_address
-    weighed = engine.weigh(ts, valid, began, engine.task_view(ts), far, by_address.get(ws.address))
-    if isinstance(weighed, str):
-        shadowed.passed += 1
-        return
-    picked, inputs, views, task, far, i = weighed
-    shadowed.compare(picked, views, i, task, far, ws)
-    n = len(engine.workers.all.items)
-    engine.log.chosen(ts.key, picked, views, i, task, far, inputs, valid is not None, n, shadow=True)
-    engine.budget.record((time.perf_counter_ns() - began) * 1e-9)

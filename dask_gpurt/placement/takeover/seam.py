@@ -25,7 +25,6 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-import operator
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -84,20 +83,6 @@ ATTRIBUTES: dict[type, tuple[str, ...]] = {
         "worker_restrictions",
     ),
 }
-
-#: bytes that tasks assigned to a worker still have to fetch, each input once
-pending_bytes: Callable[[Any], int] = operator.attrgetter("_network_occ")
-
-
-def connection(scheduler: Any, address: str) -> Any:
-    """The socket of a worker's stream to the scheduler; None when there is none, or none we know."""
-    stream = getattr(getattr(scheduler.stream_comms.get(address), "comm", None), "stream", None)
-    return getattr(stream, "socket", None)
-
-
-def is_running(ws: Any) -> bool:
-    """Whether a WorkerState takes tasks: not paused, closing or gone."""
-    return ws.status is Status.running
 
 
 class Seam(Guard):

@@ -23,7 +23,8 @@ from dask_gpurt.extension import NAME, GpurtScheduler, on_worker
 from dask_gpurt.observe.answers.explain import _TERMS, Explanation
 from dask_gpurt.observe.answers.where import Where
 from dask_gpurt.observe.render.text import bytes_said, seconds_said
-from dask_gpurt.placement import engine
+from dask_gpurt.placement.decide.decision import Declined
+from dask_gpurt.placement.engine import Engine
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -210,7 +211,7 @@ async def test_where_nothing_more_is_known_stock_decides(c: Client, s: Scheduler
         x = c.submit(inc, 1, key="x", workers=[workers[1].address])
         await c.submit(inc, x, key="y")
         e = await dask_gpurt.explain(c, "y")
-        assert (e.kind, e.reason) == ("stock", engine.PLAIN)
+        assert (e.kind, e.reason) == ("stock", Declined.PLAIN)
         assert e.worker == workers[1].address
         assert "nothing is known that Dask does not know" in repr(e)
         assert (await dask_gpurt.explain(c, "x")).reason == "no inputs"
@@ -218,9 +219,9 @@ async def test_where_nothing_more_is_known_stock_decides(c: Client, s: Scheduler
 
 @pytest.mark.cluster
 def test_a_fallback_says_what_was_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = engine.Engine.decide
+    right = Engine.decide
 
-    def sometimes(self: engine.Engine, ts: Any, valid: Any) -> Any:
+    def sometimes(self: Engine, ts: Any, valid: Any) -> Any:
         if ts.key == "doomed":
             raise ZeroDivisionError("injected by a test")
         if ts.key == "abroad":
@@ -228,7 +229,7 @@ def test_a_fallback_says_what_was_raised(monkeypatch: pytest.MonkeyPatch) -> Non
             return next(ws for ws in self.scheduler.workers.values() if ws not in valid)
         return right(self, ts, valid)
 
-    monkeypatch.setattr(engine.Engine, "decide", sometimes)
+    monkeypatch.setattr(Engine, "decide", sometimes)
 
     @gen_cluster(client=True, nthreads=FOUR, config=QUIET)
     async def run(c: Client, s: Scheduler, *workers: Worker) -> None:

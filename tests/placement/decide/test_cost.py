@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from dask_gpurt.model import Link, LinkClass
 from dask_gpurt.model.views import TaskView, WorkerView
+from dask_gpurt.placement import statistics
 from dask_gpurt.placement.decide.cost import Weights, cost, terms
 from dask_gpurt.placement.decide.policy import choose
 from tests.placement.fakes import FakeTask, FakeWorker, assign, learn, make_engine
@@ -124,7 +125,7 @@ def test_prefers_the_holder_of_large_data() -> None:
     busy(engine, a, 5)
     x = FakeTask("x", nbytes=10**9, on=(a,))
     assert engine.decide(FakeTask("f", x), None) is a
-    decisions = engine.statistics()["decisions"]
+    decisions = statistics.of(engine)["decisions"]
     assert {k: decisions[k] for k in ("total", "moved", "local", "restricted")} == {
         "total": 1,
         "moved": 0,
@@ -140,7 +141,7 @@ def test_prefers_an_idle_worker_for_tiny_data_and_a_deep_queue() -> None:
     busy(engine, a, 5)
     x = FakeTask("x", nbytes=1000, on=(a,))
     assert engine.decide(FakeTask("f", x), None) is b
-    assert engine.statistics()["decisions"]["moved"] == 1
+    assert statistics.of(engine)["decisions"]["moved"] == 1
 
 
 def test_an_unmeasured_queue_does_not_justify_moving_bytes() -> None:
@@ -178,7 +179,7 @@ def test_promised_copies_count_as_there() -> None:
     assign(engine, FakeTask("g", x), b)  # b fetches x
     learn(engine, "g", 0.001)
     assert engine.decide(FakeTask("f", x), None) is b
-    assert engine.statistics()["decisions"]["local"] == 1, "x is not fetched a second time"
+    assert statistics.of(engine)["decisions"]["local"] == 1, "x is not fetched a second time"
 
 
 def test_promised_copies_of_a_widely_replicated_input() -> None:
@@ -189,11 +190,9 @@ def test_promised_copies_of_a_widely_replicated_input() -> None:
     assign(engine, FakeTask("g", x), thief)
     picked = [engine.workers.by_address[thief.address]]
     from dask_gpurt.placement.decide import candidates
-    from dask_gpurt.placement.takeover import seam
 
     inputs = candidates.Inputs({x}, engine.workers.by_address)
-    args = (inputs, engine.workers, engine.links, seam.pending_bytes, engine.ledger.reconcile)
-    (seen,) = candidates.views(picked, *args)
+    (seen,) = candidates.views(picked, inputs, engine.tables)
     assert (seen.near_bytes, seen.near_fetches, seen.far_bytes, seen.far_fetches) == (0, 0, 0, 0)
     assert seen.pending_seconds > 0
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dask_gpurt.model import LinkClass
+from dask_gpurt.placement import statistics
 from dask_gpurt.placement.decide import fast_path
 from dask_gpurt.placement.decide.cost import cost
 from dask_gpurt.placement.decide.policy import WEIGHTS, Cheapest
@@ -59,7 +60,7 @@ def test_a_task_stays_and_says_so() -> None:
     assert story["predicted"]["finish_seconds"] == pytest.approx(3 * COMPUTE)
     assert story["predicted"]["moved_bytes"] == 0
     assert json.loads(json.dumps(story)) == story
-    assert engine.statistics()["decisions"]["local"] == 1
+    assert statistics.of(engine)["decisions"]["local"] == 1
 
 
 def _slow(engine: Engine, a: FakeWorker) -> None:
@@ -160,7 +161,7 @@ def test_no_place_is_better_by_more_than_a_tenth_of_the_task(
     a = workers[0]
     a.nbytes = held
     ts = FakeTask("f-1", FakeTask("x", nbytes=nbytes, on=(a,)))
-    task, far = engine.task_view(ts), engine.links.link(LinkClass.NETWORK)
+    task, far = engine.tables.task_view(ts), engine.links.link(LinkClass.NETWORK)
     stays = fast_path.stays(engine, ts, task, far, WEIGHTS)
     if stays is None:
         return

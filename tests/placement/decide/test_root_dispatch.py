@@ -8,6 +8,7 @@ import pytest
 from distributed.core import Status
 
 from dask_gpurt.model import circuit_breaker
+from dask_gpurt.placement import statistics
 from dask_gpurt.placement.decide import root_dispatch
 from dask_gpurt.placement.decide.root_blocks import Block, RootGroups
 from dask_gpurt.placement.decide.root_cuts import Member
@@ -88,7 +89,7 @@ def test_a_full_worker_is_spared_while_others_have_room() -> None:
     assert engine.pull(a) is roots[0]
     a.nbytes = 6 * GB
     assert engine.pull(a) is None
-    assert engine.statistics()["roots"]["spared"] == 1
+    assert statistics.of(engine)["roots"]["spared"] == 1
     engine.scheduler.queued.extend([roots[0]] * 1000)
     assert engine.pull(a) is roots[0], "so many are left that it is worth writing"
 

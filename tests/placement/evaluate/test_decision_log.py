@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from distributed.scheduler import TaskState, WorkerState
 
+from dask_gpurt.placement import statistics
 from dask_gpurt.placement.decide.cost import cost
 from dask_gpurt.placement.decide.policy import WEIGHTS
 from dask_gpurt.placement.evaluate.decision_log import DecisionLog
@@ -97,7 +98,7 @@ def test_what_came_of_it() -> None:
     predicted = story["predicted"]
     assert predicted["moved_bytes"] == 5000
     assert predicted["finish_seconds"] == pytest.approx(predicted["wait_seconds"] + predicted["compute_seconds"])
-    decisions = engine.statistics()["decisions"]
+    decisions = statistics.of(engine)["decisions"]
     assert decisions["finished"] == 1
     assert decisions["mean_predicted_seconds"] == pytest.approx(predicted["finish_seconds"])
     assert decisions["mean_actual_seconds"] == pytest.approx(actual["finish_seconds"])
@@ -116,9 +117,9 @@ def test_stolen_tasks_and_tasks_that_never_finished_do_not_count_as_predictions(
     a.processing.discard(stolen)
     b.processing.add(stolen)
     stolen.processing_on = b
-    engine.stolen("f-1", a.address, b.address)
+    engine.books.stolen("f-1", a.address, b.address)
     finish(engine, stolen, 0.1)
-    engine.left_processing("f-2", "released", {})
+    engine.books.left("f-2", "released", {})
     story = engine.log.story("f-1")
     assert story is not None
     assert (story["actual"]["worker"], story["actual"]["stolen_from"]) == (b.address, a.address)
@@ -126,7 +127,7 @@ def test_stolen_tasks_and_tasks_that_never_finished_do_not_count_as_predictions(
     story = engine.log.story("f-2")
     assert story is not None
     assert story["actual"]["outcome"] == "released"
-    assert engine.statistics()["decisions"]["finished"] == 0
+    assert statistics.of(engine)["decisions"]["finished"] == 0
 
 
 def test_what_is_left_to_stock_says_why() -> None:
@@ -169,7 +170,7 @@ def test_a_restart_ends_what_was_under_way() -> None:
         decide(engine, task)
         assign(engine, task, a)
     finish(engine, engine.scheduler.tasks["f-1"], 0.1)
-    engine.restarted()
+    engine.books.restarted()
     told = [engine.log.story(key) for key in ("f-1", "f-2")]
     assert [s["actual"]["outcome"] for s in told if s] == ["memory", "forgotten"]
 

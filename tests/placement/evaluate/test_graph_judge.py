@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from distributed.core import Status
 
-from dask_gpurt.placement.evaluate import graph_judge, graph_samples, graph_verdict, idle_alarm
+from dask_gpurt.placement.evaluate import graph_judge, graph_verdict, idle_alarm
 from dask_gpurt.placement.evaluate.graph_judge import GraphJudge, Standing
 from dask_gpurt.placement.evaluate.graph_verdict import Outcome, verdict
 from dask_gpurt.placement.evaluate.idle_alarm import HoldAlarm
@@ -426,26 +426,26 @@ def test_the_alarm_ends_with_the_roots_that_it_was_about() -> None:
     engine.hold_alarm.stage = 2
     assert engine.leaves_roots()
     engine.scheduler.queued = ["a root"]
-    graph_samples.look_round(engine)
+    engine.samples.look_round()
     assert engine.leaves_roots()
     engine.scheduler.queued = []
-    graph_samples.look_round(engine)
+    engine.samples.look_round()
     assert not engine.leaves_roots(), "the episode goes on, the roots are done"
 
 
 def test_idle_threads_are_those_that_could_work() -> None:
     engine, (_, b) = at_work()
-    assert graph_samples._idle_share(engine) == 0.5
+    assert engine.samples._idle_share() == 0.5
     b.status = Status.paused
-    assert graph_samples._idle_share(engine) == 0.0
+    assert engine.samples._idle_share() == 0.0
 
 
 def test_the_fullest_worker_is_measured_by_its_mark() -> None:
     engine, (a, b) = at_work()
     b.nbytes = 300
-    graph_samples.look_round(engine)
+    engine.samples.look_round()
     a.nbytes = 150
-    graph_samples.look_round(engine)
+    engine.samples.look_round()
     assert engine.graph_judge._fullest == 0.5
 
 

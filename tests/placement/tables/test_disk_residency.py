@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from dask_gpurt.placement import statistics
 from dask_gpurt.placement.tables import disk_residency
 from dask_gpurt.placement.tables.disk_residency import READ_BYTES_PER_SECOND, Residence
 from dask_gpurt.simulate import simulate
@@ -89,11 +90,11 @@ def test_fetching_from_a_disk_waits_for_that_disk() -> None:
 def test_forgotten_with_the_tasks_and_the_worker() -> None:
     engine, a, _, _ = cluster()
     engine.residence.heard(a.address, [("x", 1e9)], ())
-    assert engine.statistics()["tables"]["copies_on_disk"] == 1
+    assert statistics.of(engine)["tables"]["copies_on_disk"] == 1
     engine.worker_removed(a.address)
-    assert engine.statistics()["tables"]["copies_on_disk"] == 0
+    assert statistics.of(engine)["tables"]["copies_on_disk"] == 0
     engine.residence.heard("b", [("x", 1e9)], ())
-    engine.restarted()
+    engine.books.restarted()
     assert engine.residence.copies == 0
 
 

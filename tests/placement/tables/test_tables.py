@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dask_gpurt.model import LinkClass
+from dask_gpurt.placement import statistics
 from dask_gpurt.placement.tables import durations, overhead_budget
 from dask_gpurt.placement.tables.durations import UNKNOWN_SECONDS, Durations, compute_seconds
 from dask_gpurt.placement.tables.overhead_budget import Budget
@@ -56,7 +57,7 @@ def test_worker_leaves_no_trace() -> None:
     ts = FakeTask("t")
     assign(engine, ts, a)
     a.processing.clear()
-    engine.left_processing("t", "released", {})
+    engine.books.left("t", "released", {})
     engine.worker_removed(a.address)
     engine.worker_removed(a.address)
     assert list(engine.workers.by_address) == [b.address]
@@ -72,7 +73,7 @@ def test_worker_comes_back_under_its_address() -> None:
     engine.scheduler.workers[again.address] = again
     engine.worker_added(again.address)
     assert len(engine.workers.all) == 1
-    engine.left_processing("t", "released", {})  # of the old one
+    engine.books.left("t", "released", {})  # of the old one
     info = engine.workers.by_address[again.address]
     assert info.ws is again
     assert (info.tasks, info.backlog_seconds) == (0, 0.0)
@@ -100,7 +101,13 @@ def test_charges_come_back_to_zero_whatever_is_learned() -> None:
             assert info.reserved_bytes == pytest.approx(sum(c.nbytes for c in charges), abs=1e-3)
     for ts in running:
         finish(engine, ts, 0.1)
-    assert engine.statistics()["tables"] == {"workers": 4, "charges": 0, "unknown": 0, "roots": 0, "copies_on_disk": 0}
+    assert statistics.of(engine)["tables"] == {
+        "workers": 4,
+        "charges": 0,
+        "unknown": 0,
+        "roots": 0,
+        "copies_on_disk": 0,
+    }
     assert all(w.backlog_seconds == w.reserved_bytes == w.tasks == 0 for w in engine.workers.all.items)
 
 
@@ -152,7 +159,7 @@ def test_stolen_tasks_take_their_charge_along() -> None:
     a.processing.clear()
     ts.processing_on = b
     b.processing.add(ts)
-    engine.stolen("t-0", a.address, b.address)
+    engine.books.stolen("t-0", a.address, b.address)
     ia, ib = (engine.workers.by_address[w.address] for w in (a, b))
     assert (ia.tasks, ia.backlog_seconds, ib.tasks, ib.backlog_seconds) == (0, 0.0, 1, 1.0)
     assert ia in engine.workers.idle
@@ -166,8 +173,14 @@ def test_restart_forgets_tasks() -> None:
     engine = make_engine([a])
     assign(engine, FakeTask("t"), a)
     a.processing.clear()
-    engine.restarted()
-    assert engine.statistics()["tables"] == {"workers": 1, "charges": 0, "unknown": 0, "roots": 0, "copies_on_disk": 0}
+    engine.books.restarted()
+    assert statistics.of(engine)["tables"] == {
+        "workers": 1,
+        "charges": 0,
+        "unknown": 0,
+        "roots": 0,
+        "copies_on_disk": 0,
+    }
     assert engine.workers.by_address[a.address] in engine.workers.idle
 
 
@@ -199,7 +212,7 @@ def test_slow_workers_are_found() -> None:
         assign(engine, ts, ws)
         base = 0.1 if ts.prefix.name == "a" else 1.0
         finish(engine, ts, base * true[ws] * rnd.uniform(0.8, 1.2))
-    speeds = engine.statistics()["speeds"]
+    speeds = statistics.of(engine)["speeds"]
     usual = speeds[workers[0].address]
     for ws in workers:
         assert speeds[ws.address] / usual == pytest.approx(1 / true[ws], rel=0.35)
@@ -261,7 +274,7 @@ def test_tiny_tasks_say_nothing_about_a_worker() -> None:
         assign(engine, ts, a)
         finish(engine, ts, 1e-4 if i % 2 else 1e-3)
     assert engine.workers.by_address[a.address].slowness == 1.0
-    assert engine.statistics()["speeds"] == {}
+    assert statistics.of(engine)["speeds"] == {}
 
 
 def test_reading_from_disk_is_not_computing() -> None:
@@ -280,7 +293,7 @@ def test_prefixes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assign(engine, ts, a)
     for ts in tasks:
         finish(engine, ts, 0.1)
-    stats = engine.statistics()
+    stats = statistics.of(engine)
     assert stats["prefixes"] == 10
     assert stats["tables"] == {"workers": 1, "charges": 0, "unknown": 0, "roots": 0, "copies_on_disk": 0}
 
@@ -478,7 +491,7 @@ def test_over_budget_decisions_are_left_to_stock() -> None:
         assert engine.decide(ts, None) is a
     assert engine.decide(ts, None) is None
     assert engine.declined == {"over budget": 1}
-    assert math.isfinite(engine.statistics()["microseconds"]["median"])
+    assert math.isfinite(statistics.of(engine)["microseconds"]["median"])
 
 
 def test_a_decision_that_takes_too_long_is_given_up() -> None:
@@ -487,7 +500,7 @@ def test_a_decision_that_takes_too_long_is_given_up() -> None:
     engine.budget.decision_seconds = 0.0
     assert engine.decide(FakeTask("f", FakeTask("x", nbytes=10, on=(a,))), None) is None
     assert engine.declined == {"took too long": 1}
-    assert engine.statistics()["microseconds"]["given_up"] == 1
+    assert statistics.of(engine)["microseconds"]["given_up"] == 1
 
 
 def test_what_stock_does_not_know() -> None:

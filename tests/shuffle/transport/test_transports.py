@@ -314,7 +314,7 @@ class NoDescriptors:
             self.spare.add(fd := open_(*args))
             return fd
 
-        monkeypatch.setattr(listener, "os", SimpleNamespace(**{**vars(os), "close": closing, "open": registry}))
+        monkeypatch.setattr(listener, "os", SimpleNamespace(**{**vars(os), "close": closing, "open": opening}))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.sock, name)

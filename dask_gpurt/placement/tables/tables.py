@@ -1,0 +1,85 @@
+"""`Tables`: all that placement knows of one cluster.
+
+Events feed it (`bookkeeping`), decisions read it (`decide`), and it acts on nothing. One object, so that whoever needs
+to know something takes this, and not the engine that decides.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from dask_gpurt.model.views import TaskView
+from dask_gpurt.placement.tables.backlog import Ledger
+from dask_gpurt.placement.tables.cluster_speed import Pace
+from dask_gpurt.placement.tables.disk_residency import Residence
+from dask_gpurt.placement.tables.durations import Durations
+from dask_gpurt.placement.tables.overhead_budget import Budget
+from dask_gpurt.placement.tables.slack import Slack
+from dask_gpurt.placement.tables.workers import WorkerTable
+from dask_gpurt.topology.links import LinkMatrix
+from dask_gpurt.topology.zones import Zones
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from distributed.scheduler import Scheduler, TaskState
+
+    from dask_gpurt.placement.tables.backlog import Charge
+    from dask_gpurt.placement.tables.durations import Prefix
+    from dask_gpurt.placement.tables.workers import WorkerInfo
+
+#: share of a worker's memory limit that task data may fill before more of it overflows: Dask's memory.target
+HOST_SHARE = 0.6
+
+
+class Tables:
+    """Workers, tasks in hand, durations, links, zones, copies on disk, and the time that decisions may take.
+
+    Parameters
+    ----------
+    scheduler
+        Read only.
+    clock
+        Seconds, monotonic.
+    """
+
+    def __init__(self, scheduler: Scheduler, clock: Callable[[], float] = time.monotonic) -> None:
+        self.scheduler = scheduler
+        self.workers = WorkerTable(HOST_SHARE)
+        #: what each worker has in hand, in seconds and bytes
+        self.ledger = Ledger()
+        self.durations = Durations()
+        self.links = LinkMatrix()
+        self.zones = Zones()
+        #: which copies are on disk; `takeover` puts it there when a worker says so
+        self.residence = Residence()
+        self.speeds = Pace(self.workers, clock)
+        self.slack = Slack(scheduler, self.workers, self.durations)
+        self.budget = Budget()
+
+    def charge(self, ts: TaskState, kind: Prefix, info: WorkerInfo, root: bool = False) -> Charge:
+        """Add a task to what a worker has in hand. `root`: it was pulled from a block of roots."""
+        hint = self.guess_seconds(ts) if kind.seconds is None else 0.0
+        return self.ledger.charge(ts.key, info, kind, hint, root)
+
+    def guess_seconds(self, ts: TaskState) -> float:
+        """Seconds that a task of a kind never seen may take."""
+        hint: float = ts.prefix.duration_average
+        return hint if hint >= 0 else self.durations.guess(ts)
+
+    def task_view(self, ts: TaskState) -> TaskView:
+        """What is expected of a task."""
+        known = self.durations.known(ts)
+        if known is None or known.seconds is None:
+            return TaskView(self.guess_seconds(ts), 0.0, self.slack.seconds())
+        return TaskView(known.seconds, known.output_bytes, self.slack.seconds())
+
+    def backlog_seconds(self, info: WorkerInfo) -> float:
+        """Work that a worker has in hand, in seconds on a worker of slowness 1."""
+        ws = info.ws
+        if info.tasks >= len(ws.processing):
+            return info.backlog_seconds
+        # Not all of it is in the ledger (`bookkeeping`): by prefix, of which the scheduler keeps the numbers.
+        known = self.durations.known_prefix_seconds
+        return sum(n * known(name) for name, n in ws.task_prefix_count.items())

@@ -1,0 +1,30 @@
+"""What placement reads of a WorkerState beyond its public attributes. `takeover.seam` checks that all of it exists."""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING
+
+from distributed.core import Status
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable
+
+    from distributed.scheduler import Scheduler, WorkerState
+
+#: bytes that the tasks assigned to a worker still have to fetch, each input once
+pending_bytes: Callable[[WorkerState], int] = operator.attrgetter("_network_occ")
+
+
+def connection(scheduler: Scheduler, address: str) -> socket.socket | None:
+    """The socket of a worker's stream to the scheduler; None where there is none, or none of a known kind."""
+    stream = getattr(getattr(scheduler.stream_comms.get(address), "comm", None), "stream", None)
+    found: socket.socket | None = getattr(stream, "socket", None)
+    return found
+
+
+def is_running(ws: WorkerState) -> bool:
+    """Whether a worker takes tasks: it is not paused, closing or gone."""
+    running: bool = ws.status is Status.running
+    return running
