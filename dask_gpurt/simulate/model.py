@@ -13,7 +13,8 @@ import zlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import dask.order
-from dask._task_spec import Task, TaskRef
+
+from dask_gpurt.simulate.seam import task
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
@@ -50,10 +51,6 @@ def stable(key: Any, salt: int) -> Any:
     if isinstance(key, tuple):
         return tuple(StableStr(p, salt) if isinstance(p, str) else p for p in key)
     return StableStr(key, salt) if isinstance(key, str) else key
-
-
-def function(*args: Any) -> None:
-    """What every task of a simulated graph would call."""
 
 
 class TaskSpec(NamedTuple):
@@ -119,8 +116,8 @@ class Workload:
     steps: Sequence[Step] = ()
 
     def __post_init__(self) -> None:
-        for key, task in self.tasks.items():
-            for d in task.dependencies:
+        for key, spec in self.tasks.items():
+            for d in spec.dependencies:
                 if d not in self.tasks and d not in self.inputs:
                     raise ValueError(f"task {key!r} needs {d!r}, which is neither a task nor an input of {self.name}")
         for key in self.outputs:
@@ -139,10 +136,7 @@ class Workload:
         if self.ordered is not None:
             return {key: i for i, key in enumerate(self.ordered)}
         names = {key: stable(key, 0) for key in (*self.tasks, *self.inputs)}
-        dsk = {
-            names[k]: Task(names[k], function, *(TaskRef(names[d]) for d in t.dependencies))
-            for k, t in self.tasks.items()
-        }
+        dsk = {names[k]: task(names[k], [names[d] for d in t.dependencies]) for k, t in self.tasks.items()}
         positions = dask.order.order(dsk=dsk)
         return {k: positions[names[k]] for k in self.tasks}
 

@@ -21,20 +21,20 @@ from typing import TYPE_CHECKING, Any
 
 import dask
 import dask.order
-from dask._task_spec import Task, TaskRef
-from distributed import Scheduler
-from distributed.core import Status
-from distributed.scheduler import ClientState, TaskPrefix, WorkerState, heartbeat_interval
+from distributed.scheduler import TaskPrefix, heartbeat_interval
 
+from dask_gpurt.simulate import seam
 from dask_gpurt.simulate.busy import Busy
 from dask_gpurt.simulate.client import clients
 from dask_gpurt.simulate.clock import EPOCH, VirtualLoop
-from dask_gpurt.simulate.model import Cluster, Result, StableStr, Workload, function, stable
+from dask_gpurt.simulate.model import Cluster, Result, StableStr, Workload, stable
 from dask_gpurt.simulate.network import Network
 from dask_gpurt.simulate.worker import SimWorker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
+
+    from dask_gpurt.placement.monitor import Patrol
 
 CLIENT = "simulated-client"
 #: virtual seconds without any progress after which a run counts as stuck
@@ -64,18 +64,12 @@ class _Stream:
         pass
 
 
-class _Unserved(Scheduler):
-    """A scheduler without an HTTP server; upstream's opens its port when it is made, not when it is started."""
-
-    def start_http_server(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-
 class Simulation:
     """One workload on one cluster. Create it on a running event loop (`Scheduler` wants one), under the configuration
     that the scheduler is to have."""
 
     def __init__(self, workload: Workload, cluster: Cluster, seed: int) -> None:
+        seam.check()
         self.workload = workload
         self.cluster = cluster
         self.seed = seed
@@ -102,11 +96,11 @@ class Simulation:
         self._memory = 0
         self._progress_at = 0.0
         self._outputs_left: set[Any] = set()
-        self.clients = clients(self, CLIENT)
+        self.clients = clients(self, workload.steps, CLIENT)
         self._scheduler_seconds = 0.0
         self._in_scheduler = False
         self.busy = Busy(self.loop, cluster.scheduler)
-        self.scheduler = self._make_scheduler()
+        self.scheduler = seam.unstarted_scheduler((CLIENT, *(client.name for client in self.clients)))
         self.workers: list[SimWorker] = []
         self._by_address: dict[str, int] = {}
         for i in range(cluster.workers):
@@ -115,48 +109,22 @@ class Simulation:
 
     # ------------------------------------------------------------------ making
 
-    def _make_scheduler(self) -> Scheduler:
-        scheduler = _Unserved(dashboard=False, dashboard_address=None, validate=False, port=0)
-        for pc in scheduler.periodic_callbacks.values():
-            pc.stop()
-        # Only the tasks of shuffles are simulated, and it looks at every transition of every task.
-        scheduler.plugins.pop("shuffle", None)
-        for name in (CLIENT, *(client.name for client in self.clients)):
-            scheduler.clients[name] = ClientState(name)
-        return scheduler
-
     def _add_worker(self, i: int) -> None:
         node = self.cluster.node_of(i)
         address = f"tcp://10.{node >> 16 & 255}.{node >> 8 & 255}.{node & 255}:{20000 + i % self.cluster.per_node}"
         worker = SimWorker(self, i, address)
         self.workers.append(worker)
         self._by_address[address] = i
-        s = self.scheduler
-        ws = WorkerState(
-            address=address,
-            status=Status.running,
-            pid=0,
-            nthreads=self.cluster.threads,
-            memory_limit=self.cluster.memory_of(i) or 0,
+        seam.add_worker(
+            self.scheduler,
             name=i,
-            local_directory="",
-            nanny=None,
+            address=address,
             server_id=StableStr(f"worker-{i}", self.seed),
-            scheduler=s,
+            threads=self.cluster.threads,
+            memory_limit=self.cluster.memory_of(i) or 0,
+            metrics=worker.metrics(),
+            stream=_Stream(self, worker),
         )
-        s.workers[address] = ws
-        s.running.add(ws)
-        host = s.host_info.setdefault(ws.host, {"addresses": set(), "nthreads": 0})
-        host["addresses"].add(address)
-        host["nthreads"] += ws.nthreads
-        s.total_memory += ws.memory_limit
-        s.total_nthreads += ws.nthreads
-        s.aliases[i] = address
-        ws.metrics = worker.metrics()
-        s.check_idle_saturated(ws)
-        s.stream_comms[address] = _Stream(self, worker)
-        for plugin in list(s.plugins.values()):
-            plugin.add_worker(scheduler=s, worker=address)
 
     def _learn_keys(self) -> None:
         durations = self.workload.durations(self.seed)
@@ -182,9 +150,11 @@ class Simulation:
     # ------------------------------------------------------------------ for the workers
 
     def size(self, key: Any) -> int:
+        """Bytes of a result."""
         return self._sizes[key]
 
     def duration(self, key: Any) -> float:
+        """Seconds of a task on a worker of slowness 1."""
         return self._durations[key]
 
     def holders(self, key: Any) -> list[int]:
@@ -231,11 +201,13 @@ class Simulation:
             self._in_scheduler = False
 
     def moved(self, source: int, target: int, nbytes: int) -> None:
+        """Bytes have come from one worker to another."""
         self.result.bytes_moved[self.cluster.link_class(source, target)] += nbytes
         self.result.transfers += 1
         self._progress_at = self.loop.now
 
     def memory_changed(self, nbytes: int) -> None:
+        """Task data in the memory of a worker has become so much more, or less."""
         self._memory += nbytes
         if self._memory > self.result.peak_total_bytes:
             self.result.peak_total_bytes = self._memory
@@ -246,6 +218,7 @@ class Simulation:
             listener(worker.address, key, tier, nbytes)
 
     def executed(self, key: Any, worker: int, start: float, stop: float, wasted: bool) -> None:
+        """A worker has run a task; `wasted`: its result is not wanted any more."""
         self.result.executed += 1
         self.result.wasted += wasted
         if self.keep_timeline:
@@ -321,8 +294,7 @@ class Simulation:
         for key in self.workload.tasks if keys is None else keys:
             task = self.workload.tasks[key]
             name = self._name(key)
-            refs = [TaskRef(self._name(d)) for d in task.dependencies]
-            dsk[name] = Task(name, function, *refs, _data_producer=task.data_producer)
+            dsk[name] = seam.task(name, [self._name(d) for d in task.dependencies], task.data_producer)
             annotations = dict(task.annotations or {})
             if self.follow_plan:
                 annotations["workers"] = [self.workload.plan[key]]
@@ -337,18 +309,14 @@ class Simulation:
         wanted = {self._name(k) for k in (self.workload.outputs if outputs is None else outputs)}
         self._outputs_left |= wanted
         self.in_scheduler(
-            self.scheduler._create_taskstate_from_graph,
+            seam.create_tasks,
+            self.scheduler,
             start=EPOCH + self.loop.now,
             dsk=dsk,
             keys=wanted,
             ordered=order,
             client=client,
             annotations_by_type=by_type,
-            global_annotations=None,
-            stimulus_id="submit",
-            submitting_task=None,
-            span_metadata={"collections": []},
-            user_priority=0,
         )
         tasks = self.scheduler.tasks
         missing = {k for k in wanted if k not in tasks or tasks[k].state != "memory"}
@@ -367,23 +335,19 @@ class Simulation:
         n = len(self.workers)
         for worker in self.workers:
             self.loop.tick(heartbeat_interval(n) * self.random.random(), self._heartbeat, worker)
-        for extension, name in (("stealing", "balance"), ("amm", "run_once")):
-            ext = s.extensions.get(extension)
-            if extension == "stealing":
-                on = ext is not None and dask.config.get("distributed.scheduler.work-stealing")
-                seconds = ext._callback_time if ext is not None else 0.0
-            else:
-                on = ext is not None and dask.config.get("distributed.scheduler.active-memory-manager.start")
-                seconds = ext.interval if ext is not None else 0.0
-            if on:
-                self.loop.tick(seconds, self._recur, extension, name, seconds)
-
-        patrol = getattr(s.plugins.get("gpurt-placement"), "patrol", None)
+        stealing, amm = s.extensions.get("stealing"), s.extensions.get("amm")
+        if stealing is not None and dask.config.get("distributed.scheduler.work-stealing"):
+            seconds = seam.balance_seconds(stealing)
+            self.loop.tick(seconds, self._recur, "stealing", "balance", seconds)
+        if amm is not None and dask.config.get("distributed.scheduler.active-memory-manager.start"):
+            self.loop.tick(amm.interval, self._recur, "amm", "run_once", amm.interval)
+        placement = s.plugins.get("gpurt-placement")
+        patrol = None if placement is None else placement.patrol
         if patrol is not None:
             patrol.stop()  # its timer would run by the real clock
             self.loop.tick(patrol.interval_seconds(), self._patrol, patrol)
 
-    def _patrol(self, patrol: Any) -> None:
+    def _patrol(self, patrol: Patrol) -> None:
         self.in_scheduler(patrol.go)
         self.loop.tick(patrol.interval_seconds(), self._patrol, patrol)
 
@@ -404,7 +368,7 @@ class Simulation:
         self.loop.tick(heartbeat_interval(len(self.workers)), self._heartbeat, worker)
 
     def run(self) -> None:
-        """Until all outputs are there.
+        """Run until all outputs are there.
 
         Raises
         ------

@@ -15,20 +15,65 @@ import collections
 import heapq
 import itertools
 import pickle
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dask_gpurt.simulate.clock import EPOCH
 from dask_gpurt.simulate.memory import Store
 
 if TYPE_CHECKING:
+    import random
     from collections.abc import Iterable
 
-    from dask_gpurt.simulate.simulation import Simulation
+    from dask_gpurt.simulate.clock import VirtualLoop
+    from dask_gpurt.simulate.model import Cluster
+    from dask_gpurt.simulate.network import Network
 
 #: holders of an input that are considered as its source
 SOURCES = 4
 _TYPE = pickle.dumps(object)
 WAITING, READY, EXECUTING = "waiting", "ready", "executing"
+
+
+class Surroundings(Protocol):
+    """What a worker needs of its simulation: the clock, the network, the other workers, and the way to the scheduler."""
+
+    loop: VirtualLoop
+    cluster: Cluster
+    network: Network
+    random: random.Random
+    workers: list[SimWorker]
+    #: bytes/s that is assumed before anything was measured
+    bandwidth: float
+    #: messages to workers that have no meaning here, by op
+    ignored: collections.Counter[str]
+    stolen: int
+
+    def size(self, key: Any) -> int:
+        """Bytes of a result."""
+
+    def duration(self, key: Any) -> float:
+        """Seconds of a task on a worker of slowness 1."""
+
+    def holders(self, key: Any) -> list[int]:
+        """Workers that have a key."""
+
+    def next_use(self, key: Any) -> Any:
+        """The priority of the first task that waits for a key; None without any."""
+
+    def tell(self, op: str, worker: SimWorker, after: float | None = None, **message: Any) -> None:
+        """Send a message to the scheduler."""
+
+    def moved(self, source: int, target: int, nbytes: int) -> None:
+        """Bytes have come from one worker to another."""
+
+    def memory_changed(self, nbytes: int) -> None:
+        """Task data in memory has become so much more, or less."""
+
+    def resides(self, worker: SimWorker, key: Any, tier: str | None, nbytes: int) -> None:
+        """A key came to memory, went to disk, or left a worker."""
+
+    def executed(self, key: Any, worker: int, start: float, stop: float, wasted: bool) -> None:
+        """A task was run."""
 
 
 class Run:
@@ -53,7 +98,7 @@ class Run:
 class SimWorker:
     """Executors, memory and the requests of one worker."""
 
-    def __init__(self, sim: Simulation, index: int, address: str) -> None:
+    def __init__(self, sim: Surroundings, index: int, address: str) -> None:
         self.sim = sim
         self.loop = sim.loop
         self.index = index
@@ -120,8 +165,7 @@ class SimWorker:
             self.sim.ignored[op] += 1  # a policy's own messages to its worker part, which is not simulated
 
     def _resides(self, key: Any, tier: str | None, nbytes: int) -> None:
-        if self.sim.residence:
-            self.sim.resides(self, key, tier, nbytes)
+        self.sim.resides(self, key, tier, nbytes)
 
     def _compute(self, message: dict[str, Any]) -> None:
         key = message["key"]
@@ -192,6 +236,7 @@ class SimWorker:
         self._since = now
 
     def network_seconds(self) -> float:
+        """See `Result.network_seconds`, until now."""
         self._charge()
         return self._network_seconds
 
@@ -421,5 +466,6 @@ class SimWorker:
         }
 
     def executing(self) -> dict[Any, float]:
+        """Key -> seconds for which it has run so far."""
         now = self.loop.now
         return {r.key: now - r.since for r in self.runs.values() if r.state is EXECUTING and not r.cancelled}
