@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from dask_gpurt.placement.monitor import Patrol
+    from dask_gpurt.simulate.surroundings import Peer
 
 CLIENT = "simulated-client"
 #: virtual seconds without any progress after which a run counts as stuck
@@ -170,7 +171,7 @@ class Simulation:
         ts = self.scheduler.tasks.get(key)
         return None if ts is None or not ts.waiters else min(w.priority for w in ts.waiters)
 
-    def tell(self, op: str, worker: SimWorker, after: float | None = None, **message: Any) -> None:
+    def tell(self, op: str, worker: Peer, after: float | None = None, **message: Any) -> None:
         """A message from a worker to the scheduler, not sent before the time `after`."""
         when = max(self.loop.now, after or 0.0) + self.cluster.message_seconds
         self.loop.at(when, self.busy.arrives, self.busy.cost.of(op), self._told, op, worker.address, message)
@@ -212,7 +213,7 @@ class Simulation:
         if self._memory > self.result.peak_total_bytes:
             self.result.peak_total_bytes = self._memory
 
-    def resides(self, worker: SimWorker, key: Any, tier: str | None, nbytes: int) -> None:
+    def resides(self, worker: Peer, key: Any, tier: str | None, nbytes: int) -> None:
         """A key came to memory, went to disk, or left a worker."""
         for listener in self.residence:
             listener(worker.address, key, tier, nbytes)

@@ -15,84 +15,18 @@ import collections
 import heapq
 import itertools
 import pickle
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.simulate.clock import EPOCH
+from dask_gpurt.simulate.inputs import EXECUTING, READY, WAITING, Inputs, Run
 from dask_gpurt.simulate.memory import Store
 
 if TYPE_CHECKING:
-    import random
     from collections.abc import Iterable
 
-    from dask_gpurt.simulate.clock import VirtualLoop
-    from dask_gpurt.simulate.model import Cluster
-    from dask_gpurt.simulate.network import Network
+    from dask_gpurt.simulate.surroundings import Surroundings
 
-#: holders of an input that are considered as its source
-SOURCES = 4
 _TYPE = pickle.dumps(object)
-WAITING, READY, EXECUTING = "waiting", "ready", "executing"
-
-
-class Surroundings(Protocol):
-    """What a worker needs of its simulation: the clock, the network, the other workers, and the way to the scheduler."""
-
-    loop: VirtualLoop
-    cluster: Cluster
-    network: Network
-    random: random.Random
-    workers: list[SimWorker]
-    #: bytes/s that is assumed before anything was measured
-    bandwidth: float
-    #: messages to workers that have no meaning here, by op
-    ignored: collections.Counter[str]
-    stolen: int
-
-    def size(self, key: Any) -> int:
-        """Bytes of a result."""
-
-    def duration(self, key: Any) -> float:
-        """Seconds of a task on a worker of slowness 1."""
-
-    def holders(self, key: Any) -> list[int]:
-        """Workers that have a key."""
-
-    def next_use(self, key: Any) -> Any:
-        """The priority of the first task that waits for a key; None without any."""
-
-    def tell(self, op: str, worker: SimWorker, after: float | None = None, **message: Any) -> None:
-        """Send a message to the scheduler."""
-
-    def moved(self, source: int, target: int, nbytes: int) -> None:
-        """Bytes have come from one worker to another."""
-
-    def memory_changed(self, nbytes: int) -> None:
-        """Task data in memory has become so much more, or less."""
-
-    def resides(self, worker: SimWorker, key: Any, tier: str | None, nbytes: int) -> None:
-        """A key came to memory, went to disk, or left a worker."""
-
-    def executed(self, key: Any, worker: int, start: float, stop: float, wasted: bool) -> None:
-        """A task was run."""
-
-
-class Run:
-    """A task on a worker, from the scheduler's message to its end."""
-
-    __slots__ = ("cancelled", "inputs", "key", "missing", "priority", "run_id", "since", "startstops", "state")
-
-    def __init__(self, key: Any, priority: Any, run_id: int, inputs: tuple[Any, ...]) -> None:
-        self.key = key
-        self.priority = priority
-        self.run_id = run_id
-        self.inputs = inputs
-        #: inputs that are not here yet
-        self.missing: set[Any] = set()
-        self.state = WAITING
-        self.cancelled = False
-        #: begin of execution
-        self.since = 0.0
-        self.startstops: list[dict[str, Any]] = []
 
 
 class SimWorker:
@@ -122,18 +56,10 @@ class SimWorker:
         self.runs: dict[Any, Run] = {}
         self._ready: list[tuple[Any, int, Run]] = []
         self._order = itertools.count()
-        #: input -> tasks waiting for it; None among them: a replica wanted by the scheduler
-        self._wanted: dict[Any, dict[Run | None, None]] = {}
+        self.inputs = Inputs(sim, self, self._complete, self._wake)
         #: how many tasks here use a key
         self._uses: collections.Counter[Any] = collections.Counter()
-        #: peer -> heap of (priority, order, key) it could send
-        self._offers: dict[int, list[tuple[Any, int, Any]]] = {}
-        self._peers: list[tuple[Any, bool, int, int]] = []
-        self._fetching: set[Any] = set()
-        self._asked: set[int] = set()
         self._woken = False
-        #: as `Worker.bandwidth`, bytes/s
-        self.bandwidth = sim.bandwidth
         self.busy_seconds = 0.0
         #: see `Result.network_seconds` and `Result.disk_seconds`
         self._network_seconds = 0.0
@@ -156,9 +82,9 @@ class SimWorker:
             self._remove_replicas(message["keys"], message["stimulus_id"])
         elif op == "acquire-replicas":
             for key in message["who_has"]:
-                if key not in self.store and key not in self._wanted:
-                    self._want(key, None, (1,))
-            self._communicate()
+                if key not in self.store and key not in self.inputs:
+                    self.inputs.want(key, None, (1,))
+            self.inputs.communicate()
         elif op == "steal-request":
             self._steal(message["key"], message["stimulus_id"])
         else:
@@ -186,11 +112,11 @@ class SimWorker:
         for d in inputs:
             if d not in self.store:
                 run.missing.add(d)
-                self._want(d, run, run.priority)
+                self.inputs.want(d, run, run.priority)
         if run.missing:
             self._charge()
             self._waiting += 1
-            self._communicate()
+            self.inputs.communicate()
         else:
             self._is_ready(run)
             self._wake()
@@ -247,12 +173,7 @@ class SimWorker:
             self._waiting -= 1
         run.cancelled = True
         self._uses_less(run.inputs)
-        for d in run.missing:
-            waiting = self._wanted.get(d)
-            if waiting is not None:
-                waiting.pop(run, None)
-                if not waiting and d not in self._fetching:
-                    del self._wanted[d]
+        self.inputs.forget(run)
 
     def _uses_less(self, keys: Iterable[Any]) -> None:
         for key in keys:
@@ -260,119 +181,12 @@ class SimWorker:
             if not self._uses[key]:
                 del self._uses[key]
 
-    # ------------------------------------------------------------------ inputs
-
-    def _want(self, key: Any, run: Run | None, priority: Any) -> None:
-        waiting = self._wanted.setdefault(key, {})
-        waiting[run] = None
-        if key not in self._fetching:
-            self._offer(key, priority)
-
-    def _offer(self, key: Any, priority: Any) -> None:
-        """Note who could send a key: neighbours if there are any, else a few of its holders."""
-        sim = self.sim
-        holders = sim.holders(key)
-        if not holders:
-            return  # its last copy is gone; the scheduler computes it again and sends the task anew
-        node = sim.cluster.node_of(self.index)
-        near = [h for h in holders if sim.cluster.node_of(h) == node]
-        sources = near or holders
-        if len(sources) > SOURCES:
-            sources = sim.random.sample(sources, SOURCES)
-        for h in sources:
-            heapq.heappush(self._offers.setdefault(h, []), (priority, next(self._order), key))
-            heapq.heappush(self._peers, (priority, not near, next(self._order), h))
-
-    def _communicate(self) -> None:
-        limit = self.sim.cluster.connections
-        while self._peers and len(self._asked) < limit:
-            peer = heapq.heappop(self._peers)[-1]
-            if peer in self._asked:
-                continue  # listed again when its answer is here
-            offers = self._offers.get(peer)
-            if not offers:
-                continue
-            source = self.sim.workers[peer]
-            keys: list[Any] = []
-            nbytes = 0
-            while offers:
-                priority, _, key = offers[0]
-                if key in self._fetching or key in self.store or not self._wanted.get(key):
-                    heapq.heappop(offers)
-                    continue
-                if key not in source.store:
-                    heapq.heappop(offers)
-                    self._offer(key, priority)
-                    continue
-                size = source.store.sizes[key]
-                if keys and nbytes + size > self.sim.cluster.request_bytes:
-                    break
-                heapq.heappop(offers)
-                keys.append(key)
-                nbytes += size
-                self._fetching.add(key)
-            if keys:
-                self._asked.add(peer)
-                self._fetch(source, keys, nbytes)
-
-    def _fetch(self, source: SimWorker, keys: list[Any], nbytes: int) -> None:
-        latency, resources = self.sim.cluster.route(source.index, self.index)
-        started = self.loop.now
-        # Spilled values are read before they are sent.
-        _, ready = source.store.use(keys)
-        source.store.pin(keys)
-
-        def send() -> None:
-            self.sim.network.start(resources, nbytes, arrived)
-
-        def arrived() -> None:
-            source.store.unpin(keys)
-            self._arrived(source, keys, nbytes, started)
-
-        self.loop.at(max(ready, started) + latency, send)
-
-    def _arrived(self, source: SimWorker, keys: list[Any], nbytes: int, started: float) -> None:
-        sim, now = self.sim, self.loop.now
-        self._asked.discard(source.index)
-        sim.moved(source.index, self.index, nbytes)
-        if nbytes > 1_000_000:
-            self.bandwidth = self.bandwidth * 0.95 + nbytes / max(now - started, 1e-3) * 0.05
-        kept, reported, done = [], False, now
-        for key in keys:
-            self._fetching.discard(key)
-            waiting = self._wanted.pop(key, {})
-            if not waiting:
-                continue  # nobody wants it any more
-            done = max(done, self.store.put(key, sim.size(key)))
-            kept.append(key)
-            for run in waiting:
-                if run is None:
-                    continue
-                run.missing.discard(key)
-                if not reported:
-                    # All of a request is reported with one task, whichever that is.
-                    reported = True
-                    run.startstops.append(
-                        {
-                            "action": "transfer",
-                            "start": EPOCH + started,
-                            "stop": EPOCH + now,
-                            "source": source.address,
-                        }
-                    )
-                if not run.missing:
-                    self._charge()
-                    self._waiting -= 1
-                    self._is_ready(run)
-        if kept:
-            sim.tell("add-keys", self, after=done, keys=kept, stimulus_id="fetched")
-        offers = self._offers.get(source.index)
-        if offers:
-            heapq.heappush(self._peers, (offers[0][0], False, next(self._order), source.index))
-        self._communicate()
-        self._wake()
-
     # ------------------------------------------------------------------ execution
+
+    def _complete(self, run: Run) -> None:
+        self._charge()
+        self._waiting -= 1
+        self._is_ready(run)
 
     def _is_ready(self, run: Run) -> None:
         run.state = READY
@@ -453,11 +267,11 @@ class SimWorker:
         """What upstream's `Worker.get_metrics` tells that the scheduler reads."""
         store = self.store
         return {
-            "bandwidth": {"total": self.bandwidth, "workers": {}, "types": {}},
+            "bandwidth": {"total": self.inputs.bandwidth, "workers": {}, "types": {}},
             "digests_total_since_heartbeat": {},
             "managed_bytes": store.resident_bytes,
             "spilled_bytes": {"memory": store.on_disk_bytes, "disk": store.on_disk_bytes},
-            "transfer": {"incoming_bytes": 0, "incoming_count": len(self._asked), "incoming_count_total": 0},
+            "transfer": {"incoming_bytes": 0, "incoming_count": len(self.inputs.asked), "incoming_count_total": 0},
             "event_loop_interval": 0.02,
             "memory": store.resident_bytes,
             "cpu": 0.0,
