@@ -19,11 +19,11 @@ import logging
 from typing import Any
 
 import click
-from distributed import Scheduler, SchedulerPlugin, Worker, WorkerPlugin
+from distributed import Scheduler, Worker
 
 from dask_gpurt.config import Settings, leaves, read
 from dask_gpurt.errors import ConfigError, GpurtError, InstallError
-from dask_gpurt.extension import GpurtScheduler, WorkerParts
+from dask_gpurt.extension import GpurtScheduler, WorkerParts, seam
 from dask_gpurt.observe.dashboard import hook
 
 logger = logging.getLogger("distributed.preloading.gpurt")
@@ -81,34 +81,7 @@ def _refuse(server: Any, text: str, cause: Exception) -> None:
     logger.error("%s", text)
     error = InstallError(text)
     error.__cause__ = cause
-    if isinstance(server, Scheduler):
-        server.add_plugin(_RefusedScheduler(error), name=_RefusedScheduler.name)
-    elif isinstance(server, Worker):
-        server._pending_plugins = (*server._pending_plugins, _RefusedWorker(error))
-
-
-class _RefusedScheduler(SchedulerPlugin):
-    """Ends the start of its scheduler: Dask raises what `start` of a plugin raises."""
-
-    name = "gpurt-refused"
-
-    def __init__(self, error: InstallError) -> None:
-        self.error = error
-
-    async def start(self, scheduler: Scheduler) -> None:
-        raise self.error
-
-
-class _RefusedWorker(WorkerPlugin):
-    """The same for a worker."""
-
-    name = "gpurt-refused"
-
-    def __init__(self, error: InstallError) -> None:
-        self.error = error
-
-    def setup(self, worker: Worker) -> None:
-        raise self.error
+    seam.refuse(server, error)
 
 
 #: name of the option in Python -> the setting

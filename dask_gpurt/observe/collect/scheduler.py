@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributed import SchedulerPlugin
 
+from dask_gpurt.observe import seam
 from dask_gpurt.observe.collect.stall_ledger import BARRIER, StallLedger
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class LedgerPlugin(SchedulerPlugin):
 
     def attach(self, scheduler: Any) -> None:
         """Take in what is there and follow it from now on."""
+        seam.check_scheduler(scheduler)
         self._scheduler = scheduler
         self.ledger = StallLedger(scheduler, self._planning)
         stock = self._stock = scheduler.handlers.get(_HANDLER)

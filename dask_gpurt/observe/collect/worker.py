@@ -1,4 +1,4 @@
-"""Attaches a `SlotMeter` to a worker: the only file of observation that touches private names of distributed's Worker.
+"""`WorkerSlots`: attaches a `SlotMeter` to a worker.
 
 Wrapped, and put back exactly: ``worker.execute`` (outside of what the tiers put there: they leave before us, or pass
 through) and ``worker.handle_stimulus``. Both call the original first or unconditionally: an exception of ours is
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from distributed.worker_state_machine import SecedeEvent
 
 from dask_gpurt.model.slots import SLOT
+from dask_gpurt.observe import seam
 from dask_gpurt.observe.collect import fetch_matrix
 from dask_gpurt.observe.collect.causes import CLOCK, WAITS, heartbeat_key
 from dask_gpurt.observe.collect.slots import SlotMeter
@@ -69,7 +70,14 @@ class WorkerSlots:
         self._submits: list[tuple[Any, Any]] = []
 
     def install(self) -> None:
-        """Start measuring."""
+        """Start measuring.
+
+        Raises
+        ------
+        SeamMismatch
+            This worker has not what is measured by. Nothing was changed.
+        """
+        seam.check_worker(self._worker)
         self._worker.execute = self._execute
         self._worker.handle_stimulus = self._stimulus
         if self._ranges is not None:
