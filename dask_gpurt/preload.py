@@ -16,7 +16,7 @@ like one that did. So any error here ends the start of the server, unless ``gpur
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from distributed import Scheduler, Worker
@@ -25,6 +25,9 @@ from dask_gpurt.config import Settings, leaves, read
 from dask_gpurt.errors import ConfigError, GpurtError, InstallError
 from dask_gpurt.extension import GpurtScheduler, WorkerParts, seam
 from dask_gpurt.observe.dashboard import hook
+
+if TYPE_CHECKING:
+    from distributed.core import Server
 
 logger = logging.getLogger("distributed.preloading.gpurt")
 
@@ -36,7 +39,7 @@ LEAVE_OUT = (
 )
 
 
-async def install(server: Any, overrides: dict[str, Any]) -> None:
+async def install(server: Server, overrides: dict[str, Any]) -> None:
     """Install on a scheduler or worker; other servers are left alone.
 
     Raises
@@ -63,7 +66,7 @@ async def install(server: Any, overrides: dict[str, Any]) -> None:
         raise InstallError(f"{e}\n{LEAVE_OUT}") from e
 
 
-async def _setup(server: Any, problem: str | None = None, **options: Any) -> None:
+async def _setup(server: Server, problem: str | None = None, **options: Any) -> None:
     try:
         if problem is not None:
             raise ConfigError(problem)
@@ -74,7 +77,7 @@ async def _setup(server: Any, problem: str | None = None, **options: Any) -> Non
         _refuse(server, f"dask-gpurt: {text}", e)
 
 
-def _refuse(server: Any, text: str, cause: Exception) -> None:
+def _refuse(server: Server, text: str, cause: Exception) -> None:
     """Keep a server from starting; see the module."""
     if click.get_current_context(silent=True) is not None:
         raise SystemExit(text) from cause

@@ -33,6 +33,8 @@ from dask_gpurt.model.tier import Tier
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from distributed import Worker
+
 #: modules whose objects are asked whether they are on a device
 _LIBRARIES = {"cudf", "cupy", "cupyx", "cuml", "cugraph", "dask_cudf", "numba", "pylibcudf", "rmm", "torch"}
 
@@ -80,7 +82,7 @@ def _probe_gds() -> str:
         return f"{type(e).__name__}: {e}"
 
 
-def conflict(worker: Any) -> str:
+def conflict(worker: Worker) -> str:
     """What already moves device values on this worker, and must not be stacked upon; "" if nothing does."""
     data = worker.memory_manager.data
     if type(data).__module__.partition(".")[0] == "dask_cuda":

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 ANSWER_SECONDS = 10.0
 
 
-def ask(client: Any, function: Callable[..., Any], *args: Any) -> Any:
+def ask(client: Client | Cluster | str, function: Callable[..., Any], *args: Any) -> Any:
     """Run the coroutine function ``function(client, *args)``.
 
     Parameters

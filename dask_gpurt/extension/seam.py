@@ -7,12 +7,15 @@ set up after it has registered, for which there is no call.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from distributed import Scheduler, SchedulerPlugin, Worker, WorkerPlugin
 from distributed.worker_state_machine import GatherDepNetworkFailureEvent
 
 from dask_gpurt.model.checks import require_call, require_names
+
+if TYPE_CHECKING:
+    from distributed.core import Server
 
 #: set up by a worker when it has registered
 _PENDING = "_pending_plugins"
@@ -32,7 +35,7 @@ def check_fetches(worker: Worker) -> None:
     require_call(failure, "GatherDepNetworkFailureEvent", worker="address", total_nbytes=1, stimulus_id="s")
 
 
-def refuse(server: Any, error: Exception) -> None:
+def refuse(server: Server, error: Exception) -> None:
     """Keep a scheduler or worker that is being started from starting; other servers are left alone.
 
     Raises

@@ -34,6 +34,8 @@ from dask_gpurt.simulate.model import Cluster, Path, Placed, TaskSpec, Workload
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable
 
+    from dask.typing import Key
+
     from dask_gpurt.observe.trace.reader import Trace, TracedTask
 
 #: bounds of what is believed, in seconds
@@ -238,7 +240,7 @@ def _keys(trace: Trace) -> dict[int, Any]:
     seen: set[Any] = set()
     out: dict[int, Any] = {}
     for n, t in trace.tasks.items():
-        key: Any = t.key
+        key: Key = t.key
         if key in seen:
             key = (f"{key[0]}~{n}", *key[1:]) if isinstance(key, tuple) else f"{key}~{n}"
         seen.add(key)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from dask.typing import Key
+
     from dask_gpurt.simulate.busy import Busy
     from dask_gpurt.simulate.clock import VirtualLoop
     from dask_gpurt.simulate.model import Cluster, Step
@@ -62,7 +64,7 @@ class SimClient:
         if not self._missing:
             self._goes_on()
 
-    def has(self, key: Any) -> None:
+    def has(self, key: Key) -> None:
         """An output is in memory."""
         if key in self._missing:
             self._missing.discard(key)

@@ -15,6 +15,8 @@ from dask_gpurt.simulate.clock import EPOCH
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from dask.typing import Key
+
     from dask_gpurt.simulate.surroundings import Peer, Surroundings
 
 #: holders of an input that are considered as its source
@@ -27,7 +29,7 @@ class Run:
 
     __slots__ = ("cancelled", "inputs", "key", "missing", "priority", "run_id", "since", "startstops", "state")
 
-    def __init__(self, key: Any, priority: Any, run_id: int, inputs: tuple[Any, ...]) -> None:
+    def __init__(self, key: Key, priority: Any, run_id: int, inputs: tuple[Any, ...]) -> None:
         self.key = key
         self.priority = priority
         self.run_id = run_id
@@ -75,7 +77,7 @@ class Inputs:
         #: peers that are to answer
         self.asked: set[int] = set()
 
-    def __contains__(self, key: Any) -> bool:
+    def __contains__(self, key: Key) -> bool:
         return key in self._wanted
 
     def forget(self, run: Run) -> None:
@@ -87,14 +89,14 @@ class Inputs:
                 if not waiting and d not in self._fetching:
                     del self._wanted[d]
 
-    def want(self, key: Any, run: Run | None, priority: Any) -> None:
+    def want(self, key: Key, run: Run | None, priority: Any) -> None:
         """A task needs a key that is not here; None: the scheduler wants a replica."""
         waiting = self._wanted.setdefault(key, {})
         waiting[run] = None
         if key not in self._fetching:
             self._offer(key, priority)
 
-    def _offer(self, key: Any, priority: Any) -> None:
+    def _offer(self, key: Key, priority: Any) -> None:
         """Note who could send a key: neighbours if there are any, else a few of its holders."""
         sim = self._sim
         holders = sim.holders(key)

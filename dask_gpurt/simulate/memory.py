@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from dask.typing import Key
+
     from dask_gpurt.simulate.clock import VirtualLoop
 
 MEMORY = "memory"
@@ -73,24 +75,24 @@ class Store:
         self.spilled_bytes = 0
         self.read_bytes = 0
 
-    def __contains__(self, key: Any) -> bool:
+    def __contains__(self, key: Key) -> bool:
         return key in self.sizes
 
     @property
     def on_disk_bytes(self) -> int:
         return sum(self.sizes.values()) - self.resident_bytes
 
-    def where(self, key: Any) -> str:
+    def where(self, key: Key) -> str:
         return MEMORY if key in self._resident else DISK
 
-    def put(self, key: Any, nbytes: int) -> float:
+    def put(self, key: Key, nbytes: int) -> float:
         """A result or a copy arrives; the time at which whoever brought it may go on."""
         if key in self.sizes:
             return self._loop.now
         self.sizes[key] = nbytes
         return self._load(key)
 
-    def put_on_disk(self, key: Any, nbytes: int) -> None:
+    def put_on_disk(self, key: Key, nbytes: int) -> None:
         self.sizes[key] = nbytes
         self._resides(key, DISK, nbytes)
 
@@ -124,7 +126,7 @@ class Store:
             if not self._pins[key]:
                 del self._pins[key]
 
-    def drop(self, key: Any) -> bool:
+    def drop(self, key: Key) -> bool:
         """Forget a key; False when it was not here."""
         nbytes = self.sizes.pop(key, None)
         if nbytes is None:
@@ -139,7 +141,7 @@ class Store:
         self._resides(key, None, nbytes)
         return True
 
-    def _load(self, key: Any) -> float:
+    def _load(self, key: Key) -> float:
         nbytes = self.sizes[key]
         self._resident[key] = False
         self.resident_bytes += nbytes
@@ -199,7 +201,7 @@ class Store:
             over -= nbytes
             self.settled_at = max(self.settled_at, done)
 
-    def _gone(self, key: Any) -> None:
+    def _gone(self, key: Key) -> None:
         """It has left memory, and is on disk."""
         nbytes = self.sizes[key]
         del self._resident[key]
@@ -208,7 +210,7 @@ class Store:
         self._changed(-nbytes)
         self._resides(key, DISK, nbytes)
 
-    def _written(self, key: Any) -> None:
+    def _written(self, key: Key) -> None:
         self._writing.popleft()
         if not self._resident.get(key):
             return  # dropped meanwhile

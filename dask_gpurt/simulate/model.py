@@ -19,6 +19,8 @@ from dask_gpurt.simulate.seam import task
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
 
+    from dask.typing import Key
+
 
 class StableStr(str):
     """A string whose hash is the same in every process, for a given salt.
@@ -46,7 +48,7 @@ class StableStr(str):
         return str, (str(self),)
 
 
-def stable(key: Any, salt: int) -> Any:
+def stable(key: Key, salt: int) -> Any:
     """A key with a hash that does not change: its strings made `StableStr`."""
     if isinstance(key, tuple):
         return tuple(StableStr(p, salt) if isinstance(p, str) else p for p in key)

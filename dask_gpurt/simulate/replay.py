@@ -15,7 +15,7 @@ import gc
 import logging
 import re
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import dask
 from dask.utils import format_bytes, parse_bytes
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from dask_gpurt.observe.trace.reader import Trace
     from dask_gpurt.placement.decide.policy import Policy
+    from dask_gpurt.simulate.model import Workload
 
 #: what ``--links`` knows by name: latency of a fetch (two event loops included) and bandwidth of a network card
 LINKS = {
@@ -198,7 +199,7 @@ def _changed(cluster: Cluster, workers: int | None, threads: int | None, link: P
     return cluster
 
 
-def _folded(load: Any, workers: int) -> Any:
+def _folded(load: Workload, workers: int) -> Workload:
     """Restrictions and places of data for another number of workers."""
     tasks = {}
     for key, task in load.tasks.items():
@@ -214,7 +215,7 @@ def _folded(load: Any, workers: int) -> Any:
 
 
 async def _run(
-    load: Any,
+    load: Workload,
     phases: Sequence[calibrate.Phase],
     cluster: Cluster,
     policy: str | Policy,

@@ -20,6 +20,8 @@ from dask_gpurt.model.checks import require_call, require_names
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from dask.typing import Key
+
 
 def check() -> None:
     """Look up the private names.
@@ -52,7 +54,7 @@ def function(*args: Any) -> None:
     """What every task of a simulated graph would call."""
 
 
-def task(key: Any, dependencies: Iterable[Any], data_producer: bool = False) -> Task:
+def task(key: Key, dependencies: Iterable[Any], data_producer: bool = False) -> Task:
     """A node of a graph for the scheduler, or for `dask.order`."""
     return Task(key, function, *map(TaskRef, dependencies), _data_producer=data_producer)
 

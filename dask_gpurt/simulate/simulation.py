@@ -34,6 +34,8 @@ from dask_gpurt.simulate.worker import SimWorker
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
+    from dask.typing import Key
+
     from dask_gpurt.placement.monitor import Patrol
     from dask_gpurt.simulate.surroundings import Peer
 
@@ -136,7 +138,7 @@ class Simulation:
         for key, placed in self.workload.inputs.items():
             self._sizes[self._name(key)] = int(placed.nbytes)
 
-    def _name(self, key: Any) -> Any:
+    def _name(self, key: Key) -> Any:
         """The scheduler's key for one of the workload's: the same, but with a hash that does not change."""
         name = self._stable.get(key)
         if name is None:
@@ -144,21 +146,21 @@ class Simulation:
             self.names[name] = key
         return name
 
-    def stable(self, key: Any) -> Any:
+    def stable(self, key: Key) -> Any:
         """The scheduler's key for one of the workload's."""
         return self._stable[key]
 
     # ------------------------------------------------------------------ for the workers
 
-    def size(self, key: Any) -> int:
+    def size(self, key: Key) -> int:
         """Bytes of a result."""
         return self._sizes[key]
 
-    def duration(self, key: Any) -> float:
+    def duration(self, key: Key) -> float:
         """Seconds of a task on a worker of slowness 1."""
         return self._durations[key]
 
-    def holders(self, key: Any) -> list[int]:
+    def holders(self, key: Key) -> list[int]:
         """Workers that have a key in fact and to the scheduler's knowledge, in the scheduler's order."""
         ts = self.scheduler.tasks.get(key)
         if ts is None:
@@ -166,7 +168,7 @@ class Simulation:
         found = (self._by_address[ws.address] for ws in ts.who_has or ())
         return [i for i in found if key in self.workers[i].store]
 
-    def next_use(self, key: Any) -> Any:
+    def next_use(self, key: Key) -> Any:
         """The priority of the first task that waits for a key; None without any."""
         ts = self.scheduler.tasks.get(key)
         return None if ts is None or not ts.waiters else min(w.priority for w in ts.waiters)
@@ -213,12 +215,12 @@ class Simulation:
         if self._memory > self.result.peak_total_bytes:
             self.result.peak_total_bytes = self._memory
 
-    def resides(self, worker: Peer, key: Any, tier: str | None, nbytes: int) -> None:
+    def resides(self, worker: Peer, key: Key, tier: str | None, nbytes: int) -> None:
         """A key came to memory, went to disk, or left a worker."""
         for listener in self.residence:
             listener(worker.address, key, tier, nbytes)
 
-    def executed(self, key: Any, worker: int, start: float, stop: float, wasted: bool) -> None:
+    def executed(self, key: Key, worker: int, start: float, stop: float, wasted: bool) -> None:
         """A worker has run a task; `wasted`: its result is not wanted any more."""
         self.result.executed += 1
         self.result.wasted += wasted

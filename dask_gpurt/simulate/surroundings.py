@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Sequence
 
+    from dask.typing import Key
+
     from dask_gpurt.simulate.clock import VirtualLoop
     from dask_gpurt.simulate.memory import Store
     from dask_gpurt.simulate.model import Cluster
@@ -40,16 +42,16 @@ class Surroundings(Protocol):
     def workers(self) -> Sequence[Peer]:
         """All of them, by index."""
 
-    def size(self, key: Any) -> int:
+    def size(self, key: Key) -> int:
         """Bytes of a result."""
 
-    def duration(self, key: Any) -> float:
+    def duration(self, key: Key) -> float:
         """Seconds of a task on a worker of slowness 1."""
 
-    def holders(self, key: Any) -> list[int]:
+    def holders(self, key: Key) -> list[int]:
         """Workers that have a key."""
 
-    def next_use(self, key: Any) -> Any:
+    def next_use(self, key: Key) -> Any:
         """The priority of the first task that waits for a key; None without any."""
 
     def tell(self, op: str, worker: Peer, after: float | None = None, **message: Any) -> None:
@@ -61,8 +63,8 @@ class Surroundings(Protocol):
     def memory_changed(self, nbytes: int) -> None:
         """Task data in memory has become so much more, or less."""
 
-    def resides(self, worker: Peer, key: Any, tier: str | None, nbytes: int) -> None:
+    def resides(self, worker: Peer, key: Key, tier: str | None, nbytes: int) -> None:
         """A key came to memory, went to disk, or left a worker."""
 
-    def executed(self, key: Any, worker: int, start: float, stop: float, wasted: bool) -> None:
+    def executed(self, key: Key, worker: int, start: float, stop: float, wasted: bool) -> None:
         """A task was run."""

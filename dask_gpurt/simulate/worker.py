@@ -24,6 +24,8 @@ from dask_gpurt.simulate.memory import Store
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from dask.typing import Key
+
     from dask_gpurt.simulate.surroundings import Surroundings
 
 _TYPE = pickle.dumps(object)
@@ -90,7 +92,7 @@ class SimWorker:
         else:
             self.sim.ignored[op] += 1  # a policy's own messages to its worker part, which is not simulated
 
-    def _resides(self, key: Any, tier: str | None, nbytes: int) -> None:
+    def _resides(self, key: Key, tier: str | None, nbytes: int) -> None:
         self.sim.resides(self, key, tier, nbytes)
 
     def _compute(self, message: dict[str, Any]) -> None:
@@ -121,7 +123,7 @@ class SimWorker:
             self._is_ready(run)
             self._wake()
 
-    def _free(self, key: Any) -> None:
+    def _free(self, key: Key) -> None:
         run = self.runs.get(key)
         if run is not None and not run.cancelled:
             if run.state is EXECUTING:
@@ -142,7 +144,7 @@ class SimWorker:
         if refused:
             self.sim.tell("add-keys", self, keys=refused, stimulus_id=stimulus_id)
 
-    def _steal(self, key: Any, stimulus_id: str) -> None:
+    def _steal(self, key: Key, stimulus_id: str) -> None:
         run = self.runs.get(key)
         state: str | None
         if run is not None and not run.cancelled:

@@ -17,6 +17,8 @@ from dask_gpurt.observe.render.text import bytes_said, html_table, text_table
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from dask.typing import Key
+
 #: keys printed; `to_dict` has all of them
 SHOWN = 20
 
@@ -90,7 +92,7 @@ class Where:
             )
         return cls(tuple(places))
 
-    def __getitem__(self, key: Any) -> Place:
+    def __getitem__(self, key: Key) -> Place:
         """The place of a key.
 
         Raises

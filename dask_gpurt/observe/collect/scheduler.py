@@ -17,6 +17,10 @@ from dask_gpurt.observe.collect.stall_ledger import BARRIER, StallLedger
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from dask.typing import Key
+    from distributed import Scheduler
+    from distributed.scheduler import WorkerState
+
 #: name in ``WorkerState.metrics``
 NAME = "gpurt"
 _HANDLER = "heartbeat_worker"
@@ -36,7 +40,7 @@ class LedgerPlugin(SchedulerPlugin):
         #: None before `attach` and after `detach`
         self.ledger: StallLedger | None = None
 
-    def attach(self, scheduler: Any) -> None:
+    def attach(self, scheduler: Scheduler) -> None:
         """Take in what is there and follow it from now on."""
         seam.check_scheduler(scheduler)
         self._scheduler = scheduler
@@ -74,7 +78,7 @@ class LedgerPlugin(SchedulerPlugin):
 
     # ------------------------------------------------------------------ hooks
 
-    def transition(self, key: Any, start: Any, finish: Any, *args: Any, stimulus_id: str, **kwargs: Any) -> None:
+    def transition(self, key: Key, start: Any, finish: Any, *args: Any, stimulus_id: str, **kwargs: Any) -> None:
         # Called for every transition of every task: leave as early as possible.
         ledger = self.ledger
         if ledger is None or start == finish:
@@ -94,22 +98,22 @@ class LedgerPlugin(SchedulerPlugin):
         ):
             ledger.guarded(ledger.moved, msg[1], msg[3], msg[4])
 
-    def add_worker(self, scheduler: Any, worker: str) -> None:
+    def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         ledger = self.ledger
         if ledger is not None:
             ledger.guarded(ledger.worker_added, scheduler.workers[worker])
 
-    def remove_worker(self, scheduler: Any, worker: str, *, stimulus_id: str, **kwargs: Any) -> None:
+    def remove_worker(self, scheduler: Scheduler, worker: str, *, stimulus_id: str, **kwargs: Any) -> None:
         ledger = self.ledger
         if ledger is not None:
             ledger.guarded(ledger.worker_removed, worker)
 
-    def restart(self, scheduler: Any) -> None:
+    def restart(self, scheduler: Scheduler) -> None:
         ledger = self.ledger
         if ledger is not None:
             ledger.guarded(ledger.restarted)
 
 
-def _heard(ledger: StallLedger, ws: Any) -> None:
+def _heard(ledger: StallLedger, ws: WorkerState) -> None:
     figures = ws.metrics.get(NAME)
     ledger.heartbeat(ws, figures if isinstance(figures, dict) and figures else None)

@@ -30,6 +30,9 @@ from dask_gpurt.observe.collect.slots import SlotMeter
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
+    from dask.typing import Key
+    from distributed import Worker
+
     from dask_gpurt.model.ranges import Ranges
 
 logger = logging.getLogger("distributed.worker.gpurt")
@@ -44,7 +47,7 @@ _CODING = ("deserialize", "decompress", "serialize", "compress")
 class WorkerSlots:
     """The slot meter of one worker, and what was fetched from whom. Make it on the worker's event loop."""
 
-    def __init__(self, worker: Any, ranges: Ranges | None = None) -> None:
+    def __init__(self, worker: Worker, ranges: Ranges | None = None) -> None:
         self._worker = worker
         self.meter = SlotMeter(worker.state.nthreads)
         self._ranges = ranges
@@ -150,7 +153,7 @@ class WorkerSlots:
     def _wrap_execute(self) -> Callable[..., Any]:
         stock = self._stock_execute
 
-        async def execute(key: Any, *, stimulus_id: str) -> Any:
+        async def execute(key: Key, *, stimulus_id: str) -> Any:
             if not self._active:
                 return await stock(key, stimulus_id=stimulus_id)
             task = self.meter.started(key)

@@ -17,7 +17,8 @@ from dask_gpurt.observe.dashboard import style
 from dask_gpurt.observe.figures import history as feeds
 
 if TYPE_CHECKING:
-    from bokeh.models import ColumnDataSource
+    from bokeh.models import ColumnDataSource, LayoutDOM
+    from distributed import Scheduler
 
     from dask_gpurt.observe.figures.history import Feed
 
@@ -46,7 +47,7 @@ class GpurtPlot(DashboardComponent):
     #: name of the root in a page's template
     NAME = ""
 
-    def __init__(self, scheduler: Any, **kwargs: Any) -> None:
+    def __init__(self, scheduler: Scheduler, **kwargs: Any) -> None:
         self.scheduler = scheduler
         self.headline = style.headline()
         #: everything that is emptied when there is nothing to show
@@ -56,7 +57,7 @@ class GpurtPlot(DashboardComponent):
         self.root = self._build(**kwargs)
         self.source = self.sources[0]
 
-    def _build(self, **kwargs: Any) -> Any:
+    def _build(self, **kwargs: Any) -> LayoutDOM:
         """Make figures and sources; returns the root."""
         raise NotImplementedError
 

@@ -14,6 +14,8 @@ from dask_gpurt.observe.dashboard.axes import BARS, WorkerAxis
 from dask_gpurt.observe.dashboard.component import NO_FIGURES, NO_WORKERS, GpurtPlot, fill
 
 if TYPE_CHECKING:
+    from bokeh.models import LayoutDOM
+
     from dask_gpurt.observe.figures.history import Feed
     from dask_gpurt.observe.figures.shuffle_progress import Progress
 
@@ -31,7 +33,7 @@ class ShuffleTraffic(GpurtPlot):
         ("kept", "kept by itself", style.PURPLE),
     )
 
-    def _build(self, **kwargs: Any) -> Any:
+    def _build(self, **kwargs: Any) -> LayoutDOM:
         keys = [key for key, _, _ in self.SERIES]
         self.bars = ColumnDataSource({key: [] for key in ("name", *keys, *(f"y_{key}" for key in keys), "active")})
         self.sources = [self.bars]
@@ -94,7 +96,7 @@ class ShuffleProgress(GpurtPlot):
     #: where the text, the bar of inputs and that of outputs are within a row, from its middle; and the bars' thickness
     TEXT, INPUTS, OUTPUTS, THICK = -0.27, 0.07, 0.32, 0.22
 
-    def _build(self, **kwargs: Any) -> Any:
+    def _build(self, **kwargs: Any) -> LayoutDOM:
         keys = ("y_text", "y_inputs", "y_outputs", "inputs", "outputs", "name", "text", "bytes", "workers", "alpha")
         self.bars = ColumnDataSource({key: [] for key in keys})
         self.bins = ColumnDataSource({"left": [], "right": [], "count": []})

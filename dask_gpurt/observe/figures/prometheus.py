@@ -23,6 +23,7 @@ from dask_gpurt.observe.figures.table import OWN, SCHEDULER, WORKER
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from distributed.core import Server
     from prometheus_client.core import Metric
 
 logger = logging.getLogger("distributed.gpurt")
@@ -75,17 +76,17 @@ class _Collector:
 _collector: _Collector | None = None
 
 
-def provide_scheduler(server: Any, read: Callable[[], dict[str, Any]]) -> bool:
+def provide_scheduler(server: Server, read: Callable[[], dict[str, Any]]) -> bool:
     """Show a scheduler's figures; False without ``prometheus_client``."""
     return _provide(server, exported(SCHEDULER), read)
 
 
-def provide_worker(server: Any, read: Callable[[], dict[str, Any]]) -> bool:
+def provide_worker(server: Server, read: Callable[[], dict[str, Any]]) -> bool:
     """Show a worker's figures; False without ``prometheus_client``."""
     return _provide(server, exported(WORKER), read)
 
 
-def _provide(server: Any, figures: tuple[Figure, ...], read: Callable[[], dict[str, Any]]) -> bool:
+def _provide(server: Server, figures: tuple[Figure, ...], read: Callable[[], dict[str, Any]]) -> bool:
     global _collector
     try:
         from prometheus_client import REGISTRY
@@ -103,7 +104,7 @@ def _provide(server: Any, figures: tuple[Figure, ...], read: Callable[[], dict[s
     return True
 
 
-def withdraw(server: Any) -> None:
+def withdraw(server: Server) -> None:
     """Stop showing a server's figures. No error when they are not shown."""
     global _collector
     if _collector is None:

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Hashable
 
+    from dask.typing import Key
+
 
 @dataclasses.dataclass(slots=True)
 class TracedWorker:
@@ -232,7 +234,7 @@ class _Builder:
         self._prefixes[number] = name
 
     def _task(
-        self, number: int, key: Any, prefix: int, priority: list[float], depends: list[int], restrictions: Any
+        self, number: int, key: Key, prefix: int, priority: list[float], depends: list[int], restrictions: Any
     ) -> None:
         name = self._prefixes[prefix]
         order, inputs = _all(priority, _NUMBER, "priorities"), _all(depends, int, "dependencies")
@@ -240,7 +242,7 @@ class _Builder:
         self.trace.tasks[number] = task
         self._new.append(task)
 
-    def _data(self, number: int, key: Any, nbytes: int, holders: list[int]) -> None:
+    def _data(self, number: int, key: Key, nbytes: int, holders: list[int]) -> None:
         where = tuple(_all(holders, int, "holders"))
         task = TracedTask(number, _key(key), "data", (), (), data=True, holders=where, nbytes=nbytes)
         self.trace.tasks[number] = task

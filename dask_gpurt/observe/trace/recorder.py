@@ -29,6 +29,7 @@ from dask_gpurt.observe.trace.writer import Writer
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Mapping
 
+    from dask.typing import Key
     from distributed import Scheduler
     from distributed.scheduler import TaskState, WorkerState
 
@@ -190,7 +191,7 @@ class TraceRecorder(SchedulerPlugin):
         """A client has submitted a graph."""
         self._guarded(self._graph, scheduler, client, keys, tasks)
 
-    def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
+    def transition(self, key: Key, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
         """A task went from one state to another."""
         # Most transitions are none of these.
         if finish == "processing":
