@@ -86,23 +86,29 @@ class ArrayChunk:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all rows."""
         return int(self._block.nbytes)
 
     @property
     def parts(self) -> Collection[int]:
+        """The output partitions that it has rows of."""
         return self._slices.keys()
 
     def get(self, part: int) -> np.ndarray[Any, Any]:
+        """The rows of a partition."""
         return self._block[self._slices[part]]
 
     def encode(self, part: int) -> Sequence[Buffer]:
+        """The rows of a partition as frames."""
         return [b"head", self.get(part).data.cast("B")]
 
     def decode(self, frames: Sequence[Buffer]) -> np.ndarray[Any, Any]:
+        """Rows from frames."""
         assert bytes(frames[0]) == b"head"
         return np.frombuffer(frames[1], "i8")
 
     def shell(self) -> ArrayChunk:
+        """A chunk without rows that can decode."""
         return ArrayChunk({})
 
 

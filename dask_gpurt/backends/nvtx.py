@@ -25,6 +25,7 @@ class NvtxRanges:
         self._annotate = functools.partial(module.annotate, domain=DOMAIN)
 
     def range(self, name: str) -> AbstractContextManager[object]:
+        """A range of this name while the context is open."""
         context: AbstractContextManager[object] = self._annotate(message=name)
         return context
 

@@ -68,6 +68,7 @@ class Calibration:
 
     @classmethod
     def of(cls, trace: Trace) -> Calibration:
+        """Fit to a trace."""
         ran = [t for t in trace.tasks.values() if t.runs and t.compute_stop_seconds is not None]
         notes = [
             t.finished_seconds - t.compute_stop_seconds for t in ran if t.finished_seconds and t.compute_stop_seconds
@@ -190,6 +191,7 @@ class Phase:
 
     @property
     def tasks(self) -> int:
+        """How many tasks were submitted in it."""
         return sum(len(s.keys) for s in self.submissions)
 
 

@@ -80,9 +80,11 @@ class Store:
 
     @property
     def on_disk_bytes(self) -> int:
+        """Of the values that are not in memory."""
         return sum(self.sizes.values()) - self.resident_bytes
 
     def where(self, key: Key) -> str:
+        """``memory`` or ``disk``, of a key that is here."""
         return MEMORY if key in self._resident else DISK
 
     def put(self, key: Key, nbytes: int) -> float:
@@ -93,6 +95,7 @@ class Store:
         return self._load(key)
 
     def put_on_disk(self, key: Key, nbytes: int) -> None:
+        """A value is on disk from the start."""
         self.sizes[key] = nbytes
         self._resides(key, DISK, nbytes)
 
@@ -118,9 +121,11 @@ class Store:
         return began, done
 
     def pin(self, keys: Iterable[Any]) -> None:
+        """Keep keys in memory, as a task or a request uses them."""
         self._pins.update(keys)
 
     def unpin(self, keys: Iterable[Any]) -> None:
+        """Undo one `pin`."""
         for key in keys:
             self._pins[key] -= 1
             if not self._pins[key]:

@@ -230,24 +230,30 @@ class Cluster:
                 raise ValueError(f"{name} has {len(value)} entries for {self.workers} workers; give one for each")
 
     def slowness_of(self, worker: int) -> float:
+        """How much longer a worker takes than usual."""
         return float(self.slowness if isinstance(self.slowness, (int, float)) else self.slowness[worker])
 
     def memory_of(self, worker: int) -> int | None:
+        """Memory limit of a worker in bytes; None: no limit."""
         m = self.memory_bytes
         return m if m is None or isinstance(m, int) else m[worker]
 
     def node_of(self, worker: int) -> int:
+        """The node that a worker is on."""
         return worker // self.per_node
 
     def rack_of(self, worker: int) -> int:
+        """The rack that a worker is in."""
         return 0 if self.nodes_per_rack is None else self.node_of(worker) // self.nodes_per_rack
 
     @property
     def nodes(self) -> int:
+        """How many nodes there are."""
         return -(-self.workers // self.per_node)
 
     @property
     def racks(self) -> int:
+        """How many racks there are."""
         return 1 if self.nodes_per_rack is None else -(-self.nodes // self.nodes_per_rack)
 
     def link_class(self, a: int, b: int) -> str:
@@ -322,4 +328,5 @@ class Result:
 
     @property
     def between_nodes_bytes(self) -> int:
+        """Bytes that travelled between nodes."""
         return self.bytes_moved.get("rack", 0) + self.bytes_moved.get("far", 0)

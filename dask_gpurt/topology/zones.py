@@ -81,10 +81,12 @@ class Zones:
         return before == 1 and len(self.round_trips) == 2
 
     def remove(self, address: str) -> None:
+        """A worker has left."""
         self.by_address.pop(address, None)
 
     @property
     def several(self) -> bool:
+        """Whether there is more than one zone."""
         return len(self.round_trips) > 1
 
     @property

@@ -98,8 +98,10 @@ KNOWN_CIRCLES = {
     for below, modules in (
         (
             "shuffle",
-            "transport.plane worker.run worker.splitter worker.sender worker.receiver worker.handover "
-            "worker.output_builder",
+            (
+                "transport.plane worker.handover worker.output_builder worker.receiver worker.run worker.sender "
+                "worker.splitter"
+            ),
         ),
         ("shuffle.rows", "partition received_chunk"),
         ("shuffle.scheduler", "barrier_hold calls rebalance recovery reopen"),

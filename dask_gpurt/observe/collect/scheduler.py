@@ -79,6 +79,7 @@ class LedgerPlugin(SchedulerPlugin):
     # ------------------------------------------------------------------ hooks
 
     def transition(self, key: Key, start: Any, finish: Any, *args: Any, stimulus_id: str, **kwargs: Any) -> None:
+        """A task went from one state to another."""
         # Called for every transition of every task: leave as early as possible.
         ledger = self.ledger
         if ledger is None or start == finish:
@@ -87,6 +88,7 @@ class LedgerPlugin(SchedulerPlugin):
             ledger.guarded(ledger.transition, key, start, finish, kwargs)
 
     def log_event(self, topic: Any, msg: Any) -> None:
+        """An event was logged: those of work stealing tell which tasks were moved."""
         # ("confirm", key, state, victim, thief, stimulus_id) is the only public trace of a stolen task.
         ledger = self.ledger
         if (
@@ -99,16 +101,19 @@ class LedgerPlugin(SchedulerPlugin):
             ledger.guarded(ledger.moved, msg[1], msg[3], msg[4])
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
+        """A worker has come."""
         ledger = self.ledger
         if ledger is not None:
             ledger.guarded(ledger.worker_added, scheduler.workers[worker])
 
     def remove_worker(self, scheduler: Scheduler, worker: str, *, stimulus_id: str, **kwargs: Any) -> None:
+        """A worker has left."""
         ledger = self.ledger
         if ledger is not None:
             ledger.guarded(ledger.worker_removed, worker)
 
     def restart(self, scheduler: Scheduler) -> None:
+        """The cluster was restarted: no task is left."""
         ledger = self.ledger
         if ledger is not None:
             ledger.guarded(ledger.restarted)

@@ -62,6 +62,7 @@ class RunningTask:
         self._since = 0.0
 
     def enter(self, cause: str) -> list[Any]:
+        """The task begins to wait for a cause; returns the token for `leave`."""
         token = [cause, threading.get_ident() != self._meter.thread]
         with self._meter.lock:
             if not self.closed:
@@ -74,6 +75,7 @@ class RunningTask:
         return token
 
     def leave(self, token: list[Any]) -> None:
+        """That wait has ended."""
         with self._meter.lock:
             if self.closed or not self._waits:
                 return
@@ -90,6 +92,7 @@ class RunningTask:
 
     @property
     def has_waits(self) -> bool:
+        """Whether it waits now."""
         return bool(self._waits)
 
     def _switch(self, amount: int) -> None:

@@ -8,6 +8,7 @@ plot, and shown in that line, and the next update tries again.
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,7 +32,7 @@ NO_FIGURES = "no worker has sent figures yet"
 LONG = 40
 
 
-class GpurtPlot(DashboardComponent):
+class GpurtPlot(DashboardComponent, ABC):
     """A plot on one page.
 
     Parameters
@@ -57,13 +58,13 @@ class GpurtPlot(DashboardComponent):
         self.root = self._build(**kwargs)
         self.source = self.sources[0]
 
+    @abstractmethod
     def _build(self, **kwargs: Any) -> LayoutDOM:
         """Make figures and sources; returns the root."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _draw(self, feed: Feed) -> str:
         """Fill the sources; returns the headline."""
-        raise NotImplementedError
 
     def update(self) -> None:
         """Called by Bokeh while a page is open. Never raises."""

@@ -102,6 +102,11 @@ class ShuffleProgress(GpurtPlot):
         self.bins = ColumnDataSource({"left": [], "right": [], "count": []})
         self.sources = [self.bars, self.bins]
         inner = {"sizing_mode": kwargs.get("sizing_mode", "stretch_both"), "min_height": 90}
+        self.runs, self.sizes = self._runs(inner), self._sizes(inner)
+        return column(self.runs, self.sizes, name=self.NAME, **kwargs)
+
+    def _runs(self, inner: dict[str, Any]) -> figure:
+        """How far each run is."""
         runs = figure(title=self.TITLE, tools="", x_range=Range1d(0, 100), **inner)
         self.axis = WorkerAxis(runs)
         bars = [
@@ -136,6 +141,10 @@ class ShuffleProgress(GpurtPlot):
                 tooltips=[("run", "@name"), ("done", "@text"), ("received", "@bytes{0.0 ib}"), ("workers", "@workers")],
             )
         )
+        return runs
+
+    def _sizes(self, inner: dict[str, Any]) -> figure:
+        """The sizes of outputs."""
         sizes = figure(title=None, tools="", x_range=style.from_zero(), y_range=style.from_zero(), **inner)
         quads = sizes.quad(
             left="left",
@@ -157,8 +166,7 @@ class ShuffleProgress(GpurtPlot):
                 tooltips=[("size", "@left{0.0 ib} to @right{0.0 ib}"), ("outputs", "@count")],
             )
         )
-        self.runs, self.sizes = runs, sizes
-        return column(runs, sizes, name=self.NAME, **kwargs)
+        return sizes
 
     def _draw(self, feed: Feed) -> str:
         runs = list(reversed(list(feed.shuffles)))

@@ -39,6 +39,7 @@ class Task:
 
     @property
     def seconds(self) -> float:
+        """For which it ran."""
         return self.stop - self.start
 
 
@@ -55,6 +56,7 @@ class Fetches:
 
     @property
     def bytes_per_second(self) -> float:
+        """0 where no time was measured."""
         return self.bytes / self.seconds if self.seconds > 0 else 0.0
 
 
@@ -114,6 +116,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
+        """Between the two snapshots."""
         return self.stop - self.start
 
     @property

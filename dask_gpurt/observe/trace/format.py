@@ -80,6 +80,7 @@ class Kind(enum.IntEnum):
 
 
 def write_header(file: IO[bytes]) -> None:
+    """Begin a file."""
     file.write(_HEADER.pack(MAGIC, VERSION))
 
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(slots=True)
 class TracedWorker:
+    """One worker of the recorded run."""
+
     number: int
     address: str
     host: str
@@ -99,6 +101,8 @@ class Graph:
 
 @dataclasses.dataclass(slots=True)
 class Sample:
+    """What was measured of a worker, or of the scheduler (None), at one moment."""
+
     seconds: float
     worker: int | None
     figures: dict[str, Any]
