@@ -67,8 +67,8 @@ class GpurtScheduler(SchedulerPlugin):
         self.trace: TraceRecorder | None = None
         self.journal: Journal | None = None
         self.ledger: LedgerPlugin | None = None
-        #: "on", or why there are no plots
-        self.plots = "off"
+        #: "on", or why there are no plots, and no figures for Prometheus
+        self.plots = self.metrics = "off"
 
     async def start(self, scheduler: Scheduler) -> None:
         """Install. Also called by Dask itself after a preload has done it: the second call does nothing.
@@ -130,35 +130,28 @@ class GpurtScheduler(SchedulerPlugin):
         return 0.0 if engine is None else engine.budget.total_seconds
 
     async def _add_next_use(self) -> Callable[[], Awaitable[None]]:
-        assert self.scheduler is not None
         assert self.journal is not None
-        scheduler, plugin = self.scheduler, NextUsePlugin(sink=self.journal)
-        await plugin.start(scheduler)
-        scheduler.plugins[plugin.name] = plugin
-        self.next_use = plugin
-
-        async def undo() -> None:
-            scheduler.plugins.pop(plugin.name, None)
-            plugin.stop()
-            self.next_use = None
-
-        return undo
+        return await self._plug("next_use", NextUsePlugin(sink=self.journal))
 
     async def _add_shared_copies(self) -> Callable[[], Awaitable[None]]:
-        assert self.scheduler is not None
         assert self.journal is not None
         url = self.settings.tiers.object_store
         assert url is not None
         bucket = Bucket(url, timeout_seconds=self.settings.tiers.object_timeout)
-        scheduler, plugin = self.scheduler, SharedCopiesPlugin(bucket, sink=self.journal)
+        return await self._plug("shared_copies", SharedCopiesPlugin(bucket, sink=self.journal))
+
+    async def _plug(self, attribute: str, plugin: NextUsePlugin | SharedCopiesPlugin) -> Callable[[], Awaitable[None]]:
+        """Start a plugin of the scheduler, and keep it under this name."""
+        assert self.scheduler is not None
+        scheduler = self.scheduler
         await plugin.start(scheduler)
         scheduler.plugins[plugin.name] = plugin
-        self.shared_copies = plugin
+        setattr(self, attribute, plugin)
 
         async def undo() -> None:
             scheduler.plugins.pop(plugin.name, None)
             plugin.stop()
-            self.shared_copies = None
+            setattr(self, attribute, None)
 
         return undo
 
@@ -171,7 +164,10 @@ class GpurtScheduler(SchedulerPlugin):
             method = read()
             return {} if method is None else method()
 
-        prometheus.provide_scheduler(scheduler, figures)
+        shown = prometheus.provide_scheduler(scheduler, figures)
+        self.metrics = (
+            "on" if shown else "not available because prometheus_client is missing, or refuses them (see the log)"
+        )
         try:
             history.provide(scheduler, figures)
             self.plots = late.install(scheduler)
@@ -183,7 +179,7 @@ class GpurtScheduler(SchedulerPlugin):
     def _hide(self, scheduler: Scheduler) -> None:
         history.withdraw(scheduler)
         prometheus.withdraw(scheduler)
-        self.plots = "off"
+        self.plots = self.metrics = "off"
 
     async def close(self) -> None:
         """The scheduler closes."""
@@ -338,6 +334,7 @@ class GpurtScheduler(SchedulerPlugin):
             "policy": self.settings.policy,
             "parts": dict(self.parts.state) if self.parts else {},
             "plots": self.plots,
+            "metrics": self.metrics,
             **self.figures(),
         }
         if self.journal is not None:

@@ -126,6 +126,10 @@ def _numbers(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, floa
     for key, value in tree.items():
         if isinstance(value, dict):
             yield from _numbers(value, f"{prefix}{key}.")
+        elif key == "links" and isinstance(value, list):
+            # One for each peer and transport: they add up to what a transport did.
+            for link in value:
+                yield from _numbers(link, f"{prefix}{key}.{link['transport']}.")
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             yield prefix + key, value
 
