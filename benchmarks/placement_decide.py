@@ -37,7 +37,7 @@ from distributed.scheduler import ClientState, WorkerState
 
 from benchmarks import data
 from dask_gpurt.config import PlacementSettings
-from dask_gpurt.placement import PlacementPlugin
+from dask_gpurt.placement.plugin import PlacementPlugin
 
 PER_HOST = 8
 TASKS = 50

@@ -23,7 +23,7 @@ from distributed import Scheduler, Worker
 
 from dask_gpurt.config import Settings, leaves, read
 from dask_gpurt.errors import ConfigError, GpurtError, InstallError
-from dask_gpurt.extension import GpurtScheduler, WorkerParts, seam
+from dask_gpurt.extension import WorkerParts, seam
 from dask_gpurt.observe.dashboard import hook
 
 if TYPE_CHECKING:
@@ -57,6 +57,9 @@ async def install(server: Server, overrides: dict[str, Any]) -> None:
         return
     try:
         if isinstance(server, Scheduler):
+            # Late: nannies and workers import this module too.
+            from dask_gpurt.extension.scheduler import GpurtScheduler
+
             plugin = GpurtScheduler(settings)
             await plugin.start(server)
             server.add_plugin(plugin, name=plugin.name)
@@ -102,14 +105,28 @@ def _options() -> list[click.Parameter]:
     return out
 
 
+#: with what our options begin
+_OURS = "--gpurt"
+
+
 class _Setup(click.Command):
-    """`click.Command` whose wrong arguments reach its callback: Dask would log them, and start without us."""
+    """`click.Command` whose wrong arguments reach its callback: Dask would log them, and start without us.
+
+    Arguments that do not look like ours are for others: Dask gives all preloads the same ones. ``dask cuda worker``
+    always has some for its own preload, and its workers would not start.
+    """
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
+        extra |= {"ignore_unknown_options": True, "allow_extra_args": True}
         try:
-            return super().make_context(info_name, list(args), parent, **extra)
+            context = super().make_context(info_name, list(args), parent, **extra)
+            wrong = next((a for a in context.args if a.startswith(_OURS)), None)
+            if wrong is not None:
+                raise click.NoSuchOption(wrong.partition("=")[0], ctx=context)
+            context.args = []  # Dask would give them to the callback
+            return context
         except click.UsageError as e:
             context = click.Context(self, parent, info_name)
             context.params = {"problem": f"{' '.join(args)}: {e.format_message()}"}

@@ -1,5 +1,7 @@
-"""Why did this task run there? `dask_gpurt.explain` for a task that stayed with its data, one that data was moved to,
-and one whose policy failed, so that Dask decided.
+"""Why did this task run there? Three answers of `dask_gpurt.explain`.
+
+One task stays with its input, one has the smaller of two inputs moved to it, and one has a policy that fails, so that
+Dask decides. Two workers, on this machine, for some seconds. `docs/observe.md` shows and explains the output.
 
     python examples/explain.py
 """

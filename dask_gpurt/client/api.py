@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from distributed import LocalCluster, Scheduler, Worker
+from distributed import LocalCluster, Scheduler
 
 from dask_gpurt.client.ask import ANSWER_SECONDS, ask, ask_workers
 from dask_gpurt.config import Settings, flat, write
 from dask_gpurt.errors import ConfigError, InstallError
-from dask_gpurt.extension import NAME, GpurtScheduler, on_worker
+from dask_gpurt.extension import NAME, GpurtScheduler
 from dask_gpurt.extension.parts import require_assertions
+from dask_gpurt.extension.worker import worker_status
 from dask_gpurt.observe.answers.status import Status
 from dask_gpurt.observe.dashboard import hook
 from dask_gpurt.placement.decide import policy
@@ -206,7 +207,7 @@ def status(client: Client | Cluster | str, *, timeout: float = ANSWER_SECONDS) -
 
 async def _look(client: Client, timeout: float) -> Status:
     scheduler = await client.run_on_scheduler(_scheduler_status)
-    workers = await ask_workers(client, _worker_status, timeout=timeout)
+    workers = await ask_workers(client, worker_status, timeout=timeout)
     return Status(
         scheduler=scheduler,
         workers={a: reply if isinstance(reply, dict) else {"error": repr(reply)} for a, reply in workers.items()},
@@ -216,8 +217,3 @@ async def _look(client: Client, timeout: float) -> Status:
 def _scheduler_status(dask_scheduler: Scheduler) -> dict[str, Any]:
     plugin = dask_scheduler.plugins.get(NAME)
     return plugin.statistics() if isinstance(plugin, GpurtScheduler) else {}
-
-
-def _worker_status(dask_worker: Worker) -> dict[str, Any]:
-    parts = on_worker(dask_worker)
-    return {} if parts is None else parts.statistics()

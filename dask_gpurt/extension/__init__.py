@@ -14,8 +14,21 @@ Here, and only here, the engines meet: they never import each other, what they n
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from dask_gpurt.extension.parts import NAME
-from dask_gpurt.extension.scheduler import GpurtScheduler
 from dask_gpurt.extension.worker import GpurtWorker, WorkerParts, on_worker, stock_residence
 
+if TYPE_CHECKING:
+    from dask_gpurt.extension.scheduler import GpurtScheduler
+
 __all__ = ["NAME", "GpurtScheduler", "GpurtWorker", "WorkerParts", "on_worker", "stock_residence"]
+
+
+def __getattr__(name: str) -> Any:
+    # Late: a worker that unpickles its half imports this package, and has no use for the scheduler's.
+    if name == "GpurtScheduler":
+        from dask_gpurt.extension.scheduler import GpurtScheduler
+
+        return GpurtScheduler
+    raise AttributeError(f"module 'dask_gpurt.extension' has no attribute {name!r}")

@@ -24,7 +24,7 @@ from dask_gpurt.observe.journal import Journal
 from dask_gpurt.observe.trace.recorder import TraceRecorder
 from dask_gpurt.placement.decide import policy
 from dask_gpurt.placement.plugin import PlacementPlugin
-from dask_gpurt.placement.tables.disk_residency import Residence
+from dask_gpurt.placement.tables.disk_residency import DiskResidency
 from dask_gpurt.shuffle.scheduler.plugin import ShuffleTakeover
 from dask_gpurt.tiers.hints.scheduler import NextUsePlugin
 from dask_gpurt.tiers.shared.scheduler import SharedCopiesPlugin
@@ -59,7 +59,7 @@ class GpurtScheduler(SchedulerPlugin):
         self.shared_copies: SharedCopiesPlugin | None = None
         self.placement: PlacementPlugin | None = None
         #: what workers tell of their tiers; here because they may speak before placement is there
-        self.residence = Residence()
+        self.residence = DiskResidency()
         #: of their messages, those that could not be used
         self.news_exceptions = 0
         self.news_traceback = ""

@@ -24,8 +24,8 @@ from dask_gpurt.model import Tier
 from dask_gpurt.observe.collect.worker import WorkerSlots
 from dask_gpurt.observe.figures import prometheus
 from dask_gpurt.observe.journal import Journal
-from dask_gpurt.placement.takeover.worker_copies import OneResult
-from dask_gpurt.shuffle.scheduler.plugin import worker_statistics
+from dask_gpurt.placement.takeover.worker_copies import WorkerCopies
+from dask_gpurt.shuffle.transport.planes import worker_statistics
 from dask_gpurt.shuffle.worker import shard_stores
 from dask_gpurt.tiers.runtime import TierRuntime
 from dask_gpurt.tiers.worker.residency import ResidenceSender
@@ -53,7 +53,7 @@ class WorkerParts:
         self.runtime: TierRuntime | None = None
         self.residence_sender: ResidenceSender | None = None
         #: keeps values of losing copies out; None: placement is off
-        self.one_result: OneResult | None = None
+        self.one_result: WorkerCopies | None = None
         #: spares fetches from workers that have left
         self.fetches: Fetches | None = None
         #: what its slots do; None: observation is off
@@ -125,7 +125,7 @@ class WorkerParts:
         return undo
 
     async def _add_copies(self) -> Callable[[], Awaitable[None]]:
-        one_result = OneResult(self.worker)
+        one_result = WorkerCopies(self.worker)
         one_result.install()
         self.one_result = one_result
 
@@ -233,6 +233,12 @@ def on_worker(worker: Worker) -> WorkerParts | None:
     """What is installed on this worker, if anything."""
     parts: WorkerParts | None = getattr(worker, ATTRIBUTE, None)
     return parts
+
+
+def worker_status(dask_worker: Worker) -> dict[str, Any]:
+    """What `dask_gpurt.status` asks each worker; in this module, as a worker imports the one that it lies in."""
+    parts = on_worker(dask_worker)
+    return {} if parts is None else parts.statistics()
 
 
 def _heartbeat(worker: Worker) -> dict[str, Any]:

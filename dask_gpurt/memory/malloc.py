@@ -38,7 +38,6 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import psutil
-import pyarrow as pa
 
 from dask_gpurt.memory import reclaim
 from dask_gpurt.memory.arenas import Arenas, arenas, glibc
@@ -46,6 +45,8 @@ from dask_gpurt.memory.pages import Pages, pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    import pyarrow as pa
 
     Later = Callable[[float, Callable[[], None]], Any]
     Submit = Callable[[Callable[[], object]], Any]
@@ -137,6 +138,9 @@ class Heap:
     @property
     def pool(self) -> pa.MemoryPool:
         """Where Arrow memory of a shuffle comes from, for the thread that asks."""
+        # Late: on a worker that has no shuffle it would be most of what this package takes, 24 MB.
+        import pyarrow as pa
+
         if self._libc is None:
             return pa.default_memory_pool()
         self._arenas.mark()

@@ -1,7 +1,4 @@
-"""Where a task runs. Pure decisions; `seam` and `plugin` act."""
+"""Where a task runs. `plugin.PlacementPlugin` is the door, `engine` decides, `takeover` acts, `tables` know.
 
-from __future__ import annotations
-
-from dask_gpurt.placement.plugin import PlacementPlugin
-
-__all__ = ["PlacementPlugin"]
+Nothing is imported here: a worker needs one module of this package (`takeover.worker_copies`).
+"""

@@ -24,16 +24,16 @@ from dask_gpurt.placement.decide.decision import Declined
 from dask_gpurt.placement.evaluate import governor_samples
 from dask_gpurt.placement.evaluate.decision_record import QUEUE
 from dask_gpurt.placement.evaluate.governor import Standing
-from dask_gpurt.placement.tables.durations import BRIEF_SAMPLED, compute_seconds
+from dask_gpurt.placement.tables.durations import BRIEF_SAMPLED, JUDGING, compute_seconds
 from dask_gpurt.placement.tables.link_samples import certain_inputs, learn_links
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Hashable, Mapping
+    from collections.abc import Callable, Hashable, Mapping
 
     from distributed.scheduler import TaskState, WorkerState
 
-    from dask_gpurt.placement.decide.root_blocks import RootGroups
-    from dask_gpurt.placement.decide.root_dispatch import Deals
+    from dask_gpurt.placement.decide.root_blocks import RootBlocks
+    from dask_gpurt.placement.decide.root_dispatch import RootDispatch
     from dask_gpurt.placement.evaluate.decision_log import DecisionLog
     from dask_gpurt.placement.evaluate.governor import Governor
     from dask_gpurt.placement.evaluate.graph_judge import GraphJudge
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 #: Where tasks are not charged, one in so many with inputs to fetch is learned from, once its link has so many samples.
 TRANSFERS_SAMPLED, TRANSFERS_FROM = 8, 32
+#: durations learned per worker between two rounds of the monitor (0.1 s), of kinds that are known
+LEARNED_PER_ROUND = 2
 
 
 class Bookkeeping:
@@ -61,8 +63,8 @@ class Bookkeeping:
     def __init__(
         self,
         tables: Tables,
-        groups: RootGroups,
-        deals: Deals,
+        groups: RootBlocks,
+        deals: RootDispatch,
         log: DecisionLog,
         governor: Governor,
         graph_judge: GraphJudge,
@@ -72,7 +74,7 @@ class Bookkeeping:
     ) -> None:
         self.tables = tables
         self._groups = groups
-        self._deals = deals
+        self._root_dispatch = deals
         self._log = log
         self._governor = governor
         self._graph_judge = graph_judge
@@ -123,7 +125,7 @@ class Bookkeeping:
         charge.row = row
         workers.refresh(info)
         if ws.needs_what:
-            self._deals.assigned(info)
+            self._root_dispatch.assigned(info)
             charge.inputs = certain_inputs(ts, ws)
             self._count_bytes(ts, ws)
 
@@ -132,7 +134,7 @@ class Bookkeeping:
         self._log.passing(key, info.address, reason)
         ws = info.ws
         if ws.needs_what:
-            self._deals.assigned(info)
+            self._root_dispatch.assigned(info)
             self._count_bytes(ts, ws)
             self._transfer = (self._transfer + 1) % TRANSFERS_SAMPLED
             if not self._transfer or self.tables.links.fits[info.node.link_class].samples < TRANSFERS_FROM:
@@ -161,7 +163,7 @@ class Bookkeeping:
         if self._graph_judge.left:
             self._graph_judge.finished(finish == "memory")
         tables = self.tables
-        charge = tables.ledger.settle(key) if tables.ledger.charges else None
+        charge = tables.backlog.settle(key) if tables.backlog.charges else None
         by_address = tables.workers.by_address
         if charge is None:
             address = self._log.passed(key, finish, details) or details.get("worker", "")
@@ -182,42 +184,51 @@ class Bookkeeping:
             return
         tables.workers.refresh(info)
         if self._groups.by_key:
-            self._deals.finished(info)
+            self._root_dispatch.finished(info)
         startstops = details.get("startstops")
         if finish != "memory" or not startstops or details.get("worker") != address:
             return
-        if charge is not None:
-            self._learn(charge.prefix, info, startstops, details, charge.root)
-        elif (ts := tables.scheduler.tasks.get(key)) is not None:
-            kind = tables.durations.kind(ts)
-            if (kind.usual or kind).brief:
-                self._brief = (self._brief + 1) % BRIEF_SAMPLED
-                if self._brief:
-                    return
-            self._learn(kind, info, startstops, details, False)
-        if inputs:
-            learn_links(tables.links, by_address, info, inputs, startstops)
-
-    def _learn(
-        self, kind: Prefix, info: WorkerInfo, startstops: Collection[Any], details: Mapping[str, Any], root: bool
-    ) -> None:
-        """Learn from a task that has run on the worker it was assigned to."""
         seconds = compute_seconds(startstops)
         if seconds is None:
             return
+        nbytes = max(0, details.get("nbytes") or 0)
+        if charge is not None:
+            self._learn(charge.prefix, info, seconds, nbytes, charge.root)
+        elif (ts := tables.scheduler.tasks.get(key)) is not None:
+            self._learn_some(tables.durations.kind(ts), info, seconds, nbytes)
+        if inputs:
+            learn_links(tables.links, by_address, info, inputs, startstops)
+
+    def _learn(self, kind: Prefix, info: WorkerInfo, seconds: float, nbytes: int, root: bool = False) -> None:
+        """Learn from a task that has run on the worker it was assigned to."""
         tables = self.tables
         first = kind.seconds is None
-        nbytes = max(0, details.get("nbytes") or 0)
         tables.durations.learn(kind, info, seconds, nbytes)
+        self._count(kind, seconds, nbytes)
+        if root:
+            self._root_dispatch.root_done(info, seconds, nbytes)
+        if first:
+            tables.backlog.learned(kind)
+        tables.speeds.learned(info)
+
+    def _learn_some(self, kind: Prefix, info: WorkerInfo, seconds: float, nbytes: int) -> None:
+        """The same where tasks are not charged: the more tasks there are in a second, the smaller the part of them."""
+        if (kind.usual or kind).brief:
+            self._brief = (self._brief + 1) % BRIEF_SAMPLED
+            if self._brief:
+                return
+        elif kind.samples >= JUDGING and info.learned >= LEARNED_PER_ROUND:
+            self._count(kind, seconds, nbytes)
+            return
+        info.learned += 1
+        self._learn(kind, info, seconds, nbytes)
+
+    def _count(self, kind: Prefix, seconds: float, nbytes: int) -> None:
+        """For the judge of whole graphs."""
         times = BRIEF_SAMPLED if (kind.usual or kind).brief else 1
         judge = self._graph_judge
         judge.compute_seconds += times * seconds
         judge.made_bytes += times * nbytes
-        if root:
-            self._deals.root_done(info, seconds, nbytes)
-        if first:
-            tables.ledger.learned(kind)
-        tables.speeds.learned(info)
 
     # ------------------------------------------------------------------ tasks that move without a transition
 
@@ -243,7 +254,7 @@ class Bookkeeping:
     def _moved(self, key: Hashable, victim: str, to: WorkerInfo, missing: float) -> None:
         tables = self.tables
         self._log.stolen(key, victim, to.address, missing)
-        tables.ledger.move(key, to)
+        tables.backlog.move(key, to)
         self._inbound.pop(key, None)
         origin = tables.workers.by_address.get(victim)
         if origin is not None and origin is not to:
@@ -255,10 +266,10 @@ class Bookkeeping:
         self._log.restarted()
         self._governor.forget()
         self._graph_judge.forget()
-        tables.ledger.forget()
+        tables.backlog.forget()
         self._inbound.clear()
         self._groups.clear()
-        self._deals.clear()
+        self._root_dispatch.clear()
         tables.residence.clear()
         tables.workers.clear_charges()
 
@@ -286,7 +297,7 @@ class Bookkeeping:
             return
         self.plain = False
         tables = self.tables
-        charges = tables.ledger.charges
+        charges = tables.backlog.charges
         for info in tables.workers.all.items:
             for ts in info.ws.processing:
                 if ts.key not in charges:

@@ -24,17 +24,17 @@ from dask_gpurt.placement.decide import candidates
 from dask_gpurt.placement.decide.decision import Decision, Declined
 from dask_gpurt.placement.decide.fast_path import stays
 from dask_gpurt.placement.decide.policy import Cheapest
-from dask_gpurt.placement.decide.root_blocks import RootGroups
-from dask_gpurt.placement.decide.root_dispatch import Deals
-from dask_gpurt.placement.decide.steal_cost import Prices
-from dask_gpurt.placement.decide.steal_policy import STOCK, Stock, Thieves
+from dask_gpurt.placement.decide.root_blocks import RootBlocks
+from dask_gpurt.placement.decide.root_dispatch import RootDispatch
+from dask_gpurt.placement.decide.steal_cost import StealCost
+from dask_gpurt.placement.decide.steal_policy import STOCK, StealPolicy, Stock
 from dask_gpurt.placement.evaluate import governor_samples
 from dask_gpurt.placement.evaluate.decision_log import DecisionLog
 from dask_gpurt.placement.evaluate.governor import Governor, Standing
 from dask_gpurt.placement.evaluate.graph_judge import GraphJudge
 from dask_gpurt.placement.evaluate.graph_samples import GraphSamples
-from dask_gpurt.placement.evaluate.idle_alarm import HoldAlarm
-from dask_gpurt.placement.evaluate.shadow_stats import Shadowed
+from dask_gpurt.placement.evaluate.idle_alarm import IdleAlarm
+from dask_gpurt.placement.evaluate.shadow_stats import ShadowStats
 from dask_gpurt.placement.tables.tables import Tables
 from dask_gpurt.topology.links import SEEDS
 from dask_gpurt.topology.zones import seed
@@ -95,24 +95,24 @@ class Engine:
         self.tables = tables = Tables(scheduler, clock)
         self.workers, self.durations, self.links = tables.workers, tables.durations, tables.links
         self.zones, self.residence, self.speeds = tables.zones, tables.residence, tables.speeds
-        self.ledger, self.budget, self.slack = tables.ledger, tables.budget, tables.slack
+        self.backlog, self.budget, self.slack = tables.backlog, tables.budget, tables.slack
 
         self.log = DecisionLog()
         self.governor = Governor(clock)
         #: whole graphs, as `governor` judges decisions; in shadow mode there is nothing to judge
         self.graph_judge = GraphJudge(clock, lambda reason: self.on_retired(reason), enabled=not settings.shadow)
-        self.hold_alarm = HoldAlarm()
+        self.idle_alarm = IdleAlarm()
         #: what would have been decided; filled in shadow mode only
-        self.shadowed = Shadowed(tables, self.log, self.weigh)
+        self.shadowed = ShadowStats(tables, self.log, self.weigh)
 
-        self.groups = RootGroups()
-        self.deals = Deals(tables, self.groups, lambda: self.retired)
-        self.thieves = Thieves(tables)
-        self.prices = Prices(tables)
+        self.groups = RootBlocks()
+        self.root_dispatch = RootDispatch(tables, self.groups, lambda: self.retired)
+        self.steal_policy = StealPolicy(tables)
+        self.steal_cost = StealCost(tables)
         self.books = Bookkeeping(
             tables,
             self.groups,
-            self.deals,
+            self.root_dispatch,
             self.log,
             self.governor,
             self.graph_judge,
@@ -124,7 +124,7 @@ class Engine:
             self.groups,
             self.governor,
             self.graph_judge,
-            self.hold_alarm,
+            self.idle_alarm,
             at_work=lambda: self.books.at_work,
             retired=lambda: self.retired,
         )
@@ -301,10 +301,10 @@ class Engine:
         self.log.left(ts.key, reason)
 
     def comm_cost(self, ts: TaskState, ws: WorkerState) -> float | None:
-        """Seconds to bring a task's missing inputs to a worker, see `Prices`; None to leave it to Dask."""
+        """Seconds to bring a task's missing inputs to a worker, see `StealCost`; None to leave it to Dask."""
         if not self.knows_more(ts) or self.retired:
             return None
-        return self.prices.comm_cost(ts, ws)
+        return self.steal_cost.comm_cost(ts, ws)
 
     # ------------------------------------------------------------------ workers and graphs
 
@@ -321,7 +321,7 @@ class Engine:
         """A worker came."""
         self.workers.add(self.scheduler.workers[address])
         self.durations.threads = self.scheduler.total_nthreads
-        self.deals.workers_changed()
+        self.root_dispatch.workers_changed()
         self.graph_judge.spoil("workers came or left")
 
     def worker_removed(self, address: str) -> None:
@@ -333,13 +333,13 @@ class Engine:
         self.groups.worker_removed(address)
         self.residence.worker_removed(address)
         self.durations.threads = self.scheduler.total_nthreads
-        self.deals.workers_changed(info)
+        self.root_dispatch.workers_changed(info)
         self.graph_judge.spoil("workers came or left")
 
     def measured(self, info: WorkerInfo, round_trip: float) -> None:
         """The round trip between the scheduler and a worker is known."""
         zones, workers = self.zones, self.workers
-        self.deals.workers_changed()
+        self.root_dispatch.workers_changed()
         if zones.add(info.address, round_trip):
             self.links.reseed(LinkClass.NETWORK, seed(zones.farthest, SEEDS[LinkClass.NETWORK]))
             workers.zoned = True
@@ -353,24 +353,24 @@ class Engine:
         """Before the first transition of its tasks."""
         self.samples.graph_arrived(keys)
         if not self.leaves_roots():
-            self.deals.graph_arrived(keys)
+            self.root_dispatch.graph_arrived(keys)
 
     def pull(self, ws: WorkerState) -> TaskState | None:
         """The queued root task that a worker with a free slot should run; None: the head of the queue."""
         if self.retired:
             return None
-        ts = self.deals.pull(ws)
+        ts = self.root_dispatch.pull(ws)
         if ts is not None:
             self.log.group(ts.key, ws.address)
         return ts
 
     def held(self, ts: TaskState) -> bool:
         """Whether a queued root, which an idle worker could run, should be left to its owner."""
-        return not self.retired and not self.hold_alarm.stage and self.deals.held(ts)
+        return not self.retired and not self.idle_alarm.stage and self.root_dispatch.held(ts)
 
     def leaves_roots(self) -> bool:
         """Whether root tasks are left to Dask now."""
-        return self.retired or self.hold_alarm.stage > 1
+        return self.retired or self.idle_alarm.stage > 1
 
     def thief(
         self,
@@ -379,14 +379,14 @@ class Engine:
         in_flight: Mapping[WorkerState, int],
         valid: Collection[WorkerState] | None,
     ) -> WorkerState | Stock | None:
-        """Who may steal a task, see `Thieves.choose`."""
-        return STOCK if self.retired else self.thieves.choose(ts, thieves, in_flight, valid)
+        """Who may steal a task, see `StealPolicy.choose`."""
+        return STOCK if self.retired else self.steal_policy.choose(ts, thieves, in_flight, valid)
 
     def worth(self, ws: WorkerState) -> bool:
         """Whether a worker with a free slot should get one of the queued root tasks."""
         if self.retired:
             return True
-        if self.deals.better_left(ws):
+        if self.root_dispatch.better_left(ws):
             return False
         if not self.speeds.uneven:
             return True

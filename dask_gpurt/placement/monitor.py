@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from dask_gpurt.placement.engine import Engine
     from dask_gpurt.placement.tables.workers import WorkerInfo
     from dask_gpurt.placement.takeover.seam import Seam
-    from dask_gpurt.placement.takeover.speculation import CopySeam
-    from dask_gpurt.placement.takeover.stealing import StealingSeam
+    from dask_gpurt.placement.takeover.speculation import Speculation
+    from dask_gpurt.placement.takeover.stealing import Stealing
 
 NAME = "patrol"
 #: key of the periodic callback
@@ -65,15 +65,15 @@ IDLE = 8
 SOUNDINGS = 32
 
 
-class Patrol:
+class Monitor:
     """The rounds of one scheduler."""
 
     def __init__(
         self,
         engine: Engine,
         guard: Seam,
-        stealing: StealingSeam,
-        copies: CopySeam | None,
+        stealing: Stealing,
+        copies: Speculation | None,
         clock: Callable[[], float] | None = None,
     ) -> None:
         self.engine = engine
@@ -152,8 +152,10 @@ class Patrol:
             self._rescue()
         if overdue and self.copies is not None and engine.workers.idle.items:
             overdue.sort(key=lambda o: -o[0])
+            at_work = sum(min(len(info.ws.processing), info.ws.nthreads) for info in workers)
+            spare = engine.graph_judge.left <= at_work
             for run, ts, info in overdue[:MOVES]:
-                self._copy(run, ts, info)
+                self._copy(run, ts, info, spare)
         if engine.speeds.refusing and scheduler.queued:
             scheduler.stimulus_queue_slots_maybe_opened(stimulus_id=f"gpurt-patrol-{now}")
 
@@ -162,6 +164,7 @@ class Patrol:
     def _look(self, info: WorkerInfo, now: float, overdue: list[tuple[float, Any, WorkerInfo]]) -> None:
         ws = info.ws
         engine = self.engine
+        info.learned = 0
         if not info.zoned:
             self._sound(info)
         late: list[float] = []
@@ -238,7 +241,7 @@ class Patrol:
                 if moves >= MOVES:
                     return
                 valid = engine.scheduler.valid_workers(ts)
-                thief = engine.thieves.choose(ts, others, self.stealing.in_flight, valid, busy=True)
+                thief = engine.steal_policy.choose(ts, others, self.stealing.in_flight, valid, busy=True)
                 if thief is not None and thief is not STOCK and self.stealing.request(ts, thief):
                     moves += 1
 
@@ -260,7 +263,7 @@ class Patrol:
 
     # ------------------------------------------------------------------ 3: stragglers
 
-    def _copy(self, run: float, ts: Any, home: WorkerInfo) -> None:
+    def _copy(self, run: float, ts: Any, home: WorkerInfo, spare: bool) -> None:
         engine, copies = self.engine, self.copies
         if copies is None or ts.key in copies.copies or ts.state != "processing":
             return
@@ -295,5 +298,5 @@ class Patrol:
             ((finish_seconds(task, view, far)[0], i) for i, view in enumerate(views)), key=lambda pair: pair[0]
         )
         here = prefix.seconds * home.speed.measured_slowness(name)
-        if straggler_policy.pays(run, here, there):
+        if straggler_policy.pays(run, here, there, spare):
             copies.start(ts, free[best].ws)

@@ -22,14 +22,14 @@ from dask_gpurt.model import Event, Sink, null_sink
 from dask_gpurt.placement import statistics
 from dask_gpurt.placement.decide.decision import Declined
 from dask_gpurt.placement.engine import Engine
-from dask_gpurt.placement.monitor import Patrol
-from dask_gpurt.placement.takeover.fetch_sources import RouteSeam
+from dask_gpurt.placement.monitor import Monitor
+from dask_gpurt.placement.takeover.fetch_sources import FetchSources
 from dask_gpurt.placement.takeover.observe_stock import watch
-from dask_gpurt.placement.takeover.replica_drops import ReplicaSeam
-from dask_gpurt.placement.takeover.root_queue import RootSeam
+from dask_gpurt.placement.takeover.replica_drops import ReplicaDrops
+from dask_gpurt.placement.takeover.root_queue import RootQueue
 from dask_gpurt.placement.takeover.seam import Seam
-from dask_gpurt.placement.takeover.speculation import CopySeam
-from dask_gpurt.placement.takeover.stealing import StealingSeam
+from dask_gpurt.placement.takeover.speculation import Speculation
+from dask_gpurt.placement.takeover.stealing import Stealing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,12 +73,12 @@ class PlacementPlugin(SchedulerPlugin):
         #: None before `start` and after `uninstall`
         self.engine: Engine | None = None
         self.seam: Seam | None = None
-        self.stealing: StealingSeam | None = None
-        self.replicas: ReplicaSeam | None = None
-        self.routes: RouteSeam | None = None
+        self.stealing: Stealing | None = None
+        self.replicas: ReplicaDrops | None = None
+        self.routes: FetchSources | None = None
         #: None also when second copies are switched off
-        self.copies: CopySeam | None = None
-        self.patrol: Patrol | None = None
+        self.copies: Speculation | None = None
+        self.monitor: Monitor | None = None
 
     async def start(self, scheduler: Any) -> None:
         """Take over. A second call for the same scheduler does nothing.
@@ -113,8 +113,8 @@ class PlacementPlugin(SchedulerPlugin):
 
     def _take_over(self, scheduler: Any, seam: Seam, engine: Engine) -> None:
         seam.install({"decide_worker_non_rootish": self._decide, "get_comm_cost": engine.comm_cost})
-        deals = engine.deals
-        RootSeam(
+        deals = engine.root_dispatch
+        RootQueue(
             seam,
             waits=engine.groups.waits,
             pull=engine.pull,
@@ -128,25 +128,25 @@ class PlacementPlugin(SchedulerPlugin):
             stock=engine.leaves_roots,
         ).install()
         engine.on_retired = self._retired
-        self.stealing = StealingSeam(scheduler, seam)
+        self.stealing = Stealing(scheduler, seam)
         self.stealing.install(engine.thief)
-        self.replicas = ReplicaSeam(scheduler, seam)
+        self.replicas = ReplicaDrops(scheduler, seam)
         self.replicas.install()
-        self.routes = RouteSeam(scheduler, seam, engine.zones)
+        self.routes = FetchSources(scheduler, seam, engine.zones)
         self.routes.install()
         if self.settings.stragglers:
-            self.copies = CopySeam(scheduler, seam)
+            self.copies = Speculation(scheduler, seam)
             self.copies.on_won = engine.books.copy_won
             self.copies.install()
-        self.patrol = Patrol(engine, seam, self.stealing, self.copies)
-        self.patrol.start()
+        self.monitor = Monitor(engine, seam, self.stealing, self.copies)
+        self.monitor.start()
 
     def uninstall(self) -> None:
         """Give the scheduler back as it was. Safe to call at any time, also twice."""
-        for part in (self.patrol, self.copies, self.routes, self.replicas, self.stealing, self.seam):
+        for part in (self.monitor, self.copies, self.routes, self.replicas, self.stealing, self.seam):
             if part is not None:
-                (part.stop if isinstance(part, Patrol) else part.uninstall)()
-        self.patrol = self.copies = self.routes = self.replicas = self.stealing = None
+                (part.stop if isinstance(part, Monitor) else part.uninstall)()
+        self.monitor = self.copies = self.routes = self.replicas = self.stealing = None
         self.engine = None
 
     async def close(self) -> None:
@@ -182,7 +182,7 @@ class PlacementPlugin(SchedulerPlugin):
             "shadow": self.engine.shadowed.statistics() if self.settings.shadow else None,
             "stealing": {
                 "installed": self.stealing is not None and self.stealing.installed,
-                "opinions": dict(self.engine.thieves.opinions),
+                "opinions": dict(self.engine.steal_policy.opinions),
                 "rescued": 0 if self.stealing is None else self.stealing.requested,
             },
             "copies": {

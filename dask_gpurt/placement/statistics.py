@@ -23,7 +23,7 @@ def of(engine: Engine) -> dict[str, Any]:
             **engine.log.calibration(),
         },
         "declined": {str(reason): n for reason, n in engine.declined.items()},
-        "prices": engine.prices.given,
+        "prices": engine.steal_cost.given,
         #: blocks cut, root tasks handed to the owner of their block, blocks split for idle workers, and offers not
         #: made to workers with no memory left
         "roots": {
@@ -32,14 +32,14 @@ def of(engine: Engine) -> dict[str, Any]:
             "split": engine.groups.split,
             "declined": engine.groups.declined,
             "dissolved": engine.groups.dissolved,
-            "spared": engine.deals.spared,
+            "spared": engine.root_dispatch.spared,
         },
         "microseconds": engine.budget.statistics(),
         "governor": engine.governor.statistics(),
         "graph_judge": {
             **engine.graph_judge.statistics(),
-            "idle_alarms": engine.hold_alarm.trips,
-            "roots_held": not engine.hold_alarm.stage and not engine.retired,
+            "idle_alarms": engine.idle_alarm.trips,
+            "roots_held": not engine.idle_alarm.stage and not engine.retired,
         },
         "links": engine.links.statistics(),
         "zones": engine.zones.statistics(),
@@ -48,8 +48,8 @@ def of(engine: Engine) -> dict[str, Any]:
         "speeds": {w.ws.address: usual / w.slowness for w in measured},
         "tables": {
             "workers": len(engine.workers.by_address),
-            "charges": len(engine.ledger.charges),
-            "unknown": sum(map(len, engine.ledger.unknown.values())),
+            "charges": len(engine.backlog.charges),
+            "unknown": sum(map(len, engine.backlog.unknown.values())),
             "roots": len(engine.groups),
             "copies_on_disk": engine.residence.copies,
         },

@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
-from dask_gpurt.shuffle.scheduler.plugin import ShuffleTakeover, worker_statistics
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.shuffle.transport.planes import worker_statistics
 from dask_gpurt.shuffle.worker.shard_stores import MemoryShardStore, provide, store_of, withdraw
 
+if TYPE_CHECKING:
+    from dask_gpurt.shuffle.scheduler.plugin import ShuffleTakeover
+
 __all__ = ["MemoryShardStore", "ShuffleTakeover", "provide", "store_of", "withdraw", "worker_statistics"]
+
+
+def __getattr__(name: str) -> Any:
+    # Late: it is the scheduler's, and brings all that a run needs; a worker imports that with its first run.
+    if name == "ShuffleTakeover":
+        from dask_gpurt.shuffle.scheduler.plugin import ShuffleTakeover
+
+        return ShuffleTakeover
+    raise AttributeError(f"module 'dask_gpurt.shuffle' has no attribute {name!r}")

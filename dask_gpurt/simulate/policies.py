@@ -10,8 +10,8 @@ from distributed.core import Status
 
 from dask_gpurt.config import PlacementSettings, Settings
 from dask_gpurt.errors import ConfigError
-from dask_gpurt.placement import PlacementPlugin
 from dask_gpurt.placement.decide.policy import CLASS, Cheapest, Policy, load
+from dask_gpurt.placement.plugin import PlacementPlugin
 from dask_gpurt.topology.zones import NEAR_SECONDS
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from dask_gpurt.config import PlacementSettings
-    from dask_gpurt.placement import PlacementPlugin
     from dask_gpurt.placement.decide.policy import Policy
+    from dask_gpurt.placement.plugin import PlacementPlugin
     from dask_gpurt.simulate.model import Cluster, Result, Workload
 
 

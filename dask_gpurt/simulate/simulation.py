@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from dask.typing import Key
 
-    from dask_gpurt.placement.monitor import Patrol
+    from dask_gpurt.placement.monitor import Monitor
     from dask_gpurt.simulate.surroundings import Peer
 
 CLIENT = "simulated-client"
@@ -345,14 +345,14 @@ class Simulation:
         if amm is not None and dask.config.get("distributed.scheduler.active-memory-manager.start"):
             self.loop.tick(amm.interval, self._recur, "amm", "run_once", amm.interval)
         placement = s.plugins.get("gpurt-placement")
-        patrol = None if placement is None else placement.patrol
-        if patrol is not None:
-            patrol.stop()  # its timer would run by the real clock
-            self.loop.tick(patrol.interval_seconds(), self._patrol, patrol)
+        monitor = None if placement is None else placement.monitor
+        if monitor is not None:
+            monitor.stop()  # its timer would run by the real clock
+            self.loop.tick(monitor.interval_seconds(), self._monitor, monitor)
 
-    def _patrol(self, patrol: Patrol) -> None:
-        self.in_scheduler(patrol.go)
-        self.loop.tick(patrol.interval_seconds(), self._patrol, patrol)
+    def _monitor(self, monitor: Monitor) -> None:
+        self.in_scheduler(monitor.go)
+        self.loop.tick(monitor.interval_seconds(), self._monitor, monitor)
 
     def _recur(self, extension: str, name: str, seconds: float) -> None:
         # Looked up each time: a policy may exchange the extension or its method.

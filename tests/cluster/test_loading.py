@@ -141,6 +141,19 @@ def test_a_bad_setting_ends_the_start(arguments: list[str], says: str, tmp_path:
         assert says in log.read_text()
 
 
+def test_arguments_of_other_preloads_are_theirs() -> None:
+    """Dask gives all preloads the same arguments, and ``dask cuda worker`` has some for a preload of its own."""
+    from dask_gpurt.preload import dask_setup
+
+    args = ["--create-cuda-context", "--gpurt-policy", "stock", "more", "--pool=1", "x"]
+    with dask_setup.make_context("dask_setup", args, allow_extra_args=False) as context:
+        assert context.params["policy"] == "stock"
+        assert "problem" not in context.params
+        assert context.args == []
+    with dask_setup.make_context("dask_setup", ["--gpurt-polcy", "stock"], allow_extra_args=False) as context:
+        assert "--gpurt-polcy" in context.params["problem"]
+
+
 def test_an_unknown_key_in_the_environment_ends_the_start(tmp_path: Path) -> None:
     with processes(tmp_path, {"DASK_GPURT__TIERS__HOST_LIMITS": "0.5"}) as p:
         process, log = p.start("scheduler", "--port", "0", "--no-dashboard", "--preload", PRELOAD)

@@ -92,6 +92,24 @@ def test_importing_the_package_is_light() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.parametrize("module", ["dask_gpurt.extension.worker", "dask_gpurt.preload"])
+def test_a_worker_imports_its_own_half_alone(module: str) -> None:
+    """A worker that is attached to imports the first, one with a preload the second. It stays in its memory for good,
+    also after a detach: pyarrow alone is 24 MB, and pauses a small worker that stock would not pause."""
+    import subprocess
+    import sys
+
+    code = (
+        f"import sys, distributed.cli.dask_worker; stock = set(sys.modules); import {module};"
+        "ours = set(sys.modules) - stock;"
+        "heavy = {'pyarrow', 'pandas', 'bokeh', 'dask.dataframe', 'dask_gpurt.extension.scheduler',"
+        " 'dask_gpurt.shuffle.scheduler.plugin', 'dask_gpurt.shuffle.worker.run',"
+        " 'dask_gpurt.placement.plugin', 'dask_gpurt.observe.collect.stall_ledger'} & ours;"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 #: circles that are there today, each as its modules. The list may only shrink, to nothing: remove what is open.
 KNOWN_CIRCLES = {
     frozenset(f"dask_gpurt.{below}.{module}" for module in modules.split())

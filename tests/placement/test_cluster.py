@@ -14,8 +14,9 @@ from distributed.utils_test import gen_cluster, inc, slowinc
 
 from dask_gpurt.errors import InstallError, SeamMismatch
 from dask_gpurt.model import circuit_breaker
-from dask_gpurt.placement import PlacementPlugin, engine
+from dask_gpurt.placement import engine
 from dask_gpurt.placement.bookkeeping import Bookkeeping
+from dask_gpurt.placement.plugin import PlacementPlugin
 from tests.placement.fakes import SETTINGS
 
 if TYPE_CHECKING:
@@ -212,7 +213,7 @@ def test_stealing_uses_our_prices_and_moves_charges() -> None:
         def watch(key: Any, victim: str, thief: str) -> None:
             original(key, victim, thief)
             assert plugin.engine is not None
-            stolen.append((key, plugin.engine.ledger.charges[key].info.ws.address, thief))
+            stolen.append((key, plugin.engine.backlog.charges[key].info.ws.address, thief))
 
         plugin.engine.books.stolen = watch  # type: ignore[method-assign]
         # All work lands on `a`; once the restrictions are gone `b` may steal.

@@ -17,10 +17,11 @@ from distributed.utils_test import NO_AMM, gen_cluster, inc, slowinc
 
 from dask_gpurt.config import PlacementSettings
 from dask_gpurt.model import circuit_breaker
-from dask_gpurt.placement import PlacementPlugin, monitor
+from dask_gpurt.placement import monitor
 from dask_gpurt.placement.bookkeeping import Bookkeeping
 from dask_gpurt.placement.engine import Engine
 from dask_gpurt.placement.evaluate import governor, shadow_stats
+from dask_gpurt.placement.plugin import PlacementPlugin
 from dask_gpurt.placement.takeover import fetch_sources, replica_drops
 from tests.placement.fakes import SETTINGS
 
@@ -142,7 +143,7 @@ def test_an_exception_in_shadow_mode_is_counted(monkeypatch: pytest.MonkeyPatch)
     def broken(*args: Any) -> Any:
         raise ZeroDivisionError("broken")
 
-    monkeypatch.setattr(shadow_stats.Shadowed, "look", broken)
+    monkeypatch.setattr(shadow_stats.ShadowStats, "look", broken)
 
     @gen_cluster(client=True, nthreads=FOUR)
     async def run(c: Any, s: Scheduler, *workers: Worker) -> None:
@@ -200,9 +201,9 @@ FAULTS = [
     (Engine, "worker_added"),
     (Engine, "worker_removed"),
     (Bookkeeping, "restarted"),
-    (monitor.Patrol, "round"),
+    (monitor.Monitor, "round"),
     (replica_drops.WorstReplicas, "_name"),
-    (fetch_sources.RouteSeam, "_shorten"),
+    (fetch_sources.FetchSources, "_shorten"),
 ]
 
 
@@ -337,8 +338,8 @@ def test_workers_fetch_from_near_holders() -> None:
     async def run(c: Any, s: Scheduler, *workers: Worker) -> None:
         plugin = await install(s)
         assert plugin.engine is not None
-        assert plugin.patrol is not None
-        plugin.patrol.stop()  # this machine's own round trips do not matter here
+        assert plugin.monitor is not None
+        plugin.monitor.stop()  # this machine's own round trips do not matter here
         engine = plugin.engine
         engine.zones.by_address.clear()
         engine.zones.round_trips.clear()

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from dask_gpurt.model.link import Link
     from dask_gpurt.model.views import TaskView, WorkerView
-    from dask_gpurt.placement import PlacementPlugin
     from dask_gpurt.placement.decide.policy import Policy
+    from dask_gpurt.placement.plugin import PlacementPlugin
 
 TIMES = 12
 #: between two graphs, in seconds
@@ -43,9 +43,9 @@ def all_on_one(plugin: PlacementPlugin | None) -> None:
     assert plugin is not None
     assert plugin.engine is not None
     engine: Any = plugin.engine
-    dealt_to = engine.deals._dealt_to
-    engine.deals._dealt_to = lambda: dealt_to()[:1]
-    engine.deals.held = lambda ts: True
+    dealt_to = engine.root_dispatch._dealt_to
+    engine.root_dispatch._dealt_to = lambda: dealt_to()[:1]
+    engine.root_dispatch.held = lambda ts: True
     engine.groups._take = lambda *args: None
 
 

@@ -18,7 +18,7 @@ from distributed.utils_test import gen_cluster
 import dask_gpurt.simulate.run as run_module
 from dask_gpurt.config import Settings
 from dask_gpurt.errors import ConfigError
-from dask_gpurt.placement import PlacementPlugin
+from dask_gpurt.placement.plugin import PlacementPlugin
 from dask_gpurt.simulate import Cluster, Path, Placed, SimulationError, TaskSpec, Workload, model, shapes, simulate
 from dask_gpurt.simulate.bounds import bound
 from dask_gpurt.simulate.clock import EPOCH, VirtualLoop, patched

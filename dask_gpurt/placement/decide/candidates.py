@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
     from distributed.scheduler import TaskState, WorkerState
 
-    from dask_gpurt.placement.tables.disk_residency import Residence
+    from dask_gpurt.placement.tables.disk_residency import DiskResidency
     from dask_gpurt.placement.tables.tables import Tables
-    from dask_gpurt.placement.tables.workers import Node, WorkerInfo, WorkerTable
+    from dask_gpurt.placement.tables.workers import Node, WorkerInfo, Workers
 
 #: an input with more replicas than this says nothing about where to run
 WIDE = 8
@@ -151,7 +151,7 @@ class Inputs:
 
 def pick(
     inputs: Inputs,
-    table: WorkerTable,
+    table: Workers,
     limit: int,
     valid: Collection[WorkerState] | None,
     abroad: bool = True,
@@ -211,7 +211,7 @@ def _two_largest(by_node: Mapping[Node, list[float]]) -> list[Node]:
     return [n for n in (first, second) if n is not None]
 
 
-def _pick_valid(inputs: Inputs, table: WorkerTable, limit: int, valid: Collection[WorkerState]) -> list[WorkerInfo]:
+def _pick_valid(inputs: Inputs, table: Workers, limit: int, valid: Collection[WorkerState]) -> list[WorkerInfo]:
     """Candidates of a restricted task. Upstream has just built the set `valid`, so this may be linear in it, once."""
     by_address = table.by_address
     if len(valid) <= limit:
@@ -251,7 +251,7 @@ def views(
         Whether to count what is on its way to the worker already.
     """
     residence = tables.residence if disk and inputs.spilled else None
-    table, fits, reconcile = tables.workers, tables.links.fits, tables.ledger.reconcile
+    table, fits, reconcile = tables.workers, tables.links.fits, tables.backlog.reconcile
     by_address = table.by_address
     far_spb = 1.0 / fits[LinkClass.NETWORK].link.bytes_per_second
     out: list[WorkerView] = []
@@ -384,7 +384,9 @@ def readers(info: WorkerInfo, inputs: Inputs, by_address: dict[str, WorkerInfo])
     return out
 
 
-def read_seconds(info: WorkerInfo, inputs: Inputs, residence: Residence, by_address: dict[str, WorkerInfo]) -> float:
+def read_seconds(
+    info: WorkerInfo, inputs: Inputs, residence: DiskResidency, by_address: dict[str, WorkerInfo]
+) -> float:
     """Seconds until the spilled inputs of a candidate are read, queues of the disks included."""
     return max(
         (

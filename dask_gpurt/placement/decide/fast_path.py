@@ -77,7 +77,7 @@ def stays(
         share = info.far_share
         pending_seconds = pending * (share / far.bytes_per_second + (1.0 - share) / near.bytes_per_second)
     if len(home.long_running) != info.seceded:
-        tables.ledger.reconcile(info)
+        tables.backlog.reconcile(info)
     queue = queue_seconds(info)
     if (queue if queue > pending_seconds else pending_seconds) + compute * slowness > slack:
         return None

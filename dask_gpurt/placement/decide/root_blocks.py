@@ -76,7 +76,7 @@ class Phase:
         self.members = members
 
 
-class RootGroups:
+class RootBlocks:
     """All blocks with roots to be assigned."""
 
     def __init__(self) -> None:

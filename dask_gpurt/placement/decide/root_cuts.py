@@ -14,6 +14,11 @@
 passes through them one after the other (a cumulative sum, the panels of a factorisation) their followers queue on one
 worker while the others idle. It compares, level by level of the graph, the load of the busiest worker with an even
 spread. Measured on a cumulative sum of 128 chunks on 16 workers: 20.2 s with contiguous pieces, 12.0 s without.
+
+Of a level with more tasks than there are threads only half of the excess counts. There the pieces do not decide alone:
+who decides weighs queues against bytes, and what waits is stolen. In a narrow one nothing waits for long, but the next
+level waits for it. Counted like those, wide levels had pieces refused to shifted sums and stencils that run 5 % faster
+with them; not counted at all, pieces were cut where one worker had twice its share of each level, and 11 % lost.
 """
 
 from __future__ import annotations
@@ -238,9 +243,11 @@ def serialises(
     uneven = even = 0.0
     for at_level in load:
         unplaced = at_level.pop(None, 0)
-        spread = math.ceil((unplaced + sum(at_level.values())) / everybody)
+        width = unplaced + sum(at_level.values())
+        spread = math.ceil(width / everybody)
         even += spread
-        uneven += max((math.ceil(n / threads[i]) for i, n in at_level.items() if i is not None), default=spread)
+        most = max((math.ceil(n / threads[i]) for i, n in at_level.items() if i is not None), default=spread)
+        uneven += (most + spread) / 2 if width > everybody else most
     return uneven > UNEVEN * even
 
 

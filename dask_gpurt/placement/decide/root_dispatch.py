@@ -27,7 +27,7 @@ from dask_gpurt.placement.tables import worker_facts
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable
 
-    from dask_gpurt.placement.decide.root_blocks import RootGroups
+    from dask_gpurt.placement.decide.root_blocks import RootBlocks
     from dask_gpurt.placement.tables.tables import Tables
     from dask_gpurt.placement.tables.workers import WorkerInfo
 
@@ -62,7 +62,7 @@ LOOKED_AT = 16
 ASKED = 8
 
 
-class Deals:
+class RootDispatch:
     """Of one scheduler.
 
     Parameters
@@ -75,12 +75,14 @@ class Deals:
         Whether Dask decides everything now.
     """
 
-    def __init__(self, tables: Tables, groups: RootGroups, retired: Callable[[], bool]) -> None:
+    def __init__(self, tables: Tables, groups: RootBlocks, retired: Callable[[], bool]) -> None:
         self._tables = tables
         self._groups = groups
         self._retired = retired
         #: moving averages over roots: seconds, bytes of result
         self._root = 0.0, 0.0
+        #: and of the square of the seconds, see `_found_seconds`
+        self._square = 0.0
         #: workers that got or finished a task since the last deal, and may be waiting for inputs with all they have
         self._fetching: dict[WorkerInfo, None] = {}
         #: workers that finished a task since the last deal
@@ -144,6 +146,7 @@ class Deals:
         mean, size = self._root
         gain = ROOT_GAIN if mean or size else 1.0
         self._root = mean + gain * (seconds - mean), size + gain * (nbytes - size)
+        self._square += gain * (seconds * seconds - self._square)
         groups = self._groups
         if groups.beyond * self._root[1] > BEYOND_STOCK * info.mark_bytes:
             groups.dissolve()
@@ -230,11 +233,19 @@ class Deals:
 
     def _cheap(self) -> bool:
         """Whether the result of a root is sent in much less time than its owner would take to come to it."""
-        seconds, nbytes = self._root
+        seconds, nbytes = self._found_seconds(), self._root[1]
         tables = self._tables
         nodes = len(tables.workers.nodes)
         link = tables.links.link(LinkClass.NETWORK if nodes > 1 else LinkClass.HOST)
         return link.seconds(nbytes, 1) < CHEAP * seconds
+
+    def _found_seconds(self) -> float:
+        """How long the root is that a worker is found at: what has to wait for a worker waits behind that one.
+
+        The mean where all take about as long, more where a few take much longer: they take most of the time.
+        """
+        seconds = self._root[0]
+        return max(seconds, self._square / seconds) if seconds else 0.0
 
     def _at_work(self, info: WorkerInfo) -> bool:
         """Whether a worker will soon ask for more: its next finished task deals slots again."""
@@ -280,7 +291,7 @@ class Deals:
 
     def _ahead(self) -> int:
         """Short roots that a thread gets ahead; 0: they are not short."""
-        seconds = self._root[0]
+        seconds = self._found_seconds()
         return min(MOST_AHEAD, int(AHEAD_OF_MESSAGES / seconds)) if 0 < seconds < AHEAD_OF_MESSAGES / 2 else 0
 
     def first(self) -> list[Any]:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 MAX_PRICED_INPUTS = 64
 
 
-class Prices:
-    """Prices given to work stealing."""
+class StealCost:
+    """StealCost given to work stealing."""
 
     def __init__(self, tables: Tables) -> None:
         self._tables = tables

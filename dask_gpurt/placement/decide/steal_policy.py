@@ -54,7 +54,7 @@ class Stock:
 STOCK = Stock()
 
 
-class Thieves:
+class StealPolicy:
     """Second opinions on stealing."""
 
     def __init__(self, tables: Tables) -> None:

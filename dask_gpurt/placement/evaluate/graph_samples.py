@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
     from distributed.scheduler import TaskState
 
-    from dask_gpurt.placement.decide.root_blocks import RootGroups
+    from dask_gpurt.placement.decide.root_blocks import RootBlocks
     from dask_gpurt.placement.evaluate.governor import Governor
     from dask_gpurt.placement.evaluate.graph_judge import GraphJudge
-    from dask_gpurt.placement.evaluate.idle_alarm import HoldAlarm
+    from dask_gpurt.placement.evaluate.idle_alarm import IdleAlarm
     from dask_gpurt.placement.tables.tables import Tables
 
 #: workers looked at per tick, at most; of more, every so many-th
@@ -45,10 +45,10 @@ class GraphSamples:
     def __init__(
         self,
         tables: Tables,
-        groups: RootGroups,
+        groups: RootBlocks,
         governor: Governor,
         judge: GraphJudge,
-        alarm: HoldAlarm,
+        alarm: IdleAlarm,
         *,
         at_work: Callable[[], bool],
         retired: Callable[[], bool],

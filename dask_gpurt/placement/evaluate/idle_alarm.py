@@ -27,7 +27,7 @@ MOST_SECONDS = 5.0
 LONGEST_TICK_SECONDS = 0.5
 
 
-class HoldAlarm:
+class IdleAlarm:
     """Fed with counts at ticks."""
 
     __slots__ = ("_at", "_level", "stage", "trips")

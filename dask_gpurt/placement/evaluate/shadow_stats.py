@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     Weigh = Callable[..., Decision | Declined]
 
 
-class Shadowed:
+class ShadowStats:
     """Decisions compared so far.
 
     Parameters

@@ -49,7 +49,7 @@ class Charge:
         self.row: list[Any] | None = None
 
 
-class Ledger:
+class Backlog:
     """All charges, by key."""
 
     def __init__(self) -> None:

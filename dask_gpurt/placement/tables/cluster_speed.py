@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dask_gpurt.placement.tables.workers import WorkerInfo, WorkerTable
+    from dask_gpurt.placement.tables.workers import WorkerInfo, Workers
 
 #: a worker that takes so many times as long as usual is slow
 SLOW = 1.5
@@ -32,10 +32,10 @@ PATIENCE_SECONDS = 5.0
 AT_HAND = 0.25
 
 
-class Pace:
+class ClusterSpeed:
     """Of the workers of one table."""
 
-    def __init__(self, table: WorkerTable, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, table: Workers, clock: Callable[[], float] = time.monotonic) -> None:
         self._table = table
         self._clock = clock
         #: root tasks that a slow worker was not given

@@ -24,7 +24,7 @@ MAX_KEYS = 500_000
 READ_BYTES_PER_SECOND = 2e9
 
 
-class Residence:
+class DiskResidency:
     """Copies on the disks of all workers."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -114,10 +114,15 @@ class Prefix:
         self._firsts = 0
 
     @property
+    def only_first(self) -> bool:
+        """Whether all that is known are first calls on their workers, which take longer than those that follow."""
+        return not self._samples
+
+    @property
     def spread_seconds(self) -> float:
-        """Median absolute deviation of the durations kept."""
+        """Median absolute deviation of the durations kept; 0 while there are none."""
         middle = self.seconds
-        if middle is None:
+        if middle is None or not self._samples:
             return 0.0
         apart = sorted(abs(s - middle) for s in self._samples)
         return apart[len(apart) // 2]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dask_gpurt.placement.tables.durations import Durations
-    from dask_gpurt.placement.tables.workers import WorkerTable
+    from dask_gpurt.placement.tables.workers import Workers
 
 #: share of the workers that may be idle while there is slack
 IDLE_SHARE = 0.25
@@ -30,7 +30,7 @@ _UNDONE = ("waiting", "queued", "no-worker", "processing")
 class Slack:
     """Of one scheduler."""
 
-    def __init__(self, scheduler: Any, workers: WorkerTable, durations: Durations) -> None:
+    def __init__(self, scheduler: Any, workers: Workers, durations: Durations) -> None:
         self._scheduler = scheduler
         self._workers = workers
         self._durations = durations

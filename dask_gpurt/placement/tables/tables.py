@@ -10,13 +10,13 @@ import time
 from typing import TYPE_CHECKING
 
 from dask_gpurt.model.views import TaskView
-from dask_gpurt.placement.tables.backlog import Ledger
-from dask_gpurt.placement.tables.cluster_speed import Pace
-from dask_gpurt.placement.tables.disk_residency import Residence
+from dask_gpurt.placement.tables.backlog import Backlog
+from dask_gpurt.placement.tables.cluster_speed import ClusterSpeed
+from dask_gpurt.placement.tables.disk_residency import DiskResidency
 from dask_gpurt.placement.tables.durations import Durations
 from dask_gpurt.placement.tables.overhead_budget import Budget
 from dask_gpurt.placement.tables.slack import Slack
-from dask_gpurt.placement.tables.workers import WorkerTable
+from dask_gpurt.placement.tables.workers import Workers
 from dask_gpurt.topology.links import LinkMatrix
 from dask_gpurt.topology.zones import Zones
 
@@ -46,22 +46,22 @@ class Tables:
 
     def __init__(self, scheduler: Scheduler, clock: Callable[[], float] = time.monotonic) -> None:
         self.scheduler = scheduler
-        self.workers = WorkerTable(HOST_SHARE)
+        self.workers = Workers(HOST_SHARE)
         #: what each worker has in hand, in seconds and bytes
-        self.ledger = Ledger()
+        self.backlog = Backlog()
         self.durations = Durations()
         self.links = LinkMatrix()
         self.zones = Zones()
         #: which copies are on disk; `takeover` puts it there when a worker says so
-        self.residence = Residence()
-        self.speeds = Pace(self.workers, clock)
+        self.residence = DiskResidency()
+        self.speeds = ClusterSpeed(self.workers, clock)
         self.slack = Slack(scheduler, self.workers, self.durations)
         self.budget = Budget()
 
     def charge(self, ts: TaskState, kind: Prefix, info: WorkerInfo, root: bool = False) -> Charge:
         """Add a task to what a worker has in hand. `root`: it was pulled from a block of roots."""
         hint = self.guess_seconds(ts) if kind.seconds is None else 0.0
-        return self.ledger.charge(ts.key, info, kind, hint, root)
+        return self.backlog.charge(ts.key, info, kind, hint, root)
 
     def guess_seconds(self, ts: TaskState) -> float:
         """Seconds that a task of a kind never seen may take."""

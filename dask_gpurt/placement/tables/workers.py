@@ -80,6 +80,7 @@ class WorkerInfo:
         "backlog_seconds",
         "far_share",
         "free",
+        "learned",
         "looked_at",
         "looked_samples",
         "mark_bytes",
@@ -123,6 +124,8 @@ class WorkerInfo:
         self.speed = Speed()
         #: durations compared so far
         self.speed_samples = 0
+        #: durations learned since the monitor's last round
+        self.learned = 0
         #: short tasks that were not learned from
         self.passed_over = 0
         #: decayed share of the inbound bytes that come over the network rather than from neighbours
@@ -140,7 +143,7 @@ class WorkerInfo:
         return f"<WorkerInfo {self.ws.address} tasks={self.tasks} backlog={self.backlog_seconds:.3g}s>"
 
 
-class WorkerTable:
+class Workers:
     """All workers, by address, by node and by idleness."""
 
     def __init__(self, host_share: float, seed: int = 0) -> None:

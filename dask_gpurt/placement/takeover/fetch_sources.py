@@ -25,7 +25,7 @@ logger = logging.getLogger("distributed.scheduler.gpurt")
 NAME = "_task_to_msg"
 
 
-class RouteSeam:
+class FetchSources:
     """The take-over of one scheduler's messages to workers."""
 
     def __init__(self, scheduler: Any, guard: Guard, zones: Zones) -> None:

@@ -94,7 +94,7 @@ class WorstReplicas(ReduceReplicas):
         return worst
 
 
-class ReplicaSeam:
+class ReplicaDrops:
     """Puts `WorstReplicas` in the place of `ReduceReplicas`, and back."""
 
     def __init__(self, scheduler: Any, guard: Guard) -> None:

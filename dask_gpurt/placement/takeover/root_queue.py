@@ -49,7 +49,7 @@ def _load(ws: Any) -> float:
     return load
 
 
-class RootSeam:
+class RootQueue:
     """The take-over of one scheduler's queue.
 
     Parameters

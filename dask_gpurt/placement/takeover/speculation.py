@@ -76,7 +76,7 @@ class Copy:
         self.adopted = False
 
 
-class CopySeam:
+class Speculation:
     """All second copies of one scheduler."""
 
     def __init__(self, scheduler: Any, guard: Guard) -> None:

@@ -32,7 +32,7 @@ USED = ("_get_thief", "balance", "in_flight", "in_flight_tasks", "key_stealable"
 PARAMETERS = ("scheduler", "ts", "potential_thieves", "occupancies")
 
 
-class StealingSeam:
+class Stealing:
     """The take-over of one scheduler's stealing extension."""
 
     def __init__(self, scheduler: Any, guard: Guard) -> None:

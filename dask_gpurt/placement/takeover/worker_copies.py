@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class OneResult(Wrapped):
+class WorkerCopies(Wrapped):
     """Of one worker."""
 
     def __init__(self, worker: Any) -> None:

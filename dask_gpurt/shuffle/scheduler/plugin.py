@@ -32,8 +32,6 @@ from dask_gpurt.shuffle.protocol.histogram import add_up, skewed
 from dask_gpurt.shuffle.scheduler.co_shuffles import joined
 from dask_gpurt.shuffle.scheduler.recovery import Amender
 from dask_gpurt.shuffle.spec import GpurtShuffleSpec
-from dask_gpurt.shuffle.transport.planes import statistics_of
-from dask_gpurt.shuffle.worker import shard_stores
 from dask_gpurt.shuffle.worker.amendment import AGAIN
 from dask_gpurt.shuffle.worker.rechunk import ReleasingRechunkSpec
 
@@ -345,10 +343,3 @@ def _refuse_active(plugin: Any, what: str) -> None:
             f"can not {what} while {len(plugin.active_shuffles)} shuffles are active "
             f"({', '.join(map(str, list(plugin.active_shuffles)[:3]))}). Remedy: wait until they are done"
         )
-
-
-def worker_statistics(worker: Any) -> dict[str, Any]:
-    """What the shuffle did on one worker, see `shard_stores.Counters` and `transport.Plane.statistics`; plain JSON
-    values.
-    """
-    return {**shard_stores.counters_of(worker).as_dict(), "transport": statistics_of(worker)}

@@ -11,10 +11,11 @@ from distributed.utils_test import gen_cluster, inc, slowinc
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dask_gpurt.placement import PlacementPlugin, engine
+from dask_gpurt.placement import engine
 from dask_gpurt.placement.decide import root_blocks
-from dask_gpurt.placement.decide.root_blocks import RootGroups
+from dask_gpurt.placement.decide.root_blocks import RootBlocks
 from dask_gpurt.placement.decide.root_cuts import Member
+from dask_gpurt.placement.plugin import PlacementPlugin
 from tests.placement.fakes import SETTINGS
 
 if TYPE_CHECKING:
@@ -52,8 +53,8 @@ def members(*addresses: str, nodes: int = 1) -> list[Member]:
     return [Member(a, f"node{i // per}", 1.0) for i, a in enumerate(addresses)]
 
 
-def arrive(tasks: list[Task], workers: list[Member]) -> tuple[RootGroups, dict[Any, Task]]:
-    g = RootGroups()
+def arrive(tasks: list[Task], workers: list[Member]) -> tuple[RootBlocks, dict[Any, Task]]:
+    g = RootBlocks()
     g.arrived(tasks, lambda: workers)
     for t in tasks:
         if not t.dependencies:
@@ -61,7 +62,7 @@ def arrive(tasks: list[Task], workers: list[Member]) -> tuple[RootGroups, dict[A
     return g, {t.key: t for t in tasks}
 
 
-def pull_all(g: RootGroups, tasks: dict[Any, Any], address: str, n: int, **kwargs: Any) -> list[str]:
+def pull_all(g: RootBlocks, tasks: dict[Any, Any], address: str, n: int, **kwargs: Any) -> list[str]:
     out = []
     for _ in range(n):
         queued = [t for t in tasks.values() if t.state == "queued"]
@@ -125,7 +126,7 @@ def test_scattered_data_has_no_priority() -> None:
     data = Task("data", 0)
     data.priority = None
     data.state = "memory"
-    g = RootGroups()
+    g = RootBlocks()
     g.arrived([*sums(8, 2), data, Task("f", 99, data)], lambda: members("a", "b"))
     assert len(g) == 8
 
@@ -403,7 +404,7 @@ def test_an_exception_in_groups_does_no_harm(monkeypatch: pytest.MonkeyPatch, na
     def broken(*args: Any, **kwargs: Any) -> Any:
         raise ZeroDivisionError(f"{name} is broken")
 
-    monkeypatch.setattr(RootGroups if name == "waits" else engine.Engine, name, broken)
+    monkeypatch.setattr(RootBlocks if name == "waits" else engine.Engine, name, broken)
 
     @gen_cluster(client=True, nthreads=FOUR, config={"distributed.scheduler.validate": False}, timeout=60)
     async def run(c: Any, s: Scheduler, *workers: Worker) -> None:

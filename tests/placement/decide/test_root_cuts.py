@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import pytest
+
 from dask_gpurt.placement.decide import root_cuts
-from dask_gpurt.placement.decide.root_blocks import RootGroups
+from dask_gpurt.placement.decide.root_blocks import RootBlocks
 from dask_gpurt.placement.decide.root_cuts import Member
 
 
@@ -41,14 +43,14 @@ def in_memory(task: Task, address: str) -> None:
     task.state, task.who_has = "memory", {Holder(address)}
 
 
-def owners(groups: RootGroups, tasks: list[Task]) -> list[str | None]:
+def owners(groups: RootBlocks, tasks: list[Task]) -> list[str | None]:
     return [groups.owner(t.key) for t in tasks]
 
 
 def test_each_worker_gets_its_share_of_each_group() -> None:
     large = [Task(f"large{i}", i) for i in range(8)]
     small = [Task(f"small{i}", 100 + i) for i in range(8)]
-    g = RootGroups()
+    g = RootBlocks()
     g.arrived([*large, *small], lambda: members("a", "b"))
     for kind in (large, small):
         assert owners(g, kind) == ["a"] * 4 + ["b"] * 4
@@ -68,7 +70,7 @@ def rootish(t: Task) -> bool:
 
 def test_a_phase_behind_a_barrier_is_shared_out_when_it_begins_and_next_to_what_it_meets() -> None:
     first, barrier, second, use = two_phases(8)
-    g = RootGroups()
+    g = RootBlocks()
     g.arrived([*first, barrier, *second, *use], lambda: members("a", "b"), rootish)
     assert owners(g, first) == ["a"] * 4 + ["b"] * 4
     assert owners(g, second) == [None] * 8, "who waits for them could not do anything else"
@@ -85,7 +87,7 @@ def test_a_phase_behind_a_barrier_is_shared_out_when_it_begins_and_next_to_what_
 
 def test_a_large_value_that_all_read_is_not_brought_to_all() -> None:
     first, barrier, second, use = two_phases(8)
-    g = RootGroups()
+    g = RootBlocks()
     g.arrived([*first, barrier, *second, *use], lambda: members("a", "b"), rootish)
     for t in first:
         g.gone(t.key)
@@ -107,7 +109,7 @@ def test_roots_of_a_phase_that_reads_several_values_are_sorted_by_them() -> None
 
 def test_a_cancelled_phase_leaves_nothing() -> None:
     first, barrier, second, use = two_phases(4)
-    g = RootGroups()
+    g = RootBlocks()
     g.arrived([*first, barrier, *second, *use], lambda: members("a", "b"), rootish)
     assert g.later
     for t in [*first, *second]:
@@ -143,7 +145,7 @@ def scan(n: int) -> tuple[list[Task], list[Task]]:
 
 def test_blocks_are_not_cut_where_they_serialise_the_graph() -> None:
     roots, tasks = scan(16)
-    g = RootGroups()
+    g = RootBlocks()
     g.arrived(tasks, lambda: members("a", "b", "c", "d"))
     assert owners(g, roots) == [None] * 16
     assert g.declined == 1
@@ -155,6 +157,17 @@ def test_sums_of_neighbours_are_not_serial() -> None:
     tasks = sorted([*roots, *sums], key=lambda t: t.priority)
     owner = {t: i // 4 for i, t in enumerate(roots)}
     assert not root_cuts.serialises(tasks, owner, [1.0] * 4)
+
+
+@pytest.mark.parametrize(("most", "serial"), [(6, False), (9, True)])
+def test_of_wide_levels_others_take_their_part(most: int, serial: bool) -> None:
+    """A second level of sixteen tasks on four workers, of which the first has more than its share."""
+    roots = [Task(f"root{i}", 100 * i) for i in range(16)]
+    mine = [Task(f"mine{i}", 100 * (i % 4) + 1 + i, roots[i % 4]) for i in range(most)]
+    others = [Task(f"other{i}", 100 * (4 + i) + 1, roots[4 + i]) for i in range(16 - most)]
+    tasks = sorted([*roots, *mine, *others], key=lambda t: t.priority)
+    owner = {t: i // 4 for i, t in enumerate(roots)}
+    assert root_cuts.serialises(tasks, owner, [1.0] * 4) is serial
 
 
 def test_one_input_of_many_tasks_does_not_place_them() -> None:
@@ -174,7 +187,7 @@ def test_what_a_block_holds_beyond_an_even_deal() -> None:
 
 def test_blocks_that_hold_too_much_are_given_up() -> None:
     roots = [Task(f"root{i}", i) for i in range(8)]
-    g = RootGroups()
+    g = RootBlocks()
     g.arrived(roots, lambda: members("a", "b"))
     assert g.by_key
     g.dissolve()

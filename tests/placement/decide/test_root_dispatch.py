@@ -10,9 +10,9 @@ from distributed.core import Status
 from dask_gpurt.model import circuit_breaker
 from dask_gpurt.placement import statistics
 from dask_gpurt.placement.decide import root_dispatch
-from dask_gpurt.placement.decide.root_blocks import Block, RootGroups
+from dask_gpurt.placement.decide.root_blocks import Block, RootBlocks
 from dask_gpurt.placement.decide.root_cuts import Member
-from dask_gpurt.placement.decide.root_dispatch import Deals
+from dask_gpurt.placement.decide.root_dispatch import RootDispatch
 from dask_gpurt.placement.engine import Engine
 from dask_gpurt.simulate import simulate
 from dask_gpurt.simulate.shapes import build
@@ -53,8 +53,8 @@ def test_a_root_is_left_to_an_owner_at_work() -> None:
     assert not engine.held(root), "its owner does nothing"
     assign(engine, FakeTask("busy"), a)
     assert engine.held(root)
-    assert not engine.deals.may_take(a.address, 1)
-    assert engine.deals.may_take(a.address, 2)
+    assert not engine.root_dispatch.may_take(a.address, 1)
+    assert engine.root_dispatch.may_take(a.address, 2)
 
 
 def test_a_slow_owner_is_not_waited_for() -> None:
@@ -64,7 +64,7 @@ def test_a_slow_owner_is_not_waited_for() -> None:
     engine.workers.by_address[a.address].slowness = 2 * root_dispatch.SLOW
     engine.scheduler.idle_task_count = {b}
     assert not engine.held(root)
-    assert engine.deals.may_take(a.address, 1)
+    assert engine.root_dispatch.may_take(a.address, 1)
     assert engine.pull(b) is root
 
 
@@ -75,7 +75,7 @@ def test_a_retired_policy_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(type(engine), "retired", True)
     assert not engine.held(root)
     assert engine.pull(a) is None
-    assert engine.deals.hungry() == []
+    assert engine.root_dispatch.hungry() == []
 
 
 def test_a_full_worker_is_spared_while_others_have_room() -> None:
@@ -85,7 +85,7 @@ def test_a_full_worker_is_spared_while_others_have_room() -> None:
     learn(engine, "done", 0.1, GB)
     for ws in workers[1:]:
         assign(engine, FakeTask(f"busy-{ws.address}"), ws)
-    engine.deals.root_done(engine.workers.all.items[0], 0.1, GB)
+    engine.root_dispatch.root_done(engine.workers.all.items[0], 0.1, GB)
     assert engine.pull(a) is roots[0]
     a.nbytes = 6 * GB
     assert engine.pull(a) is None
@@ -98,7 +98,7 @@ def test_a_full_worker_goes_on_when_nobody_else_is_at_work() -> None:
     engine, workers = rig(4, memory_limit=10 * GB)
     a = workers[0]
     roots = own(engine, a, 2)
-    engine.deals.root_done(engine.workers.all.items[0], 0.1, GB)
+    engine.root_dispatch.root_done(engine.workers.all.items[0], 0.1, GB)
     a.nbytes = 6 * GB
     assert engine.pull(a) is roots[0]
 
@@ -108,10 +108,10 @@ def test_who_only_waits_for_inputs_is_hungry() -> None:
     own(engine, a, 4)
     x = FakeTask("x", nbytes=GB, on=(b,))
     assign(engine, FakeTask("f", x), a)
-    assert engine.deals.hungry() == [a]
-    assert engine.deals.hungry() == [], "looked at once after each change"
+    assert engine.root_dispatch.hungry() == [a]
+    assert engine.root_dispatch.hungry() == [], "looked at once after each change"
     assign(engine, FakeTask("local"), a)
-    assert engine.deals.hungry() == [], "a thread has something to do"
+    assert engine.root_dispatch.hungry() == [], "a thread has something to do"
 
 
 def test_the_hungry_are_not_fed_without_end() -> None:
@@ -119,7 +119,7 @@ def test_the_hungry_are_not_fed_without_end() -> None:
     own(engine, a, 4)
     for i in range(root_dispatch.MAX_AHEAD + 1):
         assign(engine, FakeTask(f"f-{i}", FakeTask(f"x-{i}", nbytes=GB, on=(b,))), a)
-    assert engine.deals.hungry() == []
+    assert engine.root_dispatch.hungry() == []
 
 
 def test_who_has_finished_is_asked_first() -> None:
@@ -129,52 +129,52 @@ def test_who_has_finished_is_asked_first() -> None:
         ts = FakeTask(f"t-{ws.address}")
         assign(engine, ts, ws)
         finish(engine, ts, 0.1)
-    assert engine.deals.first()[:2] == [b, a]
+    assert engine.root_dispatch.first()[:2] == [b, a]
     engine.scheduler.idle_task_count = {a, b}
-    assert set(engine.deals.first()) == {a, b}, "and who could take one anyway"
+    assert set(engine.root_dispatch.first()) == {a, b}, "and who could take one anyway"
 
 
 def test_what_nobody_pulls_goes_to_its_owner_if_that_is_idle() -> None:
     engine, workers = rig(40)
     (root,) = own(engine, workers[7], 1)
     engine.scheduler.idle_task_count = set(workers)
-    assert engine.deals.takers(root) == [workers[7]]
+    assert engine.root_dispatch.takers(root) == [workers[7]]
     engine.scheduler.idle_task_count.discard(workers[7])
-    some = engine.deals.takers(root)
+    some = engine.root_dispatch.takers(root)
     assert 0 < len(some) <= 2 * root_dispatch.ASKED, "not all forty"
-    assert engine.deals.takers() != [workers[7]]
+    assert engine.root_dispatch.takers() != [workers[7]]
 
 
 def test_workers_that_are_paused_are_not_asked() -> None:
     engine, workers = rig(20)
     for ws in workers[:15]:
         ws.status = Status.paused
-    assert set(engine.deals._free()) == set(workers[15:])
+    assert set(engine.root_dispatch._free()) == set(workers[15:])
 
 
 def test_without_a_slot_only_the_hungry_are_looked_for() -> None:
     engine, (a, b, *_) = rig()
     own(engine, b, 4)
     info = engine.workers.by_address[a.address]
-    engine.deals.finished(info)
-    assert engine.deals.quiet()
-    assert engine.deals.first() == []  # forgotten: its slot has been taken
+    engine.root_dispatch.finished(info)
+    assert engine.root_dispatch.quiet()
+    assert engine.root_dispatch.first() == []  # forgotten: its slot has been taken
     x = FakeTask("x", nbytes=10, on=(b,))
     task = FakeTask("f-1", x)
     assign(engine, task, a)
     assert a.needs_what
-    assert not engine.deals.quiet()
-    assert engine.deals.hungry() == [a]
-    assert engine.deals.quiet()
+    assert not engine.root_dispatch.quiet()
+    assert engine.root_dispatch.hungry() == [a]
+    assert engine.root_dispatch.quiet()
 
 
 def test_hosts_are_in_order_of_their_numbers() -> None:
     workers = [FakeWorker(i, host=f"10.0.0.{n}") for i, n in enumerate((10, 9, 1))]
     engine = make_engine(workers)
-    assert [m.node for m in engine.deals._dealt_to()] == ["10.0.0.1", "10.0.0.9", "10.0.0.10"]
-    assert engine.deals._dealt_to()[0] == Member(workers[2].address, "10.0.0.1", 1.0)
+    assert [m.node for m in engine.root_dispatch._dealt_to()] == ["10.0.0.1", "10.0.0.9", "10.0.0.10"]
+    assert engine.root_dispatch._dealt_to()[0] == Member(workers[2].address, "10.0.0.1", 1.0)
     engine.worker_removed(workers[2].address)
-    assert len(engine.deals._dealt_to()) == 2
+    assert len(engine.root_dispatch._dealt_to()) == 2
 
 
 # ---------------------------------------------------------------------- slack
@@ -229,12 +229,25 @@ def test_a_root_whose_result_is_small_is_not_left_to_a_busy_owner() -> None:
     (root,) = own(engine, a, 1)
     engine.scheduler.idle_task_count = {b}
     assign(engine, FakeTask("busy"), a)
-    engine.deals.root_done(engine.workers.all.items[0], 1.0, 1000)
+    engine.root_dispatch.root_done(engine.workers.all.items[0], 1.0, 1000)
     assert not engine.held(root)
-    assert engine.deals.may_take(a.address, 1)
-    engine.deals.root_done(engine.workers.all.items[0], 1.0, 1e13)
+    assert engine.root_dispatch.may_take(a.address, 1)
+    engine.root_dispatch.root_done(engine.workers.all.items[0], 1.0, 1e13)
     assert engine.held(root)
-    assert not engine.deals.may_take(a.address, 1)
+    assert not engine.root_dispatch.may_take(a.address, 1)
+
+
+def test_what_waits_for_a_worker_waits_behind_a_long_root() -> None:
+    engine, (a, *_) = rig()
+    info = engine.workers.all.items[0]
+    own(engine, a, 9)
+    for _ in range(3):
+        engine.root_dispatch.root_done(info, 0.001, 1000)
+    engine.root_dispatch.finished(info)
+    assert engine.root_dispatch.hungry() == [a, a], "short ones are sent ahead"
+    engine.root_dispatch.root_done(info, 0.04, 1000)
+    engine.root_dispatch.finished(info)
+    assert engine.root_dispatch.hungry() == [], "a few take most of the time, however short most of them are"
 
 
 def test_the_last_roots_are_not_queued_behind_a_busy_thread() -> None:
@@ -244,14 +257,14 @@ def test_the_last_roots_are_not_queued_behind_a_busy_thread() -> None:
     assign(engine, first, a)
     engine.scheduler.queued.remove(first)
     assert engine.worth(a), "nothing is known of how long roots take"
-    engine.deals.root_done(engine.workers.all.items[0], 1.0, 1000)
+    engine.root_dispatch.root_done(engine.workers.all.items[0], 1.0, 1000)
     assert not engine.worth(a)
     assert engine.worth(b), "it has a free thread"
     assign(engine, FakeTask("join"), c)
     assert engine.worth(c), "what it is busy with is no root"
-    engine.deals.root_done(engine.workers.all.items[0], 1.0, 10**11)
+    engine.root_dispatch.root_done(engine.workers.all.items[0], 1.0, 10**11)
     assert engine.worth(a), "nobody else would take what is so dear to send"
-    engine.deals._root = 1.0, 1000
+    engine.root_dispatch._root = 1.0, 1000
     assert not engine.worth(a)
 
 
@@ -260,11 +273,11 @@ def test_a_long_root_is_not_queued_before_what_follows_the_one_before() -> None:
     first, second, *_ = own(engine, a, 9)
     assign(engine, first, a)
     engine.scheduler.queued.remove(first)
-    engine.deals.root_done(engine.workers.all.items[0], 1.0, 10**11)
+    engine.root_dispatch.root_done(engine.workers.all.items[0], 1.0, 10**11)
     assert engine.worth(a)
     FakeTask("slice", second)
     assert not engine.worth(a)
-    engine.deals._root = root_dispatch.LONG_SECONDS / 2, 10**11
+    engine.root_dispatch._root = root_dispatch.LONG_SECONDS / 2, 10**11
     assert engine.worth(a), "a message's time is a good part of its own"
 
 
@@ -274,7 +287,7 @@ def test_there_is_enough_for_all() -> None:
     engine.scheduler.total_nthreads = 4
     assign(engine, first, a)
     engine.scheduler.queued.remove(first)
-    engine.deals.root_done(engine.workers.all.items[0], 1.0, 1000)
+    engine.root_dispatch.root_done(engine.workers.all.items[0], 1.0, 1000)
     assert not engine.worth(a)
     own(engine, a, 9, "more")
     assert engine.worth(a), "there are enough for all"
@@ -286,10 +299,10 @@ def test_there_is_enough_for_all() -> None:
         (Engine, "held"),
         (Engine, "pull"),
         (Engine, "worth"),
-        (Deals, "first"),
-        (Deals, "hungry"),
-        (Deals, "takers"),
-        (RootGroups, "waits"),
+        (RootDispatch, "first"),
+        (RootDispatch, "hungry"),
+        (RootDispatch, "takers"),
+        (RootBlocks, "waits"),
     ],
 )
 def test_an_exception_in_dealing_does_no_harm(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:

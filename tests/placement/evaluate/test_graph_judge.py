@@ -12,7 +12,7 @@ from distributed.core import Status
 from dask_gpurt.placement.evaluate import graph_judge, graph_verdict, idle_alarm
 from dask_gpurt.placement.evaluate.graph_judge import GraphJudge, Standing
 from dask_gpurt.placement.evaluate.graph_verdict import Outcome, verdict
-from dask_gpurt.placement.evaluate.idle_alarm import HoldAlarm
+from dask_gpurt.placement.evaluate.idle_alarm import IdleAlarm
 from tests.placement.fakes import FakeTask, FakeWorker, assign, make_engine
 
 if TYPE_CHECKING:
@@ -360,7 +360,7 @@ def test_one_slow_run_decides_nothing() -> None:
 # ------------------------------------------------------------------ the alarm
 
 
-def until(alarm: HoldAlarm, idle: float, task: float | None, seconds: float = 60.0) -> float | None:
+def until(alarm: IdleAlarm, idle: float, task: float | None, seconds: float = 60.0) -> float | None:
     """Seconds until it trips; None: not within `seconds`."""
     begin = 100.0
     for i in range(int(seconds / 0.1)):
@@ -370,24 +370,24 @@ def until(alarm: HoldAlarm, idle: float, task: float | None, seconds: float = 60
 
 
 def test_the_alarm_trips_by_idle_threads() -> None:
-    half = until(HoldAlarm(), 0.5, 0.5)
-    third = until(HoldAlarm(), 0.33, 0.5)
+    half = until(IdleAlarm(), 0.5, 0.5)
+    third = until(IdleAlarm(), 0.33, 0.5)
     assert half is not None
     assert third is not None
     assert 0.5 < half < 1.5 < third < 3.0
-    assert until(HoldAlarm(), idle_alarm.ALLOWED, 0.5) is None
-    assert until(HoldAlarm(), 0.0, 0.5) is None
+    assert until(IdleAlarm(), idle_alarm.ALLOWED, 0.5) is None
+    assert until(IdleAlarm(), 0.0, 0.5) is None
 
 
 def test_the_alarm_is_patient_by_the_length_of_tasks() -> None:
-    waits = [until(HoldAlarm(), 0.5, seconds) for seconds in (0.001, 0.1, 0.5, 1.0, 100.0)]
+    waits = [until(IdleAlarm(), 0.5, seconds) for seconds in (0.001, 0.1, 0.5, 1.0, 100.0)]
     assert None not in waits
     assert waits == sorted(w for w in waits if w is not None)
     assert waits[-1] == pytest.approx(idle_alarm.MOST_SECONDS * 0.25 / 0.4, abs=0.2)
 
 
 def test_the_alarm_has_two_stages_and_ends() -> None:
-    alarm = HoldAlarm()
+    alarm = IdleAlarm()
     assert until(alarm, 0.5, 0.1) is not None
     assert alarm.stage == 1
     assert until(alarm, 0.5, 0.1) is not None
@@ -398,13 +398,13 @@ def test_the_alarm_has_two_stages_and_ends() -> None:
 
 
 def test_moments_of_idleness_and_blocked_loops_are_no_alarm() -> None:
-    alarm = HoldAlarm()
+    alarm = IdleAlarm()
     now = 100.0
     for i in range(600):
         now += 0.1
         assert not alarm.tick(now, 0.9 if i % 10 == 0 else 0.0, 0.1)
     assert not alarm.tick(now + 60.0, 0.0, 0.1)
-    alarm = HoldAlarm()
+    alarm = IdleAlarm()
     alarm.tick(100.0, 0.3, 0.5)
     assert not alarm.tick(160.0, 0.3, 0.5), "a minute without a tick is not a minute of idleness"
 
@@ -423,7 +423,7 @@ def at_work() -> tuple[Any, list[FakeWorker]]:
 
 def test_the_alarm_ends_with_the_roots_that_it_was_about() -> None:
     engine, _ = at_work()
-    engine.hold_alarm.stage = 2
+    engine.idle_alarm.stage = 2
     assert engine.leaves_roots()
     engine.scheduler.queued = ["a root"]
     engine.samples.look_round()

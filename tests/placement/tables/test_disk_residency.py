@@ -8,14 +8,14 @@ import pytest
 
 from dask_gpurt.placement import statistics
 from dask_gpurt.placement.tables import disk_residency
-from dask_gpurt.placement.tables.disk_residency import READ_BYTES_PER_SECOND, Residence
+from dask_gpurt.placement.tables.disk_residency import READ_BYTES_PER_SECOND, DiskResidency
 from dask_gpurt.simulate import simulate
 from dask_gpurt.simulate.shapes import build
 from tests.placement.fakes import FakeTask, FakeWorker, learn, make_engine
 
 
 def test_news_and_corrections() -> None:
-    r = Residence()
+    r = DiskResidency()
     r.heard("a", [("x", 10.0), ("y", 20.0)], ())
     r.heard("b", [("x", 10.0)], ())
     assert r.on_disk == {"x": {"a": 10.0, "b": 10.0}, "y": {"a": 20.0}}
@@ -34,7 +34,7 @@ def test_news_and_corrections() -> None:
 
 def test_the_oldest_news_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_residency, "MAX_KEYS", 3)
-    r = Residence()
+    r = DiskResidency()
     r.heard("a", [(i, 1.0) for i in range(5)], ())
     assert list(r.on_disk) == [2, 3, 4]
     assert (r.copies, r.dropped) == (3, 2)
@@ -42,7 +42,7 @@ def test_the_oldest_news_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_disk_reads_one_after_the_other() -> None:
     now = [100.0]
-    r = Residence(lambda: now[0])
+    r = DiskResidency(lambda: now[0])
     assert r.queue_seconds("a") == 0.0
     r.book("a", READ_BYTES_PER_SECOND)
     r.book("a", READ_BYTES_PER_SECOND)

@@ -95,7 +95,7 @@ def test_charges_come_back_to_zero_whatever_is_learned() -> None:
             assign(engine, ts, rnd.choice(workers))
             running.append(ts)
         for info in engine.workers.all.items:
-            charges = [c for c in engine.ledger.charges.values() if c.info is info]
+            charges = [c for c in engine.backlog.charges.values() if c.info is info]
             assert info.tasks == len(charges)
             assert info.backlog_seconds == pytest.approx(sum(c.seconds for c in charges), abs=1e-9)
             assert info.reserved_bytes == pytest.approx(sum(c.nbytes for c in charges), abs=1e-3)
@@ -122,7 +122,7 @@ def test_a_burst_of_unknown_tasks_is_charged_again_when_known() -> None:
     finish(engine, tasks[0], 2.0, 1000)
     assert info.backlog_seconds == pytest.approx(9 * 2.0)
     assert info.reserved_bytes == pytest.approx(9 * 1000)
-    assert not engine.ledger.unknown
+    assert not engine.backlog.unknown
 
 
 def test_what_distributed_knows_is_used_for_an_unknown_prefix() -> None:
@@ -247,7 +247,7 @@ def test_a_large_table_is_not_a_slow_worker() -> None:
     assert a.backlog_seconds - before == pytest.approx(2 * (prefix.seconds or 0.0))
     finish(engine, other, 5.0, 7)
     assert a.backlog_seconds - before == pytest.approx(5.0), "charged again by its own group"
-    assert not engine.ledger.unknown
+    assert not engine.backlog.unknown
     finish(engine, another, 5.0, 7)
 
 

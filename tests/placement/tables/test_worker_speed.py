@@ -12,10 +12,10 @@ from dask_gpurt.model.link import LinkClass
 from dask_gpurt.placement.decide import straggler_policy
 from dask_gpurt.placement.decide.root_blocks import Block
 from dask_gpurt.placement.decide.steal_policy import STOCK
-from dask_gpurt.placement.tables.cluster_speed import PATIENCE_SECONDS, Pace
+from dask_gpurt.placement.tables.cluster_speed import PATIENCE_SECONDS, ClusterSpeed
 from dask_gpurt.placement.tables.durations import Prefix
 from dask_gpurt.placement.tables.worker_speed import Speed, believed
-from dask_gpurt.placement.tables.workers import WorkerTable
+from dask_gpurt.placement.tables.workers import Workers
 from tests.placement.fakes import FakeTask, FakeWorker, assign, finish, learn, make_engine
 
 if TYPE_CHECKING:
@@ -88,11 +88,11 @@ def test_measurements_are_forgotten() -> None:
     assert s.slowness == s.for_prefix("p") == 1
 
 
-def table(slowness: list[float]) -> tuple[WorkerTable, list[Any], Pace, list[float]]:
+def table(slowness: list[float]) -> tuple[Workers, list[Any], ClusterSpeed, list[float]]:
     now = [100.0]
-    t = WorkerTable(0.6)
+    t = Workers(0.6)
     infos = [t.add(FakeWorker(i)) for i in range(len(slowness))]
-    pace = Pace(t, clock=lambda: now[0])
+    pace = ClusterSpeed(t, clock=lambda: now[0])
     for info, x in zip(infos, slowness, strict=True):
         info.slowness = x
         pace.learned(info)
@@ -149,6 +149,11 @@ def test_overdue() -> None:
     assert straggler_policy.overdue_seconds(prefix(1, 1)) is None
     assert straggler_policy.overdue_seconds(prefix(*[0.01] * 6)) == pytest.approx(0.01 + straggler_policy.LEAST_SECONDS)
     assert straggler_policy.overdue_seconds(prefix(*[10.0] * 6)) == pytest.approx(20)
+    first_calls = Prefix("p")
+    for s in [10.0] * 6:
+        first_calls.learn(s, 0, first=True)
+    assert first_calls.spread_seconds == 0
+    assert straggler_policy.overdue_seconds(first_calls) is None
     wide = straggler_policy.overdue_seconds(prefix(1, 2, 3, 4, 5, 6, 7))
     assert wide is not None
     assert wide > 4 + 6 * 2
@@ -157,7 +162,10 @@ def test_overdue() -> None:
 def test_a_copy_must_pay() -> None:
     assert straggler_policy.pays(run_seconds=1.0, here_seconds=10.0, there_seconds=1.0)
     assert not straggler_policy.pays(run_seconds=9.5, here_seconds=10.0, there_seconds=6.0)
-    assert straggler_policy.pays(run_seconds=30.0, here_seconds=1.0, there_seconds=1.0)
+    # The worker is not slow: the task may as well be a long one, and what comes next would wait behind the copy.
+    assert not straggler_policy.pays(run_seconds=30.0, here_seconds=1.0, there_seconds=1.0)
+    assert straggler_policy.pays(run_seconds=30.0, here_seconds=1.0, there_seconds=1.0, spare=True)
+    assert not straggler_policy.pays(run_seconds=1.5, here_seconds=1.0, there_seconds=1.0, spare=True)
 
 
 class P2PBarrierTask:
@@ -221,13 +229,13 @@ def test_an_idle_worker_may_steal() -> None:
     engine, workers, tasks = waiting(5)
     assert engine.thief(tasks[-1], set(workers[1:]), {}, None) in workers[1:]
     assert engine.thief(tasks[-1], set(workers[1:]), {}, {workers[2]}) is workers[2]
-    assert engine.thieves.opinions["allowed"] == 2
+    assert engine.steal_policy.opinions["allowed"] == 2
 
 
 def test_what_is_cheaper_at_home_stays() -> None:
     engine, workers, tasks = waiting(5, nbytes=10**9)
     assert engine.thief(tasks[-1], set(workers[1:]), {}, None) is None
-    assert engine.thieves.opinions["home"] == 1
+    assert engine.steal_policy.opinions["home"] == 1
 
 
 def test_not_from_the_busy_to_the_busy() -> None:
@@ -235,8 +243,8 @@ def test_not_from_the_busy_to_the_busy() -> None:
     for i, ws in enumerate(workers[1:]):
         assign(engine, FakeTask(f"f-other{i}"), ws)
     assert engine.thief(tasks[-1], set(workers[1:]), {}, None) is None
-    assert engine.thieves.opinions["busy"] == 1
-    assert engine.thieves.choose(tasks[-1], set(workers[1:]), {}, None, busy=True) in workers[1:]
+    assert engine.steal_policy.opinions["busy"] == 1
+    assert engine.steal_policy.choose(tasks[-1], set(workers[1:]), {}, None, busy=True) in workers[1:]
 
 
 def test_a_task_on_its_way_counts() -> None:
@@ -351,15 +359,15 @@ def test_a_root_waits_for_what_is_crossing_already() -> None:
     engine.scheduler.queued = Queue(roots)
     for ws in workers:
         engine.groups._list(Block([t.key for t in roots[2 * workers.index(ws) :][:2]], ws.address, ws.host))
-    assert engine.deals.pull(workers[2]) is roots[4], "nobody there fetches it yet"
+    assert engine.root_dispatch.pull(workers[2]) is roots[4], "nobody there fetches it yet"
     assign(engine, roots[4], workers[2])
-    assert engine.deals.pull(workers[3]) is None
+    assert engine.root_dispatch.pull(workers[3]) is None
     nobodys = FakeTask("q-0", x)
-    assert workers[3] not in engine.deals.takers(nobodys)
-    assert workers[1] in engine.deals.takers(nobodys)
-    assert engine.deals.pull(workers[1]) is roots[2], "it is near"
+    assert workers[3] not in engine.root_dispatch.takers(nobodys)
+    assert workers[1] in engine.root_dispatch.takers(nobodys)
+    assert engine.root_dispatch.pull(workers[1]) is roots[2], "it is near"
     finish(engine, roots[4], 0.1)
-    assert engine.deals.pull(workers[3]) is roots[6], "it can be had next door"
+    assert engine.root_dispatch.pull(workers[3]) is roots[6], "it can be had next door"
     small = FakeTask("s-0", FakeTask("y", nbytes=1000, on=(workers[0],)))
     assign(engine, small, workers[2])
-    assert not engine.deals._crosses_again(small, engine.workers.by_address[workers[3].address])
+    assert not engine.root_dispatch._crosses_again(small, engine.workers.by_address[workers[3].address])

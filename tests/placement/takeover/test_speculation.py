@@ -12,8 +12,8 @@ from distributed import Worker, get_worker
 from distributed.utils_test import NO_AMM, gen_cluster
 
 from dask_gpurt.config import PlacementSettings
-from dask_gpurt.placement import PlacementPlugin
-from dask_gpurt.placement.takeover.worker_copies import OneResult
+from dask_gpurt.placement.plugin import PlacementPlugin
+from dask_gpurt.placement.takeover.worker_copies import WorkerCopies
 from tests.placement.fakes import SETTINGS
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from distributed.scheduler import Scheduler
 
-    from dask_gpurt.placement.takeover.speculation import CopySeam
+    from dask_gpurt.placement.takeover.speculation import Speculation
 
 pytestmark = pytest.mark.cluster
 
@@ -79,7 +79,7 @@ async def started(s: Scheduler) -> PlacementPlugin:
 
 async def twice(
     c: Any, s: Scheduler, first: Worker, second: Worker, **kw: Any
-) -> tuple[PlacementPlugin, CopySeam, Any]:
+) -> tuple[PlacementPlugin, Speculation, Any]:
     """A task that runs on both workers."""
     plugin = await started(s)
     assert plugin.copies is not None
@@ -92,7 +92,7 @@ async def twice(
     return plugin, plugin.copies, f
 
 
-async def settled(s: Scheduler, copies: CopySeam, *workers: Worker) -> None:
+async def settled(s: Scheduler, copies: Speculation, *workers: Worker) -> None:
     """All ended: the scheduler and the workers agree on who has what."""
     for w in workers:
         open_gate(w)
@@ -136,7 +136,7 @@ async def test_the_second_wins(c: Any, s: Scheduler, a: Worker, b: Worker, d: Wo
     await settled(s, copies, a, b, d)
     assert copies.counts["won"] == 1
     assert plugin.engine is not None
-    assert not plugin.engine.ledger.charges
+    assert not plugin.engine.backlog.charges
     assert not plugin.statistics()["fallbacks"]
     moves = [(start, finish) for _, start, finish, *_ in s.story(f.key) if isinstance(start, str)]
     assert ("processing", "memory") in moves
@@ -153,7 +153,7 @@ async def test_both_at_once(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worke
     open_gate(b)
     assert await f in (a.address, b.address)
     for w in (a, b):
-        OneResult(w).install()  # `held` returns something else on every worker
+        WorkerCopies(w).install()  # `held` returns something else on every worker
     for i in range(2, 40):
         for w in (a, b):
             GATES[w.address] = threading.Event()
@@ -177,7 +177,7 @@ async def test_both_at_once(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worke
 @three
 async def test_the_losers_own_value_is_not_read(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
     stock = a.execute
-    one = OneResult(a)
+    one = WorkerCopies(a)
     one.install()
     _, copies, f = await twice(c, s, a, b)
     open_gate(b)
@@ -430,9 +430,9 @@ async def test_patrol_finds_a_straggler(c: Any, s: Scheduler, a: Worker, b: Work
     f = c.submit(held, pure=False, key="held-77", workers=[a.address])
     await until(lambda: a.state.executing_count == 1)
     s.tasks[f.key].worker_restrictions = None
+    assert await f in (b.address, d.address)
     with dask.annotate(gpurt_rerun=False):
         g = c.submit(held, pure=False, key="held-78", workers=[a.address])
-    assert await f in (b.address, d.address)
     assert plugin.copies is not None
     await until(lambda: plugin.engine is not None and plugin.copies is not None and plugin.copies.counts["won"])
     open_gate(a)

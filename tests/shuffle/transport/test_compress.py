@@ -13,8 +13,7 @@ from dask_gpurt._version import __version__
 from dask_gpurt.config import Settings, ShuffleSettings
 from dask_gpurt.errors import ConfigError, CorruptData, WireError
 from dask_gpurt.model import compression
-from dask_gpurt.shuffle import seam
-from dask_gpurt.shuffle.scheduler.plugin import worker_statistics
+from dask_gpurt.shuffle import seam, worker_statistics
 from dask_gpurt.shuffle.transport import plane
 from dask_gpurt.shuffle.transport.base import Header
 from dask_gpurt.shuffle.transport.link import records

@@ -185,6 +185,16 @@ def test_pooled_chunks_are_aligned_and_used_again() -> None:
     assert aligned_buffer(10).nbytes == 10
 
 
+def test_pooled_chunks_go_when_memory_is_short() -> None:
+    pool = BufferPool()
+    waits, used = pool.take(), pool.take()
+    pool.give(waits)
+    pool.give_back()
+    pool.give(used)
+    assert pool.take() is used
+    assert pool.take() is not waits
+
+
 def test_parts_are_read_alone(tmp_path: Path) -> None:
     system = FaultyOs()
     disk = DiskTier(str(tmp_path / "t"), small_bytes=0, direct_io="off", os_layer=system)

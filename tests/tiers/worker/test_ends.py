@@ -14,6 +14,7 @@ from distributed.utils_test import gen_cluster
 from dask_gpurt.config import Settings
 from dask_gpurt.memory.pages import pages
 from dask_gpurt.tiers import TierRuntime
+from dask_gpurt.tiers.storage.disk.direct_io import POOL
 from dask_gpurt.tiers.storage.disk.quota import remove_folder
 from dask_gpurt.tiers.storage.disk.tier import DiskTier
 from tests.tiers.conftest import FaultyOs
@@ -41,7 +42,10 @@ async def test_a_worker_that_was_detached_keeps_no_memory_for_later(s: Scheduler
     store = runtimes[0].store
     assert store is not None
     store.release(await store.ensure(["x"]))  # it is read back, into pages of ours
+    chunk = POOL.take()  # as the disk tier does where it goes past the page cache
+    POOL.give(chunk)
     await runtimes[0].uninstall()
+    assert POOL.take() is not chunk
     assert pages.allowance_bytes >= 64 << 20  # the other worker is in the same process
     await runtimes[1].uninstall()
     assert pages.allowance_bytes == before

@@ -29,6 +29,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 
+from dask_gpurt.memory import reclaim
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -56,7 +58,8 @@ def aligned_buffer(nbytes: int, alignment: int = BLOCK) -> memoryview:
 class BufferPool:
     """Aligned chunks that are used again: fresh memory costs a page fault per page.
 
-    One per process; thread-safe. More than `keep` chunks exist only while more are in use.
+    One per process; thread-safe. More than `keep` chunks exist only while more are in use. Those that nobody uses go
+    when a worker is at its memory limit, or gives back its tiers (`reclaim`): of a small worker they are a twentieth.
     """
 
     def __init__(self, keep: int = 4) -> None:
@@ -76,9 +79,15 @@ class BufferPool:
             if len(self._free) < self._keep:
                 self._free.append(chunk)
 
+    def give_back(self) -> None:
+        """Keep none of those that nobody uses."""
+        with self._lock:
+            self._free.clear()
+
 
 #: the process's own
 POOL = BufferPool()
+reclaim.register(POOL.give_back)
 
 
 class DirectFile:
