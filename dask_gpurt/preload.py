@@ -9,7 +9,7 @@ like one that did. So any error here ends the start of the server, unless ``gpur
 
 * of a ``dask`` command by `SystemExit` with the remedy;
 * elsewhere (`LocalCluster`, a notebook, a worker that a nanny started) by an exception from a plugin, which Dask does
-  not swallow. `SystemExit` would end the thread of the event loop, and whoever waits for the cluster would wait for
+  not swallow. `SystemExit` would end the thread of the event loop, and what waits for the cluster would wait for
   ever.
 """
 
@@ -75,7 +75,7 @@ async def _setup(server: Server, problem: str | None = None, **options: Any) -> 
             raise ConfigError(problem)
         given = {_KEYS[name]: value for name, value in options.items() if value is not None}
         await install(server, {key: read(key, v) if isinstance(v, str) else v for key, v in given.items()})
-    except Exception as e:  # also what nobody expected: without this Dask would go on as if nothing had been asked
+    except Exception as e:  # all of them: without this Dask would go on as if nothing had been asked
         text = str(e) if isinstance(e, GpurtError) else f"{type(e).__name__}: {e}\n{LEAVE_OUT}"
         _refuse(server, f"dask-gpurt: {text}", e)
 

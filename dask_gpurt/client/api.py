@@ -1,4 +1,4 @@
-"""The public face: `local_cluster`, `attach`, `detach`, `status`."""
+"""The public functions that start, change and look at a cluster: `local_cluster`, `attach`, `detach`, `status`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the public functions talk to a cluster: with any kind of client, and without waiting for ever for a worker."""
+"""`ask` and `ask_workers`: talk to a cluster with any kind of client, without waiting for ever for a worker."""
 
 from __future__ import annotations
 

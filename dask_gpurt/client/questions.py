@@ -1,7 +1,7 @@
-"""What a user asks about single tasks and keys: `explain` and `where`.
+"""`explain` and `where`: what a user asks about single tasks and keys.
 
-The functions that run on the scheduler or a worker return plain values, and say that something is not there instead of
-raising: a class of ours may not unpickle in another version of the package.
+The functions that run on the scheduler or a worker return plain values, and say that something is not there instead
+of raising: a class of this package may not unpickle in another version of it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The scheduler's half: installs the engines there and sends the other half to the workers."""
+"""`GpurtScheduler`: the scheduler's half: installs the engines there and sends `GpurtWorker` to the workers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("distributed.scheduler.gpurt")
 
-#: after the workers were told to end, messages of theirs are still understood
+#: for which messages of workers are still understood after their half was removed
 LATE_SECONDS = 5.0
 
 
@@ -91,7 +91,7 @@ class GpurtScheduler(SchedulerPlugin):
             if self.settings.observe.enabled:
                 await self.parts.add("ledger", self._add_ledger, wanted=False)
             await self.parts.add("workers", self._add_workers)
-            # After the workers' part, hence removed before it: no hint may come to a worker that has none any more.
+            # After the workers' part, hence removed before it: no hint is sent to a worker without it.
             if self.settings.tiers.enabled and self._send_next_use:
                 await self.parts.add("next-use", self._add_next_use)
             if self.settings.tiers.enabled and self.settings.tiers.object_store is not None:
@@ -156,7 +156,7 @@ class GpurtScheduler(SchedulerPlugin):
         return undo
 
     def _show(self, scheduler: Scheduler) -> None:
-        """Figures for dashboard and Prometheus. Neither is worth an installation: what is missing is told."""
+        """Figures for dashboard and Prometheus. Neither is worth an installation: status says what is missing."""
         # By weak reference: both keep what they are given as long as the scheduler, which would then keep itself.
         read = weakref.WeakMethod(self.figures)
 

@@ -1,8 +1,8 @@
-"""The worker's half: the tiers, the store that shuffles on this worker keep their shards in, and what copies need.
+"""`WorkerParts`: the worker's half: the tiers, the store for shards of shuffles, and what copies of tasks need.
 
-Who removes it: `GpurtWorker.teardown`. Dask calls that on three occasions: a detach, a re-registration under the same
-name, and the worker's own close. Only on the last is there nothing to give back: the store dies with its worker, and
-draining it into Dask's would read every spilled byte for nobody.
+`GpurtWorker.teardown` removes it. Dask calls that on three occasions: a detach, a re-registration under the same
+name, and the worker's own close. On the last there is nothing to give back: the store dies with its worker, and
+draining it into Dask's would read every spilled byte for no use.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Clients that submit graph after graph: persist, reuse, compute, let go.
+"""`SimClient`: a client that submits graph after graph: persist, reuse, compute, let go.
 
-A client submits the next graph when it has the outputs of the last one, or at once after one that it only persists.
-What it still holds stays in memory, as futures keep it. Several clients share the scheduler and run side by side.
+It submits the next graph when it has the outputs of the last one, or at once after one that it only persists. What it
+still holds stays in memory, as futures keep it. Several clients share the scheduler and run side by side.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ class VirtualLoop:
     ) -> asyncio.TimerHandle:
         """asyncio's, at a virtual time."""
         handle = asyncio.TimerHandle(when, callback, args, self, context)  # type: ignore[arg-type]
-        # As a tick: whether a timer stands for work or recurs for ever, nobody can tell.
+        # As a tick: a timer does not say whether it stands for work or recurs for ever.
         self.tick(max(0.0, when - self.now), self._timer, handle)
         return handle
 

@@ -171,7 +171,7 @@ class Inputs:
             self._fetching.discard(key)
             waiting = self._wanted.pop(key, {})
             if not waiting:
-                continue  # nobody wants it any more
+                continue  # not wanted any more
             done = max(done, self._me.store.put(key, sim.size(key)))
             kept.append(key)
             for run in waiting:

@@ -48,9 +48,9 @@ class Store:
         #: task data in memory above which it spills
         self.limit_bytes = limit_bytes
         self._write, self._read = write, read
-        #: told how many bytes came to memory (negative: left it)
+        #: called with how many bytes came to memory (negative: left it)
         self._changed = changed
-        #: told of a key that came to memory, went to disk or left: (key, tier or None, bytes)
+        #: called with a key that came to memory, went to disk or left: (key, tier or None, bytes)
         self._resides = resides
         #: key -> size, wherever it is
         self.sizes: dict[Any, int] = {}
@@ -58,7 +58,7 @@ class Store:
         self._resident: collections.OrderedDict[Any, bool] = collections.OrderedDict()
         self._pins: collections.Counter[Any] = collections.Counter()
         self._in_background = in_background
-        #: key -> the priority of the task that needs it first; None: nobody is known to
+        #: key -> the priority of the task that needs it first; None: no task is known to
         self._next_use = next_use
         #: keys in memory that have a copy on disk too
         self._clean: set[Any] = set()
@@ -88,7 +88,7 @@ class Store:
         return MEMORY if key in self._resident else DISK
 
     def put(self, key: Key, nbytes: int) -> float:
-        """A result or a copy arrives; the time at which whoever brought it may go on."""
+        """A result or a copy arrives; the time at which what brought it goes on."""
         if key in self.sizes:
             return self._loop.now
         self.sizes[key] = nbytes

@@ -88,7 +88,7 @@ class Simulation:
         self._sizes: dict[Any, int] = {}
         self.result = Result(workload.name, "", seed, cluster.workers)
         self.result.bytes_moved = {"node": 0, "rack": 0, "far": 0}
-        #: told of every change of residence: (address, key, "memory", "disk" or None for gone, bytes)
+        #: called with every change of residence: (address, key, "memory", "disk" or None for gone, bytes)
         self.residence: list[Callable[[str, Any, str | None, int], None]] = []
         #: messages to workers that have no meaning here, by op
         self.ignored: collections.Counter[str] = collections.Counter()
@@ -238,7 +238,7 @@ class Simulation:
         """The client lets go of outputs."""
         keys = [self._name(k) for k in outputs]
         self.in_scheduler(self.scheduler.client_releases_keys, keys=keys, client=client, stimulus_id="release")
-        # What nobody wants any more is not waited for either.
+        # What is not wanted any more is not waited for either.
         tasks = self.scheduler.tasks
         self._outputs_left.difference_update([k for k in keys if k not in tasks or not tasks[k].who_wants])
 

@@ -1,10 +1,9 @@
-"""One simulated worker: what a live one does with the scheduler's messages, without sockets and threads.
+"""`SimWorker`: what a live worker does with the scheduler's messages, without sockets and threads.
 
-Followed from upstream's worker state machine, because schedules depend on it: inputs are fetched in order of the
-priority of the tasks that need them, one request per peer at a time, as many keys of a peer together as fit one
-request; ready tasks run in order of priority; a task that is stolen or released while it runs runs to its end, and its
-result is dropped. Reported with a finished task: the times of its computation, of reading spilled inputs and of the
-transfers made for it, as live workers report them.
+It follows upstream's worker state machine, because schedules depend on it. Inputs are fetched as `inputs` says. Ready
+tasks run in order of priority. A task that is stolen or released while it runs runs to its end, and its result is
+dropped. With a finished task a worker reports the times of its computation, of reading spilled inputs and of the
+transfers made for it, as live workers do.
 
 Left out: failures, actors, resources, pausing, the retry of requests to busy peers, the time to (de)serialise.
 """
@@ -131,7 +130,7 @@ class SimWorker:
                 self._uses_less(run.inputs)
             else:
                 self._forget(run)
-        # An input of a task that still runs goes as well: the task keeps its value, but nobody else gets it.
+        # An input of a task that still runs goes as well: the task keeps its value, but no other task gets it.
         self.store.drop(key)
 
     def _remove_replicas(self, keys: Iterable[Any], stimulus_id: str) -> None:

@@ -18,8 +18,8 @@ event loop). So, always and by construction::
 All the others only grow.
 
 Invariants: a task counts from the start to the end of ``Worker.execute``, which lies inside its time in the state
-machine's set ``executing``; a task that secedes gives its slot back and counts as ended. Whatever a watched task says
-after its end is ignored.
+machine's set ``executing``; a task that secedes gives its slot back and counts as ended. What a watched task says after
+its end is ignored.
 
 Waits that happen in another process are not seen: a task that waits for a peer which reads the input from its disk is
 waiting for the network, as far as this worker knows.
@@ -210,7 +210,7 @@ class SlotMeter:
 
     def started(self, key: Hashable) -> RunningTask:
         """A task begins to be executed."""
-        # No integral changes: the state machine has told that one more executes.
+        # No integral changes: `state` has counted it among those that execute.
         task = self._tasks[key] = RunningTask(self, key, self._clock())
         if type(key) is str and key.startswith(BARRIER_PREFIX):
             task.enter("shuffle_barrier")
@@ -261,4 +261,4 @@ class SlotMeter:
             }
         for cause in ("network", "unspill", "memory", "shuffle_barrier", "resources", UNASSIGNED):
             out[cause] = waits.pop(cause, 0.0) + idle.get(cause, 0.0)
-        return {**out, **waits}  # a cause that somebody made up is shown, not dropped
+        return {**out, **waits}  # an unknown cause is shown, not dropped

@@ -1,11 +1,11 @@
 """`WorkerSlots`: attaches a `SlotMeter` to a worker.
 
-Wrapped, and put back exactly: ``worker.execute`` (outside of what the tiers put there: they leave before us, or pass
-through) and ``worker.handle_stimulus``. Both call the original first or unconditionally: an exception of ours is
-counted, the meter is given up after `ERRORS` of them, and the task does not notice.
+``worker.execute`` and ``worker.handle_stimulus`` are wrapped, and put back exactly. The first lies outside of what
+the tiers put there: they leave before us, or pass through. Both call the original first or unconditionally. An
+exception of ours is counted, the meter is given up after `ERRORS` of them, and the task does not notice.
 
-Profiler ranges (`dask_gpurt.model.ranges`) are opened in the task's own thread, so the executors' ``submit`` is wrapped
-too, but only where a profiler is there to see them.
+Profiler ranges (`dask_gpurt.model.ranges`) are opened in the task's own thread. So the executors' ``submit`` is
+wrapped too, but only where a profiler is there to see them.
 
 What came over the network was also decoded. The worker's own meters (``digests_total``, context ``gather-dep``) know
 the share, by which waiting for the network is split into ``network`` and ``serialisation``.

@@ -1,17 +1,17 @@
-"""The figures of one cluster, gathered on its scheduler, for the dashboard.
+"""`Feed`: the figures of one cluster, gathered on its scheduler, for the dashboard.
 
-A `Feed` looks once a second at what heartbeats brought anyway and at the scheduler's own statistics, and remembers ten
-minutes of it. It is one for all pages: ten open pages cost no more than one. It looks only while somebody does: the
-first page that asks starts it, and it stops `UNSEEN_SECONDS` after the last one has asked. The look is O(workers);
-nothing is sent.
+`provide` gives a scheduler its feed, `of` returns it to a page, `withdraw` takes it away. Once a second a feed looks
+at what heartbeats brought and at the scheduler's own statistics, and remembers ten minutes of it. There is one for
+all pages: ten open pages cost no more than one. It looks only while a page is open: the first page starts it, and it
+stops `UNSEEN_SECONDS` after the last one has asked. A look is O(workers), and nothing is sent.
 
 Counters of a worker start over when it restarts, and are gone when it leaves. The history therefore adds up *growth*:
-what a counter gained since the last look, or all of it where it is new or smaller than before. So the sum never falls.
-Levels, such as bytes held, are remembered as they were. A plot gets at most as many points of it as it asks for: more
-than there are pixels would only cost the scheduler's loop, which writes them as text.
+what a counter gained since the last look, or all of it where it is new or smaller than before. So the sum never
+falls. Levels, such as bytes held, are remembered as they were. A plot gets as many points as it asks for, at most:
+more than there are pixels would only cost the scheduler's loop, which writes them as text.
 
-Rejected: a history per open page, as Dask's own plots have it (a second page would begin empty); looking also when no
-page is open (a tick a second for nobody, which on a busy scheduler is time that tasks wait for).
+Rejected: a history per open page, as Dask's own plots have it (a second page would begin empty). Looking also when no
+page is open (on a busy scheduler that is time that tasks wait for).
 """
 
 from __future__ import annotations

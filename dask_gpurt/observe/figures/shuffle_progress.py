@@ -89,7 +89,7 @@ def _count(run: Progress, barrier: TaskState) -> None:
         run.outputs = max(run.outputs, len(barrier.dependents))
         run.outputs_done = 0
     else:
-        # Outputs that nobody needs any more are forgotten, so their number falls.
+        # Outputs that are not needed any more are forgotten, so their number falls.
         run.inputs_done = run.inputs
         run.outputs = max(run.outputs, len(barrier.dependents))
         run.outputs_done = run.outputs - _ahead(barrier.dependents)
