@@ -1,9 +1,9 @@
 """`TraceRecorder`: records graphs, sizes, times, transfers, tiers and decisions of a run, as `format` has them.
 
-It is a plugin of the scheduler. It appends a small list per event, and hands a block of them to `Writer` when it has 4,096,
-or every second. A task costs one record when its graph comes, one when it is assigned and one when it is finished, 1
-to 3 us each. Other transitions return at once. Numbers stand for keys; the table of them has an entry per task that
-the scheduler knows, so memory is bounded by what the scheduler holds itself.
+It is a plugin of the scheduler. It appends a small list per event, and hands a block of them to `Writer` when it has
+4,096, or every second. A task costs one record when its graph comes, one when it is assigned and one when it is
+finished, 1 to 3 us each. Other transitions return at once. Numbers stand for keys; the table of them has an entry per
+task that the scheduler knows, so memory is bounded by what the scheduler holds itself.
 
 A recording must not disturb the run: Dask catches what a plugin raises, and this one counts it. It works without the
 rest of the extension, so that a run of stock Dask can be recorded and replayed under another policy.
