@@ -18,8 +18,8 @@ from typing import Any
 from benchmarks.data import OUT, RESULTS, cores, facts, write_json
 from benchmarks.tpch import generate, queries, runner, tables
 from benchmarks.tpch.clusters import ProcessCluster
+from dask_gpurt.client.reports import snapshot
 from dask_gpurt.observe.report.facts import from_snapshots
-from dask_gpurt.reports import snapshot
 
 #: the goal, as a share
 GOAL = 0.02

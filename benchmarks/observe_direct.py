@@ -100,7 +100,7 @@ def ledger() -> float:
     began = time.perf_counter()
     _life_of_tasks(plugin, scheduler)
     seconds = time.perf_counter() - began
-    if plugin.ledger is None or plugin.ledger.errors or plugin.ledger.tasks_seen != TASKS:
+    if plugin.ledger is None or plugin.ledger.errors or plugin.ledger.history.tasks_seen != TASKS:
         raise RuntimeError(f"the ledger did not do its work: {plugin.statistics()}")
     return seconds
 

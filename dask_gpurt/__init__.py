@@ -18,16 +18,29 @@ A cluster gets it by ``dask scheduler --preload dask_gpurt.preload``; user code 
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt import config as config  # registers the defaults of the ``gpurt`` namespace
 from dask_gpurt._version import __version__
 
 if TYPE_CHECKING:
-    from dask_gpurt.api import attach, detach, local_cluster, status
-    from dask_gpurt.questions import explain, where
-    from dask_gpurt.recording import record
-    from dask_gpurt.reports import report
+    from dask_gpurt.client.api import attach, detach, local_cluster, status
+    from dask_gpurt.client.questions import explain, where
+    from dask_gpurt.client.recording import record
+    from dask_gpurt.client.reports import report
+
+#: public name -> the module of `dask_gpurt.client` that has it
+_HOMES = {
+    "attach": "api",
+    "detach": "api",
+    "explain": "questions",
+    "local_cluster": "api",
+    "record": "recording",
+    "report": "reports",
+    "status": "api",
+    "where": "questions",
+}
 
 __all__ = [
     "__version__",
@@ -44,23 +57,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # Late, so that ``import dask_gpurt`` (every ``dask`` command does it, through the entry point) stays cheap.
-    if name in ("explain", "where"):
-        from dask_gpurt import questions
-
-        return getattr(questions, name)
-    if name == "report":
-        from dask_gpurt.reports import report
-
-        return report
-    if name == "record":
-        from dask_gpurt import recording
-
-        return recording.record
-    if name in __all__:
-        from dask_gpurt import api
-
-        return getattr(api, name)
-    raise AttributeError(f"module 'dask_gpurt' has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'dask_gpurt' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"dask_gpurt.client.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -38,7 +38,7 @@ def status(address: str, as_json: bool, timeout: float) -> None:
 
     Exit code 1 when the extension is not installed there.
     """
-    from dask_gpurt.api import status as get_status
+    from dask_gpurt.client.api import status as get_status
 
     with _connect(address, timeout) as client:
         snapshot = get_status(client, timeout=timeout)
@@ -57,7 +57,7 @@ def explain(address: str, key: str, as_json: bool, timeout: float) -> None:
 
     A key that is a tuple is given as Python writes it: "('x-1234', 0)". Exit code 1 when nothing is known about it.
     """
-    from dask_gpurt.questions import explain as ask
+    from dask_gpurt.client.questions import explain as ask
 
     with _connect(address, timeout) as client:
         try:
@@ -77,7 +77,7 @@ def where(address: str, keys: tuple[str, ...], as_json: bool, timeout: float) ->
 
     A key that is a tuple is given as Python writes it: "('x-1234', 0)". Exit code 1 when none of them is known.
     """
-    from dask_gpurt.questions import where as ask
+    from dask_gpurt.client.questions import where as ask
 
     with _connect(address, timeout) as client:
         try:
@@ -96,8 +96,8 @@ def report(address: str, out: str, timeout: float) -> None:
 
     Prints the advice. Exit code 1 when the extension is not installed there.
     """
+    from dask_gpurt.client.reports import report_now
     from dask_gpurt.observe.report.findings import advise
-    from dask_gpurt.reports import report_now
 
     with _connect(address, timeout) as client:
         try:

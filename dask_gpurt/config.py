@@ -44,6 +44,8 @@ def schema() -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlacementSettings:
+    """``gpurt.placement``."""
+
     enabled: bool
     #: workers compared per decision, at most
     candidates: int
@@ -52,9 +54,21 @@ class PlacementSettings:
     #: second copies of tasks that hang behind
     stragglers: bool = True
 
+    @classmethod
+    def of(cls, tree: Mapping[str, Any]) -> PlacementSettings:
+        """From the part of the configuration that was checked."""
+        return cls(
+            enabled=tree["enabled"],
+            candidates=tree["candidates"],
+            shadow=tree["shadow"],
+            stragglers=tree["stragglers"],
+        )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TierSettings:
+    """``gpurt.tiers``."""
+
     enabled: bool
     #: share (0, 1] of the worker's memory limit
     host_limit: float
@@ -83,9 +97,33 @@ class TierSettings:
     #: share [0, 1] of the host budget for values read ahead; 0: none
     prefetch: float
 
+    @classmethod
+    def of(cls, tree: Mapping[str, Any]) -> TierSettings:
+        """From the part of the configuration that was checked."""
+        disk_limit = tree["disk-limit"]
+        return cls(
+            enabled=tree["enabled"],
+            host_limit=float(tree["host-limit"]),
+            directories=_folders(tree["directory"]),
+            disk_limit=None if disk_limit is None else _bytes(disk_limit, "gpurt.tiers.disk-limit"),
+            disk_reserve=_bytes(tree["disk-reserve"], "gpurt.tiers.disk-reserve"),
+            # YAML takes a bare on or off for a boolean.
+            direct_io={True: "on", False: "off"}.get(tree["direct-io"], tree["direct-io"]),
+            codec=tree["codec"] or "none",  # Dask makes None of "none" in an environment variable
+            object_store=tree["object-store"],
+            object_use=tree["object-use"],
+            object_timeout=float(tree["object-timeout"]),
+            device=tree["device"],
+            device_limit=float(tree["device-limit"]),
+            pinned_limit=_bytes(tree["pinned-limit"], "gpurt.tiers.pinned-limit"),
+            prefetch=float(tree["prefetch"]),
+        )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShuffleSettings:
+    """``gpurt.shuffle``."""
+
     enabled: bool
     #: "auto", "rpc", "tcp" or "ucx"
     transport: str = "auto"
@@ -105,18 +143,45 @@ class ShuffleSettings:
         """Rows of one input for one worker are cut to messages of about so many bytes."""
         return max(1 << 12, min(8 << 20, self.receive_budget // 8))
 
+    @classmethod
+    def of(cls, tree: Mapping[str, Any]) -> ShuffleSettings:
+        """From the part of the configuration that was checked."""
+        return cls(
+            enabled=tree["enabled"],
+            transport=tree["transport"],
+            allow_plaintext_ucx=tree["allow-plaintext-ucx"],
+            receive_budget=max(1 << 16, _bytes(tree["receive-budget"], "gpurt.shuffle.receive-budget")),
+            retain=float(tree["retain"]),
+            codec=tree["codec"] or "none",
+            late_binding=tree["late-binding"],
+        )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ObserveSettings:
+    """``gpurt.observe``."""
+
     enabled: bool
     #: of one host; a number, or pattern of host, class of node or worker name -> number; None: not told
     cost_per_hour: float | Mapping[str, float] | None
 
+    @classmethod
+    def of(cls, tree: Mapping[str, Any]) -> ObserveSettings:
+        """From the part of the configuration that was checked."""
+        return cls(enabled=tree["enabled"], cost_per_hour=_prices(tree["cost-per-hour"]))
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TraceSettings:
+    """``gpurt.trace``."""
+
     #: None: no recording
     path: str | None
+
+    @classmethod
+    def of(cls, tree: Mapping[str, Any]) -> TraceSettings:
+        """From the part of the configuration that was checked."""
+        return cls(path=tree["path"])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,57 +214,36 @@ class Settings:
         ConfigError
             An unknown key or a value that is not allowed.
         """
-        tree = dask.config.get("gpurt", {})
-        if not isinstance(tree, Mapping):
-            raise ConfigError(f"gpurt: is {tree!r}, must be a mapping of settings. Remedy: see gpurt.yaml")
-        # Over the defaults: whoever resets Dask's configuration (distributed's own test tools do) drops ours with it.
-        tree = dask.config.merge(DEFAULTS["gpurt"], _canonical(tree))
-        for dotted, value in flat(overrides or {}).items():
-            node = tree
-            *parents, leaf = dotted.split(".")
-            for p in parents:
-                below = node.setdefault(p, {})
-                if not isinstance(below, dict):
-                    break
-                node = below
-            node[leaf] = value
+        tree = _merged(overrides or {})
         _check(tree, schema()["properties"]["gpurt"], "gpurt")
-        p, t, s, o = tree["placement"], tree["tiers"], tree["shuffle"], tree["observe"]
         return cls(
             policy=tree["policy"],
             on_error=tree["on-error"],
-            placement=PlacementSettings(
-                enabled=p["enabled"], candidates=p["candidates"], shadow=p["shadow"], stragglers=p["stragglers"]
-            ),
-            tiers=TierSettings(
-                enabled=t["enabled"],
-                host_limit=float(t["host-limit"]),
-                directories=_folders(t["directory"]),
-                disk_limit=None if t["disk-limit"] is None else _bytes(t["disk-limit"], "gpurt.tiers.disk-limit"),
-                disk_reserve=_bytes(t["disk-reserve"], "gpurt.tiers.disk-reserve"),
-                # YAML takes a bare on or off for a boolean.
-                direct_io={True: "on", False: "off"}.get(t["direct-io"], t["direct-io"]),
-                codec=t["codec"] or "none",  # Dask makes None of "none" in an environment variable
-                object_store=t["object-store"],
-                object_use=t["object-use"],
-                object_timeout=float(t["object-timeout"]),
-                device=t["device"],
-                device_limit=float(t["device-limit"]),
-                pinned_limit=_bytes(t["pinned-limit"], "gpurt.tiers.pinned-limit"),
-                prefetch=float(t["prefetch"]),
-            ),
-            shuffle=ShuffleSettings(
-                enabled=s["enabled"],
-                transport=s["transport"],
-                allow_plaintext_ucx=s["allow-plaintext-ucx"],
-                receive_budget=max(1 << 16, _bytes(s["receive-budget"], "gpurt.shuffle.receive-budget")),
-                retain=float(s["retain"]),
-                codec=s["codec"] or "none",
-                late_binding=s["late-binding"],
-            ),
-            observe=ObserveSettings(enabled=o["enabled"], cost_per_hour=_prices(o["cost-per-hour"])),
-            trace=TraceSettings(path=tree["trace"]["path"]),
+            placement=PlacementSettings.of(tree["placement"]),
+            tiers=TierSettings.of(tree["tiers"]),
+            shuffle=ShuffleSettings.of(tree["shuffle"]),
+            observe=ObserveSettings.of(tree["observe"]),
+            trace=TraceSettings.of(tree["trace"]),
         )
+
+
+def _merged(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The defaults, Dask's configuration over them, and `overrides` over both."""
+    tree = dask.config.get("gpurt", {})
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"gpurt: is {tree!r}, must be a mapping of settings. Remedy: see gpurt.yaml")
+    # Over the defaults: what resets Dask's configuration (distributed's own test tools do) drops ours with it.
+    merged: dict[str, Any] = dask.config.merge(DEFAULTS["gpurt"], _canonical(tree))
+    for dotted, value in flat(overrides).items():
+        node = merged
+        *parents, leaf = dotted.split(".")
+        for p in parents:
+            below = node.setdefault(p, {})
+            if not isinstance(below, dict):
+                break
+            node = below
+        node[leaf] = value
+    return merged
 
 
 @functools.cache

@@ -9,22 +9,25 @@ like one that did. So any error here ends the start of the server, unless ``gpur
 
 * of a ``dask`` command by `SystemExit` with the remedy;
 * elsewhere (`LocalCluster`, a notebook, a worker that a nanny started) by an exception from a plugin, which Dask does
-  not swallow. `SystemExit` would end the thread of the event loop, and whoever waits for the cluster would wait for
+  not swallow. `SystemExit` would end the thread of the event loop, and what waits for the cluster would wait for
   ever.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-from distributed import Scheduler, SchedulerPlugin, Worker, WorkerPlugin
+from distributed import Scheduler, Worker
 
 from dask_gpurt.config import Settings, leaves, read
 from dask_gpurt.errors import ConfigError, GpurtError, InstallError
-from dask_gpurt.extension import WorkerParts
+from dask_gpurt.extension import WorkerParts, seam
 from dask_gpurt.observe.dashboard import hook
+
+if TYPE_CHECKING:
+    from distributed.core import Server
 
 logger = logging.getLogger("distributed.preloading.gpurt")
 
@@ -36,7 +39,7 @@ LEAVE_OUT = (
 )
 
 
-async def install(server: Any, overrides: dict[str, Any]) -> None:
+async def install(server: Server, overrides: dict[str, Any]) -> None:
     """Install on a scheduler or worker; other servers are left alone.
 
     Raises
@@ -66,52 +69,25 @@ async def install(server: Any, overrides: dict[str, Any]) -> None:
         raise InstallError(f"{e}\n{LEAVE_OUT}") from e
 
 
-async def _setup(server: Any, problem: str | None = None, **options: Any) -> None:
+async def _setup(server: Server, problem: str | None = None, **options: Any) -> None:
     try:
         if problem is not None:
             raise ConfigError(problem)
         given = {_KEYS[name]: value for name, value in options.items() if value is not None}
         await install(server, {key: read(key, v) if isinstance(v, str) else v for key, v in given.items()})
-    except Exception as e:  # also what nobody expected: without this Dask would go on as if nothing had been asked
+    except Exception as e:  # all of them: without this Dask would go on as if nothing had been asked
         text = str(e) if isinstance(e, GpurtError) else f"{type(e).__name__}: {e}\n{LEAVE_OUT}"
         _refuse(server, f"dask-gpurt: {text}", e)
 
 
-def _refuse(server: Any, text: str, cause: Exception) -> None:
+def _refuse(server: Server, text: str, cause: Exception) -> None:
     """Keep a server from starting; see the module."""
     if click.get_current_context(silent=True) is not None:
         raise SystemExit(text) from cause
     logger.error("%s", text)
     error = InstallError(text)
     error.__cause__ = cause
-    if isinstance(server, Scheduler):
-        server.add_plugin(_RefusedScheduler(error), name=_RefusedScheduler.name)
-    elif isinstance(server, Worker):
-        server._pending_plugins = (*server._pending_plugins, _RefusedWorker(error))
-
-
-class _RefusedScheduler(SchedulerPlugin):
-    """Ends the start of its scheduler: Dask raises what `start` of a plugin raises."""
-
-    name = "gpurt-refused"
-
-    def __init__(self, error: InstallError) -> None:
-        self.error = error
-
-    async def start(self, scheduler: Scheduler) -> None:
-        raise self.error
-
-
-class _RefusedWorker(WorkerPlugin):
-    """The same for a worker."""
-
-    name = "gpurt-refused"
-
-    def __init__(self, error: InstallError) -> None:
-        self.error = error
-
-    def setup(self, worker: Worker) -> None:
-        raise self.error
+    seam.refuse(server, error)
 
 
 #: name of the option in Python -> the setting

@@ -1,12 +1,13 @@
-"""Conformance checks for the protocols, for our tests and for those of anybody who implements one.
+"""Conformance checks for the protocols that can be implemented outside of this package.
 
-Each ``check_*`` takes a factory of fresh objects and raises AssertionError with what is wrong.
+`check_shard_store` is the contract of `dask_gpurt.model.shards.ShardStore`, `check_storage_tier` that of
+`dask_gpurt.tiers.storage.protocol.StorageTier`; see docs/tiers-below.md. Each takes a factory of fresh objects and
+raises AssertionError with what is wrong. `ArrayChunk` is a chunk to put into a store.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -17,54 +18,9 @@ from dask_gpurt.errors import CorruptData, LostData, TierFull
 from dask_gpurt.model.shards import Buffer, ShardStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, MutableMapping, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
-__all__ = ["ArrayChunk", "check_mapping", "check_shard_store", "check_storage_tier"]
-
-
-def check_mapping(make: Callable[[], MutableMapping[Any, Any]]) -> None:
-    """What distributed relies on in ``worker.data``. A plain dict passes.
-
-    Parameters
-    ----------
-    make
-        Returns an empty mapping. Called on a running event loop if the mapping needs one.
-    """
-    data = make()
-    assert len(data) == 0
-    assert not data
-    assert list(data) == []
-    _raises(KeyError, lambda: data["absent"])
-    _raises(KeyError, lambda: data.__delitem__("absent"))
-    assert "absent" not in data
-    assert data.get("absent", 7) == 7
-
-    keys: list[Any] = ["a", ("b", 0), ("b", 1), b"c", 5, "with/slash \u00e9"]
-    values: list[Any] = [1, None, "x" * 10_000, np.arange(5000.0), {"k": [1, 2]}, (np.ones(3), "y")]
-    for key, value in zip(keys, values, strict=True):
-        data[key] = value
-    assert len(data) == len(keys)
-    assert set(data) == set(keys) == set(data.keys())
-    for key, value in zip(keys, values, strict=True):
-        assert key in data
-        _same(data[key], value)
-        _same(data[key], value)  # reading takes nothing away
-    _same(dict(data.items())["a"], 1)
-
-    data["a"] = "new"
-    assert data["a"] == "new"
-    assert len(data) == len(keys)
-    for key in list(data):  # deleting while a copy of the keys is walked
-        del data[key]
-        assert key not in data
-        _raises(KeyError, functools.partial(data.__getitem__, key))
-    assert len(data) == 0
-    data["again"] = 1
-    data.clear()
-    assert len(data) == 0
-    data["p"] = 3
-    data.update({"q": 4})
-    assert dict(data) == {"p": 3, "q": 4}
+__all__ = ["ArrayChunk", "check_shard_store", "check_storage_tier"]
 
 
 class ArrayChunk:
@@ -86,23 +42,29 @@ class ArrayChunk:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all rows."""
         return int(self._block.nbytes)
 
     @property
     def parts(self) -> Collection[int]:
+        """The output partitions that it has rows of."""
         return self._slices.keys()
 
     def get(self, part: int) -> np.ndarray[Any, Any]:
+        """The rows of a partition."""
         return self._block[self._slices[part]]
 
     def encode(self, part: int) -> Sequence[Buffer]:
+        """The rows of a partition as frames."""
         return [b"head", self.get(part).data.cast("B")]
 
     def decode(self, frames: Sequence[Buffer]) -> np.ndarray[Any, Any]:
+        """Rows from frames."""
         assert bytes(frames[0]) == b"head"
         return np.frombuffer(frames[1], "i8")
 
     def shell(self) -> ArrayChunk:
+        """A chunk without rows that can decode."""
         return ArrayChunk({})
 
 
@@ -117,16 +79,23 @@ async def check_shard_store(make: Callable[[], ShardStore], *, settle: Callable[
         Awaited after chunks were put, e.g. to wait until they have been moved to disk.
     """
 
-    async def wait() -> None:
-        if settle is not None:
-            await settle()
-
     store = make()
     assert isinstance(store, ShardStore)
-    assert await store.take("r", 0) == [], "a run nobody sent anything for"
+    await _check_put_and_take(store, settle or _nothing)
+    await _check_empty_chunks(store, settle or _nothing)
+    await _check_many_chunks(store, settle or _nothing)
+    await _check_drop(store, settle or _nothing)
+
+
+async def _nothing() -> None:
+    pass
+
+
+async def _check_put_and_take(store: ShardStore, settle: Callable[[], Any]) -> None:
+    assert await store.take("r", 0) == [], "a run that nothing was sent for"
 
     # Ids out of order; part 3 in one chunk only; part 9 in none.
-    # Chunks are made anew each time: a store may give back an object that somebody still holds, without reading.
+    # Chunks are made anew each time: a store may give back an object that is still in use, without reading.
     def chunk(i: int) -> ArrayChunk:
         if i == 2:
             return ArrayChunk({0: np.arange(5), 3: np.arange(7)})
@@ -136,7 +105,7 @@ async def check_shard_store(make: Callable[[], ShardStore], *, settle: Callable[
         assert await store.put("r", i, chunk(i)) is True
         assert await store.put("r", i, chunk(i)) is False, "the same id twice"
     assert await store.put("r2", 1, ArrayChunk({0: np.array([77])})) is True
-    await wait()
+    await settle()
     for part, ids in ((0, [1, 2, 3]), (3, [2]), (9, [])):
         got = await store.take("r", part)
         assert len(got) == len(ids), (part, got)
@@ -147,47 +116,52 @@ async def check_shard_store(make: Callable[[], ShardStore], *, settle: Callable[
     got = await store.take("r", 1)
     np.testing.assert_array_equal(np.concatenate(got), np.concatenate([chunk(1).get(1), chunk(3).get(1)]))
 
-    # A chunk without rows, and one with an output of no rows.
+
+async def _check_empty_chunks(store: ShardStore, settle: Callable[[], Any]) -> None:
+    """A chunk without rows, and one with an output of no rows."""
     assert await store.put("r", 10, ArrayChunk({})) is True
     assert await store.put("r", 11, ArrayChunk({5: np.empty(0, "i8"), 6: np.arange(3)})) is True
-    await wait()
+    await settle()
     assert [len(a) for a in await store.take("r", 5)] == [0]
     assert [len(a) for a in await store.take("r", 6)] == [3]
 
-    # Many at once, taken at once.
+
+async def _check_many_chunks(store: ShardStore, settle: Callable[[], Any]) -> None:
+    """Many at once, taken at once."""
+
     def wide(i: int) -> ArrayChunk:
         return ArrayChunk({p: np.full(500, 100 * i + p) for p in range(8)})
 
     assert all(await asyncio.gather(*(store.put("m", i, wide(i)) for i in range(20))))
-    await wait()
+    await settle()
     for part, shards in enumerate(await asyncio.gather(*(store.take("m", p) for p in range(8)))):
         np.testing.assert_array_equal(
             np.concatenate(shards), np.concatenate([np.full(500, 100 * i + part) for i in range(20)])
         )
 
-    # Drop: now and for good.
+
+async def _check_drop(store: ShardStore, settle: Callable[[], Any]) -> None:
+    """Now and for good. While a part is being taken: the shards, or LostData; nothing else."""
     assert await store.put("d", 1, ArrayChunk({0: np.arange(1000)})) is True
-    await wait()
+    await settle()
     store.drop("d")
     assert await store.put("d", 2, ArrayChunk({0: np.arange(10)})) is False
     assert await store.take("d", 0) == []
     store.drop("never seen")
     assert await store.put("never seen", 1, ArrayChunk({0: np.arange(10)})) is False
 
-    # Drop while a part is being taken: the shards, or LostData; nothing else.
     for i in range(5):
         assert await store.put("e", i, ArrayChunk({0: np.arange(1000) + i})) is True
-    await wait()
+    await settle()
     taking = asyncio.ensure_future(store.take("e", 0))
     await asyncio.sleep(0)
     store.drop("e")
     try:
         shards = await taking
     except LostData:
-        pass
-    else:
-        for i, shard in enumerate(shards):
-            np.testing.assert_array_equal(shard, np.arange(1000) + i)
+        return
+    for i, shard in enumerate(shards):
+        np.testing.assert_array_equal(shard, np.arange(1000) + i)
 
 
 def _raises(kind: type[BaseException] | tuple[type[BaseException], ...], call: Callable[[], Any]) -> None:
@@ -198,13 +172,14 @@ def _raises(kind: type[BaseException] | tuple[type[BaseException], ...], call: C
     raise AssertionError(f"{kind} expected, got {result!r}")
 
 
-def _same(got: Any, want: Any) -> None:
+def same(got: Any, want: Any) -> None:
+    """Raise AssertionError unless two values are equal, arrays in tuples and lists included."""
     if isinstance(want, np.ndarray):
         np.testing.assert_array_equal(got, want)
     elif isinstance(want, (tuple, list)):
         assert len(got) == len(want)
         for g, w in zip(got, want, strict=True):
-            _same(g, w)
+            same(g, w)
     else:
         assert got == want, (got, want)
 
@@ -223,13 +198,34 @@ def check_storage_tier(
     damage
         Changes one byte of the last frame of the copy behind a handle. None: the tier is memory, which is not verified.
     """
-    tier = make(None)
+    _check_copies(make(None), codec, damage)
+    _check_limit(make(50_000))
+    _check_threads(make(None))
+
+
+def _check_copies(tier: Any, codec: Any, damage: Callable[[Any], None] | None) -> None:
+    """What is written can be read, whole and in parts; space is given back, by each copy once."""
     assert tier.used_bytes == 0
     assert tier.limit_bytes is None
     tier.probe()
     assert tier.used_bytes == 0, "probe leaves something behind"
 
-    # Whole values: empty frames, no frames of size, several, large ones, non-contiguous.
+    handles = _check_values(tier, codec)
+    parted = tier.write(list(_PARTS.items()))
+    _check_parts(parted)
+    _check_foreign_errors(handles[0])
+    if damage is not None:
+        _check_damage(parted, handles[3], codec, damage)
+    for handle in [*handles, parted]:
+        handle.free()
+    assert tier.used_bytes == 0
+    _raises((OSError, CorruptData), lambda: handles[2].load(codec))
+    tier.close()
+    tier.close()
+
+
+def _check_values(tier: Any, codec: Any) -> list[Any]:
+    """Whole values: empty frames, no frames of size, several, large ones, non-contiguous."""
     values: list[Any] = [
         None,
         b"",
@@ -244,55 +240,61 @@ def check_storage_tier(
     assert tier.used_bytes == sum(h.nbytes for h in handles) > 0
     for handle, value in zip(handles * 2, values * 2, strict=True):  # twice: reading takes nothing away
         got, cost = handle.load(codec)
-        _same(got, value)
+        same(got, value)
         assert cost.io_seconds >= 0
     array = handles[3].load(codec)[0]
     array[0] = -1.0  # as writeable as it was
-    _same(handles[3].load(codec)[0], values[3])  # and no view of the copy
+    same(handles[3].load(codec)[0], values[3])  # and no view of the copy
+    return handles
 
-    # Parts, in any order.
-    parts: dict[int, list[Any]] = {0: [b"a", b"bc" * 500], 7: [b"", b"z" * 9000], 3: [np.arange(1000.0).data.cast("B")]}
-    parted = tier.write(list(parts.items()))
+
+_PARTS: dict[int, list[Any]] = {0: [b"a", b"bc" * 500], 7: [b"", b"z" * 9000], 3: [np.arange(1000.0).data.cast("B")]}
+
+
+def _check_parts(parted: Any) -> None:
+    """Parts, in any order."""
     for part in (3, 0, 7, 3):
         frames, _ = parted.load_part(part)
-        assert [bytes(f) for f in frames] == [bytes(f) for f in parts[part]]
+        assert [bytes(f) for f in frames] == [bytes(f) for f in _PARTS[part]]
     _raises(KeyError, lambda: parted.load_part(99))
 
-    class Bad:
-        def encode(self, value: Any, parts: Any) -> Any:
-            raise NotImplementedError
 
-        def decode(self, frames: Any) -> Any:
-            raise ValueError("the object's own code")
+class _Bad:
+    """A codec of objects whose own code raises."""
 
+    def encode(self, value: Any, parts: Any) -> Any:
+        raise ValueError("the object's own code")
+
+    def decode(self, frames: Any) -> Any:
+        raise ValueError("the object's own code")
+
+
+def _check_foreign_errors(handle: Any) -> None:
+    """What an object's own code raises is the cause of what `load` raises."""
     try:
-        handles[0].load(Bad())
+        handle.load(_Bad())
     except Exception as e:
         if not isinstance(e.__cause__, ValueError):
             raise AssertionError("what the object's own code raised is not the cause") from e
     else:
         raise AssertionError("an object's own code raised, and load did not")
-    if damage is not None:
-        damage(parted)
-        failed = 0
-        for part in parts:
-            try:
-                parted.load_part(part)
-            except CorruptData:
-                failed += 1
-        assert failed == 1, "exactly the damaged part is refused"
-        damage(handles[3])
-        _raises(CorruptData, lambda: handles[3].load(codec))
-    # Space is given back, by each copy once.
-    for handle in [*handles, parted]:
-        handle.free()
-    assert tier.used_bytes == 0
-    _raises((OSError, CorruptData), lambda: handles[2].load(codec))
-    tier.close()
-    tier.close()
 
-    # The limit: refused before anything is written, and the space of what was freed counts again.
-    tier = make(50_000)
+
+def _check_damage(parted: Any, handle: Any, codec: Any, damage: Callable[[Any], None]) -> None:
+    damage(parted)
+    failed = 0
+    for part in _PARTS:
+        try:
+            parted.load_part(part)
+        except CorruptData:
+            failed += 1
+    assert failed == 1, "exactly the damaged part is refused"
+    damage(handle)
+    _raises(CorruptData, lambda: handle.load(codec))
+
+
+def _check_limit(tier: Any) -> None:
+    """What does not fit is refused before anything is written; the space of what was freed counts again."""
     assert tier.limit_bytes is not None
     room = tier.limit_bytes
     data = os.urandom(room)  # a tier may compress
@@ -305,8 +307,9 @@ def check_storage_tier(
     assert tier.used_bytes == 0
     tier.close()
 
-    # From several threads at once.
-    tier = make(None)
+
+def _check_threads(tier: Any) -> None:
+    """From several threads at once."""
     with ThreadPoolExecutor(8) as pool:
         many = list(pool.map(lambda i: tier.write([(0, [bytes([i]) * (1000 * i)])]), range(1, 60)))
         read = list(pool.map(lambda h: h.load_part(0)[0], many))

@@ -33,6 +33,8 @@ from dask_gpurt.model.tier import Tier
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from distributed import Worker
+
 #: modules whose objects are asked whether they are on a device
 _LIBRARIES = {"cudf", "cupy", "cupyx", "cuml", "cugraph", "dask_cudf", "numba", "pylibcudf", "rmm", "torch"}
 
@@ -80,7 +82,7 @@ def _probe_gds() -> str:
         return f"{type(e).__name__}: {e}"
 
 
-def conflict(worker: Any) -> str:
+def conflict(worker: Worker) -> str:
     """What already moves device values on this worker, and must not be stacked upon; "" if nothing does."""
     data = worker.memory_manager.data
     if type(data).__module__.partition(".")[0] == "dask_cuda":
@@ -207,6 +209,7 @@ class DeviceBytes:
         self._owner = owner
 
     def copy_to(self, offset: int, target: memoryview) -> None:
+        """Copy from `offset` on, as much as `target` has room for, into host memory."""
         from cuda.bindings import runtime
 
         if target.nbytes:
@@ -242,6 +245,7 @@ class PinnedSlabs:
         self._pointers: dict[int, tuple[int, int]] = {}
 
     def allocate(self, nbytes: int) -> memoryview:
+        """A slab of page-locked memory."""
         import ctypes
 
         pointer = int(self._resource.allocate(nbytes))
@@ -250,6 +254,7 @@ class PinnedSlabs:
         return view
 
     def release(self, slab: memoryview) -> None:
+        """Give a slab back; nothing may refer to it any more."""
         pointer, nbytes = self._pointers.pop(id(slab))
         slab.release()
         self._resource.deallocate(pointer, nbytes)
@@ -269,6 +274,7 @@ class CudaBackend:
         self.stack = stack
 
     def owns(self, value: Any) -> bool:
+        """Whether a value lies on the device and can be moved."""
         library = type(value).__module__.partition(".")[0]
         if library not in _LIBRARIES:
             return False
@@ -277,6 +283,7 @@ class CudaBackend:
         return hasattr(value, "__cuda_array_interface__") or library in ("cudf", "pylibcudf", "cupyx")
 
     def nbytes(self, value: Any) -> int:
+        """What a value takes on the device."""
         library = type(value).__module__.partition(".")[0]
         if library == "torch":
             return int(value.untyped_storage().nbytes())
@@ -288,6 +295,7 @@ class CudaBackend:
         return int(getattr(value, "nbytes", None) or sizeof(value))
 
     def encode(self, value: Any, parts: Sequence[int] | None = None) -> list[tuple[int, Sequence[Any]]]:
+        """A value as frames, which stay on the device; all in one part."""
         if type(value).__module__.partition(".")[0] == "torch":
             dense = value.contiguous()
             header = {"torch": (str(dense.dtype).partition(".")[2], tuple(dense.shape))}
@@ -301,9 +309,11 @@ class CudaBackend:
         return [(0, [pickle.dumps((header, on_device), 5), *frames])]
 
     def decode(self, frames: list[memoryview]) -> Any:
+        """A value on the device again, from its frames."""
         return self.decode_pieces([[f] for f in frames])
 
     def decode_pieces(self, frames: list[list[memoryview]]) -> Any:
+        """The same, from frames that lie in pieces."""
         header, on_device = pickle.loads(b"".join(frames[0]))
         if "torch" in header:
             import torch
@@ -326,11 +336,13 @@ class CudaBackend:
         return deserialize(header, values)
 
     def fence(self) -> None:
+        """Wait until the device has done all that it was given."""
         from cuda.bindings import runtime
 
         _checked(runtime.cudaDeviceSynchronize())
 
     def allocated_bytes(self) -> int:
+        """Device memory that is allocated by this process through RMM."""
         return self.stack.allocated_bytes()
 
 

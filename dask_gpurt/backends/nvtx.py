@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from dask_gpurt.model.ranges import Ranges
+
+logger = logging.getLogger("distributed.worker.gpurt")
 
 #: what the ranges are filed under in the profiler
 DOMAIN = "dask-gpurt"
@@ -25,6 +28,7 @@ class NvtxRanges:
         self._annotate = functools.partial(module.annotate, domain=DOMAIN)
 
     def range(self, name: str) -> AbstractContextManager[object]:
+        """A range of this name while the context is open."""
         context: AbstractContextManager[object] = self._annotate(message=name)
         return context
 
@@ -33,6 +37,9 @@ def find() -> Ranges | None:
     """NVTX ranges; None where the package is not installed, or does not work."""
     try:
         nvtx = importlib.import_module("nvtx")
-    except Exception:  # a broken installation raises what it likes; then there is no profiler either
+    except ImportError:
+        return None
+    except Exception as e:  # a broken installation raises what it likes
+        logger.warning("dask-gpurt: no profiler ranges, nvtx cannot be imported (%s: %s)", type(e).__name__, e)
         return None
     return NvtxRanges(nvtx)

@@ -98,7 +98,7 @@ class UcxWorker:
         return endpoint.tag_recv(self._array(buffer), self._tag(tag), self._full)
 
     def waiting(self, tag: int) -> int | None:
-        """Bytes of a message with this tag that nobody has posted a receive for, or None."""
+        """Bytes of a message with this tag that no receive was posted for; None without one."""
         found = self._worker.tag_probe(self._tag(tag))
         return int(found.length) if found.matched else None
 

@@ -1,16 +1,18 @@
-"""On a worker: a fetch from a worker that has left fails at once, not after the time to connect.
+"""`Fetches`: on a worker, a fetch from a worker that has left fails at once, not after the time to connect.
 
 The race. One batch of messages from the scheduler brings a task with an input on a peer, and then the news that the
-peer was removed. Both are handled in one turn of the loop; the fetch that the first has begun runs only after it, when
-the connections to the peer have been cut already. It connects anew, and Dask repeats that for
-``distributed.comm.timeouts.connect`` (30 s), though every attempt is refused. Were it only the fetch! Meanwhile the
-scheduler has the input computed again, here perhaps; but a key that is being fetched is *resumed* only when its fetch
-has ended, so the task and all that depends on it wait the 30 s. The tiers can hold a fetch back as well, for memory.
+peer was removed. Both are handled in one turn of the loop. The fetch that the first message has begun runs only after
+it, when the connections to the peer have been cut. It connects anew, and Dask repeats that for
+``distributed.comm.timeouts.connect`` (30 s), though every attempt is refused.
 
-So whoever is about to fetch looks first: a peer that was removed is not in ``has_what``, which every peer is that a key
-can be fetched from. The event is the one that a refused connection ends in.
+It costs more than the fetch. Meanwhile the scheduler has the input computed again, perhaps here; but a key that is
+being fetched is *resumed* only when its fetch has ended. So the task and all that depends on it wait the 30 s. The
+tiers can hold a fetch back as well, for memory.
 
-Rejected: a shorter time to connect, which is the user's, and right for a peer that is busy.
+A fetch therefore looks first. Every peer that a key can be fetched from is in ``has_what``, and a peer that was
+removed is not. The event then is the one that a refused connection ends in.
+
+Rejected: a shorter time to connect. It is the user's, and right for a peer that is busy.
 
 Taken over: ``worker.gather_dep``.
 """
@@ -22,26 +24,20 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.worker_state_machine import GatherDepNetworkFailureEvent
 
+from dask_gpurt.extension import seam
 from dask_gpurt.model.wrapped import Wrapped
-from dask_gpurt.tiers.worker.spill_buffer import require_call, require_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from distributed import Worker
+
 
 class Fetches(Wrapped):
-    """Of one worker."""
+    """The wrapper of one worker."""
 
-    def __init__(self, worker: Any) -> None:
-        require_names(worker, "worker", ("state.has_what", "gather_dep"))
-        require_call(worker.gather_dep, "Worker.gather_dep", "address", ["key"], 1, stimulus_id="s")
-        require_call(
-            GatherDepNetworkFailureEvent,
-            "GatherDepNetworkFailureEvent",
-            worker="address",
-            total_nbytes=1,
-            stimulus_id="s",
-        )
+    def __init__(self, worker: Worker) -> None:
+        seam.check_fetches(worker)
         self._worker = worker
         #: fetches that were not begun
         self.spared = 0
@@ -61,4 +57,5 @@ class Fetches(Wrapped):
         return gather_dep
 
     def statistics(self) -> dict[str, int]:
+        """Plain JSON values."""
         return {"spared": self.spared}

@@ -1,8 +1,7 @@
-"""What is installed in one process, and how it leaves again.
+"""`Parts`: what is installed in one process, and how it leaves again.
 
-All or nothing: parts are installed in order; when one fails, those before it are taken out again (in reverse) before
-the error leaves, unless ``gpurt.on-error: stock``, which leaves only the failing part to Dask. Installing twice does
-nothing.
+All or nothing: parts are installed in order. When one fails, those before it are taken out again, in reverse, before
+the error leaves. With ``gpurt.on-error: stock`` only the failing part is left to Dask. Installing twice does nothing.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class Parts:
         Raises
         ------
         Exception
-            Whatever the part raised; all parts installed so far were taken out. Not with ``on-error: stock``, where the
+            What the part raised; all parts installed so far were taken out. Not with ``on-error: stock``, where the
             part is left to Dask with a warning.
         """
         try:

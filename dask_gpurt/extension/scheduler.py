@@ -1,4 +1,4 @@
-"""The scheduler's half: installs the engines there and sends the other half to the workers."""
+"""`GpurtScheduler`: the scheduler's half: installs the engines there and sends `GpurtWorker` to the workers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("distributed.scheduler.gpurt")
 
-#: after the workers were told to end, messages of theirs are still understood
+#: for which messages of workers are still understood after their half was removed
 LATE_SECONDS = 5.0
 
 
@@ -67,8 +67,8 @@ class GpurtScheduler(SchedulerPlugin):
         self.trace: TraceRecorder | None = None
         self.journal: Journal | None = None
         self.ledger: LedgerPlugin | None = None
-        #: "on", or why there are no plots
-        self.plots = "off"
+        #: "on", or why there are no plots, and no figures for Prometheus
+        self.plots = self.metrics = "off"
 
     async def start(self, scheduler: Scheduler) -> None:
         """Install. Also called by Dask itself after a preload has done it: the second call does nothing.
@@ -91,7 +91,7 @@ class GpurtScheduler(SchedulerPlugin):
             if self.settings.observe.enabled:
                 await self.parts.add("ledger", self._add_ledger, wanted=False)
             await self.parts.add("workers", self._add_workers)
-            # After the workers' part, hence removed before it: no hint may come to a worker that has none any more.
+            # After the workers' part, hence removed before it: no hint is sent to a worker without it.
             if self.settings.tiers.enabled and self._send_next_use:
                 await self.parts.add("next-use", self._add_next_use)
             if self.settings.tiers.enabled and self.settings.tiers.object_store is not None:
@@ -130,40 +130,33 @@ class GpurtScheduler(SchedulerPlugin):
         return 0.0 if engine is None else engine.budget.total_seconds
 
     async def _add_next_use(self) -> Callable[[], Awaitable[None]]:
-        assert self.scheduler is not None
         assert self.journal is not None
-        scheduler, plugin = self.scheduler, NextUsePlugin(sink=self.journal)
-        await plugin.start(scheduler)
-        scheduler.plugins[plugin.name] = plugin
-        self.next_use = plugin
-
-        async def undo() -> None:
-            scheduler.plugins.pop(plugin.name, None)
-            plugin.stop()
-            self.next_use = None
-
-        return undo
+        return await self._plug("next_use", NextUsePlugin(sink=self.journal))
 
     async def _add_shared_copies(self) -> Callable[[], Awaitable[None]]:
-        assert self.scheduler is not None
         assert self.journal is not None
         url = self.settings.tiers.object_store
         assert url is not None
         bucket = Bucket(url, timeout_seconds=self.settings.tiers.object_timeout)
-        scheduler, plugin = self.scheduler, SharedCopiesPlugin(bucket, sink=self.journal)
+        return await self._plug("shared_copies", SharedCopiesPlugin(bucket, sink=self.journal))
+
+    async def _plug(self, attribute: str, plugin: NextUsePlugin | SharedCopiesPlugin) -> Callable[[], Awaitable[None]]:
+        """Start a plugin of the scheduler, and keep it under this name."""
+        assert self.scheduler is not None
+        scheduler = self.scheduler
         await plugin.start(scheduler)
         scheduler.plugins[plugin.name] = plugin
-        self.shared_copies = plugin
+        setattr(self, attribute, plugin)
 
         async def undo() -> None:
             scheduler.plugins.pop(plugin.name, None)
             plugin.stop()
-            self.shared_copies = None
+            setattr(self, attribute, None)
 
         return undo
 
     def _show(self, scheduler: Scheduler) -> None:
-        """Figures for dashboard and Prometheus. Neither is worth an installation: what is missing is told."""
+        """Figures for dashboard and Prometheus. Neither is worth an installation: status says what is missing."""
         # By weak reference: both keep what they are given as long as the scheduler, which would then keep itself.
         read = weakref.WeakMethod(self.figures)
 
@@ -171,7 +164,10 @@ class GpurtScheduler(SchedulerPlugin):
             method = read()
             return {} if method is None else method()
 
-        prometheus.provide_scheduler(scheduler, figures)
+        shown = prometheus.provide_scheduler(scheduler, figures)
+        self.metrics = (
+            "on" if shown else "not available because prometheus_client is missing, or refuses them (see the log)"
+        )
         try:
             history.provide(scheduler, figures)
             self.plots = late.install(scheduler)
@@ -183,7 +179,7 @@ class GpurtScheduler(SchedulerPlugin):
     def _hide(self, scheduler: Scheduler) -> None:
         history.withdraw(scheduler)
         prometheus.withdraw(scheduler)
-        self.plots = "off"
+        self.plots = self.metrics = "off"
 
     async def close(self) -> None:
         """The scheduler closes."""
@@ -338,6 +334,7 @@ class GpurtScheduler(SchedulerPlugin):
             "policy": self.settings.policy,
             "parts": dict(self.parts.state) if self.parts else {},
             "plots": self.plots,
+            "metrics": self.metrics,
             **self.figures(),
         }
         if self.journal is not None:

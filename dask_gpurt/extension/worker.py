@@ -1,8 +1,8 @@
-"""The worker's half: the tiers, the store that shuffles on this worker keep their shards in, and what copies need.
+"""`WorkerParts`: the worker's half: the tiers, the store for shards of shuffles, and what copies of tasks need.
 
-Who removes it: `GpurtWorker.teardown`. Dask calls that on three occasions: a detach, a re-registration under the same
-name, and the worker's own close. Only on the last is there nothing to give back: the store dies with its worker, and
-draining it into Dask's would read every spilled byte for nobody.
+`GpurtWorker.teardown` removes it. Dask calls that on three occasions: a detach, a re-registration under the same
+name, and the worker's own close. On the last there is nothing to give back: the store dies with its worker, and
+draining it into Dask's would read every spilled byte for no use.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class WorkerParts:
         return f"tiers for shuffles only, {host} -> disk ({now['left_alone']})"
 
     def heartbeat(self) -> dict[str, Any]:
-        """Few figures, and none that costs more than a look. `figures.exported.WORKER` says what they are."""
+        """Few figures, and none that costs more than a look. `observe.figures.table` says what they are."""
         out: dict[str, Any] = shard_stores.counters_of(self.worker).heartbeat()
         if self.slots is not None:
             out |= self.slots.heartbeat()

@@ -1,4 +1,4 @@
-"""Facts and protocols that the engines share. Knows nobody; frozen or a Protocol, but for the process's memory."""
+"""Facts, protocols and small tools that the engines share. It imports nothing else of this package but the errors."""
 
 from __future__ import annotations
 

@@ -105,5 +105,5 @@ class Guard:
         try:
             self._sink(event)
         except Exception:
-            # A listener that fails must not undo the fallback that it was told of.
+            # A sink that fails must not undo the fallback that the event is about.
             self.logger.exception("%s: the event sink failed on %s", self.engine, event.name)

@@ -69,6 +69,7 @@ class Rate:
         self._lock = threading.Lock()
 
     def add(self, nbytes: int, seconds: float) -> None:
+        """A transfer has taken so long; short ones are not learned from."""
         if nbytes < self.LEAST_BYTES or seconds <= 0:
             return
         with self._lock:
@@ -86,7 +87,8 @@ class Rate:
 class BlockCodec(Protocol):
     """One way of compressing a block."""
 
-    def compress(self, block: Any) -> bytes: ...
+    def compress(self, block: Any) -> bytes:
+        """The block, compressed."""
 
     def expand_into(self, block: Any, target: memoryview) -> int:
         """Fill `target`; returns the bytes written."""
@@ -330,6 +332,7 @@ class Timer:
         self.inside = 0.0
 
     def around(self, pieces: Iterator[memoryview]) -> Iterator[memoryview]:
+        """The same pieces; the time to make them is counted as `inside`."""
         while True:
             start = time.perf_counter()
             piece = next(pieces, None)
@@ -340,4 +343,5 @@ class Timer:
 
     @property
     def seconds_outside(self) -> float:
+        """Seconds since it was made, without those in the iterators."""
         return time.perf_counter() - self._start - self.inside

@@ -1,6 +1,6 @@
-"""What the engines have to tell. They emit into an injected sink and do not know who listens.
+"""`Event`: what an engine reports into the sink that it was given. It does not know what becomes of it.
 
-Events are for what is rare and worth a line (a fallback, a failed write, the end of a shuffle); what happens per task
+Events are for what is rare and worth a line: a fallback, a failed write, the end of a shuffle. What happens per task
 is counted in each engine's ``statistics()`` instead.
 """
 
@@ -30,4 +30,4 @@ Sink = Callable[[Event], None]
 
 
 def null_sink(event: Event) -> None:
-    """Nobody listens."""
+    """Drop the event."""

@@ -1,12 +1,12 @@
-"""How an engine says that the task at hand waits, without knowing who listens.
+"""`waiting`: how an engine says that the current task waits, without knowing what measures it.
 
-A *slot* is one place of a worker in which a task runs, so a worker has as many as threads. Whoever watches slots sets
+A *slot* is one place of a worker in which a task runs; a worker has as many as threads. What measures slots sets
 `SLOT` in the context of a task's execution. Dask carries the context into the task's thread, and asyncio carries it
-from there into coroutines that the thread waits for; so code that runs on behalf of a task finds its slot wherever it
-runs, and code that does not finds none. ``with waiting(UNSPILL): ...`` then costs a look at a context variable.
+from there into coroutines that the thread waits for. So code that runs on behalf of a task finds its slot wherever it
+runs, and other code finds none. ``with waiting(UNSPILL): ...`` then costs a look at a context variable.
 
-A coroutine that outlives its task (a background flush) finds the slot of a task that has ended; such a slot ignores
-what it is told.
+A coroutine that outlives its task, such as a background flush, finds the slot of a task that has ended. Such a slot
+ignores it.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ NETWORK = "network"
 
 
 class Slot(Protocol):
-    """What a task that waits tells; from any thread."""
+    """Takes what a task says about its waits; from any thread."""
 
     def enter(self, cause: str) -> Any:
         """The task waits from now on. Returns what `leave` wants."""
 
     def leave(self, token: Any) -> None:
-        """It does no longer. In any order with other waits; the one that was entered last counts."""
+        """It waits no longer. In any order with other waits; the one that was entered last counts."""
 
 
-#: of the task that runs in this context; None: nobody watches, or there is no task
+#: of the task that runs in this context; None: slots are not measured, or there is no task
 SLOT: ContextVar[Slot | None] = ContextVar("gpurt-slot", default=None)
 
 

@@ -19,7 +19,7 @@ class TaskView(NamedTuple):
     compute_seconds: float
     #: expected size of the result in bytes; 0 when nothing is known
     output_bytes: float
-    #: seconds for which the cluster has other work for everybody; nobody waits for this task until then
+    #: seconds for which the cluster has other work for all workers; nothing waits for this task until then
     slack_seconds: float = 0.0
 
 
@@ -46,5 +46,5 @@ class WorkerView(NamedTuple):
     near: Link
     #: what others pay per second that the far fetches occupy the network, relative to that of a network like any other
     far_price: float = 1.0
-    #: seconds until spilled inputs are read from disk, at whoever must read them, queue of that disk included
+    #: seconds until spilled inputs are read from disk, at the workers that must read them, queue of that disk included
     read_seconds: float = 0.0

@@ -1,18 +1,19 @@
-"""A method of one object wrapped for a while, so that others may wrap it before and after.
+"""`Wrapped`: a method of one object, wrapped for a while so that others may wrap it before and after.
 
-What was set on the object itself by somebody before is put back; where somebody has wrapped ours in turn, it stays in
-their chain and, told by `active`, only passes the call on.
+What was set on the object itself before is put back. Where others have wrapped ours in turn it stays in their chain; it
+is no longer active then, and only passes the call on.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class Wrapped:
+class Wrapped(ABC):
     """One method of one object. A subclass says what is called instead."""
 
     def __init__(self, owner: Any, name: str) -> None:
@@ -23,10 +24,12 @@ class Wrapped:
         self._active = False
         self._ours = self._wrap(self._stock)
 
+    @abstractmethod
     def _wrap(self, stock: Callable[..., Any]) -> Callable[..., Any]:
-        raise NotImplementedError
+        """What is called instead of `stock`; it passes on while `_active` is False."""
 
     def install(self) -> None:
+        """Put ours in its place."""
         self._active = True
         setattr(self._owner, self._name, self._ours)
 

@@ -1,8 +1,8 @@
-"""A bounded journal of what the engines tell: the sink that is injected into them.
+"""`Journal`: the sink for the events of the engines (`dask_gpurt.model.events`). It is bounded.
 
-Each event becomes one log line on the process's own Dask logger (so it is in ``client.get_worker_logs()`` and on the
-dashboard's Logs page), is counted by name, and the last ones are kept for `dask_gpurt.status`. The same event name
-logs at most once per second: a fault that repeats a thousand times must not become the next problem.
+Each event becomes one line of the process's own Dask logger, so it is in ``client.get_worker_logs()`` and on the
+dashboard's Logs page. It is counted by name, and the last ones are kept for `dask_gpurt.status`. Events of one name
+are logged at most once per second: a fault that repeats a thousand times must not become the next problem.
 """
 
 from __future__ import annotations

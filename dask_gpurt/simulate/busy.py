@@ -1,7 +1,7 @@
-"""The scheduler's one thread: what it is sent is done in order, and takes time on the virtual clock.
+"""`Busy`: the scheduler's one thread. What it is sent is done in order, and takes time on the virtual clock.
 
-What is decided is decided when a message is begun, with what is known by then; what is sent about it leaves when the
-message is done. The time is a constant for each kind of message (`SchedulerCost`), so that a run can be repeated on any
+A decision is made when a message is begun, with what is known by then. What is sent about it leaves when the message
+is done. The time is a constant for each kind of message (`SchedulerCost`), so that a run can be repeated on any
 machine. With no cost, everything is done at once.
 """
 

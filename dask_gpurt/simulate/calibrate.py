@@ -34,6 +34,8 @@ from dask_gpurt.simulate.model import Cluster, Path, Placed, TaskSpec, Workload
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable
 
+    from dask.typing import Key
+
     from dask_gpurt.observe.trace.reader import Trace, TracedTask
 
 #: bounds of what is believed, in seconds
@@ -66,6 +68,7 @@ class Calibration:
 
     @classmethod
     def of(cls, trace: Trace) -> Calibration:
+        """Fit to a trace."""
         ran = [t for t in trace.tasks.values() if t.runs and t.compute_stop_seconds is not None]
         notes = [
             t.finished_seconds - t.compute_stop_seconds for t in ran if t.finished_seconds and t.compute_stop_seconds
@@ -188,6 +191,7 @@ class Phase:
 
     @property
     def tasks(self) -> int:
+        """How many tasks were submitted in it."""
         return sum(len(s.keys) for s in self.submissions)
 
 
@@ -238,7 +242,7 @@ def _keys(trace: Trace) -> dict[int, Any]:
     seen: set[Any] = set()
     out: dict[int, Any] = {}
     for n, t in trace.tasks.items():
-        key: Any = t.key
+        key: Key = t.key
         if key in seen:
             key = (f"{key[0]}~{n}", *key[1:]) if isinstance(key, tuple) else f"{key}~{n}"
         seen.add(key)

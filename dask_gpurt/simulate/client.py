@@ -1,24 +1,41 @@
-"""Clients that submit graph after graph: persist, reuse, compute, let go.
+"""`SimClient`: a client that submits graph after graph: persist, reuse, compute, let go.
 
-A client submits the next graph when it has the outputs of the last one, or at once after one that it only persists.
-What it still holds stays in memory, as futures keep it. Several clients share the scheduler and run side by side.
+It submits the next graph when it has the outputs of the last one, or at once after one that it only persists. What it
+still holds stays in memory, as futures keep it. Several clients share the scheduler and run side by side.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
-    from dask_gpurt.simulate.model import Step
-    from dask_gpurt.simulate.simulation import Simulation
+    from dask.typing import Key
+
+    from dask_gpurt.simulate.busy import Busy
+    from dask_gpurt.simulate.clock import VirtualLoop
+    from dask_gpurt.simulate.model import Cluster, Step
+
+
+class Submits(Protocol):
+    """What a client needs of its simulation."""
+
+    loop: VirtualLoop
+    busy: Busy
+    cluster: Cluster
+
+    def submit(self, keys: Iterable[Any] | None, outputs: Iterable[Any] | None, *, client: str) -> set[Any]:
+        """Hand a graph to the scheduler; the outputs that are not in memory yet."""
+
+    def release(self, outputs: Iterable[Any], client: str) -> None:
+        """Let go of outputs."""
 
 
 class SimClient:
     """One client and its steps, in order."""
 
-    def __init__(self, sim: Simulation, name: str, steps: Sequence[Step]) -> None:
+    def __init__(self, sim: Submits, name: str, steps: Sequence[Step]) -> None:
         self.sim = sim
         self.name = name
         self._steps = list(steps)
@@ -47,7 +64,7 @@ class SimClient:
         if not self._missing:
             self._goes_on()
 
-    def has(self, key: Any) -> None:
+    def has(self, key: Key) -> None:
         """An output is in memory."""
         if key in self._missing:
             self._missing.discard(key)
@@ -68,8 +85,7 @@ class SimClient:
             self.sim.loop.after(self._steps[self._next].seconds, self._submit)
 
 
-def clients(sim: Simulation, name: str) -> list[SimClient]:
-    """Those that the workload's steps name; none for a workload that is one graph."""
-    steps = sim.workload.steps
+def clients(sim: Submits, steps: Sequence[Step], name: str) -> list[SimClient]:
+    """Those that the steps of a workload name; none for a workload that is one graph."""
     numbers = sorted({step.client for step in steps})
     return [SimClient(sim, f"{name}-{i}", [step for step in steps if step.client == i]) for i in numbers]

@@ -67,6 +67,7 @@ class VirtualLoop:
         heapq.heappush(self._heap, (max(when, self.now), next(self._sequence), function, args, True))
 
     def after(self, seconds: float, function: Callable[..., Any], *args: Any) -> None:
+        """Call so many virtual seconds from now."""
         self.at(self.now + seconds, function, *args)
 
     def tick(self, seconds: float, function: Callable[..., Any], *args: Any) -> None:
@@ -125,9 +126,11 @@ class VirtualLoop:
     # ------------------------------------------------------------------ for the code under test: asyncio's names
 
     def time(self) -> float:
+        """asyncio's: virtual seconds."""
         return self.now
 
     def call_soon(self, callback: Callable[..., Any], *args: Any, context: Any = None) -> asyncio.Handle:
+        """asyncio's."""
         handle = asyncio.Handle(callback, args, self, context)  # type: ignore[arg-type]
         self._ready.append(handle)
         return handle
@@ -137,14 +140,16 @@ class VirtualLoop:
     def call_at(
         self, when: float, callback: Callable[..., Any], *args: Any, context: Any = None
     ) -> asyncio.TimerHandle:
+        """asyncio's, at a virtual time."""
         handle = asyncio.TimerHandle(when, callback, args, self, context)  # type: ignore[arg-type]
-        # As a tick: whether a timer stands for work or recurs for ever, nobody can tell.
+        # As a tick: a timer does not say whether it stands for work or recurs for ever.
         self.tick(max(0.0, when - self.now), self._timer, handle)
         return handle
 
     def call_later(
         self, delay: float, callback: Callable[..., Any], *args: Any, context: Any = None
     ) -> asyncio.TimerHandle:
+        """asyncio's, after virtual seconds."""
         return self.call_at(self.now + delay, callback, *args, context=context)
 
     def _timer(self, handle: asyncio.TimerHandle) -> None:
@@ -156,12 +161,15 @@ class VirtualLoop:
         pass  # it stays in the queue and does nothing
 
     def create_future(self) -> asyncio.Future[Any]:
+        """asyncio's."""
         return asyncio.Future(loop=self)  # type: ignore[arg-type]
 
     def create_task(self, coroutine: Coroutine[Any, Any, Any], **kwargs: Any) -> asyncio.Task[Any]:
+        """asyncio's."""
         return asyncio.Task(coroutine, loop=self, **kwargs)  # type: ignore[arg-type]
 
     def run_in_executor(self, executor: Any, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+        """asyncio's; the function is run at once."""
         future = self.create_future()
         try:
             future.set_result(function(*args))
@@ -170,15 +178,19 @@ class VirtualLoop:
         return future
 
     def get_debug(self) -> bool:
+        """asyncio's."""
         return False
 
     def is_running(self) -> bool:
+        """asyncio's."""
         return True
 
     def is_closed(self) -> bool:
+        """asyncio's."""
         return False
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """asyncio's; the exception leaves the next `step`."""
         # A callback that raises would be logged by asyncio and forgotten; a simulation must not hide it.
         self._failure = context.get("exception") or RuntimeError(context.get("message"))
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import heapq
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -43,6 +44,7 @@ class Moved:
 
     @property
     def total_bytes(self) -> int:
+        """Written and read."""
         return self.written_bytes + self.read_bytes
 
 
@@ -71,15 +73,16 @@ class ReplayPolicy(Protocol):
         """The next victim, or None."""
 
 
-class _Ordered:
+class _Ordered(ABC):
     """A heap with lazy deletion: the largest place leaves first."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, bool, int, _Item]] = []
         self._place: dict[int, float] = {}
 
+    @abstractmethod
     def place(self, item: _Item, at: int) -> float:
-        raise NotImplementedError
+        """How soon it leaves."""
 
     def offer(self, item: _Item, at: int) -> None:
         place = self.place(item, at)
@@ -89,8 +92,8 @@ class _Ordered:
     def withdraw(self, item: _Item) -> None:
         self._place.pop(item.number, None)
 
-    def hint(self, item: _Item, kind: str, argument: Any) -> None:
-        pass
+    def hint(self, item: _Item, kind: str, argument: Any) -> None:  # noqa: B027
+        """Nothing: neither order heeds it."""
 
     def pop(self) -> _Item | None:
         while self._heap:
@@ -105,6 +108,7 @@ class Lru(_Ordered):
     """The value used longest ago, as stock Dask."""
 
     def place(self, item: _Item, at: int) -> float:
+        """The earlier it was used, the larger."""
         return -at
 
 
@@ -119,6 +123,7 @@ class Belady(_Ordered):
                 self._uses[number].append(i)
 
     def place(self, item: _Item, at: int) -> float:
+        """When it is used next."""
         uses = self._uses[item.number]
         i = bisect.bisect_right(uses, at)
         return uses[i] if i < len(uses) else float("inf")
@@ -144,14 +149,17 @@ class Ours:
         return entry
 
     def offer(self, item: _Item, at: int) -> None:
+        """It may leave now."""
         entry = self._entry(item)
         entry.last_use = at
         self._victims.add(entry)
 
     def withdraw(self, item: _Item) -> None:
+        """It may not leave any more."""
         self._victims.discard(self._entry(item))
 
     def hint(self, item: _Item, kind: str, argument: Any) -> None:
+        """What was said of its next use."""
         entry = self._entry(item)
         priority = None if argument is None else tuple(argument)
         if kind == "due":
@@ -162,6 +170,7 @@ class Ours:
             self._victims.add(entry)
 
     def pop(self) -> _Item | None:
+        """The next victim, or None."""
         entry = self._victims.pop_clean() or self._victims.pop_dirty(small=True)
         return None if entry is None else self._items[entry]
 

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from dask.typing import Key
+
     from dask_gpurt.simulate.clock import VirtualLoop
 
 MEMORY = "memory"
@@ -46,9 +48,9 @@ class Store:
         #: task data in memory above which it spills
         self.limit_bytes = limit_bytes
         self._write, self._read = write, read
-        #: told how many bytes came to memory (negative: left it)
+        #: called with how many bytes came to memory (negative: left it)
         self._changed = changed
-        #: told of a key that came to memory, went to disk or left: (key, tier or None, bytes)
+        #: called with a key that came to memory, went to disk or left: (key, tier or None, bytes)
         self._resides = resides
         #: key -> size, wherever it is
         self.sizes: dict[Any, int] = {}
@@ -56,7 +58,7 @@ class Store:
         self._resident: collections.OrderedDict[Any, bool] = collections.OrderedDict()
         self._pins: collections.Counter[Any] = collections.Counter()
         self._in_background = in_background
-        #: key -> the priority of the task that needs it first; None: nobody is known to
+        #: key -> the priority of the task that needs it first; None: no task is known to
         self._next_use = next_use
         #: keys in memory that have a copy on disk too
         self._clean: set[Any] = set()
@@ -73,24 +75,27 @@ class Store:
         self.spilled_bytes = 0
         self.read_bytes = 0
 
-    def __contains__(self, key: Any) -> bool:
+    def __contains__(self, key: Key) -> bool:
         return key in self.sizes
 
     @property
     def on_disk_bytes(self) -> int:
+        """Of the values that are not in memory."""
         return sum(self.sizes.values()) - self.resident_bytes
 
-    def where(self, key: Any) -> str:
+    def where(self, key: Key) -> str:
+        """``memory`` or ``disk``, of a key that is here."""
         return MEMORY if key in self._resident else DISK
 
-    def put(self, key: Any, nbytes: int) -> float:
-        """A result or a copy arrives; the time at which whoever brought it may go on."""
+    def put(self, key: Key, nbytes: int) -> float:
+        """A result or a copy arrives; the time at which what brought it goes on."""
         if key in self.sizes:
             return self._loop.now
         self.sizes[key] = nbytes
         return self._load(key)
 
-    def put_on_disk(self, key: Any, nbytes: int) -> None:
+    def put_on_disk(self, key: Key, nbytes: int) -> None:
+        """A value is on disk from the start."""
         self.sizes[key] = nbytes
         self._resides(key, DISK, nbytes)
 
@@ -116,15 +121,17 @@ class Store:
         return began, done
 
     def pin(self, keys: Iterable[Any]) -> None:
+        """Keep keys in memory, as a task or a request uses them."""
         self._pins.update(keys)
 
     def unpin(self, keys: Iterable[Any]) -> None:
+        """Undo one `pin`."""
         for key in keys:
             self._pins[key] -= 1
             if not self._pins[key]:
                 del self._pins[key]
 
-    def drop(self, key: Any) -> bool:
+    def drop(self, key: Key) -> bool:
         """Forget a key; False when it was not here."""
         nbytes = self.sizes.pop(key, None)
         if nbytes is None:
@@ -139,7 +146,7 @@ class Store:
         self._resides(key, None, nbytes)
         return True
 
-    def _load(self, key: Any) -> float:
+    def _load(self, key: Key) -> float:
         nbytes = self.sizes[key]
         self._resident[key] = False
         self.resident_bytes += nbytes
@@ -199,7 +206,7 @@ class Store:
             over -= nbytes
             self.settled_at = max(self.settled_at, done)
 
-    def _gone(self, key: Any) -> None:
+    def _gone(self, key: Key) -> None:
         """It has left memory, and is on disk."""
         nbytes = self.sizes[key]
         del self._resident[key]
@@ -208,7 +215,7 @@ class Store:
         self._changed(-nbytes)
         self._resides(key, DISK, nbytes)
 
-    def _written(self, key: Any) -> None:
+    def _written(self, key: Key) -> None:
         self._writing.popleft()
         if not self._resident.get(key):
             return  # dropped meanwhile

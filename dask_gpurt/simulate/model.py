@@ -13,10 +13,13 @@ import zlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import dask.order
-from dask._task_spec import Task, TaskRef
+
+from dask_gpurt.simulate.seam import task
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
+
+    from dask.typing import Key
 
 
 class StableStr(str):
@@ -45,15 +48,11 @@ class StableStr(str):
         return str, (str(self),)
 
 
-def stable(key: Any, salt: int) -> Any:
+def stable(key: Key, salt: int) -> Any:
     """A key with a hash that does not change: its strings made `StableStr`."""
     if isinstance(key, tuple):
         return tuple(StableStr(p, salt) if isinstance(p, str) else p for p in key)
     return StableStr(key, salt) if isinstance(key, str) else key
-
-
-def function(*args: Any) -> None:
-    """What every task of a simulated graph would call."""
 
 
 class TaskSpec(NamedTuple):
@@ -119,8 +118,8 @@ class Workload:
     steps: Sequence[Step] = ()
 
     def __post_init__(self) -> None:
-        for key, task in self.tasks.items():
-            for d in task.dependencies:
+        for key, spec in self.tasks.items():
+            for d in spec.dependencies:
                 if d not in self.tasks and d not in self.inputs:
                     raise ValueError(f"task {key!r} needs {d!r}, which is neither a task nor an input of {self.name}")
         for key in self.outputs:
@@ -139,10 +138,7 @@ class Workload:
         if self.ordered is not None:
             return {key: i for i, key in enumerate(self.ordered)}
         names = {key: stable(key, 0) for key in (*self.tasks, *self.inputs)}
-        dsk = {
-            names[k]: Task(names[k], function, *(TaskRef(names[d]) for d in t.dependencies))
-            for k, t in self.tasks.items()
-        }
+        dsk = {names[k]: task(names[k], [names[d] for d in t.dependencies]) for k, t in self.tasks.items()}
         positions = dask.order.order(dsk=dsk)
         return {k: positions[names[k]] for k in self.tasks}
 
@@ -234,24 +230,30 @@ class Cluster:
                 raise ValueError(f"{name} has {len(value)} entries for {self.workers} workers; give one for each")
 
     def slowness_of(self, worker: int) -> float:
+        """How much longer a worker takes than usual."""
         return float(self.slowness if isinstance(self.slowness, (int, float)) else self.slowness[worker])
 
     def memory_of(self, worker: int) -> int | None:
+        """Memory limit of a worker in bytes; None: no limit."""
         m = self.memory_bytes
         return m if m is None or isinstance(m, int) else m[worker]
 
     def node_of(self, worker: int) -> int:
+        """The node that a worker is on."""
         return worker // self.per_node
 
     def rack_of(self, worker: int) -> int:
+        """The rack that a worker is in."""
         return 0 if self.nodes_per_rack is None else self.node_of(worker) // self.nodes_per_rack
 
     @property
     def nodes(self) -> int:
+        """How many nodes there are."""
         return -(-self.workers // self.per_node)
 
     @property
     def racks(self) -> int:
+        """How many racks there are."""
         return 1 if self.nodes_per_rack is None else -(-self.nodes // self.nodes_per_rack)
 
     def link_class(self, a: int, b: int) -> str:
@@ -326,4 +328,5 @@ class Result:
 
     @property
     def between_nodes_bytes(self) -> int:
+        """Bytes that travelled between nodes."""
         return self.bytes_moved.get("rack", 0) + self.bytes_moved.get("far", 0)

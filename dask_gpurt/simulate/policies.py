@@ -17,6 +17,11 @@ from dask_gpurt.topology.zones import NEAR_SECONDS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from dask.typing import Key
+    from distributed import Scheduler
+    from distributed.scheduler import TaskState
+
+    from dask_gpurt.placement.engine import Engine
     from dask_gpurt.simulate.simulation import Simulation
 
 #: policies by name; every other one is "package.module:Class"
@@ -82,7 +87,7 @@ def install(sim: Simulation, policy: str | Policy, settings: PlacementSettings |
     return plugin
 
 
-def _sound(sim: Simulation, engine: Any) -> None:
+def _sound(sim: Simulation, engine: Engine) -> None:
     """Round trips to the workers, which live come from the kernel when a worker has connected.
 
     The scheduler is in the first rack, and a switch away from the workers there.
@@ -94,7 +99,7 @@ def _sound(sim: Simulation, engine: Any) -> None:
         engine.measured(info, 2 * cluster.uplink.latency_seconds if remote else NEAR_SECONDS / 2)
 
 
-def _tell(plugin: PlacementPlugin, address: str, key: Any, tier: str | None, nbytes: int) -> None:
+def _tell(plugin: PlacementPlugin, address: str, key: Key, tier: str | None, nbytes: int) -> None:
     """What `tiers.residence` tells live; here at once, there some 20 ms later."""
     if plugin.engine is not None:
         table = plugin.engine.residence
@@ -106,10 +111,10 @@ def _tell(plugin: PlacementPlugin, address: str, key: Any, tier: str | None, nby
 
 def _install_random(sim: Simulation) -> None:
     """Any running worker that the task may run on, with equal chances; a queued root: any with a free slot."""
-    scheduler: Any = sim.scheduler
+    scheduler: Scheduler = sim.scheduler
     rnd = random.Random(sim.seed)
 
-    def decide(ts: Any) -> Any:
+    def decide(ts: TaskState) -> Any:
         valid = scheduler.valid_workers(ts)
         pool = [ws for ws in (scheduler.workers.values() if valid is None else valid) if ws.status is Status.running]
         return rnd.choice(pool) if pool else None

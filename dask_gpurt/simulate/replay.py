@@ -9,13 +9,10 @@ of the recorded policy is from what was recorded; it is the first thing to look 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-import gc
-import logging
 import re
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import dask
 from dask.utils import format_bytes, parse_bytes
@@ -24,13 +21,15 @@ from dask_gpurt.errors import ConfigError
 from dask_gpurt.simulate import calibrate, policies
 from dask_gpurt.simulate.clock import patched
 from dask_gpurt.simulate.model import Cluster, Path, Result
+from dask_gpurt.simulate.quiet import without_collection, without_log
 from dask_gpurt.simulate.simulation import STUCK_SECONDS, Simulation, SimulationError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from dask_gpurt.observe.trace.reader import Trace
     from dask_gpurt.placement.decide.policy import Policy
+    from dask_gpurt.simulate.model import Workload
 
 #: what ``--links`` knows by name: latency of a fetch (two event loops included) and bandwidth of a network card
 LINKS = {
@@ -98,6 +97,9 @@ def links(text: str) -> Path:
     )
 
 
+_CONFIG = {"distributed.scheduler.dashboard.status.task-stream-length": 1}
+
+
 def replay(
     trace: Trace,
     policy: str | Policy,
@@ -131,7 +133,7 @@ def replay(
     policies.check(policy)
     calibration = calibrate.Calibration.of(trace)
     load, phases = calibrate.workload(trace, calibration)
-    # Whoever has our placement has our tiers.
+    # With our placement come our tiers.
     cluster = calibrate.cluster(trace, calibration, background=policy not in policies.STOCK)
     changed = workers not in (None, cluster.workers) or threads not in (None, cluster.threads) or link is not None
     cluster = _changed(cluster, workers, threads, link)
@@ -139,19 +141,16 @@ def replay(
         load = _folded(load, cluster.workers)
     recorded = str(trace.about.get("config", {}).get("policy", "stock"))
     name = policy if isinstance(policy, str) else type(policy).__name__
-    known = trace.about.get("durations") or {}
     began = time.perf_counter()
-    config = {"distributed.scheduler.dashboard.status.task-stream-length": 1, **policies.configuration(policy)}
-    with dask.config.set(config), _quiet():
-        result, spans = asyncio.run(_run(load, phases, cluster, policy, seed, known))
+    with dask.config.set(_CONFIG | policies.configuration(policy)), without_log(), without_collection():
+        result, spans = asyncio.run(_run(load, phases, cluster, policy, seed, trace.about.get("durations") or {}))
     result.policy = name
     result.wall_seconds = time.perf_counter() - began
-    makespan = sum(spans)
-    slots = cluster.workers * cluster.threads * makespan
+    slots = cluster.workers * cluster.threads * sum(spans)
     return Replay(
         policy=name,
         workers=cluster.workers,
-        makespan_seconds=makespan,
+        makespan_seconds=sum(spans),
         phases=spans,
         result=result,
         idle_share=1 - min(result.busy_seconds / slots, 1.0) if slots else 0.0,
@@ -161,28 +160,6 @@ def replay(
         recorded_policy=recorded,
         same=not changed and name == recorded,
     )
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the scheduler's log, and without the garbage collector.
-
-    A graph of tasks is a web of cycles that stays until the end; looking through it over and over finds nothing and
-    takes two fifths of a replay's time.
-    """
-    loggers = [logging.getLogger(n) for n in ("distributed.scheduler", "distributed.diskutils")]
-    levels = [logger.level for logger in loggers]
-    collected = gc.isenabled()
-    gc.disable()
-    for logger, level in zip(loggers, levels, strict=True):
-        logger.setLevel(max(level, logging.WARNING))
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-        if collected:
-            gc.enable()
 
 
 def _changed(cluster: Cluster, workers: int | None, threads: int | None, link: Path | None) -> Cluster:
@@ -198,7 +175,7 @@ def _changed(cluster: Cluster, workers: int | None, threads: int | None, link: P
     return cluster
 
 
-def _folded(load: Any, workers: int) -> Any:
+def _folded(load: Workload, workers: int) -> Workload:
     """Restrictions and places of data for another number of workers."""
     tasks = {}
     for key, task in load.tasks.items():
@@ -214,7 +191,7 @@ def _folded(load: Any, workers: int) -> Any:
 
 
 async def _run(
-    load: Any,
+    load: Workload,
     phases: Sequence[calibrate.Phase],
     cluster: Cluster,
     policy: str | Policy,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ import dask
 
 from dask_gpurt.simulate import policies
 from dask_gpurt.simulate.clock import patched
+from dask_gpurt.simulate.quiet import without_log
 from dask_gpurt.simulate.simulation import Simulation
 
 if TYPE_CHECKING:
@@ -20,6 +20,13 @@ if TYPE_CHECKING:
     from dask_gpurt.placement.decide.policy import Policy
     from dask_gpurt.placement.plugin import PlacementPlugin
     from dask_gpurt.simulate.model import Cluster, Result, Workload
+
+
+#: nothing of these happens on the virtual clock, but reading them must not depend on the caller's cluster
+_DEFAULTS: dict[str, Any] = {
+    "distributed.worker.memory.terminate": False,
+    "distributed.scheduler.dashboard.status.task-stream-length": 1,
+}
 
 
 def simulate(
@@ -38,6 +45,8 @@ def simulate(
 
     Parameters
     ----------
+    workload, cluster
+        What runs, and on what.
     policy
         ``stock``, ``inf`` (stock with ``worker-saturation: inf``), ``random``, ``plan`` (every task pinned to where
         `Workload.plan` says), ``gpurt``, ``package.module:Class``, or an object with a ``decide`` method, see
@@ -67,28 +76,12 @@ def simulate(
         An event loop is running in this thread, or another simulation in this process.
     """
     policies.check(policy)
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        pass
-    else:
+    if asyncio._get_running_loop() is not None:
         raise RuntimeError("simulate() cannot run inside an event loop; use `await asyncio.to_thread(simulate, ...)`")
     began = time.perf_counter()
-    defaults: dict[str, Any] = {
-        # Nothing of these happens on the virtual clock, but reading them must not depend on the caller's cluster.
-        "distributed.worker.memory.terminate": False,
-        "distributed.scheduler.dashboard.status.task-stream-length": 1,
-    }
-    loggers = [logging.getLogger(n) for n in ("distributed.scheduler", "distributed.diskutils")]
-    levels = [logger.level for logger in loggers]
-    with dask.config.set({**defaults, **policies.configuration(policy), **(config or {})}):
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(max(level, logging.WARNING))
-        try:
-            result = asyncio.run(_simulate(workload, cluster, policy, seed, settings, list(explain), timeline, prepare))
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
+    config = {**_DEFAULTS, **policies.configuration(policy), **(config or {})}
+    with dask.config.set(config), without_log():
+        result = asyncio.run(_simulate(workload, cluster, policy, seed, settings, list(explain), timeline, prepare))
     result.wall_seconds = time.perf_counter() - began
     return result
 

@@ -21,20 +21,23 @@ from typing import TYPE_CHECKING, Any
 
 import dask
 import dask.order
-from dask._task_spec import Task, TaskRef
-from distributed import Scheduler
-from distributed.core import Status
-from distributed.scheduler import ClientState, TaskPrefix, WorkerState, heartbeat_interval
+from distributed.scheduler import TaskPrefix, heartbeat_interval
 
+from dask_gpurt.simulate import seam
 from dask_gpurt.simulate.busy import Busy
 from dask_gpurt.simulate.client import clients
 from dask_gpurt.simulate.clock import EPOCH, VirtualLoop
-from dask_gpurt.simulate.model import Cluster, Result, StableStr, Workload, function, stable
+from dask_gpurt.simulate.model import Cluster, Result, StableStr, Workload, stable
 from dask_gpurt.simulate.network import Network
 from dask_gpurt.simulate.worker import SimWorker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
+
+    from dask.typing import Key
+
+    from dask_gpurt.placement.monitor import Monitor
+    from dask_gpurt.simulate.surroundings import Peer
 
 CLIENT = "simulated-client"
 #: virtual seconds without any progress after which a run counts as stuck
@@ -64,18 +67,12 @@ class _Stream:
         pass
 
 
-class _Unserved(Scheduler):
-    """A scheduler without an HTTP server; upstream's opens its port when it is made, not when it is started."""
-
-    def start_http_server(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-
 class Simulation:
     """One workload on one cluster. Create it on a running event loop (`Scheduler` wants one), under the configuration
     that the scheduler is to have."""
 
     def __init__(self, workload: Workload, cluster: Cluster, seed: int) -> None:
+        seam.check()
         self.workload = workload
         self.cluster = cluster
         self.seed = seed
@@ -91,7 +88,7 @@ class Simulation:
         self._sizes: dict[Any, int] = {}
         self.result = Result(workload.name, "", seed, cluster.workers)
         self.result.bytes_moved = {"node": 0, "rack": 0, "far": 0}
-        #: told of every change of residence: (address, key, "memory", "disk" or None for gone, bytes)
+        #: called with every change of residence: (address, key, "memory", "disk" or None for gone, bytes)
         self.residence: list[Callable[[str, Any, str | None, int], None]] = []
         #: messages to workers that have no meaning here, by op
         self.ignored: collections.Counter[str] = collections.Counter()
@@ -102,11 +99,11 @@ class Simulation:
         self._memory = 0
         self._progress_at = 0.0
         self._outputs_left: set[Any] = set()
-        self.clients = clients(self, CLIENT)
+        self.clients = clients(self, workload.steps, CLIENT)
         self._scheduler_seconds = 0.0
         self._in_scheduler = False
         self.busy = Busy(self.loop, cluster.scheduler)
-        self.scheduler = self._make_scheduler()
+        self.scheduler = seam.unstarted_scheduler((CLIENT, *(client.name for client in self.clients)))
         self.workers: list[SimWorker] = []
         self._by_address: dict[str, int] = {}
         for i in range(cluster.workers):
@@ -115,48 +112,22 @@ class Simulation:
 
     # ------------------------------------------------------------------ making
 
-    def _make_scheduler(self) -> Scheduler:
-        scheduler = _Unserved(dashboard=False, dashboard_address=None, validate=False, port=0)
-        for pc in scheduler.periodic_callbacks.values():
-            pc.stop()
-        # Only the tasks of shuffles are simulated, and it looks at every transition of every task.
-        scheduler.plugins.pop("shuffle", None)
-        for name in (CLIENT, *(client.name for client in self.clients)):
-            scheduler.clients[name] = ClientState(name)
-        return scheduler
-
     def _add_worker(self, i: int) -> None:
         node = self.cluster.node_of(i)
         address = f"tcp://10.{node >> 16 & 255}.{node >> 8 & 255}.{node & 255}:{20000 + i % self.cluster.per_node}"
         worker = SimWorker(self, i, address)
         self.workers.append(worker)
         self._by_address[address] = i
-        s = self.scheduler
-        ws = WorkerState(
-            address=address,
-            status=Status.running,
-            pid=0,
-            nthreads=self.cluster.threads,
-            memory_limit=self.cluster.memory_of(i) or 0,
+        seam.add_worker(
+            self.scheduler,
             name=i,
-            local_directory="",
-            nanny=None,
+            address=address,
             server_id=StableStr(f"worker-{i}", self.seed),
-            scheduler=s,
+            threads=self.cluster.threads,
+            memory_limit=self.cluster.memory_of(i) or 0,
+            metrics=worker.metrics(),
+            stream=_Stream(self, worker),
         )
-        s.workers[address] = ws
-        s.running.add(ws)
-        host = s.host_info.setdefault(ws.host, {"addresses": set(), "nthreads": 0})
-        host["addresses"].add(address)
-        host["nthreads"] += ws.nthreads
-        s.total_memory += ws.memory_limit
-        s.total_nthreads += ws.nthreads
-        s.aliases[i] = address
-        ws.metrics = worker.metrics()
-        s.check_idle_saturated(ws)
-        s.stream_comms[address] = _Stream(self, worker)
-        for plugin in list(s.plugins.values()):
-            plugin.add_worker(scheduler=s, worker=address)
 
     def _learn_keys(self) -> None:
         durations = self.workload.durations(self.seed)
@@ -167,7 +138,7 @@ class Simulation:
         for key, placed in self.workload.inputs.items():
             self._sizes[self._name(key)] = int(placed.nbytes)
 
-    def _name(self, key: Any) -> Any:
+    def _name(self, key: Key) -> Any:
         """The scheduler's key for one of the workload's: the same, but with a hash that does not change."""
         name = self._stable.get(key)
         if name is None:
@@ -175,19 +146,21 @@ class Simulation:
             self.names[name] = key
         return name
 
-    def stable(self, key: Any) -> Any:
+    def stable(self, key: Key) -> Any:
         """The scheduler's key for one of the workload's."""
         return self._stable[key]
 
     # ------------------------------------------------------------------ for the workers
 
-    def size(self, key: Any) -> int:
+    def size(self, key: Key) -> int:
+        """Bytes of a result."""
         return self._sizes[key]
 
-    def duration(self, key: Any) -> float:
+    def duration(self, key: Key) -> float:
+        """Seconds of a task on a worker of slowness 1."""
         return self._durations[key]
 
-    def holders(self, key: Any) -> list[int]:
+    def holders(self, key: Key) -> list[int]:
         """Workers that have a key in fact and to the scheduler's knowledge, in the scheduler's order."""
         ts = self.scheduler.tasks.get(key)
         if ts is None:
@@ -195,12 +168,12 @@ class Simulation:
         found = (self._by_address[ws.address] for ws in ts.who_has or ())
         return [i for i in found if key in self.workers[i].store]
 
-    def next_use(self, key: Any) -> Any:
+    def next_use(self, key: Key) -> Any:
         """The priority of the first task that waits for a key; None without any."""
         ts = self.scheduler.tasks.get(key)
         return None if ts is None or not ts.waiters else min(w.priority for w in ts.waiters)
 
-    def tell(self, op: str, worker: SimWorker, after: float | None = None, **message: Any) -> None:
+    def tell(self, op: str, worker: Peer, after: float | None = None, **message: Any) -> None:
         """A message from a worker to the scheduler, not sent before the time `after`."""
         when = max(self.loop.now, after or 0.0) + self.cluster.message_seconds
         self.loop.at(when, self.busy.arrives, self.busy.cost.of(op), self._told, op, worker.address, message)
@@ -231,21 +204,24 @@ class Simulation:
             self._in_scheduler = False
 
     def moved(self, source: int, target: int, nbytes: int) -> None:
+        """Bytes have come from one worker to another."""
         self.result.bytes_moved[self.cluster.link_class(source, target)] += nbytes
         self.result.transfers += 1
         self._progress_at = self.loop.now
 
     def memory_changed(self, nbytes: int) -> None:
+        """Task data in the memory of a worker has become so much more, or less."""
         self._memory += nbytes
         if self._memory > self.result.peak_total_bytes:
             self.result.peak_total_bytes = self._memory
 
-    def resides(self, worker: SimWorker, key: Any, tier: str | None, nbytes: int) -> None:
+    def resides(self, worker: Peer, key: Key, tier: str | None, nbytes: int) -> None:
         """A key came to memory, went to disk, or left a worker."""
         for listener in self.residence:
             listener(worker.address, key, tier, nbytes)
 
-    def executed(self, key: Any, worker: int, start: float, stop: float, wasted: bool) -> None:
+    def executed(self, key: Key, worker: int, start: float, stop: float, wasted: bool) -> None:
+        """A worker has run a task; `wasted`: its result is not wanted any more."""
         self.result.executed += 1
         self.result.wasted += wasted
         if self.keep_timeline:
@@ -262,7 +238,7 @@ class Simulation:
         """The client lets go of outputs."""
         keys = [self._name(k) for k in outputs]
         self.in_scheduler(self.scheduler.client_releases_keys, keys=keys, client=client, stimulus_id="release")
-        # What nobody wants any more is not waited for either.
+        # What is not wanted any more is not waited for either.
         tasks = self.scheduler.tasks
         self._outputs_left.difference_update([k for k in keys if k not in tasks or not tasks[k].who_wants])
 
@@ -321,8 +297,7 @@ class Simulation:
         for key in self.workload.tasks if keys is None else keys:
             task = self.workload.tasks[key]
             name = self._name(key)
-            refs = [TaskRef(self._name(d)) for d in task.dependencies]
-            dsk[name] = Task(name, function, *refs, _data_producer=task.data_producer)
+            dsk[name] = seam.task(name, [self._name(d) for d in task.dependencies], task.data_producer)
             annotations = dict(task.annotations or {})
             if self.follow_plan:
                 annotations["workers"] = [self.workload.plan[key]]
@@ -337,18 +312,14 @@ class Simulation:
         wanted = {self._name(k) for k in (self.workload.outputs if outputs is None else outputs)}
         self._outputs_left |= wanted
         self.in_scheduler(
-            self.scheduler._create_taskstate_from_graph,
+            seam.create_tasks,
+            self.scheduler,
             start=EPOCH + self.loop.now,
             dsk=dsk,
             keys=wanted,
             ordered=order,
             client=client,
             annotations_by_type=by_type,
-            global_annotations=None,
-            stimulus_id="submit",
-            submitting_task=None,
-            span_metadata={"collections": []},
-            user_priority=0,
         )
         tasks = self.scheduler.tasks
         missing = {k for k in wanted if k not in tasks or tasks[k].state != "memory"}
@@ -367,23 +338,19 @@ class Simulation:
         n = len(self.workers)
         for worker in self.workers:
             self.loop.tick(heartbeat_interval(n) * self.random.random(), self._heartbeat, worker)
-        for extension, name in (("stealing", "balance"), ("amm", "run_once")):
-            ext = s.extensions.get(extension)
-            if extension == "stealing":
-                on = ext is not None and dask.config.get("distributed.scheduler.work-stealing")
-                seconds = ext._callback_time if ext is not None else 0.0
-            else:
-                on = ext is not None and dask.config.get("distributed.scheduler.active-memory-manager.start")
-                seconds = ext.interval if ext is not None else 0.0
-            if on:
-                self.loop.tick(seconds, self._recur, extension, name, seconds)
-
-        monitor = getattr(s.plugins.get("gpurt-placement"), "monitor", None)
+        stealing, amm = s.extensions.get("stealing"), s.extensions.get("amm")
+        if stealing is not None and dask.config.get("distributed.scheduler.work-stealing"):
+            seconds = seam.balance_seconds(stealing)
+            self.loop.tick(seconds, self._recur, "stealing", "balance", seconds)
+        if amm is not None and dask.config.get("distributed.scheduler.active-memory-manager.start"):
+            self.loop.tick(amm.interval, self._recur, "amm", "run_once", amm.interval)
+        placement = s.plugins.get("gpurt-placement")
+        monitor = None if placement is None else placement.monitor
         if monitor is not None:
             monitor.stop()  # its timer would run by the real clock
             self.loop.tick(monitor.interval_seconds(), self._monitor, monitor)
 
-    def _monitor(self, monitor: Any) -> None:
+    def _monitor(self, monitor: Monitor) -> None:
         self.in_scheduler(monitor.go)
         self.loop.tick(monitor.interval_seconds(), self._monitor, monitor)
 
@@ -404,7 +371,7 @@ class Simulation:
         self.loop.tick(heartbeat_interval(len(self.workers)), self._heartbeat, worker)
 
     def run(self) -> None:
-        """Until all outputs are there.
+        """Run until all outputs are there.
 
         Raises
         ------

@@ -1,10 +1,9 @@
-"""One simulated worker: what a live one does with the scheduler's messages, without sockets and threads.
+"""`SimWorker`: what a live worker does with the scheduler's messages, without sockets and threads.
 
-Followed from upstream's worker state machine, because schedules depend on it: inputs are fetched in order of the
-priority of the tasks that need them, one request per peer at a time, as many keys of a peer together as fit one
-request; ready tasks run in order of priority; a task that is stolen or released while it runs runs to its end, and its
-result is dropped. Reported with a finished task: the times of its computation, of reading spilled inputs and of the
-transfers made for it, as live workers report them.
+It follows upstream's worker state machine, because schedules depend on it. Inputs are fetched as `inputs` says. Ready
+tasks run in order of priority. A task that is stolen or released while it runs runs to its end, and its result is
+dropped. With a finished task a worker reports the times of its computation, of reading spilled inputs and of the
+transfers made for it, as live workers do.
 
 Left out: failures, actors, resources, pausing, the retry of requests to busy peers, the time to (de)serialise.
 """
@@ -18,42 +17,23 @@ import pickle
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.simulate.clock import EPOCH
+from dask_gpurt.simulate.inputs import EXECUTING, READY, WAITING, Inputs, Run
 from dask_gpurt.simulate.memory import Store
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from dask_gpurt.simulate.simulation import Simulation
+    from dask.typing import Key
 
-#: holders of an input that are considered as its source
-SOURCES = 4
+    from dask_gpurt.simulate.surroundings import Surroundings
+
 _TYPE = pickle.dumps(object)
-WAITING, READY, EXECUTING = "waiting", "ready", "executing"
-
-
-class Run:
-    """A task on a worker, from the scheduler's message to its end."""
-
-    __slots__ = ("cancelled", "inputs", "key", "missing", "priority", "run_id", "since", "startstops", "state")
-
-    def __init__(self, key: Any, priority: Any, run_id: int, inputs: tuple[Any, ...]) -> None:
-        self.key = key
-        self.priority = priority
-        self.run_id = run_id
-        self.inputs = inputs
-        #: inputs that are not here yet
-        self.missing: set[Any] = set()
-        self.state = WAITING
-        self.cancelled = False
-        #: begin of execution
-        self.since = 0.0
-        self.startstops: list[dict[str, Any]] = []
 
 
 class SimWorker:
     """Executors, memory and the requests of one worker."""
 
-    def __init__(self, sim: Simulation, index: int, address: str) -> None:
+    def __init__(self, sim: Surroundings, index: int, address: str) -> None:
         self.sim = sim
         self.loop = sim.loop
         self.index = index
@@ -77,18 +57,10 @@ class SimWorker:
         self.runs: dict[Any, Run] = {}
         self._ready: list[tuple[Any, int, Run]] = []
         self._order = itertools.count()
-        #: input -> tasks waiting for it; None among them: a replica wanted by the scheduler
-        self._wanted: dict[Any, dict[Run | None, None]] = {}
+        self.inputs = Inputs(sim, self, self._complete, self._wake)
         #: how many tasks here use a key
         self._uses: collections.Counter[Any] = collections.Counter()
-        #: peer -> heap of (priority, order, key) it could send
-        self._offers: dict[int, list[tuple[Any, int, Any]]] = {}
-        self._peers: list[tuple[Any, bool, int, int]] = []
-        self._fetching: set[Any] = set()
-        self._asked: set[int] = set()
         self._woken = False
-        #: as `Worker.bandwidth`, bytes/s
-        self.bandwidth = sim.bandwidth
         self.busy_seconds = 0.0
         #: see `Result.network_seconds` and `Result.disk_seconds`
         self._network_seconds = 0.0
@@ -111,17 +83,16 @@ class SimWorker:
             self._remove_replicas(message["keys"], message["stimulus_id"])
         elif op == "acquire-replicas":
             for key in message["who_has"]:
-                if key not in self.store and key not in self._wanted:
-                    self._want(key, None, (1,))
-            self._communicate()
+                if key not in self.store and key not in self.inputs:
+                    self.inputs.want(key, None, (1,))
+            self.inputs.communicate()
         elif op == "steal-request":
             self._steal(message["key"], message["stimulus_id"])
         else:
             self.sim.ignored[op] += 1  # a policy's own messages to its worker part, which is not simulated
 
-    def _resides(self, key: Any, tier: str | None, nbytes: int) -> None:
-        if self.sim.residence:
-            self.sim.resides(self, key, tier, nbytes)
+    def _resides(self, key: Key, tier: str | None, nbytes: int) -> None:
+        self.sim.resides(self, key, tier, nbytes)
 
     def _compute(self, message: dict[str, Any]) -> None:
         key = message["key"]
@@ -142,16 +113,16 @@ class SimWorker:
         for d in inputs:
             if d not in self.store:
                 run.missing.add(d)
-                self._want(d, run, run.priority)
+                self.inputs.want(d, run, run.priority)
         if run.missing:
             self._charge()
             self._waiting += 1
-            self._communicate()
+            self.inputs.communicate()
         else:
             self._is_ready(run)
             self._wake()
 
-    def _free(self, key: Any) -> None:
+    def _free(self, key: Key) -> None:
         run = self.runs.get(key)
         if run is not None and not run.cancelled:
             if run.state is EXECUTING:
@@ -159,7 +130,7 @@ class SimWorker:
                 self._uses_less(run.inputs)
             else:
                 self._forget(run)
-        # An input of a task that still runs goes as well: the task keeps its value, but nobody else gets it.
+        # An input of a task that still runs goes as well: the task keeps its value, but no other task gets it.
         self.store.drop(key)
 
     def _remove_replicas(self, keys: Iterable[Any], stimulus_id: str) -> None:
@@ -172,7 +143,7 @@ class SimWorker:
         if refused:
             self.sim.tell("add-keys", self, keys=refused, stimulus_id=stimulus_id)
 
-    def _steal(self, key: Any, stimulus_id: str) -> None:
+    def _steal(self, key: Key, stimulus_id: str) -> None:
         run = self.runs.get(key)
         state: str | None
         if run is not None and not run.cancelled:
@@ -192,6 +163,7 @@ class SimWorker:
         self._since = now
 
     def network_seconds(self) -> float:
+        """See `Result.network_seconds`, until now."""
         self._charge()
         return self._network_seconds
 
@@ -202,12 +174,7 @@ class SimWorker:
             self._waiting -= 1
         run.cancelled = True
         self._uses_less(run.inputs)
-        for d in run.missing:
-            waiting = self._wanted.get(d)
-            if waiting is not None:
-                waiting.pop(run, None)
-                if not waiting and d not in self._fetching:
-                    del self._wanted[d]
+        self.inputs.forget(run)
 
     def _uses_less(self, keys: Iterable[Any]) -> None:
         for key in keys:
@@ -215,119 +182,12 @@ class SimWorker:
             if not self._uses[key]:
                 del self._uses[key]
 
-    # ------------------------------------------------------------------ inputs
-
-    def _want(self, key: Any, run: Run | None, priority: Any) -> None:
-        waiting = self._wanted.setdefault(key, {})
-        waiting[run] = None
-        if key not in self._fetching:
-            self._offer(key, priority)
-
-    def _offer(self, key: Any, priority: Any) -> None:
-        """Note who could send a key: neighbours if there are any, else a few of its holders."""
-        sim = self.sim
-        holders = sim.holders(key)
-        if not holders:
-            return  # its last copy is gone; the scheduler computes it again and sends the task anew
-        node = sim.cluster.node_of(self.index)
-        near = [h for h in holders if sim.cluster.node_of(h) == node]
-        sources = near or holders
-        if len(sources) > SOURCES:
-            sources = sim.random.sample(sources, SOURCES)
-        for h in sources:
-            heapq.heappush(self._offers.setdefault(h, []), (priority, next(self._order), key))
-            heapq.heappush(self._peers, (priority, not near, next(self._order), h))
-
-    def _communicate(self) -> None:
-        limit = self.sim.cluster.connections
-        while self._peers and len(self._asked) < limit:
-            peer = heapq.heappop(self._peers)[-1]
-            if peer in self._asked:
-                continue  # listed again when its answer is here
-            offers = self._offers.get(peer)
-            if not offers:
-                continue
-            source = self.sim.workers[peer]
-            keys: list[Any] = []
-            nbytes = 0
-            while offers:
-                priority, _, key = offers[0]
-                if key in self._fetching or key in self.store or not self._wanted.get(key):
-                    heapq.heappop(offers)
-                    continue
-                if key not in source.store:
-                    heapq.heappop(offers)
-                    self._offer(key, priority)
-                    continue
-                size = source.store.sizes[key]
-                if keys and nbytes + size > self.sim.cluster.request_bytes:
-                    break
-                heapq.heappop(offers)
-                keys.append(key)
-                nbytes += size
-                self._fetching.add(key)
-            if keys:
-                self._asked.add(peer)
-                self._fetch(source, keys, nbytes)
-
-    def _fetch(self, source: SimWorker, keys: list[Any], nbytes: int) -> None:
-        latency, resources = self.sim.cluster.route(source.index, self.index)
-        started = self.loop.now
-        # Spilled values are read before they are sent.
-        _, ready = source.store.use(keys)
-        source.store.pin(keys)
-
-        def send() -> None:
-            self.sim.network.start(resources, nbytes, arrived)
-
-        def arrived() -> None:
-            source.store.unpin(keys)
-            self._arrived(source, keys, nbytes, started)
-
-        self.loop.at(max(ready, started) + latency, send)
-
-    def _arrived(self, source: SimWorker, keys: list[Any], nbytes: int, started: float) -> None:
-        sim, now = self.sim, self.loop.now
-        self._asked.discard(source.index)
-        sim.moved(source.index, self.index, nbytes)
-        if nbytes > 1_000_000:
-            self.bandwidth = self.bandwidth * 0.95 + nbytes / max(now - started, 1e-3) * 0.05
-        kept, reported, done = [], False, now
-        for key in keys:
-            self._fetching.discard(key)
-            waiting = self._wanted.pop(key, {})
-            if not waiting:
-                continue  # nobody wants it any more
-            done = max(done, self.store.put(key, sim.size(key)))
-            kept.append(key)
-            for run in waiting:
-                if run is None:
-                    continue
-                run.missing.discard(key)
-                if not reported:
-                    # All of a request is reported with one task, whichever that is.
-                    reported = True
-                    run.startstops.append(
-                        {
-                            "action": "transfer",
-                            "start": EPOCH + started,
-                            "stop": EPOCH + now,
-                            "source": source.address,
-                        }
-                    )
-                if not run.missing:
-                    self._charge()
-                    self._waiting -= 1
-                    self._is_ready(run)
-        if kept:
-            sim.tell("add-keys", self, after=done, keys=kept, stimulus_id="fetched")
-        offers = self._offers.get(source.index)
-        if offers:
-            heapq.heappush(self._peers, (offers[0][0], False, next(self._order), source.index))
-        self._communicate()
-        self._wake()
-
     # ------------------------------------------------------------------ execution
+
+    def _complete(self, run: Run) -> None:
+        self._charge()
+        self._waiting -= 1
+        self._is_ready(run)
 
     def _is_ready(self, run: Run) -> None:
         run.state = READY
@@ -408,11 +268,11 @@ class SimWorker:
         """What upstream's `Worker.get_metrics` tells that the scheduler reads."""
         store = self.store
         return {
-            "bandwidth": {"total": self.bandwidth, "workers": {}, "types": {}},
+            "bandwidth": {"total": self.inputs.bandwidth, "workers": {}, "types": {}},
             "digests_total_since_heartbeat": {},
             "managed_bytes": store.resident_bytes,
             "spilled_bytes": {"memory": store.on_disk_bytes, "disk": store.on_disk_bytes},
-            "transfer": {"incoming_bytes": 0, "incoming_count": len(self._asked), "incoming_count_total": 0},
+            "transfer": {"incoming_bytes": 0, "incoming_count": len(self.inputs.asked), "incoming_count_total": 0},
             "event_loop_interval": 0.02,
             "memory": store.resident_bytes,
             "cpu": 0.0,
@@ -421,5 +281,6 @@ class SimWorker:
         }
 
     def executing(self) -> dict[Any, float]:
+        """Key -> seconds for which it has run so far."""
         now = self.loop.now
         return {r.key: now - r.since for r in self.runs.values() if r.state is EXECUTING and not r.cancelled}

@@ -175,6 +175,7 @@ class LinkMatrix:
         self.fits: dict[LinkClass, LinkFit] = {c: LinkFit((seeds or SEEDS)[c]) for c in LinkClass}
 
     def link(self, link_class: LinkClass) -> Link:
+        """What is known of a class."""
         return self.fits[link_class].link
 
     def reseed(self, link_class: LinkClass, seed: Link) -> None:

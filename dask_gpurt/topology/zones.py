@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import socket
 import struct
-from typing import Any
 
 from dask_gpurt.model.link import Link
 
@@ -35,7 +34,7 @@ _MIN_RTT = 148
 _UNKNOWN = 0xFFFFFFFF
 
 
-def round_trip_seconds(sock: Any) -> float | None:
+def round_trip_seconds(sock: socket.socket) -> float | None:
     """The smallest round trip of a TCP connection; None where the kernel does not tell."""
     option = getattr(socket, "TCP_INFO", None)
     if option is None or getattr(sock, "family", None) not in (socket.AF_INET, socket.AF_INET6):
@@ -82,10 +81,12 @@ class Zones:
         return before == 1 and len(self.round_trips) == 2
 
     def remove(self, address: str) -> None:
+        """A worker has left."""
         self.by_address.pop(address, None)
 
     @property
     def several(self) -> bool:
+        """Whether there is more than one zone."""
         return len(self.round_trips) > 1
 
     @property

@@ -7,7 +7,7 @@ from typing import Any
 
 from dask_gpurt.observe.collect.causes import CAUSES
 from dask_gpurt.observe.figures import history
-from dask_gpurt.observe.figures.exported import WORKER
+from tests.observe.numbers import HEARTBEAT
 
 MiB = 2**20
 
@@ -46,7 +46,7 @@ OPTIONAL = ("device_bytes", "object_bytes")
 
 def heartbeat(**known: Any) -> dict[str, Any]:
     """All figures of a worker, zero unless given."""
-    out: dict[str, Any] = {figure.key: 0 for figure in WORKER if "*" not in figure.key}
+    out: dict[str, Any] = {key: 0 for key in HEARTBEAT if "*" not in key}
     out |= {"disk_limit_bytes": None, "host_limit_bytes": 100 * MiB, "nic_bytes_per_second": None}
     out["fetched"] = {"others": {"bytes": 3 * MiB, "seconds": 0.5, "requests": 2}}
     assert set(known) <= set(out)

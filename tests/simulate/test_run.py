@@ -22,7 +22,7 @@ from dask_gpurt.placement.plugin import PlacementPlugin
 from dask_gpurt.simulate import Cluster, Path, Placed, SimulationError, TaskSpec, Workload, model, shapes, simulate
 from dask_gpurt.simulate.bounds import bound
 from dask_gpurt.simulate.clock import EPOCH, VirtualLoop, patched
-from dask_gpurt.simulate.model import function
+from dask_gpurt.simulate.seam import function
 from dask_gpurt.simulate.shapes import MIXES, SHAPES, build
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
-"""`Explanation`: why a task ran where it ran. Made from what the scheduler's decision log tells, see `from_story`.
+"""`Explanation`: why a task ran where it ran, made from the scheduler's decision log by `from_story`.
 
-The sentence is built from the same figures as the table: what the chosen worker had, and the term of the cost that the
-best of the others lost by. It never says more than the log knows: an input that a worker is *already fetching* counts
-as there in a decision, so a worker that has traffic inbound is said to hold its inputs *or be fetching them*.
+The sentence is built from the same figures as the table: what the chosen worker had, and the term of the cost that
+the best of the others lost by. It says no more than the log knows. An input that a worker is *already fetching*
+counts as there in a decision, so a worker with inbound traffic is said to hold its inputs *or be fetching them*.
 """
 
 from __future__ import annotations

@@ -7,19 +7,20 @@ import html
 import re
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.observe.figures import status_only
+from dask_gpurt.observe.figures.figure import LARGEST, RANGE, Total
+from dask_gpurt.observe.figures.table import WORKER
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
 
-def _any_of(patterns: Sequence[str]) -> re.Pattern[str]:
-    """``*`` stands for any text: addresses have dots in them."""
-    return re.compile("|".join(re.escape(pattern).replace(r"\*", ".+") for pattern in patterns))
+def _of(total: Total) -> re.Pattern[str]:
+    """The names of figures with that total. ``*`` stands for any text: addresses have dots in them."""
+    paths = (figure.path for figure in WORKER if figure.total is total)
+    return re.compile("|".join(re.escape(path).replace(r"\*", ".+") for path in paths))
 
 
-_LARGEST = _any_of(status_only.MAXIMA)
-_NO_SUM = _any_of(status_only.NO_SUM)
+_LARGEST, _RANGE = _of(LARGEST), _of(RANGE)
 
 #: suffix of a figure's name -> how it is written
 _UNITS = {"_bytes": "B", "_seconds": "s", "_us": "us"}
@@ -60,12 +61,12 @@ class Status:
         return {
             name: max(values) if _LARGEST.fullmatch(name) else sum(values)
             for name, values in self._by_name().items()
-            if not _NO_SUM.fullmatch(name)
+            if not _RANGE.fullmatch(name)
         }
 
     def ranges(self) -> dict[str, tuple[float, float]]:
         """Smallest and largest over all workers of shares, rates and settings, by dotted name."""
-        return {name: (min(values), max(values)) for name, values in self._by_name().items() if _NO_SUM.fullmatch(name)}
+        return {name: (min(values), max(values)) for name, values in self._by_name().items() if _RANGE.fullmatch(name)}
 
     def _by_name(self) -> dict[str, list[float]]:
         out: dict[str, list[float]] = {}
@@ -125,6 +126,10 @@ def _numbers(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, floa
     for key, value in tree.items():
         if isinstance(value, dict):
             yield from _numbers(value, f"{prefix}{key}.")
+        elif key == "links" and isinstance(value, list):
+            # One for each peer and transport: they add up to what a transport did.
+            for link in value:
+                yield from _numbers(link, f"{prefix}{key}.{link['transport']}.")
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             yield prefix + key, value
 

@@ -1,6 +1,6 @@
-"""`Where`: which workers hold a key, on which tier, who is fetching it and who wants it.
+"""`Where`: which workers hold a key, on which tier, which of them are fetching it and which tasks want it.
 
-Two views are put together. The scheduler knows holders, the task's state and who depends on it; only a worker knows
+Two views are put together. The scheduler knows holders, the task's state and its dependents. Only a worker knows
 whether its copy is in memory or on disk. They are asked one after the other, so a copy may move in between: a worker
 that no longer has what the scheduler listed is shown with the tier ``gone``.
 """
@@ -16,6 +16,8 @@ from dask_gpurt.observe.render.text import bytes_said, html_table, text_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from dask.typing import Key
 
 #: keys printed; `to_dict` has all of them
 SHOWN = 20
@@ -90,7 +92,7 @@ class Where:
             )
         return cls(tuple(places))
 
-    def __getitem__(self, key: Any) -> Place:
+    def __getitem__(self, key: Key) -> Place:
         """The place of a key.
 
         Raises

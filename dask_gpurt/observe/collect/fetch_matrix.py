@@ -1,13 +1,13 @@
-"""What workers fetched from each other: told by each with its heartbeats, put together for the dashboard.
+"""What workers fetched from each other: a part of each heartbeat, put together for the dashboard.
 
-A worker tells of the `TOLD` sources it has most bytes from. With more sources than that it tells of hosts instead of
-workers, and sums up what is left as `OTHERS`; so a heartbeat of a cluster of any size has a bounded number of rows.
-Which rows these are changes with their order: they are gauges, not counters.
+`told` is the worker's side. A heartbeat names the `TOLD` sources with most bytes. With more sources than that it
+names hosts instead of workers, and sums up the rest as `OTHERS`. So a heartbeat has a bounded number of rows in a
+cluster of any size. Which rows these are changes with their order: they are gauges, not counters.
 
-`matrix` is the scheduler's side: source x destination, workers in small clusters and hosts in others. Rows of workers
-that have left are in `OTHERS` as well. What shuffles send goes another way, which Dask's transfer log does not see.
+`matrix` is the scheduler's side: source x destination, by worker in small clusters and by host in others. Workers
+that have left are in `OTHERS` as well. Bytes of shuffles are not in it: Dask's transfer log does not see them.
 
-The nominal speed of a link is that of the slower network card of its two ends, as the operating system tells it. A
+The nominal speed of a link is that of the slower network card of its two ends, as the operating system has it. A
 virtual card has none, nor has a link within a host: it is unknown then, never guessed.
 """
 

@@ -11,10 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from distributed import SchedulerPlugin
 
+from dask_gpurt.observe import seam
 from dask_gpurt.observe.collect.stall_ledger import BARRIER, StallLedger
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from dask.typing import Key
+    from distributed import Scheduler
+    from distributed.scheduler import WorkerState
 
 #: name in ``WorkerState.metrics``
 NAME = "gpurt"
@@ -35,8 +40,9 @@ class LedgerPlugin(SchedulerPlugin):
         #: None before `attach` and after `detach`
         self.ledger: StallLedger | None = None
 
-    def attach(self, scheduler: Any) -> None:
+    def attach(self, scheduler: Scheduler) -> None:
         """Take in what is there and follow it from now on."""
+        seam.check_scheduler(scheduler)
         self._scheduler = scheduler
         self.ledger = StallLedger(scheduler, self._planning)
         stock = self._stock = scheduler.handlers.get(_HANDLER)
@@ -72,7 +78,8 @@ class LedgerPlugin(SchedulerPlugin):
 
     # ------------------------------------------------------------------ hooks
 
-    def transition(self, key: Any, start: Any, finish: Any, *args: Any, stimulus_id: str, **kwargs: Any) -> None:
+    def transition(self, key: Key, start: Any, finish: Any, *args: Any, stimulus_id: str, **kwargs: Any) -> None:
+        """A task went from one state to another."""
         # Called for every transition of every task: leave as early as possible.
         ledger = self.ledger
         if ledger is None or start == finish:
@@ -81,6 +88,7 @@ class LedgerPlugin(SchedulerPlugin):
             ledger.guarded(ledger.transition, key, start, finish, kwargs)
 
     def log_event(self, topic: Any, msg: Any) -> None:
+        """An event was logged: those of work stealing tell which tasks were moved."""
         # ("confirm", key, state, victim, thief, stimulus_id) is the only public trace of a stolen task.
         ledger = self.ledger
         if (
@@ -92,22 +100,25 @@ class LedgerPlugin(SchedulerPlugin):
         ):
             ledger.guarded(ledger.moved, msg[1], msg[3], msg[4])
 
-    def add_worker(self, scheduler: Any, worker: str) -> None:
+    def add_worker(self, scheduler: Scheduler, worker: str) -> None:
+        """A worker has come."""
         ledger = self.ledger
         if ledger is not None:
             ledger.guarded(ledger.worker_added, scheduler.workers[worker])
 
-    def remove_worker(self, scheduler: Any, worker: str, *, stimulus_id: str, **kwargs: Any) -> None:
+    def remove_worker(self, scheduler: Scheduler, worker: str, *, stimulus_id: str, **kwargs: Any) -> None:
+        """A worker has left."""
         ledger = self.ledger
         if ledger is not None:
             ledger.guarded(ledger.worker_removed, worker)
 
-    def restart(self, scheduler: Any) -> None:
+    def restart(self, scheduler: Scheduler) -> None:
+        """The cluster was restarted: no task is left."""
         ledger = self.ledger
         if ledger is not None:
             ledger.guarded(ledger.restarted)
 
 
-def _heard(ledger: StallLedger, ws: Any) -> None:
+def _heard(ledger: StallLedger, ws: WorkerState) -> None:
     figures = ws.metrics.get(NAME)
     ledger.heartbeat(ws, figures if isinstance(figures, dict) and figures else None)

@@ -18,8 +18,8 @@ event loop). So, always and by construction::
 All the others only grow.
 
 Invariants: a task counts from the start to the end of ``Worker.execute``, which lies inside its time in the state
-machine's set ``executing``; a task that secedes gives its slot back and counts as ended. Whatever a watched task says
-after its end is ignored.
+machine's set ``executing``; a task that secedes gives its slot back and counts as ended. What a watched task says after
+its end is ignored.
 
 Waits that happen in another process are not seen: a task that waits for a peer which reads the input from its disk is
 waiting for the network, as far as this worker knows.
@@ -62,6 +62,7 @@ class RunningTask:
         self._since = 0.0
 
     def enter(self, cause: str) -> list[Any]:
+        """The task begins to wait for a cause; returns the token for `leave`."""
         token = [cause, threading.get_ident() != self._meter.thread]
         with self._meter.lock:
             if not self.closed:
@@ -74,6 +75,7 @@ class RunningTask:
         return token
 
     def leave(self, token: list[Any]) -> None:
+        """That wait has ended."""
         with self._meter.lock:
             if self.closed or not self._waits:
                 return
@@ -90,6 +92,7 @@ class RunningTask:
 
     @property
     def has_waits(self) -> bool:
+        """Whether it waits now."""
         return bool(self._waits)
 
     def _switch(self, amount: int) -> None:
@@ -207,7 +210,7 @@ class SlotMeter:
 
     def started(self, key: Hashable) -> RunningTask:
         """A task begins to be executed."""
-        # No integral changes: the state machine has told that one more executes.
+        # No integral changes: `state` has counted it among those that execute.
         task = self._tasks[key] = RunningTask(self, key, self._clock())
         if type(key) is str and key.startswith(BARRIER_PREFIX):
             task.enter("shuffle_barrier")
@@ -258,4 +261,4 @@ class SlotMeter:
             }
         for cause in ("network", "unspill", "memory", "shuffle_barrier", "resources", UNASSIGNED):
             out[cause] = waits.pop(cause, 0.0) + idle.get(cause, 0.0)
-        return {**out, **waits}  # a cause that somebody made up is shown, not dropped
+        return {**out, **waits}  # an unknown cause is shown, not dropped

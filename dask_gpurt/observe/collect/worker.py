@@ -1,11 +1,11 @@
-"""Attaches a `SlotMeter` to a worker: the only file of observation that touches private names of distributed's Worker.
+"""`WorkerSlots`: attaches a `SlotMeter` to a worker.
 
-Wrapped, and put back exactly: ``worker.execute`` (outside of what the tiers put there: they leave before us, or pass
-through) and ``worker.handle_stimulus``. Both call the original first or unconditionally: an exception of ours is
-counted, the meter is given up after `ERRORS` of them, and the task does not notice.
+``worker.execute`` and ``worker.handle_stimulus`` are wrapped, and put back exactly. The first lies outside of what
+the tiers put there: they leave before us, or pass through. Both call the original first or unconditionally. An
+exception of ours is counted, the meter is given up after `ERRORS` of them, and the task does not notice.
 
-Profiler ranges (`dask_gpurt.model.ranges`) are opened in the task's own thread, so the executors' ``submit`` is wrapped
-too, but only where a profiler is there to see them.
+Profiler ranges (`dask_gpurt.model.ranges`) are opened in the task's own thread. So the executors' ``submit`` is
+wrapped too, but only where a profiler is there to see them.
 
 What came over the network was also decoded. The worker's own meters (``digests_total``, context ``gather-dep``) know
 the share, by which waiting for the network is split into ``network`` and ``serialisation``.
@@ -22,12 +22,18 @@ from typing import TYPE_CHECKING, Any
 from distributed.worker_state_machine import SecedeEvent
 
 from dask_gpurt.model.slots import SLOT
+from dask_gpurt.model.wrapped import Wrapped
+from dask_gpurt.observe import seam
 from dask_gpurt.observe.collect import fetch_matrix
 from dask_gpurt.observe.collect.causes import CLOCK, WAITS, heartbeat_key
 from dask_gpurt.observe.collect.slots import SlotMeter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
+
+    from dask.typing import Key
+    from distributed import Worker
+    from distributed.worker_state_machine import StateMachineEvent
 
     from dask_gpurt.model.ranges import Ranges
 
@@ -43,20 +49,17 @@ _CODING = ("deserialize", "decompress", "serialize", "compress")
 class WorkerSlots:
     """The slot meter of one worker, and what was fetched from whom. Make it on the worker's event loop."""
 
-    def __init__(self, worker: Any, ranges: Ranges | None = None) -> None:
-        self._worker = worker
+    def __init__(self, worker: Worker, ranges: Ranges | None = None) -> None:
+        self.worker = worker
         self.meter = SlotMeter(worker.state.nthreads)
         self._ranges = ranges
         #: exceptions of our own
         self.errors = 0
         self.last_traceback = ""
-        self._stock_execute: Callable[..., Any] = worker.execute
-        self._stock_stimulus: Callable[..., Any] = worker.handle_stimulus
-        self._had_execute = "execute" in vars(worker)
-        self._had_stimulus = "handle_stimulus" in vars(worker)
         #: tasks that ran when we came
         self._adopted: dict[Hashable, Any] = {ts.key: self.meter.started(ts.key) for ts in worker.state.executing}
-        self._active = True
+        #: False: pass all on, measure nothing
+        self.active = True
         #: part of the network seconds that was decoding, of those seen so far
         self._coding_seconds = 0.0
         self._network_seen = 0.0
@@ -64,51 +67,50 @@ class WorkerSlots:
         #: source address -> [bytes, seconds, requests] of fetches
         self._sources: dict[str, list[float]] = {}
         self._log_seen: Any = None
-        self._execute = self._wrap_execute()
-        self._stimulus = self._wrap_stimulus()
+        self._wrapped = (_Execute(self), _Stimulus(self))
         self._submits: list[tuple[Any, Any]] = []
 
     def install(self) -> None:
-        """Start measuring."""
-        self._worker.execute = self._execute
-        self._worker.handle_stimulus = self._stimulus
+        """Start measuring.
+
+        Raises
+        ------
+        SeamMismatch
+            This worker has not what is measured by. Nothing was changed.
+        """
+        seam.check_worker(self.worker)
+        for wrapped in self._wrapped:
+            wrapped.install()
         if self._ranges is not None:
-            for executor in self._worker.executors.values():
+            for executor in self.worker.executors.values():
                 if "ThreadPoolExecutor" in str(type(executor)):
                     self._mark_ranges(executor, self._ranges)
-        self._look()
+        self.look()
 
     def uninstall(self) -> None:
         """Put back what was there. A second call does nothing."""
-        self._active = False
-        worker = self._worker
-        if vars(worker).get("execute") is self._execute:
-            if self._had_execute:
-                worker.execute = self._stock_execute
-            else:
-                del worker.execute
-        if vars(worker).get("handle_stimulus") is self._stimulus:
-            if self._had_stimulus:
-                worker.handle_stimulus = self._stock_stimulus
-            else:
-                del worker.handle_stimulus
+        self.active = False
+        for wrapped in self._wrapped:
+            wrapped.uninstall()
         for executor, ours in self._submits:
             if vars(executor).get("submit") is ours:
                 del executor.submit
         self._submits.clear()
 
-    # ------------------------------------------------------------------ wrappers
+    # ------------------------------------------------------------------ for the wrappers
 
-    def _failed(self) -> None:
+    def failed(self) -> None:
+        """Count the exception that is being handled; with `ERRORS` of them nothing is measured any more."""
         self.errors += 1
         self.last_traceback = traceback.format_exc()
         if self.errors == 1:
             logger.warning("dask-gpurt: a slot could not be measured\n%s", self.last_traceback)
         if self.errors >= ERRORS:
-            self._active = False
+            self.active = False
 
-    def _look(self) -> None:
-        state = self._worker.state
+    def look(self) -> None:
+        """The state machine may have changed."""
+        state = self.worker.state
         executing = state.executing
         self.meter.state(
             state.nthreads,
@@ -122,51 +124,13 @@ class WorkerSlots:
             for key in [key for key in self._adopted if key not in now]:
                 self.meter.ended(self._adopted.pop(key))
 
-    def _wrap_stimulus(self) -> Callable[..., Any]:
-        stock, look = self._stock_stimulus, self._look
-
-        def handle_stimulus(*stims: Any) -> Any:
-            instructions = stock(*stims)
-            if self._active:
-                try:
-                    for stim in stims:
-                        if type(stim) is SecedeEvent:
-                            self.meter.seceded(stim.key)
-                    look()
-                except Exception:
-                    self._failed()
-            return instructions
-
-        return handle_stimulus
-
-    def _wrap_execute(self) -> Callable[..., Any]:
-        stock = self._stock_execute
-
-        async def execute(key: Any, *, stimulus_id: str) -> Any:
-            if not self._active:
-                return await stock(key, stimulus_id=stimulus_id)
-            task = self.meter.started(key)
-            # The coroutine runs in an asyncio task, hence in a context, of its own.
-            SLOT.set(task)
-            seconds = None
-            try:
-                event = await stock(key, stimulus_id=stimulus_id)
-                start, stop = getattr(event, "start", None), getattr(event, "stop", None)
-                if start is not None and stop is not None:
-                    seconds = max(0.0, stop - start)
-                return event
-            finally:
-                self.meter.ended(task, seconds)
-
-        return execute
-
     def _mark_ranges(self, executor: Any, ranges: Ranges) -> None:
         stock = executor.submit
 
         def submit(fn: Any, /, *args: Any, **kwargs: Any) -> Any:
             task = SLOT.get()
             key = getattr(task, "key", None)
-            if key is None or not self._active:
+            if key is None or not self.active:
                 return stock(fn, *args, **kwargs)
 
             def run() -> Any:
@@ -183,7 +147,7 @@ class WorkerSlots:
     def seconds(self) -> dict[str, float]:
         """`SlotMeter.seconds`, with the decoding of fetched inputs under ``serialisation``. On the event loop."""
         out = self.meter.seconds()
-        digests = self._worker.digests_total
+        digests = self.worker.digests_total
         coding = sum(digests.get(("gather-dep", label, "seconds"), 0.0) for label in _CODING)
         every = coding + digests.get(("gather-dep", "network", "seconds"), 0.0)
         old_coding, old_every = self._digests_seen
@@ -197,7 +161,7 @@ class WorkerSlots:
         return out
 
     def heartbeat(self) -> dict[str, Any]:
-        """See `dask_gpurt.observe.figures.exported.WORKER`."""
+        """See `dask_gpurt.observe.figures.table`."""
         self._fetched()
         return {
             **{heartbeat_key(name): round(value, 6) for name, value in self.seconds().items()},
@@ -210,11 +174,11 @@ class WorkerSlots:
     @functools.cached_property
     def nic_bytes_per_second(self) -> float | None:
         """Of the network card that this worker listens on; None: unknown. Looked up once, with the first heartbeat."""
-        return fetch_matrix.nominal_bytes_per_second(fetch_matrix.host_of(self._worker.address))
+        return fetch_matrix.nominal_bytes_per_second(fetch_matrix.host_of(self.worker.address))
 
     def _fetched(self) -> None:
         """Take in what was fetched since the last look; Dask keeps the last thousand or so."""
-        log = self._worker.transfer_incoming_log
+        log = self.worker.transfer_incoming_log
         fresh = []
         for entry in reversed(log):
             if entry is self._log_seen:
@@ -243,3 +207,57 @@ class WorkerSlots:
             "errors": self.errors,
             "last_traceback": self.last_traceback,
         }
+
+
+class _Stimulus(Wrapped):
+    """``worker.handle_stimulus``: looks at the state machine after it has changed."""
+
+    def __init__(self, slots: WorkerSlots) -> None:
+        self._slots = slots
+        super().__init__(slots.worker, "handle_stimulus")
+
+    def _wrap(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        slots, look, seceded = self._slots, self._slots.look, self._slots.meter.seceded
+
+        def handle_stimulus(*stims: StateMachineEvent) -> Any:
+            instructions = stock(*stims)
+            if slots.active:
+                try:
+                    for stim in stims:
+                        if type(stim) is SecedeEvent:
+                            seceded(stim.key)
+                    look()
+                except Exception:
+                    slots.failed()
+            return instructions
+
+        return handle_stimulus
+
+
+class _Execute(Wrapped):
+    """``worker.execute``: a task is on its slot from the start to the end of it."""
+
+    def __init__(self, slots: WorkerSlots) -> None:
+        self._slots = slots
+        super().__init__(slots.worker, "execute")
+
+    def _wrap(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        slots, meter = self._slots, self._slots.meter
+
+        async def execute(key: Key, *, stimulus_id: str) -> Any:
+            if not slots.active:
+                return await stock(key, stimulus_id=stimulus_id)
+            task = meter.started(key)
+            # The coroutine runs in an asyncio task, hence in a context, of its own.
+            SLOT.set(task)
+            seconds = None
+            try:
+                event = await stock(key, stimulus_id=stimulus_id)
+                start, stop = getattr(event, "start", None), getattr(event, "stop", None)
+                if start is not None and stop is not None:
+                    seconds = max(0.0, stop - start)
+                return event
+            finally:
+                meter.ended(task, seconds)
+
+        return execute

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bokeh.models import CustomJSTickFormatter, FixedTicker, Range1d
 
@@ -11,6 +11,8 @@ from dask_gpurt.observe.dashboard import style
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from bokeh.plotting import figure
 
 #: thickness of a worker's bar, of 1
 BARS = 0.8
@@ -23,7 +25,7 @@ STEPS = ((1, 15), (2, 30), (5, 60), (10, 120))
 class WorkerAxis:
     """One row per worker, or something else of which there are several, the first on top, at y = 0, 1, 2..."""
 
-    def __init__(self, fig: Any) -> None:
+    def __init__(self, fig: figure) -> None:
         fig.y_range = Range1d(start=0.5, end=-0.5)
         fig.yaxis.ticker = FixedTicker(ticks=[])
         fig.yaxis.major_tick_line_color = None
@@ -50,7 +52,7 @@ class WorkerAxis:
 class TimeAxis:
     """Seconds before now: the past on the left. No clock of the reader's or the cluster's time zone is involved."""
 
-    def __init__(self, fig: Any) -> None:
+    def __init__(self, fig: figure) -> None:
         fig.x_range = Range1d(start=0, end=0)
         fig.xaxis.formatter = CustomJSTickFormatter(
             code="if (tick == 0) return 'now'; return tick % 60 ? `-${tick} s` : `-${tick / 60} min`"

@@ -8,6 +8,7 @@ plot, and shown in that line, and the next update tries again.
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +18,8 @@ from dask_gpurt.observe.dashboard import style
 from dask_gpurt.observe.figures import history as feeds
 
 if TYPE_CHECKING:
-    from bokeh.models import ColumnDataSource
+    from bokeh.models import ColumnDataSource, LayoutDOM
+    from distributed import Scheduler
 
     from dask_gpurt.observe.figures.history import Feed
 
@@ -30,7 +32,7 @@ NO_FIGURES = "no worker has sent figures yet"
 LONG = 40
 
 
-class GpurtPlot(DashboardComponent):
+class GpurtPlot(DashboardComponent, ABC):
     """A plot on one page.
 
     Parameters
@@ -46,7 +48,7 @@ class GpurtPlot(DashboardComponent):
     #: name of the root in a page's template
     NAME = ""
 
-    def __init__(self, scheduler: Any, **kwargs: Any) -> None:
+    def __init__(self, scheduler: Scheduler, **kwargs: Any) -> None:
         self.scheduler = scheduler
         self.headline = style.headline()
         #: everything that is emptied when there is nothing to show
@@ -56,13 +58,13 @@ class GpurtPlot(DashboardComponent):
         self.root = self._build(**kwargs)
         self.source = self.sources[0]
 
-    def _build(self, **kwargs: Any) -> Any:
+    @abstractmethod
+    def _build(self, **kwargs: Any) -> LayoutDOM:
         """Make figures and sources; returns the root."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _draw(self, feed: Feed) -> str:
         """Fill the sources; returns the headline."""
-        raise NotImplementedError
 
     def update(self) -> None:
         """Called by Bokeh while a page is open. Never raises."""

@@ -1,8 +1,7 @@
 """Plots on a scheduler that is running already, as after `dask_gpurt.attach`; and our page in Dask's menu.
 
-This is the one place that touches Bokeh's private side: its server has no call to add an application. What is done is
-what `BokehTornado.__init__` does for each of its own. Anything unexpected there means no plots, never more: the reason
-is returned as text and shown in `dask_gpurt.status`.
+Bokeh's server has no call to add an application, see `dask_gpurt.observe.seam`. Anything unexpected there means no
+plots and nothing more: the reason is returned as text and shown in `dask_gpurt.status`.
 """
 
 from __future__ import annotations
@@ -10,7 +9,12 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from typing import Any
+from typing import TYPE_CHECKING
+
+from dask_gpurt.observe import seam
+
+if TYPE_CHECKING:
+    from distributed import Scheduler
 
 logger = logging.getLogger("distributed.scheduler.gpurt")
 
@@ -18,7 +22,7 @@ logger = logging.getLogger("distributed.scheduler.gpurt")
 MENU = {"url": "gpurt", "name": "GPU Runtime"}
 
 
-def install(scheduler: Any) -> str:
+def install(scheduler: Scheduler) -> str:
     """See that a scheduler's dashboard has our pages; returns "on" or why it has not. Never raises."""
     try:
         return _install(scheduler)
@@ -27,7 +31,7 @@ def install(scheduler: Any) -> str:
         return f"not available because {type(e).__name__}: {e}"
 
 
-def _install(scheduler: Any) -> str:
+def _install(scheduler: Scheduler) -> str:
     # Where the dashboard runs Bokeh is imported already; where it does not, it is not imported for this.
     tornado = sys.modules.get("bokeh.server.tornado")
     apps = getattr(getattr(scheduler, "http_application", None), "applications", [])
@@ -41,28 +45,9 @@ def _install(scheduler: Any) -> str:
     extra = {"prefix": bokeh.prefix, **board.template_variables(scheduler)}
     for address, document in pages.documents().items():
         if address not in bokeh.app_paths:
-            _add(bokeh, address, functools.partial(document, scheduler, extra))
+            seam.add_application(bokeh, address, functools.partial(document, scheduler, extra))
     _list(board.template_variables(scheduler)["plots"], list(pages.PLOTS))
     return "on"
-
-
-def _add(bokeh: Any, address: str, document: Any) -> None:
-    """Add one application to a running Bokeh server."""
-    from bokeh.application import Application
-    from bokeh.application.handlers.function import FunctionHandler
-    from bokeh.server.contexts import ApplicationContext
-    from bokeh.server.urls import per_app_patterns
-    from tornado.ioloop import IOLoop
-
-    context = ApplicationContext(Application(FunctionHandler(document)), url=address, io_loop=IOLoop.current())
-    prefix = bokeh.prefix.rstrip("/")
-    patterns = [
-        (prefix + address + path, handler, {"application_context": context, "bokeh_websocket_path": address + "/ws"})
-        for path, handler in per_app_patterns
-    ]
-    bokeh.add_handlers(r".*", patterns)
-    bokeh._applications[address] = context
-    context.run_load_hook()
 
 
 def _list(menu: list[dict[str, str]], addresses: list[str]) -> None:

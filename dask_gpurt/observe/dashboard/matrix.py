@@ -14,6 +14,8 @@ from dask_gpurt.observe.dashboard import style
 from dask_gpurt.observe.dashboard.component import NO_FIGURES, NO_WORKERS, GpurtPlot, fill
 
 if TYPE_CHECKING:
+    from bokeh.models import LayoutDOM
+
     from dask_gpurt.observe.collect.fetch_matrix import Cell, Matrix
     from dask_gpurt.observe.figures.history import Feed
 
@@ -31,7 +33,7 @@ class LinkMatrix(GpurtPlot):
     TITLE = "Links: inputs fetched, source by destination"
     NAME = "gpurt_link_matrix"
 
-    def _build(self, **kwargs: Any) -> Any:
+    def _build(self, **kwargs: Any) -> LayoutDOM:
         self.usual, self.slow = (ColumnDataSource({key: [] for key in _COLUMNS}) for _ in range(2))
         self.sources = [self.usual, self.slow]
         fig = figure(

@@ -23,6 +23,9 @@ from dask_gpurt.observe.dashboard.tiers import DiskRates, TierHistory, TierOccup
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from bokeh.document import Document
+    from distributed import Scheduler
+
     from dask_gpurt.observe.dashboard.component import GpurtPlot
 
 #: milliseconds between two updates of an open page
@@ -65,7 +68,7 @@ _TEMPLATE = """
 def individual(plot: type[GpurtPlot]) -> Callable[[Any, dict[str, Any], Any], None]:
     """A document with one plot and nothing else, as a JupyterLab panel shows it."""
 
-    def page(scheduler: Any, extra: dict[str, Any], doc: Any) -> None:
+    def page(scheduler: Scheduler, extra: dict[str, Any], doc: Document) -> None:
         _add(doc, plot(scheduler, sizing_mode="stretch_both"))
         doc.title = f"Dask: {plot.TITLE}"
         doc.theme = BOKEH_THEME
@@ -73,7 +76,7 @@ def individual(plot: type[GpurtPlot]) -> Callable[[Any, dict[str, Any], Any], No
     return page
 
 
-def overview(scheduler: Any, extra: dict[str, Any], doc: Any) -> None:
+def overview(scheduler: Scheduler, extra: dict[str, Any], doc: Document) -> None:
     """All plots, below Dask's own menu."""
     for plot in PLOTS.values():
         _add(doc, plot(scheduler, sizing_mode="stretch_both"))
@@ -83,7 +86,7 @@ def overview(scheduler: Any, extra: dict[str, Any], doc: Any) -> None:
     doc.template_variables.update(extra)
 
 
-def _add(doc: Any, component: GpurtPlot) -> None:
+def _add(doc: Document, component: GpurtPlot) -> None:
     component.update()
     add_periodic_callback(doc, component, INTERVAL_MS)
     doc.add_root(component.root)

@@ -16,6 +16,8 @@ from dask_gpurt.observe.dashboard.component import GpurtPlot, fill
 from dask_gpurt.observe.figures import history as feeds
 
 if TYPE_CHECKING:
+    from bokeh.models import LayoutDOM
+
     from dask_gpurt.observe.figures.history import Feed
 
 #: where the axes have ticks, and what is written there
@@ -42,7 +44,7 @@ class PlacementDecisions(GpurtPlot):
         ("stock", "left to Dask", style.PURPLE),
     )
 
-    def _build(self, **kwargs: Any) -> Any:
+    def _build(self, **kwargs: Any) -> LayoutDOM:
         keys = [key for key, _, _ in self.SERIES]
         self.lines = ColumnDataSource({key: [] for key in ("ago", *keys, "total")})
         self.sources = [self.lines]
@@ -94,7 +96,7 @@ class PlacementAccuracy(GpurtPlot):
         1e-4: "0.1 ms", 1e-3: "1 ms", 1e-2: "10 ms", 1e-1: "0.1 s", 1.0: "1 s", 10.0: "10 s", 100.0: "100 s",
     }  # fmt: skip
 
-    def _build(self, **kwargs: Any) -> Any:
+    def _build(self, **kwargs: Any) -> LayoutDOM:
         self.points = {key: ColumnDataSource({"predicted": [], "actual": []}) for key, _, _ in self.SERIES}
         self.sources = list(self.points.values())
         fig = figure(
@@ -165,7 +167,7 @@ class LinkEstimates(GpurtPlot):
     #: nearest on top
     CLASSES = ("process", "host", "rack", "network")
 
-    def _build(self, **kwargs: Any) -> Any:
+    def _build(self, **kwargs: Any) -> LayoutDOM:
         self.dots = ColumnDataSource(
             {
                 key: []

@@ -14,6 +14,8 @@ from dask_gpurt.observe.dashboard.axes import BARS, WorkerAxis
 from dask_gpurt.observe.dashboard.component import NO_FIGURES, NO_WORKERS, GpurtPlot, fill
 
 if TYPE_CHECKING:
+    from bokeh.models import LayoutDOM
+
     from dask_gpurt.observe.figures.history import Feed
     from dask_gpurt.observe.figures.shuffle_progress import Progress
 
@@ -31,7 +33,7 @@ class ShuffleTraffic(GpurtPlot):
         ("kept", "kept by itself", style.PURPLE),
     )
 
-    def _build(self, **kwargs: Any) -> Any:
+    def _build(self, **kwargs: Any) -> LayoutDOM:
         keys = [key for key, _, _ in self.SERIES]
         self.bars = ColumnDataSource({key: [] for key in ("name", *keys, *(f"y_{key}" for key in keys), "active")})
         self.sources = [self.bars]
@@ -94,12 +96,17 @@ class ShuffleProgress(GpurtPlot):
     #: where the text, the bar of inputs and that of outputs are within a row, from its middle; and the bars' thickness
     TEXT, INPUTS, OUTPUTS, THICK = -0.27, 0.07, 0.32, 0.22
 
-    def _build(self, **kwargs: Any) -> Any:
+    def _build(self, **kwargs: Any) -> LayoutDOM:
         keys = ("y_text", "y_inputs", "y_outputs", "inputs", "outputs", "name", "text", "bytes", "workers", "alpha")
         self.bars = ColumnDataSource({key: [] for key in keys})
         self.bins = ColumnDataSource({"left": [], "right": [], "count": []})
         self.sources = [self.bars, self.bins]
         inner = {"sizing_mode": kwargs.get("sizing_mode", "stretch_both"), "min_height": 90}
+        self.runs, self.sizes = self._runs(inner), self._sizes(inner)
+        return column(self.runs, self.sizes, name=self.NAME, **kwargs)
+
+    def _runs(self, inner: dict[str, Any]) -> figure:
+        """How far each run is."""
         runs = figure(title=self.TITLE, tools="", x_range=Range1d(0, 100), **inner)
         self.axis = WorkerAxis(runs)
         bars = [
@@ -134,6 +141,10 @@ class ShuffleProgress(GpurtPlot):
                 tooltips=[("run", "@name"), ("done", "@text"), ("received", "@bytes{0.0 ib}"), ("workers", "@workers")],
             )
         )
+        return runs
+
+    def _sizes(self, inner: dict[str, Any]) -> figure:
+        """The sizes of outputs."""
         sizes = figure(title=None, tools="", x_range=style.from_zero(), y_range=style.from_zero(), **inner)
         quads = sizes.quad(
             left="left",
@@ -155,8 +166,7 @@ class ShuffleProgress(GpurtPlot):
                 tooltips=[("size", "@left{0.0 ib} to @right{0.0 ib}"), ("outputs", "@count")],
             )
         )
-        self.runs, self.sizes = runs, sizes
-        return column(runs, sizes, name=self.NAME, **kwargs)
+        return sizes
 
     def _draw(self, feed: Feed) -> str:
         runs = list(reversed(list(feed.shuffles)))

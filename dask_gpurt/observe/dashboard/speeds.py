@@ -13,6 +13,8 @@ from dask_gpurt.observe.dashboard.component import NO_WORKERS, GpurtPlot, fill
 from dask_gpurt.observe.dashboard.placement import OFF
 
 if TYPE_CHECKING:
+    from bokeh.models import LayoutDOM
+
     from dask_gpurt.observe.figures.history import Feed
 
 #: of the median worker's speed: below that a worker is slow, comes first, and is named
@@ -26,7 +28,7 @@ class WorkerSpeeds(GpurtPlot):
     TITLE = "Workers: speed and class of node"
     NAME = "gpurt_worker_speeds"
 
-    def _build(self, **kwargs: Any) -> Any:
+    def _build(self, **kwargs: Any) -> LayoutDOM:
         self.fast, self.slow = (ColumnDataSource({key: [] for key in KEYS}) for _ in range(2))
         self.sources = [self.fast, self.slow]
         fig = figure(title=self.TITLE, name=self.NAME, tools="", x_range=style.from_zero(), **kwargs)

@@ -16,6 +16,8 @@ from dask_gpurt.observe.dashboard.component import GpurtPlot, fill
 from dask_gpurt.observe.figures.history import POINTS, SLOTS, THREADS, USES
 
 if TYPE_CHECKING:
+    from bokeh.models import LayoutDOM
+
     from dask_gpurt.observe.figures.history import Feed
 
 OFF = "the stall ledger is off (gpurt.observe.enabled)"
@@ -48,7 +50,7 @@ class StallCauses(GpurtPlot):
     TITLE = "Stalls: what slots do (shares: last 30 s)"
     NAME = "gpurt_stall_causes"
 
-    def _build(self, **kwargs: Any) -> Any:
+    def _build(self, **kwargs: Any) -> LayoutDOM:
         self.lines = ColumnDataSource({key: [] for key in ("ago", *USES, "total")})
         self.sources = [self.lines]
         inner = {"sizing_mode": kwargs.get("sizing_mode", "stretch_both")}

@@ -7,9 +7,13 @@ lightness. The colours are told apart with the common forms of colour blindness;
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bokeh.models import AdaptiveTicker, CustomJSTickFormatter, Legend, Range1d, Title
+
+if TYPE_CHECKING:
+    from bokeh.models import Axis
+    from bokeh.plotting import figure
 
 #: text, axes
 INK = "#6e7681"
@@ -32,7 +36,7 @@ return `${+tick.toFixed(1)} ${units[i]}`
 """
 
 
-def dress(fig: Any, headline: Title | None) -> None:
+def dress(fig: figure, headline: Title | None) -> None:
     """Give a figure the common looks: title and a line of text below it, where it has them; quiet axes."""
     fig.toolbar_location = None
     if fig.title is not None:
@@ -60,7 +64,7 @@ def headline() -> Title:
     return Title(text="", text_font_size="12px", text_font_style="normal", text_color=INK)
 
 
-def bytes_axis(axis: Any, *, per_second: bool = False) -> None:
+def bytes_axis(axis: Axis, *, per_second: bool = False) -> None:
     """Label an axis in bytes of 1024."""
     axis.ticker = AdaptiveTicker(desired_num_ticks=4, **BYTES_TICKER)
     axis.formatter = CustomJSTickFormatter(code=BYTES_JS)
@@ -68,7 +72,7 @@ def bytes_axis(axis: Any, *, per_second: bool = False) -> None:
         axis.axis_label = "bytes per second"
 
 
-def legend(fig: Any, items: list[tuple[str, list[Any]]]) -> None:
+def legend(fig: figure, items: list[tuple[str, list[Any]]]) -> None:
     """A legend in one line between headline and plot, where it covers nothing."""
     fig.add_layout(
         Legend(

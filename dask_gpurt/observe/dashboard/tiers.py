@@ -14,6 +14,8 @@ from dask_gpurt.observe.dashboard.component import NO_FIGURES, NO_WORKERS, Gpurt
 from dask_gpurt.observe.figures.history import POINTS
 
 if TYPE_CHECKING:
+    from bokeh.models import LayoutDOM
+
     from dask_gpurt.observe.figures.history import Feed
 
 
@@ -23,7 +25,7 @@ class TierOccupancy(GpurtPlot):
     TITLE = "Memory tiers: bytes held per worker"
     NAME = "gpurt_tier_occupancy"
 
-    def _build(self, **kwargs: Any) -> Any:
+    def _build(self, **kwargs: Any) -> LayoutDOM:
         self.bars = ColumnDataSource(
             {key: [] for key in ("y", "name", "host", "end", "disk", "host_limit_text", "disk_limit_text")}
         )
@@ -108,7 +110,7 @@ class TierHistory(GpurtPlot):
         ("object_bytes", "object store", style.PURPLE),
     )
 
-    def _build(self, **kwargs: Any) -> Any:
+    def _build(self, **kwargs: Any) -> LayoutDOM:
         keys = [key for key, _, _ in self.TIERS]
         self.lines = ColumnDataSource({key: [] for key in ("ago", *keys, "total")})
         self.sources = [self.lines]
@@ -159,7 +161,7 @@ class DiskRates(GpurtPlot):
     TITLE = "Memory tiers: to and from disk"
     NAME = "gpurt_disk_rates"
 
-    def _build(self, **kwargs: Any) -> Any:
+    def _build(self, **kwargs: Any) -> LayoutDOM:
         self.lines = ColumnDataSource({"ago": [], "written": [], "read": []})
         self.sources = [self.lines]
         fig = figure(title=self.TITLE, name=self.NAME, tools="", y_range=style.from_zero(), **kwargs)

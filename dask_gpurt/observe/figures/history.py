@@ -1,17 +1,17 @@
-"""The figures of one cluster, gathered on its scheduler, for the dashboard.
+"""`Feed`: the figures of one cluster, gathered on its scheduler, for the dashboard.
 
-A `Feed` looks once a second at what heartbeats brought anyway and at the scheduler's own statistics, and remembers ten
-minutes of it. It is one for all pages: ten open pages cost no more than one. It looks only while somebody does: the
-first page that asks starts it, and it stops `UNSEEN_SECONDS` after the last one has asked. The look is O(workers);
-nothing is sent.
+`provide` gives a scheduler its feed, `of` returns it to a page, `withdraw` takes it away. Once a second a feed looks
+at what heartbeats brought and at the scheduler's own statistics, and remembers ten minutes of it. There is one for
+all pages: ten open pages cost no more than one. It looks only while a page is open: the first page starts it, and it
+stops `UNSEEN_SECONDS` after the last one has asked. A look is O(workers), and nothing is sent.
 
 Counters of a worker start over when it restarts, and are gone when it leaves. The history therefore adds up *growth*:
-what a counter gained since the last look, or all of it where it is new or smaller than before. So the sum never falls.
-Levels, such as bytes held, are remembered as they were. A plot gets at most as many points of it as it asks for: more
-than there are pixels would only cost the scheduler's loop, which writes them as text.
+what a counter gained since the last look, or all of it where it is new or smaller than before. So the sum never
+falls. Levels, such as bytes held, are remembered as they were. A plot gets as many points as it asks for, at most:
+more than there are pixels would only cost the scheduler's loop, which writes them as text.
 
-Rejected: a history per open page, as Dask's own plots have it (a second page would begin empty); looking also when no
-page is open (a tick a second for nobody, which on a busy scheduler is time that tasks wait for).
+Rejected: a history per open page, as Dask's own plots have it (a second page would begin empty). Looking also when no
+page is open (on a busy scheduler that is time that tasks wait for).
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from dask_gpurt.observe.figures.shuffle_progress import Shuffles
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    from distributed import Scheduler
 
 logger = logging.getLogger("distributed.scheduler.gpurt")
 
@@ -101,7 +103,7 @@ class Feed:
     """
 
     def __init__(
-        self, scheduler: Any, figures: Callable[[], dict[str, Any]], clock: Callable[[], float] = time.monotonic
+        self, scheduler: Scheduler, figures: Callable[[], dict[str, Any]], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._workers = weakref.ref(scheduler)
         self._figures = figures
@@ -219,7 +221,7 @@ class Feed:
         return [i for i in range(1, length) if (first + i) % every == 0 or i == length - 1]
 
 
-def worker_rows(scheduler: Any) -> list[WorkerRow]:
+def worker_rows(scheduler: Scheduler) -> list[WorkerRow]:
     """All workers of a scheduler, with or without the extension."""
     out = []
     for address, ws in scheduler.workers.items():
@@ -271,7 +273,7 @@ def fallbacks(placement: Mapping[str, Any]) -> int:
 _feeds: weakref.WeakKeyDictionary[Any, Feed] = weakref.WeakKeyDictionary()
 
 
-def provide(scheduler: Any, figures: Callable[[], dict[str, Any]]) -> Feed:
+def provide(scheduler: Scheduler, figures: Callable[[], dict[str, Any]]) -> Feed:
     """Give a scheduler its feed; it starts with the first page. One that has a feed gets a new one."""
     withdraw(scheduler)
     feed = Feed(scheduler, figures)
@@ -279,7 +281,7 @@ def provide(scheduler: Any, figures: Callable[[], dict[str, Any]]) -> Feed:
     return feed
 
 
-def _start(scheduler: Any, feed: Feed) -> None:
+def _start(scheduler: Scheduler, feed: Feed) -> None:
     from tornado.ioloop import PeriodicCallback
 
     def tick() -> None:
@@ -295,19 +297,19 @@ def _start(scheduler: Any, feed: Feed) -> None:
     callback.start()
 
 
-def _stop(scheduler: Any) -> None:
+def _stop(scheduler: Scheduler) -> None:
     callback = scheduler.periodic_callbacks.pop(CALLBACK, None)
     if callback is not None:
         callback.stop()
 
 
-def withdraw(scheduler: Any) -> None:
+def withdraw(scheduler: Scheduler) -> None:
     """Stop the feed; the plots then say that nothing is installed. No error when there is none."""
     _feeds.pop(scheduler, None)
     _stop(scheduler)
 
 
-def of(scheduler: Any) -> Feed | None:
+def of(scheduler: Scheduler) -> Feed | None:
     """The feed of a scheduler, for a page, on the event loop: it looks from now on. None without the extension."""
     feed = _feeds.get(scheduler)
     if feed is not None:

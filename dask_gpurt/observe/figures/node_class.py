@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from distributed.scheduler import WorkerState
+
 GiB = 2**30
 
 
@@ -28,7 +30,7 @@ def node_class(
     return ", ".join(parts)
 
 
-def of_worker(ws: Any, figures: Mapping[str, Any] | None) -> str:
+def of_worker(ws: WorkerState, figures: Mapping[str, Any] | None) -> str:
     """The class of a scheduler's worker, with the figures of its heartbeat."""
     extra = getattr(ws, "extra", None) or {}
     gpu = extra.get("gpu") or {}

@@ -1,4 +1,4 @@
-"""The figures of `dask_gpurt.observe.figures.exported` in the ``/metrics`` page that Dask serves.
+"""The exported figures (`dask_gpurt.observe.figures.figure`) in the ``/metrics`` page that Dask serves.
 
 Dask's page shows the process-wide registry of ``prometheus_client``. A process may hold several servers (in-process
 clusters, tests), and a registry refuses a second collector of the same names ("Duplicated timeseries"). So there is
@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import dask
 
-from dask_gpurt.observe.figures.exported import OWN, SCHEDULER, WORKER, Figure, full_name
+from dask_gpurt.observe.figures.figure import Figure, exported, full_name
+from dask_gpurt.observe.figures.table import OWN, SCHEDULER, WORKER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from distributed.core import Server
     from prometheus_client.core import Metric
 
 logger = logging.getLogger("distributed.gpurt")
@@ -67,24 +69,24 @@ class _Collector:
                 labels = ["address", *(name for name, _ in figure.labels)]
                 for values, number in figure.samples(tree):
                     add(figure, labels, [address, *values], number)
-        add(OWN[0], [], [], self.errors)
+        add(OWN, [], [], self.errors)
         yield from families.values()
 
 
 _collector: _Collector | None = None
 
 
-def provide_scheduler(server: Any, read: Callable[[], dict[str, Any]]) -> bool:
+def provide_scheduler(server: Server, read: Callable[[], dict[str, Any]]) -> bool:
     """Show a scheduler's figures; False without ``prometheus_client``."""
-    return _provide(server, SCHEDULER, read)
+    return _provide(server, exported(SCHEDULER), read)
 
 
-def provide_worker(server: Any, read: Callable[[], dict[str, Any]]) -> bool:
+def provide_worker(server: Server, read: Callable[[], dict[str, Any]]) -> bool:
     """Show a worker's figures; False without ``prometheus_client``."""
-    return _provide(server, WORKER, read)
+    return _provide(server, exported(WORKER), read)
 
 
-def _provide(server: Any, figures: tuple[Figure, ...], read: Callable[[], dict[str, Any]]) -> bool:
+def _provide(server: Server, figures: tuple[Figure, ...], read: Callable[[], dict[str, Any]]) -> bool:
     global _collector
     try:
         from prometheus_client import REGISTRY
@@ -102,7 +104,7 @@ def _provide(server: Any, figures: tuple[Figure, ...], read: Callable[[], dict[s
     return True
 
 
-def withdraw(server: Any) -> None:
+def withdraw(server: Server) -> None:
     """Stop showing a server's figures. No error when they are not shown."""
     global _collector
     if _collector is None:

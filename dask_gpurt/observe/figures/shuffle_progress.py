@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from distributed import Scheduler
+    from distributed.scheduler import TaskState
+
 #: runs remembered, the newest
 RUNS = 3
 BARRIER = "shuffle-barrier-"
@@ -52,7 +55,7 @@ class Shuffles:
     def __len__(self) -> int:
         return len(self._runs)
 
-    def look(self, scheduler: Any) -> None:
+    def look(self, scheduler: Scheduler) -> None:
         """Take in the scheduler's state."""
         plugin = getattr(scheduler, "plugins", {}).get("shuffle")
         active = getattr(plugin, "active_shuffles", {})
@@ -79,14 +82,14 @@ class Shuffles:
             del self._runs[gone]
 
 
-def _count(run: Progress, barrier: Any) -> None:
+def _count(run: Progress, barrier: TaskState) -> None:
     run.inputs = max(run.inputs, len(barrier.dependencies))
     if barrier.state in _AHEAD:
         run.inputs_done = run.inputs - _ahead(barrier.dependencies)
         run.outputs = max(run.outputs, len(barrier.dependents))
         run.outputs_done = 0
     else:
-        # Outputs that nobody needs any more are forgotten, so their number falls.
+        # Outputs that are not needed any more are forgotten, so their number falls.
         run.inputs_done = run.inputs
         run.outputs = max(run.outputs, len(barrier.dependents))
         run.outputs_done = run.outputs - _ahead(barrier.dependents)

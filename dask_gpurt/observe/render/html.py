@@ -78,6 +78,7 @@ class Page:
         self._parts.append(f"<p{f' class={kind}' if kind else ''}>{html.escape(text)}</p>")
 
     def heading(self, text: str) -> None:
+        """A heading."""
         self._parts.append(f"<h2>{html.escape(text)}</h2>")
 
     def drawing(self, drawing: Drawing) -> None:

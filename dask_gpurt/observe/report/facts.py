@@ -1,9 +1,9 @@
 """`Run`: what happened on a cluster between two snapshots, as plain facts. Reports and advice are made from it alone.
 
-A snapshot (see `dask_gpurt.reports`) is plain JSON and cumulative: what a scheduler and its workers have counted since
-their start. A run is the difference of two, or one by itself. A counter that is smaller than before belongs to a worker
-that was restarted, and counts from zero; a worker that left in between is gone with what only it knew, but its slots
-are still in the totals of the scheduler's ledger.
+A snapshot (see `dask_gpurt.client.reports`) is plain JSON and cumulative: it counts from the start of the scheduler
+and of each worker. A run is the difference of two snapshots, or one by itself. A counter that is smaller than before
+belongs to a worker that was restarted, and counts from zero. Of a worker that left in between only the slots are
+known: they are in the totals of the scheduler's ledger.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Task:
 
     @property
     def seconds(self) -> float:
+        """For which it ran."""
         return self.stop - self.start
 
 
@@ -55,6 +56,7 @@ class Fetches:
 
     @property
     def bytes_per_second(self) -> float:
+        """0 where no time was measured."""
         return self.bytes / self.seconds if self.seconds > 0 else 0.0
 
 
@@ -114,6 +116,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
+        """Between the two snapshots."""
         return self.stop - self.start
 
     @property
@@ -129,54 +132,23 @@ class Run:
 def from_snapshots(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> Run:
     """The run between two snapshots; all since the start of the cluster when there is only one."""
     old: Mapping[str, Any] = before or {}
-    ledger, old_ledger = after["scheduler"].get("ledger", {}), (old.get("scheduler") or {}).get("ledger", {})
+    scheduler, old_scheduler = after["scheduler"], old.get("scheduler") or {}
+    every = grown(scheduler.get("ledger", {}), old_scheduler.get("ledger", {}))
     details, old_details = after["details"], old.get("details") or {}
     start = old.get("time") or after["started"]
     workers = []
-    fetches = []
+    fetches: list[Fetches] = []
     shuffle: defaultdict[str, float] = defaultdict(float)
     for address, facts in after["workers"].items():
         status, old_status = facts["status"], (old.get("workers", {}).get(address) or {}).get("status", {})
-        told = grown(ledger.get("workers", {}).get(address, {}), old_ledger.get("workers", {}).get(address, {}))
-        now = status.get("tiers", {})
-        tiers = {
-            **_flat_tiers(now, old_status.get("tiers", {})),
-            **{
-                key: now[key]
-                for key in ("host_bytes", "host_limit_bytes", "disk_bytes", "spilled_keys")
-                if now.get(key) is not None
-            },
-        }
-        workers.append(
-            WorkerRun(
-                address=address,
-                name=facts["name"],
-                host=facts["host"],
-                node_class=facts.get("node_class", ""),
-                threads=facts["threads"],
-                memory_bytes=facts["memory_bytes"],
-                slot_seconds=told.get("slot_seconds", 0.0),
-                busy_seconds=told.get("busy_seconds", 0.0),
-                causes=told.get("causes", {}),
-                tiers=tiers,
-            )
-        )
-        fetched, old_fetched = (s.get("slots", {}).get("fetched", {}) for s in (status, old_status))
-        for source, sums in grown(fetched, old_fetched).items():
-            if sums["requests"]:
-                fetches.append(Fetches(source, address, sums["bytes"], sums["seconds"], int(sums["requests"])))
+        workers.append(_worker_run(address, facts, every.get("workers", {}).get(address, {}), old_status))
+        fetches += _fetches(address, status, old_status)
         for key, value in grown(status.get("shuffle", {}), old_status.get("shuffle", {})).items():
             if isinstance(value, (int, float)):
                 shuffle[key] += value
-    every = grown(ledger, old_ledger)
     tasks = sorted((Task(*row) for row in details.get("rows", ())), key=lambda task: task.start)
-    skewed = {(name, address): seconds for name, address, seconds in details.get("skewed", ())}
-    for name, address, seconds in old_details.get("skewed", ()):
-        if (name, address) in skewed:
-            skewed[name, address] -= seconds
     fresh = details.get("outputs_seen", 0) - old_details.get("outputs_seen", 0)
     outputs = [nbytes for _, nbytes in details.get("outputs", ())][-fresh:] if fresh > 0 else []
-    scheduler, old_scheduler = after["scheduler"], old.get("scheduler") or {}
     return Run(
         start=start,
         stop=after["time"],
@@ -188,16 +160,53 @@ def from_snapshots(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -
         tasks=tuple(task for task in tasks if before is None or task.stop >= start),
         task_count=int(every.get("tasks", 0)),
         fetches=tuple(sorted(fetches, key=lambda f: -f.seconds)),
-        skewed={key: seconds for key, seconds in skewed.items() if seconds > 0},
+        skewed=_skewed(details, old_details),
         outputs=tuple(outputs),
         scheduler=scheduler,
         placement=grown(
-            {k: scheduler.get("placement", {}).get(k, {}) for k in ("decisions", "declined", "fallbacks")},
-            {k: old_scheduler.get("placement", {}).get(k, {}) for k in ("decisions", "declined", "fallbacks")},
+            *(
+                {k: told.get("placement", {}).get(k, {}) for k in ("decisions", "declined", "fallbacks")}
+                for told in (scheduler, old_scheduler)
+            )
         ),
         shuffle=dict(shuffle),
         prices=after.get("prices"),
     )
+
+
+def _worker_run(address: str, facts: Mapping[str, Any], told: Mapping[str, Any], old: Mapping[str, Any]) -> WorkerRun:
+    """One worker: what the snapshot says of it, what the ledger has charged to it, and its status before."""
+    now = facts["status"].get("tiers", {})
+    held = ("host_bytes", "host_limit_bytes", "disk_bytes", "spilled_keys")
+    return WorkerRun(
+        address=address,
+        name=facts["name"],
+        host=facts["host"],
+        node_class=facts.get("node_class", ""),
+        threads=facts["threads"],
+        memory_bytes=facts["memory_bytes"],
+        slot_seconds=told.get("slot_seconds", 0.0),
+        busy_seconds=told.get("busy_seconds", 0.0),
+        causes=told.get("causes", {}),
+        tiers=_flat_tiers(now, old.get("tiers", {})) | {key: now[key] for key in held if now.get(key) is not None},
+    )
+
+
+def _fetches(address: str, status: Mapping[str, Any], old: Mapping[str, Any]) -> list[Fetches]:
+    fetched, old_fetched = (s.get("slots", {}).get("fetched", {}) for s in (status, old))
+    return [
+        Fetches(source, address, sums["bytes"], sums["seconds"], int(sums["requests"]))
+        for source, sums in grown(fetched, old_fetched).items()
+        if sums["requests"]
+    ]
+
+
+def _skewed(details: Mapping[str, Any], old: Mapping[str, Any]) -> dict[tuple[str, str], float]:
+    skewed = {(name, address): seconds for name, address, seconds in details.get("skewed", ())}
+    for name, address, seconds in old.get("skewed", ()):
+        if (name, address) in skewed:
+            skewed[name, address] -= seconds
+    return {key: seconds for key, seconds in skewed.items() if seconds > 0}
 
 
 def _flat_tiers(now: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, float]:

@@ -30,6 +30,8 @@ from dask_gpurt.errors import TraceError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from dask.typing import Key
+
 MAGIC = b"GPURTTRC"
 #: raised whenever an old reader would misread a new file
 VERSION = 1
@@ -78,6 +80,7 @@ class Kind(enum.IntEnum):
 
 
 def write_header(file: IO[bytes]) -> None:
+    """Begin a file."""
     file.write(_HEADER.pack(MAGIC, VERSION))
 
 
@@ -154,7 +157,7 @@ def _unpack(plain: bytes, damaged: str) -> list[list[Any]]:
     return records
 
 
-def plain_key(key: Any) -> str | list[Any]:
+def plain_key(key: Key) -> str | list[Any]:
     """A task's key as msgpack can have it: text, or a list for a tuple of text and numbers; else its `str`."""
     if isinstance(key, tuple) and all(type(part) in (str, int) for part in key):
         return list(key)

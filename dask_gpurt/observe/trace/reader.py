@@ -12,9 +12,13 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Hashable
 
+    from dask.typing import Key
+
 
 @dataclasses.dataclass(slots=True)
 class TracedWorker:
+    """One worker of the recorded run."""
+
     number: int
     address: str
     host: str
@@ -97,6 +101,8 @@ class Graph:
 
 @dataclasses.dataclass(slots=True)
 class Sample:
+    """What was measured of a worker, or of the scheduler (None), at one moment."""
+
     seconds: float
     worker: int | None
     figures: dict[str, Any]
@@ -232,7 +238,7 @@ class _Builder:
         self._prefixes[number] = name
 
     def _task(
-        self, number: int, key: Any, prefix: int, priority: list[float], depends: list[int], restrictions: Any
+        self, number: int, key: Key, prefix: int, priority: list[float], depends: list[int], restrictions: Any
     ) -> None:
         name = self._prefixes[prefix]
         order, inputs = _all(priority, _NUMBER, "priorities"), _all(depends, int, "dependencies")
@@ -240,7 +246,7 @@ class _Builder:
         self.trace.tasks[number] = task
         self._new.append(task)
 
-    def _data(self, number: int, key: Any, nbytes: int, holders: list[int]) -> None:
+    def _data(self, number: int, key: Key, nbytes: int, holders: list[int]) -> None:
         where = tuple(_all(holders, int, "holders"))
         task = TracedTask(number, _key(key), "data", (), (), data=True, holders=where, nbytes=nbytes)
         self.trace.tasks[number] = task

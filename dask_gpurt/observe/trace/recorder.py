@@ -1,12 +1,12 @@
-"""Records a run on the scheduler: graphs, sizes, times, transfers, tiers and decisions, as `format` has them.
+"""`TraceRecorder`: records graphs, sizes, times, transfers, tiers and decisions of a run, as `format` has them.
 
-A scheduler plugin that appends a small list per event and hands a block of them to `Writer` when it has 4,096, or every
-second. What a task costs is one record when its graph comes, one when it is assigned and one when it is finished, 1 to
-3 us each; other transitions return at once. Numbers stand for keys, and the table of them has an entry per task that
-the scheduler knows, so memory is bounded by what the scheduler holds itself.
+It is a plugin of the scheduler. It appends a small list per event, and hands a block of them to `Writer` when it has
+4,096, or every second. A task costs one record when its graph comes, one when it is assigned and one when it is
+finished, 1 to 3 us each. Other transitions return at once. Numbers stand for keys; the table of them has an entry per
+task that the scheduler knows, so memory is bounded by what the scheduler holds itself.
 
-Nothing here may disturb the run: Dask catches what a plugin raises, and this one counts it. It works without the rest
-of the extension, so that a run of stock Dask can be recorded and replayed under another policy.
+A recording must not disturb the run: Dask catches what a plugin raises, and this one counts it. It works without the
+rest of the extension, so that a run of stock Dask can be recorded and replayed under another policy.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from distributed import SchedulerPlugin
 from tornado.ioloop import PeriodicCallback
 
 from dask_gpurt._version import __version__
+from dask_gpurt.observe import seam
 from dask_gpurt.observe.trace.format import Kind, plain_key
 from dask_gpurt.observe.trace.writer import Writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Mapping
 
+    from dask.typing import Key
     from distributed import Scheduler
     from distributed.scheduler import TaskState, WorkerState
 
@@ -115,9 +117,12 @@ class TraceRecorder(SchedulerPlugin):
 
         Raises
         ------
+        SeamMismatch
+            This distributed has not what a trace is made of.
         OSError
             The file cannot be made.
         """
+        seam.check_tasks()
         self._writer = Writer(self.path)
         self.path = self._writer.path
         self.scheduler = scheduler
@@ -183,9 +188,11 @@ class TraceRecorder(SchedulerPlugin):
             writer.close(self.last)
 
     def update_graph(self, scheduler: Scheduler, *, client: str, keys: Any, tasks: Any, **kwargs: Any) -> None:
+        """A client has submitted a graph."""
         self._guarded(self._graph, scheduler, client, keys, tasks)
 
-    def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
+    def transition(self, key: Key, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
+        """A task went from one state to another."""
         # Most transitions are none of these.
         if finish == "processing":
             self._guarded(self._assigned, key)
@@ -200,17 +207,19 @@ class TraceRecorder(SchedulerPlugin):
             self._add([_FORGOTTEN, number, self._now()])
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
+        """A worker has come."""
         ws = scheduler.workers.get(worker)
         if self._writer is not None and ws is not None:
             self._worker(ws)
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
+        """A worker has left."""
         number = self._workers.pop(worker, None)
         if self._writer is not None and number is not None:
             self._add([int(Kind.WORKER_GONE), number, self._now()])
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
-        # Nobody is left who could fetch the file.
+        """A client has left. The trace that it asked for ends: nothing could fetch the file."""
         if client == self.client and (writer := self.stop()) is not None:
             scheduler.plugins.pop(self.name, None)
             threading.Thread(target=_discard, args=(writer, self.last), name="gpurt-trace-end", daemon=True).start()
@@ -309,7 +318,7 @@ class TraceRecorder(SchedulerPlugin):
             out["loose"] = True
         if ts.actor:
             out["actor"] = True
-        if not ts._queueable:
+        if not seam.is_queueable(ts):
             out["queueable"] = False
         if getattr(ts.run_spec, "data_producer", False):
             out["data_producer"] = True

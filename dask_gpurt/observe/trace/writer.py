@@ -1,8 +1,8 @@
-"""Writes blocks from a thread of its own, so that no disk and no compression is ever waited for on the event loop.
+"""`Writer`: writes blocks from a thread of its own, so that the event loop waits for neither disk nor compression.
 
-The queue is bounded in records. When the disk is slower than the run for so long that it fills, blocks are dropped and
-counted: a recorder that slows down what it records is of no use, and neither is one that takes the scheduler's memory.
-The first error (disk full, say) ends the recording, and is kept as text.
+The queue is bounded in records. When the disk is slower than the run for so long that it fills, blocks are dropped
+and counted: a recorder must neither slow down what it records nor take the scheduler's memory. The first error, such
+as a full disk, ends the recording and is kept as text.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Writer:
                 self._write(records)
         except Exception as e:
             self.error = f"{type(e).__name__}: {e}"
-            # Whoever closes waits for nothing; what still comes is counted by `put`.
+            # A close waits for nothing; what still comes is counted by `put`.
             while True:
                 records = self._queue.get()
                 if records is None:

@@ -20,7 +20,16 @@ def worker(**changes: Any) -> dict[str, Any]:
             "below": {"object": {"resting_seconds": 3.0, "writes": 1}},
         },
         "slots": {"fetched": {"tcp://10.0.0.1:5": {"bytes": 7}}},
-        "shuffle": {"transport": {"receive": {"budget_bytes": 64, "peak_held_bytes": changes.get("peak", 1)}}},
+        "shuffle": {
+            "transport": {
+                "receive": {"budget_bytes": 64, "peak_held_bytes": changes.get("peak", 1)},
+                "links": [
+                    {"peer": "x", "transport": "tcp", "stall_seconds": 0.5},
+                    {"peer": "y", "transport": "tcp", "stall_seconds": 0.25},
+                    {"peer": "y", "transport": "rpc", "stall_seconds": 2.0},
+                ],
+            }
+        },
         "events": {"last": {"x": 1}},
     }
 
@@ -37,6 +46,8 @@ def test_only_what_adds_is_added() -> None:
         "tiers.below.object.writes": 2,
         "slots.fetched.tcp://10.0.0.1:5.bytes": 14,
         "shuffle.transport.receive.peak_held_bytes": 9,
+        "shuffle.transport.links.tcp.stall_seconds": 1.5,
+        "shuffle.transport.links.rpc.stall_seconds": 4.0,
     }
     assert status.ranges() == {
         "tiers.hints.evictions_by_hint_share": (0.5, 0.9),

@@ -12,9 +12,8 @@ from dask_gpurt.extension.worker import WorkerParts, on_worker
 from dask_gpurt.observe.collect import fetch_matrix
 from dask_gpurt.observe.collect.causes import CLOCK, WAITS
 from dask_gpurt.observe.collect.worker import WorkerSlots
-from dask_gpurt.observe.figures import status_only
-from dask_gpurt.observe.figures.exported import WORKER
 from tests.observe.fakes import OPTIONAL, beat
+from tests.observe.numbers import HEARTBEAT, unknown
 
 if TYPE_CHECKING:
     import pytest
@@ -158,11 +157,11 @@ async def test_a_fetch_reaches_the_scheduler_with_a_heartbeat(c: Any, s: Any, a:
     assert told[a.address]["fetched"] == {}
     assert list(told[b.address]["fetched"]) == [a.address]
     assert told[b.address]["fetched"][a.address]["bytes"] >= 1000
-    patterns = ["next_use", CLOCK, *(figure.key for figure in WORKER)]
+    patterns = ["next_use", CLOCK, *HEARTBEAT]
     for figures in told.values():
-        keys = {figure.key.split(".")[0] for figure in WORKER} - set(OPTIONAL)
+        keys = {key.split(".")[0] for key in HEARTBEAT} - set(OPTIONAL)
         assert keys == set(figures) - {"next_use", CLOCK, WAITS}
-        assert [path for path, _ in status_only.numbers(figures) if not status_only.known(path, patterns)] == []
+        assert unknown(figures, patterns) == []
     (cell,) = fetch_matrix.matrix((ws.name, ws.address, ws.metrics["gpurt"]) for ws in s.workers.values()).cells
     assert cell.within_host
     for worker in (a, b):

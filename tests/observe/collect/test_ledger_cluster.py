@@ -11,15 +11,17 @@ from distributed import Client, secede, worker_client
 
 import dask_gpurt
 from benchmarks.advice import TROUBLES
+from dask_gpurt.client.reports import _snapshot, report_now, snapshot
 from dask_gpurt.errors import GpurtError
 from dask_gpurt.observe.collect.causes import CLOCK, WAITS
-from dask_gpurt.observe.figures import history, status_only
-from dask_gpurt.observe.figures.exported import SCHEDULER, WORKER
+from dask_gpurt.observe.figures import history
+from dask_gpurt.observe.figures.figure import exported
+from dask_gpurt.observe.figures.table import SCHEDULER, WORKER
 from dask_gpurt.observe.report.charts import timeline
 from dask_gpurt.observe.report.facts import from_snapshots
-from dask_gpurt.reports import _snapshot, report_now, snapshot
 from tests.observe.dashboard.chromium import browser, executable
 from tests.observe.fakes import OPTIONAL
+from tests.observe.numbers import HEARTBEAT, unknown
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -144,7 +146,7 @@ def test_the_causes_sum_to_the_time_there_was(settings: dict[str, Any], tmp_path
 
 
 def test_every_number_is_in_the_dictionary() -> None:
-    """Remedy: add the figure to dask_gpurt/observe/figures/exported.py, or to details.py when only status tells it."""
+    """Remedy: add the figure to dask_gpurt/observe/figures/table.py."""
     with (
         dask_gpurt.local_cluster(
             n_workers=2, threads_per_worker=1, processes=False, dashboard_address=":0", memory_limit="2 GiB"
@@ -155,22 +157,19 @@ def test_every_number_is_in_the_dictionary() -> None:
         time.sleep(0.6)
         status = dask_gpurt.status(client)
         plugin = cluster.scheduler.plugins["gpurt"]
-        patterns = [figure.key for figure in SCHEDULER] + [key for key, _, _ in status_only.SCHEDULER]
-        unknown = [path for path, _ in status_only.numbers(plugin.figures()) if not status_only.known(path, patterns)]
-        assert unknown == [], unknown
-        patterns = [key for key, _, _ in status_only.WORKER]
+        assert unknown(plugin.figures(), [figure.path for figure in SCHEDULER]) == []
+        patterns = [figure.path for figure in WORKER]
         for worker in status.workers.values():
             told = {part: worker[part] for part in ("slots", "shuffle", "tiers")}
-            assert [path for path, _ in status_only.numbers(told) if not status_only.known(path, patterns)] == []
+            assert unknown(told, patterns) == []
         for ws in cluster.scheduler.workers.values():
             figures = ws.metrics["gpurt"]
-            keys = {figure.key.split(".")[0] for figure in WORKER} - set(OPTIONAL)
+            keys = {key.split(".")[0] for key in HEARTBEAT} - set(OPTIONAL)
             assert set(figures) - keys <= {"next_use", CLOCK, WAITS}, "protocols and histograms are no figures"
             assert keys <= set(figures)
-            patterns = ["next_use", CLOCK, *(figure.key for figure in WORKER)]
-            assert [path for path, _ in status_only.numbers(figures) if not status_only.known(path, patterns)] == []
+            assert unknown(figures, ["next_use", CLOCK, *HEARTBEAT]) == []
         # The scheduler's figures have samples; those without are of what did not happen here.
-        empty = {figure.key for figure in SCHEDULER if not list(figure.samples(plugin.figures()))}
+        empty = {figure.key for figure in exported(SCHEDULER) if not list(figure.samples(plugin.figures()))}
         assert empty <= {
             f"{p}.*" for p in ("placement.declined", "placement.fallbacks.*", "placement.speeds", "shuffle.fallbacks")
         }

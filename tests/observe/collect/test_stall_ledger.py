@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from dask_gpurt.observe.collect import stall_ledger as module
+from dask_gpurt.observe.collect import task_history
 from dask_gpurt.observe.collect.causes import BUSY, CLOCK, LOCAL, UNASSIGNED, heartbeat_key
 from dask_gpurt.observe.collect.stall_ledger import StallLedger
 from tests.observe.fakes import Clock
@@ -187,11 +188,11 @@ def test_an_exception_is_counted_and_repeated_ones_end_it() -> None:
 
 
 def test_everything_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PREFIXES", 5)
+    monkeypatch.setattr(task_history, "PREFIXES", 5)
     s = Scheduler()
-    for i in range(module.ROWS + 10):
+    for i in range(task_history.ROWS + 10):
         s.start("x", "a", f"p{i}")
         s.end("x")
-    assert len(s.ledger.rows) == module.ROWS
-    assert len(s.ledger.prefixes) == 5
+    assert len(s.ledger.history.rows) == task_history.ROWS
+    assert len(s.ledger.history.prefixes) == 5
     assert s.ledger._running == {}

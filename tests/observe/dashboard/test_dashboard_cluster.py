@@ -15,9 +15,9 @@ from distributed import Client, LocalCluster
 import dask_gpurt
 from dask_gpurt.observe.collect.causes import CLOCK, LOCAL, UNASSIGNED, WAITS
 from dask_gpurt.observe.dashboard import hook
-from dask_gpurt.observe.figures.exported import WORKER
 from tests.cluster.processes import processes
 from tests.observe.fakes import OPTIONAL
+from tests.observe.numbers import HEARTBEAT
 
 pytest.importorskip("bokeh")
 
@@ -88,7 +88,7 @@ def test_pages_metrics_and_heartbeats_with_the_preload(tmp_path: Path) -> None:
             assert "next_use" not in figures  # the version of a protocol, where it is spoken: no figure
             assert figures.pop(CLOCK) > 0  # orders them, for the ledger
             assert set(figures.pop(WAITS)) <= {*LOCAL, UNASSIGNED}  # histograms, for the ledger
-            assert set(figures) == {figure.key.split(".")[0] for figure in WORKER} - set(OPTIONAL)
+            assert set(figures) == {key.split(".")[0] for key in HEARTBEAT} - set(OPTIONAL)
             assert figures.pop("fetched") == {}
             assert all(v is None or type(v) in (int, float) for v in figures.values())
             scraped = {
@@ -175,7 +175,7 @@ def test_without_bokeh_everything_else_works(tmp_path: Path) -> None:
 
 def test_pages_are_announced_again_after_a_reset_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dask's own test tools reset it: whether a stock cluster had our pages depended on the tests before."""
-    monkeypatch.setattr("dask_gpurt.api.LocalCluster", lambda **kwargs: dask.config.get(hook.ROUTES))
+    monkeypatch.setattr("dask_gpurt.client.api.LocalCluster", lambda **kwargs: dask.config.get(hook.ROUTES))
     with dask.config.set({hook.ROUTES: ["distributed.http.scheduler.info"]}):
         assert dask_gpurt.local_cluster() == ["distributed.http.scheduler.info", hook.__name__]
 

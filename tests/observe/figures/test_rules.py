@@ -11,13 +11,14 @@ import pytest
 import yaml
 
 from dask_gpurt.observe.collect.causes import BUSY, CAUSES, LOCAL, UNASSIGNED
-from dask_gpurt.observe.figures.exported import OWN, SCHEDULER, WORKER, full_name
+from dask_gpurt.observe.figures.figure import exported, full_name
+from dask_gpurt.observe.figures.table import OWN, SCHEDULER, WORKER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PLUGINS = Path(__file__).parents[3] / "plugins"
-EVERY = {full_name(figure): figure for figure in (*WORKER, *SCHEDULER, *OWN)}
+EVERY = {full_name(figure): figure for figure in (*exported(WORKER), *exported(SCHEDULER), OWN)}
 #: words of the query language that these files use
 WORDS = {"sum", "rate", "increase", "by", "or", "label_values"}
 #: labels whose values are known, and these

@@ -16,10 +16,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from dask_gpurt.testing import check_mapping
 from dask_gpurt.tiers.engine.counters import LoopTime
 from dask_gpurt.tiers.engine.entry import TABLE, Entry, IllegalMove, State
 from dask_gpurt.tiers.storage.codec import PickleCodec, flat
+from tests.tiers.stores.mapping import check_mapping
 
 if TYPE_CHECKING:
     from tests.tiers.conftest import Rig

@@ -7,17 +7,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dask_gpurt.observe.figures.exported import OWN, SCHEDULER, WORKER, Figure, full_name, markdown
+from dask_gpurt.observe.figures.dictionary import markdown
+from dask_gpurt.observe.figures.figure import Figure, exported, full_name
+from dask_gpurt.observe.figures.table import OWN, SCHEDULER, WORKER
 from tests.observe.fakes import figures
 
 ROOT = Path(__file__).parents[3]
-EVERY = (*WORKER, *SCHEDULER, *OWN)
+EVERY = (*exported(WORKER), *exported(SCHEDULER), OWN)
 
 
 def test_documentation_is_up_to_date() -> None:
-    """Remedy: ``python -m dask_gpurt.observe.figures.exported > docs/metrics.md``"""
+    """Remedy: ``python -m dask_gpurt.observe.figures.dictionary > docs/metrics.md``"""
     got = subprocess.run(
-        [sys.executable, "-m", "dask_gpurt.observe.figures.exported"],
+        [sys.executable, "-m", "dask_gpurt.observe.figures.dictionary"],
         check=True,
         capture_output=True,
         text=True,
@@ -34,9 +36,18 @@ def test_names() -> None:
         assert name.endswith("_total") == (figure.kind == "counter"), name
         if figure.unit in ("bytes", "seconds", "microseconds"):
             assert f"_{figure.unit}" in name, name
-    assert full_name(WORKER[0], "") == "gpurt_tier_bytes"
-    keys = [figure.key for figure in WORKER]
+    assert full_name(exported(WORKER)[0], "") == "gpurt_slot_wall_seconds_total"
+    keys = [figure.heartbeat for figure in WORKER if figure.heartbeat]
     assert len(set(keys)) == len(keys) <= 48
+    for table in (WORKER, SCHEDULER):
+        paths = [figure.path for figure in table if figure.path]
+        assert len(set(paths)) == len(paths)
+
+
+def test_what_a_worker_exports_rides_on_its_heartbeat() -> None:
+    for figure in WORKER:
+        assert bool(figure.heartbeat) == (figure.kind is not None) == bool(figure.family)
+        assert figure.path or figure.heartbeat
 
 
 def test_figures_of_one_family_differ_in_labels_only() -> None:
@@ -53,7 +64,7 @@ def test_figures_of_one_family_differ_in_labels_only() -> None:
 
 def test_paths_reach_what_they_name() -> None:
     tree = figures(local=3, declined=2, fallbacks=1)
-    got = {figure.key: list(figure.samples(tree)) for figure in SCHEDULER}
+    got = {figure.key: list(figure.samples(tree)) for figure in exported(SCHEDULER)}
     assert got["placement.decisions.local"] == [(("local",), 3)]
     assert got["placement.declined.*"] == [(("no inputs",), 2)]
     assert got["placement.fallbacks.*.*"] == [(("decide", "exception"), 1)]

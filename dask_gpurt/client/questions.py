@@ -1,7 +1,7 @@
-"""What a user asks about single tasks and keys: `explain` and `where`.
+"""`explain` and `where`: what a user asks about single tasks and keys.
 
-The functions that run on the scheduler or a worker return plain values, and say that something is not there instead of
-raising: a class of ours may not unpickle in another version of the package.
+The functions that run on the scheduler or a worker return plain values, and say that something is not there instead
+of raising: a class of this package may not unpickle in another version of it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dask.core import flatten
 from distributed import Future
 from distributed.client import futures_of
 
-from dask_gpurt.clients import ask, ask_workers
+from dask_gpurt.client.ask import ask, ask_workers
 from dask_gpurt.errors import GpurtError, UnknownKey
 from dask_gpurt.extension import NAME, GpurtScheduler, on_worker, stock_residence
 from dask_gpurt.observe.answers.explain import Explanation
@@ -23,6 +23,7 @@ from dask_gpurt.observe.answers.where import Where
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from dask.typing import Key
     from distributed import Client, Scheduler, Worker
     from distributed.deploy import Cluster
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 MAX_DEPENDENTS = 1000
 
 
-def explain(client: Client | Cluster | str, key: Any) -> Explanation:
+def explain(client: Client | Cluster | str, key: Key) -> Explanation:
     """Why a task ran where it ran: the workers that were compared, with the terms of the cost; the choice; and, when
     the task is finished, what was predicted against what happened.
 
@@ -66,7 +67,7 @@ def explain(client: Client | Cluster | str, key: Any) -> Explanation:
     return answer
 
 
-async def _explain(client: Client, key: Any) -> Explanation:
+async def _explain(client: Client, key: Key) -> Explanation:
     told: dict[str, Any] = await client.run_on_scheduler(_story, key=key)
     if told.get("off"):
         raise GpurtError(
@@ -78,7 +79,7 @@ async def _explain(client: Client, key: Any) -> Explanation:
     return Explanation.from_story(told)
 
 
-def _unknown(key: Any, told: dict[str, Any]) -> str:
+def _unknown(key: Key, told: dict[str, Any]) -> str:
     state = told["state"]
     if state is None:
         known = "neither the scheduler nor its log of decisions knows it"
@@ -92,7 +93,7 @@ def _unknown(key: Any, told: dict[str, Any]) -> str:
     )
 
 
-def _story(dask_scheduler: Scheduler, key: Any) -> dict[str, Any]:
+def _story(dask_scheduler: Scheduler, key: Key) -> dict[str, Any]:
     """Runs on the scheduler."""
     plugin = dask_scheduler.plugins.get(NAME)
     placement = plugin.placement if isinstance(plugin, GpurtScheduler) else None

@@ -1,4 +1,4 @@
-"""How the public functions talk to a cluster: with any kind of client, and without waiting for ever for a worker."""
+"""`ask` and `ask_workers`: talk to a cluster with any kind of client, without waiting for ever for a worker."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 ANSWER_SECONDS = 10.0
 
 
-def ask(client: Any, function: Callable[..., Any], *args: Any) -> Any:
+def ask(client: Client | Cluster | str, function: Callable[..., Any], *args: Any) -> Any:
     """Run the coroutine function ``function(client, *args)``.
 
     Parameters

@@ -1,8 +1,8 @@
-"""`record`: a run of somebody's cluster, written into a file of the client's.
+"""`record`: write a run of a cluster into a file on the client's machine.
 
-The scheduler records into a file in its own local directory (`observe.trace.recorder`), and the client fetches it in
-pieces when the block ends, so that the two need no file system in common. When the client disappears, the recording
-ends and its file is removed.
+The scheduler records into a file in its own local directory (`observe.trace.recorder`). The client fetches it in
+pieces when the block ends, so the two need no file system in common. When the client disappears, the recording ends
+and its file is removed.
 """
 
 from __future__ import annotations

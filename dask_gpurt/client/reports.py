@@ -13,7 +13,7 @@ from distributed import default_client
 from distributed.comm import get_address_host
 from distributed.utils import get_ip
 
-from dask_gpurt.clients import ask, ask_workers
+from dask_gpurt.client.ask import ask, ask_workers
 from dask_gpurt.errors import GpurtError
 from dask_gpurt.extension import NAME, GpurtScheduler, on_worker
 from dask_gpurt.observe.figures.node_class import of_worker

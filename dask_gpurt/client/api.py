@@ -1,4 +1,4 @@
-"""The public face: `local_cluster`, `attach`, `detach`, `status`."""
+"""The public functions that start, change and look at a cluster: `local_cluster`, `attach`, `detach`, `status`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributed import LocalCluster, Scheduler
 
-from dask_gpurt.clients import ANSWER_SECONDS, ask, ask_workers
+from dask_gpurt.client.ask import ANSWER_SECONDS, ask, ask_workers
 from dask_gpurt.config import Settings, flat, write
 from dask_gpurt.errors import ConfigError, InstallError
 from dask_gpurt.extension import NAME, GpurtScheduler
