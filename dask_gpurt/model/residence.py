@@ -11,20 +11,10 @@ taken out again, since messages may be under way.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable
+from typing import Any
 
 #: of the messages
 OP = "gpurt-tier"
-
-
-class ResidenceListener(Protocol):
-    """Receives what a worker tells."""
-
-    def heard(self, address: str, disk: Iterable[tuple[Hashable, float]], back: Iterable[Hashable]) -> None:
-        """Keys of the worker at `address` that went to disk, with their bytes, and that are not only there any more."""
 
 
 def message(disk: list[tuple[Any, float]], back: list[Any]) -> dict[str, Any]:

@@ -27,11 +27,12 @@ from dask_gpurt.tiers.device.oom import RetryAlone
 from dask_gpurt.tiers.device.setup import DeviceMemory
 from dask_gpurt.tiers.engine import buffer_roots
 from dask_gpurt.tiers.engine.engine import Engine
+from dask_gpurt.tiers.limits import Limits, limits_of
 from dask_gpurt.tiers.shared.worker import SharedCopies
 from dask_gpurt.tiers.storage.stack import Below
 from dask_gpurt.tiers.stores.shard_store import TierShardStore
 from dask_gpurt.tiers.worker import spill_buffer
-from dask_gpurt.tiers.worker.memory_watch import Limits, MemoryWatch, limits_of
+from dask_gpurt.tiers.worker.memory_watch import MemoryWatch
 from dask_gpurt.tiers.worker.seam import WorkerSeam
 
 if TYPE_CHECKING:

@@ -15,8 +15,9 @@ from dask_gpurt.memory import reclaim
 from dask_gpurt.memory.arenas import Arenas
 from dask_gpurt.memory.pages import SMALLEST, pages
 from dask_gpurt.tiers.engine.entry import State
+from dask_gpurt.tiers.limits import limits_of
 from dask_gpurt.tiers.worker import memory_watch
-from dask_gpurt.tiers.worker.memory_watch import MemoryWatch, limits_of
+from dask_gpurt.tiers.worker.memory_watch import MemoryWatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable

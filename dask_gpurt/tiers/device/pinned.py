@@ -32,7 +32,7 @@ from dask_gpurt.tiers.storage.protocol import TierMetrics
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dask_gpurt.tiers.engine.account import Codec, Group
+    from dask_gpurt.tiers.storage.handle import Codec, Group
 
 DEFAULT_BLOCK_BYTES = 1 << 20
 DEFAULT_SLAB_BYTES = 64 << 20
@@ -107,12 +107,6 @@ class BlockPool:
         """Of all slabs."""
         with self._lock:
             return sum(self._slab_sizes)
-
-    @property
-    def free_blocks(self) -> int:
-        """In slabs that are there."""
-        with self._lock:
-            return len(self._free)
 
     def take(self, nbytes: int) -> list[tuple[int, int]]:
         """Blocks for so many bytes.

@@ -46,13 +46,12 @@ from dask_gpurt.tiers.storage.protocol import TierMetrics
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
-    from dask_gpurt.tiers.engine.account import Group
-    from dask_gpurt.tiers.storage.handle import Handle
+    from dask_gpurt.tiers.storage.handle import Group, Handle
     from dask_gpurt.tiers.storage.protocol import StorageTier
 
 
 class DeviceBackend(Protocol):
-    """What a kind of device has to offer; also the codec of its values (`account.Codec`)."""
+    """What a kind of device has to offer; also the codec of its values (`handle.Codec`)."""
 
     def owns(self, value: Any) -> bool:
         """Is this a value in device memory?"""

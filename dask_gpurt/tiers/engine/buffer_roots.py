@@ -10,6 +10,9 @@ into. Anything else, and whatever cannot be looked into, is one root of its own 
 
 A buffer that lies in nobody's block of ours is taken for a root itself. It may be a part of something larger that we
 know nothing of, as a message or a file mapped into memory; the latter must not be counted as memory.
+
+A ``sizeof`` need not give a number of bytes. One that overflows an int32 is negative; one that divides by zero is NaN.
+In sums that decide about eviction, one such number makes memory look empty for good. So sizes pass `as_bytes`.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from __future__ import annotations
 import logging
 import mmap
 import sys
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
@@ -31,6 +34,9 @@ Root: TypeAlias = tuple[int, int]
 
 logger = logging.getLogger("distributed.worker.gpurt")
 
+#: for a value whose size is not known, as in distributed's `safe_sizeof`
+UNKNOWN_BYTES: Final = 1_000_000
+
 #: frames that could not be looked into, of this process
 errors = 0
 #: types that are not looked into, looked up first: most results of tiny tasks are of them
@@ -39,6 +45,19 @@ _PLAIN = frozenset({int, float, complex, bool, str, bytes, tuple, list, dict, se
 LEAST_BYTES = 4096
 #: a value of more parts than this is not looked into: it costs 1 us each
 MOST_PARTS = 200
+
+
+def as_bytes(nbytes: Any) -> int | None:
+    """Return a size as a whole number of bytes; None if it is negative, NaN, infinite or no number."""
+    if type(nbytes) is int:  # each task passes here
+        return nbytes if nbytes >= 0 else None
+    if isinstance(nbytes, (str, bytes)):
+        return None
+    try:
+        whole = int(nbytes)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return whole if whole >= 0 else None
 
 
 def roots_of(value: Any, nbytes: int) -> tuple[Root, ...]:

@@ -23,14 +23,14 @@ from dask_gpurt.tiers.engine.access_trace import Trace
 from dask_gpurt.tiers.engine.counters import Counters
 from dask_gpurt.tiers.engine.entry_table import Books
 from dask_gpurt.tiers.engine.eviction import Eviction
-from dask_gpurt.tiers.engine.io_threads import IoThreads, run_apart
+from dask_gpurt.tiers.engine.io_threads import IoThreads
 from dask_gpurt.tiers.engine.loading import Loading, wake
+from dask_gpurt.tiers.threads import run_apart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
-    from dask_gpurt.tiers.engine.account import Account
-    from dask_gpurt.tiers.engine.entry import Entry, EventLog
+    from dask_gpurt.tiers.engine.entry import Account, Entry, EventLog
     from dask_gpurt.tiers.engine.memory_gate import Gate, Reservation
     from dask_gpurt.tiers.storage.handle import Handle
     from dask_gpurt.tiers.storage.protocol import StorageTier

@@ -24,6 +24,7 @@ transition that assign the state directly, as then no list of the legal moves ex
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import math
 import time
@@ -35,13 +36,11 @@ from dask_gpurt.errors import StoreError
 if TYPE_CHECKING:
     import asyncio
     import weakref
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable, Collection, Hashable, Sequence
 
-    from dask_gpurt.tiers.engine.account import Account
-    from dask_gpurt.tiers.engine.shared_buffers import Block
-    from dask_gpurt.tiers.storage.handle import Handle
+    from dask_gpurt.tiers.storage.handle import Codec, Handle
 
-__all__ = ["NEVER", "TABLE", "Entry", "EventLog", "IllegalMove", "State"]
+__all__ = ["NEVER", "TABLE", "Account", "Block", "Entry", "EventLog", "IllegalMove", "State"]
 
 #: a next use that is later than all others
 NEVER: tuple[float, ...] = (math.inf,)
@@ -75,6 +74,69 @@ TABLE: dict[tuple[State, str], State] = {
 
 class IllegalMove(StoreError):
     """A bug in this package: an event that the state of the entry does not allow."""
+
+
+def _no_parts(entry: Entry) -> Sequence[int] | None:
+    return None
+
+
+def _nobody(entry: Entry) -> None:
+    return None
+
+
+@dataclasses.dataclass(eq=False)
+class Account:
+    """One owner of entries, with its codec and its counters.
+
+    The store behind ``worker.data`` and the shuffle's shards live in one engine under one budget. Their spilled bytes
+    are counted apart: Dask subtracts ``spilled_bytes`` from the bytes of its *tasks*, so shards must not be in it.
+    """
+
+    name: str
+    codec: Codec
+    #: called on the loop thread when the last copy of an entry turned out to be unreadable
+    on_lost: Callable[[Entry], None] = _nobody
+    #: the parts of a value that are still worth writing; None: all
+    parts: Callable[[Entry], Sequence[int] | None] = _no_parts
+    #: what stands for the value while it is on disk
+    shell: Callable[[Any], Any] | None = None
+    #: entries that are not in memory (STORED or LOADING)
+    stored: int = 0
+    #: their bytes in memory, had they been there
+    stored_memory_bytes: int = 0
+    #: their bytes on disk
+    stored_disk_bytes: int = 0
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Block:
+    """Memory that one or more values in memory are made of."""
+
+    root: int
+    nbytes: int
+    #: entries in memory
+    members: int = 0
+    #: of these, being written
+    moving: int = 0
+    #: the entry in memory, while it is the only one; else all of them (a worker has 100,000 blocks, few with several)
+    only: Entry | None = None
+    several: dict[Entry, None] | None = None
+
+    @property
+    def entries(self) -> Collection[Entry]:
+        """Those in memory."""
+        if self.several is not None:
+            return self.several.keys()
+        return () if self.only is None else (self.only,)
+
+    @property
+    def resident_bytes(self) -> int:
+        return self.nbytes if self.members else 0
+
+    @property
+    def moving_bytes(self) -> int:
+        """It goes when all its members are gone: until the last is on its way, nothing is."""
+        return self.nbytes if self.members and self.moving == self.members else 0
 
 
 class Entry:

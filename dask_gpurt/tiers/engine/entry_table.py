@@ -14,9 +14,9 @@ import logging
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from dask_gpurt.tiers.engine.buffer_roots import UNKNOWN_BYTES, as_bytes
 from dask_gpurt.tiers.engine.entry import Entry, EventLog, State, next_state
 from dask_gpurt.tiers.engine.shared_buffers import Blocks
-from dask_gpurt.tiers.engine.sizes import UNKNOWN_BYTES, as_bytes
 from dask_gpurt.tiers.engine.victims import SMALL_BYTES, Victims
 from dask_gpurt.tiers.storage.handle import another
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
     from dask_gpurt.tiers.engine.access_trace import Trace
-    from dask_gpurt.tiers.engine.account import Account
+    from dask_gpurt.tiers.engine.entry import Account
     from dask_gpurt.tiers.storage.handle import Handle
 
 logger = logging.getLogger("distributed.worker.gpurt")

@@ -24,10 +24,9 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.model.events import Event, Sink
-from dask_gpurt.tiers.engine.io_threads import error_kind
 from dask_gpurt.tiers.engine.memory_gate import Gate
 from dask_gpurt.tiers.engine.victims import leaves_before
-from dask_gpurt.tiers.storage.handle import EncodeError
+from dask_gpurt.tiers.storage.handle import EncodeError, error_kind
 
 if TYPE_CHECKING:
     import asyncio

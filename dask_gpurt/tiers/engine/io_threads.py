@@ -28,9 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
-    from dask_gpurt.tiers.engine.account import Account
     from dask_gpurt.tiers.engine.counters import LoopTime
-    from dask_gpurt.tiers.engine.entry import Entry
+    from dask_gpurt.tiers.engine.entry import Account, Entry
     from dask_gpurt.tiers.storage.protocol import StorageTier
 
 logger = logging.getLogger("distributed.worker.gpurt")
@@ -159,37 +158,6 @@ class IoThreads:
                 pool.shutdown(wait=False)
             else:
                 await self.loop.run_in_executor(None, pool.shutdown)
-
-
-async def run_apart(function: Callable[[], object], seconds: float) -> bool:
-    """Run a function that does not raise in a thread of its own; wait so long at most. Did it end?
-
-    Use it for what may hang with its device. Such a thread keeps neither the event loop nor the process from ending.
-    """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[None] = loop.create_future()
-
-    def tell() -> None:
-        if not done.done():
-            done.set_result(None)
-
-    def run() -> None:
-        try:
-            function()
-        finally:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(tell)
-
-    threading.Thread(target=run, name="gpurt-tier-close", daemon=True).start()
-    await asyncio.wait([done], timeout=seconds)
-    return done.done()
-
-
-def error_kind(error: BaseException) -> str:
-    """A short name to count an error under: ``ENOSPC``, or the name of the exception."""
-    if isinstance(error, OSError) and error.errno is not None:
-        return errno.errorcode.get(error.errno, str(error.errno))
-    return type(error).__name__
 
 
 def _write(tier: StorageTier, account: Account, value: Any, parts: Sequence[int] | None) -> tuple[Handle, IoCost]:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from dask_gpurt.errors import CorruptData, LostData
 from dask_gpurt.model.events import Event, Sink
 from dask_gpurt.tiers.engine.entry import State
-from dask_gpurt.tiers.engine.io_threads import error_kind, read_value, retry
-from dask_gpurt.tiers.storage.handle import DecodeError
+from dask_gpurt.tiers.engine.io_threads import read_value, retry
+from dask_gpurt.tiers.storage.handle import DecodeError, error_kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

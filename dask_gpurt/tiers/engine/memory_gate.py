@@ -24,7 +24,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from dask_gpurt.model.slots import MEMORY, waiting
-from dask_gpurt.tiers.engine.sizes import as_bytes
+from dask_gpurt.tiers.engine.buffer_roots import as_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable

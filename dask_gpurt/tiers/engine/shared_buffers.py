@@ -14,46 +14,15 @@ comes back as large as it shows.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.tiers.engine.buffer_roots import roots_of
+from dask_gpurt.tiers.engine.entry import Block
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from dask_gpurt.tiers.engine.entry import Entry
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class Block:
-    """Memory that one or more values in memory are made of."""
-
-    root: int
-    nbytes: int
-    #: entries in memory
-    members: int = 0
-    #: of these, being written
-    moving: int = 0
-    #: the entry in memory, while it is the only one; else all of them (a worker has 100,000 blocks, few with several)
-    only: Entry | None = None
-    several: dict[Entry, None] | None = None
-
-    @property
-    def entries(self) -> Collection[Entry]:
-        """Those in memory."""
-        if self.several is not None:
-            return self.several.keys()
-        return () if self.only is None else (self.only,)
-
-    @property
-    def resident_bytes(self) -> int:
-        return self.nbytes if self.members else 0
-
-    @property
-    def moving_bytes(self) -> int:
-        """It goes when all its members are gone: until the last is on its way, nothing is."""
-        return self.nbytes if self.members and self.moving == self.members else 0
 
 
 class Blocks:

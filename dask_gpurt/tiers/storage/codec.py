@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dask_gpurt.model.shards import Buffer
-    from dask_gpurt.tiers.engine.account import Group
+    from dask_gpurt.tiers.storage.handle import Group
 
 _PICKLE = b"P"
 _FAMILY = b"F"

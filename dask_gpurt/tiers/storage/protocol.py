@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dask_gpurt.model.tier import Tier
-    from dask_gpurt.tiers.engine.account import Group
-    from dask_gpurt.tiers.storage.handle import Handle
+    from dask_gpurt.tiers.storage.handle import Group, Handle
 
 
 class StorageTier(Protocol):

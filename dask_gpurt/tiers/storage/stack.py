@@ -12,19 +12,19 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.errors import InstallError, StoreError
-from dask_gpurt.tiers.engine.io_threads import run_apart
 from dask_gpurt.tiers.storage.disk.striped import Directories, open_directories
 from dask_gpurt.tiers.storage.fallback import Cascade
 from dask_gpurt.tiers.storage.object.leases import LeaseKeeper, worker_prefix
 from dask_gpurt.tiers.storage.object.tier import ObjectTier
+from dask_gpurt.tiers.threads import run_apart
 
 if TYPE_CHECKING:
     from distributed.diskutils import WorkDir
 
     from dask_gpurt.config import TierSettings
     from dask_gpurt.model.events import Sink
+    from dask_gpurt.tiers.limits import Limits
     from dask_gpurt.tiers.storage.protocol import StorageTier
-    from dask_gpurt.tiers.worker.memory_watch import Limits
 
 
 #: for the deletion of a folder of the user's choice; distributed's lock lets others purge what is left

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.errors import LostData
 from dask_gpurt.model.slots import UNSPILL, waiting
-from dask_gpurt.tiers.engine.account import Account, Group
+from dask_gpurt.tiers.engine.entry import Account
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dask_gpurt.model.shards import Chunk
     from dask_gpurt.tiers.engine.engine import Engine
     from dask_gpurt.tiers.engine.entry import Entry
+    from dask_gpurt.tiers.storage.handle import Group
 
 #: dropped runs that are remembered, so that a late message does not bring one back
 _REMEMBERED_RUNS = 10_000

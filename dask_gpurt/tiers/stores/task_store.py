@@ -23,8 +23,7 @@ from distributed.sizeof import safe_sizeof
 
 from dask_gpurt.errors import LostData
 from dask_gpurt.tiers.device.space import Box
-from dask_gpurt.tiers.engine.account import Account
-from dask_gpurt.tiers.engine.entry import Entry, State
+from dask_gpurt.tiers.engine.entry import Account, Entry, State
 from dask_gpurt.tiers.engine.victims import soonest_use
 from dask_gpurt.tiers.storage.codec import PickleCodec
 
@@ -97,8 +96,6 @@ class TieredStore(MutableMapping[Any, Any]):
         self._account = Account("data", PickleCodec(), on_lost=lambda entry: on_lost(entry.key))
         #: keys that are set go there while the store is being drained (see `spill_buffer`)
         self.successor: MutableMapping[Any, Any] | None = None
-        #: inputs that could not be brought to the device before their task began
-        self.device_load_failures = 0
         #: called with each entry made, before any victim is chosen; must not raise
         self.on_add: list[Callable[[Entry], None]] = []
         #: keeps the values that are in device memory; the entry's value is then a `Box`
@@ -226,8 +223,8 @@ class TieredStore(MutableMapping[Any, Any]):
         except LostData:
             if not entry.gone:
                 self._account.on_lost(entry)
-        except MemoryError:
-            self.device_load_failures += 1
+        except MemoryError:  # counted by the device
+            pass
 
     def release(self, entries: Iterable[Entry]) -> None:
         """Unpin what `ensure` returned."""

@@ -48,16 +48,15 @@ from distributed.sizeof import safe_sizeof
 from distributed.spill import SpillBuffer, SpilledSize
 
 from dask_gpurt.errors import CorruptData, SeamMismatch
-from dask_gpurt.tiers.engine.io_threads import error_kind
-from dask_gpurt.tiers.engine.sizes import as_bytes
-from dask_gpurt.tiers.storage.handle import DecodeError, IoCost
+from dask_gpurt.tiers.engine.buffer_roots import as_bytes
+from dask_gpurt.tiers.storage.handle import DecodeError, IoCost, error_kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from dask_gpurt.tiers.engine.account import Codec
     from dask_gpurt.tiers.engine.engine import Engine
     from dask_gpurt.tiers.engine.entry import Entry
+    from dask_gpurt.tiers.storage.handle import Codec
     from dask_gpurt.tiers.stores.task_store import TieredStore
 
 logger = logging.getLogger("distributed.worker.gpurt")

@@ -29,7 +29,7 @@ from dask.utils import key_split
 from distributed.metrics import time
 
 from dask_gpurt.model.slots import MEMORY, waiting
-from dask_gpurt.tiers.engine.sizes import as_bytes
+from dask_gpurt.tiers.engine.buffer_roots import as_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -11,8 +11,7 @@ import numpy as np
 from distributed.worker_state_machine import ExecuteFailureEvent, ExecuteSuccessEvent
 
 from dask_gpurt.simulate.eviction import Ours, moved, replay
-from dask_gpurt.tiers.engine.account import Account
-from dask_gpurt.tiers.engine.entry import NEVER, Entry
+from dask_gpurt.tiers.engine.entry import NEVER, Account, Entry
 from dask_gpurt.tiers.engine.victims import Victims, soonest_use
 from dask_gpurt.tiers.hints.protocol import OP
 from dask_gpurt.tiers.hints.worker import GUESS_SECONDS, HintReceiver, decided_share

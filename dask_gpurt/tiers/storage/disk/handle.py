@@ -8,23 +8,35 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dask_gpurt.model import compression
 from dask_gpurt.tiers.storage.handle import DecodeError, IoCost
 
 if TYPE_CHECKING:
-    from dask_gpurt.tiers.engine.account import Codec
     from dask_gpurt.tiers.storage.disk.frames import Frame
     from dask_gpurt.tiers.storage.disk.segments import Record
-    from dask_gpurt.tiers.storage.disk.tier import DiskTier
+    from dask_gpurt.tiers.storage.handle import Codec
+
+
+class Disk(Protocol):
+    """What a handle needs of the tier that made it; `DiskTier` is one."""
+
+    def read(self, handle: DiskHandle, part: int | None = None) -> tuple[tuple[Frame, ...], list[memoryview]]:
+        """The frames of a value, or of one part, and their verified bytes as stored."""
+
+    def claim(self, handle: DiskHandle) -> None:
+        """One more that needs the copy."""
+
+    def free(self, handle: DiskHandle) -> None:
+        """Give the space back. Once per claim."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DiskHandle:
     """A value on a `DiskTier`."""
 
-    disk: DiskTier
+    disk: Disk
     #: the name of its file, or its place in a segment
     place: str | Record
     #: of a file; a segment's record has its own

@@ -30,18 +30,18 @@ from distributed.diskutils import WorkDir, WorkSpace
 from dask_gpurt.errors import InstallError, TierFull
 from dask_gpurt.model.events import Event, Sink, null_sink
 from dask_gpurt.model.tier import Tier
-from dask_gpurt.tiers.engine.io_threads import error_kind
 from dask_gpurt.tiers.storage.disk.idle_memory import IdleMemory
 from dask_gpurt.tiers.storage.disk.quota import ODD_FILESYSTEMS, InFlight, Quota
 from dask_gpurt.tiers.storage.disk.tier import DiskTier
+from dask_gpurt.tiers.storage.handle import error_kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from dask_gpurt.config import TierSettings
-    from dask_gpurt.tiers.engine.account import Group
+    from dask_gpurt.tiers.limits import Limits
     from dask_gpurt.tiers.storage.disk.handle import DiskHandle
-    from dask_gpurt.tiers.worker.memory_watch import Limits
+    from dask_gpurt.tiers.storage.handle import Group
 
 logger = logging.getLogger("distributed.worker.gpurt")
 

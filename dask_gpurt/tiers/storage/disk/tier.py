@@ -52,9 +52,9 @@ from dask_gpurt.tiers.storage.disk.segments import SEGMENT, Piece, Segments
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dask_gpurt.tiers.engine.account import Group
     from dask_gpurt.tiers.storage.disk.idle_memory import IdleMemory
     from dask_gpurt.tiers.storage.disk.io_mode import Way
+    from dask_gpurt.tiers.storage.handle import Group
 
 #: a value below this goes to a segment
 SMALL = 1 << 18

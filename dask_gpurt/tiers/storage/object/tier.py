@@ -31,7 +31,7 @@ from dask_gpurt.tiers.storage.object.format import USUAL_HEAD_BYTES, Frame, Layo
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dask_gpurt.tiers.engine.account import Codec, Group
+    from dask_gpurt.tiers.storage.handle import Codec, Group
     from dask_gpurt.tiers.storage.object.client import Bucket
     from dask_gpurt.tiers.storage.protocol import TierMetrics
 
