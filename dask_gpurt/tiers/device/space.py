@@ -11,6 +11,8 @@ BELOW       no                          yes
 GONE        no                          no
 ==========  ==========================  ==================================================
 
+Moves are looked up in `TABLE`, and `DeviceSpace._move` alone makes them, with the value and the byte count.
+
 This is the one part of the tiers that is not bookkeeping on the event loop. An allocation that fails does so in the
 thread of a task, inside RMM, perhaps deep in a C++ library; room must be made *there and then*, and to wait for the
 loop could be to wait for ourselves (the loop may hold the allocator's lock, or be allocating). Hence:
@@ -41,6 +43,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy
 
 from dask_gpurt.errors import CorruptData, LostData, TierFull
+from dask_gpurt.tiers.engine.entry import IllegalMove
 from dask_gpurt.tiers.storage.protocol import TierMetrics
 
 if TYPE_CHECKING:
@@ -76,10 +79,26 @@ class DeviceBackend(Protocol):
 
 
 class BoxState(enum.Enum):
+    """Where the value of a box is; see the module."""
+
     DEVICE = "device"
     SPILLING = "spilling"
     BELOW = "below"
     GONE = "gone"
+
+
+#: (state, event) -> next state
+TABLE: dict[tuple[BoxState, str], BoxState] = {
+    (BoxState.DEVICE, "copy"): BoxState.SPILLING,
+    (BoxState.DEVICE, "drop"): BoxState.BELOW,  # it has a copy
+    (BoxState.DEVICE, "remove"): BoxState.GONE,
+    (BoxState.SPILLING, "copied"): BoxState.BELOW,
+    (BoxState.SPILLING, "copy-failed"): BoxState.DEVICE,
+    (BoxState.BELOW, "load"): BoxState.DEVICE,
+    (BoxState.BELOW, "remove"): BoxState.GONE,
+}
+#: the value is on the device, and counted
+_HERE = (BoxState.DEVICE, BoxState.SPILLING)
 
 
 class Box:
@@ -170,10 +189,8 @@ class DeviceSpace:
         with self._lock:
             self._boxes.pop(id(box), None)
         with box.lock:  # waits for a copy that is under way, by a thread that waits for nobody
-            if box.state is BoxState.DEVICE:
-                self._count(-box.nbytes)
-            box.state = BoxState.GONE
-            box.value = None
+            if box.state is not BoxState.GONE:
+                self._move(box, "remove")
             handle, box.handle = box.handle, None
         if handle is not None:
             handle.free()
@@ -205,9 +222,7 @@ class DeviceSpace:
             except (CorruptData, OSError) as e:
                 self.metrics.add(read_failures=1)
                 raise LostData(f"the copy of {box.key!r} below the device could not be read: {e}") from e
-            box.value = value
-            box.state = BoxState.DEVICE
-            self._count(box.nbytes)
+            self._move(box, "load", value)
             self.metrics.add(reads=1, read_bytes=box.nbytes, read_seconds=time.perf_counter() - start)
             return value
 
@@ -223,10 +238,25 @@ class DeviceSpace:
         """Of kept values, by their own account."""
         return self._device_bytes
 
-    def _count(self, nbytes: int) -> None:
-        # Never held where device memory is allocated: the callback cannot meet its own thread in it.
-        with self._lock:
-            self._device_bytes += nbytes
+    def _move(self, box: Box, event: str, value: Any = None) -> None:
+        """Change the state of a box, and with it its value and the byte count. Hold the lock of the box.
+
+        Raises
+        ------
+        IllegalMove
+            The table has no such move: a bug in this package.
+        """
+        before = box.state
+        after = TABLE.get((before, event))
+        if after is None:
+            raise IllegalMove(f"the box of {box.key!r} is {before.value}, where {event!r} is not allowed")
+        box.state = after
+        change = (after in _HERE) - (before in _HERE)
+        if change:
+            box.value = value
+            # Never held where device memory is allocated: the callback cannot meet its own thread in it.
+            with self._lock:
+                self._device_bytes += change * box.nbytes
 
     def balance(self, coming_bytes: int = 0) -> int:
         """Make values leave until they and `coming_bytes` are within the limit; what left. For an I/O thread."""
@@ -255,10 +285,7 @@ class DeviceSpace:
                     # work needs a pin, and pinned boxes are not taken.
                     self.backend.fence()
                     fenced = True
-                if self._copy_down(box):
-                    box.value = None
-                    box.state = BoxState.BELOW
-                    self._count(-box.nbytes)
+                if self._leave(box):
                     left += box.nbytes
             finally:
                 box.lock.release()
@@ -278,30 +305,37 @@ class DeviceSpace:
         # A copy, without the lock: the callback may interrupt the thread that holds it. (C code, atomic under the GIL.)
         return list(self._boxes.values())
 
-    def _copy_down(self, box: Box) -> bool:
+    def _leave(self, box: Box) -> bool:
+        """Move the value of a box off the device; False where it could not be copied. Hold the lock of the box."""
         if box.handle is not None:
+            self._move(box, "drop")
             return True
-        start = time.perf_counter()
-        box.state = BoxState.SPILLING
+        self._move(box, "copy")
         try:
-            try:
-                groups = self.backend.encode(box.value)
-            except MemoryError as e:  # no room to pack it: another one may need none
-                self._failed(e)
-                return False
-            except Exception as e:
-                box.unspillable = True
-                self.unspillable += 1
-                self._failed(e)
-                return False
-            box.handle = self._write(groups)
+            box.handle = self._copy(box)
+        finally:
+            self._move(box, "copy-failed" if box.handle is None else "copied")
+        return box.handle is not None
+
+    def _copy(self, box: Box) -> Handle | None:
+        start = time.perf_counter()
+        try:
+            groups = self.backend.encode(box.value)
+        except MemoryError as e:  # no room to pack it: another one may need none
+            self._failed(e)
+            return None
+        except Exception as e:
+            box.unspillable = True
+            self.unspillable += 1
+            self._failed(e)
+            return None
+        try:
+            handle = self._write(groups)
         except Exception as e:
             self._failed(e)
-            return False
-        finally:
-            box.state = BoxState.DEVICE
+            return None
         self.metrics.add(writes=1, written_bytes=box.nbytes, write_seconds=time.perf_counter() - start)
-        return True
+        return handle
 
     def _write(self, groups: list[Group]) -> Handle:
         error: Exception = TierFull("there is no tier below the device")
@@ -330,7 +364,7 @@ class DeviceSpace:
 
     def largest(self, n: int = 10) -> list[tuple[str, int, bool]]:
         """(key, bytes, pinned) of the largest values on the device."""
-        here = [b for b in self._all() if b.state in (BoxState.DEVICE, BoxState.SPILLING)]
+        here = [b for b in self._all() if b.state in _HERE]
         here.sort(key=lambda b: b.nbytes, reverse=True)
         return [(str(b.key), b.nbytes, b.pins > 0) for b in here[:n]]
 

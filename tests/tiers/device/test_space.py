@@ -13,7 +13,8 @@ import pytest
 from dask_gpurt.errors import LostData, TierFull
 from dask_gpurt.tiers.device.oom import MAX_FRAGMENTED, RetryAlone, SpillOnFailure
 from dask_gpurt.tiers.device.pinned import BlockPool, HostSlabs, SlabTier
-from dask_gpurt.tiers.device.space import BoxState, DeviceSpace
+from dask_gpurt.tiers.device.space import TABLE, BoxState, DeviceSpace
+from dask_gpurt.tiers.engine.entry import IllegalMove
 from dask_gpurt.tiers.storage.disk.tier import DiskTier
 
 pytest.importorskip("rmm")
@@ -443,3 +444,20 @@ def test_blocks_from_several_threads_never_overlap() -> None:
 
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(work, range(8)))
+
+
+def test_moves_are_those_of_the_table(tmp_path: Path) -> None:
+    events = {event for _, event in TABLE}
+    for state in BoxState:
+        for event in events:
+            rig = Rig(tmp_path / f"{state.value}-{event}", 400 * KB)
+            (box,) = rig.fill(1, 100 * KB)
+            box.state = state
+            after = TABLE.get((state, event))
+            if after is None:
+                with pytest.raises(IllegalMove, match=f"is {state.value}, where '{event}' is not allowed"):
+                    rig.space._move(box, event)
+                assert box.state is state
+            else:
+                rig.space._move(box, event, b"")
+                assert box.state is after
