@@ -22,6 +22,7 @@ from distributed.core import Status
 from dask_gpurt.backends import cuda
 from dask_gpurt.memory import reclaim
 from dask_gpurt.memory.pages import pages
+from dask_gpurt.model.circuit_breaker import Guard
 from dask_gpurt.model.events import Event, Sink, null_sink
 from dask_gpurt.tiers.device.oom import RetryAlone
 from dask_gpurt.tiers.device.setup import DeviceMemory
@@ -77,6 +78,8 @@ class TierRuntime:
         self._below = below
         self._disk = below.disk
         self._sink = sink
+        #: switches parts off that fail too often
+        self.guard = Guard("tiers", logger, sink=sink)
         self._seam: WorkerSeam | None = None
         #: why worker.data is left alone; empty when it is not
         self._left_alone = ""
@@ -223,7 +226,7 @@ class TierRuntime:
         if left is None:
             if self._seam is not None:
                 return
-            seam = WorkerSeam(self._worker, self._engine, prefetch_share=settings.prefetch)
+            seam = WorkerSeam(self._worker, self._engine, self.guard, prefetch_share=settings.prefetch)
             seam.turns.on_short = self._watch.trim
             seam.take_over()
             self._seam = seam
@@ -232,10 +235,10 @@ class TierRuntime:
                 self._engine.eviction.relaxes = False
                 self._engine.eviction.press()
                 seam.store.device = self._device
-                seam.retry_alone = RetryAlone(self._device, lambda: seam.executing)
+                seam.execute.retry_alone = RetryAlone(self._device, lambda: seam.execute.running)
             objects, lease = self._below.objects, self._below.lease
             if objects is not None and lease is not None and objects.bucket.shared:
-                self._shared = SharedCopies(self._worker, self._engine, seam.store, objects, lease)
+                self._shared = SharedCopies(self._worker, self._engine, seam.store, objects, lease, self.guard)
                 self._shared.install()
         elif self._left_alone == before:
             return
@@ -313,7 +316,7 @@ class TierRuntime:
 
     def statistics(self) -> dict[str, Any]:
         """Plain JSON. `entries` counts all entries: not for every heartbeat, see `heartbeat`."""
-        engine, seam = self._engine, self._seam
+        engine, seam, parts = self._engine, self._seam, self.guard.parts
         out: dict[str, Any] = {
             "enabled": seam is not None,
             "left_alone": self._left_alone,
@@ -344,10 +347,11 @@ class TierRuntime:
             "implausible_sizes": engine.books.implausible_sizes,
             "unknown_frames": buffer_roots.errors,
             "failed_deletions": engine.io.failures,
-            "fallbacks": dict(seam.fallbacks) if seam is not None else {},
-            "last_traceback": seam.last_traceback if seam is not None else "",
+            "fallbacks": {name: part.failures for name, part in parts.items() if part.failures},
+            "retired": {name: part.retired for name, part in parts.items() if part.retired is not None},
+            "last_traceback": next((p.last_traceback for p in parts.values() if p.last_traceback), ""),
             "lost_keys": seam.losses.keys if seam is not None else 0,
-            "returned_tasks": seam.returned_tasks if seam is not None else 0,
+            "returned_tasks": seam.inputs.returned_tasks if seam is not None else 0,
         }
         out["recycled"] = pages.statistics()
         out.update(engine.counters.to_dict())
@@ -355,14 +359,14 @@ class TierRuntime:
         out["hints"] = seam.hints.statistics() if seam is not None else {}
         out["local_uses"] = seam.local.statistics() if seam is not None else {}
         out["prefetch"] = seam.prefetch.statistics() if seam is not None else {}
-        out["input_wait_seconds"] = seam.input_wait_seconds if seam is not None else 0.0
+        out["input_wait_seconds"] = seam.inputs.wait_seconds if seam is not None else 0.0
         if self._below.objects is not None:
             out["below"] = self._below.statistics()
             out["shared"] = self._shared.statistics() if self._shared is not None else {}
         if self._device_memory is not None:
             out["device"] = self._device_memory.statistics()
-            if seam is not None and seam.retry_alone is not None:
-                out["device"].update(seam.retry_alone.statistics())
+            if seam is not None and seam.execute.retry_alone is not None:
+                out["device"].update(seam.execute.retry_alone.statistics())
         return out
 
     def protocols(self) -> dict[str, Any]:

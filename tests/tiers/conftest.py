@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 import threading
 import weakref
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from distributed.utils_test import async_poll_for
 
+from dask_gpurt.model.circuit_breaker import Guard
 from dask_gpurt.tiers.engine.engine import Engine
 from dask_gpurt.tiers.storage.disk.tier import DiskTier
 from dask_gpurt.tiers.stores.task_store import TieredStore
@@ -21,6 +23,12 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from distributed import Worker
+
+
+def guard() -> Guard:
+    """A circuit breaker of a test's own."""
+    return Guard("tiers", logging.getLogger("tests.tiers"))
+
 
 _beats: weakref.WeakKeyDictionary[Worker, asyncio.Lock] = weakref.WeakKeyDictionary()
 

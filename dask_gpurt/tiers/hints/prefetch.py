@@ -37,14 +37,18 @@ from __future__ import annotations
 
 import heapq
 import math
-import traceback
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.tiers.engine.entry import State
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Callable, Mapping
 
+    from dask.typing import Key
+    from distributed.worker_state_machine import TaskState
+
+    from dask_gpurt.model.circuit_breaker import Guard
     from dask_gpurt.tiers.engine.engine import Engine
     from dask_gpurt.tiers.engine.entry import Entry
 
@@ -72,13 +76,22 @@ class Prefetch:
         Of the budget, for values that were read ahead and not used yet; 0: never read ahead.
     """
 
-    def __init__(self, engine: Engine, tasks: Any, find: Any, share: float) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        tasks: Mapping[Key, TaskState],
+        find: Callable[[Key], Entry | None],
+        share: float,
+        guard: Guard,
+    ) -> None:
         self._engine = engine
         self._tasks = tasks
         self._find = find
         self.share = share
+        self._guard = guard
+        self.part = guard.part("prefetch", on_retired=self.uninstall)
         #: (priority, number of the task, its key)
-        self._queue: list[tuple[tuple[float, ...], int, Any]] = []
+        self._queue: list[tuple[tuple[float, ...], int, Key]] = []
         #: value -> when its reading began, and when it ended (0: not yet), in seconds
         self._ahead: dict[Entry, tuple[float, float]] = {}
         #: what may be read ahead and not used yet, in bytes; one value always may. Never more than `share` allows
@@ -97,8 +110,6 @@ class Prefetch:
         self.outcome_bytes = dict.fromkeys(self.outcomes, 0)
         #: times it stopped because it had been wrong
         self.rests = 0
-        self.exceptions = 0
-        self.last_traceback = ""
 
     # ------------------------------------------------------------------ what happens
 
@@ -115,9 +126,9 @@ class Prefetch:
             self._timer.cancel()
             self._timer = None
 
-    def pending(self, priority: tuple[float, ...], number: int, key: Any) -> None:
+    def pending(self, priority: tuple[float, ...], number: int, key: Key) -> None:
         """A task was sent here."""
-        if self.share:
+        if self.share and self.part.retired is None:
             heapq.heappush(self._queue, (priority, number, key))
             self.pump()
 
@@ -158,8 +169,7 @@ class Prefetch:
             try:
                 self._read_ahead()
             except Exception:
-                self.exceptions += 1
-                self.last_traceback = traceback.format_exc()
+                self._guard.failed(self.part.name)
                 self.clear()  # the tasks read what they need themselves
 
     def _read_ahead(self) -> None:
@@ -196,7 +206,7 @@ class Prefetch:
             heapq.heappop(self._queue)
         return None
 
-    def _next_input(self, ts: Any) -> Entry | None:
+    def _next_input(self, ts: TaskState) -> Entry | None:
         for dependency in ts.dependencies:
             entry: Entry | None = self._find(dependency.key)
             if entry is not None and _readable(entry):
@@ -244,8 +254,7 @@ class Prefetch:
             **self.outcomes,
             "bytes": dict(self.outcome_bytes),
             "rests": self.rests,
-            "exceptions": self.exceptions,
-            "last_traceback": self.last_traceback,
+            **self.part.statistics(),
         }
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 OP = "gpurt-next-use"
 #: to be raised when messages change: workers of another release then get none
 PROTOCOL = 1
-#: field of `capabilities.HEARTBEAT_NAME`
+#: field of `scheduler_plugin.HEARTBEAT_NAME`
 HEARTBEAT_FIELD = "next_use"
 #: uses of one key that are sent
 KEEP = 8

@@ -33,7 +33,6 @@ import asyncio
 import logging
 import math
 import time
-import traceback
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +44,11 @@ from dask_gpurt.tiers.hints.protocol import HEARTBEAT_FIELD, KEEP, OP, PROTOCOL,
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from dask.typing import Key
+    from distributed.worker import Worker
+    from distributed.worker_state_machine import StateMachineEvent
+
+    from dask_gpurt.model.circuit_breaker import Guard
     from dask_gpurt.tiers.engine.engine import Engine
     from dask_gpurt.tiers.engine.entry import Entry
     from dask_gpurt.tiers.stores.task_store import TieredStore
@@ -69,12 +73,20 @@ class HintReceiver:
     """
 
     def __init__(
-        self, worker: Any, engine: Engine, store: TieredStore, *, clock: Callable[[], float] = time.monotonic
+        self,
+        worker: Worker,
+        engine: Engine,
+        store: TieredStore,
+        guard: Guard,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._worker = worker
         self._engine = engine
         self._store = store
         self._clock = clock
+        self._guard = guard
+        self.part = guard.part("hints", on_retired=self._retire)
         #: it is installed; "off: why" when this distributed is not one we know
         self.state = "off"
         #: they would be of use
@@ -93,13 +105,13 @@ class HintReceiver:
         self.advanced = 0
         self.guessed = 0
         self.expired = 0
-        self.exceptions = 0
-        self.last_traceback = ""
 
     # ------------------------------------------------------------------ life
 
     def install(self) -> None:
         """Begin to listen. Hints are dispensable: where this cannot be, it says so and the tiers work without."""
+        if self.part.retired is not None:
+            return
         handlers = getattr(self._worker, "stream_handlers", None)
         missing = [name for name in _ATTRIBUTES if not hasattr(TaskState, name)]
         if not isinstance(handlers, dict) or missing:
@@ -153,15 +165,14 @@ class HintReceiver:
             "guessed": self.guessed,
             "expired": self.expired,
             "evictions_by_hint_share": decided_share(self._engine.decided_by),
-            "exceptions": self.exceptions,
-            "last_traceback": self.last_traceback,
+            **self.part.statistics(),
         }
 
     # ------------------------------------------------------------------ from the scheduler
 
     def _heard(
         self,
-        items: Iterable[tuple[Any, Sequence[Sequence[float]]]] = (),
+        items: Iterable[tuple[Key, Sequence[Sequence[float]]]] = (),
         stop: bool = False,
         pause: bool = False,
         **_: Any,
@@ -215,7 +226,7 @@ class HintReceiver:
 
     # ------------------------------------------------------------------ from this worker
 
-    def executed(self, key: Any, inputs: Iterable[Entry], event: Any) -> None:
+    def executed(self, key: Key, inputs: Iterable[Entry], event: StateMachineEvent) -> None:
         """A task has run with these inputs; `event` is how it ended. Before they are unpinned."""
         if not self._hinted or not isinstance(event, ExecuteSuccessEvent):
             return  # one that failed may run again, and the scheduler counts it as a use to come
@@ -313,10 +324,14 @@ class HintReceiver:
                 self._engine.hint(entry, None)
 
     def _failed(self) -> None:
-        self.exceptions += 1
-        self.last_traceback = traceback.format_exc()
-        if self.exceptions in (1, 10, 100, 1000):
-            logger.warning("a next-use hint was not used (%d times)", self.exceptions)
+        self._guard.failed(self.part.name)
+
+    def _retire(self) -> None:
+        """Too many failures: ask for nothing more, and forget what was said. Messages under way are ignored."""
+        if self.state == "on":
+            self._worker.stream_handlers[OP] = _ignore
+        self.state = f"off: {self.part.retired}"
+        self._forget()
 
 
 def decided_share(decided_by: dict[str, int]) -> float | None:

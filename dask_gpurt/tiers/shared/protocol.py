@@ -20,7 +20,7 @@ from dask_gpurt.tiers.storage.object.leases import is_object
 REPORT = "gpurt-copies"
 TELL = "gpurt-shared"
 PROTOCOL = 2
-#: field of `capabilities.HEARTBEAT_NAME`
+#: field of `scheduler_plugin.HEARTBEAT_NAME`
 HEARTBEAT_FIELD = "shared_copies"
 
 #: key, name of the object, bytes of the value in memory, bytes of the object, digest of its layout

@@ -29,20 +29,21 @@ import asyncio
 import heapq
 import logging
 import time
-import traceback
 from typing import TYPE_CHECKING, Any
 
 from distributed.core import Status
-from distributed.diagnostics.plugin import SchedulerPlugin
-from tornado.ioloop import PeriodicCallback
 
 from dask_gpurt.model.events import Event, Sink, null_sink
-from dask_gpurt.tiers.capabilities import check_scheduler, speaks
+from dask_gpurt.model.wrapped import Wrapped
+from dask_gpurt.tiers.scheduler_plugin import TierPlugin, check_scheduler, speaks
 from dask_gpurt.tiers.shared.protocol import HEARTBEAT_FIELD, PROTOCOL, REPORT, TELL, Copy, is_copy
 from dask_gpurt.tiers.storage.object.leases import EXPIRE_SECONDS, sweep, sweep_expired, worker_prefix
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection
+    from collections.abc import Awaitable, Callable, Collection, Coroutine
+
+    from dask.typing import Key
+    from distributed.scheduler import Scheduler
 
     from dask_gpurt.tiers.storage.object.client import Bucket
 
@@ -54,7 +55,23 @@ LOOK_SECONDS = 1.0
 CLOSE_SECONDS = 20.0
 
 
-class SharedCopiesPlugin(SchedulerPlugin):
+class _Removal(Wrapped):
+    """``remove_worker``, or the handler of that name, with `before` called first."""
+
+    def __init__(self, owner: Any, name: str, before: Callable[[str], None]) -> None:
+        self._before = before
+        super().__init__(owner, name)
+
+    def _wrap(self, stock: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def remove_worker(address: str, *args: Any, **kwargs: Any) -> Any:
+            if self._active:
+                self._before(address)
+            return await stock(address, *args, **kwargs)
+
+        return remove_worker
+
+
+class SharedCopiesPlugin(TierPlugin):
     """`start` it on a scheduler, `stop` it to end.
 
     Parameters
@@ -64,17 +81,12 @@ class SharedCopiesPlugin(SchedulerPlugin):
     """
 
     name = "gpurt-shared-copies"
-    idempotent = True
 
     def __init__(self, bucket: Bucket, *, sink: Sink = null_sink, expire_seconds: float = EXPIRE_SECONDS) -> None:
+        super().__init__("shared copies", look=self._greet, look_seconds=LOOK_SECONDS, stop=self.stop, sink=sink)
         self._bucket = bucket
-        self._sink = sink
         self._expire_seconds = expire_seconds
-        self._scheduler: Any = None
-        self._stock: Callable[..., Awaitable[Any]] | None = None
-        self._wrapper: Callable[..., Awaitable[Any]] | None = None
-        self._handled = False
-        self._look_again: PeriodicCallback | None = None
+        self._removals: list[_Removal] = []
         #: workers that were greeted -> the prefix that each was given
         self._issued: dict[str, str] = {}
         #: of these, the ones that write there: they report, and can take copies over
@@ -83,7 +95,7 @@ class SharedCopiesPlugin(SchedulerPlugin):
         #: may have been under way when its worker went.
         self._adopted_names: dict[str, set[str]] = {}
         #: key -> worker -> its copy
-        self._copies: dict[Any, dict[str, Copy]] = {}
+        self._copies: dict[Key, dict[str, Copy]] = {}
         self._sweeps: set[asyncio.Task[None]] = set()
         self.adopted_keys = 0
         self.adopted_bytes = 0
@@ -93,12 +105,10 @@ class SharedCopiesPlugin(SchedulerPlugin):
         self.expired_prefixes = 0
         #: reports about what is not below the worker's own prefix, or that make no sense
         self.refused_reports = 0
-        self.exceptions = 0
-        self.last_traceback = ""
 
     # ------------------------------------------------------------------ life
 
-    async def start(self, scheduler: Any) -> None:
+    async def start(self, scheduler: Scheduler) -> None:
         """Begin.
 
         Raises
@@ -109,38 +119,22 @@ class SharedCopiesPlugin(SchedulerPlugin):
         if self._scheduler is not None:
             return
         _check(scheduler)
-        self._scheduler = scheduler
-        stock = self._stock = scheduler.remove_worker
-
-        async def remove_worker(address: str, *args: Any, **kwargs: Any) -> Any:
-            try:
-                self._before_removal(address)
-            except Exception:
-                self._failed("adoption")
-            return await stock(address, *args, **kwargs)
-
-        self._wrapper = remove_worker
-        scheduler.remove_worker = remove_worker
-        if scheduler.handlers.get("unregister") == stock:
-            scheduler.handlers["unregister"] = remove_worker
-            self._handled = True
+        self._removals = [_Removal(scheduler, "remove_worker", self._before_removal)]
+        if scheduler.handlers.get("unregister") == scheduler.remove_worker:
+            self._removals.append(_Removal(scheduler.handlers, "unregister", self._before_removal))
+        for removal in self._removals:
+            removal.install()
         scheduler.stream_handlers[REPORT] = self._reported
-        self._look_again = PeriodicCallback(self._look, LOOK_SECONDS * 1000)
-        self._look_again.start()
-        self._look()
+        self._begin(scheduler)
         self._begin_sweep(self._sweep_expired())
 
     def stop(self) -> None:
         """End: workers report no more, and keep what they have."""
-        scheduler, self._scheduler = self._scheduler, None
+        scheduler = self._end()
         if scheduler is None:
             return
-        if self._look_again is not None:
-            self._look_again.stop()
-        if vars(scheduler).get("remove_worker") is self._wrapper:
-            del scheduler.remove_worker
-        if self._handled and scheduler.handlers.get("unregister") is self._wrapper:
-            scheduler.handlers["unregister"] = self._stock
+        for removal in self._removals:
+            removal.uninstall()
         # It stays known: reports may be under way, and an unknown op would end the worker that sent it.
         scheduler.stream_handlers[REPORT] = _ignore
         for address in self._issued:
@@ -150,9 +144,7 @@ class SharedCopiesPlugin(SchedulerPlugin):
 
     async def close(self) -> None:
         """The scheduler closes, and with it the cluster: all that is known goes."""
-        if self._look_again is not None:
-            self._look_again.stop()
-        self._scheduler = None
+        self._end()
         prefixes = {*self._issued.values(), *self._adopted_names}
         for task in list(self._sweeps):
             task.cancel()
@@ -175,17 +167,13 @@ class SharedCopiesPlugin(SchedulerPlugin):
             "swept_objects": self.swept_objects,
             "expired_prefixes": self.expired_prefixes,
             "refused_reports": self.refused_reports,
-            "exceptions": self.exceptions,
-            "last_traceback": self.last_traceback,
+            **self.part.statistics(),
         }
 
     # ------------------------------------------------------------------ who has what
 
-    def _look(self) -> None:
+    def _greet(self, scheduler: Scheduler) -> None:
         """Greet workers that understand us and have not been greeted."""
-        scheduler = self._scheduler
-        if scheduler is None:
-            return
         for address, ws in scheduler.workers.items():
             if address not in self._issued and speaks(ws, HEARTBEAT_FIELD, PROTOCOL):
                 prefix = self._issued[address] = worker_prefix(scheduler.address)
@@ -226,16 +214,22 @@ class SharedCopiesPlugin(SchedulerPlugin):
         if self.refused_reports in (1, 10, 100, 1000):
             logger.warning("a report of stored copies is ignored (%d so far): %s", self.refused_reports, message)
 
-    def transition(self, key: Any, start: Any, finish: Any, *args: Any, stimulus_id: str, **kwargs: Any) -> None:
+    def transition(self, key: Key, start: str, finish: str, *args: Any, stimulus_id: str, **kwargs: Any) -> None:
         if start == "memory":
             self._copies.pop(key, None)
 
-    def restart(self, scheduler: Any) -> None:
+    def restart(self, scheduler: Scheduler) -> None:
         self._copies.clear()
 
     # ------------------------------------------------------------------ a worker goes
 
     def _before_removal(self, address: str) -> None:
+        try:
+            self._adopt(address)
+        except Exception:
+            self._failed("adoption")
+
+    def _adopt(self, address: str) -> None:
         scheduler = self._scheduler
         if scheduler is None or scheduler.status in (Status.closing, Status.closed):
             return
@@ -283,7 +277,7 @@ class SharedCopiesPlugin(SchedulerPlugin):
 
     # ------------------------------------------------------------------ sweeping
 
-    def _begin_sweep(self, work: Any) -> None:
+    def _begin_sweep(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
         self._sweeps.add(task)
         task.add_done_callback(self._sweeps.discard)
@@ -301,22 +295,12 @@ class SharedCopiesPlugin(SchedulerPlugin):
         except Exception:
             self._failed("sweep of expired leases")
 
-    def _failed(self, where: str) -> None:
-        self.exceptions += 1
-        self.last_traceback = traceback.format_exc()
-        if self.exceptions in (1, 10, 100, 1000):
-            logger.warning(
-                "shared copies: %s failed (%d failures so far); see last_traceback in statistics",
-                where,
-                self.exceptions,
-            )
-
 
 def _ignore(**_: Any) -> None:
     """Stands in for a handler that left while a message may have been under way."""
 
 
-def _check(scheduler: Any) -> None:
+def _check(scheduler: Scheduler) -> None:
     calls: dict[str, Any] = {
         "worker_send": (("address", {}), {}),
         "add_keys": ((), {"worker": "address", "keys": [], "stimulus_id": "s"}),

@@ -12,8 +12,6 @@ copies of keys that a worker does not hold.
 from __future__ import annotations
 
 import asyncio
-import logging
-import traceback
 from typing import TYPE_CHECKING, Any
 
 from distributed.metrics import time
@@ -27,13 +25,15 @@ from dask_gpurt.tiers.stores.task_store import StoredCopy
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from dask.typing import Key
+    from distributed.worker import Worker
+
+    from dask_gpurt.model.circuit_breaker import Guard
     from dask_gpurt.tiers.engine.engine import Engine
     from dask_gpurt.tiers.engine.entry import Entry
     from dask_gpurt.tiers.storage.object.leases import LeaseKeeper
     from dask_gpurt.tiers.storage.object.tier import ObjectTier
     from dask_gpurt.tiers.stores.task_store import TieredStore
-
-logger = logging.getLogger("distributed.worker.gpurt")
 
 #: between a write and the message about it
 REPORT_SECONDS = 0.05
@@ -51,13 +51,21 @@ class SharedCopies:
     """
 
     def __init__(
-        self, worker: Any, engine: Engine, store: TieredStore, objects: ObjectTier, lease: LeaseKeeper
+        self,
+        worker: Worker,
+        engine: Engine,
+        store: TieredStore,
+        objects: ObjectTier,
+        lease: LeaseKeeper,
+        guard: Guard,
     ) -> None:
         self._worker = worker
         self._engine = engine
         self._store = store
         self._objects = objects
         self._lease = lease
+        self._guard = guard
+        self._part = guard.part("shared copies", on_retired=self.uninstall)
         #: a scheduler listens
         self.heard = False
         self._moving: asyncio.Task[None] | None = None
@@ -67,8 +75,6 @@ class SharedCopies:
         self.adopted = 0
         #: adoptions that could not be: the key was being computed here, say
         self.refused = 0
-        self.exceptions = 0
-        self.last_traceback = ""
 
     # ------------------------------------------------------------------ life
 
@@ -92,7 +98,7 @@ class SharedCopies:
 
     def heartbeat(self) -> dict[str, Any]:
         """What a scheduler that wants reports has to see."""
-        return {HEARTBEAT_FIELD: PROTOCOL}
+        return {HEARTBEAT_FIELD: PROTOCOL} if self._part.retired is None else {}
 
     def statistics(self) -> dict[str, Any]:
         """Plain JSON."""
@@ -106,8 +112,7 @@ class SharedCopies:
             "lease_failures": self._lease.failures,
             "lease_age_seconds": self._lease.age_seconds,
             "failed_deletions": self._objects.failed_deletions,
-            "exceptions": self.exceptions,
-            "last_traceback": self.last_traceback,
+            **self._part.statistics(),
         }
 
     # ------------------------------------------------------------------ telling
@@ -139,7 +144,7 @@ class SharedCopies:
         try:
             await asyncio.to_thread(self._lease.add, prefix)
         except Exception:
-            self._failed("the prefix that the scheduler gave us could not be used")
+            self._failed("prefix")
             _leave(self._worker)  # it asks again
             return
         self._objects.move_to(prefix)
@@ -147,10 +152,7 @@ class SharedCopies:
         self._report()  # even if there is none: it says that we have moved
 
     def _failed(self, what: str) -> None:
-        self.exceptions += 1
-        self.last_traceback = traceback.format_exc()
-        if self.exceptions in (1, 10, 100, 1000):
-            logger.warning("%s (%d failures so far)\n%s", what, self.exceptions, self.last_traceback)
+        self._guard.failed(self._part.name, what)
 
     def _send(self, copies: list[Copy]) -> None:
         self.reported += len(copies)
@@ -175,12 +177,12 @@ class SharedCopies:
             if adopt:
                 self._adopt(prefix, list(adopt), stimulus_id)
         except Exception:
-            self._failed("copies of a lost worker were not taken over; their keys are computed again")
+            self._failed("adoption")
             for key, *_ in adopt:
                 self._decline(key)
 
     def _adopt(self, prefix: str, copies: list[Copy], stimulus_id: str) -> None:
-        data: dict[Any, StoredCopy] = {}
+        data: dict[Key, StoredCopy] = {}
         tasks = self._worker.state.tasks
         for copy in copies:
             key, name, nbytes, stored_bytes, digest = copy
@@ -209,22 +211,22 @@ class SharedCopies:
         # In an I/O thread.
         self._lease.foster(handle.name.rpartition("/")[0], -1)
 
-    def _decline(self, key: Any) -> None:
+    def _decline(self, key: Key) -> None:
         """The scheduler believes that we have it: tell it otherwise, and it is computed again."""
         self.refused += 1
         _release(self._worker, key)
 
 
-def _release(worker: Any, key: Any) -> None:
+def _release(worker: Worker, key: Key) -> None:
     worker.batched_send({"op": "release-worker-data", "key": key, "stimulus_id": f"gpurt-not-adopted-{time()}"})
 
 
-def _leave(worker: Any) -> None:
+def _leave(worker: Worker) -> None:
     """Without a prefix a worker is no heir."""
     worker.batched_send({"op": REPORT, "prefix": "", "copies": []})
 
 
-def _decliner(worker: Any) -> Callable[..., None]:
+def _decliner(worker: Worker) -> Callable[..., None]:
     """Stands in for the handler when that has left: the scheduler must not believe that we took something over."""
 
     def decline(hello: bool = False, adopt: list[Copy] | tuple[()] = (), **_: Any) -> None:

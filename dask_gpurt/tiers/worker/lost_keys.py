@@ -14,7 +14,7 @@ by the scheduler).
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distributed.metrics import time
 from distributed.worker_state_machine import FreeKeysEvent
@@ -22,6 +22,10 @@ from distributed.worker_state_machine import FreeKeysEvent
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from dask.typing import Key
+    from distributed.worker import Worker
+
+    from dask_gpurt.model.circuit_breaker import Guard
     from dask_gpurt.tiers.stores.task_store import TieredStore
 
 _ENDED = {"error", "memory", "released", "forgotten"}
@@ -34,28 +38,27 @@ class Losses:
     ----------
     active
         Is the store that of the worker?
-    failed
-        Told, inside of the handler, of an exception in here.
+    guard
+        Counts failures to settle a loss, under "lost keys". They never switch this off: a task that reads a lost key
+        fails, so the next key is worth another attempt.
     """
 
-    def __init__(
-        self, worker: Any, store: TieredStore, *, active: Callable[[], bool], failed: Callable[[], None]
-    ) -> None:
+    def __init__(self, worker: Worker, store: TieredStore, guard: Guard, *, active: Callable[[], bool]) -> None:
         self._worker = worker
         self._store = store
         self._active = active
-        self._failed = failed
+        self._guard = guard
         #: keys that were lost and given up to the scheduler
         self.keys = 0
         self._tasks: set[asyncio.Future[None]] = set()
 
-    def lost(self, key: Any) -> None:
+    def lost(self, key: Key) -> None:
         """A key turned out to have no valid copy here: settle it in the background."""
         task = asyncio.ensure_future(self.settle(key))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def settle(self, key: Any) -> None:
+    async def settle(self, key: Key) -> None:
         """Give the key up if it can be had elsewhere or computed again; else later, when nobody here waits for it."""
         try:
             if not await self._recoverable(key):
@@ -65,9 +68,9 @@ class Losses:
             elif self._store.is_lost(key):
                 self.give_up(key)
         except Exception:
-            self._failed()
+            self._guard.failed("lost keys")
 
-    async def _give_up_when_unused(self, key: Any) -> None:
+    async def _give_up_when_unused(self, key: Key) -> None:
         # First its dependents fail (`LostData`), then the scheduler is told, which tells the clients.
         while self._active() and self._store.is_lost(key):
             await asyncio.sleep(0.1)
@@ -77,7 +80,7 @@ class Losses:
                     self.give_up(key)
                 return
 
-    async def _recoverable(self, key: Any) -> bool:
+    async def _recoverable(self, key: Key) -> bool:
         ts = self._worker.state.tasks.get(key)
         if ts is None or ts.run_spec is not None:
             return True
@@ -87,7 +90,7 @@ class Losses:
             return True
         return await scheduler.get_runspec(key=key) is not None
 
-    def give_up(self, key: Any) -> None:
+    def give_up(self, key: Key) -> None:
         """On the loop, outside of the state machine."""
         self.keys += 1
         state = self._worker.state

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from dask_gpurt.errors import LostData
 from dask_gpurt.tiers.hints.prefetch import Prefetch
-from tests.tiers.conftest import FaultyOs, Rig
+from tests.tiers.conftest import FaultyOs, Rig, guard
 
 KEYS = st.integers(0, 7)
 
@@ -37,7 +37,7 @@ class TierMachine(RuleBasedStateMachine):
         self.pinned: list[Any] = []
         self.spoilt: set[int] = set()
         self.tasks: dict[int, Any] = {}
-        self.prefetch = Prefetch(self.rig.engine, self.tasks, self.rig.store.entry, 0.5)
+        self.prefetch = Prefetch(self.rig.engine, self.tasks, self.rig.store.entry, 0.5, guard())
         self.prefetch.install()
         self.serial = 0
 
@@ -200,7 +200,7 @@ class TierMachine(RuleBasedStateMachine):
         entries = self.rig.engine.books.entries
         assert self.prefetch.ahead_bytes == sum(e.nbytes for e in entries if e.prefetched)
         assert self.prefetch.started == sum(self.prefetch.outcomes.values()) + sum(e.prefetched for e in entries)
-        assert self.prefetch.exceptions == 0, self.prefetch.last_traceback
+        assert self.prefetch.part.failures == 0, self.prefetch.part.last_traceback
         assert set(self.rig.store) == set(self.model)
         assert len(self.rig.store) == len(self.model)
         assert len(self.rig.store.slow) == len(list(self.rig.store.slow))
