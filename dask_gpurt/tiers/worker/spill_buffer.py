@@ -64,8 +64,8 @@ logger = logging.getLogger("distributed.worker.gpurt")
 _REMEDY = "Nothing was changed. Remedy: use distributed >= 2026.7.1, < 2026.9, or set gpurt.tiers.enabled: false"
 #: seconds of handing over after which the loop gets a turn
 _TURN_SECONDS = 0.005
-#: what is used of a SpillBuffer
-_INTERNALS = (
+#: attributes of a SpillBuffer that are used
+NAMES = (
     *("fast.n", "fast.total_weight", "evict", "set_noevict"),
     *("slow.cache", "slow._gen", "slow._last_updated"),
     *("_slow_uncached.load", "_slow_uncached.dump", "_slow_uncached.max_weight"),
@@ -97,7 +97,7 @@ def require_call(callable_: Any, what: str, *args: Any, **kwargs: Any) -> None:
 
 def check(data: Any) -> None:
     """Raise `SeamMismatch` when this `SpillBuffer` is not the one this module was written for."""
-    require_names(data, "SpillBuffer", _INTERNALS)
+    require_names(data, "SpillBuffer", NAMES)
     require_call(data.set_noevict, "SpillBuffer.set_noevict", "key", None)
     require_call(data.evict, "SpillBuffer.evict")
     require_call(data._slow_uncached.d._safe_key, "the file mapping's _safe_key", "key")
