@@ -20,16 +20,14 @@ from dask.utils import format_bytes
 from distributed.core import Status
 
 from dask_gpurt.backends import cuda
-from dask_gpurt.memory import reclaim
-from dask_gpurt.memory.pages import pages
 from dask_gpurt.model.circuit_breaker import Guard
 from dask_gpurt.model.events import Event, Sink, null_sink
 from dask_gpurt.tiers.device.oom import RetryAlone
 from dask_gpurt.tiers.device.setup import DeviceMemory
-from dask_gpurt.tiers.engine import buffer_roots
 from dask_gpurt.tiers.engine.engine import Engine
 from dask_gpurt.tiers.limits import Limits, limits_of
 from dask_gpurt.tiers.shared.worker import SharedCopies
+from dask_gpurt.tiers.statistics import Figures
 from dask_gpurt.tiers.storage.stack import Below
 from dask_gpurt.tiers.stores.shard_store import TierShardStore
 from dask_gpurt.tiers.worker import spill_buffer
@@ -93,6 +91,7 @@ class TierRuntime:
         self._engine.counters.listener = self._tell_metric
         self._shards = TierShardStore(self._engine)
         self._watch = MemoryWatch(worker, self._engine, limits)
+        self._figures = Figures(self._engine, below, device, self._shards, self._watch, self.guard)
         self._running = True
 
     # ------------------------------------------------------------------ life
@@ -282,92 +281,11 @@ class TierRuntime:
 
     def heartbeat(self) -> dict[str, float | int | None]:
         """What rides on every heartbeat: flat, and none of it costs more than a look."""
-        engine, seam, counters = self._engine, self._seam, self._engine.counters
-        done = counters.cumulative.get
-        # Only of tiers that are there: a plot of bytes in an object store that nobody has set says nothing.
-        more: dict[str, float | int | None] = {}
-        if self._device is not None:
-            more["device_bytes"] = self._device.device_bytes
-        if self._below.objects is not None:
-            more["object_bytes"] = self._below.objects.used_bytes
-        return {
-            **more,
-            "host_bytes": engine.resident_bytes,
-            "host_limit_bytes": engine.budget_bytes,
-            "moving_bytes": engine.moving_bytes,
-            "reserved_bytes": engine.gate.reserved_bytes,
-            "disk_bytes": self._disk.used_bytes,
-            "disk_limit_bytes": self._disk.limit_bytes,
-            "spilled_keys": len(seam.store.slow) if seam is not None else 0,
-            "written_bytes": int(done(("disk-write", "bytes"), 0)),
-            "read_bytes": int(done(("disk-read", "bytes"), 0)),
-            "write_seconds": done(("disk-write", "seconds"), 0.0),
-            "read_seconds": done(("disk-read", "seconds"), 0.0),
-            "sync_reads": counters.sync_reads,
-            "errors": sum(counters.write_errors.values())
-            + sum(counters.read_errors.values())
-            + counters.checksum_failures
-            + counters.decode_errors,
-            "lost": counters.lost,
-            "admission_waits": engine.gate.waits,
-            "admission_wait_seconds": engine.gate.wait_seconds,
-            "memory_alarms": self._watch.alarms,
-        }
+        return self._figures.heartbeat(self._seam)
 
     def statistics(self) -> dict[str, Any]:
         """Plain JSON. `entries` counts all entries: not for every heartbeat, see `heartbeat`."""
-        engine, seam, parts = self._engine, self._seam, self.guard.parts
-        out: dict[str, Any] = {
-            "enabled": seam is not None,
-            "left_alone": self._left_alone,
-            "host_bytes": engine.resident_bytes,
-            "host_limit_bytes": engine.budget_bytes,
-            "moving_bytes": engine.moving_bytes,
-            "loading_bytes": engine.loading_bytes,
-            "reserved_bytes": engine.gate.reserved_bytes,
-            "disk_bytes": self._disk.used_bytes,
-            "disk_limit_bytes": self._disk.limit_bytes,
-            "disks": self._disk.statistics(),
-            "spilled_keys": len(seam.store.slow) if seam is not None else 0,
-            "spilled_memory_bytes": seam.store.spilled_total.memory if seam is not None else 0,
-            "spilled_disk_bytes": seam.store.spilled_total.disk if seam is not None else 0,
-            "shard_chunks": len(self._shards),
-            "shard_disk_bytes": self._shards.spilled_bytes,
-            "entries": engine.states(),
-            "admission_wait_seconds": engine.gate.wait_seconds,
-            "admission_waits": engine.gate.waits,
-            "admission_forced": engine.gate.forced,
-            "admission_queue": len(engine.gate),
-            "turn_waits": seam.turns.waits if seam is not None else 0,
-            "turn_wait_seconds": seam.turns.wait_seconds if seam is not None else 0.0,
-            "turns_passed_by": seam.turns.passed_by if seam is not None else 0,
-            "memory_alarms": self._watch.alarms,
-            "memory_trims": self._watch.trims,
-            "memory_trim_errors": reclaim.errors,
-            "implausible_sizes": engine.books.implausible_sizes,
-            "unknown_frames": buffer_roots.errors,
-            "failed_deletions": engine.io.failures,
-            "fallbacks": {name: part.failures for name, part in parts.items() if part.failures},
-            "retired": {name: part.retired for name, part in parts.items() if part.retired is not None},
-            "last_traceback": next((p.last_traceback for p in parts.values() if p.last_traceback), ""),
-            "lost_keys": seam.losses.keys if seam is not None else 0,
-            "returned_tasks": seam.inputs.returned_tasks if seam is not None else 0,
-        }
-        out["recycled"] = pages.statistics()
-        out.update(engine.counters.to_dict())
-        out["evictions"] = engine.decided_by
-        out["hints"] = seam.hints.statistics() if seam is not None else {}
-        out["local_uses"] = seam.local.statistics() if seam is not None else {}
-        out["prefetch"] = seam.prefetch.statistics() if seam is not None else {}
-        out["input_wait_seconds"] = seam.inputs.wait_seconds if seam is not None else 0.0
-        if self._below.objects is not None:
-            out["below"] = self._below.statistics()
-            out["shared"] = self._shared.statistics() if self._shared is not None else {}
-        if self._device_memory is not None:
-            out["device"] = self._device_memory.statistics()
-            if seam is not None and seam.execute.retry_alone is not None:
-                out["device"].update(seam.execute.retry_alone.statistics())
-        return out
+        return self._figures.statistics(self._seam, self._shared, self._left_alone)
 
     def protocols(self) -> dict[str, Any]:
         """What a scheduler that sends next uses has to see in ``metrics["gpurt"]``."""

@@ -103,6 +103,7 @@ def test_an_alarm_gives_back_what_is_free_and_moves_values(run_rig: RunRig, monk
             assert await asyncio.to_thread(trimmed.acquire, timeout=60)
             assert await asyncio.to_thread(given.acquire, timeout=60)
         assert reclaim.errors >= 1
+        await watch.end()  # else its allowance stays in this process
 
     run_rig(main, budget=1_000_000)
 
