@@ -106,6 +106,7 @@ class System:
         return bool(self._libc.mremap(at, nbytes, nbytes, _MAYMOVE_FIXED, to) == to)
 
     def unmap(self, at: int, nbytes: int) -> None:
+        """Give memory back to the system."""
         self._libc.munmap(at, nbytes)
 
     def _map(self, nbytes: int, protection: int, flags: int) -> int | None:

@@ -35,16 +35,18 @@ from dask_gpurt.tiers.worker.memory_watch import MemoryWatch
 from dask_gpurt.tiers.worker.seam import WorkerSeam
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, MutableMapping
+
+    from dask.typing import Key
+    from distributed.worker import Worker
 
     from dask_gpurt.config import TierSettings
-    from dask_gpurt.tiers.device.space import DeviceSpace
     from dask_gpurt.tiers.stores.task_store import TieredStore
 
 logger = logging.getLogger("distributed.worker.gpurt")
 
-_runtimes: weakref.WeakKeyDictionary[Any, TierRuntime] = weakref.WeakKeyDictionary()
-_locks: weakref.WeakKeyDictionary[Any, asyncio.Lock] = weakref.WeakKeyDictionary()
+_runtimes: weakref.WeakKeyDictionary[Worker, TierRuntime] = weakref.WeakKeyDictionary()
+_locks: weakref.WeakKeyDictionary[Worker, asyncio.Lock] = weakref.WeakKeyDictionary()
 _ENDING = {Status.closing, Status.closed, Status.failed}
 
 
@@ -63,7 +65,7 @@ class TierRuntime:
 
     def __init__(
         self,
-        worker: Any,
+        worker: Worker,
         settings: TierSettings,
         limits: Limits,
         below: Below,
@@ -75,7 +77,6 @@ class TierRuntime:
         self._limits = limits
         self._below = below
         self._disk = below.disk
-        self._sink = sink
         #: switches parts off that fail too often
         self.guard = Guard("tiers", logger, sink=sink)
         self._seam: WorkerSeam | None = None
@@ -83,9 +84,8 @@ class TierRuntime:
         self._left_alone = ""
         self._engine = Engine(below.tier, budget_bytes=limits.budget_bytes, sink=sink)
         self._device_memory = device
-        self._device: DeviceSpace | None = None if device is None else device.space
-        if self._device is not None:
-            self._device.below.append(below.cascade)
+        if device is not None:
+            device.space.below.append(below.cascade)
         #: reports to the scheduler what of this worker can be had without it
         self._shared: SharedCopies | None = None
         self._engine.counters.listener = self._tell_metric
@@ -97,7 +97,7 @@ class TierRuntime:
     # ------------------------------------------------------------------ life
 
     @classmethod
-    async def install(cls, worker: Any, settings: TierSettings, *, sink: Sink = null_sink) -> TierRuntime:
+    async def install(cls, worker: Worker, settings: TierSettings, *, sink: Sink = null_sink) -> TierRuntime:
         """Start the tiers of a worker; on one that has them, apply the new settings and return the running ones.
 
         With ``settings.enabled`` False, or where ``worker.data`` is not distributed's own, it is left alone and only
@@ -135,7 +135,7 @@ class TierRuntime:
             try:
                 if below.lease is not None:
                     below.lease.start()
-                runtime._warn_about_filesystem()
+                runtime._warn_about_filesystem(sink)
                 runtime._take_over_or_leave(settings)
             except BaseException:
                 await runtime._stop()
@@ -214,7 +214,7 @@ class TierRuntime:
         self._take_over_or_leave(settings)
         self._engine.balance()
 
-    def _data(self) -> Any:
+    def _data(self) -> MutableMapping[Key, Any]:
         """What was ``worker.data`` without us."""
         return self._worker.memory_manager.data if self._seam is None else self._seam.original
 
@@ -229,12 +229,13 @@ class TierRuntime:
             seam.turns.on_short = self._watch.trim
             seam.take_over()
             self._seam = seam
-            if self._device is not None:
+            device = None if self._device_memory is None else self._device_memory.space
+            if device is not None:
                 # The device has victims of its own, which are chosen by next uses however much host memory is free.
                 self._engine.eviction.relaxes = False
                 self._engine.eviction.press()
-                seam.store.device = self._device
-                seam.execute.retry_alone = RetryAlone(self._device, lambda: seam.execute.running)
+                seam.store.device = device
+                seam.execute.retry_alone = RetryAlone(device, lambda: seam.execute.running)
             objects, lease = self._below.objects, self._below.lease
             if objects is not None and lease is not None and objects.bucket.shared:
                 self._shared = SharedCopies(self._worker, self._engine, seam.store, objects, lease, self.guard)
@@ -253,10 +254,10 @@ class TierRuntime:
             "" if limits.disk_limit_bytes is None else f" up to {format_bytes(limits.disk_limit_bytes)}",
         )
 
-    def _warn_about_filesystem(self) -> None:
+    def _warn_about_filesystem(self, sink: Sink) -> None:
         for message, kind in self._disk.warnings():
             logger.warning("%s", message)
-            self._sink(Event("tiers.filesystem", message, {"filesystem": kind}))
+            sink(Event("tiers.filesystem", message, {"filesystem": kind}))
 
     def _tell_metric(self, label: str, value: float, unit: str) -> None:
         # Writes belong to no task; stock files those of its monitor under the same heading.
@@ -295,14 +296,14 @@ class TierRuntime:
         return out
 
 
-def _left_alone(data: Any, settings: TierSettings) -> spill_buffer.LeftAlone | None:
+def _left_alone(data: MutableMapping[Key, Any], settings: TierSettings) -> spill_buffer.LeftAlone | None:
     """Why these data are not taken over; None when they are."""
     if not settings.enabled:
         return spill_buffer.LeftAlone("gpurt.tiers.enabled is false", "set it to true", logging.INFO)
     return spill_buffer.left_alone(data)
 
 
-async def _take_the_place_of_dask_cuda(worker: Any, settings: TierSettings) -> Callable[[], None]:
+async def _take_the_place_of_dask_cuda(worker: Worker, settings: TierSettings) -> Callable[[], None]:
     """On ``dask cuda worker``, where our device tier can be had; returns what undoes it."""
     data = worker.memory_manager.data
     if settings.enabled and settings.device == "auto" and spill_buffer.from_dask_cuda(data):

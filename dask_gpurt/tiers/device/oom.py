@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dask.utils import format_bytes
 from distributed.protocol import to_serialize
@@ -29,8 +29,12 @@ from distributed.worker_state_machine import ExecuteFailureEvent
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from distributed.worker_state_machine import StateMachineEvent
+
     from dask_gpurt.tiers.device.space import DeviceSpace
 
+#: how a task ended
+Outcome = TypeVar("Outcome")
 #: attempts of one allocation for which there seems to be room
 MAX_FRAGMENTED = 8
 #: to wait for other tasks before a task is run alone
@@ -144,10 +148,10 @@ class RetryAlone:
 
     async def again(
         self,
-        run: Callable[[], Awaitable[Any]],
-        failed: Callable[[Any], bool],
-        annotate: Callable[[Any, str], Any],
-    ) -> Any:
+        run: Callable[[], Awaitable[Outcome]],
+        failed: Callable[[Outcome], bool],
+        annotate: Callable[[Outcome, str], Outcome],
+    ) -> Outcome:
         """What `run` gives when no other task runs here and all values that can leave have left the device.
 
         Parameters
@@ -197,7 +201,7 @@ class RetryAlone:
         return {"retried_alone": self.retried, "succeeded": self.succeeded, "failed": self.failed}
 
 
-def out_of_memory(event: Any) -> BaseException | None:
+def out_of_memory(event: StateMachineEvent) -> BaseException | None:
     """What a task failed with, if that was a want of device memory. (The event has it pickled, for the scheduler.)"""
     if not isinstance(event, ExecuteFailureEvent):
         return None
@@ -209,7 +213,8 @@ def out_of_memory(event: Any) -> BaseException | None:
     return error if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" else None
 
 
-def with_note(event: Any, note: str) -> Any:
+def with_note(event: StateMachineEvent, note: str) -> StateMachineEvent:
+    """Add a note to what a task failed with, which was a want of device memory; changes the event."""
     error = out_of_memory(event)
     assert error is not None
     error.add_note(note)

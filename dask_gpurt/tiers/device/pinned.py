@@ -57,9 +57,11 @@ class HostSlabs:
     tier = Tier.HOST
 
     def allocate(self, nbytes: int) -> memoryview:
+        """Allocate a slab."""
         return numpy.empty(nbytes, "u1").data
 
     def release(self, slab: memoryview) -> None:
+        """Let the slab go; its memory goes with the last reference."""
         slab.release()
 
 
@@ -67,7 +69,8 @@ class DeviceFrame(Protocol):
     """A frame whose bytes are on a device."""
 
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """Bytes of the frame."""
 
     def copy_to(self, offset: int, target: memoryview) -> None:
         """Fill `target` with the bytes from `offset` on. Returns when they are there."""
@@ -178,6 +181,7 @@ class SlabHandle:
         return self.slab.tier
 
     def load(self, codec: Codec) -> tuple[Any, IoCost]:
+        """See `Handle.load`."""
         start = time.perf_counter()
         self._check()
         decode_pieces = getattr(codec, "decode_pieces", None)
@@ -202,6 +206,7 @@ class SlabHandle:
         return value, IoCost(self.nbytes, middle - start, end - middle)
 
     def load_part(self, part: int) -> tuple[list[memoryview], IoCost]:
+        """See `Handle.load_part`."""
         start = time.perf_counter()
         self._check()
         mine = [i for i, (p, _) in enumerate(self.frames) if p == part]
@@ -235,6 +240,7 @@ class SlabHandle:
             raise CorruptData("the blocks of this copy were given back")
 
     def free(self) -> None:
+        """Give the blocks back. A second call does nothing."""
         if self.alive[0]:
             self.alive[0] = False
             self.slab.give(self)
@@ -257,6 +263,7 @@ class SlabTier:
 
     @property
     def limit_bytes(self) -> int | None:
+        """Bytes of all blocks; None: no limit."""
         return self.pool.limit_bytes
 
     def write(self, groups: Sequence[tuple[int, Sequence[Any]]]) -> SlabHandle:
@@ -321,4 +328,5 @@ class SlabTier:
             handle.free()
 
     def close(self) -> None:
+        """Give all slabs back."""
         self.pool.close()

@@ -16,6 +16,8 @@ from dask_gpurt.tiers.device.space import DeviceSpace
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from distributed.worker import Worker
+
     from dask_gpurt.config import TierSettings
     from dask_gpurt.tiers.device.pinned import SlabSource
     from dask_gpurt.tiers.device.space import DeviceBackend
@@ -39,7 +41,7 @@ class DeviceMemory:
 
     @classmethod
     def open(
-        cls, worker: Any, settings: TierSettings, host_bytes: int | None, *, serves: bool = True
+        cls, worker: Worker, settings: TierSettings, host_bytes: int | None, *, serves: bool = True
     ) -> DeviceMemory | None:
         """Probe, and install where an allocation succeeds; None where there is no device. In a thread.
 

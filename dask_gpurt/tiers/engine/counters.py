@@ -72,9 +72,11 @@ class Counters:
     listener: Callable[[str, float, str], None] | None = None
 
     def written(self, cost: IoCost) -> None:
+        """Count a write."""
         self._io("disk-write", "serialize", cost)
 
     def read(self, cost: IoCost) -> None:
+        """Count a read."""
         self._io("disk-read", "deserialize", cost)
 
     def as_stock(self) -> dict[tuple[str, str], float]:

@@ -146,6 +146,7 @@ class Engine:
         self.gate.wake()
 
     def unpin(self, entry: Entry) -> None:
+        """One user less; the last one makes the value a victim again."""
         if self.books.unpin(entry) and self.eviction.pressed:
             self.balance()
 

@@ -47,6 +47,8 @@ NEVER: tuple[float, ...] = (math.inf,)
 
 
 class State(enum.Enum):
+    """Where the value of an entry is; see the module."""
+
     RESIDENT = "resident"
     MOVING = "moving"
     STORED = "stored"
@@ -131,6 +133,7 @@ class Block:
 
     @property
     def resident_bytes(self) -> int:
+        """Its bytes, while a value in memory is made of it."""
         return self.nbytes if self.members else 0
 
     @property
@@ -215,6 +218,7 @@ class Entry:
 
     @property
     def in_memory(self) -> bool:
+        """The value is in memory."""
         return self.state is State.RESIDENT or self.state is State.MOVING
 
     @property
@@ -233,6 +237,7 @@ class EventLog:
         self.listener: Callable[[Hashable, State | None], None] | None = None
 
     def append(self, key: Hashable, before: State | None, event: str, after: State | None) -> None:
+        """Add a move; `before` is None for a new entry, `after` for one that is gone."""
         self._events.append((time.time(), key, before, event, after))
         if self.listener is not None:
             self.listener(key, after)

@@ -42,6 +42,7 @@ class Reservation:
         gate.reserved_bytes += nbytes
 
     def release(self) -> None:
+        """Give the room back. A second call does nothing."""
         if self._gate is not None:
             gate, self._gate = self._gate, None
             gate.reserved_bytes -= self.nbytes

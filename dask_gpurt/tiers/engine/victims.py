@@ -83,10 +83,12 @@ class Victims:
                 heapq.heapify(self._known)
 
     def clear(self) -> None:
+        """Forget all of them."""
         for table in (self._unknown, self._small, self._known, self._known_set, self._clean):
             table.clear()
 
     def discard(self, entry: Entry) -> None:
+        """Take an entry out, if it is in."""
         self._clean.pop(entry, None)
         self._unknown.pop(entry, None)
         self._small.pop(entry, None)

@@ -82,6 +82,7 @@ class LocalUses(WorkerPlugin):
     # ------------------------------------------------------------------ events
 
     def transition(self, key: Key, start: str, finish: str, **kwargs: Any) -> None:
+        """See `WorkerPlugin.transition`; raises nothing."""
         try:
             if finish in PENDING:
                 if key not in self._pending:

@@ -183,6 +183,7 @@ class NextUsePlugin(TierPlugin):
     # ------------------------------------------------------------------ events
 
     def transition(self, key: Key, start: str, finish: str, *args: Any, stimulus_id: str, **kwargs: Any) -> None:
+        """See `SchedulerPlugin.transition`; raises nothing."""
         # Called for every transition of every task: leave as early as possible.
         if not self._ready:
             return
@@ -233,10 +234,12 @@ class NextUsePlugin(TierPlugin):
         return len(left) < LOW or len(dts.who_has) > 1
 
     def remove_worker(self, scheduler: Scheduler, worker: str, *, stimulus_id: str, **kwargs: Any) -> None:
+        """Forget a worker."""
         for table in (self._ready, self._streams, self._met):
             table -= {ws for ws in table if ws.address == worker}
 
     def restart(self, scheduler: Scheduler) -> None:
+        """Forget all tasks."""
         self._forget()
 
     # ------------------------------------------------------------------ messages

@@ -215,10 +215,12 @@ class SharedCopiesPlugin(TierPlugin):
             logger.warning("a report of stored copies is ignored (%d so far): %s", self.refused_reports, message)
 
     def transition(self, key: Key, start: str, finish: str, *args: Any, stimulus_id: str, **kwargs: Any) -> None:
+        """Forget the copies of a key that leaves memory."""
         if start == "memory":
             self._copies.pop(key, None)
 
     def restart(self, scheduler: Scheduler) -> None:
+        """Forget all copies."""
         self._copies.clear()
 
     # ------------------------------------------------------------------ a worker goes

@@ -67,14 +67,17 @@ class Cascade:
 
     @property
     def tier(self) -> Tier:
+        """That of the first."""
         return self._levels[0].tier.tier
 
     @property
     def used_bytes(self) -> int:
+        """Bytes on all of them."""
         return sum(level.tier.used_bytes for level in self._levels)
 
     @property
     def limit_bytes(self) -> int | None:
+        """Bytes that all of them may take; None: no limit."""
         limits = [level.tier.limit_bytes for level in self._levels]
         return None if None in limits else sum(n for n in limits if n is not None)
 
@@ -127,6 +130,7 @@ class Cascade:
             level.tier.probe()
 
     def close(self) -> None:
+        """Delete everything on all of them."""
         for level in self._levels:
             level.tier.close()
 

@@ -24,7 +24,8 @@ class StorageTier(Protocol):
     """A place below the memory that tasks compute in. All methods are called in I/O threads and are thread-safe."""
 
     @property
-    def tier(self) -> Tier: ...
+    def tier(self) -> Tier:
+        """What kind of place it is."""
 
     @property
     def used_bytes(self) -> int:

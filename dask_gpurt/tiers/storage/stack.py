@@ -20,6 +20,7 @@ from dask_gpurt.tiers.threads import run_apart
 
 if TYPE_CHECKING:
     from distributed.diskutils import WorkDir
+    from distributed.worker import Worker
 
     from dask_gpurt.config import TierSettings
     from dask_gpurt.model.events import Sink
@@ -56,7 +57,7 @@ class Below:
         self.tier: StorageTier = self.cascade if len(tiers) > 1 else disk
 
     @classmethod
-    async def open(cls, worker: Any, settings: TierSettings, limits: Limits, sink: Sink) -> Below:
+    async def open(cls, worker: Worker, settings: TierSettings, limits: Limits, sink: Sink) -> Below:
         """On the worker's event loop; what takes long is done in threads.
 
         Raises
@@ -85,6 +86,7 @@ class Below:
             await self.lease.stop()
 
     async def after_close(self) -> None:
+        """Give back the locks of the user's folders."""
         for work_dir in self._work_dirs:
             await run_apart(work_dir.release, RELEASE_SECONDS)
 
@@ -103,7 +105,7 @@ def _close_folders(disk: Directories, work_dirs: list[WorkDir]) -> None:
         work_dir.release()
 
 
-def _open_objects(worker: Any, settings: TierSettings) -> tuple[ObjectTier, LeaseKeeper] | None:
+def _open_objects(worker: Worker, settings: TierSettings) -> tuple[ObjectTier, LeaseKeeper] | None:
     """In a thread. The store must answer once: a wrong URL or missing credentials must not wait for a full disk."""
     url = settings.object_store
     if url is None:

@@ -104,8 +104,8 @@ class TieredStore(MutableMapping[Any, Any]):
     def drain_into(self, successor: SpillBuffer) -> None:
         """From now on keys are set in `successor`; the caller moves those that are here."""
         self.successor = successor
-        self.fast: Any = successor.fast
-        self.evict: Any = successor.evict
+        self.fast = successor.fast
+        self.evict = successor.evict
 
     # ------------------------------------------------------------------ mapping
 
@@ -184,6 +184,7 @@ class TieredStore(MutableMapping[Any, Any]):
         return iter(keys)
 
     def clear(self) -> None:
+        """Forget all keys, without reading any."""
         # The mixin's version pops items, which would read every value.
         for key in list(self):
             del self[key]

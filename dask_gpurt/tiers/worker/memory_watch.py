@@ -22,7 +22,7 @@ import math
 import sys
 import time
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dask.utils import format_bytes
 from tornado.ioloop import PeriodicCallback
@@ -33,6 +33,8 @@ from dask_gpurt.memory.pages import pages
 from dask_gpurt.tiers.threads import run_apart
 
 if TYPE_CHECKING:
+    from distributed.worker import Worker
+
     from dask_gpurt.tiers.engine.engine import Engine
     from dask_gpurt.tiers.limits import Limits
 
@@ -72,7 +74,7 @@ def _allow(watch: MemoryWatch, nbytes: int | None) -> None:
 class MemoryWatch:
     """Asks the engine to shrink while the process is too large."""
 
-    def __init__(self, worker: Any, engine: Engine, limits: Limits) -> None:
+    def __init__(self, worker: Worker, engine: Engine, limits: Limits) -> None:
         self._worker = worker
         self._engine = engine
         self._limits = limits
@@ -94,6 +96,7 @@ class MemoryWatch:
             self._callback.start()
 
     def stop(self) -> None:
+        """Look no longer, until `set_limits`."""
         pages.trim()
         if self._callback is not None:
             self._callback.stop()

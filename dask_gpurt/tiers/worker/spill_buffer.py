@@ -52,7 +52,12 @@ from dask_gpurt.tiers.engine.buffer_roots import as_bytes
 from dask_gpurt.tiers.storage.handle import DecodeError, IoCost, error_kind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, MutableMapping
+
+    from dask.typing import Key
+    from distributed.spill import Slow
+    from distributed.worker import Worker
+    from zict import File
 
     from dask_gpurt.tiers.engine.engine import Engine
     from dask_gpurt.tiers.engine.entry import Entry
@@ -95,7 +100,7 @@ def require_call(callable_: Any, what: str, *args: Any, **kwargs: Any) -> None:
         raise SeamMismatch(f"{what} cannot be called as this package relies on ({e}). {_REMEDY}") from e
 
 
-def check(data: Any) -> None:
+def check(data: SpillBuffer) -> None:
     """Raise `SeamMismatch` when this `SpillBuffer` is not the one this module was written for."""
     require_names(data, "SpillBuffer", NAMES)
     require_call(data.set_noevict, "SpillBuffer.set_noevict", "key", None)
@@ -117,7 +122,7 @@ class LeftAlone:
     level: int
 
 
-def left_alone(data: Any) -> LeftAlone | None:
+def left_alone(data: MutableMapping[Key, Any]) -> LeftAlone | None:
     """Why this mapping is not taken over; None when it is."""
     if type(data) is SpillBuffer:
         return None
@@ -140,12 +145,12 @@ def left_alone(data: Any) -> LeftAlone | None:
     )
 
 
-def from_dask_cuda(data: Any) -> bool:
+def from_dask_cuda(data: MutableMapping[Key, Any]) -> bool:
     """Is it dask-cuda's ``DeviceHostFile``?"""
     return type(data).__module__.partition(".")[0] == "dask_cuda"
 
 
-def stand_in(worker: Any) -> Callable[[], None] | None:
+def stand_in(worker: Worker) -> Callable[[], None] | None:
     """Put what distributed itself would have chosen in the place of dask-cuda's mapping, if nothing is in it yet.
 
     Returns
@@ -180,7 +185,7 @@ class ForeignHandle:
 
     buffer: SpillBuffer
     lock: threading.Lock
-    key: Any
+    key: Key
     nbytes: int
     #: its file; the buffer may have another value of this key by now
     name: str
@@ -188,6 +193,7 @@ class ForeignHandle:
     kept: bool = False
 
     def load(self, codec: Codec) -> tuple[Any, IoCost]:
+        """See `Handle.load`."""
         slow = self.buffer._slow_uncached
         start = time.perf_counter()
         try:
@@ -203,15 +209,17 @@ class ForeignHandle:
         return value, IoCost(self.nbytes, middle - start, time.perf_counter() - middle)
 
     def load_part(self, part: int) -> tuple[list[memoryview], IoCost]:
+        """Raise KeyError: the buffer stores no parts."""
         raise KeyError(part)
 
     def free(self) -> None:
+        """Delete the key from the buffer, unless it has it to itself again."""
         with self.lock:  # its byte totals are not safe against two threads
             if not self.kept and _files(self.buffer).filenames.get(self.key) == self.name:
                 del self.buffer[self.key]
 
 
-def _files(buffer: SpillBuffer) -> Any:
+def _files(buffer: SpillBuffer) -> File[bytes]:
     return buffer._slow_uncached.d
 
 
@@ -233,7 +241,7 @@ def adopt(data: SpillBuffer, store: TieredStore) -> None:
 # ---------------------------------------------------------------------------------------------- giving back
 
 
-async def give_back(store: TieredStore, data: SpillBuffer, engine: Engine) -> list[Any]:
+async def give_back(store: TieredStore, data: SpillBuffer, engine: Engine) -> list[Key]:
     """Move everything from `task_store` into `data`; see the module for the order. The loop stays free.
 
     Returns
@@ -362,7 +370,7 @@ class _Draining:
             self._engine.budget_bytes = max(0, self._budget_bytes - (as_bytes(self._data.fast.total_weight) or 0))
 
 
-def _write_file(slow: Any, path: str, value: Any) -> SpilledSize | None:
+def _write_file(slow: Slow, path: str, value: Any) -> SpilledSize | None:
     """In a thread. None when it would pass the buffer's limit. Raises whatever went wrong, and leaves no file then."""
     with context_meter.clear_callbacks():
         frames = slow.dump(value)

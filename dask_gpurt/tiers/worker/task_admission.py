@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dask.utils import key_split
 from distributed.metrics import time
@@ -33,6 +33,8 @@ from dask_gpurt.tiers.engine.buffer_roots import as_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+
+    from dask.typing import Key
 
     from dask_gpurt.tiers.engine.engine import Engine
     from dask_gpurt.tiers.engine.entry import Entry
@@ -57,7 +59,7 @@ class Outputs:
     def __init__(self) -> None:
         self._nbytes: dict[str, float] = {}
 
-    def learn(self, key: Any, nbytes: int) -> None:
+    def learn(self, key: Key, nbytes: int) -> None:
         """A task has returned so much."""
         if as_bytes(nbytes) is None:
             return
@@ -69,7 +71,7 @@ class Outputs:
             del self._nbytes[next(iter(self._nbytes))]
         self._nbytes[prefix] = learned
 
-    def expected(self, key: Any) -> int | None:
+    def expected(self, key: Key) -> int | None:
         """What this one will return; None: not known."""
         nbytes = self._nbytes.get(key_split(key))
         return None if nbytes is None else int(nbytes)
@@ -83,7 +85,7 @@ class Outputs:
 class Turn:
     """A task that runs. Bytes."""
 
-    key: Any
+    key: Key
     #: of its inputs, which cannot leave memory
     inputs: int
     #: what it may come to allocate
@@ -111,7 +113,7 @@ class Turns:
         *,
         limit_bytes: Callable[[], int | None],
         process_bytes: Callable[[], int],
-        seceded: Callable[[Any], bool],
+        seceded: Callable[[Key], bool],
     ) -> None:
         self._engine = engine
         self._limit_bytes = limit_bytes
@@ -128,7 +130,7 @@ class Turns:
         #: tasks that were not waited for any longer
         self.passed_by = 0
 
-    async def begin(self, key: Any, inputs: Iterable[Entry]) -> Turn | None:
+    async def begin(self, key: Key, inputs: Iterable[Entry]) -> Turn | None:
         """Wait until the task may begin. Give what it returns to `end`, in any case."""
         inputs = list(inputs)
         nbytes = sum(e.nbytes for e in inputs)

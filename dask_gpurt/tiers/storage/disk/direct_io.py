@@ -72,6 +72,7 @@ class BufferPool:
         return aligned_buffer(CHUNK, _HUGE_PAGE)
 
     def give(self, chunk: memoryview) -> None:
+        """Take a buffer back."""
         with self._lock:
             if len(self._free) < self._keep:
                 self._free.append(chunk)

@@ -59,6 +59,7 @@ class DiskHandle:
         return self.file_frames if isinstance(self.place, str) else self.place.frames
 
     def load(self, codec: Codec) -> tuple[Any, IoCost]:
+        """See `Handle.load`."""
         buffers, cost = self._read(None)
         start = time.perf_counter()
         try:
@@ -69,6 +70,7 @@ class DiskHandle:
         return value, cost
 
     def load_part(self, part: int) -> tuple[list[memoryview], IoCost]:
+        """See `Handle.load_part`."""
         buffers, cost = self._read(part)
         if not buffers:
             raise KeyError(part)
@@ -90,4 +92,5 @@ class DiskHandle:
         return self
 
     def free(self) -> None:
+        """Give up one claim; the last one deletes the copy."""
         self.disk.free(self)

@@ -33,6 +33,7 @@ class Quota:
         self._lock = threading.Lock()
 
     def claim(self, nbytes: int) -> None:
+        """Count bytes that are about to be written; TierFull when they would pass the limit."""
         with self._lock:
             if self.limit_bytes is not None and self.used_bytes + nbytes > self.limit_bytes:
                 raise TierFull(
@@ -43,6 +44,7 @@ class Quota:
             self.used_bytes += nbytes
 
     def release(self, nbytes: int) -> None:
+        """Count bytes that were deleted, or not written after all."""
         with self._lock:
             self.used_bytes -= nbytes
 
@@ -55,6 +57,7 @@ class InFlight:
         self._lock = threading.Lock()
 
     def add(self, nbytes: int) -> None:
+        """Count bytes whose write begins; negative ones when it has ended."""
         with self._lock:
             self.nbytes += nbytes
 

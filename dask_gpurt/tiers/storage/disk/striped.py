@@ -102,6 +102,7 @@ class Directories:
 
     @property
     def disks(self) -> list[DiskTier]:
+        """The tier of each folder."""
         return [f.disk for f in self._folders]
 
     @property
@@ -111,6 +112,7 @@ class Directories:
 
     @property
     def used_bytes(self) -> int:
+        """Bytes in all folders."""
         return sum(f.disk.used_bytes for f in self._folders)
 
     @property

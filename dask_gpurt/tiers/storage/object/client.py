@@ -41,17 +41,23 @@ class Store(Protocol):
     #: a refusal, which is final
     denied: tuple[type[Exception], ...]
 
-    def put(self, name: str, views: Sequence[Any]) -> None: ...
+    def put(self, name: str, views: Sequence[Any]) -> None:
+        """Write an object."""
 
-    def read_range(self, name: str, start: int, stop: int) -> memoryview: ...
+    def read_range(self, name: str, start: int, stop: int) -> memoryview:
+        """Read a range of bytes of an object."""
 
-    def fill(self, name: str, start: int, buffers: Sequence[memoryview]) -> int: ...
+    def fill(self, name: str, start: int, buffers: Sequence[memoryview]) -> int:
+        """Read bytes from `start` on into `buffers`; how many there were."""
 
-    def delete(self, names: Iterable[str]) -> None: ...
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete objects; those that are gone already count as deleted."""
 
-    def list(self, prefix: str) -> dict[str, datetime.datetime]: ...
+    def list(self, prefix: str) -> dict[str, datetime.datetime]:
+        """Return the names of objects below a prefix, and when each was written."""
 
-    def modified(self, name: str) -> datetime.datetime: ...
+    def modified(self, name: str) -> datetime.datetime:
+        """Return when an object was written."""
 
 
 class Bucket:

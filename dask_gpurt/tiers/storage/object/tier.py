@@ -54,6 +54,7 @@ class ObjectHandle:
     tier: Tier = Tier.OBJECT
 
     def load(self, codec: Codec) -> tuple[Any, IoCost]:
+        """See `Handle.load`."""
         start = time.perf_counter()
         layout = self.store.layout_of(self)
         buffers = self.store.read(self, layout.frames)
@@ -65,12 +66,14 @@ class ObjectHandle:
         return value, IoCost(self.nbytes, middle - start, time.perf_counter() - middle)
 
     def load_part(self, part: int) -> tuple[list[memoryview], IoCost]:
+        """See `Handle.load_part`."""
         start = time.perf_counter()
         frames = self.store.layout_of(self).of_part(part)
         buffers = self.store.read(self, frames)
         return buffers, IoCost(sum(f.nbytes for f in frames), time.perf_counter() - start, 0.0)
 
     def free(self) -> None:
+        """Delete the object."""
         self.store.free(self)
 
 
@@ -105,6 +108,7 @@ class ObjectTier:
 
     @property
     def used_bytes(self) -> int:
+        """Bytes of objects that this worker has written or adopted."""
         return self._used_bytes
 
     @property
