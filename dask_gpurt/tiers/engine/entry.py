@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from dask_gpurt.tiers.storage.handle import Codec, Handle
 
-__all__ = ["NEVER", "TABLE", "Account", "Block", "Entry", "EventLog", "IllegalMove", "State"]
+__all__ = ["NEVER", "TABLE", "Account", "Block", "Entry", "EventLog", "IllegalMove", "ReadAhead", "State"]
 
 #: a next use that is later than all others
 NEVER: tuple[float, ...] = (math.inf,)
@@ -54,6 +54,15 @@ class State(enum.Enum):
     STORED = "stored"
     LOADING = "loading"
     LOST = "lost"
+
+
+class ReadAhead(enum.StrEnum):
+    """How it ended that a value was read ahead of its use; see `prefetch`."""
+
+    IN_TIME = "in_time"
+    LATE = "late"
+    EARLY = "early"
+    WASTED = "wasted"
 
 
 #: (state, event) -> next state

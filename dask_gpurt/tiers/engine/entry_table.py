@@ -15,7 +15,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.tiers.engine.buffer_roots import UNKNOWN_BYTES, as_bytes
-from dask_gpurt.tiers.engine.entry import Entry, EventLog, State, next_state
+from dask_gpurt.tiers.engine.entry import Entry, EventLog, ReadAhead, State, next_state
 from dask_gpurt.tiers.engine.shared_buffers import Blocks
 from dask_gpurt.tiers.engine.victims import SMALL_BYTES, Victims
 from dask_gpurt.tiers.storage.handle import another
@@ -40,7 +40,7 @@ def _nothing() -> None:
     return None
 
 
-def _prefetch_ended(entry: Entry, outcome: str) -> None:
+def _prefetch_ended(entry: Entry, outcome: ReadAhead) -> None:
     entry.prefetched = False
 
 
@@ -71,7 +71,7 @@ class Books:
         #: values whose ``sizeof`` was negative, or no number
         self.implausible_sizes = 0
         #: told when a value that was read ahead is used, or leaves; see `prefetch`
-        self.on_prefetch_end: Callable[[Entry, str], None] = _prefetch_ended
+        self.on_prefetch_end: Callable[[Entry, ReadAhead], None] = _prefetch_ended
         #: told when there may be room
         self.on_change: Callable[[], None] = _nothing
         #: what is asked and done, while somebody wants to know
@@ -144,7 +144,7 @@ class Books:
     def remove(self, entry: Entry) -> None:
         """Take an entry out. Its handle is still to be freed, and whoever waits for it to be woken."""
         if entry.prefetched:
-            self.on_prefetch_end(entry, "wasted")
+            self.on_prefetch_end(entry, ReadAhead.WASTED)
         entry.gone = True
         del self.entries[entry]
         if self.ordered:
@@ -177,7 +177,7 @@ class Books:
     def move(self, entry: Entry, event: str, value: Any = None) -> None:
         """The only place where states change, and with them all byte counts. `value`: what came to memory."""
         if entry.prefetched and event in _LEAVES:
-            self.on_prefetch_end(entry, "early" if event in ("write", "drop") else "wasted")
+            self.on_prefetch_end(entry, ReadAhead.EARLY if event in ("write", "drop") else ReadAhead.WASTED)
         before = entry.state
         after = next_state(entry, event, self.log)
         was, is_ = entry.in_memory, after in (State.RESIDENT, State.MOVING)
@@ -244,7 +244,7 @@ class Books:
         """It was used just now."""
         entry.last_use = self.clock()
         if entry.prefetched:
-            self.on_prefetch_end(entry, "in_time")
+            self.on_prefetch_end(entry, ReadAhead.IN_TIME)
         if self.trace is not None:
             self.trace.note("touch", entry)
         if self.ordered and entry in self.victims:
@@ -254,7 +254,7 @@ class Books:
         """Keep it in memory once it is there, until `unpin`. Counts."""
         entry.pins += 1
         if entry.prefetched:
-            self.on_prefetch_end(entry, "in_time" if entry.in_memory else "late")
+            self.on_prefetch_end(entry, ReadAhead.IN_TIME if entry.in_memory else ReadAhead.LATE)
         if entry.pins == 1:
             if self.ordered:
                 self.victims.discard(entry)

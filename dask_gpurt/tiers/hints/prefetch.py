@@ -39,7 +39,7 @@ import heapq
 import math
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.tiers.engine.entry import State
+from dask_gpurt.tiers.engine.entry import ReadAhead, State
 
 if TYPE_CHECKING:
     import asyncio
@@ -106,8 +106,8 @@ class Prefetch:
         self.started = 0
         self.started_bytes = 0
         #: outcome -> values, and their bytes; see the module
-        self.outcomes = {"in_time": 0, "late": 0, "early": 0, "wasted": 0}
-        self.outcome_bytes = dict.fromkeys(self.outcomes, 0)
+        self.outcomes = dict.fromkeys(ReadAhead, 0)
+        self.outcome_bytes = dict.fromkeys(ReadAhead, 0)
         #: times it stopped because it had been wrong
         self.rests = 0
 
@@ -132,18 +132,18 @@ class Prefetch:
             heapq.heappush(self._queue, (priority, number, key))
             self.pump()
 
-    def ended(self, entry: Entry, outcome: str) -> None:
+    def ended(self, entry: Entry, outcome: ReadAhead) -> None:
         """A value that was read ahead was used, or left."""
         entry.prefetched = False
         self.ahead_bytes -= entry.nbytes
         self.outcomes[outcome] += 1
         self.outcome_bytes[outcome] += entry.nbytes
         began, loaded = self._ahead.pop(entry)
-        if outcome == "late":
+        if outcome is ReadAhead.LATE:
             self.window_bytes = min(self.window_bytes + entry.nbytes, self._most_bytes)
         elif loaded and self._engine.books.clock() - loaded > EARLY * (loaded - began):
             self.window_bytes = max(0.0, min(self.window_bytes, self._most_bytes) - _SHRINK * entry.nbytes)
-        if outcome in ("in_time", "late"):
+        if outcome in (ReadAhead.IN_TIME, ReadAhead.LATE):
             self._bad = 0
             self._rests_until = 0.0
         else:
@@ -251,8 +251,8 @@ class Prefetch:
             "window_bytes": min(self.window_bytes, self._most_bytes),
             "started": self.started,
             "started_bytes": self.started_bytes,
-            **self.outcomes,
-            "bytes": dict(self.outcome_bytes),
+            **{outcome.value: n for outcome, n in self.outcomes.items()},
+            "bytes": {outcome.value: n for outcome, n in self.outcome_bytes.items()},
             "rests": self.rests,
             **self.part.statistics(),
         }
