@@ -1,6 +1,6 @@
 """How much host memory and disk the values of one worker may take: `limits_of`.
 
-What the user said to distributed is respected:
+What the user set in distributed's configuration is respected:
 
 ==========================================  ==================================================================
 ``memory_limit`` 0 or None                  nothing is ever spilled
@@ -11,11 +11,11 @@ both false                                  nothing is ever spilled; values stay
 ``distributed.worker.memory.max-spill``     the disk limit, unless ``gpurt.tiers.disk-limit`` is set
 ==========================================  ==================================================================
 
-Where ``worker.data`` is left alone, the budget is that of the shards of shuffles: a quarter of what it would be else,
-as the rest is filled by somebody else. There what the user said about spilling *values* does not count, and a worker
-without a memory limit takes its part of the system's memory for it (as ``memory_limit="auto"`` does): Dask's own
-shuffle writes every byte to disk, whatever these settings are, so with shards in memory without limit a shuffle could
-end a worker that would have lived.
+Where ``worker.data`` is left alone, the budget is that of the shards of shuffles: a quarter of the usual one, as task
+results fill the rest. What the user set about spilling *values* does not count there, and a worker without a memory
+limit takes its part of the system's memory for it (as ``memory_limit="auto"`` does). Dask's own shuffle writes every
+byte to disk, whatever these settings are. So with shards in memory without limit, a shuffle could end a worker that
+would have lived.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from dask_gpurt.config import TierSettings
 
+#: distributed's default
 _STOCK_TARGET = 0.6
 #: share of the budget for shards where worker.data stays with distributed, which fills its own 60 %
 _SHARDS_ONLY = 0.25
@@ -46,7 +47,7 @@ _BELOW_PAUSE = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """In bytes; None: no limit."""
+    """What the tiers of one worker may take, in bytes; None: no limit."""
 
     budget_bytes: int | None
     disk_limit_bytes: int | None
@@ -57,14 +58,17 @@ class Limits:
     #: resident set of the process that values may fill it up to; below where distributed's nanny ends it
     ceiling_bytes: int | None
     interval_seconds: float
-    #: task results are somebody else's
+    #: task results are not ours
     shards_only: bool
 
 
 def limits_of(worker: Worker, settings: TierSettings, *, shards_only: bool) -> Limits:
-    """What a worker and our settings say together; see the table above.
+    """Combine what a worker and our settings say; see the table above.
 
-    `shards_only`: ``worker.data`` is left alone.
+    Parameters
+    ----------
+    shards_only
+        ``worker.data`` is left alone.
     """
     manager = worker.memory_manager
     limit = manager.memory_limit

@@ -1,12 +1,12 @@
 """`TierRuntime`: engine, store, shard store and watch of one worker, installed and taken out as one.
 
-Whoever loads us (a worker plugin, a preload) calls ``await TierRuntime.install(worker, settings)`` on the worker's
-event loop, at its start or while it works, and ``await runtime.uninstall()`` to give everything back. When the worker
-closes, the files go without being read.
+A worker plugin or a preload calls ``await TierRuntime.install(worker, settings)`` on the worker's event loop, at its
+start or while it works, and ``await runtime.uninstall()`` to give everything back. When the worker closes, the files go
+without being read.
 
-``worker.data`` is taken over only where it is distributed's own `SpillBuffer`; where somebody chose another mapping, it
-is left alone, and only the shards of shuffles are kept in the tiers. That is no error: it is logged once and shown as
-``left_alone`` in `TierRuntime.statistics`.
+``worker.data`` is taken over only where it is distributed's own `SpillBuffer`. Any other mapping is left alone, and
+only the shards of shuffles are kept in the tiers. That is no error: it is logged once and shown as ``left_alone`` in
+`TierRuntime.statistics`.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Figures:
         """Return what rides on every heartbeat: flat, and none of it costs more than a look."""
         engine, disk, counters = self.engine, self.below.disk, self.engine.counters
         done = counters.cumulative.get
-        # Only of tiers that are there: a plot of bytes in an object store that nobody has set says nothing.
+        # Only of tiers that are there: a plot of bytes in an object store that is not set says nothing.
         more: dict[str, float | int | None] = {}
         if self.device is not None:
             more["device_bytes"] = self.device.space.device_bytes

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 async def run_apart(function: Callable[[], object], seconds: float) -> bool:
-    """Run a function that does not raise in a thread of its own; wait so long at most. Did it end?
+    """Run a function that does not raise in a thread of its own; wait so long at most; whether it ended.
 
     Use it for what may hang with its device. Such a thread keeps neither the event loop nor the process from ending.
     """

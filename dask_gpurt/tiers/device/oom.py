@@ -1,18 +1,17 @@
-"""When the device has no memory: make room and try again, then alone, then say who holds what.
+"""When the device has no memory: make room and try again, then run the task alone, then report what holds the memory.
 
 ::
 
     allocation fails ── callback: spill, RMM tries again ── ... ── nothing is left to spill ── MemoryError in the task
     task fails with it ── `RetryAlone`: wait until no other task runs here, spill all ── run it once more ── report
 
-`SpillOnFailure` is the callback. RMM calls it in whatever thread allocates, and tries again as long as it says True,
-without a limit of its own. So it says True only if something really left, which ends by itself, and where the
-allocator's count says that there is room and still it fails (fragmentation), at most `MAX_FRAGMENTED` times in a row.
-It never raises: what it raised would travel through C++ that does not expect it.
+`SpillOnFailure` is the callback. RMM calls it in the thread that allocates, and tries again as long as it returns True,
+without a limit of its own. So it returns True only if something really left, which ends by itself. Where the
+allocator's count shows room and still it fails (fragmentation), it does so at most `MAX_FRAGMENTED` times in a row. It
+never raises: an exception would travel through C++ that does not expect it.
 
-Tasks are idempotent by contract (Dask itself runs them again when a worker is lost), so to run one once more is
-allowed. The second run waits `WAIT_SECONDS` at most for the others: one of them may wait for this one
-(``worker_client``).
+Tasks are idempotent by contract (Dask itself runs them again when a worker is lost), so one may run once more. The
+second run waits `WAIT_SECONDS` at most for the others: one of them may wait for this one (``worker_client``).
 """
 
 from __future__ import annotations
@@ -139,7 +138,7 @@ class RetryAlone:
         self.failed = 0
 
     async def enter(self) -> None:
-        """A task that is about to begin waits here while another runs alone."""
+        """Wait while another task runs alone; for a task that is about to begin."""
         if not self._entry.is_set():
             try:
                 await asyncio.wait_for(self._entry.wait(), self._wait_seconds)
@@ -157,7 +156,7 @@ class RetryAlone:
         Parameters
         ----------
         failed
-            Is this outcome a want of memory again?
+            Whether an outcome is a want of memory again.
         annotate
             The outcome with a report as a note.
         """
@@ -179,7 +178,7 @@ class RetryAlone:
         return annotate(outcome, self.report())
 
     def report(self) -> str:
-        """Who holds the device's memory, for people."""
+        """What holds the device's memory, for people."""
         space = self._space
         kept = space.device_bytes
         total = space.backend.allocated_bytes()

@@ -1,17 +1,17 @@
 """Host memory cut into blocks: where device values go first.
 
+`BlockPool` hands out blocks of any writeable memory; a `SlabSource` provides it. Page-locked slabs come from
+`dask_gpurt.backends.cuda.PinnedSlabs`; `HostSlabs` here is ordinary memory, for machines without a GPU and for tests.
+`SlabTier` is the `StorageTier` over a pool.
+
 Page-locked memory takes copies from a GPU at several times the rate of ordinary memory, but to lock it takes as long as
 many copies. So it is allocated in *slabs* that are kept, each cut into *blocks* of 1 to 4 MB, grown lazily up to a
 limit. A value takes as many blocks as it needs, wherever they are: there is no fragmentation, and at most one block per
 value is partly unused.
 
-`BlockPool` does the arithmetic over any writeable memory; a `SlabSource` provides it. Page-locked slabs come from
-`dask_gpurt.backends.cuda.PinnedSlabs`; `HostSlabs` here is ordinary memory, named so, for machines without a GPU and
-for tests.
-
 Frames are copied into blocks, device frames (`DeviceFrame`) directly by their own ``copy_to``. Reading gives the pieces
 to a codec that can take them (``decode_pieces``: back to the device without a detour), or else joins them. Bytes that
-stay in memory are not checksummed; they are when they go on to a disk.
+stay in memory have no checksum; they get one when they go on to a disk.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class SlabSource(Protocol):
         """Writeable memory; MemoryError or OSError when there is none."""
 
     def release(self, slab: memoryview) -> None:
-        """Give it back. Nobody uses it any more."""
+        """Give a slab back that is not used any more."""
 
 
 class HostSlabs:
@@ -101,7 +101,7 @@ class BlockPool:
         self._blocks_per_slab = max(1, slab_bytes // block_bytes)
         self._lock = threading.Lock()
         self._slabs: list[memoryview] = []
-        #: (slab, block) that nobody has; the last freed first, as it is in the caches
+        #: (slab, block) that are free; the last freed first, as it is in the caches
         self._free: list[tuple[int, int]] = []
         self._slab_sizes: list[int] = []
 

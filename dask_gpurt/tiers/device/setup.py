@@ -1,4 +1,4 @@
-"""Puts the device tier of a worker together: probe, stack, blocks, callback; and takes it apart again."""
+"""`DeviceMemory`: puts the device tier of a worker together (probe, stack, blocks, callback), and takes it apart."""
 
 from __future__ import annotations
 

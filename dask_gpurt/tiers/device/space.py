@@ -1,4 +1,4 @@
-"""Values in device memory, and how they leave it: in time, or when an allocation fails.
+"""`DeviceSpace`: values in device memory, and how they leave it: in time, or when an allocation fails.
 
 A device value is kept in a `Box`, and the store keeps the box. A box is in one of four states:
 
@@ -13,20 +13,20 @@ GONE        no                          no
 
 Moves are looked up in `TABLE`, and `DeviceSpace._move` alone makes them, with the value and the byte count.
 
-This is the one part of the tiers that is not bookkeeping on the event loop. An allocation that fails does so in the
-thread of a task, inside RMM, perhaps deep in a C++ library; room must be made *there and then*, and to wait for the
-loop could be to wait for ourselves (the loop may hold the allocator's lock, or be allocating). Hence:
-
-1. A box is changed under its own lock only. Who spills takes locks with ``blocking=False`` and goes on to the next
-   box: a thread that is inside one box never waits for another, so no order of locks is needed.
-2. Copying a value down may allocate on the device itself (packing a table). If that fails, the callback is entered
-   again by the same thread: it says no at once (`oom`).
-3. A box that is pinned (inputs of running tasks) is not taken. The value goes when its last reference does: who holds
-   one from elsewhere keeps the memory, and `freed` counts what RMM says, not what we hoped.
-4. Before the reference is dropped, the device is told to order the free after its last use (`DeviceBackend.fence`).
-   Memory belongs to the stream it was allocated on; a kernel on another stream may still read it.
-
 Victims: values with a copy first (free of charge), then the farthest next use, then the least recently used.
+
+This is the one part of the tiers that is not bookkeeping on the event loop. An allocation fails in the thread of a
+task, inside RMM, perhaps deep in a C++ library, and room must be made there and then. To wait for the loop could be a
+deadlock: the loop may hold the allocator's lock, or be allocating. Hence:
+
+1. A box is changed under its own lock only. A thread that spills takes locks with ``blocking=False`` and goes on to the
+   next box. A thread that is inside one box never waits for another, so no order of locks is needed.
+2. Copying a value down may allocate on the device itself (packing a table). If that fails, the same thread enters the
+   callback again, which refuses at once (`oom`).
+3. A box that is pinned (inputs of running tasks) is not taken. The memory goes with the last reference to the value,
+   which may be outside of the box. So success is what RMM counts as free.
+4. Before the reference is dropped, the device is made to order the free after its last use (`DeviceBackend.fence`).
+   Memory belongs to the stream it was allocated on; a kernel on another stream may still read it.
 
 No vendor library is imported here: `DeviceBackend` is what a device has to offer, `dask_gpurt.backends.cuda` has it.
 """
@@ -57,7 +57,7 @@ class DeviceBackend(Protocol):
     """What a kind of device has to offer; also the codec of its values (`handle.Codec`)."""
 
     def owns(self, value: Any) -> bool:
-        """Is this a value in device memory?"""
+        """Whether this is a value in device memory."""
 
     def nbytes(self, value: Any) -> int:
         """Of device memory that it takes."""
@@ -188,7 +188,7 @@ class DeviceSpace:
         """Forget a value and its copy."""
         with self._lock:
             self._boxes.pop(id(box), None)
-        with box.lock:  # waits for a copy that is under way, by a thread that waits for nobody
+        with box.lock:  # waits for a copy that is under way, by a thread that does not wait
             if box.state is not BoxState.GONE:
                 self._move(box, "remove")
             handle, box.handle = box.handle, None
@@ -230,7 +230,7 @@ class DeviceSpace:
 
     @property
     def over(self) -> bool:
-        """Do kept values take more than the limit?"""
+        """Whether kept values take more than the limit."""
         return self.limit_bytes is not None and self.device_bytes > self.limit_bytes
 
     @property
@@ -266,7 +266,7 @@ class DeviceSpace:
         return self.spill(excess) if excess > 0 else 0
 
     def spill(self, nbytes: int) -> int:
-        """Make at least `nbytes` of values leave the device, in this thread, waiting for nobody. Returns what left.
+        """Make at least `nbytes` of values leave the device, in this thread, without waiting; the bytes that left.
 
         Called in the allocation callback among others: never raises, never blocks on a lock.
         """

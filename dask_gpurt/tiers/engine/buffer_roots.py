@@ -1,15 +1,15 @@
-"""What memory a value holds, which may be more than it shows.
+"""`roots_of`: what memory a value holds, which may be more than it shows.
 
-A slice of an array holds the whole array; a column of a pandas frame holds the block that its neighbours lie in; what
-was read from disk, or came out of a shuffle, holds the block of `model.pages` that it was put into. Their ``sizeof``
-tells none of that. So memory is counted by its *roots*: stretches of memory, each known by its address, that are freed
-as a whole.
+A slice of an array holds the whole array. A column of a pandas frame holds the block that its neighbours lie in. What
+was read from disk, or came out of a shuffle, holds the block of `memory.pages` that it was put into. ``sizeof`` shows
+none of that. So memory is counted by its *roots*: stretches of memory, each known by its address, that are freed as a
+whole.
 
 NumPy arrays, pandas frames, series and indexes (NumPy blocks and Arrow columns) and Arrow tables and arrays are looked
-into. Anything else, and whatever cannot be looked into, is one root of its own with its ``sizeof``.
+into. Anything else is one root of its own with its ``sizeof``.
 
-A buffer that lies in nobody's block of ours is taken for a root itself. It may be a part of something larger that we
-know nothing of, as a message or a file mapped into memory; the latter must not be counted as memory.
+A buffer outside of our own blocks is taken for a root itself. It may be a part of something larger, as a message or a
+file mapped into memory; a mapped file must not be counted as memory.
 
 A ``sizeof`` need not give a number of bytes. One that overflows an int32 is negative; one that divides by zero is NaN.
 In sums that decide about eviction, one such number makes memory look empty for good. So sizes pass `as_bytes`.
@@ -115,7 +115,7 @@ def _parts(value: Any) -> list[tuple[int, int, int]] | None:
                 shows = part.size
             if size >= LEAST_BYTES:
                 out.append((address, size, shows))
-    except Exception:  # a class of somebody's, or a pandas that is made otherwise
+    except Exception:  # a class of the user's, or a pandas that is made otherwise
         errors += 1
         if errors in (1, 100, 10_000):
             logger.warning(

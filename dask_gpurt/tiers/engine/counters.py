@@ -68,7 +68,7 @@ class Counters:
     memory_read_bytes: int = 0
     #: time on the event loop; the synchronous slow path is in it
     loop_time: LoopTime = dataclasses.field(default_factory=LoopTime)
-    #: told about each write and read as (label, value, unit); for Dask's fine performance metrics
+    #: called with each write as (label, value, unit); for Dask's fine performance metrics
     listener: Callable[[str, float, str], None] | None = None
 
     def written(self, cost: IoCost) -> None:

@@ -1,6 +1,6 @@
 """One value and where its copies are: a state machine written as a table.
 
-Every value kept by the engine is an `Entry`. It is in exactly one state:
+Every value kept by the engine is an `Entry`, in exactly one `State`:
 
 ==========  ======================================  ==========  ===============
 state       value in memory                         on disk     counted as
@@ -12,14 +12,16 @@ LOADING     no, an I/O thread is reading it         yes         loading, stored
 LOST        no                                      no          nothing
 ==========  ======================================  ==========  ===============
 
-Values are immutable by contract (as everywhere in Dask), therefore a disk copy stays valid after the value was
-loaded, and a RESIDENT entry that has one (*clean*) leaves memory for free.
+Moves are looked up in `TABLE`, and `Books.move` alone makes them. A pair that is not in the table raises `IllegalMove`
+with the story of the key.
 
-Removal is not a state: an entry taken out while an I/O thread works on it is flagged `gone`, and whoever hears the end
-of the I/O cleans up. `generation` numbers the I/O of an entry, so that a late end of an abandoned read is recognised.
+Values are immutable by contract, as everywhere in Dask. So a disk copy stays valid after the value was loaded, and a
+RESIDENT entry that has one (*clean*) leaves memory for free.
 
-Moves are looked up in `TABLE`; a pair that is not there raises with the story of the key. Rejected: methods per
-transition that assign the state directly, as then no list of the legal moves exists to test against.
+Removal is not a state. An entry that is taken out while an I/O thread works on it is flagged `gone`, and the end of the
+I/O cleans up. `generation` numbers the I/O of an entry, so that the late end of an abandoned read is recognised.
+
+Rejected: methods per transition that assign the state directly. There is then no list of legal moves to test against.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ TABLE: dict[tuple[State, str], State] = {
     (State.RESIDENT, "write"): State.MOVING,
     (State.RESIDENT, "drop"): State.STORED,  # it has a clean copy
     (State.MOVING, "written"): State.STORED,
-    (State.MOVING, "kept"): State.RESIDENT,  # written, but somebody uses the value now: it is clean
+    (State.MOVING, "kept"): State.RESIDENT,  # written, but in use by now: it is clean
     (State.MOVING, "write-failed"): State.RESIDENT,
     (State.STORED, "load"): State.LOADING,
     (State.STORED, "revived"): State.RESIDENT,  # the user still held the object
@@ -91,7 +93,7 @@ def _no_parts(entry: Entry) -> Sequence[int] | None:
     return None
 
 
-def _nobody(entry: Entry) -> None:
+def _ignored(entry: Entry) -> None:
     return None
 
 
@@ -106,7 +108,7 @@ class Account:
     name: str
     codec: Codec
     #: called on the loop thread when the last copy of an entry turned out to be unreadable
-    on_lost: Callable[[Entry], None] = _nobody
+    on_lost: Callable[[Entry], None] = _ignored
     #: the parts of a value that are still worth writing; None: all
     parts: Callable[[Entry], Sequence[int] | None] = _no_parts
     #: what stands for the value while it is on disk
@@ -242,7 +244,7 @@ class EventLog:
     def __init__(self, length: int = 5000) -> None:
         # As they come; `story` makes text of them.
         self._events: deque[tuple[float, Hashable, State | None, str, State | None]] = deque(maxlen=length)
-        #: told of every move: (key, state after it, None for gone); must not raise
+        #: called with every move: key, state after it (None: gone); must not raise
         self.listener: Callable[[Hashable, State | None], None] | None = None
 
     def append(self, key: Hashable, before: State | None, event: str, after: State | None) -> None:

@@ -1,15 +1,15 @@
-"""Which values share memory, so that it is counted once.
+"""`Blocks`: which values share memory, so that it is counted once.
 
 Two keys may hold the same object (a task that returns its input), an array and a view of it, or a frame and one of its
-columns: memory goes when the last of them goes. `buffer_roots` tells what memory a value holds; each stretch of it is a
-`Block`, and a value in memory is a member of one or several. Only what is in memory has blocks, so the memory is alive
-and its address belongs to nothing else.
+columns. Their memory goes when the last of them goes. `buffer_roots` finds what memory a value holds; each stretch of
+it is a `Block`, and a value in memory is a member of one or several. Only what is in memory has blocks, so the memory
+is alive and its address belongs to nothing else.
 
 Keys of the very same object are *twins*: one copy on disk serves them all (`Books.twins`). They are common: work on a
 persisted dataframe begins with a task per partition that only gives it another name.
 
-What a value holds may be more than its ``sizeof``, by which it is promised room: a column that is written and dropped
-comes back as large as it shows.
+What a value holds may be more than its ``sizeof``, by which it gets room: a column that is written and dropped comes
+back as large as it shows.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
-"""What a worker knows of the next uses by itself: the tasks that were sent to it and have not run yet.
+"""`LocalUses`: the next uses that a worker knows by itself, from the tasks that were sent to it and have not run yet.
 
 A task is sent to a worker when all its inputs exist, so it runs soon: before any task that still waits on the
 scheduler, whatever their priorities say. Priorities order graphs depth first, while tasks run when they are ready, and
 the two drift apart (in a join by tasks, two thirds of the values evicted by priority alone were needed next). So an
-input of such a task is *due* (`Entry.due`), and values that are due leave memory last, those of the last task in
-priority order first. It needs no message, works without a scheduler of ours, and corrects hints where there are any.
+input of such a task is *due* (`Entry.due`). Values that are due leave memory last, those of the last task in priority
+order first. That needs no message, works without a scheduler of ours, and corrects hints where there are any.
 
 It listens to the worker's transitions as a plugin, which is public interface, and only while memory is pressed
-(`eviction`): else nothing is chosen by it. A use is due from ``waiting`` until the
-task has run; the number of a task that is not pending any more is not *live*, so that it need not be searched for in
-the heaps of its inputs.
+(`eviction`): else nothing is chosen by it. A use is due from ``waiting`` until the task has run. The number of a task
+that is not pending any more is not *live*, so that it need not be searched for in the heaps of its inputs.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class LocalUses(WorkerPlugin):
         #: key of a pending task -> its number, and those of its inputs that are here
         self._pending: dict[Key, tuple[int, list[Entry]]] = {}
         self._live: set[int] = set()
-        #: told about each task that was sent here: its priority, its number, its key
+        #: called with each task that was sent here: its priority, its number, its key
         self.on_pending: Callable[[tuple[float, ...], int, Key], None] | None = None
 
     def install(self) -> None:

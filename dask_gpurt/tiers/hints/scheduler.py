@@ -1,28 +1,27 @@
-"""Tells workers when the keys that they hold are used next. The scheduler's half; `worker` is the other.
+"""`NextUsePlugin`: tells workers when the keys that they hold are used next. `worker` is the other half.
 
 Only the scheduler knows: a worker hears of a dependent when all inputs of it are ready, which is too late to choose a
 victim by (it knows the next use of 8 to 29 % of its keys). With it, eviction is close to Belady's optimum.
 
 For a key in memory the *uses* are the priorities of its unfinished dependents (``TaskState.waiters``), soonest first,
-at most `KEEP`; none means that only a client holds it. Events mark keys as dirty, and a flush every `FLUSH_SECONDS`
-sends each worker one message with what has changed for it:
+at most `KEEP`; none means that only a client holds it. Events mark keys as dirty. A flush every `FLUSH_SECONDS` sends
+each worker one message with what has changed for it:
 
 1. a task is in memory: it is dirty, and so are its inputs, which have one use less;
 2. a task begins to wait, or is given up before it finished: its inputs have one use more or less;
 3. a worker asks for the first time, or again: all it holds is dirty.
 
-Workers ask while their memory is pressed (`worker`). While none does, nothing is noted; `_look` finds those that
-begin or end to ask, every `LOOK_SECONDS`.
+Workers ask while their memory is pressed (`worker`). While none does, nothing is noted. Every `LOOK_SECONDS` the plugin
+looks for workers that begin or end to ask.
 
-A worker takes away by itself the uses that it executes. `_told` therefore follows what each worker believes, and a
-message is due only when the soonest use it believes in is not the right one, or it is about to run out of uses.
+A worker takes away by itself the uses that it executes. `_told` follows what each worker believes. A message is due
+only when the soonest use it believes in is not the right one, or when it is about to run out of uses.
 
-An unknown op closes a worker. So only those get messages whose last heartbeat carried our `PROTOCOL`; and as messages
-may be under way when a worker is told (on another connection) to remove its part, `stop` ends the stream of each that
-has ever asked with a message that the worker waits for.
+An unknown op closes a worker. So only those get messages whose last heartbeat carried our `PROTOCOL`. A worker may
+remove its part, on the word of another connection, while messages are under way. So `stop` ends the stream of each
+worker that has ever asked with a message that the worker waits for.
 
-Public names only: ``worker_send``, ``waiters``, ``priority``, ``who_has``, ``metrics``. A hook never raises: failures
-are counted, and too many end it, as hints are not worth a scheduler's time spent on tracebacks.
+Public names only: ``worker_send``, ``waiters``, ``priority``, ``who_has``, ``metrics``.
 
 Rejected: sending on every transition (several messages per task); all waiters' priorities (a broadcast key has as many
 as there are tasks); a score instead of priorities (stale at the next event, and the worker could not subtract).
@@ -52,7 +51,7 @@ FLUSH_SECONDS = 0.01
 LOOK_SECONDS = 0.1
 #: keys looked at in one flush; the others wait for the next, so that the loop is never held for long
 FLUSH_KEYS = 500
-#: a worker that knows fewer uses than this is told more, if there are more
+#: a worker that knows fewer uses than this gets more, if there are more
 LOW = 2
 #: more waiters than this are kept sorted instead of being sorted anew for every message
 MANY_WAITERS = 64
@@ -63,7 +62,7 @@ _ATTRIBUTES: dict[type, tuple[str, ...]] = {
 }
 #: states of a task that still wants its inputs
 _UNFINISHED = frozenset({"waiting", "processing", "queued", "no-worker"})
-#: of a worker that was told nothing
+#: of a worker that got no message
 _UNKNOWN: Any = object()
 
 
@@ -82,15 +81,15 @@ class NextUsePlugin(TierPlugin):
         super().__init__("next-use hints", look=self._meet, look_seconds=LOOK_SECONDS, stop=self.stop, sink=sink)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
-        #: tasks whose holders may have to be told, oldest event first
+        #: tasks whose holders may need a message, oldest event first
         self._dirty: dict[TaskState, None] = {}
-        #: task -> worker -> the uses it believes in; None: it has used up what it was told
+        #: task -> worker -> the uses it believes in; None: it has used them up
         self._told: dict[TaskState, dict[WorkerState, Uses | None]] = {}
         #: task with many waiters -> its waiters, latest use first; finished ones are dropped when met
         self._sorted: dict[TaskState, list[TaskState]] = {}
-        #: workers that ask, and have been told all
+        #: workers that ask, and whose keys are noted
         self._ready: set[WorkerState] = set()
-        #: those that have not been told that there is a pause
+        #: those that got no message about a pause
         self._streams: set[WorkerState] = set()
         #: those that have ever asked, and are here
         self._met: set[WorkerState] = set()
@@ -220,7 +219,7 @@ class NextUsePlugin(TierPlugin):
         self._set_timer()
 
     def _used(self, dts: TaskState, use: tuple[float, ...], ws: WorkerState | None) -> bool:
-        """A dependent of `dts` was executed on `ws`: follow what that worker now believes. Is anybody to be told?"""
+        """Follow what `ws` believes now that it has executed a dependent of `dts`; whether a message may be due."""
         told = self._told.get(dts)
         if told is None:
             return True

@@ -1,30 +1,33 @@
-"""Next uses as a worker hears of them; `scheduler` sends them. Sets `Entry.next_use`, which `victims` goes by.
+"""`HintReceiver`: next uses as a worker hears of them from `scheduler`. Sets `Entry.next_use`, which `victims` goes by.
 
 What is known about a value, from best to worst:
 
 * the scheduler's word: the next priorities at which it is read, or that no task will (`NEVER`). When a task has read
   it here, that priority is dropped and the next one stands; the scheduler follows and sends only what we cannot know;
-* a guess, for `GUESS_SECONDS`, until that word comes. A value that was fetched is read by the tasks that wait for it
-  here; one that was computed here is read soon after its own priority, as Dask orders graphs depth first; one whose
-  last known use has just passed is either about to be freed or to be spoken of; one that a peer has fetched has passed
-  to it the use that was next;
+* a guess, for `GUESS_SECONDS`, until that word comes:
+
+  - a value that was fetched is read by the tasks that wait for it here;
+  - one that was computed here is read soon after its own priority, as Dask orders graphs depth first;
+  - one whose last known use has just passed is about to be freed, or a message about it is under way;
+  - one that a peer has fetched has passed to it the use that was next;
+
 * nothing: its place is by the time of its last use.
 
-The word is a few milliseconds away, or the value goes by then: so what is guessed about leaves memory after all that is
-foretold (`_held`), in the order of the guesses. By their priorities alone, one write in seven of a matrix product was
-of a value that was then freed unread. Guesses are made only while a scheduler sends hints, else this would not be LRU
+The word is a few milliseconds away, or the value goes by then. So what is guessed about leaves memory after all that is
+foretold (`_held`), in the order of the guesses. (By their priorities alone, one write in seven of a matrix product was
+of a value that was then freed unread.) Guesses are made only while a scheduler sends hints, else this would not be LRU
 any more. A guess that is not confirmed in time is dropped, so that a silent scheduler costs nothing.
 
 A worker asks for hints, by a field of its heartbeats, only while memory is pressed (`eviction`): else nothing would be
-chosen by them. When it asks no longer, a message with "pause" says that
-nothing more is under way, and what was said is forgotten.
+chosen by them. When it stops asking, a message with "pause" says that nothing more is under way, and what was said is
+forgotten.
 
-The op must stay known as long as a message may be under way, since an unknown one closes the worker. `uninstall`
-waits for the message that says "stop", if the scheduler has reason to send one; if it does not come, a
-handler that does nothing stays behind (harmless; replaced by the next `install`).
+The op must stay known as long as a message may be under way, since an unknown one closes the worker. `uninstall` waits
+for the message that says "stop", if the scheduler has reason to send one. If it does not come, a handler that does
+nothing stays behind (harmless; replaced by the next `install`).
 
-The handler runs in the loop that reads the scheduler's stream: whatever it raises would end this worker, so nothing
-leaves it.
+The handler runs in the loop that reads the scheduler's stream. An exception there would end this worker, so the handler
+raises nothing.
 """
 
 from __future__ import annotations
@@ -214,7 +217,7 @@ class HintReceiver:
             self._stopped.set()
 
     def _forget(self) -> None:
-        """Nobody will say when a use has passed: back to the order of last use."""
+        """Go back to the order of last use: from now on no message says when a use has passed."""
         self._hinted = False
         self._guesses.clear()
         for key in self._store.own_keys():

@@ -1,10 +1,14 @@
-"""What both halves of the sharing of stored copies agree on.
+"""The messages about stored copies that outlive their worker, as both halves know them.
 
-From the scheduler, on the worker's stream: ``{"op": TELL, "hello": True, "prefix": ...}`` once: write below this prefix
-from now on. Before it a worker says nothing (an unknown op ends the stream). ``{"op": TELL, "prefix": ..., "adopt":
-copies}``: keep these from now on. ``{"op": TELL, "bye": True}``. From a worker, on its stream to the scheduler:
-``{"op": REPORT, "prefix": ..., "copies": [copy, ...]}``: these keys of mine have a copy (see `Copy`) below the prefix
-that you gave me; with an empty prefix: I leave.
+From the scheduler, on a worker's stream:
+
+* ``{"op": TELL, "hello": True, "prefix": ...}`` once: write below this prefix from now on. Before it a worker sends
+  nothing, as an unknown op ends the stream;
+* ``{"op": TELL, "prefix": ..., "adopt": copies}``: keep these from now on;
+* ``{"op": TELL, "bye": True}``: report no more.
+
+From a worker, on its stream to the scheduler: ``{"op": REPORT, "prefix": ..., "copies": [copy, ...]}``: these keys have
+a copy (see `Copy`) below the prefix that the scheduler gave. With an empty prefix the worker leaves.
 
 The scheduler makes the prefixes because it deletes what is below them, and a message must not decide what is deleted.
 

@@ -1,26 +1,25 @@
-"""Copies on shared storage outlive their worker. The scheduler's half; `worker` is the other.
+"""`SharedCopiesPlugin`: stored copies outlive their worker. The scheduler's half; `worker` is the other.
 
 Workers report which keys they have written to the object store. When one is about to be removed, *before* Dask works
-out what was lost with it, each key whose only holder it was, and of which there is such a copy, gets a second
-holder: a running worker, which is told on its stream to take the copy over, and is registered by ``add_keys`` (Dask's
-own call for "learn that a worker has certain keys"). For Dask the key was then never lost: nothing is computed again,
-no dependent goes back to waiting, and scattered data survive too. There is no race with a recomputation, as none is
-begun.
+out what was lost with it, its keys get heirs: each key that it alone holds, and of which there is a copy, gets a second
+holder. That is a running worker, which gets a message to take the copy over, and is registered by ``add_keys``, Dask's
+own call for keys that a worker reports. For Dask the key was then never lost: nothing is computed again, no dependent
+goes back to waiting, and scattered data survive too. There is no race with a recomputation, as none is begun.
 
-The order that makes it right: the message to the new holder is sent on the same stream, and before, any task that
-needs the key there. A peer that asks over its own connection may come sooner: Dask then asks the scheduler again
-for holders and retries. If the copy is missing or damaged, or the new holder declines, the key is released there and
-computed again, later than it would have been, but right.
+The message to the heir is sent on the same stream as any task that needs the key there, and before it. A peer that asks
+over its own connection may come sooner: Dask then asks the scheduler again for holders and retries. If the copy is
+missing or damaged, or the heir declines, the key is released there and computed again, later than it would have been,
+but right.
 
-Objects of a worker that is gone are swept, but for adopted ones; all that is known is swept when the scheduler ends,
-and what other clusters left behind when it starts (`leases`).
+Objects of a worker that is gone are swept, but for adopted ones. When the scheduler ends, all that is known is swept;
+when it starts, what other clusters left behind (`leases`).
 
-Private to Dask: nothing but the name ``remove_worker``, which is a public method, replaced on the instance and in the
-handlers (a worker that leaves calls it there), and put back. An exception of ours is counted and Dask goes on.
+Only the public method ``remove_worker`` is replaced, on the instance and in the handlers (a worker that leaves calls it
+there), and put back.
 
 Rejected: to let the recomputation begin and overtake it (no transition leads from "waiting" to "memory", and inputs
-that were released long ago would be computed for nothing); to answer a recomputation in ``execute`` with the
-copy (the same inputs).
+that were released long ago would be computed for nothing); to answer a recomputation in ``execute`` with the copy (the
+same inputs).
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ class SharedCopiesPlugin(TierPlugin):
         self._sweeps: set[asyncio.Task[None]] = set()
         self.adopted_keys = 0
         self.adopted_bytes = 0
-        #: keys of removed workers that had no copy, or that nobody could take
+        #: keys of removed workers that had no copy, or that no worker could take
         self.lost_keys = 0
         self.swept_objects = 0
         self.expired_prefixes = 0
@@ -170,7 +169,7 @@ class SharedCopiesPlugin(TierPlugin):
             **self.part.statistics(),
         }
 
-    # ------------------------------------------------------------------ who has what
+    # ------------------------------------------------------------------ what is stored
 
     def _greet(self, scheduler: Scheduler) -> None:
         """Greet workers that understand us and have not been greeted."""

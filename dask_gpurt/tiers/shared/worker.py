@@ -1,12 +1,12 @@
-"""Copies on shared storage outlive their worker. The worker's half; `scheduler` is the other.
+"""`SharedCopies`: stored copies outlive their worker. The worker's half; `scheduler` is the other.
 
-It tells the scheduler which keys it has written to the object store, and takes over copies of workers that are gone:
-the key comes into ``worker.data`` as STORED, without being read, through the event with which scattered data come
-(`UpdateDataEvent`). If the copy turns out to be missing or damaged when it is needed, that is an ordinary loss: see
-`seam`.
+It reports to the scheduler which keys it has written to the object store, and takes over copies of workers that are
+gone. Such a key comes into ``worker.data`` as STORED, without being read, through the event with which scattered data
+come (`UpdateDataEvent`). If the copy turns out to be missing or damaged when it is needed, that is an ordinary loss:
+see `lost_keys`.
 
-Nothing is reported when a copy goes: the scheduler forgets a copy when its key leaves memory, and asks nobody about
-copies of keys that a worker does not hold.
+Nothing is reported when a copy goes. The scheduler forgets a copy when its key leaves memory, and never uses a copy of
+a key that the worker does not hold.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class SharedCopies:
             **self._part.statistics(),
         }
 
-    # ------------------------------------------------------------------ telling
+    # ------------------------------------------------------------------ to the scheduler
 
     def _copied(self, entry: Entry) -> None:
         if not self.heard or self._store.entry(entry.key) is not entry:
@@ -158,7 +158,7 @@ class SharedCopies:
         self.reported += len(copies)
         self._worker.batched_send({"op": REPORT, "prefix": self._objects.prefix, "copies": copies})
 
-    # ------------------------------------------------------------------ being told
+    # ------------------------------------------------------------------ from the scheduler
 
     def _told(
         self,
@@ -212,7 +212,7 @@ class SharedCopies:
         self._lease.foster(handle.name.rpartition("/")[0], -1)
 
     def _decline(self, key: Key) -> None:
-        """The scheduler believes that we have it: tell it otherwise, and it is computed again."""
+        """Correct the scheduler, which believes that we have the key; then it is computed again."""
         self.refused += 1
         _release(self._worker, key)
 

@@ -1,10 +1,10 @@
-"""Several tiers as one: a value goes to the first that takes it.
+"""`Cascade`: several tiers as one; a value goes to the first that takes it.
 
 The order is the cost of return, cheapest first: a read from a local disk costs a tenth of one from an object store, so
 the store is used when the disk is full or fails. With ``gpurt.tiers.object-use: first`` it is the other way round.
 
-A tier whose writes fail (not: one that is full, which knows at once and for free) is set aside, for one second after
-`FAILURES` failures in a row, doubling to a minute; a success forgives all. When none takes the value, the error of the
+A tier whose writes fail (not one that is full, which knows at once and for free) is set aside: for one second after
+`FAILURES` failures in a row, doubling to a minute. A success forgives all. When none takes the value, the error of the
 first one that was asked is raised, and the value stays in memory (`eviction` goes on from there).
 
 Rejected: moving values from disk to the store to make room for ones that are needed sooner. It costs a read and an

@@ -1,10 +1,10 @@
-"""What a place for values below the memory they are computed in has to do: one protocol, whatever the place.
+"""`StorageTier`: what a place for values below the memory they are computed in has to do, whatever the place.
 
-Disk, object store, and on a GPU node the pinned host blocks implement it; `dask_gpurt.testing.check_storage_tier` is
+Disk, object store, and on a GPU node the pinned host blocks implement it. `dask_gpurt.testing.check_storage_tier` is
 the suite that each of them passes (``tests/conformance``). The engine knows this protocol and nothing else of a tier,
-so tiers are put together by `fallback` without the engine being told.
+so `fallback` can put several together without a change to the engine.
 
-``read`` is the handle's (`handle.Handle.load`, ``load_part``, ``free``): a copy is read where it was written, and may
+Reading is the handle's (`handle.Handle.load`, ``load_part``, ``free``): a copy is read where it was written, and may
 outlive a change of the order of tiers.
 """
 

@@ -1,7 +1,7 @@
-"""What a worker has below its memory: the folders of the disk tier, an object store where one is set, and their order.
+"""`Below`: what a worker has below its memory: the folders of the disk tier, and an object store if one is set.
 
-Opened and closed as one, so that a worker that cannot have all of it has none of it: a wrong URL is told at the start,
-and leaves no folder behind.
+Opened and closed as one: a worker that cannot have all of it has none of it. A wrong URL is an error at the start, and
+leaves no folder behind.
 
 The engine gets the disk itself where there is nothing else, and a `Cascade` over both where there is.
 """

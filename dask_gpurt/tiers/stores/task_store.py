@@ -1,16 +1,16 @@
 """`TieredStore`: what stands in for ``worker.data``.
 
-To distributed it is the mapping it expects; three things differ from its own `SpillBuffer`:
+To distributed it is the mapping it expects. Three things differ from its own `SpillBuffer`:
 
-* nothing here evicts or reads files on the event loop. The worker's ``execute`` and ``get_data`` are wrapped (see
-  `seam`) to await `ensure` first; ``store[key]`` on a value that is on disk still works, blocks, and is counted
-  (`sync_reads`);
+* nothing here evicts or reads files on the event loop. The worker's ``execute`` and ``get_data`` are wrapped
+  (`worker.overrides`) to await `ensure` first. ``store[key]`` on a value that is on disk still works, blocks, and is
+  counted (`sync_reads`);
 * there is neither ``fast`` nor ``evict``: without both, distributed's own memory monitor leaves eviction alone. While
   the store is drained into a `SpillBuffer` it has that buffer's, so that the monitor watches again;
 * ``in``, ``len``, iteration, ``keys`` and ``del`` never touch a file.
 
 Metrics by duck type keep the dashboards true: `spilled_total`, `slow`, `cumulative_metrics`. `spilled_total` counts
-values that are *only* on disk; clean copies of values in memory are told apart in ``TierRuntime.statistics()``.
+values that are *only* on disk; `TierRuntime.statistics` counts clean copies of values in memory apart.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ class TieredStore(MutableMapping[Any, Any]):
         return entries
 
     async def _bring(self, entry: Entry) -> None:
-        """To the device. What fails here fails again, and is told, where the value is asked for."""
+        """Bring a value to the device. What fails here fails again, and is reported, where the value is read."""
         try:
             await self._engine.offload(entry.value.get)
         except LostData:
@@ -302,7 +302,7 @@ class TieredStore(MutableMapping[Any, Any]):
 
     @property
     def disk(self) -> Collection[Any]:
-        """The same as `slow`, under the name that distributed's store has for people who look."""
+        """The same as `slow`, under its name in distributed's store."""
         return self.slow
 
     @property

@@ -1,11 +1,15 @@
-"""What becomes of a key whose last copy here is unreadable. Uses the state machine's names that `seam` looks up.
+"""`Losses`: what becomes of a key whose last copy here is unreadable.
 
-It is freed: the state machine then tells the scheduler (``release-worker-data``), which computes it again, or fetches
-it from another holder. Tasks here that wait for it are freed and returned with a ``reschedule`` message each; the
-scheduler ignores that message for those it has taken back itself. A scattered key has no recipe, and freeing it would
-break the scheduler (its memory->released puts pure data back to "waiting" when a dependent is processing); it stays
-here as LOST, and tasks that read it fail with `LostData`, until no task here waits for it. Only the scheduler knows
-whether a key that was fetched here has a recipe or another holder, so it is asked.
+The key is freed. The state machine then tells the scheduler (``release-worker-data``), which computes it again, or
+fetches it from another holder. Tasks here that wait for it are freed and returned with a ``reschedule`` message each;
+the scheduler ignores that message for those it has taken back itself.
+
+A scattered key has no recipe, and freeing it would break the scheduler: its transition from memory to released puts
+pure data back to "waiting" when a dependent is processing. So such a key stays here as LOST, and tasks that read it
+fail with `LostData`, until no task here waits for it. Only the scheduler knows whether a key that was fetched here has
+a recipe or another holder, so it is asked.
+
+Uses the state machine's names that `seam` looks up.
 
 Rejected: letting a task fail on lost data (wrong: the recipe exists); a ``missing-data`` message (no longer understood
 by the scheduler).
@@ -32,12 +36,12 @@ _ENDED = {"error", "memory", "released", "forgotten"}
 
 
 class Losses:
-    """Of one worker's store. Event loop only.
+    """Gives up the lost keys of one store. Event loop only.
 
     Parameters
     ----------
     active
-        Is the store that of the worker?
+        Whether the store is still that of the worker.
     guard
         Counts failures to settle a loss, under "lost keys". They never switch this off: a task that reads a lost key
         fails, so the next key is worth another attempt.
@@ -59,7 +63,7 @@ class Losses:
         task.add_done_callback(self._tasks.discard)
 
     async def settle(self, key: Key) -> None:
-        """Give the key up if it can be had elsewhere or computed again; else later, when nobody here waits for it."""
+        """Give the key up if it can be had elsewhere or computed again; else later, when no task here waits for it."""
         try:
             if not await self._recoverable(key):
                 task = asyncio.ensure_future(self._give_up_when_unused(key))
@@ -71,7 +75,7 @@ class Losses:
             self._guard.failed("lost keys")
 
     async def _give_up_when_unused(self, key: Key) -> None:
-        # First its dependents fail (`LostData`), then the scheduler is told, which tells the clients.
+        # First its dependents fail (`LostData`), then the scheduler hears of it, and the clients from the scheduler.
         while self._active() and self._store.is_lost(key):
             await asyncio.sleep(0.1)
             ts = self._worker.state.tasks.get(key)

@@ -1,4 +1,4 @@
-"""The watch on the memory of the whole process; how much values may take is in `limits`.
+"""`MemoryWatch`: makes values leave memory while the whole process is too large. Their own budget is in `limits`.
 
 Two triggers move values to disk, as in distributed:
 
@@ -6,13 +6,12 @@ Two triggers move values to disk, as in distributed:
 * the process's resident set above ``distributed.worker.memory.spill``, watched here every ``monitor-interval``, down to
   ``distributed.worker.memory.target``: sizes are estimates, and tasks need memory too.
 
-When the process is too large, memory that other parts keep for later (`model.spare`) and what is free inside of
-allocators (`model.arenas`) is given back too. The allocator keeps much of it where its thresholds were raised, as
-shuffles do for their time; to move values then does not make the process smaller, and a worker that distributed has
-paused for it would stay paused for good, with nothing in memory (seen: a sort of three times the memory).
+When the process is too large, memory that other parts keep for later (`memory.reclaim`) and what is free inside of
+allocators (`memory.arenas`) is given back too. Where shuffles have raised its thresholds, the allocator keeps much of
+it. To move values then does not make the process smaller, and a worker that distributed has paused for it would stay
+paused for good, with nothing in memory. (Seen: a sort of three times the memory.)
 
-Pausing stays with distributed's monitor, which resumes a worker that somebody else paused; it reads the same
-resident set. The nanny's ``terminate`` stays as well.
+Pausing stays with distributed's monitor, which reads the same resident set. The nanny's ``terminate`` stays as well.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def _allow(watch: MemoryWatch, nbytes: int | None) -> None:
         _allowed.pop(watch, None)
     else:
         _allowed[watch] = nbytes
-    # Were it to stay when the last of them has gone, freed pages would stay in a process that nobody watches.
+    # If it stayed when the last of them has gone, freed pages would stay in a process without a watch.
     pages.allowance_bytes = max(_allowed.values(), default=0)
 
 
@@ -103,7 +102,7 @@ class MemoryWatch:
             self._callback = None
 
     async def end(self) -> None:
-        """Stop for good, and give back what is kept and free: from now on nobody looks after it."""
+        """Stop for good, and give back what is kept and free: from now on nothing watches it."""
         self.stop()
         _allow(self, None)
         await run_apart(_give_back, _END_SECONDS)
@@ -117,7 +116,7 @@ class MemoryWatch:
             self._engine.io.loop.run_in_executor(None, _give_back)
 
     def look(self) -> None:
-        """One look at the resident set."""
+        """Look at the resident set once, and act."""
         pages.trim_idle()
         self._engine.eviction.relax()
         high, low = self._limits.watch_high_bytes, self._limits.watch_low_bytes

@@ -1,10 +1,11 @@
-"""Tells the scheduler which keys of this worker are only on disk: batched, and only what has changed.
+"""`ResidenceSender`: tells the scheduler which keys of this worker are only on disk.
 
-Every move of an entry passes its log, which calls us. A key is noted when it goes to disk, or when we have told of it;
-`FLUSH_SECONDS` later one message says what is true by then, so a value that is written and read within that time is
-never spoken of. Entries that are no keys of the worker (chunks of shuffles) are noted too and found out here.
+Messages are batched and name only what has changed. Every move of an entry passes its log, which calls this. A key is
+noted when it goes to disk, or when the scheduler believes it to be there. `FLUSH_SECONDS` later one message says what
+is true by then, so a value that is written and read within that time is not mentioned. Entries that are no keys of the
+worker (chunks of shuffles) are noted too, and left out of the message.
 
-Only the scheduler knows whether it listens; see `model.residence` for how this worker comes to know.
+Only the scheduler knows whether it listens; see `model.residence` for how this worker gets to know.
 """
 
 from __future__ import annotations

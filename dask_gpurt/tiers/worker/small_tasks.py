@@ -1,4 +1,4 @@
-"""Tasks that have nothing to wait for, which are most tasks of most graphs.
+"""`SmallTasks`: the short way for tasks that have nothing to wait for, which are most tasks of most graphs.
 
 While memory is relaxed (`eviction`) all values are in memory. A task that reads and returns little then needs neither a
 turn (`task_admission`) nor room (`memory_gate`): its inputs are pinned, and it runs. Nothing is awaited.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class SmallTasks:
-    """Of one worker. Event loop only.
+    """Runs the small tasks of one worker. Event loop only.
 
     Parameters
     ----------

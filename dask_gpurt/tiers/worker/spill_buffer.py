@@ -1,10 +1,10 @@
-"""Taking over a `SpillBuffer` without reading what it has on disk, and giving everything back.
+"""Take over a `SpillBuffer` without reading what it has on disk (`adopt`), and give everything back (`give_back`).
 
 This module and `seam` together are the seam to distributed: `seam` knows the private names of its Worker, this one
 those of its `SpillBuffer` and of the zict classes below it. No other module knows any. `check` looks them up before
 anything is changed.
 
-Only distributed's own `SpillBuffer` is taken over. Anything else was chosen by somebody: a ``dict`` is what distributed
+Only distributed's own `SpillBuffer` is taken over. Anything else is the user's choice: a ``dict`` is what distributed
 takes when it must not spill, another mapping came with ``Worker(data=...)`` or from dask-cuda. `left_alone` says
 which. One exception: ``dask cuda worker`` gives each worker a ``DeviceHostFile``; where our device tier is switched on
 and can be had, `stand_in` puts a `SpillBuffer` in its place while it is still empty.
@@ -18,7 +18,7 @@ Draining (`give_back`) happens on workers that are as full as they may be, so it
 2. values in memory change hands, the least recently used first. That is a reference, no bytes. Those that do not fit
    below the buffer's target are written to its folder in a thread;
 3. values on our disk are read and written to the buffer's folder one at a time. None of them goes to the buffer's
-   memory: they were on disk, and who needs them reads them.
+   memory: they were on disk, and are read when they are needed.
 
 So bytes of values in both together never exceed ``max(budget, target)`` by more than one value. For what tasks load
 meanwhile to be in that sum, the bytes in the buffer are taken off the engine's budget until it is over. Values enter
@@ -146,7 +146,7 @@ def left_alone(data: MutableMapping[Key, Any]) -> LeftAlone | None:
 
 
 def from_dask_cuda(data: MutableMapping[Key, Any]) -> bool:
-    """Is it dask-cuda's ``DeviceHostFile``?"""
+    """Whether it is dask-cuda's ``DeviceHostFile``."""
     return type(data).__module__.partition(".")[0] == "dask_cuda"
 
 

@@ -1,7 +1,7 @@
-"""A value on a `DiskTier`: where it is, and how it comes back.
+"""`DiskHandle`: a value on a `DiskTier`: where it is, and how it comes back.
 
-The handle is all that knows a file: its name, where the frames are in it, and what each must hash to. A value in a
-segment may be moved by a compaction meanwhile, so its place is asked for at each read.
+The handle is all that knows a file: its name, where the frames are in it, and what each must hash to. A compaction may
+move a value that is in a segment, so its place is asked for at each read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Room on disks: a quota, what is on its way to a file system, and file systems that are not what one expects."""
+"""Room on disks: a quota, bytes on their way to a file system, and file systems that are not what one expects."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class FolderDescriptor:
     """A descriptor of a folder, closed when its last user has left. Thread-safe.
 
     The kernel gives the number of a closed descriptor to whatever is opened next. A thread that is still at work, or a
-    value that is freed late, would read and delete in a folder of somebody else.
+    value that is freed late, would read and delete in a folder that is not ours.
     """
 
     def __init__(self, path: str) -> None:

@@ -1,4 +1,4 @@
-"""Several folders as one tier: values go where they are soonest written, and a folder that fails is set aside.
+"""`Directories`: several folders as one tier; values go where they are soonest written.
 
 Weighted fair queueing: each folder has a clock that advances by bytes / bandwidth with every value it gets, and the
 next value goes where the clock would be least. So each gets bytes in proportion to the bandwidth measured there, also
@@ -6,11 +6,11 @@ when values come one at a time, and what was written in parallel can be read in 
 `AMPLE_BYTES` of it a folder counts as slower in proportion, one without room for the value comes last. A folder on the
 same file system as another is no faster for it; both are used as if they were.
 
-A write that fails is tried on the next folder at once; the one that failed is set aside, 1 s at first and twice as long
-each time up to 60 s. The same for a read that the device could not do (EIO): what is there may still be readable, but
-nothing more goes there. When all are set aside the one whose time ends first is tried; when that fails too the error
-goes to the caller, and the value stays in memory. With a single folder nothing is ever set aside here: the engine has
-its own back-off, per key and for the whole tier.
+A write that fails is tried on the next folder at once. The one that failed is set aside, 1 s at first and twice as long
+each time up to 60 s. The same holds for a read that the device could not do (EIO): what is there may still be readable,
+but nothing more goes there. When all are set aside, the one whose time ends first is tried. When that fails too the
+error goes to the caller, and the value stays in memory. With a single folder nothing is ever set aside here: the engine
+has its own back-off, per key and for the whole tier.
 
 The quota is one for all folders. The reserve is kept on each file system, and counts what is being written to it
 through any of them.
@@ -274,8 +274,8 @@ def open_directories(
 ) -> tuple[Directories, list[WorkDir]]:
     """Make the folders of a worker. In a thread.
 
-    Folders of the user's choice lie below one with distributed's lock, as the worker's own does, so leftovers of a
-    killed worker are purged by whoever starts next. One of several that cannot be used is left out, with a warning.
+    Folders of the user's choice lie below one with distributed's lock, as the worker's own does, so the next
+    worker that starts purges leftovers of a killed one. One of several that cannot be used is left out, with a warning.
 
     Raises
     ------

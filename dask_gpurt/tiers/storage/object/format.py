@@ -1,4 +1,4 @@
-"""How the frames of a value lie in one object that describes itself.
+"""The layout of an object in an object store, which describes itself: where the frames of a value lie.
 
 ::
 
@@ -8,7 +8,7 @@
     payload  the frames, one after the other
 
 Unlike a file of the disk tier, whose handle never leaves its process, an object may be read by a worker that knows
-nothing but its name (`worker`), so the head carries its own checksum.
+nothing but its name (`shared.worker`), so the head carries its own checksum.
 """
 
 from __future__ import annotations

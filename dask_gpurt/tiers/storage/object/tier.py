@@ -1,16 +1,16 @@
-"""The object tier: one object per value, in an object store or a shared folder.
+"""`ObjectTier`: the object tier, one object per value, in an object store or a shared folder.
 
 The last tier: it has no end, but each access costs tens of milliseconds and the network. It is written to when the disk
-is full or fails, or first of all with ``gpurt.tiers.object-use: first``, which buys that what is spilled outlives its
-worker (`scheduler`).
+is full or fails. With ``gpurt.tiers.object-use: first`` it is written to first of all: what is spilled then outlives
+its worker (`shared.scheduler`).
 
 Layout of an object: see `format`. Every frame is verified when it is read. Names are ``<prefix>/<number>``; the prefix
 is this worker's own and holds its lease (`leases`). Nothing of a key is in a name. A worker begins with a prefix that
 it makes itself; once a scheduler has issued one, new objects go there (`move_to`).
 
-Store down, slow or refusing: `client` retries with back-off, then the operation fails as an `OSError`. A write then
-leaves the value where it was (the `fallback` sets the tier aside for a while); a read that fails for good makes the
-engine treat the copy as lost: the key is computed again, and one that has no recipe raises `LostData`.
+Where the store is down, slow or refuses, `client` retries with back-off, then the operation fails as an `OSError`. A
+write then leaves the value where it was, and `fallback` sets the tier aside for a while. A read that fails for good
+makes the engine treat the copy as lost: the key is computed again, and one that has no recipe raises `LostData`.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class ObjectHandle:
 
 
 class ObjectTier:
-    """Objects below one prefix that nobody else writes to.
+    """Objects below one prefix that only this worker writes to.
 
     Parameters
     ----------
@@ -239,7 +239,7 @@ class ObjectTier:
         """Delete what it wrote, but for what the scheduler sweeps."""
         for prefix in (*self._earlier_prefixes, self.prefix):
             try:
-                # Where the scheduler was here already, the lease is gone, and nobody sweeps what came after it.
+                # Where the scheduler was here already, the lease is gone, and what came after it is never swept.
                 if prefix == self.prefix and self.leave_objects and leases.is_ours(self.bucket, prefix):
                     continue
                 for names in leases.objects_below(self.bucket, prefix):
