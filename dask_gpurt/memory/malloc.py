@@ -199,7 +199,7 @@ class Heap:
     def give_back(self) -> None:
         """The worker is at its limit: what waits goes, and what is freed from now on goes at once, until the next run.
 
-        The thresholds too: with them, what tasks free stays in the arenas of their threads (see `model.arenas`).
+        The thresholds too: with them, what tasks free stays in the arenas of their threads (see `arenas`).
         """
         with self._lock:
             if self.warm:

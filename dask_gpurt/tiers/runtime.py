@@ -281,11 +281,11 @@ class TierRuntime:
         return self._engine
 
     def heartbeat(self) -> dict[str, float | int | None]:
-        """What rides on every heartbeat: flat, and none of it costs more than a look."""
+        """Return what rides on every heartbeat: flat, and none of it costs more than a look."""
         return self._figures.heartbeat(self._seam)
 
     def statistics(self) -> dict[str, Any]:
-        """Plain JSON. `entries` counts all entries: not for every heartbeat, see `heartbeat`."""
+        """Return all figures as plain JSON. It looks at each entry: for heartbeats there is `heartbeat`."""
         return self._figures.statistics(self._seam, self._shared, self._left_alone)
 
     def protocols(self) -> dict[str, Any]:
@@ -297,7 +297,7 @@ class TierRuntime:
 
 
 def _left_alone(data: MutableMapping[Key, Any], settings: TierSettings) -> spill_buffer.LeftAlone | None:
-    """Why these data are not taken over; None when they are."""
+    """Return why these data are not taken over; None when they are."""
     if not settings.enabled:
         return spill_buffer.LeftAlone("gpurt.tiers.enabled is false", "set it to true", logging.INFO)
     return spill_buffer.left_alone(data)

@@ -105,7 +105,7 @@ class SpillOnFailure:
         return left > 0
 
     def statistics(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return counts as plain JSON."""
         return {
             "calls": self.calls,
             "reentered": self.reentered,
@@ -196,7 +196,7 @@ class RetryAlone:
         return "\n".join(lines)
 
     def statistics(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return counts as plain JSON."""
         return {"retried_alone": self.retried, "succeeded": self.succeeded, "failed": self.failed}
 
 

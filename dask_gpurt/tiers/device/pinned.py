@@ -107,7 +107,7 @@ class BlockPool:
 
     @property
     def allocated_bytes(self) -> int:
-        """Of all slabs."""
+        """Bytes of all slabs."""
         with self._lock:
             return sum(self._slab_sizes)
 

@@ -109,7 +109,7 @@ class DeviceMemory:
         return cls(space, oom, undo, {"peak_bytes": stack.peak_bytes})
 
     def statistics(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return counts as plain JSON."""
         facts = {name: value() if callable(value) else value for name, value in self._facts.items()}
         return {**self.space.statistics(), "out_of_memory": self.oom.statistics(), **facts}
 

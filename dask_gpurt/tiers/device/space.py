@@ -60,7 +60,7 @@ class DeviceBackend(Protocol):
         """Whether this is a value in device memory."""
 
     def nbytes(self, value: Any) -> int:
-        """Of device memory that it takes."""
+        """Bytes of device memory that it takes."""
 
     def encode(self, value: Any, parts: Sequence[int] | None = None) -> list[Group]:
         """Frames, those in device memory as `pinned.DeviceFrame`."""
@@ -75,7 +75,7 @@ class DeviceBackend(Protocol):
         """Return when everything that was begun on the device is done."""
 
     def allocated_bytes(self) -> int:
-        """Of device memory, by the allocator's own count."""
+        """Bytes of device memory in use, by the allocator's own count."""
 
 
 class BoxState(enum.Enum):
@@ -235,7 +235,7 @@ class DeviceSpace:
 
     @property
     def device_bytes(self) -> int:
-        """Of kept values, by their own account."""
+        """Bytes of kept values, by their own account."""
         return self._device_bytes
 
     def _move(self, box: Box, event: str, value: Any = None) -> None:
@@ -369,7 +369,7 @@ class DeviceSpace:
         return [(str(b.key), b.nbytes, b.pins > 0) for b in here[:n]]
 
     def statistics(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return counts as plain JSON."""
         boxes = self._all()
         return {
             "values": len(boxes),

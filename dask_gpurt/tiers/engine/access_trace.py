@@ -78,5 +78,5 @@ class Trace:
         self.events.append((self._clock(), kind, number, argument))
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON."""
+        """Return it as JSON."""
         return {"events": [list(e) for e in self.events], "dropped": self.dropped}

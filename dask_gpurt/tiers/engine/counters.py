@@ -98,7 +98,7 @@ class Counters:
                 self.listener(label, value, unit)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON."""
+        """Return it as JSON."""
         get = self.cumulative.get
         out: dict[str, Any] = {}
         for word, io_label, codec_label in (

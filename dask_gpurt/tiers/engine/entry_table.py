@@ -171,7 +171,7 @@ class Books:
 
     @property
     def moving_bytes(self) -> int:
-        """Of these, bytes that go when the writes under way are done."""
+        """Bytes of `resident_bytes` that go when the writes under way are done."""
         return self.blocks.moving_bytes
 
     def move(self, entry: Entry, event: str, value: Any = None) -> None:

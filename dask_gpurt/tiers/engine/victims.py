@@ -131,7 +131,7 @@ class Victims:
 
 
 def leaves_before(a: Entry, b: Entry) -> bool:
-    """Is `a`, which is in memory, certainly not needed before `b`? Values of which nothing is known are used last."""
+    """Whether `a`, which is in memory, is certainly not needed before `b`. Unknown uses come last."""
     if b.next_use is None and b.due is None:
         return False
     return (a.next_use is None and a.due is None) or _place(a) < _place(b)

@@ -152,7 +152,7 @@ class LocalUses(WorkerPlugin):
         self._engine.io.loop.call_soon(self.uninstall)
 
     def statistics(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return counts as plain JSON."""
         return {
             "pending_tasks": len(self._pending),
             **self._part.statistics(),

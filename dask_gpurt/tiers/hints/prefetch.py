@@ -242,7 +242,7 @@ class Prefetch:
         self._timer = self._engine.io.loop.call_later(seconds, self.pump)
 
     def statistics(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return counts as plain JSON."""
         return {
             "share": self.share,
             "queue": len(self._queue),

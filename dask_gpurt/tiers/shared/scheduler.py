@@ -155,7 +155,7 @@ class SharedCopiesPlugin(TierPlugin):
                 logger.warning("%d prefixes in %s are left to a later sweep", len(left), self._bucket.url)
 
     def statistics(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return counts as plain JSON."""
         return {
             "store": self._bucket.url,
             "workers": len(self._answered),

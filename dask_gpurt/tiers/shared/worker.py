@@ -40,7 +40,7 @@ REPORT_SECONDS = 0.05
 
 
 class SharedCopies:
-    """Use on the event loop's thread.
+    """Reports copies of one worker and adopts those of others. Use on the event loop's thread.
 
     Parameters
     ----------
@@ -101,7 +101,7 @@ class SharedCopies:
         return {HEARTBEAT_FIELD: PROTOCOL} if self._part.retired is None else {}
 
     def statistics(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return counts as plain JSON."""
         return {
             "scheduler_listens": self.heard,
             "reported": self.reported,
@@ -120,7 +120,7 @@ class SharedCopies:
     def _copied(self, entry: Entry) -> None:
         if not self.heard or self._store.entry(entry.key) is not entry:
             return  # a shard, or gone
-        if self._is_told(entry):
+        if self._is_reported(entry):
             self._fresh[entry] = None
             if self._timer is None:
                 self._timer = self._engine.io.loop.call_later(REPORT_SECONDS, self._report)
@@ -135,8 +135,8 @@ class SharedCopies:
         ]
         self._send(copies)
 
-    def _is_told(self, entry: Entry) -> bool:
-        """Is its copy below the prefix that this scheduler gave us? Of others it would not believe it."""
+    def _is_reported(self, entry: Entry) -> bool:
+        """Whether its copy is below the prefix that this scheduler gave us; it refuses reports of others."""
         return isinstance(entry.handle, ObjectHandle) and is_object(entry.handle.name, self._objects.prefix)
 
     async def _move(self, prefix: str) -> None:

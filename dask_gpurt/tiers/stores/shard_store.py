@@ -42,8 +42,8 @@ class TierShardStore:
         self._engine = engine
         #: run -> chunk id -> entry
         self._runs: dict[Hashable, dict[Any, Entry]] = {}
-        #: run -> part that was not taken yet -> (chunk id, entry) with rows for it; else each of thousands of parts would
-        #: need a look through all chunks
+        #: run -> part that was not taken yet -> (chunk id, entry) with rows for it; without it each of thousands of
+        #: parts would need a look through all chunks
         self._entries_of: dict[Hashable, dict[int, list[tuple[Any, Entry]]]] = {}
         #: parts of an entry that were not taken yet
         self._left: dict[Entry, set[int]] = {}

@@ -123,7 +123,7 @@ class LeftAlone:
 
 
 def left_alone(data: MutableMapping[Key, Any]) -> LeftAlone | None:
-    """Why this mapping is not taken over; None when it is."""
+    """Return why this mapping is not taken over; None when it is."""
     if type(data) is SpillBuffer:
         return None
     if type(data) is dict:

@@ -151,7 +151,7 @@ except (ValueError, OSError):
 
 
 def supports_direct(dir_fd: int, system: Any = os) -> bool:
-    """Does this file system write and read with ``O_DIRECT``? Tried with a block; leaves nothing behind."""
+    """Whether this file system writes and reads with ``O_DIRECT``: tries it with a block, and leaves nothing behind."""
     if not O_DIRECT:
         return False
     name = ".gpurt-direct"

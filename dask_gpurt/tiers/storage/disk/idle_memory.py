@@ -31,7 +31,7 @@ _FRESH_SECONDS = 0.05
 
 
 class Memory(NamedTuple):
-    """Of a machine or a cgroup, in bytes."""
+    """Memory of a machine or a cgroup, in bytes."""
 
     total: int
     #: can be had at once
@@ -61,7 +61,7 @@ class IdleMemory:
         self._until = 0.0
 
     def ample(self, nbytes: int) -> bool:
-        """Is so much idle that `nbytes` in the page cache are no harm?"""
+        """Whether so much is idle that `nbytes` in the page cache are no harm."""
         with self._lock:
             now = self._clock()
             if now >= self._until:

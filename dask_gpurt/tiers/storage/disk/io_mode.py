@@ -37,7 +37,7 @@ class Way:
         self.read = Rate()
 
     def seconds(self, reads: float) -> float | None:
-        """To write a byte and read it so often; None when none was written."""
+        """Seconds to write a byte and read it so often; None when none was written."""
         write = self.write.bytes_per_second
         if write is None:
             return None
@@ -46,7 +46,7 @@ class Way:
 
 
 class Ways:
-    """Of one folder. Thread-safe."""
+    """Both ways to and from one folder, and how fast they are. Thread-safe."""
 
     def __init__(self, idle_memory: IdleMemory | None) -> None:
         self.past = Way()
@@ -57,7 +57,7 @@ class Ways:
         self._written_bytes = self._read_bytes = 0
 
     def ample(self, nbytes: int) -> bool:
-        """Is there memory to spare for so many bytes?"""
+        """Whether there is memory to spare for so many bytes."""
         return self._idle_memory is not None and self._idle_memory.ample(nbytes)
 
     def cached(self, nbytes: int, *, direct: bool) -> bool:

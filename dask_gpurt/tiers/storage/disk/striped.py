@@ -185,7 +185,7 @@ class Directories:
         return sorted(ready, key=key)
 
     def _seconds(self, folder: _Folder, nbytes: int) -> tuple[bool, float]:
-        """Has it no room for so many bytes? Seconds that they would take."""
+        """Whether it has no room for so many bytes, and the seconds that they would take."""
         try:
             room = folder.disk.free_bytes()
         except OSError:

@@ -158,7 +158,7 @@ class DiskTier:
 
     @property
     def write_rate(self) -> compression.Rate:
-        """Of large values past the page cache, in bytes as they lie on disk."""
+        """Rate of writes past the page cache, in bytes as they lie on disk."""
         return self.ways.past.write
 
     @property

@@ -113,7 +113,7 @@ class ObjectTier:
 
     @property
     def metrics(self) -> TierMetrics:
-        """Of the edges to and from this tier."""
+        """Counts of what went to and from this tier."""
         return self.bucket.metrics
 
     def files(self) -> list[str]:
