@@ -1,8 +1,7 @@
 """Host memory cut into blocks: where device values go first.
 
-`BlockPool` hands out blocks of any writeable memory; a `SlabSource` provides it. Page-locked slabs come from
-`dask_gpurt.backends.cuda.PinnedSlabs`; `HostSlabs` here is ordinary memory, for machines without a GPU and for tests.
-`SlabTier` is the `StorageTier` over a pool.
+`BlockPool` hands out blocks of any writeable memory; a `SlabSource` provides it, as
+`dask_gpurt.backends.cuda.PinnedSlabs` provides page-locked memory. `SlabTier` is the `StorageTier` over a pool.
 
 Page-locked memory takes copies from a GPU at several times the rate of ordinary memory, but to lock it takes as long as
 many copies. So it is allocated in *slabs* that are kept, each cut into *blocks* of 1 to 4 MB, grown lazily up to a
@@ -24,15 +23,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy
 
 from dask_gpurt.errors import CorruptData, TierFull
-from dask_gpurt.model.tier import Tier
 from dask_gpurt.tiers.storage.codec import flat
-from dask_gpurt.tiers.storage.handle import DecodeError, IoCost
+from dask_gpurt.tiers.storage.handle import DecodeError, IoCost, decoded
 from dask_gpurt.tiers.storage.protocol import TierMetrics
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dask_gpurt.tiers.storage.handle import Codec, Group
+    from dask_gpurt.model.tier import Tier
+    from dask_gpurt.tiers.storage.handle import Codec
 
 DEFAULT_BLOCK_BYTES = 1 << 20
 DEFAULT_SLAB_BYTES = 64 << 20
@@ -49,20 +48,6 @@ class SlabSource(Protocol):
 
     def release(self, slab: memoryview) -> None:
         """Give a slab back that is not used any more."""
-
-
-class HostSlabs:
-    """Ordinary, pageable memory."""
-
-    tier = Tier.HOST
-
-    def allocate(self, nbytes: int) -> memoryview:
-        """Allocate a slab."""
-        return numpy.empty(nbytes, "u1").data
-
-    def release(self, slab: memoryview) -> None:
-        """Let the slab go; its memory goes with the last reference."""
-        slab.release()
 
 
 class DeviceFrame(Protocol):
@@ -197,10 +182,7 @@ class SlabHandle:
         else:
             buffers = [self._joined(i) for i in range(len(self.frames))]
             middle = time.perf_counter()
-            try:
-                value = codec.decode(buffers)
-            except Exception as e:
-                raise DecodeError from e
+            value = decoded(codec, buffers)
         end = time.perf_counter()
         self.slab.metrics.add(reads=1, read_bytes=self.nbytes, read_seconds=end - start)
         return value, IoCost(self.nbytes, middle - start, end - middle)
@@ -221,11 +203,6 @@ class SlabHandle:
         """The memory of one frame, in order; valid until `free`."""
         offset = sum(n for _, n in self.frames[:frame])
         return self.slab.span(self.blocks, offset, self.frames[frame][1])
-
-    def groups(self) -> list[Group]:
-        """The frames as they were written, to write them elsewhere."""
-        self._check()
-        return [(part, [self._joined(i)]) for i, (part, _) in enumerate(self.frames)]
 
     def _joined(self, frame: int) -> memoryview:
         out = numpy.empty(self.frames[frame][1], "u1").data

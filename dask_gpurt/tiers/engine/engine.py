@@ -203,7 +203,3 @@ class Engine:
         """Check every invariant; AssertionError names what is broken."""
         self.books.validate()
         assert self.gate.reserved_bytes >= 0, "reserved_bytes"
-
-    def handles(self) -> list[Handle]:
-        """All copies on lower tiers."""
-        return [e.handle for e in self.books.entries if e.handle is not None]

@@ -82,6 +82,14 @@ class DecodeError(Exception):
     """The frames are intact, but the object's own code raised (``__cause__``)."""
 
 
+def decoded(codec: Codec, buffers: list[memoryview]) -> Any:
+    """Decode the frames of a value; DecodeError where its own code raises."""
+    try:
+        return codec.decode(buffers)
+    except Exception as e:
+        raise DecodeError from e
+
+
 def error_kind(error: BaseException) -> str:
     """A short name to count an error under: ``ENOSPC``, or the name of the exception."""
     if isinstance(error, OSError) and error.errno is not None:

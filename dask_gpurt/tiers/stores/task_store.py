@@ -257,12 +257,6 @@ class TieredStore(MutableMapping[Any, Any]):
         entry = self._entries.get(key)
         return entry is not None and entry.state is State.LOST
 
-    def hint(self, key: Hashable, next_use: tuple[float, ...] | None) -> None:
-        """The priority of the next task that reads a key (smaller is sooner); `NEVER`; None: not known."""
-        entry = self._entries.get(key)
-        if entry is not None:
-            self._engine.hint(entry, next_use)
-
     def adopt(self, key: Hashable, nbytes: int, handle: Handle) -> None:
         """Take over a value that is on disk already, without reading it."""
         self._entries[key] = self._engine.add_stored(self._account, key, nbytes, handle)

@@ -12,10 +12,11 @@ import pytest
 
 from dask_gpurt.errors import LostData, TierFull
 from dask_gpurt.tiers.device.oom import MAX_FRAGMENTED, RetryAlone, SpillOnFailure
-from dask_gpurt.tiers.device.pinned import BlockPool, HostSlabs, SlabTier
+from dask_gpurt.tiers.device.pinned import BlockPool, SlabTier
 from dask_gpurt.tiers.device.space import TABLE, BoxState, DeviceSpace
 from dask_gpurt.tiers.engine.entry import IllegalMove
 from dask_gpurt.tiers.storage.disk.tier import DiskTier
+from tests.tiers.conftest import HostSlabs
 
 pytest.importorskip("rmm")
 

@@ -27,7 +27,7 @@ from dask_gpurt.config import Settings, TierSettings
 from dask_gpurt.errors import InstallError, LostData, SeamMismatch
 from dask_gpurt.testing import ArrayChunk, check_shard_store
 from dask_gpurt.tiers import TieredStore, TierRuntime
-from tests.tiers.conftest import beat
+from tests.tiers.conftest import beat, handles
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -443,7 +443,7 @@ async def test_directory_of_the_users_choice(c: Client, s: Scheduler, a: Worker)
     await wait(x)
     await runtime.engine.idle()
     found = [os.path.join(d, f) for d, _, files in os.walk(folder) for f in files if "lock" not in f]
-    assert len(found) == len(runtime.engine.handles()) > 5
+    assert len(found) == len(handles(runtime.engine)) > 5
     await a.close()
     assert [f for _, _, files in os.walk(folder) for f in files if "lock" not in f] == []
 
@@ -484,7 +484,7 @@ async def test_an_exception_of_ours_is_stocks_decision(c: Client, s: Scheduler, 
 
 def spoil_all(runtime: TierRuntime, keys: Any = None) -> int:
     n = 0
-    for handle in runtime.engine.handles():
+    for handle in handles(runtime.engine):
         entry = next(e for e in runtime.engine.books.entries if e.handle is handle)
         if keys is not None and entry.key not in keys:
             continue

@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dask_gpurt.model import compression
-from dask_gpurt.tiers.storage.handle import DecodeError, IoCost
+from dask_gpurt.tiers.storage.handle import IoCost, decoded
 
 if TYPE_CHECKING:
     from dask_gpurt.tiers.storage.disk.frames import Frame
@@ -62,10 +62,7 @@ class DiskHandle:
         """See `Handle.load`."""
         buffers, cost = self._read(None)
         start = time.perf_counter()
-        try:
-            value = codec.decode(buffers)
-        except Exception as e:
-            raise DecodeError from e
+        value = decoded(codec, buffers)
         cost.codec_seconds += time.perf_counter() - start
         return value, cost
 

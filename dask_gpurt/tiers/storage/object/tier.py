@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.errors import CorruptData, TierFull
 from dask_gpurt.model.tier import Tier
-from dask_gpurt.tiers.storage.handle import DecodeError, IoCost
+from dask_gpurt.tiers.storage.handle import IoCost, decoded
 from dask_gpurt.tiers.storage.object import leases
 from dask_gpurt.tiers.storage.object.format import USUAL_HEAD_BYTES, Frame, Layout, allocate, parse, plan, verify
 
@@ -59,10 +59,7 @@ class ObjectHandle:
         layout = self.store.layout_of(self)
         buffers = self.store.read(self, layout.frames)
         middle = time.perf_counter()
-        try:
-            value = codec.decode(buffers)
-        except Exception as e:
-            raise DecodeError from e
+        value = decoded(codec, buffers)
         return value, IoCost(self.nbytes, middle - start, time.perf_counter() - middle)
 
     def load_part(self, part: int) -> tuple[list[memoryview], IoCost]:
