@@ -30,6 +30,7 @@ from dask_gpurt.tiers.storage.protocol import TierMetrics
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from dask_gpurt.model.shards import Buffer
     from dask_gpurt.model.tier import Tier
     from dask_gpurt.tiers.storage.handle import Codec
 
@@ -243,14 +244,14 @@ class SlabTier:
         """Bytes of all blocks; None: no limit."""
         return self.pool.limit_bytes
 
-    def write(self, groups: Sequence[tuple[int, Sequence[Any]]]) -> SlabHandle:
+    def write(self, groups: Sequence[tuple[int, Sequence[Buffer | DeviceFrame]]]) -> SlabHandle:
         """See `StorageTier.write`; frames may be `DeviceFrame`."""
         start = time.perf_counter()
         sources: list[Any] = []
         frames: list[tuple[int, int]] = []
         for part, buffers in groups:
             for buffer in buffers:
-                source = buffer if hasattr(buffer, "copy_to") else flat(buffer)
+                source: Any = buffer if hasattr(buffer, "copy_to") else flat(buffer)
                 sources.append(source)
                 frames.append((part, source.nbytes))
         total = sum(n for _, n in frames)

@@ -35,7 +35,7 @@ from distributed.core import Status
 from dask_gpurt.model.events import Event, Sink, null_sink
 from dask_gpurt.model.wrapped import Wrapped
 from dask_gpurt.tiers.scheduler_plugin import TierPlugin, check_scheduler, speaks
-from dask_gpurt.tiers.shared.protocol import HEARTBEAT_FIELD, PROTOCOL, REPORT, TELL, Copy, is_copy
+from dask_gpurt.tiers.shared.protocol import HEARTBEAT_FIELD, PROTOCOL, REPORT, TELL, Copy, as_copy
 from dask_gpurt.tiers.storage.object.leases import EXPIRE_SECONDS, sweep, sweep_expired, worker_prefix
 
 if TYPE_CHECKING:
@@ -192,11 +192,12 @@ class SharedCopiesPlugin(TierPlugin):
                 return
             self._answered.add(worker)
             tasks = self._scheduler.tasks
-            for copy in copies:
-                if not is_copy(copy, prefix):
-                    self._refused(f"{worker} reports {copy!r}, which is no copy below {prefix!r}")
-                elif copy[0] in tasks:
-                    self._copies.setdefault(copy[0], {})[worker] = tuple(copy)
+            for item in copies:
+                copy = as_copy(item, prefix)
+                if copy is None:
+                    self._refused(f"{worker} reports {item!r}, which is no copy below {prefix!r}")
+                elif copy.key in tasks:
+                    self._copies.setdefault(copy.key, {})[worker] = copy
         except Exception:
             self._failed("report")
 
@@ -256,20 +257,21 @@ class SharedCopiesPlugin(TierPlugin):
                 continue
             # To the one that holds least: the keys of one worker spread over all others.
             held, i, heir = heirs[0]
-            heapq.heapreplace(heirs, (held + copy[2], i, heir))
-            legacies.setdefault(heir.address, {}).setdefault(copy[1].rpartition("/")[0], []).append(copy)
+            heapq.heapreplace(heirs, (held + copy.nbytes, i, heir))
+            legacies.setdefault(heir.address, {}).setdefault(copy.name.rpartition("/")[0], []).append(copy)
             self._copies[ts.key] = {heir.address: copy}
-            kept.add(copy[1])
+            kept.add(copy.name)
             self.adopted_keys += 1
-            self.adopted_bytes += copy[2]
+            self.adopted_bytes += copy.nbytes
         for heir_address, by_prefix in legacies.items():
             stimulus_id = f"gpurt-adopt-{time.time()}"
             for origin, copies in by_prefix.items():
                 scheduler.worker_send(
-                    heir_address, {"op": TELL, "prefix": origin, "adopt": copies, "stimulus_id": stimulus_id}
+                    heir_address,
+                    {"op": TELL, "prefix": origin, "adopt": [tuple(c) for c in copies], "stimulus_id": stimulus_id},
                 )
-                scheduler.add_keys(worker=heir_address, keys=[c[0] for c in copies], stimulus_id=stimulus_id)
-                self._adopted_names.setdefault(origin, set()).update(c[1] for c in copies)
+                scheduler.add_keys(worker=heir_address, keys=[c.key for c in copies], stimulus_id=stimulus_id)
+                self._adopted_names.setdefault(origin, set()).update(c.name for c in copies)
         if kept:
             message = f"{len(kept)} keys of {address} are read back from {self._bucket.url} instead of computed again"
             logger.info("%s", message)

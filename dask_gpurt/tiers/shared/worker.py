@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from distributed.metrics import time
 from distributed.worker_state_machine import UpdateDataEvent
 
-from dask_gpurt.tiers.shared.protocol import HEARTBEAT_FIELD, PROTOCOL, REPORT, TELL, Copy, is_copy
+from dask_gpurt.tiers.shared.protocol import HEARTBEAT_FIELD, PROTOCOL, REPORT, TELL, Copy, as_copy
 from dask_gpurt.tiers.storage.object.leases import is_object
 from dask_gpurt.tiers.storage.object.tier import ObjectHandle
 from dask_gpurt.tiers.stores.task_store import StoredCopy
@@ -128,8 +128,8 @@ class SharedCopies:
     def _report(self) -> None:
         self._timer = None
         fresh, self._fresh = self._fresh, {}
-        copies: list[Copy] = [
-            (e.key, e.handle.name, e.nbytes, e.handle.nbytes, e.handle.digest)
+        copies = [
+            Copy(e.key, e.handle.name, e.nbytes, e.handle.nbytes, e.handle.digest)
             for e in fresh
             if not e.gone and isinstance(e.handle, ObjectHandle)
         ]
@@ -156,7 +156,7 @@ class SharedCopies:
 
     def _send(self, copies: list[Copy]) -> None:
         self.reported += len(copies)
-        self._worker.batched_send({"op": REPORT, "prefix": self._objects.prefix, "copies": copies})
+        self._worker.batched_send({"op": REPORT, "prefix": self._objects.prefix, "copies": [tuple(c) for c in copies]})
 
     # ------------------------------------------------------------------ from the scheduler
 
@@ -184,11 +184,12 @@ class SharedCopies:
     def _adopt(self, prefix: str, copies: list[Copy], stimulus_id: str) -> None:
         data: dict[Key, StoredCopy] = {}
         tasks = self._worker.state.tasks
-        for copy in copies:
-            key, name, nbytes, stored_bytes, digest = copy
-            if not is_copy(copy, prefix):
-                self._decline(key)
+        for item in copies:
+            copy = as_copy(item, prefix)
+            if copy is None:
+                self._decline(item[0])
                 continue
+            key = copy.key
             ts = tasks.get(key)
             if ts is not None and ts.state == "memory":
                 continue  # it has come here meanwhile; the object goes with the prefix
@@ -196,7 +197,8 @@ class SharedCopies:
                 self._decline(key)
                 continue
             self._lease.foster(prefix, 1)
-            data[key] = StoredCopy(nbytes, self._objects.adopt(name, stored_bytes, digest, on_free=self._freed))
+            handle = self._objects.adopt(copy.name, copy.stored_bytes, copy.digest, on_free=self._freed)
+            data[key] = StoredCopy(copy.nbytes, handle)
         if data:
             self._worker.handle_stimulus(UpdateDataEvent(data=data, stimulus_id=stimulus_id or f"gpurt-adopt-{time()}"))
         for key, stored in data.items():

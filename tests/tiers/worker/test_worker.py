@@ -479,6 +479,27 @@ async def test_an_exception_of_ours_is_stocks_decision(c: Client, s: Scheduler, 
     assert stats["sync_reads"] > 0
 
 
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)], worker_kwargs={"memory_limit": "20 MB"}, config=NO_WATCH)
+async def test_a_task_that_is_handed_back_gives_back_its_pins(c: Client, s: Scheduler, a: Worker) -> None:
+    runtime = await TierRuntime.install(a, tier_settings())
+    x = c.map(make, range(3))
+    await wait(x)
+    await all_stored(runtime, 3)
+    assert runtime._seam is not None
+    inputs = runtime._seam.inputs
+    real, asked = inputs.must_return, []
+
+    def once(key: Any) -> bool:
+        asked.append(key)
+        return len(asked) == 1 or real(key)
+
+    inputs.must_return = once  # type: ignore[method-assign]
+    assert await c.submit(total, *x) == sum(total(make(i)) for i in range(3))
+    assert len(asked) == 2
+    assert [e.pins for e in runtime.engine.books.entries] == [0] * 4
+    assert runtime.statistics()["fallbacks"] == {}
+
+
 # ---------------------------------------------------------------------------------------------- loss
 
 
