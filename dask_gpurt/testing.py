@@ -194,7 +194,7 @@ def check_storage_tier(
     make
         Returns a fresh, empty tier with the given limit in bytes (None: none).
     codec
-        Encodes NumPy arrays, strings and lists of them (`dask_gpurt.tiers.engine.account.Codec`).
+        Encodes NumPy arrays, strings and lists of them (`dask_gpurt.tiers.storage.handle.Codec`).
     damage
         Changes one byte of the last frame of the copy behind a handle. None: the tier is memory, which is not verified.
     """

@@ -110,7 +110,7 @@ class WorkerParts:
             self.residence_sender = None
         runtime = self.runtime
         if listens and runtime is not None and runtime.store is not None:
-            self.residence_sender = ResidenceSender(self.worker, runtime.store, runtime.engine.log)
+            self.residence_sender = ResidenceSender(self.worker, runtime.store, runtime.engine.log, runtime.guard)
             self.residence_sender.start()
 
     async def _add_fetches(self) -> Callable[[], Awaitable[None]]:

@@ -1,13 +1,13 @@
-"""Memory that is free inside of the C allocator, and how all of it goes back to the system.
+"""`Arenas`: memory that is free inside of the C allocator, and how all of it goes back to the system.
+
+A thread that allocates much calls `Arenas.mark`; then something is allocated in its arena. To free that later, from any
+thread, makes the allocator look at that arena's end (`Arenas.trim`).
 
 glibc gives each thread an *arena* of its own. `malloc_trim` returns what is free in the middle of any of them, but the
-end of one (its *top*) only of the main one; the top of a thread's arena goes when something large is freed in it, if
-the top is longer than the trim threshold by then. Shuffles raise that threshold for their time, and after it, or when
-the worker is paused for want of memory, nothing is freed in those arenas any more. Seen: a worker of 500 MB, paused for
-good with no value in memory, 145 MB of it in the tops of five arenas.
-
-So a thread that allocates much says so (`Arenas.mark`), and something is allocated in its arena then: to free that
-later, from any thread, is what makes the allocator look at that arena's top (`Arenas.trim`).
+end of one (its *top*) only of the main one. The top of a thread's arena goes when something large is freed in it, if
+the top is longer than the trim threshold by then. Shuffles raise that threshold for their time. After it, or when the
+worker is paused for want of memory, nothing is freed in those arenas any more. (Seen: a worker of 500 MB, paused for
+good with no value in memory, 145 MB of it in the tops of five arenas.)
 
 Rejected: having each thread allocate and free something (a pool does not say which of its threads runs a function, and
 one that is busy would be waited for); one arena for all threads (they then wait for each other's lock).

@@ -1,32 +1,31 @@
-"""The C allocator keeps freed memory while shuffles run in this process and some seconds longer; then it gives it back.
+"""`Heap`: makes the C allocator keep freed memory while shuffles run in this process and some seconds longer.
 
-Theory of operation. distributed's nanny starts workers with ``MALLOC_TRIM_THRESHOLD_`` (64 KiB), so that freed memory
-goes back to the system at once. With glibc that also pins the size from which an allocation is a mapping of its own, at
-128 KiB. A shuffle allocates and frees everything in larger pieces: temporaries of the hash and of the split.
-Each of them is then fresh memory, and its page faults cost ten times what writing to it costs (0.5 ms per MB on a
-virtual machine, much more where the host has to find the memory first). They were half of a worker's CPU time in a
-shuffle.
-
-So while at least one run is open in this process both thresholds are high, and temporaries come from the C allocator
+While at least one run is open in this process both thresholds of the allocator are high, and temporaries come from it
 (`Heap.pool`). What stays (gathered and received rows, outputs) lies in blocks of `pages`, which keeps what they leave
-as long. When the last run has closed, memory stays for `LINGER_SECONDS`: shuffles come one after another. Then the
+as long. When the last run has closed, memory stays for `LINGER_SECONDS`, as shuffles come one after another. Then the
 thresholds are set back and what is free is returned (`malloc_trim`, in a thread: it takes 0.05 ms per MB). It is
 returned at once when the process takes more than `PRESSURE` of its worker's memory limit, looked at every second: Dask
 counts free memory of a process as used, and would spill or pause for it. While a run is open, that is looked at as rows
-come in and outputs are made; when neither happens, the watch of the tiers asks for it (`model.spare`).
+come in and outputs are made; when neither happens, the watch of the tiers asks for it (`reclaim`).
+
+When the first output is made, what splitting left free is returned. From then on the process may grow by `TRIM_BYTES`
+before what is free is returned again (`Heap.freed`): rows must not be there twice.
+
+Theory of operation. distributed's nanny starts workers with ``MALLOC_TRIM_THRESHOLD_`` (64 KiB), so that freed memory
+goes back to the system at once. With glibc that also pins the size from which an allocation is a mapping of its own, at
+128 KiB. A shuffle allocates and frees everything in larger pieces: temporaries of the hash and of the split. Each of
+them is then fresh memory, and its page faults cost ten times what writing to it costs (0.5 ms per MB on a virtual
+machine, much more where the host has to find the memory first). They were half of a worker's CPU time in a shuffle.
 
 The thresholds are touched only where the environment has ``MALLOC_TRIM_THRESHOLD_``: its value is what to restore, and
 only then glibc's own adjustment of the thresholds is off already, which `mallopt` would switch off for good. Elsewhere
 (no glibc, no nanny) they stay as they are.
 
-When the first output is made, what splitting left free is returned; from then on the process may grow by `TRIM_BYTES`
-before what is free is returned again (`Heap.freed`): rows must not be there twice.
-With 64 MiB instead of 32 the peak of 0.3 GB of text was 589 MB instead of 569 (p2p: 584).
-
 Measured, one partition of 62 MB split, encoded, checked and assembled (CPU seconds, page faults): 0.29 and 50,000 with
-the nanny's setting, 0.12 and none in warm memory; 0.11 is what Arrow alone takes there. Rejected: Arrow's own pool for
-outputs (mimalloc gives memory back within 10 ms, and can not use what received rows leave); returning memory at the end
-of each run (the next one starts cold: 5.6 instead of 3.4 CPU seconds for 1 GB on two workers, 16 partitions).
+the nanny's setting, 0.12 and none in warm memory; 0.11 is what Arrow alone takes there. `TRIM_BYTES` of 64 MiB instead
+of 32: the peak of 0.3 GB of text was 589 MB instead of 569 (p2p: 584). Rejected: Arrow's own pool for outputs (mimalloc
+gives memory back within 10 ms, and cannot use what received rows leave); returning memory at the end of each run (the
+next one starts cold: 5.6 instead of 3.4 CPU seconds for 1 GB on two workers, 16 partitions).
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ def _rss_bytes() -> int:
 
 
 class Heap:
-    """Counts who wants freed memory kept. One per process (`malloc`); any thread.
+    """Counts the users that want freed memory kept. One per process (`malloc`); any thread.
 
     Parameters
     ----------
@@ -204,7 +203,7 @@ class Heap:
     def give_back(self) -> None:
         """The worker is at its limit: what waits goes, and what is freed from now on goes at once, until the next run.
 
-        The thresholds too: with them, what tasks free stays in the arenas of their threads (see `model.arenas`).
+        The thresholds too: with them, what tasks free stays in the arenas of their threads (see `arenas`).
         """
         with self._lock:
             if self.warm:

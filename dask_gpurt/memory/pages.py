@@ -1,24 +1,22 @@
-"""Large blocks of memory made of pages that were used before, wherever those lie. The shuffle and the tiers share them.
+"""`Pages`: large blocks of memory made of pages that were used before. The shuffle and the tiers share them.
+
+`Pages.take` gives a block; it goes back by itself when its last view dies. Its users say how long free memory waits.
+While a shuffle runs, all of it does (`Pages.keep`). Else at most `allowance_bytes` do, and what was not taken between
+two looks goes (`Pages.trim_idle`). `Pages.trim` gives all of it back, for a process that has to be small. `Pages.owner`
+says which block an address lies in: a column of a frame that was read from disk keeps the memory of the whole frame,
+and that has to be counted.
 
 Theory of operation. A shuffle needs memory in blocks of very different sizes: what is gathered for a peer, what is
-received, what becomes an output; what is read from disk needs as much as what left for it gave back a moment ago. The
+received, what becomes an output. What is read from disk needs as much as what left for it gave back a moment ago. The
 nanny sets ``MALLOC_TRIM_THRESHOLD_``, so freed memory goes back to the system at once. Fresh memory costs ten times
-what writing to it costs (a page fault for every 4 KiB, 0.6 ms per MB on a virtual machine), and an allocator can use a
+what writing to it costs (a page fault for every 4 KiB, 0.6 ms per MB on a virtual machine). An allocator can use a
 freed block again only for one that is no longer, so an output of 40 MB found no place in what forty messages of 1 MB
-had left: rows were there twice. Here a block is *virtual*: it is put together from free *extents* (ranges of pages
-that lie anywhere) by ``mremap``, which moves page table entries and neither copies nor clears (0.04 ms per MB). Each
-extent goes back by itself when the block's last view dies. So the peak is what is alive at a time, whatever the sizes,
-and memory is touched the first time once.
+had left: rows were there twice.
 
-How long memory waits is for its users to say. While a shuffle runs, all of it does (`Pages.keep`). Else at most
-`allowance_bytes` do, and what nobody has wanted between two looks goes (`Pages.trim_idle`). Whoever needs the process
-to be small gives all of it back (`Pages.trim`).
-
-`owner` tells which block an address lies in: a column of a frame that was read from disk keeps the memory of the whole
-frame, and whoever counts memory has to know.
-
-What is fresh comes in pieces of `FRESH_BYTES`, aligned and advised for huge pages (0.15 ms per MB instead of 0.6); what
-is not needed of them is not touched.
+Here a block is *virtual*: it is put together from free *extents* (ranges of pages that lie anywhere) by ``mremap``,
+which moves page table entries and neither copies nor clears (0.04 ms per MB). So the peak is what is alive at a time,
+whatever the sizes, and memory is touched the first time once. What is fresh comes in pieces of `FRESH_BYTES`, aligned
+and advised for huge pages (0.15 ms per MB instead of 0.6); what is not needed of them is not touched.
 
 Invariants
 - An extent is one mapping of the kernel, or a part of one, and belongs to one block or to the free list.
@@ -31,8 +29,8 @@ Invariants
 Rejected: slabs of 2 MiB, counted by their users (memory goes back when the last of several neighbours does); giving
 freed memory back and taking fresh huge pages (0.15 ms per MB where the host of a virtual machine has the memory, up to
 7 where it has to find it first); coalescing free extents (what is returned was one block of a like size mostly); a
-pool of whole mappings for what is read from disk (until there was this; neither could use what the other had left);
-malloc's own memory, with its thresholds raised: what is free in its heaps counts as used, but nobody else can have it.
+pool of whole mappings for what is read from disk (neither could use what the other had left); malloc's own memory, with
+its thresholds raised (what is free in its heaps counts as used, but has no other use).
 """
 
 from __future__ import annotations
@@ -57,7 +55,7 @@ if TYPE_CHECKING:
 GRANULE = 1 << 15
 #: shorter blocks come from the C allocator
 SMALLEST = 1 << 18
-#: what nobody has wanted for so long goes, if no shuffle runs
+#: what was not taken for so long goes, if no shuffle runs
 IDLE_SECONDS = 2.0
 #: fresh memory is mapped in multiples of this
 FRESH_BYTES = 8 << 20
@@ -85,7 +83,7 @@ class System:
         self._libc = libc
 
     def fresh(self, nbytes: int) -> int | None:
-        """Memory that nobody has touched, aligned for huge pages."""
+        """Memory that was never touched, aligned for huge pages."""
         at = self._map(nbytes + _HUGE, _PROT_RW, _PRIVATE_ANON)
         if at is None:
             return None
@@ -106,6 +104,7 @@ class System:
         return bool(self._libc.mremap(at, nbytes, nbytes, _MAYMOVE_FIXED, to) == to)
 
     def unmap(self, at: int, nbytes: int) -> None:
+        """Give memory back to the system."""
         self._libc.munmap(at, nbytes)
 
     def _map(self, nbytes: int, protection: int, flags: int) -> int | None:
@@ -186,7 +185,7 @@ class Pages:
         return self._unmap(free)
 
     def trim_idle(self) -> int:
-        """Give back what nobody has wanted for `IDLE_SECONDS`, unless a shuffle runs; bytes. Cheap: call it often."""
+        """Give back what was not taken for `IDLE_SECONDS`, unless a shuffle runs; bytes. Cheap: call it often."""
         now = self._now()
         if self._keep or now < self._look_at:
             return 0
@@ -235,7 +234,7 @@ class Pages:
                     at, extents = block
                     number = self._register(at, size)
             if block is not None:
-                # Whoever uses the memory refers to this object in the end. Of the whole size: every length is a type of
+                # Every view of the memory refers to this object. Of the whole size: every length is a type of
                 # its own to ctypes, and these are few.
                 raw = (ctypes.c_uint8 * size).from_address(at)
                 weakref.finalize(raw, self._died, at, number, extents).atexit = False

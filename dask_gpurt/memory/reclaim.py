@@ -1,9 +1,10 @@
-"""Memory that a part of this package keeps for later, which a worker at its limit gets back.
+"""Memory that a part of this package keeps for later, given back when a worker is at its limit.
 
-A part says once how its memory is given back (`register`); whoever watches the process's memory calls `give_back`. The
-parts do not know each other. Seen before there was this: a worker that distributed had paused, with nothing in memory
-but the pages that its shuffles kept. While it is paused no rows come in and no output is made, so the shuffles had no
-occasion to look.
+A part says once how its memory is given back (`register`), and the watch on the process calls `give_back`. The parts do
+not know each other.
+
+Why: a worker that distributed had paused had nothing in memory but the pages that its shuffles kept. While it is paused
+no rows come in and no output is made, so the shuffles had no occasion to look.
 """
 
 from __future__ import annotations

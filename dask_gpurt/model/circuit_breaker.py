@@ -4,6 +4,7 @@ An engine wraps every call that Dask makes into it. When the call raises, Dask's
 calls `Guard.failed`. That counts the failure by part and reason, keeps the last traceback as text, and emits an event,
 at most one per part and `EVENT_SECONDS`. After `LIMIT` failures of one part within `WINDOW_SECONDS` the part is
 switched off with one WARNING: a part that fails on every task costs more than it can gain. Rare failures never add up.
+A part that has to undo something then gives `Guard.part` a callback.
 
 Use on one event loop.
 """
@@ -14,7 +15,7 @@ import math
 import time
 import traceback
 from collections import Counter, deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.model import Event, Sink, null_sink
 
@@ -32,7 +33,7 @@ EVENT_SECONDS = 10.0
 class Part:
     """One override, or one group of hooks, and its failures."""
 
-    __slots__ = ("_last_event", "_times", "fallbacks", "last_traceback", "name", "retired")
+    __slots__ = ("_last_event", "_times", "fallbacks", "last_traceback", "name", "on_retired", "retired")
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -41,8 +42,23 @@ class Part:
         self.last_traceback: str | None = None
         #: why it retired; None while it works
         self.retired: str | None = None
+        #: called once, when it retires
+        self.on_retired: Callable[[], None] | None = None
         self._times: deque[float] = deque(maxlen=LIMIT)
         self._last_event = -math.inf
+
+    @property
+    def failures(self) -> int:
+        """How often Dask's own code did the work, for any reason."""
+        return sum(self.fallbacks.values())
+
+    def statistics(self) -> dict[str, Any]:
+        """Plain JSON: how often it failed, the last traceback, and why it was switched off; "" if it was not."""
+        return {
+            "exceptions": self.failures,
+            "last_traceback": self.last_traceback or "",
+            "retired": self.retired or "",
+        }
 
 
 class Guard:
@@ -72,9 +88,16 @@ class Guard:
         self._sink = sink
         self._clock = clock
 
+    def part(self, name: str, on_retired: Callable[[], None] | None = None) -> Part:
+        """Return the part of this name, made if there is none; `on_retired` is called when it is switched off."""
+        part = self.parts.setdefault(name, Part(name))
+        if on_retired is not None:
+            part.on_retired = on_retired
+        return part
+
     def failed(self, part_name: str, reason: str = "exception", detail: str | None = None) -> None:
         """Count a failure of a part; retire it when there are too many. Call inside ``except`` for the traceback."""
-        part = self.parts.setdefault(part_name, Part(part_name))
+        part = self.part(part_name)
         part.fallbacks[reason] += 1
         part.last_traceback = detail if detail is not None else traceback.format_exc()
         now = self._clock()
@@ -100,6 +123,11 @@ class Guard:
             self._emit(
                 Event(f"{self.engine}.retired", f"{part_name} is switched off: {part.retired}", {"part": part_name})
             )
+            if part.on_retired is not None:
+                try:
+                    part.on_retired()
+                except Exception:
+                    self.logger.exception("%s: %s could not be switched off cleanly", self.engine, part_name)
 
     def _emit(self, event: Event) -> None:
         try:

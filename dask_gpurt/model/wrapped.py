@@ -1,4 +1,4 @@
-"""`Wrapped`: a method of one object, wrapped for a while so that others may wrap it before and after.
+"""`Wrapped`: a method of one object, or a handler of a dict, wrapped for a while. Others may wrap it before and after.
 
 What was set on the object itself before is put back. Where others have wrapped ours in turn it stays in their chain; it
 is no longer active then, and only passes the call on.
@@ -14,12 +14,14 @@ if TYPE_CHECKING:
 
 
 class Wrapped(ABC):
-    """One method of one object. A subclass says what is called instead."""
+    """One method of one object, or one handler of a dict of handlers. A subclass says what is called instead."""
 
     def __init__(self, owner: Any, name: str) -> None:
-        self._owner, self._name = owner, name
-        self._stock: Callable[..., Any] = getattr(owner, name)
-        self._had = name in vars(owner)
+        self._name = name
+        #: where ours is put
+        self._place: dict[str, Any] = owner if isinstance(owner, dict) else vars(owner)
+        self._stock: Callable[..., Any] = owner[name] if isinstance(owner, dict) else getattr(owner, name)
+        self._had = name in self._place
         #: whether ours is to do anything
         self._active = False
         self._ours = self._wrap(self._stock)
@@ -31,14 +33,14 @@ class Wrapped(ABC):
     def install(self) -> None:
         """Put ours in its place."""
         self._active = True
-        setattr(self._owner, self._name, self._ours)
+        self._place[self._name] = self._ours
 
     def uninstall(self) -> None:
         """Put back what was there; calls under way end as they would have. A second call does nothing."""
         self._active = False
-        if vars(self._owner).get(self._name) is not self._ours:
+        if self._place.get(self._name) is not self._ours:
             return
         if self._had:
-            setattr(self._owner, self._name, self._stock)
+            self._place[self._name] = self._stock
         else:
-            delattr(self._owner, self._name)
+            del self._place[self._name]

@@ -1,12 +1,12 @@
 """`TierRuntime`: engine, store, shard store and watch of one worker, installed and taken out as one.
 
-Whoever loads us (a worker plugin, a preload) calls ``await TierRuntime.install(worker, settings)`` on the worker's
-event loop, at its start or while it works, and ``await runtime.uninstall()`` to give everything back. When the worker
-closes, the files go without being read.
+A worker plugin or a preload calls ``await TierRuntime.install(worker, settings)`` on the worker's event loop, at its
+start or while it works, and ``await runtime.uninstall()`` to give everything back. When the worker closes, the files go
+without being read.
 
-``worker.data`` is taken over only where it is distributed's own `SpillBuffer`; where somebody chose another mapping, it
-is left alone, and only the shards of shuffles are kept in the tiers. That is no error: it is logged once and shown as
-``left_alone`` in `TierRuntime.statistics`.
+``worker.data`` is taken over only where it is distributed's own `SpillBuffer`. Any other mapping is left alone, and
+only the shards of shuffles are kept in the tiers. That is no error: it is logged once and shown as ``left_alone`` in
+`TierRuntime.statistics`.
 """
 
 from __future__ import annotations
@@ -20,31 +20,33 @@ from dask.utils import format_bytes
 from distributed.core import Status
 
 from dask_gpurt.backends import cuda
-from dask_gpurt.memory import reclaim
-from dask_gpurt.memory.pages import pages
+from dask_gpurt.model.circuit_breaker import Guard
 from dask_gpurt.model.events import Event, Sink, null_sink
 from dask_gpurt.tiers.device.oom import RetryAlone
 from dask_gpurt.tiers.device.setup import DeviceMemory
-from dask_gpurt.tiers.engine import buffer_roots
 from dask_gpurt.tiers.engine.engine import Engine
+from dask_gpurt.tiers.limits import Limits, limits_of
 from dask_gpurt.tiers.shared.worker import SharedCopies
+from dask_gpurt.tiers.statistics import Figures
 from dask_gpurt.tiers.storage.stack import Below
 from dask_gpurt.tiers.stores.shard_store import TierShardStore
 from dask_gpurt.tiers.worker import spill_buffer
-from dask_gpurt.tiers.worker.memory_watch import Limits, MemoryWatch, limits_of
+from dask_gpurt.tiers.worker.memory_watch import MemoryWatch
 from dask_gpurt.tiers.worker.seam import WorkerSeam
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, MutableMapping
+
+    from dask.typing import Key
+    from distributed.worker import Worker
 
     from dask_gpurt.config import TierSettings
-    from dask_gpurt.tiers.device.space import DeviceSpace
     from dask_gpurt.tiers.stores.task_store import TieredStore
 
 logger = logging.getLogger("distributed.worker.gpurt")
 
-_runtimes: weakref.WeakKeyDictionary[Any, TierRuntime] = weakref.WeakKeyDictionary()
-_locks: weakref.WeakKeyDictionary[Any, asyncio.Lock] = weakref.WeakKeyDictionary()
+_runtimes: weakref.WeakKeyDictionary[Worker, TierRuntime] = weakref.WeakKeyDictionary()
+_locks: weakref.WeakKeyDictionary[Worker, asyncio.Lock] = weakref.WeakKeyDictionary()
 _ENDING = {Status.closing, Status.closed, Status.failed}
 
 
@@ -63,7 +65,7 @@ class TierRuntime:
 
     def __init__(
         self,
-        worker: Any,
+        worker: Worker,
         settings: TierSettings,
         limits: Limits,
         below: Below,
@@ -75,26 +77,27 @@ class TierRuntime:
         self._limits = limits
         self._below = below
         self._disk = below.disk
-        self._sink = sink
+        #: switches parts off that fail too often
+        self.guard = Guard("tiers", logger, sink=sink)
         self._seam: WorkerSeam | None = None
         #: why worker.data is left alone; empty when it is not
         self._left_alone = ""
         self._engine = Engine(below.tier, budget_bytes=limits.budget_bytes, sink=sink)
         self._device_memory = device
-        self._device: DeviceSpace | None = None if device is None else device.space
-        if self._device is not None:
-            self._device.below.append(below.cascade)
+        if device is not None:
+            device.space.below.append(below.cascade)
         #: reports to the scheduler what of this worker can be had without it
         self._shared: SharedCopies | None = None
         self._engine.counters.listener = self._tell_metric
         self._shards = TierShardStore(self._engine)
         self._watch = MemoryWatch(worker, self._engine, limits)
+        self._figures = Figures(self._engine, below, device, self._shards, self._watch, self.guard)
         self._running = True
 
     # ------------------------------------------------------------------ life
 
     @classmethod
-    async def install(cls, worker: Any, settings: TierSettings, *, sink: Sink = null_sink) -> TierRuntime:
+    async def install(cls, worker: Worker, settings: TierSettings, *, sink: Sink = null_sink) -> TierRuntime:
         """Start the tiers of a worker; on one that has them, apply the new settings and return the running ones.
 
         With ``settings.enabled`` False, or where ``worker.data`` is not distributed's own, it is left alone and only
@@ -132,7 +135,7 @@ class TierRuntime:
             try:
                 if below.lease is not None:
                     below.lease.start()
-                runtime._warn_about_filesystem()
+                runtime._warn_about_filesystem(sink)
                 runtime._take_over_or_leave(settings)
             except BaseException:
                 await runtime._stop()
@@ -211,7 +214,7 @@ class TierRuntime:
         self._take_over_or_leave(settings)
         self._engine.balance()
 
-    def _data(self) -> Any:
+    def _data(self) -> MutableMapping[Key, Any]:
         """What was ``worker.data`` without us."""
         return self._worker.memory_manager.data if self._seam is None else self._seam.original
 
@@ -222,19 +225,20 @@ class TierRuntime:
         if left is None:
             if self._seam is not None:
                 return
-            seam = WorkerSeam(self._worker, self._engine, prefetch_share=settings.prefetch)
+            seam = WorkerSeam(self._worker, self._engine, self.guard, prefetch_share=settings.prefetch)
             seam.turns.on_short = self._watch.trim
             seam.take_over()
             self._seam = seam
-            if self._device is not None:
+            device = None if self._device_memory is None else self._device_memory.space
+            if device is not None:
                 # The device has victims of its own, which are chosen by next uses however much host memory is free.
                 self._engine.eviction.relaxes = False
                 self._engine.eviction.press()
-                seam.store.device = self._device
-                seam.retry_alone = RetryAlone(self._device, lambda: seam.executing)
+                seam.store.device = device
+                seam.execute.retry_alone = RetryAlone(device, lambda: seam.execute.running)
             objects, lease = self._below.objects, self._below.lease
             if objects is not None and lease is not None and objects.bucket.shared:
-                self._shared = SharedCopies(self._worker, self._engine, seam.store, objects, lease)
+                self._shared = SharedCopies(self._worker, self._engine, seam.store, objects, lease, self.guard)
                 self._shared.install()
         elif self._left_alone == before:
             return
@@ -250,10 +254,10 @@ class TierRuntime:
             "" if limits.disk_limit_bytes is None else f" up to {format_bytes(limits.disk_limit_bytes)}",
         )
 
-    def _warn_about_filesystem(self) -> None:
+    def _warn_about_filesystem(self, sink: Sink) -> None:
         for message, kind in self._disk.warnings():
             logger.warning("%s", message)
-            self._sink(Event("tiers.filesystem", message, {"filesystem": kind}))
+            sink(Event("tiers.filesystem", message, {"filesystem": kind}))
 
     def _tell_metric(self, label: str, value: float, unit: str) -> None:
         # Writes belong to no task; stock files those of its monitor under the same heading.
@@ -277,92 +281,12 @@ class TierRuntime:
         return self._engine
 
     def heartbeat(self) -> dict[str, float | int | None]:
-        """What rides on every heartbeat: flat, and none of it costs more than a look."""
-        engine, seam, counters = self._engine, self._seam, self._engine.counters
-        done = counters.cumulative.get
-        # Only of tiers that are there: a plot of bytes in an object store that nobody has set says nothing.
-        more: dict[str, float | int | None] = {}
-        if self._device is not None:
-            more["device_bytes"] = self._device.device_bytes
-        if self._below.objects is not None:
-            more["object_bytes"] = self._below.objects.used_bytes
-        return {
-            **more,
-            "host_bytes": engine.resident_bytes,
-            "host_limit_bytes": engine.budget_bytes,
-            "moving_bytes": engine.moving_bytes,
-            "reserved_bytes": engine.gate.reserved_bytes,
-            "disk_bytes": self._disk.used_bytes,
-            "disk_limit_bytes": self._disk.limit_bytes,
-            "spilled_keys": len(seam.store.slow) if seam is not None else 0,
-            "written_bytes": int(done(("disk-write", "bytes"), 0)),
-            "read_bytes": int(done(("disk-read", "bytes"), 0)),
-            "write_seconds": done(("disk-write", "seconds"), 0.0),
-            "read_seconds": done(("disk-read", "seconds"), 0.0),
-            "sync_reads": counters.sync_reads,
-            "errors": sum(counters.write_errors.values())
-            + sum(counters.read_errors.values())
-            + counters.checksum_failures
-            + counters.decode_errors,
-            "lost": counters.lost,
-            "admission_waits": engine.gate.waits,
-            "admission_wait_seconds": engine.gate.wait_seconds,
-            "memory_alarms": self._watch.alarms,
-        }
+        """Return what rides on every heartbeat: flat, and none of it costs more than a look."""
+        return self._figures.heartbeat(self._seam)
 
     def statistics(self) -> dict[str, Any]:
-        """Plain JSON. `entries` counts all entries: not for every heartbeat, see `heartbeat`."""
-        engine, seam = self._engine, self._seam
-        out: dict[str, Any] = {
-            "enabled": seam is not None,
-            "left_alone": self._left_alone,
-            "host_bytes": engine.resident_bytes,
-            "host_limit_bytes": engine.budget_bytes,
-            "moving_bytes": engine.moving_bytes,
-            "loading_bytes": engine.loading_bytes,
-            "reserved_bytes": engine.gate.reserved_bytes,
-            "disk_bytes": self._disk.used_bytes,
-            "disk_limit_bytes": self._disk.limit_bytes,
-            "disks": self._disk.statistics(),
-            "spilled_keys": len(seam.store.slow) if seam is not None else 0,
-            "spilled_memory_bytes": seam.store.spilled_total.memory if seam is not None else 0,
-            "spilled_disk_bytes": seam.store.spilled_total.disk if seam is not None else 0,
-            "shard_chunks": len(self._shards),
-            "shard_disk_bytes": self._shards.spilled_bytes,
-            "entries": engine.states(),
-            "admission_wait_seconds": engine.gate.wait_seconds,
-            "admission_waits": engine.gate.waits,
-            "admission_forced": engine.gate.forced,
-            "admission_queue": len(engine.gate),
-            "turn_waits": seam.turns.waits if seam is not None else 0,
-            "turn_wait_seconds": seam.turns.wait_seconds if seam is not None else 0.0,
-            "turns_passed_by": seam.turns.passed_by if seam is not None else 0,
-            "memory_alarms": self._watch.alarms,
-            "memory_trims": self._watch.trims,
-            "memory_trim_errors": reclaim.errors,
-            "implausible_sizes": engine.books.implausible_sizes,
-            "unknown_frames": buffer_roots.errors,
-            "failed_deletions": engine.io.failures,
-            "fallbacks": dict(seam.fallbacks) if seam is not None else {},
-            "last_traceback": seam.last_traceback if seam is not None else "",
-            "lost_keys": seam.losses.keys if seam is not None else 0,
-            "returned_tasks": seam.returned_tasks if seam is not None else 0,
-        }
-        out["recycled"] = pages.statistics()
-        out.update(engine.counters.to_dict())
-        out["evictions"] = engine.decided_by
-        out["hints"] = seam.hints.statistics() if seam is not None else {}
-        out["local_uses"] = seam.local.statistics() if seam is not None else {}
-        out["prefetch"] = seam.prefetch.statistics() if seam is not None else {}
-        out["input_wait_seconds"] = seam.input_wait_seconds if seam is not None else 0.0
-        if self._below.objects is not None:
-            out["below"] = self._below.statistics()
-            out["shared"] = self._shared.statistics() if self._shared is not None else {}
-        if self._device_memory is not None:
-            out["device"] = self._device_memory.statistics()
-            if seam is not None and seam.retry_alone is not None:
-                out["device"].update(seam.retry_alone.statistics())
-        return out
+        """Return all figures as plain JSON. It looks at each entry: for heartbeats there is `heartbeat`."""
+        return self._figures.statistics(self._seam, self._shared, self._left_alone)
 
     def protocols(self) -> dict[str, Any]:
         """What a scheduler that sends next uses has to see in ``metrics["gpurt"]``."""
@@ -372,14 +296,14 @@ class TierRuntime:
         return out
 
 
-def _left_alone(data: Any, settings: TierSettings) -> spill_buffer.LeftAlone | None:
-    """Why these data are not taken over; None when they are."""
+def _left_alone(data: MutableMapping[Key, Any], settings: TierSettings) -> spill_buffer.LeftAlone | None:
+    """Return why these data are not taken over; None when they are."""
     if not settings.enabled:
         return spill_buffer.LeftAlone("gpurt.tiers.enabled is false", "set it to true", logging.INFO)
     return spill_buffer.left_alone(data)
 
 
-async def _take_the_place_of_dask_cuda(worker: Any, settings: TierSettings) -> Callable[[], None]:
+async def _take_the_place_of_dask_cuda(worker: Worker, settings: TierSettings) -> Callable[[], None]:
     """On ``dask cuda worker``, where our device tier can be had; returns what undoes it."""
     data = worker.memory_manager.data
     if settings.enabled and settings.device == "auto" and spill_buffer.from_dask_cuda(data):

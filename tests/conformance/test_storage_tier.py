@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from dask_gpurt.testing import check_storage_tier
-from dask_gpurt.tiers.device.pinned import BlockPool, HostSlabs, SlabTier
+from dask_gpurt.tiers.device.pinned import BlockPool, SlabTier
 from dask_gpurt.tiers.storage.codec import PickleCodec
 from dask_gpurt.tiers.storage.disk.quota import Quota
 from dask_gpurt.tiers.storage.disk.striped import Directories
 from dask_gpurt.tiers.storage.disk.tier import DiskTier
 from dask_gpurt.tiers.storage.fallback import Cascade
+from tests.tiers.conftest import HostSlabs
 
 if TYPE_CHECKING:
     from collections.abc import Callable

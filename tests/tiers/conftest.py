@@ -5,14 +5,18 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import numpy
 import pytest
 from distributed.utils_test import async_poll_for
 
+from dask_gpurt.model.circuit_breaker import Guard
+from dask_gpurt.model.tier import Tier
 from dask_gpurt.tiers.engine.engine import Engine
 from dask_gpurt.tiers.storage.disk.tier import DiskTier
 from dask_gpurt.tiers.stores.task_store import TieredStore
@@ -21,6 +25,33 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from distributed import Worker
+
+    from dask_gpurt.tiers.storage.handle import Handle
+
+
+def guard() -> Guard:
+    """A circuit breaker of a test's own."""
+    return Guard("tiers", logging.getLogger("tests.tiers"))
+
+
+class HostSlabs:
+    """Ordinary, pageable memory."""
+
+    tier = Tier.HOST
+
+    def allocate(self, nbytes: int) -> memoryview:
+        """Allocate a slab."""
+        return numpy.empty(nbytes, "u1").data
+
+    def release(self, slab: memoryview) -> None:
+        """Let the slab go; its memory goes with the last reference."""
+        slab.release()
+
+
+def handles(engine: Engine) -> list[Handle]:
+    """All copies on lower tiers."""
+    return [e.handle for e in engine.books.entries if e.handle is not None]
+
 
 _beats: weakref.WeakKeyDictionary[Worker, asyncio.Lock] = weakref.WeakKeyDictionary()
 
@@ -104,11 +135,17 @@ class Rig:
     def validate(self) -> None:
         """Every invariant of the engine, and: the files on disk are the handles."""
         self.engine.validate()
-        names = sorted({h.name for h in self.engine.handles() if hasattr(h, "name")})
+        names = sorted({h.name for h in handles(self.engine) if hasattr(h, "name")})
         assert names == self.disk.files(), "files on disk and handles differ"
         assert self.disk.used_bytes == sum(
             os.stat(os.path.join(self.disk.directory, n)).st_size for n in self.disk.files()
         )
+
+    def hint(self, key: Any, next_use: tuple[float, ...] | None) -> None:
+        """The priority of the next task that reads a key."""
+        entry = self.store.entry(key)
+        if entry is not None:
+            self.engine.hint(entry, next_use)
 
     def spill_all(self) -> None:
         self.engine.shrink(1 << 60)

@@ -15,8 +15,9 @@ from dask_gpurt.memory import reclaim
 from dask_gpurt.memory.arenas import Arenas
 from dask_gpurt.memory.pages import SMALLEST, pages
 from dask_gpurt.tiers.engine.entry import State
+from dask_gpurt.tiers.limits import limits_of
 from dask_gpurt.tiers.worker import memory_watch
-from dask_gpurt.tiers.worker.memory_watch import MemoryWatch, limits_of
+from dask_gpurt.tiers.worker.memory_watch import MemoryWatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -102,6 +103,7 @@ def test_an_alarm_gives_back_what_is_free_and_moves_values(run_rig: RunRig, monk
             assert await asyncio.to_thread(trimmed.acquire, timeout=60)
             assert await asyncio.to_thread(given.acquire, timeout=60)
         assert reclaim.errors >= 1
+        await watch.end()  # else its allowance stays in this process
 
     run_rig(main, budget=1_000_000)
 

@@ -1,25 +1,24 @@
-"""When the device has no memory: make room and try again, then alone, then say who holds what.
+"""When the device has no memory: make room and try again, then run the task alone, then report what holds the memory.
 
 ::
 
     allocation fails ── callback: spill, RMM tries again ── ... ── nothing is left to spill ── MemoryError in the task
     task fails with it ── `RetryAlone`: wait until no other task runs here, spill all ── run it once more ── report
 
-`SpillOnFailure` is the callback. RMM calls it in whatever thread allocates, and tries again as long as it says True,
-without a limit of its own. So it says True only if something really left, which ends by itself, and where the
-allocator's count says that there is room and still it fails (fragmentation), at most `MAX_FRAGMENTED` times in a row.
-It never raises: what it raised would travel through C++ that does not expect it.
+`SpillOnFailure` is the callback. RMM calls it in the thread that allocates, and tries again as long as it returns True,
+without a limit of its own. So it returns True only if something really left, which ends by itself. Where the
+allocator's count shows room and still it fails (fragmentation), it does so at most `MAX_FRAGMENTED` times in a row. It
+never raises: an exception would travel through C++ that does not expect it.
 
-Tasks are idempotent by contract (Dask itself runs them again when a worker is lost), so to run one once more is
-allowed. The second run waits `WAIT_SECONDS` at most for the others: one of them may wait for this one
-(``worker_client``).
+Tasks are idempotent by contract (Dask itself runs them again when a worker is lost), so one may run once more. The
+second run waits `WAIT_SECONDS` at most for the others: one of them may wait for this one (``worker_client``).
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dask.utils import format_bytes
 from distributed.protocol import to_serialize
@@ -29,8 +28,12 @@ from distributed.worker_state_machine import ExecuteFailureEvent
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from distributed.worker_state_machine import StateMachineEvent
+
     from dask_gpurt.tiers.device.space import DeviceSpace
 
+#: how a task ended
+Outcome = TypeVar("Outcome")
 #: attempts of one allocation for which there seems to be room
 MAX_FRAGMENTED = 8
 #: to wait for other tasks before a task is run alone
@@ -102,7 +105,7 @@ class SpillOnFailure:
         return left > 0
 
     def statistics(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return counts as plain JSON."""
         return {
             "calls": self.calls,
             "reentered": self.reentered,
@@ -135,7 +138,7 @@ class RetryAlone:
         self.failed = 0
 
     async def enter(self) -> None:
-        """A task that is about to begin waits here while another runs alone."""
+        """Wait while another task runs alone; for a task that is about to begin."""
         if not self._entry.is_set():
             try:
                 await asyncio.wait_for(self._entry.wait(), self._wait_seconds)
@@ -144,16 +147,16 @@ class RetryAlone:
 
     async def again(
         self,
-        run: Callable[[], Awaitable[Any]],
-        failed: Callable[[Any], bool],
-        annotate: Callable[[Any, str], Any],
-    ) -> Any:
+        run: Callable[[], Awaitable[Outcome]],
+        failed: Callable[[Outcome], bool],
+        annotate: Callable[[Outcome, str], Outcome],
+    ) -> Outcome:
         """What `run` gives when no other task runs here and all values that can leave have left the device.
 
         Parameters
         ----------
         failed
-            Is this outcome a want of memory again?
+            Whether an outcome is a want of memory again.
         annotate
             The outcome with a report as a note.
         """
@@ -175,7 +178,7 @@ class RetryAlone:
         return annotate(outcome, self.report())
 
     def report(self) -> str:
-        """Who holds the device's memory, for people."""
+        """What holds the device's memory, for people."""
         space = self._space
         kept = space.device_bytes
         total = space.backend.allocated_bytes()
@@ -193,11 +196,11 @@ class RetryAlone:
         return "\n".join(lines)
 
     def statistics(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return counts as plain JSON."""
         return {"retried_alone": self.retried, "succeeded": self.succeeded, "failed": self.failed}
 
 
-def out_of_memory(event: Any) -> BaseException | None:
+def out_of_memory(event: StateMachineEvent) -> BaseException | None:
     """What a task failed with, if that was a want of device memory. (The event has it pickled, for the scheduler.)"""
     if not isinstance(event, ExecuteFailureEvent):
         return None
@@ -209,7 +212,8 @@ def out_of_memory(event: Any) -> BaseException | None:
     return error if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" else None
 
 
-def with_note(event: Any, note: str) -> Any:
+def with_note(event: StateMachineEvent, note: str) -> StateMachineEvent:
+    """Add a note to what a task failed with, which was a want of device memory; changes the event."""
     error = out_of_memory(event)
     assert error is not None
     error.add_note(note)

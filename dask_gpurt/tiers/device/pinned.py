@@ -1,17 +1,16 @@
 """Host memory cut into blocks: where device values go first.
 
+`BlockPool` hands out blocks of any writeable memory; a `SlabSource` provides it, as
+`dask_gpurt.backends.cuda.PinnedSlabs` provides page-locked memory. `SlabTier` is the `StorageTier` over a pool.
+
 Page-locked memory takes copies from a GPU at several times the rate of ordinary memory, but to lock it takes as long as
 many copies. So it is allocated in *slabs* that are kept, each cut into *blocks* of 1 to 4 MB, grown lazily up to a
 limit. A value takes as many blocks as it needs, wherever they are: there is no fragmentation, and at most one block per
 value is partly unused.
 
-`BlockPool` does the arithmetic over any writeable memory; a `SlabSource` provides it. Page-locked slabs come from
-`dask_gpurt.backends.cuda.PinnedSlabs`; `HostSlabs` here is ordinary memory, named so, for machines without a GPU and
-for tests.
-
 Frames are copied into blocks, device frames (`DeviceFrame`) directly by their own ``copy_to``. Reading gives the pieces
 to a codec that can take them (``decode_pieces``: back to the device without a detour), or else joins them. Bytes that
-stay in memory are not checksummed; they are when they go on to a disk.
+stay in memory have no checksum; they get one when they go on to a disk.
 """
 
 from __future__ import annotations
@@ -24,15 +23,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy
 
 from dask_gpurt.errors import CorruptData, TierFull
-from dask_gpurt.model.tier import Tier
 from dask_gpurt.tiers.storage.codec import flat
-from dask_gpurt.tiers.storage.handle import DecodeError, IoCost
+from dask_gpurt.tiers.storage.handle import DecodeError, IoCost, decoded
 from dask_gpurt.tiers.storage.protocol import TierMetrics
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dask_gpurt.tiers.engine.account import Codec, Group
+    from dask_gpurt.model.shards import Buffer
+    from dask_gpurt.model.tier import Tier
+    from dask_gpurt.tiers.storage.handle import Codec
 
 DEFAULT_BLOCK_BYTES = 1 << 20
 DEFAULT_SLAB_BYTES = 64 << 20
@@ -48,26 +48,15 @@ class SlabSource(Protocol):
         """Writeable memory; MemoryError or OSError when there is none."""
 
     def release(self, slab: memoryview) -> None:
-        """Give it back. Nobody uses it any more."""
-
-
-class HostSlabs:
-    """Ordinary, pageable memory."""
-
-    tier = Tier.HOST
-
-    def allocate(self, nbytes: int) -> memoryview:
-        return numpy.empty(nbytes, "u1").data
-
-    def release(self, slab: memoryview) -> None:
-        slab.release()
+        """Give a slab back that is not used any more."""
 
 
 class DeviceFrame(Protocol):
     """A frame whose bytes are on a device."""
 
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """Bytes of the frame."""
 
     def copy_to(self, offset: int, target: memoryview) -> None:
         """Fill `target` with the bytes from `offset` on. Returns when they are there."""
@@ -98,21 +87,15 @@ class BlockPool:
         self._blocks_per_slab = max(1, slab_bytes // block_bytes)
         self._lock = threading.Lock()
         self._slabs: list[memoryview] = []
-        #: (slab, block) that nobody has; the last freed first, as it is in the caches
+        #: (slab, block) that are free; the last freed first, as it is in the caches
         self._free: list[tuple[int, int]] = []
         self._slab_sizes: list[int] = []
 
     @property
     def allocated_bytes(self) -> int:
-        """Of all slabs."""
+        """Bytes of all slabs."""
         with self._lock:
             return sum(self._slab_sizes)
-
-    @property
-    def free_blocks(self) -> int:
-        """In slabs that are there."""
-        with self._lock:
-            return len(self._free)
 
     def take(self, nbytes: int) -> list[tuple[int, int]]:
         """Blocks for so many bytes.
@@ -184,6 +167,7 @@ class SlabHandle:
         return self.slab.tier
 
     def load(self, codec: Codec) -> tuple[Any, IoCost]:
+        """See `Handle.load`."""
         start = time.perf_counter()
         self._check()
         decode_pieces = getattr(codec, "decode_pieces", None)
@@ -199,15 +183,13 @@ class SlabHandle:
         else:
             buffers = [self._joined(i) for i in range(len(self.frames))]
             middle = time.perf_counter()
-            try:
-                value = codec.decode(buffers)
-            except Exception as e:
-                raise DecodeError from e
+            value = decoded(codec, buffers)
         end = time.perf_counter()
         self.slab.metrics.add(reads=1, read_bytes=self.nbytes, read_seconds=end - start)
         return value, IoCost(self.nbytes, middle - start, end - middle)
 
     def load_part(self, part: int) -> tuple[list[memoryview], IoCost]:
+        """See `Handle.load_part`."""
         start = time.perf_counter()
         self._check()
         mine = [i for i, (p, _) in enumerate(self.frames) if p == part]
@@ -223,11 +205,6 @@ class SlabHandle:
         offset = sum(n for _, n in self.frames[:frame])
         return self.slab.span(self.blocks, offset, self.frames[frame][1])
 
-    def groups(self) -> list[Group]:
-        """The frames as they were written, to write them elsewhere."""
-        self._check()
-        return [(part, [self._joined(i)]) for i, (part, _) in enumerate(self.frames)]
-
     def _joined(self, frame: int) -> memoryview:
         out = numpy.empty(self.frames[frame][1], "u1").data
         at = 0
@@ -241,6 +218,7 @@ class SlabHandle:
             raise CorruptData("the blocks of this copy were given back")
 
     def free(self) -> None:
+        """Give the blocks back. A second call does nothing."""
         if self.alive[0]:
             self.alive[0] = False
             self.slab.give(self)
@@ -263,16 +241,17 @@ class SlabTier:
 
     @property
     def limit_bytes(self) -> int | None:
+        """Bytes of all blocks; None: no limit."""
         return self.pool.limit_bytes
 
-    def write(self, groups: Sequence[tuple[int, Sequence[Any]]]) -> SlabHandle:
+    def write(self, groups: Sequence[tuple[int, Sequence[Buffer | DeviceFrame]]]) -> SlabHandle:
         """See `StorageTier.write`; frames may be `DeviceFrame`."""
         start = time.perf_counter()
         sources: list[Any] = []
         frames: list[tuple[int, int]] = []
         for part, buffers in groups:
             for buffer in buffers:
-                source = buffer if hasattr(buffer, "copy_to") else flat(buffer)
+                source: Any = buffer if hasattr(buffer, "copy_to") else flat(buffer)
                 sources.append(source)
                 frames.append((part, source.nbytes))
         total = sum(n for _, n in frames)
@@ -327,4 +306,5 @@ class SlabTier:
             handle.free()
 
     def close(self) -> None:
+        """Give all slabs back."""
         self.pool.close()

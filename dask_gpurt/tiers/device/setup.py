@@ -1,4 +1,4 @@
-"""Puts the device tier of a worker together: probe, stack, blocks, callback; and takes it apart again."""
+"""`DeviceMemory`: puts the device tier of a worker together (probe, stack, blocks, callback), and takes it apart."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from dask_gpurt.tiers.device.space import DeviceSpace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from distributed.worker import Worker
 
     from dask_gpurt.config import TierSettings
     from dask_gpurt.tiers.device.pinned import SlabSource
@@ -39,7 +41,7 @@ class DeviceMemory:
 
     @classmethod
     def open(
-        cls, worker: Any, settings: TierSettings, host_bytes: int | None, *, serves: bool = True
+        cls, worker: Worker, settings: TierSettings, host_bytes: int | None, *, serves: bool = True
     ) -> DeviceMemory | None:
         """Probe, and install where an allocation succeeds; None where there is no device. In a thread.
 
@@ -107,7 +109,7 @@ class DeviceMemory:
         return cls(space, oom, undo, {"peak_bytes": stack.peak_bytes})
 
     def statistics(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return counts as plain JSON."""
         facts = {name: value() if callable(value) else value for name, value in self._facts.items()}
         return {**self.space.statistics(), "out_of_memory": self.oom.statistics(), **facts}
 

@@ -1,4 +1,4 @@
-"""Values in device memory, and how they leave it: in time, or when an allocation fails.
+"""`DeviceSpace`: values in device memory, and how they leave it: in time, or when an allocation fails.
 
 A device value is kept in a `Box`, and the store keeps the box. A box is in one of four states:
 
@@ -11,20 +11,22 @@ BELOW       no                          yes
 GONE        no                          no
 ==========  ==========================  ==================================================
 
-This is the one part of the tiers that is not bookkeeping on the event loop. An allocation that fails does so in the
-thread of a task, inside RMM, perhaps deep in a C++ library; room must be made *there and then*, and to wait for the
-loop could be to wait for ourselves (the loop may hold the allocator's lock, or be allocating). Hence:
-
-1. A box is changed under its own lock only. Who spills takes locks with ``blocking=False`` and goes on to the next
-   box: a thread that is inside one box never waits for another, so no order of locks is needed.
-2. Copying a value down may allocate on the device itself (packing a table). If that fails, the callback is entered
-   again by the same thread: it says no at once (`oom`).
-3. A box that is pinned (inputs of running tasks) is not taken. The value goes when its last reference does: who holds
-   one from elsewhere keeps the memory, and `freed` counts what RMM says, not what we hoped.
-4. Before the reference is dropped, the device is told to order the free after its last use (`DeviceBackend.fence`).
-   Memory belongs to the stream it was allocated on; a kernel on another stream may still read it.
+Moves are looked up in `TABLE`, and `DeviceSpace._move` alone makes them, with the value and the byte count.
 
 Victims: values with a copy first (free of charge), then the farthest next use, then the least recently used.
+
+This is the one part of the tiers that is not bookkeeping on the event loop. An allocation fails in the thread of a
+task, inside RMM, perhaps deep in a C++ library, and room must be made there and then. To wait for the loop could be a
+deadlock: the loop may hold the allocator's lock, or be allocating. Hence:
+
+1. A box is changed under its own lock only. A thread that spills takes locks with ``blocking=False`` and goes on to the
+   next box. A thread that is inside one box never waits for another, so no order of locks is needed.
+2. Copying a value down may allocate on the device itself (packing a table). If that fails, the same thread enters the
+   callback again, which refuses at once (`oom`).
+3. A box that is pinned (inputs of running tasks) is not taken. The memory goes with the last reference to the value,
+   which may be outside of the box. So success is what RMM counts as free.
+4. Before the reference is dropped, the device is made to order the free after its last use (`DeviceBackend.fence`).
+   Memory belongs to the stream it was allocated on; a kernel on another stream may still read it.
 
 No vendor library is imported here: `DeviceBackend` is what a device has to offer, `dask_gpurt.backends.cuda` has it.
 """
@@ -41,24 +43,24 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy
 
 from dask_gpurt.errors import CorruptData, LostData, TierFull
+from dask_gpurt.tiers.engine.entry import IllegalMove
 from dask_gpurt.tiers.storage.protocol import TierMetrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
-    from dask_gpurt.tiers.engine.account import Group
-    from dask_gpurt.tiers.storage.handle import Handle
+    from dask_gpurt.tiers.storage.handle import Group, Handle
     from dask_gpurt.tiers.storage.protocol import StorageTier
 
 
 class DeviceBackend(Protocol):
-    """What a kind of device has to offer; also the codec of its values (`account.Codec`)."""
+    """What a kind of device has to offer; also the codec of its values (`handle.Codec`)."""
 
     def owns(self, value: Any) -> bool:
-        """Is this a value in device memory?"""
+        """Whether this is a value in device memory."""
 
     def nbytes(self, value: Any) -> int:
-        """Of device memory that it takes."""
+        """Bytes of device memory that it takes."""
 
     def encode(self, value: Any, parts: Sequence[int] | None = None) -> list[Group]:
         """Frames, those in device memory as `pinned.DeviceFrame`."""
@@ -73,14 +75,30 @@ class DeviceBackend(Protocol):
         """Return when everything that was begun on the device is done."""
 
     def allocated_bytes(self) -> int:
-        """Of device memory, by the allocator's own count."""
+        """Bytes of device memory in use, by the allocator's own count."""
 
 
 class BoxState(enum.Enum):
+    """Where the value of a box is; see the module."""
+
     DEVICE = "device"
     SPILLING = "spilling"
     BELOW = "below"
     GONE = "gone"
+
+
+#: (state, event) -> next state
+TABLE: dict[tuple[BoxState, str], BoxState] = {
+    (BoxState.DEVICE, "copy"): BoxState.SPILLING,
+    (BoxState.DEVICE, "drop"): BoxState.BELOW,  # it has a copy
+    (BoxState.DEVICE, "remove"): BoxState.GONE,
+    (BoxState.SPILLING, "copied"): BoxState.BELOW,
+    (BoxState.SPILLING, "copy-failed"): BoxState.DEVICE,
+    (BoxState.BELOW, "load"): BoxState.DEVICE,
+    (BoxState.BELOW, "remove"): BoxState.GONE,
+}
+#: the value is on the device, and counted
+_HERE = (BoxState.DEVICE, BoxState.SPILLING)
 
 
 class Box:
@@ -170,11 +188,9 @@ class DeviceSpace:
         """Forget a value and its copy."""
         with self._lock:
             self._boxes.pop(id(box), None)
-        with box.lock:  # waits for a copy that is under way, by a thread that waits for nobody
-            if box.state is BoxState.DEVICE:
-                self._count(-box.nbytes)
-            box.state = BoxState.GONE
-            box.value = None
+        with box.lock:  # waits for a copy that is under way, by a thread that does not wait
+            if box.state is not BoxState.GONE:
+                self._move(box, "remove")
             handle, box.handle = box.handle, None
         if handle is not None:
             handle.free()
@@ -206,9 +222,7 @@ class DeviceSpace:
             except (CorruptData, OSError) as e:
                 self.metrics.add(read_failures=1)
                 raise LostData(f"the copy of {box.key!r} below the device could not be read: {e}") from e
-            box.value = value
-            box.state = BoxState.DEVICE
-            self._count(box.nbytes)
+            self._move(box, "load", value)
             self.metrics.add(reads=1, read_bytes=box.nbytes, read_seconds=time.perf_counter() - start)
             return value
 
@@ -216,18 +230,33 @@ class DeviceSpace:
 
     @property
     def over(self) -> bool:
-        """Do kept values take more than the limit?"""
+        """Whether kept values take more than the limit."""
         return self.limit_bytes is not None and self.device_bytes > self.limit_bytes
 
     @property
     def device_bytes(self) -> int:
-        """Of kept values, by their own account."""
+        """Bytes of kept values, by their own account."""
         return self._device_bytes
 
-    def _count(self, nbytes: int) -> None:
-        # Never held where device memory is allocated: the callback cannot meet its own thread in it.
-        with self._lock:
-            self._device_bytes += nbytes
+    def _move(self, box: Box, event: str, value: Any = None) -> None:
+        """Change the state of a box, and with it its value and the byte count. Hold the lock of the box.
+
+        Raises
+        ------
+        IllegalMove
+            The table has no such move: a bug in this package.
+        """
+        before = box.state
+        after = TABLE.get((before, event))
+        if after is None:
+            raise IllegalMove(f"the box of {box.key!r} is {before.value}, where {event!r} is not allowed")
+        box.state = after
+        change = (after in _HERE) - (before in _HERE)
+        if change:
+            box.value = value
+            # Never held where device memory is allocated: the callback cannot meet its own thread in it.
+            with self._lock:
+                self._device_bytes += change * box.nbytes
 
     def balance(self, coming_bytes: int = 0) -> int:
         """Make values leave until they and `coming_bytes` are within the limit; what left. For an I/O thread."""
@@ -237,7 +266,7 @@ class DeviceSpace:
         return self.spill(excess) if excess > 0 else 0
 
     def spill(self, nbytes: int) -> int:
-        """Make at least `nbytes` of values leave the device, in this thread, waiting for nobody. Returns what left.
+        """Make at least `nbytes` of values leave the device, in this thread, without waiting; the bytes that left.
 
         Called in the allocation callback among others: never raises, never blocks on a lock.
         """
@@ -256,10 +285,7 @@ class DeviceSpace:
                     # work needs a pin, and pinned boxes are not taken.
                     self.backend.fence()
                     fenced = True
-                if self._copy_down(box):
-                    box.value = None
-                    box.state = BoxState.BELOW
-                    self._count(-box.nbytes)
+                if self._leave(box):
                     left += box.nbytes
             finally:
                 box.lock.release()
@@ -279,30 +305,37 @@ class DeviceSpace:
         # A copy, without the lock: the callback may interrupt the thread that holds it. (C code, atomic under the GIL.)
         return list(self._boxes.values())
 
-    def _copy_down(self, box: Box) -> bool:
+    def _leave(self, box: Box) -> bool:
+        """Move the value of a box off the device; False where it could not be copied. Hold the lock of the box."""
         if box.handle is not None:
+            self._move(box, "drop")
             return True
-        start = time.perf_counter()
-        box.state = BoxState.SPILLING
+        self._move(box, "copy")
         try:
-            try:
-                groups = self.backend.encode(box.value)
-            except MemoryError as e:  # no room to pack it: another one may need none
-                self._failed(e)
-                return False
-            except Exception as e:
-                box.unspillable = True
-                self.unspillable += 1
-                self._failed(e)
-                return False
-            box.handle = self._write(groups)
+            box.handle = self._copy(box)
+        finally:
+            self._move(box, "copy-failed" if box.handle is None else "copied")
+        return box.handle is not None
+
+    def _copy(self, box: Box) -> Handle | None:
+        start = time.perf_counter()
+        try:
+            groups = self.backend.encode(box.value)
+        except MemoryError as e:  # no room to pack it: another one may need none
+            self._failed(e)
+            return None
+        except Exception as e:
+            box.unspillable = True
+            self.unspillable += 1
+            self._failed(e)
+            return None
+        try:
+            handle = self._write(groups)
         except Exception as e:
             self._failed(e)
-            return False
-        finally:
-            box.state = BoxState.DEVICE
+            return None
         self.metrics.add(writes=1, written_bytes=box.nbytes, write_seconds=time.perf_counter() - start)
-        return True
+        return handle
 
     def _write(self, groups: list[Group]) -> Handle:
         error: Exception = TierFull("there is no tier below the device")
@@ -331,12 +364,12 @@ class DeviceSpace:
 
     def largest(self, n: int = 10) -> list[tuple[str, int, bool]]:
         """(key, bytes, pinned) of the largest values on the device."""
-        here = [b for b in self._all() if b.state in (BoxState.DEVICE, BoxState.SPILLING)]
+        here = [b for b in self._all() if b.state in _HERE]
         here.sort(key=lambda b: b.nbytes, reverse=True)
         return [(str(b.key), b.nbytes, b.pins > 0) for b in here[:n]]
 
     def statistics(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return counts as plain JSON."""
         boxes = self._all()
         return {
             "values": len(boxes),

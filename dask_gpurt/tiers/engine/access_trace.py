@@ -1,7 +1,7 @@
-"""A record of what was asked of an engine and what it did, for replay (`eviction`) and for people.
+"""`Trace`: a record of what was asked of an engine and what it did, for replay (`simulate.eviction`) and for people.
 
-Off by default. While on, each event is one tuple appended to a list: about 0.3 us. The list is bounded; when it is full
-the record ends (a record with its beginning cut off could not be replayed), and `dropped` counts what is missing.
+Off by default. While on, each event is one tuple appended to a list: about 0.3 us. The list is bounded. When it is full
+the record ends, and `dropped` counts what is missing: a record without its beginning could not be replayed.
 
 Events are ``(seconds, kind, entry, argument)``; entries are numbered in the order in which they came.
 
@@ -13,7 +13,7 @@ kind       argument                 meaning
 budget     bytes or None            from here on values may take so much
 add        bytes                    a value came into being, in memory
 adopt      bytes                    a value came into being, on a lower tier
-pin        None                     somebody needs the value in memory now (its first user)
+pin        None                     its first user needs the value in memory now
 unpin      None                     the last user is done with it
 touch      None                     it was read without being pinned
 hint       priority or None         its next use, as `Entry.next_use`
@@ -78,5 +78,5 @@ class Trace:
         self.events.append((self._clock(), kind, number, argument))
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON."""
+        """Return it as JSON."""
         return {"events": [list(e) for e in self.events], "dropped": self.dropped}

@@ -1,15 +1,18 @@
-"""What memory a value holds, which may be more than it shows.
+"""`roots_of`: what memory a value holds, which may be more than it shows.
 
-A slice of an array holds the whole array; a column of a pandas frame holds the block that its neighbours lie in; what
-was read from disk, or came out of a shuffle, holds the block of `model.pages` that it was put into. Their ``sizeof``
-tells none of that. So memory is counted by its *roots*: stretches of memory, each known by its address, that are freed
-as a whole.
+A slice of an array holds the whole array. A column of a pandas frame holds the block that its neighbours lie in. What
+was read from disk, or came out of a shuffle, holds the block of `memory.pages` that it was put into. ``sizeof`` shows
+none of that. So memory is counted by its *roots*: stretches of memory, each known by its address, that are freed as a
+whole.
 
 NumPy arrays, pandas frames, series and indexes (NumPy blocks and Arrow columns) and Arrow tables and arrays are looked
-into. Anything else, and whatever cannot be looked into, is one root of its own with its ``sizeof``.
+into. Anything else is one root of its own with its ``sizeof``.
 
-A buffer that lies in nobody's block of ours is taken for a root itself. It may be a part of something larger that we
-know nothing of, as a message or a file mapped into memory; the latter must not be counted as memory.
+A buffer outside of our own blocks is taken for a root itself. It may be a part of something larger, as a message or a
+file mapped into memory; a mapped file must not be counted as memory.
+
+A ``sizeof`` need not give a number of bytes. One that overflows an int32 is negative; one that divides by zero is NaN.
+In sums that decide about eviction, one such number makes memory look empty for good. So sizes pass `as_bytes`.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from __future__ import annotations
 import logging
 import mmap
 import sys
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
@@ -31,6 +34,9 @@ Root: TypeAlias = tuple[int, int]
 
 logger = logging.getLogger("distributed.worker.gpurt")
 
+#: for a value whose size is not known, as in distributed's `safe_sizeof`
+UNKNOWN_BYTES: Final = 1_000_000
+
 #: frames that could not be looked into, of this process
 errors = 0
 #: types that are not looked into, looked up first: most results of tiny tasks are of them
@@ -39,6 +45,19 @@ _PLAIN = frozenset({int, float, complex, bool, str, bytes, tuple, list, dict, se
 LEAST_BYTES = 4096
 #: a value of more parts than this is not looked into: it costs 1 us each
 MOST_PARTS = 200
+
+
+def as_bytes(nbytes: Any) -> int | None:
+    """Return a size as a whole number of bytes; None if it is negative, NaN, infinite or no number."""
+    if type(nbytes) is int:  # each task passes here
+        return nbytes if nbytes >= 0 else None
+    if isinstance(nbytes, (str, bytes)):
+        return None
+    try:
+        whole = int(nbytes)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return whole if whole >= 0 else None
 
 
 def roots_of(value: Any, nbytes: int) -> tuple[Root, ...]:
@@ -96,7 +115,7 @@ def _parts(value: Any) -> list[tuple[int, int, int]] | None:
                 shows = part.size
             if size >= LEAST_BYTES:
                 out.append((address, size, shows))
-    except Exception:  # a class of somebody's, or a pandas that is made otherwise
+    except Exception:  # a class of the user's, or a pandas that is made otherwise
         errors += 1
         if errors in (1, 100, 10_000):
             logger.warning(

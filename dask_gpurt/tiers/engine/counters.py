@@ -68,13 +68,15 @@ class Counters:
     memory_read_bytes: int = 0
     #: time on the event loop; the synchronous slow path is in it
     loop_time: LoopTime = dataclasses.field(default_factory=LoopTime)
-    #: told about each write and read as (label, value, unit); for Dask's fine performance metrics
+    #: called with each write as (label, value, unit); for Dask's fine performance metrics
     listener: Callable[[str, float, str], None] | None = None
 
     def written(self, cost: IoCost) -> None:
+        """Count a write."""
         self._io("disk-write", "serialize", cost)
 
     def read(self, cost: IoCost) -> None:
+        """Count a read."""
         self._io("disk-read", "deserialize", cost)
 
     def as_stock(self) -> dict[tuple[str, str], float]:
@@ -96,7 +98,7 @@ class Counters:
                 self.listener(label, value, unit)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON."""
+        """Return it as JSON."""
         get = self.cumulative.get
         out: dict[str, Any] = {}
         for word, io_label, codec_label in (

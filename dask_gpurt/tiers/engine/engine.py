@@ -1,15 +1,15 @@
-"""The engine of a worker's tiers: what its owners call. One engine serves several owners (`Account`): the store behind
-``worker.data`` and the shuffle's shards, under one budget of host memory.
+"""`Engine`: keeps values in memory up to a budget, and the others on lower tiers.
 
-::
+One engine serves several owners (`Account`) under one budget of host memory: the store behind ``worker.data``, and the
+shuffle's shards::
 
     Engine ── Loading ──┬── Eviction (with the Gate) ──┬── Books (entries, states, bytes, victims)
       (this module)     └──────── IoThreads ───────────┘
 
-Each of the four knows only those to its right. This one has the calls that need several of them: an entry that is
-added may make others leave; one that is removed may wake who waits for room.
+Each of the four knows only those to its right. The engine has the calls that need several of them: an entry that is
+added may make others leave; one that is removed may let a request pass the gate.
 
-All of it is bookkeeping on the event loop; ends of I/O arrive there by ``call_soon_threadsafe``.
+All of it is bookkeeping on the event loop. Ends of I/O arrive there by ``call_soon_threadsafe``.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from dask_gpurt.tiers.engine.access_trace import Trace
 from dask_gpurt.tiers.engine.counters import Counters
 from dask_gpurt.tiers.engine.entry_table import Books
 from dask_gpurt.tiers.engine.eviction import Eviction
-from dask_gpurt.tiers.engine.io_threads import IoThreads, run_apart
+from dask_gpurt.tiers.engine.io_threads import IoThreads
 from dask_gpurt.tiers.engine.loading import Loading, wake
+from dask_gpurt.tiers.threads import run_apart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
-    from dask_gpurt.tiers.engine.account import Account
-    from dask_gpurt.tiers.engine.entry import Entry, EventLog
+    from dask_gpurt.tiers.engine.entry import Account, Entry, EventLog
     from dask_gpurt.tiers.engine.memory_gate import Gate, Reservation
     from dask_gpurt.tiers.storage.handle import Handle
     from dask_gpurt.tiers.storage.protocol import StorageTier
@@ -116,7 +116,7 @@ class Engine:
 
     @property
     def can_shrink(self) -> bool:
-        """Is anything leaving memory, or could it?"""
+        """Whether anything is leaving memory, or could."""
         return self.eviction.can_shrink
 
     # ------------------------------------------------------------------ entries
@@ -146,6 +146,7 @@ class Engine:
         self.gate.wake()
 
     def unpin(self, entry: Entry) -> None:
+        """One user less; the last one makes the value a victim again."""
         if self.books.unpin(entry) and self.eviction.pressed:
             self.balance()
 
@@ -185,24 +186,20 @@ class Engine:
         await self.io.shutdown()
         for entry in self.books.entries:
             entry.handle = None
-            wake(entry)  # nobody else would
+            wake(entry)  # nothing else would
         if not await run_apart(self.tier.close, CLOSE_SECONDS):
             logger.warning("files on lower tiers were not deleted within %g s; that goes on", CLOSE_SECONDS)
 
     async def settle(self) -> bool:
-        """Wait until no I/O is under way, `CLOSE_SECONDS` at most. Is none?"""
+        """Wait until no I/O is under way, `CLOSE_SECONDS` at most; whether none is."""
         return await self.io.settle(CLOSE_SECONDS)
 
     @property
     def decided_by(self) -> dict[str, int]:
-        """What chose the victims so far; see `Victims.decided_by`."""
+        """Count victims by what chose them; see `Victims.decided_by`."""
         return dict(self.books.victims.decided_by)
 
     def validate(self) -> None:
         """Check every invariant; AssertionError names what is broken."""
         self.books.validate()
         assert self.gate.reserved_bytes >= 0, "reserved_bytes"
-
-    def handles(self) -> list[Handle]:
-        """All copies on lower tiers."""
-        return [e.handle for e in self.books.entries if e.handle is not None]

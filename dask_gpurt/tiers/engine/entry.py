@@ -1,6 +1,6 @@
 """One value and where its copies are: a state machine written as a table.
 
-Every value kept by the engine is an `Entry`. It is in exactly one state:
+Every value kept by the engine is an `Entry`, in exactly one `State`:
 
 ==========  ======================================  ==========  ===============
 state       value in memory                         on disk     counted as
@@ -12,18 +12,21 @@ LOADING     no, an I/O thread is reading it         yes         loading, stored
 LOST        no                                      no          nothing
 ==========  ======================================  ==========  ===============
 
-Values are immutable by contract (as everywhere in Dask), therefore a disk copy stays valid after the value was
-loaded, and a RESIDENT entry that has one (*clean*) leaves memory for free.
+Moves are looked up in `TABLE`, and `Books.move` alone makes them. A pair that is not in the table raises `IllegalMove`
+with the story of the key.
 
-Removal is not a state: an entry taken out while an I/O thread works on it is flagged `gone`, and whoever hears the end
-of the I/O cleans up. `generation` numbers the I/O of an entry, so that a late end of an abandoned read is recognised.
+Values are immutable by contract, as everywhere in Dask. So a disk copy stays valid after the value was loaded, and a
+RESIDENT entry that has one (*clean*) leaves memory for free.
 
-Moves are looked up in `TABLE`; a pair that is not there raises with the story of the key. Rejected: methods per
-transition that assign the state directly, as then no list of the legal moves exists to test against.
+Removal is not a state. An entry that is taken out while an I/O thread works on it is flagged `gone`, and the end of the
+I/O cleans up. `generation` numbers the I/O of an entry, so that the late end of an abandoned read is recognised.
+
+Rejected: methods per transition that assign the state directly. There is then no list of legal moves to test against.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import math
 import time
@@ -35,19 +38,19 @@ from dask_gpurt.errors import StoreError
 if TYPE_CHECKING:
     import asyncio
     import weakref
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable, Collection, Hashable, Sequence
 
-    from dask_gpurt.tiers.engine.account import Account
-    from dask_gpurt.tiers.engine.shared_buffers import Block
-    from dask_gpurt.tiers.storage.handle import Handle
+    from dask_gpurt.tiers.storage.handle import Codec, Handle
 
-__all__ = ["NEVER", "TABLE", "Entry", "EventLog", "IllegalMove", "State"]
+__all__ = ["NEVER", "TABLE", "Account", "Block", "Entry", "EventLog", "IllegalMove", "ReadAhead", "State"]
 
 #: a next use that is later than all others
 NEVER: tuple[float, ...] = (math.inf,)
 
 
 class State(enum.Enum):
+    """Where the value of an entry is; see the module."""
+
     RESIDENT = "resident"
     MOVING = "moving"
     STORED = "stored"
@@ -55,12 +58,21 @@ class State(enum.Enum):
     LOST = "lost"
 
 
+class ReadAhead(enum.StrEnum):
+    """How it ended that a value was read ahead of its use; see `prefetch`."""
+
+    IN_TIME = "in_time"
+    LATE = "late"
+    EARLY = "early"
+    WASTED = "wasted"
+
+
 #: (state, event) -> next state
 TABLE: dict[tuple[State, str], State] = {
     (State.RESIDENT, "write"): State.MOVING,
     (State.RESIDENT, "drop"): State.STORED,  # it has a clean copy
     (State.MOVING, "written"): State.STORED,
-    (State.MOVING, "kept"): State.RESIDENT,  # written, but somebody uses the value now: it is clean
+    (State.MOVING, "kept"): State.RESIDENT,  # written, but in use by now: it is clean
     (State.MOVING, "write-failed"): State.RESIDENT,
     (State.STORED, "load"): State.LOADING,
     (State.STORED, "revived"): State.RESIDENT,  # the user still held the object
@@ -75,6 +87,70 @@ TABLE: dict[tuple[State, str], State] = {
 
 class IllegalMove(StoreError):
     """A bug in this package: an event that the state of the entry does not allow."""
+
+
+def _no_parts(entry: Entry) -> Sequence[int] | None:
+    return None
+
+
+def _ignored(entry: Entry) -> None:
+    return None
+
+
+@dataclasses.dataclass(eq=False)
+class Account:
+    """One owner of entries, with its codec and its counters.
+
+    The store behind ``worker.data`` and the shuffle's shards live in one engine under one budget. Their spilled bytes
+    are counted apart: Dask subtracts ``spilled_bytes`` from the bytes of its *tasks*, so shards must not be in it.
+    """
+
+    name: str
+    codec: Codec
+    #: called on the loop thread when the last copy of an entry turned out to be unreadable
+    on_lost: Callable[[Entry], None] = _ignored
+    #: the parts of a value that are still worth writing; None: all
+    parts: Callable[[Entry], Sequence[int] | None] = _no_parts
+    #: what stands for the value while it is on disk
+    shell: Callable[[Any], Any] | None = None
+    #: entries that are not in memory (STORED or LOADING)
+    stored: int = 0
+    #: their bytes in memory, had they been there
+    stored_memory_bytes: int = 0
+    #: their bytes on disk
+    stored_disk_bytes: int = 0
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Block:
+    """Memory that one or more values in memory are made of."""
+
+    root: int
+    nbytes: int
+    #: entries in memory
+    members: int = 0
+    #: of these, being written
+    moving: int = 0
+    #: the entry in memory, while it is the only one; else all of them (a worker has 100,000 blocks, few with several)
+    only: Entry | None = None
+    several: dict[Entry, None] | None = None
+
+    @property
+    def entries(self) -> Collection[Entry]:
+        """Those in memory."""
+        if self.several is not None:
+            return self.several.keys()
+        return () if self.only is None else (self.only,)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Its bytes, while a value in memory is made of it."""
+        return self.nbytes if self.members else 0
+
+    @property
+    def moving_bytes(self) -> int:
+        """It goes when all its members are gone: until the last is on its way, nothing is."""
+        return self.nbytes if self.members and self.moving == self.members else 0
 
 
 class Entry:
@@ -153,6 +229,7 @@ class Entry:
 
     @property
     def in_memory(self) -> bool:
+        """The value is in memory."""
         return self.state is State.RESIDENT or self.state is State.MOVING
 
     @property
@@ -167,10 +244,11 @@ class EventLog:
     def __init__(self, length: int = 5000) -> None:
         # As they come; `story` makes text of them.
         self._events: deque[tuple[float, Hashable, State | None, str, State | None]] = deque(maxlen=length)
-        #: told of every move: (key, state after it, None for gone); must not raise
+        #: called with every move: key, state after it (None: gone); must not raise
         self.listener: Callable[[Hashable, State | None], None] | None = None
 
     def append(self, key: Hashable, before: State | None, event: str, after: State | None) -> None:
+        """Add a move; `before` is None for a new entry, `after` for one that is gone."""
         self._events.append((time.time(), key, before, event, after))
         if self.listener is not None:
             self.listener(key, after)

@@ -1,7 +1,7 @@
-"""The books of an engine: which entries there are, in which state, and how many bytes that makes.
+"""`Books`: which entries an engine has, in which states, and how many bytes that makes.
 
-`Books.move` is the only place where an entry changes its state; all byte counts, the order of victims and the log
-follow from it. So one look at `validate` shows what always holds. No I/O, no decisions, event loop only.
+`Books.move` is the only place where an entry changes its state. All byte counts, the order of victims and the log
+follow from it, so one look at `validate` shows what always holds. No I/O and no decisions; event loop only.
 
 The order of victims is kept only between `begin_order` and `end_order`, that is, while something may have to leave. To
 keep it costs more than all else that is done for a tiny value, and most workers never move one.
@@ -14,9 +14,9 @@ import logging
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.tiers.engine.entry import Entry, EventLog, State, next_state
+from dask_gpurt.tiers.engine.buffer_roots import UNKNOWN_BYTES, as_bytes
+from dask_gpurt.tiers.engine.entry import Entry, EventLog, ReadAhead, State, next_state
 from dask_gpurt.tiers.engine.shared_buffers import Blocks
-from dask_gpurt.tiers.engine.sizes import UNKNOWN_BYTES, as_bytes
 from dask_gpurt.tiers.engine.victims import SMALL_BYTES, Victims
 from dask_gpurt.tiers.storage.handle import another
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
     from dask_gpurt.tiers.engine.access_trace import Trace
-    from dask_gpurt.tiers.engine.account import Account
+    from dask_gpurt.tiers.engine.entry import Account
     from dask_gpurt.tiers.storage.handle import Handle
 
 logger = logging.getLogger("distributed.worker.gpurt")
@@ -40,7 +40,7 @@ def _nothing() -> None:
     return None
 
 
-def _prefetch_ended(entry: Entry, outcome: str) -> None:
+def _prefetch_ended(entry: Entry, outcome: ReadAhead) -> None:
     entry.prefetched = False
 
 
@@ -70,11 +70,11 @@ class Books:
         self.loading_bytes = 0
         #: values whose ``sizeof`` was negative, or no number
         self.implausible_sizes = 0
-        #: told when a value that was read ahead is used, or leaves; see `prefetch`
-        self.on_prefetch_end: Callable[[Entry, str], None] = _prefetch_ended
-        #: told when there may be room
+        #: called when a value that was read ahead is used, or leaves; see `prefetch`
+        self.on_prefetch_end: Callable[[Entry, ReadAhead], None] = _prefetch_ended
+        #: called when there may be room
         self.on_change: Callable[[], None] = _nothing
-        #: what is asked and done, while somebody wants to know
+        #: what is asked and done, while that is recorded
         self.trace: Trace | None = None
 
     def add(self, account: Account, key: Hashable, value: Any, nbytes: int) -> Entry:
@@ -142,9 +142,9 @@ class Books:
         return UNKNOWN_BYTES
 
     def remove(self, entry: Entry) -> None:
-        """Take an entry out. Its handle is still to be freed, and whoever waits for it to be woken."""
+        """Take an entry out. The caller frees its handle and wakes those that wait for it."""
         if entry.prefetched:
-            self.on_prefetch_end(entry, "wasted")
+            self.on_prefetch_end(entry, ReadAhead.WASTED)
         entry.gone = True
         del self.entries[entry]
         if self.ordered:
@@ -171,13 +171,13 @@ class Books:
 
     @property
     def moving_bytes(self) -> int:
-        """Of these, bytes that go when the writes under way are done."""
+        """Bytes of `resident_bytes` that go when the writes under way are done."""
         return self.blocks.moving_bytes
 
     def move(self, entry: Entry, event: str, value: Any = None) -> None:
-        """The only place where states change, and with them all byte counts. `value`: what came to memory."""
+        """Change the state of an entry, and with it all byte counts. `value`: what came to memory."""
         if entry.prefetched and event in _LEAVES:
-            self.on_prefetch_end(entry, "early" if event in ("write", "drop") else "wasted")
+            self.on_prefetch_end(entry, ReadAhead.EARLY if event in ("write", "drop") else ReadAhead.WASTED)
         before = entry.state
         after = next_state(entry, event, self.log)
         was, is_ = entry.in_memory, after in (State.RESIDENT, State.MOVING)
@@ -244,7 +244,7 @@ class Books:
         """It was used just now."""
         entry.last_use = self.clock()
         if entry.prefetched:
-            self.on_prefetch_end(entry, "in_time")
+            self.on_prefetch_end(entry, ReadAhead.IN_TIME)
         if self.trace is not None:
             self.trace.note("touch", entry)
         if self.ordered and entry in self.victims:
@@ -254,7 +254,7 @@ class Books:
         """Keep it in memory once it is there, until `unpin`. Counts."""
         entry.pins += 1
         if entry.prefetched:
-            self.on_prefetch_end(entry, "in_time" if entry.in_memory else "late")
+            self.on_prefetch_end(entry, ReadAhead.IN_TIME if entry.in_memory else ReadAhead.LATE)
         if entry.pins == 1:
             if self.ordered:
                 self.victims.discard(entry)
@@ -262,7 +262,7 @@ class Books:
                 self.trace.note("pin", entry)
 
     def unpin(self, entry: Entry) -> bool:
-        """One user less. Was it the last one of an entry that is still here?"""
+        """One user less; whether it was the last one of an entry that is still here."""
         entry.pins -= 1
         if entry.pins or entry.gone:
             return False
@@ -275,7 +275,7 @@ class Books:
         return True
 
     def hint(self, entry: Entry, next_use: tuple[float, ...] | None) -> None:
-        """Tell when it is used next (see `Entry.next_use`)."""
+        """Set when it is used next (see `Entry.next_use`)."""
         if entry.gone:  # a peer fetched it, and meanwhile it was freed
             return
         entry.next_use = next_use
@@ -285,7 +285,7 @@ class Books:
             self.victims.add(entry)
 
     def set_due(self, entry: Entry, due: tuple[float, ...] | None) -> None:
-        """Tell which task that is here already reads it next (see `Entry.due`)."""
+        """Set which task that is here already reads it next (see `Entry.due`)."""
         entry.due = due
         if self.trace is not None:
             self.trace.note("due", entry, due)

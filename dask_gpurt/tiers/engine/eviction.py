@@ -1,15 +1,15 @@
-"""What leaves memory, when, and what happens when it cannot.
+"""`Eviction`: what leaves memory, when, and what happens when it cannot.
 
-`balance` keeps ``resident + loading`` below the budget by choosing victims (`victims.Victims`) late: only as
-many writes are begun as there are writer threads, so each choice is made with the newest knowledge.
+`balance` keeps ``resident + loading`` bytes below the budget. It chooses victims (`victims`) late: only as many writes
+are begun as there are writer threads, so each choice is made with the newest knowledge.
 
-A write that fails leaves the value in memory: objects that cannot be encoded are never tried again; I/O errors make the
-key wait (1 s, doubling to 60 s), three in a row the whole tier. Other keys go on meanwhile.
+A write that fails leaves the value in memory. An object that cannot be encoded is never tried again. After an I/O error
+the key waits 1 s, doubling to 60 s; after three in a row the whole tier waits. Other keys go on meanwhile.
 
-While memory is *relaxed*, nothing is done to prepare for a choice: no order of victims, no next uses, no prefetching.
-Memory is *pressed* when values fill `NEAR` of what they may, until all values are in memory and fill half as much
-(`relax`). Before the first of them has to leave, as many bytes must come as are here already; meanwhile the scheduler
-is asked for the next uses.
+While memory is *relaxed*, nothing prepares for a choice: no order of victims, no next uses, no reading ahead. Memory is
+*pressed* from the time that values fill `NEAR` of what they may. It relaxes when all values are in memory and fill half
+as much (`relax`). Before the first value has to leave, as many bytes must come as are here already; meanwhile the
+scheduler is asked for the next uses.
 
 The gate (`memory_gate`) is here because both of its questions are about evictions.
 """
@@ -24,10 +24,9 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.model.events import Event, Sink
-from dask_gpurt.tiers.engine.io_threads import error_kind
 from dask_gpurt.tiers.engine.memory_gate import Gate
 from dask_gpurt.tiers.engine.victims import leaves_before
-from dask_gpurt.tiers.storage.handle import EncodeError
+from dask_gpurt.tiers.storage.handle import EncodeError, error_kind
 
 if TYPE_CHECKING:
     import asyncio
@@ -65,9 +64,9 @@ class Eviction:
         self.gate = Gate(self._over, self._can_progress)
         #: something may have to leave soon; see the module
         self.pressed = False
-        #: False: it stays pressed, as somebody else chooses by the same knowledge
+        #: False: it stays pressed, as the device tier chooses by the same knowledge
         self.relaxes = True
-        #: told on the loop, soon after `pressed` has changed
+        #: called on the loop, soon after `pressed` has changed
         self.on_pressed: list[Callable[[], None]] = []
         #: (monotonic seconds, serial number, entry): writes that failed wait here
         self._resting: list[tuple[float, int, Entry]] = []
@@ -81,7 +80,7 @@ class Eviction:
         #: bytes of values above which nothing more is let in, as the process needs the rest for itself; None: unknown
         self._room_bytes: float | None = None
         self._writes = 0
-        #: told of each copy that was written, after the books; must not raise
+        #: called with each copy that was written, after the books; must not raise
         self.on_copy: Callable[[Entry], None] | None = None
         self._set_near()
 
@@ -141,7 +140,7 @@ class Eviction:
         self.balance()
 
     def set_room(self, nbytes: float | None) -> None:
-        """How many bytes of values the process can hold beside what it needs for itself; None: any number.
+        """Set how many bytes of values the process can hold beside what it needs for itself; None: any number.
 
         The budget is a share of the worker's limit and knows nothing of the interpreter, of libraries and of what tasks
         allocate, which on a small worker is a third of the limit. Without this the slack above the budget brought such
@@ -154,7 +153,7 @@ class Eviction:
 
     @property
     def can_shrink(self) -> bool:
-        """Is anything leaving memory, or could it?"""
+        """Whether anything is leaving memory, or could."""
         return self._writes > 0 or len(self._books.victims) > 0
 
     def balance(self, asked_bytes: int = 0) -> None:
@@ -194,7 +193,7 @@ class Eviction:
             self._start_write(entry)
 
     def yields(self, entry: Entry) -> bool:
-        """May this value come to memory ahead of its use, without driving out anything that is needed sooner?"""
+        """Whether a value may come to memory ahead of its use, without driving out what is needed sooner."""
         if self.budget_bytes is None:
             return False
         # Not where the process needs so much for itself that not even half the budget is left.
@@ -329,14 +328,14 @@ class Eviction:
         self.gate.wake()
 
     def stop(self) -> None:
-        """Begin nothing more; whoever waits at the gate is let in."""
+        """Begin nothing more, and open the gate."""
         if self.timer is not None:
             self.timer.cancel()
         self.gate.wake()
 
 
 def _forget_value(entry: Entry) -> None:
-    # Whoever still holds the object gives it back for nothing, and a second copy in memory is avoided.
+    # While it is referenced elsewhere it comes back for nothing, and a second copy in memory is avoided.
     try:
         entry.weak = weakref.ref(entry.value)
     except TypeError:

@@ -1,8 +1,8 @@
-"""The I/O threads of an engine, and what they do: encode and write, read and decode.
+"""`IoThreads`: the threads of an engine that encode and write, read and decode.
 
-`IoThreads` submits work for the event loop and brings the end of it back there. Nothing else in the tiers creates a
-thread or crosses from one to another. The ends carry the generation of their entry, because meanwhile the entry may
-have been deleted, or read by the synchronous slow path.
+It submits work from the event loop and brings the end of it back there. Nothing else in the engine creates a thread or
+crosses from one to another. Each end carries the generation of its entry, because meanwhile the entry may have been
+deleted, or read by the synchronous slow path.
 
 Writers and readers are two pools: a task that waits for an input must not wait behind evictions. Reading ahead leaves
 one reader free for it.
@@ -28,9 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
-    from dask_gpurt.tiers.engine.account import Account
     from dask_gpurt.tiers.engine.counters import LoopTime
-    from dask_gpurt.tiers.engine.entry import Entry
+    from dask_gpurt.tiers.engine.entry import Account, Entry
     from dask_gpurt.tiers.storage.protocol import StorageTier
 
 logger = logging.getLogger("distributed.worker.gpurt")
@@ -49,19 +48,19 @@ class IoThreads:
         self._loop_time = loop_time
         # Those of distributed are daemons: one that hangs with its device does not keep the process from ending.
         self._writers = ThreadPoolExecutor(threads, thread_name_prefix="gpurt-tier-write")
-        # One more, for who reads ahead uses `threads` of them.
+        # One more, as reading ahead uses `threads` of them.
         self._readers = ThreadPoolExecutor(threads + 1, thread_name_prefix="gpurt-tier-read")
         self._idle: asyncio.Future[None] | None = None
         #: writes, reads and deletions under way
         self.in_flight = 0
-        #: of what nobody waits for: deletions, mostly
+        #: failures of what is not waited for: deletions, mostly
         self.failures = 0
         #: nothing new is begun
         self.closed = False
 
     @property
     def on_loop(self) -> bool:
-        """Is this the event loop's thread?"""
+        """Whether this is the event loop's thread."""
         return threading.get_ident() == self._thread_id
 
     def write(self, entry: Entry, tier: StorageTier, done: Callable[[Entry, int, Future[Any]], None]) -> None:
@@ -93,7 +92,7 @@ class IoThreads:
                 self._end()
 
         def hand_over(future: Future[Any]) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 self.loop.call_soon_threadsafe(finish, future)
 
         pool.submit(function, *args).add_done_callback(hand_over)
@@ -103,7 +102,7 @@ class IoThreads:
         self.submit(handle.free)
 
     def submit(self, function: Callable[..., Any], *args: Any) -> None:
-        """Run a function in a writer thread; nobody waits for it but `idle`. What it raises is counted."""
+        """Run a function in a writer thread; only `idle` waits for it. What it raises is counted."""
         if self.closed:
             return
         self._begin()
@@ -147,7 +146,7 @@ class IoThreads:
             await asyncio.wait([self._idle])
 
     async def settle(self, seconds: float) -> bool:
-        """Wait until no I/O is under way, so long at most. Is none?"""
+        """Wait until no I/O is under way, so long at most; whether none is."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.idle(), seconds)
         return not self.in_flight
@@ -159,37 +158,6 @@ class IoThreads:
                 pool.shutdown(wait=False)
             else:
                 await self.loop.run_in_executor(None, pool.shutdown)
-
-
-async def run_apart(function: Callable[[], object], seconds: float) -> bool:
-    """Run a function that does not raise in a thread of its own; wait so long at most. Did it end?
-
-    Use it for what may hang with its device. Such a thread keeps neither the event loop nor the process from ending.
-    """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[None] = loop.create_future()
-
-    def tell() -> None:
-        if not done.done():
-            done.set_result(None)
-
-    def run() -> None:
-        try:
-            function()
-        finally:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(tell)
-
-    threading.Thread(target=run, name="gpurt-tier-close", daemon=True).start()
-    await asyncio.wait([done], timeout=seconds)
-    return done.done()
-
-
-def error_kind(error: BaseException) -> str:
-    """A short name to count an error under: ``ENOSPC``, or the name of the exception."""
-    if isinstance(error, OSError) and error.errno is not None:
-        return errno.errorcode.get(error.errno, str(error.errno))
-    return type(error).__name__
 
 
 def _write(tier: StorageTier, account: Account, value: Any, parts: Sequence[int] | None) -> tuple[Handle, IoCost]:

@@ -1,10 +1,10 @@
-"""Bringing values back into memory, and what happens when a copy is no good.
+"""`Loading`: brings values back into memory, and handles copies that cannot be read.
 
 `Loading.ensure` reads in threads. The caller pins the entries first, so that they are not evicted between the end of
 the load and their use. `Loading.get` reads at once on the caller's thread, which is right but slow, and is counted.
 
-A copy that fails length, checksum or I/O (after one more try) makes its entry LOST and tells the owner. An object whose
-own code raises is not lost: whoever asks gets what it raised, as with stock Dask.
+A copy that fails length, checksum or I/O is read once more. If that fails too, its entry is LOST and the owner is
+informed. An object whose own code raises is not lost: the caller gets what it raised, as with stock Dask.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from dask_gpurt.errors import CorruptData, LostData
 from dask_gpurt.model.events import Event, Sink
 from dask_gpurt.tiers.engine.entry import State
-from dask_gpurt.tiers.engine.io_threads import error_kind, read_value, retry
-from dask_gpurt.tiers.storage.handle import DecodeError
+from dask_gpurt.tiers.engine.io_threads import read_value, retry
+from dask_gpurt.tiers.storage.handle import DecodeError, error_kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -64,7 +64,7 @@ class Loading:
             await asyncio.wait(waiters)
 
     def prefetch(self, entry: Entry) -> bool:
-        """Begin to read what nobody needs yet; ask `Eviction.yields` first. False: there was nothing to read."""
+        """Begin to read what is not needed yet; ask `Eviction.yields` first. False: there was nothing to read."""
         if not self._loadable(entry) or self._revive(entry):
             return False
         self._start(entry)
@@ -124,7 +124,7 @@ class Loading:
         if error is None:
             self._books.move(entry, "loaded", future.result()[0])
         elif isinstance(error, DecodeError):
-            # Not lost: the next one who asks gets what the object's code raised, as with stock Dask.
+            # Not lost: the next read raises what the object's code raised, as with stock Dask.
             self._books.move(entry, "undecodable")
             entry.load_error = error.__cause__ or error
             self._counters.decode_errors += 1
@@ -210,7 +210,7 @@ class Loading:
         self._io.loop.call_soon(_tell_lost, entry)
 
     def free_when_idle(self, entry: Entry) -> None:
-        """Delete the copy of an entry that is gone or LOST, once nobody reads it."""
+        """Delete the copy of an entry that is gone or LOST, once no thread reads it."""
         if (entry.gone or entry.state is State.LOST) and not entry.readers and entry.handle is not None:
             handle, entry.handle = entry.handle, None
             self._io.free(handle)
@@ -222,7 +222,7 @@ def _tell_lost(entry: Entry) -> None:
 
 
 def wake(entry: Entry) -> None:
-    """Let those go on who wait for a load."""
+    """Resolve the future of those that wait for a load."""
     if entry.waiter is not None:
         if not entry.waiter.done():
             entry.waiter.set_result(None)

@@ -1,19 +1,19 @@
-"""Who may bring more bytes into memory now.
+"""`Gate`: a queue for those that bring more bytes into memory.
 
-Synchronous spilling had a hidden virtue: a worker whose loop was busy writing could not start another task. Without
-it, tasks run ahead of the disk until the process is paused or killed (that is why upstream shelved its asynchronous
-buffer). So the start of a task, the loading of its inputs and the arrival of a shuffle chunk ask here first.
+The start of a task, the loading of its inputs, a fetch and the arrival of a shuffle chunk wait here for room
+(`Gate.admit`). What is granted stays reserved until it is released, that is, until its bytes are counted elsewhere.
 
 Rules:
 
-1. first come, first served; a large request cannot be starved by small ones;
-2. the head waits while memory is above the mark *and* writes are under way or can be started: it waits for our own I/O
-   only, which always ends. It never waits for other tasks: a running task may itself wait for the one in the queue
-   (``worker_client``, ``secede``), which would be a deadlock;
-3. otherwise it is let in, whatever memory looks like: a value larger than the budget must be computable, as in stock
+1. First come, first served: small requests cannot starve a large one.
+2. The head of the queue waits while memory is above the mark *and* writes are under way or can be started. So it waits
+   for our own I/O only, which always ends. It never waits for other tasks: a running task may itself wait for the one
+   in the queue (``worker_client``, ``secede``), which would be a deadlock.
+3. Otherwise it is let in, whatever memory looks like: a value larger than the budget must be computable, as in stock
    Dask.
 
-A granted request stays reserved until released, i.e. until its bytes are counted elsewhere.
+Why there is a gate: a worker whose loop is busy writing cannot start another task. Without synchronous spilling tasks
+run ahead of the disk, until the process is paused or killed. (That is why upstream shelved its asynchronous buffer.)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from dask_gpurt.model.slots import MEMORY, waiting
-from dask_gpurt.tiers.engine.sizes import as_bytes
+from dask_gpurt.tiers.engine.buffer_roots import as_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,6 +42,7 @@ class Reservation:
         gate.reserved_bytes += nbytes
 
     def release(self) -> None:
+        """Give the room back. A second call does nothing."""
         if self._gate is not None:
             gate, self._gate = self._gate, None
             gate.reserved_bytes -= self.nbytes
@@ -57,7 +58,7 @@ class Reservation:
 
 
 class Gate:
-    """The queue.
+    """The queue of requests for room in memory.
 
     Parameters
     ----------
@@ -95,12 +96,12 @@ class Gate:
         start = time.monotonic()
         try:
             # `wake` takes granted items out of the queue and turns their bytes into reserved ones at once: between the
-            # result of the future and the resumption of this coroutine nobody else may get them.
+            # result of the future and the resumption of this coroutine no other request may get them.
             with waiting(MEMORY):
                 await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled():
-                self.reserved_bytes -= nbytes  # granted, but nobody is there to take it
+                self.reserved_bytes -= nbytes  # granted, but the request is cancelled
             else:
                 self._queue.remove(item)
             self.wake()
@@ -111,7 +112,7 @@ class Gate:
         return Reservation(self, nbytes)
 
     def wake(self) -> None:
-        """Memory went down or a write ended: let in who fits."""
+        """Let in what fits; call it when memory went down or a write ended."""
         while self._queue:
             nbytes, future = self._queue[0]
             if future.done():  # cancelled; its own handler has not run yet

@@ -1,59 +1,28 @@
-"""Which values share memory, so that it is counted once.
+"""`Blocks`: which values share memory, so that it is counted once.
 
 Two keys may hold the same object (a task that returns its input), an array and a view of it, or a frame and one of its
-columns: memory goes when the last of them goes. `buffer_roots` tells what memory a value holds; each stretch of it is a
-`Block`, and a value in memory is a member of one or several. Only what is in memory has blocks, so the memory is alive
-and its address belongs to nothing else.
+columns. Their memory goes when the last of them goes. `buffer_roots` finds what memory a value holds; each stretch of
+it is a `Block`, and a value in memory is a member of one or several. Only what is in memory has blocks, so the memory
+is alive and its address belongs to nothing else.
 
 Keys of the very same object are *twins*: one copy on disk serves them all (`Books.twins`). They are common: work on a
 persisted dataframe begins with a task per partition that only gives it another name.
 
-What a value holds may be more than its ``sizeof``, by which it is promised room: a column that is written and dropped
-comes back as large as it shows.
+What a value holds may be more than its ``sizeof``, by which it gets room: a column that is written and dropped comes
+back as large as it shows.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.tiers.engine.buffer_roots import roots_of
+from dask_gpurt.tiers.engine.entry import Block
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from dask_gpurt.tiers.engine.entry import Entry
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class Block:
-    """Memory that one or more values in memory are made of."""
-
-    root: int
-    nbytes: int
-    #: entries in memory
-    members: int = 0
-    #: of these, being written
-    moving: int = 0
-    #: the entry in memory, while it is the only one; else all of them (a worker has 100,000 blocks, few with several)
-    only: Entry | None = None
-    several: dict[Entry, None] | None = None
-
-    @property
-    def entries(self) -> Collection[Entry]:
-        """Those in memory."""
-        if self.several is not None:
-            return self.several.keys()
-        return () if self.only is None else (self.only,)
-
-    @property
-    def resident_bytes(self) -> int:
-        return self.nbytes if self.members else 0
-
-    @property
-    def moving_bytes(self) -> int:
-        """It goes when all its members are gone: until the last is on its way, nothing is."""
-        return self.nbytes if self.members and self.moving == self.members else 0
 
 
 class Blocks:

@@ -1,26 +1,26 @@
-"""Which value leaves memory next. Bookkeeping only: no I/O, no clock of its own.
+"""`Victims`: which value leaves memory next. Bookkeeping only: no I/O, no clock of its own.
 
 Order of victims among the unpinned values in memory:
 
 1. values that no task will read (only a client holds them), oldest use first;
 2. values about which nothing is known, oldest use first; without hints these are all that are not due;
-3. values with a known next use, the farthest first (Belady; on nine real task graphs 0.65 of the bytes LRU moves);
-4. values that are *due*: a task reads them which was sent here already (`pending_tasks`), the last in priority order
-   first (bytes moved against Belady on the same record, the worst of seven workloads: 1.11; by priorities alone 1.30);
+3. values with a known next use, the farthest first (Belady's rule);
+4. values that are *due*: a task that was sent here already reads them (`pending_tasks`), the last in priority order
+   first;
 5. values of a few kB that hold no more than that, only when nothing else is left: a file each costs more than it frees.
 
 A value that is *clean* (a valid copy is on disk) keeps its place in that order and is preferred among equals; leaving
-costs it no write. Clean ones first was tried and rejected: what was read back is then dropped again just before it
-is used. Simulated on the same graphs, bytes moved against LRU in the order above: 0.72 instead of 0.65 with hints, and
-up to 2.5 (a shuffle by tasks) without. Only when nothing can be written (`pop_clean` with `any_place`) do they go
-first.
+costs it no write. Only when nothing can be written (`pop_clean` with `any_place`) do clean ones go first.
 
 A fresh value must not be in class 2 while the others are in class 3: it would always be the victim, just before its
-first use (simulated: all that hints gain is lost, 1.07). `worker` therefore guesses its next use until the
-scheduler's word comes.
+first use. `hints.worker` therefore guesses its next use until the scheduler's word comes.
 
-Everything is O(log n) or better per operation: an eviction scan over all keys per insertion was rejected, as 100k keys
-on a worker are normal.
+Every operation is O(log n) or better: 100,000 keys on a worker are normal.
+
+Measured on records of nine task graphs, in bytes moved: with hints 0.65 of what LRU moves; of what Belady's rule moves
+on the same record at most 1.11 in this order, 1.30 by priorities alone. Without the guess all that hints gain is lost
+(1.07). Rejected: clean ones first. What was read back is then dropped again just before it is used: 0.72 of LRU instead
+of 0.65 with hints, and up to 2.5 (a shuffle by tasks) without.
 """
 
 from __future__ import annotations
@@ -83,10 +83,12 @@ class Victims:
                 heapq.heapify(self._known)
 
     def clear(self) -> None:
+        """Forget all of them."""
         for table in (self._unknown, self._small, self._known, self._known_set, self._clean):
             table.clear()
 
     def discard(self, entry: Entry) -> None:
+        """Take an entry out, if it is in."""
         self._clean.pop(entry, None)
         self._unknown.pop(entry, None)
         self._small.pop(entry, None)
@@ -129,7 +131,7 @@ class Victims:
 
 
 def leaves_before(a: Entry, b: Entry) -> bool:
-    """Is `a`, which is in memory, certainly not needed before `b`? Values of which nothing is known are used last."""
+    """Whether `a`, which is in memory, is certainly not needed before `b`. Unknown uses come last."""
     if b.next_use is None and b.due is None:
         return False
     return (a.next_use is None and a.due is None) or _place(a) < _place(b)

@@ -1,1 +1,1 @@
-"""Next uses: told by the scheduler, used by workers for eviction and prefetch."""
+"""Next uses of values: the scheduler sends them, workers evict and read ahead by them."""

@@ -1,23 +1,20 @@
-"""What a worker knows of the next uses by itself: the tasks that were sent to it and have not run yet.
+"""`LocalUses`: the next uses that a worker knows by itself, from the tasks that were sent to it and have not run yet.
 
 A task is sent to a worker when all its inputs exist, so it runs soon: before any task that still waits on the
 scheduler, whatever their priorities say. Priorities order graphs depth first, while tasks run when they are ready, and
 the two drift apart (in a join by tasks, two thirds of the values evicted by priority alone were needed next). So an
-input of such a task is *due* (`Entry.due`), and values that are due leave memory last, those of the last task in
-priority order first. It needs no message, works without a scheduler of ours, and corrects hints where there are any.
+input of such a task is *due* (`Entry.due`). Values that are due leave memory last, those of the last task in priority
+order first. That needs no message, works without a scheduler of ours, and corrects hints where there are any.
 
 It listens to the worker's transitions as a plugin, which is public interface, and only while memory is pressed
-(`eviction`): else nothing is chosen by it. A use is due from ``waiting`` until the
-task has run; the number of a task that is not pending any more is not *live*, so that it need not be searched for in
-the heaps of its inputs.
+(`eviction`): else nothing is chosen by it. A use is due from ``waiting`` until the task has run. The number of a task
+that is not pending any more is not *live*, so that it need not be searched for in the heaps of its inputs.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-import logging
-import traceback
 from typing import TYPE_CHECKING, Any
 
 from distributed.core import Status
@@ -26,11 +23,13 @@ from distributed.diagnostics.plugin import WorkerPlugin
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from dask.typing import Key
+    from distributed.worker import Worker
+
+    from dask_gpurt.model.circuit_breaker import Guard
     from dask_gpurt.tiers.engine.engine import Engine
     from dask_gpurt.tiers.engine.entry import Entry
     from dask_gpurt.tiers.stores.task_store import TieredStore
-
-logger = logging.getLogger("distributed.worker.gpurt")
 
 #: states of a task that will read its inputs here
 PENDING = frozenset({"waiting", "ready", "constrained", "executing", "long-running"})
@@ -44,22 +43,22 @@ class LocalUses(WorkerPlugin):
 
     name = NAME
 
-    def __init__(self, worker: Any, engine: Engine, store: TieredStore) -> None:
+    def __init__(self, worker: Worker, engine: Engine, store: TieredStore, guard: Guard) -> None:
         self._worker = worker
         self._engine = engine
         self._store = store
+        self._guard = guard
+        self._part = guard.part("local uses", on_retired=self._retire)
         self._numbers = itertools.count()
         #: key of a pending task -> its number, and those of its inputs that are here
-        self._pending: dict[Any, tuple[int, list[Entry]]] = {}
+        self._pending: dict[Key, tuple[int, list[Entry]]] = {}
         self._live: set[int] = set()
-        #: told about each task that was sent here: its priority, its number, its key
-        self.on_pending: Callable[[tuple[float, ...], int, Any], None] | None = None
-        self.exceptions = 0
-        self.last_traceback = ""
+        #: called with each task that was sent here: its priority, its number, its key
+        self.on_pending: Callable[[tuple[float, ...], int, Key], None] | None = None
 
     def install(self) -> None:
         """Begin to listen; tasks that are here already are noted. A second call does nothing."""
-        if self._worker.plugins.get(NAME) is self:
+        if self._worker.plugins.get(NAME) is self or self._part.retired is not None:
             return
         self._worker.plugins[NAME] = self
         self._store.on_add.append(self._added)
@@ -74,11 +73,15 @@ class LocalUses(WorkerPlugin):
                 del self._worker.plugins[NAME]
             self._store.on_add.remove(self._added)
         for key in list(self._pending):
-            self._end(key)
+            try:
+                self._end(key)
+            except Exception:
+                self._failed()
 
     # ------------------------------------------------------------------ events
 
-    def transition(self, key: Any, start: Any, finish: Any, **kwargs: Any) -> None:
+    def transition(self, key: Key, start: str, finish: str, **kwargs: Any) -> None:
+        """See `WorkerPlugin.transition`; raises nothing."""
         try:
             if finish in PENDING:
                 if key not in self._pending:
@@ -88,7 +91,7 @@ class LocalUses(WorkerPlugin):
         except Exception:
             self._failed()
 
-    def executed(self, key: Any) -> None:
+    def executed(self, key: Key) -> None:
         """A task has read its inputs. Before they are unpinned, so that they are judged by what comes after."""
         try:
             if key in self._pending:
@@ -96,7 +99,7 @@ class LocalUses(WorkerPlugin):
         except Exception:
             self._failed()
 
-    def _begin(self, key: Any) -> None:
+    def _begin(self, key: Key) -> None:
         ts = self._worker.state.tasks.get(key)
         if ts is None or ts.priority is None:
             return
@@ -109,7 +112,7 @@ class LocalUses(WorkerPlugin):
         if entries and self.on_pending is not None:
             self.on_pending(ts.priority, number, key)
 
-    def _end(self, key: Any) -> None:
+    def _end(self, key: Key) -> None:
         number, entries = self._pending.pop(key)
         self._live.discard(number)
         for entry in entries:
@@ -142,15 +145,15 @@ class LocalUses(WorkerPlugin):
             self._engine.books.set_due(entry, due)
 
     def _failed(self) -> None:
-        self.exceptions += 1
-        self.last_traceback = traceback.format_exc()
-        if self.exceptions in (1, 10, 100, 1000):
-            logger.warning("what this worker knows of next uses was not used (%d times)", self.exceptions)
+        self._guard.failed(self._part.name)
+
+    def _retire(self) -> None:
+        # Later: the worker may be going through its plugins now.
+        self._engine.io.loop.call_soon(self.uninstall)
 
     def statistics(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return counts as plain JSON."""
         return {
             "pending_tasks": len(self._pending),
-            "exceptions": self.exceptions,
-            "last_traceback": self.last_traceback,
+            **self._part.statistics(),
         }

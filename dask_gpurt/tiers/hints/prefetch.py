@@ -1,20 +1,18 @@
-"""Reads the inputs of tasks that will run soon, while others compute.
+"""`Prefetch`: reads the inputs of tasks that will run soon, while others compute.
 
-A task that was sent here (`pending_tasks`) has all its inputs somewhere; those on a lower tier are read ahead, in the
+A task that was sent here (`pending_tasks`) has all its inputs somewhere. Those on a lower tier are read ahead, in the
 order of the tasks' priorities.
 
-What this must never do is move more bytes than without it, or keep others waiting:
+Reading ahead must never move more bytes than without it, or keep others waiting:
 
 1. a value is read ahead only into room that is there, or that a victim needed later than it makes (`Eviction.yields`);
-2. nobody waits at the gate: who runs now comes before who runs soon;
+2. nothing is read ahead while a request waits at the gate: a task that runs comes before one that runs soon;
 3. one reader thread is left free, so that a task that needs a value now finds one;
-4. values read ahead and not used yet take at most `share` of the budget, and no more than it needs for them to be in
-   time (`Prefetch.window_bytes`): they take the place of others, which cost as much as if the budget were so much
-   smaller. A value that lay here for longer than `EARLY` times what it took to read makes the window smaller, one that
-   was late larger. (With all of `share` a matrix product on four workers moved 1.18 of the bytes that Belady's rule
-   moves; without reading ahead, 1.07.)
+4. values read ahead and not used yet take at most `share` of the budget, and no more than they need to be in time
+   (`Prefetch.window_bytes`), as they cost as much as if the budget were so much smaller. A value that lay here for
+   longer than `EARLY` times what it took to read makes the window smaller, one that was late larger.
 
-How each ended is counted, and a bad end makes it slower:
+How each ended (`ReadAhead`) is counted, and a bad end makes it slower:
 
 ==========  ===============================================================  ======
 outcome     meaning
@@ -25,26 +23,31 @@ early       it had to leave again before its use: read twice                 bad
 wasted      it went away without having been used                            bad
 ==========  ===============================================================  ======
 
-`BAD_IN_A_ROW` bad ends without a good one between them stop it for a second, doubled each time up to a minute; a good
-one puts it back to the full pace.
+`BAD_IN_A_ROW` bad ends without a good one between them stop it for a second, doubled each time up to a minute. A good
+one restores the full pace.
 
-Rejected: to read, after these, what the scheduler says is used next (`worker`), though no task here waits for it.
-In a matrix product, of every ten such values six had to leave again before they were used; elsewhere it was next to
-nothing that was read so.
+Measured on a matrix product on four workers, against the bytes that Belady's rule moves: 1.18 with all of `share` and
+no window, 1.07 without reading ahead. Rejected: to read, after these, what the scheduler says is used next (`worker`),
+though no task here waits for it. In a matrix product, of every ten such values six had to leave again before they were
+used; elsewhere next to nothing was read so.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-import traceback
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.tiers.engine.entry import State
+from dask_gpurt.tiers.engine.entry import ReadAhead, State
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Callable, Mapping
 
+    from dask.typing import Key
+    from distributed.worker_state_machine import TaskState
+
+    from dask_gpurt.model.circuit_breaker import Guard
     from dask_gpurt.tiers.engine.engine import Engine
     from dask_gpurt.tiers.engine.entry import Entry
 
@@ -72,13 +75,22 @@ class Prefetch:
         Of the budget, for values that were read ahead and not used yet; 0: never read ahead.
     """
 
-    def __init__(self, engine: Engine, tasks: Any, find: Any, share: float) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        tasks: Mapping[Key, TaskState],
+        find: Callable[[Key], Entry | None],
+        share: float,
+        guard: Guard,
+    ) -> None:
         self._engine = engine
         self._tasks = tasks
         self._find = find
         self.share = share
+        self._guard = guard
+        self.part = guard.part("prefetch", on_retired=self.uninstall)
         #: (priority, number of the task, its key)
-        self._queue: list[tuple[tuple[float, ...], int, Any]] = []
+        self._queue: list[tuple[tuple[float, ...], int, Key]] = []
         #: value -> when its reading began, and when it ended (0: not yet), in seconds
         self._ahead: dict[Entry, tuple[float, float]] = {}
         #: what may be read ahead and not used yet, in bytes; one value always may. Never more than `share` allows
@@ -93,12 +105,10 @@ class Prefetch:
         self.started = 0
         self.started_bytes = 0
         #: outcome -> values, and their bytes; see the module
-        self.outcomes = {"in_time": 0, "late": 0, "early": 0, "wasted": 0}
-        self.outcome_bytes = dict.fromkeys(self.outcomes, 0)
+        self.outcomes = dict.fromkeys(ReadAhead, 0)
+        self.outcome_bytes = dict.fromkeys(ReadAhead, 0)
         #: times it stopped because it had been wrong
         self.rests = 0
-        self.exceptions = 0
-        self.last_traceback = ""
 
     # ------------------------------------------------------------------ what happens
 
@@ -115,24 +125,24 @@ class Prefetch:
             self._timer.cancel()
             self._timer = None
 
-    def pending(self, priority: tuple[float, ...], number: int, key: Any) -> None:
+    def pending(self, priority: tuple[float, ...], number: int, key: Key) -> None:
         """A task was sent here."""
-        if self.share:
+        if self.share and self.part.retired is None:
             heapq.heappush(self._queue, (priority, number, key))
             self.pump()
 
-    def ended(self, entry: Entry, outcome: str) -> None:
+    def ended(self, entry: Entry, outcome: ReadAhead) -> None:
         """A value that was read ahead was used, or left."""
         entry.prefetched = False
         self.ahead_bytes -= entry.nbytes
         self.outcomes[outcome] += 1
         self.outcome_bytes[outcome] += entry.nbytes
         began, loaded = self._ahead.pop(entry)
-        if outcome == "late":
+        if outcome is ReadAhead.LATE:
             self.window_bytes = min(self.window_bytes + entry.nbytes, self._most_bytes)
         elif loaded and self._engine.books.clock() - loaded > EARLY * (loaded - began):
             self.window_bytes = max(0.0, min(self.window_bytes, self._most_bytes) - _SHRINK * entry.nbytes)
-        if outcome in ("in_time", "late"):
+        if outcome in (ReadAhead.IN_TIME, ReadAhead.LATE):
             self._bad = 0
             self._rests_until = 0.0
         else:
@@ -158,8 +168,7 @@ class Prefetch:
             try:
                 self._read_ahead()
             except Exception:
-                self.exceptions += 1
-                self.last_traceback = traceback.format_exc()
+                self._guard.failed(self.part.name)
                 self.clear()  # the tasks read what they need themselves
 
     def _read_ahead(self) -> None:
@@ -196,7 +205,7 @@ class Prefetch:
             heapq.heappop(self._queue)
         return None
 
-    def _next_input(self, ts: Any) -> Entry | None:
+    def _next_input(self, ts: TaskState) -> Entry | None:
         for dependency in ts.dependencies:
             entry: Entry | None = self._find(dependency.key)
             if entry is not None and _readable(entry):
@@ -233,7 +242,7 @@ class Prefetch:
         self._timer = self._engine.io.loop.call_later(seconds, self.pump)
 
     def statistics(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return counts as plain JSON."""
         return {
             "share": self.share,
             "queue": len(self._queue),
@@ -241,11 +250,10 @@ class Prefetch:
             "window_bytes": min(self.window_bytes, self._most_bytes),
             "started": self.started,
             "started_bytes": self.started_bytes,
-            **self.outcomes,
-            "bytes": dict(self.outcome_bytes),
+            **{outcome.value: n for outcome, n in self.outcomes.items()},
+            "bytes": {outcome.value: n for outcome, n in self.outcome_bytes.items()},
             "rests": self.rests,
-            "exceptions": self.exceptions,
-            "last_traceback": self.last_traceback,
+            **self.part.statistics(),
         }
 
 

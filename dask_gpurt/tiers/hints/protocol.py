@@ -1,8 +1,8 @@
-"""What both halves of the next-use hints agree on.
+"""The messages of next-use hints, as both halves know them.
 
-One message, from the scheduler on a worker's stream: ``{"op": OP, "items": [(key, uses), ...]}``; the last one of a
-stream has ``"stop": True``. A worker that wants it says so in its heartbeats: ``metrics["gpurt"]["next_use"]`` is
-`PROTOCOL`. When it wants it no longer, the last message for the time being has ``"pause": True``.
+From the scheduler, on a worker's stream: ``{"op": OP, "items": [(key, uses), ...]}``. The last one of a stream has
+``"stop": True``. A worker that wants them says so in its heartbeats: ``metrics["gpurt"]["next_use"]`` is `PROTOCOL`.
+When it no longer does, the last message for the time being has ``"pause": True``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 OP = "gpurt-next-use"
 #: to be raised when messages change: workers of another release then get none
 PROTOCOL = 1
-#: field of `capabilities.HEARTBEAT_NAME`
+#: field of `scheduler_plugin.HEARTBEAT_NAME`
 HEARTBEAT_FIELD = "next_use"
 #: uses of one key that are sent
 KEEP = 8

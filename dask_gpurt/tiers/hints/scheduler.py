@@ -1,28 +1,27 @@
-"""Tells workers when the keys that they hold are used next. The scheduler's half; `worker` is the other.
+"""`NextUsePlugin`: tells workers when the keys that they hold are used next. `worker` is the other half.
 
 Only the scheduler knows: a worker hears of a dependent when all inputs of it are ready, which is too late to choose a
 victim by (it knows the next use of 8 to 29 % of its keys). With it, eviction is close to Belady's optimum.
 
 For a key in memory the *uses* are the priorities of its unfinished dependents (``TaskState.waiters``), soonest first,
-at most `KEEP`; none means that only a client holds it. Events mark keys as dirty, and a flush every `FLUSH_SECONDS`
-sends each worker one message with what has changed for it:
+at most `KEEP`; none means that only a client holds it. Events mark keys as dirty. A flush every `FLUSH_SECONDS` sends
+each worker one message with what has changed for it:
 
 1. a task is in memory: it is dirty, and so are its inputs, which have one use less;
 2. a task begins to wait, or is given up before it finished: its inputs have one use more or less;
 3. a worker asks for the first time, or again: all it holds is dirty.
 
-Workers ask while their memory is pressed (`worker`). While none does, nothing is noted; `_look` finds those that
-begin or end to ask, every `LOOK_SECONDS`.
+Workers ask while their memory is pressed (`worker`). While none does, nothing is noted. Every `LOOK_SECONDS` the plugin
+looks for workers that begin or end to ask.
 
-A worker takes away by itself the uses that it executes. `_told` therefore follows what each worker believes, and a
-message is due only when the soonest use it believes in is not the right one, or it is about to run out of uses.
+A worker takes away by itself the uses that it executes. `_told` follows what each worker believes. A message is due
+only when the soonest use it believes in is not the right one, or when it is about to run out of uses.
 
-An unknown op closes a worker. So only those get messages whose last heartbeat carried our `PROTOCOL`; and as messages
-may be under way when a worker is told (on another connection) to remove its part, `stop` ends the stream of each that
-has ever asked with a message that the worker waits for.
+An unknown op closes a worker. So only those get messages whose last heartbeat carried our `PROTOCOL`. A worker may
+remove its part, on the word of another connection, while messages are under way. So `stop` ends the stream of each
+worker that has ever asked with a message that the worker waits for.
 
-Public names only: ``worker_send``, ``waiters``, ``priority``, ``who_has``, ``metrics``. A hook never raises: failures
-are counted, and too many end it, as hints are not worth a scheduler's time spent on tracebacks.
+Public names only: ``worker_send``, ``waiters``, ``priority``, ``who_has``, ``metrics``.
 
 Rejected: sending on every transition (several messages per task); all waiters' priorities (a broadcast key has as many
 as there are tasks); a score instead of priorities (stale at the next event, and the worker could not subtract).
@@ -32,19 +31,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-import traceback
 from typing import TYPE_CHECKING, Any
 
-from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.scheduler import TaskState, WorkerState
-from tornado.ioloop import PeriodicCallback
 
-from dask_gpurt.model.events import Event, Sink, null_sink
-from dask_gpurt.tiers.capabilities import check_scheduler, speaks
+from dask_gpurt.model.events import Sink, null_sink
 from dask_gpurt.tiers.hints.protocol import HEARTBEAT_FIELD, KEEP, OP, PROTOCOL, Uses, without
+from dask_gpurt.tiers.scheduler_plugin import TierPlugin, check_scheduler, speaks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from dask.typing import Key
+    from distributed.scheduler import Scheduler
 
 #: between the first event and the message about it
 FLUSH_SECONDS = 0.01
@@ -52,12 +51,10 @@ FLUSH_SECONDS = 0.01
 LOOK_SECONDS = 0.1
 #: keys looked at in one flush; the others wait for the next, so that the loop is never held for long
 FLUSH_KEYS = 500
-#: a worker that knows fewer uses than this is told more, if there are more
+#: a worker that knows fewer uses than this gets more, if there are more
 LOW = 2
 #: more waiters than this are kept sorted instead of being sorted anew for every message
 MANY_WAITERS = 64
-#: exceptions after which the plugin stops
-MAX_EXCEPTIONS = 100
 
 _ATTRIBUTES: dict[type, tuple[str, ...]] = {
     TaskState: ("dependencies", "key", "priority", "waiters", "who_has"),
@@ -65,43 +62,37 @@ _ATTRIBUTES: dict[type, tuple[str, ...]] = {
 }
 #: states of a task that still wants its inputs
 _UNFINISHED = frozenset({"waiting", "processing", "queued", "no-worker"})
+#: of a worker that got no message
 _UNKNOWN: Any = object()
 
 
-class NextUsePlugin(SchedulerPlugin):
+class NextUsePlugin(TierPlugin):
     """Sends next uses to workers. `start` it on a scheduler, `stop` it to end.
 
     Parameters
     ----------
     sink
-        Receives ``tiers.hints-failed`` and ``tiers.hints-retired``.
+        Receives ``tiers.fallback`` and ``tiers.retired``.
     """
 
     name = "gpurt-next-use"
-    idempotent = True
 
     def __init__(self, *, sink: Sink = null_sink) -> None:
-        self._sink = sink
-        self._scheduler: Any = None
+        super().__init__("next-use hints", look=self._meet, look_seconds=LOOK_SECONDS, stop=self.stop, sink=sink)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
-        #: tasks whose holders may have to be told, oldest event first
-        self._dirty: dict[Any, None] = {}
-        #: task -> worker -> the uses it believes in; None: it has used up what it was told
-        self._told: dict[Any, dict[Any, Uses | None]] = {}
+        #: tasks whose holders may need a message, oldest event first
+        self._dirty: dict[TaskState, None] = {}
+        #: task -> worker -> the uses it believes in; None: it has used them up
+        self._told: dict[TaskState, dict[WorkerState, Uses | None]] = {}
         #: task with many waiters -> its waiters, latest use first; finished ones are dropped when met
-        self._sorted: dict[Any, list[Any]] = {}
-        #: workers that ask, and have been told all
-        self._ready: set[Any] = set()
-        #: those that have not been told that there is a pause
-        self._streams: set[Any] = set()
+        self._sorted: dict[TaskState, list[TaskState]] = {}
+        #: workers that ask, and whose keys are noted
+        self._ready: set[WorkerState] = set()
+        #: those that got no message about a pause
+        self._streams: set[WorkerState] = set()
         #: those that have ever asked, and are here
-        self._met: set[Any] = set()
-        self._look_again: PeriodicCallback | None = None
-        #: why it ended by itself; "" if it did not
-        self.retired = ""
-        self.exceptions = 0
-        self.last_traceback = ""
+        self._met: set[WorkerState] = set()
         #: (key, uses) pairs that were sent
         self.sent_hints = 0
         self.sent_messages = 0
@@ -112,7 +103,7 @@ class NextUsePlugin(SchedulerPlugin):
 
     # ------------------------------------------------------------------ life
 
-    async def start(self, scheduler: Any) -> None:
+    async def start(self, scheduler: Scheduler) -> None:
         """Begin. A second call for the same scheduler does nothing.
 
         Raises
@@ -124,61 +115,48 @@ class NextUsePlugin(SchedulerPlugin):
             return
         _check(scheduler)
         self._loop = asyncio.get_running_loop()
-        self._scheduler = scheduler
-        self._look_again = PeriodicCallback(self._look, LOOK_SECONDS * 1000)
-        self._look_again.start()
-        self._look()
+        self._begin(scheduler)
 
     def stop(self) -> None:
         """End, and tell the workers that nothing follows. A second call does nothing."""
-        scheduler, self._scheduler = self._scheduler, None
+        scheduler = self._end()
         if scheduler is None:
             return
-        self._stop_timers()
         for address, ws in list(scheduler.workers.items()):
             if ws in self._met or speaks(ws, HEARTBEAT_FIELD, PROTOCOL):
                 try:
                     scheduler.worker_send(address, {"op": OP, "items": [], "stop": True})
                 except Exception:  # it is gone
-                    self._count_failure()
+                    self._failed("stop")
         self._forget()
 
     async def close(self) -> None:
         """The scheduler closes: its workers hear that from itself."""
-        self._scheduler = None
-        self._stop_timers()
+        self._end()
         self._forget()
 
-    def _stop_timers(self) -> None:
+    def _end(self) -> Scheduler | None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._look_again is not None:
-            self._look_again.stop()
-            self._look_again = None
+        return super()._end()
 
     def _forget(self) -> None:
         for table in (self._dirty, self._told, self._sorted, self._ready):
             table.clear()
 
-    def _look(self) -> None:
-        """Meet workers that ask, and end the streams of those that do not any more."""
-        scheduler = self._scheduler
-        if scheduler is None:
-            return
-        try:
-            for address, ws in scheduler.workers.items():
-                if self._understands(ws):
-                    self._streams.add(ws)
-                    self._met.add(ws)
-                elif ws in self._streams:
-                    self._streams.discard(ws)
-                    scheduler.worker_send(address, {"op": OP, "items": [], "pause": True})
-            if not self._ready:
-                self._forget()
-            self._set_timer()
-        except Exception:
-            self._failed("look")
+    def _meet(self, scheduler: Scheduler) -> None:
+        """Meet workers that ask, and end the streams of those that no longer do."""
+        for address, ws in scheduler.workers.items():
+            if self._understands(ws):
+                self._streams.add(ws)
+                self._met.add(ws)
+            elif ws in self._streams:
+                self._streams.discard(ws)
+                scheduler.worker_send(address, {"op": OP, "items": [], "pause": True})
+        if not self._ready:
+            self._forget()
+        self._set_timer()
 
     def _set_timer(self) -> None:
         if self._dirty and self._timer is None and self._loop is not None:
@@ -198,14 +176,13 @@ class NextUsePlugin(SchedulerPlugin):
             / max(1, self._transitions)
             * 1e6,
             "tables": {"dirty": len(self._dirty), "told": len(self._told), "sorted": len(self._sorted)},
-            "exceptions": self.exceptions,
-            "last_traceback": self.last_traceback,
-            "retired": self.retired,
+            **self.part.statistics(),
         }
 
     # ------------------------------------------------------------------ events
 
-    def transition(self, key: Any, start: Any, finish: Any, *args: Any, stimulus_id: str, **kwargs: Any) -> None:
+    def transition(self, key: Key, start: str, finish: str, *args: Any, stimulus_id: str, **kwargs: Any) -> None:
+        """See `SchedulerPlugin.transition`; raises nothing."""
         # Called for every transition of every task: leave as early as possible.
         if not self._ready:
             return
@@ -218,14 +195,15 @@ class NextUsePlugin(SchedulerPlugin):
         self._transitions += 1
         self._transition_seconds += time.perf_counter() - before
 
-    def _note(self, key: Any, start: Any, finish: Any, worker: Any) -> None:
-        ts = self._scheduler.tasks.get(key)
-        if ts is None:
+    def _note(self, key: Key, start: str, finish: str, worker: str | None) -> None:
+        scheduler = self._scheduler
+        ts = None if scheduler is None else scheduler.tasks.get(key)
+        if scheduler is None or ts is None:
             return
         dirty = self._dirty
         if finish == "memory":
             dirty[ts] = None
-            executed_on = self._scheduler.workers.get(worker)
+            executed_on = scheduler.workers.get(worker)
             for dts in ts.dependencies:
                 if dts.who_has and self._used(dts, ts.priority, executed_on):
                     dirty[dts] = None
@@ -240,8 +218,8 @@ class NextUsePlugin(SchedulerPlugin):
             self._sorted.pop(ts, None)
         self._set_timer()
 
-    def _used(self, dts: Any, use: Any, ws: Any) -> bool:
-        """A dependent of `dts` was executed on `ws`: follow what that worker now believes. Is anybody to be told?"""
+    def _used(self, dts: TaskState, use: tuple[float, ...], ws: WorkerState | None) -> bool:
+        """Follow what `ws` believes now that it has executed a dependent of `dts`; whether a message may be due."""
         told = self._told.get(dts)
         if told is None:
             return True
@@ -254,11 +232,13 @@ class NextUsePlugin(SchedulerPlugin):
         told[ws] = left or None
         return len(left) < LOW or len(dts.who_has) > 1
 
-    def remove_worker(self, scheduler: Any, worker: str, *, stimulus_id: str, **kwargs: Any) -> None:
+    def remove_worker(self, scheduler: Scheduler, worker: str, *, stimulus_id: str, **kwargs: Any) -> None:
+        """Forget a worker."""
         for table in (self._ready, self._streams, self._met):
             table -= {ws for ws in table if ws.address == worker}
 
-    def restart(self, scheduler: Any) -> None:
+    def restart(self, scheduler: Scheduler) -> None:
+        """Forget all tasks."""
         self._forget()
 
     # ------------------------------------------------------------------ messages
@@ -268,7 +248,7 @@ class NextUsePlugin(SchedulerPlugin):
         if self._scheduler is None:
             return
         before = time.perf_counter()
-        messages: dict[str, list[tuple[Any, Uses]]] = {}
+        messages: dict[str, list[tuple[Key, Uses]]] = {}
         for _ in range(FLUSH_KEYS):
             if not self._dirty:
                 break
@@ -294,9 +274,9 @@ class NextUsePlugin(SchedulerPlugin):
         self._flushes += 1
         self._flush_seconds += time.perf_counter() - before
 
-    def _collect(self, ts: Any, messages: dict[str, list[tuple[Any, Uses]]]) -> None:
-        holders = ts.who_has
-        if not holders or self._scheduler.tasks.get(ts.key) is not ts:
+    def _collect(self, ts: TaskState, messages: dict[str, list[tuple[Key, Uses]]]) -> None:
+        holders, scheduler = ts.who_has, self._scheduler
+        if not holders or scheduler is None or scheduler.tasks.get(ts.key) is not ts:
             self._told.pop(ts, None)
             self._sorted.pop(ts, None)
             return
@@ -316,7 +296,7 @@ class NextUsePlugin(SchedulerPlugin):
                 messages.setdefault(ws.address, []).append((ts.key, now))
                 told[ws] = now
 
-    def _uses(self, ts: Any) -> Uses:
+    def _uses(self, ts: TaskState) -> Uses:
         waiters = ts.waiters
         if not waiters:
             return ()
@@ -338,8 +318,10 @@ class NextUsePlugin(SchedulerPlugin):
                     break
         return tuple(uses)
 
-    def _understands(self, ws: Any) -> bool:
-        if not speaks(ws, HEARTBEAT_FIELD, PROTOCOL) or self._scheduler.workers.get(ws.address) is not ws:
+    def _understands(self, ws: WorkerState) -> bool:
+        scheduler = self._scheduler
+        here = scheduler is not None and scheduler.workers.get(ws.address) is ws
+        if not here or not speaks(ws, HEARTBEAT_FIELD, PROTOCOL):
             self._ready.discard(ws)
             return False
         if ws not in self._ready:
@@ -351,27 +333,11 @@ class NextUsePlugin(SchedulerPlugin):
                     told.pop(ws, None)
         return True
 
-    # ------------------------------------------------------------------ failures
 
-    def _count_failure(self) -> None:
-        self.exceptions += 1
-        self.last_traceback = traceback.format_exc()
-
-    def _failed(self, where: str) -> None:
-        self._count_failure()
-        if self.exceptions == 1:
-            message = f"a next-use hint was not sent ({where}); eviction on workers goes on with what is known there"
-            self._sink(Event("tiers.hints-failed", message, {"where": where}))
-        if self.exceptions >= MAX_EXCEPTIONS and not self.retired:
-            self.retired = f"{self.exceptions} exceptions, the last in {where}"
-            self._sink(Event("tiers.hints-retired", f"no more next-use hints: {self.retired}", {}))
-            self.stop()
-
-
-def _priorities(tasks: Iterable[Any]) -> list[tuple[float, ...]]:
+def _priorities(tasks: Iterable[TaskState]) -> list[tuple[float, ...]]:
     return [tuple(t.priority) for t in tasks if t.priority is not None]
 
 
-def _check(scheduler: Any) -> None:
+def _check(scheduler: Scheduler) -> None:
     calls: dict[str, Any] = {"worker_send": (("address", {}), {})}
     check_scheduler(scheduler, calls, _ATTRIBUTES, ("tasks", "workers"), "set gpurt.tiers.enabled: false")

@@ -1,30 +1,33 @@
-"""Next uses as a worker hears of them; `scheduler` sends them. Sets `Entry.next_use`, which `victims` goes by.
+"""`HintReceiver`: next uses as a worker hears of them from `scheduler`. Sets `Entry.next_use`, which `victims` goes by.
 
 What is known about a value, from best to worst:
 
 * the scheduler's word: the next priorities at which it is read, or that no task will (`NEVER`). When a task has read
   it here, that priority is dropped and the next one stands; the scheduler follows and sends only what we cannot know;
-* a guess, for `GUESS_SECONDS`, until that word comes. A value that was fetched is read by the tasks that wait for it
-  here; one that was computed here is read soon after its own priority, as Dask orders graphs depth first; one whose
-  last known use has just passed is either about to be freed or to be spoken of; one that a peer has fetched has passed
-  to it the use that was next;
+* a guess, for `GUESS_SECONDS`, until that word comes:
+
+  - a value that was fetched is read by the tasks that wait for it here;
+  - one that was computed here is read soon after its own priority, as Dask orders graphs depth first;
+  - one whose last known use has just passed is about to be freed, or a message about it is under way;
+  - one that a peer has fetched has passed to it the use that was next;
+
 * nothing: its place is by the time of its last use.
 
-The word is a few milliseconds away, or the value goes by then: so what is guessed about leaves memory after all that is
-foretold (`_held`), in the order of the guesses. By their priorities alone, one write in seven of a matrix product was
-of a value that was then freed unread. Guesses are made only while a scheduler sends hints, else this would not be LRU
+The word is a few milliseconds away, or the value goes by then. So what is guessed about leaves memory after all that is
+foretold (`_held`), in the order of the guesses. (By their priorities alone, one write in seven of a matrix product was
+of a value that was then freed unread.) Guesses are made only while a scheduler sends hints, else this would not be LRU
 any more. A guess that is not confirmed in time is dropped, so that a silent scheduler costs nothing.
 
 A worker asks for hints, by a field of its heartbeats, only while memory is pressed (`eviction`): else nothing would be
-chosen by them. When it asks no longer, a message with "pause" says that
-nothing more is under way, and what was said is forgotten.
+chosen by them. When it stops asking, a message with "pause" says that nothing more is under way, and what was said is
+forgotten.
 
-The op must stay known as long as a message may be under way, since an unknown one closes the worker. `uninstall`
-waits for the message that says "stop", if the scheduler has reason to send one; if it does not come, a
-handler that does nothing stays behind (harmless; replaced by the next `install`).
+The op must stay known as long as a message may be under way, since an unknown one closes the worker. `uninstall` waits
+for the message that says "stop", if the scheduler has reason to send one. If it does not come, a handler that does
+nothing stays behind (harmless; replaced by the next `install`).
 
-The handler runs in the loop that reads the scheduler's stream: whatever it raises would end this worker, so nothing
-leaves it.
+The handler runs in the loop that reads the scheduler's stream. An exception there would end this worker, so the handler
+raises nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +36,6 @@ import asyncio
 import logging
 import math
 import time
-import traceback
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +47,11 @@ from dask_gpurt.tiers.hints.protocol import HEARTBEAT_FIELD, KEEP, OP, PROTOCOL,
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from dask.typing import Key
+    from distributed.worker import Worker
+    from distributed.worker_state_machine import StateMachineEvent
+
+    from dask_gpurt.model.circuit_breaker import Guard
     from dask_gpurt.tiers.engine.engine import Engine
     from dask_gpurt.tiers.engine.entry import Entry
     from dask_gpurt.tiers.stores.task_store import TieredStore
@@ -69,12 +76,20 @@ class HintReceiver:
     """
 
     def __init__(
-        self, worker: Any, engine: Engine, store: TieredStore, *, clock: Callable[[], float] = time.monotonic
+        self,
+        worker: Worker,
+        engine: Engine,
+        store: TieredStore,
+        guard: Guard,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._worker = worker
         self._engine = engine
         self._store = store
         self._clock = clock
+        self._guard = guard
+        self.part = guard.part("hints", on_retired=self._retire)
         #: it is installed; "off: why" when this distributed is not one we know
         self.state = "off"
         #: they would be of use
@@ -93,13 +108,13 @@ class HintReceiver:
         self.advanced = 0
         self.guessed = 0
         self.expired = 0
-        self.exceptions = 0
-        self.last_traceback = ""
 
     # ------------------------------------------------------------------ life
 
     def install(self) -> None:
         """Begin to listen. Hints are dispensable: where this cannot be, it says so and the tiers work without."""
+        if self.part.retired is not None:
+            return
         handlers = getattr(self._worker, "stream_handlers", None)
         missing = [name for name in _ATTRIBUTES if not hasattr(TaskState, name)]
         if not isinstance(handlers, dict) or missing:
@@ -153,15 +168,14 @@ class HintReceiver:
             "guessed": self.guessed,
             "expired": self.expired,
             "evictions_by_hint_share": decided_share(self._engine.decided_by),
-            "exceptions": self.exceptions,
-            "last_traceback": self.last_traceback,
+            **self.part.statistics(),
         }
 
     # ------------------------------------------------------------------ from the scheduler
 
     def _heard(
         self,
-        items: Iterable[tuple[Any, Sequence[Sequence[float]]]] = (),
+        items: Iterable[tuple[Key, Sequence[Sequence[float]]]] = (),
         stop: bool = False,
         pause: bool = False,
         **_: Any,
@@ -203,7 +217,7 @@ class HintReceiver:
             self._stopped.set()
 
     def _forget(self) -> None:
-        """Nobody will say when a use has passed: back to the order of last use."""
+        """Go back to the order of last use: from now on no message says when a use has passed."""
         self._hinted = False
         self._guesses.clear()
         for key in self._store.own_keys():
@@ -215,7 +229,7 @@ class HintReceiver:
 
     # ------------------------------------------------------------------ from this worker
 
-    def executed(self, key: Any, inputs: Iterable[Entry], event: Any) -> None:
+    def executed(self, key: Key, inputs: Iterable[Entry], event: StateMachineEvent) -> None:
         """A task has run with these inputs; `event` is how it ended. Before they are unpinned."""
         if not self._hinted or not isinstance(event, ExecuteSuccessEvent):
             return  # one that failed may run again, and the scheduler counts it as a use to come
@@ -313,10 +327,14 @@ class HintReceiver:
                 self._engine.hint(entry, None)
 
     def _failed(self) -> None:
-        self.exceptions += 1
-        self.last_traceback = traceback.format_exc()
-        if self.exceptions in (1, 10, 100, 1000):
-            logger.warning("a next-use hint was not used (%d times)", self.exceptions)
+        self._guard.failed(self.part.name)
+
+    def _retire(self) -> None:
+        """Too many failures: ask for nothing more, and forget what was said. Messages under way are ignored."""
+        if self.state == "on":
+            self._worker.stream_handlers[OP] = _ignore
+        self.state = f"off: {self.part.retired}"
+        self._forget()
 
 
 def decided_share(decided_by: dict[str, int]) -> float | None:

@@ -1,26 +1,25 @@
-"""Copies on shared storage outlive their worker. The scheduler's half; `worker` is the other.
+"""`SharedCopiesPlugin`: stored copies outlive their worker. The scheduler's half; `worker` is the other.
 
 Workers report which keys they have written to the object store. When one is about to be removed, *before* Dask works
-out what was lost with it, each key whose only holder it was, and of which there is such a copy, gets a second
-holder: a running worker, which is told on its stream to take the copy over, and is registered by ``add_keys`` (Dask's
-own call for "learn that a worker has certain keys"). For Dask the key was then never lost: nothing is computed again,
-no dependent goes back to waiting, and scattered data survive too. There is no race with a recomputation, as none is
-begun.
+out what was lost with it, its keys get heirs: each key that it alone holds, and of which there is a copy, gets a second
+holder. That is a running worker, which gets a message to take the copy over, and is registered by ``add_keys``, Dask's
+own call for keys that a worker reports. For Dask the key was then never lost: nothing is computed again, no dependent
+goes back to waiting, and scattered data survive too. There is no race with a recomputation, as none is begun.
 
-The order that makes it right: the message to the new holder is sent on the same stream, and before, any task that
-needs the key there. A peer that asks over its own connection may come sooner: Dask then asks the scheduler again
-for holders and retries. If the copy is missing or damaged, or the new holder declines, the key is released there and
-computed again, later than it would have been, but right.
+The message to the heir is sent on the same stream as any task that needs the key there, and before it. A peer that asks
+over its own connection may come sooner: Dask then asks the scheduler again for holders and retries. If the copy is
+missing or damaged, or the heir declines, the key is released there and computed again, later than it would have been,
+but right.
 
-Objects of a worker that is gone are swept, but for adopted ones; all that is known is swept when the scheduler ends,
-and what other clusters left behind when it starts (`leases`).
+Objects of a worker that is gone are swept, but for adopted ones. When the scheduler ends, all that is known is swept;
+when it starts, what other clusters left behind (`leases`).
 
-Private to Dask: nothing but the name ``remove_worker``, which is a public method, replaced on the instance and in the
-handlers (a worker that leaves calls it there), and put back. An exception of ours is counted and Dask goes on.
+Only the public method ``remove_worker`` is replaced, on the instance and in the handlers (a worker that leaves calls it
+there), and put back.
 
 Rejected: to let the recomputation begin and overtake it (no transition leads from "waiting" to "memory", and inputs
-that were released long ago would be computed for nothing); to answer a recomputation in ``execute`` with the
-copy (the same inputs).
+that were released long ago would be computed for nothing); to answer a recomputation in ``execute`` with the copy (the
+same inputs).
 """
 
 from __future__ import annotations
@@ -29,20 +28,21 @@ import asyncio
 import heapq
 import logging
 import time
-import traceback
 from typing import TYPE_CHECKING, Any
 
 from distributed.core import Status
-from distributed.diagnostics.plugin import SchedulerPlugin
-from tornado.ioloop import PeriodicCallback
 
 from dask_gpurt.model.events import Event, Sink, null_sink
-from dask_gpurt.tiers.capabilities import check_scheduler, speaks
-from dask_gpurt.tiers.shared.protocol import HEARTBEAT_FIELD, PROTOCOL, REPORT, TELL, Copy, is_copy
+from dask_gpurt.model.wrapped import Wrapped
+from dask_gpurt.tiers.scheduler_plugin import TierPlugin, check_scheduler, speaks
+from dask_gpurt.tiers.shared.protocol import HEARTBEAT_FIELD, PROTOCOL, REPORT, TELL, Copy, as_copy
 from dask_gpurt.tiers.storage.object.leases import EXPIRE_SECONDS, sweep, sweep_expired, worker_prefix
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection
+    from collections.abc import Awaitable, Callable, Collection, Coroutine
+
+    from dask.typing import Key
+    from distributed.scheduler import Scheduler
 
     from dask_gpurt.tiers.storage.object.client import Bucket
 
@@ -54,7 +54,23 @@ LOOK_SECONDS = 1.0
 CLOSE_SECONDS = 20.0
 
 
-class SharedCopiesPlugin(SchedulerPlugin):
+class _Removal(Wrapped):
+    """``remove_worker``, or the handler of that name, with `before` called first."""
+
+    def __init__(self, owner: Any, name: str, before: Callable[[str], None]) -> None:
+        self._before = before
+        super().__init__(owner, name)
+
+    def _wrap(self, stock: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def remove_worker(address: str, *args: Any, **kwargs: Any) -> Any:
+            if self._active:
+                self._before(address)
+            return await stock(address, *args, **kwargs)
+
+        return remove_worker
+
+
+class SharedCopiesPlugin(TierPlugin):
     """`start` it on a scheduler, `stop` it to end.
 
     Parameters
@@ -64,17 +80,12 @@ class SharedCopiesPlugin(SchedulerPlugin):
     """
 
     name = "gpurt-shared-copies"
-    idempotent = True
 
     def __init__(self, bucket: Bucket, *, sink: Sink = null_sink, expire_seconds: float = EXPIRE_SECONDS) -> None:
+        super().__init__("shared copies", look=self._greet, look_seconds=LOOK_SECONDS, stop=self.stop, sink=sink)
         self._bucket = bucket
-        self._sink = sink
         self._expire_seconds = expire_seconds
-        self._scheduler: Any = None
-        self._stock: Callable[..., Awaitable[Any]] | None = None
-        self._wrapper: Callable[..., Awaitable[Any]] | None = None
-        self._handled = False
-        self._look_again: PeriodicCallback | None = None
+        self._removals: list[_Removal] = []
         #: workers that were greeted -> the prefix that each was given
         self._issued: dict[str, str] = {}
         #: of these, the ones that write there: they report, and can take copies over
@@ -83,22 +94,20 @@ class SharedCopiesPlugin(SchedulerPlugin):
         #: may have been under way when its worker went.
         self._adopted_names: dict[str, set[str]] = {}
         #: key -> worker -> its copy
-        self._copies: dict[Any, dict[str, Copy]] = {}
+        self._copies: dict[Key, dict[str, Copy]] = {}
         self._sweeps: set[asyncio.Task[None]] = set()
         self.adopted_keys = 0
         self.adopted_bytes = 0
-        #: keys of removed workers that had no copy, or that nobody could take
+        #: keys of removed workers that had no copy, or that no worker could take
         self.lost_keys = 0
         self.swept_objects = 0
         self.expired_prefixes = 0
         #: reports about what is not below the worker's own prefix, or that make no sense
         self.refused_reports = 0
-        self.exceptions = 0
-        self.last_traceback = ""
 
     # ------------------------------------------------------------------ life
 
-    async def start(self, scheduler: Any) -> None:
+    async def start(self, scheduler: Scheduler) -> None:
         """Begin.
 
         Raises
@@ -109,38 +118,22 @@ class SharedCopiesPlugin(SchedulerPlugin):
         if self._scheduler is not None:
             return
         _check(scheduler)
-        self._scheduler = scheduler
-        stock = self._stock = scheduler.remove_worker
-
-        async def remove_worker(address: str, *args: Any, **kwargs: Any) -> Any:
-            try:
-                self._before_removal(address)
-            except Exception:
-                self._failed("adoption")
-            return await stock(address, *args, **kwargs)
-
-        self._wrapper = remove_worker
-        scheduler.remove_worker = remove_worker
-        if scheduler.handlers.get("unregister") == stock:
-            scheduler.handlers["unregister"] = remove_worker
-            self._handled = True
+        self._removals = [_Removal(scheduler, "remove_worker", self._before_removal)]
+        if scheduler.handlers.get("unregister") == scheduler.remove_worker:
+            self._removals.append(_Removal(scheduler.handlers, "unregister", self._before_removal))
+        for removal in self._removals:
+            removal.install()
         scheduler.stream_handlers[REPORT] = self._reported
-        self._look_again = PeriodicCallback(self._look, LOOK_SECONDS * 1000)
-        self._look_again.start()
-        self._look()
+        self._begin(scheduler)
         self._begin_sweep(self._sweep_expired())
 
     def stop(self) -> None:
         """End: workers report no more, and keep what they have."""
-        scheduler, self._scheduler = self._scheduler, None
+        scheduler = self._end()
         if scheduler is None:
             return
-        if self._look_again is not None:
-            self._look_again.stop()
-        if vars(scheduler).get("remove_worker") is self._wrapper:
-            del scheduler.remove_worker
-        if self._handled and scheduler.handlers.get("unregister") is self._wrapper:
-            scheduler.handlers["unregister"] = self._stock
+        for removal in self._removals:
+            removal.uninstall()
         # It stays known: reports may be under way, and an unknown op would end the worker that sent it.
         scheduler.stream_handlers[REPORT] = _ignore
         for address in self._issued:
@@ -150,9 +143,7 @@ class SharedCopiesPlugin(SchedulerPlugin):
 
     async def close(self) -> None:
         """The scheduler closes, and with it the cluster: all that is known goes."""
-        if self._look_again is not None:
-            self._look_again.stop()
-        self._scheduler = None
+        self._end()
         prefixes = {*self._issued.values(), *self._adopted_names}
         for task in list(self._sweeps):
             task.cancel()
@@ -164,7 +155,7 @@ class SharedCopiesPlugin(SchedulerPlugin):
                 logger.warning("%d prefixes in %s are left to a later sweep", len(left), self._bucket.url)
 
     def statistics(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return counts as plain JSON."""
         return {
             "store": self._bucket.url,
             "workers": len(self._answered),
@@ -175,17 +166,13 @@ class SharedCopiesPlugin(SchedulerPlugin):
             "swept_objects": self.swept_objects,
             "expired_prefixes": self.expired_prefixes,
             "refused_reports": self.refused_reports,
-            "exceptions": self.exceptions,
-            "last_traceback": self.last_traceback,
+            **self.part.statistics(),
         }
 
-    # ------------------------------------------------------------------ who has what
+    # ------------------------------------------------------------------ what is stored
 
-    def _look(self) -> None:
+    def _greet(self, scheduler: Scheduler) -> None:
         """Greet workers that understand us and have not been greeted."""
-        scheduler = self._scheduler
-        if scheduler is None:
-            return
         for address, ws in scheduler.workers.items():
             if address not in self._issued and speaks(ws, HEARTBEAT_FIELD, PROTOCOL):
                 prefix = self._issued[address] = worker_prefix(scheduler.address)
@@ -205,11 +192,12 @@ class SharedCopiesPlugin(SchedulerPlugin):
                 return
             self._answered.add(worker)
             tasks = self._scheduler.tasks
-            for copy in copies:
-                if not is_copy(copy, prefix):
-                    self._refused(f"{worker} reports {copy!r}, which is no copy below {prefix!r}")
-                elif copy[0] in tasks:
-                    self._copies.setdefault(copy[0], {})[worker] = tuple(copy)
+            for item in copies:
+                copy = as_copy(item, prefix)
+                if copy is None:
+                    self._refused(f"{worker} reports {item!r}, which is no copy below {prefix!r}")
+                elif copy.key in tasks:
+                    self._copies.setdefault(copy.key, {})[worker] = copy
         except Exception:
             self._failed("report")
 
@@ -226,16 +214,24 @@ class SharedCopiesPlugin(SchedulerPlugin):
         if self.refused_reports in (1, 10, 100, 1000):
             logger.warning("a report of stored copies is ignored (%d so far): %s", self.refused_reports, message)
 
-    def transition(self, key: Any, start: Any, finish: Any, *args: Any, stimulus_id: str, **kwargs: Any) -> None:
+    def transition(self, key: Key, start: str, finish: str, *args: Any, stimulus_id: str, **kwargs: Any) -> None:
+        """Forget the copies of a key that leaves memory."""
         if start == "memory":
             self._copies.pop(key, None)
 
-    def restart(self, scheduler: Any) -> None:
+    def restart(self, scheduler: Scheduler) -> None:
+        """Forget all copies."""
         self._copies.clear()
 
     # ------------------------------------------------------------------ a worker goes
 
     def _before_removal(self, address: str) -> None:
+        try:
+            self._adopt(address)
+        except Exception:
+            self._failed("adoption")
+
+    def _adopt(self, address: str) -> None:
         scheduler = self._scheduler
         if scheduler is None or scheduler.status in (Status.closing, Status.closed):
             return
@@ -261,20 +257,21 @@ class SharedCopiesPlugin(SchedulerPlugin):
                 continue
             # To the one that holds least: the keys of one worker spread over all others.
             held, i, heir = heirs[0]
-            heapq.heapreplace(heirs, (held + copy[2], i, heir))
-            legacies.setdefault(heir.address, {}).setdefault(copy[1].rpartition("/")[0], []).append(copy)
+            heapq.heapreplace(heirs, (held + copy.nbytes, i, heir))
+            legacies.setdefault(heir.address, {}).setdefault(copy.name.rpartition("/")[0], []).append(copy)
             self._copies[ts.key] = {heir.address: copy}
-            kept.add(copy[1])
+            kept.add(copy.name)
             self.adopted_keys += 1
-            self.adopted_bytes += copy[2]
+            self.adopted_bytes += copy.nbytes
         for heir_address, by_prefix in legacies.items():
             stimulus_id = f"gpurt-adopt-{time.time()}"
             for origin, copies in by_prefix.items():
                 scheduler.worker_send(
-                    heir_address, {"op": TELL, "prefix": origin, "adopt": copies, "stimulus_id": stimulus_id}
+                    heir_address,
+                    {"op": TELL, "prefix": origin, "adopt": [tuple(c) for c in copies], "stimulus_id": stimulus_id},
                 )
-                scheduler.add_keys(worker=heir_address, keys=[c[0] for c in copies], stimulus_id=stimulus_id)
-                self._adopted_names.setdefault(origin, set()).update(c[1] for c in copies)
+                scheduler.add_keys(worker=heir_address, keys=[c.key for c in copies], stimulus_id=stimulus_id)
+                self._adopted_names.setdefault(origin, set()).update(c.name for c in copies)
         if kept:
             message = f"{len(kept)} keys of {address} are read back from {self._bucket.url} instead of computed again"
             logger.info("%s", message)
@@ -283,7 +280,7 @@ class SharedCopiesPlugin(SchedulerPlugin):
 
     # ------------------------------------------------------------------ sweeping
 
-    def _begin_sweep(self, work: Any) -> None:
+    def _begin_sweep(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
         self._sweeps.add(task)
         task.add_done_callback(self._sweeps.discard)
@@ -301,22 +298,12 @@ class SharedCopiesPlugin(SchedulerPlugin):
         except Exception:
             self._failed("sweep of expired leases")
 
-    def _failed(self, where: str) -> None:
-        self.exceptions += 1
-        self.last_traceback = traceback.format_exc()
-        if self.exceptions in (1, 10, 100, 1000):
-            logger.warning(
-                "shared copies: %s failed (%d failures so far); see last_traceback in statistics",
-                where,
-                self.exceptions,
-            )
-
 
 def _ignore(**_: Any) -> None:
     """Stands in for a handler that left while a message may have been under way."""
 
 
-def _check(scheduler: Any) -> None:
+def _check(scheduler: Scheduler) -> None:
     calls: dict[str, Any] = {
         "worker_send": (("address", {}), {}),
         "add_keys": ((), {"worker": "address", "keys": [], "stimulus_id": "s"}),

@@ -1,25 +1,23 @@
-"""Copies on shared storage outlive their worker. The worker's half; `scheduler` is the other.
+"""`SharedCopies`: stored copies outlive their worker. The worker's half; `scheduler` is the other.
 
-It tells the scheduler which keys it has written to the object store, and takes over copies of workers that are gone:
-the key comes into ``worker.data`` as STORED, without being read, through the event with which scattered data come
-(`UpdateDataEvent`). If the copy turns out to be missing or damaged when it is needed, that is an ordinary loss: see
-`seam`.
+It reports to the scheduler which keys it has written to the object store, and takes over copies of workers that are
+gone. Such a key comes into ``worker.data`` as STORED, without being read, through the event with which scattered data
+come (`UpdateDataEvent`). If the copy turns out to be missing or damaged when it is needed, that is an ordinary loss:
+see `lost_keys`.
 
-Nothing is reported when a copy goes: the scheduler forgets a copy when its key leaves memory, and asks nobody about
-copies of keys that a worker does not hold.
+Nothing is reported when a copy goes. The scheduler forgets a copy when its key leaves memory, and never uses a copy of
+a key that the worker does not hold.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import traceback
 from typing import TYPE_CHECKING, Any
 
 from distributed.metrics import time
 from distributed.worker_state_machine import UpdateDataEvent
 
-from dask_gpurt.tiers.shared.protocol import HEARTBEAT_FIELD, PROTOCOL, REPORT, TELL, Copy, is_copy
+from dask_gpurt.tiers.shared.protocol import HEARTBEAT_FIELD, PROTOCOL, REPORT, TELL, Copy, as_copy
 from dask_gpurt.tiers.storage.object.leases import is_object
 from dask_gpurt.tiers.storage.object.tier import ObjectHandle
 from dask_gpurt.tiers.stores.task_store import StoredCopy
@@ -27,20 +25,22 @@ from dask_gpurt.tiers.stores.task_store import StoredCopy
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from dask.typing import Key
+    from distributed.worker import Worker
+
+    from dask_gpurt.model.circuit_breaker import Guard
     from dask_gpurt.tiers.engine.engine import Engine
     from dask_gpurt.tiers.engine.entry import Entry
     from dask_gpurt.tiers.storage.object.leases import LeaseKeeper
     from dask_gpurt.tiers.storage.object.tier import ObjectTier
     from dask_gpurt.tiers.stores.task_store import TieredStore
 
-logger = logging.getLogger("distributed.worker.gpurt")
-
 #: between a write and the message about it
 REPORT_SECONDS = 0.05
 
 
 class SharedCopies:
-    """Use on the event loop's thread.
+    """Reports copies of one worker and adopts those of others. Use on the event loop's thread.
 
     Parameters
     ----------
@@ -51,13 +51,21 @@ class SharedCopies:
     """
 
     def __init__(
-        self, worker: Any, engine: Engine, store: TieredStore, objects: ObjectTier, lease: LeaseKeeper
+        self,
+        worker: Worker,
+        engine: Engine,
+        store: TieredStore,
+        objects: ObjectTier,
+        lease: LeaseKeeper,
+        guard: Guard,
     ) -> None:
         self._worker = worker
         self._engine = engine
         self._store = store
         self._objects = objects
         self._lease = lease
+        self._guard = guard
+        self._part = guard.part("shared copies", on_retired=self.uninstall)
         #: a scheduler listens
         self.heard = False
         self._moving: asyncio.Task[None] | None = None
@@ -67,8 +75,6 @@ class SharedCopies:
         self.adopted = 0
         #: adoptions that could not be: the key was being computed here, say
         self.refused = 0
-        self.exceptions = 0
-        self.last_traceback = ""
 
     # ------------------------------------------------------------------ life
 
@@ -92,10 +98,10 @@ class SharedCopies:
 
     def heartbeat(self) -> dict[str, Any]:
         """What a scheduler that wants reports has to see."""
-        return {HEARTBEAT_FIELD: PROTOCOL}
+        return {HEARTBEAT_FIELD: PROTOCOL} if self._part.retired is None else {}
 
     def statistics(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return counts as plain JSON."""
         return {
             "scheduler_listens": self.heard,
             "reported": self.reported,
@@ -106,16 +112,15 @@ class SharedCopies:
             "lease_failures": self._lease.failures,
             "lease_age_seconds": self._lease.age_seconds,
             "failed_deletions": self._objects.failed_deletions,
-            "exceptions": self.exceptions,
-            "last_traceback": self.last_traceback,
+            **self._part.statistics(),
         }
 
-    # ------------------------------------------------------------------ telling
+    # ------------------------------------------------------------------ to the scheduler
 
     def _copied(self, entry: Entry) -> None:
         if not self.heard or self._store.entry(entry.key) is not entry:
             return  # a shard, or gone
-        if self._is_told(entry):
+        if self._is_reported(entry):
             self._fresh[entry] = None
             if self._timer is None:
                 self._timer = self._engine.io.loop.call_later(REPORT_SECONDS, self._report)
@@ -123,15 +128,15 @@ class SharedCopies:
     def _report(self) -> None:
         self._timer = None
         fresh, self._fresh = self._fresh, {}
-        copies: list[Copy] = [
-            (e.key, e.handle.name, e.nbytes, e.handle.nbytes, e.handle.digest)
+        copies = [
+            Copy(e.key, e.handle.name, e.nbytes, e.handle.nbytes, e.handle.digest)
             for e in fresh
             if not e.gone and isinstance(e.handle, ObjectHandle)
         ]
         self._send(copies)
 
-    def _is_told(self, entry: Entry) -> bool:
-        """Is its copy below the prefix that this scheduler gave us? Of others it would not believe it."""
+    def _is_reported(self, entry: Entry) -> bool:
+        """Whether its copy is below the prefix that this scheduler gave us; it refuses reports of others."""
         return isinstance(entry.handle, ObjectHandle) and is_object(entry.handle.name, self._objects.prefix)
 
     async def _move(self, prefix: str) -> None:
@@ -139,7 +144,7 @@ class SharedCopies:
         try:
             await asyncio.to_thread(self._lease.add, prefix)
         except Exception:
-            self._failed("the prefix that the scheduler gave us could not be used")
+            self._failed("prefix")
             _leave(self._worker)  # it asks again
             return
         self._objects.move_to(prefix)
@@ -147,16 +152,13 @@ class SharedCopies:
         self._report()  # even if there is none: it says that we have moved
 
     def _failed(self, what: str) -> None:
-        self.exceptions += 1
-        self.last_traceback = traceback.format_exc()
-        if self.exceptions in (1, 10, 100, 1000):
-            logger.warning("%s (%d failures so far)\n%s", what, self.exceptions, self.last_traceback)
+        self._guard.failed(self._part.name, what)
 
     def _send(self, copies: list[Copy]) -> None:
         self.reported += len(copies)
-        self._worker.batched_send({"op": REPORT, "prefix": self._objects.prefix, "copies": copies})
+        self._worker.batched_send({"op": REPORT, "prefix": self._objects.prefix, "copies": [tuple(c) for c in copies]})
 
-    # ------------------------------------------------------------------ being told
+    # ------------------------------------------------------------------ from the scheduler
 
     def _told(
         self,
@@ -175,18 +177,19 @@ class SharedCopies:
             if adopt:
                 self._adopt(prefix, list(adopt), stimulus_id)
         except Exception:
-            self._failed("copies of a lost worker were not taken over; their keys are computed again")
+            self._failed("adoption")
             for key, *_ in adopt:
                 self._decline(key)
 
     def _adopt(self, prefix: str, copies: list[Copy], stimulus_id: str) -> None:
-        data: dict[Any, StoredCopy] = {}
+        data: dict[Key, StoredCopy] = {}
         tasks = self._worker.state.tasks
-        for copy in copies:
-            key, name, nbytes, stored_bytes, digest = copy
-            if not is_copy(copy, prefix):
-                self._decline(key)
+        for item in copies:
+            copy = as_copy(item, prefix)
+            if copy is None:
+                self._decline(item[0])
                 continue
+            key = copy.key
             ts = tasks.get(key)
             if ts is not None and ts.state == "memory":
                 continue  # it has come here meanwhile; the object goes with the prefix
@@ -194,7 +197,8 @@ class SharedCopies:
                 self._decline(key)
                 continue
             self._lease.foster(prefix, 1)
-            data[key] = StoredCopy(nbytes, self._objects.adopt(name, stored_bytes, digest, on_free=self._freed))
+            handle = self._objects.adopt(copy.name, copy.stored_bytes, copy.digest, on_free=self._freed)
+            data[key] = StoredCopy(copy.nbytes, handle)
         if data:
             self._worker.handle_stimulus(UpdateDataEvent(data=data, stimulus_id=stimulus_id or f"gpurt-adopt-{time()}"))
         for key, stored in data.items():
@@ -209,22 +213,22 @@ class SharedCopies:
         # In an I/O thread.
         self._lease.foster(handle.name.rpartition("/")[0], -1)
 
-    def _decline(self, key: Any) -> None:
-        """The scheduler believes that we have it: tell it otherwise, and it is computed again."""
+    def _decline(self, key: Key) -> None:
+        """Correct the scheduler, which believes that we have the key; then it is computed again."""
         self.refused += 1
         _release(self._worker, key)
 
 
-def _release(worker: Any, key: Any) -> None:
+def _release(worker: Worker, key: Key) -> None:
     worker.batched_send({"op": "release-worker-data", "key": key, "stimulus_id": f"gpurt-not-adopted-{time()}"})
 
 
-def _leave(worker: Any) -> None:
+def _leave(worker: Worker) -> None:
     """Without a prefix a worker is no heir."""
     worker.batched_send({"op": REPORT, "prefix": "", "copies": []})
 
 
-def _decliner(worker: Any) -> Callable[..., None]:
+def _decliner(worker: Worker) -> Callable[..., None]:
     """Stands in for the handler when that has left: the scheduler must not believe that we took something over."""
 
     def decline(hello: bool = False, adopt: list[Copy] | tuple[()] = (), **_: Any) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dask_gpurt.model.shards import Buffer
-    from dask_gpurt.tiers.engine.account import Group
+    from dask_gpurt.tiers.storage.handle import Group
 
 _PICKLE = b"P"
 _FAMILY = b"F"
@@ -46,6 +46,7 @@ class PickleCodec:
     """The codec of task results. Stateless."""
 
     def encode(self, value: Any, parts: Sequence[int] | None = None) -> list[Group]:
+        """See `Codec.encode`. There is one group: task results have no parts."""
         frames: list[Buffer]
         if not _better_by_family(value):
             out_of_band: list[pickle.PickleBuffer] = []
@@ -60,6 +61,7 @@ class PickleCodec:
         return [(0, frames)]
 
     def decode(self, frames: list[memoryview]) -> Any:
+        """See `Codec.decode`."""
         kind = bytes(frames[0])
         if kind == _PICKLE:
             return pickle.loads(frames[1], buffers=frames[2:])

@@ -1,10 +1,10 @@
-"""Several tiers as one: a value goes to the first that takes it.
+"""`Cascade`: several tiers as one; a value goes to the first that takes it.
 
 The order is the cost of return, cheapest first: a read from a local disk costs a tenth of one from an object store, so
 the store is used when the disk is full or fails. With ``gpurt.tiers.object-use: first`` it is the other way round.
 
-A tier whose writes fail (not: one that is full, which knows at once and for free) is set aside, for one second after
-`FAILURES` failures in a row, doubling to a minute; a success forgives all. When none takes the value, the error of the
+A tier whose writes fail (not one that is full, which knows at once and for free) is set aside: for one second after
+`FAILURES` failures in a row, doubling to a minute. A success forgives all. When none takes the value, the error of the
 first one that was asked is raised, and the value stays in memory (`eviction` goes on from there).
 
 Rejected: moving values from disk to the store to make room for ones that are needed sooner. It costs a read and an
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from dask_gpurt.model.tier import Tier
-    from dask_gpurt.tiers.engine.account import Group
-    from dask_gpurt.tiers.storage.handle import Handle
+    from dask_gpurt.tiers.storage.handle import Group, Handle
     from dask_gpurt.tiers.storage.protocol import StorageTier
 
 logger = logging.getLogger("distributed.worker.gpurt")
@@ -68,14 +67,17 @@ class Cascade:
 
     @property
     def tier(self) -> Tier:
+        """That of the first."""
         return self._levels[0].tier.tier
 
     @property
     def used_bytes(self) -> int:
+        """Bytes on all of them."""
         return sum(level.tier.used_bytes for level in self._levels)
 
     @property
     def limit_bytes(self) -> int | None:
+        """Bytes that all of them may take; None: no limit."""
         limits = [level.tier.limit_bytes for level in self._levels]
         return None if None in limits else sum(n for n in limits if n is not None)
 
@@ -128,6 +130,7 @@ class Cascade:
             level.tier.probe()
 
     def close(self) -> None:
+        """Delete everything on all of them."""
         for level in self._levels:
             level.tier.close()
 

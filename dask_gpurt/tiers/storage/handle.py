@@ -1,12 +1,31 @@
-"""A copy of a value on a lower tier."""
+"""A copy of a value on a lower tier: how it is read (`Handle`), by which codec, and what can go wrong.
+
+A tier gets a value as *groups* of frames (`Group`) from a `Codec`, and gives a `Handle` for them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import errno
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from dask_gpurt.tiers.engine.account import Codec
+    from collections.abc import Sequence
+
+    from dask_gpurt.model.shards import Buffer
+
+#: a part of a stored value that can be read alone, and its frames
+Group = tuple[int, "Sequence[Buffer]"]
+
+
+class Codec(Protocol):
+    """Objects to frames and back. All methods are called in I/O threads."""
+
+    def encode(self, value: Any, parts: Sequence[int] | None) -> list[Group]:
+        """Contiguous frames in groups. Any exception means: this object cannot be stored."""
+
+    def decode(self, frames: list[memoryview]) -> Any:
+        """The reverse, for the frames of all groups one after the other."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -49,7 +68,7 @@ class Handle(Protocol):
 
 
 def another(handle: Handle) -> Handle | None:
-    """A second claim on a copy, so that it stays until both are freed; None where a tier has no such thing."""
+    """Make a second claim on a copy, so that it stays until both are freed; None where a tier has no claims."""
     again = getattr(handle, "again", None)
     result: Handle | None = None if again is None else again()
     return result
@@ -61,3 +80,18 @@ class EncodeError(Exception):
 
 class DecodeError(Exception):
     """The frames are intact, but the object's own code raised (``__cause__``)."""
+
+
+def decoded(codec: Codec, buffers: list[memoryview]) -> Any:
+    """Decode the frames of a value; DecodeError where its own code raises."""
+    try:
+        return codec.decode(buffers)
+    except Exception as e:
+        raise DecodeError from e
+
+
+def error_kind(error: BaseException) -> str:
+    """A short name to count an error under: ``ENOSPC``, or the name of the exception."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return errno.errorcode.get(error.errno, str(error.errno))
+    return type(error).__name__

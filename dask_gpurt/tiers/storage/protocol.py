@@ -1,10 +1,10 @@
-"""What a place for values below the memory they are computed in has to do: one protocol, whatever the place.
+"""`StorageTier`: what a place for values below the memory they are computed in has to do, whatever the place.
 
-Disk, object store, and on a GPU node the pinned host blocks implement it; `dask_gpurt.testing.check_storage_tier` is
+Disk, object store, and on a GPU node the pinned host blocks implement it. `dask_gpurt.testing.check_storage_tier` is
 the suite that each of them passes (``tests/conformance``). The engine knows this protocol and nothing else of a tier,
-so tiers are put together by `fallback` without the engine being told.
+so `fallback` can put several together without a change to the engine.
 
-``read`` is the handle's (`handle.Handle.load`, ``load_part``, ``free``): a copy is read where it was written, and may
+Reading is the handle's (`handle.Handle.load`, ``load_part``, ``free``): a copy is read where it was written, and may
 outlive a change of the order of tiers.
 """
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dask_gpurt.model.tier import Tier
-    from dask_gpurt.tiers.engine.account import Group
-    from dask_gpurt.tiers.storage.handle import Handle
+    from dask_gpurt.tiers.storage.handle import Group, Handle
 
 
 class StorageTier(Protocol):
     """A place below the memory that tasks compute in. All methods are called in I/O threads and are thread-safe."""
 
     @property
-    def tier(self) -> Tier: ...
+    def tier(self) -> Tier:
+        """What kind of place it is."""
 
     @property
     def used_bytes(self) -> int:

@@ -1,7 +1,7 @@
-"""What a worker has below its memory: the folders of the disk tier, an object store where one is set, and their order.
+"""`Below`: what a worker has below its memory: the folders of the disk tier, and an object store if one is set.
 
-Opened and closed as one, so that a worker that cannot have all of it has none of it: a wrong URL is told at the start,
-and leaves no folder behind.
+Opened and closed as one: a worker that cannot have all of it has none of it. A wrong URL is an error at the start, and
+leaves no folder behind.
 
 The engine gets the disk itself where there is nothing else, and a `Cascade` over both where there is.
 """
@@ -12,19 +12,20 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.errors import InstallError, StoreError
-from dask_gpurt.tiers.engine.io_threads import run_apart
 from dask_gpurt.tiers.storage.disk.striped import Directories, open_directories
 from dask_gpurt.tiers.storage.fallback import Cascade
 from dask_gpurt.tiers.storage.object.leases import LeaseKeeper, worker_prefix
 from dask_gpurt.tiers.storage.object.tier import ObjectTier
+from dask_gpurt.tiers.threads import run_apart
 
 if TYPE_CHECKING:
     from distributed.diskutils import WorkDir
+    from distributed.worker import Worker
 
     from dask_gpurt.config import TierSettings
     from dask_gpurt.model.events import Sink
+    from dask_gpurt.tiers.limits import Limits
     from dask_gpurt.tiers.storage.protocol import StorageTier
-    from dask_gpurt.tiers.worker.memory_watch import Limits
 
 
 #: for the deletion of a folder of the user's choice; distributed's lock lets others purge what is left
@@ -56,7 +57,7 @@ class Below:
         self.tier: StorageTier = self.cascade if len(tiers) > 1 else disk
 
     @classmethod
-    async def open(cls, worker: Any, settings: TierSettings, limits: Limits, sink: Sink) -> Below:
+    async def open(cls, worker: Worker, settings: TierSettings, limits: Limits, sink: Sink) -> Below:
         """On the worker's event loop; what takes long is done in threads.
 
         Raises
@@ -85,6 +86,7 @@ class Below:
             await self.lease.stop()
 
     async def after_close(self) -> None:
+        """Give back the locks of the user's folders."""
         for work_dir in self._work_dirs:
             await run_apart(work_dir.release, RELEASE_SECONDS)
 
@@ -103,7 +105,7 @@ def _close_folders(disk: Directories, work_dirs: list[WorkDir]) -> None:
         work_dir.release()
 
 
-def _open_objects(worker: Any, settings: TierSettings) -> tuple[ObjectTier, LeaseKeeper] | None:
+def _open_objects(worker: Worker, settings: TierSettings) -> tuple[ObjectTier, LeaseKeeper] | None:
     """In a thread. The store must answer once: a wrong URL or missing credentials must not wait for a full disk."""
     url = settings.object_store
     if url is None:

@@ -1,11 +1,10 @@
 """`TierShardStore`: the shuffle's chunks under the same budget as task results.
 
-A chunk (see `dask_gpurt.model.shards`) is one entry. In memory it gives each output partition a view; under pressure
-the engine writes it part by part into one file, from which `take` reads only what it needs. Parts already taken are not
+A chunk (`dask_gpurt.model.shards`) is one entry. In memory it gives each output partition a view. Under pressure the
+engine writes it part by part into one file, from which `take` reads only what it needs. Parts already taken are not
 written. The entry goes when its last part was taken.
 
-Nothing is forced to disk: a shuffle that fits in memory never writes, unlike Dask's own, whose every byte passes
-the disk.
+Nothing is forced to disk: a shuffle that fits in memory never writes. Dask's own passes every byte through the disk.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.errors import LostData
 from dask_gpurt.model.slots import UNSPILL, waiting
-from dask_gpurt.tiers.engine.account import Account, Group
+from dask_gpurt.tiers.engine.entry import Account
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from dask_gpurt.model.shards import Chunk
     from dask_gpurt.tiers.engine.engine import Engine
     from dask_gpurt.tiers.engine.entry import Entry
+    from dask_gpurt.tiers.storage.handle import Group
 
 #: dropped runs that are remembered, so that a late message does not bring one back
 _REMEMBERED_RUNS = 10_000
@@ -42,10 +42,10 @@ class TierShardStore:
         self._engine = engine
         #: run -> chunk id -> entry
         self._runs: dict[Hashable, dict[Any, Entry]] = {}
-        #: run -> part that nobody took yet -> (chunk id, entry) with rows for it; a look through all chunks for each of
-        #: thousands of parts is most of a shuffle
+        #: run -> part that was not taken yet -> (chunk id, entry) with rows for it; without it each of thousands of
+        #: parts would need a look through all chunks
         self._entries_of: dict[Hashable, dict[int, list[tuple[Any, Entry]]]] = {}
-        #: parts of an entry that nobody took yet
+        #: parts of an entry that were not taken yet
         self._left: dict[Entry, set[int]] = {}
         self._dropped: dict[Hashable, None] = {}
         self._account = Account(

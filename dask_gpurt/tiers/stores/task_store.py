@@ -1,16 +1,16 @@
 """`TieredStore`: what stands in for ``worker.data``.
 
-To distributed it is the mapping it expects; three things differ from its own `SpillBuffer`:
+To distributed it is the mapping it expects. Three things differ from its own `SpillBuffer`:
 
-* nothing here evicts or reads files on the event loop. The worker's ``execute`` and ``get_data`` are wrapped (see
-  `seam`) to await `ensure` first; ``store[key]`` on a value that is on disk still works, blocks, and is counted
-  (`sync_reads`);
+* nothing here evicts or reads files on the event loop. The worker's ``execute`` and ``get_data`` are wrapped
+  (`worker.overrides`) to await `ensure` first. ``store[key]`` on a value that is on disk still works, blocks, and is
+  counted (`sync_reads`);
 * there is neither ``fast`` nor ``evict``: without both, distributed's own memory monitor leaves eviction alone. While
   the store is drained into a `SpillBuffer` it has that buffer's, so that the monitor watches again;
 * ``in``, ``len``, iteration, ``keys`` and ``del`` never touch a file.
 
 Metrics by duck type keep the dashboards true: `spilled_total`, `slow`, `cumulative_metrics`. `spilled_total` counts
-values that are *only* on disk; clean copies of values in memory are told apart in ``TierRuntime.statistics()``.
+values that are *only* on disk; `TierRuntime.statistics` counts clean copies of values in memory apart.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from distributed.sizeof import safe_sizeof
 
 from dask_gpurt.errors import LostData
 from dask_gpurt.tiers.device.space import Box
-from dask_gpurt.tiers.engine.account import Account
-from dask_gpurt.tiers.engine.entry import Entry, State
+from dask_gpurt.tiers.engine.entry import Account, Entry, State
 from dask_gpurt.tiers.engine.victims import soonest_use
 from dask_gpurt.tiers.storage.codec import PickleCodec
 
@@ -97,8 +96,6 @@ class TieredStore(MutableMapping[Any, Any]):
         self._account = Account("data", PickleCodec(), on_lost=lambda entry: on_lost(entry.key))
         #: keys that are set go there while the store is being drained (see `spill_buffer`)
         self.successor: MutableMapping[Any, Any] | None = None
-        #: inputs that could not be brought to the device before their task began
-        self.device_load_failures = 0
         #: called with each entry made, before any victim is chosen; must not raise
         self.on_add: list[Callable[[Entry], None]] = []
         #: keeps the values that are in device memory; the entry's value is then a `Box`
@@ -107,8 +104,8 @@ class TieredStore(MutableMapping[Any, Any]):
     def drain_into(self, successor: SpillBuffer) -> None:
         """From now on keys are set in `successor`; the caller moves those that are here."""
         self.successor = successor
-        self.fast: Any = successor.fast
-        self.evict: Any = successor.evict
+        self.fast = successor.fast
+        self.evict = successor.evict
 
     # ------------------------------------------------------------------ mapping
 
@@ -187,6 +184,7 @@ class TieredStore(MutableMapping[Any, Any]):
         return iter(keys)
 
     def clear(self) -> None:
+        """Forget all keys, without reading any."""
         # The mixin's version pops items, which would read every value.
         for key in list(self):
             del self[key]
@@ -220,14 +218,14 @@ class TieredStore(MutableMapping[Any, Any]):
         return entries
 
     async def _bring(self, entry: Entry) -> None:
-        """To the device. What fails here fails again, and is told, where the value is asked for."""
+        """Bring a value to the device. What fails here fails again, and is reported, where the value is read."""
         try:
             await self._engine.offload(entry.value.get)
         except LostData:
             if not entry.gone:
                 self._account.on_lost(entry)
-        except MemoryError:
-            self.device_load_failures += 1
+        except MemoryError:  # counted by the device
+            pass
 
     def release(self, entries: Iterable[Entry]) -> None:
         """Unpin what `ensure` returned."""
@@ -258,12 +256,6 @@ class TieredStore(MutableMapping[Any, Any]):
         """The key is here by name, but no valid copy is left."""
         entry = self._entries.get(key)
         return entry is not None and entry.state is State.LOST
-
-    def hint(self, key: Hashable, next_use: tuple[float, ...] | None) -> None:
-        """The priority of the next task that reads a key (smaller is sooner); `NEVER`; None: not known."""
-        entry = self._entries.get(key)
-        if entry is not None:
-            self._engine.hint(entry, next_use)
 
     def adopt(self, key: Hashable, nbytes: int, handle: Handle) -> None:
         """Take over a value that is on disk already, without reading it."""
@@ -304,7 +296,7 @@ class TieredStore(MutableMapping[Any, Any]):
 
     @property
     def disk(self) -> Collection[Any]:
-        """The same as `slow`, under the name that distributed's store has for people who look."""
+        """The same as `slow`, under its name in distributed's store."""
         return self.slow
 
     @property

@@ -1,11 +1,15 @@
-"""What becomes of a key whose last copy here is unreadable. Uses the state machine's names that `seam` looks up.
+"""`Losses`: what becomes of a key whose last copy here is unreadable.
 
-It is freed: the state machine then tells the scheduler (``release-worker-data``), which computes it again, or fetches
-it from another holder. Tasks here that wait for it are freed and returned with a ``reschedule`` message each; the
-scheduler ignores that message for those it has taken back itself. A scattered key has no recipe, and freeing it would
-break the scheduler (its memory->released puts pure data back to "waiting" when a dependent is processing); it stays
-here as LOST, and tasks that read it fail with `LostData`, until no task here waits for it. Only the scheduler knows
-whether a key that was fetched here has a recipe or another holder, so it is asked.
+The key is freed. The state machine then tells the scheduler (``release-worker-data``), which computes it again, or
+fetches it from another holder. Tasks here that wait for it are freed and returned with a ``reschedule`` message each;
+the scheduler ignores that message for those it has taken back itself.
+
+A scattered key has no recipe, and freeing it would break the scheduler: its transition from memory to released puts
+pure data back to "waiting" when a dependent is processing. So such a key stays here as LOST, and tasks that read it
+fail with `LostData`, until no task here waits for it. Only the scheduler knows whether a key that was fetched here has
+a recipe or another holder, so it is asked.
+
+Uses the state machine's names that `seam` looks up.
 
 Rejected: letting a task fail on lost data (wrong: the recipe exists); a ``missing-data`` message (no longer understood
 by the scheduler).
@@ -14,7 +18,7 @@ by the scheduler).
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distributed.metrics import time
 from distributed.worker_state_machine import FreeKeysEvent
@@ -22,41 +26,44 @@ from distributed.worker_state_machine import FreeKeysEvent
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from dask.typing import Key
+    from distributed.worker import Worker
+
+    from dask_gpurt.model.circuit_breaker import Guard
     from dask_gpurt.tiers.stores.task_store import TieredStore
 
 _ENDED = {"error", "memory", "released", "forgotten"}
 
 
 class Losses:
-    """Of one worker's store. Event loop only.
+    """Gives up the lost keys of one store. Event loop only.
 
     Parameters
     ----------
     active
-        Is the store that of the worker?
-    failed
-        Told, inside of the handler, of an exception in here.
+        Whether the store is still that of the worker.
+    guard
+        Counts failures to settle a loss, under "lost keys". They never switch this off: a task that reads a lost key
+        fails, so the next key is worth another attempt.
     """
 
-    def __init__(
-        self, worker: Any, store: TieredStore, *, active: Callable[[], bool], failed: Callable[[], None]
-    ) -> None:
+    def __init__(self, worker: Worker, store: TieredStore, guard: Guard, *, active: Callable[[], bool]) -> None:
         self._worker = worker
         self._store = store
         self._active = active
-        self._failed = failed
+        self._guard = guard
         #: keys that were lost and given up to the scheduler
         self.keys = 0
         self._tasks: set[asyncio.Future[None]] = set()
 
-    def lost(self, key: Any) -> None:
+    def lost(self, key: Key) -> None:
         """A key turned out to have no valid copy here: settle it in the background."""
         task = asyncio.ensure_future(self.settle(key))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def settle(self, key: Any) -> None:
-        """Give the key up if it can be had elsewhere or computed again; else later, when nobody here waits for it."""
+    async def settle(self, key: Key) -> None:
+        """Give the key up if it can be had elsewhere or computed again; else later, when no task here waits for it."""
         try:
             if not await self._recoverable(key):
                 task = asyncio.ensure_future(self._give_up_when_unused(key))
@@ -65,10 +72,10 @@ class Losses:
             elif self._store.is_lost(key):
                 self.give_up(key)
         except Exception:
-            self._failed()
+            self._guard.failed("lost keys")
 
-    async def _give_up_when_unused(self, key: Any) -> None:
-        # First its dependents fail (`LostData`), then the scheduler is told, which tells the clients.
+    async def _give_up_when_unused(self, key: Key) -> None:
+        # First its dependents fail (`LostData`), then the scheduler hears of it, and the clients from the scheduler.
         while self._active() and self._store.is_lost(key):
             await asyncio.sleep(0.1)
             ts = self._worker.state.tasks.get(key)
@@ -77,7 +84,7 @@ class Losses:
                     self.give_up(key)
                 return
 
-    async def _recoverable(self, key: Any) -> bool:
+    async def _recoverable(self, key: Key) -> bool:
         ts = self._worker.state.tasks.get(key)
         if ts is None or ts.run_spec is not None:
             return True
@@ -87,7 +94,7 @@ class Losses:
             return True
         return await scheduler.get_runspec(key=key) is not None
 
-    def give_up(self, key: Any) -> None:
+    def give_up(self, key: Key) -> None:
         """On the loop, outside of the state machine."""
         self.keys += 1
         state = self._worker.state

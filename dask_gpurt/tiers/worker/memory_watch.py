@@ -1,4 +1,4 @@
-"""How much host memory values may take, and the watch on the whole process.
+"""`MemoryWatch`: makes values leave memory while the whole process is too large. Their own budget is in `limits`.
 
 Two triggers move values to disk, as in distributed:
 
@@ -6,69 +6,40 @@ Two triggers move values to disk, as in distributed:
 * the process's resident set above ``distributed.worker.memory.spill``, watched here every ``monitor-interval``, down to
   ``distributed.worker.memory.target``: sizes are estimates, and tasks need memory too.
 
-When the process is too large, memory that other parts keep for later (`model.spare`) and what is free inside of
-allocators (`model.arenas`) is given back too. The allocator keeps much of it where its thresholds were raised, as
-shuffles do for their time; to move values then does not make the process smaller, and a worker that distributed has
-paused for it would stay paused for good, with nothing in memory (seen: a sort of three times the memory).
+When the process is too large, memory that other parts keep for later (`memory.reclaim`) and what is free inside of
+allocators (`memory.arenas`) is given back too. Where shuffles have raised its thresholds, the allocator keeps much of
+it. To move values then does not make the process smaller, and a worker that distributed has paused for it would stay
+paused for good, with nothing in memory. (Seen: a sort of three times the memory.)
 
-Pausing stays with distributed's monitor, which resumes a worker that somebody else paused; it reads the same
-resident set. The nanny's ``terminate`` stays as well.
-
-What the user said to distributed is respected:
-
-==========================================  ==================================================================
-``memory_limit`` 0 or None                  nothing is ever spilled
-``distributed.worker.memory.target: false`` no budget of managed bytes
-``target`` changed, ``host-limit`` not      ``target`` is the budget
-``distributed.worker.memory.spill: false``  the resident set is not watched
-both false                                  nothing is ever spilled; values stay in memory
-``distributed.worker.memory.max-spill``     the disk limit, unless ``gpurt.tiers.disk-limit`` is set
-==========================================  ==================================================================
-
-Where ``worker.data`` is left alone, the budget is that of the shards of shuffles: a quarter of what it would be else,
-as the rest is filled by somebody else. There what the user said about spilling *values* does not count, and a worker
-without a memory limit takes its part of the system's memory for it (as ``memory_limit="auto"`` does): Dask's own
-shuffle writes every byte to disk, whatever these settings are, so with shards in memory without limit a shuffle could
-end a worker that would have lived.
+Pausing stays with distributed's monitor, which reads the same resident set. The nanny's ``terminate`` stays as well.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import sys
 import time
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from dask.system import CPU_COUNT
 from dask.utils import format_bytes
-from distributed import system
 from tornado.ioloop import PeriodicCallback
 
-from dask_gpurt.config import DEFAULTS
 from dask_gpurt.memory import reclaim
 from dask_gpurt.memory.arenas import arenas
 from dask_gpurt.memory.pages import pages
-from dask_gpurt.tiers.engine.io_threads import run_apart
+from dask_gpurt.tiers.threads import run_apart
 
 if TYPE_CHECKING:
-    from dask_gpurt.config import TierSettings
+    from distributed.worker import Worker
+
     from dask_gpurt.tiers.engine.engine import Engine
+    from dask_gpurt.tiers.limits import Limits
 
 # distributed limits the rate of the warning below on this logger
 logger = logging.getLogger("distributed.worker.memory")
 
-_STOCK_TARGET = 0.6
-#: share of the budget for shards where worker.data stays with distributed, which fills its own 60 %
-_SHARDS_ONLY = 0.25
-
-#: share of the limit; between two looks a process may grow by what its threads allocate in a tenth of a second
-_CEILING = 0.8
-#: how far below distributed's mark for pausing a worker values have to stay, as a share of the limit: a pause of a
-#: tenth of a second costs more than the values that it makes room for
-_BELOW_PAUSE = 0.05
 #: between two times that the allocator is asked to give memory back
 _TRIM_SECONDS = 0.5
 #: share of the limit for memory that waits for the next value to be read into it
@@ -76,23 +47,6 @@ _KEPT = 0.08
 _KEPT_LEAST = 64 << 20
 #: for the allocator to give back memory, 0.05 ms per MB
 _END_SECONDS = 5.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """In bytes; None: no limit."""
-
-    budget_bytes: int | None
-    disk_limit_bytes: int | None
-    disk_reserve_bytes: int
-    #: resident set of the process at which values go to disk, and until which
-    watch_high_bytes: int | None
-    watch_low_bytes: int | None
-    #: resident set of the process that values may fill it up to; below where distributed's nanny ends it
-    ceiling_bytes: int | None
-    interval_seconds: float
-    #: task results are somebody else's
-    shards_only: bool
 
 
 def _give_back() -> None:
@@ -112,49 +66,14 @@ def _allow(watch: MemoryWatch, nbytes: int | None) -> None:
         _allowed.pop(watch, None)
     else:
         _allowed[watch] = nbytes
-    # Were it to stay when the last of them has gone, freed pages would stay in a process that nobody watches.
+    # If it stayed when the last of them has gone, freed pages would stay in a process without a watch.
     pages.allowance_bytes = max(_allowed.values(), default=0)
-
-
-def limits_of(worker: Any, settings: TierSettings, *, shards_only: bool) -> Limits:
-    """What a worker and our settings say together; see the table above.
-
-    `shards_only`: ``worker.data`` is left alone.
-    """
-    manager = worker.memory_manager
-    limit = manager.memory_limit
-    target, spill = manager.memory_target_fraction, manager.memory_spill_fraction
-    share = settings.host_limit
-    if target and target != _STOCK_TARGET and share == DEFAULTS["gpurt"]["tiers"]["host-limit"]:
-        share = target
-    budget = int(limit * share) if limit and target else None
-    if shards_only:
-        memory = limit or system.MEMORY_LIMIT * min(1, worker.state.nthreads / CPU_COUNT)
-        budget = int(memory * share * _SHARDS_ONLY)
-    disk = settings.disk_limit
-    if disk is None and manager.max_spill is not False:
-        disk = int(manager.max_spill)
-    watched = bool(limit and spill)
-    pause = manager.memory_pause_fraction
-    # Nor do they fill it up to the mark of the watch: to be moved out again, a tenth of the limit at a time, are then
-    # also those that were just read ahead.
-    ceiling = min(_CEILING, spill or 1, pause - _BELOW_PAUSE if pause else 1)
-    return Limits(
-        budget_bytes=budget,
-        disk_limit_bytes=disk,
-        disk_reserve_bytes=settings.disk_reserve,
-        watch_high_bytes=int(limit * spill) if watched else None,
-        watch_low_bytes=int(limit * (target or spill)) if watched else None,
-        ceiling_bytes=int(limit * ceiling) if watched else None,
-        interval_seconds=manager.memory_monitor_interval or 0.1,
-        shards_only=shards_only,
-    )
 
 
 class MemoryWatch:
     """Asks the engine to shrink while the process is too large."""
 
-    def __init__(self, worker: Any, engine: Engine, limits: Limits) -> None:
+    def __init__(self, worker: Worker, engine: Engine, limits: Limits) -> None:
         self._worker = worker
         self._engine = engine
         self._limits = limits
@@ -176,13 +95,14 @@ class MemoryWatch:
             self._callback.start()
 
     def stop(self) -> None:
+        """Look no longer, until `set_limits`."""
         pages.trim()
         if self._callback is not None:
             self._callback.stop()
             self._callback = None
 
     async def end(self) -> None:
-        """Stop for good, and give back what is kept and free: from now on nobody looks after it."""
+        """Stop for good, and give back what is kept and free: from now on nothing watches it."""
         self.stop()
         _allow(self, None)
         await run_apart(_give_back, _END_SECONDS)
@@ -196,7 +116,7 @@ class MemoryWatch:
             self._engine.io.loop.run_in_executor(None, _give_back)
 
     def look(self) -> None:
-        """One look at the resident set."""
+        """Look at the resident set once, and act."""
         pages.trim_idle()
         self._engine.eviction.relax()
         high, low = self._limits.watch_high_bytes, self._limits.watch_low_bytes

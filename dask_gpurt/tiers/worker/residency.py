@@ -1,16 +1,16 @@
-"""Tells the scheduler which keys of this worker are only on disk: batched, and only what has changed.
+"""`ResidenceSender`: tells the scheduler which keys of this worker are only on disk.
 
-Every move of an entry passes its log, which calls us. A key is noted when it goes to disk, or when we have told of it;
-`FLUSH_SECONDS` later one message says what is true by then, so a value that is written and read within that time is
-never spoken of. Entries that are no keys of the worker (chunks of shuffles) are noted too and found out here.
+Messages are batched and name only what has changed. Every move of an entry passes its log, which calls this. A key is
+noted when it goes to disk, or when the scheduler believes it to be there. `FLUSH_SECONDS` later one message says what
+is true by then, so a value that is written and read within that time is not mentioned. Entries that are no keys of the
+worker (chunks of shuffles) are noted too, and left out of the message.
 
-Only the scheduler knows whether it listens; see `model.residence` for how this worker comes to know.
+Only the scheduler knows whether it listens; see `model.residence` for how this worker gets to know.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.model.residence import message
@@ -19,26 +19,28 @@ from dask_gpurt.tiers.engine.entry import State
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
+    from dask.typing import Key
+    from distributed.worker import Worker
+
+    from dask_gpurt.model.circuit_breaker import Guard
     from dask_gpurt.tiers.engine.entry import EventLog
     from dask_gpurt.tiers.stores.task_store import TieredStore
-
-logger = logging.getLogger("distributed.worker.gpurt")
 
 #: between the first change and the message about it
 FLUSH_SECONDS = 0.02
 #: keys in one message, at most; the others follow in the next
 FLUSH_KEYS = 1000
-#: failures after which it ends
-MAX_EXCEPTIONS = 100
 
 
 class ResidenceSender:
-    """Of one store. Use on the loop's thread."""
+    """The residence of the keys of one store, as its scheduler knows it. Use on the loop's thread."""
 
-    def __init__(self, worker: Any, store: TieredStore, log: EventLog) -> None:
+    def __init__(self, worker: Worker, store: TieredStore, log: EventLog, guard: Guard) -> None:
         self._worker = worker
         self._store = store
         self._log = log
+        self._guard = guard
+        self._part = guard.part("residence", on_retired=self.stop)
         self._dirty: dict[Hashable, None] = {}
         #: keys that the scheduler believes to be on disk here
         self._told: set[Hashable] = set()
@@ -46,10 +48,11 @@ class ResidenceSender:
         self._on = False
         self.sent_messages = 0
         self.sent_keys = 0
-        self.exceptions = 0
 
     def start(self) -> None:
         """Begin, with what is on disk already. A second call tells all again: the scheduler may be a new one."""
+        if self._part.retired is not None:
+            return
         self._on = True
         self._told.clear()
         self._log.listener = self._moved
@@ -73,7 +76,7 @@ class ResidenceSender:
             "messages": self.sent_messages,
             "keys": self.sent_keys,
             "believed": len(self._told),
-            "exceptions": self.exceptions,
+            **self._part.statistics(),
         }
 
     def _moved(self, key: Hashable, after: State | None) -> None:
@@ -93,15 +96,11 @@ class ResidenceSender:
             self._send()
         except Exception:
             # A tier unknown to the scheduler costs it a better choice, nothing else.
-            self.exceptions += 1
-            if self.exceptions == 1 or self.exceptions >= MAX_EXCEPTIONS:
-                logger.exception("where keys are could not be told to the scheduler")
-            if self.exceptions >= MAX_EXCEPTIONS:
-                self.stop()
+            self._guard.failed(self._part.name)
 
     def _send(self) -> None:
-        disk: list[tuple[Any, float]] = []
-        back: list[Any] = []
+        disk: list[tuple[Key, float]] = []
+        back: list[Key] = []
         for key in list(self._dirty)[:FLUSH_KEYS]:
             del self._dirty[key]
             entry = self._store.entry(key)

@@ -1,4 +1,4 @@
-"""Tasks that have nothing to wait for, which are most tasks of most graphs.
+"""`SmallTasks`: the short way for tasks that have nothing to wait for, which are most tasks of most graphs.
 
 While memory is relaxed (`eviction`) all values are in memory. A task that reads and returns little then needs neither a
 turn (`task_admission`) nor room (`memory_gate`): its inputs are pinned, and it runs. Nothing is awaited.
@@ -6,15 +6,18 @@ turn (`task_admission`) nor room (`memory_gate`): its inputs are pinned, and it 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distributed.worker_state_machine import ExecuteSuccessEvent
 
 from dask_gpurt.tiers.worker.task_admission import LEAST_BYTES, SMALL_RESULT_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from dask.typing import Key
+    from distributed.worker import Worker
+    from distributed.worker_state_machine import StateMachineEvent
 
+    from dask_gpurt.model.circuit_breaker import Guard
     from dask_gpurt.tiers.engine.engine import Engine
     from dask_gpurt.tiers.engine.entry import Entry
     from dask_gpurt.tiers.stores.task_store import TieredStore
@@ -22,26 +25,24 @@ if TYPE_CHECKING:
 
 
 class SmallTasks:
-    """Of one worker. Event loop only.
+    """Runs the small tasks of one worker. Event loop only.
 
     Parameters
     ----------
     outputs
         What tasks return, by prefix.
-    failed
-        Called, inside of the handler, with an exception in here.
+    guard
+        Counts failures in here, as those of ``execute``.
     """
 
-    def __init__(
-        self, worker: Any, engine: Engine, store: TieredStore, outputs: Outputs, failed: Callable[[], None]
-    ) -> None:
+    def __init__(self, worker: Worker, engine: Engine, store: TieredStore, outputs: Outputs, guard: Guard) -> None:
         self._worker = worker
         self._engine = engine
         self._store = store
         self._outputs = outputs
-        self._failed = failed
+        self._guard = guard
 
-    def hold(self, key: Any) -> list[Entry] | None:
+    def hold(self, key: Key) -> list[Entry] | None:
         """Pin the inputs of a task that has nothing to wait for, for `TieredStore.release`; None if it may have to."""
         if self._engine.eviction.pressed:
             return None
@@ -56,16 +57,16 @@ class SmallTasks:
             if sum(e.nbytes for e in entries) >= LEAST_BYTES:
                 return None
         except Exception:
-            self._failed()
+            self._guard.failed("execute", "small task")
             return None
         for entry in entries:
             self._engine.pin(entry)
         return entries
 
-    def ended(self, event: Any) -> None:
+    def ended(self, event: StateMachineEvent) -> None:
         """Such a task has run: learn from a result that was larger than foreseen."""
         try:
             if type(event) is ExecuteSuccessEvent and event.nbytes >= SMALL_RESULT_BYTES:
                 self._outputs.learn(event.key, event.nbytes)
         except Exception:
-            self._failed()
+            self._guard.failed("execute", "small task")

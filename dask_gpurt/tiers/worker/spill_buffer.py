@@ -1,10 +1,10 @@
-"""Taking over a `SpillBuffer` without reading what it has on disk, and giving everything back.
+"""Take over a `SpillBuffer` without reading what it has on disk (`adopt`), and give everything back (`give_back`).
 
 This module and `seam` together are the seam to distributed: `seam` knows the private names of its Worker, this one
 those of its `SpillBuffer` and of the zict classes below it. No other module knows any. `check` looks them up before
 anything is changed.
 
-Only distributed's own `SpillBuffer` is taken over. Anything else was chosen by somebody: a ``dict`` is what distributed
+Only distributed's own `SpillBuffer` is taken over. Anything else is the user's choice: a ``dict`` is what distributed
 takes when it must not spill, another mapping came with ``Worker(data=...)`` or from dask-cuda. `left_alone` says
 which. One exception: ``dask cuda worker`` gives each worker a ``DeviceHostFile``; where our device tier is switched on
 and can be had, `stand_in` puts a `SpillBuffer` in its place while it is still empty.
@@ -18,7 +18,7 @@ Draining (`give_back`) happens on workers that are as full as they may be, so it
 2. values in memory change hands, the least recently used first. That is a reference, no bytes. Those that do not fit
    below the buffer's target are written to its folder in a thread;
 3. values on our disk are read and written to the buffer's folder one at a time. None of them goes to the buffer's
-   memory: they were on disk, and who needs them reads them.
+   memory: they were on disk, and are read when they are needed.
 
 So bytes of values in both together never exceed ``max(budget, target)`` by more than one value. For what tasks load
 meanwhile to be in that sum, the bytes in the buffer are taken off the engine's budget until it is over. Values enter
@@ -48,16 +48,20 @@ from distributed.sizeof import safe_sizeof
 from distributed.spill import SpillBuffer, SpilledSize
 
 from dask_gpurt.errors import CorruptData, SeamMismatch
-from dask_gpurt.tiers.engine.io_threads import error_kind
-from dask_gpurt.tiers.engine.sizes import as_bytes
-from dask_gpurt.tiers.storage.handle import DecodeError, IoCost
+from dask_gpurt.tiers.engine.buffer_roots import as_bytes
+from dask_gpurt.tiers.storage.handle import DecodeError, IoCost, error_kind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, MutableMapping
 
-    from dask_gpurt.tiers.engine.account import Codec
+    from dask.typing import Key
+    from distributed.spill import Slow
+    from distributed.worker import Worker
+    from zict import File
+
     from dask_gpurt.tiers.engine.engine import Engine
     from dask_gpurt.tiers.engine.entry import Entry
+    from dask_gpurt.tiers.storage.handle import Codec
     from dask_gpurt.tiers.stores.task_store import TieredStore
 
 logger = logging.getLogger("distributed.worker.gpurt")
@@ -65,8 +69,8 @@ logger = logging.getLogger("distributed.worker.gpurt")
 _REMEDY = "Nothing was changed. Remedy: use distributed >= 2026.7.1, < 2026.9, or set gpurt.tiers.enabled: false"
 #: seconds of handing over after which the loop gets a turn
 _TURN_SECONDS = 0.005
-#: what is used of a SpillBuffer
-_INTERNALS = (
+#: attributes of a SpillBuffer that are used
+NAMES = (
     *("fast.n", "fast.total_weight", "evict", "set_noevict"),
     *("slow.cache", "slow._gen", "slow._last_updated"),
     *("_slow_uncached.load", "_slow_uncached.dump", "_slow_uncached.max_weight"),
@@ -96,9 +100,9 @@ def require_call(callable_: Any, what: str, *args: Any, **kwargs: Any) -> None:
         raise SeamMismatch(f"{what} cannot be called as this package relies on ({e}). {_REMEDY}") from e
 
 
-def check(data: Any) -> None:
+def check(data: SpillBuffer) -> None:
     """Raise `SeamMismatch` when this `SpillBuffer` is not the one this module was written for."""
-    require_names(data, "SpillBuffer", _INTERNALS)
+    require_names(data, "SpillBuffer", NAMES)
     require_call(data.set_noevict, "SpillBuffer.set_noevict", "key", None)
     require_call(data.evict, "SpillBuffer.evict")
     require_call(data._slow_uncached.d._safe_key, "the file mapping's _safe_key", "key")
@@ -118,8 +122,8 @@ class LeftAlone:
     level: int
 
 
-def left_alone(data: Any) -> LeftAlone | None:
-    """Why this mapping is not taken over; None when it is."""
+def left_alone(data: MutableMapping[Key, Any]) -> LeftAlone | None:
+    """Return why this mapping is not taken over; None when it is."""
     if type(data) is SpillBuffer:
         return None
     if type(data) is dict:
@@ -141,12 +145,12 @@ def left_alone(data: Any) -> LeftAlone | None:
     )
 
 
-def from_dask_cuda(data: Any) -> bool:
-    """Is it dask-cuda's ``DeviceHostFile``?"""
+def from_dask_cuda(data: MutableMapping[Key, Any]) -> bool:
+    """Whether it is dask-cuda's ``DeviceHostFile``."""
     return type(data).__module__.partition(".")[0] == "dask_cuda"
 
 
-def stand_in(worker: Any) -> Callable[[], None] | None:
+def stand_in(worker: Worker) -> Callable[[], None] | None:
     """Put what distributed itself would have chosen in the place of dask-cuda's mapping, if nothing is in it yet.
 
     Returns
@@ -181,7 +185,7 @@ class ForeignHandle:
 
     buffer: SpillBuffer
     lock: threading.Lock
-    key: Any
+    key: Key
     nbytes: int
     #: its file; the buffer may have another value of this key by now
     name: str
@@ -189,6 +193,7 @@ class ForeignHandle:
     kept: bool = False
 
     def load(self, codec: Codec) -> tuple[Any, IoCost]:
+        """See `Handle.load`."""
         slow = self.buffer._slow_uncached
         start = time.perf_counter()
         try:
@@ -204,15 +209,17 @@ class ForeignHandle:
         return value, IoCost(self.nbytes, middle - start, time.perf_counter() - middle)
 
     def load_part(self, part: int) -> tuple[list[memoryview], IoCost]:
+        """Raise KeyError: the buffer stores no parts."""
         raise KeyError(part)
 
     def free(self) -> None:
+        """Delete the key from the buffer, unless it has it to itself again."""
         with self.lock:  # its byte totals are not safe against two threads
             if not self.kept and _files(self.buffer).filenames.get(self.key) == self.name:
                 del self.buffer[self.key]
 
 
-def _files(buffer: SpillBuffer) -> Any:
+def _files(buffer: SpillBuffer) -> File[bytes]:
     return buffer._slow_uncached.d
 
 
@@ -234,7 +241,7 @@ def adopt(data: SpillBuffer, store: TieredStore) -> None:
 # ---------------------------------------------------------------------------------------------- giving back
 
 
-async def give_back(store: TieredStore, data: SpillBuffer, engine: Engine) -> list[Any]:
+async def give_back(store: TieredStore, data: SpillBuffer, engine: Engine) -> list[Key]:
     """Move everything from `task_store` into `data`; see the module for the order. The loop stays free.
 
     Returns
@@ -363,7 +370,7 @@ class _Draining:
             self._engine.budget_bytes = max(0, self._budget_bytes - (as_bytes(self._data.fast.total_weight) or 0))
 
 
-def _write_file(slow: Any, path: str, value: Any) -> SpilledSize | None:
+def _write_file(slow: Slow, path: str, value: Any) -> SpilledSize | None:
     """In a thread. None when it would pass the buffer's limit. Raises whatever went wrong, and leaves no file then."""
     with context_meter.clear_callbacks():
         frames = slow.dump(value)

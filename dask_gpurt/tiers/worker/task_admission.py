@@ -1,21 +1,24 @@
-"""Which task begins now, and which after another has ended, where the process is nearly full.
+"""`Turns`: which task begins now, and which after another has ended, where the process is nearly full.
 
-Values can leave memory; what a task allocates while it runs can not, and neither can its inputs. Two tasks at a time,
-each with a partition of a tenth of the worker's memory, its copy and what is made in between, end a worker at whose
-limit one at a time works (seen: a sort of ten times the memory; the nanny ended it with no value in memory but their
-inputs). So a task whose working set does not fit beside those that run waits until one of them has ended.
+Values can leave memory. What a task allocates while it runs cannot, and neither can its inputs. So a task whose working
+set does not fit beside those that run waits until one of them has ended.
 
-*Working set*: what is not known yet is taken to be the inputs once more; what is known, twice the result of tasks of
-the same prefix, or the inputs, whatever is more. Process memory, without the values that could leave, and what those
-that run and the new one may come to allocate must stay below `SHARE` of the limit. (What the others have allocated
-already is in both; that errs towards waiting, and only where memory is short.)
+*Working set* of a task: its inputs, and what it allocates. For a prefix that has run before, that is twice the result
+or as much as the inputs, whichever is more; else as much as the inputs. A task begins when two sums together stay below
+`SHARE` of the memory limit: the memory of the process without the values that could leave, and what the running tasks
+and the new one allocate. (What the running tasks have allocated already is in both sums. That errs towards waiting, and
+only where memory is short.)
 
-A task that runs may wait for the very one that waits here (`worker_client` secedes first, other ways do not). So nobody
-waits for one that has seceded, and for nobody longer than `PATIENCE_SECONDS`: who did not end by then is not waited for
-any more, by anybody.
+A running task may wait for the very one that waits here: ``worker_client`` secedes first, other ways do not. So a task
+that has seceded is never waited for, and no other longer than `PATIENCE_SECONDS`. A task that did not end by then is
+passed by for good.
+
+Why: two tasks at a time, each with a partition of a tenth of the worker's memory, its copy and what is made in between,
+end a worker at whose limit one at a time works. (Seen in a sort of ten times the memory: the nanny ended the worker
+with no value in memory but their inputs.)
 
 Rejected: learning the peak of tasks from samples of the process's memory (several run at a time, most are shorter than
-the time between two looks); Linux's own peak, reset for each task (that is seen by others).
+the time between two looks); Linux's own peak, reset for each task (other readers of it see the reset).
 """
 
 from __future__ import annotations
@@ -23,16 +26,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dask.utils import key_split
 from distributed.metrics import time
 
 from dask_gpurt.model.slots import MEMORY, waiting
-from dask_gpurt.tiers.engine.sizes import as_bytes
+from dask_gpurt.tiers.engine.buffer_roots import as_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+
+    from dask.typing import Key
 
     from dask_gpurt.tiers.engine.engine import Engine
     from dask_gpurt.tiers.engine.entry import Entry
@@ -41,23 +46,23 @@ if TYPE_CHECKING:
 SHARE = 0.8
 #: a task that did not end in so many seconds is not waited for
 PATIENCE_SECONDS = 10.0
-#: a task whose working set is smaller waits for nobody, in bytes
+#: a task that allocates less does not wait, in bytes
 LEAST_BYTES = 1 << 20
 #: between two looks at the process while a task waits
 _LOOK_SECONDS = 0.1
-#: a result below this makes no working set that waits for anybody, in bytes
+#: a result below this makes no working set that has to wait, in bytes
 SMALL_RESULT_BYTES = LEAST_BYTES // 2
 #: prefixes whose results' size is kept
 _PREFIXES = 1000
 
 
 class Outputs:
-    """What tasks return, by prefix. In bytes."""
+    """What tasks returned so far, by prefix, in bytes."""
 
     def __init__(self) -> None:
         self._nbytes: dict[str, float] = {}
 
-    def learn(self, key: Any, nbytes: int) -> None:
+    def learn(self, key: Key, nbytes: int) -> None:
         """A task has returned so much."""
         if as_bytes(nbytes) is None:
             return
@@ -69,13 +74,13 @@ class Outputs:
             del self._nbytes[next(iter(self._nbytes))]
         self._nbytes[prefix] = learned
 
-    def expected(self, key: Any) -> int | None:
+    def expected(self, key: Key) -> int | None:
         """What this one will return; None: not known."""
         nbytes = self._nbytes.get(key_split(key))
         return None if nbytes is None else int(nbytes)
 
     def small(self, prefix: str) -> bool:
-        """Is nothing known of large results of this prefix?"""
+        """Whether no large result of this prefix is known."""
         return self._nbytes.get(prefix, 0) < SMALL_RESULT_BYTES
 
 
@@ -83,26 +88,26 @@ class Outputs:
 class Turn:
     """A task that runs. Bytes."""
 
-    key: Any
+    key: Key
     #: of its inputs, which cannot leave memory
     inputs: int
-    #: what it may come to allocate
+    #: what it may allocate
     growth: int
-    #: nobody waits for it
+    #: it is not waited for any more
     passed_by: bool = False
 
 
 class Turns:
-    """Of one worker. Event loop only.
+    """The tasks that run on one worker. Event loop only.
 
     Parameters
     ----------
     limit_bytes
-        The worker's memory limit; None: nobody waits.
+        The worker's memory limit; None: no task waits.
     process_bytes
         Memory of the process now.
     seceded
-        Has this task left its thread to others?
+        Whether a task has left its thread to others.
     """
 
     def __init__(
@@ -111,7 +116,7 @@ class Turns:
         *,
         limit_bytes: Callable[[], int | None],
         process_bytes: Callable[[], int],
-        seceded: Callable[[Any], bool],
+        seceded: Callable[[Key], bool],
     ) -> None:
         self._engine = engine
         self._limit_bytes = limit_bytes
@@ -128,7 +133,7 @@ class Turns:
         #: tasks that were not waited for any longer
         self.passed_by = 0
 
-    async def begin(self, key: Any, inputs: Iterable[Entry]) -> Turn | None:
+    async def begin(self, key: Key, inputs: Iterable[Entry]) -> Turn | None:
         """Wait until the task may begin. Give what it returns to `end`, in any case."""
         inputs = list(inputs)
         nbytes = sum(e.nbytes for e in inputs)

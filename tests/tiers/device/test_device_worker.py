@@ -15,9 +15,9 @@ from dask_gpurt.backends import cuda, rocm
 from dask_gpurt.config import Settings
 from dask_gpurt.errors import InstallError
 from dask_gpurt.tiers import TierRuntime
-from dask_gpurt.tiers.device.pinned import HostSlabs
 from dask_gpurt.tiers.device.setup import DeviceMemory, _Late
 from dask_gpurt.tiers.runtime import _left_alone
+from tests.tiers.conftest import HostSlabs
 
 pytest.importorskip("rmm")
 
@@ -130,7 +130,7 @@ async def test_uninstall_keeps_what_fits_and_recomputes_the_rest(c: Client, s: S
     runtime, _ = await install(a)
     values = c.map(make, range(5), nbytes=100 * KB, key=[f"v{i}" for i in range(5)])
     await wait(values)
-    runtime._device.spill(300 * KB)  # type: ignore[union-attr]
+    runtime._device_memory.space.spill(300 * KB)  # type: ignore[union-attr]
     await runtime.uninstall()
     assert all(isinstance(a.data[f.key], Value) for f in values)
     assert all(await c.gather(c.map(right, values, range(5))))

@@ -12,9 +12,11 @@ import pytest
 
 from dask_gpurt.errors import LostData, TierFull
 from dask_gpurt.tiers.device.oom import MAX_FRAGMENTED, RetryAlone, SpillOnFailure
-from dask_gpurt.tiers.device.pinned import BlockPool, HostSlabs, SlabTier
-from dask_gpurt.tiers.device.space import BoxState, DeviceSpace
+from dask_gpurt.tiers.device.pinned import BlockPool, SlabTier
+from dask_gpurt.tiers.device.space import TABLE, BoxState, DeviceSpace
+from dask_gpurt.tiers.engine.entry import IllegalMove
 from dask_gpurt.tiers.storage.disk.tier import DiskTier
+from tests.tiers.conftest import HostSlabs
 
 pytest.importorskip("rmm")
 
@@ -396,7 +398,7 @@ def test_blocks_grow_lazily_and_are_used_again() -> None:
     pool = BlockPool(HostSlabs(), limit_bytes=10_000, block_bytes=1000, slab_bytes=3000)
     assert pool.allocated_bytes == 0
     a = pool.take(2500)
-    assert (len(a), pool.allocated_bytes, pool.free_blocks) == (3, 3000, 0)
+    assert (len(a), pool.allocated_bytes, len(pool._free)) == (3, 3000, 0)
     b = pool.take(1)
     assert (len(b), pool.allocated_bytes) == (1, 6000)
     pool.give(a)
@@ -443,3 +445,20 @@ def test_blocks_from_several_threads_never_overlap() -> None:
 
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(work, range(8)))
+
+
+def test_moves_are_those_of_the_table(tmp_path: Path) -> None:
+    events = {event for _, event in TABLE}
+    for state in BoxState:
+        for event in events:
+            rig = Rig(tmp_path / f"{state.value}-{event}", 400 * KB)
+            (box,) = rig.fill(1, 100 * KB)
+            box.state = state
+            after = TABLE.get((state, event))
+            if after is None:
+                with pytest.raises(IllegalMove, match=f"is {state.value}, where '{event}' is not allowed"):
+                    rig.space._move(box, event)
+                assert box.state is state
+            else:
+                rig.space._move(box, event, b"")
+                assert box.state is after

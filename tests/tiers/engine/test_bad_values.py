@@ -15,9 +15,9 @@ from distributed.spill import SpillBuffer
 from distributed.utils_test import async_poll_for
 
 from dask_gpurt.tiers.engine import engine as engine_module
+from dask_gpurt.tiers.engine.buffer_roots import UNKNOWN_BYTES, as_bytes
 from dask_gpurt.tiers.engine.engine import Engine
 from dask_gpurt.tiers.engine.memory_gate import Gate
-from dask_gpurt.tiers.engine.sizes import UNKNOWN_BYTES, as_bytes
 from dask_gpurt.tiers.storage.disk.tier import DiskTier
 from dask_gpurt.tiers.stores.task_store import TieredStore
 from dask_gpurt.tiers.worker import spill_buffer

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from dask_gpurt.errors import LostData
 from dask_gpurt.tiers.hints.prefetch import Prefetch
-from tests.tiers.conftest import FaultyOs, Rig
+from tests.tiers.conftest import FaultyOs, Rig, guard, handles
 
 KEYS = st.integers(0, 7)
 
@@ -37,7 +37,7 @@ class TierMachine(RuleBasedStateMachine):
         self.pinned: list[Any] = []
         self.spoilt: set[int] = set()
         self.tasks: dict[int, Any] = {}
-        self.prefetch = Prefetch(self.rig.engine, self.tasks, self.rig.store.entry, 0.5)
+        self.prefetch = Prefetch(self.rig.engine, self.tasks, self.rig.store.entry, 0.5, guard())
         self.prefetch.install()
         self.serial = 0
 
@@ -126,7 +126,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(key=KEYS, use=st.one_of(st.none(), st.tuples(st.integers(0, 3), st.integers(0, 9))))
     def hint(self, key: int, use: Any) -> None:
-        self.on_loop(lambda: self.rig.store.hint(key, use))
+        self.on_loop(lambda: self.rig.hint(key, use))
 
     @rule(key=KEYS, due=st.one_of(st.none(), st.tuples(st.integers(0, 9))))
     def due(self, key: int, due: Any) -> None:
@@ -200,7 +200,7 @@ class TierMachine(RuleBasedStateMachine):
         entries = self.rig.engine.books.entries
         assert self.prefetch.ahead_bytes == sum(e.nbytes for e in entries if e.prefetched)
         assert self.prefetch.started == sum(self.prefetch.outcomes.values()) + sum(e.prefetched for e in entries)
-        assert self.prefetch.exceptions == 0, self.prefetch.last_traceback
+        assert self.prefetch.part.failures == 0, self.prefetch.part.last_traceback
         assert set(self.rig.store) == set(self.model)
         assert len(self.rig.store) == len(self.model)
         assert len(self.rig.store.slow) == len(list(self.rig.store.slow))
@@ -209,10 +209,10 @@ class TierMachine(RuleBasedStateMachine):
     @rule()
     def files_are_the_handles(self) -> None:
         self.settle()
-        handles = self.rig.engine.handles()
-        assert sorted({h.name for h in handles}) == self.rig.disk.files()
+        found = handles(self.rig.engine)
+        assert sorted({h.name for h in found}) == self.rig.disk.files()
         # One record may have several keys: of a value that is stored under a second key while it is being written.
-        distinct = {id(h): h for h in handles}.values()
+        distinct = {id(h): h for h in found}.values()
         assert sum(h.nbytes for h in distinct) <= self.rig.disk.used_bytes <= 60_000
         if not self.rig.disk.files():
             assert self.rig.disk.used_bytes == 0

@@ -14,6 +14,7 @@ import dask_gpurt  # noqa: F401  (registers the defaults)
 from dask_gpurt.config import Settings
 from dask_gpurt.errors import SeamMismatch
 from dask_gpurt.extension import NAME, GpurtScheduler, on_worker
+from dask_gpurt.model import circuit_breaker
 from dask_gpurt.tiers import TierRuntime
 from dask_gpurt.tiers.engine.entry import NEVER
 from dask_gpurt.tiers.hints import scheduler
@@ -348,7 +349,7 @@ async def test_late_worker_is_told_in_portions(c: Client, s: Scheduler, a: Worke
 
 @pytest.mark.parametrize("where", ["_note", "_collect", "worker_send"])
 def test_exceptions_are_counted_and_harmless(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "MAX_EXCEPTIONS", 20)
+    monkeypatch.setattr(circuit_breaker, "LIMIT", 20)
 
     @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 2, config=NO_WATCH)
     async def test(c: Client, s: Scheduler, a: Worker, b: Worker) -> None:
@@ -373,14 +374,14 @@ def test_exceptions_are_counted_and_harmless(where: str, monkeypatch: pytest.Mon
             x = c.map(make, range(i, i + 4), pure=False)
             assert await c.submit(lambda v: int(sum(a[0] for a in v)), x) == 4 * i + 6
             await asyncio.sleep(2 * scheduler.FLUSH_SECONDS)
-            if ours.retired:
+            if ours.part.retired:
                 break
-        assert "20 exceptions" in ours.retired
         stats = plugin.statistics()["next_use"]
+        assert stats["retired"].startswith("20 failures within 60 s; the last one: RuntimeError: injected")
         assert stats["exceptions"] >= 20
         assert "injected" in stats["last_traceback"]
         counts = plugin.statistics()["events"]["counts"]
-        assert counts["tiers.hints-failed"] == counts["tiers.hints-retired"] == 1
+        assert counts["tiers.fallback"] == counts["tiers.retired"] == 1
         if where == "worker_send":
             s.worker_send = real  # type: ignore[method-assign]
         assert set(s.workers) == {a.address, b.address}

@@ -11,12 +11,12 @@ import numpy as np
 from distributed.worker_state_machine import ExecuteFailureEvent, ExecuteSuccessEvent
 
 from dask_gpurt.simulate.eviction import Ours, moved, replay
-from dask_gpurt.tiers.engine.account import Account
-from dask_gpurt.tiers.engine.entry import NEVER, Entry
+from dask_gpurt.tiers.engine.entry import NEVER, Account, Entry
 from dask_gpurt.tiers.engine.victims import Victims, soonest_use
 from dask_gpurt.tiers.hints.protocol import OP
 from dask_gpurt.tiers.hints.worker import GUESS_SECONDS, HintReceiver, decided_share
 from dask_gpurt.tiers.storage.codec import PickleCodec
+from tests.tiers.conftest import guard
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -124,7 +124,7 @@ class Bench:
         self.tasks: dict[str, FakeTask] = {}
         self.rig = rig
         self.worker = SimpleNamespace(stream_handlers={}, state=SimpleNamespace(tasks=self.tasks))
-        self.receiver = HintReceiver(self.worker, rig.engine, rig.store, clock=lambda: rig.now)
+        self.receiver = HintReceiver(self.worker, rig.engine, rig.store, guard(), clock=lambda: rig.now)
         self.receiver.install()
         self.receiver.want(True)
         rig.engine.eviction.press()
@@ -324,7 +324,7 @@ def test_waiters_are_not_searched_where_the_next_is_known(run_rig: RunRig) -> No
         b.receiver.executed("t", [x], success("t"))  # its last known use: a guess, for a while
         b.rig.now += 10
         b.put("y")
-        assert b.receiver.exceptions == 0, b.receiver.last_traceback
+        assert b.receiver.part.failures == 0, b.receiver.part.last_traceback
         assert x.guessed
 
     bench(run_rig, test)
@@ -340,14 +340,14 @@ def test_garbage_never_raises(run_rig: RunRig) -> None:
             assert x in b.rig.engine.books.victims
             assert x.next_use is None
         b.hear(items=[], of_the_future=1)
-        assert b.receiver.exceptions >= 4
-        assert "Error" in b.receiver.last_traceback
+        assert b.receiver.part.failures >= 4
+        assert "Error" in b.receiver.statistics()["last_traceback"]
         b.hear(items=[("x", [(0, 1, 1)])])
         assert x.next_use == (0, 1, 1)
         b.tasks["t"] = FakeTask(5)  # type: ignore[arg-type]
-        before = b.receiver.exceptions
+        before = b.receiver.part.failures
         b.receiver.executed("t", [x], success("t"))
-        assert b.receiver.exceptions == before + 1
+        assert b.receiver.part.failures == before + 1
         b.rig.validate()
 
     bench(run_rig, test)
@@ -373,7 +373,7 @@ def test_the_handler_stays_until_nothing_can_come(run_rig: RunRig, monkeypatch: 
         assert b.receiver.heartbeat() == {}
 
         # never asked for hints: nothing to wait for
-        other = HintReceiver(b.worker, b.rig.engine, b.rig.store)
+        other = HintReceiver(b.worker, b.rig.engine, b.rig.store, guard())
         other.install()
         assert other.heartbeat() == {}
         await other.uninstall()
@@ -397,7 +397,7 @@ def test_somebody_elses_handler_is_left_alone(run_rig: RunRig) -> None:
     async def test(b: Bench) -> None:
         theirs = print
         worker = SimpleNamespace(stream_handlers={OP: theirs}, state=b.worker.state)
-        receiver = HintReceiver(worker, b.rig.engine, b.rig.store)
+        receiver = HintReceiver(worker, b.rig.engine, b.rig.store, guard())
         receiver.install()
         assert receiver.state.startswith("off: ")
         assert receiver.heartbeat() == {}

@@ -12,6 +12,7 @@ from distributed.core import Status
 from dask_gpurt.tiers.engine.entry import NEVER, Entry, State
 from dask_gpurt.tiers.hints.pending_tasks import LocalUses
 from dask_gpurt.tiers.hints.prefetch import BAD_IN_A_ROW, Prefetch
+from tests.tiers.conftest import guard
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -30,8 +31,8 @@ class Bench:
         self.rig = rig
         self.tasks: dict[str, Any] = {}
         worker = SimpleNamespace(plugins={}, state=SimpleNamespace(tasks=self.tasks), status=Status.running)
-        self.local = LocalUses(worker, rig.engine, rig.store)
-        self.prefetch = Prefetch(rig.engine, self.tasks, rig.store.entry, share)
+        self.local = LocalUses(worker, rig.engine, rig.store, guard())
+        self.prefetch = Prefetch(rig.engine, self.tasks, rig.store.entry, share, guard())
         self.local.on_pending = self.prefetch.pending
         self.prefetch.install()
         self.local.install()

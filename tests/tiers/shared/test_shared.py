@@ -206,7 +206,7 @@ async def test_a_worker_that_cannot_take_over_says_so(c: Client, s: Scheduler, a
         shared = await extended(s, Path(folder, "store").as_uri())
         for w in (a, b):
             await beat(w)
-        shared._look()
+        shared.look()
         await greeted(shared, 2)
         roots = c.map(make, range(4), log=str(log), workers=[a.address], allow_other_workers=True, pure=False)
         await wait(roots)

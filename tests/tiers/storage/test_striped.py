@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from distributed import Client, Scheduler, Worker
 
     from dask_gpurt.model.events import Event
-    from dask_gpurt.tiers.worker.memory_watch import Limits
+    from dask_gpurt.tiers.limits import Limits
 
 SIZE = 300_000
 

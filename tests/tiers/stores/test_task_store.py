@@ -81,7 +81,7 @@ def test_next_use(run_rig: RunRig) -> None:
         for i in range(6):
             rig.store[i] = value(i)
         for i, use in {0: (0, 9), 1: (0, 1), 2: (0, 5), 3: None, 4: (0, 7), 5: (0, 2)}.items():
-            rig.store.hint(i, use)
+            rig.hint(i, use)
         order = []
         for _ in range(6):
             rig.engine.shrink(1)

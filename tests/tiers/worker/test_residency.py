@@ -12,10 +12,12 @@ from distributed.utils_test import async_poll_for, gen_cluster
 import dask_gpurt  # noqa: F401  (registers the defaults)
 from dask_gpurt.config import Settings
 from dask_gpurt.extension import GpurtScheduler, on_worker
+from dask_gpurt.model import circuit_breaker
 from dask_gpurt.model.residence import OP
 from dask_gpurt.tiers.engine.entry import EventLog, State
 from dask_gpurt.tiers.worker import residency
 from dask_gpurt.tiers.worker.residency import ResidenceSender
+from tests.tiers.conftest import guard
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,7 +57,7 @@ class FakeWorker:
 class Rig:
     def __init__(self) -> None:
         self.worker, self.store, self.log = FakeWorker(), Store(), EventLog()
-        self.sender = ResidenceSender(self.worker, self.store, self.log)  # type: ignore[arg-type]
+        self.sender = ResidenceSender(self.worker, self.store, self.log, guard())  # type: ignore[arg-type]
 
     def move(self, key: Any, after: State | None) -> None:
         if after is None:
@@ -127,7 +129,7 @@ def test_many_keys_go_in_several_messages(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_failures_end_it_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residency, "MAX_EXCEPTIONS", 2)
+    monkeypatch.setattr(circuit_breaker, "LIMIT", 2)
 
     async def run(rig: Rig) -> None:
         rig.sender.start()
@@ -136,6 +138,7 @@ def test_failures_end_it_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> No
             rig.move(i, State.STORED)
             await flushed()
         assert rig.sender.statistics()["exceptions"] == 2
+        assert rig.sender.statistics()["retired"].startswith("2 failures within 60 s")
         assert not rig.sender.statistics()["on"]
         assert rig.log.listener is None
 

@@ -214,30 +214,6 @@ def test_distributeds_memory_monitor_watches_the_drained_store(run_rig: RunRig, 
     run_rig(test)
 
 
-@pytest.mark.parametrize("path", spill_buffer._INTERNALS)
-def test_each_name_relied_on_is_looked_up(tmp_path: Any, path: str) -> None:
-    """Without one of them nothing is begun."""
-
-    class Without:
-        """The object, but for what the path names."""
-
-        def __init__(self, inner: Any, path: str) -> None:
-            self._inner = inner
-            self._first, _, self._rest = path.partition(".")
-
-        def __getattr__(self, name: str) -> Any:
-            if name != self._first:
-                return getattr(self._inner, name)
-            if not self._rest:
-                raise AttributeError(name)
-            return Without(getattr(self._inner, name), self._rest)
-
-    data = SpillBuffer(str(tmp_path / "storage"), target=1)
-    spill_buffer.check(data)
-    with pytest.raises(SeamMismatch, match=rf"SpillBuffer\.{path} does not exist.*Remedy"):
-        spill_buffer.check(Without(data, path))
-
-
 def test_another_signature_is_noticed(tmp_path: Any) -> None:
     data = SpillBuffer(str(tmp_path / "storage"), target=1)
     data.set_noevict = lambda key: None  # type: ignore[assignment,method-assign,misc]

@@ -27,7 +27,7 @@ from dask_gpurt.config import Settings, TierSettings
 from dask_gpurt.errors import InstallError, LostData, SeamMismatch
 from dask_gpurt.testing import ArrayChunk, check_shard_store
 from dask_gpurt.tiers import TieredStore, TierRuntime
-from tests.tiers.conftest import beat
+from tests.tiers.conftest import beat, handles
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -443,7 +443,7 @@ async def test_directory_of_the_users_choice(c: Client, s: Scheduler, a: Worker)
     await wait(x)
     await runtime.engine.idle()
     found = [os.path.join(d, f) for d, _, files in os.walk(folder) for f in files if "lock" not in f]
-    assert len(found) == len(runtime.engine.handles()) > 5
+    assert len(found) == len(handles(runtime.engine)) > 5
     await a.close()
     assert [f for _, _, files in os.walk(folder) for f in files if "lock" not in f] == []
 
@@ -479,12 +479,33 @@ async def test_an_exception_of_ours_is_stocks_decision(c: Client, s: Scheduler, 
     assert stats["sync_reads"] > 0
 
 
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)], worker_kwargs={"memory_limit": "20 MB"}, config=NO_WATCH)
+async def test_a_task_that_is_handed_back_gives_back_its_pins(c: Client, s: Scheduler, a: Worker) -> None:
+    runtime = await TierRuntime.install(a, tier_settings())
+    x = c.map(make, range(3))
+    await wait(x)
+    await all_stored(runtime, 3)
+    assert runtime._seam is not None
+    inputs = runtime._seam.inputs
+    real, asked = inputs.must_return, []
+
+    def once(key: Any) -> bool:
+        asked.append(key)
+        return len(asked) == 1 or real(key)
+
+    inputs.must_return = once  # type: ignore[method-assign]
+    assert await c.submit(total, *x) == sum(total(make(i)) for i in range(3))
+    assert len(asked) == 2
+    assert [e.pins for e in runtime.engine.books.entries] == [0] * 4
+    assert runtime.statistics()["fallbacks"] == {}
+
+
 # ---------------------------------------------------------------------------------------------- loss
 
 
 def spoil_all(runtime: TierRuntime, keys: Any = None) -> int:
     n = 0
-    for handle in runtime.engine.handles():
+    for handle in handles(runtime.engine):
         entry = next(e for e in runtime.engine.books.entries if e.handle is handle)
         if keys is not None and entry.key not in keys:
             continue

@@ -75,6 +75,7 @@ class BufferPool:
         return aligned_buffer(CHUNK, _HUGE_PAGE)
 
     def give(self, chunk: memoryview) -> None:
+        """Take a buffer back."""
         with self._lock:
             if len(self._free) < self._keep:
                 self._free.append(chunk)
@@ -159,7 +160,7 @@ except (ValueError, OSError):
 
 
 def supports_direct(dir_fd: int, system: Any = os) -> bool:
-    """Does this file system write and read with ``O_DIRECT``? Tried with a block; leaves nothing behind."""
+    """Whether this file system writes and reads with ``O_DIRECT``: tries it with a block, and leaves nothing behind."""
     if not O_DIRECT:
         return False
     name = ".gpurt-direct"

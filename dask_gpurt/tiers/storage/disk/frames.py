@@ -8,7 +8,7 @@ A value is a row of frames (see `codec`). On disk they follow one another::
   into its final memory. Small ones lie together unaligned; a shuffle's shards are of that kind, and a block for each
   would multiply their bytes.
 * **Every byte is covered by a checksum**: the zeros up to the next frame belong to the frame before them, and its xxh3
-  covers them. So a flipped bit anywhere in a file is found by whoever reads the frame it is in.
+  covers them. So reading a frame finds a flipped bit anywhere in it.
 * Nothing on disk describes the rest: index and checksums are in the handle, in memory. The files mean nothing without
   the process that wrote them, and are deleted when it is gone. (A header on disk would be checked against the same
   handle, so it would find nothing that the frames' own checksums do not.)

@@ -1,30 +1,42 @@
-"""A value on a `DiskTier`: where it is, and how it comes back.
+"""`DiskHandle`: a value on a `DiskTier`: where it is, and how it comes back.
 
-The handle is all that knows a file: its name, where the frames are in it, and what each must hash to. A value in a
-segment may be moved by a compaction meanwhile, so its place is asked for at each read.
+The handle is all that knows a file: its name, where the frames are in it, and what each must hash to. A compaction may
+move a value that is in a segment, so its place is asked for at each read.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dask_gpurt.model import compression
-from dask_gpurt.tiers.storage.handle import DecodeError, IoCost
+from dask_gpurt.tiers.storage.handle import IoCost, decoded
 
 if TYPE_CHECKING:
-    from dask_gpurt.tiers.engine.account import Codec
     from dask_gpurt.tiers.storage.disk.frames import Frame
     from dask_gpurt.tiers.storage.disk.segments import Record
-    from dask_gpurt.tiers.storage.disk.tier import DiskTier
+    from dask_gpurt.tiers.storage.handle import Codec
+
+
+class Disk(Protocol):
+    """What a handle needs of the tier that made it; `DiskTier` is one."""
+
+    def read(self, handle: DiskHandle, part: int | None = None) -> tuple[tuple[Frame, ...], list[memoryview]]:
+        """The frames of a value, or of one part, and their verified bytes as stored."""
+
+    def claim(self, handle: DiskHandle) -> None:
+        """One more that needs the copy."""
+
+    def free(self, handle: DiskHandle) -> None:
+        """Give the space back. Once per claim."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DiskHandle:
     """A value on a `DiskTier`."""
 
-    disk: DiskTier
+    disk: Disk
     #: the name of its file, or its place in a segment
     place: str | Record
     #: of a file; a segment's record has its own
@@ -47,16 +59,15 @@ class DiskHandle:
         return self.file_frames if isinstance(self.place, str) else self.place.frames
 
     def load(self, codec: Codec) -> tuple[Any, IoCost]:
+        """See `Handle.load`."""
         buffers, cost = self._read(None)
         start = time.perf_counter()
-        try:
-            value = codec.decode(buffers)
-        except Exception as e:
-            raise DecodeError from e
+        value = decoded(codec, buffers)
         cost.codec_seconds += time.perf_counter() - start
         return value, cost
 
     def load_part(self, part: int) -> tuple[list[memoryview], IoCost]:
+        """See `Handle.load_part`."""
         buffers, cost = self._read(part)
         if not buffers:
             raise KeyError(part)
@@ -78,4 +89,5 @@ class DiskHandle:
         return self
 
     def free(self) -> None:
+        """Give up one claim; the last one deletes the copy."""
         self.disk.free(self)

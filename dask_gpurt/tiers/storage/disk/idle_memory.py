@@ -1,14 +1,14 @@
-"""Is there memory on this machine that nobody uses?
+"""`IdleMemory`: how much memory of this machine is idle, so that the page cache may have it.
 
-Past the page cache, a spilled value costs the speed of the device twice. Where a machine, or the container around the
-worker, has memory to spare, the kernel's cache of files is a tier of its own between memory and disk that takes nothing
-from anybody: its pages are given up as soon as somebody wants them. So `DiskTier` may use it as long as a good part of
-the memory is idle, and goes past it from then on (a worker on a machine of its own that is about to fill it has none to
-spare, and there only direct I/O really frees memory).
+Past the page cache, a spilled value costs the speed of the device twice. Where the machine, or the container around the
+worker, has memory to spare, the kernel's cache of files is a tier of its own between memory and disk. It takes nothing
+from others: its pages are given up on demand. So `DiskTier` may use it while a good part of the memory is idle, and
+goes past it from then on. (A worker on a machine of its own that it is about to fill has none to spare, and there only
+direct I/O really frees memory.)
 
-What is counted as idle: what the kernel calls available, without pages that were not written to their disk yet, as
-those cannot be given up at once. The same for each memory cgroup (v2 or v1) around this process, where the pages of
-files that it wrote are charged to it. On a system that does not tell, nothing is idle.
+Counted as idle: what the kernel calls available, without pages that were not written to their disk yet, as those cannot
+be given up at once. The same for each memory cgroup (v2 or v1) around this process, where the pages of files that it
+wrote are charged to it. Where the system gives no such numbers, nothing is idle.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FRESH_SECONDS = 0.05
 
 
 class Memory(NamedTuple):
-    """Of a machine or a cgroup, in bytes."""
+    """Memory of a machine or a cgroup, in bytes."""
 
     total: int
     #: can be had at once
@@ -61,7 +61,7 @@ class IdleMemory:
         self._until = 0.0
 
     def ample(self, nbytes: int) -> bool:
-        """Is so much idle that `nbytes` in the page cache are no harm?"""
+        """Whether so much is idle that `nbytes` in the page cache are no harm."""
         with self._lock:
             now = self._clock()
             if now >= self._until:

@@ -1,10 +1,10 @@
-"""Past the page cache or through it: which of the two is faster here, and now?
+"""`Ways`: past the page cache or through it, whichever is faster here and now.
 
-The page cache is no gain where its pages are dear: on virtual machines whose host takes unused memory back, a page that
+The page cache is no gain where its pages are dear. On virtual machines whose host takes unused memory back, a page that
 is touched first can cost ten times what a fast disk takes for it (measured: 30 to 400 MB/s through the cache, 1.5 GB/s
-past it). On others, with a slow disk, it is a gain of ten times. So both ways are measured, at the start with one
-chunk, then with whatever goes through them; one in `EXPLORE` values, were both as good, goes the way that is not in
-use, the more rarely the dearer that is: its price must be known, and not felt.
+past it). On others, with a slow disk, it is a gain of ten times. So both ways are measured: at the start with one
+chunk, then with whatever goes through them. One in `EXPLORE` values goes the way that is not in use, and the more
+rarely the dearer that is: its price must be known, and not felt.
 
 The page cache is taken only while memory is idle (`idle_memory`). Values are taken to be read as often as they were so
 far.
@@ -37,7 +37,7 @@ class Way:
         self.read = Rate()
 
     def seconds(self, reads: float) -> float | None:
-        """To write a byte and read it so often; None when none was written."""
+        """Seconds to write a byte and read it so often; None when none was written."""
         write = self.write.bytes_per_second
         if write is None:
             return None
@@ -46,7 +46,7 @@ class Way:
 
 
 class Ways:
-    """Of one folder. Thread-safe."""
+    """Both ways to and from one folder, and how fast they are. Thread-safe."""
 
     def __init__(self, idle_memory: IdleMemory | None) -> None:
         self.past = Way()
@@ -57,7 +57,7 @@ class Ways:
         self._written_bytes = self._read_bytes = 0
 
     def ample(self, nbytes: int) -> bool:
-        """Is there memory to spare for so many bytes?"""
+        """Whether there is memory to spare for so many bytes."""
         return self._idle_memory is not None and self._idle_memory.ample(nbytes)
 
     def cached(self, nbytes: int, *, direct: bool) -> bool:

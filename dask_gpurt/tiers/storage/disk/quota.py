@@ -1,4 +1,4 @@
-"""Room on disks: a quota, what is on its way to a file system, and file systems that are not what one expects."""
+"""Room on disks: a quota, bytes on their way to a file system, and file systems that are not what one expects."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ class Quota:
         self._lock = threading.Lock()
 
     def claim(self, nbytes: int) -> None:
+        """Count bytes that are about to be written; TierFull when they would pass the limit."""
         with self._lock:
             if self.limit_bytes is not None and self.used_bytes + nbytes > self.limit_bytes:
                 raise TierFull(
@@ -43,6 +44,7 @@ class Quota:
             self.used_bytes += nbytes
 
     def release(self, nbytes: int) -> None:
+        """Count bytes that were deleted, or not written after all."""
         with self._lock:
             self.used_bytes -= nbytes
 
@@ -55,6 +57,7 @@ class InFlight:
         self._lock = threading.Lock()
 
     def add(self, nbytes: int) -> None:
+        """Count bytes whose write begins; negative ones when it has ended."""
         with self._lock:
             self.nbytes += nbytes
 
@@ -67,7 +70,7 @@ class FolderDescriptor:
     """A descriptor of a folder, closed when its last user has left. Thread-safe.
 
     The kernel gives the number of a closed descriptor to whatever is opened next. A thread that is still at work, or a
-    value that is freed late, would read and delete in a folder of somebody else.
+    value that is freed late, would read and delete in a folder that is not ours.
     """
 
     def __init__(self, path: str) -> None:

@@ -250,7 +250,7 @@ class Segments:
                     [Piece(f.part, f.nbytes, f.codec, [b]) for f, b in zip(frames, buffers, strict=True)]
                 )
             except (OSError, CorruptData):
-                return  # whoever reads the record will find out the same, and has somebody to tell
+                return  # reading the record finds the same, and reports it
             with self._lock:
                 copy = moved.segment
                 copy.records.discard(moved)
@@ -279,7 +279,7 @@ class Segments:
         if segment.records or not segment.sealed or segment.busy or segment.readers or segment.unlinked:
             return
         segment.unlinked = True
-        with contextlib.suppress(OSError):  # gone with its folder, or by somebody's hand
+        with contextlib.suppress(OSError):  # gone with its folder, or by hand
             self._os.unlink(segment.name, dir_fd=self._dir_fd)
         self._release(segment.size)
 

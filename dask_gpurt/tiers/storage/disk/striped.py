@@ -1,4 +1,4 @@
-"""Several folders as one tier: values go where they are soonest written, and a folder that fails is set aside.
+"""`Directories`: several folders as one tier; values go where they are soonest written.
 
 Weighted fair queueing: each folder has a clock that advances by bytes / bandwidth with every value it gets, and the
 next value goes where the clock would be least. So each gets bytes in proportion to the bandwidth measured there, also
@@ -6,11 +6,11 @@ when values come one at a time, and what was written in parallel can be read in 
 `AMPLE_BYTES` of it a folder counts as slower in proportion, one without room for the value comes last. A folder on the
 same file system as another is no faster for it; both are used as if they were.
 
-A write that fails is tried on the next folder at once; the one that failed is set aside, 1 s at first and twice as long
-each time up to 60 s. The same for a read that the device could not do (EIO): what is there may still be readable, but
-nothing more goes there. When all are set aside the one whose time ends first is tried; when that fails too the error
-goes to the caller, and the value stays in memory. With a single folder nothing is ever set aside here: the engine has
-its own back-off, per key and for the whole tier.
+A write that fails is tried on the next folder at once. The one that failed is set aside, 1 s at first and twice as long
+each time up to 60 s. The same holds for a read that the device could not do (EIO): what is there may still be readable,
+but nothing more goes there. When all are set aside, the one whose time ends first is tried. When that fails too the
+error goes to the caller, and the value stays in memory. With a single folder nothing is ever set aside here: the engine
+has its own back-off, per key and for the whole tier.
 
 The quota is one for all folders. The reserve is kept on each file system, and counts what is being written to it
 through any of them.
@@ -30,18 +30,18 @@ from distributed.diskutils import WorkDir, WorkSpace
 from dask_gpurt.errors import InstallError, TierFull
 from dask_gpurt.model.events import Event, Sink, null_sink
 from dask_gpurt.model.tier import Tier
-from dask_gpurt.tiers.engine.io_threads import error_kind
 from dask_gpurt.tiers.storage.disk.idle_memory import IdleMemory
 from dask_gpurt.tiers.storage.disk.quota import ODD_FILESYSTEMS, InFlight, Quota
 from dask_gpurt.tiers.storage.disk.tier import DiskTier
+from dask_gpurt.tiers.storage.handle import error_kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from dask_gpurt.config import TierSettings
-    from dask_gpurt.tiers.engine.account import Group
+    from dask_gpurt.tiers.limits import Limits
     from dask_gpurt.tiers.storage.disk.handle import DiskHandle
-    from dask_gpurt.tiers.worker.memory_watch import Limits
+    from dask_gpurt.tiers.storage.handle import Group
 
 logger = logging.getLogger("distributed.worker.gpurt")
 
@@ -102,6 +102,7 @@ class Directories:
 
     @property
     def disks(self) -> list[DiskTier]:
+        """The tier of each folder."""
         return [f.disk for f in self._folders]
 
     @property
@@ -111,6 +112,7 @@ class Directories:
 
     @property
     def used_bytes(self) -> int:
+        """Bytes in all folders."""
         return sum(f.disk.used_bytes for f in self._folders)
 
     @property
@@ -183,7 +185,7 @@ class Directories:
         return sorted(ready, key=key)
 
     def _seconds(self, folder: _Folder, nbytes: int) -> tuple[bool, float]:
-        """Has it no room for so many bytes? Seconds that they would take."""
+        """Whether it has no room for so many bytes, and the seconds that they would take."""
         try:
             room = folder.disk.free_bytes()
         except OSError:
@@ -272,8 +274,8 @@ def open_directories(
 ) -> tuple[Directories, list[WorkDir]]:
     """Make the folders of a worker. In a thread.
 
-    Folders of the user's choice lie below one with distributed's lock, as the worker's own does, so leftovers of a
-    killed worker are purged by whoever starts next. One of several that cannot be used is left out, with a warning.
+    Folders of the user's choice lie below one with distributed's lock, as the worker's own does, so the next
+    worker that starts purges leftovers of a killed one. One of several that cannot be used is left out, with a warning.
 
     Raises
     ------

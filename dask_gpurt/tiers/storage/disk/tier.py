@@ -1,8 +1,8 @@
-"""The disk tier in one folder: a file per large value, segments for small ones (`segments`).
+"""`DiskTier`: the disk tier in one folder, a file per large value, segments for small ones (`segments`).
 
-The handle keeps where the frames are and their checksums; reading verifies length and checksum of each, so a truncated,
+The handle keeps where the frames are and their checksums. Reading verifies length and checksum of each, so a truncated,
 swapped or flipped file never yields a value (`frames`). Large values go past the page cache where the file system
-allows (`direct_io`), unless the machine has memory to spare (`idle_memory`); compressed where that pays
+allows (`direct_io`), unless the machine has memory to spare (`idle_memory`). They are compressed where that pays
 (`compression`).
 
 * Files are 0600 below a 0700 folder, under opaque names, made with O_EXCL|O_NOFOLLOW relative to a directory
@@ -12,10 +12,11 @@ allows (`direct_io`), unless the machine has memory to spare (`idle_memory`); co
 * After a crash the folder goes with the worker's local directory, by distributed's lock; so do folders of the user.
 * No fsync for durability: the data need not survive the process. Where ``O_DIRECT`` cannot be had and memory is not
   idle, a large file is synced all the same: only written pages can be dropped, and until then they count as memory.
-  Rejected: mmap for reading (a truncated file kills the process with SIGBUS).
 
-Methods are called in I/O threads and are thread-safe. System calls go through `os_layer`, so that tests can make
-each of them fail.
+Methods are called in I/O threads and are thread-safe. System calls go through `os_layer`, so that tests can make each
+of them fail.
+
+Rejected: mmap for reading (a truncated file kills the process with SIGBUS).
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ from dask_gpurt.tiers.storage.disk.segments import SEGMENT, Piece, Segments
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dask_gpurt.tiers.engine.account import Group
     from dask_gpurt.tiers.storage.disk.idle_memory import IdleMemory
     from dask_gpurt.tiers.storage.disk.io_mode import Way
+    from dask_gpurt.tiers.storage.handle import Group
 
 #: a value below this goes to a segment
 SMALL = 1 << 18
@@ -63,7 +64,7 @@ _SYNCED = 8 << 20
 
 
 class DiskTier:
-    """Files below one folder that nobody else uses.
+    """Files below one folder that only this tier uses.
 
     Parameters
     ----------
@@ -111,7 +112,7 @@ class DiskTier:
         self.directory = directory
         self.reserve_bytes = reserve_bytes
         self.quota = Quota(limit_bytes) if quota is None else quota
-        #: compresses what it is told to, or what pays
+        #: compresses what the setting says, or what pays
         self.chooser = compression.Chooser(codec)
         #: chooses between past and through the page cache, and knows how fast both are
         self.ways = Ways(idle_memory)
@@ -119,7 +120,7 @@ class DiskTier:
         self.compressed_frames: dict[str, int] = {}
         #: files that could not be deleted before the tier is closed
         self.failed_deletions = 0
-        #: told about reads that the system could not do
+        #: called with reads that the system could not do
         self.on_read_error: Callable[[DiskTier, OSError], None] = lambda disk, error: None
         self._in_flight = InFlight() if in_flight is None else in_flight
         self._os = os_layer
@@ -157,7 +158,7 @@ class DiskTier:
 
     @property
     def write_rate(self) -> compression.Rate:
-        """Of large values past the page cache, in bytes as they lie on disk."""
+        """Rate of writes past the page cache, in bytes as they lie on disk."""
         return self.ways.past.write
 
     @property
@@ -351,7 +352,7 @@ class DiskTier:
         return frames, buffers
 
     def claim(self, handle: DiskHandle) -> None:
-        """One more that needs it."""
+        """Count one more that needs the copy."""
         with self._lock:
             handle.claims[0] += 1
 
@@ -368,7 +369,7 @@ class DiskTier:
             try:
                 self._os.unlink(handle.place, dir_fd=fd)
             except OSError as e:
-                self.failed_deletions += e.errno != errno.ENOENT  # then by somebody's hand: the space is free
+                self.failed_deletions += e.errno != errno.ENOENT  # deleted by hand: the space is free
         if not isinstance(handle.place, str):
             return
         self._release(handle.nbytes)

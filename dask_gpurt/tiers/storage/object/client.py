@@ -1,4 +1,4 @@
-"""An object store by URL, with our retries, limits and error types.
+"""`Bucket`: an object store by URL, with our retries, limits and error types.
 
 ``s3://bucket/prefix``, ``gs://``, ``az://``: by obstore (`remote`). ``file:///folder``: a folder that workers share
 (`folder`). ``memory://``: this process only, for tests.
@@ -41,17 +41,23 @@ class Store(Protocol):
     #: a refusal, which is final
     denied: tuple[type[Exception], ...]
 
-    def put(self, name: str, views: Sequence[Any]) -> None: ...
+    def put(self, name: str, views: Sequence[Any]) -> None:
+        """Write an object."""
 
-    def read_range(self, name: str, start: int, stop: int) -> memoryview: ...
+    def read_range(self, name: str, start: int, stop: int) -> memoryview:
+        """Read a range of bytes of an object."""
 
-    def fill(self, name: str, start: int, buffers: Sequence[memoryview]) -> int: ...
+    def fill(self, name: str, start: int, buffers: Sequence[memoryview]) -> int:
+        """Read bytes from `start` on into `buffers`; how many there were."""
 
-    def delete(self, names: Iterable[str]) -> None: ...
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete objects; those that are gone already count as deleted."""
 
-    def list(self, prefix: str) -> dict[str, datetime.datetime]: ...
+    def list(self, prefix: str) -> dict[str, datetime.datetime]:
+        """Return the names of objects below a prefix, and when each was written."""
 
-    def modified(self, name: str) -> datetime.datetime: ...
+    def modified(self, name: str) -> datetime.datetime:
+        """Return when an object was written."""
 
 
 class Bucket:
@@ -74,7 +80,7 @@ class Bucket:
 
     def __init__(self, url: str, *, timeout_seconds: float = 30.0, attempts: int = ATTEMPTS) -> None:
         self.url = url
-        #: of one operation; lowered to 1 by who is about to close, so that nothing under way is begun again
+        #: of one operation; lowered to 1 before closing, so that nothing under way is begun again
         self.attempts = attempts
         self.metrics = TierMetrics()
         scheme = url.partition("://")[0]
@@ -93,7 +99,7 @@ class Bucket:
     # ------------------------------------------------------------------ operations
 
     def put(self, name: str, views: Sequence[Any]) -> None:
-        """Store buffers one after the other as one object; atomic: nobody sees half of it."""
+        """Store buffers one after the other as one object; atomic: half of it is never seen."""
         total = sum(memoryview(v).nbytes for v in views)
         start = time.perf_counter()
         self._repeat("write", name, lambda: self._store.put(name, views))

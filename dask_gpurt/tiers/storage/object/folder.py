@@ -1,11 +1,11 @@
-"""A shared folder as an object store, for ``file://`` URLs.
+"""`Folder`: a shared folder as an object store, for ``file://`` URLs.
 
-Files are owner-only (0600) in owner-only folders (0700): results of tasks are nobody else's business. The folders above
-are made as the umask says, so that several users can share one store.
+Files are owner-only (0600) in owner-only folders (0700): results of tasks are private. The folders above are made as
+the umask says, so that several users can share one store.
 
-No symbolic link below the root is followed, neither for reading nor for deleting, and nothing but regular files is ever
-read, listed or deleted: whatever else lies there belongs to somebody else. Each access walks from the root by
-descriptors, so a folder that is replaced by a link meanwhile leads nowhere.
+No symbolic link below the root is followed, neither for reading nor for deleting, and only regular files are ever read,
+listed or deleted. Each access walks from the root by descriptors, so a folder that is replaced by a link meanwhile
+leads nowhere.
 
 An object appears under its name when it is complete, by a rename. A process that is killed before leaves a file
 ``<name>.<8 hex digits>.part``, which `list` shows, so that a sweep finds it.
@@ -171,7 +171,7 @@ def _walk(fd: int, name: str, found: dict[str, datetime.datetime]) -> None:
     with os.scandir(fd) as entries:
         for entry in entries:
             path = f"{name}/{entry.name}" if name else entry.name
-            # Gone meanwhile, or of a user who lets nobody in.
+            # Gone meanwhile, or of a user who forbids it.
             with contextlib.suppress(FileNotFoundError, PermissionError):
                 if entry.is_file(follow_symlinks=False):
                     found[path] = _when(entry.stat(follow_symlinks=False))

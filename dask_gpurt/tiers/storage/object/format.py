@@ -1,4 +1,4 @@
-"""How the frames of a value lie in one object that describes itself.
+"""The layout of an object in an object store, which describes itself: where the frames of a value lie.
 
 ::
 
@@ -8,7 +8,7 @@
     payload  the frames, one after the other
 
 Unlike a file of the disk tier, whose handle never leaves its process, an object may be read by a worker that knows
-nothing but its name (`worker`), so the head carries its own checksum.
+nothing but its name (`shared.worker`), so the head carries its own checksum.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dask_gpurt.tiers.storage.codec import flat
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dask_gpurt.tiers.engine.account import Group
+    from dask_gpurt.tiers.storage.handle import Group
 
 MAGIC = b"GPRO"
 VERSION = 1
@@ -54,7 +54,6 @@ class Layout:
     """Where the frames are."""
 
     frames: tuple[Frame, ...]
-    head_bytes: int
     #: of the whole object
     nbytes: int
     #: xxh3-64 of header and index, and through it of all frames
@@ -86,7 +85,7 @@ def plan(groups: Sequence[Group]) -> tuple[Layout, bytes, list[memoryview]]:
     )
     digest = xxhash.xxh3_64_intdigest(index)
     return (
-        Layout(tuple(frames), head, offset, digest),
+        Layout(tuple(frames), offset, digest),
         index + _DIGEST.pack(digest),
         [view for _, view in flattened],
     )
@@ -121,7 +120,7 @@ def parse(data: memoryview, name: str) -> Layout | int:
         offset += nbytes
     if offset - size != payload:
         raise CorruptData(f"the lengths in the index of {name} do not add up")
-    return Layout(tuple(frames), size, offset, digest)
+    return Layout(tuple(frames), offset, digest)
 
 
 def allocate(frames: Sequence[Frame]) -> list[memoryview]:

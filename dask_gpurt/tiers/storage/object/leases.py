@@ -1,4 +1,4 @@
-"""Who may delete what in a shared object store, when processes die without a word.
+"""Leases on prefixes of a shared object store: they say what may be deleted when processes die without a word.
 
 ::
 
@@ -8,14 +8,14 @@
 Three sweepers, each for what the one before it could not do:
 
 1. the worker itself, when its tiers are taken out;
-2. the scheduler (`scheduler`), when a worker is gone for good, and at its own end. It sweeps only prefixes that
+2. the scheduler (`shared.scheduler`), when a worker is gone for good, and at its own end. It sweeps only prefixes that
    it issued itself;
-3. any later scheduler with the same URL: a prefix whose newest object is older than `EXPIRE_SECONDS` is nobody's.
+3. any later scheduler with the same URL: a prefix whose newest object is older than `EXPIRE_SECONDS` has no owner.
 
-Whatever else lies in the store is somebody else's and stays. A prefix is swept only if its name has the form above and
-a lease that we wrote is in it (`is_ours`). In it, only names of our form are deleted (`is_object`), the lease last, so
-that what a failed sweep leaves behind is found by the next one. A prefix that lost its lease is never swept; a
-lifecycle rule of the bucket should drop it, and incomplete multipart uploads, which no client can list.
+All else in the store stays. A prefix is swept only if its name has the form above and a lease that we wrote is in it
+(`is_ours`). In it, only names of our form are deleted (`is_object`), the lease last, so that the next sweep finds what
+a failed one leaves behind. A prefix that lost its lease is never swept. A lifecycle rule of the bucket should drop it,
+and incomplete multipart uploads, which no client can list.
 
 A worker that has adopted objects of a dead one renews that one's lease as well, as long as it keeps any of them.
 
@@ -89,7 +89,7 @@ class LeaseKeeper:
     Parameters
     ----------
     owner
-        Goes into the lease, for people who look.
+        Goes into the lease, for people.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ def sweep(bucket: Bucket, prefix: str, *, keep: Collection[str] = (), keep_lease
 
 
 def sweep_expired(bucket: Bucket, *, expire_seconds: float = EXPIRE_SECONDS) -> list[str]:
-    """Sweep the prefixes, of any cluster, that nobody has renewed for so long; which. Blocks.
+    """Sweep the prefixes, of any cluster, that were not renewed for so long, and return them. Blocks.
 
     Raises
     ------

@@ -1,16 +1,16 @@
-"""The object tier: one object per value, in an object store or a shared folder.
+"""`ObjectTier`: the object tier, one object per value, in an object store or a shared folder.
 
 The last tier: it has no end, but each access costs tens of milliseconds and the network. It is written to when the disk
-is full or fails, or first of all with ``gpurt.tiers.object-use: first``, which buys that what is spilled outlives its
-worker (`scheduler`).
+is full or fails. With ``gpurt.tiers.object-use: first`` it is written to first of all: what is spilled then outlives
+its worker (`shared.scheduler`).
 
 Layout of an object: see `format`. Every frame is verified when it is read. Names are ``<prefix>/<number>``; the prefix
 is this worker's own and holds its lease (`leases`). Nothing of a key is in a name. A worker begins with a prefix that
 it makes itself; once a scheduler has issued one, new objects go there (`move_to`).
 
-Store down, slow or refusing: `client` retries with back-off, then the operation fails as an `OSError`. A write then
-leaves the value where it was (the `fallback` sets the tier aside for a while); a read that fails for good makes the
-engine treat the copy as lost: the key is computed again, and one that has no recipe raises `LostData`.
+Where the store is down, slow or refuses, `client` retries with back-off, then the operation fails as an `OSError`. A
+write then leaves the value where it was, and `fallback` sets the tier aside for a while. A read that fails for good
+makes the engine treat the copy as lost: the key is computed again, and one that has no recipe raises `LostData`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.errors import CorruptData, TierFull
 from dask_gpurt.model.tier import Tier
-from dask_gpurt.tiers.storage.handle import DecodeError, IoCost
+from dask_gpurt.tiers.storage.handle import IoCost, decoded
 from dask_gpurt.tiers.storage.object import leases
 from dask_gpurt.tiers.storage.object.format import USUAL_HEAD_BYTES, Frame, Layout, allocate, parse, plan, verify
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dask_gpurt.tiers.engine.account import Codec, Group
+    from dask_gpurt.tiers.storage.handle import Codec, Group
     from dask_gpurt.tiers.storage.object.client import Bucket
     from dask_gpurt.tiers.storage.protocol import TierMetrics
 
@@ -54,28 +54,28 @@ class ObjectHandle:
     tier: Tier = Tier.OBJECT
 
     def load(self, codec: Codec) -> tuple[Any, IoCost]:
+        """See `Handle.load`."""
         start = time.perf_counter()
         layout = self.store.layout_of(self)
         buffers = self.store.read(self, layout.frames)
         middle = time.perf_counter()
-        try:
-            value = codec.decode(buffers)
-        except Exception as e:
-            raise DecodeError from e
+        value = decoded(codec, buffers)
         return value, IoCost(self.nbytes, middle - start, time.perf_counter() - middle)
 
     def load_part(self, part: int) -> tuple[list[memoryview], IoCost]:
+        """See `Handle.load_part`."""
         start = time.perf_counter()
         frames = self.store.layout_of(self).of_part(part)
         buffers = self.store.read(self, frames)
         return buffers, IoCost(sum(f.nbytes for f in frames), time.perf_counter() - start, 0.0)
 
     def free(self) -> None:
+        """Delete the object."""
         self.store.free(self)
 
 
 class ObjectTier:
-    """Objects below one prefix that nobody else writes to.
+    """Objects below one prefix that only this worker writes to.
 
     Parameters
     ----------
@@ -105,11 +105,12 @@ class ObjectTier:
 
     @property
     def used_bytes(self) -> int:
+        """Bytes of objects that this worker has written or adopted."""
         return self._used_bytes
 
     @property
     def metrics(self) -> TierMetrics:
-        """Of the edges to and from this tier."""
+        """Counts of what went to and from this tier."""
         return self.bucket.metrics
 
     def files(self) -> list[str]:
@@ -235,7 +236,7 @@ class ObjectTier:
         """Delete what it wrote, but for what the scheduler sweeps."""
         for prefix in (*self._earlier_prefixes, self.prefix):
             try:
-                # Where the scheduler was here already, the lease is gone, and nobody sweeps what came after it.
+                # Where the scheduler was here already, the lease is gone, and what came after it is never swept.
                 if prefix == self.prefix and self.leave_objects and leases.is_ours(self.bucket, prefix):
                     continue
                 for names in leases.objects_below(self.bucket, prefix):

@@ -1,0 +1,130 @@
+"""`TierPlugin`: what the tiers' two parts on the scheduler have in common (`hints.scheduler`, `shared.scheduler`).
+
+Each belongs to one scheduler, looks at its workers now and then, and speaks only with those that understand. A worker
+says so in its heartbeats: ``metrics["gpurt"]`` has a field per protocol. Others must never get a message of ours, as an
+unknown op closes them.
+
+A failure is counted (`circuit_breaker`) and raises nothing into the scheduler. After too many the part stops, and the
+tiers go on without it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import TYPE_CHECKING, Any
+
+from distributed.diagnostics.plugin import SchedulerPlugin
+from tornado.ioloop import PeriodicCallback
+
+from dask_gpurt.errors import SeamMismatch
+from dask_gpurt.model.circuit_breaker import Guard
+from dask_gpurt.model.events import Sink, null_sink
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from distributed.scheduler import Scheduler, WorkerState
+
+logger = logging.getLogger("distributed.scheduler.gpurt")
+
+#: entry of ``worker.metrics`` with a field per protocol
+HEARTBEAT_NAME = "gpurt"
+
+
+def speaks(ws: WorkerState, field: str, protocol: int) -> bool:
+    """Say whether the last heartbeat of a worker named this protocol."""
+    ours = ws.metrics.get(HEARTBEAT_NAME)
+    return isinstance(ours, dict) and ours.get(field) == protocol
+
+
+class TierPlugin(SchedulerPlugin):
+    """A part of the tiers on one scheduler.
+
+    Parameters
+    ----------
+    part
+        Its name in events and log lines.
+    look
+        Called at the start, and every `look_seconds` from then on, while it is on a scheduler.
+    stop
+        Called when it is switched off after too many failures.
+    sink
+        Receives ``tiers.fallback`` and ``tiers.retired``.
+    """
+
+    idempotent = True
+
+    def __init__(
+        self,
+        part: str,
+        *,
+        look: Callable[[Scheduler], None],
+        look_seconds: float,
+        stop: Callable[[], None],
+        sink: Sink = null_sink,
+    ) -> None:
+        self._sink = sink
+        self._guard = Guard("tiers", logger, sink=sink)
+        self.part = self._guard.part(part, on_retired=stop)
+        self._scheduler: Scheduler | None = None
+        self._look = look
+        self._look_seconds = look_seconds
+        self._look_again: PeriodicCallback | None = None
+
+    def _begin(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._look_again = PeriodicCallback(self.look, self._look_seconds * 1000)
+        self._look_again.start()
+        self.look()
+
+    def _end(self) -> Scheduler | None:
+        """Look at workers no longer; the scheduler that this was on, None if it had ended before."""
+        scheduler, self._scheduler = self._scheduler, None
+        if self._look_again is not None:
+            self._look_again.stop()
+            self._look_again = None
+        return scheduler
+
+    def look(self) -> None:
+        """Look at the workers of the scheduler."""
+        if self._scheduler is not None:
+            try:
+                self._look(self._scheduler)
+            except Exception:
+                self._failed("look")
+
+    def _failed(self, where: str) -> None:
+        self._guard.failed(self.part.name, where)
+
+
+def check_scheduler(
+    scheduler: Scheduler,
+    calls: Mapping[str, tuple[Sequence[Any], Mapping[str, Any]]],
+    names: Mapping[type, Sequence[str]],
+    attributes: Sequence[str],
+    remedy: str,
+) -> None:
+    """Raise `SeamMismatch` unless the scheduler has what the tiers rely on.
+
+    Parameters
+    ----------
+    calls
+        Method -> positional and keyword arguments that it must take. It is not called.
+    names
+        Class -> attributes that its instances must have.
+    attributes
+        Attributes that the scheduler itself must have.
+    remedy
+        What to do otherwise, beside another version of distributed.
+    """
+    remedy = f"Nothing was changed. Remedy: use distributed >= 2026.7.1, < 2026.9, or {remedy}"
+    for method, (args, kwargs) in calls.items():
+        try:
+            inspect.signature(getattr(scheduler, method)).bind(*args, **kwargs)
+        except (AttributeError, TypeError, ValueError) as e:
+            raise SeamMismatch(f"Scheduler.{method} cannot be called as this package relies on ({e}). {remedy}") from e
+    wanted = [(owner.__name__, owner, name) for owner, of_owner in names.items() for name in of_owner]
+    for title, owner, name in [*wanted, *(("Scheduler", scheduler, name) for name in attributes)]:
+        if not hasattr(owner, name):
+            raise SeamMismatch(f"distributed has no {title}.{name}. {remedy}")
