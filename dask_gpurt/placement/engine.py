@@ -90,6 +90,8 @@ class Engine:
         self.on_retired: Callable[[str], None] = lambda reason: None
         #: weigh all tasks with inputs, whatever there is to know; for tests and benchmarks of the cost
         self.always = False
+        #: the books failed too often: decisions by them would be worse than Dask's
+        self.untrusted = False
         self._turn = 0
 
         self.tables = tables = Tables(scheduler, clock)
@@ -183,6 +185,8 @@ class Engine:
 
     def _classify(self, ts: TaskState) -> Declined | None:
         """Why a task is left to Dask without a look at workers; None: it is to be weighed."""
+        if self.untrusted:
+            return Declined.BOOKKEEPING
         if self.budget.exhausted:
             return Declined.OVER_BUDGET
         if ts.actor:
@@ -395,5 +399,5 @@ class Engine:
 
     @property
     def retired(self) -> bool:
-        """Whether Dask decides everything: the governor has switched the policy off, or the graph is left to Dask."""
-        return self.graph_judge.stock or self.governor.standing is Standing.RETIRED
+        """Whether Dask decides everything: the policy was switched off, the graph is left to Dask, the books failed."""
+        return self.untrusted or self.graph_judge.stock or self.governor.standing is Standing.RETIRED

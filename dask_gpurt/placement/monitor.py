@@ -40,6 +40,8 @@ from dask_gpurt.topology.zones import round_trip_seconds
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from distributed.scheduler import TaskState
+
     from dask_gpurt.placement.engine import Engine
     from dask_gpurt.placement.tables.workers import WorkerInfo
     from dask_gpurt.placement.takeover.seam import Seam
@@ -263,7 +265,7 @@ class Monitor:
 
     # ------------------------------------------------------------------ 3: stragglers
 
-    def _copy(self, run: float, ts: Any, home: WorkerInfo, spare: bool) -> None:
+    def _copy(self, run: float, ts: TaskState, home: WorkerInfo, spare: bool) -> None:
         engine, copies = self.engine, self.copies
         if copies is None or ts.key in copies.copies or ts.state != "processing":
             return

@@ -32,7 +32,9 @@ from dask_gpurt.placement.takeover.speculation import Speculation
 from dask_gpurt.placement.takeover.stealing import Stealing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection, Hashable
+
+    from distributed.scheduler import Scheduler, TaskState, WorkerState
 
     from dask_gpurt.config import PlacementSettings
     from dask_gpurt.placement.decide.policy import Policy
@@ -80,7 +82,7 @@ class PlacementPlugin(SchedulerPlugin):
         self.copies: Speculation | None = None
         self.monitor: Monitor | None = None
 
-    async def start(self, scheduler: Any) -> None:
+    async def start(self, scheduler: Scheduler) -> None:
         """Take over. A second call for the same scheduler does nothing.
 
         Raises
@@ -111,7 +113,7 @@ class PlacementPlugin(SchedulerPlugin):
             self.uninstall()
             raise InstallError(f"placement could not take over: {type(e).__name__}: {e}. Nothing was changed") from e
 
-    def _take_over(self, scheduler: Any, seam: Seam, engine: Engine) -> None:
+    def _take_over(self, scheduler: Scheduler, seam: Seam, engine: Engine) -> None:
         seam.install({"decide_worker_non_rootish": self._decide, "get_comm_cost": engine.comm_cost})
         deals = engine.root_dispatch
         RootQueue(
@@ -200,17 +202,17 @@ class PlacementPlugin(SchedulerPlugin):
             "retired": {name: p.retired for name, p in parts.items() if p.retired is not None},
         }
 
-    def explain(self, key: Any) -> dict[str, Any] | None:
+    def explain(self, key: Hashable) -> dict[str, Any] | None:
         """The newest decision about a key, see `DecisionLog.story`; None when there is none."""
         return None if self.engine is None else self.engine.log.story(key)
 
-    def decision(self, key: Any) -> tuple[str, str | None, float | None] | None:
+    def decision(self, key: Hashable) -> tuple[str, str | None, float | None] | None:
         """The same in short, see `DecisionLog.brief`."""
         return None if self.engine is None else self.engine.log.brief(key)
 
     # ------------------------------------------------------------------ hooks
 
-    def _decide(self, ts: Any, valid: Any) -> Any:
+    def _decide(self, ts: TaskState, valid: Collection[WorkerState] | None) -> Any:
         engine = self.engine
         if engine is None or self.seam is None:
             return None
@@ -218,10 +220,6 @@ class PlacementPlugin(SchedulerPlugin):
             # This is most tasks of most clusters: what is left to do is done here.
             engine.declined[Declined.PLAIN] += 1
             engine.books.plain_key = ts.key
-            return None
-        books = self.seam.parts.get(BOOKKEEPING)
-        if books is not None and books.retired is not None:
-            engine.leave(ts, Declined.BOOKKEEPING)
             return None
         return engine.decide(ts, valid)
 
@@ -233,7 +231,7 @@ class PlacementPlugin(SchedulerPlugin):
         except Exception:
             logger.exception("placement: the event sink failed")
 
-    def _fell_back(self, key: Any, reason: str) -> None:
+    def _fell_back(self, key: Hashable, reason: str) -> None:
         if self.engine is not None:
             self._guard(self.engine.log.failed, key, reason)
 
@@ -247,8 +245,10 @@ class PlacementPlugin(SchedulerPlugin):
         """A hook has raised; called while its exception is handled."""
         if self.seam is not None:
             self.seam.failed(BOOKKEEPING)
+            if self.engine is not None and self.seam.parts[BOOKKEEPING].retired is not None:
+                self.engine.untrusted = True
 
-    def transition(self, key: Any, start: Any, finish: Any, *args: Any, stimulus_id: str, **kwargs: Any) -> None:
+    def transition(self, key: Hashable, start: Any, finish: Any, *args: Any, stimulus_id: str, **kwargs: Any) -> None:
         # Called for every transition of every task: leave as early as possible.
         engine = self.engine
         if engine is None:
@@ -279,7 +279,7 @@ class PlacementPlugin(SchedulerPlugin):
             if copies is not None and copies.copies and finish == "forgotten":
                 self._guard(copies.unwanted, key)
 
-    def update_graph(self, scheduler: Any, *, tasks: Any, **kwargs: Any) -> None:
+    def update_graph(self, scheduler: Scheduler, *, tasks: Any, **kwargs: Any) -> None:
         if self.engine is not None:
             self._guard(self.engine.graph_arrived, tasks)
 
@@ -299,17 +299,17 @@ class PlacementPlugin(SchedulerPlugin):
             # ("confirm", key, state, victim, thief, stimulus_id)
             self._guard(engine.books.stolen, msg[1], msg[3], msg[4])
 
-    def add_worker(self, scheduler: Any, worker: str) -> None:
+    def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         if self.engine is not None:
             self._guard(self.engine.worker_added, worker)
 
-    def remove_worker(self, scheduler: Any, worker: str, *, stimulus_id: str, **kwargs: Any) -> None:
+    def remove_worker(self, scheduler: Scheduler, worker: str, *, stimulus_id: str, **kwargs: Any) -> None:
         if self.engine is not None:
             self._guard(self.engine.worker_removed, worker)
         if self.copies is not None:
             self._guard(self.copies.worker_removed, worker)
 
-    def restart(self, scheduler: Any) -> None:
+    def restart(self, scheduler: Scheduler) -> None:
         if self.engine is not None:
             self._guard(self.engine.books.restarted)
         if self.copies is not None:

@@ -26,6 +26,8 @@ from dask_gpurt.placement.decide.candidates import queue_seconds
 from dask_gpurt.placement.tables import worker_facts
 
 if TYPE_CHECKING:
+    from distributed.scheduler import TaskState
+
     from dask_gpurt.model.link import Link
     from dask_gpurt.model.views import TaskView
     from dask_gpurt.placement.decide.cost import Weights
@@ -37,7 +39,7 @@ MAX_INPUTS = 16
 
 
 def stays(
-    tables: Tables, ts: Any, task: TaskView, far: Link, weights: Weights
+    tables: Tables, ts: TaskState, task: TaskView, far: Link, weights: Weights
 ) -> tuple[WorkerInfo, tuple[float, ...], float] | None:
     """The worker on which a task stays; None: it has to be weighed.
 

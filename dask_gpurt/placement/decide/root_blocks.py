@@ -41,6 +41,8 @@ from dask_gpurt.placement.decide.root_cuts import beyond_even, by_input, pays, s
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 
+    from distributed.scheduler import TaskState
+
     from dask_gpurt.placement.decide.root_cuts import Member
 
 #: a root with more dependents than this is shared by everybody: it runs first, wherever there is a slot
@@ -71,7 +73,7 @@ class Phase:
 
     __slots__ = ("members", "roots")
 
-    def __init__(self, roots: list[Any], members: Callable[[], Sequence[Member]]) -> None:
+    def __init__(self, roots: list[TaskState], members: Callable[[], Sequence[Member]]) -> None:
         self.roots = roots
         self.members = members
 
@@ -105,7 +107,7 @@ class RootBlocks:
 
     def arrived(
         self,
-        tasks: Iterable[Any],
+        tasks: Iterable[TaskState],
         members: Callable[[], Sequence[Member]],
         is_root: Callable[[Any], bool] = lambda t: not t.dependencies,
     ) -> None:
@@ -150,7 +152,11 @@ class RootBlocks:
             self._cut(roots, by_input(roots), members)
 
     def _cut(
-        self, ordered: Sequence[Any], roots: Sequence[Any], members: Sequence[Member], later: Container[Any] = ()
+        self,
+        ordered: Sequence[TaskState],
+        roots: Sequence[TaskState],
+        members: Sequence[Member],
+        later: Container[TaskState] = (),
     ) -> None:
         pieces, borders = share_out(ordered, roots, members)
         if len(ordered) > len(roots):
@@ -179,7 +185,7 @@ class RootBlocks:
         heapq.heappush(self._longest.setdefault(None, []), entry)
         heapq.heappush(self._longest.setdefault(block.node, []), entry)
 
-    def waits(self, ts: Any) -> bool:
+    def waits(self, ts: TaskState) -> bool:
         """Whether a root that is ready should be queued for the owner of its block, even though workers are idle."""
         if self.later and (phase := self.later.get(ts.key)) is not None:
             self._open(phase)

@@ -31,6 +31,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping, Sequence
 
+    from distributed.scheduler import TaskState
+
 #: roots in a cogroup, at most
 MAX_GROUP = 32
 #: share of a piece by which its end moves to the border of a cogroup, at most
@@ -57,7 +59,7 @@ class Member(NamedTuple):
 
 
 def share_out(
-    ordered: Sequence[Any], roots: Sequence[Any], members: Sequence[Member]
+    ordered: Sequence[TaskState], roots: Sequence[TaskState], members: Sequence[Member]
 ) -> tuple[list[list[Any]], set[Any]]:
     """Cut roots into one piece per member.
 
@@ -100,11 +102,11 @@ def share_out(
     return pieces, {sequence[i] for i in border_positions}
 
 
-def _priority(ts: Any) -> Any:
+def _priority(ts: TaskState) -> Any:
     return ts.priority
 
 
-def interleaved(roots: Sequence[Any]) -> list[Any]:
+def interleaved(roots: Sequence[TaskState]) -> list[Any]:
     """Roots of several groups side by side in proportion; the order within each group is kept."""
     groups: dict[Any, list[Any]] = {}
     for t in roots:
@@ -120,7 +122,7 @@ def interleaved(roots: Sequence[Any]) -> list[Any]:
     return [t for _, _, t in placed]
 
 
-def partner(ts: Any) -> str | None:
+def partner(ts: TaskState) -> str | None:
     """Address of the worker with most of the data that a root's result will meet; None: there is none.
 
     Data that is still to be computed, and data that many tasks read or many workers hold, is no reason to be anywhere.
@@ -129,7 +131,7 @@ def partner(ts: Any) -> str | None:
     return max(held, key=held.__getitem__) if held else None
 
 
-def meets(ts: Any) -> dict[str, float]:
+def meets(ts: TaskState) -> dict[str, float]:
     """Bytes of data in memory that a root's result will meet, by address of the worker."""
     held: dict[str, float] = {}
     for d in itertools.islice(ts.dependents, MAX_FOLLOWED):
@@ -147,7 +149,7 @@ def _count(data: Any, held: dict[str, float]) -> None:
             held[ws.address] = held.get(ws.address, 0.0) + nbytes
 
 
-def pays(roots: Sequence[Any], members: int) -> bool:
+def pays(roots: Sequence[TaskState], members: int) -> bool:
     """Whether sharing out roots that read common data saves more bytes than it moves.
 
     Each worker with a piece gets a copy of what the piece reads. Left to the queue, the workers that have a copy
@@ -161,7 +163,7 @@ def pays(roots: Sequence[Any], members: int) -> bool:
     return saved > sum(common.values()) * (members - 1)
 
 
-def by_input(roots: Sequence[Any]) -> list[Any]:
+def by_input(roots: Sequence[TaskState]) -> list[Any]:
     """Roots that read the same data next to each other, so that contiguous pieces need few copies of it."""
     first: dict[Any, int] = {}
     keyed = []
@@ -172,7 +174,7 @@ def by_input(roots: Sequence[Any]) -> list[Any]:
     return [t for _, _, t in keyed]
 
 
-def beyond_even(roots: Iterable[Any], pieces: Sequence[Sequence[Any]]) -> float:
+def beyond_even(roots: Iterable[TaskState], pieces: Sequence[Sequence[Any]]) -> float:
     """Roots that a worker holds for one join beyond its even share, at most.
 
     What joins roots needs all of them in memory. With contiguous pieces one worker holds them all; dealt out one by
@@ -188,7 +190,7 @@ def beyond_even(roots: Iterable[Any], pieces: Sequence[Sequence[Any]]) -> float:
 
 
 def serialises(
-    ordered: Sequence[Any], owner: Mapping[Any, int], threads: Sequence[float], free: Container[Any] = ()
+    ordered: Sequence[TaskState], owner: Mapping[Any, int], threads: Sequence[float], free: Container[Any] = ()
 ) -> bool:
     """Whether followers of contiguous pieces queue on few workers while others idle.
 
@@ -251,7 +253,7 @@ def serialises(
     return uneven > UNEVEN * even
 
 
-def _borders(ordered: Sequence[Any], roots: Sequence[Any]) -> list[int]:
+def _borders(ordered: Sequence[TaskState], roots: Sequence[TaskState]) -> list[int]:
     """Positions in `roots` at which a cogroup begins, ascending: where no join of few roots spans the gap before it."""
     position = {t: i for i, t in enumerate(roots)}
     reach: dict[Any, tuple[int, ...]] = {}

@@ -27,6 +27,8 @@ from dask_gpurt.placement.tables import worker_facts
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable
 
+    from distributed.scheduler import TaskState, WorkerState
+
     from dask_gpurt.placement.decide.root_blocks import RootBlocks
     from dask_gpurt.placement.tables.tables import Tables
     from dask_gpurt.placement.tables.workers import WorkerInfo
@@ -102,7 +104,7 @@ class RootDispatch:
         tasks = s.tasks
         known: dict[Any, bool] = {}
 
-        def is_root(ts: Any) -> bool:
+        def is_root(ts: TaskState) -> bool:
             if ts.worker_restrictions or ts.host_restrictions or ts.resource_restrictions:
                 return False
             group = ts.group
@@ -158,7 +160,7 @@ class RootDispatch:
 
     # ------------------------------------------------------------------ dealing
 
-    def pull(self, ws: Any) -> Any:
+    def pull(self, ws: WorkerState) -> Any:
         """The queued root task that a worker with a free slot should run; None: none in particular."""
         tables = self._tables
         info = tables.workers.by_address.get(ws.address)
@@ -170,7 +172,7 @@ class RootDispatch:
         ts = self._groups.pull(ws.address, scheduler.tasks, scheduler.queued.peek(), node, self.may_take)
         return None if ts is None or self._crosses_again(ts, info) else ts
 
-    def _crosses_again(self, ts: Any, info: WorkerInfo | None) -> bool:
+    def _crosses_again(self, ts: TaskState, info: WorkerInfo | None) -> bool:
         """Whether a root should wait until an input that it shares with others has come to the worker's zone."""
         tables = self._tables
         if info is None or not tables.workers.zoned or not ts.dependencies:
@@ -185,7 +187,7 @@ class RootDispatch:
         info = self._tables.workers.by_address.get(owner)
         return info is None or not self._at_work(info) or self._cheap()
 
-    def held(self, ts: Any) -> bool:
+    def held(self, ts: TaskState) -> bool:
         """Whether a queued root, which an idle worker could run, should be left to its owner."""
         tables = self._tables
         owner = self._groups.owner(ts.key)
@@ -198,7 +200,7 @@ class RootDispatch:
             for ws in islice(tables.scheduler.idle_task_count, LOOKED_AT)
         )
 
-    def better_left(self, ws: Any) -> bool:
+    def better_left(self, ws: WorkerState) -> bool:
         """Whether this worker would only queue a root, and it had better be left.
 
         Queuing a task ahead (``worker-saturation``) saves its thread a message's time, and costs up to a root's time of
@@ -305,7 +307,7 @@ class RootDispatch:
             return list(idle)
         return [*(info.ws for info in freed), *(idle if len(idle) <= ASKED else self._free())]
 
-    def takers(self, ts: Any = None) -> list[Any]:
+    def takers(self, ts: TaskState = None) -> list[Any]:
         """Workers of which the least busy gets what nobody pulls (`ts`, if it is known): all of a few, some of many."""
         tables = self._tables
         idle = tables.scheduler.idle_task_count

@@ -12,6 +12,8 @@ from dask_gpurt.placement.tables.disk_residency import READ_BYTES_PER_SECOND
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable
 
+    from distributed.scheduler import TaskState, WorkerState
+
     from dask_gpurt.placement.tables.tables import Tables
     from dask_gpurt.placement.tables.workers import Node
 
@@ -29,7 +31,7 @@ class StealCost:
         self._asked: tuple[Hashable, int] | None = None
         self._located: list[tuple[Collection[Any], int, set[Node], float]] = []
 
-    def comm_cost(self, ts: Any, ws: Any) -> float | None:
+    def comm_cost(self, ts: TaskState, ws: WorkerState) -> float | None:
         """Seconds to bring a task's missing inputs to a worker, for work stealing; None to leave it to stock.
 
         Stealing compares this with occupancies, which contain inbound bytes at the one bandwidth of stock. Pricing

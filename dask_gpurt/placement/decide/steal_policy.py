@@ -33,7 +33,11 @@ from dask_gpurt.placement.tables import worker_facts
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
+    from distributed.scheduler import TaskState, WorkerState
+
+    from dask_gpurt.placement.tables.durations import Prefix
     from dask_gpurt.placement.tables.tables import Tables
+    from dask_gpurt.placement.tables.workers import WorkerInfo
 
 #: thieves compared for one task
 THIEVES = 8
@@ -66,8 +70,14 @@ class StealPolicy:
         self._spent = 0.0
 
     def choose(
-        self, ts: Any, thieves: Collection[Any], in_flight: Mapping[Any, int], valid: Any = None, *, busy: bool = False
-    ) -> Any:
+        self,
+        ts: TaskState,
+        thieves: Collection[WorkerState],
+        in_flight: Mapping[WorkerState, int],
+        valid: Collection[WorkerState] | None = None,
+        *,
+        busy: bool = False,
+    ) -> WorkerState | Stock | None:
         """The WorkerState to move a task to, None to leave it where it is, or `STOCK`.
 
         Parameters
@@ -103,7 +113,16 @@ class StealPolicy:
         finally:
             self._spent += time.perf_counter() - began
 
-    def _choose(self, ts: Any, thieves: Any, in_flight: Any, valid: Any, home: Any, prefix: Any, busy: bool) -> Any:
+    def _choose(
+        self,
+        ts: TaskState,
+        thieves: Collection[WorkerState],
+        in_flight: Mapping[WorkerState, int],
+        valid: Collection[WorkerState] | None,
+        home: WorkerInfo,
+        prefix: Prefix,
+        busy: bool,
+    ) -> WorkerState | None:
         tables = self._tables
         by_address = tables.workers.by_address
         # Sets are in another order in every process; the same events must give the same decisions.
@@ -134,7 +153,7 @@ class StealPolicy:
             self.opinions["busy"] += 1
             return None
         name = ts.prefix.name
-        task = TaskView(prefix.seconds, prefix.output_bytes)
+        task = TaskView(prefix.seconds or 0.0, prefix.output_bytes)
         far = tables.links.link(LinkClass.NETWORK)
         views = candidates.views(free, candidates.Inputs(ts.dependencies, by_address), tables, name)
         best, best_seconds = None, 0.0

@@ -29,9 +29,13 @@ Never for a task that
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from dask_gpurt.placement.tables.worker_facts import is_queueable
 
 if TYPE_CHECKING:
+    from distributed.scheduler import TaskState
+
     from dask_gpurt.placement.tables.durations import Prefix
 
 #: finished tasks of a prefix before any of it can be overdue
@@ -110,11 +114,11 @@ def pays(run_seconds: float, here_seconds: float, there_seconds: float, spare: b
     return spare and there_seconds < REMAINS * run_seconds
 
 
-def _is_barrier(ts: Any) -> bool:
+def _is_barrier(ts: TaskState) -> bool:
     return any(c.__name__ == "P2PBarrierTask" for c in type(ts.run_spec).__mro__)
 
 
-def forbidden(ts: Any) -> str | None:
+def forbidden(ts: TaskState) -> str | None:
     """Why a TaskState must not run twice at the same time; None: it may."""
     annotations = ts.annotations or {}
     if annotations.get(ANNOTATION, True) is False:
@@ -131,7 +135,7 @@ def forbidden(ts: Any) -> str | None:
     lowered = name.lower()
     if lowered.startswith(WRITERS) or not CHANGES.isdisjoint(_WORDS.findall(lowered)):
         return "writes"
-    if not ts._queueable or any(part in name for part in P2P) or _is_barrier(ts):
+    if not is_queueable(ts) or any(part in name for part in P2P) or _is_barrier(ts):
         return "shuffle"
     for neighbours in (ts.dependents, ts.dependencies):
         for i, other in enumerate(neighbours):

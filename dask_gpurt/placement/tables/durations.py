@@ -31,6 +31,8 @@ from dask_gpurt.placement.tables.worker_speed import NOISE
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from distributed.scheduler import TaskState
+
     from dask_gpurt.placement.tables.workers import WorkerInfo
 
 #: duration assumed for a prefix never seen, in seconds
@@ -212,7 +214,7 @@ class Durations:
         mean, square = self._usual
         return max(UNKNOWN_SECONDS, GUESS * square / mean) if mean else UNKNOWN_SECONDS
 
-    def guess(self, ts: Any) -> float:
+    def guess(self, ts: TaskState) -> float:
         """The same for a TaskState."""
         seconds = self.guess_seconds
         if seconds > UNKNOWN_SECONDS and ts.dependencies:
@@ -228,7 +230,7 @@ class Durations:
             found = self.prefixes[name] = Prefix(name)
         return found
 
-    def kind(self, ts: Any) -> Prefix:
+    def kind(self, ts: TaskState) -> Prefix:
         """Where the durations of a TaskState are kept: its group."""
         group = ts.group
         name = group.name
@@ -240,7 +242,7 @@ class Durations:
             found = self.groups[name] = prefix if prefix.name == name else Prefix(name, prefix)
         return found
 
-    def known(self, ts: Any) -> Prefix | None:
+    def known(self, ts: TaskState) -> Prefix | None:
         """What to expect of a TaskState: its group, or its prefix; None: neither was ever seen."""
         group = ts.group
         found = self.groups.get(group.name)

@@ -16,6 +16,8 @@ from dask_gpurt.topology.links import Transfer, merge
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
+    from distributed.scheduler import TaskState, WorkerState
+
     from dask_gpurt.placement.tables.workers import WorkerInfo
     from dask_gpurt.topology.links import LinkMatrix
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 MAX_INPUTS = 32
 
 
-def certain_inputs(ts: Any, ws: Any) -> tuple[Any, ...]:
+def certain_inputs(ts: TaskState, ws: WorkerState) -> tuple[Any, ...]:
     """The TaskStates on their way to a worker if they are all for the task just assigned to it; else ()."""
     needs = ws.needs_what
     if len(needs) <= MAX_INPUTS:

@@ -12,9 +12,11 @@ Remaining work is counted by task group, from the counts that the scheduler keep
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from distributed.scheduler import Scheduler
+
     from dask_gpurt.placement.tables.durations import Durations
     from dask_gpurt.placement.tables.workers import Workers
 
@@ -30,7 +32,7 @@ _UNDONE = ("waiting", "queued", "no-worker", "processing")
 class Slack:
     """Of one scheduler."""
 
-    def __init__(self, scheduler: Any, workers: Workers, durations: Durations) -> None:
+    def __init__(self, scheduler: Scheduler, workers: Workers, durations: Durations) -> None:
         self._scheduler = scheduler
         self._workers = workers
         self._durations = durations

@@ -1,4 +1,4 @@
-"""What placement reads of a WorkerState beyond its public attributes. `takeover.seam` checks that all of it exists."""
+"""What placement reads of Dask's state beyond public attributes. `takeover.seam` checks that all of it exists."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
 
-    from distributed.scheduler import Scheduler, WorkerState
+    from distributed.scheduler import Scheduler, TaskState, WorkerState
 
 #: bytes that the tasks assigned to a worker still have to fetch, each input once
 pending_bytes: Callable[[WorkerState], int] = operator.attrgetter("_network_occ")
@@ -22,6 +22,10 @@ def connection(scheduler: Scheduler, address: str) -> socket.socket | None:
     stream = getattr(getattr(scheduler.stream_comms.get(address), "comm", None), "stream", None)
     found: socket.socket | None = getattr(stream, "socket", None)
     return found
+
+
+#: whether a task is one that Dask may keep in its queue: a root-ish one is
+is_queueable: Callable[[TaskState], bool] = operator.attrgetter("_queueable")
 
 
 def is_running(ws: WorkerState) -> bool:

@@ -17,6 +17,8 @@ from dask_gpurt.placement.tables.worker_speed import Speed
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from distributed.scheduler import WorkerState
+
 T = TypeVar("T")
 _NUMBER = re.compile(r"(\d+)")
 
@@ -99,7 +101,7 @@ class WorkerInfo:
         "zoned",
     )
 
-    def __init__(self, ws: Any, node: Node, mark_bytes: float) -> None:
+    def __init__(self, ws: WorkerState, node: Node, mark_bytes: float) -> None:
         #: distributed's WorkerState
         self.ws = ws
         self.address: str = ws.address
@@ -158,7 +160,7 @@ class Workers:
         #: seeded, so that the same events give the same decisions
         self.random: Callable[[], float] = random.Random(seed).random
 
-    def add(self, ws: Any) -> WorkerInfo:
+    def add(self, ws: WorkerState) -> WorkerInfo:
         """Adopt a worker. A worker that came back under its old address replaces what was known of it."""
         self.remove(ws.address)
         name, link_class = node_of(ws.address, ws.host)

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 from dask_gpurt.model.circuit_breaker import Part
 
 if TYPE_CHECKING:
+    from distributed.scheduler import Scheduler, TaskState
+
     from dask_gpurt.model.circuit_breaker import Guard
     from dask_gpurt.topology.zones import Zones
 
@@ -28,7 +30,7 @@ NAME = "_task_to_msg"
 class FetchSources:
     """The take-over of one scheduler's messages to workers."""
 
-    def __init__(self, scheduler: Any, guard: Guard, zones: Zones) -> None:
+    def __init__(self, scheduler: Scheduler, guard: Guard, zones: Zones) -> None:
         self.scheduler = scheduler
         self.guard = guard
         self.zones = zones
@@ -51,7 +53,7 @@ class FetchSources:
         stock = method.__get__(scheduler)
         zones = self.zones
 
-        def _task_to_msg(ts: Any) -> Any:
+        def _task_to_msg(ts: TaskState) -> Any:
             msg = stock(ts)
             if part.retired is None and zones.several:
                 try:

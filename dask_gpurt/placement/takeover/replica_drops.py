@@ -23,6 +23,8 @@ from dask_gpurt.model.circuit_breaker import Part
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Hashable
 
+    from distributed.scheduler import Scheduler, TaskState, WorkerState
+
     from dask_gpurt.model.circuit_breaker import Guard
 
 NAME = "replicas"
@@ -33,7 +35,7 @@ def no_residence(key: Hashable, address: str) -> int | None:
     return None
 
 
-def badness(ws: Any, tier: int | None, memory: float) -> tuple[bool, float, float]:
+def badness(ws: WorkerState, tier: int | None, memory: float) -> tuple[bool, float, float]:
     """How little a replica on a worker is worth; larger goes first. `memory` is bytes in use there."""
     data = ws.memory
     spilled = float(data.spilled)
@@ -79,7 +81,7 @@ class WorstReplicas(ReduceReplicas):
                     self._guard.failed(NAME)
             answer = yield suggestion
 
-    def _name(self, ts: Any) -> Any:
+    def _name(self, ts: TaskState) -> Any:
         pending = self.manager.pending.get(ts)
         dropping = pending[1] if pending else ()
         needed = {waiter.processing_on for waiter in ts.waiters or ()}
@@ -97,7 +99,7 @@ class WorstReplicas(ReduceReplicas):
 class ReplicaDrops:
     """Puts `WorstReplicas` in the place of `ReduceReplicas`, and back."""
 
-    def __init__(self, scheduler: Any, guard: Guard) -> None:
+    def __init__(self, scheduler: Scheduler, guard: Guard) -> None:
         self.scheduler = scheduler
         self.guard = guard
         self.policy: WorstReplicas | None = None

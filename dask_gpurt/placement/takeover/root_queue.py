@@ -36,7 +36,9 @@ from dask_gpurt.errors import InstallError
 from dask_gpurt.model.circuit_breaker import Part
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Hashable, Iterable
+
+    from distributed.scheduler import Scheduler, TaskState, WorkerState
 
     from dask_gpurt.placement.takeover.seam import Seam
 
@@ -44,7 +46,7 @@ NAMES = ("_TRANSITIONS_TABLE", "stimulus_queue_slots_maybe_opened", "decide_work
 _address = operator.attrgetter("address")
 
 
-def _load(ws: Any) -> float:
+def _load(ws: WorkerState) -> float:
     load: float = len(ws.processing) / ws.nthreads
     return load
 
@@ -93,7 +95,7 @@ class RootQueue:
         takers: Callable[[Any], Iterable[Any]],
         stock: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.scheduler: Any = seam.scheduler
+        self.scheduler: Scheduler = seam.scheduler
         self.seam = seam
         self.part = Part("roots")
         self._waits, self._pull, self._pending, self._worth = waits, pull, pending, worth
@@ -132,7 +134,7 @@ class RootQueue:
 
     # ------------------------------------------------------------------ the three overrides
 
-    def _ready(self, state: Any, key: Any, stimulus_id: str, **kwargs: Any) -> Any:
+    def _ready(self, state: Any, key: Hashable, stimulus_id: str, **kwargs: Any) -> Any:
         """``waiting -> processing``: with `state` the scheduler, as the table's functions are called."""
         ts = state.tasks.get(key)
         if self.part.retired is None and not state.validate:
@@ -205,7 +207,7 @@ class RootQueue:
 
     # ------------------------------------------------------------------ parts of them
 
-    def _least_busy(self, ts: Any) -> Any:
+    def _least_busy(self, ts: TaskState) -> Any:
         """A worker for a root that nobody pulled (`ts`, when it is known); None: it stays queued."""
         s = self.scheduler
         idle = s.idle_task_count
@@ -222,7 +224,7 @@ class RootQueue:
         at_work = any(len(ws.processing) > len(ws.long_running) for ws in s.running)
         return None if at_work else self._stock_decide()
 
-    def _send(self, ts: Any, ws: Any, stimulus_id: str) -> bool:
+    def _send(self, ts: TaskState, ws: WorkerState, stimulus_id: str) -> bool:
         """Send a queued task to a worker; False when it did not go."""
         self._chosen.append(ws)
         try:
@@ -231,7 +233,7 @@ class RootQueue:
             self._chosen.clear()
         return bool(ts.state == "processing")
 
-    def _offer(self, ws: Any) -> Any:
+    def _offer(self, ws: WorkerState) -> Any:
         """The task that a worker with a free slot pulls, checked; None: none in particular."""
         try:
             ts = self._pull(ws)
@@ -279,7 +281,7 @@ class RootQueue:
             self.seam.failed(self.part.name)
             return False
 
-    def _wanted(self, ws: Any) -> bool:
+    def _wanted(self, ws: WorkerState) -> bool:
         try:
             return self._worth(ws)
         except Exception:

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 import distributed
 from distributed.core import Status
 from distributed.scheduler import TaskState, WorkerState
+from distributed.stealing import WorkStealing
 
 from dask_gpurt.errors import InstallError, SeamMismatch
 from dask_gpurt.model import Sink, null_sink
@@ -39,6 +40,8 @@ from dask_gpurt.model.circuit_breaker import Guard, Part
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from distributed.scheduler import Scheduler
 
 logger = logging.getLogger("distributed.scheduler.gpurt")
 
@@ -51,7 +54,10 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "stimulus_queue_slots_maybe_opened": ("self", "stimulus_id"),
     "transitions": ("self", "recommendations", "stimulus_id"),
     "valid_workers": ("self", "ts"),
+    "_task_to_msg": ("self", "ts"),
 }
+#: the same of work stealing
+STEALING: dict[str, tuple[str, ...]] = {"_get_thief": ("self", "scheduler", "ts", "potential_thieves", "occupancies")}
 #: entries of `_TRANSITIONS_TABLE` that are hidden, and their parameters
 ENTRIES: dict[tuple[str, str], tuple[str, ...]] = {("waiting", "processing"): ("self", "key", "stimulus_id")}
 #: slots that must exist
@@ -90,7 +96,7 @@ class Seam(Guard):
 
     def __init__(
         self,
-        scheduler: Any,
+        scheduler: Scheduler,
         *,
         sink: Sink = null_sink,
         clock: Callable[[], float] = time.monotonic,
@@ -113,29 +119,34 @@ class Seam(Guard):
             Somebody else has already overridden one of the names on this scheduler.
         """
         cls = type(self.scheduler)
-        for name, expected in SIGNATURES.items():
-            method: Any = getattr(cls, name, None)
-            if method is None:
-                self._mismatch(f"{cls.__name__}.{name}{_said(expected)}", "nothing of that name")
-            try:
-                parameters = inspect.signature(method).parameters
-            except (TypeError, ValueError):
-                self._mismatch(f"{cls.__name__}.{name}{_said(expected)}", repr(method))
-            if tuple(parameters) != expected:
-                self._mismatch(f"{cls.__name__}.{name}{_said(expected)}", f"{name}{_said(tuple(parameters))}")
+        for owner, names in ((cls, SIGNATURES), (WorkStealing, STEALING)):
+            for name, expected in names.items():
+                self._check_signature(owner, name, expected)
         table = getattr(cls, "_TRANSITIONS_TABLE", None)
         for entry, expected in ENTRIES.items():
             said = f"{cls.__name__}._TRANSITIONS_TABLE[{entry!r}]"
-            method = table.get(entry) if isinstance(table, Mapping) else None
-            if method is None:
+            taken: Any = table.get(entry) if isinstance(table, Mapping) else None
+            if taken is None:
                 self._mismatch(f"{said}{_said(expected)}", "no such entry")
-            found = tuple(inspect.signature(method).parameters)
+            found = tuple(inspect.signature(taken).parameters)
             if found != expected:
                 self._mismatch(f"{said}{_said(expected)}", _said(found))
-        for owner, names in ATTRIBUTES.items():
-            for name in names:
-                if not hasattr(owner, name):
-                    self._mismatch(f"{owner.__name__}.{name}", "nothing of that name")
+        for state, attributes in ATTRIBUTES.items():
+            for name in attributes:
+                if not hasattr(state, name):
+                    self._mismatch(f"{state.__name__}.{name}", "nothing of that name")
+
+    def _check_signature(self, owner: type, name: str, expected: tuple[str, ...]) -> None:
+        wanted = f"{owner.__name__}.{name}{_said(expected)}"
+        method: Any = getattr(owner, name, None)
+        if method is None:
+            self._mismatch(wanted, "nothing of that name")
+        try:
+            parameters = tuple(inspect.signature(method).parameters)
+        except (TypeError, ValueError):
+            self._mismatch(wanted, repr(method))
+        if parameters != expected:
+            self._mismatch(wanted, f"{name}{_said(parameters)}")
 
     @staticmethod
     def _mismatch(expected: str, found: str) -> None:

@@ -47,6 +47,8 @@ from dask_gpurt.model.circuit_breaker import Part
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
+    from distributed.scheduler import Scheduler, TaskState, WorkerState
+
     from dask_gpurt.model.circuit_breaker import Guard
 
 logger = logging.getLogger("distributed.scheduler.gpurt")
@@ -62,7 +64,7 @@ class Copy:
 
     __slots__ = ("address", "adopted", "first_address", "run_id", "run_spec", "ts", "worker")
 
-    def __init__(self, ts: Any, worker: Any, run_id: int) -> None:
+    def __init__(self, ts: TaskState, worker: Any, run_id: int) -> None:
         self.ts = ts
         #: of the recipe it was given
         self.run_spec = ts.run_spec
@@ -79,7 +81,7 @@ class Copy:
 class Speculation:
     """All second copies of one scheduler."""
 
-    def __init__(self, scheduler: Any, guard: Guard) -> None:
+    def __init__(self, scheduler: Scheduler, guard: Guard) -> None:
         self.scheduler = scheduler
         self.guard = guard
         #: key -> copy
@@ -115,7 +117,7 @@ class Speculation:
                         self._drop(key, "cancelled")
             finished(**msg)
 
-        def task_erred(key: Any, stimulus_id: str, **msg: Any) -> None:
+        def task_erred(key: Hashable, stimulus_id: str, **msg: Any) -> None:
             if key in self.copies or self._losers:
                 try:
                     if not self._may_err(key, msg.get("worker"), msg.get("run_id")):
@@ -143,7 +145,7 @@ class Speculation:
         self._remove = request_remove_replicas
         self.scheduler.request_remove_replicas = request_remove_replicas
 
-    def _needed(self, address: str, key: Any) -> bool:
+    def _needed(self, address: str, key: Hashable) -> bool:
         """Whether a copy that runs on a worker has a key among its inputs."""
         return any(c.address == address and any(d.key == key for d in c.ts.dependencies) for c in self.copies.values())
 
@@ -164,7 +166,7 @@ class Speculation:
 
     # ------------------------------------------------------------------ acting
 
-    def start(self, ts: Any, ws: Any) -> bool:
+    def start(self, ts: TaskState, ws: WorkerState) -> bool:
         """Start a second copy of a task in processing on another worker; False when that makes no sense now."""
         scheduler = self.scheduler
         if (
@@ -186,7 +188,7 @@ class Speculation:
         scheduler.worker_send(ws.address, msg)
         return True
 
-    def _forget(self, key: Any) -> Copy | None:
+    def _forget(self, key: Hashable) -> Copy | None:
         copy = self.copies.pop(key, None)
         if copy is not None:
             self.per_worker[copy.address] -= 1
@@ -194,7 +196,7 @@ class Speculation:
                 del self.per_worker[copy.address]
         return copy
 
-    def _drop(self, key: Any, why: str) -> None:
+    def _drop(self, key: Hashable, why: str) -> None:
         """A copy is not wanted any more: its worker is told, and what it says of it from now on is not heard."""
         copy = self._forget(key)
         if copy is None:
@@ -208,17 +210,17 @@ class Speculation:
         if self.scheduler.workers.get(copy.address) is copy.worker:
             self._free(key, copy.address)
 
-    def _free(self, key: Any, address: str) -> None:
+    def _free(self, key: Hashable, address: str) -> None:
         self.scheduler.worker_send(address, {"op": "free-keys", "keys": [key], "stimulus_id": f"gpurt-copy-{key}"})
 
-    def _lose(self, key: Any, address: str, run_id: int) -> None:
+    def _lose(self, key: Hashable, address: str, run_id: int) -> None:
         if len(self._losers) >= LOSERS:
             del self._losers[next(iter(self._losers))]
         self._losers[key, address, run_id] = None
 
     # ------------------------------------------------------------------ messages
 
-    def _swallowed(self, key: Any, worker: Any, run_id: Any) -> bool:
+    def _swallowed(self, key: Hashable, worker: Any, run_id: Any) -> bool:
         if (key, worker, run_id) in self._losers:
             ts = self.scheduler.tasks.get(key)
             if ts is not None and ts.processing_on is not None and ts.processing_on.address == worker:
@@ -228,7 +230,7 @@ class Speculation:
             return True
         return False
 
-    def _may_finish(self, key: Any, worker: str, run_id: Any) -> bool:
+    def _may_finish(self, key: Hashable, worker: str, run_id: Any) -> bool:
         """Whether stock should hear of a result; the winning copy's task is re-assigned first."""
         if self._swallowed(key, worker, run_id):
             return False
@@ -275,13 +277,13 @@ class Speculation:
         self._tell(key, address, worker)
         return True
 
-    def _tell(self, key: Any, first: str, second: str) -> None:
+    def _tell(self, key: Hashable, first: str, second: str) -> None:
         try:
             self.on_won(key, first, second)
         except Exception:
             self.guard.failed(NAME)
 
-    def _may_err(self, key: Any, worker: Any, run_id: Any) -> bool:
+    def _may_err(self, key: Hashable, worker: Any, run_id: Any) -> bool:
         if self._swallowed(key, worker, run_id):
             return False
         copy = self.copies.get(key)
@@ -298,14 +300,14 @@ class Speculation:
 
     # ------------------------------------------------------------------ events
 
-    def entered_processing(self, key: Any) -> None:
+    def entered_processing(self, key: Hashable) -> None:
         """The task was assigned, which it can only be anew."""
         copy = self.copies.get(key)
         if copy is not None and copy.ts.processing_on is not None:
             copy.first_address = copy.ts.processing_on.address
             copy.adopted = copy.ts.processing_on is copy.worker
 
-    def left_processing(self, key: Any, finish: str) -> None:
+    def left_processing(self, key: Hashable, finish: str) -> None:
         """The first copy has ended, one way or the other."""
         copy = self.copies.get(key)
         if copy is None:
@@ -314,7 +316,7 @@ class Speculation:
             return  # its worker died: rule 6
         self._drop(key, "lost" if finish in ("memory", "erred") else "cancelled")
 
-    def unwanted(self, key: Any) -> None:
+    def unwanted(self, key: Hashable) -> None:
         """The task was released or forgotten without being in processing."""
         if key in self.copies:
             self._drop(key, "cancelled")

@@ -22,6 +22,8 @@ from dask_gpurt.placement.decide.steal_policy import STOCK
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from distributed.scheduler import Scheduler, TaskState, WorkerState
+
     from dask_gpurt.model.circuit_breaker import Guard
 
 logger = logging.getLogger("distributed.scheduler.gpurt")
@@ -35,7 +37,7 @@ PARAMETERS = ("scheduler", "ts", "potential_thieves", "occupancies")
 class Stealing:
     """The take-over of one scheduler's stealing extension."""
 
-    def __init__(self, scheduler: Any, guard: Guard) -> None:
+    def __init__(self, scheduler: Scheduler, guard: Guard) -> None:
         self.scheduler = scheduler
         self.guard = guard
         #: tasks asked for from slow workers
@@ -62,7 +64,7 @@ class Stealing:
         part = self.guard.parts.setdefault(NAME, Part(NAME))
         stock = extension._get_thief
 
-        def _get_thief(scheduler: Any, ts: Any, potential_thieves: Any, *, occupancies: Any) -> Any:
+        def _get_thief(scheduler: Scheduler, ts: TaskState, potential_thieves: Any, *, occupancies: Any) -> Any:
             if part.retired is None:
                 try:
                     valid = scheduler.valid_workers(ts)
@@ -92,7 +94,7 @@ class Stealing:
         else:
             logger.warning("stealing._get_thief was overridden after placement took it over; left as it is")
 
-    def request(self, ts: Any, thief: Any) -> bool:
+    def request(self, ts: TaskState, thief: WorkerState) -> bool:
         """Ask the worker of a task to give it up for another; False when stealing may not touch it."""
         extension = self._extension
         victim = ts.processing_on

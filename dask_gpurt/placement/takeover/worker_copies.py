@@ -24,7 +24,7 @@ from distributed.worker_state_machine import RescheduleEvent
 from dask_gpurt.model.wrapped import Wrapped
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Hashable
 
 
 class WorkerCopies(Wrapped):
@@ -39,7 +39,7 @@ class WorkerCopies(Wrapped):
     def _wrap(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         tasks = self._worker.state.tasks
 
-        async def execute(key: Any, *, stimulus_id: str) -> Any:
+        async def execute(key: Hashable, *, stimulus_id: str) -> Any:
             event = await stock(key, stimulus_id=stimulus_id)
             ts = tasks.get(key)
             if ts is not None and ts.state == "resumed" and ts.next == "fetch" and self._active:

@@ -13,6 +13,7 @@ from dask_gpurt.placement.decide import root_dispatch
 from dask_gpurt.placement.decide.root_blocks import Block, RootBlocks
 from dask_gpurt.placement.decide.root_cuts import Member
 from dask_gpurt.placement.decide.root_dispatch import RootDispatch
+from dask_gpurt.placement.decide.steal_policy import STOCK
 from dask_gpurt.placement.engine import Engine
 from dask_gpurt.simulate import simulate
 from dask_gpurt.simulate.shapes import build
@@ -321,3 +322,14 @@ def test_an_exception_in_dealing_does_no_harm(monkeypatch: pytest.MonkeyPatch, o
     assert result.executed - result.wasted == len(workload.tasks), "all of them, each once"
     assert result.statistics["fallbacks"]["roots"]["exception"] == len(calls)
     assert f"{name} is broken" in result.statistics["last_traceback"]
+
+
+def test_with_books_that_failed_dask_deals_roots_and_steals() -> None:
+    engine = make_engine([FakeWorker(0), FakeWorker(1)])
+    engine.untrusted = True
+    task = FakeTask("f-1")
+    assert engine.decide(task, None) is None
+    assert engine.declined == {"bookkeeping retired": 1}
+    assert engine.leaves_roots()
+    assert engine.pull(FakeWorker(0)) is None
+    assert engine.thief(task, [], {}, None) is STOCK

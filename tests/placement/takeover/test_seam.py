@@ -27,6 +27,7 @@ class Stock:
     is_rootish = Scheduler.is_rootish
     stimulus_queue_slots_maybe_opened = Scheduler.stimulus_queue_slots_maybe_opened
     transitions = Scheduler.transitions
+    _task_to_msg = Scheduler._task_to_msg
 
     def __init__(self, *workers: FakeWorker) -> None:
         self.workers = {ws.address: ws for ws in workers}
