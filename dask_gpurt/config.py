@@ -1,8 +1,8 @@
 """One typed `Settings`, read once from Dask's configuration.
 
 The same names everywhere: ``gpurt.tiers.host-limit`` in YAML, ``DASK_GPURT__TIERS__HOST_LIMIT`` in the environment,
-``--gpurt-tiers-host-limit`` after ``--preload dask_gpurt.preload``. A key nobody knows or a value that is not allowed
-is an error that names the value, what is allowed and the nearest match; a typo must not run a cluster on defaults.
+``--gpurt-tiers-host-limit`` after ``--preload dask_gpurt.preload``. An unknown key or a value that is not allowed
+is an error that names the value, what is allowed and the nearest match: a typo must not run a cluster on defaults.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import dask.config
 import dask.utils
@@ -22,6 +22,7 @@ import yaml
 
 from dask_gpurt.errors import ConfigError
 
+_T = TypeVar("_T")
 _HERE = os.path.dirname(__file__)
 
 
@@ -53,16 +54,6 @@ class PlacementSettings:
     shadow: bool = False
     #: second copies of tasks that hang behind
     stragglers: bool = True
-
-    @classmethod
-    def of(cls, tree: Mapping[str, Any]) -> PlacementSettings:
-        """From the part of the configuration that was checked."""
-        return cls(
-            enabled=tree["enabled"],
-            candidates=tree["candidates"],
-            shadow=tree["shadow"],
-            stragglers=tree["stragglers"],
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,28 +88,6 @@ class TierSettings:
     #: share [0, 1] of the host budget for values read ahead; 0: none
     prefetch: float
 
-    @classmethod
-    def of(cls, tree: Mapping[str, Any]) -> TierSettings:
-        """From the part of the configuration that was checked."""
-        disk_limit = tree["disk-limit"]
-        return cls(
-            enabled=tree["enabled"],
-            host_limit=float(tree["host-limit"]),
-            directories=_folders(tree["directory"]),
-            disk_limit=None if disk_limit is None else _bytes(disk_limit, "gpurt.tiers.disk-limit"),
-            disk_reserve=_bytes(tree["disk-reserve"], "gpurt.tiers.disk-reserve"),
-            # YAML takes a bare on or off for a boolean.
-            direct_io={True: "on", False: "off"}.get(tree["direct-io"], tree["direct-io"]),
-            codec=tree["codec"] or "none",  # Dask makes None of "none" in an environment variable
-            object_store=tree["object-store"],
-            object_use=tree["object-use"],
-            object_timeout=float(tree["object-timeout"]),
-            device=tree["device"],
-            device_limit=float(tree["device-limit"]),
-            pinned_limit=_bytes(tree["pinned-limit"], "gpurt.tiers.pinned-limit"),
-            prefetch=float(tree["prefetch"]),
-        )
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShuffleSettings:
@@ -143,32 +112,14 @@ class ShuffleSettings:
         """Rows of one input for one worker are cut to messages of about so many bytes."""
         return max(1 << 12, min(8 << 20, self.receive_budget // 8))
 
-    @classmethod
-    def of(cls, tree: Mapping[str, Any]) -> ShuffleSettings:
-        """From the part of the configuration that was checked."""
-        return cls(
-            enabled=tree["enabled"],
-            transport=tree["transport"],
-            allow_plaintext_ucx=tree["allow-plaintext-ucx"],
-            receive_budget=max(1 << 16, _bytes(tree["receive-budget"], "gpurt.shuffle.receive-budget")),
-            retain=float(tree["retain"]),
-            codec=tree["codec"] or "none",
-            late_binding=tree["late-binding"],
-        )
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ObserveSettings:
     """``gpurt.observe``."""
 
     enabled: bool
-    #: of one host; a number, or pattern of host, class of node or worker name -> number; None: not told
+    #: of one host; a number, or pattern of host, class of node or worker name -> number; None: unknown
     cost_per_hour: float | Mapping[str, float] | None
-
-    @classmethod
-    def of(cls, tree: Mapping[str, Any]) -> ObserveSettings:
-        """From the part of the configuration that was checked."""
-        return cls(enabled=tree["enabled"], cost_per_hour=_prices(tree["cost-per-hour"]))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -177,11 +128,6 @@ class TraceSettings:
 
     #: None: no recording
     path: str | None
-
-    @classmethod
-    def of(cls, tree: Mapping[str, Any]) -> TraceSettings:
-        """From the part of the configuration that was checked."""
-        return cls(path=tree["path"])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -219,12 +165,47 @@ class Settings:
         return cls(
             policy=tree["policy"],
             on_error=tree["on-error"],
-            placement=PlacementSettings.of(tree["placement"]),
-            tiers=TierSettings.of(tree["tiers"]),
-            shuffle=ShuffleSettings.of(tree["shuffle"]),
-            observe=ObserveSettings.of(tree["observe"]),
-            trace=TraceSettings.of(tree["trace"]),
+            placement=_part(PlacementSettings, tree["placement"]),
+            tiers=_tiers(tree["tiers"]),
+            shuffle=_shuffle(tree["shuffle"]),
+            observe=_part(ObserveSettings, tree["observe"], cost_per_hour=_prices(tree["observe"]["cost-per-hour"])),
+            trace=_part(TraceSettings, tree["trace"]),
         )
+
+
+def _part(kind: type[_T], tree: Mapping[str, Any], **other: Any) -> _T:
+    """One part of the settings: fields by their keys in `tree`, and those in `other` as they are there."""
+    plain = {name: tree[name.replace("_", "-")] for name in kind.__annotations__ if name not in other}
+    return kind(**plain, **other)
+
+
+def _tiers(tree: Mapping[str, Any]) -> TierSettings:
+    disk_limit = tree["disk-limit"]
+    return _part(
+        TierSettings,
+        tree,
+        host_limit=float(tree["host-limit"]),
+        directories=_folders(tree["directory"]),
+        disk_limit=None if disk_limit is None else _bytes(disk_limit, "gpurt.tiers.disk-limit"),
+        disk_reserve=_bytes(tree["disk-reserve"], "gpurt.tiers.disk-reserve"),
+        # YAML takes a bare on or off for a boolean.
+        direct_io={True: "on", False: "off"}.get(tree["direct-io"], tree["direct-io"]),
+        codec=tree["codec"] or "none",  # Dask makes None of "none" in an environment variable
+        object_timeout=float(tree["object-timeout"]),
+        device_limit=float(tree["device-limit"]),
+        pinned_limit=_bytes(tree["pinned-limit"], "gpurt.tiers.pinned-limit"),
+        prefetch=float(tree["prefetch"]),
+    )
+
+
+def _shuffle(tree: Mapping[str, Any]) -> ShuffleSettings:
+    return _part(
+        ShuffleSettings,
+        tree,
+        receive_budget=max(1 << 16, _bytes(tree["receive-budget"], "gpurt.shuffle.receive-budget")),
+        retain=float(tree["retain"]),
+        codec=tree["codec"] or "none",
+    )
 
 
 def _merged(overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -280,7 +280,7 @@ class GpurtScheduler(SchedulerPlugin):
         async def undo() -> None:
             if NAME in scheduler.worker_plugins:
                 await scheduler.unregister_worker_plugin(None, NAME)
-            # Workers have ended speaking, but on another connection than the one that told so: what is under way must
+            # Workers send no more, but on another connection than the one that said so: what is under way must
             # not meet an unknown op, which would remove its worker.
             asyncio.get_running_loop().call_later(LATE_SECONDS, self._stop_listening, scheduler)
 

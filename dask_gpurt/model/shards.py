@@ -60,7 +60,7 @@ class ShardStore(Protocol):
     async def take(self, run: Hashable, part: int) -> list[Any]:
         """Remove and return all shards of one output partition, in order of chunk id (ids of one run sort).
 
-        An output nobody sent rows for gives ``[]``.
+        An output that no rows were sent for gives ``[]``.
 
         Raises
         ------

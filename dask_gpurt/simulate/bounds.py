@@ -4,7 +4,7 @@ path      the longest chain of tasks, each on the fastest worker, with the messa
 work      all work spread evenly over all slots, each at its speed
 network   bytes that must travel under any schedule over the links they need (`Workload.network_seconds`)
 
-It is loose where moving data and computing cannot overlap, and where tasks are few and long (nobody can run half a
+It is loose where moving data and computing cannot overlap, and where tasks are few and long (no worker can run half a
 task). There the best schedule that any policy found is what others are compared with; benchmarks/placement.py says
 which of the two it used.
 """

@@ -1,9 +1,9 @@
 """A recorded trace against other policies, at the same capacity: how many bytes had they moved?
 
 The accesses are those of the record (when a value came, was needed, was released and went); only what leaves memory
-differs. Mechanics are ideal: evictions happen at once, exactly when memory would pass the budget, and only values that
-nobody uses leave. So the difference between what was really moved and `Ours` is the price of the mechanics (time that
-writes take, requests in flight), and that between `Ours` and `belady` the price of not knowing the future.
+differs. Mechanics are ideal: evictions happen at once, exactly when memory would pass the budget, and only values
+that are not in use leave. So the difference between what was really moved and `Ours` is the price of the mechanics:
+time that writes take, requests in flight. That between `Ours` and `belady` is the price of not knowing the future.
 
 All policies keep the copy below after a load (values are immutable): leaving a second time costs no write.
 

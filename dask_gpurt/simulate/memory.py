@@ -4,7 +4,7 @@ As upstream's: above ``spill_share`` of the limit the least recently used result
 other; who stored the result that was too much waits for that. The disk serves one request at a time. Inputs of running
 tasks are *pinned*: written out they would not leave memory anyway.
 
-Or, ``in_background``, as this package's tiers do it: nobody waits for a write, only for room when memory is a quarter
+Or, ``in_background``, as this package's tiers do it: no task waits for a write, only for room when memory is a quarter
 above the limit; writes do not hold up reads; a value that was read keeps its copy on disk, and leaves memory again
 without a write; of the others goes first what is used last, as far as the scheduler knows. Reading ahead is left out.
 

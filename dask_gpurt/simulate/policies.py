@@ -75,7 +75,7 @@ def install(sim: Simulation, policy: str | Policy, settings: PlacementSettings |
         return None
     chooser: Policy | None = policy if not isinstance(policy, str) else load(policy)
     if isinstance(chooser, Cheapest) and policy == "gpurt":
-        chooser = None  # whatever production takes when it is told nothing else
+        chooser = None  # what production takes by default
     sim.busy.cost = sim.busy.cost.times(PLACEMENT_COST)
     plugin = PlacementPlugin(settings or Settings.load().placement, policy=chooser)
     # What `Scheduler.add_plugin` and the scheduler's start do. The seam compares, adopts and installs as it does live.

@@ -22,11 +22,12 @@ SEAMS = (
     "observe/seam.py",
     "extension/seam.py",
     "simulate/seam.py",
+    "tiers/engine/buffer_roots.py",  # of pandas, inspected as it goes
 )
 #: what is not looked at yet: the list may only shrink
-NOT_YET = ("placement/", "tiers/", "shuffle/")
+NOT_YET = ("shuffle/",)
 #: names with an underscore that are public, or of the standard library
-PUBLIC = {"_replace", "_asdict", "_fields", "_get_running_loop", "_set_running_loop", "_run"}
+PUBLIC = {"_make", "_replace", "_asdict", "_fields", "_get_running_loop", "_set_running_loop", "_run"}
 
 
 #: builtins that take the name of an attribute

@@ -66,7 +66,7 @@ class Candidate:
     queue_seconds: float
     #: inbound traffic, then the missing inputs
     inputs_seconds: float
-    #: until a disk, its own or that of whoever sends an input, has read what is not in memory
+    #: until a disk, its own or that of the worker that sends an input, has read what is not in memory
     read_seconds: float
     #: a little for fetches that its queue hides, so that of equals the nearer one is chosen
     hidden_seconds: float

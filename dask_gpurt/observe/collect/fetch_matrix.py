@@ -26,7 +26,7 @@ from distributed.comm import get_address_host
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-#: sources told with a heartbeat, at most, besides `OTHERS`
+#: sources that a heartbeat names, at most, besides `OTHERS`
 TOLD = 32
 OTHERS = "others"
 #: begins a source that stands for all workers of a host
@@ -123,7 +123,7 @@ def matrix(workers: Iterable[tuple[str, str, Mapping[str, Any]]]) -> Matrix:
     """(name, address, heartbeat) of all workers, put together."""
     rows = list(workers)
     by_host = len(rows) > WORKERS
-    # place: where a row of the matrix is, by the address or the host that a source is told as
+    # place: where a row of the matrix is, by the address or the host that stands for a source
     pairs: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     names: dict[str, str] = {}
     nominal: dict[str, float] = {}

@@ -217,7 +217,7 @@ class SlotMeter:
         return task
 
     def ended(self, task: RunningTask, seconds: float | None = None) -> None:
-        """It ends; `seconds`: of its own work, as far as it was told. Once: what comes later changes nothing."""
+        """It ends; `seconds`: of its own work, where they are known. A second call changes nothing."""
         with self.lock:
             if task.closed:
                 return

@@ -261,7 +261,7 @@ class StallLedger:
     # ------------------------------------------------------------------ heartbeats
 
     def heartbeat(self, ws: WorkerState, figures: Mapping[str, Any] | None) -> None:
-        """A worker told what its slots did; None: it runs without the extension.
+        """Take in what a worker reports of its slots; None: it runs without the extension.
 
         Figures come by Dask's heartbeats and with reports, so older ones may come after newer ones: they are left out.
         """

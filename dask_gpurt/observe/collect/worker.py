@@ -41,7 +41,7 @@ logger = logging.getLogger("distributed.worker.gpurt")
 
 #: exceptions of our own until nothing is measured any more
 ERRORS = 10
-#: sources of fetches that are told apart; the rest is one
+#: sources of fetches that are counted one by one; the rest is one
 SOURCES = 256
 _CODING = ("deserialize", "decompress", "serialize", "compress")
 

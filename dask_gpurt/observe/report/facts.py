@@ -111,7 +111,7 @@ class Run:
     placement: Mapping[str, Any]
     #: bytes and counts of the engine's shuffles, over all workers; in the run
     shuffle: Mapping[str, float]
-    #: what a host costs an hour: number, or pattern of its address, class or worker's name -> number; None: not told
+    #: what a host costs an hour: number, or pattern of its address, class or worker's name -> number; None: unknown
     prices: float | Mapping[str, float] | None
 
     @property

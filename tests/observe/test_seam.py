@@ -1,0 +1,34 @@
+"""A name that observation relies on is looked up before anything is changed."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+from distributed import Worker
+
+from dask_gpurt.errors import SeamMismatch
+from dask_gpurt.extension import seam as extension_seam
+from dask_gpurt.observe import seam
+
+
+def test_what_is_there_passes() -> None:
+    seam.check_tasks()
+    seam.check_scheduler(types.SimpleNamespace(workers={}, tasks={}, queued=(), unrunnable=(), handlers={}))
+
+
+def test_what_is_missing_is_named_with_the_remedy() -> None:
+    with pytest.raises(SeamMismatch, match=r"scheduler\.queued does not exist.*Remedy"):
+        seam.check_scheduler(types.SimpleNamespace(workers={}, tasks={}))
+    worker = types.SimpleNamespace(state=types.SimpleNamespace(has_what={}), gather_dep=lambda worker: None)
+    with pytest.raises(SeamMismatch, match=r"worker\.execute does not exist.*on-error: stock"):
+        seam.check_worker(worker)
+    with pytest.raises(SeamMismatch, match=r"Worker\.gather_dep cannot be called"):
+        extension_seam.check_fetches(worker)
+
+
+def test_a_worker_that_cannot_be_refused_ends() -> None:
+    """Dask would log what a preload raises, and start the worker as if nothing had been asked."""
+    worker = Worker.__new__(Worker)
+    with pytest.raises(SystemExit, match="no disk"):
+        extension_seam.refuse(worker, RuntimeError("no disk"))
