@@ -104,7 +104,7 @@ class Victims:
         return None
 
     def pop_dirty(self, *, small: bool) -> Entry | None:
-        """The next victim that has to be written; with `small_tasks`, also those of last resort."""
+        """The next victim that has to be written; with `small`, also one of last resort."""
         entry = self.first()
         if entry is not None:
             return self._take(entry, _reason(entry))

@@ -28,8 +28,9 @@ from dask_gpurt.tiers.engine.victims import soonest_use
 from dask_gpurt.tiers.storage.codec import PickleCodec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable
 
+    from dask.typing import Key
     from distributed.spill import SpillBuffer
 
     from dask_gpurt.tiers.device.space import DeviceSpace
@@ -60,10 +61,10 @@ class SpilledSize(NamedTuple):
     disk: int
 
 
-class _Keys(Collection[Any]):
+class _Keys(Collection["Key"]):
     """The keys of a store in some states; a live view."""
 
-    def __init__(self, entries: dict[Any, Entry], states: tuple[State, ...], count: Callable[[], int]) -> None:
+    def __init__(self, entries: dict[Key, Entry], states: tuple[State, ...], count: Callable[[], int]) -> None:
         self._entries = entries
         self._states = states
         self._count = count
@@ -71,7 +72,7 @@ class _Keys(Collection[Any]):
     def __len__(self) -> int:
         return self._count()
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Key]:
         return (k for k, e in self._entries.items() if e.state in self._states)
 
     def __contains__(self, key: object) -> bool:
@@ -79,7 +80,7 @@ class _Keys(Collection[Any]):
         return entry is not None and entry.state in self._states
 
 
-class TieredStore(MutableMapping[Any, Any]):
+class TieredStore(MutableMapping["Key", Any]):
     """Task results of one worker, in memory and on disk. Use on the event loop's thread; reading also works elsewhere.
 
     Parameters
@@ -90,12 +91,12 @@ class TieredStore(MutableMapping[Any, Any]):
         Called on the loop with a key whose last copy turned out to be unreadable. The key is still in the store.
     """
 
-    def __init__(self, engine: Engine, *, on_lost: Callable[[Any], None] = lambda key: None) -> None:
+    def __init__(self, engine: Engine, *, on_lost: Callable[[Key], None] = lambda key: None) -> None:
         self._engine = engine
-        self._entries: dict[Any, Entry] = {}
+        self._entries: dict[Key, Entry] = {}
         self._account = Account("data", PickleCodec(), on_lost=lambda entry: on_lost(entry.key))
         #: keys that are set go there while the store is being drained (see `spill_buffer`)
-        self.successor: MutableMapping[Any, Any] | None = None
+        self.successor: MutableMapping[Key, Any] | None = None
         #: called with each entry made, before any victim is chosen; must not raise
         self.on_add: list[Callable[[Entry], None]] = []
         #: keeps the values that are in device memory; the entry's value is then a `Box`
@@ -109,7 +110,7 @@ class TieredStore(MutableMapping[Any, Any]):
 
     # ------------------------------------------------------------------ mapping
 
-    def __setitem__(self, key: Hashable, value: Any) -> None:
+    def __setitem__(self, key: Key, value: Any) -> None:
         """Never raises for reasons of space, never blocks on I/O."""
         old = self._entries.pop(key, None)
         if old is not None:
@@ -130,7 +131,7 @@ class TieredStore(MutableMapping[Any, Any]):
             listener(entry)
         self._engine.balance()
 
-    def __getitem__(self, key: Hashable) -> Any:
+    def __getitem__(self, key: Key) -> Any:
         entry = self._entries.get(key)
         if entry is None:
             if self.successor is not None:
@@ -143,7 +144,7 @@ class TieredStore(MutableMapping[Any, Any]):
         value = self._engine.get(entry)
         return value.get() if type(value) is Box else value
 
-    def __delitem__(self, key: Hashable) -> None:
+    def __delitem__(self, key: Key) -> None:
         entry = self._entries.pop(key, None)
         if entry is None:
             if self.successor is None:
@@ -159,7 +160,7 @@ class TieredStore(MutableMapping[Any, Any]):
             # In a thread: its copy may be on a disk, and another thread may be at work on it.
             self._engine.io.submit(value.space.remove, value)
 
-    def _set_device_value(self, device: DeviceSpace, key: Hashable, value: Any) -> None:
+    def _set_device_value(self, device: DeviceSpace, key: Key, value: Any) -> None:
         box = device.put(key, value)
         entry = self._entries[key] = self._engine.add(self._account, key, box, sys.getsizeof(box), balance=False)
         entry.unspillable = True  # it leaves the device by other ways than memory
@@ -177,7 +178,7 @@ class TieredStore(MutableMapping[Any, Any]):
     def __len__(self) -> int:
         return len(self._entries) + (0 if self.successor is None else len(self.successor))
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Key]:
         keys = dict.fromkeys(self._entries)
         if self.successor is not None:
             keys.update(dict.fromkeys(self.successor))
@@ -194,7 +195,7 @@ class TieredStore(MutableMapping[Any, Any]):
 
     # ------------------------------------------------------------------ residence
 
-    async def ensure(self, keys: Iterable[Hashable]) -> list[Entry]:
+    async def ensure(self, keys: Iterable[Key]) -> list[Entry]:
         """Bring keys into memory and pin them. Unknown keys are skipped.
 
         Returns
@@ -234,7 +235,7 @@ class TieredStore(MutableMapping[Any, Any]):
                 entry.value.pins -= 1
             self._engine.unpin(entry)
 
-    async def unbox(self) -> list[Any]:
+    async def unbox(self) -> list[Key]:
         """Make plain values of all device values, for a store that has no device tier; keys that could not be."""
         failed = []
         for key, entry in list(self._entries.items()):
@@ -252,29 +253,29 @@ class TieredStore(MutableMapping[Any, Any]):
         self.device = None
         return failed
 
-    def is_lost(self, key: Hashable) -> bool:
+    def is_lost(self, key: Key) -> bool:
         """The key is here by name, but no valid copy is left."""
         entry = self._entries.get(key)
         return entry is not None and entry.state is State.LOST
 
-    def adopt(self, key: Hashable, nbytes: int, handle: Handle) -> None:
+    def adopt(self, key: Key, nbytes: int, handle: Handle) -> None:
         """Take over a value that is on disk already, without reading it."""
         self._entries[key] = self._engine.add_stored(self._account, key, nbytes, handle)
 
-    def entry(self, key: Hashable) -> Entry | None:
+    def entry(self, key: Key) -> Entry | None:
         """For inspection, and for draining."""
         return self._entries.get(key)
 
-    def own_keys(self) -> list[Any]:
+    def own_keys(self) -> list[Key]:
         """Keys that are not in the successor."""
         return list(self._entries)
 
     @property
-    def own_keys_view(self) -> Collection[Any]:
+    def own_keys_view(self) -> Collection[Key]:
         """Live view of `own_keys`."""
         return self._entries.keys()
 
-    def forget(self, key: Hashable) -> None:
+    def forget(self, key: Key) -> None:
         """Drop a key that its successor has by now."""
         entry = self._entries.pop(key, None)
         if entry is not None:
@@ -290,17 +291,17 @@ class TieredStore(MutableMapping[Any, Any]):
         return total if other is None else SpilledSize(total[0] + other[0], total[1] + other[1])
 
     @property
-    def slow(self) -> Collection[Any]:
+    def slow(self) -> Collection[Key]:
         """Keys that are not in memory; its length is the task count "disk" in Prometheus."""
         return _Keys(self._entries, (State.STORED, State.LOADING), lambda: self._account.stored)
 
     @property
-    def disk(self) -> Collection[Any]:
+    def disk(self) -> Collection[Key]:
         """The same as `slow`, under its name in distributed's store."""
         return self.slow
 
     @property
-    def memory(self) -> Collection[Any]:
+    def memory(self) -> Collection[Key]:
         """Keys that are in memory."""
         return _Keys(
             self._entries, (State.RESIDENT, State.MOVING), lambda: sum(e.in_memory for e in self._entries.values())

@@ -224,7 +224,7 @@ def _files(buffer: SpillBuffer) -> File[bytes]:
 
 
 def adopt(data: SpillBuffer, store: TieredStore) -> None:
-    """Move what `data` holds into `task_store`. What is on disk stays there.
+    """Move what `data` holds into `store`. What is on disk stays there.
 
     Synchronous: no task sees a state in between.
     """
@@ -242,12 +242,12 @@ def adopt(data: SpillBuffer, store: TieredStore) -> None:
 
 
 async def give_back(store: TieredStore, data: SpillBuffer, engine: Engine) -> list[Key]:
-    """Move everything from `task_store` into `data`; see the module for the order. The loop stays free.
+    """Move everything from `store` into `data`; see the module for the order. The loop stays free.
 
     Returns
     -------
     list
-        Keys that could not be read back; they are still in `task_store`.
+        Keys that could not be read back; they are still in `store`.
     """
     for key in store.own_keys():
         entry = store.entry(key)
