@@ -252,9 +252,10 @@ class Bench:
                     with contextlib.suppress(ProcessLookupError):  # its nanny has restarted it meanwhile
                         os.kill(pid, signal.SIGKILL)
             elif kind == "stop":
-                os.kill(pids[0], signal.SIGSTOP)
-                time.sleep(STOP_SECONDS)
-                os.kill(pids[0], signal.SIGCONT)
+                with contextlib.suppress(ProcessLookupError):  # as above, after an earlier run
+                    os.kill(pids[0], signal.SIGSTOP)
+                    time.sleep(STOP_SECONDS)
+                    os.kill(pids[0], signal.SIGCONT)
             elif kind == "retire":
                 self.cluster.scale(WORKERS - 1)
             struck.set()

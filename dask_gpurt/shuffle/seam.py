@@ -221,6 +221,8 @@ def check() -> None:
     for owner, name in FIELDS:
         if name not in getattr(owner, "__dataclass_fields__", ()):
             differences.append(f"{owner.__name__} has no field {name}")
+    if not callable(_find_common_type()):
+        differences.append("pandas.core.dtypes.cast.find_common_type(missing)")
     if _RESTRICTED not in _code(vars(ShuffleSchedulerPlugin).get("_set_restriction"), "co_consts"):
         differences.append(f"ShuffleSchedulerPlugin._set_restriction does not annotate {_RESTRICTED}")
     run = _parameters(DataFrameShuffleRun.__init__)
@@ -467,10 +469,13 @@ def columns_of(data: pd.DataFrame) -> Iterator[Any]:
 
 def common_dtype(actual: Any, wanted: Any) -> Any:
     """The dtype that stock's unpack gives a column that is `actual` in the data and `wanted` in the meta."""
+    return _find_common_type()([actual, wanted])
+
+
+def _find_common_type() -> Any:
     from pandas.core.dtypes import cast
 
-    find: Any = vars(cast)["find_common_type"]  # not in pandas' public stubs
-    return find([actual, wanted])
+    return vars(cast).get("find_common_type")  # not in pandas' public stubs
 
 
 def on_teardown(plugin: Any, last: Callable[[], Awaitable[None]]) -> None:
