@@ -1,8 +1,7 @@
 """The only module of the shuffle that names private parts of dask and distributed.
 
-`check` compares the installed distributed with what this code was written for, `probe` does so on a worker. The other
-functions do what needs a private name. Subclasses of distributed's classes use inherited private names by ``self``;
-these are in the tables, too.
+`check` compares the installed distributed with what this code was written for. The other functions do what needs a
+private name. Subclasses of distributed's classes use inherited private names by ``self``; these are in the tables, too.
 
 Theory of operation. `distributed.shuffle` is private and has no stability promise. So all that we inherit from,
 override, call or read is imported here and listed in tables: methods with their parameters (`METHODS`), attributes that
@@ -50,18 +49,17 @@ from distributed.shuffle._shuffle import DataFrameShuffleRun, DataFrameShuffleSp
 from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin, _ShuffleRunManager
 from distributed.utils_comm import retry
 
-from dask_gpurt._version import __version__
 from dask_gpurt.errors import SeamMismatch
-from dask_gpurt.model.compression import Chooser
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+    from collections.abc import Awaitable, Callable, Coroutine, Iterator
 
     import pandas as pd
     from distributed.scheduler import TaskState
 
 T = TypeVar("T")
 
+#: handed on to the other modules
 __all__ = [
     "ArrayRechunkSpec",
     "CommShardsBuffer",
@@ -79,30 +77,14 @@ __all__ = [
     "ShuffleSpec",
     "ShuffleWorkerPlugin",
     "barrier_key",
-    "check",
-    "common_dtype",
     "context_meter",
     "dask_deserialize",
     "dask_serialize",
     "error_message",
-    "execution",
-    "host_of",
     "id_from_key",
-    "on_teardown",
-    "order_of_outputs",
-    "output_of",
-    "probe",
-    "probe_workers",
-    "require_encryption",
     "retry",
-    "scheme_of",
     "serialize",
-    "shuffle_tables",
-    "swap_plugin",
-    "sync",
-    "this_key",
     "thread_time",
-    "unpack_tasks",
 ]
 
 #: what is overridden or called: (class that defines it, name, parameters it must have, in order, without self)
@@ -250,56 +232,6 @@ def _parameters(function: Any) -> tuple[str, ...] | None:
 def _code(function: Any, table: str) -> tuple[Any, ...]:
     """A table of the bytecode of a function; empty when it is not a Python function."""
     return tuple(getattr(getattr(inspect.unwrap(function), "__code__", None), table, ())) if function else ()
-
-
-def probe(version: str, codec: str = "none") -> None:
-    """Run on a worker: can it make the runs of this version, with this setting of the codec? Raises when not.
-
-    Raises
-    ------
-    SeamMismatch
-        Another version of this package or of distributed there.
-    ConfigError
-        The codec is not installed there.
-    """
-    if version != __version__:
-        raise SeamMismatch(
-            f"this worker has dask-gpurt {__version__}, the scheduler {version}. Remedy: install one version everywhere"
-        )
-    check()
-    Chooser(codec, "gpurt.shuffle.codec")
-
-
-async def probe_workers(
-    scheduler: Any, workers: Iterable[str], codec: str = "none", timeout_seconds: float = 30.0
-) -> dict[str, str]:
-    """Ask workers whether they can run our spec.
-
-    Returns
-    -------
-    dict
-        Address to ``""`` when it can, else to the reason why not (package missing, other version, no answer).
-    """
-    from distributed.protocol.pickle import dumps
-
-    msg = {"op": "run", "function": dumps(probe), "args": dumps((__version__, codec)), "wait": True}
-    workers = list(workers)
-    try:
-        answers = await asyncio.wait_for(
-            scheduler.broadcast(msg=msg, workers=workers, on_error="return"), timeout_seconds
-        )
-    except TimeoutError:
-        return dict.fromkeys(workers, f"no answer within {timeout_seconds:g} s")
-    reasons = {}
-    for address in workers:
-        answer = answers.get(address)
-        if isinstance(answer, dict) and answer.get("status") == "OK":
-            reasons[address] = ""
-        elif isinstance(answer, dict):
-            reasons[address] = str(answer.get("exception_text") or answer.get("text") or answer.get("status"))
-        else:
-            reasons[address] = repr(answer)
-    return reasons
 
 
 def swap_plugin(scheduler: Scheduler, make: Callable[[], Any]) -> tuple[Any, Any]:

@@ -16,7 +16,16 @@ from distributed.utils_test import gen_cluster
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.errors import InstallError, SeamMismatch
 from dask_gpurt.model import circuit_breaker
-from dask_gpurt.shuffle import MemoryShardStore, ShuffleTakeover, provide, seam, store_of, withdraw, worker_statistics
+from dask_gpurt.shuffle import (
+    MemoryShardStore,
+    ShuffleTakeover,
+    probe,
+    provide,
+    seam,
+    store_of,
+    withdraw,
+    worker_statistics,
+)
 from dask_gpurt.shuffle.spec import GpurtShuffleSpec
 from tests.shuffle.helpers import ON, left, source, until
 
@@ -119,17 +128,17 @@ async def test_a_worker_that_can_not_means_stock_for_all(c, s, a, b):
 
 @gen_cluster(**TWO)
 async def test_probe_says_why_a_worker_can_not(c, s, a, b):
-    assert await seam.probe_workers(s, [a.address]) == {a.address: ""}
+    assert await probe.probe_workers(s, [a.address]) == {a.address: ""}
     with pytest.raises(SeamMismatch, match="this worker has dask-gpurt"):
-        seam.probe("0.0.0")
+        probe.probe("0.0.0")
     b.handlers["run"] = lambda comm, **kwargs: {"status": "error", "exception_text": "no module dask_gpurt"}
-    assert (await seam.probe_workers(s, [b.address]))[b.address] == "no module dask_gpurt"
+    assert (await probe.probe_workers(s, [b.address]))[b.address] == "no module dask_gpurt"
 
     async def never(comm, **kwargs):
         await asyncio.sleep(60)
 
     b.handlers["run"] = never
-    assert "no answer" in (await seam.probe_workers(s, [b.address], timeout_seconds=0.1))[b.address]
+    assert "no answer" in (await probe.probe_workers(s, [b.address], timeout_seconds=0.1))[b.address]
 
 
 @gen_cluster(client=True, nthreads=[], timeout=60)

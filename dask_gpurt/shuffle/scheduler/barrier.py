@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.protocol.messages import Reopen
 from dask_gpurt.shuffle.scheduler.calls import FlushFailed
-from dask_gpurt.shuffle.scheduler.runs import PATIENCE, PATIENCE_SECONDS, RunEvent, Step
+from dask_gpurt.shuffle.scheduler.phases import RunEvent
+from dask_gpurt.shuffle.scheduler.runs import PATIENCE, PATIENCE_SECONDS, Step
 
 if TYPE_CHECKING:
     from collections.abc import Callable

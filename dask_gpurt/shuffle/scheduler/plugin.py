@@ -34,7 +34,7 @@ from dask_gpurt.errors import InstallError
 from dask_gpurt.model import Event, Sink, null_sink
 from dask_gpurt.model.circuit_breaker import Guard, Part
 from dask_gpurt.shuffle import seam
-from dask_gpurt.shuffle.protocol.histogram import add_up, skewed
+from dask_gpurt.shuffle.probe import probe_workers
 from dask_gpurt.shuffle.protocol.messages import OPEN_OUTPUT, BarrierAnswer, OutputOpened
 from dask_gpurt.shuffle.scheduler.barrier import Barrier
 from dask_gpurt.shuffle.scheduler.barrier_hold import Holder
@@ -44,6 +44,7 @@ from dask_gpurt.shuffle.scheduler.recovery import Amender
 from dask_gpurt.shuffle.scheduler.reopen import Opener
 from dask_gpurt.shuffle.scheduler.restart import for_the_rest, keep_outputs
 from dask_gpurt.shuffle.scheduler.runs import Runs
+from dask_gpurt.shuffle.scheduler.skew import SkewReport
 from dask_gpurt.shuffle.spec import GpurtShuffleSpec
 from dask_gpurt.shuffle.transport.planes import statistics_of
 from dask_gpurt.shuffle.worker import shard_stores
@@ -151,7 +152,7 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
         await self.takeover.pin(id, run_id, self)
         if (record := self.runs.get(id)) is not None:
             # Not awaited: outputs need not wait for what is said about them.
-            seam.in_background(self.scheduler, self.takeover.look_at_skew, record)
+            seam.in_background(self.scheduler, self.takeover.skew.look, record)
         return None
 
     def _passed_partners(self, shuffle_id: Any) -> list[Any]:
@@ -251,12 +252,8 @@ class ShuffleTakeover:
         self._fallbacks: collections.Counter[str] = collections.Counter()
         #: outputs sent to their worker at once
         self._pinned = 0
-        #: shuffles with outputs far above the mean
-        self._skewed = 0
-        #: of them all, the most rows of an output over the mean rows
-        self._largest_ratio = 0.0
-        #: what was said about the latest ones
-        self._skews: collections.deque[str] = collections.deque(maxlen=8)
+        #: what is said of large outputs
+        self.skew = SkewReport(sink, self.failed)
         self._guard = Guard("shuffle", logger, sink=sink)
 
     @classmethod
@@ -309,7 +306,7 @@ class ShuffleTakeover:
         if not workers:
             return
         try:
-            answers = await seam.probe_workers(self.scheduler, workers, self.settings.codec)
+            answers = await probe_workers(self.scheduler, workers, self.settings.codec)
         except Exception as e:
             self.failed()
             answers = dict.fromkeys(workers, repr(e))
@@ -362,31 +359,6 @@ class ShuffleTakeover:
         except Exception:
             self.failed()
 
-    async def look_at_skew(self, record: RunRecord) -> None:
-        """Say which outputs of a run are far larger than the others. Never raises."""
-        if record.histograms is None:
-            return  # the run was started anew, or its workers did not answer
-        try:
-            rows, nbytes, values = add_up(record.histograms)
-            worker_for, moves = record.worker_for, record.amendments.moves
-            large = skewed(rows, nbytes, len(worker_for))
-            for part in moves.keys() - {one.part for one in large}:
-                source, target = moves[part]
-                text = f"output {part} of shuffle {record.id} was moved from {source} to {target}, which had less to do"
-                self._sink(Event("shuffle.bound", text, {"shuffle": str(record.id), "part": part, "owner": target}))
-            if not large:
-                return
-            self._skewed += 1
-            self._largest_ratio = max(self._largest_ratio, large[0].ratio)
-            for one in large:
-                owner = worker_for.get(one.part, "")
-                text = one.text(str(record.id), owner, values.get(one.part, ""), moves.get(one.part, ("",))[0])
-                self._skews.append(text)
-                fields = {"shuffle": str(record.id), "owner": owner, "value": values.get(one.part, "")}
-                self._sink(Event("shuffle.skew", text, {**fields, **dataclasses.asdict(one)}))
-        except Exception:
-            self.failed()
-
     def _reason_for_stock(self, spec: Any) -> str:
         import pandas as pd
 
@@ -422,11 +394,7 @@ class ShuffleTakeover:
             "fallbacks": dict(self._fallbacks),
             "pinned": self._pinned,
             "recovery": {} if plugin is None else plugin.recovery_statistics(),
-            "skew": {
-                "skewed": self._skewed,
-                "largest_ratio": round(self._largest_ratio, 2),
-                "latest": list(self._skews),
-            },
+            "skew": self.skew.statistics(),
             "late_binding": {} if plugin is None else plugin.binder.statistics(),
             "errors": sum(part.fallbacks.values()),
             "last_error": part.last_traceback or "",

@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.protocol.messages import Valid
 from dask_gpurt.shuffle.protocol.recovery import EPOCHS, Validity, reassign, undone
-from dask_gpurt.shuffle.scheduler.runs import Begun, RunEvent
+from dask_gpurt.shuffle.scheduler.phases import RunEvent
+from dask_gpurt.shuffle.scheduler.runs import Begun
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable

@@ -33,8 +33,9 @@ from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.protocol.messages import Complete
 from dask_gpurt.shuffle.protocol.recovery import EPOCHS, lost_outputs, reassign
 from dask_gpurt.shuffle.scheduler.calls import FlushFailed
+from dask_gpurt.shuffle.scheduler.phases import RunEvent
 from dask_gpurt.shuffle.scheduler.restart import NOT_WANTED
-from dask_gpurt.shuffle.scheduler.runs import PATIENCE, PATIENCE_SECONDS, Begun, RunEvent, Step
+from dask_gpurt.shuffle.scheduler.runs import PATIENCE, PATIENCE_SECONDS, Begun, Step
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator

@@ -1,12 +1,6 @@
 """`RunRecord`, what the scheduler knows of one run of our shuffle, and `Runs`, the registry of all active ones.
 
-A record has a `Phase`. Events move it, by the table `TRANSITIONS`; nothing else does::
-
-    RECEIVING --BARRIER_PASSED--> PASSED --OUTPUTS_OPENED--> OPENED
-        ^                          |  ^                       |  ^
-        +-------BARRIER_LOST-------+  +---OUTPUTS_COMPLETE----+  +-- OUTPUTS_OPENED
-
-    any of them --DROPPED--> ENDED
+A record has a phase, which events move (`phases`); nothing else does.
 
 Theory of operation. Dask's plugin keeps the active runs; a record is added when one of ours is first looked up, and
 ends when Dask drops its run. What workers have to know travels with the run's spec (`amendments`, see
@@ -32,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.protocol.recovery import agreed, too_narrow
+from dask_gpurt.shuffle.scheduler.phases import TRANSITIONS, InvalidTransition, Phase, RunEvent
 from dask_gpurt.shuffle.spec import GpurtShuffleSpec
 
 if TYPE_CHECKING:
@@ -52,56 +47,6 @@ PATIENCE_SECONDS = 0.2
 #: tasks whose end is listened for, and shuffles that are left alone, at most
 LISTENED = 4096
 LEFT_ALONE = 10_000
-
-
-class InvalidTransition(RuntimeError):
-    """An event happened to a run in a phase in which it cannot."""
-
-
-class Phase(enum.Enum):
-    """Where a run is."""
-
-    #: inputs are split and sent; its barrier has not passed
-    RECEIVING = "receiving"
-    #: the barrier has passed, and every output has its rows
-    PASSED = "passed"
-    #: the barrier has passed; the tasks of some outputs wait until rows were sent again
-    OPENED = "opened"
-    #: Dask has dropped it
-    ENDED = "ended"
-
-
-class RunEvent(enum.Enum):
-    """What moves a run to another phase."""
-
-    BARRIER_PASSED = "barrier passed"
-    #: the barrier's task was lost before its end was known, and no output was made
-    BARRIER_LOST = "barrier lost"
-    OUTPUTS_OPENED = "outputs opened"
-    OUTPUTS_COMPLETE = "outputs complete"
-    DROPPED = "dropped"
-
-
-TRANSITIONS: dict[Phase, dict[RunEvent, Phase]] = {
-    Phase.RECEIVING: {
-        RunEvent.BARRIER_PASSED: Phase.PASSED,
-        RunEvent.DROPPED: Phase.ENDED,
-    },
-    Phase.PASSED: {
-        # The task of a barrier may run twice: its worker was lost.
-        RunEvent.BARRIER_PASSED: Phase.PASSED,
-        RunEvent.BARRIER_LOST: Phase.RECEIVING,
-        RunEvent.OUTPUTS_OPENED: Phase.OPENED,
-        RunEvent.DROPPED: Phase.ENDED,
-    },
-    Phase.OPENED: {
-        RunEvent.BARRIER_PASSED: Phase.OPENED,
-        RunEvent.OUTPUTS_OPENED: Phase.OPENED,
-        RunEvent.OUTPUTS_COMPLETE: Phase.PASSED,
-        RunEvent.DROPPED: Phase.ENDED,
-    },
-    Phase.ENDED: {},
-}
 
 
 class Step(enum.Enum):

@@ -22,7 +22,8 @@ from dask_gpurt.shuffle import MemoryShardStore, worker_statistics
 from dask_gpurt.shuffle.protocol import rebalance_plan
 from dask_gpurt.shuffle.protocol.rebalance_plan import Output
 from dask_gpurt.shuffle.scheduler import rebalance
-from dask_gpurt.shuffle.scheduler.runs import RunEvent, Runs
+from dask_gpurt.shuffle.scheduler.phases import RunEvent
+from dask_gpurt.shuffle.scheduler.runs import Runs
 from dask_gpurt.shuffle.spec import GpurtShuffleSpec
 from dask_gpurt.shuffle.worker.handover import HandingRun
 from tests.shuffle.helpers import NastyStore, ordered, taken_over, until, whole
@@ -287,12 +288,18 @@ def stopped(after: int):
     give = HandingRun._give
 
     async def flushed(self):
+        self.flushes = True
         if getattr(self, "gives", False):
             reached.set()
-        await flush(self)
+        try:
+            await flush(self)
+        finally:
+            self.flushes = False
 
     async def giving(self, *args):
         self.gives = True
+        if getattr(self, "flushes", False):  # the flush came first
+            reached.set()
         try:
             await give(self, *args)
         finally:

@@ -10,7 +10,8 @@ import pytest
 
 from dask_gpurt.shuffle.protocol.recovery import State, Validity
 from dask_gpurt.shuffle.scheduler import runs as runs_module
-from dask_gpurt.shuffle.scheduler.runs import TRANSITIONS, InvalidTransition, Phase, RunEvent, RunRecord, Runs
+from dask_gpurt.shuffle.scheduler.phases import TRANSITIONS, InvalidTransition, Phase, RunEvent
+from dask_gpurt.shuffle.scheduler.runs import RunRecord, Runs
 
 
 def run(run_id: int = 1, name: str = "x") -> Any:
