@@ -75,7 +75,7 @@ async def test_refused_while_a_shuffle_is_active(c, s, a, b):
     stock.active_shuffles.clear()
     takeover = await ShuffleTakeover.install(s, ON)
     s.plugins["shuffle"].active_shuffles["x"] = None
-    with pytest.raises(InstallError, match="can not uninstall"):
+    with pytest.raises(InstallError, match="cannot uninstall"):
         await takeover.uninstall()
     assert takeover.statistics()["installed"]
     s.plugins["shuffle"].active_shuffles.clear()

@@ -32,7 +32,7 @@ TIMES_MEAN = 4.0
 LEAST_ROWS = 10_000
 #: rows looked at to find the value behind a large output
 LOOK_ROWS = 4096
-#: outputs told of one shuffle
+#: outputs that are named of one shuffle
 TOLD = 8
 
 

@@ -1,9 +1,9 @@
 """`Barrier`: when the barrier of a shuffle passes. On the scheduler.
 
 Theory of operation. The barrier's task runs on a worker, and its call waits here. All workers flush; the barrier passes
-when they have done so in one epoch, no epoch is being told, each input of an amended run is vouched for, and no output
-changes hands. `Barrier.passes` tries (`_once`) until it does. Between two tries it waits for a change of the run, or of
-a run that shares outputs with it (`runs`).
+when they have done so in one epoch, no epoch is being announced, each input of an amended run is vouched for, and no
+output changes hands. `Barrier.passes` tries (`_once`) until it does. Between two tries it waits for a change of the
+run, or of a run that shares outputs with it (`runs`).
 
 The task's thread must not wait here for transfer tasks: it may be the only one left to run them. So the answer is that
 the barrier's task has to run again as soon as the task is not ``processing`` any more.

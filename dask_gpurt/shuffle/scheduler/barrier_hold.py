@@ -136,13 +136,13 @@ class Holder:
                 copying.result()
 
     def _copied(self, record: RunRecord, barrier: TaskState, address: str, copying: asyncio.Future[Any]) -> None:
-        """Have a worker forget a copy that nobody knows of, or of a run that is over.
+        """Have a worker forget a copy that the scheduler does not know of, or of a run that is over.
 
-        The holder may be lost between the moment the copy arrives and the one its arrival is told. The scheduler then
-        knows of no copy, and tells nobody to drop it; the worker would take it for the result of the next barrier.
+        The holder may be lost after the copy arrived and before the scheduler heard of that. Then the scheduler knows
+        of no copy and has none dropped; the worker would take it for the result of the next barrier.
         """
         if not copying.cancelled():
-            copying.exception()  # retrieved: after `COPY_SECONDS` nobody waits for it
+            copying.exception()  # retrieved: after `COPY_SECONDS` nothing waits for it
         ws = self._scheduler.workers.get(address)
         holders = (barrier.who_has or ()) if self._scheduler.tasks.get(barrier.key) is barrier else ()
         if ws is None or (ws in holders and (self._runs.current(record) or len(holders) == 1)):

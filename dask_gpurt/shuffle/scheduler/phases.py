@@ -8,8 +8,8 @@ Events move a run by the table, and nothing else does::
 
     any of them --DROPPED--> ENDED
 
-What is not a phase: an epoch that is being told to the workers, and outputs that change hands, may be under way in any
-of the first three.
+What is not a phase: an epoch that is being announced to the workers, and outputs that change hands, may be under way in
+any of the first three.
 """
 
 from __future__ import annotations

@@ -121,8 +121,10 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
         super()._clean_on_scheduler(id, stimulus_id)
         if record is not None:
             self.runs.dropped(record)
+            self.runs.changed(record)
 
     def restart(self, scheduler: Scheduler) -> None:
+        """All workers are restarted: no run is left."""
         records = self.runs.all()
         super().restart(scheduler)
         for record in records:
@@ -136,6 +138,13 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
     # ---- calls of the workers
 
     async def barrier(self, id: Any, run_id: int, consistent: bool) -> str | None:
+        """A barrier's task waits until all inputs are in place; not consistent: the shuffle has to be restarted.
+
+        Returns
+        -------
+        str or None
+            The value of a `BarrierAnswer` for runs of our kind, else None.
+        """
         record = self.runs.get(id)
         if not consistent or record is None:
             others = self._passed_partners(id) if record is not None else []
@@ -153,7 +162,7 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
         if (record := self.runs.get(id)) is not None:
             # Not awaited: outputs need not wait for what is said about them.
             seam.in_background(self.scheduler, self.takeover.skew.look, record)
-        return None
+        return BarrierAnswer.PASSED.value
 
     def _passed_partners(self, shuffle_id: Any) -> list[Any]:
         """Shuffles of ours that share outputs with this one, and whose barrier's result is there."""
@@ -162,6 +171,7 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
         return [name for name in there if self.runs.get(name) is not None]
 
     def restrict_task(self, id: Any, run_id: int, key: Any, worker: str) -> Any:
+        """The task of an output runs where its rows are not: have it run where they are, or will be."""
         if self._answered(self.opener.place, id, run_id, key):
             return {"status": "OK"}
         return super().restrict_task(id, run_id, key, worker)
@@ -182,6 +192,7 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
     # ---- tasks and workers
 
     def transition(self, key: Any, start: Any, finish: Any, *args: Any, stimulus_id: str, **kwargs: Any) -> None:
+        """As Dask's, but for the barriers of runs that go on; and what recovery has to know of tasks."""
         if not self._shuffles:  # no shuffle since the last one was forgotten: every other task comes by here
             return
         try:
@@ -210,7 +221,7 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
         return True
 
     def valid_workers_downscaling(self, scheduler: Scheduler, workers: list[WorkerState]) -> list[WorkerState]:
-        # As inherited, but a run whose outputs are all made keeps no worker: what one has of them leaves with it.
+        """As Dask's, but a run whose outputs are all made keeps no worker: what one has of them leaves with it."""
         busy: set[str] = set()
         for name, run in self.active_shuffles.items():
             record = self.runs.get(name)
@@ -219,10 +230,12 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
         return [ws for ws in workers if ws.address not in busy]
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
+        """Ask a worker that has joined whether it can make our runs."""
         # Not awaited here: the worker answers calls only after its registration, which waits for us, has ended.
         seam.in_background(scheduler, self.takeover.ask, [worker])
 
     def remove_worker(self, scheduler: Scheduler, worker: str, *, stimulus_id: str, **kwargs: Any) -> None:
+        """Amend the runs that can go on without a worker; Dask restarts the others."""
         self.takeover.able.pop(worker, None)
         self.shuffle_calls.worker_left()
         self.holder.lost()
@@ -408,7 +421,7 @@ class ShuffleTakeover:
 def _refuse_active(plugin: Any, what: str) -> None:
     if plugin.active_shuffles:
         raise InstallError(
-            f"can not {what} while {len(plugin.active_shuffles)} shuffles are active "
+            f"cannot {what} while {len(plugin.active_shuffles)} shuffles are active "
             f"({', '.join(map(str, list(plugin.active_shuffles)[:3]))}). Remedy: wait until they are done"
         )
 

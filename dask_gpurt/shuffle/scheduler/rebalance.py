@@ -2,8 +2,8 @@
 
 Theory of operation. Workers are asked for the rows of outputs together with their flush, so a barrier has them when all
 inputs are in place (`hear`). Before it passes, `begin` asks the policy. Where outputs move, it changes their owners in
-one turn of the loop and begins a new epoch, of which the workers are told as of a loss. The barrier then tries once
-more: its flush ends when all has been handed over.
+one turn of the loop and begins a new epoch, which is announced to the workers as that of a loss is. The barrier then
+tries once more: its flush ends when all has been handed over.
 
 Shuffles with the same outputs (the sides of a join) move together. The one whose barrier comes last decides for all;
 the others have passed theirs, but no output can have been made, as each waits for every barrier. Their flush is asked

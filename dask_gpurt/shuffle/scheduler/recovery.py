@@ -1,13 +1,13 @@
 """The scheduler's side of `protocol.recovery`: a run goes on without a lost worker, or is restarted for what is left.
 
 `Amender.lost` is called when a worker has left, `Amender.open_again` when a task asks for an output that was handed
-out. Both begin an *epoch* of the runs concerned; `Amender.amend` has the workers told of it.
+out. Both begin an *epoch* of the runs concerned, which `Amender.amend` announces to the workers.
 
 Theory of operation. `lost` runs in the same turn of the loop in which the worker has left. Before the barrier, the
 worker's outputs get new owners at once, so a worker that joins the run later does not see the old ones. The rest is
-done in the background: the survivors are told, and asked what they vouch for. Transfer tasks whose inputs are not
-vouched for are released, and all workers are told which attempts count. The barrier passes when all have flushed and no
-epoch has begun meanwhile (`barrier`).
+done in the background: the survivors get the epoch, and answer what they vouch for. Transfer tasks whose inputs are not
+vouched for are released, and all workers get to know which attempts count. The barrier passes when all have flushed and
+no epoch has begun meanwhile (`barrier`).
 
 After the barrier it is the same, with what `reopen` adds: only outputs that are wanted get new owners, and their tasks
 wait for a completion of their own.
@@ -147,10 +147,10 @@ class Amender:
         state.void()
         return Begun.EPOCH
 
-    # ---- the workers are told
+    # ---- it is announced to the workers
 
     def amend(self, record: RunRecord) -> None:
-        """Have the workers told of the epoch that has begun."""
+        """Announce the epoch that has begun to the workers, in the background."""
         if record.telling is None:
             record.telling = asyncio.create_task(self._amend(record))
         self._runs.changed(record)

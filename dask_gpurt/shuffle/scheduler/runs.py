@@ -63,7 +63,7 @@ class Step(enum.Enum):
 class Begun(enum.Enum):
     """What became of a run when a worker was lost."""
 
-    #: an epoch has begun, of which the workers have to be told
+    #: an epoch has begun, to be announced to the workers
     EPOCH = "epoch"
     #: the worker had nothing that is wanted
     NOTHING = "nothing"
