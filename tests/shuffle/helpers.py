@@ -71,10 +71,8 @@ async def taken_over(scheduler: Any, workers: Any = (), store: Any = MemoryShard
         stores.append(store())
         provide(worker, stores[-1])
     takeover = await ShuffleTakeover.install(scheduler, settings)
-    try:
-        yield takeover, stores
-    finally:
-        pass
+    yield takeover, stores
+    takeover._plugin.runs.validate()
 
 
 async def until(condition: Any) -> None:

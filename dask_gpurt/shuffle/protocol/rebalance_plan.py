@@ -40,7 +40,7 @@ TAKERS = 16
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """An output that nobody has made yet."""
+    """An output that was not made yet."""
 
     part: int
     owner: str

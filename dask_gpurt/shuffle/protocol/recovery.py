@@ -27,9 +27,9 @@ A large output may change hands without a loss: it is *bound late*, to a less lo
 an epoch, too. Its old owner hands over the rows it has, under the ids of that epoch, all others only note whose they
 are; ledgers say so that what they retain is sent again should the new owner be lost. What an owner has given away does
 not count for it any more: of such an output only rows count that got their destination in the epoch of the move or
-later (`Validity.since`). When any worker is lost before all has been handed over, nobody knows which rows had arrived.
-Then the moves under way are void (`State.void`): the outputs stay where they were to go, as long as that worker lives,
-and all of their rows are sent again in the new epoch by those who split the inputs.
+later (`Validity.since`). When any worker is lost before all has been handed over, it is not known which rows had
+arrived. Then the moves under way are void (`State.void`): the outputs stay where they were to go, as long as that
+worker lives, and all of their rows are sent again in the new epoch by those who split the inputs.
 
 Invariants
 - An attempt is entered in its worker's ledger before the first of its shards is sent, and is checked again after the
@@ -37,13 +37,13 @@ Invariants
   has not looked at the task's end before.
 - The barrier passes only when all workers have flushed in one epoch, no amendment is under way and, if there were
   any, somebody vouches for every input. So do outputs that were opened after it.
-- A ledger has an input's rows under the address of the worker that is to have them, but for those that nobody retained.
-  The rows that a worker has for itself are retained, too, and are the first to go when the budget is short: they are
-  needed for void outputs only.
-- Rows for outputs of a lost worker that nobody wants stay retained under its address: they may be wanted later.
+- A ledger has an input's rows under the address of the worker that is to have them, but for those that were not
+  retained. The rows that a worker has for itself are retained, too, and are the first to go when the budget is short:
+  they are needed for void outputs only.
+- Rows for outputs of a lost worker that are not wanted stay retained under its address: they may be wanted later.
 
 Rejected: a new run that adopts the old one's shards (two runs of one shuffle live side by side, and every task under
-way must be told apart), and ids by content instead of attempts (an input need not be split at the same places twice).
+way must be kept apart), and ids by content instead of attempts (an input need not be split at the same places twice).
 Rejected, too: letting an attempt count for a part of what is open. It saves splitting some inputs a second time when
 workers are lost in quick succession after the barrier, and costs an agreement for every output instead of one.
 """
@@ -110,7 +110,7 @@ def lost_outputs(wanted: Iterable[int], worker_for: Mapping[int, str], there: Co
 
 
 def too_narrow(scopes: Mapping[int, frozenset[int]], opened: frozenset[int] | None) -> frozenset[int]:
-    """Epochs whose attempts can not count for what is open, as they were split for less.
+    """Epochs whose attempts cannot count for what is open, as they were split for less.
 
     Parameters
     ----------
@@ -123,7 +123,7 @@ def too_narrow(scopes: Mapping[int, frozenset[int]], opened: frozenset[int] | No
 
 
 def undone(in_memory: Iterable[Hashable], vouched: Collection[Hashable]) -> set[Hashable]:
-    """Transfer tasks that count as done and for whose input nobody vouches."""
+    """Transfer tasks that count as done and for whose input no worker vouches."""
     return {key for key in in_memory if key not in vouched}
 
 

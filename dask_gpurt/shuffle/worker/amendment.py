@@ -1,17 +1,17 @@
 """What a run does when another worker is lost: the acting part of `recovery`, on a worker.
 
-Theory of operation. The scheduler asks in two steps, by distributed's comms (`AmendedRun.amend`):
+Theory of operation. The scheduler asks in two steps, by distributed's comms (`protocol.messages`):
 
-1. ``amend``: new owners of the lost outputs. The layout changes, what the lost worker was sent is sent again to the new
+1. `Amend`: new owners of the lost outputs. The layout changes, what the lost worker was sent is sent again to the new
    owners, in the background; inputs whose split is under way are split again. The answer says which inputs this worker
    vouches for.
-2. ``valid``: which attempts count. Between the steps no input is sent: whether an input counts already, by an attempt
+2. `Valid`: which attempts count. Between the steps no input is sent: whether an input counts already, by an attempt
    of another worker, is only known then.
 
 Outputs that are bound late (`rebalance_plan`) are told by the same two steps: the old owner hands them over in the
 background, too (`_hand_over`).
 
-After the barrier there is a third, ``complete``: what was opened may be made. Until then its tasks are sent back to the
+After the barrier there is a third, `Complete`: what was opened may be made. Until then its tasks are sent back to the
 scheduler, which has them wait. This worker's other outputs are made all the while.
 
 What is retained stays until the run is over, within its budget; a worker at its memory limit gets it back
@@ -37,6 +37,7 @@ import numpy as np
 from dask_gpurt.memory import reclaim
 from dask_gpurt.memory.malloc import heap
 from dask_gpurt.shuffle import seam
+from dask_gpurt.shuffle.protocol import messages
 from dask_gpurt.shuffle.protocol.recovery import CUTS, Counting, Validity, shard_id
 from dask_gpurt.shuffle.rows import wire
 from dask_gpurt.shuffle.rows.message_cut import cut
@@ -53,9 +54,6 @@ if TYPE_CHECKING:
     from dask_gpurt.shuffle.worker.send_log import Budget
     from dask_gpurt.shuffle.worker.shard_stores import Counters
 
-#: what the scheduler answers a barrier task that has to wait for transfer tasks; and what stands for a worker's address
-#: when the task of an output asks for what was handed out before
-AGAIN = "again"
 #: a send that failed waits so long for the news that its peer is gone
 NEWS_SECONDS = 30.0
 #: and so long if the error does not look like it. A worker that closes may answer with anything: what it needs for its
@@ -70,7 +68,7 @@ _retaining: weakref.WeakSet[AmendedRun] = weakref.WeakSet()
 def _give_back() -> None:
     """A worker is at its memory limit: what is retained goes. Any thread."""
     for run in list(_retaining):
-        run._loop.add_callback(run._ledger.settle)
+        seam.call_on_loop(run, run._ledger.settle)
 
 
 reclaim.register(_give_back)
@@ -181,31 +179,18 @@ class AmendedRun(seam.DataFrameShuffleRun):
 
     # ---- amendments
 
-    async def amend(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Answer the scheduler; see the head of this file."""
+    async def amend(self, question: messages.Amend) -> messages.Vouched:
+        """An epoch has begun: note the new owners; see the head of this file."""
         self.raise_if_closed()
-        epoch = int(question["epoch"])
-        if question["gpurt"] == "valid":
-            if epoch == self._ledger.epoch:
-                self._counting.validity = Validity(epoch, dict(question["attempts"]))
-                self._settled.set()
-            return {"status": "OK"}
-        if question["gpurt"] == "reopen":
-            if epoch == self._ledger.epoch:
-                self._reopen()
-            return {"status": "OK"}
-        if question["gpurt"] == "complete":
-            if epoch == self._ledger.epoch:
-                self._counting.complete()
-            return {"status": "OK"}
-        if epoch > self._ledger.epoch:
+        if question.epoch > self._ledger.epoch:
+            epoch = question.epoch
             self._settled.clear()
-            opened = None if question["opened"] is None else frozenset(question["opened"])
+            opened = question.opened
             self._counting.amend(opened, [p for p, owner in self._worker_for.items() if owner == self.local_address])
-            before, handing = self._counting.bound, dict(question["handing"])
-            self._counting.bound = dict(question["bound"])
+            before, handing = self._counting.bound, dict(question.handing)
+            self._counting.bound = dict(question.bound)
             fresh = {part for part, since in self._counting.bound.items() if since > before.get(part, 0)}
-            moved = dict(question["moved"])
+            moved = dict(question.moved)
             giving = self._rebound([part for part in handing if part in fresh], handing, moved)
             void = fresh - set(handing)
             # Where this worker has their rows: told of a move only when it was void, under the old owner.
@@ -213,10 +198,10 @@ class AmendedRun(seam.DataFrameShuffleRun):
             self._void(void)
             self._worker_for.update(moved)
             self._layout = Layout(self._worker_for) if opened is None else self._opened_layout(opened)
-            for address in set(question["lost"]) - self._ledger.lost:
+            for address in set(question.lost) - self._ledger.lost:
                 # Else what is on its way there would connect for as long as Dask does, and its rows stay in memory.
                 self.rpc.remove(address)
-            again = self._ledger.amend(epoch, question["lost"], void, owners, self.local_address in owners)
+            again = self._ledger.amend(epoch, question.lost, void, owners, self.local_address in owners)
             for address in self._ledger.lost:
                 if (lost := self._losses.get(address)) is not None and not lost.done():
                     lost.set_result(None)
@@ -226,7 +211,29 @@ class AmendedRun(seam.DataFrameShuffleRun):
                 self._resending.add(asyncio.create_task(self._resend(epoch, self._reroute(again))))
             if giving:
                 self._resending.add(asyncio.create_task(self._hand_over(epoch, giving)))
-        return {"status": "OK", "epoch": self._ledger.epoch, "vouched": self._ledger.vouched()}
+        return messages.Vouched(self._ledger.epoch, self._ledger.vouched())
+
+    async def valid(self, told: messages.Valid) -> messages.Ok:
+        """It is known which attempts count."""
+        self.raise_if_closed()
+        if told.epoch == self._ledger.epoch:
+            self._counting.validity = Validity(told.epoch, told.attempts)
+            self._settled.set()
+        return messages.Ok()
+
+    async def reopen(self, told: messages.Reopen) -> messages.Ok:
+        """Inputs come again."""
+        self.raise_if_closed()
+        if told.epoch == self._ledger.epoch:
+            self._reopen()
+        return messages.Ok()
+
+    async def complete(self, told: messages.Complete) -> messages.Ok:
+        """The open outputs have all their rows."""
+        self.raise_if_closed()
+        if told.epoch == self._ledger.epoch:
+            self._counting.complete()
+        return messages.Ok()
 
     def _rebound(self, parts: list[int], handing: dict[int, str], moved: dict[int, str]) -> list[tuple[int, int]]:
         """Enter outputs that are bound late; returns (output, its place among the moves) of those to hand over."""
@@ -254,7 +261,7 @@ class AmendedRun(seam.DataFrameShuffleRun):
         """Take inputs again, should a flush have closed the send buffer."""
         self.transferred = False
         old = self._comm_buffer
-        if not old._accepts_input:
+        if not seam.accepts_input(old):
             self._flushed.append(old)
             with seam.context_meter.clear_callbacks(), self._capture_metrics("background-comms"):
                 self._comm_buffer = seam.CommShardsBuffer(
@@ -322,7 +329,7 @@ class AmendedRun(seam.DataFrameShuffleRun):
         self.raise_if_closed()
         consistent = all(run_id == self.run_id for run_id in run_ids)
         answer = await self.scheduler.shuffle_barrier(id=self.id, run_id=self.run_id, consistent=consistent)
-        if answer == AGAIN:
+        if answer == messages.BarrierAnswer.RUN_AGAIN.value:
             raise seam.Reschedule
         return self.run_id
 

@@ -12,6 +12,7 @@ Invariants
 
 from __future__ import annotations
 
+import enum
 import functools
 import time
 import weakref
@@ -20,8 +21,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from dask_gpurt.errors import LostData
 from dask_gpurt.memory.malloc import heap
 from dask_gpurt.shuffle import seam
+from dask_gpurt.shuffle.protocol.messages import OPEN_OUTPUT, OutputOpened
 from dask_gpurt.shuffle.rows.assemble import Assembler
-from dask_gpurt.shuffle.worker.amendment import AGAIN
 from dask_gpurt.shuffle.worker.handover import HandingRun
 from dask_gpurt.shuffle.worker.receiver import submit
 
@@ -32,6 +33,15 @@ if TYPE_CHECKING:
 
 #: restarts of one shuffle asked for by this worker; then the error is the user's
 RESTARTS = 5
+
+
+class NotTaken(enum.Enum):
+    """Why an output's rows are not there."""
+
+    #: it is not complete
+    OPEN = "open"
+    #: they were taken before
+    HANDED_OUT = "handed out"
 
 
 class OutputsRun(HandingRun):
@@ -80,9 +90,9 @@ class OutputsRun(HandingRun):
             taken = seam.sync(self._loop, self._take, partition_id)
         except LostData as e:
             self._restart(f"output {partition_id} was lost: {e}", e)
-        if taken is None:
+        if taken is NotTaken.OPEN:
             seam.sync(self._loop, self._not_here, partition_id, key)
-        if isinstance(taken, str):
+        if taken is NotTaken.HANDED_OUT:
             if seam.sync(self._loop, self._ask_again, key):
                 raise seam.Reschedule
             self._restart(f"output {partition_id} was asked for again")
@@ -127,16 +137,16 @@ class OutputsRun(HandingRun):
 
     async def _ask_again(self, key: Any) -> bool:
         """Whether the scheduler has an output that was handed out opened again."""
-        answer = await self.scheduler.shuffle_restrict_task(id=self.id, run_id=self.run_id, key=key, worker=AGAIN)
-        return answer.get("gpurt") is True
+        answer = await getattr(self.scheduler, OPEN_OUTPUT)(id=self.id, run_id=self.run_id, key=key)
+        return OutputOpened.from_dict(answer).opened
 
-    async def _take(self, part: int) -> list[Any] | str | None:
-        """The rows of an output; AGAIN: they were taken, None: it is open."""
+    async def _take(self, part: int) -> list[Any] | NotTaken:
+        """The rows of an output, or why there are none."""
         self.raise_if_closed()
         if not self._counting.ready(part):
-            return None
+            return NotTaken.OPEN
         if part in self._taken:
-            return AGAIN
+            return NotTaken.HANDED_OUT
         self._taken.add(part)
         if len(self._taken) >= self._mine:
             self._ledger.idle(True)

@@ -29,15 +29,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.memory.malloc import heap
 from dask_gpurt.shuffle import seam
+from dask_gpurt.shuffle.protocol import messages
 from dask_gpurt.shuffle.protocol.recovery import State
 from dask_gpurt.shuffle.worker.output_builder import OutputsRun
 from dask_gpurt.shuffle.worker.receiver import submit
 from dask_gpurt.shuffle.worker.send_log import Budget
 from dask_gpurt.shuffle.worker.splitter import SplittingRun
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+#: what other workers ask, see `transport.plane.Plane.answer`
+PEER_KINDS = ("open", "want")
 
 
 class GpurtShuffleRun(SplittingRun, OutputsRun):
@@ -73,16 +80,19 @@ class GpurtShuffleRun(SplittingRun, OutputsRun):
 
     async def receive(self, data: Any) -> Any:
         try:
-            if isinstance(data, dict):
-                if data.get("gpurt") in ("amend", "valid", "reopen", "complete"):
-                    return await self.amend(data)
-                if data.get("gpurt") == "histogram":
-                    return {"status": "OK", **self._histogram.told(), "rate": self._rate.best}
+            if not isinstance(data, dict):
+                return await self._receive_message(data)
+            if data.get(messages.KIND) in PEER_KINDS:
                 self.raise_if_closed()
                 return await self._plane.answer(self._run_key, data)
-            return await self._receive_message(data)
+            message = messages.parse(data)
+            return (await _ANSWERS[type(message)](self, message)).to_dict()
         except seam.P2PConsistencyError as e:
             return seam.error_message(e)
+
+    async def count(self, asked: messages.AskHistogram) -> messages.HistogramAnswer:
+        """The rows of outputs, of the inputs that were split here."""
+        return self._histogram.answer(self._rate.best)
 
     async def close(self) -> None:
         if self.closed:
@@ -101,3 +111,13 @@ class GpurtShuffleRun(SplittingRun, OutputsRun):
             stack.callback(heap.release, asyncio.get_running_loop().call_later, in_thread)
             stack.callback(self._store.drop, self._key)
             await super().close()
+
+
+#: how a run answers the scheduler, by message
+_ANSWERS: dict[type, Callable[[GpurtShuffleRun, Any], Awaitable[messages.Ok]]] = {
+    messages.Amend: GpurtShuffleRun.amend,
+    messages.Valid: GpurtShuffleRun.valid,
+    messages.Reopen: GpurtShuffleRun.reopen,
+    messages.Complete: GpurtShuffleRun.complete,
+    messages.AskHistogram: GpurtShuffleRun.count,
+}

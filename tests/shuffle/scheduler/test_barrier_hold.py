@@ -16,8 +16,7 @@ from distributed.utils_test import gen_cluster
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.shuffle.scheduler import barrier_hold
 from dask_gpurt.shuffle.scheduler.barrier_hold import HOLDER
-from dask_gpurt.shuffle.worker.amendment import AGAIN
-from dask_gpurt.shuffle.worker.output_builder import OutputsRun
+from dask_gpurt.shuffle.worker.output_builder import NotTaken, OutputsRun
 from tests.shuffle.helpers import left, ordered, source, taken_over, went_on, whole
 from tests.shuffle.test_amendment import (
     GATES,
@@ -273,8 +272,8 @@ def test_nothing_is_taken_of_an_output_that_is_open():
             _key="run",
             _store=SimpleNamespace(take=take),
         )
-        assert await OutputsRun._take(run, 3) is None  # type: ignore[arg-type]
-        assert await OutputsRun._take(run, 2) == AGAIN  # type: ignore[arg-type]
+        assert await OutputsRun._take(run, 3) is NotTaken.OPEN  # type: ignore[arg-type]
+        assert await OutputsRun._take(run, 2) is NotTaken.HANDED_OUT  # type: ignore[arg-type]
         with pytest.raises(Exception, match="void while it was taken"):
             await OutputsRun._take(run, 1)  # type: ignore[arg-type]
         assert await OutputsRun._take(run, 4) == ["rows"]  # type: ignore[arg-type]
