@@ -143,7 +143,7 @@ class SlowStore(MemoryShardStore):
 
 @gen_cluster(**TWO)
 async def test_a_copy_is_not_acknowledged_before_the_first_is_stored(c, s, a, b):
-    from dask_gpurt.shuffle.rows.partition import Layout, split
+    from dask_gpurt.shuffle.rows.partition import OutputLayout, split
 
     async with taken_over(s, [a, b], SlowStore) as (_, stores):
         f = c.compute(dd.from_map(slow_part, list(range(20)), meta=part(0)).shuffle("k", npartitions=4))
@@ -151,7 +151,7 @@ async def test_a_copy_is_not_acknowledged_before_the_first_is_stored(c, s, a, b)
         await until(lambda: active)
         (run,) = active.values()
         ((_, shard),) = split(
-            part(0).assign(p=run._layout.part_of[0]), "p", True, 10**6, Layout({int(run._layout.part_of[0]): "x"})
+            part(0).assign(p=run._layout.part_of[0]), "p", True, 10**6, OutputLayout({int(run._layout.part_of[0]): "x"})
         )
         frames = [bytes(x) for x in wire.pack(run._tag, run.run_id, 1, [wire.encode(shard)])]
         first = asyncio.create_task(run.receive(sender.Message(frames)))

@@ -25,9 +25,8 @@ from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.rows import arrow_dtypes, gather
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from dask_gpurt.shuffle.rows.received_chunk import KnownSchema, Letters, Piece, Slice
+    from dask_gpurt.shuffle.rows.schema import KnownSchema
+    from dask_gpurt.shuffle.rows.slices import Letters, Piece, Slice
 
 
 #: outputs of so many bytes are built piece by piece, and so many bytes of pieces are given back at a time
@@ -89,11 +88,6 @@ class Assembler:
         return general([s.table() for s in slices], self._meta)
 
 
-def assemble(pieces: Iterable[Piece], meta: pd.DataFrame) -> pd.DataFrame:
-    """One output partition; see `Assembler`, which is for many."""
-    return Assembler(meta)(list(pieces))
-
-
 def general(tables: list[pa.Table], meta: pd.DataFrame) -> pd.DataFrame:
     """Any types, by Arrow. At least one table; empties the list."""
     import pyarrow as pa
@@ -116,7 +110,7 @@ def general(tables: list[pa.Table], meta: pd.DataFrame) -> pd.DataFrame:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Template:
-    """What the data of one schema becomes, where every column is simple (see `received_chunk.Rows.views`)."""
+    """What the data of one schema becomes, where every column is simple (see `slices.Rows.views`)."""
 
     #: no rows; names, dtypes and order as in the output
     frame: pd.DataFrame

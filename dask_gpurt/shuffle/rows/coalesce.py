@@ -11,7 +11,7 @@ Measured (8 columns, 250 x 250 partitions, 10 rows a piece): a piece takes 13.7 
 merged, its rows take 8 us, the second gather and the ordering included, and nothing on the loop. They are even at about
 `FEW_ROWS` rows a piece.
 
-Columns that are not simple (see `received_chunk.Rows.views`: nulls, time zones, decimals, lists) are joined and
+Columns that are not simple (see `slices.Rows.views`: nulls, time zones, decimals, lists) are joined and
 gathered by Arrow. Shards with dictionaries stay as they are: their categories have an order, that of all pieces of an
 output.
 """
@@ -25,7 +25,8 @@ import numpy as np
 from dask_gpurt.memory.malloc import heap
 from dask_gpurt.shuffle.rows import gather
 from dask_gpurt.shuffle.rows.partition import Shard
-from dask_gpurt.shuffle.rows.received_chunk import KnownSchema, Letters, Rows, has_dictionary
+from dask_gpurt.shuffle.rows.schema import KnownSchema, has_dictionary
+from dask_gpurt.shuffle.rows.slices import Letters, Rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -75,7 +76,7 @@ def _one(shards: list[Shard], views: list[tuple[Any, ...]], schema: pa.Schema) -
     order = np.argsort(parts.astype(np.uint16) if int(parts.max()) < 1 << 16 else parts, kind="stable")
     if all(views):
         columns = tuple(_column(list(pieces)) for pieces in zip(*views, strict=True))
-        table = gather.gather(gather.Plan(schema, columns), order)
+        table = gather.gather(gather.GatherPlan(schema, columns), order)
     else:
         joined = pa.concat_tables([s.table for s in shards]).combine_chunks(heap.pool)
         table = pc.take(joined, pa.array(order), boundscheck=False, memory_pool=heap.pool)

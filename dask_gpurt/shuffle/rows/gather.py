@@ -110,7 +110,7 @@ class Text:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Plan:
+class GatherPlan:
     """How the rows of one frame are gathered."""
 
     #: Arrow schema of the frame, as Arrow's own conversion makes it
@@ -124,7 +124,7 @@ class Plan:
         return sum(8 * len(column) if isinstance(column, range) else column.nbytes for column in self.columns)
 
 
-def plan(data: pd.DataFrame, drop: str | None, schemas: MutableMapping[Any, pa.Schema]) -> Plan | None:
+def plan(data: pd.DataFrame, drop: str | None, schemas: MutableMapping[Any, pa.Schema]) -> GatherPlan | None:
     """Look at a frame; None when one of its columns is not plain.
 
     Parameters
@@ -169,21 +169,23 @@ def plan(data: pd.DataFrame, drop: str | None, schemas: MutableMapping[Any, pa.S
         return None
     if not all(isinstance(c, (np.ndarray, range, Text)) for c in columns):
         return None
-    return Plan(schema, tuple(columns))
+    return GatherPlan(schema, tuple(columns))
 
 
-def gather(plan: Plan, order: np.ndarray[Any, Any]) -> pa.Table:
+def gather(plan: GatherPlan, order: np.ndarray[Any, Any]) -> pa.Table:
     """The rows of a frame with these numbers, in this order; side by side in one block."""
     return gather_each(plan, [order])[0][0]
 
 
-def gather_each(plan: Plan, orders: Sequence[np.ndarray[Any, Any]]) -> list[tuple[pa.Table, Sequence[pa.Array], int]]:
+def gather_each(
+    plan: GatherPlan, orders: Sequence[np.ndarray[Any, Any]]
+) -> list[tuple[pa.Table, Sequence[pa.Array], int]]:
     """A table for each of several lists of row numbers, each in a block of its own; its columns, its bytes.
 
     Column by column for all of them, not table by table: every list has rows from all over the frame, so each of its
     columns would be read from memory as many times as there are lists; so it is read once and stays in the cache.
     """
-    blocks = [_Block(plan, order) for order in orders]
+    blocks = [_GatherBlock(plan, order) for order in orders]
     # Text first, its bytes are not known before; Arrow's own memory for it is reused at once, and so is warm.
     for i, column in enumerate(plan.columns):
         if isinstance(column, Text):
@@ -201,10 +203,10 @@ def gather_each(plan: Plan, orders: Sequence[np.ndarray[Any, Any]]) -> list[tupl
     return [block.table() for block in blocks]
 
 
-class _Block:
+class _GatherBlock:
     """The columns of one table in one block of memory."""
 
-    def __init__(self, plan: Plan, order: np.ndarray[Any, Any]) -> None:
+    def __init__(self, plan: GatherPlan, order: np.ndarray[Any, Any]) -> None:
         self.plan, self.order = plan, order
         #: number of a column -> its buffers, where they are not simply as many values as there are rows
         self.taken: dict[int, list[Any]] = {}

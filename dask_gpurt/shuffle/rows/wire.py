@@ -37,7 +37,7 @@ import xxhash
 from dask_gpurt.errors import WireError
 from dask_gpurt.shuffle.rows.arrow_buffers import arrays_of, buffers_of, stream
 from dask_gpurt.shuffle.rows.partition import Shard
-from dask_gpurt.shuffle.rows.received_chunk import known_schema, schema_of
+from dask_gpurt.shuffle.rows.schema import known_schema, schema_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, MutableMapping, Sequence

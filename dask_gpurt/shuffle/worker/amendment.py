@@ -40,16 +40,15 @@ from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.protocol.recovery import CUTS, Counting, Validity, shard_id
 from dask_gpurt.shuffle.rows import wire
 from dask_gpurt.shuffle.rows.message_cut import cut
-from dask_gpurt.shuffle.rows.owned import by_owner, parted
-from dask_gpurt.shuffle.rows.partition import Layout, Shard
-from dask_gpurt.shuffle.rows.received_chunk import Slice
+from dask_gpurt.shuffle.rows.partition import OutputLayout, Shard, by_owner, separate
+from dask_gpurt.shuffle.rows.slices import Slice
 from dask_gpurt.shuffle.worker.send_log import Ledger
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
     from dask_gpurt.shuffle.protocol.recovery import State
-    from dask_gpurt.shuffle.rows.received_chunk import Piece
+    from dask_gpurt.shuffle.rows.slices import Piece
     from dask_gpurt.shuffle.worker.send_log import Budget
     from dask_gpurt.shuffle.worker.shard_stores import Counters
 
@@ -106,10 +105,10 @@ class AmendedRun(seam.DataFrameShuffleRun):
     def __init__(self, *, state: State, budget: Budget, counters: Counters, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._counters = counters
-        self._layout = Layout(kwargs["worker_for"])
+        self._layout = OutputLayout(kwargs["worker_for"])
         #: as inherited, but a dict: a look into a pandas series costs more than the rest of finding an output
         self._worker_for: dict[int, str] = dict(kwargs["worker_for"])
-        self._ledger: Ledger[Shard] = Ledger(budget, parted)
+        self._ledger: Ledger[Shard] = Ledger(budget, separate)
         self._ledger.epoch = state.epoch
         self._ledger.lost |= set(state.lost)
         self._counting = Counting(state.opened, state.validity, dict(state.bound))
@@ -212,7 +211,7 @@ class AmendedRun(seam.DataFrameShuffleRun):
             owners = {self._worker_for[part] for part in void}
             self._void(void)
             self._worker_for.update(moved)
-            self._layout = Layout(self._worker_for) if opened is None else self._opened_layout(opened)
+            self._layout = OutputLayout(self._worker_for) if opened is None else self._opened_layout(opened)
             for address in set(question["lost"]) - self._ledger.lost:
                 # Else what is on its way there would connect for as long as Dask does, and its rows stay in memory.
                 self.rpc.remove(address)
@@ -246,9 +245,9 @@ class AmendedRun(seam.DataFrameShuffleRun):
         """Give the new owners the rows of outputs that this worker had; see `handover`."""
         raise NotImplementedError
 
-    def _opened_layout(self, opened: frozenset[int]) -> Layout:
+    def _opened_layout(self, opened: frozenset[int]) -> OutputLayout:
         """Inputs are split for what is open only; the other outputs have their rows."""
-        return Layout({part: self._worker_for[part] for part in sorted(opened)})
+        return OutputLayout({part: self._worker_for[part] for part in sorted(opened)})
 
     def _reopen(self) -> None:
         """Take inputs again, should a flush have closed the send buffer."""

@@ -29,7 +29,7 @@ from dask_gpurt.shuffle.worker.receiver import ReceivingRun
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from dask_gpurt.shuffle.rows.received_chunk import Piece
+    from dask_gpurt.shuffle.rows.slices import Piece
 
 #: outputs of one run that are bound late, at most
 MOVES = 8

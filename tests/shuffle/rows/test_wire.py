@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from dask_gpurt.errors import WireError
 from dask_gpurt.shuffle.rows import wire
-from dask_gpurt.shuffle.rows.partition import Layout, Shard, split
+from dask_gpurt.shuffle.rows.partition import OutputLayout, Shard, split
 from dask_gpurt.shuffle.worker.sender import Message, _as_is
 from tests.shuffle.helpers import mixed
 
@@ -28,7 +28,9 @@ def shards(inputs=(0,), n=200, columns=None) -> list[Shard]:
     for i in inputs:
         df = mixed(i, n)
         df = df if columns is None else df[columns]
-        out += [s for _, s in split(df.assign(p=np.arange(n) % 5), "p", True, i, Layout(dict.fromkeys(range(5), "a")))]
+        out += [
+            s for _, s in split(df.assign(p=np.arange(n) % 5), "p", True, i, OutputLayout(dict.fromkeys(range(5), "a")))
+        ]
     return out
 
 
@@ -195,5 +197,5 @@ def test_charged_by_its_bytes():
 
 def test_empty_text_columns_travel():
     df = pd.DataFrame({"p": [0, 0], "s": pd.Series([None, None], dtype="str"), "t": ["", ""]})
-    ((_, shard),) = split(df, "p", True, 0, Layout({0: "a"}))
+    ((_, shard),) = split(df, "p", True, 0, OutputLayout({0: "a"}))
     same(shard, wire.unpack(message([shard]), TAG, 7, {})[0])
