@@ -76,16 +76,17 @@ class Spoiler:
 def begin(seed: int, way: str, dask_worker: Any) -> int:
     """On a worker: spoil what this transport receives."""
     from dask_gpurt.shuffle.transport import registry
-    from dask_gpurt.shuffle.worker import run, sender
+    from dask_gpurt.shuffle.worker import sender
+    from dask_gpurt.shuffle.worker.receiver import Receiver
 
     spoiler = Spoiler(seed, 0.5)
     dask_worker.spoiler = spoiler
     sender.STAGE_BYTES = 1  # every shard a message
     if not hasattr(dask_worker, "untouched"):
-        dask_worker.untouched = registry.make, run.GpurtShuffleRun._receive_message
+        dask_worker.untouched = registry.make, Receiver.receive
     make, receive = dask_worker.untouched
     registry.make = make
-    run.GpurtShuffleRun._receive_message = receive  # type: ignore[method-assign]
+    Receiver.receive = receive  # type: ignore[method-assign]
 
     def spoilt(name: str, services: Any) -> Any:
         transport = make(name, services)
@@ -97,7 +98,7 @@ def begin(seed: int, way: str, dask_worker: Any) -> int:
         return await receive(self, message)
 
     if way == "rpc":
-        run.GpurtShuffleRun._receive_message = spoilt_rpc  # type: ignore[method-assign]
+        Receiver.receive = spoilt_rpc  # type: ignore[method-assign]
         sender.RESENDS = 50
     else:
         registry.make = spoilt

@@ -25,6 +25,7 @@ from dask_gpurt.observe.collect.worker import WorkerSlots
 from dask_gpurt.observe.figures import prometheus
 from dask_gpurt.observe.journal import Journal
 from dask_gpurt.placement.takeover.worker_copies import OneResult
+from dask_gpurt.shuffle.counters import counters_of
 from dask_gpurt.shuffle.scheduler.plugin import worker_statistics
 from dask_gpurt.shuffle.worker import shard_stores
 from dask_gpurt.tiers.runtime import TierRuntime
@@ -166,7 +167,7 @@ class WorkerParts:
 
     def heartbeat(self) -> dict[str, Any]:
         """Few figures, and none that costs more than a look. `figures.exported.WORKER` says what they are."""
-        out: dict[str, Any] = shard_stores.counters_of(self.worker).heartbeat()
+        out: dict[str, Any] = counters_of(self.worker).heartbeat()
         if self.slots is not None:
             out |= self.slots.heartbeat()
         if self.runtime is not None:

@@ -28,14 +28,14 @@ from typing import TYPE_CHECKING, Any
 from dask_gpurt.errors import InstallError
 from dask_gpurt.model import Event, Sink, null_sink
 from dask_gpurt.shuffle import seam
+from dask_gpurt.shuffle.counters import counters_of
 from dask_gpurt.shuffle.protocol.histogram import add_up, skewed
 from dask_gpurt.shuffle.scheduler.co_shuffles import joined
 from dask_gpurt.shuffle.scheduler.recovery import Amender
 from dask_gpurt.shuffle.spec import GpurtShuffleSpec
-from dask_gpurt.shuffle.transport.planes import statistics_of
-from dask_gpurt.shuffle.worker import shard_stores
-from dask_gpurt.shuffle.worker.amendment import AGAIN
+from dask_gpurt.shuffle.transport.plane import statistics_of
 from dask_gpurt.shuffle.worker.rechunk import ReleasingRechunkSpec
+from dask_gpurt.shuffle.worker.scheduler_calls import AGAIN
 
 if TYPE_CHECKING:
     from dask_gpurt.config import ShuffleSettings
@@ -348,7 +348,5 @@ def _refuse_active(plugin: Any, what: str) -> None:
 
 
 def worker_statistics(worker: Any) -> dict[str, Any]:
-    """What the shuffle did on one worker, see `shard_stores.Counters` and `transport.Plane.statistics`; plain JSON
-    values.
-    """
-    return {**shard_stores.counters_of(worker).as_dict(), "transport": statistics_of(worker)}
+    """What the shuffle did on one worker, see `counters.ShuffleCounters` and `Plane.statistics`; plain JSON values."""
+    return {**counters_of(worker).as_dict(), "transport": statistics_of(worker)}

@@ -12,7 +12,7 @@ import collections
 import threading
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from dask_gpurt.shuffle.transport.tcp.ioloop import current_loop
+from dask_gpurt.shuffle.transport.ioloop import current_loop
 
 if TYPE_CHECKING:
     import asyncio

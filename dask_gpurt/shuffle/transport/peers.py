@@ -30,6 +30,34 @@ class LinkCounters:
     corrupt: int = 0
 
 
+class LinkTable:
+    """The figures of one worker's links. Any thread."""
+
+    #: links of which figures are kept
+    LIMIT = 4096
+
+    def __init__(self) -> None:
+        self._links: dict[tuple[str, str], LinkCounters] = {}
+        #: peer -> what went wrong with it last
+        self.problems: dict[str, str] = {}
+
+    def of(self, peer: str, name: str) -> LinkCounters:
+        """The figures of a transport to and from a peer, made on first use."""
+        found = self._links.get((peer, name))
+        if found is None:
+            if len(self._links) >= self.LIMIT:
+                self._links.pop(next(iter(self._links)), None)
+            found = self._links.setdefault((peer, name), LinkCounters())
+        return found
+
+    def statistics(self) -> list[dict[str, Any]]:
+        """Plain JSON values, by peer and transport."""
+        return [
+            {"peer": peer, "transport": name, **dataclasses.asdict(counters)}
+            for (peer, name), counters in sorted(self._links.items())
+        ]
+
+
 class NoRoute(Exception):
     """A peer has no card for us; what it said instead goes to the caller."""
 

@@ -24,7 +24,7 @@ from dask_gpurt.shuffle.transport.select.selector import SAFE
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from dask_gpurt.shuffle.transport.base import Gate
+    from dask_gpurt.shuffle.transport.base import ReceiveGate
     from dask_gpurt.shuffle.transport.link.records import RunKey
 
 #: a sender waits for credit so long, then sends without
@@ -79,7 +79,7 @@ class SafeSender:
 class SafeReceiver:
     """The links of the safe path to this worker."""
 
-    def __init__(self, gate: Gate, here: Callable[[RunKey], bool]) -> None:
+    def __init__(self, gate: ReceiveGate, here: Callable[[RunKey], bool]) -> None:
         self._gate = gate
         self._here = here
         self._loop = asyncio.get_running_loop()

@@ -39,7 +39,7 @@ class _Input(Generic[S]):
 
 
 @dataclasses.dataclass
-class Budget:
+class RetainBudget:
     """Bytes that all runs of one worker may retain together."""
 
     limit_bytes: int
@@ -47,10 +47,10 @@ class Budget:
     #: of them, what workers had for themselves
     own_bytes: int = 0
     #: ledgers of runs whose outputs here were all made: they are the first to give way, the oldest first
-    idle: dict[Ledger[Any], None] = dataclasses.field(default_factory=dict)
+    idle: dict[SendLog[Any], None] = dataclasses.field(default_factory=dict)
 
 
-class Ledger(Generic[S]):
+class SendLog(Generic[S]):
     """The inputs that one worker has split in one run, and what it retains of them.
 
     Parameters
@@ -62,13 +62,17 @@ class Ledger(Generic[S]):
     """
 
     def __init__(
-        self, budget: Budget, parted: Callable[[S, Collection[int]], tuple[list[S], list[S]]] | None = None
+        self,
+        budget: RetainBudget,
+        parted: Callable[[S, Collection[int]], tuple[list[S], list[S]]] | None = None,
+        epoch: int = 0,
+        lost: Iterable[str] = (),
     ) -> None:
         self.budget = budget
         self._parted = parted
-        self.epoch = 0
-        #: addresses
-        self.lost: set[str] = set()
+        self.epoch = epoch
+        #: addresses; stays the same set
+        self.lost = set(lost)
         self._inputs: dict[int, _Input[S]] = {}
         #: inputs of which shards are retained, and of which own rows are, the oldest first
         self._kept: dict[int, None] = {}

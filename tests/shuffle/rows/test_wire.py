@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from dask_gpurt.errors import WireError
 from dask_gpurt.shuffle.rows import wire
 from dask_gpurt.shuffle.rows.partition import OutputLayout, Shard, split
-from dask_gpurt.shuffle.worker.sender import Message, _as_is
+from dask_gpurt.shuffle.worker.message import Message, as_is
 from tests.shuffle.helpers import mixed
 
 TAG = wire.run_tag("abc")
@@ -65,7 +65,7 @@ def test_round_trip(columns, n):
 def test_round_trip_through_the_comm_without_compression_or_pickle():
     items = shards((1, 2), 20000, RAW)
     sent = Message(wire.pack(TAG, 7, 1, [wire.encode(s) for s in items]))
-    frames = dumps({"data": _as_is(sent)}, context={"compression": "lz4"}, frame_split_size=1000)
+    frames = dumps({"data": as_is(sent)}, context={"compression": "lz4"}, frame_split_size=1000)
     assert len(frames) == len(sent.frames) + 2
 
     # Out of band: the very bytes, neither copied nor compressed.

@@ -19,12 +19,12 @@ from dask_gpurt.shuffle.transport import plane
 from dask_gpurt.shuffle.transport.base import Header
 from dask_gpurt.shuffle.transport.link import records
 from dask_gpurt.shuffle.transport.link.records import Kind
-from dask_gpurt.shuffle.transport.memory import Network, Weather
 from dask_gpurt.shuffle.transport.select import bandwidth, compress
 from dask_gpurt.shuffle.transport.select.compress import Squeezer, expanded
 from dask_gpurt.shuffle.transport.select.selector import Chooser, Place
 from dask_gpurt.shuffle.transport.tcp.transport import TcpTransport
 from tests.shuffle.helpers import ordered, source, taken_over, whole
+from tests.shuffle.transport.memory_network import MemoryNetwork, Weather
 from tests.shuffle.transport.test_link import RUN, SECRET, Worker
 
 LIMIT = 1 << 24
@@ -193,7 +193,7 @@ def test_the_fastest_stretch_counts():
 
 def test_room_is_credit():
     """What a message is expanded to counts against the receive budget, from before it is sent until it is stored."""
-    net = Network(3, Weather())
+    net = MemoryNetwork(3, Weather())
     a, b = Worker(net, "a", 1 << 16), Worker(net, "b", 1 << 16, store_seconds=5.0)
     ended = []
     body = b"x" * 1000

@@ -25,8 +25,8 @@ from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.errors import WireError
 from dask_gpurt.memory.pages import Pages, system
 from dask_gpurt.shuffle import MemoryShardStore, worker_statistics
-from dask_gpurt.shuffle.transport import planes, quiet_log, registry
-from dask_gpurt.shuffle.transport.base import Gate, Header, Peer, Services
+from dask_gpurt.shuffle.transport import plane, quiet_log, registry
+from dask_gpurt.shuffle.transport.base import Header, Peer, ReceiveGate, Services
 from dask_gpurt.shuffle.transport.link import events as lk
 from dask_gpurt.shuffle.transport.link import records
 from dask_gpurt.shuffle.transport.link.records import Kind, Record, RunKey
@@ -56,7 +56,7 @@ class Node:
     def __init__(self, kind: str, address: str, budget: int = 1 << 22, hold_seconds: float = 0.0) -> None:
         self.received: list[bytes] = []
         self.losses: list[tuple[str, str, bool]] = []
-        self.gate = Gate(budget)
+        self.gate = ReceiveGate(budget)
         self.hold_seconds = hold_seconds
         self.address = address
         self.refuse = False
@@ -140,7 +140,7 @@ def test_messages_of_all_sizes_arrive(nodes, kind):
 @pytest.mark.parametrize("pulls", [True, False])
 def test_long_messages_of_one_host_are_read_where_they_lie(nodes, pulls):
     a, b = nodes("tcp", "a"), nodes("tcp", "b", budget=64 << 20)
-    b.transport.pulls = pulls
+    b.transport.pulls.allowed = pulls
     peer = b.peer_for("a")
     assert send_all(a, peer, [message(0, 2)]) == [""]  # the offer is made with the first
     eventually(lambda: not pulls or a.transport._outbound["b", RUN].machine.pulled)
@@ -314,7 +314,7 @@ class NoDescriptors:
             self.spare.add(fd := open_(*args))
             return fd
 
-        monkeypatch.setattr(listener, "os", SimpleNamespace(**{**vars(os), "close": closing, "open": registry}))
+        monkeypatch.setattr(listener, "os", SimpleNamespace(**{**vars(os), "close": closing, "open": opening}))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.sock, name)
@@ -598,7 +598,7 @@ def test_an_encrypted_cluster_opens_nothing_of_ours(scheme, transport):
 async def test_staged_shards_are_inside_the_send_budget(c, s, a, b):
     async with taken_over(s, [a, b]):
         same_rows(await c.compute(source(left).shuffle("k", npartitions=4)), left, 6)
-        limiter = planes._of_worker[a].unsent
+        limiter = plane._of_worker[a].unsent
         assert limiter.limit == ShuffleSettings(enabled=True).receive_budget
         seen = []
         increase = limiter.increase
@@ -625,7 +625,7 @@ def test_what_is_staged_never_waits_for_itself(stage_bytes, monkeypatch):
             got = await c.compute(source(half_on_one_key, 12).shuffle("k", npartitions=16))
             same_rows(got, half_on_one_key, 12)
             for w in (a, b):
-                limiter = planes._of_worker[w].unsent
+                limiter = plane._of_worker[w].unsent
                 assert limiter.limit == 1 << 16
                 await until(lambda limiter=limiter: limiter.empty)
 

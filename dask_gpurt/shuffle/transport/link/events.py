@@ -40,7 +40,7 @@ SILENCE_SECONDS = 8.0
 HELLO_SECONDS = 1.0
 
 
-class State(enum.Enum):
+class LinkState(enum.Enum):
     # Members are single objects; the hash of their names is made anew in Python every time, several times per message.
     __hash__ = object.__hash__
 

@@ -11,10 +11,10 @@ from dask_gpurt.shuffle.transport.link.events import (
     Close,
     Deliver,
     Instruction,
+    LinkState,
     Offered,
     Opened,
     Send,
-    State,
     Verdict,
     Wanted,
 )
@@ -52,7 +52,7 @@ class ReceiverLink:
         run: RunKey = NO_RUN,
     ) -> None:
         self.run = run
-        self.state = State.WAITING
+        self.state = LinkState.WAITING
         self.sender = ""
         self._receiver, self._secret_of, self._arrive = receiver, secret_of, arrive
         self._challenge = challenge
@@ -66,16 +66,20 @@ class ReceiverLink:
         self._copy_limit = 0
         self.copies = 0
 
-    _TABLE: ClassVar[dict[tuple[State, Kind], str | None]] = {
-        (State.WAITING, Kind.HELLO): "_on_hello",
-        (State.WAITING, Kind.BYE): "_on_bye",
-        (State.OPEN, Kind.HELLO): None,
-        (State.OPEN, Kind.DATA): "_on_data",
-        (State.OPEN, Kind.WANT): "_on_want",
-        (State.OPEN, Kind.PING): "_on_ping",
-        (State.OPEN, Kind.OFFER): "_on_offer",
-        (State.OPEN, Kind.BYE): "_on_bye",
+    _TABLE: ClassVar[dict[tuple[LinkState, Kind], str | None]] = {
+        (LinkState.WAITING, Kind.HELLO): "_on_hello",
+        (LinkState.WAITING, Kind.BYE): "_on_bye",
+        (LinkState.OPEN, Kind.HELLO): None,
+        (LinkState.OPEN, Kind.DATA): "_on_data",
+        (LinkState.OPEN, Kind.WANT): "_on_want",
+        (LinkState.OPEN, Kind.PING): "_on_ping",
+        (LinkState.OPEN, Kind.OFFER): "_on_offer",
+        (LinkState.OPEN, Kind.BYE): "_on_bye",
     }
+
+    def begin(self, now: float) -> None:
+        """The time for a valid HELLO begins now, not when the link was made."""
+        self._since = now
 
     def start(self) -> list[Instruction]:
         """The link is there."""
@@ -83,7 +87,7 @@ class ReceiverLink:
 
     def admit(self, record: Record) -> tuple[Verdict, list[Instruction]]:
         """May the body of this record be received? To be asked once per record, before anything is allocated."""
-        if self.state is State.CLOSED:
+        if self.state is LinkState.CLOSED:
             return Verdict.NO, []
         if (self.state, record.kind) not in self._TABLE:
             return Verdict.NO, self._close(f"{record.kind.name} while {self.state.value}", violation=True)
@@ -118,7 +122,7 @@ class ReceiverLink:
         fresh
             False: `admit` said that it is a copy.
         """
-        if self.state is State.CLOSED:
+        if self.state is LinkState.CLOSED:
             return []
         handler = self._TABLE.get((self.state, record.kind), "_on_misplaced")
         if handler is None:
@@ -130,7 +134,7 @@ class ReceiverLink:
 
     def stored(self, sequence: int, problem: str = "") -> list[Instruction]:
         """A delivered message is stored, or `problem` says why not."""
-        if self.state is State.CLOSED:
+        if self.state is LinkState.CLOSED:
             return []
         if problem:
             text = problem.encode()[: records.MAX_CONTROL // 2]
@@ -147,34 +151,34 @@ class ReceiverLink:
 
     def granted(self, total: int) -> list[Instruction]:
         """The sender may have sent so many bytes in all. Rides on the next answer too."""
-        if self.state is not State.OPEN or total <= self._granted:
+        if self.state is not LinkState.OPEN or total <= self._granted:
             return []
         self._granted = total
         return [Send(Record(Kind.GRANT, self.run, value=total))]
 
     def tick(self, now: float) -> list[Instruction]:
-        if self.state is State.WAITING and now - self._since >= lk.HELLO_SECONDS:
+        if self.state is LinkState.WAITING and now - self._since >= lk.HELLO_SECONDS:
             return self._close(f"no valid HELLO within {lk.HELLO_SECONDS:g} s", violation=True)
         return []
 
     def lost(self, reason: str) -> list[Instruction]:
-        return [] if self.state is State.CLOSED else self._close(reason)
+        return [] if self.state is LinkState.CLOSED else self._close(reason)
 
     def bye(self) -> list[Instruction]:
         """The run ended here."""
-        if self.state is State.CLOSED:
+        if self.state is LinkState.CLOSED:
             return []
         return [Send(Record(Kind.BYE, self.run)), *self._close("the run ended")]
 
     def violation(self, reason: str) -> list[Instruction]:
         """What came is not even a record."""
-        return [] if self.state is State.CLOSED else self._close(reason, violation=True)
+        return [] if self.state is LinkState.CLOSED else self._close(reason, violation=True)
 
     def _seen(self, sequence: int) -> bool:
         return sequence <= self._low or sequence in self._answers
 
     def _close(self, reason: str, violation: bool = False) -> list[Instruction]:
-        self.state = State.CLOSED
+        self.state = LinkState.CLOSED
         self._answers.clear()
         return [Close(reason, violation)]
 
@@ -188,7 +192,7 @@ class ReceiverLink:
             nonce, sender = records.read_hello(secret, record.run, self._challenge, bytes(body), self._receiver)
         except WireError as e:
             return self._close(str(e), violation=True)
-        self.run, self.sender, self.state = record.run, sender, State.OPEN
+        self.run, self.sender, self.state = record.run, sender, LinkState.OPEN
         said = records.mac(secret, "receiver", self.run, self._challenge, nonce, sender, self._receiver)
         # In this order: credit that `Opened` brings must not overtake the WELCOME.
         return [Send(Record(Kind.WELCOME, self.run, length=len(said), value=self._granted), said), Opened(sender)]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from dask_gpurt.shuffle.transport.link import events as lk
 from dask_gpurt.shuffle.transport.link import records
-from dask_gpurt.shuffle.transport.link.events import Close, Ended, Instruction, Send, State
+from dask_gpurt.shuffle.transport.link.events import Close, Ended, Instruction, LinkState, Send
 from dask_gpurt.shuffle.transport.link.records import Kind, Record, RunKey
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class SenderLink:
     ) -> None:
         self.offer = offer
         self.run = run
-        self.state = State.OPENING
+        self.state = LinkState.OPENING
         self._secret, self._sender, self._receiver = secret, sender, receiver
         self._limit = limit
         self._nonce = nonce
@@ -70,20 +70,20 @@ class SenderLink:
         self.pulled = False
 
     #: (state, kind) -> the method that handles it; None: a copy or a late one, nothing to do
-    _TABLE: ClassVar[dict[tuple[State, Kind], str | None]] = {
-        (State.OPENING, Kind.CHALLENGE): "_on_challenge",
-        (State.GREETING, Kind.CHALLENGE): None,
-        (State.GREETING, Kind.WELCOME): "_on_welcome",
-        (State.OPEN, Kind.CHALLENGE): None,
-        (State.OPEN, Kind.WELCOME): None,
-        (State.OPEN, Kind.GRANT): "_on_grant",
-        (State.OPEN, Kind.ACK): "_on_end",
-        (State.OPEN, Kind.REFUSED): "_on_end",
-        (State.OPEN, Kind.PONG): "_on_pong",
-        (State.OPEN, Kind.PULLS): "_on_pulls",
-        (State.OPENING, Kind.BYE): "_on_bye",
-        (State.GREETING, Kind.BYE): "_on_bye",
-        (State.OPEN, Kind.BYE): "_on_bye",
+    _TABLE: ClassVar[dict[tuple[LinkState, Kind], str | None]] = {
+        (LinkState.OPENING, Kind.CHALLENGE): "_on_challenge",
+        (LinkState.GREETING, Kind.CHALLENGE): None,
+        (LinkState.GREETING, Kind.WELCOME): "_on_welcome",
+        (LinkState.OPEN, Kind.CHALLENGE): None,
+        (LinkState.OPEN, Kind.WELCOME): None,
+        (LinkState.OPEN, Kind.GRANT): "_on_grant",
+        (LinkState.OPEN, Kind.ACK): "_on_end",
+        (LinkState.OPEN, Kind.REFUSED): "_on_end",
+        (LinkState.OPEN, Kind.PONG): "_on_pong",
+        (LinkState.OPEN, Kind.PULLS): "_on_pulls",
+        (LinkState.OPENING, Kind.BYE): "_on_bye",
+        (LinkState.GREETING, Kind.BYE): "_on_bye",
+        (LinkState.OPEN, Kind.BYE): "_on_bye",
     }
 
     @property
@@ -93,7 +93,7 @@ class SenderLink:
 
     def submit(self, token: Any, buffers: Sequence[Any], now: float, room: int = 0) -> list[Instruction]:
         """Send a message when there is credit for it and for `room` bytes; an `Ended` with this token follows, once."""
-        if self.state is State.CLOSED:
+        if self.state is LinkState.CLOSED:
             return [Ended(token, "the link is closed", lost=True)]
         nbytes = records.message_bytes(buffers) + room
         if nbytes > self._limit or not 1 <= len(buffers) <= records.MAX_FRAMES:
@@ -106,7 +106,7 @@ class SenderLink:
 
     def receive(self, record: Record, body: bytes, now: float) -> list[Instruction]:
         """A record came."""
-        if self.state is State.CLOSED:
+        if self.state is LinkState.CLOSED:
             return []
         # A receiver that has just been connected to does not know yet which run it is for.
         if record.run != self.run and record.kind is not Kind.CHALLENGE:
@@ -123,11 +123,11 @@ class SenderLink:
 
     def tick(self, now: float) -> list[Instruction]:
         """Time has passed."""
-        if self.state is State.CLOSED or not self.outstanding:
+        if self.state is LinkState.CLOSED or not self.outstanding:
             return []
         if now - self._heard >= lk.SILENCE_SECONDS:
             return self._close(f"nothing heard for {lk.SILENCE_SECONDS:g} s")
-        if self.state is not State.OPEN or now - self._pinged < lk.PING_SECONDS:
+        if self.state is not LinkState.OPEN or now - self._pinged < lk.PING_SECONDS:
             return []
         self._pinged = now
         out: list[Instruction] = [Send(Record(Kind.PING, self.run, self._sequence))]
@@ -137,16 +137,16 @@ class SenderLink:
 
     def lost(self, reason: str) -> list[Instruction]:
         """The transport lost the link."""
-        return [] if self.state is State.CLOSED else self._close(reason)
+        return [] if self.state is LinkState.CLOSED else self._close(reason)
 
     def bye(self) -> list[Instruction]:
         """End the link in order."""
-        if self.state is State.CLOSED:
+        if self.state is LinkState.CLOSED:
             return []
         return [Send(Record(Kind.BYE, self.run)), *self._close("the run ended")]
 
     def _close(self, reason: str, violation: bool = False) -> list[Instruction]:
-        self.state = State.CLOSED
+        self.state = LinkState.CLOSED
         pending = (*self._flying.values(), *self._queue)
         ended: list[Instruction] = [Ended(p.token, reason, True, p.stall_seconds) for p in pending]
         self._flying.clear()
@@ -157,7 +157,7 @@ class SenderLink:
         if len(body) != records.NONCE_BYTES:
             return self._close(f"a challenge of {len(body)} bytes", violation=True)
         self._challenge = bytes(body)
-        self.state = State.GREETING
+        self.state = LinkState.GREETING
         said = records.hello(self._secret, self.run, self._challenge, self._nonce, self._sender, self._receiver)
         return [Send(Record(Kind.HELLO, self.run, length=len(said)), said)]
 
@@ -167,7 +167,7 @@ class SenderLink:
         )
         if not hmac.compare_digest(bytes(body), want):
             return self._close("the receiver does not know the secret of the run", violation=True)
-        self.state = State.OPEN
+        self.state = LinkState.OPEN
         # Before the first message, so that one that needs no credit to come is the only one that is sent in full.
         offer = [] if self.offer is None else [Send(Record(Kind.OFFER, self.run, length=len(self.offer)), self.offer)]
         return [*offer, *self._on_grant(record, body, now)]
@@ -206,7 +206,7 @@ class SenderLink:
 
     def _pump(self, now: float) -> list[Instruction]:
         out: list[Instruction] = []
-        while self.state is State.OPEN and self._queue:
+        while self.state is LinkState.OPEN and self._queue:
             head = self._queue[0]
             if self._sent + head.nbytes > self._granted:
                 if self._stalled_since is None:

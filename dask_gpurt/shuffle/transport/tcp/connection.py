@@ -22,7 +22,7 @@ from dask_gpurt.shuffle.transport.link.records import HEADER_BYTES, Record
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dask_gpurt.shuffle.transport.tcp.ioloop import IoLoop
+    from dask_gpurt.shuffle.transport.ioloop import IoLoop
 
 #: a peer whose host does not answer for so long is lost
 LOST_SECONDS = 5

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dask_gpurt.shuffle.transport.tcp.ioloop import IoLoop
+    from dask_gpurt.shuffle.transport.ioloop import IoLoop
 
 #: after a failure that the reserve does not help with, nothing is accepted for so long
 PAUSE_SECONDS = 1.0

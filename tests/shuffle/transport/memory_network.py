@@ -1,8 +1,9 @@
 """A transport without sockets, for tests: a network in memory that reorders, copies, delays, loses and spoils.
 
-Theory of operation. `Network` is a simulation on a virtual clock: records wait in a list with the time at which they
-arrive, a seeded random generator decides their fate, and `run` plays events in order of time until nothing is left. The
-same state machines (`events`) and the same credit (`credits`, behind `base.Gate`) run in it as over sockets.
+Theory of operation. `MemoryNetwork` is a simulation on a virtual clock: records wait in a list with the time at which
+they arrive, a seeded random generator decides their fate, and `run` plays events in order of time until nothing is
+left. The same state machines (`events`) and the same credit (`credits`, behind `base.ReceiveGate`) run in it as over
+sockets.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Weather:
     jitter_seconds: float = 0.0
 
 
-class Network:
+class MemoryNetwork:
     """Where `MemoryTransport`s meet.
 
     Parameters
@@ -90,11 +91,11 @@ class Network:
 
 
 class MemoryTransport:
-    """One worker on a `Network`. Not thread-safe, and nothing happens outside of `Network.run`."""
+    """One worker on a `MemoryNetwork`. Not thread-safe, and nothing happens outside of `MemoryNetwork.run`."""
 
     name = "memory"
 
-    def __init__(self, network: Network, services: Services) -> None:
+    def __init__(self, network: MemoryNetwork, services: Services) -> None:
         self.network, self.services = network, services
         self.endpoint = services.address
         self._outbound: dict[tuple[str, RunKey], _Out] = {}
