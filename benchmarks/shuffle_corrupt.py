@@ -124,10 +124,10 @@ async def install(dask_scheduler: Any, way: str) -> None:
 def headers(n: int) -> int:
     """Changed record headers that were parsed all the same."""
     from dask_gpurt.errors import WireError
-    from dask_gpurt.shuffle.transport.link.records import HEADER_BYTES, Kind, Record, RunKey
+    from dask_gpurt.shuffle.transport.link.records import HEADER_BYTES, LinkRecord, RecordKind, RunKey
 
     r = np.random.default_rng(0)
-    good = Record(Kind.DATA, RunKey(7, 1), 3, 4096, 2, 9).pack()
+    good = LinkRecord(RecordKind.DATA, RunKey(7, 1), 3, 4096, 2, 9).pack()
     accepted = 0
     for _ in range(n):
         raw = bytearray(good)
@@ -136,7 +136,7 @@ def headers(n: int) -> int:
         else:
             raw[int(r.integers(HEADER_BYTES))] ^= 1 << int(r.integers(8))
         try:
-            Record.unpack(raw)
+            LinkRecord.unpack(raw)
             accepted += 1
         except WireError:
             pass

@@ -2,8 +2,8 @@
 
 A `Transport` moves messages (lists of buffers) from this worker to a `Peer`, for one run, and says by a `Receipt` how
 each of them ended. It knows nothing of shuffles. `Services` is what it may ask: the secrets of the runs that are here,
-credit (`ReceiveGate`), and where messages go. `LinkTransport` is what the
-transports over sockets and UCX have in common.
+credit (`ReceiveGate`), and where messages go. `LinkTransport` is what the transports over sockets and UCX have in
+common.
 
 All of it is thread-safe: a transport has threads of its own and never touches an event loop.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dask_gpurt.memory.pages import Pages
     from dask_gpurt.shuffle.transport.ioloop import IoLoop
     from dask_gpurt.shuffle.transport.link.events import Close, Instruction
-    from dask_gpurt.shuffle.transport.link.records import Record, RunKey
+    from dask_gpurt.shuffle.transport.link.records import LinkRecord, RunKey
     from dask_gpurt.shuffle.transport.link.sender import SenderLink
 
 logger = logging.getLogger("distributed.worker.gpurt")
@@ -305,6 +305,6 @@ class LinkTransport(abc.ABC, Generic[L]):
 
     # ---- receive thread
 
-    def arrived(self, record: Record, body: memoryview) -> tuple[Record, memoryview]:
+    def arrived(self, record: LinkRecord, body: memoryview) -> tuple[LinkRecord, memoryview]:
         """What came from the wire, before it is looked at; tests replace this."""
         return record, body

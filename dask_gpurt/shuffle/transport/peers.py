@@ -9,7 +9,7 @@ from dask_gpurt.shuffle.transport.rpc_credit import SafeSender
 
 if TYPE_CHECKING:
     from dask_gpurt.shuffle.transport.base import Header, Peer
-    from dask_gpurt.shuffle.transport.select.selector import Chooser
+    from dask_gpurt.shuffle.transport.select.selector import TransportChooser
 
 
 @dataclasses.dataclass
@@ -59,7 +59,7 @@ class LinkTable:
 
 
 class NoRoute(Exception):
-    """A peer has no card for us; what it said instead goes to the caller."""
+    """A peer gives no card; what it answered instead goes to the caller."""
 
     def __init__(self, answer: dict[str, Any]) -> None:
         super().__init__(str(answer))
@@ -67,13 +67,24 @@ class NoRoute(Exception):
 
 
 class Route:
-    """The ways from one run to one peer; `card` is what the peer says of itself."""
+    """The ways from one run to one peer.
 
-    def __init__(self, card: dict[str, Any], chooser: Chooser, header: Header, squeezes: bool = False) -> None:
+    Parameters
+    ----------
+    card
+        What the peer says of itself.
+    chooser
+        Picks the way of each message.
+    header
+        Goes with every message.
+    squeezes
+        Whether messages may be compressed.
+    """
+
+    def __init__(self, card: dict[str, Any], chooser: TransportChooser, header: Header, squeezes: bool = False) -> None:
         self.card = card
         self.chooser = chooser
         self.header = header
-        #: whether messages may be compressed
         self.squeezes = squeezes
         #: by transport
         self.targets: dict[str, Peer] = {}

@@ -35,8 +35,8 @@ from dask_gpurt.shuffle.transport.peers import LinkTable, NoRoute, Route
 from dask_gpurt.shuffle.transport.registry import OpenTransports
 from dask_gpurt.shuffle.transport.rpc_credit import SafeReceiver
 from dask_gpurt.shuffle.transport.select.compress import LEAST, Squeezer
-from dask_gpurt.shuffle.transport.select.locality import host_token, place_of, process_token
-from dask_gpurt.shuffle.transport.select.selector import INPROC, SAFE, Chooser, Place
+from dask_gpurt.shuffle.transport.select.locality import host_token, locality_of, process_token
+from dask_gpurt.shuffle.transport.select.selector import INPROC, SAFE, Locality, TransportChooser
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -95,7 +95,7 @@ class Plane:
         self._runs: dict[RunKey, RunReceiver] = {}
         self._secrets: dict[RunKey, bytes] = {}
         self._routes: dict[tuple[RunKey, str], asyncio.Future[Route]] = {}
-        self._choosers: dict[str, Chooser] = {}
+        self._choosers: dict[str, TransportChooser] = {}
         self.links = LinkTable()
         self.inbox = Inbox(self._loop, self._runs, self.links, count)
         self._outcomes = Outcomes(self._loop)
@@ -118,17 +118,7 @@ class Plane:
     # ---- runs
 
     def join(self, run: RunReceiver, key: RunKey, secret: bytes) -> None:
-        """Take in messages for a run from now on.
-
-        Parameters
-        ----------
-        run
-            What its messages are given to.
-        key
-            Names the run on links.
-        secret
-            Proves to peers that this worker takes part in the run.
-        """
+        """Take in messages for a run from now on; its secret proves to peers that this worker takes part in it."""
         self._runs[key] = run
         self._secrets[key] = secret
 
@@ -159,7 +149,7 @@ class Plane:
         peer
             Address of the worker.
         frames
-            Of the message.
+            The message.
         safe
             Sends it by distributed's comms.
         """
@@ -235,7 +225,7 @@ class Plane:
     async def _direct(
         self, name: str, route: Route, key: RunKey, peer: str, frames: Sequence[Any], room: int = 0
     ) -> Receipt:
-        """By a transport of ours; never raises."""
+        """By a transport; never raises."""
         try:
             if name == INPROC:
                 return await self._hand_over(key, peer, frames)
@@ -292,8 +282,8 @@ class Plane:
         return route
 
     async def _introduce(self, run: RunSender, key: RunKey, peer: str) -> Route:
-        ours = self.introduction()
-        answer = await run.ask(peer, {"gpurt": "open", "sender": self.address, "card": ours})
+        own = self.introduction()
+        answer = await run.ask(peer, {"gpurt": "open", "sender": self.address, "card": own})
         if answer.get("status") != "OK" or "card" not in answer:
             raise NoRoute(answer)
         card = answer["card"]
@@ -301,11 +291,11 @@ class Plane:
         if chooser is None:
             if len(self._choosers) >= _PEERS:
                 self._choosers.pop(next(iter(self._choosers)))
-            place = place_of(ours, card)
-            able = [INPROC] if place is Place.PROCESS else []
-            # What the peer permits is not enough: its configuration may differ from ours.
+            place = locality_of(own, card)
+            able = [INPROC] if place is Locality.PROCESS else []
+            # What the peer permits is not enough: its configuration may be another one.
             able += [name for name in ("ucx", "tcp") if card.get(name) and self.transports.allowed(name)]
-            chooser = self._choosers[peer] = Chooser(place, able, self.settings.transport)
+            chooser = self._choosers[peer] = TransportChooser(place, able, self.settings.transport)
         return Route(card, chooser, Header(key, self._secrets.get(key, b"")), self._squeezer.able(chooser, card))
 
     # ---- receiving
@@ -320,8 +310,8 @@ class Plane:
         if asked.get("gpurt") == "open":
             card = self.introduction() | {"limit": self.gate.message_limit, "codecs": self._squeezer.codecs}
             theirs = asked.get("card") or {}
-            if place_of(card, theirs) is not Place.PROCESS or self.settings.transport != "auto":
-                for name in self.transports.wanted(place_of(card, theirs)):
+            if locality_of(card, theirs) is not Locality.PROCESS or self.settings.transport != "auto":
+                for name in self.transports.wanted(locality_of(card, theirs)):
                     transport = await self.transports.get(name)
                     if transport is not None:
                         card[name] = transport.endpoint_for(key, sender)

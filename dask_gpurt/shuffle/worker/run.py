@@ -1,7 +1,7 @@
 """One shuffle on one worker: `GpurtShuffleRun`, which distributed's worker plugin makes, and its parts.
 
 Theory of operation. Restarts, the barrier, the pinning of outputs and the budget for unsent bytes are inherited from
-distributed's run. The path of a row is ours, by parts that each do one thing::
+distributed's run. The path of a row is made of parts that each do one thing::
 
     task thread   Splitter.split         split, make parcels (no copy after the gather)
     event loop    Amendment.may_send     is this attempt the one that counts?
@@ -150,7 +150,13 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
             made_all=self._log.idle,
             counters=counters,
         )
-        resender = Resender(self, owners=owners, log=self._log, sender=self._sender, cut_bytes=cut_bytes)
+        self._flushed = FlushedBuffers(counters)
+        self._amendment = self._make_amendment(state)
+
+    def _make_amendment(self, state: State) -> Amendment:
+        owners, counting, log, counters = self._owners, self._counting, self._log, self._counters
+        cut_bytes = self._plane.settings.cut_bytes
+        resender = Resender(self, owners=owners, log=log, sender=self._sender, cut_bytes=cut_bytes)
         handover = Handover(
             self,
             owners=owners,
@@ -160,13 +166,12 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
             restart=self._scheduler_calls.restart,
             counters=counters,
         )
-        self._flushed = FlushedBuffers(counters)
-        self._amendment = Amendment(
+        return Amendment(
             self,
             state=state,
             owners=owners,
             counting=counting,
-            log=self._log,
+            log=log,
             peers=self._peers,
             resender=resender,
             handover=handover,
@@ -201,9 +206,10 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         return self._owners.worker_for[id]
 
     def get_output_partition(self, partition_id: int, key: Hashable, **kwargs: Any) -> pd.DataFrame:
-        """Make an output. As inherited, without its two round trips to the event loop where it has nothing to say.
+        """Make an output. As inherited, without its two round trips to the event loop.
 
-        That is where the output belongs here, and nothing is ever under way to a disk of ours.
+        The first is made only for an output that does not belong here; the second waits for writes to a disk, of which
+        this run has none.
         """
         self._outputs.check_place(partition_id, key)
         # Opened again, a run takes inputs once more while it makes the outputs that were complete.

@@ -20,7 +20,7 @@ from dask_gpurt.shuffle.transport.base import Receipt
 from dask_gpurt.shuffle.transport.link import events as lk
 from dask_gpurt.shuffle.transport.link import records
 from dask_gpurt.shuffle.transport.link.receiver import ReceiverLink
-from dask_gpurt.shuffle.transport.link.records import Kind, Record
+from dask_gpurt.shuffle.transport.link.records import LinkRecord, RecordKind
 from dask_gpurt.shuffle.transport.link.sender import SenderLink
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ class _Out:
 
     def arrived(self, head: bytes, body: bytes) -> None:
         try:
-            record = Record.unpack(head)
+            record = LinkRecord.unpack(head)
             if len(body) != record.length:
                 raise WireError("cut short")
         except WireError as e:
@@ -185,7 +185,7 @@ class _Out:
         for i in instructions:
             if isinstance(i, lk.Send) and self.other is not None:
                 body = i.body
-                if i.record.kind is Kind.DATA:
+                if i.record.kind is RecordKind.DATA:
                     frames = [bytes(b).ljust(records.padded(len(b)), b"\0") for b in map(bytes, i.buffers)]
                     body = records.table(i.buffers) + b"".join(frames)
                 net.carry(self.owner.services.address, self.peer.address, self.other.arrived, i.record.pack(), body)
@@ -208,7 +208,7 @@ class _In:
 
     def arrived(self, head: bytes, body: bytes) -> None:
         try:
-            record = Record.unpack(head)
+            record = LinkRecord.unpack(head)
         except WireError as e:
             self.carry_out(self.machine.violation(str(e)))
             return

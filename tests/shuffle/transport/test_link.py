@@ -15,7 +15,7 @@ from dask_gpurt.shuffle.transport.link import events as lk
 from dask_gpurt.shuffle.transport.link import records
 from dask_gpurt.shuffle.transport.link.credits import Arbiter
 from dask_gpurt.shuffle.transport.link.receiver import ReceiverLink
-from dask_gpurt.shuffle.transport.link.records import Kind, Record, RunKey
+from dask_gpurt.shuffle.transport.link.records import LinkRecord, RecordKind, RunKey
 from dask_gpurt.shuffle.transport.link.sender import SenderLink
 from tests.shuffle.helpers import receipt_of
 from tests.shuffle.transport.memory_network import MemoryNetwork, MemoryTransport, Weather
@@ -195,12 +195,12 @@ def greet(s: SenderLink, r: ReceiverLink) -> None:
 
 
 @pytest.mark.parametrize("state", list(lk.LinkState))
-@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("kind", list(RecordKind))
 def test_every_record_in_every_state_of_a_sender(state, kind):
     s = sender()
     s.submit("m", [b"x"], 0.0)
     s.state = state
-    out = s.receive(Record(kind, RUN, sequence=99), b"", 0.0)
+    out = s.receive(LinkRecord(kind, RUN, sequence=99), b"", 0.0)
     if state is lk.LinkState.CLOSED:
         assert out == []
     elif (state, kind) not in s._TABLE:
@@ -210,12 +210,12 @@ def test_every_record_in_every_state_of_a_sender(state, kind):
 
 
 @pytest.mark.parametrize("state", [lk.LinkState.WAITING, lk.LinkState.OPEN, lk.LinkState.CLOSED])
-@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("kind", list(RecordKind))
 def test_every_record_in_every_state_of_a_receiver(state, kind):
     r = receiver(lambda n: False)
     r.run, r.state = RUN, state
-    verdict, out = r.admit(Record(kind, RUN, sequence=1, length=64, count=1))
-    allowed = (state, kind) in r._TABLE and kind is not Kind.DATA
+    verdict, out = r.admit(LinkRecord(kind, RUN, sequence=1, length=64, count=1))
+    allowed = (state, kind) in r._TABLE and kind is not RecordKind.DATA
     assert (verdict is lk.Verdict.YES) == allowed
     assert bool(out) == (not allowed and state is not lk.LinkState.CLOSED)
 
@@ -223,8 +223,8 @@ def test_every_record_in_every_state_of_a_receiver(state, kind):
 def test_more_than_granted_is_not_received():
     s, r = sender(), receiver(lambda n: n <= 128)
     greet(s, r)
-    assert r.admit(Record(Kind.DATA, RUN, 1, 128, 1))[0] is lk.Verdict.YES
-    verdict, out = r.admit(Record(Kind.DATA, RUN, 2, 192, 1))
+    assert r.admit(LinkRecord(RecordKind.DATA, RUN, 1, 128, 1))[0] is lk.Verdict.YES
+    verdict, out = r.admit(LinkRecord(RecordKind.DATA, RUN, 2, 192, 1))
     assert verdict is lk.Verdict.NO
     assert out[0].violation
     assert "not granted" in out[0].reason
@@ -234,7 +234,7 @@ def test_a_copy_is_answered_as_the_first_one_was():
     s, r = sender(), receiver()
     greet(s, r)
     body = records.table([b"x"]) + b"x".ljust(64, b"\0")
-    record = Record(Kind.DATA, RUN, 1, len(body), 1)
+    record = LinkRecord(RecordKind.DATA, RUN, 1, len(body), 1)
     assert r.admit(record)[0] is lk.Verdict.YES
     (deliver,) = r.receive(record, memoryview(body), 0.0)
     assert bytes(deliver.frames[0]) == b"x"
@@ -255,19 +255,19 @@ def test_a_copy_is_answered_as_the_first_one_was():
 )
 def test_what_is_no_record(raw, says):
     with pytest.raises(WireError, match=says):
-        Record.unpack(raw)
+        LinkRecord.unpack(raw)
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.binary(min_size=64, max_size=64), st.integers(0, 511))
 def test_no_changed_header_parses(noise, bit):
-    good = Record(Kind.DATA, RUN, 3, 4096, 2, 9).pack()
-    assert Record.unpack(good) == Record(Kind.DATA, RUN, 3, 4096, 2, 9)
+    good = LinkRecord(RecordKind.DATA, RUN, 3, 4096, 2, 9).pack()
+    assert LinkRecord.unpack(good) == LinkRecord(RecordKind.DATA, RUN, 3, 4096, 2, 9)
     changed = bytearray(good)
     changed[bit // 8] ^= 1 << bit % 8
     for raw in (bytes(changed), noise):
         with pytest.raises(WireError):
-            Record.unpack(raw)
+            LinkRecord.unpack(raw)
 
 
 def test_tags_differ_by_everything_they_are_made_of():
@@ -331,6 +331,6 @@ def test_a_hello_is_not_replayed():
     said = records.hello(SECRET, RUN, os.urandom(16), b"n" * 16, "a", "b")
     r = receiver()
     r.start()
-    r.admit(Record(Kind.HELLO, RUN, length=len(said)))
-    (close,) = r.receive(Record(Kind.HELLO, RUN, length=len(said)), said, 0.0)
+    r.admit(LinkRecord(RecordKind.HELLO, RUN, length=len(said)))
+    (close,) = r.receive(LinkRecord(RecordKind.HELLO, RUN, length=len(said)), said, 0.0)
     assert close.violation

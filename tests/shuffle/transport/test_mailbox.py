@@ -17,7 +17,7 @@ from dask_gpurt.shuffle.transport.link.records import RunKey
 from dask_gpurt.shuffle.transport.mailbox import FEW, Mailbox, Outcomes
 from dask_gpurt.shuffle.transport.peers import Route
 from dask_gpurt.shuffle.transport.plane import Plane
-from dask_gpurt.shuffle.transport.select.selector import SAFE, Chooser, Place
+from dask_gpurt.shuffle.transport.select.selector import SAFE, Locality, TransportChooser
 
 KEY = RunKey(3, 1)
 
@@ -269,7 +269,7 @@ def test_every_message_that_began_ends_for_the_choice(end):
         run: Any = Run(set())
         plane.join(run, KEY, bytes(16))
         forced = SAFE if end == "safe fails" else "tcp"
-        chooser = Chooser(Place.HOST, ["tcp"], forced)
+        chooser = TransportChooser(Locality.HOST, ["tcp"], forced)
         route = asyncio.get_running_loop().create_future()
         route.set_result(Route({"limit": 0, "tcp": ["", 0]}, chooser, Header(KEY, bytes(16))))
         plane._routes[KEY, "peer"] = route

@@ -17,7 +17,7 @@ from dask_gpurt.shuffle.transport.link import events as lk
 from dask_gpurt.shuffle.transport.link import records
 from dask_gpurt.shuffle.transport.link.endpoints import InboundEnd, InboundOwner, OutboundEnd, OutboundOwner
 from dask_gpurt.shuffle.transport.link.receiver import ReceiverLink
-from dask_gpurt.shuffle.transport.link.records import Kind, Record
+from dask_gpurt.shuffle.transport.link.records import LinkRecord, RecordKind
 from dask_gpurt.shuffle.transport.link.sender import SenderLink
 from dask_gpurt.shuffle.transport.select.locality import host_token
 from dask_gpurt.shuffle.transport.tcp import cma
@@ -37,13 +37,13 @@ _RECORDS_AT_ONCE = 32
 _BYTES_AT_ONCE = 1 << 20
 
 
-def _room(record: Record) -> memoryview:
+def _room(record: LinkRecord) -> memoryview:
     """Memory for the body of a record that is no message; most have none."""
     return memoryview(bytearray(record.length)) if record.length else _NOTHING
 
 
 def _parts(send: lk.Send) -> list[Any]:
-    if send.record.kind is not Kind.DATA:
+    if send.record.kind is not RecordKind.DATA:
         return [send.record.pack() + send.body]
     parts: list[Any] = [send.record.pack() + records.table(send.buffers)]
     for buffer in send.buffers:
@@ -75,7 +75,7 @@ class TcpOwner(InboundOwner, OutboundOwner, Protocol):
     sending: IoLoop
     receiving: IoLoop
 
-    def arrived(self, record: Record, body: memoryview) -> tuple[Record, memoryview]:
+    def arrived(self, record: LinkRecord, body: memoryview) -> tuple[LinkRecord, memoryview]:
         """A record came from the wire."""
 
 
@@ -105,8 +105,9 @@ class TcpOutbound(OutboundEnd):
             raise OSError(code, os.strerror(code))
 
     def put(self, send: lk.Send) -> None:
+        """Queue a record, or where its message lies."""
         # One that costs room would need a field more; within a host none does.
-        if send.record.kind is Kind.DATA and self.machine.pulled and not send.record.value:
+        if send.record.kind is RecordKind.DATA and self.machine.pulled and not send.record.value:
             placed = cma.placed(send.record, send.buffers)
             if placed is not None:
                 self.owner.pulls.placed += 1
@@ -115,9 +116,11 @@ class TcpOutbound(OutboundEnd):
         self.connection.write(*_parts(send))
 
     def shut(self) -> None:
+        """Close the socket."""
         self.connection.close()
 
     def event(self, event: int) -> None:
+        """The socket is connected, or can be written to or read from."""
         try:
             if not self.connected:  # nothing can be read before the connection is there
                 code = self.connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
@@ -133,6 +136,7 @@ class TcpOutbound(OutboundEnd):
             self.lost(repr(e))
 
     def tick(self, now: float) -> None:
+        """Time has passed."""
         if not self.connected and now - self._since > CONNECT_SECONDS:
             self.lost(f"no connection within {CONNECT_SECONDS:g} s")
         self.carry_out(self.machine.tick(now))
@@ -159,30 +163,34 @@ class TcpInbound(InboundEnd):
         self.carry_out(self.machine.start())
 
     def put(self, send: lk.Send) -> None:
+        """Queue a record."""
         self.connection.write(*_parts(send))
 
     def shut(self) -> None:
+        """Close the socket."""
         self.connection.close()
 
-    def _begin(self, record: Record) -> memoryview | None:
-        if record.kind is Kind.PLACED and not self._pid:
+    def _begin(self, record: LinkRecord) -> memoryview | None:
+        if record.kind is RecordKind.PLACED and not self._pid:
             raise WireError("a message is placed in memory that this worker cannot read")
-        asked = cma.message(record) if record.kind is Kind.PLACED else record
+        asked = cma.message(record) if record.kind is RecordKind.PLACED else record
         verdict, instructions = self.machine.admit(asked)
         self.carry_out(instructions)
         if verdict is lk.Verdict.NO:
             return None
         self._fresh = verdict is lk.Verdict.YES
-        if record.kind is Kind.DATA:
+        if record.kind is RecordKind.DATA:
             return self.owner.pool.take(record.length)
         return _room(record)
 
     def offered(self, body: bytes) -> None:
+        """Answer an offer if the sender's memory can be read."""
         self._pid = cma.accept(body) if self.owner.pulls.allowed else 0
         if self._pid:
-            self.put(lk.Send(Record(Kind.PULLS, self.machine.run)))
+            self.put(lk.Send(LinkRecord(RecordKind.PULLS, self.machine.run)))
 
     def event(self, event: int) -> None:
+        """The socket can be written to or read from."""
         self._read()
 
     def _read(self) -> None:
@@ -193,7 +201,7 @@ class TcpInbound(InboundEnd):
                 if nbytes >= _BYTES_AT_ONCE or (whole := self.connection.read(self._begin)) is None:
                     break
                 record, body = whole
-                if record.kind is Kind.PLACED:
+                if record.kind is RecordKind.PLACED:
                     record = cma.message(record)
                     body = cma.fetch(self._pid, record, body, self.owner.pool.take)
                     self.owner.pulls.pulled += 1
@@ -209,4 +217,5 @@ class TcpInbound(InboundEnd):
             self.loop.later(self._read)
 
     def tick(self, now: float) -> None:
+        """Time has passed."""
         self.carry_out(self.machine.tick(now))

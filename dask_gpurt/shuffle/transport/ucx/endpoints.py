@@ -17,7 +17,7 @@ from dask_gpurt.shuffle.transport.link import events as lk
 from dask_gpurt.shuffle.transport.link import records
 from dask_gpurt.shuffle.transport.link.endpoints import InboundEnd, InboundOwner, LinkEnd, OutboundEnd, OutboundOwner
 from dask_gpurt.shuffle.transport.link.receiver import ReceiverLink
-from dask_gpurt.shuffle.transport.link.records import HEADER_BYTES, Kind, Record
+from dask_gpurt.shuffle.transport.link.records import HEADER_BYTES, LinkRecord, RecordKind
 from dask_gpurt.shuffle.transport.link.sender import SenderLink
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class UcxOwner(InboundOwner, OutboundOwner, Protocol):
     #: (when, endpoint) of those that UCX closes in the background
     closing: collections.deque[tuple[float, Any]]
 
-    def arrived(self, record: Record, body: memoryview) -> tuple[Record, memoryview]:
+    def arrived(self, record: LinkRecord, body: memoryview) -> tuple[LinkRecord, memoryview]:
         """A record came from the wire."""
 
 
@@ -105,12 +105,12 @@ class _UcxEnd(LinkEnd):
                 flat = buffer if records.is_device(buffer) else memoryview(buffer).cast("B")
                 self.post(ucx.send(self.endpoint, flat, self.tags["data"]), (flat, send), nothing)
 
-    def listen(self, tag: int, then: Callable[[Record, memoryview], None]) -> None:
+    def listen(self, tag: int, then: Callable[[LinkRecord, memoryview], None]) -> None:
         """Post the receive for the next record."""
         buffer = memoryview(bytearray(CONTROL_BYTES))
 
         def arrived() -> None:
-            then(Record.unpack(buffer[:HEADER_BYTES]), buffer[HEADER_BYTES:])
+            then(LinkRecord.unpack(buffer[:HEADER_BYTES]), buffer[HEADER_BYTES:])
             if not self.closed:
                 self.listen(tag, then)
 
@@ -143,11 +143,11 @@ class UcxOutbound(_UcxEnd, OutboundEnd):
     owner: UcxOwner
 
     def __init__(self, owner: UcxOwner, peer: Peer, header: Header) -> None:
-        ours = owner.services.address
-        _UcxEnd.__init__(self, owner, header.run, header.secret, ours, peer.address)
+        here = owner.services.address
+        _UcxEnd.__init__(self, owner, header.run, header.secret, here, peer.address)
         self.peer = peer
         self.machine = SenderLink(
-            *(header.run, header.secret, ours, peer.address, peer.limit),
+            *(header.run, header.secret, here, peer.address, peer.limit),
             *(os.urandom(records.NONCE_BYTES), time.monotonic()),
         )
         self.endpoint = owner.ucx.endpoint(bytes(peer.endpoint))
@@ -155,7 +155,7 @@ class UcxOutbound(_UcxEnd, OutboundEnd):
         knock = self.proof + owner.ucx.address
         self.post(owner.ucx.send(self.endpoint, knock, self.tags["knock"]), knock, nothing)
 
-    def arrived(self, record: Record, body: memoryview) -> None:
+    def arrived(self, record: LinkRecord, body: memoryview) -> None:
         """An answer came."""
         self.carry_out(self.machine.receive(record, bytes(body[: record.length]), time.monotonic()))
 
@@ -196,19 +196,19 @@ class UcxInbound(_UcxEnd, InboundEnd):
 
         self.post(ucx.receive_waiting(buffer, self.tags["knock"]), buffer, opened)
 
-    def arrived(self, record: Record, rest: memoryview) -> None:
+    def arrived(self, record: LinkRecord, rest: memoryview) -> None:
         """A record came, with its body or the table of its message."""
         verdict, instructions = self.machine.admit(record)
         self.carry_out(instructions)
         if verdict is lk.Verdict.NO:
             return
         now = time.monotonic()
-        if record.kind is not Kind.DATA:
+        if record.kind is not RecordKind.DATA:
             self.carry_out(self.machine.receive(record, bytes(rest[: record.length]), now))
             return
         self._receive_frames(record, rest, fresh=verdict is lk.Verdict.YES)
 
-    def _receive_frames(self, record: Record, table: memoryview, fresh: bool) -> None:
+    def _receive_frames(self, record: LinkRecord, table: memoryview, fresh: bool) -> None:
         """Receive the frames of a message; the machine gets it when all are there.
 
         The table must be right, or frames and records are out of step: an error closes the link.

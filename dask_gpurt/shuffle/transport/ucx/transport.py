@@ -74,7 +74,7 @@ class UcxTransport(LinkTransport[UcxOutbound]):
         ready: Future[bytes] = Future()
         self.sending.call(lambda: self._start(ready))
         try:
-            #: what peers need to reach us
+            #: what peers need to reach this worker
             self.address = ready.result(60)
         except Exception as e:
             self.sending.stop(nothing)
