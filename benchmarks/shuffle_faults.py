@@ -252,9 +252,10 @@ class Bench:
                     with contextlib.suppress(ProcessLookupError):  # its nanny has restarted it meanwhile
                         os.kill(pid, signal.SIGKILL)
             elif kind == "stop":
-                os.kill(pids[0], signal.SIGSTOP)
-                time.sleep(STOP_SECONDS)
-                os.kill(pids[0], signal.SIGCONT)
+                with contextlib.suppress(ProcessLookupError):  # as above, after an earlier run
+                    os.kill(pids[0], signal.SIGSTOP)
+                    time.sleep(STOP_SECONDS)
+                    os.kill(pids[0], signal.SIGCONT)
             elif kind == "retire":
                 self.cluster.scale(WORKERS - 1)
             struck.set()
@@ -395,7 +396,7 @@ def main(argv: list[str] | None = None) -> int:
         # The scheduler is in this process.
         rebalance_plan.LEAST_BYTES = 1 << 16
         prices = rebalance_plan.Prices(unpack_per_byte=1.0, move_per_byte=0.0, spill_per_byte=0.0, fixed=0.0)
-        rebalance.Binder._prices = lambda self, states, name: prices  # type: ignore[method-assign]
+        rebalance.Binder._prices = lambda self, group, name: prices  # type: ignore[method-assign]
     start = time.perf_counter()
     report: dict[str, Any] = {}
     if os.path.exists(args.out):

@@ -1,9 +1,13 @@
-"""The only file of the shuffle that names private parts of dask and distributed.
+"""The only module of the shuffle that names private parts of dask and distributed.
 
-Theory of operation. `distributed.shuffle` is private and has no stability promise, so everything we inherit from or
-override is imported here, and `check` compares what is installed with what this code was written for: the parameters of
-every method we override or call. A difference means that nothing is installed (`SeamMismatch`), on the scheduler when
-the takeover is installed, on a worker when the scheduler asks whether it can run our spec (`probe`).
+`check` compares the installed distributed with what this code was written for. The other functions do what needs a
+private name. Subclasses of distributed's classes use inherited private names by ``self``; these are in the tables, too.
+
+Theory of operation. `distributed.shuffle` is private and has no stability promise. So all that we inherit from,
+override, call or read is imported here and listed in tables: methods with their parameters (`METHODS`), attributes that
+instances have and the method that sets them (`ATTRIBUTES`), fields of dataclasses (`FIELDS`). A difference means that
+nothing is installed (`SeamMismatch`), on the scheduler when the takeover is installed, on a worker when the scheduler
+asks whether it can run our spec.
 
 Rejected: patching `P2PShuffle._layer` (needs the client, or the scheduler's copy of dask) and a shuffle method of our
 own (`dataframe.shuffle.method: gpurt`), which ten operations of dask refuse by name.
@@ -21,33 +25,41 @@ import distributed
 import numpy as np
 from dask.context import thread_state
 from distributed.comm import get_address_host, parse_address
-from distributed.core import ErrorMessage, OKMessage, error_message
+from distributed.core import ErrorMessage, OKMessage, Server, error_message
 from distributed.exceptions import Reschedule
 from distributed.metrics import context_meter, thread_time
 from distributed.protocol.serialize import Serialized, dask_deserialize, dask_serialize, serialize
 from distributed.scheduler import Scheduler
+from distributed.shuffle._buffer import ShardsBuffer
 from distributed.shuffle._comms import CommShardsBuffer
-from distributed.shuffle._core import ShuffleRun, ShuffleSpec, barrier_key, id_from_key
+from distributed.shuffle._core import (
+    SchedulerShuffleState,
+    ShuffleRun,
+    ShuffleRunSpec,
+    ShuffleSpec,
+    barrier_key,
+    id_from_key,
+)
 from distributed.shuffle._exceptions import P2PConsistencyError, ShuffleClosedError
 from distributed.shuffle._limiter import ResourceLimiter
 from distributed.shuffle._merge import merge_unpack
 from distributed.shuffle._rechunk import ArrayRechunkRun, ArrayRechunkSpec
 from distributed.shuffle._scheduler_plugin import ShuffleSchedulerPlugin
 from distributed.shuffle._shuffle import DataFrameShuffleRun, DataFrameShuffleSpec, shuffle_unpack
-from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
+from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin, _ShuffleRunManager
 from distributed.utils_comm import retry
 
-from dask_gpurt._version import __version__
 from dask_gpurt.errors import SeamMismatch
-from dask_gpurt.model.compression import Chooser
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+    from collections.abc import Awaitable, Callable, Coroutine, Iterator
 
     import pandas as pd
+    from distributed.scheduler import TaskState
 
 T = TypeVar("T")
 
+#: handed on to the other modules
 __all__ = [
     "ArrayRechunkSpec",
     "CommShardsBuffer",
@@ -65,38 +77,24 @@ __all__ = [
     "ShuffleSpec",
     "ShuffleWorkerPlugin",
     "barrier_key",
-    "check",
-    "common_dtype",
     "context_meter",
     "dask_deserialize",
     "dask_serialize",
     "error_message",
-    "execution",
-    "host_of",
     "id_from_key",
-    "on_teardown",
-    "order_of_outputs",
-    "output_of",
-    "probe",
-    "probe_workers",
-    "require_encryption",
     "retry",
-    "scheme_of",
     "serialize",
-    "shuffle_tables",
-    "swap_plugin",
-    "sync",
-    "this_key",
     "thread_time",
-    "unpack_tasks",
 ]
 
-#: what is overridden or called: (owner, name, parameters it must have, in order, without self)
-_SEAM: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
+#: what is overridden or called: (class that defines it, name, parameters it must have, in order, without self)
+METHODS: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (ShuffleSchedulerPlugin, "__init__", ("scheduler",)),
     (ShuffleSchedulerPlugin, "_retrieve_spec", ("shuffle_id",)),
     (ShuffleSchedulerPlugin, "barrier", ("id", "run_id", "consistent")),
     (ShuffleSchedulerPlugin, "_set_restriction", ("ts", "worker")),
+    (ShuffleSchedulerPlugin, "_unset_restriction", ("ts",)),
+    (ShuffleSchedulerPlugin, "restart", ("scheduler",)),
     (ShuffleSchedulerPlugin, "get", ("id", "worker")),
     (ShuffleSchedulerPlugin, "_create", ("shuffle_id", "key", "worker")),
     (ShuffleSchedulerPlugin, "_restart_recommendations", ("id",)),
@@ -129,7 +127,7 @@ _SEAM: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (ShuffleRun, "raise_if_closed", ()),
     (ShuffleRun, "close", ()),
     (CommShardsBuffer, "__init__", ("send", "memory_limiter", "max_message_size", "concurrency_limit")),
-    (CommShardsBuffer, "write", ("data",)),
+    (ShardsBuffer, "write", ("data",)),
     (CommShardsBuffer, "_process", ("address", "shards")),
     (ArrayRechunkSpec, "create_run_on_worker", ("run_id", "span_id", "worker_for", "plugin")),
     (ArrayRechunkRun, "_shard_partition", ("data", "partition_id")),
@@ -140,6 +138,38 @@ _SEAM: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (ShuffleWorkerPlugin, "shuffle_receive", ("shuffle_id", "run_id", "data")),
     (ResourceLimiter, "__init__", ("limit", "metrics_label")),
 )
+#: what instances have, and is used: (class, the method of it that sets the attribute, name)
+ATTRIBUTES: tuple[tuple[Any, str, str], ...] = (
+    (Server, "__init__", "_ongoing_background_tasks"),
+    (ShuffleSchedulerPlugin, "__init__", "_shuffles"),
+    (ShuffleSchedulerPlugin, "__init__", "active_shuffles"),
+    (ShuffleWorkerPlugin, "setup", "_executor"),
+    (ShuffleWorkerPlugin, "setup", "memory_limiter_comms"),
+    (ShuffleWorkerPlugin, "setup", "shuffle_runs"),
+    (_ShuffleRunManager, "__init__", "_active_runs"),
+    (_ShuffleRunManager, "__init__", "closed"),
+    (ShuffleRun, "__init__", "_comm_buffer"),
+    (ShuffleRun, "__init__", "_exception"),
+    (ShuffleRun, "__init__", "_loop"),
+    (ShuffleRun, "__init__", "received"),
+    (ShuffleRun, "__init__", "total_recvd"),
+    (ShuffleRun, "__init__", "transferred"),
+    (ShardsBuffer, "__init__", "_accepts_input"),
+    (ShardsBuffer, "__init__", "concurrency_limit"),
+    (ShardsBuffer, "__init__", "max_message_size"),
+    (ShardsBuffer, "__init__", "memory_limiter"),
+)
+#: fields of dataclasses that are used: (class, name)
+FIELDS: tuple[tuple[Any, str], ...] = (
+    (SchedulerShuffleState, "_failed"),
+    (SchedulerShuffleState, "participating_workers"),
+    (SchedulerShuffleState, "run_spec"),
+    (ShuffleRunSpec, "run_id"),
+    (ShuffleRunSpec, "spec"),
+    (ShuffleRunSpec, "worker_for"),
+)
+#: the annotation by which `_set_restriction` remembers what an output's task was restricted to
+_RESTRICTED = "shuffle_original_restrictions"
 _SPEC_FIELDS = {"id", "disk", "npartitions", "column", "meta", "parts_out", "drop_column"}
 _RECHUNK_FIELDS = {"id", "disk", "new", "old"}
 _RUN_PARAMETERS = {
@@ -163,10 +193,20 @@ def check() -> None:
             "distributed's send buffer needs what its assert statements do. Remedy: start Python without -O"
         )
     differences = []
-    for owner, name, wanted in _SEAM:
-        found = _parameters(getattr(owner, name, None))
+    for owner, name, wanted in METHODS:
+        found = _parameters(vars(owner).get(name))
         if found != wanted:
             differences.append(f"{owner.__name__}.{name}({', '.join(found) if found is not None else 'missing'})")
+    for owner, method, name in ATTRIBUTES:
+        if name not in _code(vars(owner).get(method), "co_names"):
+            differences.append(f"{owner.__name__}.{name} is not set by {method}")
+    for owner, name in FIELDS:
+        if name not in getattr(owner, "__dataclass_fields__", ()):
+            differences.append(f"{owner.__name__} has no field {name}")
+    if not callable(_find_common_type()):
+        differences.append("pandas.core.dtypes.cast.find_common_type(missing)")
+    if _RESTRICTED not in _code(vars(ShuffleSchedulerPlugin).get("_set_restriction"), "co_consts"):
+        differences.append(f"ShuffleSchedulerPlugin._set_restriction does not annotate {_RESTRICTED}")
     run = _parameters(DataFrameShuffleRun.__init__)
     if run is None or set(run) != _RUN_PARAMETERS:
         differences.append(f"DataFrameShuffleRun({', '.join(run or ())})")
@@ -189,64 +229,19 @@ def _parameters(function: Any) -> tuple[str, ...] | None:
     return tuple(name for name in inspect.signature(function).parameters if name != "self")
 
 
-def probe(version: str, codec: str = "none") -> None:
-    """Run on a worker: can it make the runs of this version, with this setting of the codec? Raises when not.
-
-    Raises
-    ------
-    SeamMismatch
-        Another version of this package or of distributed there.
-    ConfigError
-        The codec is not installed there.
-    """
-    if version != __version__:
-        raise SeamMismatch(
-            f"this worker has dask-gpurt {__version__}, the scheduler {version}. Remedy: install one version everywhere"
-        )
-    check()
-    Chooser(codec, "gpurt.shuffle.codec")
+def _code(function: Any, table: str) -> tuple[Any, ...]:
+    """A table of the bytecode of a function; empty when it is not a Python function."""
+    return tuple(getattr(getattr(inspect.unwrap(function), "__code__", None), table, ())) if function else ()
 
 
-async def probe_workers(
-    scheduler: Any, workers: Iterable[str], codec: str = "none", timeout_seconds: float = 30.0
-) -> dict[str, str]:
-    """Ask workers whether they can run our spec.
-
-    Returns
-    -------
-    dict
-        Address to ``""`` when it can, else to the reason why not (package missing, other version, no answer).
-    """
-    from distributed.protocol.pickle import dumps
-
-    msg = {"op": "run", "function": dumps(probe), "args": dumps((__version__, codec)), "wait": True}
-    workers = list(workers)
-    try:
-        answers = await asyncio.wait_for(
-            scheduler.broadcast(msg=msg, workers=workers, on_error="return"), timeout_seconds
-        )
-    except TimeoutError:
-        return dict.fromkeys(workers, f"no answer within {timeout_seconds:g} s")
-    reasons = {}
-    for address in workers:
-        answer = answers.get(address)
-        if isinstance(answer, dict) and answer.get("status") == "OK":
-            reasons[address] = ""
-        elif isinstance(answer, dict):
-            reasons[address] = str(answer.get("exception_text") or answer.get("text") or answer.get("status"))
-        else:
-            reasons[address] = repr(answer)
-    return reasons
-
-
-def swap_plugin(scheduler: Any, make: Callable[[], Any]) -> tuple[Any, Any]:
+def swap_plugin(scheduler: Scheduler, make: Callable[[], Any]) -> tuple[Any, Any]:
     """Replace the scheduler plugin named ``shuffle``; returns (what was there, what is there now).
 
     The plugin sits in three places: `plugins` (transitions), `extensions` (heartbeats of the workers) and `handlers`
-    (the workers' calls). All three change or none does.
+    (the workers' calls; those besides distributed's are what a plugin has as ``calls``). All three change or none does.
     """
     before = scheduler.plugins["shuffle"]
-    handlers = {name: scheduler.handlers[name] for name in _HANDLERS}
+    handlers = dict(scheduler.handlers)
     extension = scheduler.extensions.get("shuffle")
     scheduler.remove_plugin("shuffle")
     try:
@@ -255,15 +250,88 @@ def swap_plugin(scheduler: Any, make: Callable[[], Any]) -> tuple[Any, Any]:
             scheduler.add_plugin(after, name="shuffle")
         for name in _HANDLERS:
             scheduler.handlers[name] = getattr(after, name.removeprefix("shuffle_"))
+        for name in getattr(before, "calls", ()):
+            scheduler.handlers.pop(name, None)
+        scheduler.handlers.update(getattr(after, "calls", {}))
         if extension is not None:
             scheduler.extensions["shuffle"] = after
     except BaseException:
         scheduler.plugins["shuffle"] = before
+        scheduler.handlers.clear()
         scheduler.handlers.update(handlers)
         if extension is not None:
             scheduler.extensions["shuffle"] = extension
         raise
     return before, after
+
+
+def in_background(server: Server, function: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> None:
+    """Have a scheduler or a worker run a coroutine soon; it is cancelled when the server closes."""
+    server._ongoing_background_tasks.call_soon(function, *args)
+
+
+def had_runs(plugin: Any, shuffle_id: Any) -> bool:
+    """Whether a shuffle had a run before, as the scheduler's plugin knows."""
+    return bool(plugin._shuffles.get(shuffle_id))
+
+
+def has_failed(run: SchedulerShuffleState) -> bool:
+    """Whether a task of a run has failed."""
+    return bool(run._failed)
+
+
+def restart_run(plugin: Any, scheduler: Scheduler, run: SchedulerShuffleState, why: str) -> None:
+    """Restart a shuffle as distributed does when a worker is lost: its run ends everywhere, its tasks run again."""
+    stimulus_id = f"gpurt-restart-{run.id}-{run.run_id}"
+    plugin._fail_on_workers(run, str(P2PConsistencyError(f"{run}: {why}")))
+    plugin._clean_on_scheduler(run.id, stimulus_id)
+    plugin._restart_shuffle(run.id, scheduler, stimulus_id=stimulus_id)
+
+
+def restrict(plugin: Any, ts: TaskState, worker: str) -> None:
+    """Restrict an output's task to a worker, unless it is restricted already."""
+    plugin._set_restriction(ts, worker)
+
+
+def unrestrict(plugin: Any, ts: TaskState) -> None:
+    """Undo `restrict`."""
+    plugin._unset_restriction(ts)
+
+
+def is_restricted(ts: TaskState) -> bool:
+    """Whether an output's task was restricted by `restrict`."""
+    return bool(ts.annotations and _RESTRICTED in ts.annotations)
+
+
+def active_runs(manager: _ShuffleRunManager) -> dict[Any, ShuffleRun]:
+    """Shuffle id -> active run of a worker; the dict itself, which changes."""
+    found: dict[Any, ShuffleRun] = manager._active_runs
+    return found
+
+
+def goes_on(run: ShuffleRun) -> bool:
+    """Whether a worker's run is neither closed nor failed."""
+    return not run.closed and run._exception is None
+
+
+def call_on_loop(run: ShuffleRun, function: Callable[[], object]) -> None:
+    """Have the event loop of a run call a function; from any thread."""
+    run._loop.add_callback(function)
+
+
+def send_buffer(run: ShuffleRun) -> CommShardsBuffer:
+    """What waits to be sent by a run."""
+    return run._comm_buffer
+
+
+def accepts_input(buffer: ShardsBuffer) -> bool:
+    """Whether a send buffer was not flushed yet."""
+    return bool(buffer._accepts_input)
+
+
+def executor_of(plugin: ShuffleWorkerPlugin) -> Any:
+    """The threads of a worker's shuffle plugin."""
+    return plugin._executor
 
 
 def unpack_tasks(scheduler: Any, shuffle_id: Any) -> list[tuple[Any, int]]:
@@ -333,10 +401,13 @@ def columns_of(data: pd.DataFrame) -> Iterator[Any]:
 
 def common_dtype(actual: Any, wanted: Any) -> Any:
     """The dtype that stock's unpack gives a column that is `actual` in the data and `wanted` in the meta."""
+    return _find_common_type()([actual, wanted])
+
+
+def _find_common_type() -> Any:
     from pandas.core.dtypes import cast
 
-    find: Any = vars(cast)["find_common_type"]  # not in pandas' public stubs
-    return find([actual, wanted])
+    return vars(cast).get("find_common_type")  # not in pandas' public stubs
 
 
 def on_teardown(plugin: Any, last: Callable[[], Awaitable[None]]) -> None:

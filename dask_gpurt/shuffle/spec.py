@@ -61,7 +61,7 @@ class GpurtShuffleSpec(seam.DataFrameShuffleSpec):
             run_id=run_id,
             span_id=span_id,
             directory=os.path.join(worker.local_directory, f"shuffle-{self.id}-{run_id}"),
-            executor=plugin._executor,
+            executor=seam.executor_of(plugin),
             local_address=worker.address,
             rpc=worker.rpc,
             digest_metric=worker.digest_metric,

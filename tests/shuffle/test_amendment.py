@@ -16,8 +16,10 @@ from distributed.utils_test import NO_AMM, gen_cluster
 
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.shuffle import worker_statistics
+from dask_gpurt.shuffle.scheduler.calls import Calls
 from dask_gpurt.shuffle.scheduler.recovery import Amender
 from dask_gpurt.shuffle.scheduler.reopen import NOWHERE, Opener
+from dask_gpurt.shuffle.scheduler.runs import RecoveryCounters, RunRecord
 from dask_gpurt.shuffle.worker.run import GpurtShuffleRun
 from tests.shuffle.helpers import left, ordered, source, taken_over, went_on, whole
 
@@ -306,7 +308,7 @@ def test_parked_outputs_do_not_run_into_the_timeout_of_tasks_without_a_worker():
     unrunnable = {parked: 1.0, other: 2.0}
     for limit, order in ((None, [parked, other]), (5.0, [other, parked])):
         scheduler: Any = SimpleNamespace(no_workers_timeout=limit, unrunnable=unrunnable)
-        Opener(scheduler, None, None).wait_on()  # type: ignore[arg-type]
+        Opener(scheduler, None, None, None).wait_on()  # type: ignore[arg-type]
         assert list(unrunnable) == order
     assert unrunnable[other] == 2.0 < unrunnable[parked]
 
@@ -315,9 +317,11 @@ def test_an_owner_that_took_no_part_yet_is_lost_too(monkeypatch):
     run_spec = SimpleNamespace(worker_for={0: "a", 1: "b"})
     state = SimpleNamespace(participating_workers={"a"}, run_spec=run_spec)
     begun: list[str] = []
-    monkeypatch.setattr(Amender, "ours", staticmethod(lambda state: True))
-    monkeypatch.setattr(Amender, "_begin", lambda self, shuffle_id, state, worker, released: begun.append(worker))
-    amender = Amender(None, SimpleNamespace(active_shuffles={"x": state}), lambda: None)
+    monkeypatch.setattr(Amender, "_begin", lambda self, record, worker, released: begun.append(worker))
+    runs: Any = SimpleNamespace(
+        all=lambda: [RunRecord(state)], changed=lambda record: None, counters=RecoveryCounters()
+    )
+    amender = Amender(None, runs, None, None, lambda: None)  # type: ignore[arg-type]
     amender.lost("c", "stimulus")
     amender.lost("b", "stimulus")
     assert begun == ["b"]
@@ -335,13 +339,14 @@ def test_a_question_ends_when_a_worker_is_gone():
                 self.asked.set()
                 await asyncio.Event().wait()  # as long as it takes to find out that nobody is there
 
-        cluster = Cluster()
-        amender = Amender(cluster, None, lambda: None)
-        question = asyncio.create_task(amender.broadcast({"op": "x"}, ["a", "b"]))
+        cluster: Any = Cluster()
+        calls = Calls(cluster)
+        question = asyncio.create_task(calls.broadcast({"op": "x"}, ["a", "b"]))
         await cluster.asked.wait()
         del cluster.workers["b"]
+        calls.worker_left()
         assert await asyncio.wait_for(question, 60) is None
-        for task in amender._asking:
+        for task in calls.unanswered:
             task.cancel()
 
     asyncio.run(check())
@@ -372,7 +377,7 @@ async def test_the_only_thread_left_is_not_kept_by_the_barrier(c, s, a, b):
     """A worker is lost while the barrier is flushed, by a task on the other one; its inputs then need that thread."""
     async with taken_over(s, [a, b]) as (takeover, _):
         plugin = s.plugins["shuffle"]
-        reached, inner = asyncio.Event(), plugin.amender.barrier
+        reached, inner = asyncio.Event(), plugin.waits.passes
         first = []
 
         async def barrier(shuffle_id, run_id):
@@ -382,7 +387,7 @@ async def test_the_only_thread_left_is_not_kept_by_the_barrier(c, s, a, b):
                 await until(lambda: len(s.workers) == 1)
             return await inner(shuffle_id, run_id)
 
-        plugin.amender.barrier = barrier
+        plugin.waits.passes = barrier
         f = c.compute(source(left, N).shuffle("k", npartitions=5))
         await asyncio.wait_for(reached.wait(), 30)
         await lose(next(w for w in (a, b) if w.address != first[0]))

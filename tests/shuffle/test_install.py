@@ -15,7 +15,17 @@ from distributed.utils_test import gen_cluster
 
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.errors import InstallError, SeamMismatch
-from dask_gpurt.shuffle import MemoryShardStore, ShuffleTakeover, provide, seam, store_of, withdraw, worker_statistics
+from dask_gpurt.model import circuit_breaker
+from dask_gpurt.shuffle import (
+    MemoryShardStore,
+    ShuffleTakeover,
+    probe,
+    provide,
+    seam,
+    store_of,
+    withdraw,
+    worker_statistics,
+)
 from dask_gpurt.shuffle.spec import GpurtShuffleSpec
 from tests.shuffle.helpers import ON, left, source, until
 
@@ -118,17 +128,17 @@ async def test_a_worker_that_can_not_means_stock_for_all(c, s, a, b):
 
 @gen_cluster(**TWO)
 async def test_probe_says_why_a_worker_can_not(c, s, a, b):
-    assert await seam.probe_workers(s, [a.address]) == {a.address: ""}
+    assert await probe.probe_workers(s, [a.address]) == {a.address: ""}
     with pytest.raises(SeamMismatch, match="this worker has dask-gpurt"):
-        seam.probe("0.0.0")
+        probe.probe("0.0.0")
     b.handlers["run"] = lambda comm, **kwargs: {"status": "error", "exception_text": "no module dask_gpurt"}
-    assert (await seam.probe_workers(s, [b.address]))[b.address] == "no module dask_gpurt"
+    assert (await probe.probe_workers(s, [b.address]))[b.address] == "no module dask_gpurt"
 
     async def never(comm, **kwargs):
         await asyncio.sleep(60)
 
     b.handlers["run"] = never
-    assert "no answer" in (await seam.probe_workers(s, [b.address], timeout_seconds=0.1))[b.address]
+    assert "no answer" in (await probe.probe_workers(s, [b.address], timeout_seconds=0.1))[b.address]
 
 
 @gen_cluster(client=True, nthreads=[], timeout=60)
@@ -168,7 +178,7 @@ async def test_specs_that_are_not_ours(c, s, a, b):
     assert type(takeover.choose(spec(left(0)))) is GpurtShuffleSpec
     other = spec(NotPandas(left(0)))
     assert takeover.choose(other) is other
-    assert "meta is test_install.NotPandas" in takeover.statistics()["fallbacks"]
+    assert f"meta is {__name__}.NotPandas" in takeover.statistics()["fallbacks"]
     broken = spec(left(0))
     takeover.scheduler = None
     assert takeover.choose(broken) is broken
@@ -249,3 +259,43 @@ async def test_an_error_while_pinning_leaves_it_to_stock(c, s, a, b):
     stats = takeover.statistics()
     assert (stats["errors"], stats["pinned"]) == (1, 0)
     assert "no such task" in stats["last_error"]
+
+
+@gen_cluster(**TWO)
+async def test_too_many_failures_leave_new_shuffles_to_dask(c, s, a, b):
+    events = []
+    takeover = await ShuffleTakeover.install(s, ON, sink=events.append)
+
+    async def fails_while_it_is_used(scheduler, *args):
+        for _ in range(circuit_breaker.LIMIT):
+            try:
+                raise ValueError("no such task")
+            except ValueError:
+                takeover.failed()
+
+    pin, takeover.pin = takeover.pin, fails_while_it_is_used
+    assert takeover.statistics()["retired"] == {}
+    # A run that is active when it happens ends as it is.
+    assert len(await c.compute(source(left).shuffle("k"))) == 480
+    takeover.pin = pin
+    stats = takeover.statistics()
+    assert stats["runs"] == 1
+    assert stats["errors"] == circuit_breaker.LIMIT
+    assert "ValueError: no such task" in stats["last_error"]
+    (why,) = stats["retired"].values()
+    assert f"{circuit_breaker.LIMIT} failures" in why
+    assert "no such task" in why
+    assert [e.name for e in events] == ["shuffle.installed", "shuffle.fallback", "shuffle.retired"]
+    runs = [worker_statistics(w)["runs"] for w in (a, b)]
+    assert len(await c.compute(source(left).shuffle("k", npartitions=7))) == 480
+    assert [worker_statistics(w)["runs"] for w in (a, b)] == runs
+    assert takeover.statistics()["runs"] == 1
+    assert takeover.statistics()["fallbacks"] == {"switched off": 1}
+    x = da.ones((40, 40), chunks=(4, 40)).rechunk((40, 4), method="p2p")
+    assert await c.compute(x.sum()) == 1600
+    # Installed anew, it is tried again.
+    await until(lambda: not s.plugins["shuffle"].active_shuffles)
+    await takeover.uninstall()
+    again = await ShuffleTakeover.install(s, ON)
+    assert len(await c.compute(source(left).shuffle("k", npartitions=5))) == 480
+    assert again.statistics()["runs"] == 1

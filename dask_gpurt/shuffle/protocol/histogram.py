@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dask_gpurt.shuffle.protocol.messages import HistogramAnswer
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -91,10 +93,16 @@ class Histogram:
             self._value = (largest, "")  # whatever is found: not again
             self._value = (largest, value_behind(data, column, largest))
 
-    def told(self) -> dict[str, Any]:
-        """For `add_up`."""
+    def answer(self, rate: float = 0.0) -> HistogramAnswer:
+        """For `add_up`.
+
+        Parameters
+        ----------
+        rate
+            Bytes per second of messages to other workers.
+        """
         with self._lock:
-            return {"rows": self._rows.tobytes(), "nbytes": self._nbytes, "value": self._value}
+            return HistogramAnswer(self._rows.tobytes(), self._nbytes, self._value, rate)
 
 
 def value_behind(data: pd.DataFrame, column: str, part: int) -> str:
@@ -117,19 +125,19 @@ def value_behind(data: pd.DataFrame, column: str, part: int) -> str:
     return text
 
 
-def add_up(told: Iterable[dict[str, Any]]) -> tuple[np.ndarray[Any, Any], int, dict[int, str]]:
+def add_up(answers: Iterable[HistogramAnswer]) -> tuple[np.ndarray[Any, Any], int, dict[int, str]]:
     """(rows by output, bytes in all, output -> what its rows have in common) of all workers."""
     rows: np.ndarray[Any, Any] = np.zeros(0, dtype=np.int64)
     nbytes = 0
     values: dict[int, str] = {}
-    for one in told:
-        mine = np.frombuffer(one["rows"], dtype=np.int64)
+    for one in answers:
+        mine = np.frombuffer(one.rows, dtype=np.int64)
         if len(mine) > len(rows):
             rows = np.concatenate([rows, np.zeros(len(mine) - len(rows), dtype=np.int64)])
         rows[: len(mine)] += mine
-        nbytes += int(one["nbytes"])
-        if one["value"]:
-            part, text = one["value"]
+        nbytes += one.nbytes
+        if one.value:
+            part, text = one.value
             if text:
                 values.setdefault(int(part), str(text))
     return rows, nbytes, values

@@ -27,10 +27,14 @@ import functools
 import time
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from dask_gpurt.shuffle import seam
 
-    from dask_gpurt.shuffle.scheduler.recovery import Amender
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterator
+
+    from distributed.scheduler import Scheduler, TaskState
+
+    from dask_gpurt.shuffle.scheduler.runs import RunRecord, Runs
 
 #: the "client" that wants the barriers
 HOLDER = "gpurt-shuffle"
@@ -53,49 +57,49 @@ _ENDED = ("memory", "erred", "released", "forgotten")
 class Holder:
     """Holds the runs of one scheduler."""
 
-    def __init__(self, scheduler: Any, amender: Amender) -> None:
+    def __init__(self, scheduler: Scheduler, runs: Runs) -> None:
         self._scheduler = scheduler
-        self._amender = amender
-        #: key of a barrier -> the run that it is held for
-        self._held: dict[Any, Any] = {}
+        self._runs = runs
+        #: what our client wants: key of a barrier -> the run that it is held for, which may just have ended
+        self._held: dict[Hashable, RunRecord] = {}
 
-    def begin(self, shuffle_id: Any, state: Any) -> None:
+    def begin(self, record: RunRecord) -> None:
         """Hold a run whose barrier has passed."""
-        barrier = self._amender.barrier_of(shuffle_id)
-        if barrier is None or self._held.get(barrier.key) is state:
+        barrier = self._runs.barrier_of(record.id)
+        if barrier is None or self._held.get(barrier.key) is record:
             return
-        self._held[barrier.key] = state
+        self._held[barrier.key] = record
         self._scheduler.client_desires_keys([barrier.key], HOLDER)
-        self._scheduler._ongoing_background_tasks.call_soon(self._watch, shuffle_id, state, barrier)
+        seam.in_background(self._scheduler, self._watch, record, barrier)
 
     def lost(self) -> None:
         """A worker was lost. A barrier's result that went with it is not computed again if nothing waits for it."""
-        for key, state in list(self._held.items()):
+        for key, record in list(self._held.items()):
             barrier = self._scheduler.tasks.get(key)
             if barrier is None or (barrier.state != "memory" and not barrier.waiters):
-                self._release(key, state)
+                self._release(key, record)
 
     def let_go(self) -> None:
         """Hold no run any more of which all outputs were made."""
-        for key, state in list(self._held.items()):
-            if self.over(state.id, state):
-                self._release(key, state)
+        for key, record in list(self._held.items()):
+            if self.over(record) or not self._runs.current(record):
+                self._release(key, record)
 
-    def over(self, shuffle_id: Any, state: Any) -> bool:
+    def over(self, record: RunRecord) -> bool:
         """Whether all outputs of a run that are wanted were made."""
-        barrier = self._amender.barrier_of(shuffle_id)
-        return self._amender.ours(state) and self._amender.passed(state) and barrier is not None and not barrier.waiters
+        barrier = self._runs.barrier_of(record.id)
+        return record.passed and barrier is not None and not barrier.waiters
 
-    async def _watch(self, shuffle_id: Any, state: Any, barrier: Any) -> None:
+    async def _watch(self, record: RunRecord, barrier: TaskState) -> None:
         deadline, again, tries = 0.0, 0.0, TRIES
-        tasks: Iterator[Any] | None = None
+        tasks: Iterator[TaskState | None] | None = None
         try:
-            while barrier.dependents and not state._failed and self._amender.current(shuffle_id, state):
+            while barrier.dependents and not record.failed and self._runs.current(record):
                 if barrier.state != "memory" or barrier.waiters:
                     tasks = None
-                    if barrier.state == "memory" and tries and (others := self._without(barrier, state)):
+                    if barrier.state == "memory" and tries and (others := self._without(barrier, record)):
                         tries -= 1
-                        await self._copy(shuffle_id, state, barrier, others)
+                        await self._copy(record, barrier, others)
                 else:
                     if tasks is None:
                         tasks, deadline = _last(barrier), time.monotonic() + HOLD_SECONDS
@@ -108,30 +112,30 @@ class Holder:
                             return
                     if time.monotonic() > deadline:
                         return
-                    if time.monotonic() > again and (others := self._without(barrier, state)):
-                        await self._copy(shuffle_id, state, barrier, others)
+                    if time.monotonic() > again and (others := self._without(barrier, record)):
+                        await self._copy(record, barrier, others)
                         again = time.monotonic() + AGAIN_SECONDS
                 await asyncio.sleep(LOOK_SECONDS)
         finally:
-            self._release(barrier.key, state)
+            self._release(barrier.key, record)
 
-    def _without(self, barrier: Any, state: Any) -> list[str]:
+    def _without(self, barrier: TaskState, record: RunRecord) -> list[str]:
         """Workers that should have a copy of a barrier's result, too."""
         holders = {ws.address for ws in barrier.who_has}
-        others = [a for a in sorted(state.participating_workers) if a in self._scheduler.workers and a not in holders]
+        others = [a for a in sorted(record.participants) if a in self._scheduler.workers and a not in holders]
         return others[: max(0, COPIES - len(holders))]
 
-    async def _copy(self, shuffle_id: Any, state: Any, barrier: Any, addresses: list[str]) -> None:
+    async def _copy(self, record: RunRecord, barrier: TaskState, addresses: list[str]) -> None:
         for address in addresses:
             who_has = {barrier.key: [ws.address for ws in barrier.who_has or ()]}
             copying = asyncio.ensure_future(self._scheduler.gather_on_worker(address, who_has))
-            copying.add_done_callback(functools.partial(self._copied, shuffle_id, state, barrier, address))
+            copying.add_done_callback(functools.partial(self._copied, record, barrier, address))
             # One of them may be gone, or stopped. Not cancelled: what comes late has to be looked at, too.
             await asyncio.wait([copying], timeout=COPY_SECONDS)
             if copying.done():
                 copying.result()
 
-    def _copied(self, shuffle_id: Any, state: Any, barrier: Any, address: str, copying: asyncio.Future[Any]) -> None:
+    def _copied(self, record: RunRecord, barrier: TaskState, address: str, copying: asyncio.Future[Any]) -> None:
         """Have a worker forget a copy that nobody knows of, or of a run that is over.
 
         The holder may be lost between the moment the copy arrives and the one its arrival is told. The scheduler then
@@ -141,15 +145,15 @@ class Holder:
             copying.exception()  # retrieved: after `COPY_SECONDS` nobody waits for it
         ws = self._scheduler.workers.get(address)
         holders = (barrier.who_has or ()) if self._scheduler.tasks.get(barrier.key) is barrier else ()
-        if ws is None or (ws in holders and (self._amender.current(shuffle_id, state) or len(holders) == 1)):
+        if ws is None or (ws in holders and (self._runs.current(record) or len(holders) == 1)):
             return
         if ws in holders:
             self._scheduler.remove_replica(barrier, ws)
         message = {"op": "free-keys", "keys": [barrier.key], "stimulus_id": f"{HOLDER}-{barrier.key}"}
         self._scheduler.worker_send(address, message)
 
-    def _release(self, key: Any, state: Any) -> None:
-        if self._held.get(key) is not state:
+    def _release(self, key: Hashable, record: RunRecord) -> None:
+        if self._held.get(key) is not record:
             return  # held for a later run
         del self._held[key]
         if HOLDER in self._scheduler.clients:
@@ -158,7 +162,7 @@ class Holder:
                 del self._scheduler.clients[HOLDER]
 
 
-def _last(barrier: Any) -> Iterator[Any]:
+def _last(barrier: TaskState) -> Iterator[TaskState | None]:
     """The tasks behind a barrier that nothing depends on; None for every other one, as finding them takes its time."""
     seen = {barrier}
     stack = list(barrier.dependents)

@@ -5,26 +5,62 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from dask_gpurt.shuffle.scheduler.reopen import LOOK_SECONDS, PATIENCE, PATIENCE_SECONDS
+from dask_gpurt.shuffle.protocol.messages import Amend, AskHistogram, HistogramAnswer, Vouched
+from dask_gpurt.shuffle.scheduler.runs import PATIENCE, PATIENCE_SECONDS, RECHECK_SECONDS
+
+if TYPE_CHECKING:
+    from distributed.scheduler import Scheduler
+
+    from dask_gpurt.shuffle.scheduler.runs import RunRecord
 
 #: calls to survivors; a worker that is stopped for longer is treated as lost for the shuffle
 TELL_SECONDS = 60.0
+#: the call for histograms; without an answer nothing is bound late
+HISTOGRAM_SECONDS = 10.0
 
 
-class Asking:
-    """Asks the workers of one scheduler's runs."""
+class FlushFailed(Exception):
+    """Workers answered a flush with errors; holds the first one."""
 
-    def __init__(self, scheduler: Any) -> None:
+
+class Message(Protocol):
+    """A message of `protocol.messages`."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The values for msgpack."""
+
+
+class Calls:
+    """Calls the workers of one scheduler's runs."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        #: questions, those included that nobody waits for any more
-        self._asking: set[asyncio.Future[Any]] = set()
+        #: calls whose answers have not come, those included that were given up
+        self.unanswered: set[asyncio.Future[Any]] = set()
+        #: done when a worker has left; None while no call waits for that
+        self._left: asyncio.Future[None] | None = None
+
+    def worker_left(self) -> None:
+        """End calls to workers that are gone."""
+        if self._left is not None:
+            self._left.set_result(None)
+            self._left = None
 
     async def broadcast(self, msg: dict[str, Any], workers: list[str], seconds: float = math.inf) -> Any:
         """Answers or errors by address; None as soon as one of the workers is gone.
 
         Not a moment later: distributed goes on trying to connect to a dead process for half a minute.
+
+        Parameters
+        ----------
+        msg
+            With its handler as ``op``.
+        workers
+            Addresses.
+        seconds
+            To wait for all answers.
 
         Raises
         ------
@@ -39,26 +75,30 @@ class Asking:
                     return asking.result()
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"no answer to {msg['op']!r} within {seconds:g} s")
-                await asyncio.wait({asking}, timeout=LOOK_SECONDS)
+                if self._left is None:
+                    self._left = asyncio.get_running_loop().create_future()
+                await asyncio.wait({asking, self._left}, timeout=RECHECK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             return None
         finally:
             # Not cancelled: a comm that waits for its answer would be closed, and it ends by itself.
-            self._asking.add(asking)
-            asking.add_done_callback(self._asking.discard)
+            self.unanswered.add(asking)
+            asking.add_done_callback(self.unanswered.discard)
             asking.add_done_callback(lambda task: task.cancelled() or task.exception())
 
-    async def tell(self, state: Any, data: dict[str, Any], patience: int = PATIENCE) -> list[Any] | None:
-        """Call all that take part; None when one of them is gone meanwhile. One that closes may answer with any error
-        before the scheduler hears of it, so it is asked again.
+    async def tell(self, record: RunRecord, message: Message) -> list[Any] | None:
+        """Send a message to all that take part; their answers, or None when one of them is gone meanwhile.
+
+        One that closes may answer with any error before the scheduler hears of it, so it is asked again.
 
         Raises
         ------
         RuntimeError
-            One of them answered with errors `patience` times.
+            One of them answered with errors more than `PATIENCE` times.
         """
-        msg = {"op": "shuffle_receive", "shuffle_id": state.id, "run_id": state.run_id, "data": data}
-        workers = [a for a in state.participating_workers if a in self._scheduler.workers]
+        msg = _receive(record, message)
+        workers = self.workers_of(record)
         good: list[Any] = []
+        failures = 0
         while workers:
             answers = await self.broadcast(msg, workers, TELL_SECONDS)
             if answers is None:
@@ -67,14 +107,43 @@ class Asking:
             good += [answers[a] for a in workers if a not in bad]
             workers = list(bad)
             if bad:
-                patience -= 1
-                if patience < 0:
-                    raise RuntimeError(f"answers to {data['gpurt']!r}: {bad!r}")
+                failures += 1
+                if failures > PATIENCE:
+                    raise RuntimeError(f"answers to {message!r}: {bad!r}")
                 await asyncio.sleep(PATIENCE_SECONDS)
         return good
 
-    async def flush(self, state: Any, workers: list[str]) -> list[Any] | None:
-        """Have workers send what they have for a run; the errors of those who can not. None: one of them is gone."""
-        msg = {"op": "shuffle_inputs_done", "shuffle_id": state.id, "run_id": state.run_id}
+    async def amend(self, record: RunRecord) -> list[Vouched] | None:
+        """Tell all that take part of the latest epoch; what they vouch for. As `tell`."""
+        answers = await self.tell(record, Amend.of(record.amendments, record.worker_for))
+        return None if answers is None else [Vouched.from_dict(one) for one in answers]
+
+    async def histograms(self, record: RunRecord, workers: list[str]) -> list[HistogramAnswer] | None:
+        """What workers counted; None when one of them did not answer."""
+        try:
+            answers = await self.broadcast(_receive(record, AskHistogram()), workers, HISTOGRAM_SECONDS)
+        except TimeoutError:
+            return None
+        found = list((answers or {}).values())
+        if not found or not all(isinstance(one, dict) and one.get("status") == "OK" for one in found):
+            return None
+        return [HistogramAnswer.from_dict(one) for one in found]
+
+    async def flush(self, record: RunRecord, workers: list[str]) -> list[Any] | None:
+        """Have workers send what they have for a run; errors of those that cannot. None: one of them is gone."""
+        msg = {"op": "shuffle_inputs_done", "shuffle_id": record.id, "run_id": record.run.run_id}
         results = await self.broadcast(msg, workers)
         return None if results is None else [r for r in results.values() if r is not None]
+
+    def workers_of(self, record: RunRecord) -> list[str]:
+        """Addresses of those that take part in a run and are there."""
+        return [address for address in record.participants if address in self._scheduler.workers]
+
+
+def _receive(record: RunRecord, message: Message) -> dict[str, Any]:
+    return {
+        "op": "shuffle_receive",
+        "shuffle_id": record.id,
+        "run_id": record.run.run_id,
+        "data": message.to_dict(),
+    }

@@ -1,19 +1,25 @@
 """The scheduler's side: plain ``shuffle``, ``merge``, ``set_index``, ... become our runs without client code.
 
-Theory of operation. The scheduler plugin named ``shuffle`` is replaced by a subclass that overrides one decision,
-`_retrieve_spec`: which spec the workers get. Stock's worker plugin stays; it builds whatever run the spec says. A
-shuffle is decided once per run, for all workers alike, and from what is known before it starts:
+`ShuffleTakeover.install` replaces the scheduler plugin named ``shuffle``, `ShuffleTakeover.uninstall` puts it back.
 
-- array rechunks keep stock's run, which only lets go of shards that were sent (`rechunk`);
-- a meta that is not a pandas frame keeps stock's spec;
+Theory of operation. The new plugin is a subclass of Dask's. It overrides one decision, `_retrieve_spec`: which spec the
+workers get. Dask's worker plugin stays; it builds the run that the spec says. A shuffle is decided once per run, for
+all workers alike, and from what is known before it starts:
+
+- array rechunks keep Dask's run, which only lets go of shards that were sent (`rechunk`);
+- a meta that is not a pandas frame keeps Dask's spec;
 - so does a shuffle on a cluster with a worker that has not said that it can run ours (no package, another version,
   another distributed): two formats in one run would lose rows or fail.
 
-Outputs are restricted to their workers when the barrier is reached, where stock lets each of them run once in any place
+For our runs the plugin composes what keeps them going: `runs` (what is known of them), `calls` (to their workers),
+`recovery` and `reopen` (a worker is lost before and after the barrier), `rebalance`, `barrier` and `barrier_hold`.
+
+Outputs are restricted to their workers when the barrier is reached, where Dask lets each of them run once in any place
 first (`ShuffleTakeover.pin`).
 
-Whatever else goes wrong in our decision keeps stock's spec too, and is counted. A worker that joins *during* a run and
-lacks the package can not take part and fails its tasks of that run; that case is left, since it needs a mixed cluster.
+An exception in our code leaves the decision to Dask, and is counted (`model.circuit_breaker`). After too many of them
+new shuffles are left to Dask altogether; active runs end as they are. A worker that joins *during* a run and lacks the
+package cannot take part and fails its tasks of that run. That case is left, since it needs a mixed cluster.
 """
 
 from __future__ import annotations
@@ -22,119 +28,204 @@ import asyncio
 import collections
 import dataclasses
 import logging
-import traceback
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.errors import InstallError
 from dask_gpurt.model import Event, Sink, null_sink
+from dask_gpurt.model.circuit_breaker import Guard, Part
 from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.counters import counters_of
-from dask_gpurt.shuffle.protocol.histogram import add_up, skewed
-from dask_gpurt.shuffle.scheduler.co_shuffles import joined
+from dask_gpurt.shuffle.probe import probe_workers
+from dask_gpurt.shuffle.protocol.messages import OPEN_OUTPUT, BarrierAnswer, OutputOpened
+from dask_gpurt.shuffle.scheduler.barrier import Barrier
+from dask_gpurt.shuffle.scheduler.barrier_hold import Holder
+from dask_gpurt.shuffle.scheduler.calls import Calls
+from dask_gpurt.shuffle.scheduler.rebalance import Binder
 from dask_gpurt.shuffle.scheduler.recovery import Amender
+from dask_gpurt.shuffle.scheduler.reopen import Opener
+from dask_gpurt.shuffle.scheduler.restart import for_the_rest, keep_outputs
+from dask_gpurt.shuffle.scheduler.runs import Runs
+from dask_gpurt.shuffle.scheduler.skew import SkewReport
 from dask_gpurt.shuffle.spec import GpurtShuffleSpec
 from dask_gpurt.shuffle.transport.plane import statistics_of
 from dask_gpurt.shuffle.worker.rechunk import ReleasingRechunkSpec
-from dask_gpurt.shuffle.worker.scheduler_calls import AGAIN
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from distributed.scheduler import Scheduler, WorkerState
+    from distributed.worker import Worker
+
     from dask_gpurt.config import ShuffleSettings
+    from dask_gpurt.shuffle.scheduler.runs import RunRecord
 
 logger = logging.getLogger("distributed.scheduler.gpurt")
 #: outputs pinned in one turn of the scheduler's loop, about 5 ms
 _PIN_TASKS = 500
+#: the part of our code whose failures are counted, in events and statistics
+_PART = "scheduler"
 
 
 class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
-    """Stock's plugin with our choice of spec."""
+    """Dask's plugin with our choice of spec, and with recovery for the runs that have it."""
 
-    def __init__(self, scheduler: Any, takeover: ShuffleTakeover) -> None:
+    def __init__(self, scheduler: Scheduler, takeover: ShuffleTakeover) -> None:
         self.takeover = takeover
-        self.amender = Amender(scheduler, self, takeover.failed, lambda address: takeover.able.get(address) == "")
+        failed = takeover.failed
+        self.runs = Runs(scheduler, self)
+        self.shuffle_calls = Calls(scheduler)
+        self.opener = Opener(scheduler, self, self.runs, self.shuffle_calls)
+        self.amender = Amender(scheduler, self.runs, self.shuffle_calls, self.opener, failed)
+        able = takeover.able
+        self.binder = Binder(scheduler, self.runs, self.shuffle_calls, lambda address: able.get(address) == "")
+        self.holder = Holder(scheduler, self.runs)
+        self.waits = Barrier(self.runs, self.shuffle_calls, self.amender, self.binder, failed)
+        #: the scheduler's handlers besides Dask's, see `seam.swap_plugin`
+        self.calls = {OPEN_OUTPUT: self.open_output}
         super().__init__(scheduler)
+
+    # ---- runs begin and end
 
     def _retrieve_spec(self, shuffle_id: Any) -> Any:
         spec = self.takeover.choose(super()._retrieve_spec(shuffle_id))
-        if type(spec) is GpurtShuffleSpec:
+        # Not for a first run: outputs that are not wanted yet may be wanted while it goes on.
+        if type(spec) is GpurtShuffleSpec and seam.had_runs(self, shuffle_id):
             try:
-                return self.amender.for_the_rest(spec)
+                return for_the_rest(self.runs, spec)
             except Exception:
                 self.takeover.failed()
         return spec
 
+    def _restart_recommendations(self, id: Any) -> Any:
+        recommendations = super()._restart_recommendations(id)
+        if any(type(run.run_spec.spec) is GpurtShuffleSpec for run in self._shuffles.get(id, ())):
+            try:
+                keep_outputs(self.runs, id, recommendations)
+            except Exception:
+                self.takeover.failed()
+        return recommendations
+
+    def _restart_shuffle(self, id: Any, scheduler: Scheduler, *, stimulus_id: str) -> None:
+        record = self.runs.get(id)
+        if record is None:
+            super()._restart_shuffle(id, scheduler, stimulus_id=stimulus_id)
+            return
+        record.restarting = True
+        try:
+            super()._restart_shuffle(id, scheduler, stimulus_id=stimulus_id)
+        finally:
+            record.restarting = False
+
+    def _clean_on_scheduler(self, id: Any, stimulus_id: str) -> None:
+        record = self.runs.get(id)
+        super()._clean_on_scheduler(id, stimulus_id)
+        if record is not None:
+            self.runs.dropped(record)
+
+    def restart(self, scheduler: Scheduler) -> None:
+        records = self.runs.all()
+        super().restart(scheduler)
+        for record in records:
+            self.runs.dropped(record)
+
+    def recovery_statistics(self) -> dict[str, Any]:
+        """Counts; plain JSON values."""
+        amending = sum(record.telling is not None for record in self.runs.all())
+        return {**dataclasses.asdict(self.runs.counters), "amending": amending}
+
+    # ---- calls of the workers
+
     async def barrier(self, id: Any, run_id: int, consistent: bool) -> str | None:
-        ours = self.amender.ours(self.active_shuffles.get(id))
-        others = joined(self, id) if ours and not consistent else []
-        if not consistent or not ours:
+        record = self.runs.get(id)
+        if not consistent or record is None:
+            others = self._passed_partners(id) if record is not None else []
             await super().barrier(id, run_id, consistent)
             # What the tasks of a join have taken of the other side is gone as well. Were that found out one side after
             # the other, each would cost the other what was taken of it meanwhile, and they would take turns at it.
             for other in others:
                 self._restart_shuffle(other, self.scheduler, stimulus_id=f"gpurt-joined-{other}-{run_id}")
             return None
-        if not await self.amender.barrier(id, run_id):
-            return AGAIN
-        if (state := self.active_shuffles.get(id)) is not None and state.run_id == run_id:
-            self.amender.holder.begin(id, state)
+        if not await self.waits.passes(id, run_id):
+            return BarrierAnswer.RUN_AGAIN.value
+        if (record := self.runs.of_run(id, run_id)) is not None:
+            self.holder.begin(record)
         await self.takeover.pin(id, run_id, self)
-        if (state := self.active_shuffles.get(id)) is not None:
+        if (record := self.runs.get(id)) is not None:
             # Not awaited: outputs need not wait for what is said about them.
-            self.scheduler._ongoing_background_tasks.call_soon(self.takeover.look_at_skew, state, self.amender)
+            seam.in_background(self.scheduler, self.takeover.skew.look, record)
         return None
 
+    def _passed_partners(self, shuffle_id: Any) -> list[Any]:
+        """Shuffles of ours that share outputs with this one, and whose barrier's result is there."""
+        barriers = {name: self.runs.barrier_of(name) for name in self.runs.partners(shuffle_id)}
+        there = [name for name, barrier in barriers.items() if barrier is not None and barrier.state == "memory"]
+        return [name for name in there if self.runs.get(name) is not None]
+
     def restrict_task(self, id: Any, run_id: int, key: Any, worker: str) -> Any:
-        if worker == AGAIN:
-            return {"status": "OK", "gpurt": self.amender.place(self.active_shuffles.get(id), run_id, key, True)}
-        if self.amender.place(self.active_shuffles.get(id), run_id, key):
+        if self._answered(self.opener.place, id, run_id, key):
             return {"status": "OK"}
         return super().restrict_task(id, run_id, key, worker)
 
-    def _restart_recommendations(self, id: Any) -> Any:
-        recommendations = super()._restart_recommendations(id)
-        if any(map(self.amender.ours, self._shuffles.get(id, ()))):
-            try:
-                self.amender.keep_outputs(id, recommendations)
-            except Exception:
-                self.takeover.failed()
-        return recommendations
+    def open_output(self, id: Any, run_id: int, key: Any) -> dict[str, Any]:
+        """A task asks for an output that was handed out before: have it opened again."""
+        return OutputOpened(self._answered(self.amender.open_again, id, run_id, key)).to_dict()
 
-    def _restart_shuffle(self, id: Any, scheduler: Any, *, stimulus_id: str) -> None:
-        self.amender.restarting.add(id)
+    def _answered(self, answer: Callable[[RunRecord, Any], bool], id: Any, run_id: int, key: Any) -> bool:
+        """What is answered for the active run of our kind; False when there is none. Never raises."""
         try:
-            super()._restart_shuffle(id, scheduler, stimulus_id=stimulus_id)
-        finally:
-            self.amender.restarting.discard(id)
+            record = self.runs.of_run(id, run_id)
+            return record is not None and answer(record, key)
+        except Exception:
+            self.takeover.failed()
+            return False
+
+    # ---- tasks and workers
 
     def transition(self, key: Any, start: Any, finish: Any, *args: Any, stimulus_id: str, **kwargs: Any) -> None:
         if not self._shuffles:  # no shuffle since the last one was forgotten: every other task comes by here
             return
-        if finish == "released" and self.active_shuffles:
-            self.amender.released(key, stimulus_id)
-        elif finish == "memory" and start == "processing" and self.active_shuffles:
-            self.amender.binder.ended(key, kwargs.get("startstops") or ())
-            self.amender.made(key)
-        of = seam.id_from_key(key) if finish == "released" and start in ("processing", "queued", "no-worker") else None
-        # A barrier that has not passed and will run again, since the run goes on: its worker was lost, or transfers run
-        # again. A cancelled query forgets it next, and then the run ends.
-        if of and of not in self.amender.restarting and self.amender.ours(self.active_shuffles.get(of)):
-            return
+        try:
+            if finish == "released":
+                if self.active_shuffles:
+                    self.amender.released(key, stimulus_id)
+                if start in ("processing", "queued", "no-worker") and self._runs_again(seam.id_from_key(key)):
+                    return
+            elif finish == "memory" and start == "processing" and self.active_shuffles:
+                self.runs.ended(key, kwargs.get("startstops") or ())
+                self.opener.made(key)
+        except Exception:
+            self.takeover.failed()
         super().transition(key, start, finish, *args, stimulus_id=stimulus_id, **kwargs)
 
-    def valid_workers_downscaling(self, scheduler: Any, workers: list[Any]) -> list[Any]:
-        # As inherited, but a run whose outputs are all made keeps nobody: what a worker has of them, leaves with it.
+    def _runs_again(self, shuffle_id: Any) -> bool:
+        """Whether a barrier that was released will run again, since its run goes on.
+
+        It has not passed: its worker was lost, or transfers run again. A cancelled query forgets it next, and then the
+        run ends.
+        """
+        record = self.runs.get(shuffle_id) if shuffle_id else None
+        if record is None or record.restarting:
+            return False
+        self.runs.changed(record)
+        return True
+
+    def valid_workers_downscaling(self, scheduler: Scheduler, workers: list[WorkerState]) -> list[WorkerState]:
+        # As inherited, but a run whose outputs are all made keeps no worker: what one has of them leaves with it.
         busy: set[str] = set()
-        for name, state in self.active_shuffles.items():
-            if not self.amender.holder.over(name, state):
-                busy |= state.participating_workers
+        for name, run in self.active_shuffles.items():
+            record = self.runs.get(name)
+            if record is None or not self.holder.over(record):
+                busy |= run.participating_workers
         return [ws for ws in workers if ws.address not in busy]
 
-    def add_worker(self, scheduler: Any, worker: str) -> None:
+    def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         # Not awaited here: the worker answers calls only after its registration, which waits for us, has ended.
-        scheduler._ongoing_background_tasks.call_soon(self.takeover.ask, [worker])
+        seam.in_background(scheduler, self.takeover.ask, [worker])
 
-    def remove_worker(self, scheduler: Any, worker: str, *, stimulus_id: str, **kwargs: Any) -> None:
+    def remove_worker(self, scheduler: Scheduler, worker: str, *, stimulus_id: str, **kwargs: Any) -> None:
         self.takeover.able.pop(worker, None)
-        self.amender.holder.lost()
+        self.shuffle_calls.worker_left()
+        self.holder.lost()
         self.amender.lost(worker, stimulus_id)
         super().remove_worker(scheduler, worker, stimulus_id=stimulus_id, **kwargs)
 
@@ -147,7 +238,7 @@ class ShuffleTakeover:
     >>> takeover = await ShuffleTakeover.install(scheduler, settings.shuffle)  # doctest: +SKIP
     """
 
-    def __init__(self, scheduler: Any, settings: ShuffleSettings, sink: Sink) -> None:
+    def __init__(self, scheduler: Scheduler, settings: ShuffleSettings, sink: Sink) -> None:
         self.scheduler = scheduler
         self.settings = settings
         #: worker address -> "" when it can run our spec, else why not; absent: not known yet
@@ -161,17 +252,14 @@ class ShuffleTakeover:
         self._fallbacks: collections.Counter[str] = collections.Counter()
         #: outputs sent to their worker at once
         self._pinned = 0
-        #: shuffles with outputs far above the mean
-        self._skewed = 0
-        #: of them all, the most rows of an output over the mean rows
-        self._largest_ratio = 0.0
-        #: what was said about the latest ones
-        self._skews: collections.deque[str] = collections.deque(maxlen=8)
-        self._errors = 0
-        self._last_error = ""
+        #: what is said of large outputs
+        self.skew = SkewReport(sink, self.failed)
+        self._guard = Guard("shuffle", logger, sink=sink)
 
     @classmethod
-    async def install(cls, scheduler: Any, settings: ShuffleSettings, *, sink: Sink = null_sink) -> ShuffleTakeover:
+    async def install(
+        cls, scheduler: Scheduler, settings: ShuffleSettings, *, sink: Sink = null_sink
+    ) -> ShuffleTakeover:
         """Take over the plugin named ``shuffle``.
 
         Before the scheduler starts (a preload) or while it runs without an active shuffle.
@@ -208,7 +296,7 @@ class ShuffleTakeover:
         """
         if self.scheduler.plugins.get("shuffle") is not self._plugin:
             return
-        self._plugin.amender.holder.let_go()
+        self._plugin.holder.let_go()
         _refuse_active(self._plugin, "uninstall")
         seam.swap_plugin(self.scheduler, lambda: self._stock)
         self._sink(Event("shuffle.uninstalled", "stock's plugin named shuffle was put back"))
@@ -218,7 +306,7 @@ class ShuffleTakeover:
         if not workers:
             return
         try:
-            answers = await seam.probe_workers(self.scheduler, workers, self.settings.codec)
+            answers = await probe_workers(self.scheduler, workers, self.settings.codec)
         except Exception as e:
             self.failed()
             answers = dict.fromkeys(workers, repr(e))
@@ -226,14 +314,14 @@ class ShuffleTakeover:
             if address in self.scheduler.workers:
                 self.able[address] = reason
                 if reason:
-                    logger.warning("worker %s can not run gpurt's shuffle, stock's is used: %s", address, reason)
+                    logger.warning("worker %s cannot run gpurt's shuffle, Dask's is used: %s", address, reason)
 
     def choose(self, spec: Any) -> Any:
         """The spec for a new run: ours, or the given one. Never raises."""
         try:
             if type(spec) is seam.ArrayRechunkSpec:
                 self._fallbacks["rechunk"] += 1
-                return spec if self._unable() else ReleasingRechunkSpec.of(spec)
+                return spec if self._unable() or self._part.retired else ReleasingRechunkSpec.of(spec)
             reason = self._reason_for_stock(spec)
             if not reason:
                 order = seam.order_of_outputs(self.scheduler, spec.id)
@@ -265,41 +353,17 @@ class ShuffleTakeover:
                     if plugin.active_shuffles.get(shuffle_id) is not state:
                         return
                     if self.scheduler.tasks.get(ts.key) is ts and part in state.run_spec.worker_for:
-                        plugin._set_restriction(ts, state.run_spec.worker_for[part])
+                        seam.restrict(plugin, ts, state.run_spec.worker_for[part])
                         self._pinned += 1
                 await asyncio.sleep(0)
-        except Exception:
-            self.failed()
-
-    async def look_at_skew(self, state: Any, amender: Amender) -> None:
-        """Say which outputs of a run are far larger than the others. Never raises."""
-        told = amender.binder.told(state)
-        if told is None:
-            return  # the run is over, or was started anew: there is nothing to be said about it
-        try:
-            rows, nbytes, values = add_up(told)
-            worker_for, moves = state.run_spec.worker_for, state.run_spec.spec.state.moves
-            large = skewed(rows, nbytes, len(worker_for))
-            for part in moves.keys() - {one.part for one in large}:
-                source, target = moves[part]
-                text = f"output {part} of shuffle {state.id} was moved from {source} to {target}, which had less to do"
-                self._sink(Event("shuffle.bound", text, {"shuffle": str(state.id), "part": part, "owner": target}))
-            if not large:
-                return
-            self._skewed += 1
-            self._largest_ratio = max(self._largest_ratio, large[0].ratio)
-            for one in large:
-                owner = worker_for.get(one.part, "")
-                text = one.text(str(state.id), owner, values.get(one.part, ""), moves.get(one.part, ("",))[0])
-                self._skews.append(text)
-                fields = {"shuffle": str(state.id), "owner": owner, "value": values.get(one.part, "")}
-                self._sink(Event("shuffle.skew", text, {**fields, **dataclasses.asdict(one)}))
         except Exception:
             self.failed()
 
     def _reason_for_stock(self, spec: Any) -> str:
         import pandas as pd
 
+        if self._part.retired:
+            return "switched off"
         if type(spec) is not seam.DataFrameShuffleSpec:
             return f"its spec is {type(spec).__module__}.{type(spec).__name__}"
         if type(spec.meta) is not pd.DataFrame:
@@ -311,29 +375,31 @@ class ShuffleTakeover:
         """Workers that have not said that they can run a spec of ours."""
         return sum(self.able.get(address, "?") != "" for address in self.scheduler.workers)
 
+    @property
+    def _part(self) -> Part:
+        """Failures of our code, and why it is switched off."""
+        return self._guard.parts.setdefault(_PART, Part(_PART))
+
     def failed(self) -> None:
-        """Count the exception that is being handled."""
-        self._errors += 1
-        self._last_error = traceback.format_exc()
+        """Count the exception that is being handled. Too many switch the shuffle off, see `model.circuit_breaker`."""
+        self._guard.failed(_PART)
         logger.warning("gpurt shuffle: left to stock Dask after an error")
 
     def statistics(self) -> dict[str, Any]:
-        """Counts since the installation; plain JSON values."""
+        """Counts since the installation, and why the shuffle is ``retired`` (by part); plain JSON values."""
+        plugin, part = self._plugin, self._part
         return {
-            "installed": self.scheduler.plugins.get("shuffle") is self._plugin,
+            "installed": self.scheduler.plugins.get("shuffle") is plugin,
             "runs": self._runs,
             "fallbacks": dict(self._fallbacks),
             "pinned": self._pinned,
-            "recovery": {} if self._plugin is None else self._plugin.amender.statistics(),
-            "skew": {
-                "skewed": self._skewed,
-                "largest_ratio": round(self._largest_ratio, 2),
-                "latest": list(self._skews),
-            },
-            "late_binding": {} if self._plugin is None else self._plugin.amender.binder.statistics(),
-            "errors": self._errors,
-            "last_error": self._last_error,
-            "active": len(self._plugin.active_shuffles) if self._plugin is not None else 0,
+            "recovery": {} if plugin is None else plugin.recovery_statistics(),
+            "skew": self.skew.statistics(),
+            "late_binding": {} if plugin is None else plugin.binder.statistics(),
+            "errors": sum(part.fallbacks.values()),
+            "last_error": part.last_traceback or "",
+            "retired": {} if part.retired is None else {part.name: part.retired},
+            "active": 0 if plugin is None else len(plugin.active_shuffles),
             "workers_able": sum(reason == "" for reason in self.able.values()),
             "workers_unable": {address: reason for address, reason in self.able.items() if reason},
         }
@@ -347,6 +413,8 @@ def _refuse_active(plugin: Any, what: str) -> None:
         )
 
 
-def worker_statistics(worker: Any) -> dict[str, Any]:
-    """What the shuffle did on one worker, see `counters.ShuffleCounters` and `Plane.statistics`; plain JSON values."""
+def worker_statistics(worker: Worker) -> dict[str, Any]:
+    """What the shuffle did on one worker, see `counters.ShuffleCounters` and `Plane.statistics`; plain JSON
+    values.
+    """
     return {**counters_of(worker).as_dict(), "transport": statistics_of(worker)}

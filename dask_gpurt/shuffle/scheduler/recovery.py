@@ -1,390 +1,202 @@
-"""The scheduler's side of `recovery`: a run whose worker is lost goes on without it, or is restarted for what is left.
+"""The scheduler's side of `protocol.recovery`: a run goes on without a lost worker, or is restarted for what is left.
 
-Theory of operation. `Amender.lost` is called, in the same turn of the loop, when a worker has left. Before the barrier
-a run is amended: its outputs get new owners at once, so nobody who joins the run later sees the old ones; then, in the
-background, the survivors are told and asked what they vouch for, transfer tasks for whose inputs nobody vouches are
-released, and which attempts count is told to all. `Amender.barrier` lets the barrier pass when all have flushed and no
-amendment is under way or has begun meanwhile.
+`Amender.lost` is called when a worker has left, `Amender.open_again` when a task asks for an output that was handed
+out. Both begin an *epoch* of the runs concerned; `Amender.amend` has the workers told of it.
+
+Theory of operation. `lost` runs in the same turn of the loop in which the worker has left. Before the barrier, the
+worker's outputs get new owners at once, so a worker that joins the run later does not see the old ones. The rest is
+done in the background: the survivors are told, and asked what they vouch for. Transfer tasks whose inputs are not
+vouched for are released, and all workers are told which attempts count. The barrier passes when all have flushed and no
+epoch has begun meanwhile (`barrier`).
 
 After the barrier it is the same, with what `reopen` adds: only outputs that are wanted get new owners, and their tasks
 wait for a completion of their own.
 
-Whatever can not be amended, or fails while it is, is restarted by stock's own means, with two differences: outputs that
-are in memory stay (`keep_outputs`), and the new run is for the outputs that are still to be made (`wanted`).
+What cannot be amended, or fails meanwhile, is restarted by Dask's own means (`Runs.restart`), but for what `restart`
+leaves as it is.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import logging
 import traceback
-import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dask_gpurt.shuffle import seam
-from dask_gpurt.shuffle.protocol.recovery import EPOCHS, Validity, agreed, reassign, too_narrow, undone
-from dask_gpurt.shuffle.scheduler.barrier_hold import Holder
-from dask_gpurt.shuffle.scheduler.calls import Asking
-from dask_gpurt.shuffle.scheduler.co_shuffles import partner
-from dask_gpurt.shuffle.scheduler.rebalance import Binder
-from dask_gpurt.shuffle.scheduler.reopen import LOOK_SECONDS, PATIENCE, PATIENCE_SECONDS, Opener
-from dask_gpurt.shuffle.spec import GpurtShuffleSpec
+from dask_gpurt.shuffle.protocol.messages import Valid
+from dask_gpurt.shuffle.protocol.recovery import EPOCHS, Validity, reassign, undone
+from dask_gpurt.shuffle.scheduler.phases import RunEvent
+from dask_gpurt.shuffle.scheduler.runs import Begun
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
-logger = logging.getLogger("distributed.scheduler.gpurt")
+    from distributed.scheduler import Scheduler, TaskState
+
+    from dask_gpurt.shuffle.scheduler.calls import Calls
+    from dask_gpurt.shuffle.scheduler.runs import RunRecord, Runs
+
+#: states of a barrier's task that has not ended
+_BEFORE_ITS_END = ("released", "waiting", "processing", "queued", "no-worker")
 
 
-class Amender(Asking):
+class AfterBarrier(Protocol):
+    """What amends runs whose barrier has passed; see `reopen.Opener`."""
+
+    def begin(self, record: RunRecord, barrier: TaskState, lost: str | None) -> Begun:
+        """Open the outputs that have to be made anew."""
+
+    def ask(self, record: RunRecord, key: Hashable) -> tuple[list[RunRecord], bool]:
+        """Open an output that was handed out: (runs that began an epoch, whether it is opened)."""
+
+    def close(self, record: RunRecord, barrier: TaskState) -> bool:
+        """Undo that a barrier has passed, if no output was made."""
+
+    def run_again(self, record: RunRecord, keys: set[Hashable], stimulus_id: str) -> int:
+        """Have transfer tasks run for whose inputs no worker vouches."""
+
+    async def complete(self, record: RunRecord, epoch: int) -> bool:
+        """Complete what is open; False when another epoch has begun."""
+
+
+class Amender:
     """Amends the runs of one scheduler.
 
     Parameters
     ----------
-    plugin
-        The scheduler plugin named ``shuffle``.
+    after
+        Amends runs whose barrier has passed.
     failed
         Called in an exception handler: counts an error of ours.
-    able
-        Whether a worker can run our spec, by its address.
     """
 
     def __init__(
-        self,
-        scheduler: Any,
-        plugin: Any,
-        failed: Callable[[], None],
-        able: Callable[[str], bool] = lambda address: True,
+        self, scheduler: Scheduler, runs: Runs, calls: Calls, after: AfterBarrier, failed: Callable[[], None]
     ) -> None:
-        super().__init__(scheduler)
-        self._plugin = plugin
+        self._scheduler = scheduler
+        self._runs = runs
+        self._calls = calls
+        self._after = after
         self._failed = failed
-        self._opener = Opener(scheduler, plugin, self)
-        self.made = self._opener.ended
-        self.binder = Binder(scheduler, plugin, self, able)
-        self.holder = Holder(scheduler, self)
-        #: runs being amended
-        self._tasks: dict[tuple[Any, int], asyncio.Task[None]] = {}
-        #: run ids whose barrier has passed
-        self._passed: dict[int, None] = {}
-        #: run -> key of a transfer task -> epoch in which its result was lost
-        self._least: weakref.WeakKeyDictionary[Any, dict[Hashable, int]] = weakref.WeakKeyDictionary()
         #: the latest stimulus that released tasks, and their keys
         self._released: tuple[str, list[Hashable]] = ("", [])
-        #: ids of shuffles that are being restarted
-        self.restarting: set[Any] = set()
-        self.amended = 0
-        self.transfers_again = 0
-        self.outputs_kept = 0
-        #: shuffles restarted because a worker was lost
-        self.restarted = 0
 
-    # ---- what is whose
-
-    @staticmethod
-    def ours(state: Any) -> bool:
-        """Whether a run is of our kind."""
-        return state is not None and type(state.run_spec.spec) is GpurtShuffleSpec
-
-    def barrier_of(self, shuffle_id: Any) -> Any:
-        return self._scheduler.tasks.get(seam.barrier_key(shuffle_id))
-
-    def wanted(self, spec: Any) -> tuple[int, ...] | None:
-        """Outputs that are still to be made; None: all, or which is not known."""
-        barrier = self.barrier_of(spec.id)
-        parts = set()
-        for ts in barrier.dependents:
-            part = seam.output_of(ts.run_spec, spec.id)
-            if part is None:
-                return None
-            if ts.state not in ("memory", "released", "forgotten"):
-                parts.add(part)
-        every = set(spec.output_partitions)
-        return tuple(sorted(parts & every)) if parts and parts < every else None
-
-    def keep_outputs(self, shuffle_id: Any, recommendations: dict[Any, Any]) -> None:
-        """Take outputs that are in memory out of the recommendations of a restart."""
-        barrier = self.barrier_of(shuffle_id)
-        if barrier is None or any(seam.output_of(ts.run_spec, shuffle_id) is None for ts in barrier.dependents):
-            return
-        for ts in barrier.dependents:
-            if ts.state == "memory" and recommendations.pop(ts.key, None) is not None:
-                self.outputs_kept += 1
-
-    # ---- a worker is lost
-
-    def place(self, state: Any, run_id: int, key: Hashable, again: bool = False) -> bool:
-        """An output's task asks where it belongs, or has it opened `again`; whether that was done. Never raises."""
-        try:
-            answer = self._opener.asked if again else self._opener.place
-            return self.ours(state) and state.run_id == run_id and answer(state, key)
-        except Exception:
-            self._failed()
-            return False
+    # ---- an epoch begins
 
     def released(self, key: Hashable, stimulus_id: str) -> None:
-        """A task was released; those released by the loss of a worker are told before `lost` is."""
+        """A task was released. Those that the loss of a worker releases come before the call of `lost`."""
         if self._released[0] != stimulus_id:
             self._released = (stimulus_id, [])
         self._released[1].append(key)
 
     def lost(self, worker: str, stimulus_id: str) -> None:
-        """Amend what can be; the rest is left to stock's restart, which comes next. Never raises."""
+        """Amend what can be; the rest is left to Dask's restart, which comes next. Never raises."""
         released = self._released[1] if self._released[0] == stimulus_id else []
-        for shuffle_id, state in self._plugin.active_shuffles.items():
-            if not self.ours(state) or worker not in {
-                *state.participating_workers,
-                *state.run_spec.worker_for.values(),
-            }:
+        for record in self._runs.all():
+            if worker not in record.participants and worker not in record.worker_for.values():
                 continue
-            # An owner that nobody has sent anything yet is as lost; stock would not know.
-            state.participating_workers.add(worker)
+            # An owner that has not been sent anything yet is as lost; Dask would not know.
+            record.participants.add(worker)
             try:
-                if self._begin(shuffle_id, state, worker, released):
-                    # Stock restarts the shuffles in which the worker took part.
-                    state.participating_workers.discard(worker)
-                    self.amended += 1
+                if self._begin(record, worker, released):
+                    # Dask restarts the shuffles in which the worker took part.
+                    record.participants.discard(worker)
+                    self._runs.counters.amended += 1
                 else:
-                    self.restarted += 1
+                    self._runs.counters.restarted += 1
             except Exception:
                 self._failed()
+            self._runs.changed(record)
 
-    def _begin(self, shuffle_id: Any, state: Any, worker: str, released: list[Hashable]) -> bool:
-        barrier = self.barrier_of(shuffle_id)
-        if barrier is None or state._failed:
+    def open_again(self, record: RunRecord, key: Hashable) -> bool:
+        """The task of an output asks for what was handed out before; whether it is opened again."""
+        begun, opened = self._after.ask(record, key)
+        for one in begun:
+            self.amend(one)
+        return opened
+
+    def _begin(self, record: RunRecord, worker: str, released: list[Hashable]) -> bool:
+        """Begin an epoch without a worker, should there be need; False when the run cannot go on."""
+        barrier = self._runs.barrier_of(record.id)
+        if barrier is None or record.failed:
             return False
-        run_state = state.run_spec.spec.state
-        if state.run_id in self._passed and barrier.state != "memory" and self._opener.close(state, barrier):
+        if record.passed and barrier.state != "memory" and self._after.close(record, barrier):
             # The barrier's task was lost before its end was known: it runs again, as if it had not passed.
-            del self._passed[state.run_id]
-        if state.run_id in self._passed:
-            begun = self._opener.begin(shuffle_id, state, barrier, worker)
-            if begun is None:
-                return True
-        else:
-            begun = self._open_all(shuffle_id, state, barrier, worker)
-        if not begun:
-            return False
-        self._least.setdefault(state, {}).update(dict.fromkeys(released, run_state.epoch))
-        self.amend(shuffle_id, state)
-        return True
+            record.happened(RunEvent.BARRIER_LOST)
+        begin = self._after.begin if record.passed else self._begin_before_barrier
+        begun = begin(record, barrier, worker)
+        if begun is Begun.EPOCH:
+            record.least.update(dict.fromkeys(released, record.amendments.epoch))
+            self.amend(record)
+        return begun is not Begun.IMPOSSIBLE
 
-    def amend(self, shuffle_id: Any, state: Any) -> None:
-        """Have the workers told of the epoch that has begun."""
-        key = (shuffle_id, state.run_id)
-        if key not in self._tasks:
-            self._tasks[key] = asyncio.create_task(self._amend(key, state))
-
-    def amending(self, shuffle_id: Any, state: Any) -> bool:
-        """Whether they are being told."""
-        return (shuffle_id, state.run_id) in self._tasks
-
-    def passed(self, state: Any) -> bool:
-        """Whether a run's barrier has passed."""
-        return state.run_id in self._passed
-
-    def _open_all(self, shuffle_id: Any, state: Any, barrier: Any, worker: str) -> bool:
-        """A worker was lost before the barrier: its outputs get new owners."""
-        if barrier.state not in ("released", "waiting", "processing", "queued", "no-worker"):
-            return False
-        run_state, worker_for = state.run_spec.spec.state, state.run_spec.worker_for
-        there = self._opener.there(state)
+    def _begin_before_barrier(self, record: RunRecord, barrier: TaskState, worker: str) -> Begun:
+        """The outputs of a lost worker get new owners."""
+        if barrier.state not in _BEFORE_ITS_END:
+            return Begun.IMPOSSIBLE
+        state, worker_for = record.amendments, record.worker_for
+        there = record.owners_there(self._scheduler.workers)
         alive = [a for a in barrier.worker_restrictions or there if a in there]
-        needed = [seam.output_of(ts.run_spec, shuffle_id) for ts in barrier.dependents if ts.state != "memory"]
-        if not alive or run_state.epoch >= EPOCHS or not all(part is None or part in worker_for for part in needed):
-            return False
-        worker_for.update(reassign(worker_for, alive, partner(self._plugin, barrier, shuffle_id)))
-        state.participating_workers |= set(worker_for.values())
-        run_state.epoch += 1
-        run_state.lost.append(worker)
-        run_state.void()
-        return True
+        needed = [seam.output_of(ts.run_spec, record.id) for ts in barrier.dependents if ts.state != "memory"]
+        if not alive or state.epoch >= EPOCHS or not all(part is None or part in worker_for for part in needed):
+            return Begun.IMPOSSIBLE
+        worker_for.update(reassign(worker_for, alive, self._runs.partner_owners(record.id)))
+        record.participants.update(worker_for.values())
+        state.epoch += 1
+        state.lost.append(worker)
+        state.void()
+        return Begun.EPOCH
 
-    # ---- amending
+    # ---- the workers are told
 
-    def current(self, shuffle_id: Any, state: Any) -> bool:
-        return self._plugin.active_shuffles.get(shuffle_id) is state
+    def amend(self, record: RunRecord) -> None:
+        """Have the workers told of the epoch that has begun."""
+        if record.telling is None:
+            record.telling = asyncio.create_task(self._amend(record))
+        self._runs.changed(record)
 
-    async def _amend(self, key: tuple[Any, int], state: Any) -> None:
-        run_state = state.run_spec.spec.state
+    async def _amend(self, record: RunRecord) -> None:
+        state = record.amendments
         try:
-            while self.current(key[0], state):
-                epoch = run_state.epoch
-                if not await self._once(key[0], state, epoch) or run_state.epoch != epoch:
-                    continue
-                # Before the barrier, the barrier sees to the rest.
-                if run_state.opened is None or await self._opener.complete(key[0], state, epoch):
+            while self._runs.current(record):
+                epoch, since = state.epoch, record.version
+                if not await self._tell(record, epoch):
+                    await record.change(since)
+                # Before the barrier, that sees to the rest.
+                elif state.epoch == epoch and (state.opened is None or await self._after.complete(record, epoch)):
                     break
         except Exception:
             self._failed()
-            self.restart(key[0], state, f"amending failed: {traceback.format_exc(limit=1)}")
+            self._runs.restart(record, f"amending failed: {traceback.format_exc(limit=1)}")
         finally:
-            del self._tasks[key]
+            record.telling = None
+            self._runs.changed(record)
 
-    async def _once(self, shuffle_id: Any, state: Any, epoch: int) -> bool:
-        """Tell the survivors of an epoch; False when it must be done again."""
-        run_state = state.run_spec.spec.state
-        answers = await self.tell(state, self.question(state))
-        if run_state.epoch != epoch or not self.current(shuffle_id, state):
+    async def _tell(self, record: RunRecord, epoch: int) -> bool:
+        """Tell the survivors of an epoch; False when that has to be done again, after a change."""
+        state = record.amendments
+        answers = await self._calls.amend(record)
+        if answers is None or state.epoch != epoch or not self._runs.current(record):
             return False
-        if answers is None:
-            await asyncio.sleep(LOOK_SECONDS)
-            return False
-        attempts, keys = self.agreed(state, answers)
-        run_state.validity = Validity(epoch, attempts)
-        again = self._again if run_state.opened is None else self._opener.run_again
-        again(shuffle_id, keys, f"gpurt-amend-{shuffle_id}-{epoch}")
-        told = await self.tell(state, {"gpurt": "valid", "epoch": epoch, "attempts": list(attempts.items())})
-        if told is None:
-            await asyncio.sleep(LOOK_SECONDS)
-        return told is not None
+        attempts, keys = record.agreed(answers)
+        state.validity = Validity(epoch, attempts)
+        again = self.run_again if state.opened is None else self._after.run_again
+        again(record, keys, f"gpurt-amend-{record.id}-{epoch}")
+        return await self._calls.tell(record, Valid(epoch, attempts)) is not None
 
-    def agreed(self, state: Any, answers: list[Any]) -> tuple[dict[int, int], set[Hashable]]:
-        narrow = too_narrow(state.run_spec.spec.state.scopes, state.run_spec.spec.state.opened)
-        return agreed((v for answer in answers for v in answer["vouched"]), self._least.get(state, {}), narrow)
+    # ---- transfer tasks before the barrier
 
-    def _undone(self, shuffle_id: Any, keys: set[Hashable]) -> set[Hashable]:
-        """Transfer tasks that count as done, for whose input nobody vouches."""
-        return undone([ts.key for ts in self.barrier_of(shuffle_id).dependencies if ts.state == "memory"], keys)
+    def undone(self, record: RunRecord, keys: set[Hashable]) -> set[Hashable]:
+        """Transfer tasks that count as done, and for whose inputs no worker vouches."""
+        barrier = self._runs.barrier_of(record.id)
+        transfers: Any = () if barrier is None else barrier.dependencies
+        return undone([ts.key for ts in transfers if ts.state == "memory"], keys)
 
-    def _again(self, shuffle_id: Any, keys: set[Hashable], stimulus_id: str) -> bool:
-        """Have transfer tasks run again for whose input nobody vouches; whether there were any."""
-        again = self._undone(shuffle_id, keys)
-        self.transfers_again += len(again)
+    def run_again(self, record: RunRecord, keys: set[Hashable], stimulus_id: str) -> int:
+        """Have the transfer tasks run again that are `undone`; how many."""
+        again = self.undone(record, keys)
+        self._runs.counters.transfers_again += len(again)
         if again:
             self._scheduler.transitions(dict.fromkeys(again, "released"), stimulus_id=stimulus_id)
             self._scheduler.stimulus_queue_slots_maybe_opened(stimulus_id=stimulus_id)
-        return bool(again)
-
-    def question(self, state: Any) -> dict[str, Any]:
-        run_state = state.run_spec.spec.state
-        return {
-            "gpurt": "amend",
-            "epoch": run_state.epoch,
-            "lost": list(run_state.lost),
-            "moved": list(state.run_spec.worker_for.items()),
-            "bound": list(run_state.bound.items()),
-            "handing": list(run_state.handing.items()),
-            "opened": None if run_state.opened is None else sorted(run_state.opened),
-        }
-
-    async def _complete(self, shuffle_id: Any, state: Any) -> bool:
-        """Whether somebody vouches for every input of an amended run; else their tasks run again."""
-        epoch = state.run_spec.spec.state.epoch
-        answers = await self.tell(state, self.question(state))
-        if answers is None or state.run_spec.spec.state.epoch != epoch:
-            return False
-        if not self.current(shuffle_id, state):
-            return False
-        _, keys = self.agreed(state, answers)
-        if not self._undone(shuffle_id, keys):
-            return True
-        # They have flushed, and have to take inputs again before the first of these comes.
-        told = await self.tell(state, {"gpurt": "reopen", "epoch": epoch})
-        if told is not None and state.run_spec.spec.state.epoch == epoch and self.current(shuffle_id, state):
-            self._again(shuffle_id, keys, f"gpurt-complete-{shuffle_id}-{epoch}")
-        return False
-
-    def restart(self, shuffle_id: Any, state: Any, why: str) -> None:
-        """As stock does when a worker is lost."""
-        if self._plugin.active_shuffles.get(shuffle_id) is not state:
-            return
-        logger.warning("gpurt: shuffle %s is restarted: %s", shuffle_id, why)
-        self.restarted += 1
-        self.binder.leave(shuffle_id, state)
-        stimulus = f"gpurt-restart-{shuffle_id}-{state.run_id}"
-        self._plugin._fail_on_workers(state, str(seam.P2PConsistencyError(f"{state}: {why}")))
-        self._plugin._clean_on_scheduler(shuffle_id, stimulus)
-        self._plugin._restart_shuffle(shuffle_id, self._scheduler, stimulus_id=stimulus)
-
-    # ---- the barrier
-
-    async def barrier(self, shuffle_id: Any, run_id: int) -> bool:
-        """Return True when all inputs of a run are where they belong, False when the barrier task has to wait for some.
-
-        Its thread must not wait here for transfer tasks: it may be the only one left to run them.
-
-        Raises
-        ------
-        KeyError, ValueError, RuntimeError
-            As stock's: the run is not there, is another one, or can not be flushed.
-        """
-        no_progress = 0
-        while True:
-            state = self._plugin.active_shuffles[shuffle_id]
-            if state.run_id != run_id:
-                raise ValueError(f"{run_id=} does not match {state}")
-            barrier = self.barrier_of(shuffle_id)
-            if barrier is None or barrier.state != "processing":
-                return False
-            if (shuffle_id, run_id) in self._tasks:
-                await asyncio.sleep(LOOK_SECONDS)
-                continue
-            run_state = state.run_spec.spec.state
-            epoch, workers = run_state.epoch, list(state.participating_workers)
-            problems, _ = await asyncio.gather(self.flush(state, workers), self.binder.hear(state, workers))
-            if problems is None:
-                await asyncio.sleep(LOOK_SECONDS)  # whoever was lost took part: an amendment or a restart is next
-                continue
-            if (
-                run_state.epoch != epoch
-                or self._plugin.active_shuffles.get(shuffle_id) is not state
-                or barrier.state != "processing"
-                or set(workers) != state.participating_workers
-            ):
-                continue
-            if not problems:
-                if epoch and not await self._complete(shuffle_id, state):
-                    await asyncio.sleep(LOOK_SECONDS)
-                    continue
-                if not await self.binder.settled(shuffle_id, state):
-                    await asyncio.sleep(LOOK_SECONDS)
-                    continue
-                if run_state.epoch != epoch or not self.current(shuffle_id, state):
-                    continue
-                if barrier.state != "processing" or (shuffle_id, run_id) in self._tasks:
-                    continue
-                if (bound := self._bind(shuffle_id, state)) is not False:
-                    if bound is None:
-                        await asyncio.sleep(LOOK_SECONDS)
-                    continue
-                run_state.handing.clear()
-                self._passed[run_id] = None
-                while len(self._passed) > 10_000:
-                    del self._passed[next(iter(self._passed))]
-                return True
-            no_progress += 1
-            if no_progress > PATIENCE and run_state.handing:
-                self.restart(shuffle_id, state, f"outputs can not be handed over: {problems[0]!r}")
-                return False
-            if no_progress > PATIENCE:
-                raise RuntimeError(f"Unexpected error encountered during P2P barrier: {problems[0]!r}")
-            await asyncio.sleep(PATIENCE_SECONDS)
-
-    def _bind(self, shuffle_id: Any, state: Any) -> bool | None:
-        """As `Binder.begin`; never raises."""
-        try:
-            return self.binder.begin(shuffle_id, state)
-        except Exception:
-            self._failed()
-            return False
-
-    def for_the_rest(self, spec: GpurtShuffleSpec) -> GpurtShuffleSpec:
-        """The spec of a new run, for the outputs that are still to be made."""
-        # Not for a first run: outputs that nobody wants yet may be wanted while it goes on.
-        wanted = self.wanted(spec) if self._plugin._shuffles.get(spec.id) else None
-        fields: dict[str, Any] = {"parts_out": wanted}
-        return spec if wanted is None else dataclasses.replace(spec, **fields)
-
-    def statistics(self) -> dict[str, Any]:
-        """Counts; plain JSON values."""
-        return {
-            "amended": self.amended,
-            "amending": len(self._tasks),
-            "transfers_again": self.transfers_again,
-            "outputs_kept": self.outputs_kept,
-            "outputs_opened": self._opener.opened,
-            "outputs_void": self._opener.void,
-            "restarted": self.restarted,
-        }
+        return len(again)

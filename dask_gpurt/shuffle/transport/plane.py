@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("distributed.worker.gpurt")
 
+#: what other workers ask, by kind; see `Plane.answer`
+QUESTIONS = frozenset({"open", "want"})
 #: peers whose choosers are kept
 _PEERS = 4096
 
@@ -384,7 +386,7 @@ def plane_of(
     plane = _of_worker.get(worker)
     if plane is None or plane.closed or plane.settings != settings:
         if plane is not None and not plane.closed:
-            worker._ongoing_background_tasks.call_soon(plane.stop)
+            seam.in_background(worker, plane.stop)
         theirs = plugin.memory_limiter_comms.limit
         limit = settings.receive_budget if theirs is None else min(theirs, settings.receive_budget)
         plane = _of_worker[worker] = Plane(worker, settings, count, limit)

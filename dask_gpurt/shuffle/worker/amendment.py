@@ -1,21 +1,21 @@
 """What a run does when another worker is lost: the acting part of `protocol.recovery`, on a worker.
 
-`Amendment.answer` answers the scheduler's questions. `may_send` and `check_sent` stand before and after the sending of
+`Amendment.answer` answers the scheduler's messages. `may_send` and `check_sent` stand before and after the sending of
 every input. `settle` waits until all is sent again.
 
-Theory of operation. The scheduler asks in two steps, by distributed's comms:
+Theory of operation. The scheduler asks in two steps, by distributed's comms (`protocol.messages`):
 
-1. ``amend``: new owners of the lost outputs. The layout changes, what the lost worker was sent is sent again to the new
+1. `Amend`: new owners of the lost outputs. The layout changes, what the lost worker was sent is sent again to the new
    owners, in the background; inputs whose split is under way are split again. The answer says which inputs this worker
    vouches for.
-2. ``valid``: which attempts count. Between the steps no input is sent: whether an input counts already, by an attempt
+2. `Valid`: which attempts count. Between the steps no input is sent: whether an input counts already, by an attempt
    of another worker, is only known then.
 
 Outputs that are bound late (`rebalance_plan`) come by the same two steps: the old owner hands them over in the
 background, too (`handover`).
 
-After the barrier there is a third, ``complete``: what was opened may be made. Until then its tasks are sent back to the
-scheduler, which has them wait. This worker's other outputs are made all the while. ``reopen`` has a run take inputs
+After the barrier there is a third, `Complete`: what was opened may be made. Until then its tasks are sent back to the
+scheduler, which has them wait. This worker's other outputs are made all the while. `Reopen` has a run take inputs
 again after a flush.
 
 All on the event loop. Layout and epoch change together with the owners; a split that began before is noticed by its
@@ -28,11 +28,12 @@ import asyncio
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dask_gpurt.shuffle import seam
+from dask_gpurt.shuffle.protocol import messages
 from dask_gpurt.shuffle.protocol.recovery import Counting, State, Validity
 from dask_gpurt.shuffle.worker.handover import Handover, Move
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Coroutine
+    from collections.abc import Callable, Collection, Coroutine, Mapping
 
     from dask_gpurt.shuffle.counters import ShuffleCounters
     from dask_gpurt.shuffle.rows.partition import Shard
@@ -42,8 +43,6 @@ if TYPE_CHECKING:
     from dask_gpurt.shuffle.worker.peer_calls import PeerCalls
     from dask_gpurt.shuffle.worker.resend import Resender
     from dask_gpurt.shuffle.worker.send_log import SendLog
-
-Question = dict[str, Any]
 
 
 class Amendment:
@@ -147,69 +146,73 @@ class Amendment:
         self._settled.set()
         self._peers.end()
 
-    # ---- questions of the scheduler
+    # ---- messages of the scheduler
 
-    def answer(self, question: Question) -> dict[str, Any]:
-        """Answer the scheduler. What is of another epoch than the latest changes nothing."""
+    def answer(self, message: Any) -> messages.Ok:
+        """Answer the scheduler. What is of another epoch than the latest changes nothing.
+
+        Parameters
+        ----------
+        message
+            One of those in `ANSWERS`.
+        """
         self._host.raise_if_closed()
-        return self._ANSWERS[question["gpurt"]](self, int(question["epoch"]), question)
+        return self.ANSWERS[type(message)](self, message)
 
-    def _on_amend(self, epoch: int, question: Question) -> dict[str, Any]:
-        if epoch > self._log.epoch:
-            self._amend(epoch, question)
-        return {"status": "OK", "epoch": self._log.epoch, "vouched": self._log.vouched()}
+    def _on_amend(self, message: messages.Amend) -> messages.Vouched:
+        if message.epoch > self._log.epoch:
+            self._amend(message)
+        return messages.Vouched(self._log.epoch, self._log.vouched())
 
-    def _on_valid(self, epoch: int, question: Question) -> dict[str, Any]:
-        if epoch == self._log.epoch:
-            self._counting.validity = Validity(epoch, dict(question["attempts"]))
+    def _on_valid(self, message: messages.Valid) -> messages.Ok:
+        if message.epoch == self._log.epoch:
+            self._counting.validity = Validity(message.epoch, message.attempts)
             self._settled.set()
-        return {"status": "OK"}
+        return messages.Ok()
 
-    def _on_reopen(self, epoch: int, question: Question) -> dict[str, Any]:
-        if epoch == self._log.epoch:
+    def _on_reopen(self, message: messages.Reopen) -> messages.Ok:
+        if message.epoch == self._log.epoch:
             self._reopen()
-        return {"status": "OK"}
+        return messages.Ok()
 
-    def _on_complete(self, epoch: int, question: Question) -> dict[str, Any]:
-        if epoch == self._log.epoch:
+    def _on_complete(self, message: messages.Complete) -> messages.Ok:
+        if message.epoch == self._log.epoch:
             self._counting.complete()
-        return {"status": "OK"}
+        return messages.Ok()
 
-    _ANSWERS: ClassVar[dict[str, Callable[[Amendment, int, Question], dict[str, Any]]]] = {
-        "amend": _on_amend,
-        "valid": _on_valid,
-        "reopen": _on_reopen,
-        "complete": _on_complete,
+    #: how a message is answered, by its class
+    ANSWERS: ClassVar[dict[type, Callable[[Amendment, Any], messages.Ok]]] = {
+        messages.Amend: _on_amend,
+        messages.Valid: _on_valid,
+        messages.Reopen: _on_reopen,
+        messages.Complete: _on_complete,
     }
-    #: kinds of questions that `answer` answers
-    QUESTIONS = frozenset(_ANSWERS)
 
-    def _amend(self, epoch: int, question: Question) -> None:
+    def _amend(self, message: messages.Amend) -> None:
         log, counting, owners = self._log, self._counting, self._owners
         self._settled.clear()
-        opened = None if question["opened"] is None else frozenset(question["opened"])
-        counting.amend(opened, owners.mine())
-        before, handing, moved = counting.bound, dict(question["handing"]), dict(question["moved"])
-        counting.bound = dict(question["bound"])
+        counting.amend(message.opened, owners.mine())
+        before, handing, moved = counting.bound, message.handing, message.moved
+        counting.bound = dict(message.bound)
         fresh = {part for part, since in counting.bound.items() if since > before.get(part, 0)}
         moves = self._rebind([part for part in handing if part in fresh], handing, moved)
         void = fresh - set(handing)
         # Where this worker has their rows: a move that is void is seen only here, under the old owner.
         old_owners = {owners.worker_for[part] for part in void}
         self._void(void)
-        owners.move(moved, opened)
-        gone = set(question["lost"]) - log.lost
+        owners.move(moved, message.opened)
+        gone = set(message.lost) - log.lost
         self._peers.disconnect(gone)
-        again = log.amend(epoch, question["lost"], void, old_owners, self._host.local_address in old_owners)
+        again = log.amend(message.epoch, message.lost, void, old_owners, self._host.local_address in old_owners)
         self._peers.end(gone)
         self._reopen()
         self._counters.add(amendments=1, shards_resent=len(again))
         if again:
-            self._begin(self._resender.send_all(epoch, self._resender.route(again)))
+            self._begin(self._resender.send_all(message.epoch, self._resender.route(again)))
         if moves:
-            self._begin(self._handover.hand_over(epoch, moves, log.lost.__contains__))
+            self._begin(self._handover.hand_over(message.epoch, moves, log.lost.__contains__))
 
-    def _rebind(self, parts: list[int], handing: dict[int, str], moved: dict[int, str]) -> list[Move]:
+    def _rebind(self, parts: list[int], handing: Mapping[int, str], moved: Mapping[int, str]) -> list[Move]:
         """Enter outputs that are bound late; returns those that this worker hands over."""
         here = self._host.local_address
         groups: dict[tuple[str, str], list[int]] = {}

@@ -5,10 +5,11 @@ from __future__ import annotations
 import traceback
 from typing import TYPE_CHECKING, Any
 
+from dask_gpurt.shuffle import seam
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from dask_gpurt.shuffle import seam
     from dask_gpurt.shuffle.counters import ShuffleCounters
 
 
@@ -37,7 +38,7 @@ class FlushedBuffers:
         send
             Sends batches to a worker.
         """
-        if buffer._accepts_input:
+        if seam.accepts_input(buffer):
             return buffer
         self._buffers.append(buffer)
         return type(buffer)(

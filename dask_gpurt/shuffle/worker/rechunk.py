@@ -40,7 +40,7 @@ class ReleasingRechunkSpec(seam.ArrayRechunkSpec):
 
 def release_sent(run: seam.ShuffleRun) -> None:
     """Have a rechunk's run empty each message that it has sent."""
-    buffer = run._comm_buffer
+    buffer = seam.send_buffer(run)
     send = buffer.send
 
     async def releasing(address: str, shards: list[tuple[Any, list[Any]]]) -> Any:

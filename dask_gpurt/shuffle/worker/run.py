@@ -33,10 +33,12 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.memory.malloc import heap
 from dask_gpurt.shuffle import seam
+from dask_gpurt.shuffle.protocol import messages
 from dask_gpurt.shuffle.protocol.recovery import Counting, State
 from dask_gpurt.shuffle.rows import wire
 from dask_gpurt.shuffle.rows.partition import Shard, separate
 from dask_gpurt.shuffle.transport.link.records import RunKey
+from dask_gpurt.shuffle.transport.plane import QUESTIONS
 from dask_gpurt.shuffle.worker import retained
 from dask_gpurt.shuffle.worker.amendment import Amendment
 from dask_gpurt.shuffle.worker.executor import submit
@@ -263,17 +265,17 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         await self._flushed.flush()
 
     async def receive(self, data: Message | dict[str, Any]) -> Any:
-        """Answer a peer's message or question, or a question of the scheduler."""
+        """Answer a peer's message or question, or a message of the scheduler."""
         try:
             if not isinstance(data, dict):
                 return await self._receiver.receive(data)
-            kind = data.get("gpurt")
-            if kind in Amendment.QUESTIONS:
-                return self._amendment.answer(data)
-            if kind == "histogram":
-                return {"status": "OK", **self._splitter.histogram.told(), "rate": self._sender.rate.best}
-            self.raise_if_closed()
-            return await self._plane.answer(self._key, data)
+            if data.get(messages.KIND) in QUESTIONS:
+                self.raise_if_closed()
+                return await self._plane.answer(self._key, data)
+            message = messages.parse(data)
+            if isinstance(message, messages.AskHistogram):
+                return self._splitter.histogram.answer(self._sender.rate.best).to_dict()
+            return self._amendment.answer(message).to_dict()
         except seam.P2PConsistencyError as e:
             return seam.error_message(e)
 

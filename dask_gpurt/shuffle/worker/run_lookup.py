@@ -19,6 +19,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from dask_gpurt.shuffle import seam
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -35,9 +37,11 @@ def install(plugin: ShuffleWorkerPlugin, kind: type[Any]) -> None:
 
 
 def _lookup(manager: Any, stock: Callable[..., Any], kind: type[Any]) -> Callable[..., Any]:
+    active = seam.active_runs(manager)
+
     def look(shuffle_id: Any, *run_id: int, **kwargs: Any) -> Any:
-        run: Any = manager._active_runs.get(shuffle_id)
-        well = isinstance(run, kind) and not run.closed and run._exception is None and not manager.closed
+        run: Any = active.get(shuffle_id)
+        well = isinstance(run, kind) and seam.goes_on(run) and not manager.closed
         if well and (*run_id, *kwargs.values()) in ((), (run.run_id,)):
             return run
         return stock(shuffle_id, *run_id, **kwargs)

@@ -5,19 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from dask_gpurt.shuffle import seam
+from dask_gpurt.shuffle.protocol.messages import OPEN_OUTPUT, BarrierAnswer, OutputOpened
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
     from dask_gpurt.shuffle.counters import ShuffleCounters
 
-#: the scheduler's answer to a barrier task that has to wait for transfer tasks. In place of a worker's address: the
-#: task of an output asks for what was handed out before
-AGAIN = "again"
-
 
 class _Scheduler(Protocol):
-    """The scheduler's handlers, by distributed's comms."""
+    """The scheduler's handlers, by distributed's comms; and `OPEN_OUTPUT`."""
 
     async def shuffle_barrier(self, *, id: str, run_id: int, consistent: bool) -> str | None:
         """The barrier is reached; not consistent: restart the shuffle."""
@@ -53,7 +50,7 @@ class SchedulerCalls:
             Inputs have to be split again first.
         """
         answer = await self._scheduler.shuffle_barrier(id=self._id, run_id=self._run_id, consistent=consistent)
-        if answer == AGAIN:
+        if answer == BarrierAnswer.RUN_AGAIN.value:
             raise seam.Reschedule
 
     async def restart(self) -> None:
@@ -79,5 +76,5 @@ class SchedulerCalls:
 
     async def open_again(self, key: Hashable) -> bool:
         """Whether the scheduler has an output that was handed out opened again, for its task to wait for."""
-        answer = await self._scheduler.shuffle_restrict_task(id=self._id, run_id=self._run_id, key=key, worker=AGAIN)
-        return answer.get("gpurt") is True
+        answer = await getattr(self._scheduler, OPEN_OUTPUT)(id=self._id, run_id=self._run_id, key=key)
+        return OutputOpened.from_dict(answer).opened

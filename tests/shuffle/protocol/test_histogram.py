@@ -29,7 +29,7 @@ def test_rows_are_added_up_over_inputs_and_workers():
             df = pd.DataFrame({"v": np.arange(len(parts)), "p": parts})
             shards = [s for _, s in split(df, "p", True, i, layout)]
             assert histogram.add(shards) == (0, 10)
-        told.append(histogram.told())
+        told.append(histogram.answer())
     rows, nbytes, values = add_up(told)
     assert rows.tolist() == [60, 0, 0, 0, 9]
     assert nbytes == 69 * 16

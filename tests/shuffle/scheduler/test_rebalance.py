@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import dask.dataframe as dd
@@ -13,13 +14,17 @@ import pandas as pd
 import pytest
 from dask.dataframe.shuffle import partitioning_index
 from distributed import futures_of, wait
+from distributed.shuffle._shuffle import DataFrameShuffleSpec
 from distributed.utils_test import gen_cluster
 
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.shuffle import MemoryShardStore, worker_statistics
 from dask_gpurt.shuffle.protocol import rebalance_plan
-from dask_gpurt.shuffle.protocol.recovery import State
+from dask_gpurt.shuffle.protocol.rebalance_plan import Output
 from dask_gpurt.shuffle.scheduler import rebalance
+from dask_gpurt.shuffle.scheduler.phases import RunEvent
+from dask_gpurt.shuffle.scheduler.runs import Runs
+from dask_gpurt.shuffle.spec import GpurtShuffleSpec
 from dask_gpurt.shuffle.worker.handover import Handover
 from dask_gpurt.shuffle.worker.resend import Resender
 from dask_gpurt.shuffle.worker.run import GpurtShuffleRun
@@ -177,13 +182,13 @@ async def test_what_was_done_is_told(c, s, a, b):
 @gen_cluster(**options(2))
 async def test_the_sides_of_a_join_move_together(c, s, a, b):
     async with taken_over(s, [a, b]) as (takeover, _):
-        states, begin = [], takeover._plugin.amender.binder.begin
+        states, begin = [], takeover._plugin.binder.begin
 
-        def seen(shuffle_id, state):
-            states.append(state.run_spec.spec.state)
-            return begin(shuffle_id, state)
+        def seen(record):
+            states.append(record.amendments)
+            return begin(record)
 
-        takeover._plugin.amender.binder.begin = seen
+        takeover._plugin.binder.begin = seen
         d = rows().merge(others(), on="k", how="inner", shuffle_method="p2p", npartitions=OUTPUTS, broadcast=False)
         out = c.persist(d)
         await wait(out)
@@ -211,19 +216,21 @@ async def test_outputs_stay_where_the_user_wants_them(c, s, *workers):
 
 
 def test_what_a_task_took_is_learned():
-    one = rebalance.Binder(None, None, None, lambda address: True)  # type: ignore[arg-type]
+    runs = Runs(None, None)  # type: ignore[arg-type]
+    one = rebalance.Binder(None, runs, None, lambda address: True)  # type: ignore[arg-type]
     assert one._learned == {}
-    one._watched = {"a": ("join", 1e6), "b": ("join", 1e6)}
-    one.ended("other", [{"action": "compute", "start": 0, "stop": 1}])
-    one.ended("a", [{"action": "compute", "start": 0, "stop": 1}, {"action": "transfer", "start": 1, "stop": 9}])
+    tasks: Any = [SimpleNamespace(key=key, prefix=SimpleNamespace(name="join")) for key in ("a", "b")]
+    one._watch({i: [ts] for i, ts in enumerate(tasks)}, [Output(i, "w", 1e6) for i in range(2)])
+    runs.ended("other", [{"action": "compute", "start": 0, "stop": 1}])
+    runs.ended("a", [{"action": "compute", "start": 0, "stop": 1}, {"action": "transfer", "start": 1, "stop": 9}])
     assert one._learned == {"join": 1e-6}
-    one.ended("b", [{"action": "compute", "start": 0, "stop": 3}])
+    runs.ended("b", [{"action": "compute", "start": 0, "stop": 3}])
     assert one._learned == {"join": 2e-6}
-    assert not one._watched
+    assert not runs._listeners
 
 
 def joined_runs(left_state: str):
-    """(two runs with one output, of which one's barrier has passed; the amender; barriers)."""
+    """(records of two runs with one output, of which one's barrier has passed; the registry; barriers)."""
     barriers = {
         "left": SimpleNamespace(key="shuffle-barrier-left", state=left_state, dependents=[]),
         "right": SimpleNamespace(key="shuffle-barrier-right", state="processing", dependents=[]),
@@ -231,42 +238,49 @@ def joined_runs(left_state: str):
     output = Hashable(SimpleNamespace(dependencies=list(barriers.values())))
     for barrier in barriers.values():
         barrier.dependents = [output]
-    spec = SimpleNamespace(settings=SimpleNamespace(late_binding=True), state=State())
-    of = SimpleNamespace(run_spec=SimpleNamespace(spec=spec), _failed=False)
-    runs = {name: Hashable(of) for name in barriers}
-    amender = SimpleNamespace(
-        ours=bool,
-        passed=lambda state: state is runs["left"],
-        barrier_of=barriers.get,
-        amending=lambda name, state: False,
-    )
-    return runs, amender, barriers
+    active: dict[str, Any] = {}
+    for run_id, name in enumerate(barriers):
+        spec = DataFrameShuffleSpec(
+            id=name, disk=False, npartitions=1, column="k", meta=hot(0).iloc[:0], parts_out=1, drop_column=True
+        )
+        run_spec = SimpleNamespace(spec=GpurtShuffleSpec.of(spec, ShuffleSettings(enabled=True)), worker_for={})
+        active[name] = SimpleNamespace(id=name, run_id=run_id, run_spec=run_spec, _failed=False)
+    scheduler: Any = SimpleNamespace(tasks={barrier.key: barrier for barrier in barriers.values()})
+    runs = Runs(scheduler, SimpleNamespace(active_shuffles=active))
+    records = {record.id: record for record in runs.all()}
+    records["left"].happened(RunEvent.BARRIER_PASSED)
+    return records, runs, barriers
 
 
-def test_a_partner_whose_barrier_does_not_end_is_not_waited_for():
+def test_a_partner_whose_barrier_does_not_end_is_not_waited_for(monkeypatch):
     """Its worker was lost as it ended, and the only thread left is that of the barrier that asks."""
-    runs, amender, _ = joined_runs("processing")
-    one = rebalance.Binder(None, SimpleNamespace(active_shuffles=runs), amender, bool)  # type: ignore[arg-type]
-    for run in runs.values():
-        one._told[run] = []
-    answers = [one.begin("right", runs["right"]) for _ in range(rebalance.LOOKS + 1)]
-    assert answers == [None] * (rebalance.LOOKS - 1) + [False] * 2
+    now = [100.0]
+    monkeypatch.setattr(rebalance, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    records, runs, _ = joined_runs("processing")
+    one = rebalance.Binder(None, runs, None, bool)  # type: ignore[arg-type]
+    for record in records.values():
+        record.histograms = []
+    assert one.begin(records["right"]) is None
+    now[0] += rebalance.PARTNER_SECONDS * 0.9
+    assert one.begin(records["right"]) is None
+    now[0] += rebalance.PARTNER_SECONDS * 0.2
+    assert [one.begin(records["right"]) for _ in range(2)] == [[], []]
 
 
 def test_shuffles_that_share_some_outputs_stay():
     """The other outputs of the one whose barrier has passed may have been made."""
-    runs, amender, barriers = joined_runs("memory")
+    records, runs, barriers = joined_runs("memory")
     barriers["left"].dependents = [*barriers["left"].dependents, Hashable(SimpleNamespace(dependencies=[]))]
-    one = rebalance.Binder(None, SimpleNamespace(active_shuffles=runs), amender, bool)  # type: ignore[arg-type]
+    one = rebalance.Binder(None, runs, None, bool)  # type: ignore[arg-type]
     planned = []
     one._plan = lambda group: planned.append(group) or rebalance_plan.Plan()  # type: ignore[method-assign,func-returns-value]
-    for run in runs.values():
-        one._told[run] = []
-    assert one.begin("right", runs["right"]) is False
+    for record in records.values():
+        record.histograms = []
+    assert one.begin(records["right"]) == []
     assert not planned
     barriers["left"].dependents.pop()
-    assert one.begin("right", runs["right"]) is False
-    assert [set(group) for group in planned] == [{"left", "right"}]
+    assert one.begin(records["right"]) == []
+    assert [{record.id for record in group} for group in planned] == [{"left", "right"}]
 
 
 @contextlib.contextmanager
@@ -274,16 +288,22 @@ def stopped(after: int):
     """Handing over stops when so many shards were sent: (set when it has and a flush waits for it, set to go on)."""
     give, stage, flush = Handover._give, Sender.stage, GpurtShuffleRun.inputs_done
     reached, go, sent = asyncio.Event(), asyncio.Event(), []
-    #: runs that hand over
-    giving = set()
+    #: runs that hand over, and that flush
+    giving, flushing = set(), set()
 
     async def flushed(self):
+        flushing.add(self)
         if self in giving:
             reached.set()
-        await flush(self)
+        try:
+            await flush(self)
+        finally:
+            flushing.discard(self)
 
     async def gives(self, *args):
         giving.add(self._host)
+        if self._host in flushing:  # the flush came first
+            reached.set()
         try:
             await give(self, *args)
         finally:

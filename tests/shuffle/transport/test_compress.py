@@ -13,7 +13,7 @@ from dask_gpurt._version import __version__
 from dask_gpurt.config import Settings, ShuffleSettings
 from dask_gpurt.errors import ConfigError, CorruptData, WireError
 from dask_gpurt.model import compression
-from dask_gpurt.shuffle import seam
+from dask_gpurt.shuffle.probe import probe
 from dask_gpurt.shuffle.scheduler.plugin import worker_statistics
 from dask_gpurt.shuffle.transport import plane
 from dask_gpurt.shuffle.transport.base import Header
@@ -136,7 +136,7 @@ def test_a_codec_that_is_not_installed(monkeypatch):
     with pytest.raises(ConfigError, match=r"gpurt\.shuffle\.codec.*no_such_package.*Remedy"):
         squeezer("lz4")
     with pytest.raises(ConfigError, match="no_such_package"):
-        seam.probe(__version__, "lz4")  # so its workers get stock's shuffles, and are told why
+        probe(__version__, "lz4")  # so its workers get stock's shuffles, and are told why
     # What there is, is used.
     assert squeezer()[0].able(TransportChooser(Locality.REMOTE, ["tcp"]), {"codecs": ["zstd"]})
     assert compression.installed() == ["zstd"]

@@ -15,6 +15,7 @@ from distributed.shuffle._limiter import ResourceLimiter
 
 from dask_gpurt.shuffle import MemoryShardStore
 from dask_gpurt.shuffle.counters import ShuffleCounters
+from dask_gpurt.shuffle.protocol.messages import Amend, BarrierAnswer, OutputOpened, Reopen, Valid
 from dask_gpurt.shuffle.protocol.recovery import Counting, State, Validity, shard_id
 from dask_gpurt.shuffle.rows.partition import OutputLayout, Shard, separate, split
 from dask_gpurt.shuffle.rows.slices import Slice
@@ -28,7 +29,7 @@ from dask_gpurt.shuffle.worker.owners import Owners
 from dask_gpurt.shuffle.worker.peer_calls import PeerCalls
 from dask_gpurt.shuffle.worker.receiver import Receiver
 from dask_gpurt.shuffle.worker.resend import Resender
-from dask_gpurt.shuffle.worker.scheduler_calls import AGAIN, SchedulerCalls
+from dask_gpurt.shuffle.worker.scheduler_calls import SchedulerCalls
 from dask_gpurt.shuffle.worker.send_log import RetainBudget, SendLog
 from dask_gpurt.shuffle.worker.sender import Sender
 from dask_gpurt.shuffle.worker.splitter import Splitter
@@ -271,10 +272,6 @@ def amendment(host: Host, owners: Owners, ledger: SendLog[Shard], reopened: list
     )
 
 
-def question(kind: str, epoch: int, **more: Any) -> dict[str, Any]:
-    return {"gpurt": kind, "epoch": epoch, **more}
-
-
 def test_a_loss_has_rows_sent_again_and_inputs_wait_until_it_is_known_what_counts():
     async def check() -> None:
         owners, ledger = Owners("a", OWNERS, None), log()
@@ -284,26 +281,26 @@ def test_a_loss_has_rows_sent_again_and_inputs_wait_until_it_is_known_what_count
         before, late = outgoing(owners, ledger), outgoing(owners, ledger)
         assert await one.may_send(before)
         one.check_sent(before)
-        new = {"lost": ["b"], "opened": None, "bound": [], "handing": [], "moved": [(1, "c")]}
-        answer = one.answer(question("amend", 1, **new))
-        assert answer["epoch"] == 1
-        assert [entry[:2] for entry in answer["vouched"]] == [(4, 0)]
+        new = Amend(1, ["b"], {1: "c"}, {}, {}, None)
+        answer: Any = one.answer(new)
+        assert answer.epoch == 1
+        assert [entry[:2] for entry in answer.vouched] == [(4, 0)]
         assert owners.worker_for[1] == "c"
         assert await one.settle()
         assert [(epoch, len(routed)) for epoch, routed in sent] == [(1, 1)]
         waits = asyncio.create_task(one.may_send(outgoing(owners, ledger)))
         await asyncio.sleep(0)
         assert not waits.done()
-        one.answer(question("valid", 0, attempts=[]))  # of another epoch
+        one.answer(Valid(0, {}))  # of another epoch
         await asyncio.sleep(0)
         assert not waits.done()
-        one.answer(question("valid", 1, attempts=[(4, 0)]))
+        one.answer(Valid(1, {4: 0}))
         assert await waits is False  # it counts already
         with pytest.raises(ShuffleClosedError, match="was amended while input 4 was split"):
             await one.may_send(late)
-        one.answer(question("amend", 1, **new))
+        one.answer(new)
         assert len(sent) == len(reopened) == 1
-        one.answer(question("reopen", 1))
+        one.answer(Reopen(1))
         assert len(reopened) == 2
         one.close()
 
@@ -327,10 +324,13 @@ def test_only_attempts_that_count_are_assembled():
 def test_the_barrier_is_asked_again_when_inputs_are_missing():
     class Scheduler:
         async def shuffle_barrier(self, **kwargs: Any) -> str:
-            return AGAIN
+            return BarrierAnswer.RUN_AGAIN.value
 
         async def shuffle_restrict_task(self, **kwargs: Any) -> dict[str, Any]:
-            return {"status": "OK", "gpurt": True}
+            return {"status": "OK"}
+
+        async def gpurt_shuffle_open_output(self, **kwargs: Any) -> dict[str, Any]:
+            return OutputOpened(True).to_dict()
 
     async def check() -> None:
         calls = SchedulerCalls(Scheduler(), "s", 1, ShuffleCounters())

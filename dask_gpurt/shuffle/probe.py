@@ -1,0 +1,69 @@
+"""Ask workers whether they can make our runs: they need this package in the same version, and the same distributed.
+
+`probe_workers` is for the scheduler, `probe` is what runs on a worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from dask_gpurt._version import __version__
+from dask_gpurt.errors import SeamMismatch
+from dask_gpurt.model.compression import Chooser
+from dask_gpurt.shuffle import seam
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from distributed.scheduler import Scheduler
+
+
+def probe(version: str, codec: str = "none") -> None:
+    """Run on a worker: can it make the runs of this version, with this setting of the codec? Raises when not.
+
+    Raises
+    ------
+    SeamMismatch
+        Another version of this package or of distributed there.
+    ConfigError
+        The codec is not installed there.
+    """
+    if version != __version__:
+        raise SeamMismatch(
+            f"this worker has dask-gpurt {__version__}, the scheduler {version}. Remedy: install one version everywhere"
+        )
+    seam.check()
+    Chooser(codec, "gpurt.shuffle.codec")
+
+
+async def probe_workers(
+    scheduler: Scheduler, workers: Iterable[str], codec: str = "none", timeout_seconds: float = 30.0
+) -> dict[str, str]:
+    """Ask workers whether they can run our spec.
+
+    Returns
+    -------
+    dict
+        Address to ``""`` when it can, else to the reason why not (package missing, other version, no answer).
+    """
+    from distributed.protocol.pickle import dumps
+
+    msg = {"op": "run", "function": dumps(probe), "args": dumps((__version__, codec)), "wait": True}
+    workers = list(workers)
+    try:
+        answers = await asyncio.wait_for(
+            scheduler.broadcast(msg=msg, workers=workers, on_error="return"), timeout_seconds
+        )
+    except TimeoutError:
+        return dict.fromkeys(workers, f"no answer within {timeout_seconds:g} s")
+    reasons = {}
+    for address in workers:
+        answer = answers.get(address)
+        if isinstance(answer, dict) and answer.get("status") == "OK":
+            reasons[address] = ""
+        elif isinstance(answer, dict):
+            reasons[address] = str(answer.get("exception_text") or answer.get("text") or answer.get("status"))
+        else:
+            reasons[address] = repr(answer)
+    return reasons
