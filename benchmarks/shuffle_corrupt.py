@@ -76,16 +76,17 @@ class Spoiler:
 def begin(seed: int, way: str, dask_worker: Any) -> int:
     """On a worker: spoil what this transport receives."""
     from dask_gpurt.shuffle.transport import registry
-    from dask_gpurt.shuffle.worker import run, sender
+    from dask_gpurt.shuffle.worker import sender
+    from dask_gpurt.shuffle.worker.receiver import Receiver
 
     spoiler = Spoiler(seed, 0.5)
     dask_worker.spoiler = spoiler
     sender.STAGE_BYTES = 1  # every shard a message
     if not hasattr(dask_worker, "untouched"):
-        dask_worker.untouched = registry.make, run.GpurtShuffleRun._receive_message
+        dask_worker.untouched = registry.make, Receiver.receive
     make, receive = dask_worker.untouched
     registry.make = make
-    run.GpurtShuffleRun._receive_message = receive  # type: ignore[method-assign]
+    Receiver.receive = receive  # type: ignore[method-assign]
 
     def spoilt(name: str, services: Any) -> Any:
         transport = make(name, services)
@@ -97,7 +98,7 @@ def begin(seed: int, way: str, dask_worker: Any) -> int:
         return await receive(self, message)
 
     if way == "rpc":
-        run.GpurtShuffleRun._receive_message = spoilt_rpc  # type: ignore[method-assign]
+        Receiver.receive = spoilt_rpc  # type: ignore[method-assign]
         sender.RESENDS = 50
     else:
         registry.make = spoilt
@@ -123,10 +124,10 @@ async def install(dask_scheduler: Any, way: str) -> None:
 def headers(n: int) -> int:
     """Changed record headers that were parsed all the same."""
     from dask_gpurt.errors import WireError
-    from dask_gpurt.shuffle.transport.link.records import HEADER_BYTES, Kind, Record, RunKey
+    from dask_gpurt.shuffle.transport.link.records import HEADER_BYTES, LinkRecord, RecordKind, RunKey
 
     r = np.random.default_rng(0)
-    good = Record(Kind.DATA, RunKey(7, 1), 3, 4096, 2, 9).pack()
+    good = LinkRecord(RecordKind.DATA, RunKey(7, 1), 3, 4096, 2, 9).pack()
     accepted = 0
     for _ in range(n):
         raw = bytearray(good)
@@ -135,7 +136,7 @@ def headers(n: int) -> int:
         else:
             raw[int(r.integers(HEADER_BYTES))] ^= 1 << int(r.integers(8))
         try:
-            Record.unpack(raw)
+            LinkRecord.unpack(raw)
             accepted += 1
         except WireError:
             pass

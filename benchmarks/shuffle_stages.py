@@ -34,7 +34,7 @@ from benchmarks.shuffle_meters import ROWS_PER_GB, make
 from dask_gpurt.shuffle.rows import assemble as assembling
 from dask_gpurt.shuffle.rows import gather, wire
 from dask_gpurt.shuffle.rows.assemble import Assembler
-from dask_gpurt.shuffle.rows.partition import Layout, split
+from dask_gpurt.shuffle.rows.partition import OutputLayout, split
 from dask_gpurt.shuffle.rows.received_chunk import ReceivedChunk
 from dask_gpurt.shuffle.worker.sender import STAGE_BYTES
 
@@ -63,7 +63,7 @@ class Clock:
 def ours(inputs: list[pd.DataFrame], clock: Clock) -> int:
     """One shuffle; returns the rows that came out."""
     n = len(inputs)
-    layout = Layout({part: "here" if part < n // 2 else "there" for part in range(n)})
+    layout = OutputLayout({part: "here" if part < n // 2 else "there" for part in range(n)})
     assembler = Assembler(inputs[0].iloc[:0].drop(columns="_partitions"))
     chunks: list[ReceivedChunk] = []
     staged: list[wire.Parcel] = []

@@ -110,9 +110,9 @@ class End:
 
     def message(self, block: Any) -> Any:
         """As it goes by distributed's comms."""
-        from dask_gpurt.shuffle.worker.sender import Message, _as_is
+        from dask_gpurt.shuffle.worker.message import Message, as_is
 
-        return _as_is(Message([block], self.address))
+        return as_is(Message([block], self.address))
 
     async def send(self, way: str, peer: str, size: int, count: int) -> None:
         """Messages of `size`, as many at a time as a run sends."""

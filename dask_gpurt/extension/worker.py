@@ -25,7 +25,7 @@ from dask_gpurt.observe.collect.worker import WorkerSlots
 from dask_gpurt.observe.figures import prometheus
 from dask_gpurt.observe.journal import Journal
 from dask_gpurt.placement.takeover.worker_copies import WorkerCopies
-from dask_gpurt.shuffle.transport.planes import worker_statistics
+from dask_gpurt.shuffle.counters import counters_of, worker_statistics
 from dask_gpurt.shuffle.worker import shard_stores
 from dask_gpurt.tiers.runtime import TierRuntime
 from dask_gpurt.tiers.worker.residency import ResidenceSender
@@ -166,7 +166,7 @@ class WorkerParts:
 
     def heartbeat(self) -> dict[str, Any]:
         """Few figures, and none that costs more than a look. `observe.figures.table` says what they are."""
-        out: dict[str, Any] = shard_stores.counters_of(self.worker).heartbeat()
+        out: dict[str, Any] = counters_of(self.worker).heartbeat()
         if self.slots is not None:
             out |= self.slots.heartbeat()
         if self.runtime is not None:

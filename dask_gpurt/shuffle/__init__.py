@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.shuffle.transport.planes import worker_statistics
+from dask_gpurt.shuffle.counters import worker_statistics
 from dask_gpurt.shuffle.worker.shard_stores import MemoryShardStore, provide, store_of, withdraw
 
 if TYPE_CHECKING:

@@ -9,9 +9,10 @@ from typing import Any
 
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.shuffle import seam
+from dask_gpurt.shuffle.counters import counters_of
 from dask_gpurt.shuffle.protocol.recovery import State
 from dask_gpurt.shuffle.transport.link.records import SECRET_BYTES
-from dask_gpurt.shuffle.worker import run_lookup, shard_stores
+from dask_gpurt.shuffle.worker import retained, run_lookup, shard_stores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,12 +36,12 @@ class GpurtShuffleSpec(seam.DataFrameShuffleSpec):
         return cls(**fields, settings=settings, secret=secrets.token_bytes(SECRET_BYTES), order=order)
 
     def create_run_on_worker(self, run_id: int, span_id: str | None, worker_for: dict[int, str], plugin: Any) -> Any:
-        from dask_gpurt.shuffle.transport.planes import plane_of
+        from dask_gpurt.shuffle.transport.plane import plane_of
         from dask_gpurt.shuffle.worker.run import GpurtShuffleRun
 
         worker = plugin.worker
         store, plain = shard_stores.store_of(worker)
-        counters = shard_stores.counters_of(worker)
+        counters = counters_of(worker)
         if plain:
             counters.add(fallbacks=1)
         plane = plane_of(worker, plugin, self.settings, counters.add)
@@ -52,7 +53,7 @@ class GpurtShuffleSpec(seam.DataFrameShuffleSpec):
             secret=self.secret,
             memory_limit=worker.memory_manager.memory_limit,
             state=self.state,
-            retained=shard_stores.retained_of(worker, self.settings.retain),
+            budget=retained.retained_of(worker, self.settings.retain),
             column=self.column,
             meta=self.meta,
             worker_for={part: worker_for[part] for part in self.order if part in worker_for} | worker_for,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dask_gpurt.memory.pages import Pages, system
-from dask_gpurt.shuffle.transport.base import Gate, Header, Peer, Services
+from dask_gpurt.shuffle.transport.base import Header, Peer, ReceiveGate, Services
 from dask_gpurt.shuffle.transport.link.records import RunKey, is_device, message_bytes, size_of
 
 pytestmark = pytest.mark.gpu
@@ -32,7 +32,7 @@ class Node:
         from dask_gpurt.shuffle.transport.ucx.transport import UcxTransport
 
         self.frames: list[Any] = []
-        self.gate = Gate(1 << 28)
+        self.gate = ReceiveGate(1 << 28)
         services = Services(
             address=address,
             gate=self.gate,

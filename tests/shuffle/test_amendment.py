@@ -20,7 +20,7 @@ from dask_gpurt.shuffle.scheduler.calls import Calls
 from dask_gpurt.shuffle.scheduler.recovery import Amender
 from dask_gpurt.shuffle.scheduler.reopen import NOWHERE, Opener
 from dask_gpurt.shuffle.scheduler.runs import RecoveryCounters, RunRecord
-from dask_gpurt.shuffle.worker.output_builder import OutputsRun
+from dask_gpurt.shuffle.worker.run import GpurtShuffleRun
 from tests.shuffle.helpers import left, ordered, source, taken_over, went_on, whole
 
 pytestmark = pytest.mark.cluster
@@ -35,7 +35,7 @@ NO_DROPS = {"config": THREE["config"] | NO_AMM}
 N = 12
 
 
-class Gate:
+class ReceiveGate:
     """Inputs in this process: the first ones are made, the others wait to be let go."""
 
     def __init__(self, first: int) -> None:
@@ -55,7 +55,7 @@ class Gate:
         return left(i)
 
 
-GATES: list[Gate] = []
+GATES: list[ReceiveGate] = []
 
 
 def gated(i: int, gate: int) -> pd.DataFrame:
@@ -65,7 +65,7 @@ def gated(i: int, gate: int) -> pd.DataFrame:
 def gate(first: int):
     """So many inputs pass. Two are given to a worker at once: with fewer than six left, one worker may get none."""
     assert first <= N - 6
-    GATES.append(Gate(first))
+    GATES.append(ReceiveGate(first))
     d = dd.from_map(gated, list(range(N)), gate=len(GATES) - 1, meta=left(0).iloc[:0])
     return GATES[-1], d
 
@@ -84,7 +84,7 @@ def transferred(s) -> int:
 
 def vouched(worker) -> int:
     runs = worker.plugins["shuffle"].shuffle_runs._active_runs.values()
-    return sum(len(run._ledger.vouched()) for run in runs)
+    return sum(len(run._log.vouched()) for run in runs)
 
 
 def same_rows(got, n=N) -> None:
@@ -170,9 +170,9 @@ async def test_what_only_the_barrier_finds_undone(c, s, *workers):
         before = takeover.statistics()["recovery"]["transfers_again"]
         runs = [r for w in workers if w is not victim for r in w.plugins["shuffle"].shuffle_runs._active_runs.values()]
         # As when a result that was fetched from the lost worker is taken for the task's own: nobody has split it.
-        forgotten = next(i for r in runs for i, attempt, _ in r._ledger.vouched() if not attempt)
+        forgotten = next(i for r in runs for i, attempt, _ in r._log.vouched() if not attempt)
         for run in runs:
-            run._ledger._forget(forgotten)
+            run._log._forget(forgotten)
             run._counting.validity.attempts.pop(forgotten, None)
         g.go.set()
         same_rows(await f)
@@ -212,7 +212,7 @@ async def after_the_barrier(c, s, d, first=3):
     #: output -> worker; a join asks twice
     passed: dict[int, str] = {}
     each = -(-first // len(s.workers))
-    make = OutputsRun._get_output_partition
+    make = GpurtShuffleRun._get_output_partition
 
     def held(self, partition_id, *args, **kwargs):
         with lock:
@@ -224,14 +224,14 @@ async def after_the_barrier(c, s, d, first=3):
             assert go.wait(120)
         return make(self, partition_id, *args, **kwargs)
 
-    OutputsRun._get_output_partition = held
+    GpurtShuffleRun._get_output_partition = held
     try:
         out = c.persist(d)
         keys = [f.key for f in futures_of(out)]
         await until(lambda: sum(k in s.tasks and s.tasks[k].state == "memory" for k in keys) == first)
         yield out, keys
     finally:
-        OutputsRun._get_output_partition = make
+        GpurtShuffleRun._get_output_partition = make
         go.set()
 
 

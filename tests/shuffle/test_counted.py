@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from distributed.utils_test import gen_cluster
 
 from dask_gpurt.shuffle import worker_statistics
+from dask_gpurt.shuffle.counters import ShuffleCounters
 from dask_gpurt.shuffle.protocol.histogram import Histogram
-from dask_gpurt.shuffle.worker.output_builder import OutputsRun
-from dask_gpurt.shuffle.worker.shard_stores import Counters
-from dask_gpurt.shuffle.worker.splitter import SplittingRun
+from dask_gpurt.shuffle.worker.flushed_buffers import FlushedBuffers
+from dask_gpurt.shuffle.worker.scheduler_calls import SchedulerCalls
 from tests.shuffle.helpers import left, source, taken_over, until
 
 TWO: dict[str, Any] = {"client": True, "nthreads": [("127.0.0.1", 1)] * 2, "timeout": 120}
@@ -37,15 +36,15 @@ async def test_what_fails_beside_the_rows(c, s, a, b):
     def look(self: Any, *args: Any) -> None:
         raise ArithmeticError("cannot be counted")
 
-    init = SplittingRun.__init__
+    init = FlushedBuffers.__init__
 
-    def with_a_buffer(self: Any, **kwargs: Any) -> None:
-        init(self, **kwargs)
-        self._flushed.append(Unclosable())
+    def with_a_buffer(self: Any, *args: Any) -> None:
+        init(self, *args)
+        self._buffers.append(Unclosable())
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Histogram, "look", look)
-        patch.setattr(SplittingRun, "__init__", with_a_buffer)
+        patch.setattr(FlushedBuffers, "__init__", with_a_buffer)
         async with taken_over(s, [a, b]):
             assert len(await c.compute(source(left).shuffle("k", npartitions=5))) == 480
             await until(lambda: sum(worker_statistics(w)["runs_closed"] for w in (a, b)) == 2)
@@ -60,7 +59,8 @@ def test_a_restart_that_the_scheduler_refuses():
         async def shuffle_barrier(self, **kwargs: Any) -> None:
             raise ValueError("no such run")
 
-    run = SimpleNamespace(scheduler=Refuses(), id="x", run_id=1, _counters=Counters())
-    asyncio.run(OutputsRun._ask_for_restart(run))  # type: ignore[arg-type]
-    assert run._counters.restarts_refused == 1
-    assert "no such run" in run._counters.last_error
+    counters = ShuffleCounters()
+    scheduler: Any = Refuses()
+    asyncio.run(SchedulerCalls(scheduler, "x", 1, counters).restart())
+    assert counters.restarts_refused == 1
+    assert "no such run" in counters.last_error

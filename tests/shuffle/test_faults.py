@@ -20,6 +20,8 @@ from dask_gpurt.shuffle import MemoryShardStore, worker_statistics
 from dask_gpurt.shuffle.rows import wire
 from dask_gpurt.shuffle.scheduler import reopen
 from dask_gpurt.shuffle.worker import output_builder, sender
+from dask_gpurt.shuffle.worker.message import Message
+from dask_gpurt.shuffle.worker.run import GpurtShuffleRun
 from tests.shuffle.helpers import NastyStore, left, mixed, ordered, right, source, taken_over, until, whole
 
 pytestmark = pytest.mark.cluster
@@ -143,7 +145,7 @@ class SlowStore(MemoryShardStore):
 
 @gen_cluster(**TWO)
 async def test_a_copy_is_not_acknowledged_before_the_first_is_stored(c, s, a, b):
-    from dask_gpurt.shuffle.rows.partition import Layout, split
+    from dask_gpurt.shuffle.rows.partition import OutputLayout, split
 
     async with taken_over(s, [a, b], SlowStore) as (_, stores):
         f = c.compute(dd.from_map(slow_part, list(range(20)), meta=part(0)).shuffle("k", npartitions=4))
@@ -151,13 +153,17 @@ async def test_a_copy_is_not_acknowledged_before_the_first_is_stored(c, s, a, b)
         await until(lambda: active)
         (run,) = active.values()
         ((_, shard),) = split(
-            part(0).assign(p=run._layout.part_of[0]), "p", True, 10**6, Layout({int(run._layout.part_of[0]): "x"})
+            part(0).assign(p=run._owners.layout.part_of[0]),
+            "p",
+            True,
+            10**6,
+            OutputLayout({int(run._owners.layout.part_of[0]): "x"}),
         )
-        frames = [bytes(x) for x in wire.pack(run._tag, run.run_id, 1, [wire.encode(shard)])]
-        first = asyncio.create_task(run.receive(sender.Message(frames)))
-        second = asyncio.create_task(run.receive(sender.Message(frames)))
+        frames = [bytes(x) for x in wire.pack(run._key.tag, run.run_id, 1, [wire.encode(shard)])]
+        first = asyncio.create_task(run.receive(Message(frames)))
+        second = asyncio.create_task(run.receive(Message(frames)))
         await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
-        assert 10**6 in run.received
+        assert run._receiver.is_stored(10**6)
         assert (await first)["status"] == (await second)["status"] == "OK"
         await f.cancel()
         await drained(stores)
@@ -235,7 +241,7 @@ async def test_a_retry_never_gets_the_frame_of_the_failed_try(c, s, a, b):
         df["k"] = -1
         raise ValueError("once")
 
-    unpack = output_builder.OutputsRun._get_output_partition
+    unpack = GpurtShuffleRun._get_output_partition
 
     def patched(self, *args, **kwargs):
         df = unpack(self, *args, **kwargs)
@@ -243,7 +249,7 @@ async def test_a_retry_never_gets_the_frame_of_the_failed_try(c, s, a, b):
             fails_once(df)
         return df
 
-    output_builder.OutputsRun._get_output_partition = patched
+    GpurtShuffleRun._get_output_partition = patched
     try:
         async with taken_over(s, [a, b]) as (takeover, stores):
             same_rows(await c.compute(source(left).shuffle("k", npartitions=3), retries=2), left, 6)
@@ -251,7 +257,7 @@ async def test_a_retry_never_gets_the_frame_of_the_failed_try(c, s, a, b):
             assert takeover.statistics()["recovery"]["outputs_void"] == 1
             await drained(stores)
     finally:
-        output_builder.OutputsRun._get_output_partition = unpack
+        GpurtShuffleRun._get_output_partition = unpack
 
 
 class LosesOnce(MemoryShardStore):

@@ -1,4 +1,4 @@
-"""A table as the buffers of its columns, and back, without a copy.
+"""Take a table apart into the buffers of its columns, and put it together again, without a copy.
 
 A column travels *raw* when its type is a validity bitmap and either values of one width, or offsets and letters: its
 buffers are cut to the rows and sent as they are. What is nested, dictionary-encoded or an extension travels as an Arrow

@@ -1,10 +1,10 @@
-"""Columns of pandas' Arrow dtypes come out of a shuffle with the dtype that they went in with.
+"""Give columns of pandas' Arrow dtypes back with the dtype that they went in with.
 
-Stock's P2P goes from Arrow to pandas by the name of a dtype, and some names pandas can not read back: decimals, lists,
-structs, dictionaries. Such a column comes out as Python objects, against its own meta; what follows then works on
+Dask's own P2P goes from Arrow to pandas by the name of a dtype, and some names pandas cannot read back: decimals,
+lists, structs, dictionaries. Such a column comes out as Python objects, against its own meta. What follows works on
 millions of ``decimal.Decimal``, and the next shuffle turns each of them into Arrow again: 5.7 s for 600,000 rows, three
 quarters of all that TPC-H's fifth query did in its transfers. An Arrow column is an Arrow column on both sides, so
-there is nothing to convert. This is a difference from stock on purpose: the meta is what the user was promised.
+there is nothing to convert. This is a difference from Dask on purpose: the meta is what the user was promised.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def columns(table: pa.Table, meta: pd.DataFrame) -> dict[str, pd.arrays.ArrowExt
 
     Within one kind of type (decimals, text, bytes, dictionaries) values are cast to the meta's if all of them fit; else
     the column keeps the type that the data have, such as decimals of more digits than the meta knows of. A column of
-    another kind than the meta's is left to stock's conversion.
+    another kind than the meta's is left to Dask's conversion.
     """
     import pandas as pd
     import pyarrow as pa
@@ -59,8 +59,7 @@ def _kind(kind: pa.DataType) -> str | None:
 
 
 def without(table: pa.Table, names: Collection[str]) -> pa.Table:
-    """The table without these columns, and without the notes for pandas on them, which it might not be able to read."""
-
+    """The table without these columns, and without pandas' notes on them, which it may be unable to read."""
     table = table.drop_columns(list(names))
     notes = table.schema.pandas_metadata
     if not notes:

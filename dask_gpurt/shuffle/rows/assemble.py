@@ -1,12 +1,15 @@
-"""Pieces of one output partition to one frame, with the rows, order and dtypes that stock's P2P gives.
+"""Join the pieces of one output partition to a frame, with the rows, order and dtypes that Dask's own P2P gives.
 
-Theory of operation. Pieces are ordered by input partition id and joined without being sorted; their tables are views on
-received memory, and the conversion to pandas writes each column once into its final place. Columns that pandas would
-keep as Arrow memory (text, nullable and Arrow dtypes) are joined first: a frame must not hold on to a whole chunk for
-the few rows it has of it, and a column in hundreds of pieces is slow ever after.
+`Assembler` makes the outputs of a run. For columns that are all simple it copies by a `Template` (`joined`, `built`),
+else Arrow converts (`general`).
 
-A large output is built piece by piece: all columns of a piece are copied, then its memory goes. So the rows of a hot
-output are not there twice. Small ones are built column by column, which is fewer calls.
+Theory of operation. Pieces are ordered by input id and joined without being sorted. Their tables are views on received
+memory, and each column is written once, into its final place. Columns that pandas would keep as Arrow memory (text,
+nullable and Arrow dtypes) are joined first: a frame must not hold a whole chunk for the few rows it has of it, and a
+column in hundreds of pieces is slow ever after.
+
+A large output is built piece by piece (`built`): all columns of a piece are copied, then its memory goes. So the rows
+of a hot output are not there twice. Small ones are built column by column (`joined`), which is fewer calls.
 """
 
 from __future__ import annotations
@@ -25,18 +28,18 @@ from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.rows import arrow_dtypes, gather
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from dask_gpurt.shuffle.rows.schema import KnownSchema
+    from dask_gpurt.shuffle.rows.slices import Letters, Piece, Slice
 
-    from dask_gpurt.shuffle.rows.received_chunk import KnownSchema, Letters, Piece, Slice
 
-
-#: outputs of so many bytes are built piece by piece, and so many bytes of pieces are given back at a time
+#: outputs of so many bytes are built piece by piece
 LARGE_BYTES = 64 << 20
+#: bytes of pieces whose memory is given back at a time
 GIVE_BACK_BYTES = 32 << 20
 
 
 class Assembler:
-    """Makes the output partitions of one run. Any thread.
+    """Make the output partitions of one run. Any thread.
 
     Parameters
     ----------
@@ -50,18 +53,18 @@ class Assembler:
         self._templates: dict[KnownSchema, Template | None] = {}
 
     def __call__(self, pieces: list[Piece]) -> pd.DataFrame:
-        """One output partition.
+        """Make one output partition.
 
         Parameters
         ----------
         pieces
-            (input partition id, rows), any order, the rows of each input in one of them. The list is emptied: nobody
-            else should hold what it has.
+            (input id, rows) in any order, the rows of each input in one of them. The list is emptied, so that memory
+            goes as it is copied.
 
         Raises
         ------
         pyarrow.ArrowException
-            Pieces whose types have no common one, as stock's P2P raises.
+            Pieces whose types have no common one, as Dask's own P2P raises.
         """
         ordered = sorted(pieces, key=lambda piece: piece[0])
         pieces.clear()
@@ -89,13 +92,8 @@ class Assembler:
         return general([s.table() for s in slices], self._meta)
 
 
-def assemble(pieces: Iterable[Piece], meta: pd.DataFrame) -> pd.DataFrame:
-    """One output partition; see `Assembler`, which is for many."""
-    return Assembler(meta)(list(pieces))
-
-
 def general(tables: list[pa.Table], meta: pd.DataFrame) -> pd.DataFrame:
-    """Any types, by Arrow. At least one table; empties the list."""
+    """Make a frame of any types, by Arrow. At least one table; empties the list."""
     import pyarrow as pa
 
     table = pa.concat_tables(tables, promote_options="permissive")
@@ -116,7 +114,7 @@ def general(tables: list[pa.Table], meta: pd.DataFrame) -> pd.DataFrame:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Template:
-    """What the data of one schema becomes, where every column is simple (see `received_chunk.Rows.views`)."""
+    """What the data of one schema becomes, where every column is simple (see `slices.Rows.views`)."""
 
     #: no rows; names, dtypes and order as in the output
     frame: pd.DataFrame
@@ -130,13 +128,13 @@ class Template:
 
     @property
     def row_bytes(self) -> int:
-        """Of a row, letters excepted."""
+        """Bytes of a row, letters of text excepted."""
         numbers = sum(dtype.itemsize * len(places) for dtype, places, _ in self.blocks)
         return numbers + 8 * len(self.text) + self.index_dtype.itemsize
 
 
 def template(schema: pa.Schema, meta: pd.DataFrame) -> Template | None:
-    """None when the general way is needed: types that differ from the meta's, an index that is not one plain column."""
+    """The template of a schema; None when types differ from the meta's or the index is not one plain column."""
     try:
         from pandas.api.internals import create_dataframe_from_blocks  # noqa: F401
     except ImportError:
@@ -179,7 +177,7 @@ def template(schema: pa.Schema, meta: pd.DataFrame) -> Template | None:
 
 
 def joined(slices: list[Slice], shape: Template) -> pd.DataFrame:
-    """Each column written once, into its final place; in memory of `pages`."""
+    """Make a frame column by column, in memory of `pages`: each is written once, into its final place."""
     n = sum(s.high - s.low for s in slices)
     blocks: list[np.ndarray[Any, Any]] = []
     for dtype, _, fields in shape.blocks:
@@ -199,7 +197,7 @@ def joined(slices: list[Slice], shape: Template) -> pd.DataFrame:
 
 
 def built(slices: list[Slice], shape: Template) -> pd.DataFrame:
-    """As `joined`, piece by piece; empties the list. Columns of text must have offsets."""
+    """Make a frame piece by piece; empties the list. Columns of text must have offsets."""
     n = sum(s.high - s.low for s in slices)
     blocks = [_empty((len(fields), n), dtype) for dtype, _, fields in shape.blocks]
     values = _empty((n,), shape.index_dtype)
@@ -330,7 +328,7 @@ def _owned(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def _reconciled(df: pd.DataFrame, meta: pd.DataFrame) -> pd.DataFrame:
-    """Dtypes as stock settles them where the data and the meta differ."""
+    """Dtypes as Dask's own P2P settles them where the data and the meta differ."""
     import pandas as pd
 
     changes: dict[Any, Any] = {}

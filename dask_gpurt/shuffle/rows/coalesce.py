@@ -1,19 +1,20 @@
-"""Many shards with few rows per output become one: the price of a piece is paid per output, not per input and output.
+"""Merge many shards with few rows per output into one: the price of a piece is then paid per output, not per input too.
+
+`worth` says whether a shard should wait for others, `merged` merges.
 
 Theory of operation. With n inputs and n outputs there are n x n pieces. Finding, slicing and joining one costs 10 to
-20 us whatever its size, so at 1,000 partitions it is most of the work and at 10,000 nothing else matters. Shards whose
-outputs have few rows each are collected by the run and, some MB at a time, gathered once more by output: a *merged*
-shard has one run of rows per output, and beside them the input partition that each row came from (`Shard.inputs`). Rows
-of one output stay ordered by input within a merged shard; across merged shards, whose inputs interleave, the assembler
-puts them in order by those ids. So outputs are the same, row for row.
+20 us whatever its size: at 1,000 partitions that is most of the work, at 10,000 nothing else matters. Shards whose
+outputs have few rows each are collected and, some MB at a time, gathered once more by output. A *merged* shard has one
+run of rows per output, and beside them the input id that each row came from (`Shard.inputs`). Rows of one output stay
+ordered by input within a merged shard. Across merged shards, whose inputs interleave, the assembler puts them in order
+by those ids. So outputs are the same, row for row.
 
-Measured (8 columns, 250 x 250 partitions, 10 rows a piece): a piece takes 13.7 us of CPU, 3 us of it on the event loop;
-merged, its rows take 8 us, the second gather and the ordering included, and nothing on the loop. They are even at about
+Measured (8 columns, 250 x 250 partitions, 10 rows a piece): a piece takes 13.7 us of CPU, 3 us of it on the event loop.
+Merged, its rows take 8 us, the second gather and the ordering included, and nothing on the loop. They are even at about
 `FEW_ROWS` rows a piece.
 
-Columns that are not simple (see `received_chunk.Rows.views`: nulls, time zones, decimals, lists) are joined and
-gathered by Arrow. Shards with dictionaries stay as they are: their categories have an order, that of all pieces of an
-output.
+Columns that are not simple (see `slices.Rows.views`: nulls, time zones, decimals, lists) are joined and gathered by
+Arrow. Shards with dictionaries stay as they are: their categories have an order, that of all pieces of an output.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ import numpy as np
 from dask_gpurt.memory.malloc import heap
 from dask_gpurt.shuffle.rows import gather
 from dask_gpurt.shuffle.rows.partition import Shard
-from dask_gpurt.shuffle.rows.received_chunk import KnownSchema, Letters, Rows, has_dictionary
+from dask_gpurt.shuffle.rows.schema import KnownSchema, has_dictionary
+from dask_gpurt.shuffle.rows.slices import Letters, Rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -75,7 +77,7 @@ def _one(shards: list[Shard], views: list[tuple[Any, ...]], schema: pa.Schema) -
     order = np.argsort(parts.astype(np.uint16) if int(parts.max()) < 1 << 16 else parts, kind="stable")
     if all(views):
         columns = tuple(_column(list(pieces)) for pieces in zip(*views, strict=True))
-        table = gather.gather(gather.Plan(schema, columns), order)
+        table = gather.gather(gather.GatherPlan(schema, columns), order)
     else:
         joined = pa.concat_tables([s.table for s in shards]).combine_chunks(heap.pool)
         table = pc.take(joined, pa.array(order), boundscheck=False, memory_pool=heap.pool)

@@ -1,4 +1,6 @@
-"""The gather without Arrow's detour: plain columns go from pandas' memory straight to where they travel from.
+"""Gather plain columns from pandas' memory straight to where they travel from, without a detour by Arrow.
+
+`plan` looks at a frame, `gather` and `gather_each` copy its rows to tables.
 
 Theory of operation. `pyarrow.Table.from_pandas` looks at every value (NaN becomes a null with a bitmap) and at every
 name, and Arrow's gather puts each column of each destination in an allocation of its own. For frames of *plain* columns
@@ -10,7 +12,7 @@ What differs from Arrow's own table: NaN and NaT stay what they are instead of b
 values back either way, from a mix of both, too. Everything that is not certainly plain (`plan` gives None) takes the
 general way in `partition`.
 
-Blocks come from `model.pages`, which is warm; fresh memory would cost five times what writing it costs.
+Blocks come from `memory.pages`, which is warm; fresh memory would cost five times what writing it costs.
 
 Measured (CPU per 0.5 GB of 2 int64, 4 float64, one text column and an index): `from_pandas` took as long as the gather
 (75 ms at 16 partitions, 150 ms at 128). One partition of 70 MB, 16 shards, warm memory: 74 ms with Arrow's gather of
@@ -43,14 +45,14 @@ _SIZES = {"i": (1, 2, 4, 8), "u": (1, 2, 4, 8), "f": (4, 8), "b": (1,), "M": (8,
 _UNITS = ("s", "ms", "us", "ns")
 
 
-def is_plain(dtype: Any) -> bool:
+def is_plain(dtype: object) -> bool:
     """Whether columns of a numpy dtype are gathered by numpy; every value of it is one in Arrow."""
     if not isinstance(dtype, np.dtype) or not dtype.isnative or dtype.itemsize not in _SIZES.get(dtype.kind, ()):
         return False
     return dtype.kind not in "Mm" or np.datetime_data(dtype) in [(unit, 1) for unit in _UNITS]
 
 
-def is_text(dtype: Any) -> bool:
+def is_text(dtype: object) -> bool:
     """Whether a dtype is pandas' text kept as Arrow memory."""
     import pandas as pd
 
@@ -67,11 +69,12 @@ class Text:
 
     def __init__(self, array: pa.Array) -> None:
         self.array = array
-        #: (views, the buffers that long ones point to); () when that can not be
+        #: (views, the buffers that long ones point to); () where views are not possible
         self._parts: tuple[Any, ...] | None = None
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all texts."""
         return int(self.array.nbytes)
 
     def forget(self) -> None:
@@ -110,7 +113,7 @@ class Text:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Plan:
+class GatherPlan:
     """How the rows of one frame are gathered."""
 
     #: Arrow schema of the frame, as Arrow's own conversion makes it
@@ -124,7 +127,7 @@ class Plan:
         return sum(8 * len(column) if isinstance(column, range) else column.nbytes for column in self.columns)
 
 
-def plan(data: pd.DataFrame, drop: str | None, schemas: MutableMapping[Any, pa.Schema]) -> Plan | None:
+def plan(data: pd.DataFrame, drop: str | None, schemas: MutableMapping[Any, pa.Schema]) -> GatherPlan | None:
     """Look at a frame; None when one of its columns is not plain.
 
     Parameters
@@ -169,21 +172,23 @@ def plan(data: pd.DataFrame, drop: str | None, schemas: MutableMapping[Any, pa.S
         return None
     if not all(isinstance(c, (np.ndarray, range, Text)) for c in columns):
         return None
-    return Plan(schema, tuple(columns))
+    return GatherPlan(schema, tuple(columns))
 
 
-def gather(plan: Plan, order: np.ndarray[Any, Any]) -> pa.Table:
+def gather(plan: GatherPlan, order: np.ndarray[Any, Any]) -> pa.Table:
     """The rows of a frame with these numbers, in this order; side by side in one block."""
     return gather_each(plan, [order])[0][0]
 
 
-def gather_each(plan: Plan, orders: Sequence[np.ndarray[Any, Any]]) -> list[tuple[pa.Table, Sequence[pa.Array], int]]:
+def gather_each(
+    plan: GatherPlan, orders: Sequence[np.ndarray[Any, Any]]
+) -> list[tuple[pa.Table, Sequence[pa.Array], int]]:
     """A table for each of several lists of row numbers, each in a block of its own; its columns, its bytes.
 
     Column by column for all of them, not table by table: every list has rows from all over the frame, so each of its
     columns would be read from memory as many times as there are lists; so it is read once and stays in the cache.
     """
-    blocks = [_Block(plan, order) for order in orders]
+    blocks = [_GatherBlock(plan, order) for order in orders]
     # Text first, its bytes are not known before; Arrow's own memory for it is reused at once, and so is warm.
     for i, column in enumerate(plan.columns):
         if isinstance(column, Text):
@@ -201,10 +206,10 @@ def gather_each(plan: Plan, orders: Sequence[np.ndarray[Any, Any]]) -> list[tupl
     return [block.table() for block in blocks]
 
 
-class _Block:
+class _GatherBlock:
     """The columns of one table in one block of memory."""
 
-    def __init__(self, plan: Plan, order: np.ndarray[Any, Any]) -> None:
+    def __init__(self, plan: GatherPlan, order: np.ndarray[Any, Any]) -> None:
         self.plan, self.order = plan, order
         #: number of a column -> its buffers, where they are not simply as many values as there are rows
         self.taken: dict[int, list[Any]] = {}

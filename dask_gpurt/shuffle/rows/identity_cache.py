@@ -1,4 +1,4 @@
-"""What follows from a schema, remembered for one and the same object: to hash a schema takes 1 us a column."""
+"""Remember what follows from a schema by the schema object: to hash a schema takes 1 us a column."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cut a large shard into ranges of rows that fit a message. Copies offsets of text at most; any thread.
+"""Cut a large shard into ranges of rows that fit a message. Copies at most offsets of text; any thread.
 
 Theory of operation. A receiver holds a message whole until it is stored, so its budget bounds messages, and a partition
 that holds half of all rows must travel in several. A cut is a shard of its own: input ids are `ID_STEP` apart, so that

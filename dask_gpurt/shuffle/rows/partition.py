@@ -1,25 +1,29 @@
 """Split one input partition by output partition: one narrow sort of ids, one gather per destination.
 
-Theory of operation. Dask has assigned every row its output partition in a column (``_partitions``). Those ids are
-taken as they are, never rehashed: dask elides later shuffles because it knows them. `Layout` permutes them so that each
-worker owns one contiguous range of *codes*, in the
-order in which it will make its outputs; a stable argsort of the codes (one byte wide up to 255 outputs: a counting
-sort, 0.03 s per GB where int64 takes 0.63 s) then orders the rows by destination worker, within it by output partition,
-within it by their old order. So each destination's rows are one gather, and each output partition in it is one slice.
+`split` yields (worker, `Shard`). `OutputLayout` says which worker gets which outputs. `by_owner` and `separate` divide
+shards again when outputs change their owner.
 
-Rows of outputs nobody asked for (filtered ``parts_out``) get the highest code and fall off the end.
+Theory of operation. Dask has assigned every row its output in a column (``_partitions``). Those ids are used as they
+are and never rehashed, because Dask elides later shuffles on the strength of them. `OutputLayout` permutes the ids to
+*codes*: each worker owns one contiguous range of codes, in the order in which it will make its outputs. A stable
+argsort of the codes orders the rows by destination worker, within it by output, within that by their old order. So each
+destination is one gather, and each output in it is one slice. Codes are one byte wide up to 255 outputs, which makes
+the argsort a counting sort: 0.03 s per GB where int64 takes 0.63 s.
 
-What is gathered for a destination has memory of its own (in a few shards when it is large, see `Shard`), so that what
-stays on this worker, and what waits to be sent to one peer, does not hold the memory of all the others.
+Rows of outputs that are not asked for (filtered ``parts_out``) get the highest code and fall off the end.
 
-Equal to stock, row by row: stock keeps the rows with ``frame.merge(worker codes, how="inner")`` and then sorts by id;
-both keep the order of the input. Ids that are not integers (a user's own ``_partitions`` column) go through that same
+What is gathered for a destination has memory of its own, in several shards when it is large. So rows that wait here do
+not hold the memory of all the others.
+
+Equal to Dask's own P2P, row by row: that keeps rows with ``frame.merge(worker codes, how="inner")`` and sorts by id;
+both keep the order of the input. Ids that are not integers (a user's own ``_partitions`` column) go through the same
 merge, on the ids alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -29,35 +33,35 @@ from dask_gpurt.memory.malloc import heap
 from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.rows import gather
 from dask_gpurt.shuffle.rows.arrow_buffers import pieces_of
-from dask_gpurt.shuffle.rows.received_chunk import known_schema, schema_of
+from dask_gpurt.shuffle.rows.schema import known_schema, schema_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     import pandas as pd
     import pyarrow as pa
 
-    from dask_gpurt.shuffle.rows.received_chunk import KnownSchema
+    from dask_gpurt.shuffle.rows.schema import KnownSchema
 
 
-class Layout:
+class OutputLayout:
     """Which worker gets which output partitions, as ranges of codes. Made once per run.
 
     Parameters
     ----------
     worker_for
-        Output partition id to worker address; only outputs that somebody wants. Those of one worker in the order in
-        which it will make them, as far as that is known: neighbours travel and lie together, and memory is free when
-        the last of them is made.
+        Output id to worker address, for the outputs that are asked for. Those of one worker come in the order in which
+        it will make them, if that is known: neighbours travel and lie together, and their memory is free when the last
+        of them is made.
     """
 
     #: worker address -> (first code, one past the last)
     ranges: dict[str, tuple[int, int]]
     #: code -> output partition id, uint32
     part_of: np.ndarray[Any, Any]
-    #: output partition id -> code; ids nobody wants have `unwanted`
+    #: output id -> code; ids that are not asked for have `unwanted`
     code_of: np.ndarray[Any, Any]
-    #: number of wanted outputs, and the code of rows to drop
+    #: number of outputs, and the code of rows to drop
     unwanted: int
     #: Arrow schemas of the kinds of plain frames seen so far (see `gather.plan`)
     schemas: dict[Any, pa.Schema]
@@ -80,12 +84,12 @@ class Layout:
         self.code_of[self.part_of] = np.arange(n, dtype=dtype)
 
     def groups(self, limit: int) -> int:
-        """In how many groups to send the rows for one worker, when there may be about `limit` of all workers."""
+        """Number of groups to send the rows for one worker in, for about `limit` groups of all workers."""
         return max(1, min(SHARDS, limit // max(1, len(self.ranges))))
 
     def group(self, address: str, part: int, groups: int) -> int:
-        """Which of a worker's groups of neighbouring outputs an output is in, or begins; a name, no more."""
-        begin, end = self.ranges.get(address, (0, 1))  # its outputs may have gone to another worker since
+        """Number of the group of neighbouring outputs that an output of a worker is in, of `groups`."""
+        begin, end = self.ranges.get(address, (0, 1))  # the output may have changed its owner since
         return round((int(self.code_of[part]) - begin) * groups / (end - begin))
 
     def codes(self, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -108,16 +112,16 @@ class Layout:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Rows:
-    """Where the rows of one input partition go."""
+class RowOrder:
+    """Rows of one input partition in the order of their destinations."""
 
-    #: row numbers of the wanted rows, by code, stable
+    #: row numbers by code, stable; rows that are not asked for are left out
     order: np.ndarray[Any, Any]
     #: offsets[c]:offsets[c + 1] are the places in `order` of code c; length outputs + 1
     offsets: np.ndarray[Any, Any]
 
 
-def locate(data: pd.DataFrame, column: str, layout: Layout) -> Rows:
+def locate(data: pd.DataFrame, column: str, layout: OutputLayout) -> RowOrder:
     """Order the rows of a frame by destination, from its column of output partition ids."""
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -139,11 +143,11 @@ def locate(data: pd.DataFrame, column: str, layout: Layout) -> Rows:
     # numpy copies indices that cannot be written to, at every gather; whether these can is up to Arrow.
     order = np.require(np.frombuffer(at.buffers()[1], dtype=np.int64, count=len(at)), requirements="W")
     order = order[: offsets[-1]]
-    return Rows(order if rows is None else rows[order], offsets)
+    return RowOrder(order if rows is None else rows[order], offsets)
 
 
-def _merged(ids: pd.Series, layout: Layout) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Row numbers and codes for ids of any other dtype: by the merge that stock makes, errors included."""
+def _merged(ids: pd.Series, layout: OutputLayout) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Row numbers and codes for ids of any other dtype, by the merge that Dask's own P2P makes, errors included."""
     import pandas as pd
 
     left = pd.DataFrame({"ids": ids.array, "row": np.arange(len(ids))})
@@ -153,22 +157,23 @@ def _merged(ids: pd.Series, layout: Layout) -> tuple[np.ndarray[Any, Any], np.nd
     return both["row"].to_numpy(), both["code"].to_numpy()
 
 
-#: a worker's rows of one input are cut to at most so many shards, of at least so many bytes
+#: shards that a worker's rows of one input are cut to, at most
 SHARDS = 8
+#: bytes of a shard, at least, where they are several
 SHARD_BYTES = 1 << 19
-#: and of at least so many per column: each costs 10 us a shard, from here to the output
+#: bytes of a shard per column, at least: a column costs 10 us per shard from here to the output
 COLUMN_BYTES = 10 << 10
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shard:
-    """Rows of one input partition for output partitions of one worker that are neighbours in its layout, in its order.
+    """Rows of one input partition for neighbouring outputs of one worker, in the order of its layout.
 
-    All rows for a worker when they are few; else one of several shards with different outputs, each in memory of its
-    own: what was unpacked can then be given back while the rest still waits.
+    When the rows for a worker are many they are several shards with different outputs, each in memory of its own. So
+    memory can be given back while the rest still waits.
     """
 
-    #: id of the input partition
+    #: `protocol.recovery.shard_id`: sorts by input
     input_id: int
     table: pa.Table
     #: ids of the outputs that have rows, uint32, in the order of the rows
@@ -177,12 +182,11 @@ class Shard:
     lengths: np.ndarray[Any, Any]
     #: id of the input partition of each row, int64, where several were merged (see `coalesce`); `input_id` is the least
     inputs: np.ndarray[Any, Any] | None = None
-    #: bytes of the rows, so that nobody has to ask the table on the event loop; -1: not known
+    #: bytes of the rows, for the event loop, where to ask the table takes too long; -1: not known
     known_bytes: int = -1
-    #: the table's schema as `received_chunk.schema_of` gives it, where that is known already: finding it takes as long
-    #: as a few columns do
+    #: the table's schema, if it was looked up already: that takes as long as a few columns do
     known: KnownSchema | None = None
-    #: a table and its columns, one array each, where that is known; holds for `table` only if it is that one
+    #: a table and its columns, one array each, if they are known; holds only while `table` is this one
     apart: tuple[pa.Table, Sequence[pa.Array]] | None = None
 
     @property
@@ -199,9 +203,22 @@ class Shard:
 
 
 def split(
-    data: pd.DataFrame, column: str, drop_column: bool, input_id: int, layout: Layout
+    data: pd.DataFrame, column: str, drop_column: bool, input_id: int, layout: OutputLayout
 ) -> Iterator[tuple[str, Shard]]:
     """Yield (worker address, shard), one or several in a row for every worker that gets rows.
+
+    Parameters
+    ----------
+    data
+        One input partition.
+    column
+        Name of the column of output ids.
+    drop_column
+        Whether to leave that column out of the shards.
+    input_id
+        Id that the shards get.
+    layout
+        Which worker gets which output.
 
     Raises
     ------
@@ -281,3 +298,31 @@ def _widened(array: pa.DictionaryArray) -> pa.DictionaryArray:
     return pa.DictionaryArray.from_arrays(
         array.indices.cast(pa.int32()), array.dictionary, ordered=array.type.ordered, safe=False
     )
+
+
+def by_owner(shard: Shard, owner_of: Callable[[int], Any]) -> Iterable[tuple[Any, Shard]]:
+    """Divide a shard into (owner, shard) of neighbouring outputs with one owner, as views."""
+    ends = np.concatenate([[0], np.cumsum(shard.lengths, dtype=np.int64)])
+    at = 0
+    for owner, parts in itertools.groupby(shard.parts, lambda part: owner_of(int(part))):
+        first, at = at, at + len(list(parts))
+        yield (
+            owner,
+            dataclasses.replace(
+                shard,
+                table=shard.table.slice(int(ends[first]), int(ends[at] - ends[first])),
+                parts=shard.parts[first:at],
+                lengths=shard.lengths[first:at],
+                known_bytes=-1,
+                apart=None,
+            ),
+        )
+
+
+def separate(shard: Shard, parts: Collection[int]) -> tuple[list[Shard], list[Shard]]:
+    """Divide a shard into (shards of these outputs, shards of the rest), as views."""
+    inside = np.isin(shard.parts, list(parts))
+    if not inside.any():
+        return [], [shard]
+    pieces = list(by_owner(shard, lambda part: part in parts))
+    return [one for mine, one in pieces if mine], [one for mine, one in pieces if not mine]

@@ -1,4 +1,6 @@
-"""Shards as frames of bytes and back. Pure functions: no I/O, no event loop, no pickle.
+"""Turn shards into the frames of a message and back. Pure functions: no I/O, no event loop, no pickle.
+
+`encode` makes a `Parcel` of a shard, `pack` the frames of a message of parcels; `unpack` gives the shards back.
 
 Theory of operation. A *message* carries shards (one input partition's rows for one worker) to one peer. It is a list of
 frames; distributed's comm sends each large frame from where it lies and receives it into memory of its own, so payload
@@ -37,12 +39,14 @@ import xxhash
 from dask_gpurt.errors import WireError
 from dask_gpurt.shuffle.rows.arrow_buffers import arrays_of, buffers_of, stream
 from dask_gpurt.shuffle.rows.partition import Shard
-from dask_gpurt.shuffle.rows.received_chunk import known_schema, schema_of
+from dask_gpurt.shuffle.rows.schema import known_schema, schema_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, MutableMapping, Sequence
+    from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 
     import pyarrow as pa
+
+    from dask_gpurt.model import Buffer
 
 MAGIC = b"GPRT"
 VERSION = 1
@@ -126,6 +130,12 @@ def pack(
 
     Parameters
     ----------
+    tag, run_id
+        Of the run; `unpack` compares them.
+    sequence
+        Number of the message, for people.
+    parcels
+        What the message carries.
     known
         Keys of schemas that the peer has acknowledged in this run; they are left out.
     """
@@ -197,23 +207,15 @@ def _frame(run: Sequence[pa.Buffer | None], size: int) -> memoryview:
     return memoryview(pa.foreign_buffer(some[0].address, size, base=some)).cast("B")
 
 
-def peek(head: Any) -> tuple[int, int]:
-    """(run tag, run id) of a message, after checking its head.
-
-    Raises
-    ------
-    WireError
-    """
-    reader = _Reader(_checked_head(head))
-    tag, run_id, *_ = reader.unpack(_HEAD)
-    return tag, run_id
-
-
 def unpack(frames: Sequence[Any], tag: int, run_id: int, schemas: MutableMapping[int, pa.Schema]) -> list[Shard]:
     """Shards of one message, as views on its frames.
 
     Parameters
     ----------
+    frames
+        As they came; the shards keep them alive.
+    tag, run_id
+        Of the run that receives.
     schemas
         Schemas received in this run, by key; new ones are added.
 
@@ -242,57 +244,82 @@ def unpack(frames: Sequence[Any], tag: int, run_id: int, schemas: MutableMapping
     blocks = [_aligned(f) for f in frames[1:]]
     blob = memoryview(blocks[0]).cast("B") if blocks else memoryview(b"")
     used = [0] * len(blocks)
-    out = []
-    for _ in range(n_shards):
-        input_id, kind, key, rows, n_parts, n_buffers, digest = reader.unpack(_SHARD)
-        parts = np.frombuffer(reader.take(4 * n_parts), dtype="<u4")
-        lengths = np.frombuffer(reader.take(8 * n_parts), dtype="<u8")
-        if int(lengths.sum()) != rows or (n_parts and int(lengths.max()) > rows):
-            raise WireError(f"input {input_id}: outputs have {int(lengths.sum())} rows, its head says {rows}")
-        spots = list(_BUFFER.iter_unpack(reader.take(_BUFFER.size * n_buffers)))
-        buffers: list[pa.Buffer | None] = []
-        for frame, offset, length in spots:
-            if frame == 0:
-                buffers.append(None)
-                continue
-            if frame > len(blocks) or offset + length > blocks[frame - 1].size:
-                raise WireError(f"input {input_id}: buffer {(frame, offset, length)} is outside the message")
-            # Buffers follow one another; what is between them is padding, and zero. So no byte goes unchecked.
-            gap = offset - used[frame - 1]
-            if not 0 <= gap < _ALIGN or (gap and (frame > 1 or any(blob[offset - gap : offset]))):
-                raise WireError(f"input {input_id}: buffer {(frame, offset, length)} does not follow the one before it")
-            used[frame - 1] = offset + length
-            buffers.append(blocks[frame - 1].slice(offset, length))
-        if _digest(buffers) != digest:
-            raise WireError(f"input {input_id}: its buffers fail their checksum")
-        try:
-            known = apart = None
-            if kind == _RAW:
-                schema = new.get(key) or schemas.get(key)
-                if schema is None:
-                    raise WireError(f"input {input_id}: schema {key:x} is not known in this run")
-                known, arrays = known_schema(schema), arrays_of(schema, rows, buffers)
-                table = pa.Table.from_arrays(arrays, schema=schema)
-                apart = table, arrays
-            elif kind == _STREAM and n_buffers == 1 and buffers[0] is not None:
-                table = pa.ipc.open_stream(buffers[0]).read_all()
-            else:
-                raise WireError(f"input {input_id}: kind {kind} with {n_buffers} buffers is not known")
-        except (pa.ArrowException, OSError, IndexError) as e:
-            raise WireError(f"input {input_id}: {e}") from e
-        if table.num_rows != rows:
-            raise WireError(f"input {input_id}: has {table.num_rows} rows, its head says {rows}")
-        nbytes = sum(b.size for b in buffers if b is not None)
-        out.append(Shard(input_id, table, parts, lengths, known_bytes=nbytes, known=known, apart=apart))
+    shards = [_shard(reader, blocks, blob, used, new, schemas) for _ in range(n_shards)]
     reader.end()
     for i, (block, n) in enumerate(zip(blocks, used, strict=True)):
         if block.size != n:
             raise WireError(f"frame {i + 1} of a shuffle message has {block.size} bytes, {n} are used")
     schemas.update(new)
-    return out
+    return shards
 
 
-def _checked_head(head: Any) -> memoryview:
+def _shard(
+    reader: _Reader,
+    blocks: Sequence[pa.Buffer],
+    blob: memoryview,
+    used: list[int],
+    new: Mapping[int, pa.Schema],
+    schemas: Mapping[int, pa.Schema],
+) -> Shard:
+    """The next shard of a message.
+
+    Parameters
+    ----------
+    reader
+        At the shard's place in the head.
+    blocks
+        All frames but the head.
+    blob
+        The first of them.
+    used
+        Bytes of each that earlier shards had; updated.
+    new, schemas
+        Schemas by key, of this message and of earlier ones.
+    """
+    import pyarrow as pa
+
+    input_id, kind, key, rows, n_parts, n_buffers, digest = reader.unpack(_SHARD)
+    parts = np.frombuffer(reader.take(4 * n_parts), dtype="<u4")
+    lengths = np.frombuffer(reader.take(8 * n_parts), dtype="<u8")
+    if int(lengths.sum()) != rows or (n_parts and int(lengths.max()) > rows):
+        raise WireError(f"input {input_id}: outputs have {int(lengths.sum())} rows, its head says {rows}")
+    buffers: list[pa.Buffer | None] = []
+    for frame, offset, length in _BUFFER.iter_unpack(reader.take(_BUFFER.size * n_buffers)):
+        if frame == 0:
+            buffers.append(None)
+            continue
+        if frame > len(blocks) or offset + length > blocks[frame - 1].size:
+            raise WireError(f"input {input_id}: buffer {(frame, offset, length)} is outside the message")
+        # Buffers follow one another; what is between them is padding, and zero. So no byte goes unchecked.
+        gap = offset - used[frame - 1]
+        if not 0 <= gap < _ALIGN or (gap and (frame > 1 or any(blob[offset - gap : offset]))):
+            raise WireError(f"input {input_id}: buffer {(frame, offset, length)} does not follow the one before it")
+        used[frame - 1] = offset + length
+        buffers.append(blocks[frame - 1].slice(offset, length))
+    if _digest(buffers) != digest:
+        raise WireError(f"input {input_id}: its buffers fail their checksum")
+    try:
+        known = apart = None
+        if kind == _RAW:
+            schema = new.get(key) or schemas.get(key)
+            if schema is None:
+                raise WireError(f"input {input_id}: schema {key:x} is not known in this run")
+            known, arrays = known_schema(schema), arrays_of(schema, rows, buffers)
+            table = pa.Table.from_arrays(arrays, schema=schema)
+            apart = table, arrays
+        elif kind == _STREAM and n_buffers == 1 and buffers[0] is not None:
+            table = pa.ipc.open_stream(buffers[0]).read_all()
+        else:
+            raise WireError(f"input {input_id}: kind {kind} with {n_buffers} buffers is not known")
+    except (pa.ArrowException, OSError, IndexError) as e:
+        raise WireError(f"input {input_id}: {e}") from e
+    if table.num_rows != rows:
+        raise WireError(f"input {input_id}: has {table.num_rows} rows, its head says {rows}")
+    nbytes = sum(b.size for b in buffers if b is not None)
+    return Shard(input_id, table, parts, lengths, known_bytes=nbytes, known=known, apart=apart)
+
+
+def _checked_head(head: Buffer) -> memoryview:
     view = memoryview(head).cast("B")
     if len(view) < _PREFIX.size:
         raise WireError(f"the head of a shuffle message has {len(view)} bytes, must have at least {_PREFIX.size}")
@@ -329,7 +356,7 @@ class _Reader:
             raise WireError(f"the head of a shuffle message has {len(self._view) - self._at} bytes too many")
 
 
-def _aligned(frame: Any) -> pa.Buffer:
+def _aligned(frame: Buffer) -> pa.Buffer:
     """A frame as an Arrow buffer at an address that suits 8-byte values.
 
     distributed joins the frames of messages below 128 KiB, at any address; only these are copied.

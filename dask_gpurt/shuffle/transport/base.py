@@ -1,33 +1,44 @@
-"""What a transport is, and what it asks of the worker it serves.
+"""What a transport is, what it asks of the worker it serves, and what transports that are made of links share.
 
-Theory of operation. A transport moves messages (lists of buffers) from this worker to a peer, for one run, and says how
+A `Transport` moves messages (lists of buffers) from this worker to a `Peer`, for one run, and says by a `Receipt` how
 each of them ended. It knows nothing of shuffles. `Services` is what it may ask: the secrets of the runs that are here,
-credit, and where messages go. All of that is thread-safe: a transport has threads of its own and never touches an event
-loop.
+credit (`ReceiveGate`), and where messages go. `LinkTransport` is what the transports over sockets and UCX have in
+common.
+
+All of it is thread-safe: a transport has threads of its own and never touches an event loop.
 """
 
 from __future__ import annotations
 
+import abc
 import dataclasses
+import logging
 import threading
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from dask_gpurt.errors import GpurtError
 from dask_gpurt.shuffle.transport.link.credits import Arbiter
+from dask_gpurt.shuffle.transport.quiet_log import QuietLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
-    from dask_gpurt.shuffle.transport.link.records import RunKey
+    from dask_gpurt.memory.pages import Pages
+    from dask_gpurt.shuffle.transport.ioloop import IoLoop
+    from dask_gpurt.shuffle.transport.link.events import Close, Instruction
+    from dask_gpurt.shuffle.transport.link.records import LinkRecord, RunKey
+    from dask_gpurt.shuffle.transport.link.sender import SenderLink
+
+logger = logging.getLogger("distributed.worker.gpurt")
 
 
 class TransportUnavailable(GpurtError):
-    """A transport can not be used here; the text says why."""
+    """A transport cannot be used here; the text says why."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Peer:
-    """Where a worker's transport listens."""
+    """A worker, and where its transport listens."""
 
     #: address of the worker, as the scheduler knows it
     address: str
@@ -55,7 +66,7 @@ class Receipt:
     problem: str = ""
     #: the link was lost: whether the peer has stored the message is not known
     lost: bool = False
-    #: the message was ready for so long, first in its link's queue, without credit
+    #: seconds that the message was first in its link's queue and had no credit
     stall_seconds: float = 0.0
 
 
@@ -65,10 +76,22 @@ class Transport(Protocol):
     name: str
 
     def endpoint_for(self, run: RunKey, sender: str) -> Any:
-        """What a sender needs to reach us in this run, of types that msgpack has; from now on it is expected."""
+        """What a sender needs to reach this worker in a run, of types that msgpack has; the sender is now expected."""
 
     def submit(self, ended: Callable[[Receipt], None], peer: Peer, header: Header, buffers: Sequence[Any]) -> None:
-        """Send one message. The buffers must not change until `ended` was called, in any thread; it must not block."""
+        """Send one message.
+
+        Parameters
+        ----------
+        ended
+            Called once, in any thread, when the message has ended; must not block.
+        peer
+            Where to.
+        header
+            What goes with the message.
+        buffers
+            The message; they must not change until it has ended.
+        """
 
     def close(self, peer: str, run: RunKey | None = None) -> None:
         """End the links to a peer, those of one run or all; messages under way end as lost."""
@@ -80,11 +103,11 @@ class Transport(Protocol):
         """End everything; returns when the threads have ended."""
 
     def statistics(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Figures as plain JSON values."""
 
 
-class Gate:
-    """The receive budget, thread-safe, which tells links what they were granted.
+class ReceiveGate:
+    """The receive budget of a worker, which tells links what they were granted. Any thread.
 
     Parameters
     ----------
@@ -95,45 +118,52 @@ class Gate:
     def __init__(self, budget: int) -> None:
         self._arbiter = Arbiter(budget)
         self._lock = threading.Lock()
+        #: link -> called with its new total of bytes granted
         self._tell: dict[Hashable, Callable[[int], None]] = {}
 
     @property
     def message_limit(self) -> int:
+        """Bytes of one message, at most."""
         return self._arbiter.message_limit
 
     def open(self, link: Hashable, tell: Callable[[int], None]) -> None:
-        """`tell` is called with new totals, from any thread, and must not block."""
+        """Add a link. `tell` is called with new totals, in any thread, and must not block."""
         with self._lock:
             self._tell[link] = tell
             self._arbiter.open(link)
         self._grant()
 
     def want(self, link: Hashable, total: int) -> bool:
+        """Enter that a sender needs `total` bytes granted in all. False: more than a message may have."""
         with self._lock:
             ok = self._arbiter.want(link, total)
         self._grant()
         return ok
 
     def arrive(self, link: Hashable, nbytes: int) -> bool:
+        """Enter that a message begins to arrive. False: it was not granted, do not receive it."""
         with self._lock:
             return self._arbiter.arrive(link, nbytes)
 
     def overdraw(self, link: Hashable, nbytes: int) -> None:
-        """A message came that was not granted and is received all the same."""
+        """Enter a message that was not granted and is received all the same."""
         with self._lock:
             self._arbiter.overdraw(link, nbytes)
         self._grant()
 
     def granted(self, link: Hashable) -> int:
+        """Bytes that a link was granted in all."""
         with self._lock:
             return self._arbiter.granted(link)
 
     def stored(self, link: Hashable, nbytes: int) -> None:
+        """Enter that messages were stored, or dropped."""
         with self._lock:
             self._arbiter.stored(link, nbytes)
         self._grant()
 
     def close(self, link: Hashable) -> None:
+        """Remove a link: what was granted to it and has not arrived is free."""
         with self._lock:
             self._tell.pop(link, None)
             self._arbiter.close(link)
@@ -160,15 +190,121 @@ class Gate:
 
 @dataclasses.dataclass(frozen=True)
 class Services:
-    """What a transport may ask of its worker; every call from any thread, none blocks."""
+    """What a transport may ask of its worker. Every call from any thread, none blocks."""
 
     #: address of this worker
     address: str
-    gate: Gate
-    #: the secret of a run that is here, else None
+    gate: ReceiveGate
+    #: gives the secret of a run that is here, else None
     secret_of: Callable[[RunKey], bytes | None]
-    #: (run, sender's address, frames, bytes of credit it cost, done): store a message, then call `done("")`, or
+    #: (run, sender's address, frames, bytes of credit it cost, done): stores a message, then calls `done("")` or
     #: `done(why not)`
     on_message: Callable[[RunKey, str, list[Any], int, Callable[[str], None]], None]
-    #: (transport, peer's address or "", reason, violation): a link is gone that had not ended in order
+    #: (transport, peer's address or "", reason, violation): called when a link is gone that had not ended in order
     on_loss: Callable[[str, str, str, bool], None]
+
+
+class OutboundLink(Protocol):
+    """A link from here; see `link.endpoints.OutboundEnd`."""
+
+    peer: Peer
+    run: RunKey
+    machine: SenderLink
+
+    def submit(self, ended: Callable[[Receipt], None], buffers: Sequence[Any], room: int) -> None:
+        """Send a message."""
+
+    def carry_out(self, instructions: list[Instruction]) -> None:
+        """Do what the machine says."""
+
+
+L = TypeVar("L", bound=OutboundLink)
+
+
+class LinkTransport(abc.ABC, Generic[L]):
+    """The links from here of one transport, each made for its first message, and what went wrong.
+
+    Parameters
+    ----------
+    services
+        What it may ask of its worker.
+    pool
+        Where messages are received into.
+    """
+
+    name: str
+    #: whose thread the links from here live in
+    sending: IoLoop
+
+    def __init__(self, services: Services, pool: Pages) -> None:
+        self.services, self.pool = services, pool
+        self._outbound: dict[tuple[str, RunKey], L] = {}
+        #: links to here that did not prove themselves, links lost, errors in a thread of the transport
+        self.strangers = self.lost = self.errors = 0
+        self.last_error = ""
+        self._log = QuietLog(logger)
+        self._stopped = False
+
+    @abc.abstractmethod
+    def connect(self, peer: Peer, header: Header) -> L:
+        """A new link to a peer; in the send thread."""
+
+    # ---- any thread
+
+    def submit(self, ended: Callable[[Receipt], None], peer: Peer, header: Header, buffers: Sequence[Any]) -> None:
+        """Send one message; see `Transport.submit`."""
+        self.sending.call(lambda: self._submit(ended, peer, header, buffers))
+
+    def close(self, peer: str, run: RunKey | None = None) -> None:
+        """End the links to a peer, those of one run or all."""
+        self.sending.call(lambda: self._bye(lambda link: link.peer.address == peer and run in (None, link.run)))
+
+    def statistics(self) -> dict[str, Any]:
+        """Figures as plain JSON values."""
+        return {
+            "links_out": len(self._outbound),
+            "strangers": self.strangers,
+            "lost": self.lost,
+            "errors": self.errors,
+            "last_error": self.last_error,
+        }
+
+    def _failed(self, text: str) -> None:
+        self.errors += 1
+        self.last_error = text
+        self._log.warning(f"gpurt {self.name} transport: {text.splitlines()[-1]}")
+
+    # ---- send thread
+
+    def _submit(self, ended: Callable[[Receipt], None], peer: Peer, header: Header, buffers: Sequence[Any]) -> None:
+        if self._stopped:
+            ended(Receipt("the transport was stopped", lost=True))
+            return
+        key = (peer.address, header.run)
+        try:
+            link = self._outbound.get(key)
+            if link is None:
+                link = self._outbound[key] = self.connect(peer, header)
+            link.submit(ended, buffers, header.room)
+        except Exception as e:
+            # Whatever it was: the message must end.
+            self._outbound.pop(key, None)
+            self.services.on_loss(self.name, peer.address, repr(e), False)
+            ended(Receipt(repr(e), lost=True))  # a second call, if it is one, does nothing
+
+    def _bye(self, which: Callable[[L], bool]) -> None:
+        for link in [link for link in self._outbound.values() if which(link)]:
+            link.carry_out(link.machine.bye())
+
+    def outbound_closed(self, link: L, close: Close) -> None:
+        """Forget a link from here that is closed."""
+        self._outbound.pop((link.peer.address, link.run), None)
+        if not close.quiet:
+            self.lost += 1
+            self.services.on_loss(self.name, link.peer.address, close.reason, close.violation)
+
+    # ---- receive thread
+
+    def arrived(self, record: LinkRecord, body: memoryview) -> tuple[LinkRecord, memoryview]:
+        """What came from the wire, before it is looked at; tests replace this."""
+        return record, body

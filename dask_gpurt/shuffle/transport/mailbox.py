@@ -1,9 +1,11 @@
-"""From one thread to the loop of another, many things at a time: mostly from a transport's to an event loop.
+"""Hand things from one thread to the loop of another, many at a time: mostly from a transport's to an event loop.
 
-Theory of operation. `call_soon_threadsafe` wakes the loop by a write to a pipe, whatever else waits already, and the
-loop reads it, runs one handle and waits again: on a busy worker that, and the two changes of the GIL's owner, cost more
-than a message of 64 KiB. Here what comes is put aside, and the loop is called once for what a turn of a transport's
-thread brings, or a few of them; one call takes all that is there.
+`Mailbox.put` gives a thing to the loop. `Outcomes` are the receipts of messages that coroutines wait for.
+
+Theory of operation. `call_soon_threadsafe` wakes the loop by a write to a pipe, whatever else waits already; the loop
+reads it, runs one handle and waits again. On a busy worker that, and the two changes of the GIL's owner, cost more than
+a message of 64 KiB. Here what comes is put aside, and the loop is called once for what a turn of a transport's thread
+brings, or a few of them. One call takes all that is there.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import collections
 import threading
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from dask_gpurt.shuffle.transport.tcp.ioloop import current_loop
+from dask_gpurt.shuffle.transport.ioloop import current_loop
 
 if TYPE_CHECKING:
     import asyncio
@@ -21,22 +23,22 @@ if TYPE_CHECKING:
     from dask_gpurt.shuffle.transport.base import Receipt
 
 T = TypeVar("T")
-#: the loop is called for so many at once, though the turn has not ended: it may begin while the others come
+#: for so many things the loop is called at once, though the turn has not ended: it may begin while others come
 FEW = 4
 
 
 class Mailbox(Generic[T]):
-    """Things for a loop.
+    """Things for a loop, in the order in which they came.
 
     Parameters
     ----------
     call
         Has the loop call a function, soon: `asyncio`'s ``call_soon_threadsafe``, or `IoLoop.call`.
     take
-        Called on the loop when there is something: it takes out of `waiting` what it wants to, from the left. What it
-        leaves there it has to see to itself.
+        Called on the loop when there is something: takes things out of `waiting`, from the left. It is not called again
+        for what it leaves there.
     refuse
-        Called with what nobody will look at, because the loop is closed.
+        Called with what is never looked at, because the loop is closed.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class Mailbox(Generic[T]):
                 self._refuse(self.waiting.popleft())
 
     def _look(self) -> None:
-        # Before anything is taken: whoever finds it set has put its thing there before we look.
+        # Before anything is taken: a thread that finds it set has put its thing there before this look.
         self._called = False
         self._take()
 
@@ -88,7 +90,7 @@ class Outcomes:
         self._box: Mailbox[tuple[asyncio.Future[Receipt], Receipt]] = Mailbox(loop.call_soon_threadsafe, self._take)
 
     def expect(self) -> tuple[asyncio.Future[Receipt], Callable[[Receipt], None]]:
-        """What to wait for, and what to call with it, once, in any thread."""
+        """(future to wait for, function to call once with the receipt, in any thread)."""
         future: asyncio.Future[Receipt] = self._loop.create_future()
 
         def ended(receipt: Receipt) -> None:
@@ -100,5 +102,5 @@ class Outcomes:
         waiting = self._box.waiting
         while waiting:
             future, receipt = waiting.popleft()
-            if not future.done():  # else whoever waited was cancelled
+            if not future.done():  # else what waited was cancelled
                 future.set_result(receipt)

@@ -9,7 +9,7 @@ from dask_gpurt.shuffle.transport.rpc_credit import SafeSender
 
 if TYPE_CHECKING:
     from dask_gpurt.shuffle.transport.base import Header, Peer
-    from dask_gpurt.shuffle.transport.select.selector import Chooser
+    from dask_gpurt.shuffle.transport.select.selector import TransportChooser
 
 
 @dataclasses.dataclass
@@ -30,8 +30,36 @@ class LinkCounters:
     corrupt: int = 0
 
 
+class LinkTable:
+    """The figures of one worker's links. Any thread."""
+
+    #: links of which figures are kept
+    LIMIT = 4096
+
+    def __init__(self) -> None:
+        self._links: dict[tuple[str, str], LinkCounters] = {}
+        #: peer -> what went wrong with it last
+        self.problems: dict[str, str] = {}
+
+    def of(self, peer: str, name: str) -> LinkCounters:
+        """The figures of a transport to and from a peer, made on first use."""
+        found = self._links.get((peer, name))
+        if found is None:
+            if len(self._links) >= self.LIMIT:
+                self._links.pop(next(iter(self._links)), None)
+            found = self._links.setdefault((peer, name), LinkCounters())
+        return found
+
+    def statistics(self) -> list[dict[str, Any]]:
+        """Plain JSON values, by peer and transport."""
+        return [
+            {"peer": peer, "transport": name, **dataclasses.asdict(counters)}
+            for (peer, name), counters in sorted(self._links.items())
+        ]
+
+
 class NoRoute(Exception):
-    """A peer has no card for us; what it said instead goes to the caller."""
+    """A peer gives no card; what it answered instead goes to the caller."""
 
     def __init__(self, answer: dict[str, Any]) -> None:
         super().__init__(str(answer))
@@ -39,13 +67,24 @@ class NoRoute(Exception):
 
 
 class Route:
-    """The ways from one run to one peer; `card` is what the peer says of itself."""
+    """The ways from one run to one peer.
 
-    def __init__(self, card: dict[str, Any], chooser: Chooser, header: Header, squeezes: bool = False) -> None:
+    Parameters
+    ----------
+    card
+        What the peer says of itself.
+    chooser
+        Picks the way of each message.
+    header
+        Goes with every message.
+    squeezes
+        Whether messages may be compressed.
+    """
+
+    def __init__(self, card: dict[str, Any], chooser: TransportChooser, header: Header, squeezes: bool = False) -> None:
         self.card = card
         self.chooser = chooser
         self.header = header
-        #: whether messages may be compressed
         self.squeezes = squeezes
         #: by transport
         self.targets: dict[str, Peer] = {}

@@ -1,12 +1,15 @@
-"""The data plane of one worker: which ways lead to a peer, which one a message takes, what comes in, and what it cost.
+"""The data plane of one worker: which way a message takes to a peer, what comes in, and what it cost.
 
-Theory of operation. A run joins when it is made and leaves when it closes. For its first message to a peer it asks the
-peer, over distributed's comms, for its *card*: what listens there, and how large a message may be. That call makes the
-peer join the run, too, so that a link finds the run and its secret. `Chooser` then picks a transport per message.
+`plane_of` gives the `Plane` of a worker. A run joins it with what receives its messages, sends by `Plane.send`, and
+leaves when it closes. `Plane.answer` answers the questions of peers.
 
-Whatever goes wrong on a transport (link lost, message refused, peer unknown to it) ends in the safe path, distributed's
-comms, which has the full semantics: retries, errors with their types, another host's death. A message that was stored
-and whose answer got lost is then there twice, and the run drops the second one by its input ids.
+Theory of operation. For its first message to a peer a run asks the peer, over distributed's comms, for its *card*: what
+listens there, and how large a message may be. That call makes the peer join the run, too, so that a link finds the run
+and its secret. `TransportChooser` then picks a transport per message.
+
+What goes wrong on a transport (a link lost, a message refused, a run unknown to the peer) ends in the safe path,
+distributed's comms, which has the full semantics: retries, errors with their types, the death of a host. A message that
+was stored and whose answer got lost is then there twice, and the run drops the second one by its input ids.
 
 Every path has the same credit: the safe one asks the receiver's gate by a call before it sends (`rpc_credit`). Nothing
 is opened before a run needs it (`registry`); all of it is closed with the worker.
@@ -18,62 +21,86 @@ import asyncio
 import dataclasses
 import functools
 import logging
-import threading
 import time
 import traceback
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from dask_gpurt.errors import WireError
 from dask_gpurt.shuffle import seam
-from dask_gpurt.shuffle.transport.base import Gate, Header, Peer, Receipt, Services
+from dask_gpurt.shuffle.transport.base import Header, Peer, Receipt, ReceiveGate, Services
+from dask_gpurt.shuffle.transport.inbox import Inbox
 from dask_gpurt.shuffle.transport.link import records
-from dask_gpurt.shuffle.transport.mailbox import Mailbox, Outcomes
-from dask_gpurt.shuffle.transport.peers import LinkCounters, NoRoute, Route
+from dask_gpurt.shuffle.transport.mailbox import Outcomes
+from dask_gpurt.shuffle.transport.peers import LinkTable, NoRoute, Route
 from dask_gpurt.shuffle.transport.registry import OpenTransports
 from dask_gpurt.shuffle.transport.rpc_credit import SafeReceiver
-from dask_gpurt.shuffle.transport.select.compress import LEAST, Squeezer, expanded
-from dask_gpurt.shuffle.transport.select.locality import host_token, place_of, process_token
-from dask_gpurt.shuffle.transport.select.selector import INPROC, SAFE, Chooser, Place
+from dask_gpurt.shuffle.transport.select.compress import LEAST, Squeezer
+from dask_gpurt.shuffle.transport.select.locality import host_token, locality_of, process_token
+from dask_gpurt.shuffle.transport.select.selector import INPROC, SAFE, Locality, TransportChooser
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
+    from distributed.worker import Worker
+
     from dask_gpurt.config import ShuffleSettings
+    from dask_gpurt.shuffle.transport.inbox import RunReceiver
     from dask_gpurt.shuffle.transport.link.records import RunKey
-    from dask_gpurt.shuffle.worker.run import GpurtShuffleRun
 
 logger = logging.getLogger("distributed.worker.gpurt")
 
-#: peers of which figures are kept
+#: what other workers ask, by kind; see `Plane.answer`
+QUESTIONS = frozenset({"open", "want"})
+#: peers whose choosers are kept
 _PEERS = 4096
 
 
-class Plane:
-    """The data plane of one worker. Made by `planes.plane_of`; methods on the event loop unless said otherwise."""
+class HasAddress(Protocol):
+    """A worker, as far as its plane must know it."""
 
-    def __init__(self, worker: Any, settings: ShuffleSettings, count: Callable[..., None], unsent_bytes: int) -> None:
-        self.address: str = worker.address
+    address: str
+
+
+class RunSender(Protocol):
+    """A run that sends."""
+
+    async def ask(self, address: str, question: dict[str, Any]) -> dict[str, Any]:
+        """Ask the same run on another worker, by distributed's comms; `Plane.answer` answers there."""
+
+
+class Plane:
+    """The data plane of one worker. Made by `plane_of`; methods on the event loop unless said otherwise.
+
+    Parameters
+    ----------
+    worker
+        Has an address.
+    settings
+        Of the shuffle.
+    count
+        Adds to the counters of the worker's shuffles, by name.
+    unsent_bytes
+        Bytes that all runs may have split and not yet delivered.
+    """
+
+    def __init__(
+        self, worker: HasAddress, settings: ShuffleSettings, count: Callable[..., None], unsent_bytes: int
+    ) -> None:
+        self.address = worker.address
         self.settings = settings
         self._count = count
         self._loop = asyncio.get_running_loop()
-        self._thread = threading.get_ident()
-        self.gate = Gate(settings.receive_budget)
-        #: bytes that were split and are not acknowledged, of all runs: who splits waits while there are more.
-        #: Distributed's own limit, 1 GiB, lets a slow peer cost this worker the memory of a whole shuffle
+        self.gate = ReceiveGate(settings.receive_budget)
+        #: bytes that were split and are not acknowledged, of all runs: splitting waits while there are more.
+        #: distributed's own limit, 1 GiB, lets a slow peer cost this worker the memory of a whole shuffle
         self.unsent = seam.ResourceLimiter(unsent_bytes, metrics_label="p2p-comms-limiter")
-        self._runs: dict[RunKey, GpurtShuffleRun] = {}
+        self._runs: dict[RunKey, RunReceiver] = {}
         self._secrets: dict[RunKey, bytes] = {}
         self._routes: dict[tuple[RunKey, str], asyncio.Future[Route]] = {}
-        self._choosers: dict[str, Chooser] = {}
-        self._links: dict[tuple[str, str], LinkCounters] = {}
-        self._losses: dict[str, str] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._choosers: dict[str, TransportChooser] = {}
+        self.links = LinkTable()
+        self.inbox = Inbox(self._loop, self._runs, self.links, count)
         self._outcomes = Outcomes(self._loop)
-        #: messages that came by a transport and are not stored: run, shards, bytes, whom to tell
-        self._incoming: Mailbox[tuple[GpurtShuffleRun, Any, int, Callable[[str], None]]]
-        call = self._loop.call_soon_threadsafe
-        self._incoming = Mailbox(call, self._store_incoming, lambda message: message[3]("the worker has ended"))
         self.closed = False
         self.transports = OpenTransports(self.address, self._services, settings, count)
         self._squeezer = Squeezer(settings.codec, count)
@@ -86,19 +113,19 @@ class Plane:
             address=self.address,
             gate=self.gate,
             secret_of=self._secrets.get,
-            on_message=functools.partial(self._on_message, name=name),
+            on_message=functools.partial(self.inbox.on_message, name=name),
             on_loss=self._on_loss,
         )
 
     # ---- runs
 
-    def join(self, run: GpurtShuffleRun, key: RunKey, secret: bytes) -> None:
-        """A run begins on this worker."""
+    def join(self, run: RunReceiver, key: RunKey, secret: bytes) -> None:
+        """Take in messages for a run from now on; its secret proves to peers that this worker takes part in it."""
         self._runs[key] = run
         self._secrets[key] = secret
 
-    def leave(self, run: GpurtShuffleRun, key: RunKey) -> None:
-        """A run ends: its links close, messages that come late are refused."""
+    def leave(self, run: RunReceiver, key: RunKey) -> None:
+        """End a run: its links close, messages that come late are refused."""
         if self._runs.get(key) is not run:
             return
         del self._runs[key]
@@ -111,12 +138,20 @@ class Plane:
     # ---- sending
 
     async def send(
-        self, run: GpurtShuffleRun, key: RunKey, peer: str, frames: Sequence[Any], safe: Callable[[], Awaitable[Any]]
+        self, run: RunSender, key: RunKey, peer: str, frames: Sequence[Any], safe: Callable[[], Awaitable[Any]]
     ) -> Any:
         """Send a message; returns what the safe path's call would, once the peer has stored it or refused it.
 
         Parameters
         ----------
+        run
+            Asks peers for their card, and for credit.
+        key
+            Names the run on links.
+        peer
+            Address of the worker.
+        frames
+            The message.
         safe
             Sends it by distributed's comms.
         """
@@ -137,7 +172,7 @@ class Plane:
         start = time.monotonic()
         name = route.chooser.choose(nbytes, device, start)
         if name != SAFE:
-            counters = self._link(peer, name)
+            counters = self.links.of(peer, name)
             receipt = None
             route.chooser.began(name, nbytes, device, start, wire)
             try:
@@ -156,13 +191,13 @@ class Plane:
             self._count(resent_safe=1)
             if receipt.lost:
                 route.chooser.lost(name, end)
-            self._losses[peer] = f"{name}: {receipt.problem}"
+            self.links.problems[peer] = f"{name}: {receipt.problem}"
             logger.info("message to %s is sent again over %s: %s over %s", peer, SAFE, receipt.problem, name)
         return await self._send_safe(run, route, peer, nbytes, device, safe)
 
     async def _send_safe(
         self,
-        run: GpurtShuffleRun,
+        run: RunSender,
         route: Route,
         peer: str,
         nbytes: int,
@@ -170,7 +205,7 @@ class Plane:
         safe: Callable[[], Awaitable[Any]],
     ) -> Any:
         """By distributed's comms."""
-        counters = self._link(peer, SAFE)
+        counters = self.links.of(peer, SAFE)
         start = time.monotonic()
         stored = False
         route.chooser.began(SAFE, nbytes, device, start)
@@ -192,7 +227,7 @@ class Plane:
     async def _direct(
         self, name: str, route: Route, key: RunKey, peer: str, frames: Sequence[Any], room: int = 0
     ) -> Receipt:
-        """By a transport of ours; never raises."""
+        """By a transport; never raises."""
         try:
             if name == INPROC:
                 return await self._hand_over(key, peer, frames)
@@ -208,11 +243,11 @@ class Plane:
             return await future
         except Exception as e:
             self._count(transport_errors=1)
-            self._losses[peer] = traceback.format_exc()
+            self.links.problems[peer] = traceback.format_exc()
             return Receipt(repr(e), lost=True)
 
     async def _hand_over(self, key: RunKey, peer: str, frames: Sequence[Any]) -> Receipt:
-        """To a worker of this process: nothing is copied, no memory is taken there, so no credit is needed."""
+        """To a worker of this process: nothing is copied and no memory is taken there, so no credit is needed."""
         other = _planes.get((process_token(), peer))
         if other is None or other.closed:
             return Receipt("the worker is gone", lost=True)
@@ -225,15 +260,17 @@ class Plane:
         def done(problem: str) -> None:
             self._loop.call_soon_threadsafe(end, problem)
 
-        # It was not compressed: nothing may come of it but itself.
+        # It was not compressed, so it has no room to be expanded.
         nbytes = records.message_bytes(frames)
-        await self._loop.run_in_executor(None, other._on_message, key, self.address, list(frames), nbytes, done, INPROC)
+        await self._loop.run_in_executor(
+            None, other.inbox.on_message, key, self.address, list(frames), nbytes, done, INPROC
+        )
         return Receipt(await ended)
 
-    async def _route(self, run: GpurtShuffleRun, key: RunKey, peer: str) -> Route:
+    async def _route(self, run: RunSender, key: RunKey, peer: str) -> Route:
         future = self._routes.get((key, peer))
         if future is not None:
-            # Mostly it is there: to wait for that is a turn of the loop.
+            # Mostly it is there: to await it would take a turn of the loop.
             return future.result() if future.done() else await asyncio.shield(future)
         self._routes[key, peer] = future = self._loop.create_future()
         try:
@@ -241,14 +278,14 @@ class Plane:
         except BaseException as e:
             self._routes.pop((key, peer), None)
             future.set_exception(e if isinstance(e, Exception) else ConnectionError(repr(e)))
-            future.exception()  # retrieved: nobody need wait for it
+            future.exception()  # retrieved: perhaps nothing waits for it
             raise
         future.set_result(route)
         return route
 
-    async def _introduce(self, run: GpurtShuffleRun, key: RunKey, peer: str) -> Route:
-        ours = self.introduction()
-        answer = await run.ask(peer, {"gpurt": "open", "sender": self.address, "card": ours})
+    async def _introduce(self, run: RunSender, key: RunKey, peer: str) -> Route:
+        own = self.introduction()
+        answer = await run.ask(peer, {"gpurt": "open", "sender": self.address, "card": own})
         if answer.get("status") != "OK" or "card" not in answer:
             raise NoRoute(answer)
         card = answer["card"]
@@ -256,27 +293,27 @@ class Plane:
         if chooser is None:
             if len(self._choosers) >= _PEERS:
                 self._choosers.pop(next(iter(self._choosers)))
-            place = place_of(ours, card)
-            able = [INPROC] if place is Place.PROCESS else []
-            # What the peer permits is not enough: its configuration may differ from ours.
+            place = locality_of(own, card)
+            able = [INPROC] if place is Locality.PROCESS else []
+            # What the peer permits is not enough: its configuration may be another one.
             able += [name for name in ("ucx", "tcp") if card.get(name) and self.transports.allowed(name)]
-            chooser = self._choosers[peer] = Chooser(place, able, self.settings.transport)
+            chooser = self._choosers[peer] = TransportChooser(place, able, self.settings.transport)
         return Route(card, chooser, Header(key, self._secrets.get(key, b"")), self._squeezer.able(chooser, card))
 
     # ---- receiving
 
     def introduction(self) -> dict[str, Any]:
-        """What every card says."""
+        """What every card of this worker says."""
         return {"process": process_token(), "host": host_token()}
 
     async def answer(self, key: RunKey, asked: dict[str, Any]) -> dict[str, Any]:
-        """A peer asks, over distributed's comms, for our card or for credit."""
+        """Answer a peer that asks, over distributed's comms, for this worker's card or for credit."""
         sender = str(asked.get("sender", ""))
         if asked.get("gpurt") == "open":
             card = self.introduction() | {"limit": self.gate.message_limit, "codecs": self._squeezer.codecs}
             theirs = asked.get("card") or {}
-            if place_of(card, theirs) is not Place.PROCESS or self.settings.transport != "auto":
-                for name in self.transports.wanted(place_of(card, theirs)):
+            if locality_of(card, theirs) is not Locality.PROCESS or self.settings.transport != "auto":
+                for name in self.transports.wanted(locality_of(card, theirs)):
                     transport = await self.transports.get(name)
                     if transport is not None:
                         card[name] = transport.endpoint_for(key, sender)
@@ -284,12 +321,12 @@ class Plane:
         return await self._safe.answer(key, sender, int(asked.get("total", 0)))
 
     def granted(self, key: RunKey, sender: str) -> int:
-        """Bytes that a sender may have sent by the safe path, in all; rides on every answer."""
+        """Bytes that a sender may have sent by the safe path, in all; part of every answer."""
         return self._safe.granted(key, sender)
 
     def arrive(self, key: RunKey, sender: str, nbytes: int) -> Callable[[], None]:
-        """A message came by the safe path; returns what to call when it is stored."""
-        counters = self._link(sender, SAFE)
+        """Enter a message that came by the safe path; returns what to call when it is stored."""
+        counters = self.links.of(sender, SAFE)
         counters.messages_in += 1
         counters.bytes_in += nbytes
         stored = self._safe.arrive(key, sender, nbytes)
@@ -298,96 +335,27 @@ class Plane:
             return lambda: None
         return stored
 
-    def _on_message(
-        self,
-        key: RunKey,
-        sender: str,
-        frames: list[Any],
-        paid: int,
-        done: Callable[[str], None],
-        name: str,
-    ) -> None:
-        """A message came by a transport, for `paid` bytes of credit; in its thread."""
-        counters = self._link(sender, name)
-        run = self._runs.get(key)
-        if run is None:
-            done("the run is not here")
-            return
-        came = sum(map(records.size_of, frames))
-        try:
-            frames = expanded(frames, paid)
-            size = sum(map(records.size_of, frames))
-            shards = run.unpack(frames)
-        except WireError as e:
-            counters.corrupt += 1
-            self._count(refused=1)
-            done(f"refused: {e}")
-            return
-        except Exception as e:
-            counters.corrupt += 1
-            self._count(refused=1, transport_errors=1)
-            self._losses[sender] = traceback.format_exc()
-            done(repr(e))
-            return
-        counters.messages_in += 1
-        counters.bytes_in += came
-        self._incoming.put((run, shards, size, done))
-
-    def _store_incoming(self) -> None:
-        """One task stores what is there, one after the other; where it has to wait, another takes over the rest."""
-        if not self._incoming.waiting:
-            return
-        task = self._loop.create_task(self._store_some())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        # Runs after the task's first step: whatever is left then is left because that waits.
-        self._loop.call_soon(self._store_incoming)
-
-    async def _store_some(self) -> None:
-        waiting = self._incoming.waiting
-        while waiting:
-            await self._store(*waiting.popleft())
-
-    async def _store(self, run: GpurtShuffleRun, shards: Any, nbytes: int, done: Callable[[str], None]) -> None:
-        problem = "cancelled"
-        try:
-            await run.accept(shards, nbytes)
-            problem = ""
-        except Exception as e:
-            # The sender comes again by the safe path, and gets the error itself.
-            problem = repr(e)
-        finally:
-            done(problem)
-
     def _on_loss(self, name: str, peer: str, reason: str, violation: bool) -> None:
         self._count(links_lost=1)
-        self._losses[peer] = f"{name}: {reason}"
+        self.links.problems[peer] = f"{name}: {reason}"
         logger.info("gpurt %s link with %s ended%s: %s", name, peer, " (violation)" if violation else "", reason)
 
     # ---- the end, and what was counted
 
     async def stop(self) -> None:
-        """Close everything; the worker is going."""
+        """Close everything; the worker closes."""
         self.closed = True
         for key, run in list(self._runs.items()):
             self.leave(run, key)
         await self.transports.stop()
 
-    def _link(self, peer: str, name: str) -> LinkCounters:
-        if len(self._links) >= _PEERS and (peer, name) not in self._links:
-            self._links.pop(next(iter(self._links)), None)
-        return self._links.setdefault((peer, name), LinkCounters())
-
     def statistics(self) -> dict[str, Any]:
         """Plain JSON values: per peer and transport, per transport, and the receive budget."""
         return {
-            "links": [
-                {"peer": peer, "transport": name, **dataclasses.asdict(c)}
-                for (peer, name), c in sorted(self._links.items())
-            ],
+            "links": self.links.statistics(),
             "transports": self.transports.statistics(),
             "unavailable": dict(self.transports.unavailable),
-            "last_problem": dict(self._losses),
+            "last_problem": dict(self.links.problems),
             "receive": self.gate.statistics(),
             "encrypted": self.transports.encrypted,
         }
@@ -395,3 +363,38 @@ class Plane:
 
 #: (process, address) -> plane: for the hand-over between workers of one process
 _planes: weakref.WeakValueDictionary[tuple[str, str], Plane] = weakref.WeakValueDictionary()
+#: weakly, as many workers live and die in one process in tests
+_of_worker: weakref.WeakKeyDictionary[Worker, Plane] = weakref.WeakKeyDictionary()
+
+
+def plane_of(
+    worker: Worker, plugin: seam.ShuffleWorkerPlugin, settings: ShuffleSettings, count: Callable[..., None]
+) -> Plane:
+    """The data plane of a worker, made on first use and stopped with the worker's shuffle plugin.
+
+    Parameters
+    ----------
+    worker
+        On whose event loop this is called.
+    plugin
+        Its shuffle plugin, whose limit of unsent bytes holds if it is lower.
+    settings
+        Of the shuffle; other ones than before replace the plane.
+    count
+        Adds to the counters of the worker's shuffles, by name.
+    """
+    plane = _of_worker.get(worker)
+    if plane is None or plane.closed or plane.settings != settings:
+        if plane is not None and not plane.closed:
+            seam.in_background(worker, plane.stop)
+        theirs = plugin.memory_limiter_comms.limit
+        limit = settings.receive_budget if theirs is None else min(theirs, settings.receive_budget)
+        plane = _of_worker[worker] = Plane(worker, settings, count, limit)
+        seam.on_teardown(plugin, plane.stop)
+    return plane
+
+
+def statistics_of(worker: Worker) -> dict[str, Any] | None:
+    """`Plane.statistics` of a worker; None before it has a plane."""
+    plane = _of_worker.get(worker)
+    return None if plane is None else plane.statistics()

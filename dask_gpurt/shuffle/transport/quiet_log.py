@@ -1,4 +1,4 @@
-"""Warnings that may come thousands of times per second: one line per period, which says how many there were."""
+"""Log warnings that may come thousands of times per second: one line per period, which says how many there were."""
 
 from __future__ import annotations
 

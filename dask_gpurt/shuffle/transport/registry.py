@@ -1,9 +1,9 @@
-"""Which transports are open on a worker: each is made when a run first needs it, once, off the event loop.
+"""Open the transports of a worker: each when a run first needs it, once, off the event loop.
 
-Sockets of our own send in plaintext. They are opened only where the worker's address has a scheme that is known to be
-plaintext (`PLAINTEXT`), and ``distributed.comm.require-encryption`` is not set. Any other scheme (``tls``, ``wss``,
-that of a plugin) counts as encrypted. The setting ``allow-plaintext-ucx`` permits UCX there. A transport that cannot
-be opened is not tried again, and is logged once.
+Sockets of the package's own send in plaintext. They are opened only where the worker's address has a scheme that is
+known to be plaintext (`PLAINTEXT`), and ``distributed.comm.require-encryption`` is not set. Any other scheme (``tls``,
+``wss``, that of a plugin) counts as encrypted. The setting ``allow-plaintext-ucx`` permits UCX there. A transport that
+cannot be opened is not tried again, and is logged once.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.transport.select.locality import candidates
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, ItemsView
+    from collections.abc import Callable
 
     from dask_gpurt.config import ShuffleSettings
     from dask_gpurt.shuffle.transport.base import Services, Transport
     from dask_gpurt.shuffle.transport.link.records import RunKey
-    from dask_gpurt.shuffle.transport.select.selector import Place
+    from dask_gpurt.shuffle.transport.select.selector import Locality
 
 logger = logging.getLogger("distributed.worker.gpurt")
 
@@ -31,12 +31,12 @@ PLAINTEXT = frozenset({"inproc", "tcp", "ucx", "ucxx", "ws"})
 
 
 def make(name: str, services: Services) -> Transport:
-    """Make a transport; takes milliseconds (UCX: tenths of a second), in any thread.
+    """Make a transport; any thread. Takes milliseconds, tenths of a second for UCX.
 
     Raises
     ------
     TransportUnavailable
-        It can not be used here.
+        It cannot be used here.
     """
     if name == "tcp":
         from dask_gpurt.shuffle.transport.tcp.transport import TcpTransport
@@ -55,7 +55,11 @@ class OpenTransports:
     address
         The worker's.
     services
-        What a transport may ask, by its name.
+        Gives what a transport may ask, by its name.
+    settings
+        Of the shuffle.
+    count
+        Adds to the counters of the worker's shuffles, by name.
     """
 
     def __init__(
@@ -71,7 +75,7 @@ class OpenTransports:
         self._count = count
         self._loop = asyncio.get_running_loop()
         self._open: dict[str, Transport] = {}
-        #: name -> why it can not be used here
+        #: name -> why it cannot be used here
         self.unavailable: dict[str, str] = {}
         self._opening: dict[str, asyncio.Lock] = {}
         self._closed = False
@@ -87,13 +91,13 @@ class OpenTransports:
             return not self.encrypted or self._settings.allow_plaintext_ucx
         return name == "tcp" and not self.encrypted and seam.scheme_of(self._address) != "inproc"
 
-    def wanted(self, place: Place) -> list[str]:
+    def wanted(self, place: Locality) -> list[str]:
         """Transports to open for a peer at this place."""
         forced = self._settings.transport
         return [name for name in (candidates(place) if forced == "auto" else [forced]) if self.allowed(name)]
 
     async def get(self, name: str) -> Transport | None:
-        """The transport, opened if it is not; None: it is not available here."""
+        """The transport of this name, opened if it is not; None: it is not available here."""
         if name in self._open:
             return self._open[name]
         if name in self.unavailable or self._closed:
@@ -115,7 +119,7 @@ class OpenTransports:
             return transport
 
     def forget(self, run: RunKey) -> None:
-        """A run ends."""
+        """End all links of a run."""
         for transport in self._open.values():
             transport.forget(run)
 
@@ -125,9 +129,6 @@ class OpenTransports:
         transports, self._open = list(self._open.values()), {}
         for transport in transports:
             await self._loop.run_in_executor(None, transport.stop)
-
-    def items(self) -> ItemsView[str, Transport]:
-        return self._open.items()
 
     def statistics(self) -> dict[str, Any]:
         """Plain JSON values, by transport."""

@@ -1,9 +1,11 @@
 """Credit on the safe path, distributed's comms, which have none of their own.
 
-Theory of operation. The sender asks for a total by a call before it sends (`SafeSender.credit`); the receiver's gate
+`SafeSender` waits for credit before a message is sent, `SafeReceiver` gives it.
+
+Theory of operation. The sender asks for a total by a call before it sends (`SafeSender.credit`). The receiver's gate
 answers when it has room (`SafeReceiver.answer`), and every answer to a message brings what that message has given back.
-Asking is bounded: after `WANT_SECONDS` a message goes without credit, as the safe path must never be what a shuffle
-hangs on. It is then counted at the receiver (``uncredited``), not held against its budget.
+Asking is bounded: after `WANT_SECONDS` a message goes without credit, as a shuffle must never hang on the safe path. It
+is then counted at the receiver (``uncredited``), not held against its budget.
 
 Both sides count the same bytes in their totals, with credit or without: all messages of at most the limit. Else one
 message without credit would leave the totals apart, and every later one would be granted bytes that never come.
@@ -24,12 +26,12 @@ from dask_gpurt.shuffle.transport.select.selector import SAFE
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from dask_gpurt.shuffle.transport.base import Gate
+    from dask_gpurt.shuffle.transport.base import ReceiveGate
     from dask_gpurt.shuffle.transport.link.records import RunKey
 
-#: a sender waits for credit so long, then sends without
+#: seconds that a sender waits for credit, then it sends without
 WANT_SECONDS = 30.0
-#: the receiver answers a question for credit after so long, whatever it has: a call must not stay open for long
+#: seconds after which the receiver answers whatever it has granted: a call must not stay open for long
 _ANSWER_SECONDS = 1.0
 
 
@@ -54,6 +56,8 @@ class SafeSender:
 
         Parameters
         ----------
+        nbytes
+            Of the message.
         ask
             Asks the peer for a total.
         """
@@ -72,14 +76,22 @@ class SafeSender:
         return time.perf_counter() - start
 
     def granted(self, answer: dict[str, Any]) -> None:
-        """An answer of the peer, which may bring credit."""
+        """Enter an answer of the peer, which may bring credit."""
         self._granted = max(self._granted, int(answer.get("granted", 0)))
 
 
 class SafeReceiver:
-    """The links of the safe path to this worker."""
+    """The links of the safe path to this worker.
 
-    def __init__(self, gate: Gate, here: Callable[[RunKey], bool]) -> None:
+    Parameters
+    ----------
+    gate
+        The receive budget.
+    here
+        Whether a run is on this worker.
+    """
+
+    def __init__(self, gate: ReceiveGate, here: Callable[[RunKey], bool]) -> None:
         self._gate = gate
         self._here = here
         self._loop = asyncio.get_running_loop()
@@ -87,7 +99,7 @@ class SafeReceiver:
         self._waiting: dict[tuple[str, str, RunKey], asyncio.Event] = {}
 
     async def answer(self, key: RunKey, sender: str, total: int) -> dict[str, Any]:
-        """A peer wants credit for `total` bytes in all."""
+        """Answer a peer that wants credit for `total` bytes in all."""
         link = (SAFE, sender, key)
         if not self._here(key):
             return {"status": "OK"}
@@ -116,15 +128,15 @@ class SafeReceiver:
 
     def _wake(self, event: asyncio.Event, total: int) -> None:
         """Credit for a sender that waits; any thread."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and nothing waits
             self._loop.call_soon_threadsafe(event.set)
 
     def granted(self, key: RunKey, sender: str) -> int:
-        """Bytes that a sender may have sent, in all; rides on every answer."""
+        """Bytes that a sender may have sent, in all; part of every answer."""
         return self._gate.granted((SAFE, sender, key))
 
     def arrive(self, key: RunKey, sender: str, nbytes: int) -> Callable[[], None] | None:
-        """A message came; returns what to call when it is stored, None: it came without credit."""
+        """Enter a message; returns what to call when it is stored, None: it came without credit."""
         link = (SAFE, sender, key)
         if nbytes > self._gate.message_limit or not self._here(key):
             return None  # its sender does not count it either
@@ -136,7 +148,7 @@ class SafeReceiver:
         return functools.partial(self._gate.stored, link, nbytes)
 
     def forget(self, key: RunKey) -> None:
-        """A run ends."""
+        """Forget the links of a run."""
         for link in [w for w in self._waiting if w[2] == key]:
             self._waiting.pop(link).set()
             self._gate.close(link)

@@ -1,35 +1,40 @@
 """Give another worker the rows of outputs that were bound late: the old owner's part of `rebalance_plan`.
 
 Theory of operation. Rows are taken from the store and sent as shards of the epoch in which the output was bound, by
-input and attempt (`recovery.shard_id`), in their order. A shard's number keeps what several old owners, or
-several outputs, send the new owner of one input apart: every move of a run has numbers of its own, above those that
-`_resend` uses.
+input and attempt (`recovery.shard_id`), in their order. The number of a shard keeps apart what several old owners, or
+several outputs, send to the new owner of one input: every move of a run has numbers of its own, above those that a
+resend uses.
 
-What was taken is sent piece by piece inside the budget for unsent bytes, and goes when it was encoded; so a worker
+What was taken is sent piece by piece inside the budget for unsent bytes, and goes when it was encoded. So a worker
 holds one output more than its store does, as when it makes one.
 
 Invariants
-- An output is taken in the same turn of the loop in which it was seen that its move is not void. Were it void, rows of
-  a later epoch could lie in the store by then, and this worker be the owner again.
-- `inputs_done` waits for it (`_resending`), so no barrier passes before all is handed over and acknowledged.
+- An output is taken in the same turn of the loop in which its move was seen not to be void. Were it void, rows of a
+  later epoch could lie in the store by then, and this worker be the owner again.
+- No barrier passes before all is handed over and acknowledged (`Amendment.settle`).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from dask_gpurt.errors import LostData
-from dask_gpurt.shuffle.protocol.recovery import CUTS, origin, shard_id
+from dask_gpurt.shuffle.protocol.recovery import CUTS, Counting, origin, shard_id
 from dask_gpurt.shuffle.rows.partition import Shard
-from dask_gpurt.shuffle.worker.amendment import Outgoing
-from dask_gpurt.shuffle.worker.receiver import ReceivingRun
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterable
+
     import pyarrow as pa
 
-    from dask_gpurt.shuffle.rows.received_chunk import Piece
+    from dask_gpurt.shuffle.counters import ShuffleCounters
+    from dask_gpurt.shuffle.rows.slices import Piece
+    from dask_gpurt.shuffle.worker.host import RunHost
+    from dask_gpurt.shuffle.worker.owners import Owners
+    from dask_gpurt.shuffle.worker.receiver import Receiver
+    from dask_gpurt.shuffle.worker.resend import Resender
 
 #: outputs of one run that are bound late, at most
 MOVES = 8
@@ -37,56 +42,94 @@ MOVES = 8
 NUMBERS = CUTS // 2 // MOVES
 
 
-class HandingRun(ReceivingRun):
-    """The part of a run that hands outputs over."""
+class Move(NamedTuple):
+    """An output that this worker hands over."""
 
-    async def _hand_over(self, epoch: int, giving: list[tuple[int, int]]) -> None:
+    part: int
+    #: its number among the moves of the run, from 0
+    place: int
+
+
+class Handover:
+    """Hands over outputs of one run. On the event loop.
+
+    Parameters
+    ----------
+    host
+        The run.
+    owners
+        New owners of outputs.
+    counting
+        Which moves are not void.
+    receiver
+        Has the rows.
+    resender
+        Sends them.
+    restart
+        Has the shuffle start anew, when rows are lost.
+    counters
+        `outputs_handed`.
+    """
+
+    def __init__(
+        self,
+        host: RunHost,
+        *,
+        owners: Owners,
+        counting: Counting,
+        receiver: Receiver,
+        resender: Resender,
+        restart: Callable[[], Awaitable[None]],
+        counters: ShuffleCounters,
+    ) -> None:
+        self._host, self._owners, self._counting = host, owners, counting
+        self._receiver, self._resender, self._restart = receiver, resender, restart
+        self._counters = counters
+
+    async def hand_over(self, epoch: int, moves: Iterable[Move], lost: Callable[[str], bool]) -> None:
+        """Give the new owners the rows of outputs that this worker had. An error ends the run.
+
+        Parameters
+        ----------
+        epoch
+            In which the outputs were bound.
+        moves
+            Those of this worker.
+        lost
+            Whether a worker is lost.
+        """
         try:
-            for part, place in giving:
-                if self._few or self._merging.locked():
-                    await self._merge()
-                if self._counting.bound.get(part) != epoch or self.closed:
+            for part, place in moves:
+                await self._receiver.settle()
+                if self._counting.bound.get(part) != epoch or self._host.closed:
                     continue  # a worker was lost meanwhile
-                taken = await self._store.take(self._key, part)
+                taken = await self._receiver.take(part)
                 pieces = [piece for some in taken for piece in some]
                 taken.clear()
-                await self._give(part, pieces, epoch, CUTS // 2 + place * NUMBERS)
+                await self._give(part, pieces, epoch, CUTS // 2 + place * NUMBERS, lost)
                 self._counters.add(outputs_handed=1)
         except LostData as e:
-            self._counters.last_error = f"{self}: an output that was to be handed over is lost: {e}"
-            await self._ask_for_restart()
+            self._counters.last_error = f"{self._host}: an output that was to be handed over is lost: {e}"
+            await self._restart()
         except Exception as e:
-            # The new owner would make an output without these rows; the barrier tells it.
-            if not self.closed:
-                self._exception = e
+            # The new owner would make an output without these rows; the barrier raises it.
+            self._host.fail(e)
 
-    async def _give(self, part: int, pieces: list[Piece], epoch: int, first: int) -> None:
+    async def _give(self, part: int, pieces: list[Piece], epoch: int, first: int, lost: Callable[[str], bool]) -> None:
         """Send the rows of an output to its owner; empties the list."""
-        ordered: list[tuple[int, pa.Table]] = await self.offload(_by_input, pieces)
+        ordered = await self._host.offload(_by_input, pieces)
         ordered.reverse()
         numbers: dict[tuple[int, int], int] = {}
         while ordered:
-            target = self._worker_for[part]
-            if self._counting.bound.get(part) != epoch or target in self._ledger.lost:
+            target = self._owners.worker_for[part]
+            if self._counting.bound.get(part) != epoch or lost(target):
                 return
             input_id, table = ordered.pop()
-            partition, attempt = origin(input_id)
-            number = numbers.get((partition, attempt), first)
-            shard = Shard(
-                input_id, table, np.array([part], dtype=np.uint32), np.array([table.num_rows], dtype=np.uint64)
-            )
-            parcels: list[Any] = await self.offload(
-                self._pieces, shard, target, shard_id(partition, attempt, epoch), number
-            )
-            numbers[partition, attempt] = number = number + len(parcels)
-            if number > first + NUMBERS:
-                raise OverflowError(f"output {part} of {self} has more than {NUMBERS} messages of one input")
-            data = Outgoing()
-            data[target] = parcels
-            await self._stage(data)
-
-    async def _ask_for_restart(self) -> None:
-        raise NotImplementedError
+            of = partition, attempt = origin(input_id)
+            parts, lengths = np.array([part], dtype=np.uint32), np.array([table.num_rows], dtype=np.uint64)
+            shard = Shard(input_id, table, parts, lengths)
+            first_id = shard_id(partition, attempt, epoch)
+            numbers[of] = await self._resender.send(shard, target, first_id, numbers.get(of, first), first + NUMBERS)
 
 
 def _by_input(pieces: list[Piece]) -> list[tuple[int, pa.Table]]:

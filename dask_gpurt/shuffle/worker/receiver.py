@@ -1,24 +1,22 @@
-"""What other workers have for a run: messages are checked, taken apart and stored, each shard once.
+"""Take in what other workers have for a run: messages are checked, taken apart and stored, each shard once.
 
 Invariants
 - A shard (one input for one worker, or a cut of it, see `message_cut`) travels in one message, whole. `_arrivals` has
-  its input id from the moment it came; a second copy (a resend after a lost acknowledgement, a transfer task that ran
-  twice) waits for the first and is dropped. Race: (1) a message waits in `put`; (2) its comm breaks, the sender
-  resends; (3) were the copy acknowledged at once, the barrier could pass and an output be assembled before (1) is
-  stored.
+  its id from the moment it came. A second copy (a resend after a lost acknowledgement, a transfer task that ran twice)
+  waits for the first and is dropped. Race: (1) a message waits in `put`; (2) its comm breaks, the sender resends; (3)
+  were the copy acknowledged at once, the barrier could pass and an output be assembled before (1) is stored.
 - Shards with few rows per output wait in `_few` until they are worth a merge (see `coalesce`), at most `MERGE_BYTES` of
-  them. They are acknowledged before: the first `_take`, which is after the barrier, stores the last of them and waits
-  for merges under way, so no output is assembled without them.
+  them. They are acknowledged before that. `settle` stores the last of them and waits for merges under way; it comes
+  before every `take`, so no output is assembled without them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import time
 import traceback
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dask_gpurt.errors import WireError
 from dask_gpurt.memory.malloc import heap
@@ -27,48 +25,68 @@ from dask_gpurt.shuffle.rows import coalesce, wire
 from dask_gpurt.shuffle.rows.partition import SHARD_BYTES
 from dask_gpurt.shuffle.rows.received_chunk import ReceivedChunk
 from dask_gpurt.shuffle.transport.link import records
-from dask_gpurt.shuffle.worker.sender import Message, SendingRun
+from dask_gpurt.shuffle.worker.executor import submit
+from dask_gpurt.shuffle.worker.message import Message
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
-    from concurrent.futures import ThreadPoolExecutor
 
     import pyarrow as pa
 
     from dask_gpurt.model import ShardStore
+    from dask_gpurt.shuffle.counters import ShuffleCounters
     from dask_gpurt.shuffle.rows.partition import Shard
+    from dask_gpurt.shuffle.rows.slices import Piece
+    from dask_gpurt.shuffle.transport.link.records import RunKey
+    from dask_gpurt.shuffle.worker.host import RunHost
 
 #: messages of this many bytes or more are checked in a thread
 OFFLOAD_BYTES = 1 << 18
-#: shards with few rows per output are merged when they are so many bytes
+#: bytes of shards with few rows per output that are worth a merge
 MERGE_BYTES = 1 << 23
 
 
-def submit(executor: ThreadPoolExecutor, function: Callable[[], object]) -> None:
-    """Run a function in a thread of the worker, now or later."""
-    # The worker's pool may be shut down already when it closes with runs open; its memory goes with it.
-    with contextlib.suppress(RuntimeError):
-        executor.submit(function)
+class CreditBook(Protocol):
+    """Credit of messages that come by distributed's comms; see `transport.plane.Plane`."""
+
+    def arrive(self, key: RunKey, sender: str, nbytes: int) -> Callable[[], None]:
+        """A message came; returns what to call when it is stored."""
+
+    def granted(self, key: RunKey, sender: str) -> int:
+        """Bytes that a sender may have sent, in all."""
 
 
-class ReceivingRun(SendingRun):
-    """The part of a run that receives.
+class Receiver:
+    """Receives for one run. All on the event loop, but `unpack`.
 
     Parameters
     ----------
+    host
+        The run.
+    key
+        Of the run, on the plane.
     store
-        Where received shards wait for their outputs.
+        Where shards wait for their outputs.
+    credit
+        Whom to tell of messages by distributed's comms.
+    counters
+        What was received and stored.
     """
 
-    def __init__(self, *, store: ShardStore, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self._store = store
-        self._key: Hashable = (self.id, self.run_id)
-        #: input id -> None once stored here, else what to wait for
+    def __init__(
+        self, host: RunHost, *, key: RunKey, store: ShardStore, credit: CreditBook, counters: ShuffleCounters
+    ) -> None:
+        self._host, self._key = host, key
+        self._store, self._credit = store, credit
+        self._counters = counters
+        self._store_key: Hashable = (host.id, host.run_id)
+        #: bytes of all messages
+        self.received_bytes = 0
+        #: id of a shard -> None once it is stored here, else what to wait for
         self._arrivals: dict[int, asyncio.Future[None] | None] = {}
         #: schemas received, by key
         self._schemas: dict[int, pa.Schema] = {}
-        #: shards with few rows per output that wait to be merged; stored by the first `take` at the latest
+        #: shards with few rows per output that wait to be merged
         self._few: list[Shard] = []
         self._few_bytes = 0
         self._merging = asyncio.Lock()
@@ -79,29 +97,31 @@ class ReceivingRun(SendingRun):
         Raises
         ------
         WireError
+            It does not parse, is of another run, or fails a checksum.
         """
-        return wire.unpack(frames, self._tag, self.run_id, self._schemas)
+        return wire.unpack(frames, self._key.tag, self._key.run_id, self._schemas)
 
     async def accept(self, shards: list[Shard], nbytes: int) -> None:
-        """Store the shards of a message that a transport brought; returns when they are stored."""
-        self.raise_if_closed()
+        """Store the shards of a message of `nbytes`; returns when they are stored."""
+        self._host.raise_if_closed()
         self._counters.add(messages_received=1, bytes_received=nbytes)
-        self.total_recvd += nbytes
-        await self._keep(shards, nbytes)
+        self.received_bytes += nbytes
+        await self.keep(shards, nbytes)
 
-    async def _receive_message(self, message: Message) -> dict[str, Any]:
-        self.raise_if_closed()
+    async def receive(self, message: Message) -> dict[str, Any]:
+        """Store a message that came by distributed's comms; returns the answer."""
+        self._host.raise_if_closed()
         if not isinstance(message, Message):
             raise TypeError(
-                f"{self} received a {type(message).__name__}, must be a Message. Remedy: run one version of dask-gpurt "
-                "on all workers"
+                f"{self._host} received a {type(message).__name__}, must be a Message. Remedy: run one version of "
+                "dask-gpurt on all workers"
             )
-        stored = self._plane.arrive(self._run_key, message.sender, records.message_bytes(message.frames))
+        stored = self._credit.arrive(self._key, message.sender, records.message_bytes(message.frames))
         try:
             if message.nbytes < OFFLOAD_BYTES:
                 shards = self.unpack(message.frames)
             else:
-                shards = await self.offload(self.unpack, message.frames)
+                shards = await self._host.offload(self.unpack, message.frames)
             await self.accept(shards, message.nbytes)
         except WireError as e:
             self._counters.add(messages_received=1, bytes_received=message.nbytes, refused=1)
@@ -110,9 +130,9 @@ class ReceivingRun(SendingRun):
         finally:
             stored()
         # The credit that this message has given back.
-        return {"status": "OK", "granted": self._plane.granted(self._run_key, message.sender)}
+        return {"status": "OK", "granted": self._credit.granted(self._key, message.sender)}
 
-    async def _keep(self, shards: list[Shard], nbytes: int) -> None:
+    async def keep(self, shards: list[Shard], nbytes: int) -> None:
         """Store shards that are new; return when every one of them, and every earlier copy of it, is stored."""
         fresh = [s for s in shards if s.input_id not in self._arrivals]
         earlier = {f for s in shards if (f := self._arrivals.get(s.input_id)) is not None}
@@ -123,18 +143,40 @@ class ReceivingRun(SendingRun):
         for future in earlier:
             await asyncio.shield(future)
 
+    def is_stored(self, shard_id: int) -> bool:
+        """Whether a shard is stored, or waits to be merged."""
+        return self._arrivals.get(shard_id, self) is None
+
+    async def settle(self) -> None:
+        """Store what waits to be merged, and wait for a merge under way."""
+        if self._few or self._merging.locked():
+            await self._merge()
+
+    async def take(self, part: int) -> list[list[Piece]]:
+        """Remove and return the pieces of an output, by chunk. `settle` first.
+
+        Raises
+        ------
+        LostData
+            Some of them could not be read back.
+        """
+        return await self._store.take(self._store_key, part)
+
+    def drop(self) -> None:
+        """Forget all rows: the run closes. What waits in the store for room ends."""
+        self._few.clear()
+        self._store.drop(self._store_key)
+
     async def _put(self, shards: list[Shard], nbytes: int | None) -> None:
         few = [s for s in shards if coalesce.worth(s)]
-        if len(few) == len(shards):
-            self._few += few
-            self._few_bytes += sum(s.nbytes for s in few) if nbytes is None else nbytes
-            for s in few:
-                self._arrivals[s.input_id] = None
-                self.received.add(s.input_id)
-            if self._few_bytes >= MERGE_BYTES:
-                await self._merge()
+        if len(few) < len(shards):
+            await self._store_shards(shards, nbytes)
             return
-        await self._store_shards(shards, nbytes)
+        self._few += few
+        self._few_bytes += sum(s.nbytes for s in few) if nbytes is None else nbytes
+        self._arrivals.update((s.input_id, None) for s in few)
+        if self._few_bytes >= MERGE_BYTES:
+            await self._merge()
 
     async def _merge(self) -> None:
         """Store what waits to be merged; returns when it, and what another call was about to store, is stored."""
@@ -143,10 +185,9 @@ class ReceivingRun(SendingRun):
             if not few:
                 return
             try:
-                shards = await self.offload(coalesce.merged, few)
+                shards = await self._host.offload(coalesce.merged, few)
             except Exception as e:
-                if not self.closed:
-                    self._exception = e
+                self._host.fail(e)
                 raise
             few.clear()
             for shard in shards:
@@ -160,29 +201,26 @@ class ReceivingRun(SendingRun):
         if small:
             chunks.append(ReceivedChunk(small, None if large else nbytes))
         stored: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        for s in shards:
-            self._arrivals[s.input_id] = stored
+        self._arrivals.update((s.input_id, stored) for s in shards)
         start = time.perf_counter()
         kept = 0
         try:
             while chunks:
                 chunk = chunks.pop()
-                if not await self._store.put(self._key, chunk.chunk_id, chunk):
+                if not await self._store.put(self._store_key, chunk.chunk_id, chunk):
                     # Ids are new by `_arrivals`, so the run was dropped.
-                    self.raise_if_closed()
-                    raise seam.ShuffleClosedError(f"{self} was dropped by its store")
+                    self._host.raise_if_closed()
+                    raise seam.ShuffleClosedError(f"{self._host} was dropped by its store")
                 kept += 1
         except BaseException as e:
             for s in shards:
                 self._arrivals.pop(s.input_id, None)
             stored.set_exception(e if isinstance(e, Exception) else seam.ShuffleClosedError(repr(e)))
-            stored.exception()  # retrieved: nobody need wait for it
-            if isinstance(e, Exception) and not self.closed:
-                self._exception = e
+            stored.exception()  # retrieved: perhaps nothing waits for it
+            if isinstance(e, Exception):
+                self._host.fail(e)
             raise
-        for s in shards:
-            self._arrivals[s.input_id] = None
-            self.received.add(s.input_id)
+        self._arrivals.update((s.input_id, None) for s in shards)
         stored.set_result(None)
         self._counters.add(chunks=kept, seconds_put=time.perf_counter() - start)
-        heap.look(functools.partial(submit, self.executor))
+        heap.look(functools.partial(submit, self._host.executor))

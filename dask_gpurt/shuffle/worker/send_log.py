@@ -1,9 +1,13 @@
-"""What one worker has split in one run, and what it retains of it to send it again; see `recovery`.
+"""What one worker has split in one run, and what it retains of it to send it again; see `protocol.recovery`.
+
+A `SendLog` is told of every input before it is sent (`ran`) and of every amendment (`amend`, which returns what has to
+be sent again). It says which inputs the worker vouches for (`vouches`, `vouched`). What the logs of a worker retain is
+bounded by its `RetainBudget`.
 
 Invariants
-- An entry's rows are under the address of the worker that is to have them; `own` is what this worker has for itself.
-- What is retained of an entry is all of what it sent, or nothing; the same goes for its own rows. An entry that is to
-  send what it did not retain is forgotten: its input is split again.
+- An input's rows are under the address of the worker that is to have them; `own` is what this worker has for itself.
+- What is retained of an input is all of what was sent, or nothing; the same goes for own rows. An input of which rows
+  are needed that were not retained is forgotten: it is split again.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ if TYPE_CHECKING:
 
 S = TypeVar("S")
 
-#: share of the budget for rows that a worker had for itself: they are needed only for outputs that are made twice
+#: share of the budget for own rows: they are needed only for outputs that are made twice
 OWN_SHARE = 0.25
 
 
@@ -39,36 +43,45 @@ class _Input(Generic[S]):
 
 
 @dataclasses.dataclass
-class Budget:
+class RetainBudget:
     """Bytes that all runs of one worker may retain together."""
 
     limit_bytes: int
     used_bytes: int = 0
     #: of them, what workers had for themselves
     own_bytes: int = 0
-    #: ledgers of runs whose outputs here were all made: they are the first to give way, the oldest first
-    idle: dict[Ledger[Any], None] = dataclasses.field(default_factory=dict)
+    #: logs of runs whose outputs here were all made: they are the first to give way, the oldest first
+    idle: dict[SendLog[Any], None] = dataclasses.field(default_factory=dict)
 
 
-class Ledger(Generic[S]):
-    """The inputs that one worker has split in one run, and what it retains of them.
+class SendLog(Generic[S]):
+    """The inputs that one worker has split in one run, and what it retains of them. On the event loop.
 
     Parameters
     ----------
     budget
-        Of what is retained. Where it is short, first go idle runs, then own rows of this run, then its oldest inputs.
+        Of what is retained. When it is short, idle runs give way first, then own rows of this run, then its oldest
+        inputs.
     parted
-        (rows of some outputs, the rest) of a shard; only called when outputs are void or bound late.
+        Divides a shard into (rows of some outputs, the rest); called only when outputs are void or bound late.
+    epoch
+        Of the latest amendment.
+    lost
+        Addresses of the workers that were lost so far.
     """
 
     def __init__(
-        self, budget: Budget, parted: Callable[[S, Collection[int]], tuple[list[S], list[S]]] | None = None
+        self,
+        budget: RetainBudget,
+        parted: Callable[[S, Collection[int]], tuple[list[S], list[S]]] | None = None,
+        epoch: int = 0,
+        lost: Iterable[str] = (),
     ) -> None:
         self.budget = budget
         self._parted = parted
-        self.epoch = 0
-        #: addresses
-        self.lost: set[str] = set()
+        self.epoch = epoch
+        #: addresses; stays the same set
+        self.lost = set(lost)
         self._inputs: dict[int, _Input[S]] = {}
         #: inputs of which shards are retained, and of which own rows are, the oldest first
         self._kept: dict[int, None] = {}
@@ -84,7 +97,25 @@ class Ledger(Generic[S]):
         own: Sequence[S] = (),
         own_nbytes: int = 0,
     ) -> None:
-        """An input was split; `sent` are the shards for others, of `nbytes` in all, `own` those of this worker."""
+        """Enter an input that was split.
+
+        Parameters
+        ----------
+        partition
+            Its number.
+        key
+            Of the task that split it.
+        attempt
+            Epoch in which it was split.
+        sent
+            (address, shard) for other workers.
+        nbytes
+            Bytes of these shards.
+        own
+            Shards of this worker itself.
+        own_nbytes
+            Bytes of these.
+        """
         self._forget(partition)
         entry = _Input(key, attempt, sent, nbytes, list(own), own_nbytes, {address for address, _ in sent})
         self._inputs[partition] = entry
@@ -118,17 +149,21 @@ class Ledger(Generic[S]):
     ) -> list[tuple[int, int, S]]:
         """Enter an amendment; returns (partition, attempt, shard) of what has to be sent again.
 
-        That is what the lost workers had been sent, and the rows of void outputs. Told twice, the second time has
+        That is what the lost workers had been sent, and the rows of void outputs. The same amendment a second time has
         nothing to send. Inputs whose rows were not retained are forgotten.
 
         Parameters
         ----------
+        epoch
+            Number of the amendment.
+        lost
+            Addresses of lost workers.
         void
-            Outputs whose rows are sent again, whoever had them.
+            Outputs all of whose rows are sent again.
         owners
-            Those who had them.
+            Addresses of the workers that had these rows.
         mine
-            Whether this worker is one.
+            Whether this worker is one of them.
         """
         if epoch <= self.epoch:
             return []
@@ -164,12 +199,16 @@ class Ledger(Generic[S]):
         return self._parted(shard, parts) if self._parted is not None and parts else ([], [shard])
 
     def bound(self, parts: Collection[int], source: str, target: str, own: bool) -> None:
-        """Outputs go from one worker to another, which hands over what it has.
+        """Enter outputs that one worker hands over to another.
 
         Parameters
         ----------
+        parts
+            The outputs.
+        source, target
+            Addresses of the old and the new owner.
         own
-            This worker is the source.
+            Whether this worker is the source.
         """
         for entry in self._inputs.values():
             if own:
@@ -177,7 +216,7 @@ class Ledger(Generic[S]):
                 if entry.own is None or entry.sent is None:
                     entry.unkept.add(target)
                     continue
-                # Charged with what was sent from now on: there is no telling how much of it moves.
+                # Charged with what was sent from now on: how much of it moves is not known.
                 self.budget.own_bytes -= entry.own_nbytes
                 entry.nbytes, entry.own_nbytes = entry.nbytes + entry.own_nbytes, 0
                 split = [self._of(shard, parts) for shard in entry.own]
@@ -197,7 +236,19 @@ class Ledger(Generic[S]):
         return [*((address, one) for one in rest), *((target, one) for one in mine)]
 
     def rerouted(self, partition: int, address: str, shard: S, own: bool) -> None:
-        """Where a shard that `amend` gave belongs now; `own`: to this worker itself."""
+        """Enter where a shard that `amend` returned belongs now.
+
+        Parameters
+        ----------
+        partition
+            Its input.
+        address
+            Of its new owner.
+        shard
+            Its rows.
+        own
+            Whether this worker is the new owner.
+        """
         entry = self._inputs[partition]
         if own:
             if entry.own is not None:
@@ -214,7 +265,7 @@ class Ledger(Generic[S]):
         return [(partition, entry.attempt, entry.key) for partition, entry in self._inputs.items()]
 
     def idle(self, idle: bool) -> None:
-        """Whether this worker has made all of its outputs."""
+        """Enter whether this worker has made all of its outputs."""
         if idle:
             self.budget.idle[self] = None
         else:

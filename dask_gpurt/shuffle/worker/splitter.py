@@ -1,11 +1,11 @@
-"""Split one input partition for its owners; in a task's thread."""
+"""Split one input partition for the owners of its rows, in the thread of its task."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
 import traceback
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
@@ -14,73 +14,113 @@ from dask_gpurt.shuffle.protocol.histogram import Histogram
 from dask_gpurt.shuffle.protocol.recovery import CUTS, shard_id
 from dask_gpurt.shuffle.rows import wire
 from dask_gpurt.shuffle.rows.message_cut import cut
-from dask_gpurt.shuffle.rows.partition import split
-from dask_gpurt.shuffle.worker.amendment import Outgoing
-from dask_gpurt.shuffle.worker.sender import SendingRun
+from dask_gpurt.shuffle.rows.partition import Shard, split
+from dask_gpurt.shuffle.worker.message import Outgoing
+
+if TYPE_CHECKING:
+    from dask_gpurt.shuffle.counters import ShuffleCounters
+    from dask_gpurt.shuffle.worker.host import RunHost
+    from dask_gpurt.shuffle.worker.owners import Owners
+    from dask_gpurt.shuffle.worker.send_log import SendLog
 
 
-class SplittingRun(SendingRun):
-    """The part of a run that splits."""
+class Splitter:
+    """Splits the inputs of one run, and counts the rows of its outputs.
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self._histogram = Histogram(max(self._worker_for, default=-1) + 1)
+    Parameters
+    ----------
+    host
+        The run.
+    owners
+        The layout to split by.
+    log
+        The epoch that the layout is of.
+    column
+        Name of the column of output ids.
+    drop_column
+        Whether outputs are without it.
+    cut_bytes
+        Bytes of a shard that travels in one message, at most.
+    counters
+        `inputs`, `skew_unknown` and the seconds of both steps.
+    """
 
-    def add_partition(self, data: pd.DataFrame, partition_id: int, **kwargs: Any) -> int:
-        # As inherited, with a cheaper way to the event loop.
-        self.raise_if_closed()
-        if self.transferred:
-            raise RuntimeError(f"Cannot add more partitions to {self}")
-        self.validate_data(data)
-        with self._capture_metrics("foreground"):
-            with (
-                seam.context_meter.meter("p2p-shard-partition-noncpu"),
-                seam.context_meter.meter("p2p-shard-partition-cpu", func=seam.thread_time),
-            ):
-                shards = self._shard_partition(data, partition_id)
-            seam.sync(self._loop, self._write_to_comm, shards)
-        return self.run_id
+    def __init__(
+        self,
+        host: RunHost,
+        *,
+        owners: Owners,
+        log: SendLog[Shard],
+        column: str,
+        drop_column: bool,
+        cut_bytes: int,
+        counters: ShuffleCounters,
+    ) -> None:
+        self._host = host
+        self._owners, self._log = owners, log
+        self._column, self._drop_column = column, drop_column
+        self._cut_bytes = cut_bytes
+        self._counters = counters
+        #: rows of each output in the inputs that were split here
+        self.histogram = Histogram(max(owners.worker_for, default=-1) + 1)
 
-    def _shard_partition(self, data: pd.DataFrame, partition_id: int, **kwargs: Any) -> dict[str, Any]:
+    def split(self, data: pd.DataFrame, partition: int) -> Outgoing:
+        """Split an input and make its shards ready to be sent.
+
+        Raises
+        ------
+        TypeError
+            It is not a pandas frame.
+        OverflowError
+            It is more messages for one worker than there are ids.
+        """
         if not isinstance(data, pd.DataFrame):
             raise TypeError(
-                f"input partition {partition_id} of shuffle {self.id} is a {type(data).__module__}."
+                f"input partition {partition} of shuffle {self._host.id} is a {type(data).__module__}."
                 f"{type(data).__name__}, its meta is a pandas.DataFrame. Remedy: make partitions and meta agree"
             )
         start = time.perf_counter()
-        out = Outgoing()
-        # Before the layout: an amendment in between is then found out.
-        out.attempt = self._ledger.epoch
-        out.partition, out.key, out.sent, out.own = partition_id, seam.this_key(), [], []
-        first_id = shard_id(partition_id, out.attempt, out.attempt)
-        shards = list(split(data, self.column, self.drop_column, first_id, self._layout))
-        largest, rows = self._histogram.add(shard for _, shard in shards)
+        # The epoch is read before the layout: so an amendment in between is noticed when the input is sent.
+        out = Outgoing(partition, seam.this_key(), self._log.epoch)
+        first_id = shard_id(partition, out.attempt, out.attempt)
+        shards = list(split(data, self._column, self._drop_column, first_id, self._owners.layout))
+        self._count(data, shards)
+        middle = time.perf_counter()
+        nbytes = self._encode(shards, first_id, out)
+        self._counters.add(inputs=1, seconds_partition=middle - start, seconds_encode=time.perf_counter() - middle)
+        seam.context_meter.digest_metric("p2p-shards", nbytes, "bytes")
+        seam.context_meter.digest_metric("p2p-shards", len(out.parcels) + bool(out.own), "count")
+        return out
+
+    def _count(self, data: pd.DataFrame, shards: list[tuple[str, Shard]]) -> None:
+        largest, rows = self.histogram.add(shard for _, shard in shards)
         try:
-            self._histogram.look(data, self.column, largest, rows)
+            self.histogram.look(data, self._column, largest, rows)
         except Exception:
-            # A user's own type that can not be counted. What is said of the skew then names no value.
+            # A user's own type that cannot be counted: a report of the skew then names no value.
             self._counters.add(skew_unknown=1)
             self._counters.last_error = traceback.format_exc()
-        middle = time.perf_counter()
+
+    def _encode(self, shards: list[tuple[str, Shard]], first_id: int, out: Outgoing) -> int:
+        """Cut and encode the shards for other workers; returns their bytes."""
         schema = None
         nbytes = 0
         for address, shard in shards:
-            mine = out.setdefault(address, [])
             # Every shard and every cut of one has an id of its own; they sort by input first.
-            shard = dataclasses.replace(shard, input_id=first_id + len(mine))
-            if address == self.local_address:
-                mine.append(shard)
-                out.own.append(shard)
+            if address == self._host.local_address:
+                out.own.append(dataclasses.replace(shard, input_id=first_id + len(out.own)))
                 continue
+            parcels = out.parcels.setdefault(address, [])
+            shard = dataclasses.replace(shard, input_id=first_id + len(parcels))
             schema = schema or wire.schema_bytes(shard.table.schema)
             out.sent.append((address, shard))
             for piece in cut(shard, self._cut_bytes):
                 parcel = wire.encode(piece, schema)
-                mine.append(parcel)
+                parcels.append(parcel)
                 nbytes += parcel.nbytes
-        if max(map(len, out.values()), default=0) > CUTS:
-            raise OverflowError(f"input partition {partition_id} of {self} is more than {CUTS} messages for one worker")
-        self._counters.add(inputs=1, seconds_partition=middle - start, seconds_encode=time.perf_counter() - middle)
-        seam.context_meter.digest_metric("p2p-shards", nbytes, "bytes")
-        seam.context_meter.digest_metric("p2p-shards", len(out), "count")
-        return out
+        if max(len(out.own), *map(len, out.parcels.values()), 0) > CUTS:
+            raise OverflowError(
+                f"input partition {out.partition} of {self._host} is more than {CUTS} messages for one worker. "
+                "Remedy: use smaller input partitions"
+            )
+        return nbytes

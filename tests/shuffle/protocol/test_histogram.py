@@ -9,7 +9,7 @@ import pytest
 from distributed.utils_test import gen_cluster
 
 from dask_gpurt.shuffle.protocol.histogram import Histogram, add_up, skewed, value_behind
-from dask_gpurt.shuffle.rows.partition import Layout, split
+from dask_gpurt.shuffle.rows.partition import OutputLayout, split
 from tests.shuffle.helpers import taken_over, until
 
 
@@ -20,7 +20,7 @@ def uneven(i: int, n: int = 8000) -> pd.DataFrame:
 
 
 def test_rows_are_added_up_over_inputs_and_workers():
-    layout = Layout(dict.fromkeys(range(5), "w"))
+    layout = OutputLayout(dict.fromkeys(range(5), "w"))
     told = []
     for worker in range(2):
         histogram = Histogram(5)

@@ -10,7 +10,7 @@ import pytest
 from dask_gpurt.errors import WireError
 from dask_gpurt.shuffle.protocol import messages
 from dask_gpurt.shuffle.protocol.recovery import State
-from dask_gpurt.shuffle.worker.run import _ANSWERS
+from dask_gpurt.shuffle.worker.amendment import Amendment
 
 EXAMPLES = [
     messages.Amend(3, ("tcp://a",), {0: "tcp://b", 7: "tcp://c"}, {7: 2}, {7: "tcp://b"}, None),
@@ -49,7 +49,7 @@ def test_they_come_back_as_they_were(message):
 
 
 def test_every_message_is_answered():
-    assert set(_ANSWERS) == set(messages.MESSAGES.values())
+    assert {*Amendment.ANSWERS, messages.AskHistogram} == set(messages.MESSAGES.values())
     assert {messages.MESSAGES[kind].HEAD[messages.KIND] for kind in messages.MESSAGES} == set(messages.MESSAGES)
 
 

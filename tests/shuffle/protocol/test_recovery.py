@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dask_gpurt.shuffle.protocol.recovery import CUTS, Validity, agreed, origin, reassign, shard_id, undone
-from dask_gpurt.shuffle.worker.send_log import Budget, Ledger
+from dask_gpurt.shuffle.worker.send_log import RetainBudget, SendLog
 from tests.shuffle.afterwards import Afterwards
 from tests.shuffle.protocol.worlds import World
 
@@ -43,7 +43,7 @@ def test_undone():
 
 
 def test_the_ledger_gives_what_the_lost_worker_had_once():
-    ledger: Ledger[str] = Ledger(Budget(100))
+    ledger: SendLog[str] = SendLog(RetainBudget(100))
     ledger.ran(0, "t0", 0, [("x", "0x"), ("y", "0y")], 20)
     ledger.ran(1, "t1", 0, [("y", "1y")], 10)
     ledger.ran(2, "t2", 0, [], 0)
@@ -55,7 +55,7 @@ def test_the_ledger_gives_what_the_lost_worker_had_once():
 
 
 def test_the_budget_drops_the_oldest_and_they_are_forgotten_when_needed():
-    ledger: Ledger[str] = Ledger(Budget(25))
+    ledger: SendLog[str] = SendLog(RetainBudget(25))
     for i in range(4):
         ledger.ran(i, f"t{i}", 0, [("x", f"{i}x")], 10)
     assert ledger.budget.used_bytes == 20
@@ -76,7 +76,7 @@ def numbers(shard: str, parts) -> tuple[list[str], list[str]]:
 
 
 def test_rows_of_void_outputs_are_sent_again_by_who_had_them_and_by_their_owner():
-    ledger: Ledger[str] = Ledger(Budget(100), numbers)
+    ledger: SendLog[str] = SendLog(RetainBudget(100), numbers)
     ledger.ran(0, "t0", 0, [("x", "12"), ("y", "34")], 20, ["56"], 10)
     assert ledger.amend(1, [], {1}, {"x"}) == [(0, 0, "1")]
     ledger.rerouted(0, "x", "1", own=False)
@@ -93,7 +93,7 @@ def test_rows_of_void_outputs_are_sent_again_by_who_had_them_and_by_their_owner(
 
 
 def test_own_rows_give_way_first_and_are_missed_only_when_they_are_void():
-    ledger: Ledger[str] = Ledger(Budget(40), numbers)
+    ledger: SendLog[str] = SendLog(RetainBudget(40), numbers)
     ledger.ran(0, "t0", 0, [("x", "1")], 10, ["5"], 10)
     ledger.ran(1, "t1", 0, [("x", "2")], 10, ["6"], 4)
     assert (ledger.budget.used_bytes, ledger.budget.own_bytes) == (24, 4)  # a quarter for them
@@ -107,9 +107,9 @@ def test_own_rows_give_way_first_and_are_missed_only_when_they_are_void():
 
 
 def test_a_run_whose_outputs_were_made_gives_way_to_others():
-    budget = Budget(25)
-    first: Ledger[str] = Ledger(budget)
-    second: Ledger[str] = Ledger(budget)
+    budget = RetainBudget(25)
+    first: SendLog[str] = SendLog(budget)
+    second: SendLog[str] = SendLog(budget)
     first.ran(0, "t0", 0, [("x", "1")], 20)
     first.idle(True)
     second.ran(0, "t0", 0, [("x", "2")], 20)

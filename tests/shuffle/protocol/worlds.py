@@ -24,7 +24,7 @@ from dask_gpurt.shuffle.protocol.recovery import (
     too_narrow,
     undone,
 )
-from dask_gpurt.shuffle.worker.send_log import Budget, Ledger
+from dask_gpurt.shuffle.worker.send_log import RetainBudget, SendLog
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -40,7 +40,7 @@ class Worker:
 
     def __init__(self, name: str, world: World) -> None:
         self.name, self.world = name, world
-        self.ledger: Ledger[tuple[int, ...]] = Ledger(Budget(world.budget), parted)
+        self.ledger: SendLog[tuple[int, ...]] = SendLog(RetainBudget(world.budget), parted)
         self.counting = Counting(world.opened, world.validity, dict(world.state.bound))
         #: (epoch, output, new owner, its place among the moves) that this worker has to hand over
         self.giving: list[tuple[int, int, str, int]] = []

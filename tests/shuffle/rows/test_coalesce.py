@@ -9,13 +9,13 @@ import pytest
 from dask_gpurt.errors import CorruptData
 from dask_gpurt.shuffle.rows import coalesce
 from dask_gpurt.shuffle.rows.assemble import Assembler
-from dask_gpurt.shuffle.rows.partition import Layout, Shard, split
+from dask_gpurt.shuffle.rows.partition import OutputLayout, Shard, split
 from dask_gpurt.shuffle.rows.received_chunk import ReceivedChunk
 from tests.shuffle.helpers import mixed, same
 
 SIMPLE = ["k", "i8", "u2", "f4", "b", "text", "text2", "ns", "td"]
 HARD = ["f8", "obj", "bytes", "I8", "F8", "B", "ns", "us", "tz", "date", "dec", "list", "arrow", "period", "interval"]
-LAYOUT = Layout(dict.fromkeys(range(50), "a"))
+LAYOUT = OutputLayout(dict.fromkeys(range(50), "a"))
 
 
 def frame(i: int, columns: list[str] = SIMPLE, n: int = 60) -> pd.DataFrame:

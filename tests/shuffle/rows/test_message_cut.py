@@ -9,14 +9,14 @@ import pytest
 
 from dask_gpurt.shuffle.rows import wire
 from dask_gpurt.shuffle.rows.message_cut import ID_STEP, cut
-from dask_gpurt.shuffle.rows.partition import Layout, Shard, split
+from dask_gpurt.shuffle.rows.partition import OutputLayout, Shard, split
 from dask_gpurt.shuffle.rows.received_chunk import ReceivedChunk
 from tests.shuffle.helpers import mixed
 
 
 def shard_of(df: pd.DataFrame, parts: int = 7) -> Shard:
     data = df.assign(_partitions=np.random.default_rng(1).integers(0, parts, len(df)))
-    ((_, shard),) = split(data, "_partitions", True, 5 * ID_STEP, Layout(dict.fromkeys(range(parts), "w")))
+    ((_, shard),) = split(data, "_partitions", True, 5 * ID_STEP, OutputLayout(dict.fromkeys(range(parts), "w")))
     return shard
 
 

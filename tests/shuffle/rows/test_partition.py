@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dask_gpurt.shuffle.rows.partition import SHARD_BYTES, SHARDS, Layout, Shard, _cuts, locate, split
+from dask_gpurt.shuffle.rows.partition import SHARD_BYTES, SHARDS, OutputLayout, Shard, _cuts, locate, split
 from tests.shuffle.helpers import mixed
 
 
@@ -42,7 +42,7 @@ def test_equals_groupby_in_order(case):
     worker_for, ids = case
     df = pd.DataFrame({"p": ids, "v": np.arange(len(ids))}, index=pd.Index(np.arange(len(ids)) * 2, name="idx"))
     got = {}
-    for address, shard in split(df, "p", True, 3, Layout(worker_for)):
+    for address, shard in split(df, "p", True, 3, OutputLayout(worker_for)):
         assert shard.input_id == 3
         for part, rows in parts_of(shard).items():
             assert worker_for[part] == address
@@ -55,7 +55,7 @@ def test_equals_groupby_in_order(case):
 
 @pytest.mark.parametrize("n", [1, 254, 255, 256, 65535, 65536, 70000])
 def test_code_width_never_wraps(n):
-    layout = Layout({p: f"w{p % 3}" for p in range(n)})
+    layout = OutputLayout({p: f"w{p % 3}" for p in range(n)})
     ids = np.array([0, n - 1, n // 2, n, n + 5, -1])
     codes = layout.codes(ids)
     assert layout.part_of[codes[:3]].tolist() == [0, n - 1, n // 2]
@@ -65,37 +65,37 @@ def test_code_width_never_wraps(n):
 @pytest.mark.filterwarnings("ignore:You are merging on int and float")
 def test_ids_out_of_range_and_missing_are_dropped_as_by_a_merge():
     df = pd.DataFrame({"p": [1.0, np.nan, 2.5, 0.0, 7.0, -1.0, 1.0], "v": range(7)})
-    rows = locate(df, "p", Layout({0: "a", 1: "b"}))
+    rows = locate(df, "p", OutputLayout({0: "a", 1: "b"}))
     assert df["v"].to_numpy()[rows.order].tolist() == [3, 0, 6]
     assert rows.offsets.tolist() == [0, 1, 3]
 
 
 def test_ids_that_do_not_merge_are_refused_as_by_stock():
     with pytest.raises(ValueError, match="merge"):
-        locate(pd.DataFrame({"p": ["a", "b"]}), "p", Layout({0: "a"}))
+        locate(pd.DataFrame({"p": ["a", "b"]}), "p", OutputLayout({0: "a"}))
 
 
 def test_frames_without_wanted_rows_give_nothing():
     df = pd.DataFrame({"p": [5, 5], "v": [1, 2]})
-    assert list(split(df, "p", True, 0, Layout({0: "a"}))) == []
-    assert list(split(df.iloc[:0], "p", True, 0, Layout({0: "a"}))) == []
+    assert list(split(df, "p", True, 0, OutputLayout({0: "a"}))) == []
+    assert list(split(df.iloc[:0], "p", True, 0, OutputLayout({0: "a"}))) == []
 
 
 @pytest.mark.parametrize("drop", [True, False])
 def test_drop_column(drop):
-    ((_, shard),) = split(pd.DataFrame({"p": [0, 0], "v": [1, 2]}), "p", drop, 0, Layout({0: "a"}))
+    ((_, shard),) = split(pd.DataFrame({"p": [0, 0], "v": [1, 2]}), "p", drop, 0, OutputLayout({0: "a"}))
     assert ("p" in shard.table.column_names) is not drop
 
 
 def test_what_stays_does_not_hold_what_goes():
     df = mixed(0, 5000).assign(p=np.arange(5000) % 100)
-    shards = dict(split(df, "p", True, 0, Layout({p: "one" if p == 0 else "rest" for p in range(100)})))
+    shards = dict(split(df, "p", True, 0, OutputLayout({p: "one" if p == 0 else "rest" for p in range(100)})))
     assert shards["one"].table.get_total_buffer_size() * 20 < shards["rest"].table.get_total_buffer_size()
 
 
 def test_categorical_indices_are_32_bits_and_values_stay():
     df = pd.DataFrame({"p": [0] * 4, "c": pd.Categorical(["a", None, "b", "a"], categories=["b", "a"], ordered=True)})
-    ((_, shard),) = split(df, "p", True, 0, Layout({0: "a"}))
+    ((_, shard),) = split(df, "p", True, 0, OutputLayout({0: "a"}))
     assert shard.table.schema.field("c").type.index_type == pa.int32()
     pd.testing.assert_frame_equal(shard.table.to_pandas(), df[["c"]])
 
@@ -104,7 +104,9 @@ def test_text_in_pieces_is_gathered_whole():
     text = pa.chunked_array([["a", "b"], ["c"], ["d", None]], type=pa.string())
     df = pd.DataFrame({"p": [1, 0, 1, 0, 1], "s": pd.Series(pd.array(text, dtype=pd.ArrowDtype(pa.string())))})
     got = {
-        p: r["s"].tolist() for _, s in split(df, "p", True, 0, Layout({0: "a", 1: "b"})) for p, r in parts_of(s).items()
+        p: r["s"].tolist()
+        for _, s in split(df, "p", True, 0, OutputLayout({0: "a", 1: "b"}))
+        for p, r in parts_of(s).items()
     }
     assert got[0] == ["b", "d"]
     assert got[1][:2] == ["a", "c"]
@@ -114,7 +116,7 @@ def test_text_in_pieces_is_gathered_whole():
 def test_large_shards_are_cut_by_outputs_and_hold_memory_of_their_own():
     n = 200_000
     df = pd.DataFrame({"p": np.arange(n) % 20, "a": np.arange(n), "b": np.arange(n) / 2})
-    layout = Layout({p: "one" if p < 10 else "two" for p in range(20)})
+    layout = OutputLayout({p: "one" if p < 10 else "two" for p in range(20)})
     shards = list(split(df, "p", True, 3, layout))
     assert [address for address, _ in shards] == ["one"] * 4 + ["two"] * 4
     assert np.concatenate([s.parts for _, s in shards]).tolist() == list(range(20))
@@ -140,6 +142,6 @@ def test_a_wide_frame_is_cut_to_several_shards():
     """Else all of it stays until the last output is made."""
     r = np.random.default_rng(0)
     df = pd.DataFrame({f"c{i}": r.random(5600) for i in range(200)}).assign(p=np.arange(5600) % 8)
-    shards = [shard for _, shard in split(df, "p", True, 0, Layout(dict.fromkeys(range(8), "a")))]
+    shards = [shard for _, shard in split(df, "p", True, 0, OutputLayout(dict.fromkeys(range(8), "a")))]
     assert len(shards) >= 3
     assert max(shard.nbytes for shard in shards) <= 0.4 * sum(shard.nbytes for shard in shards)

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.rows import arrow_buffers, gather, wire
 from dask_gpurt.shuffle.rows import assemble as assembling
-from dask_gpurt.shuffle.rows import received_chunk as chunks
 from dask_gpurt.shuffle.rows.assemble import Assembler
-from dask_gpurt.shuffle.rows.partition import Layout, split
+from dask_gpurt.shuffle.rows.partition import OutputLayout, split
 from dask_gpurt.shuffle.rows.received_chunk import ReceivedChunk
+from dask_gpurt.shuffle.rows.schema import known_schema
 from tests.shuffle.helpers import mixed
 
 STAMP = ["M8[s]", "M8[ms]", "M8[us]", "M8[ns]", "m8[s]", "m8[ns]"]
@@ -129,7 +129,7 @@ class General:
 
 
 def shuffled(frames, drop: bool, travel: str) -> dict[int, pd.DataFrame]:
-    layout = Layout({part: "a" if part % 2 else "b" for part in range(11)})
+    layout = OutputLayout({part: "a" if part % 2 else "b" for part in range(11)})
     shards = [s for i, df in enumerate(frames) for _, s in split(df, "p", drop, i, layout)]
     if not shards:
         return {}
@@ -181,7 +181,7 @@ def test_same_as_general(case):
 def test_same_schema_as_arrow_makes(case):
     seed, _, kinds, index, how, drop = case
     df = frame(seed, 30, kinds, index, how)
-    layout = Layout(dict.fromkeys(range(12), "a"))
+    layout = OutputLayout(dict.fromkeys(range(12), "a"))
     ((_, got),) = split(df, "p", drop, 0, layout)
     assert layout.schemas, "the short way was not taken"
     with General():
@@ -192,7 +192,9 @@ def test_same_schema_as_arrow_makes(case):
 
 def test_a_large_output_gives_its_pieces_back_as_it_is_built():
     frames = [frame(i, 40, ["i8", "f8", "full", "bool"], "range", "plain").assign(p=0) for i in range(6)]
-    chunks = [ReceivedChunk([s]) for i, df in enumerate(frames) for _, s in split(df, "p", True, i, Layout({0: "a"}))]
+    chunks = [
+        ReceivedChunk([s]) for i, df in enumerate(frames) for _, s in split(df, "p", True, i, OutputLayout({0: "a"}))
+    ]
     pieces = [piece for chunk in chunks for piece in chunk.get(0)]
     alive = [weakref.ref(chunk) for chunk in chunks]
     tables = [weakref.ref(rows.rows.views[0]) for _, rows in pieces]
@@ -262,7 +264,7 @@ def test_pieces_of_other_types_are_settled_as_before(changed):
 
 def test_meta_of_another_dtype_is_settled_as_before():
     frames = [frame(i, 40, ["i4", "str"], "i8", "plain") for i in range(2)]
-    layout = Layout(dict.fromkeys(range(12), "a"))
+    layout = OutputLayout(dict.fromkeys(range(12), "a"))
     chunk = ReceivedChunk([s for i, df in enumerate(frames) for _, s in split(df, "p", True, i, layout)])
     meta = frames[0].iloc[:0].drop(columns="p").astype({"c0": "f8", "c1": "string[pyarrow]"})
     got = Assembler(meta)(chunk.get(3))
@@ -290,7 +292,7 @@ def test_plain_frames_are_made_without_arrow():
 
 def test_columns_apart_are_those_of_the_table_or_not_used():
     df = frame(0, 40, ["i8", "full"], "range", "plain").assign(p=0)
-    ((_, shard),) = split(df, "p", True, 0, Layout({0: "a"}))
+    ((_, shard),) = split(df, "p", True, 0, OutputLayout({0: "a"}))
     assert shard.apart is not None
     assert shard.arrays is shard.apart[1]
     other = dataclasses.replace(shard, table=shard.table.slice(0, 5))
@@ -325,6 +327,6 @@ def test_views_of_text_are_let_go():
 def test_what_is_remembered_of_many_schemas_is_right():
     schemas = [pa.schema([(f"c{i}", pa.int64() if i % 2 else pa.large_string())]) for i in range(600)]
     for i, schema in enumerate(schemas):
-        assert chunks.known_schema(schema).schema == schema
-        assert chunks.known_schema(schema) is chunks.known_schema(schema)
+        assert known_schema(schema).schema == schema
+        assert known_schema(schema) is known_schema(schema)
         assert arrow_buffers.layouts_of(schema) == ((schema.field(0).type, (64, 0) if i % 2 else (0, 8)),)

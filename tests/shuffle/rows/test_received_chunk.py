@@ -8,8 +8,8 @@ import pytest
 
 from dask_gpurt.errors import CorruptData
 from dask_gpurt.model import Chunk
-from dask_gpurt.shuffle.rows.assemble import assemble
-from dask_gpurt.shuffle.rows.partition import Layout, split
+from dask_gpurt.shuffle.rows.assemble import Assembler
+from dask_gpurt.shuffle.rows.partition import OutputLayout, split
 from dask_gpurt.shuffle.rows.received_chunk import ReceivedChunk
 from tests.shuffle.helpers import mixed
 
@@ -19,7 +19,7 @@ def chunk(inputs=(3, 1), n=100, columns=None) -> ReceivedChunk:
     for i in inputs:
         df = mixed(i, n) if columns is None else mixed(i, n)[columns]
         df = df.assign(p=np.arange(n) % 5 + i)
-        shards += [s for _, s in split(df, "p", True, i, Layout(dict.fromkeys(range(20), "a")))]
+        shards += [s for _, s in split(df, "p", True, i, OutputLayout(dict.fromkeys(range(20), "a")))]
     return ReceivedChunk(shards)
 
 
@@ -38,13 +38,13 @@ def test_rows_may_lie_in_any_order_of_outputs():
     """As they do where the outputs are made in another order than that of their numbers."""
     order = [4, 0, 3, 1, 2]
     df = mixed(0, 100).assign(p=np.arange(100) % 5)
-    ((_, shard),) = split(df, "p", True, 7, Layout(dict.fromkeys(order, "a")))
+    ((_, shard),) = split(df, "p", True, 7, OutputLayout(dict.fromkeys(order, "a")))
     assert shard.parts.tolist() == order
     c = ReceivedChunk([shard])
-    want = ReceivedChunk([s for _, s in split(df, "p", True, 7, Layout(dict.fromkeys(range(5), "a")))])
+    want = ReceivedChunk([s for _, s in split(df, "p", True, 7, OutputLayout(dict.fromkeys(range(5), "a")))])
     meta = df.drop(columns="p").iloc[:0]
     for part in order:
-        pd.testing.assert_frame_equal(assemble(c.get(part), meta), assemble(want.get(part), meta))
+        pd.testing.assert_frame_equal(Assembler(meta)(c.get(part)), Assembler(meta)(want.get(part)))
     with pytest.raises(KeyError):
         c.get(5)
 
@@ -89,7 +89,7 @@ def test_decode_refuses_other_frames(damage):
 def test_two_schemas_that_differ_in_pandas_notes_only_stay_apart():
     a = pd.DataFrame({"p": [0], "x": pd.Series([1], dtype="int64")})
     b = pd.DataFrame({"p": [0], "x": pd.Series([1], dtype="int64[pyarrow]")})
-    shards = [s for i, df in enumerate((a, b)) for _, s in split(df, "p", True, i, Layout({0: "w"}))]
+    shards = [s for i, df in enumerate((a, b)) for _, s in split(df, "p", True, i, OutputLayout({0: "w"}))]
     c = ReceivedChunk(shards)
     got = c.shell().decode([bytes(f) for f in c.encode(0)])
     assert [str(t.table().to_pandas()["x"].dtype) for _, t in got] == ["int64", "int64[pyarrow]"]
@@ -100,7 +100,7 @@ def test_assembled_frames_do_not_hold_received_memory():
 
     c = chunk((3, 1, 2), n=20000, columns=["k", "f8", "text", "text2", "arrow", "I8"])
     meta = mixed(0, 2)[["k", "f8", "text", "text2", "arrow", "I8"]].iloc[:0]
-    frames = [assemble(c.get(part), meta) for part in (3, 4)]
+    frames = [Assembler(meta)(c.get(part)) for part in (3, 4)]
     nbytes = c.nbytes
     before = pa.total_allocated_bytes()
     del c
@@ -113,7 +113,7 @@ def test_assembled_frames_do_not_hold_received_memory():
 def test_assemble_orders_by_input_and_keeps_meta_for_nothing():
     c = chunk((3, 1), columns=["k"])
     meta = mixed(0, 2)[["k"]].iloc[:0]
-    df = assemble(c.get(4), meta)
+    df = Assembler(meta)(c.get(4))
     want = pd.concat([mixed(1, 100)[["k"]].iloc[3::5], mixed(3, 100)[["k"]].iloc[1::5]])
     pd.testing.assert_frame_equal(df, want)
-    pd.testing.assert_frame_equal(assemble([], meta), meta)
+    pd.testing.assert_frame_equal(Assembler(meta)([]), meta)

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from dask_gpurt.errors import WireError
 from dask_gpurt.shuffle.rows import wire
-from dask_gpurt.shuffle.rows.partition import Layout, Shard, split
-from dask_gpurt.shuffle.worker.sender import Message, _as_is
+from dask_gpurt.shuffle.rows.partition import OutputLayout, Shard, split
+from dask_gpurt.shuffle.worker.message import Message, as_is
 from tests.shuffle.helpers import mixed
 
 TAG = wire.run_tag("abc")
@@ -28,7 +28,9 @@ def shards(inputs=(0,), n=200, columns=None) -> list[Shard]:
     for i in inputs:
         df = mixed(i, n)
         df = df if columns is None else df[columns]
-        out += [s for _, s in split(df.assign(p=np.arange(n) % 5), "p", True, i, Layout(dict.fromkeys(range(5), "a")))]
+        out += [
+            s for _, s in split(df.assign(p=np.arange(n) % 5), "p", True, i, OutputLayout(dict.fromkeys(range(5), "a")))
+        ]
     return out
 
 
@@ -63,7 +65,7 @@ def test_round_trip(columns, n):
 def test_round_trip_through_the_comm_without_compression_or_pickle():
     items = shards((1, 2), 20000, RAW)
     sent = Message(wire.pack(TAG, 7, 1, [wire.encode(s) for s in items]))
-    frames = dumps({"data": _as_is(sent)}, context={"compression": "lz4"}, frame_split_size=1000)
+    frames = dumps({"data": as_is(sent)}, context={"compression": "lz4"}, frame_split_size=1000)
     assert len(frames) == len(sent.frames) + 2
 
     # Out of band: the very bytes, neither copied nor compressed.
@@ -195,5 +197,5 @@ def test_charged_by_its_bytes():
 
 def test_empty_text_columns_travel():
     df = pd.DataFrame({"p": [0, 0], "s": pd.Series([None, None], dtype="str"), "t": ["", ""]})
-    ((_, shard),) = split(df, "p", True, 0, Layout({0: "a"}))
+    ((_, shard),) = split(df, "p", True, 0, OutputLayout({0: "a"}))
     same(shard, wire.unpack(message([shard]), TAG, 7, {})[0])

@@ -14,9 +14,11 @@ from distributed import futures_of
 from distributed.utils_test import gen_cluster
 
 from dask_gpurt.config import ShuffleSettings
+from dask_gpurt.shuffle.counters import ShuffleCounters
 from dask_gpurt.shuffle.scheduler import barrier_hold
 from dask_gpurt.shuffle.scheduler.barrier_hold import HOLDER
-from dask_gpurt.shuffle.worker.output_builder import NotTaken, OutputsRun
+from dask_gpurt.shuffle.worker.output_builder import Absent, OutputBuilder
+from dask_gpurt.shuffle.worker.owners import Owners
 from tests.shuffle.helpers import left, ordered, source, taken_over, went_on, whole
 from tests.shuffle.test_amendment import (
     GATES,
@@ -256,27 +258,32 @@ def test_nothing_is_taken_of_an_output_that_is_open():
     async def check():
         opened = {3}
 
-        async def take(key, part):
+        async def settle():
+            pass
+
+        async def take(part):
             opened.discard(1)
             bound[1] = 7  # an amendment, while the store reads
             return ["rows"]
 
         bound: dict[int, int] = {}
-        run = SimpleNamespace(
-            raise_if_closed=lambda: None,
-            _counting=SimpleNamespace(ready=lambda part: part not in opened, bound=bound),
-            _taken={2},
-            _mine=9,
-            _few=False,
-            _merging=SimpleNamespace(locked=lambda: False),
-            _key="run",
-            _store=SimpleNamespace(take=take),
+        outputs = OutputBuilder(
+            SimpleNamespace(raise_if_closed=lambda: None),  # type: ignore[arg-type]
+            sync=None,  # type: ignore[arg-type]
+            meta=left(0).iloc[:0],
+            owners=Owners("a", dict.fromkeys(range(9), "a"), None),
+            counting=SimpleNamespace(ready=lambda part: part not in opened, bound=bound),  # type: ignore[arg-type]
+            receiver=SimpleNamespace(settle=settle, take=take),  # type: ignore[arg-type]
+            scheduler=None,  # type: ignore[arg-type]
+            made_all=lambda all: None,
+            counters=ShuffleCounters(),
         )
-        assert await OutputsRun._take(run, 3) is NotTaken.OPEN  # type: ignore[arg-type]
-        assert await OutputsRun._take(run, 2) is NotTaken.HANDED_OUT  # type: ignore[arg-type]
+        outputs._taken.add(2)
+        assert await outputs._take(3) is Absent.OPEN
+        assert await outputs._take(2) is Absent.TAKEN
         with pytest.raises(Exception, match="void while it was taken"):
-            await OutputsRun._take(run, 1)  # type: ignore[arg-type]
-        assert await OutputsRun._take(run, 4) == ["rows"]  # type: ignore[arg-type]
+            await outputs._take(1)
+        assert await outputs._take(4) == ["rows"]
 
     asyncio.run(check())
 

@@ -25,7 +25,10 @@ from dask_gpurt.shuffle.scheduler import rebalance
 from dask_gpurt.shuffle.scheduler.phases import RunEvent
 from dask_gpurt.shuffle.scheduler.runs import Runs
 from dask_gpurt.shuffle.spec import GpurtShuffleSpec
-from dask_gpurt.shuffle.worker.handover import HandingRun
+from dask_gpurt.shuffle.worker.handover import Handover
+from dask_gpurt.shuffle.worker.resend import Resender
+from dask_gpurt.shuffle.worker.run import GpurtShuffleRun
+from dask_gpurt.shuffle.worker.sender import Sender
 from tests.shuffle.helpers import NastyStore, ordered, taken_over, until, whole
 
 pytestmark = pytest.mark.cluster
@@ -139,10 +142,10 @@ async def test_several_outputs_go_to_one_worker(c, s, a, b):
     """Each brings rows of every input; none may be taken for those of another."""
     frames: list[list[pd.DataFrame]] = []
     ids: list[int] = []
-    pieces = HandingRun._pieces
+    encoded = Resender.encoded
 
     def numbered(self, *args):
-        out = pieces(self, *args)
+        out = encoded(self, *args)
         ids.extend(one.input_id for one in out)
         return out
 
@@ -150,7 +153,7 @@ async def test_several_outputs_go_to_one_worker(c, s, a, b):
         settings = ShuffleSettings(enabled=True, transport="rpc", late_binding=bind)
         async with taken_over(s, [a, b], settings=settings) as (takeover, _):
             d = dd.from_map(hot, list(range(N)), n=6000, count=4, meta=hot(0).iloc[:0])
-            with patch.object(HandingRun, "_pieces", numbered):
+            with patch.object(Resender, "encoded", numbered):
                 out = c.persist(d.shuffle("k", npartitions=OUTPUTS))
                 frames.append(await c.gather(futures_of(out)))
             assert told(takeover)["late_binding"]["outputs"] == (2 if bind else 0)
@@ -283,40 +286,41 @@ def test_shuffles_that_share_some_outputs_stay():
 @contextlib.contextmanager
 def stopped(after: int):
     """Handing over stops when so many shards were sent: (set when it has and a flush waits for it, set to go on)."""
-    stage, flush = HandingRun._stage, HandingRun.inputs_done
+    give, stage, flush = Handover._give, Sender.stage, GpurtShuffleRun.inputs_done
     reached, go, sent = asyncio.Event(), asyncio.Event(), []
-    give = HandingRun._give
+    #: runs that hand over, and that flush
+    giving, flushing = set(), set()
 
     async def flushed(self):
-        self.flushes = True
-        if getattr(self, "gives", False):
+        flushing.add(self)
+        if self in giving:
             reached.set()
         try:
             await flush(self)
         finally:
-            self.flushes = False
+            flushing.discard(self)
 
-    async def giving(self, *args):
-        self.gives = True
-        if getattr(self, "flushes", False):  # the flush came first
+    async def gives(self, *args):
+        giving.add(self._host)
+        if self._host in flushing:  # the flush came first
             reached.set()
         try:
             await give(self, *args)
         finally:
-            self.gives = False
+            giving.discard(self._host)
 
-    async def staged(self, data):
-        if getattr(self, "gives", False):
+    async def staged(self, *args):
+        if self._host in giving:
             sent.append(1)
             if len(sent) > after:
                 await go.wait()
-        await stage(self, data)
+        await stage(self, *args)
 
-    HandingRun._give, HandingRun._stage, HandingRun.inputs_done = giving, staged, flushed
+    Handover._give, Sender.stage, GpurtShuffleRun.inputs_done = gives, staged, flushed
     try:
         yield reached, go
     finally:
-        HandingRun._give, HandingRun._stage, HandingRun.inputs_done = give, stage, flush
+        Handover._give, Sender.stage, GpurtShuffleRun.inputs_done = give, stage, flush
         go.set()
 
 

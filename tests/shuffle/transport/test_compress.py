@@ -18,13 +18,13 @@ from dask_gpurt.shuffle.probe import probe
 from dask_gpurt.shuffle.transport import plane
 from dask_gpurt.shuffle.transport.base import Header
 from dask_gpurt.shuffle.transport.link import records
-from dask_gpurt.shuffle.transport.link.records import Kind
-from dask_gpurt.shuffle.transport.memory import Network, Weather
+from dask_gpurt.shuffle.transport.link.records import RecordKind
 from dask_gpurt.shuffle.transport.select import bandwidth, compress
 from dask_gpurt.shuffle.transport.select.compress import Squeezer, expanded
-from dask_gpurt.shuffle.transport.select.selector import Chooser, Place
+from dask_gpurt.shuffle.transport.select.selector import Locality, TransportChooser
 from dask_gpurt.shuffle.transport.tcp.transport import TcpTransport
 from tests.shuffle.helpers import ordered, source, taken_over, whole
+from tests.shuffle.transport.memory_network import MemoryNetwork, Weather
 from tests.shuffle.transport.test_link import RUN, SECRET, Worker
 
 LIMIT = 1 << 24
@@ -45,8 +45,8 @@ def squeezer(setting: str = "auto") -> tuple[Squeezer, dict[str, float]]:
     return Squeezer(setting, counted.update), counted
 
 
-def pace_of(bytes_per_second: float) -> bandwidth.Pace:
-    some = bandwidth.Pace()
+def pace_of(bytes_per_second: float) -> bandwidth.LinkBandwidth:
+    some = bandwidth.LinkBandwidth()
     some.best = bytes_per_second
     return some
 
@@ -138,26 +138,26 @@ def test_a_codec_that_is_not_installed(monkeypatch):
     with pytest.raises(ConfigError, match="no_such_package"):
         probe(__version__, "lz4")  # so its workers get stock's shuffles, and are told why
     # What there is, is used.
-    assert squeezer()[0].able(Chooser(Place.REMOTE, ["tcp"]), {"codecs": ["zstd"]})
+    assert squeezer()[0].able(TransportChooser(Locality.REMOTE, ["tcp"]), {"codecs": ["zstd"]})
     assert compression.installed() == ["zstd"]
 
 
 @pytest.mark.parametrize(
     ("setting", "place", "forced", "theirs", "able"),
     [
-        ("auto", Place.REMOTE, "auto", ["lz4", "zstd"], True),
-        ("auto", Place.REMOTE, "tcp", ["lz4", "zstd", "new"], True),
-        ("lz4", Place.REMOTE, "auto", ["lz4"], True),
-        ("auto", Place.REMOTE, "auto", ["lz4"], False),
-        ("none", Place.REMOTE, "auto", ["lz4", "zstd"], False),
-        ("auto", Place.HOST, "auto", ["lz4", "zstd"], False),
-        ("auto", Place.PROCESS, "auto", ["lz4", "zstd"], False),
-        ("auto", Place.REMOTE, "rpc", ["lz4", "zstd"], False),
+        ("auto", Locality.REMOTE, "auto", ["lz4", "zstd"], True),
+        ("auto", Locality.REMOTE, "tcp", ["lz4", "zstd", "new"], True),
+        ("lz4", Locality.REMOTE, "auto", ["lz4"], True),
+        ("auto", Locality.REMOTE, "auto", ["lz4"], False),
+        ("none", Locality.REMOTE, "auto", ["lz4", "zstd"], False),
+        ("auto", Locality.HOST, "auto", ["lz4", "zstd"], False),
+        ("auto", Locality.PROCESS, "auto", ["lz4", "zstd"], False),
+        ("auto", Locality.REMOTE, "rpc", ["lz4", "zstd"], False),
     ],
 )
 def test_for_whom(setting, place, forced, theirs, able):
-    assert squeezer(setting)[0].able(Chooser(place, ["tcp"], forced), {"codecs": theirs}) is able
-    assert not squeezer(setting)[0].able(Chooser(place, ["tcp"], forced), {})  # a version that does not tell
+    assert squeezer(setting)[0].able(TransportChooser(place, ["tcp"], forced), {"codecs": theirs}) is able
+    assert not squeezer(setting)[0].able(TransportChooser(place, ["tcp"], forced), {})  # a version that does not tell
 
 
 def test_settings():
@@ -167,7 +167,7 @@ def test_settings():
 
 
 def test_the_fastest_stretch_counts():
-    some, now = bandwidth.Pace(), 0.0
+    some, now = bandwidth.LinkBandwidth(), 0.0
 
     def send(bytes_per_second: float, stored: bool = True) -> None:
         nonlocal now
@@ -193,7 +193,7 @@ def test_the_fastest_stretch_counts():
 
 def test_room_is_credit():
     """What a message is expanded to counts against the receive budget, from before it is sent until it is stored."""
-    net = Network(3, Weather())
+    net = MemoryNetwork(3, Weather())
     a, b = Worker(net, "a", 1 << 16), Worker(net, "b", 1 << 16, store_seconds=5.0)
     ended = []
     body = b"x" * 1000
@@ -231,8 +231,10 @@ def same_rows(got: pd.DataFrame, n: int) -> None:
 def test_shuffles_between_hosts(codec, transport, monkeypatch):
     if transport == "ucx":
         pytest.importorskip("ucxx")
-    monkeypatch.setattr(plane, "place_of", lambda ours, theirs: Place.REMOTE)
-    monkeypatch.setattr(bandwidth.Pace, "best", property(lambda self: 20e6, lambda self, value: None), raising=False)
+    monkeypatch.setattr(plane, "locality_of", lambda ours, theirs: Locality.REMOTE)
+    monkeypatch.setattr(
+        bandwidth.LinkBandwidth, "best", property(lambda self: 20e6, lambda self, value: None), raising=False
+    )
 
     @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 2, timeout=120)
     async def check(c, s, a, b):
@@ -271,7 +273,7 @@ def test_a_block_cannot_ask_for_more_memory_than_its_length():
 
 @pytest.mark.cluster
 def test_nothing_is_expanded_beyond_the_credit_that_it_cost(monkeypatch):
-    monkeypatch.setattr(plane, "place_of", lambda ours, theirs: Place.REMOTE)
+    monkeypatch.setattr(plane, "locality_of", lambda ours, theirs: Locality.REMOTE)
     direct = plane.Plane._direct
 
     def without_room(self, name, route, key, peer, frames, room=0):
@@ -294,11 +296,11 @@ def test_nothing_is_expanded_beyond_the_credit_that_it_cost(monkeypatch):
 
 @pytest.mark.cluster
 def test_what_is_spoiled_on_the_way_is_sent_again(monkeypatch):
-    monkeypatch.setattr(plane, "place_of", lambda ours, theirs: Place.REMOTE)
+    monkeypatch.setattr(plane, "locality_of", lambda ours, theirs: Locality.REMOTE)
     spoiled = []
 
     def arrived(self, record, body):
-        if record.kind is Kind.DATA and record.value:
+        if record.kind is RecordKind.DATA and record.value:
             spoiled.append(record.sequence)
             body[record.length - 200] ^= 4  # in the last frame
         return record, body

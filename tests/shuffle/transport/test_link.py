@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dask_gpurt.errors import WireError
-from dask_gpurt.shuffle.transport.base import Gate, Header, Peer, Services
+from dask_gpurt.shuffle.transport.base import Header, Peer, ReceiveGate, Services
 from dask_gpurt.shuffle.transport.link import events as lk
 from dask_gpurt.shuffle.transport.link import records
 from dask_gpurt.shuffle.transport.link.credits import Arbiter
 from dask_gpurt.shuffle.transport.link.receiver import ReceiverLink
-from dask_gpurt.shuffle.transport.link.records import Kind, Record, RunKey
+from dask_gpurt.shuffle.transport.link.records import LinkRecord, RecordKind, RunKey
 from dask_gpurt.shuffle.transport.link.sender import SenderLink
-from dask_gpurt.shuffle.transport.memory import MemoryTransport, Network, Weather
 from tests.shuffle.helpers import receipt_of
+from tests.shuffle.transport.memory_network import MemoryNetwork, MemoryTransport, Weather
 
 RUN = RunKey(7, 1)
 SECRET = bytes(range(16))
@@ -28,11 +28,13 @@ STEPS = ["open", "want", "arrive", "stored", "close"]
 class Worker:
     """A worker on the network that stores messages after a while."""
 
-    def __init__(self, net: Network, address: str, budget: int, store_seconds: float = 0.1, secret: bytes = SECRET):
+    def __init__(
+        self, net: MemoryNetwork, address: str, budget: int, store_seconds: float = 0.1, secret: bytes = SECRET
+    ):
         self.net, self.store_seconds = net, store_seconds
         self.stored: list[tuple[str, bytes]] = []
         self.losses: list[str] = []
-        self.gate = Gate(budget)
+        self.gate = ReceiveGate(budget)
         services = Services(
             address=address,
             gate=self.gate,
@@ -85,7 +87,7 @@ weather = st.builds(
     cut=st.booleans(),
 )
 def test_every_message_ends_once_and_none_is_wrong(seed, weather, senders, sizes, budget, cut):
-    net = Network(seed, weather)
+    net = MemoryNetwork(seed, weather)
     hub = Worker(net, "hub", budget)
     workers = [Worker(net, f"w{i}", budget) for i in range(senders)]
     receipts = []
@@ -114,7 +116,7 @@ def test_every_message_ends_once_and_none_is_wrong(seed, weather, senders, sizes
 
 
 def test_fair_weather_delivers_everything_within_a_tiny_budget():
-    net = Network(1)
+    net = MemoryNetwork(1)
     hub = Worker(net, "hub", 8192, store_seconds=1.0)
     workers = [Worker(net, f"w{i}", 8192) for i in range(5)]
     futures = [
@@ -136,7 +138,7 @@ def test_fair_weather_delivers_everything_within_a_tiny_budget():
 
 
 def test_a_stranger_and_a_wrong_secret_get_nothing():
-    net = Network(2)
+    net = MemoryNetwork(2)
     hub = Worker(net, "hub", 1 << 20)
     bad = Worker(net, "bad", 1 << 20, secret=bytes(16))
     future = receipt_of(bad.transport, hub.peer(), Header(RUN, bytes(16)), message("bad", 0, 10))
@@ -150,7 +152,7 @@ def test_a_stranger_and_a_wrong_secret_get_nothing():
 
 
 def test_a_receiver_without_the_secret_gets_nothing():
-    net = Network(3)
+    net = MemoryNetwork(3)
     squatter = Worker(net, "hub", 1 << 20, secret=bytes(16))
     w = Worker(net, "w", 1 << 20)
     future = receipt_of(w.transport, squatter.peer(), Header(RUN, SECRET), message("w", 0, 10))
@@ -160,7 +162,7 @@ def test_a_receiver_without_the_secret_gets_nothing():
 
 
 def test_a_cut_link_is_noticed_and_later_messages_end():
-    net = Network(4)
+    net = MemoryNetwork(4)
     hub, w = Worker(net, "hub", 1 << 20), Worker(net, "w", 1 << 20)
     assert receipt_of(w.transport, hub.peer(), Header(RUN, SECRET), message("w", 0, 10))
     net.run(1)
@@ -189,40 +191,40 @@ def greet(s: SenderLink, r: ReceiverLink) -> None:
     welcome, opened = r.receive(hello.record, hello.body, 0.0)
     assert opened == lk.Opened("a")
     s.receive(welcome.record, welcome.body, 0.0)
-    assert s.state is r.state is lk.State.OPEN
+    assert s.state is r.state is lk.LinkState.OPEN
 
 
-@pytest.mark.parametrize("state", list(lk.State))
-@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("state", list(lk.LinkState))
+@pytest.mark.parametrize("kind", list(RecordKind))
 def test_every_record_in_every_state_of_a_sender(state, kind):
     s = sender()
     s.submit("m", [b"x"], 0.0)
     s.state = state
-    out = s.receive(Record(kind, RUN, sequence=99), b"", 0.0)
-    if state is lk.State.CLOSED:
+    out = s.receive(LinkRecord(kind, RUN, sequence=99), b"", 0.0)
+    if state is lk.LinkState.CLOSED:
         assert out == []
     elif (state, kind) not in s._TABLE:
-        assert s.state is lk.State.CLOSED
+        assert s.state is lk.LinkState.CLOSED
         assert lk.Ended("m", out[-1].reason, lost=True) in out
         assert out[-1].violation
 
 
-@pytest.mark.parametrize("state", [lk.State.WAITING, lk.State.OPEN, lk.State.CLOSED])
-@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("state", [lk.LinkState.WAITING, lk.LinkState.OPEN, lk.LinkState.CLOSED])
+@pytest.mark.parametrize("kind", list(RecordKind))
 def test_every_record_in_every_state_of_a_receiver(state, kind):
     r = receiver(lambda n: False)
     r.run, r.state = RUN, state
-    verdict, out = r.admit(Record(kind, RUN, sequence=1, length=64, count=1))
-    allowed = (state, kind) in r._TABLE and kind is not Kind.DATA
+    verdict, out = r.admit(LinkRecord(kind, RUN, sequence=1, length=64, count=1))
+    allowed = (state, kind) in r._TABLE and kind is not RecordKind.DATA
     assert (verdict is lk.Verdict.YES) == allowed
-    assert bool(out) == (not allowed and state is not lk.State.CLOSED)
+    assert bool(out) == (not allowed and state is not lk.LinkState.CLOSED)
 
 
 def test_more_than_granted_is_not_received():
     s, r = sender(), receiver(lambda n: n <= 128)
     greet(s, r)
-    assert r.admit(Record(Kind.DATA, RUN, 1, 128, 1))[0] is lk.Verdict.YES
-    verdict, out = r.admit(Record(Kind.DATA, RUN, 2, 192, 1))
+    assert r.admit(LinkRecord(RecordKind.DATA, RUN, 1, 128, 1))[0] is lk.Verdict.YES
+    verdict, out = r.admit(LinkRecord(RecordKind.DATA, RUN, 2, 192, 1))
     assert verdict is lk.Verdict.NO
     assert out[0].violation
     assert "not granted" in out[0].reason
@@ -232,7 +234,7 @@ def test_a_copy_is_answered_as_the_first_one_was():
     s, r = sender(), receiver()
     greet(s, r)
     body = records.table([b"x"]) + b"x".ljust(64, b"\0")
-    record = Record(Kind.DATA, RUN, 1, len(body), 1)
+    record = LinkRecord(RecordKind.DATA, RUN, 1, len(body), 1)
     assert r.admit(record)[0] is lk.Verdict.YES
     (deliver,) = r.receive(record, memoryview(body), 0.0)
     assert bytes(deliver.frames[0]) == b"x"
@@ -253,19 +255,19 @@ def test_a_copy_is_answered_as_the_first_one_was():
 )
 def test_what_is_no_record(raw, says):
     with pytest.raises(WireError, match=says):
-        Record.unpack(raw)
+        LinkRecord.unpack(raw)
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.binary(min_size=64, max_size=64), st.integers(0, 511))
 def test_no_changed_header_parses(noise, bit):
-    good = Record(Kind.DATA, RUN, 3, 4096, 2, 9).pack()
-    assert Record.unpack(good) == Record(Kind.DATA, RUN, 3, 4096, 2, 9)
+    good = LinkRecord(RecordKind.DATA, RUN, 3, 4096, 2, 9).pack()
+    assert LinkRecord.unpack(good) == LinkRecord(RecordKind.DATA, RUN, 3, 4096, 2, 9)
     changed = bytearray(good)
     changed[bit // 8] ^= 1 << bit % 8
     for raw in (bytes(changed), noise):
         with pytest.raises(WireError):
-            Record.unpack(raw)
+            LinkRecord.unpack(raw)
 
 
 def test_tags_differ_by_everything_they_are_made_of():
@@ -329,6 +331,6 @@ def test_a_hello_is_not_replayed():
     said = records.hello(SECRET, RUN, os.urandom(16), b"n" * 16, "a", "b")
     r = receiver()
     r.start()
-    r.admit(Record(Kind.HELLO, RUN, length=len(said)))
-    (close,) = r.receive(Record(Kind.HELLO, RUN, length=len(said)), said, 0.0)
+    r.admit(LinkRecord(RecordKind.HELLO, RUN, length=len(said)))
+    (close,) = r.receive(LinkRecord(RecordKind.HELLO, RUN, length=len(said)), said, 0.0)
     assert close.violation

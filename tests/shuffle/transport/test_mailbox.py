@@ -10,14 +10,14 @@ import pytest
 
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.shuffle.transport.base import Header, Receipt
+from dask_gpurt.shuffle.transport.ioloop import IoLoop
 from dask_gpurt.shuffle.transport.link.endpoints import InboundEnd
-from dask_gpurt.shuffle.transport.link.events import Deliver, Instruction
+from dask_gpurt.shuffle.transport.link.events import Deliver, Instruction, Send
 from dask_gpurt.shuffle.transport.link.records import RunKey
 from dask_gpurt.shuffle.transport.mailbox import FEW, Mailbox, Outcomes
 from dask_gpurt.shuffle.transport.peers import Route
 from dask_gpurt.shuffle.transport.plane import Plane
-from dask_gpurt.shuffle.transport.select.selector import SAFE, Chooser, Place
-from dask_gpurt.shuffle.transport.tcp.ioloop import IoLoop
+from dask_gpurt.shuffle.transport.select.selector import SAFE, Locality, TransportChooser
 
 KEY = RunKey(3, 1)
 
@@ -187,7 +187,7 @@ def test_messages_are_stored_by_few_tasks_and_none_waits_for_another():
         done: list[int] = []
         for i in range(100):
             # As a transport's thread would, while the loop has no time.
-            plane._on_message(KEY, "peer", [str(i).encode()], 100, lambda problem, i=i: done.append(i), "tcp")
+            plane.inbox.on_message(KEY, "peer", [str(i).encode()], 100, lambda problem, i=i: done.append(i), "tcp")
         for _ in range(20):
             await asyncio.sleep(0)
         assert done == run.stored == [i for i in range(100) if i not in slow]
@@ -198,7 +198,7 @@ def test_messages_are_stored_by_few_tasks_and_none_waits_for_another():
         for _ in range(20):
             await asyncio.sleep(0)
         assert sorted(done) == list(range(100))
-        assert not plane._tasks
+        assert not plane.inbox._tasks
         await plane.stop()
 
     asyncio.run(main())
@@ -234,9 +234,19 @@ class Owner:
         self.done.append(done)
 
 
+class Silent(InboundEnd):
+    """Writes nothing."""
+
+    def put(self, send: Send) -> None:
+        pass
+
+    def shut(self) -> None:
+        pass
+
+
 def test_what_ended_meanwhile_is_answered_at_once_and_its_credit_given_back_together():
     owner: Any = Owner()
-    link = InboundEnd()
+    link = Silent()
     link.machine, link.owner, link.loop = Machine(), owner, owner  # type: ignore[assignment]
     link.carry_out([Deliver(i, 100 * i, []) for i in range(1, 5)])
     for done, problem in zip(owner.done[:3], ("", "no", ""), strict=True):
@@ -259,7 +269,7 @@ def test_every_message_that_began_ends_for_the_choice(end):
         run: Any = Run(set())
         plane.join(run, KEY, bytes(16))
         forced = SAFE if end == "safe fails" else "tcp"
-        chooser = Chooser(Place.HOST, ["tcp"], forced)
+        chooser = TransportChooser(Locality.HOST, ["tcp"], forced)
         route = asyncio.get_running_loop().create_future()
         route.set_result(Route({"limit": 0, "tcp": ["", 0]}, chooser, Header(KEY, bytes(16))))
         plane._routes[KEY, "peer"] = route
@@ -296,7 +306,7 @@ def test_every_message_that_began_ends_for_the_choice(end):
             else:
                 submitted[0](Receipt("" if end == "stored" else "refused", stall_seconds=1.5))
                 assert await task == {"status": "OK"}
-                assert plane._link("peer", "tcp").stall_seconds == 1.5
+                assert plane.links.of("peer", "tcp").stall_seconds == 1.5
         assert not chooser._meter._flying
         assert sum(f.messages for f in chooser._meter._flows.values()) == (end in ("stored", "refused"))
         await plane.stop()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dask_gpurt.shuffle.transport import rpc_credit
-from dask_gpurt.shuffle.transport.base import Gate
+from dask_gpurt.shuffle.transport.base import ReceiveGate
 from dask_gpurt.shuffle.transport.link.credits import Arbiter
 from dask_gpurt.shuffle.transport.link.records import RunKey
 
@@ -20,7 +20,7 @@ MiB = 1 << 20
 class Peer:
     """A sender and what the receiver knows of it."""
 
-    def __init__(self, receiver: rpc_credit.SafeReceiver, gate: Gate, name: str) -> None:
+    def __init__(self, receiver: rpc_credit.SafeReceiver, gate: ReceiveGate, name: str) -> None:
         self.receiver, self.name = receiver, name
         self.sender = rpc_credit.SafeSender(gate.message_limit)
 
@@ -35,7 +35,7 @@ class Peer:
         return stored
 
 
-def fill(gate: Gate) -> int:
+def fill(gate: ReceiveGate) -> int:
     """Somebody else holds the whole budget; returns its bytes."""
     held, each = 0, gate.message_limit
     gate.open("other", lambda total: None)
@@ -51,7 +51,7 @@ def test_a_message_without_credit_leaves_the_budget_whole(monkeypatch):
     async def main() -> None:
         monkeypatch.setattr(rpc_credit, "WANT_SECONDS", 0.02)
         monkeypatch.setattr(rpc_credit, "_ANSWER_SECONDS", 0.01)
-        gate = Gate(64 * MiB)
+        gate = ReceiveGate(64 * MiB)
         runs = {KEY}
         receiver = rpc_credit.SafeReceiver(gate, runs.__contains__)
         held = fill(gate)
@@ -83,7 +83,7 @@ def test_a_message_without_credit_leaves_the_budget_whole(monkeypatch):
 
 def test_a_message_over_the_limit_uses_nobodys_credit():
     async def main() -> None:
-        gate = Gate(64 * MiB)
+        gate = ReceiveGate(64 * MiB)
         receiver = rpc_credit.SafeReceiver(gate, {KEY}.__contains__)
         me = Peer(receiver, gate, "me")
         (await me.send(16 * MiB))()

@@ -25,11 +25,11 @@ from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.errors import WireError
 from dask_gpurt.memory.pages import Pages, system
 from dask_gpurt.shuffle import MemoryShardStore, worker_statistics
-from dask_gpurt.shuffle.transport import planes, quiet_log, registry
-from dask_gpurt.shuffle.transport.base import Gate, Header, Peer, Services
+from dask_gpurt.shuffle.transport import plane, quiet_log, registry
+from dask_gpurt.shuffle.transport.base import Header, Peer, ReceiveGate, Services
 from dask_gpurt.shuffle.transport.link import events as lk
 from dask_gpurt.shuffle.transport.link import records
-from dask_gpurt.shuffle.transport.link.records import Kind, Record, RunKey
+from dask_gpurt.shuffle.transport.link.records import LinkRecord, RecordKind, RunKey
 from dask_gpurt.shuffle.transport.tcp import cma, connection, listener
 from dask_gpurt.shuffle.transport.tcp.transport import TcpTransport
 from tests.shuffle.helpers import left, mixed, ordered, receipt_of, source, taken_over, until, whole
@@ -56,7 +56,7 @@ class Node:
     def __init__(self, kind: str, address: str, budget: int = 1 << 22, hold_seconds: float = 0.0) -> None:
         self.received: list[bytes] = []
         self.losses: list[tuple[str, str, bool]] = []
-        self.gate = Gate(budget)
+        self.gate = ReceiveGate(budget)
         self.hold_seconds = hold_seconds
         self.address = address
         self.refuse = False
@@ -140,7 +140,7 @@ def test_messages_of_all_sizes_arrive(nodes, kind):
 @pytest.mark.parametrize("pulls", [True, False])
 def test_long_messages_of_one_host_are_read_where_they_lie(nodes, pulls):
     a, b = nodes("tcp", "a"), nodes("tcp", "b", budget=64 << 20)
-    b.transport.pulls = pulls
+    b.transport.pulls.allowed = pulls
     peer = b.peer_for("a")
     assert send_all(a, peer, [message(0, 2)]) == [""]  # the offer is made with the first
     eventually(lambda: not pulls or a.transport._outbound["b", RUN].machine.pulled)
@@ -175,7 +175,7 @@ def test_what_an_offer_must_be():
 
 def test_placed_messages_that_lie_are_refused():
     frames = [np.ones(cma.SMALLEST, np.uint8), b"", b"abc"]
-    data = Record(Kind.DATA, RUN, 1, records.message_bytes(frames), len(frames))
+    data = LinkRecord(RecordKind.DATA, RUN, 1, records.message_bytes(frames), len(frames))
     record, body = cma.placed(data, frames)
     whole = cma.fetch(os.getpid(), cma.message(record), body, lambda n: memoryview(bytearray(b"x" * n)))
     assert [bytes(f) for f in records.frames_of(data, whole)] == [bytes(f) for f in frames]
@@ -197,7 +197,7 @@ def test_credit_of_a_message_that_never_came_whole_is_given_back(nodes, monkeypa
 
     def cut():
         link = a.transport._outbound["b", RUN]
-        link.connection.write(Record(Kind.DATA, RUN, 2, 1 << 16, 1).pack(), b"half of it")
+        link.connection.write(LinkRecord(RecordKind.DATA, RUN, 2, 1 << 16, 1).pack(), b"half of it")
         link.connection.flush()
 
     a.transport.sending.call(cut)
@@ -271,9 +271,9 @@ def test_the_listener_is_bound_to_its_own_address_and_strangers_are_closed(nodes
         b"",
         b"GET / HTTP/1.1\r\n\r\n" * 10,
         os.urandom(1000),
-        Record(Kind.DATA, RUN, 1, 1 << 40, 1).pack(),
-        Record(Kind.HELLO, RUN, 0, 1000).pack() + os.urandom(1000),
-        Record(Kind.WANT, RUN, value=1 << 60).pack(),
+        LinkRecord(RecordKind.DATA, RUN, 1, 1 << 40, 1).pack(),
+        LinkRecord(RecordKind.HELLO, RUN, 0, 1000).pack() + os.urandom(1000),
+        LinkRecord(RecordKind.WANT, RUN, value=1 << 60).pack(),
         struct.pack("?Q", False, 1 << 24),
     ]
     for text in said:
@@ -388,8 +388,8 @@ class Spoils:
         self.rate = rate
         self.hits = 0
 
-    def __call__(self, record: Record, body: memoryview) -> tuple[Record, memoryview]:
-        if record.kind is Kind.DATA and self.random.random() < self.rate:
+    def __call__(self, record: LinkRecord, body: memoryview) -> tuple[LinkRecord, memoryview]:
+        if record.kind is RecordKind.DATA and self.random.random() < self.rate:
             self.hits += 1
             if self.random.random() < 0.2:
                 body = body[: int(self.random.integers(len(body)))]
@@ -470,7 +470,7 @@ def test_lost_links_are_survived(monkeypatch):
             inner = transport.arrived
 
             def arrived(record, body):
-                if record.kind is Kind.DATA and record.sequence > 1:
+                if record.kind is RecordKind.DATA and record.sequence > 1:
                     raise ConnectionResetError("cut")
                 return inner(record, body)
 
@@ -598,7 +598,7 @@ def test_an_encrypted_cluster_opens_nothing_of_ours(scheme, transport):
 async def test_staged_shards_are_inside_the_send_budget(c, s, a, b):
     async with taken_over(s, [a, b]):
         same_rows(await c.compute(source(left).shuffle("k", npartitions=4)), left, 6)
-        limiter = planes._of_worker[a].unsent
+        limiter = plane._of_worker[a].unsent
         assert limiter.limit == ShuffleSettings(enabled=True).receive_budget
         seen = []
         increase = limiter.increase
@@ -625,7 +625,7 @@ def test_what_is_staged_never_waits_for_itself(stage_bytes, monkeypatch):
             got = await c.compute(source(half_on_one_key, 12).shuffle("k", npartitions=16))
             same_rows(got, half_on_one_key, 12)
             for w in (a, b):
-                limiter = planes._of_worker[w].unsent
+                limiter = plane._of_worker[w].unsent
                 assert limiter.limit == 1 << 16
                 await until(lambda limiter=limiter: limiter.empty)
 

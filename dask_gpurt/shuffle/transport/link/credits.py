@@ -1,4 +1,4 @@
-"""How many bytes senders may have on their way to this worker. Pure: one budget, many links, no clock.
+"""Grant senders the bytes that they may have on their way to this worker. Pure: one budget, many links, no clock.
 
 Theory of operation. A receiver holds a message from its arrival until it is stored. All messages on their way and held
 must fit the receive budget, however many senders there are, so a sender needs *credit* before it sends::
@@ -8,8 +8,8 @@ must fit the receive budget, however many senders there are, so a sender needs *
 Totals only ever grow and grants are sent as totals, so a grant that comes twice, late, or before an earlier one does no
 harm. Two kinds of grants:
 
-- a *window*: given before anybody asks, so that a lone sender never waits for a round trip. What was granted as a
-  window may lie unused for ever, hence all windows together take at most half of the budget;
+- a *window*: given before it is asked for, so that a lone sender never waits for a round trip. What was granted as a
+  window may lie unused for good, hence all windows together take at most half of the budget;
 - on *want*: a sender says which total its next message needs. Wants are served in the order they came. The other half
   of the budget is theirs, a message is at most `message_limit` = a quarter of the budget, and what is granted on want
   is used at once, so the first in the queue is always served after finitely many arrivals and stores: no deadlock.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(slots=True)
-class _Account:
+class _LinkAccount:
     #: bytes this link may have sent in all
     granted: int = 0
     #: bytes that have arrived in all
@@ -58,7 +58,7 @@ class Arbiter:
         if budget < 1024:
             raise ValueError(f"the receive budget is {budget} bytes, must be at least 1024")
         self.budget = budget
-        self._accounts: dict[Hashable, _Account] = {}
+        self._accounts: dict[Hashable, _LinkAccount] = {}
         #: links that want more than they have, in the order they asked
         self._queue: dict[Hashable, None] = {}
         self._reserved = 0
@@ -75,17 +75,20 @@ class Arbiter:
 
     @property
     def reserved(self) -> int:
+        """Bytes granted and not arrived, or held."""
         return self._reserved
 
     @property
     def held(self) -> int:
+        """Bytes that arrived and are not stored."""
         return self._held
 
     def open(self, link: Hashable) -> None:
-        """A link is there; it gets its window with the next `grants`."""
-        self._accounts.setdefault(link, _Account())
+        """Add a link; it gets its window with the next `grants`."""
+        self._accounts.setdefault(link, _LinkAccount())
 
     def granted(self, link: Hashable) -> int:
+        """Bytes that a link was granted in all."""
         account = self._accounts.get(link)
         return 0 if account is None else account.granted
 
@@ -154,7 +157,7 @@ class Arbiter:
         account.granted, account.window = account.arrived, 0
         self._forget(link, account)
 
-    def _forget(self, link: Hashable, account: _Account) -> None:
+    def _forget(self, link: Hashable, account: _LinkAccount) -> None:
         if account.closed and not account.held:
             self._accounts.pop(link, None)
 
@@ -176,7 +179,7 @@ class Arbiter:
         each = min(self.budget // 2 // len(live), self.budget // 2)
         for link, account in live:
             more = min(each - account.window, self.budget // 2 - self._windows, self.budget - self._reserved)
-            # In halves: a grant of a few bytes is a message that helps nobody.
+            # In halves: a grant of a few bytes is a message of no use.
             if more >= max(1, each // 2):
                 self._give(account, more)
                 account.window += more
@@ -184,7 +187,7 @@ class Arbiter:
                 out[link] = account.granted
         return out
 
-    def _give(self, account: _Account, nbytes: int) -> None:
+    def _give(self, account: _LinkAccount, nbytes: int) -> None:
         account.granted += nbytes
         self._reserved += nbytes
         self.peak_reserved = max(self.peak_reserved, self._reserved)

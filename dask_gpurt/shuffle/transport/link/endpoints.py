@@ -1,14 +1,16 @@
-"""The ends of a link as a transport holds them: what the machines of `events` instruct is carried out here.
+"""Carry out what the machines of a link instruct: `OutboundEnd` and `InboundEnd`, as a transport holds them.
 
-Theory of operation. A machine says *what* (send this, this message ended, close); how bytes are written and how a
-connection is closed differs by transport and is left to `put` and `shut`. Everything else about an instruction is the
-same for all of them, and is here: futures end, credit is opened, wanted and closed at the gate, messages go to the
-worker and their answers come back into the transport's thread. All methods run in the thread of the link's loop, unless
-said otherwise.
+Theory of operation. A machine (`sender`, `receiver`) says *what*: send this, this message ended, close. How bytes are
+written and how a connection is closed differs by transport, and is `put` and `shut`. Everything else is the same for
+all transports, and is here: messages end, credit is opened, wanted and closed at the gate, messages go to the worker,
+and their answers come back into the transport's thread.
+
+All methods run in the thread of the link's loop, unless said otherwise.
 """
 
 from __future__ import annotations
 
+import abc
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,21 +21,22 @@ from dask_gpurt.shuffle.transport.mailbox import Mailbox
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dask_gpurt.shuffle.transport.base import Services
+    from dask_gpurt.shuffle.transport.base import Peer, Services
+    from dask_gpurt.shuffle.transport.ioloop import IoLoop
     from dask_gpurt.shuffle.transport.link.receiver import ReceiverLink
+    from dask_gpurt.shuffle.transport.link.records import RunKey
     from dask_gpurt.shuffle.transport.link.sender import SenderLink
-    from dask_gpurt.shuffle.transport.tcp.ioloop import IoLoop
 
 
 class OutboundOwner(Protocol):
-    """Who is told of the end of a link from here."""
+    """What a link from here belongs to."""
 
     def outbound_closed(self, link: Any, close: lk.Close) -> None:
         """The link is closed, its messages have ended."""
 
 
 class InboundOwner(Protocol):
-    """Who is told of the end of a link to here, and whose worker it serves."""
+    """What a link to here belongs to."""
 
     services: Services
 
@@ -41,21 +44,31 @@ class InboundOwner(Protocol):
         """The link is closed, nothing more comes from it."""
 
 
-class _End:
-    """What a transport has to say itself."""
+class LinkEnd(abc.ABC):
+    """One end of a link; `put` and `shut` are the transport's."""
 
+    @abc.abstractmethod
     def put(self, send: lk.Send) -> None:
         """Write a record, now or as soon as it goes. Any exception: the link is lost."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def shut(self) -> None:
         """Close the connection; a second call does nothing."""
-        raise NotImplementedError
+
+    @abc.abstractmethod
+    def lost(self, reason: str) -> None:
+        """The connection is gone."""
+
+    @abc.abstractmethod
+    def violated(self, reason: str) -> None:
+        """The peer did what it must not."""
 
 
-class OutboundEnd(_End):
+class OutboundEnd(LinkEnd):
     """The end of a link from here."""
 
+    peer: Peer
+    run: RunKey
     machine: SenderLink
     owner: OutboundOwner
 
@@ -67,7 +80,12 @@ class OutboundEnd(_End):
         """The connection is gone."""
         self.carry_out(self.machine.lost(reason))
 
+    def violated(self, reason: str) -> None:
+        """The receiver did what it must not."""
+        self.lost(reason)
+
     def carry_out(self, instructions: list[lk.Instruction]) -> None:
+        """Do what the machine says, in order."""
         for i in instructions:
             if isinstance(i, lk.Send):
                 try:
@@ -81,7 +99,7 @@ class OutboundEnd(_End):
                 self.owner.outbound_closed(self, i)
 
 
-class InboundEnd(_End):
+class InboundEnd(LinkEnd):
     """The end of a link to here."""
 
     machine: ReceiverLink
@@ -102,17 +120,17 @@ class InboundEnd(_End):
         self.carry_out(self.machine.lost(reason))
 
     def violated(self, reason: str) -> None:
-        """The peer did what it must not."""
+        """The sender did what it must not."""
         self.carry_out(self.machine.violation(reason))
 
     def arrive(self, nbytes: int) -> bool:
-        """Whether a message of so many bytes was granted."""
+        """Enter that a message of so many bytes begins to arrive; False: it was not granted."""
         granted = self.owner.services.gate.arrive(self, nbytes)
         self._arriving += granted * nbytes
         return granted
 
     def offered(self, body: bytes) -> None:
-        """The sender says where in its memory a token lies; whoever can not read it says nothing."""
+        """The sender says where in its memory a token lies; a transport that cannot read it does nothing."""
 
     def _tell(self, total: int) -> None:
         """New credit; any thread."""
@@ -147,6 +165,7 @@ class InboundEnd(_End):
             self.carry_out(self.machine.stored(sequence, problem))
 
     def carry_out(self, instructions: list[lk.Instruction]) -> None:
+        """Do what the machine says, in order."""
         gate = self.owner.services.gate
         for i in instructions:
             if isinstance(i, lk.Send):

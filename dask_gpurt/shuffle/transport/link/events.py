@@ -1,6 +1,6 @@
-"""Both ends of a link as state machines: events in, instructions out. No sockets, no clock of its own, no threads.
+"""Both ends of a link as state machines: events in, instructions out. No sockets, no clock of their own, no threads.
 
-Here is what both ends say; they are `sender.SenderLink` and `receiver.ReceiverLink`.
+The machines are `sender.SenderLink` and `receiver.ReceiverLink`. Here are their states and their instructions.
 
 Theory of operation. A transport owns the machines of its links and runs them in one thread. It tells them what happened
 (`submit`, `receive`, `tick`, `lost`, ...) and carries out the instructions it gets back, in order. What a state allows
@@ -17,7 +17,7 @@ Invariants
 - A receiver accepts a sequence number once. A copy is drained, not used, and answered as the first one was.
 - A sender never sends more bytes than were granted; a receiver closes the link before it allocates for one that does.
 - PING says how many messages were sent, PONG up to which all were answered, how many of the others are missing, and the
-  credit: on a network that loses records nothing waits for ever for one of them.
+  credit: on a network that loses records nothing waits without end for one of them.
 - Numbers that matter are totals (credit) or identities (sequence): a copy of a record, or one that comes late, changes
   nothing. Before its HELLO a sender can make a receiver do nothing but compare one MAC.
 """
@@ -30,17 +30,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dask_gpurt.shuffle.transport.link.records import Record
+    from dask_gpurt.shuffle.transport.link.records import LinkRecord
 
-#: a link with messages under way on which nothing was heard for so long is asked for a sign
+#: seconds without a record after which a link with messages under way is asked for one
 PING_SECONDS = 1.0
-#: and is given up after so long. Above 3 s, so that a worker that is stopped for a moment keeps its links
+#: seconds without a record after which it is given up. Above 3: a worker that stops for a moment keeps its links
 SILENCE_SECONDS = 8.0
-#: a connection that has not said a valid HELLO by then is a stranger's
+#: seconds that a sender has for a valid HELLO; then it is a stranger
 HELLO_SECONDS = 1.0
 
 
-class State(enum.Enum):
+class LinkState(enum.Enum):
+    """Where a link is between its beginning and its end."""
+
     # Members are single objects; the hash of their names is made anew in Python every time, several times per message.
     __hash__ = object.__hash__
 
@@ -62,7 +64,7 @@ class Verdict(enum.Enum):
 class Send(NamedTuple):
     """Write a record; `buffers` are the frames of a message, `body` is that of any other record."""
 
-    record: Record
+    record: LinkRecord
     body: bytes = b""
     buffers: Sequence[Any] = ()
 
@@ -108,9 +110,9 @@ class Close(NamedTuple):
     """Close the link."""
 
     reason: str
-    #: the other side did what it must not
+    #: the other side did what it must not do
     violation: bool = False
-    #: nobody misses anything: no message had still to end
+    #: no message had still to end
     quiet: bool = False
 
 

@@ -1,5 +1,8 @@
 """Records: what travels on a link. Pure functions, fixed sizes, no pickle.
 
+`LinkRecord` packs and unpacks a header. `table`, `lengths_of` and `frames_of` are for the body of a message; `mac`,
+`hello` and `read_hello` prove who is on the link.
+
 Theory of operation. A *link* goes from one sender to one receiver and serves one run. Everything on it is a record: a
 header of `HEADER_BYTES`, then `length` bytes of body::
 
@@ -15,7 +18,7 @@ buffer gives frames that numpy and Arrow may use as they are.
 A run's secret comes from the scheduler. The first record of a sender carries an HMAC-SHA256 over both nonces, both
 addresses and the run; the answer carries one, too, so a stranger who took over a dead worker's port learns nothing and
 gets nothing. The MACs authenticate who is on the link. What follows on it is protected by checksums against accidents,
-not against somebody who can rewrite packets on the wire: who needs that runs a TLS cluster, where no link is opened.
+not against an attacker who can rewrite packets on the wire: that needs a TLS cluster, where no link is opened.
 """
 
 from __future__ import annotations
@@ -54,7 +57,7 @@ _MAC_BYTES = 32
 _DEVICE = 1 << 63
 
 
-class Kind(enum.IntEnum):
+class RecordKind(enum.IntEnum):
     """What a record is."""
 
     CHALLENGE = 1  #: receiver: its nonce
@@ -73,9 +76,10 @@ class Kind(enum.IntEnum):
     PLACED = 14  #: sender: one message of `value` bytes; `count` times address and length
 
 
-#: `Kind(n)`, four times as fast; and plain numbers, as a look at a member of an enumeration costs as much as a call
-_KINDS = {int(kind): kind for kind in Kind}
-_DATA, _PLACED = int(Kind.DATA), int(Kind.PLACED)
+#: `RecordKind(n)`, four times as fast
+_KINDS = {int(kind): kind for kind in RecordKind}
+#: plain numbers, as a look at a member of an enumeration costs as much as a call
+_DATA, _PLACED = int(RecordKind.DATA), int(RecordKind.PLACED)
 
 
 class RunKey(NamedTuple):
@@ -87,10 +91,10 @@ class RunKey(NamedTuple):
 
 
 @dataclasses.dataclass(slots=True)
-class Record:
-    """A header, in words. Nobody changes one; it is not frozen because making those costs three times as much."""
+class LinkRecord:
+    """A header. Never changed; not frozen because making a frozen one costs three times as much."""
 
-    kind: Kind
+    kind: RecordKind
     run: RunKey
     sequence: int = 0
     #: bytes of the body
@@ -100,6 +104,7 @@ class Record:
     value: int = 0
 
     def pack(self) -> bytes:
+        """The header as bytes."""
         tag, run_id = self.run
         head = _FIELDS.pack(
             MAGIC, VERSION, self.kind, 0, self.count, self.sequence, tag, run_id, self.length, self.value
@@ -107,7 +112,7 @@ class Record:
         return head + _DIGEST.pack(xxhash.xxh3_64_intdigest(head))
 
     @classmethod
-    def unpack(cls, raw: Any) -> Record:
+    def unpack(cls, raw: Any) -> LinkRecord:
         """Parse and check a header.
 
         Raises
@@ -125,7 +130,7 @@ class Record:
             raise WireError(f"a record is {magic!r} version {version}, must be {MAGIC!r} version {VERSION}")
         known = _KINDS.get(kind)
         if known is None:
-            raise WireError(f"a record's kind is {kind}, must be 1 to {max(Kind)}")
+            raise WireError(f"a record's kind is {kind}, must be 1 to {max(RecordKind)}")
         if kind == _DATA:
             if not (1 <= count <= MAX_FRAMES and length >= table_bytes(count)):
                 raise WireError(f"a message has {count} frames in {length} bytes, must have 1 to {MAX_FRAMES} frames")
@@ -143,6 +148,7 @@ def table_bytes(count: int) -> int:
 
 
 def padded(n: int) -> int:
+    """`n` bytes, filled to a multiple of `ALIGN`."""
     return (n + ALIGN - 1) // ALIGN * ALIGN
 
 
@@ -185,7 +191,7 @@ def _lengths(count: int) -> struct.Struct:
     return _LENGTHS[count] if count < len(_LENGTHS) else struct.Struct(f"<{count}Q")
 
 
-def lengths_of(record: Record, raw: Any) -> list[tuple[int, bool]]:
+def lengths_of(record: LinkRecord, raw: Any) -> list[tuple[int, bool]]:
     """(bytes, lies on a device) of every frame, from the table of a message.
 
     Raises
@@ -206,7 +212,7 @@ def lengths_of(record: Record, raw: Any) -> list[tuple[int, bool]]:
     return lengths
 
 
-def frames_of(record: Record, body: memoryview) -> list[memoryview]:
+def frames_of(record: LinkRecord, body: memoryview) -> list[memoryview]:
     """The frames of a message that lies in one buffer; views.
 
     Raises
@@ -232,14 +238,21 @@ def frames_of(record: Record, body: memoryview) -> list[memoryview]:
 
 
 def _check_filling(between: memoryview) -> None:
-    """Of no use to anybody, but a message is as it was sent or it is refused."""
+    """Refuse filling that is not zero: a message is as it was sent."""
     if bytes(between).strip(b"\0"):
         raise WireError("the filling between a message's frames is not zero")
 
 
-def mac(secret: bytes, role: str, run: RunKey, ours: bytes, theirs: bytes, sender: str, receiver: str) -> bytes:
-    """The proof of one side that it knows the run's secret."""
-    parts = [role.encode(), struct.pack("<Qq", run.tag, run.run_id), ours, theirs, sender.encode(), receiver.encode()]
+def mac(secret: bytes, role: str, run: RunKey, challenge: bytes, nonce: bytes, sender: str, receiver: str) -> bytes:
+    """The proof of one side (its role) that it knows the run's secret."""
+    parts = [
+        role.encode(),
+        struct.pack("<Qq", run.tag, run.run_id),
+        challenge,
+        nonce,
+        sender.encode(),
+        receiver.encode(),
+    ]
     # Every part with its length, so that no byte can move to its neighbour.
     text = b"".join(struct.pack("<I", len(p)) + p for p in parts)
     return hmac.new(secret, b"dask-gpurt link 1" + text, hashlib.sha256).digest()

@@ -1,9 +1,9 @@
 """How fast the network to a peer is, from its traffic. Pure: events and times in, bytes per second out.
 
 The bandwidth is that of the fastest stretch of the traffic lately: all of it, by the time in which any was under way.
-What the workers are busy with besides makes a stretch slow, never fast; and a network that is taken for slower than it
-is costs processor time, as more is compressed (`compress`). Not the fastest message, as `sender.Rate` has it to price
-what moving an output takes: of ten under way each looks ten times slower than the network.
+What the workers are busy with besides makes a stretch slow, never fast. A network that is taken for slower than it is
+costs processor time, as more is compressed (`compress`). Not the fastest message, which `worker.sender.MessageRate`
+takes to price the move of an output: of ten under way each looks ten times slower than the network.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from dask_gpurt.shuffle.transport.select.trials import Meter
 
 #: bytes of a stretch whose speed counts
 STRETCH = 4 << 20
-#: what a fast stretch still counts after another: a network that has become slow is known after some dozens
+#: share that a fast stretch keeps after another one: a network that has become slow is known after some dozens
 FADE = 0.98
-#: after so many looks in a row that gained nothing the rest between two no longer doubles: samples cost little beside
+#: looks in a row that gained nothing after which the pause between two no longer doubles: samples cost little beside
 #: what a slow network takes, and too much where compressing just does not pay
 REST = 5
 _FLOW = ("", 0)
 
 
-class Pace:
+class LinkBandwidth:
     """Bytes per second to one peer, in the fastest stretch lately."""
 
     def __init__(self) -> None:
@@ -31,11 +31,11 @@ class Pace:
         self._rest, self._fruitless = 0, 0
 
     def began(self, nbytes: int, now: float) -> None:
-        """A message is handed over to a transport."""
+        """Enter a message that is handed over to a transport."""
         self._meter.begun(_FLOW, nbytes, now)
 
     def ended(self, nbytes: int, now: float, stored: bool) -> None:
-        """A message that began is stored, or never will be."""
+        """Enter that a message is stored, or never will be."""
         self._meter.ended(_FLOW, nbytes, now, stored)
         flow = self._meter.flow(_FLOW)
         if flow.nbytes - self._bytes < STRETCH or flow.seconds <= self._seconds:
@@ -49,6 +49,6 @@ class Pace:
         return not self._rest
 
     def looked(self, gained: bool) -> None:
-        """A message was looked at, and compressed or not."""
+        """Enter that a message was looked at, and whether compressing it gained anything."""
         self._fruitless = 0 if gained else min(self._fruitless + 1, REST)
         self._rest = (1 << self._fruitless) - 1

@@ -1,4 +1,6 @@
-"""Messages between hosts, compressed where the network is slower than compressing. Pure but for the clock.
+"""Compress messages between hosts, where the network is slower than compressing. Pure but for the clock.
+
+`Squeezer.squeeze` compresses, `expanded` expands.
 
 Theory of operation. Whether a frame of a message is compressed is decided for each by itself (columns of one dtype lie
 together in one), from a sample of it and the bandwidth to that peer (`bandwidth`, `model.compression`). A message of
@@ -31,17 +33,17 @@ import xxhash
 from dask_gpurt.errors import ConfigError, CorruptData, WireError
 from dask_gpurt.model.compression import Choice, Chooser, compress, expand, installed
 from dask_gpurt.shuffle.transport.link import records
-from dask_gpurt.shuffle.transport.select.selector import SAFE, Place
+from dask_gpurt.shuffle.transport.select.selector import SAFE, Locality
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dask_gpurt.shuffle.transport.select.bandwidth import Pace
-    from dask_gpurt.shuffle.transport.select.selector import Chooser as Ways
+    from dask_gpurt.shuffle.transport.select.bandwidth import LinkBandwidth
+    from dask_gpurt.shuffle.transport.select.selector import TransportChooser
 
 MAGIC = b"GPRZ"
 VERSION = 1
-#: bytes of a message from which on it is looked at, and says how fast the network is
+#: bytes of a message from which on it is looked at, and shows how fast the network is
 LEAST = 1 << 18
 #: frames below this are not sampled. On a link on which compression has a chance they take a millisecond
 SAMPLED = 1 << 16
@@ -55,14 +57,14 @@ _NAMES = {number: name for name, number in _NUMBERS.items()}
 
 
 class Squeezer:
-    """What one worker compresses. `compress` in any thread.
+    """Compress the messages of one worker. `squeeze` in any thread.
 
     Parameters
     ----------
     setting
         ``auto``, ``none``, or the codec for everything.
     count
-        Told the counters `bytes_squeezed` (what compression saved) and `seconds_squeeze`.
+        Adds to the counters `bytes_squeezed` (what compression saved) and `seconds_squeeze`.
     """
 
     def __init__(self, setting: str, count: Callable[..., None]) -> None:
@@ -72,20 +74,22 @@ class Squeezer:
         self._count = count
         self._needed = set() if setting == "none" else {setting} if setting != "auto" else set(self._chooser.slowdown)
 
-    def able(self, peer: Ways, card: dict[str, Any]) -> bool:
-        """Whether there is anything to do for a peer, which tells its codecs on its card."""
-        far = peer.place is Place.REMOTE and peer.forced != SAFE
+    def able(self, peer: TransportChooser, card: dict[str, Any]) -> bool:
+        """Whether messages to a peer may be compressed; its card has its codecs."""
+        far = peer.place is Locality.REMOTE and peer.forced != SAFE
         return far and bool(self._needed) and self._needed <= set(card.get("codecs", ()))
 
-    def looks(self, pace: Pace) -> bool:
+    def looks(self, pace: LinkBandwidth) -> bool:
         """Whether the next message to a peer is to be looked at; with an unknown pace, only if a user says so."""
         return self._chooser.setting != "auto" or (0 < pace.best < CEILING and pace.turn())
 
     def squeeze(self, frames: Sequence[Any], bytes_per_second: float) -> tuple[Sequence[Any], int]:
-        """(frames to send, room: bytes of credit beyond theirs, 0 when nothing was gained).
+        """Compress a message: (frames to send, room: bytes of credit beyond theirs, 0 when nothing was gained).
 
         Parameters
         ----------
+        frames
+            Of the message.
         bytes_per_second
             Of the network to the peer; 0: not known.
         """
@@ -122,8 +126,10 @@ def expanded(frames: list[Any], limit: int) -> list[Any]:
 
     Parameters
     ----------
+    frames
+        As they came.
     limit
-        Bytes of credit that the message cost: so many are kept free for it. Compared before anything is allocated.
+        Bytes of credit that the message cost, which are free for it. Compared before anything is allocated.
 
     Raises
     ------

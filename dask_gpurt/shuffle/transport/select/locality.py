@@ -7,7 +7,7 @@ import uuid
 from typing import Any
 
 from dask_gpurt.backends.ucx import has_device
-from dask_gpurt.shuffle.transport.select.selector import Place
+from dask_gpurt.shuffle.transport.select.selector import Locality
 
 #: whether `auto` opens UCX for shared memory between workers of one host without a GPU
 UCX_ON_HOST = False
@@ -15,31 +15,35 @@ _TOKEN = uuid.uuid4().hex
 
 
 def process_token() -> str:
-    """Says whether two workers are in one process."""
+    """Equal for two workers in one process."""
     return f"{os.getpid()}-{_TOKEN}"
 
 
 def host_token() -> str:
-    """Says whether two processes can share memory: one boot of one kernel, one namespace of System V memory and of
-    process ids. And one network: what has a network of its own is a host of its own to whoever set it up so, and
-    traffic past that network would not be what is metered, limited or forbidden there."""
+    """Equal for two processes that can share memory.
+
+    That takes one boot of one kernel, one namespace of System V memory and of process ids, and one network: what has a
+    network of its own was set up as a host of its own, and traffic past that network would evade what is metered,
+    limited or forbidden there.
+    """
     try:
         with open("/proc/sys/kernel/random/boot_id") as f:
             boot = f.read().strip()
         return "-".join([boot, *(os.readlink(f"/proc/self/ns/{name}") for name in ("ipc", "pid", "net"))])
-    except OSError:  # not Linux: nobody is on this host
+    except OSError:  # not Linux: no other process counts as on this host
         return uuid.uuid4().hex
 
 
-def candidates(place: Place) -> list[str]:
-    """What `auto` opens for a peer at this place, where nothing forbids it."""
+def candidates(place: Locality) -> list[str]:
+    """The transports that `auto` opens for a peer at this place, where nothing forbids it."""
     # Over plain Ethernet UCX loses to sockets. On one host it is up to 1.45 times faster than `cma` when nothing else
     # runs, but not inside of a shuffle, which keeps the cores busy that its thread wants: 2 % more wall time at 16
     # partitions, 15 % at 64 (`benchmarks/transport.py`, with and without `--shuffle`). So for device buffers only.
-    return ["tcp", "ucx"] if (UCX_ON_HOST and place is Place.HOST) or has_device() else ["tcp"]
+    return ["tcp", "ucx"] if (UCX_ON_HOST and place is Locality.HOST) or has_device() else ["tcp"]
 
 
-def place_of(ours: dict[str, Any], theirs: dict[str, Any]) -> Place:
-    if ours["process"] == theirs.get("process"):
-        return Place.PROCESS
-    return Place.HOST if ours["host"] == theirs.get("host") else Place.REMOTE
+def locality_of(own: dict[str, Any], theirs: dict[str, Any]) -> Locality:
+    """Where a peer is, from the cards of both."""
+    if own["process"] == theirs.get("process"):
+        return Locality.PROCESS
+    return Locality.HOST if own["host"] == theirs.get("host") else Locality.REMOTE

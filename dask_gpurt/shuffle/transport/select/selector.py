@@ -1,4 +1,4 @@
-"""Which transport a message takes. Pure: figures in, a name out.
+"""Choose the transport of a message. Pure: figures in, a name out.
 
 Theory of operation. What can reach a peer is known from its card (`candidates`); which of these is fastest is measured.
 Every pair starts from speeds measured before (`PRIOR`, GB/s by place and size of message) and learns from its own
@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING
 
-from dask_gpurt.shuffle.transport.select.bandwidth import Pace
+from dask_gpurt.shuffle.transport.select.bandwidth import LinkBandwidth
 from dask_gpurt.shuffle.transport.select.trials import Contest, Meter
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ BACKOFF_LIMIT = 300.0
 _COLUMNS = (1 << 18, 1 << 22)
 
 
-class Place(enum.Enum):
+class Locality(enum.Enum):
     """Where a peer is."""
 
     PROCESS = "same process"
@@ -36,9 +36,9 @@ class Place(enum.Enum):
 
 #: place -> transport -> GB/s for messages below 256 KiB, below 4 MiB, and longer, as `benchmarks/transport.py` has
 #: them. What counts is their order; a pair's traffic decides in the end.
-PRIOR: dict[Place, dict[str, tuple[float, float, float]]] = {
-    Place.HOST: {"ucx": (0.21, 1.4, 2.0), "tcp": (0.28, 2.0, 3.0), SAFE: (0.16, 1.2, 1.6)},
-    Place.REMOTE: {"ucx": (0.19, 1.1, 1.6), "tcp": (0.26, 1.8, 2.0), SAFE: (0.17, 1.2, 1.5)},
+PRIOR: dict[Locality, dict[str, tuple[float, float, float]]] = {
+    Locality.HOST: {"ucx": (0.21, 1.4, 2.0), "tcp": (0.28, 2.0, 3.0), SAFE: (0.16, 1.2, 1.6)},
+    Locality.REMOTE: {"ucx": (0.19, 1.1, 1.6), "tcp": (0.26, 1.8, 2.0), SAFE: (0.17, 1.2, 1.5)},
 }
 
 
@@ -51,22 +51,26 @@ def _size_class(nbytes: int) -> int:
     return max(0, nbytes.bit_length() - 15) // 2
 
 
-class Chooser:
+class TransportChooser:
     """What is known about the ways to one peer.
 
     Parameters
     ----------
+    place
+        Where it is.
+    candidates
+        Transports that reach it, besides the safe path.
     forced
         ``auto``, or the only transport to use besides the safe one.
     """
 
-    def __init__(self, place: Place, candidates: Iterable[str], forced: str = "auto") -> None:
+    def __init__(self, place: Locality, candidates: Iterable[str], forced: str = "auto") -> None:
         self.place = place
         self.candidates = tuple(dict.fromkeys([*candidates, SAFE]))
         self.forced = forced
         self._meter = Meter()
         #: of what is long enough to say it
-        self.pace = Pace()
+        self.pace = LinkBandwidth()
         self._contests: dict[int, Contest] = {}
         #: transport -> (out until, times lost)
         self._out: dict[str, tuple[float, int]] = {}
@@ -94,13 +98,27 @@ class Chooser:
         return {name: known.get(name, (0.0, 0.0, 0.0))[column] * 1e9 for name in self.candidates}
 
     def began(self, name: str, nbytes: int, device: bool, now: float, wire_bytes: int = 0) -> None:
-        """A message is handed over to a transport; `wire_bytes`: what of it travels, where that tells the pace."""
+        """Enter a message that is handed over to a transport.
+
+        Parameters
+        ----------
+        name
+            Of the transport.
+        nbytes
+            Of the message.
+        device
+            Whether it lies in device memory.
+        now
+            Seconds of any monotonic clock.
+        wire_bytes
+            Bytes that travel, if they show the bandwidth of the network; else 0.
+        """
         self._meter.begun((name, _DEVICE if device else _size_class(nbytes)), nbytes, now)
         if wire_bytes:
             self.pace.began(wire_bytes, now)
 
     def ended(self, name: str, nbytes: int, device: bool, now: float, stored: bool, wire_bytes: int = 0) -> None:
-        """A message that began is stored, or is not and never will be by this transport."""
+        """Enter that a message is stored, or never will be by this transport."""
         size = _DEVICE if device else _size_class(nbytes)
         self._meter.ended((name, size), nbytes, now, stored)
         if wire_bytes:
@@ -114,7 +132,7 @@ class Chooser:
             contest.give_up(name)
 
     def lost(self, name: str, now: float) -> None:
-        """A link of this transport was lost."""
+        """Enter that a link of this transport was lost."""
         until, times = self._out.get(name, (0.0, 0))
         if until <= now:
             self._out[name] = (now + min(BACKOFF_LIMIT, BACKOFF_SECONDS * 2**times), times + 1)

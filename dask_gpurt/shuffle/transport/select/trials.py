@@ -1,11 +1,13 @@
-"""Which of several ways is faster, learned by trials. Pure: events and times in, a name out.
+"""Learn by trials which of several ways is faster. Pure: events and times in, a name out.
+
+`Contest.pick` gives the way of the next message. `Meter` measures the ways.
 
 Theory of operation. Seconds from the hand-over of a message to its acknowledgement say little: ten messages are under
 way at a time and wait for each other, so the same way looks ten times slower under traffic than one message alone. What
 counts is bytes over *busy time*: the time in which messages of a way are under way, shared by bytes where several are
 (`Meter`).
 
-And speeds of different minutes can not be compared: a slow network, a busy peer or a full store slows all ways. So ways
+Speeds of different minutes cannot be compared: a slow network, a busy peer or a full store slows all ways. So ways
 are compared in *trials*, as a benchmark would do it: `trial_messages` in a row go by another way, and their speed is
 divided by that of the usual one in as many messages before and after. Only such ratios move a score; the usual way
 alone, however slow it gets, moves nothing.
@@ -13,7 +15,7 @@ alone, however slow it gets, moves nothing.
 What a trial costs is known in advance, from the scores: nothing is tried before `COST` of the time since the last
 trial pays for it. One that shows a faster way is repeated at once, until the scores agree with it or it was noise.
 
-Rejected: one message in 64 by another way (1.6 % of them for ever, at five times the cost each on a slow way, and a
+Rejected: one message in 64 by another way (1.6 % of them without end, at five times the cost each on a slow way, and a
 lone message among ten of another way says nothing about ten of its own); rates learned from all traffic, with the
 others scaled by them (a burst on a busy machine moved whole shuffles to the slower way and back).
 """
@@ -35,7 +37,7 @@ TRIAL_MESSAGES = 16
 TRIAL_BYTES = 64 << 20
 #: messages between trials, at least, in lengths of a trial; between one that showed a faster way and the next
 PAUSE, AGAIN = 8, 2
-#: a way must have shown itself so much faster before it becomes the usual one: below that nobody gains by a change
+#: a way must have shown itself so much faster before it becomes the usual one: below that a change gains nothing
 MARGIN = math.log(1.03)
 #: what one trial may say, at most: a burst of anything else on the machine lasts as long as a trial
 _CLAMP = math.log(4)
@@ -44,7 +46,7 @@ _GAIN = 0.25
 
 
 @dataclasses.dataclass(slots=True)
-class _Flow:
+class _WayFlow:
     flying: int = 0
     flying_bytes: int = 0
     messages: int = 0
@@ -56,17 +58,19 @@ class Meter:
     """Bytes and busy time of flows that share what they run on."""
 
     def __init__(self) -> None:
-        self._flows: dict[tuple[str, int], _Flow] = {}
-        self._flying: dict[tuple[str, int], _Flow] = {}
+        self._flows: dict[tuple[str, int], _WayFlow] = {}
+        self._flying: dict[tuple[str, int], _WayFlow] = {}
         self._at = 0.0
 
-    def flow(self, key: tuple[str, int]) -> _Flow:
+    def flow(self, key: tuple[str, int]) -> _WayFlow:
+        """The figures of a flow, made on first use."""
         flow = self._flows.get(key)
         if flow is None:
-            flow = self._flows[key] = _Flow()
+            flow = self._flows[key] = _WayFlow()
         return flow
 
     def begun(self, key: tuple[str, int], nbytes: int, now: float) -> None:
+        """Enter a message that is under way from now on."""
         self._share(now)
         flow = self.flow(key)
         flow.flying += 1
@@ -74,6 +78,7 @@ class Meter:
         self._flying[key] = flow
 
     def ended(self, key: tuple[str, int], nbytes: int, now: float, stored: bool = True) -> None:
+        """Enter that a message is stored, or is not and never will be."""
         self._share(now)
         flow = self.flow(key)
         flow.flying -= 1
@@ -107,10 +112,10 @@ class _Mark:
     seconds: float
 
     @classmethod
-    def of(cls, flow: _Flow) -> _Mark:
+    def of(cls, flow: _WayFlow) -> _Mark:
         return cls(flow.messages, flow.nbytes, flow.seconds)
 
-    def rate(self, flow: _Flow) -> float:
+    def rate(self, flow: _WayFlow) -> float:
         """Bytes per second since then; 0: not known."""
         seconds = flow.seconds - self.seconds
         return (flow.nbytes - self.nbytes) / seconds if seconds > 0 else 0.0
@@ -177,7 +182,7 @@ class Contest:
         return self.usual
 
     def ended(self) -> None:
-        """A message was stored, and the meter knows."""
+        """Look at the trial under way: a message was stored, and the meter has it."""
         trial = self._trial
         if trial is None or trial.left:
             return

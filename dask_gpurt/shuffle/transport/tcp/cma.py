@@ -1,25 +1,26 @@
 """Messages between processes of one host that are not sent but fetched: the receiver reads them where they lie.
 
+The sender makes an `Offer`, the receiver may `accept` it. Then `placed` says where a message lies, `fetch` reads it.
+
 Theory of operation. Through a socket every byte is copied twice, into the kernel and out of it. On one host the kernel
 lets a process read the memory of another one of the same user (`process_vm_readv`, what MPI and UCX call CMA): one
-copy, by the receiver, in one call, at the speed of `memcpy`. So the record of a message then carries no frames but
-where they are (`Kind.PLACED`), and everything else stays: the link, its order, credit before it is sent, memory from
-the same pool, checksums of what was read, the answer. The sender keeps a message's frames until it was answered, as for
-any other.
+copy, by the receiver, in one call, at the speed of `memcpy`. So the record of a message carries no frames but where
+they are (``PLACED``). Everything else stays: the link, its order, credit before it is sent, memory from the same pool,
+checksums of what was read, the answer. The sender keeps a message's frames until it was answered, as for any other.
 
-Whether it works is tried, not guessed: a sender whose peer says that it is on this host offers (`Kind.OFFER`) a
-secret of this link and its address; a receiver that reads just that there answers `Kind.PULLS`, and only then messages
-are placed. Containers with their own process ids, another user, a kernel that forbids it (Yama, seccomp): no answer,
-and messages go through the socket as ever.
+Whether it works is tried, not guessed. A sender whose peer says that it is on this host offers (``OFFER``) a secret of
+this link and its address. A receiver that reads just that there answers ``PULLS``, and only then messages are placed.
+Containers with their own process ids, another user, a kernel that forbids it (Yama, seccomp): no answer, and messages
+go through the socket.
 
-What a sender can gain by lying is that the receiver takes wrong bytes for its message, as it could by sending them. A
-sender that lets go of a message because the link was lost while the receiver still reads it: what is read then fails
-its checksum, or belongs to a link that is closed.
+All that a sender can gain by lying is that the receiver takes wrong bytes for its message, as it could by sending them.
+When a sender lets go of a message because the link was lost while the receiver still reads it, what is read fails its
+checksum or belongs to a link that is closed.
 
 Rejected: UCX for this (same call inside; but a second library, context and thread per worker, and half the bandwidth
-as it goes through segments of shared memory when error handling is on); memory shared from the start (whoever takes
-memory would have to know where it goes); two threads that share the copy of a long message (1.0 and 0.93 times as fast
-with 64 and 8 MiB on two idle cores: what limits it is the memory).
+as it goes through segments of shared memory when error handling is on); memory shared from the start (memory would have
+to be taken with its destination known); two threads that share the copy of a long message (1.0 and 0.93 times as fast
+with 64 and 8 MiB on two idle cores: the memory is the limit).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ import pyarrow as pa
 
 from dask_gpurt.errors import WireError
 from dask_gpurt.shuffle.transport.link import records
-from dask_gpurt.shuffle.transport.link.records import Kind, Record
+from dask_gpurt.shuffle.transport.link.records import LinkRecord, RecordKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -77,12 +78,13 @@ def _read(pid: int, into: list[int], spans: list[int]) -> int:
 
 
 class Offer:
-    """What a sender lets its receiver read, to see whether it can."""
+    """A token that a sender lets its receiver read, to see whether it can."""
 
     def __init__(self) -> None:
         self._token = np.frombuffer(os.urandom(_TOKEN_BYTES), np.uint8).copy()
 
     def body(self) -> bytes:
+        """The body of the OFFER: process, address and content."""
         return _OFFER.pack(os.getpid(), _address(self._token), self._token.tobytes())
 
 
@@ -104,7 +106,7 @@ def accept(body: bytes) -> int:
     return int(pid) if into.tobytes() == token else 0
 
 
-def placed(record: Record, buffers: Sequence[Any]) -> tuple[Record, bytes] | None:
+def placed(record: LinkRecord, buffers: Sequence[Any]) -> tuple[LinkRecord, bytes] | None:
     """The record, and its body, that says where a message lies; None: send it.
 
     Raises
@@ -121,30 +123,34 @@ def placed(record: Record, buffers: Sequence[Any]) -> tuple[Record, bytes] | Non
         n = records.size_of(buffer)
         spans += (_address(buffer), n) if n else (0, 0)
     body = struct.pack(f"<{len(spans)}Q", *spans)
-    return Record(Kind.PLACED, record.run, record.sequence, len(body), len(buffers), record.length), body
+    return LinkRecord(RecordKind.PLACED, record.run, record.sequence, len(body), len(buffers), record.length), body
 
 
-def message(record: Record) -> Record:
+def message(record: LinkRecord) -> LinkRecord:
     """The record of a message, from the one that says where it lies."""
-    return Record(Kind.DATA, record.run, record.sequence, record.value, record.count)
+    return LinkRecord(RecordKind.DATA, record.run, record.sequence, record.value, record.count)
 
 
-def fetch(pid: int, data: Record, body: Any, take: Callable[[int], memoryview]) -> memoryview:
+def fetch(pid: int, data: LinkRecord, body: Any, take: Callable[[int], memoryview]) -> memoryview:
     """Read a message from where it lies, as if it had come whole.
 
     Parameters
     ----------
+    pid
+        Of the sender's process.
     data
-        Of the message, as `message` gives it; granted.
+        Record of the message, as `message` gives it; granted.
     body
         Of the record that says where it lies.
+    take
+        Gives memory of so many bytes.
 
     Raises
     ------
     WireError
         The lengths do not add up to what was granted.
     OSError
-        It is no longer there, all of it: the link is to be taken for lost.
+        Not all of it is there any more: the link is lost.
     """
     if len(body) != 16 * data.count:
         raise WireError(f"a placed message of {data.count} frames has {len(body)} bytes")

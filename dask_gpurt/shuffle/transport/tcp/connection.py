@@ -1,10 +1,10 @@
-"""A socket of a link: records out of it and into it, with as few calls of the kernel as there can be.
+"""The socket of a link: records out of it and into it, with as few calls of the kernel as there can be.
 
 Theory of operation. A message of 64 KiB costs less to copy than one call of the kernel and one wake-up of another
-thread cost, so both are shared: what a turn of the loop writes is queued and goes out in one `sendmsg` at its end, and
-every read asks for what is missing and for what follows it, up to `AHEAD_BYTES`, so that many answers, or a body and
-the next header, come in one call. What lies ahead in our buffer is invisible to epoll; whoever stops reading before it
-is used up says so to the loop (`more`).
+thread cost, so both are shared. What a turn of the loop writes is queued and goes out in one `sendmsg` at its end.
+Every read asks for what is missing and for what follows it, up to `AHEAD_BYTES`, so that many answers, or a body and
+the next header, come in one call. What was read ahead is invisible to epoll: a reader that stops before it is used up
+has to come again by itself (`more`).
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ import socket
 import struct
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.shuffle.transport.link.records import HEADER_BYTES, Record
+from dask_gpurt.shuffle.transport.link.records import HEADER_BYTES, LinkRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dask_gpurt.shuffle.transport.tcp.ioloop import IoLoop
+    from dask_gpurt.shuffle.transport.ioloop import IoLoop
 
 #: a peer whose host does not answer for so long is lost
 LOST_SECONDS = 5
+#: bytes that one read takes beyond what is missing
 AHEAD_BYTES = 1 << 13
 #: a peer that answers so soon is near: the buffer below is enough for 5 GB/s at this distance
 NEAR_MICROSECONDS = 200
@@ -42,8 +43,12 @@ class Connection:
 
     Parameters
     ----------
+    loop
+        In whose thread it lives.
+    sock
+        Connected, or about to be.
     failed
-        Told, in the loop's thread, when what was queued can not be written.
+        Called with the reason, in the loop's thread, when what was queued cannot be written.
     """
 
     def __init__(self, loop: IoLoop, sock: socket.socket, failed: Callable[[str], None]) -> None:
@@ -62,12 +67,12 @@ class Connection:
         self._got = 0
         self._ahead = memoryview(bytearray(AHEAD_BYTES))
         self._low = self._high = 0
-        self.record: Record | None = None
+        self.record: LinkRecord | None = None
         self.body: memoryview = memoryview(b"")
         loop.poll.register(sock, self._events)
 
     def connected(self) -> None:
-        """The peer has answered: a near one gets a short buffer.
+        """Give a near peer, which has just answered, a short buffer.
 
         What waits in the kernel was copied there through the caches and is copied out of there again. With the
         buffer that the kernel lets grow (4 MiB) it has left them by then: 1.79 instead of 2.01 GB/s with messages of
@@ -128,7 +133,7 @@ class Connection:
             self._events = wanted
             self.loop.poll.modify(self.sock, wanted)
 
-    def read(self, begin: Callable[[Record], memoryview | None]) -> tuple[Record, memoryview] | None:
+    def read(self, begin: Callable[[LinkRecord], memoryview | None]) -> tuple[LinkRecord, memoryview] | None:
         """The next record that is there whole, else None.
 
         Parameters
@@ -147,7 +152,7 @@ class Connection:
             if self.record is None:
                 if not self._fill(self._head):
                     return None
-                self.record = record = Record.unpack(self._head)
+                self.record = record = LinkRecord.unpack(self._head)
                 self._got = 0
                 body = begin(record)
                 if body is None:

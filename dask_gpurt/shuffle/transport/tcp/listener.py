@@ -1,4 +1,4 @@
-"""The listening socket of `transport`. It stays quiet when the process has no file descriptor left.
+"""The listening socket of a worker. It stays quiet when the process has no file descriptor left.
 
 Theory of operation. A connection that cannot be accepted stays in the kernel's queue, and epoll reports it again at
 once: a loop that only tries again takes a whole core. So one descriptor is kept in reserve. When `accept` fails for
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dask_gpurt.shuffle.transport.tcp.ioloop import IoLoop
+    from dask_gpurt.shuffle.transport.ioloop import IoLoop
 
 #: after a failure that the reserve does not help with, nothing is accepted for so long
 PAUSE_SECONDS = 1.0
@@ -39,7 +39,7 @@ def _reserve() -> int | None:
 
 
 class Listener:
-    """Listens on an address of this worker; `serve` begins to accept.
+    """Listen on an address of this worker; `serve` begins to accept.
 
     Raises
     ------
@@ -70,8 +70,12 @@ class Listener:
 
         Parameters
         ----------
+        loop
+            In whose thread.
+        accepted
+            Called with each connection.
         failed
-            Is given a text for each failure; may be called often.
+            Called with a text for each failure, which may be often.
         """
         self._loop, self._accepted, self._failed = loop, accepted, failed
         loop.on_event[self._socket.fileno()] = self._event
@@ -86,7 +90,7 @@ class Listener:
             self._loop.poll.modify(self._socket, select.EPOLLIN)
 
     def close(self) -> None:
-        """Stop to listen."""
+        """Stop listening."""
         self._loop.on_event.pop(self._socket.fileno(), None)
         self._socket.close()
         if self._spare is not None:
@@ -121,7 +125,7 @@ class Listener:
                 sock, _ = self._socket.accept()
                 sock.close()
                 count += 1
-        except OSError:  # the queue is empty, or somebody else took the descriptor: then the caller pauses
+        except OSError:  # the queue is empty, or another thread took the descriptor: then the caller pauses
             pass
         self._spare = _reserve()
         self.refused += count

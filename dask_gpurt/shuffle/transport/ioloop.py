@@ -1,4 +1,8 @@
-"""A thread that waits for descriptors, for time, and for calls from other threads."""
+"""A thread that waits for descriptors, for time, and for calls from other threads.
+
+`IoLoop.call` runs a function in the thread, soon. In the thread, `later` and `at_end` put off work to the next turn or
+the end of this one. `on_event` has what is called for a descriptor, `on_tick` what is called every `TICK_SECONDS`.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +28,24 @@ def current_loop() -> IoLoop | None:
 
 
 class IoLoop:
-    """A thread that waits for sockets and for calls from other threads."""
+    """The thread.
+
+    Parameters
+    ----------
+    name
+        Of the thread.
+    failed
+        Called with the traceback of an error in any function; the loop goes on.
+    """
 
     def __init__(self, name: str, failed: Callable[[str], None]) -> None:
         self._calls: collections.deque[Callable[[], None]] = collections.deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.poll = select.epoll()
         self.poll.register(self._wake, select.EPOLLIN)
+        #: descriptor -> called with its events
         self.on_event: dict[int, Callable[[int], None]] = {}
+        #: called with the time, seconds of the monotonic clock
         self.on_tick: Callable[[float], None] = lambda now: None
         #: called before every wait; False: do not wait, there is more to do
         self.may_wait: Callable[[], bool] = lambda: True
@@ -50,7 +64,7 @@ class IoLoop:
             function()
             return
         with self._lock:
-            # Under the lock: a descriptor closed meanwhile may be somebody else's file by now.
+            # Under the lock: a descriptor closed meanwhile may be another file by now.
             if not self._ended:
                 self._calls.append(function)
                 if self._waiting:  # a thread that is awake finds it by itself: a wake-up costs more than a message

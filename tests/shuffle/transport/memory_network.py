@@ -1,8 +1,9 @@
 """A transport without sockets, for tests: a network in memory that reorders, copies, delays, loses and spoils.
 
-Theory of operation. `Network` is a simulation on a virtual clock: records wait in a list with the time at which they
-arrive, a seeded random generator decides their fate, and `run` plays events in order of time until nothing is left. The
-same state machines (`events`) and the same credit (`credits`, behind `base.Gate`) run in it as over sockets.
+Theory of operation. `MemoryNetwork` is a simulation on a virtual clock: records wait in a list with the time at which
+they arrive, a seeded random generator decides their fate, and `run` plays events in order of time until nothing is
+left. The same state machines (`events`) and the same credit (`credits`, behind `base.ReceiveGate`) run in it as over
+sockets.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dask_gpurt.shuffle.transport.base import Receipt
 from dask_gpurt.shuffle.transport.link import events as lk
 from dask_gpurt.shuffle.transport.link import records
 from dask_gpurt.shuffle.transport.link.receiver import ReceiverLink
-from dask_gpurt.shuffle.transport.link.records import Kind, Record
+from dask_gpurt.shuffle.transport.link.records import LinkRecord, RecordKind
 from dask_gpurt.shuffle.transport.link.sender import SenderLink
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class Weather:
     jitter_seconds: float = 0.0
 
 
-class Network:
+class MemoryNetwork:
     """Where `MemoryTransport`s meet.
 
     Parameters
@@ -90,11 +91,11 @@ class Network:
 
 
 class MemoryTransport:
-    """One worker on a `Network`. Not thread-safe, and nothing happens outside of `Network.run`."""
+    """One worker on a `MemoryNetwork`. Not thread-safe, and nothing happens outside of `MemoryNetwork.run`."""
 
     name = "memory"
 
-    def __init__(self, network: Network, services: Services) -> None:
+    def __init__(self, network: MemoryNetwork, services: Services) -> None:
         self.network, self.services = network, services
         self.endpoint = services.address
         self._outbound: dict[tuple[str, RunKey], _Out] = {}
@@ -171,7 +172,7 @@ class _Out:
 
     def arrived(self, head: bytes, body: bytes) -> None:
         try:
-            record = Record.unpack(head)
+            record = LinkRecord.unpack(head)
             if len(body) != record.length:
                 raise WireError("cut short")
         except WireError as e:
@@ -184,7 +185,7 @@ class _Out:
         for i in instructions:
             if isinstance(i, lk.Send) and self.other is not None:
                 body = i.body
-                if i.record.kind is Kind.DATA:
+                if i.record.kind is RecordKind.DATA:
                     frames = [bytes(b).ljust(records.padded(len(b)), b"\0") for b in map(bytes, i.buffers)]
                     body = records.table(i.buffers) + b"".join(frames)
                 net.carry(self.owner.services.address, self.peer.address, self.other.arrived, i.record.pack(), body)
@@ -207,7 +208,7 @@ class _In:
 
     def arrived(self, head: bytes, body: bytes) -> None:
         try:
-            record = Record.unpack(head)
+            record = LinkRecord.unpack(head)
         except WireError as e:
             self.carry_out(self.machine.violation(str(e)))
             return

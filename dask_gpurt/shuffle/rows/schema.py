@@ -1,0 +1,79 @@
+"""What follows from an Arrow schema, found once for all shards that have it.
+
+`schema_of` and `known_schema` give a `KnownSchema`, which is compared by identity: a dict of them costs no look at the
+columns. It says of every column how its values are viewed without a copy. `has_dictionary` finds the types that no
+schema describes in full.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dask_gpurt.shuffle.rows.identity_cache import ByObject
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+class Special(enum.Enum):
+    """Columns whose values have a simple view that is not a numpy array of them."""
+
+    TEXT = "text"
+    BITS = "bits"
+
+
+#: how a column is viewed: as values of a dtype, in one of the special ways, or (None) not at all
+View = np.dtype[Any] | Special | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class KnownSchema:
+    """A schema that compares by identity.
+
+    Equal schemas with equal pandas metadata are one object while it is in use.
+    """
+
+    schema: pa.Schema
+    #: how each field is viewed
+    kinds: tuple[View, ...]
+
+
+def schema_of(schema: pa.Schema) -> KnownSchema:
+    """The one `KnownSchema` of all schemas that equal this one, metadata included."""
+    return _known(schema, tuple((schema.metadata or {}).items()))
+
+
+@functools.lru_cache(maxsize=256)
+def _known(schema: pa.Schema, metadata: tuple[tuple[bytes, bytes], ...]) -> KnownSchema:
+    return KnownSchema(schema, tuple(_view(field.type) for field in schema))
+
+
+#: as `schema_of`, faster for a schema object that comes many times
+known_schema = ByObject(schema_of)
+
+
+def _view(kind: pa.DataType) -> View:
+    import pyarrow as pa
+
+    t = pa.types
+    if t.is_large_string(kind):
+        return Special.TEXT
+    if t.is_boolean(kind):
+        return Special.BITS
+    if t.is_integer(kind) or t.is_floating(kind) or t.is_duration(kind) or (t.is_timestamp(kind) and not kind.tz):
+        return np.dtype(kind.to_pandas_dtype())
+    return None
+
+
+def has_dictionary(kind: pa.DataType) -> bool:
+    """Whether values of a type are stored, at any depth, as indices into a dictionary."""
+    import pyarrow as pa
+
+    if isinstance(kind, pa.BaseExtensionType):
+        kind = kind.storage_type
+    return pa.types.is_dictionary(kind) or any(has_dictionary(kind.field(i).type) for i in range(kind.num_fields))

@@ -1,0 +1,33 @@
+"""What the parts of a run ask of the run that they belong to; see `run.GpurtShuffleRun`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import ThreadPoolExecutor
+
+T = TypeVar("T")
+
+
+class RunHost(Protocol):
+    """A run as its parts see it. Its text names it in errors."""
+
+    #: of the shuffle
+    id: str
+    run_id: int
+    #: address of this worker
+    local_address: str
+    #: threads of this worker
+    executor: ThreadPoolExecutor
+    closed: bool
+
+    def raise_if_closed(self) -> None:
+        """Raise what ended the run, else `ShuffleClosedError`, if it is closed."""
+
+    def fail(self, exception: Exception) -> None:
+        """End the run with this error, unless it is closed: the barrier raises it."""
+
+    async def offload(self, function: Callable[..., T], *args: object) -> T:
+        """Call a function in a thread of the worker."""

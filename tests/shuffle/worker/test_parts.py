@@ -1,0 +1,368 @@
+"""The parts of a run, each alone: what it needs are fakes."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from distributed.exceptions import Reschedule
+from distributed.shuffle._exceptions import ShuffleClosedError
+from distributed.shuffle._limiter import ResourceLimiter
+
+from dask_gpurt.shuffle import MemoryShardStore
+from dask_gpurt.shuffle.counters import ShuffleCounters
+from dask_gpurt.shuffle.protocol.messages import Amend, BarrierAnswer, OutputOpened, Reopen, Valid
+from dask_gpurt.shuffle.protocol.recovery import Counting, State, Validity, shard_id
+from dask_gpurt.shuffle.rows.partition import OutputLayout, Shard, separate, split
+from dask_gpurt.shuffle.rows.slices import Slice
+from dask_gpurt.shuffle.transport.link.records import RunKey
+from dask_gpurt.shuffle.worker import peer_calls
+from dask_gpurt.shuffle.worker.amendment import Amendment
+from dask_gpurt.shuffle.worker.flushed_buffers import FlushedBuffers
+from dask_gpurt.shuffle.worker.message import Message, Outgoing
+from dask_gpurt.shuffle.worker.output_builder import counted
+from dask_gpurt.shuffle.worker.owners import Owners
+from dask_gpurt.shuffle.worker.peer_calls import PeerCalls
+from dask_gpurt.shuffle.worker.receiver import Receiver
+from dask_gpurt.shuffle.worker.resend import Resender
+from dask_gpurt.shuffle.worker.scheduler_calls import SchedulerCalls
+from dask_gpurt.shuffle.worker.send_log import RetainBudget, SendLog
+from dask_gpurt.shuffle.worker.sender import Sender
+from dask_gpurt.shuffle.worker.splitter import Splitter
+
+OWNERS = {0: "a", 1: "b", 2: "a"}
+KEY = RunKey(7, 1)
+
+
+class Host:
+    """A run without distributed; its threads are this one."""
+
+    id, run_id, local_address, closed = "s", 1, "a", False
+    RETRY_COUNT, RETRY_DELAY_MIN, RETRY_DELAY_MAX = 0, 0.0, 0.0
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.executor: Any = SimpleNamespace(submit=lambda function: function())
+        self.rpc: Any = None
+
+    def raise_if_closed(self) -> None:
+        if self.closed:
+            raise ShuffleClosedError("closed")
+
+    def fail(self, exception: Exception) -> None:
+        self.error = exception
+
+    async def offload(self, function: Any, *args: Any) -> Any:
+        return function(*args)
+
+
+def frame() -> pd.DataFrame:
+    return pd.DataFrame({"v": np.arange(90), "_partitions": np.arange(90) % 3})
+
+
+def log() -> SendLog[Shard]:
+    return SendLog(RetainBudget(1 << 20), separate)
+
+
+def outgoing(owners: Owners, ledger: SendLog[Shard]) -> Outgoing:
+    splitter = Splitter(
+        Host(),
+        owners=owners,
+        log=ledger,
+        column="_partitions",
+        drop_column=True,
+        cut_bytes=1 << 20,
+        counters=ShuffleCounters(),
+    )
+    return splitter.split(frame(), 4)
+
+
+def shards(partition: int = 0) -> list[Shard]:
+    layout = OutputLayout(dict.fromkeys(OWNERS, "a"))
+    return [s for _, s in split(frame(), "_partitions", True, shard_id(partition, 0, 0), layout)]
+
+
+def test_an_input_is_split_for_the_owners_of_its_rows():
+    owners, ledger = Owners("a", OWNERS, None), log()
+    ledger.epoch = 3
+    out = outgoing(owners, ledger)
+    assert (out.partition, out.attempt) == (4, 3)
+    assert [s.table.num_rows for s in out.own] == [60]
+    assert {address: sum(p.rows for p in some) for address, some in out.parcels.items()} == {"b": 30}
+    assert [(address, s.table.num_rows) for address, s in out.sent] == [("b", 30)]
+    assert {p.input_id for p in out.parcels["b"]} == {s.input_id for s in out.own} == {shard_id(4, 3, 3)}
+
+
+def test_what_is_no_frame_is_refused():
+    splitter = Splitter(
+        Host(),
+        owners=Owners("a", OWNERS, None),
+        log=log(),
+        column="k",
+        drop_column=False,
+        cut_bytes=1,
+        counters=ShuffleCounters(),
+    )
+    with pytest.raises(TypeError, match=r"input partition 4 of shuffle s is a builtins\.list"):
+        splitter.split([], 4)  # type: ignore[arg-type]
+
+
+def test_after_the_barrier_inputs_are_split_for_what_is_open():
+    owners = Owners("a", OWNERS, None)
+    owners.move({1: "a"}, frozenset({1}))
+    assert owners.mine() == [0, 1, 2]
+    out = outgoing(owners, log())
+    assert not out.parcels
+    assert [s.parts.tolist() for s in out.own] == [[1]]
+
+
+def sender(host: Host, limiter: Any, written: list[Any], kept: list[Any]) -> Sender:
+    async def write(batches: dict[str, Any]) -> None:
+        written.append(batches)
+
+    async def keep(own: list[Shard], nbytes: int) -> None:
+        kept.append((own, nbytes))
+
+    plane: Any = SimpleNamespace(unsent=limiter, settings=SimpleNamespace(cut_bytes=1 << 20))
+    peers: Any = None
+    owners = Owners("a", OWNERS, None)
+    return Sender(
+        host, key=KEY, plane=plane, owners=owners, peers=peers, write=write, keep=keep, counters=ShuffleCounters()
+    )
+
+
+def test_what_is_staged_is_charged_until_it_is_handed_over_or_dropped():
+    async def check() -> None:
+        host, written, kept = Host(), [], []
+        limiter = ResourceLimiter(1 << 20)
+        one = sender(host, limiter, written, kept)
+        out = outgoing(Owners("a", OWNERS, None), log())
+        await one.stage(out.parcels, out.own)
+        assert not limiter.empty
+        assert not written
+        assert kept == [(out.own, sum(s.nbytes for s in out.own))]
+        await one.flush()
+        assert limiter.empty
+        assert [[p.rows for p in batch.parcels] for one in written for batch in one.values()] == [[30]]
+        await one.stage(out.parcels, [])
+        await one.drop()
+        assert limiter.empty
+        assert len(written) == len(kept) == 1
+        host.closed = True
+        with pytest.raises(ShuffleClosedError):
+            await one.stage(out.parcels, [])
+
+    asyncio.run(check())
+
+
+def test_more_messages_than_there_are_numbers_are_refused():
+    async def check() -> None:
+        host = Host()
+        sent: Any = SimpleNamespace(stage=None)
+        one = Resender(host, owners=Owners("a", OWNERS, None), log=log(), sender=sent, cut_bytes=1)
+        (shard,) = shards()
+        with pytest.raises(OverflowError, match="must have at most 5"):
+            await one.send(shard, "b", 0, 4, 5)
+
+    asyncio.run(check())
+
+
+def test_a_shard_is_stored_once_and_a_copy_waits_for_it():
+    class Slow(MemoryShardStore):
+        def __init__(self) -> None:
+            super().__init__()
+            self.go = asyncio.Event()
+
+        async def put(self, *args: Any) -> bool:
+            await self.go.wait()
+            return await super().put(*args)
+
+    async def check() -> None:
+        store, counters = Slow(), ShuffleCounters()
+        credit: Any = None
+        one = Receiver(Host(), key=KEY, store=store, credit=credit, counters=counters)
+        first = asyncio.create_task(one.accept(shards(), 100))
+        await asyncio.sleep(0)
+        second = asyncio.create_task(one.accept(shards(), 100))
+        await asyncio.sleep(0)
+        assert not first.done()
+        assert not second.done()
+        assert not one.is_stored(shard_id(0, 0, 0))
+        store.go.set()
+        await asyncio.gather(first, second)
+        assert one.is_stored(shard_id(0, 0, 0))
+        assert (counters.duplicates, counters.chunks, one.received_bytes) == (1, 1, 200)
+        await one.settle()
+        assert [[rows.table().num_rows for _, rows in some] for some in await one.take(1)] == [[30]]
+        one.drop()
+        assert len(store) == 0
+        with pytest.raises(TypeError, match="must be a Message"):
+            await one.receive(b"")  # type: ignore[arg-type]
+
+    asyncio.run(check())
+
+
+def test_a_message_that_does_not_parse_is_refused_and_its_credit_given_back():
+    async def check() -> None:
+        given: list[int] = []
+        credit: Any = SimpleNamespace(
+            arrive=lambda key, sender, nbytes: lambda: given.append(nbytes), granted=lambda key, sender: 9
+        )
+        counters = ShuffleCounters()
+        one = Receiver(Host(), key=KEY, store=MemoryShardStore(), credit=credit, counters=counters)
+        answer = await one.receive(Message([b"no message"], "b"))
+        assert "gpurt-refused" in answer
+        assert counters.refused == len(given) == 1
+
+    asyncio.run(check())
+
+
+def test_a_send_ends_with_its_peer(monkeypatch):
+    monkeypatch.setattr(peer_calls, "NEWS_SECONDS", 60.0)
+    monkeypatch.setattr(peer_calls, "ODD_SECONDS", 0.01)
+
+    async def never() -> Any:
+        await asyncio.Event().wait()
+
+    async def fails(error: Exception) -> Any:
+        raise error
+
+    async def check() -> None:
+        lost: set[str] = set()
+        calls = PeerCalls(Host(), lost)
+        under_way = asyncio.create_task(calls.unless_lost("b", never()))
+        failed = asyncio.create_task(calls.unless_lost("b", fails(OSError("gone"))))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not under_way.done()
+        assert not failed.done()
+        with pytest.raises(ArithmeticError):  # does not look like a lost peer
+            await calls.unless_lost("b", fails(ArithmeticError()))
+        lost.add("b")
+        calls.end(["b"])
+        assert await under_way == await failed == {"status": "OK"}
+        assert await calls.unless_lost("b", never()) == {"status": "OK"}
+
+    asyncio.run(check())
+
+
+def amendment(host: Host, owners: Owners, ledger: SendLog[Shard], reopened: list[int], sent: list[Any]) -> Amendment:
+    async def send_all(epoch: int, routed: list[Any]) -> None:
+        sent.append((epoch, routed))
+
+    resender: Any = SimpleNamespace(send_all=send_all, route=list)
+    handover: Any = None
+    host.rpc = SimpleNamespace(remove=lambda address: None)
+    return Amendment(
+        host,
+        state=State(),
+        owners=owners,
+        counting=Counting(None, None),
+        log=ledger,
+        peers=PeerCalls(host, ledger.lost),
+        resender=resender,
+        handover=handover,
+        void=lambda parts: None,
+        reopen=lambda: reopened.append(ledger.epoch),
+        counters=ShuffleCounters(),
+    )
+
+
+def test_a_loss_has_rows_sent_again_and_inputs_wait_until_it_is_known_what_counts():
+    async def check() -> None:
+        owners, ledger = Owners("a", OWNERS, None), log()
+        reopened: list[int] = []
+        sent: list[Any] = []
+        one = amendment(Host(), owners, ledger, reopened, sent)
+        before, late = outgoing(owners, ledger), outgoing(owners, ledger)
+        assert await one.may_send(before)
+        one.check_sent(before)
+        new = Amend(1, ["b"], {1: "c"}, {}, {}, None)
+        answer: Any = one.answer(new)
+        assert answer.epoch == 1
+        assert [entry[:2] for entry in answer.vouched] == [(4, 0)]
+        assert owners.worker_for[1] == "c"
+        assert await one.settle()
+        assert [(epoch, len(routed)) for epoch, routed in sent] == [(1, 1)]
+        waits = asyncio.create_task(one.may_send(outgoing(owners, ledger)))
+        await asyncio.sleep(0)
+        assert not waits.done()
+        one.answer(Valid(0, {}))  # of another epoch
+        await asyncio.sleep(0)
+        assert not waits.done()
+        one.answer(Valid(1, {4: 0}))
+        assert await waits is False  # it counts already
+        with pytest.raises(ShuffleClosedError, match="was amended while input 4 was split"):
+            await one.may_send(late)
+        one.answer(new)
+        assert len(sent) == len(reopened) == 1
+        one.answer(Reopen(1))
+        assert len(reopened) == 2
+        one.close()
+
+    asyncio.run(check())
+
+
+def test_only_attempts_that_count_are_assembled():
+    (shard,) = shards()
+    old, new = shard_id(5, 0, 0), shard_id(5, 1, 1)
+    mixed = np.array([old] * 30 + [new] * 60)
+    pieces = [
+        (old, Slice.whole(shard.table)),
+        (new, Slice.whole(shard.table)),
+        (old, Slice.whole(shard.table, None, mixed)),
+    ]
+    assert counted(None, pieces) is pieces
+    got = counted(Validity(1, {}), pieces)
+    assert [(i, rows.table().num_rows) for i, rows in got] == [(new, 90), (new, 60)]
+
+
+def test_the_barrier_is_asked_again_when_inputs_are_missing():
+    class Scheduler:
+        async def shuffle_barrier(self, **kwargs: Any) -> str:
+            return BarrierAnswer.RUN_AGAIN.value
+
+        async def shuffle_restrict_task(self, **kwargs: Any) -> dict[str, Any]:
+            return {"status": "OK"}
+
+        async def gpurt_shuffle_open_output(self, **kwargs: Any) -> dict[str, Any]:
+            return OutputOpened(True).to_dict()
+
+    async def check() -> None:
+        calls = SchedulerCalls(Scheduler(), "s", 1, ShuffleCounters())
+        with pytest.raises(Reschedule):
+            await calls.barrier(True)
+        with pytest.raises(Reschedule):
+            await calls.move_task("key", "b")
+        assert await calls.open_again("key")
+
+    asyncio.run(check())
+
+
+def test_a_flushed_send_buffer_gets_a_successor():
+    class Buffer:
+        max_message_size = concurrency_limit = 1
+        memory_limiter = None
+
+        def __init__(self, **kwargs: Any) -> None:
+            self._accepts_input = True
+            self.closed = False
+
+        async def close(self) -> None:
+            self.closed = True
+
+    async def check() -> None:
+        buffers = FlushedBuffers(ShuffleCounters())
+        send: Any = None
+        first: Any = Buffer()
+        assert buffers.reopened(first, send) is first
+        first._accepts_input = False
+        assert buffers.reopened(first, send) is not first
+        await buffers.close()
+        assert first.closed
+
+    asyncio.run(check())
