@@ -110,7 +110,6 @@ def test_a_worker_imports_its_own_half_alone(module: str) -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-#: circles that are there today, each as its modules. The list may only shrink, to nothing: remove what is open.
 def test_no_circle_of_imports() -> None:
     """Imports for type checkers and inside of functions count too."""
     found = [sorted(circle) for circle in circles(graph(PACKAGE))]
