@@ -2,9 +2,9 @@
 
 `uneven` says whether any worker is slow, `is_slow` asks for one worker, and `worth` decides for a root task.
 
-A root task on a slow worker is often the last one of the graph, and all others wait for it. `worth` therefore asks: will
-the other workers empty the queue before this worker could finish one more task? Then the task is better left in the
-queue. Both sides are counted in units of one task, so the task's duration does not matter.
+A root task on a slow worker is often the last one of the graph, and all others wait for it. `worth` therefore asks:
+will the other workers empty the queue before this worker could finish one more task? Then the task is better left in
+the queue. Both sides are counted in units of one task, so the task's duration does not matter.
 
 A slow worker is refused for at most `PATIENCE_SECONDS` in a row. Should the others hang, work goes on.
 

@@ -212,8 +212,8 @@ class Durations:
     def __init__(self) -> None:
         self.prefixes: dict[str, Prefix] = {}
         self.groups: dict[str, Prefix] = {}
-        #: moving averages of the duration of all tasks and of its square. Their ratio is the mean length of the task that
-        #: a worker is running at a random moment, however many short tasks there are between
+        #: moving averages of the duration of all tasks and of its square. Their ratio is the mean length of the task
+        #: that a worker is running at a random moment, however many short tasks there are between
         self._usual = 0.0, 0.0
         #: threads of the cluster
         self.threads = 1
@@ -298,8 +298,8 @@ class Durations:
             if apart is not None:
                 prefix.varies(apart)
             worker.speed_samples += 1
-            # One or two long tasks are no evidence: where sizes differ a lot every worker has them. Tasks that still run
-            # are judged by the monitor.
+            # One or two long tasks are no evidence: where sizes differ a lot every worker has them. Tasks that still
+            # run are judged by the monitor.
             if worker.speed_samples >= LEAST or speed.suspected:
                 worker.slowness = speed.slowness
         mean, square = self._usual

@@ -7,8 +7,8 @@ seconds until then, with all remaining work spread evenly, are *slack*.
 This holds only while there is work for every worker. With more than `IDLE_SHARE` of the workers idle there is no slack,
 and the place where a task ends sooner is better again: a chain of tasks, the last joins of a tree.
 
-Remaining work is counted by task group, from the counts that the scheduler keeps in any case. That is O(groups), at most
-once in `EVERY` decisions, or as many as there are groups. A prefix without measurements counts as
+Remaining work is counted by task group, from the counts that the scheduler keeps in any case. That is O(groups), at
+most once in `EVERY` decisions, or as many as there are groups. A prefix without measurements counts as
 `Durations.guess_seconds`.
 """
 

@@ -1,7 +1,7 @@
 """`Tables`: everything that placement knows of one cluster.
 
-`bookkeeping` feeds the tables with events, and `decide` reads them. They act on nothing. Code that only needs facts takes
-this object, not the engine.
+`bookkeeping` feeds the tables with events, and `decide` reads them. They act on nothing. Code that only needs facts
+takes this object, not the engine.
 """
 
 from __future__ import annotations

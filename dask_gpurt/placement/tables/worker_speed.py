@@ -5,8 +5,8 @@ factor that a duration is multiplied with.
 
 Theory of operation
 -------------------
-* *Median.* The last `KEPT` measurements count, so one straggler among them changes nothing. A worker is not equally fast
-  for all kinds of task (no AVX-512, a shared disk), so the same is kept per prefix.
+* *Median.* The last `KEPT` measurements count, so one straggler among them changes nothing. A worker is not equally
+  fast for all kinds of task (no AVX-512, a shared disk), so the same is kept per prefix.
 * *Belief.* A median counts as far as it exceeds what chance does to identical workers (`believed`): the noise of single
   durations over the root of their number. Within `CHANCE` standard errors the worker counts as usual. Far beyond them
   the median counts nearly in full.

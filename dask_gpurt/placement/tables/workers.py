@@ -1,7 +1,7 @@
 """`Workers`: the workers by address, by node and by idleness, with the work assigned to each.
 
-Every operation is O(1) per event and per look-up, except `Workers.clear_charges`. Probing idle or random workers needs a
-set that can be indexed (`IndexedSet`). Dask's `idle` and `running` cannot be indexed, and ``next(iter(d))`` on a dict
+Every operation is O(1) per event and per look-up, except `Workers.clear_charges`. Probing idle or random workers needs
+a set that can be indexed (`IndexedSet`). Dask's `idle` and `running` cannot be indexed, and ``next(iter(d))`` on a dict
 whose first entries were removed walks over the gaps they leave.
 """
 
