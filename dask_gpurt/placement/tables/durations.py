@@ -199,7 +199,7 @@ class Prefix:
         self.samples += 1
 
     def expected(self, first: bool) -> float | None:
-        """Seconds to compare a duration with; None: too little is known. A `first` call is compared with first calls."""
+        """Seconds to compare a duration with; None: too little is known. First calls are compared with first calls."""
         kept = self._first
         if first and len(kept) >= JUDGING:
             return sorted(kept)[(len(kept) - 1) // 2]
