@@ -96,7 +96,7 @@ class PlacementPlugin(SchedulerPlugin):
             return  # a preload has done it; the scheduler starts every plugin it finds
         if self.engine is not None:
             raise InstallError(f"{self.name} has been started already. Remedy: use one plugin object per scheduler")
-        seam = Seam(scheduler, sink=self._sink, told=self._fell_back)
+        seam = Seam(scheduler, sink=self._sink, on_fallback=self._fell_back)
         seam.check()
         engine = Engine(scheduler, self.settings, self.policy)
         try:

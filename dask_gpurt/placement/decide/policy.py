@@ -100,8 +100,8 @@ def load(name: str) -> Policy:
     except AttributeError:
         classes = ", ".join(sorted(k for k, v in vars(module).items() if isinstance(v, type) and hasattr(v, "decide")))
         raise ConfigError(
-            f"{said}{module_name} has no {class_name}. Remedy: name a class with a decide method; "
-            f"there are: {classes or 'none'}"
+            f"{said}{module_name} has no {class_name}. Classes with a decide method there: "
+            f"{classes or 'none'}. Remedy: name one of them"
         ) from None
     if not callable(getattr(cls, "decide", None)):
         raise ConfigError(

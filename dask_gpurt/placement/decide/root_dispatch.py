@@ -274,7 +274,7 @@ class RootDispatch:
         return min(over, nbytes) * WEIGHTS.overflow_seconds_per_byte > rest
 
     def quiet(self) -> bool:
-        """Whether `hungry` would return no worker. Call while no slot is free: it forgets which workers finished a task."""
+        """Whether `hungry` would return no worker. Call while no slot is free: it forgets who finished tasks."""
         if self._fetching or self._ended:
             return False
         self._freed.clear()
