@@ -118,7 +118,7 @@ class Bookkeeping:
                 return
         row = self._log.assigned(key, address, reason)
         if governor.standing is Standing.TRIAL and governor.is_open(key):
-            governor_samples.tell_moved(tables, governor, ts, ws)
+            governor_samples.report_moved(tables, governor, ts, ws)
         if info is None:
             return
         charge = tables.charge(ts, kind, info, root)

@@ -177,7 +177,7 @@ class Engine:
             # its inputs than where stock would have put it. What was moved must be worth it.
             excused = task.slack_seconds and not (view.near_fetches or view.far_fetches)
             if known is not None and not excused:
-                governor_samples.tell(self.governor, ts, ours, decision)
+                governor_samples.report_decision(self.governor, ts, ours, decision)
         if not ours:
             self.leave(ts, Declined.TRIAL)
             return None
