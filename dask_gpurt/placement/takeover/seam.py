@@ -189,7 +189,7 @@ class Seam(Guard):
         }
         for name in overrides:
             if name not in wrappers:
-                raise InstallError(f"cannot override {name!r}; allowed: {', '.join(wrappers)}")
+                raise InstallError(f"cannot override {name!r}; there are wrappers for {', '.join(wrappers)}")
             if name in self.scheduler.__dict__:
                 raise InstallError(
                     f"Scheduler.{name} is already overridden by {self.scheduler.__dict__[name]!r}. Remedy: remove "
