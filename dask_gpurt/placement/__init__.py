@@ -1,4 +1,4 @@
-"""Where a task runs. `plugin.PlacementPlugin` is the door, `engine` decides, `takeover` acts, `tables` know.
+"""Where a task runs: `plugin` is the entry, `engine` decides, `takeover` acts on the scheduler, `tables` hold facts.
 
-Nothing is imported here: a worker needs one module of this package (`takeover.worker_copies`).
+Nothing is imported here: a worker needs only one module of this package (`takeover.worker_copies`).
 """

@@ -1,17 +1,17 @@
 """`Bookkeeping`: keeps the tables true while the scheduler assigns, moves and finishes tasks.
 
-The plugin calls `entered` and `left` for every task, so they are the price of this package: what is known not to be
-needed is not called.
+The plugin calls `entered` and `left` for every task. They are the running cost of this package, so they skip whatever
+is known not to be needed.
 
 Theory of operation
 -------------------
-Sums over what each worker has in hand (`tables.backlog`) are needed only where placement decides by them: with several
-zones, slow workers, data on disk, or a user's policy. Where all workers are alike and near, Dask's own choice stands
-for every task (`plain`), and tasks are not charged: a task costs one entry in the log, and what it took is learned
-when it is done. `look_round` finds a few times a second which of the two it is; a decision that needs the sums before
-that calls `sum_up`, which charges all that runs.
+Sums over the tasks assigned to each worker (`tables.backlog`) are needed only where placement decides by them: with
+several zones, slow workers, data on disk, or a user's policy. Where all workers are alike and near, Dask's own choice
+stands for every task (`plain`), and tasks are not charged. A task then costs one entry in the log, and its duration is
+learned when it is done. `look_round` checks a few times a second which of the two applies. A decision that needs the
+sums before that calls `sum_up`, which charges all running tasks.
 
-Of kinds of tasks so brief that the scheduler is what they wait for, one in `BRIEF_SAMPLED` is followed.
+Of tasks so brief that the scheduler is the bottleneck, one in `BRIEF_SAMPLED` is followed.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ LEARNED_PER_ROUND = 2
 
 
 class Bookkeeping:
-    """The books of one scheduler.
+    """Keeps the tables, blocks, log and judges of one scheduler up to date.
 
     Parameters
     ----------
-    tables, groups, deals, log, governor, graph_judge
-        What is kept.
+    tables, groups, dispatch, log, governor, graph_judge
+        Updated.
     decides
-        Whether placement decides, whatever there is to know: for a user's policy, shadow mode and tests.
+        Whether placement decides even where Dask knows as much: for a user's policy, shadow mode and tests.
     on_retired
         Called with the reason when the governor switches the policy off.
     """
@@ -64,7 +64,7 @@ class Bookkeeping:
         self,
         tables: Tables,
         groups: RootBlocks,
-        deals: RootDispatch,
+        dispatch: RootDispatch,
         log: DecisionLog,
         governor: Governor,
         graph_judge: GraphJudge,
@@ -74,7 +74,7 @@ class Bookkeeping:
     ) -> None:
         self.tables = tables
         self._groups = groups
-        self._root_dispatch = deals
+        self._root_dispatch = dispatch
         self._log = log
         self._governor = governor
         self._graph_judge = graph_judge
@@ -92,7 +92,7 @@ class Bookkeeping:
     # ------------------------------------------------------------------ every task
 
     def entered(self, key: Hashable) -> None:
-        """A task was assigned, by placement or by Dask."""
+        """Take in a task that was assigned, by placement or by Dask."""
         groups = self._groups
         root = groups.gone(key) if groups.by_key or groups.later else False
         tables = self.tables
@@ -118,7 +118,7 @@ class Bookkeeping:
                 return
         row = self._log.assigned(key, address, reason)
         if governor.standing is Standing.TRIAL and governor.is_open(key):
-            governor_samples.tell_moved(tables, governor, ts, ws)
+            governor_samples.report_moved(tables, governor, ts, ws)
         if info is None:
             return
         charge = tables.charge(ts, kind, info, root)
@@ -151,10 +151,12 @@ class Bookkeeping:
             judge.moved_bytes += sum(d.get_nbytes() for d in ts.dependencies if needs.get(d) == 1)
 
     def left(self, key: Hashable, finish: str, details: Mapping[str, Any]) -> None:
-        """A task is no longer assigned.
+        """Take in a task that is no longer assigned.
 
         Parameters
         ----------
+        key
+            Of the task.
         finish
             Its new state.
         details
@@ -212,7 +214,7 @@ class Bookkeeping:
         tables.speeds.learned(info)
 
     def _learn_some(self, kind: Prefix, info: WorkerInfo, seconds: float, nbytes: int) -> None:
-        """The same where tasks are not charged: the more tasks there are in a second, the smaller the part of them."""
+        """As `_learn`, where tasks are not charged: from a smaller share the more tasks there are in a second."""
         if (kind.usual or kind).brief:
             self._brief = (self._brief + 1) % BRIEF_SAMPLED
             if self._brief:
@@ -224,7 +226,7 @@ class Bookkeeping:
         self._learn(kind, info, seconds, nbytes)
 
     def _count(self, kind: Prefix, seconds: float, nbytes: int) -> None:
-        """For the judge of whole graphs."""
+        """Count a finished task for the judge of whole graphs."""
         times = BRIEF_SAMPLED if (kind.usual or kind).brief else 1
         judge = self._graph_judge
         judge.compute_seconds += times * seconds
@@ -233,7 +235,7 @@ class Bookkeeping:
     # ------------------------------------------------------------------ tasks that move without a transition
 
     def stolen(self, key: Hashable, victim: str, thief: str) -> None:
-        """Work stealing moved a task from the address `victim` to the address `thief`."""
+        """Move a stolen task from the address `victim` to the address `thief`."""
         tables = self.tables
         by_address = tables.workers.by_address
         to = by_address.get(thief)
@@ -246,7 +248,7 @@ class Bookkeeping:
         tables.workers.refresh(to)
 
     def copy_won(self, key: Hashable, first: str, second: str) -> None:
-        """The second copy of a task, on the address `second`, has finished before the one on `first`."""
+        """Move a task whose copy on the address `second` has finished before the one on `first`."""
         to = self.tables.workers.by_address.get(second)
         if to is not None:
             self._moved(key, first, to, 0.0)
@@ -261,7 +263,7 @@ class Bookkeeping:
             tables.workers.refresh(origin)
 
     def restarted(self) -> None:
-        """The scheduler has forgotten all tasks, without transitions."""
+        """Drop all tasks: the scheduler has forgotten them, without transitions."""
         tables = self.tables
         self._log.restarted()
         self._governor.forget()
@@ -276,7 +278,7 @@ class Bookkeeping:
     # ------------------------------------------------------------------ plain or not
 
     def look_round(self) -> None:
-        """Find out whether sums are needed. Called a few times a second; `sum_up` is for whoever cannot wait."""
+        """Check whether sums are needed. Called a few times a second; a decision that cannot wait calls `sum_up`."""
         tables = self.tables
         needed = (
             tables.workers.zoned
@@ -292,7 +294,7 @@ class Bookkeeping:
             self.plain = True
 
     def sum_up(self) -> None:
-        """Charge what runs now and was assigned while no sums were needed. O(tasks assigned), once."""
+        """Charge the tasks that were assigned while no sums were needed. O(tasks assigned), once."""
         if not self.plain:
             return
         self.plain = False

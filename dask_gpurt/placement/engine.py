@@ -1,14 +1,14 @@
 """`Engine`: decides where tasks run. It reads tables and acts on nothing; its caller catches its exceptions.
 
-`decide` goes three steps: classify (does Dask's own choice stand, and why), weigh (compare some workers by cost), and
-record (log, governor, statistics). Which tasks it decides:
+`decide` chooses a worker for a task. It goes three steps: classify (does Dask's own choice stand, and why), weigh
+(compare some workers by cost), and record (log, governor, statistics). The engine decides by kind of task:
 
-* tasks with inputs: by `decide.cost`, where something is known that Dask does not know (`knows_more`): near and far
-  workers, slow workers, inputs on disk, or a policy of the user's. Else Dask's own choice stands;
-* tasks without inputs: left to Dask while all workers are about as fast. There is nothing to be near to, and its
-  least-occupied and round-robin rules are right and O(1) on large clusters; but they do not know slow workers;
-* root-ish tasks: Dask's queuing keeps the memory bound; which of them a worker gets is `decide.root_dispatch`;
-* actors: left to Dask, which spreads them by number.
+* Tasks with inputs are weighed by `decide.cost` where placement knows something that Dask does not (`knows_more`):
+  inputs in several zones, slow workers, inputs on disk, or a user's policy. Otherwise Dask's own choice stands.
+* Tasks without inputs are left to Dask while all workers are about equally fast. They are near to nothing, and Dask's
+  least-occupied and round-robin rules are right and O(1) on large clusters. But those rules do not know slow workers.
+* Root-ish tasks: Dask's queuing keeps the memory bound. `decide.root_dispatch` says which of them a worker gets.
+* Actors are left to Dask, which spreads them by number.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Engine:
     settings
         ``gpurt.placement``.
     policy
-        Of the user's; None: `Cheapest`.
+        The user's; None: `Cheapest`.
     clock
         Seconds, monotonic.
     """
@@ -84,13 +84,13 @@ class Engine:
         self.scheduler = scheduler
         self.settings = settings
         self.policy: Policy = policy or Cheapest()
-        #: of the cost; None: somebody else's policy decides, and sees every task
+        #: constants of the cost; None: a user's policy decides, and sees every task
         self._weights = self.policy.weights if type(self.policy) is Cheapest else None
         #: called with the reason when the governor switches the policy off
         self.on_retired: Callable[[str], None] = lambda reason: None
-        #: weigh all tasks with inputs, whatever there is to know; for tests and benchmarks of the cost
+        #: weigh all tasks with inputs, even where Dask knows as much; for tests and benchmarks of the cost
         self.always = False
-        #: the books failed too often: decisions by them would be worse than Dask's
+        #: the bookkeeping failed too often: decisions by wrong sums would be worse than Dask's
         self.untrusted = False
         self._turn = 0
 
@@ -111,16 +111,7 @@ class Engine:
         self.root_dispatch = RootDispatch(tables, self.groups, lambda: self.retired)
         self.steal_policy = StealPolicy(tables)
         self.steal_cost = StealCost(tables)
-        self.books = Bookkeeping(
-            tables,
-            self.groups,
-            self.root_dispatch,
-            self.log,
-            self.governor,
-            self.graph_judge,
-            decides=lambda: self.always or self._weights is None or settings.shadow,
-            on_retired=lambda reason: self.on_retired(reason),
-        )
+        self.books = self._bookkeeping()
         self.samples = GraphSamples(
             tables,
             self.groups,
@@ -130,12 +121,24 @@ class Engine:
             at_work=lambda: self.books.at_work,
             retired=lambda: self.retired,
         )
-        #: decisions by what they came to: moved, local, restricted
+        #: decisions by result: moved, local, restricted
         self.decided: Counter[str] = Counter()
         #: decisions left to Dask on purpose, by reason
         self.declined: Counter[str] = Counter()
         #: overdue tasks that must not run twice, by reason
         self.forbade: Counter[str] = Counter()
+
+    def _bookkeeping(self) -> Bookkeeping:
+        return Bookkeeping(
+            self.tables,
+            self.groups,
+            self.root_dispatch,
+            self.log,
+            self.governor,
+            self.graph_judge,
+            decides=lambda: self.always or self._weights is None or self.settings.shadow,
+            on_retired=lambda reason: self.on_retired(reason),
+        )
 
     # ------------------------------------------------------------------ decisions
 
@@ -144,6 +147,8 @@ class Engine:
 
         Parameters
         ----------
+        ts
+            The task.
         valid
             Workers the task may run on; None: all.
         """
@@ -160,8 +165,8 @@ class Engine:
         task = self.tables.task_view(ts)
         far = self.links.link(LinkClass.NETWORK)
         self._turn = (self._turn + 1) % OBSERVED
-        # Where nobody else's policy has a say and nothing is being tried out. One in so many is weighed all the same:
-        # the governor must see its share of them, or it would not notice that the policy loses by them.
+        # The fast path is not for a user's policy or a trial. One task in `OBSERVED` is weighed all the same: the
+        # governor has to see its share of them, to notice when the policy loses by them.
         if self._turn and valid is None and self.governor.standing is Standing.TRUSTED:
             home = self._stays(ts, task, far, began)
             if home is not None:
@@ -173,18 +178,18 @@ class Engine:
         if not self._turn or self.governor.standing is Standing.TRIAL:
             known = self.durations.known(ts)
             view = decision.view
-            # What nobody has seen before nobody could have predicted; and what nobody waits for may well take longer at
-            # its inputs than where stock would have put it. What was moved must be worth it.
+            # A kind of task without measurements could not be predicted. A task covered by slack may take longer where
+            # its inputs are than where Dask would have put it, but not if bytes were moved for it.
             excused = task.slack_seconds and not (view.near_fetches or view.far_fetches)
             if known is not None and not excused:
-                governor_samples.tell(self.governor, ts, ours, decision)
+                governor_samples.report_decision(self.governor, ts, ours, decision)
         if not ours:
             self.leave(ts, Declined.TRIAL)
             return None
         return self._record(ts, decision, valid is not None, began)
 
     def _classify(self, ts: TaskState) -> Declined | None:
-        """Why a task is left to Dask without a look at workers; None: it is to be weighed."""
+        """Why a task is left to Dask without a look at workers; None: it has to be weighed."""
         if self.untrusted:
             return Declined.BOOKKEEPING
         if self.budget.exhausted:
@@ -221,12 +226,18 @@ class Engine:
 
         Parameters
         ----------
+        ts
+            The task.
         valid
             Workers the task may run on; None: all.
         began
             `time.perf_counter_ns` when the decision began; it is given up when it takes too long.
+        task
+            What is expected of the task.
+        far
+            The path between two nodes.
         too
-            A worker that is looked at besides the candidates.
+            A worker that is compared besides the candidates; None: no other.
 
         Raises
         ------
@@ -250,7 +261,9 @@ class Engine:
         if i is None:
             return Declined.POLICY
         if not 0 <= i < len(picked):
-            raise IndexError(f"{type(self.policy).__name__}.decide gave {i!r}; there are {len(picked)} candidates")
+            raise IndexError(
+                f"{type(self.policy).__name__}.decide gave {i!r}, must be None or an index of {len(picked)} candidates"
+            )
         return Decision(picked, inputs, views, task, far, i)
 
     def _record(self, ts: TaskState, decision: Decision, restricted: bool, began: int) -> WorkerState:
@@ -272,11 +285,11 @@ class Engine:
         return info.ws
 
     def knows_more(self, ts: TaskState) -> bool:
-        """Whether anything is known that Dask does not know, and that may change where a task should run.
+        """Whether the tables hold a fact that Dask does not know and that may change where a task should run.
 
         Dask compares the holders of the inputs by queue and missing bytes. Where links and workers are about alike and
-        all inputs are in memory, comparing more than that was not better: in 32 simulated cases that nothing was tuned
-        for it took the same time in the mean (0.98 of both of Dask's settings), and 8 % more memory.
+        all inputs are in memory, comparing more was not better. In 32 simulated cases, for which nothing was tuned, it
+        took the same time in the mean (0.98 of both of Dask's settings) and 8 % more memory.
         """
         if self.always or self._weights is None or self.speeds.uneven:
             return True
@@ -286,7 +299,7 @@ class Engine:
         return bool(on_disk) and any(d.key in on_disk for d in islice(ts.dependencies, candidates.MAX_INPUTS))
 
     def _spans_zones(self, ts: TaskState) -> bool:
-        """Whether the inputs of a task are in several zones. Else Dask, which looks at their holders, stays in one."""
+        """Whether the inputs of a task are in several zones. Otherwise Dask, which compares holders, stays in one."""
         by_address = self.workers.by_address
         zone = None
         for d in islice(ts.dependencies, candidates.MAX_INPUTS):
@@ -300,7 +313,7 @@ class Engine:
         return False
 
     def leave(self, ts: TaskState, reason: Declined) -> None:
-        """Leave a decision to Dask on purpose."""
+        """Count and log a decision that is left to Dask on purpose."""
         self.declined[reason] += 1
         self.log.left(ts.key, reason)
 
@@ -313,7 +326,7 @@ class Engine:
     # ------------------------------------------------------------------ workers and graphs
 
     def adopt(self) -> None:
-        """Take in the workers and the tasks in processing that are already there."""
+        """Add the workers, and the tasks in processing, that are already there."""
         self.durations.threads = self.scheduler.total_nthreads
         for ws in self.scheduler.workers.values():
             info = self.workers.add(ws)
@@ -322,14 +335,14 @@ class Engine:
             self.workers.refresh(info)
 
     def worker_added(self, address: str) -> None:
-        """A worker came."""
+        """Add a worker that has joined."""
         self.workers.add(self.scheduler.workers[address])
         self.durations.threads = self.scheduler.total_nthreads
         self.root_dispatch.workers_changed()
         self.graph_judge.spoil("workers came or left")
 
     def worker_removed(self, address: str) -> None:
-        """A worker is gone."""
+        """Forget a worker that has left."""
         info = self.workers.remove(address)
         if info is not None:
             self.speeds.removed(info)
@@ -341,7 +354,7 @@ class Engine:
         self.graph_judge.spoil("workers came or left")
 
     def measured(self, info: WorkerInfo, round_trip: float) -> None:
-        """The round trip between the scheduler and a worker is known."""
+        """Take in the round trip between the scheduler and a worker, in seconds; regroup workers when zones appear."""
         zones, workers = self.zones, self.workers
         self.root_dispatch.workers_changed()
         if zones.add(info.address, round_trip):
@@ -354,7 +367,7 @@ class Engine:
             workers.move(info, zones.by_address[info.address], LinkClass.RACK)
 
     def graph_arrived(self, keys: Collection[Hashable]) -> None:
-        """Before the first transition of its tasks."""
+        """Take in a graph. Call before the first transition of its tasks."""
         self.samples.graph_arrived(keys)
         if not self.leaves_roots():
             self.root_dispatch.graph_arrived(keys)
@@ -383,7 +396,7 @@ class Engine:
         in_flight: Mapping[WorkerState, int],
         valid: Collection[WorkerState] | None,
     ) -> WorkerState | Stock | None:
-        """Who may steal a task, see `StealPolicy.choose`."""
+        """The worker that may steal a task, see `StealPolicy.choose` for parameters and answer."""
         return STOCK if self.retired else self.steal_policy.choose(ts, thieves, in_flight, valid)
 
     def worth(self, ws: WorkerState) -> bool:
@@ -399,5 +412,5 @@ class Engine:
 
     @property
     def retired(self) -> bool:
-        """Whether Dask decides everything: the policy was switched off, the graph is left to Dask, the books failed."""
+        """Whether Dask decides everything: policy switched off, graph left to Dask, or bookkeeping failed."""
         return self.untrusted or self.graph_judge.stock or self.governor.standing is Standing.RETIRED

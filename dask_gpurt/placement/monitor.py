@@ -1,20 +1,22 @@
-"""Looks round the workers a few times a second and acts on what no event tells: tasks that do not end.
+"""`Monitor`: looks at all workers a few times a second and acts where no event comes, as on tasks that do not end.
 
-Each round, in this order:
+`start` and `stop` switch the rounds on and off; `round` makes one. *Stock* means Dask's own behaviour. Each round, in
+this order:
 
-0. *Zones*: the round trip of each new worker, see `topology.zones`.
-1. *Suspicions*: what workers said of their running tasks (heartbeats carry the run time of each), beside what such
-   tasks usually take, is a lower bound of their slowness, see `worker_speed`.
-2. *Stealing*: while workers are idle and no root is queued, stock's own balancing is done in each round. By itself it
-   is done once a second, which is longer than the end of most graphs: a cross-validation of 1.4 s takes 0.95 s.
-3. *Rescue*: tasks that wait on a slow worker and would be done sooner in the queue of a faster one are asked back, by
-   the means of work stealing. Stock sees only that the slow worker has little to do.
-4. *Stragglers*: a second copy of overdue tasks on idle workers, see `straggler_policy`.
-5. *The queue* is dealt again when a slow worker was refused a root task: the safety net of `cluster_speed`.
-6. *Whole graphs* are watched, see `graph_samples`.
+0. *Zones*: measure the round trip of each new worker, see `topology.zones`.
+1. *Suspicions*: heartbeats carry the run time of each running task. Compared with the usual time of such tasks, it
+   gives a lower bound of the worker's slowness, see `worker_speed`.
+2. *Stealing*: while workers are idle and no root is queued, run stock's own balancing. By itself that happens once a
+   second, which is longer than the end of most graphs: a cross-validation of 1.4 s takes 0.95 s.
+3. *Rescue*: ask back tasks that wait on a slow worker and would be done sooner in the queue of a faster one, by means
+   of work stealing. Stock only sees that the slow worker has little to do.
+4. *Stragglers*: start a second copy of overdue tasks on idle workers, see `straggler_policy`.
+5. *The queue*: fill slots again when a slow worker was refused a root task. This is the safety net of `cluster_speed`.
 
-A round walks over all workers. `ROUND_SECONDS` apart on small clusters, and in proportion on large ones, so that it
-takes about one percent of the event loop; it stops after `LIMIT_SECONDS` and goes on where it was the next time.
+Before them, the bookkeeping and the judge of *whole graphs* get their look, see `graph_samples`.
+
+A round walks over all workers. Rounds are `ROUND_SECONDS` apart on small clusters, and in proportion on large ones, so
+that they take about one percent of the event loop. A round stops after `LIMIT_SECONDS`, and the next one goes on there.
 """
 
 from __future__ import annotations
@@ -55,9 +57,9 @@ ROUND_SECONDS = 0.1
 #: a round of so many workers takes one percent of the time between rounds, about
 PER_WORKER_SECONDS = 5e-4
 LIMIT_SECONDS = 0.01
-#: run time beyond the expected from which a task says something of its worker, in seconds
+#: run time beyond the expected from which a task is evidence about its worker, in seconds
 NOTABLE_SECONDS = 0.05
-#: times what a long task of its kind takes, from which it does
+#: and its ratio to the time of a long task of its kind
 SURPRISE = 1.5
 #: tasks asked back, and copies started, per round
 MOVES = 16
@@ -68,7 +70,21 @@ SOUNDINGS = 32
 
 
 class Monitor:
-    """The rounds of one scheduler."""
+    """The rounds of one scheduler.
+
+    Parameters
+    ----------
+    engine
+        Read, and updated with suspicions.
+    guard
+        Counts failures of a round.
+    stealing
+        Moves waiting tasks.
+    copies
+        Starts second copies; None: there are none.
+    clock
+        Seconds since the epoch; None: `time.time`.
+    """
 
     def __init__(
         self,
@@ -90,7 +106,7 @@ class Monitor:
         self._callback: PeriodicCallback | None = None
 
     def start(self) -> None:
-        """Begin the rounds; without an event loop (a simulated scheduler) they are the caller's to make."""
+        """Begin the rounds. Without an event loop (a simulated scheduler) the caller calls `round`."""
         try:
             asyncio.get_running_loop()
         except RuntimeError:
@@ -101,6 +117,7 @@ class Monitor:
         self._callback.start()
 
     def stop(self) -> None:
+        """End the rounds. Safe to call twice."""
         if self._callback is not None:
             self._callback.stop()
             callbacks = self.engine.scheduler.periodic_callbacks
@@ -109,11 +126,11 @@ class Monitor:
             self._callback = None
 
     def interval_seconds(self) -> float:
-        """Between two rounds."""
+        """Seconds between two rounds."""
         return max(ROUND_SECONDS, len(self.engine.workers.all) * PER_WORKER_SECONDS)
 
     def go(self) -> None:
-        """One round, guarded."""
+        """Make one round, and count what it raises."""
         part = self.guard.parts.get(NAME)
         if part is not None and part.retired is not None:
             return
@@ -125,7 +142,7 @@ class Monitor:
             self.guard.failed(NAME)
 
     def round(self) -> None:
-        """One round."""
+        """Make one round."""
         self.rounds += 1
         engine = self.engine
         workers = engine.workers.all.items
@@ -184,8 +201,8 @@ class Monitor:
                 running += 1
                 run = seconds + since
                 usual = prefix.seconds
-                # Where such tasks differ by themselves, a long one says nothing of its worker. A worker beyond its
-                # memory mark waits for its disk, which says nothing about its processor.
+                # Where such tasks differ by themselves, a long one is no evidence. A worker beyond its memory mark
+                # waits for its disk, which is no evidence about its processor.
                 known = prefix.samples >= 2 * JUDGING
                 if known and run - usual > NOTABLE_SECONDS and ws.nbytes <= info.mark_bytes:
                     usual = max(usual, MEASURABLE_SECONDS, prefix.long_seconds)
@@ -213,7 +230,7 @@ class Monitor:
             engine.speeds.learned(info)
 
     def _sound(self, info: WorkerInfo) -> None:
-        """Measure the round trip of a new worker; where that is not to be had, more and more rarely."""
+        """Measure the round trip of a new worker; where that fails for long, try only in every so many-th round."""
         if info.address in self.engine.zones.by_address:
             info.zoned = True
             return
@@ -237,7 +254,7 @@ class Monitor:
             if not others:
                 continue
             waiting = [t for t in ws.processing if t not in ws.executing and t not in ws.long_running]
-            # What its worker would come to last goes first.
+            # The task that its worker would run last goes first.
             waiting.sort(key=lambda t: t.priority, reverse=True)
             for ts in waiting:
                 if moves >= MOVES:

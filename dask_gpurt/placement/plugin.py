@@ -1,13 +1,14 @@
-"""The scheduler plugin: events in, decisions out.
+"""`PlacementPlugin`: the scheduler plugin of placement. Events in, decisions out.
 
-Order of things:
+`start` takes over, `uninstall` gives everything back, `statistics` and `explain` report.
 
-1. `start` compares signatures, adopts what is there, then installs. Whatever fails before the last step has changed
-   nothing.
-2. Every hook is guarded. distributed only logs what a hook raises; we count it as well, and when the bookkeeping fails
-   too often placement retires as a whole: decisions on wrong books are worse than stock ones.
-3. `uninstall` gives everything back and drops the tables. Hooks that still arrive (`remove_plugin` has no hook of its
-   own) find no engine and do nothing.
+1. `start` compares signatures, adopts workers and tasks that are there, then installs. A failure before the last step
+   has changed nothing.
+2. Every hook is guarded. distributed only logs what a hook raises; here it is counted as well. When the bookkeeping
+   fails too often, all of placement is left to Dask (`Engine.untrusted`): decisions by wrong sums are worse than Dask's
+   own.
+3. `uninstall` restores the scheduler and drops the tables. Hooks that still arrive find no engine and do nothing
+   (`remove_plugin` has no hook of its own).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ logger = logging.getLogger("distributed.scheduler.gpurt")
 
 #: the part that fails when a hook does
 BOOKKEEPING = "bookkeeping"
-#: a root task that gets there before it was assigned is not wanted any more
+#: states in which a root task that was not assigned is no longer needed
 _UNWANTED = frozenset(("released", "forgotten", "erred", "no-worker"))
 
 
@@ -93,10 +94,10 @@ class PlacementPlugin(SchedulerPlugin):
             Another plugin has taken over already, or the scheduler's state could not be read. Nothing was changed.
         """
         if self.engine is not None and self.engine.scheduler is scheduler:
-            return  # a preload has done it; the scheduler starts every plugin it finds
+            return  # started by a preload; the scheduler starts every plugin again
         if self.engine is not None:
             raise InstallError(f"{self.name} has been started already. Remedy: use one plugin object per scheduler")
-        seam = Seam(scheduler, sink=self._sink, told=self._fell_back)
+        seam = Seam(scheduler, sink=self._sink, on_fallback=self._fell_back)
         seam.check()
         engine = Engine(scheduler, self.settings, self.policy)
         try:
@@ -115,7 +116,7 @@ class PlacementPlugin(SchedulerPlugin):
 
     def _take_over(self, scheduler: Scheduler, seam: Seam, engine: Engine) -> None:
         seam.install({"decide_worker_non_rootish": self._decide, "get_comm_cost": engine.comm_cost})
-        deals = engine.root_dispatch
+        dispatch = engine.root_dispatch
         RootQueue(
             seam,
             waits=engine.groups.waits,
@@ -123,10 +124,10 @@ class PlacementPlugin(SchedulerPlugin):
             pending=engine.groups.__len__,
             worth=engine.worth,
             held=engine.held,
-            quiet=deals.quiet,
-            hungry=deals.hungry,
-            first=deals.first,
-            takers=deals.takers,
+            quiet=dispatch.quiet,
+            hungry=dispatch.hungry,
+            first=dispatch.first,
+            takers=dispatch.takers,
             stock=engine.leaves_roots,
         ).install()
         engine.on_retired = self._retired
@@ -152,6 +153,7 @@ class PlacementPlugin(SchedulerPlugin):
         self.engine = None
 
     async def close(self) -> None:
+        """Hook of distributed: the scheduler closes."""
         self.uninstall()
 
     @property
@@ -163,7 +165,7 @@ class PlacementPlugin(SchedulerPlugin):
         """Counts since `start`, as plain JSON.
 
         ``decisions`` (total, moved, local, restricted; predicted and actual times of the newest, see
-        `DecisionLog.calibration`), ``declined`` (left to stock on purpose, by reason),
+        `DecisionLog.calibration`), ``declined`` (left to stock, Dask's own choice, by reason),
         ``prices`` given to stealing, ``roots`` (blocks cut, root tasks handed to their owner, blocks split),
         ``microseconds`` per decision (total, median, p99), ``links`` (latency in s, bytes/s, samples),
         ``prefixes`` known, ``speeds`` of workers, sizes of the ``tables``; ``fallbacks`` (part -> reason -> count),
@@ -203,7 +205,7 @@ class PlacementPlugin(SchedulerPlugin):
         }
 
     def explain(self, key: Hashable) -> dict[str, Any] | None:
-        """The newest decision about a key, see `DecisionLog.story`; None when there is none."""
+        """The newest decision about a key as plain JSON, see `DecisionLog.story`; None when there is none."""
         return None if self.engine is None else self.engine.log.story(key)
 
     def decision(self, key: Hashable) -> tuple[str, str | None, float | None] | None:
@@ -217,14 +219,14 @@ class PlacementPlugin(SchedulerPlugin):
         if engine is None or self.seam is None:
             return None
         if engine.books.plain or not engine.knows_more(ts):
-            # This is most tasks of most clusters: what is left to do is done here.
+            # Most tasks of most clusters end here.
             engine.declined[Declined.PLAIN] += 1
             engine.books.plain_key = ts.key
             return None
         return engine.decide(ts, valid)
 
     def _retired(self, reason: str) -> None:
-        """The governor retires the policy, or the judge of graphs some graphs."""
+        """Report that the governor retires the policy, or that the judge of graphs leaves some graphs to Dask."""
         logger.warning("placement: the policy retires, stock Dask decides: %s", reason)
         try:
             self._sink(Event("placement.retired", f"the policy retires: {reason}", {"part": "policy"}))
@@ -242,14 +244,14 @@ class PlacementPlugin(SchedulerPlugin):
             self._failed()
 
     def _failed(self) -> None:
-        """A hook has raised; called while its exception is handled."""
+        """Count a hook that has raised. Call while its exception is handled."""
         if self.seam is not None:
             self.seam.failed(BOOKKEEPING)
             if self.engine is not None and self.seam.parts[BOOKKEEPING].retired is not None:
                 self.engine.untrusted = True
 
     def transition(self, key: Hashable, start: Any, finish: Any, *args: Any, stimulus_id: str, **kwargs: Any) -> None:
-        # Called for every transition of every task: leave as early as possible.
+        """Hook of distributed: a task changes its state. Called for every transition: leaves as early as possible."""
         engine = self.engine
         if engine is None:
             return
@@ -280,11 +282,12 @@ class PlacementPlugin(SchedulerPlugin):
                 self._guard(copies.unwanted, key)
 
     def update_graph(self, scheduler: Scheduler, *, tasks: Any, **kwargs: Any) -> None:
+        """Hook of distributed: a graph arrived."""
         if self.engine is not None:
             self._guard(self.engine.graph_arrived, tasks)
 
     def log_event(self, topic: Any, msg: Any) -> None:
-        # Stealing writes processing_on itself; its log is the only public trace of that.
+        """Hook of distributed: an event was logged. Used for stealing, which moves tasks without a transition."""
         engine = self.engine
         if (
             engine is not None
@@ -300,16 +303,19 @@ class PlacementPlugin(SchedulerPlugin):
             self._guard(engine.books.stolen, msg[1], msg[3], msg[4])
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
+        """Hook of distributed: a worker joined."""
         if self.engine is not None:
             self._guard(self.engine.worker_added, worker)
 
     def remove_worker(self, scheduler: Scheduler, worker: str, *, stimulus_id: str, **kwargs: Any) -> None:
+        """Hook of distributed: a worker left."""
         if self.engine is not None:
             self._guard(self.engine.worker_removed, worker)
         if self.copies is not None:
             self._guard(self.copies.worker_removed, worker)
 
     def restart(self, scheduler: Scheduler) -> None:
+        """Hook of distributed: the scheduler has forgotten all tasks."""
         if self.engine is not None:
             self._guard(self.engine.books.restarted)
         if self.copies is not None:

@@ -1,4 +1,4 @@
-"""What an engine tells of itself, as plain JSON. See `PlacementPlugin.statistics` for what it means."""
+"""`of`: the figures of an engine as plain JSON. `PlacementPlugin.statistics` explains them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def of(engine: Engine) -> dict[str, Any]:
-    """Counts since the start; what is known of links, prefixes and workers; sizes of the tables."""
+    """Counts since the start, facts about links, prefixes and workers, and sizes of the tables."""
     measured = [w for w in engine.workers.all.items if w.speed_samples]
     usual = statistics.median(w.slowness for w in measured) if measured else 1.0
     return {
@@ -24,8 +24,8 @@ def of(engine: Engine) -> dict[str, Any]:
         },
         "declined": {str(reason): n for reason, n in engine.declined.items()},
         "prices": engine.steal_cost.given,
-        #: blocks cut, root tasks handed to the owner of their block, blocks split for idle workers, and offers not
-        #: made to workers with no memory left
+        #: blocks cut, root tasks given to the owner of their block, blocks split for idle workers, and offers not made
+        #: to workers with no memory left
         "roots": {
             "groups": engine.groups.cut,
             "pulled": engine.groups.pulled,

@@ -1,1 +1,1 @@
-"""Where a task should run. Pure: it reads tables and acts on nothing."""
+"""Where a task should run. These modules read tables and act on nothing."""

@@ -1,24 +1,32 @@
-"""Which workers to compare for a task, and what each would have to fetch. O(inputs + candidates), never O(workers).
+"""Choose the workers to compare for a task, and take a snapshot of each.
 
-Candidates, at most `candidates` of them:
+`Inputs` locates the inputs, `pick` chooses the candidates, and `views` tells what each candidate would have to fetch
+and wait for. All of it is O(inputs + candidates), never O(workers).
 
-* holders of the largest inputs, up to half;
-* up to two idle workers on each of the two nodes that hold most: near enough to fetch cheaply, and free;
-* two idle workers and two random ones from anywhere (eight where nobody is idle and few hold an input). Upstream
-  compares holders only, so the dependents of one small key all queue on its holder and only stealing spreads them
-  (dask/distributed#8177). Two random probes are what makes the choice as good as a look at everybody, nearly ("power of
-  two choices"); with two alone the fullest of 64 workers got a fifth more than its share.
+Candidates
+----------
+At most ``gpurt.placement.candidates`` workers:
 
-But from nowhere else than the nodes of holders when a link would take longer for the inputs than a thread for the task.
-The network is what everybody waits for then: a worker that holds nothing takes from the others' links what it saves in
-its own queue, and what would have stayed there has to be moved too. (Rechunk on single hosts: 1.08 to 1.13 of
-``saturation: inf`` without this, 0.97 to 0.99 with it, and an eighth fewer bytes; a higher price of moving did not do
-it.) Where one worker holds everything, stealing still takes from it what is left when others are idle.
+* holders of the largest inputs, up to half of the limit;
+* up to two idle workers on each of the two nodes that hold most: free, and near enough to fetch cheaply;
+* two idle and two random workers from anywhere; eight random ones where no worker is idle and few hold an input.
 
-A small cluster is compared whole. An input with more than `WIDE` replicas is everywhere: no hint where to go, and
-walking over its holders is what makes upstream's decision O(workers).
+Dask compares holders only. The dependents of one small key then all queue on its holder, and only stealing spreads them
+(dask/distributed#8177). Two random probes make the choice nearly as good as a look at all workers ("power of two
+choices"). With only those two, the fullest of 64 workers got a fifth more than its share.
 
-An input that a worker is already fetching for another task counts as there; the bytes are in its inbound traffic.
+A small cluster is compared whole. An input with more than `WIDE` replicas is everywhere and gives no hint. Walking over
+its holders is what makes Dask's own decision O(workers).
+
+An input that a worker already fetches for another task counts as present; its bytes are in the inbound traffic.
+
+Only nodes of holders
+---------------------
+When a link would take longer for the inputs than a thread for the task, workers on other nodes are left out. The
+network is then the bottleneck. A worker that holds nothing would save in its own queue what it takes from the links of
+others, and what would have stayed there has to be moved too. Measured: rechunk on single hosts took 1.08 to 1.13 of
+``saturation: inf`` without this, 0.97 to 0.99 with it, and an eighth fewer bytes. A higher price of moving did not
+achieve that. Where one worker holds everything, stealing still takes work from it when others are idle.
 """
 
 from __future__ import annotations
@@ -44,13 +52,13 @@ if TYPE_CHECKING:
     from dask_gpurt.placement.tables.tables import Tables
     from dask_gpurt.placement.tables.workers import Node, WorkerInfo, Workers
 
-#: an input with more replicas than this says nothing about where to run
+#: an input with more replicas than this gives no hint where to run
 WIDE = 8
 #: inputs looked at; of a task with more, a sample stands for all
 MAX_INPUTS = 256
 #: widely replicated inputs looked at
 MAX_WIDE = 8
-#: random workers; where everybody is busy and few hold an input, so that they are all there is to choose from
+#: random workers; and their number where all workers are busy and few hold an input, so that there is no other choice
 PROBES, MORE_PROBES = 2, 8
 #: a view from a tuple of all of its fields: half the time of a call with them, and this is done ten times per decision
 _make = functools.partial(tuple.__new__, WorkerView)
@@ -60,7 +68,17 @@ _NOWHERE = (0.0, 0.0, 0)
 
 
 class Inputs:
-    """Where the inputs of one task are."""
+    """Where the inputs of one task are.
+
+    Parameters
+    ----------
+    deps
+        The inputs (TaskStates). Of more than `MAX_INPUTS` a sample stands for all, see `scale`.
+    by_address
+        All workers.
+    on_disk
+        Key -> address -> bytes of copies that are only on disk, see `DiskResidency`.
+    """
 
     __slots__ = ("by_node", "by_worker", "count", "counted", "own_bytes", "scale", "spilled", "total_bytes", "wide")
 
@@ -78,10 +96,10 @@ class Inputs:
         self.wide: list[tuple[TaskState, float, set[Node]]] = []
         #: (input, bytes on disk by address) of those of which some copy is only on disk
         self.spilled: list[tuple[TaskState, Mapping[str, float]]] = []
-        #: not counting the wide ones
+        #: bytes and number of the inputs, without the wide ones
         self.total_bytes = 0.0
         self.count = 0.0
-        #: the same, each input divided among the tasks that wait for it: what has been moved for one is there for all
+        #: their bytes, each input divided among the tasks that wait for it: moved for one, it is there for all of them
         self.own_bytes = 0.0
         n = len(deps)
         self.scale = scale = 1.0 if n <= MAX_INPUTS else n / MAX_INPUTS
@@ -120,7 +138,7 @@ class Inputs:
                 else:
                     entry[0] += nbytes
                     entry[1] += scale
-                # Replicas of one input are mostly on one node or few; the exact test is only needed from the second on.
+                # Replicas of one input are mostly on few nodes; the exact test is only needed from the second node on.
                 if seen is not None and (node is seen or self._twice(h, holders, node, by_address)):
                     if first:
                         by_node[node][2] += 1
@@ -156,9 +174,20 @@ def pick(
     valid: Collection[WorkerState] | None,
     abroad: bool = True,
 ) -> list[WorkerInfo]:
-    """The candidates: running workers, all of them in `valid` (WorkerStates) unless that is None. May be empty.
+    """The candidates: running workers, at most `limit`. May be empty.
 
-    `abroad`: also workers on nodes that hold no input.
+    Parameters
+    ----------
+    inputs
+        Of the task.
+    table
+        All workers.
+    limit
+        How many, at most.
+    valid
+        WorkerStates that the task may run on; None: all.
+    abroad
+        Whether workers on nodes that hold no input are candidates too.
     """
     by_worker = inputs.by_worker
     rnd = table.random
@@ -192,7 +221,7 @@ def pick(
     if not abroad:
         picked = [w for w in picked if w in by_worker or w.node in by_node] or picked
     if not picked:
-        # All holders and probes are paused or leaving. A few more probes, then it is for stock to search.
+        # All holders and probes are paused or leaving. A few more probes, else Dask searches.
         picked = [w for _ in range(limit) if is_running((w := everybody[int(rnd() * n)]).ws)]
     return picked[:limit]
 
@@ -212,7 +241,7 @@ def _two_largest(by_node: Mapping[Node, list[float]]) -> list[Node]:
 
 
 def _pick_valid(inputs: Inputs, table: Workers, limit: int, valid: Collection[WorkerState]) -> list[WorkerInfo]:
-    """Candidates of a restricted task. Upstream has just built the set `valid`, so this may be linear in it, once."""
+    """Candidates of a restricted task. Dask has just built the set `valid`, so this may be linear in it, once."""
     by_address = table.by_address
     if len(valid) <= limit:
         infos = (by_address.get(ws.address) for ws in valid)
@@ -243,6 +272,10 @@ def views(
 
     Parameters
     ----------
+    picked, inputs
+        The candidates; the inputs of the task.
+    tables
+        Read; seceded tasks are taken out of the backlog.
     prefix
         Of the task: how slow a worker is may depend on it.
     disk
@@ -279,22 +312,13 @@ def views(
         if info.speed_samples:
             slowness = info.speed.own.get(prefix, slowness)
         held = ws.nbytes
+        room = info.mark_bytes - held - info.reserved_bytes - pending
+        queue = queue_seconds(info)
+        factor = price(inputs.counted, node, by_address) if zoned and far_n else 1.0
+        read = 0.0 if residence is None else read_seconds(info, inputs, residence, by_address)
         append(
             _make(
-                (
-                    queue_seconds(info),
-                    pending_seconds,
-                    near_bytes,
-                    near_n,
-                    far_bytes,
-                    far_n,
-                    slowness,
-                    info.mark_bytes - held - info.reserved_bytes - pending,
-                    held,
-                    near,
-                    price(inputs.counted, node, by_address) if zoned and far_n else 1.0,
-                    0.0 if residence is None else read_seconds(info, inputs, residence, by_address),
-                )
+                (queue, pending_seconds, near_bytes, near_n, far_bytes, far_n, slowness, room, held, near, factor, read)
             )
         )
     return out
@@ -330,7 +354,7 @@ def _missing(
                     near_bytes, near_n = near_bytes - nbytes, near_n - scale
                 else:
                     far_bytes, far_n = far_bytes - nbytes, far_n - scale
-        # Sums of floats in another order: what is left of nothing may be a little less.
+        # Sums of floats in another order: a difference of equal sums may be a little below zero.
         if near_n < 0.5:
             near_bytes = near_n = 0.0
         if far_n < 0.5:
@@ -348,7 +372,7 @@ def _missing(
 
 
 def queue_seconds(info: WorkerInfo) -> float:
-    """Seconds until a thread of a worker is free, by our own account; its seceded tasks have been reconciled."""
+    """Seconds until a thread of a worker is free, by the backlog; call `Backlog.reconcile` before."""
     ws = info.ws
     threads: int = ws.nthreads
     # A free thread means no wait, however long the tasks on the other threads are.
@@ -357,16 +381,16 @@ def queue_seconds(info: WorkerInfo) -> float:
     queue = (info.backlog_seconds - info.root_seconds) / threads
     roots = info.roots
     if roots:
-        # What joins roots has precedence over roots that wait; it only waits until one that runs is done.
+        # Tasks that join roots have precedence over roots that wait; they only wait until a running one is done.
         queue += info.root_seconds / (roots * (threads + 1))
     return queue * info.slowness
 
 
 def readers(info: WorkerInfo, inputs: Inputs, by_address: dict[str, WorkerInfo]) -> dict[str, float]:
-    """Who would have to read how many bytes from disk so that a candidate has the spilled inputs: address -> bytes.
+    """Bytes that each worker would have to read from disk for a candidate to get the spilled inputs, by address.
 
     A worker fetches from neighbours if they hold an input, else from any holder, and does not know the tier. So where
-    some of its sources have it in memory and some on disk, each is as likely.
+    some sources have the input in memory and some on disk, all are equally likely.
     """
     out: dict[str, float] = {}
     address, node = info.address, info.node

@@ -1,29 +1,29 @@
-"""What it costs to run a task on a worker, in seconds. Pure arithmetic.
+"""What running a task on a worker costs, in seconds. Pure arithmetic.
 
-::
+`cost` compares workers, `finish_seconds` predicts the time of the result, and `terms` names the parts of the cost::
 
     T    = max(Q, X, R) + 0.1 * min(Q, X) + C
     cost = T - (1 - epsilon) * min(T, S) + E + lambda * F
 
-    Q  the worker's queue: work assigned to it and not yet done
-    X  its inputs: promised inbound traffic, then missing bytes over the link of each class, then one latency per fetch
-    R  spilled inputs: until the disk of whoever must read them has done so
+    Q  queue: work assigned to the worker and not yet done
+    X  inputs: bytes already inbound, then missing bytes over the link of each class, then one latency per fetch
+    R  spilled inputs: until the disks that must read them have done so
     C  the task itself, slower on a slow worker
-    S  slack: for so long the cluster has other work for everybody, see `slack`
-    E  overflow: what this task alone pushes over the memory mark has to be written out and, in general, read back
-    F  what is moved, priced as time on the link and in the event loops at both ends: bytes and fetches; and read
+    S  slack: for so long the cluster has other work for every worker, see `slack`
+    E  overflow: what this task alone pushes over the memory mark is written out and, in general, read back
+    F  moved: time on the link and in the event loops at both ends, for bytes and fetches; and reads from disk
 
-Q and X are a maximum, not a sum, because a worker fetches inputs while its threads compute. Upstream adds them and also
+Q and X are a maximum, not a sum, because a worker fetches inputs while its threads compute. Dask adds them, and also
 counts queued transfers in the queue, so that a transfer is paid twice (dask/distributed#7003).
 
-E is *marginal*: min(new bytes, bytes over the mark). What is over already is sunk: it has to be paid wherever this
-task goes. Charging it made an over-full worker look worse with every task and drove data round the cluster.
+E is *marginal*: min(new bytes, bytes over the mark). What is over the mark already has to be paid wherever this task
+goes. Charging it too made an over-full worker look worse with every task, and drove data round the cluster.
 
-F is an externality: bytes on a link delay others, whom Q and X of this task do not see. Without it an idle worker wins
-as soon as its fetch is a little shorter than the holder's queue, and locality dissolves (dask/distributed#5253).
-Between zones (two racks joined by a slow link) it is priced higher, see `zone_cost`: there all share one link.
-The latency of a fetch is mostly work of the two event loops, so it is in F as well: without it a chain of very short
-tasks hops to whoever happens to be idle.
+F is an externality: bytes on a link delay other tasks, which Q and X of this task do not show. Without F an idle worker
+wins as soon as its fetch is a little shorter than the holder's queue, and locality dissolves (dask/distributed#5253).
+Workers of two zones (two racks joined by a slow link) share one link, so a second between zones costs more: see
+`zone_cost`. The latency of a fetch is mostly work of the two event loops, so it is part of F as well. Without it a
+chain of very short tasks hops between idle workers.
 """
 
 from __future__ import annotations
@@ -42,17 +42,29 @@ class Weights:
 
     #: lambda: seconds charged to the task per second that its fetches occupy a link
     moved: float = 1.0
-    #: what a second of the smaller of queue and inputs counts: both go on at once, but neither is known well, and of
-    #: places that must fetch as much the one with the shorter queue is better
+    #: weight of the smaller of queue and inputs. Both go on at once, but neither is known well; and of workers that
+    #: must fetch equally much, the one with the shorter queue is better
     hidden: float = 0.1
-    #: epsilon: what a second counts for which nobody waits; decides among places that cost the same otherwise
+    #: epsilon: weight of a second that slack covers; decides among workers that cost the same otherwise
     excused: float = 0.1
     #: seconds to write one byte out and read it back: 1 GB/s each way, an ordinary NVMe shared by a few workers
     overflow_seconds_per_byte: float = 2e-9
 
 
 def cost(task: TaskView, worker: WorkerView, far: Link, weights: Weights) -> float:
-    """Seconds; smaller is better. `far` is the network path to the worker."""
+    """Cost of a task on a worker in seconds; smaller is better.
+
+    Parameters
+    ----------
+    task
+        Seconds of compute, bytes of result, seconds of slack.
+    worker
+        What is known of the worker, relative to this task.
+    far
+        The network path to the worker.
+    weights
+        The constants of the formula.
+    """
     queue, pending, near_bytes, near_fetches, far_bytes, far_fetches, slowness, room, _, near, far_price, read = worker
     compute, output, slack = task
     moved = priced = 0.0
@@ -78,14 +90,14 @@ def cost(task: TaskView, worker: WorkerView, far: Link, weights: Weights) -> flo
 
 
 def finish_seconds(task: TaskView, worker: WorkerView, far: Link) -> tuple[float, float]:
-    """(seconds until the result is there, what its fetches cost others as seconds on links)."""
+    """Seconds until the result is there; and the seconds on links, as priced, that its fetches take from others."""
     moved, priced = _moved(worker, far)
     wait = max(worker.queue_seconds, worker.pending_seconds + moved)
     return wait + task.compute_seconds * worker.slowness, priced
 
 
 def _moved(worker: WorkerView, far: Link) -> tuple[float, float]:
-    """Seconds that the fetches occupy links: as they are, and as others pay for them."""
+    """Seconds that the fetches occupy links: as they are, and as priced for other tasks."""
     near = worker.near
     close = near.latency_seconds * worker.near_fetches + worker.near_bytes / near.bytes_per_second
     across = far.latency_seconds * worker.far_fetches + worker.far_bytes / far.bytes_per_second

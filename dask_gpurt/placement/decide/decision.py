@@ -1,6 +1,6 @@
-"""`Decision`: what was compared for one task and what was chosen; `Declined`: why a task is left to Dask's own choice.
+"""`Decision`: what was compared for one task and what was chosen. `Declined`: why a task is left to Dask's own choice.
 
-One record for the log, the governor and shadow mode, so that they speak of the same numbers.
+The log, the governor and shadow mode share one record, so that they use the same numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Declined(enum.StrEnum):
     """Why Dask's own choice stands. The values are shown in ``status`` and ``explain``."""
 
-    #: all workers are alike and near, or the inputs are in one zone
+    #: all workers are alike and near, or the inputs are in one zone. In the text, stock means Dask's own choice
     PLAIN = "nothing that stock does not know"
     NO_INPUTS = "no inputs"
     ACTOR = "actor"
@@ -29,13 +29,13 @@ class Declined(enum.StrEnum):
     POLICY = "policy"
     GOVERNOR = "governor"
     GRAPH_JUDGE = "graph judge"
-    #: the governor draws lots, and this one is Dask's
+    #: the governor compares both by lot, and this decision is Dask's
     TRIAL = "trial"
     BOOKKEEPING = "bookkeeping retired"
 
 
 class Decision(NamedTuple):
-    """The comparison of some workers for one task. A tuple: it is made in some tens of microseconds in all."""
+    """The comparison of some workers for one task. A tuple, as a decision takes only some ten microseconds in all."""
 
     #: the workers compared
     picked: list[WorkerInfo]

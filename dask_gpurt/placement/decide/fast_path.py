@@ -1,21 +1,22 @@
-"""Tasks that stay where their inputs are, decided without a comparison.
+"""`stays`: the worker where a task stays with its inputs, found without a comparison.
 
-Most tasks of most graphs (the links of a chain, what follows from one chunk) have all of their inputs on one worker,
-and run there. The comparison of `cost` says so at length: the place that has the inputs costs ``C + Q`` of the task's
-own time, any other place the transfer, twice (it delays the task, and others on the link). While nobody waits for the
-task (`slack` covers it at home) its own time counts a tenth, so a shorter queue elsewhere gains ``0.1 * Q`` at most.
-Hence a task stays, unweighed, when
+Most tasks of most graphs (the links of a chain, what follows from one chunk) have all inputs on one worker and run
+there. A task stays, unweighed, when
 
 1. each of its inputs has one copy, all on one running worker that is not a slow one, none on disk;
-2. the cluster has other work for longer than it takes there, queue and all;
-3. its result has room there: no overflow to be avoided;
-4. what a shorter queue could gain is less than the fastest transfer costs, or the queue is shorter than the task.
+2. the cluster has other work for longer than the task takes there, queue included (`slack`);
+3. its result has room there, so there is no overflow to avoid;
+4. a shorter queue could gain less than the fastest transfer costs, or the queue is shorter than the task.
 
-What is neglected is a tenth of the difference in speed between workers that are not slow, and of a queue shorter than
-the task. On eight simulated shapes (64 workers, nodes) the comparison came to another worker in 8 of 8,600 of them.
+Why this agrees with `cost`: the worker that has the inputs costs ``C + Q`` of the task's own time. Any other worker
+costs the transfer, twice: it delays the task, and others on the link. While slack covers the task, its own time counts
+a tenth, so a shorter queue elsewhere gains ``0.1 * Q`` at most.
 
-With "has a free thread" in the place of 2 and 4 it rarely applied: the worker that has just finished an input has begun
-the next root by the time the task is ready, so nearly every home has a queue.
+Neglected is a tenth of two differences: in speed between workers that are not slow, and of a queue shorter than the
+task. On eight simulated shapes (64 workers, nodes) the comparison chose another worker in 8 of 8,600 such tasks.
+
+Rejected: "has a free thread" in place of 2 and 4. It rarely applied: a worker that has just finished an input has begun
+the next root by the time the task is ready, so nearly every such worker has a queue.
 """
 
 from __future__ import annotations
@@ -34,14 +35,23 @@ if TYPE_CHECKING:
     from dask_gpurt.placement.tables.tables import Tables
     from dask_gpurt.placement.tables.workers import WorkerInfo
 
-#: a task with more inputs is weighed: looking at each of them costs as much
+#: a task with more inputs is compared: looking at each of them costs as much
 MAX_INPUTS = 16
 
 
 def stays(
     tables: Tables, ts: TaskState, task: TaskView, far: Link, weights: Weights
 ) -> tuple[WorkerInfo, tuple[float, ...], float] | None:
-    """The worker on which a task stays; None: it has to be weighed.
+    """The worker on which a task stays; None: workers have to be compared.
+
+    Parameters
+    ----------
+    tables
+        Read; seceded tasks are taken out of the backlog.
+    ts, task
+        The task, and what is expected of it.
+    far, weights
+        The path between two nodes, and the constants of the cost.
 
     Returns
     -------

@@ -1,13 +1,15 @@
-"""The choice among the candidates, and how somebody else's choice is plugged in.
+"""`Policy`: the choice among the candidates, and the interface for a user's own choice.
 
 A *policy* is any class that can be made without arguments and has the method of `Policy`. It sees one task and at most
-``gpurt.placement.candidates`` workers as tuples of numbers (`dask_gpurt.model.views`) and says which one. Who the
-candidates are is `candidates`; user restrictions, the checks of the answer and the fall-back to stock Dask when it
-raises are `seam`. A policy acts on nothing and sees no scheduler, so the same class runs in a live cluster
-(``gpurt.policy: "package.module:Class"``) and in `dask_gpurt.simulate.simulate`. Root tasks and stealing are not asked
-about; they are as with ``gpurt``.
+``gpurt.placement.candidates`` workers as tuples of numbers (`dask_gpurt.model.views`), and answers with an index.
+`Cheapest` is the default; `load` finds the class that ``gpurt.policy`` names.
 
-The protocol is stable: fields are only ever added to the end of the views.
+`candidates` chooses the workers. `takeover.seam` obeys user restrictions, checks the answer, and lets Dask decide when
+the policy raises. A policy acts on nothing and sees no scheduler. So the same class runs in a live cluster
+(``gpurt.policy: "package.module:Class"``) and in `dask_gpurt.simulate.simulate`. A policy is not asked about root tasks
+and stealing; those work as with ``gpurt``.
+
+The protocol is stable: fields are only ever added at the end of the views.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from dask_gpurt.model.link import Link
     from dask_gpurt.model.views import TaskView, WorkerView
 
-#: used when nobody says otherwise
+#: the default
 WEIGHTS = Weights()
 #: the name of a class, as in the setting
 CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -33,18 +35,17 @@ CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 @runtime_checkable
 class Policy(Protocol):
-    """What a placement policy must be able to do."""
+    """The interface of a placement policy."""
 
     def decide(self, task: TaskView, workers: Sequence[WorkerView], far: Link) -> int | None:
         """Where a task should run.
 
-        Called on the scheduler's event loop, once per task that has inputs: some ten microseconds are what a decision
-        may take.
+        Called on the scheduler's event loop, once per task that has inputs. A decision may take some ten microseconds.
 
         Parameters
         ----------
         task
-            What is expected of the task: seconds, bytes of result.
+            What is expected of the task: seconds, bytes of result, seconds of slack.
         workers
             The candidates, at least one, all of them allowed to run the task.
         far
@@ -53,8 +54,8 @@ class Policy(Protocol):
         Returns
         -------
         int or None
-            Index into `workers`; None leaves the decision to stock Dask. Anything else, and any exception, is counted
-            as a failure, and stock Dask decides.
+            Index into `workers`; None leaves the decision to Dask. Anything else, and any exception, is counted as a
+            failure, and Dask decides.
         """
         ...
 
@@ -66,11 +67,12 @@ class Cheapest:
         self.weights = weights
 
     def decide(self, task: TaskView, workers: Sequence[WorkerView], far: Link) -> int | None:
+        """Index of the cheapest worker, see `choose`."""
         return choose(task, workers, far, self.weights)
 
 
 def load(name: str) -> Policy:
-    """The policy for a value of ``gpurt.policy`` (not for ``stock``, with which there is none).
+    """Make the policy for a value of ``gpurt.policy``; ``stock`` (Dask's own choice) has none.
 
     Raises
     ------
@@ -98,7 +100,8 @@ def load(name: str) -> Policy:
     except AttributeError:
         classes = ", ".join(sorted(k for k, v in vars(module).items() if isinstance(v, type) and hasattr(v, "decide")))
         raise ConfigError(
-            f"{said}{module_name} has no {class_name}. Classes with a decide method there: {classes or 'none'}"
+            f"{said}{module_name} has no {class_name}. Classes with a decide method there: "
+            f"{classes or 'none'}. Remedy: name one of them"
         ) from None
     if not callable(getattr(cls, "decide", None)):
         raise ConfigError(
@@ -108,13 +111,24 @@ def load(name: str) -> Policy:
         policy = cls()
     except Exception as e:
         raise ConfigError(
-            f"{said}{class_name}() failed: {type(e).__name__}: {e}. It must be made without arguments"
+            f"{said}{class_name}() failed: {type(e).__name__}: {e}. Remedy: make it a class that takes no arguments"
         ) from e
     return policy
 
 
 def choose(task: TaskView, workers: Sequence[WorkerView], far: Link, weights: Weights = WEIGHTS) -> int:
     """Index of the cheapest candidate; among equals the one that holds fewer bytes, then the first.
+
+    Parameters
+    ----------
+    task
+        What is expected of the task.
+    workers
+        The candidates.
+    far
+        The path between two nodes.
+    weights
+        The constants of the cost.
 
     Raises
     ------

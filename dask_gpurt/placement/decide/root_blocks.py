@@ -1,32 +1,46 @@
-"""Which worker runs which root task: contiguous blocks of the graph, owned by workers and pulled as slots open.
+"""`RootBlocks`: contiguous blocks of root tasks, owned by workers and pulled as slots open.
 
-Stock queuing hands root tasks to whichever worker has a free slot, in order of priority: the eight chunks of one sum
-end up on eight workers and seven are moved (dask/distributed#7555). Without queuing neighbours stay together, but all
-roots are sent out at once and memory overflows. Here the *number* of tasks out is stock's; only who gets which differs:
+`arrived` cuts the roots of a graph into blocks. `waits` says whether a ready root stays queued for the owner of its
+block. `pull` gives a worker its next root, and `gone` drops a root that was assigned or cancelled.
 
-1. A graph arrives: its roots in order of priority, which `dask.order` makes run through the graph depth first, are cut
-   into one contiguous *block* per worker, in proportion to threads and speed; first among nodes, then among the
-   workers of each node, so that neighbours in the graph are neighbours in the cluster. A cut near the border of a
-   *cogroup* (roots that a later task joins, perhaps through chains of tasks with one input) moves onto it.
-2. Roots of a block stay queued when they become ready (`waits`); after the graph, the slots are dealt at once.
-3. A worker with a free slot pulls from its own block; else it takes over one whose owner left; else the back half of
-   the longest block of a neighbour, or of anybody (`may_take`): contiguous again, and half of what is left means a
-   lot in the beginning (workers that join late) and single tasks in the end.
-4. Nothing to take, but roots are left: it gets none (`held`). Their owners will be there in a moment, and a root on
-   the other side of the network costs more than that. Never where the owner is not at work, or a slow one.
-5. Within one graph a worker may be ahead of the queue; across graphs and user priorities it never is.
+In this package a *root* is a task that Dask may queue (a root-ish one), and *stock* means Dask's own choice. Stock
+queuing gives root tasks, in order of priority, to whichever worker has a free slot. The eight chunks of one sum end up
+on eight workers, and seven are moved (dask/distributed#7555). Without queuing neighbours stay together, but all roots
+are sent out at once and memory overflows. Here the *number* of assigned tasks is stock's; only the worker of each
+differs.
 
-A root is forgotten here as soon as it is assigned, by whomever, or no longer wanted. All of it is advice: a task that
-is not where a block says it is (cancelled, already running, recomputed) is skipped.
+Theory of operation
+-------------------
+1. *Cut.* When a graph arrives, its roots are cut into one contiguous *block* per worker, in proportion to threads and
+   speed. They are taken by priority, as `dask.order` makes priorities run through the graph depth first. Cuts go first
+   between nodes, then between the workers of each node, so neighbours in the graph are neighbours in the cluster. A
+   cut near the border of a *cogroup* moves onto it. A cogroup is a set of roots that a later task joins, perhaps
+   through chains of tasks with one input.
+2. *Queue.* Roots of a block stay queued when they become ready (`waits`). Slots are given out after the whole graph has
+   arrived.
+3. *Pull.* A worker with a free slot pulls from its own block. Without one it takes over a block whose owner has left.
+   Else it takes the back half of the longest block: of a neighbour, or of any worker (`may_take`). The halves are
+   contiguous again. Half of what is left is a lot in the beginning (workers that join late) and one task in the end.
+4. *Hold.* Where nothing can be taken but roots are left, the worker gets none (`RootDispatch.held`). Their owners will
+   ask in a moment, and a root on the other side of the network costs more than that. This does not apply where the
+   owner is slow or not at work.
+5. *Order.* Within one graph a worker may be ahead of the queue; across graphs and user priorities it never is.
 
-Measured against it on the simulated shapes (64 workers, 8 per node) and lost: cogroups dealt one at a time to whoever
-is free (tree 1.67 of the bound and 36 GB between nodes instead of 1.06 and none): at the joints of a tree above the
-first level everything moves; a node's workers loading one large cogroup after the other (rechunk 1.37 instead of 1.25):
-every part of it then waits for twice as many workers. And a balanced min-cut partition of the graph (METIS, in
-benchmarks/placement_metis.py): where the graph has a direction to cut along it finds the same blocks (stencil: the
-same bytes; 1.04 of the bound with every task pinned, 1.08 with its roots only, 1.08 here), else it saves bytes and
-loses time (join on nodes: 54 GB and 2.51, here 68 GB and 2.44; rechunk on single hosts: 1.78, here 1.24), because it
-balances the work of the whole graph, not that of each stage.
+A root is forgotten here as soon as it is assigned, by placement or by Dask, or is no longer needed. Blocks are advice:
+a task that is not where its block says (cancelled, already running, recomputed) is skipped.
+
+Rejected
+--------
+Measured on the simulated shapes (64 workers, 8 per node), these lost:
+
+* Cogroups handed out one at a time to any free worker: tree 1.67 of the bound and 36 GB between nodes, instead of 1.06
+  and none. At the joints of a tree above the first level everything moves.
+* The workers of a node loading one large cogroup after the other: rechunk 1.37 instead of 1.25. Every part of a cogroup
+  then waits for twice as many workers.
+* A balanced min-cut partition of the graph (METIS, in benchmarks/placement_metis.py). Where the graph has a direction
+  to cut along, it finds the same blocks. Stencil: the same bytes; 1.04 of the bound with every task pinned, 1.08 with
+  only its roots pinned, 1.08 here. Elsewhere it saves bytes and loses time. Join on nodes: 54 GB and 2.51, here 68 GB
+  and 2.44; rechunk on single hosts: 1.78, here 1.24. It balances the work of the whole graph, not that of each stage.
 """
 
 from __future__ import annotations
@@ -45,7 +59,7 @@ if TYPE_CHECKING:
 
     from dask_gpurt.placement.decide.root_cuts import Member
 
-#: a root with more dependents than this is shared by everybody: it runs first, wherever there is a slot
+#: a root with more dependents than this belongs to no block: it runs first, wherever there is a slot
 MAX_DEPENDENTS = 64
 
 
@@ -59,7 +73,7 @@ class Block:
         self.keys: deque[Hashable] = deque(keys)
         #: roots that are still to be assigned
         self.left = len(self.keys)
-        #: address of the worker that pulls from it; None: nobody yet
+        #: address of the worker that pulls from it; None: no worker yet
         self.owner = owner
         self.node = node
 
@@ -67,8 +81,8 @@ class Block:
 class Phase:
     """Roots that wait for others (a barrier, the model of the last iteration), shared out when the first is ready.
 
-    By then it is known who holds the data that they will meet. Cut together with those before the barrier, as one
-    sequence, half of the workers own what can run now and half wait.
+    By then it is known which workers hold the data that they will be joined with. Cut in one sequence with the roots
+    before the barrier, half of the workers would own what can run now, and half would wait.
     """
 
     __slots__ = ("members", "roots")
@@ -79,7 +93,7 @@ class Phase:
 
 
 class RootBlocks:
-    """All blocks with roots to be assigned."""
+    """All blocks with roots to be assigned, on one scheduler."""
 
     def __init__(self) -> None:
         self.by_key: dict[Hashable, Block] = {}
@@ -89,13 +103,13 @@ class RootBlocks:
         self.declined = 0
         #: and cuts taken back because a block holds too much at a time
         self.dissolved = 0
-        #: roots that a worker holds at a time beyond what it would hold if roots were dealt evenly, at most
+        #: roots that a worker holds at a time beyond what it would hold with an even spread, at most
         self.beyond = 0.0
         #: blocks of each owner, those of older graphs first; may contain ones that are used up
         self.by_owner: dict[str, deque[Block]] = {}
-        #: blocks nobody owns; may contain ones that are used up
+        #: blocks without an owner; may contain ones that are used up
         self.unowned: deque[Block] = deque()
-        #: blocks ever cut, roots handed to the owner of their block, and blocks split for somebody with nothing to do
+        #: blocks ever cut, roots given to the owner of their block, and blocks split for a worker without one
         self.cut = 0
         self.pulled = 0
         self.split = 0
@@ -111,16 +125,18 @@ class RootBlocks:
         members: Callable[[], Sequence[Member]],
         is_root: Callable[[Any], bool] = lambda t: not t.dependencies,
     ) -> None:
-        """A graph arrived.
+        """Cut the roots of a graph that has arrived into blocks.
 
         Parameters
         ----------
         tasks
             Its TaskStates, before their first transition.
         members
-            Gives the workers that roots are dealt to, sorted by node. Asked again when a later phase begins.
+            Returns the workers that share the roots, sorted by node. Called again when a later phase begins.
+        is_root
+            Whether a TaskState is a root.
         """
-        # Scattered data and futures of earlier graphs are among them; only what is still to run has a place to choose.
+        # Scattered data and futures of earlier graphs are among them; only tasks that are still to run need a worker.
         ordered = sorted((t for t in tasks if t.priority and t.state == "released"), key=lambda t: t.priority)
         now: list[Any] = []
         later: dict[Any, list[Any]] = {}
@@ -144,7 +160,7 @@ class RootBlocks:
             self._list(Block([t.key for t in now], None, None))
 
     def _open(self, phase: Phase) -> None:
-        """The first root of a later phase is ready: share out all of them."""
+        """Share out all roots of a later phase, because the first of them is ready."""
         mine = [t for t in phase.roots if self.later.pop(t.key, None) is phase]
         roots = [t for t in mine if t.state in ("waiting", "queued")]
         members = phase.members()
@@ -186,13 +202,13 @@ class RootBlocks:
         heapq.heappush(self._longest.setdefault(block.node, []), entry)
 
     def waits(self, ts: TaskState) -> bool:
-        """Whether a root that is ready should be queued for the owner of its block, even though workers are idle."""
+        """Whether a ready root should be queued for the owner of its block, even though workers are idle."""
         if self.later and (phase := self.later.get(ts.key)) is not None:
             self._open(phase)
         return ts.key in self.by_key
 
     def owner(self, key: Hashable) -> str | None:
-        """Address of the worker that is to run a root; None: nobody in particular."""
+        """Address of the worker that owns a root's block; None: no worker does."""
         block = self.by_key.get(key)
         return None if block is None else block.owner
 
@@ -208,10 +224,14 @@ class RootBlocks:
 
         Parameters
         ----------
+        address
+            Of the worker.
+        tasks
+            All tasks of the scheduler, by key.
         head
             The head of the queue: what the user or an older graph put before a block's roots goes first.
         node
-            Of the worker: it takes from its neighbours first.
+            Name of the worker's node: it takes from its neighbours first.
         may_take
             ``(owner, roots left) -> bool``: whether to take from a block on another node.
         """
@@ -258,7 +278,7 @@ class RootBlocks:
                 self.unowned.popleft()
                 continue
             if block.node is None:
-                # Of a graph that came before there were workers: who comes takes half of what there is.
+                # Of a graph that came before there were workers: each new one takes half of what there is.
                 part = self._back_half(block) if block.left > 1 else block
                 if part is block:
                     self.unowned.popleft()
@@ -310,7 +330,7 @@ class RootBlocks:
         return part
 
     def gone(self, key: Hashable) -> bool:
-        """A root was assigned, or is no longer wanted; False when it was not one of ours."""
+        """Drop a root that was assigned or is no longer needed; False when it was in no block."""
         if self.later:
             self.later.pop(key, None)
         found = self.by_key.pop(key, None)
@@ -323,6 +343,7 @@ class RootBlocks:
         return True
 
     def worker_removed(self, address: str) -> None:
+        """Leave the blocks of a worker that is gone to others."""
         for block in self.by_owner.pop(address, ()):
             if block.left:
                 block.owner = None
@@ -333,13 +354,13 @@ class RootBlocks:
         return len(self.by_key)
 
     def dissolve(self) -> None:
-        """Leave the roots that are in blocks to stock."""
+        """Drop all blocks: their roots are left to Dask's queue."""
         if self.by_key:
             self.dissolved += 1
             self._forget_blocks()
 
     def clear(self) -> None:
-        """The scheduler has forgotten all tasks."""
+        """Drop all blocks and phases: the scheduler has forgotten all tasks."""
         self.later.clear()
         self._forget_blocks()
 

@@ -1,24 +1,31 @@
 """How the roots of a graph are shared out among workers. Pure functions of a graph.
 
-`share_out` cuts roots that can start now into one contiguous piece per worker:
+`share_out` cuts the roots that can start now into one contiguous piece per worker. `serialises` says when contiguous
+pieces are wrong. `pays` and `by_input` serve the roots of a later phase. *Stock* means Dask's own choice.
 
-1. *Interleave.* The roots of each task group are laid side by side in proportion, so that every worker gets its share
-   of each group. One sequence by priority alone gives half of the workers all of the large chunks and the others all
-   of the small ones, when a graph reads two sources one after the other.
-2. *Follow the data.* A root whose result is joined with data that a worker holds already goes to that worker, up to
-   its share (`partners`).
-3. *Cut.* What is left is cut contiguously, first among nodes, then among the workers of each node. A cut near the
-   border of a *cogroup* (roots that a later task joins, perhaps through chains of tasks with one input) moves onto it.
+`share_out`
+-----------
+1. *Interleave* (`interleaved`). The roots of each task group are laid side by side in proportion, so that every worker
+   gets its share of each group. By priority alone, when a graph reads two sources one after the other, half of the
+   workers would get all large chunks and the others all small ones.
+2. *Follow the data* (`partner`). A root whose result is joined with data that a worker already holds goes to that
+   worker, up to its share.
+3. *Cut.* The rest is cut contiguously, first between nodes, then between the workers of each node. A cut near the
+   border of a *cogroup* moves onto it. A cogroup is a set of roots that a later task joins, perhaps through chains of
+   tasks with one input.
 
-`serialises` says when contiguous pieces are wrong. Neighbouring roots on one worker save transfers, but where the graph
-passes through them one after the other (a cumulative sum, the panels of a factorisation) their followers queue on one
-worker while the others idle. It compares, level by level of the graph, the load of the busiest worker with an even
-spread. Measured on a cumulative sum of 128 chunks on 16 workers: 20.2 s with contiguous pieces, 12.0 s without.
+`serialises`
+------------
+Neighbouring roots on one worker save transfers. But where a graph passes through them one after the other (a cumulative
+sum, the panels of a factorisation), their followers queue on one worker while the others idle. `serialises` compares,
+level by level of the graph, the load of the busiest worker with an even spread. Measured on a cumulative sum of 128
+chunks on 16 workers: 20.2 s with contiguous pieces, 12.0 s without.
 
-Of a level with more tasks than there are threads only half of the excess counts. There the pieces do not decide alone:
-who decides weighs queues against bytes, and what waits is stolen. In a narrow one nothing waits for long, but the next
-level waits for it. Counted like those, wide levels had pieces refused to shifted sums and stencils that run 5 % faster
-with them; not counted at all, pieces were cut where one worker had twice its share of each level, and 11 % lost.
+In a level with more tasks than threads only half of the excess counts. There the pieces do not decide alone: each
+decision weighs queues against bytes, and waiting tasks are stolen. In a narrow level nothing waits for long, but the
+next level waits for it. Rejected: to count wide levels in full (pieces were refused to shifted sums and stencils that
+run 5 % faster with them); not to count them (pieces were cut where one worker had twice its share of each level: 11 %
+lost).
 """
 
 from __future__ import annotations
@@ -39,18 +46,18 @@ MAX_GROUP = 32
 SNAP = 0.1
 #: dependents of a root, and inputs of each of them, that are looked at for data to follow
 MAX_FOLLOWED, MAX_PARTNERS = 4, 8
-#: data with more copies than this is near to everybody
+#: data with more copies than this is near every worker
 WIDE = 8
 #: inputs of a task that are looked at for the worker it will run on
 MAX_VOTES = 8
-#: a task none of whose inputs weighs so much for one worker may run anywhere; an input weighs one by its dependents
+#: a task may run anywhere if its inputs add up to less than this for each worker; an input counts 1 / its dependents
 LEAST_VOTE = 0.1
-#: times an even spread that the levels of a graph may take with contiguous pieces
+#: contiguous pieces are refused when the levels of a graph take more than so many times an even spread
 UNEVEN = 1.2
 
 
 class Member(NamedTuple):
-    """A worker that roots are dealt to."""
+    """A worker that gets a share of the roots."""
 
     address: str
     node: str
@@ -123,16 +130,16 @@ def interleaved(roots: Sequence[TaskState]) -> list[Any]:
 
 
 def partner(ts: TaskState) -> str | None:
-    """Address of the worker with most of the data that a root's result will meet; None: there is none.
+    """Address of the worker with most of the data that a root's result is joined with; None: there is none.
 
-    Data that is still to be computed, and data that many tasks read or many workers hold, is no reason to be anywhere.
+    Data that is still to be computed does not count, nor data that many tasks read or many workers hold.
     """
     held = meets(ts)
     return max(held, key=held.__getitem__) if held else None
 
 
 def meets(ts: TaskState) -> dict[str, float]:
-    """Bytes of data in memory that a root's result will meet, by address of the worker."""
+    """Bytes of data in memory that a root's result is joined with, by address of the worker."""
     held: dict[str, float] = {}
     for d in itertools.islice(ts.dependents, MAX_FOLLOWED):
         for other in itertools.islice(d.dependencies, MAX_PARTNERS):
@@ -153,8 +160,8 @@ def pays(roots: Sequence[TaskState], members: int) -> bool:
     """Whether sharing out roots that read common data saves more bytes than it moves.
 
     Each worker with a piece gets a copy of what the piece reads. Left to the queue, the workers that have a copy
-    already take more of the roots while the others wait for theirs. So a piece must save as much: by meeting data that
-    is where it runs, or by needing one input of several.
+    already take more of the roots while the others wait for theirs. So a piece must save as much: by being joined with
+    data where it runs, or by needing one input of several.
     """
     common = {d: float(d.get_nbytes()) for t in roots for d in itertools.islice(t.dependencies, MAX_PARTNERS)}
     if len(common) > 1:
@@ -177,7 +184,7 @@ def by_input(roots: Sequence[TaskState]) -> list[Any]:
 def beyond_even(roots: Iterable[TaskState], pieces: Sequence[Sequence[Any]]) -> float:
     """Roots that a worker holds for one join beyond its even share, at most.
 
-    What joins roots needs all of them in memory. With contiguous pieces one worker holds them all; dealt out one by
+    A task that joins roots needs all of them in memory. With contiguous pieces one worker holds them all; spread one by
     one, each worker holds its share.
     """
     joined: dict[Any, int] = {}
@@ -205,9 +212,29 @@ def serialises(
     free
         Tasks that are shared out among all workers when they are ready: the roots of later phases.
     """
+    load = _load_by_level(ordered, owner, free)
+    in_all = sum(threads)
+    uneven = even = 0.0
+    for at_level in load:
+        unplaced = at_level.pop(None, 0)
+        width = unplaced + sum(at_level.values())
+        spread = math.ceil(width / in_all)
+        even += spread
+        most = max((math.ceil(n / threads[i]) for i, n in at_level.items() if i is not None), default=spread)
+        uneven += (most + spread) / 2 if width > in_all else most
+    return uneven > UNEVEN * even
+
+
+def _load_by_level(
+    ordered: Sequence[TaskState], owner: Mapping[Any, int], free: Container[Any]
+) -> list[dict[int | None, int]]:
+    """Tasks of each worker at each level of the graph, when tasks follow their inputs. See `serialises`.
+
+    The worker None stands for tasks that may run anywhere.
+    """
     level: dict[Any, int] = {}
     runs_on: dict[Any, int] = dict(owner)
-    #: by level: worker -> tasks; None: those that anybody may run
+    #: by level: worker -> tasks; None: those that any worker may run
     load: list[dict[int | None, int]] = []
     for t in ordered:
         where = runs_on.get(t)
@@ -241,16 +268,7 @@ def serialises(
             load += ({} for _ in range(depth + 1 - len(load)))
         at_level = load[depth]
         at_level[where] = at_level.get(where, 0) + 1
-    everybody = sum(threads)
-    uneven = even = 0.0
-    for at_level in load:
-        unplaced = at_level.pop(None, 0)
-        width = unplaced + sum(at_level.values())
-        spread = math.ceil(width / everybody)
-        even += spread
-        most = max((math.ceil(n / threads[i]) for i, n in at_level.items() if i is not None), default=spread)
-        uneven += (most + spread) / 2 if width > everybody else most
-    return uneven > UNEVEN * even
+    return load
 
 
 def _borders(ordered: Sequence[TaskState], roots: Sequence[TaskState]) -> list[int]:

@@ -1,16 +1,19 @@
-"""Which worker gets which queued root now: `root_blocks` knows whose each is, here is when it is better not to follow.
+"""`RootDispatch`: which worker gets which queued root now.
 
-* A root is `held` for its owner when only workers on other nodes are free and the owner is at work: a root there costs
-  the transfer of its result.
-* A worker whose memory is full is not given roots while the others, who have room, run them all before it would have
-  written one result out (`too_full`).
-* The last roots are not dealt ahead to threads that are busy (`better_left`), whoever is free first gets them; nor long
-  ones that would delay what follows from the one before.
-* What a root needs and a neighbour is fetching from another zone (see `zone_cost`) is waited for.
-* A worker whose slots are all taken by tasks that wait for inputs is `hungry`: it gets a root, a few at most, so that
-  its threads work while the network does.
+`root_blocks` knows the owner of each root. This module knows when it is better not to follow it. *Stock* means Dask's
+own choice.
 
-Never where hardly anybody is at work: whoever is, deals slots again when its task is done.
+* `held`: a root waits for its owner when only workers on other nodes are free and the owner is at work. A root there
+  would cost the transfer of its result.
+* `pull` gives no root to a worker whose memory is full (`_too_full`). It is full when the others, who have room, would
+  run all roots before this worker had written one result to disk.
+* `better_left`: the last roots are not queued behind busy threads; the first free thread gets them. Nor are long roots,
+  where that would delay tasks that depend on the root before.
+* An input that a root needs, and that a neighbour is fetching from another zone, is waited for (`zone_cost`).
+* `hungry`: a worker whose slots are all taken by tasks that wait for inputs gets a root, a few at most. So its threads
+  work while the network does.
+
+None of this applies where hardly any worker is at work: it relies on a worker that finishes a task and so opens slots.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
 
 #: tasks per thread up to which a worker that waits for inputs gets one more
 MAX_AHEAD = 3
-#: a task with more inputs is not looked through for those that are missing
+#: a task with more inputs is not searched for missing ones
 MAX_LOOKED = 64
 #: a worker gets short roots ahead for so long, in seconds: a result and the next task take a few milliseconds between
 #: worker and scheduler, in which a thread with one root of a millisecond in hand idles most of the time
@@ -58,21 +61,21 @@ MOSTLY = 0.75
 SLOW = 1.5
 #: dependents of a root that are looked at
 FOLLOWERS = 4
-#: idle workers looked at for whether all of them are too full, and for which is the least busy
+#: idle workers looked at, to find whether all are too full, and which is the least busy
 LOOKED_AT = 16
 #: workers with a free thread that are offered roots besides those that have just finished a task
 ASKED = 8
 
 
 class RootDispatch:
-    """Of one scheduler.
+    """Gives out the queued roots of one scheduler.
 
     Parameters
     ----------
     tables
         Read only.
     groups
-        The blocks of roots, and who owns each.
+        The blocks of roots, with their owners.
     retired
         Whether Dask decides everything now.
     """
@@ -85,21 +88,22 @@ class RootDispatch:
         self._root = 0.0, 0.0
         #: and of the square of the seconds, see `_found_seconds`
         self._square = 0.0
-        #: workers that got or finished a task since the last deal, and may be waiting for inputs with all they have
+        #: workers that got or finished a task since roots were last given out, and all of whose tasks may wait for
+        #: inputs
         self._fetching: dict[WorkerInfo, None] = {}
-        #: workers that finished a task since the last deal
+        #: workers that finished a task since then
         self._freed: dict[WorkerInfo, None] = {}
-        #: the same, while roots are short: they may get some ahead
+        #: the same, noted while roots are short: they may get some ahead
         self._ended: dict[WorkerInfo, None] = {}
         #: roots that a worker was not given because it would have spilled their results
         self.spared = 0
-        #: workers in the order in which blocks are dealt; None: to be sorted anew
+        #: workers in the order in which blocks are given out; None: to be sorted anew
         self._members: list[WorkerInfo] | None = None
 
     # ------------------------------------------------------------------ events
 
     def graph_arrived(self, keys: Collection[Hashable]) -> None:
-        """Before the first transition of its tasks."""
+        """Cut the roots of a graph into blocks. Call before the first transition of its tasks."""
         s = self._tables.scheduler
         tasks = s.tasks
         known: dict[Any, bool] = {}
@@ -117,26 +121,26 @@ class RootDispatch:
         self._groups.arrived(found, self._dealt_to, is_root)
 
     def _dealt_to(self) -> list[Member]:
-        """The workers in the order in which blocks of roots are dealt: neighbours together, hosts by number."""
+        """The workers in the order in which blocks are given out: neighbours together, hosts by number."""
         if self._members is None:
             workers = self._tables.workers.all.items
             self._members = sorted(workers, key=lambda w: (w.node.order, w.order))
         return [Member(w.address, w.node.name, w.ws.nthreads / w.slowness) for w in self._members]
 
     def workers_changed(self, removed: WorkerInfo | None = None) -> None:
-        """Workers came, left or changed nodes."""
+        """Note that workers came, left or changed nodes."""
         self._members = None
         if removed is not None:
             for noted in (self._fetching, self._freed, self._ended):
                 noted.pop(removed, None)
 
     def assigned(self, info: WorkerInfo) -> None:
-        """A worker got a task, and has inputs to fetch."""
+        """Note that a worker with inputs to fetch got a task."""
         if self._groups.by_key:
             self._fetching[info] = None
 
     def finished(self, info: WorkerInfo) -> None:
-        """A task left a worker, and there are blocks to be dealt."""
+        """Note that a task left a worker while blocks have roots left."""
         self._freed[info] = None
         if info.ws.needs_what:
             self._fetching[info] = None
@@ -144,7 +148,7 @@ class RootDispatch:
             self._ended[info] = None
 
     def root_done(self, info: WorkerInfo, seconds: float, nbytes: float) -> None:
-        """A root was computed on a worker."""
+        """Learn from a root that a worker has computed: its seconds and the bytes of its result."""
         mean, size = self._root
         gain = ROOT_GAIN if mean or size else 1.0
         self._root = mean + gain * (seconds - mean), size + gain * (nbytes - size)
@@ -154,7 +158,7 @@ class RootDispatch:
             groups.dissolve()
 
     def clear(self) -> None:
-        """The scheduler has forgotten all tasks."""
+        """Drop what was noted: the scheduler has forgotten all tasks."""
         for noted in (self._fetching, self._freed, self._ended):
             noted.clear()
 
@@ -201,13 +205,15 @@ class RootDispatch:
         )
 
     def better_left(self, ws: WorkerState) -> bool:
-        """Whether this worker would only queue a root, and it had better be left.
+        """Whether this worker would only queue a root, so that the root had better stay in the scheduler's queue.
 
-        Queuing a task ahead (``worker-saturation``) saves its thread a message's time, and costs up to a root's time of
-        everybody else's when there is nothing else left to do. Only behind other roots: behind what joins them (which
-        may still wait for its inputs) the owner of a root is not to lose it, its neighbours need it soon. And only
-        where another worker would take it (not where its result is so large that it is left to its owner in any case),
-        or where it would go before what the root before it makes ready at once.
+        Queuing a task ahead (``worker-saturation``) saves its thread the time of a message. When no other work is left,
+        it costs all other workers up to the time of a root. Two conditions restrict it:
+
+        * The worker's threads are taken by other roots. Behind a task that joins roots, which may still wait for its
+          inputs, the owner keeps its root: its neighbours need the result soon.
+        * Another worker would take the root (`_cheap`), or the root would run before a task that the root before it
+          makes ready at once.
         """
         threads = ws.nthreads
         if len(ws.processing) - len(ws.long_running) < threads:
@@ -216,10 +222,10 @@ class RootDispatch:
         return (info is None or info.roots >= threads) and self._none_ahead()
 
     def _none_ahead(self) -> bool:
-        """Whether each of the roots left is better given to whoever is free first.
+        """Whether each of the remaining roots is better given to the first free thread.
 
-        So it is with the last ones, fewer than threads, unless nobody else would take them. And with any, when it would
-        go before what the root before it makes ready at once: that is needed sooner, and lets go of its input.
+        True of the last ones, fewer than threads, if another worker would take them. True of any root that would run
+        before a task that the root before it makes ready at once: that task is needed sooner and frees its input.
         """
         seconds = self._root[0]
         if seconds <= AHEAD_SECONDS:
@@ -234,7 +240,7 @@ class RootDispatch:
         )
 
     def _cheap(self) -> bool:
-        """Whether the result of a root is sent in much less time than its owner would take to come to it."""
+        """Whether sending the result of a root takes much less time than waiting until its owner is free."""
         seconds, nbytes = self._found_seconds(), self._root[1]
         tables = self._tables
         nodes = len(tables.workers.nodes)
@@ -242,20 +248,20 @@ class RootDispatch:
         return link.seconds(nbytes, 1) < CHEAP * seconds
 
     def _found_seconds(self) -> float:
-        """How long the root is that a worker is found at: what has to wait for a worker waits behind that one.
+        """Mean seconds of the root that a worker is running at a random moment: a waiting task waits behind it.
 
-        The mean where all take about as long, more where a few take much longer: they take most of the time.
+        The mean where all roots take about as long. More where a few take much longer, as those take most of the time.
         """
         seconds = self._root[0]
         return max(seconds, self._square / seconds) if seconds else 0.0
 
     def _at_work(self, info: WorkerInfo) -> bool:
-        """Whether a worker will soon ask for more: its next finished task deals slots again."""
+        """Whether a worker will soon finish a task, upon which slots are given out again."""
         ws = info.ws
         return info.slowness < SLOW and worker_facts.is_running(ws) and len(ws.processing) > len(ws.long_running)
 
     def _too_full(self, info: WorkerInfo) -> bool:
-        """Whether a worker would spill the result of one more root, and the others have run them all before that."""
+        """Whether a worker would spill the result of one more root, and others will have run all roots before that."""
         seconds, nbytes = self._root
         over = info.ws.nbytes + info.reserved_bytes + nbytes - info.mark_bytes
         if over <= 0:
@@ -268,14 +274,14 @@ class RootDispatch:
         return min(over, nbytes) * WEIGHTS.overflow_seconds_per_byte > rest
 
     def quiet(self) -> bool:
-        """Whether nobody can be hungry. Nobody has a slot: who has just finished a task has been given another one."""
+        """Whether `hungry` would return no worker. Call while no slot is free: it forgets who finished tasks."""
         if self._fetching or self._ended:
             return False
         self._freed.clear()
         return True
 
     def hungry(self) -> list[Any]:
-        """Workers to get a root beyond their slots: all of these wait for inputs, or roots are short."""
+        """Workers to get a root beyond their slots: all of their tasks wait for inputs, or roots are short."""
         if not (self._fetching or self._ended):
             return []
         looked, self._fetching = self._fetching, {}

@@ -1,4 +1,4 @@
-"""What moving a task's inputs costs, in the currency of work stealing."""
+"""`StealCost`: what moving a task's inputs costs, in the unit that Dask's work stealing uses."""
 
 from __future__ import annotations
 
@@ -17,28 +17,29 @@ if TYPE_CHECKING:
     from dask_gpurt.placement.tables.tables import Tables
     from dask_gpurt.placement.tables.workers import Node
 
-#: a task with more inputs costs too much to price for every thief; stock prices it
+#: inputs above which Dask's own `get_comm_cost` is used: locating more of them for every thief takes too long
 MAX_PRICED_INPUTS = 64
 
 
 class StealCost:
-    """StealCost given to work stealing."""
+    """Answers work stealing's question what it costs to move a task."""
 
     def __init__(self, tables: Tables) -> None:
         self._tables = tables
-        #: how many
+        #: how many answers were given
         self.given = 0
         self._asked: tuple[Hashable, int] | None = None
         self._located: list[tuple[Collection[Any], int, set[Node], float]] = []
 
     def comm_cost(self, ts: TaskState, ws: WorkerState) -> float | None:
-        """Seconds to bring a task's missing inputs to a worker, for work stealing; None to leave it to stock.
+        """Seconds to bring a task's missing inputs to a worker; None: use Dask's own estimate.
 
-        Stealing compares this with occupancies, which contain inbound bytes at the one bandwidth of stock. Pricing
-        moves in true seconds beside that made every move look profitable on fast links: simulated at 64 workers, it
-        stole ten times as much and tripled the time of a stencil. So the slowest kind of link in use is priced at
-        stock's bandwidth, and what was learned is used for what stock cannot know: how much less a neighbour costs,
-        and the latency of each fetch.
+        The slowest kind of link in use is priced at `Scheduler.bandwidth`. Measured links are used only for what Dask
+        does not know: how much less a neighbour costs, and the latency of each fetch.
+
+        Rejected: true seconds. Stealing compares this with occupancies, which contain inbound bytes at Dask's one
+        bandwidth. Beside those, true seconds made every move look profitable on fast links. Simulated at 64 workers,
+        ten times as much was stolen, and a stencil took three times as long.
         """
         tables = self._tables
         by_address = tables.workers.by_address
@@ -47,8 +48,8 @@ class StealCost:
         if info is None or info.ws is not ws or len(deps) > MAX_PRICED_INPUTS:
             return None
         self.given += 1
-        # Stealing asks for one task and every idle worker in turn; what does not depend on the worker is kept. The
-        # counter bounds how stale it gets: replicas may appear without a transition, and this is only an estimate.
+        # Stealing asks for one task and every idle worker in turn. What does not depend on the worker is kept until
+        # the next transition. Replicas may appear without one, but this is only an estimate.
         asked = (ts.key, tables.scheduler.transition_counter)
         if self._asked != asked:
             self._asked = asked
@@ -66,7 +67,7 @@ class StealCost:
         near = tables.links.link(node.link_class)
         far = near if len(tables.workers.nodes) == 1 else tables.links.link(LinkClass.NETWORK)
         near_bytes = far_bytes = near_fetches = far_fetches = 0
-        # Whoever asks for a value on a disk waits for that disk, which has its own tasks to read for.
+        # A value on a disk has to be read first, and that disk also reads for its own worker's tasks.
         reading = 0.0
         for holders, nbytes, nodes, read in self._located:
             if ws in holders:
@@ -80,12 +81,12 @@ class StealCost:
                 far_fetches += 1
         seconds = reading + near.latency_seconds * near_fetches + far.latency_seconds * far_fetches
         discount = min(1.0, far.bytes_per_second / near.bytes_per_second)
-        # Stock's bandwidth is a mean over all transfers: where most come from neighbours it is far above the network's.
+        # Dask's bandwidth is a mean over all transfers: where most come from neighbours it is far above the network's.
         bandwidth = min(tables.scheduler.bandwidth, far.bytes_per_second)
         return float(seconds + (far_bytes + near_bytes * discount) / bandwidth)
 
     def _reading_seconds(self, d: Any, holders: Collection[Any]) -> float:
-        """Until a disk has read a value; 0 when some holder has it in memory."""
+        """Seconds until a disk has read a value; 0 when some holder has it in memory."""
         residence = self._tables.residence
         disk = residence.on_disk.get(d.key)
         if disk is None or len(disk) < len(holders):

@@ -1,18 +1,20 @@
-"""Whether a waiting task is better off elsewhere, in our seconds. Pure.
+"""`StealPolicy`: a second opinion on which worker may steal a waiting task.
 
-Stock moves a task when the occupancies differ enough, in its own currency: prefix mean times count plus bytes at one
-bandwidth. It knows neither the speed of a worker nor what a link costs, and `steal_cost` says why true seconds
-must not be mixed into that. So ours is a second opinion on the thief, asked before stock's own test: a task moves only
-when both agree.
+`choose` answers with a worker, with None (the task stays), or with `STOCK`: let Dask's work stealing choose. *Stock*
+means Dask's own choice.
 
-1. A worker without a free thread is no thief: work does not move from the busy to the busy. Except from a slow worker
-   (`busy`): what waits there is better off in the queue of a fast one.
-2. At home the task is taken to be the last in the queue; elsewhere it needs its inputs first. What is moved is charged
-   once more as what it costs others, as in `cost`.
-3. A task of unknown duration is stock's: there is nothing to compare.
+Dask moves a task when occupancies differ enough. Its unit is prefix mean times count, plus bytes at one bandwidth. It
+knows neither the speed of a worker nor the cost of a link, and `steal_cost` explains why seconds must not be mixed into
+that unit. So this opinion, in seconds, comes before Dask's own test, and a task moves only when both agree.
 
-The time is bounded: `THIEVES` are looked at, and one round of balancing may take `ROUND_SECONDS` in all; then nothing
-more is stolen in it.
+1. A worker without a free thread is no thief. The exception is a slow victim (`busy`): tasks that wait there are better
+   off in the queue of a fast worker.
+2. At home the task counts as the last in the queue; elsewhere it needs its inputs first. Moving is charged once more as
+   what it costs other tasks, as in `cost`.
+3. A task of unknown duration is left to Dask: there is nothing to compare.
+
+The time is bounded. At most `THIEVES` workers are compared, and one round of balancing may take `ROUND_SECONDS` in all;
+then nothing more is stolen in it.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
 
 #: thieves compared for one task
 THIEVES = 8
-#: inputs above which stock decides
+#: inputs above which Dask decides
 MAX_INPUTS = 64
 #: time of one round of balancing, and what counts as one round
 ROUND_SECONDS = 0.02
@@ -52,14 +54,14 @@ _address = operator.attrgetter("address")
 
 
 class Stock:
-    """The answer "let stock decide"."""
+    """Type of `STOCK`, the answer "let Dask decide"."""
 
 
 STOCK = Stock()
 
 
 class StealPolicy:
-    """Second opinions on stealing."""
+    """Second opinions on stealing, for one scheduler."""
 
     def __init__(self, tables: Tables) -> None:
         self._tables = tables
@@ -82,8 +84,10 @@ class StealPolicy:
 
         Parameters
         ----------
+        ts
+            The waiting task.
         thieves
-            WorkerStates that stock considers.
+            WorkerStates that Dask considers.
         in_flight
             WorkerState -> tasks being moved to it, less those being moved from it.
         valid
@@ -99,7 +103,7 @@ class StealPolicy:
             return STOCK
         on_disk = tables.residence.on_disk
         if on_disk and any(home.address in on_disk.get(d.key, ()) for d in ts.dependencies):
-            # Whoever runs it, this worker's disk must read for it; elsewhere the value has to be sent as well.
+            # Its worker's disk must read for it in any case; elsewhere the value has to be sent as well.
             self.opinions["disk"] += 1
             return None
         began = time.perf_counter()
@@ -123,6 +127,47 @@ class StealPolicy:
         prefix: Prefix,
         busy: bool,
     ) -> WorkerState | None:
+        tables = self._tables
+        free = self._free(ts, thieves, in_flight, valid, home, busy)
+        if not free:
+            self.opinions["busy"] += 1
+            return None
+        name = ts.prefix.name
+        task = TaskView(prefix.seconds or 0.0, prefix.output_bytes)
+        far = tables.links.link(LinkClass.NETWORK)
+        views = candidates.views(free, candidates.Inputs(ts.dependencies, tables.workers.by_address), tables, name)
+        best, best_seconds = None, 0.0
+        for info, view in zip(free, views, strict=True):
+            finish, moved = finish_seconds(task, view, far)
+            seconds = finish + WEIGHTS.moved * moved
+            coming = in_flight.get(info.ws, 0)
+            if busy and coming > 0:
+                seconds += coming * task.compute_seconds * info.slowness / info.ws.nthreads
+            if best is None or seconds < best_seconds:
+                best, best_seconds = info, seconds
+        slowness = home.speed.for_prefix(name)
+        backlog = tables.backlog_seconds(home)
+        backlog += min(0, in_flight.get(home.ws, 0)) * task.compute_seconds
+        at_home = max(backlog * home.slowness / home.ws.nthreads, task.compute_seconds * slowness)
+        if at_home <= tables.slack.seconds():
+            self.opinions["slack"] += 1
+            return None
+        if best is None or best_seconds >= at_home:
+            self.opinions["home"] += 1
+            return None
+        self.opinions["allowed"] += 1
+        return best.ws
+
+    def _free(
+        self,
+        ts: TaskState,
+        thieves: Collection[WorkerState],
+        in_flight: Mapping[WorkerState, int],
+        valid: Collection[WorkerState] | None,
+        home: WorkerInfo,
+        busy: bool,
+    ) -> list[WorkerInfo]:
+        """At most `THIEVES` workers other than `home` that may take the task, see `choose`."""
         tables = self._tables
         by_address = tables.workers.by_address
         # Sets are in another order in every process; the same events must give the same decisions.
@@ -149,31 +194,4 @@ class StealPolicy:
                 free.append(info)
                 if len(free) >= THIEVES:
                     break
-        if not free:
-            self.opinions["busy"] += 1
-            return None
-        name = ts.prefix.name
-        task = TaskView(prefix.seconds or 0.0, prefix.output_bytes)
-        far = tables.links.link(LinkClass.NETWORK)
-        views = candidates.views(free, candidates.Inputs(ts.dependencies, by_address), tables, name)
-        best, best_seconds = None, 0.0
-        for info, view in zip(free, views, strict=True):
-            finish, moved = finish_seconds(task, view, far)
-            seconds = finish + WEIGHTS.moved * moved
-            coming = in_flight.get(info.ws, 0)
-            if busy and coming > 0:
-                seconds += coming * task.compute_seconds * info.slowness / info.ws.nthreads
-            if best is None or seconds < best_seconds:
-                best, best_seconds = info, seconds
-        slowness = home.speed.for_prefix(name)
-        backlog = tables.backlog_seconds(home)
-        backlog += min(0, in_flight.get(home.ws, 0)) * task.compute_seconds
-        at_home = max(backlog * home.slowness / home.ws.nthreads, task.compute_seconds * slowness)
-        if at_home <= tables.slack.seconds():
-            self.opinions["slack"] += 1
-            return None
-        if best is None or best_seconds >= at_home:
-            self.opinions["home"] += 1
-            return None
-        self.opinions["allowed"] += 1
-        return best.ws
+        return free

@@ -1,29 +1,33 @@
-"""When a task hangs behind, and who could do it instead. Pure.
+"""When a running task is overdue, and whether a second copy on another worker is worth starting. Pure.
 
-A task is *overdue* when it has run longer than four bounds together, all by what its prefix usually takes:
+`overdue_seconds` gives the bound, `forbidden` the tasks that must not run twice, and `pays` compares both workers.
+
+A task is *overdue* when it has run longer than all four bounds, each from the finished tasks of its kind:
 
 * `TIMES` times the median;
 * the median and `SPREADS` times the spread (median absolute deviation, scaled to a standard deviation);
-* the median and `LEAST_SECONDS`: heartbeats are half a second apart, event loops jitter;
-* what the longest tenth of them took: where tasks differ by themselves a second copy is as long.
+* the median and `LEAST_SECONDS`: heartbeats are half a second apart, and event loops jitter;
+* the duration of the longest tenth of them: where tasks differ by themselves, a second copy takes as long.
 
-From `SAMPLES` finished tasks of the prefix on, as before that there is no spread. A second copy is worth starting when
-it is expected to be done before the first: by what the worker of the first takes as measured on other tasks; or, where
-that says nothing, because a task that has gone on for long usually goes on for as long as half of that again.
+It needs `SAMPLES` finished tasks: before that there is no spread.
 
-The latter is a guess: a task may as well be a long one, on any worker. And a copy that loses has a price, for nobody
-takes its thread away again before it is done and the scheduler does not know that it is taken: what comes next is put
-behind it. So without a slow worker there is a copy only where nothing comes next, when all tasks left are running. On
-random graphs with heavy tails not one of 105 copies won, and three of them in a graph made it a sixth longer.
+A second copy is worth starting when it is expected to end before the first. How long the first still takes is known
+from how slow its worker is on other tasks. Where that says nothing, half of its present run time is assumed, because a
+task that has run for long usually goes on for long.
 
-Never for a task that
+The latter is a guess: the task may be a long one on any worker. And a copy that loses has a price. Its thread is taken
+until it ends, and the scheduler, which does not know that, queues other tasks behind it. So without a slow worker a
+copy is started only where nothing is queued: when all tasks left are running. On random graphs with heavy tails not one
+of 105 copies won, and three of them in one graph made it a sixth longer.
+
+A task is never copied when it
 
 * says so: ``dask.annotate(gpurt_rerun=False)``;
-* is by its name made to write (``to-parquet``, ``store-map``, ``process_and_upload``, ...): two copies *at the same
-  time* may write into one file, which running again after a loss does not;
-* is of a P2P shuffle, which sends shards as it runs, or next to its barrier;
+* writes, by its name (``to-parquet``, ``store-map``, ``process_and_upload``, ...): two copies *at the same time* may
+  write into one file, which running again after a loss does not;
+* belongs to a P2P shuffle, which sends shards as it runs, or is next to its barrier;
 * is an actor, needs resources, or was running when a worker died (it may be what kills them);
-* has a second copy, or nobody idle who may run it.
+* has a second copy already, or no idle worker may run it.
 """
 
 from __future__ import annotations
@@ -41,13 +45,13 @@ if TYPE_CHECKING:
 #: finished tasks of a prefix before any of it can be overdue
 SAMPLES = 5
 TIMES = 2.0
-#: copies of a prefix that lost, beyond those that won, after which there are no more: its long tasks are long anywhere
+#: copies of a prefix that lost, less those that won, after which there are no more: its tasks are long on any worker
 LOSSES = 2
 SPREADS = 6.0
 LEAST_SECONDS = 0.2
 #: a median absolute deviation is so many times smaller than a standard deviation, for a normal distribution
 _SCALE = 1.4826
-#: a first copy is taken to need so much more of what it has run
+#: the first copy is assumed to go on for this share of its present run time
 REMAINS = 0.5
 #: annotation that forbids a second copy
 ANNOTATION = "gpurt_rerun"
@@ -90,7 +94,7 @@ def overdue_seconds(prefix: Prefix) -> float | None:
     """Run time from which a task of the prefix is overdue, on a worker of slowness 1; None: not known yet."""
     middle = prefix.seconds
     if middle is None or prefix.samples < SAMPLES or prefix.only_first:
-        return None  # how much first calls differ says nothing of how long the next one may take
+        return None  # the spread of first calls says nothing about later ones
     spread = middle + SPREADS * _SCALE * prefix.spread_seconds
     return max(TIMES * middle, spread, middle + LEAST_SECONDS, prefix.long_seconds)
 
@@ -107,7 +111,7 @@ def pays(run_seconds: float, here_seconds: float, there_seconds: float, spare: b
     there_seconds
         How long it would take on the other worker, inputs included.
     spare
-        Whether nobody else will need its thread.
+        Whether no other task will need its thread.
     """
     if there_seconds < here_seconds - run_seconds:
         return True

@@ -1,12 +1,13 @@
-"""What a fetch between zones costs others.
+"""What a fetch between zones costs other tasks (`price`), and whether one is under way already (`under_way`).
 
-Within a zone each host has its own link to the switch, and a fetch delays few. Between zones there is one link for all:
-a second on it is a second that no other worker of either zone has it. So it is priced `FAR` times as high as elsewhere.
+Within a zone each host has its own link to the switch, and a fetch delays few others. Between zones there is one link
+for all: a second on it is lost for every other worker of both zones. So it is priced `FAR` times as high.
 
-But what is needed by many on the other side has to cross anyway, once: the first worker there that fetches it does so
-for all tasks still waiting for it, and its price is divided among them. While it is under way, a second fetch of the
-same input into the same zone pays in full; when it has arrived, it is near for all of the zone. Roots, which have no
-price, are not pulled by a second worker meanwhile (`under_way`).
+An input that many tasks on the other side need has to cross once in any case. The first worker there that fetches it
+does so for all tasks still waiting for it, and the price is divided among them. While it is under way, a second fetch
+of the same input into the same zone pays in full. After its arrival it is near for the whole zone.
+
+Roots have no price. A second worker does not pull one while an input of it is under way (`under_way`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,17 @@ LOOKED = 16
 
 
 def price(inputs: Iterable[Any], node: Node, by_address: Mapping[str, WorkerInfo]) -> float:
-    """Of fetching the TaskStates `inputs` that the zone `node` lacks, per second of their fetches."""
+    """Price of a second of the fetches that bring missing inputs into a zone.
+
+    Parameters
+    ----------
+    inputs
+        TaskStates; those that the zone has cost nothing.
+    node
+        The zone.
+    by_address
+        All workers.
+    """
     total = weighted = 0.0
     for d in islice(inputs, LOOKED):
         holders = islice(d.who_has or (), LOOKED)
@@ -47,9 +58,9 @@ def price(inputs: Iterable[Any], node: Node, by_address: Mapping[str, WorkerInfo
 
 
 def under_way(inputs: Iterable[Any], info: WorkerInfo, far: Link, by_address: Mapping[str, WorkerInfo]) -> bool:
-    """Whether a neighbour in the zone of a worker is fetching one of the TaskStates `inputs` from another zone.
+    """Whether a neighbour in the worker's zone is fetching one of the TaskStates `inputs` from another zone.
 
-    The worker would fetch it across a second time now, and next door in a moment.
+    The worker would bring it across a second time now, and get it from the neighbour in a moment.
     """
     ws, node = info.ws, info.node
     for d in islice(inputs, LOOKED):

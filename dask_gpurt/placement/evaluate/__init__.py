@@ -1,1 +1,1 @@
-"""Whether decisions paid: the log, the governor, the judge of whole graphs."""
+"""Whether decisions pay: the log of decisions, the governor of single decisions, the judge of whole graphs."""

@@ -1,20 +1,25 @@
-"""The newest decisions: what was compared, what was chosen and why, and what came of it.
+"""`DecisionLog`: the newest decisions. What was compared, what was chosen and why, and what came of it.
 
-A record is a plain list, written in about two microseconds on the scheduler's event loop. Everything that can be worked
-out later is: the cost terms from the views that the decision was made from, the times from what the worker reported.
-Making a list of eleven takes 0.07 us, an object with slots 0.6 us, a frozen dataclass 3 us. What a decision leaves
-behind is packed as doubles, not a tuple per candidate: containers that stay alive are what makes Python collect garbage
-in the middle of every fortieth decision, and floats that stay alive what makes it ask for memory in every sixtieth;
-both were their 99th percentile. 10,000 rows with ten candidates each take about 14 MB.
+The scheduler's event loop writes (`chosen`, `stayed`, `group`, `left`, `failed`, `assigned`, `passing`, `finished`).
+`story`, `brief`, `matches` and `calibration` read. *Stock* means Dask's own choice.
 
-1. A decision adds a row: by cost, for the owner of a root group, or left to stock with the reason. One that failed is
-   told by the seam and adds a row of its own, which replaces the half-made one.
-2. The task is assigned: the row of its key gets the worker. A task that is assigned without a row, or again without a
-   new one, came from stock's queue and gets a row that says so.
-3. Stealing moves it, finishing ends it.
+1. A decision adds a row: by cost, for the owner of a root group, or left to stock with the reason. When a decision
+   fails, the seam adds a row for that, which replaces the incomplete one.
+2. When the task is assigned, the row of its key gets the worker. A task that is assigned without a row, or again
+   without a new one, came from stock's queue and gets a row that says so.
+3. Stealing changes the worker of a row, and finishing completes it.
 
-The rows are in order of age and bounded; the index by key has the newest row of each key. Rows hold keys, addresses and
+The rows are in order of age and bounded. The index by key has the newest row of each key. Rows hold keys, addresses and
 numbers, never a TaskState or WorkerState: a log must not keep tasks or dead workers alive.
+
+Cost
+----
+A record is a plain list, written in about two microseconds. Whatever can be worked out later is: the terms of the cost
+from the views, the times from what the worker reported. Making a list of eleven takes 0.07 us, an object with slots
+0.6 us, a frozen dataclass 3 us. The numbers of a decision are packed as doubles, not as a tuple per candidate.
+Containers that stay alive make Python collect garbage in the middle of every fortieth decision. Floats that stay alive
+make it ask for memory in every sixtieth. Both were the 99th percentile of decisions. 10,000 rows with ten candidates
+each take about 14 MB.
 """
 
 from __future__ import annotations
@@ -64,7 +69,7 @@ LIMIT = 10_000
 CALIBRATED = 1000
 #: the newest of those whose figures `calibration` gives one by one
 NEWEST = 200
-#: keys named as near matches of one that is not known
+#: keys named as near matches of an unknown one
 MATCHES = 3
 
 
@@ -72,7 +77,7 @@ _time = time.time
 
 
 class DecisionLog:
-    """The newest `limit` decisions of one scheduler. Use on its event loop."""
+    """The newest `limit` decisions of one scheduler. To be used on its event loop only."""
 
     def __init__(self, limit: int = LIMIT) -> None:
         self.limit = limit
@@ -88,7 +93,21 @@ class DecisionLog:
     # ------------------------------------------------------------------ writing, on the hot path
 
     def chosen(self, key: Hashable, decision: Decision, restricted: bool, workers: int, shadow: bool = False) -> None:
-        """A decision by cost; `workers` is how many there are in all."""
+        """Add a decision by cost.
+
+        Parameters
+        ----------
+        key
+            Of the task.
+        decision
+            What was compared and chosen.
+        restricted
+            Whether the task may run on some workers only.
+        workers
+            How many there are in all.
+        shadow
+            Whether stock decided, and this is what placement would have chosen.
+        """
         picked, inputs, views, task, far, choice = decision
         total_bytes, count = inputs.total_bytes, inputs.count
         if inputs.wide:
@@ -112,24 +131,40 @@ class DecisionLog:
         count: int,
         workers: int,
     ) -> None:
-        """A task stays with its inputs, see `fast_path.stays`."""
+        """Add a task that stays with its inputs, see `fast_path.stays`.
+
+        Parameters
+        ----------
+        key
+            Of the task.
+        info, numbers
+            The worker, and what is known of it as `fast_path.stays` returns it.
+        task
+            What is expected of the task.
+        near, far
+            Links within the worker's node and between nodes.
+        total_bytes, count
+            Of the inputs.
+        workers
+            How many there are in all.
+        """
         packed = pack_one(info.address, numbers, task, near, far, total_bytes, count, workers)
         self._add([key, COST, _time(), STAYS, None, None, None, None, None, None, None, *packed])
 
     def group(self, key: Hashable, address: str) -> None:
-        """A queued root task goes to the worker that owns its group."""
+        """Add a queued root task that goes to the owner of its block."""
         self._add([key, GROUP, _time(), address, None, None, None, None, None, None, None])
 
     def left(self, key: Hashable, reason: str) -> None:
-        """A decision was left to stock on purpose."""
+        """Add a decision that was left to stock on purpose."""
         self._add([key, STOCK, _time(), reason, None, None, None, None, None, None, None])
 
     def failed(self, key: Hashable, reason: str) -> None:
-        """A decision failed, and stock decided; `reason` is what happened."""
+        """Add a decision that failed, so that stock decided; `reason` is what happened."""
         self._add([key, FALLBACK, _time(), reason, None, None, None, None, None, None, None])
 
     def assigned(self, key: Hashable, address: str, reason: str = QUEUE) -> list[Any]:
-        """A task went to processing on a worker. Its row, for `ended`; `reason` where nothing was said of it before."""
+        """Note the worker of a task that entered processing. Return its row; `reason` is for a task without one."""
         row = self._rows.get(key)
         now = _time()
         if row is None or isinstance(row, tuple) or row[WORKER] is not None:
@@ -141,11 +176,11 @@ class DecisionLog:
         return row
 
     def passing(self, key: Hashable, address: str, reason: str) -> None:
-        """Stock has placed a task of which nothing was to be decided. One dict entry, as this is most tasks."""
+        """Note a task that stock has placed without a decision. One dict entry, as this is most tasks."""
         self.running[key] = _time(), reason, address
 
     def passed(self, key: Hashable, outcome: str, report: Mapping[str, Any]) -> str | None:
-        """Such a task left processing on the worker returned. A row is made of it when somebody asks."""
+        """Complete a task noted by `passing`. Return its worker's address; None: it was not noted. See `finished`."""
         begun = self.running.pop(key, None)
         if begun is None:
             self.finished(key, outcome, report)
@@ -154,7 +189,7 @@ class DecisionLog:
         return begun[2]
 
     def stolen(self, key: Hashable, victim: str, thief: str, nbytes: float) -> None:
-        """Work stealing moved a task, which misses `nbytes` of its inputs where it is now."""
+        """Note that work stealing moved a task, which misses `nbytes` of its inputs where it is now."""
         begun = self.running.pop(key, None)
         if begun is not None:
             self._add(_row(key, *begun))
@@ -163,14 +198,24 @@ class DecisionLog:
             row[VICTIM], row[WORKER], row[ASSIGNED], row[STOLEN_BYTES] = victim, thief, _time(), nbytes
 
     def finished(self, key: Hashable, outcome: str, report: Mapping[str, Any]) -> None:
-        """A task left processing for the state `outcome`; `report` is what the scheduler was told with it."""
+        """Complete the row of a task that left processing.
+
+        Parameters
+        ----------
+        key
+            Of the task.
+        outcome
+            Its new state.
+        report
+            What its worker reported: ``startstops``, ``nbytes``, ``worker``.
+        """
         row = self._rows.get(key)
         if isinstance(row, list):
             self.ended(row, outcome, report)
 
     @staticmethod
     def ended(row: list[Any], outcome: str, report: Mapping[str, Any]) -> None:
-        """The same, when the row of the task is at hand."""
+        """As `finished`, where the caller has the row of the task."""
         if row[FINISHED] is None:
             row[FINISHED] = _time()
             row[OUTCOME] = outcome
@@ -178,7 +223,7 @@ class DecisionLog:
                 row[REPORT] = (report.get("startstops") or (), report.get("nbytes"), report.get("worker"))
 
     def restarted(self) -> None:
-        """The scheduler has forgotten all tasks, without transitions."""
+        """Complete all rows: the scheduler has forgotten all tasks, without transitions."""
         now = _time()
         for key in list(self.running):
             self.passed(key, "forgotten", {})
@@ -197,7 +242,7 @@ class DecisionLog:
             for old in list(islice(rows, len(rows) - self.limit)):
                 del rows[old]
 
-    # ------------------------------------------------------------------ reading, when somebody asks
+    # ------------------------------------------------------------------ reading, on request
 
     def story(self, key: Hashable) -> dict[str, Any] | None:
         """The newest decision about a key as plain JSON; None when there is none.
@@ -266,7 +311,7 @@ class DecisionLog:
         return full
 
     def matches(self, text: str) -> list[str]:
-        """A few keys that begin with a text, newest first; for those who ask for one that is not here."""
+        """A few keys that begin with a text, newest first: suggestions for a key that is not in the log."""
         out: dict[str, None] = {}
         for row in islice(reversed(self._rows.values()), self.limit):
             known = str(row[KEY])
@@ -277,7 +322,7 @@ class DecisionLog:
         return list(out)
 
     def calibration(self) -> dict[str, Any]:
-        """How good the predictions were, over the newest decisions by cost whose tasks ran where they were put.
+        """How good the predictions were, over the newest decisions by cost whose tasks ran on the chosen worker.
 
         ``finished``: how many those are, at most `CALIBRATED`; ``mean_predicted_seconds``, ``mean_actual_seconds``:
         from the decision to the result in memory; ``median_ratio``: actual over predicted;
@@ -319,5 +364,5 @@ class DecisionLog:
 
 
 def _row(key: Hashable, when: float, reason: str, address: str) -> list[Any]:
-    """Of a task that stock placed."""
+    """The row of a task that stock placed."""
     return [key, STOCK, when, reason, address, when, None, None, None, None, None]

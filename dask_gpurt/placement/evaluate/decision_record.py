@@ -1,5 +1,6 @@
-"""The record of one decision: how it is packed while nobody looks, and what it tells when somebody does. See
-`decision_log`.
+"""The record of one decision: its layout in a row of `decision_log`, and how it is read.
+
+`pack` and `pack_one` write it on the hot path. `Detail`, `candidates`, `predicted` and `actual` read it on request.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 COST = "cost"
 GROUP = "root group"
 STOCK = "stock"
-#: what the cost would have chosen; stock decided
+#: what the cost would have chosen; stock, Dask's own choice, was followed
 SHADOW = "shadow"
 FALLBACK = "fallback"
 #: reason of a decision without a comparison, see `fast_path`
@@ -32,7 +33,7 @@ QUEUE = "queue"
 
 # The places in a row.
 KEY, KIND, TIME, DETAIL, WORKER, ASSIGNED, VICTIM, STOLEN_BYTES, FINISHED, OUTCOME, REPORT = range(11)
-#: where in the row of a decision by cost begins what `pack` made: one container less to keep alive
+#: index in the row of a decision by cost from which on it has what `pack` returned: one container less to keep alive
 PACKED = 11
 
 #: the one field of a view that is no number, and how many there are
@@ -57,7 +58,25 @@ def pack(
     restricted: bool,
     workers: int,
 ) -> tuple[Any, ...]:
-    """What `Detail` takes apart; on the hot path."""
+    """Pack a decision by cost into the tuple that `Detail` reads. On the hot path.
+
+    Parameters
+    ----------
+    addresses, views
+        Of the candidates.
+    choice
+        Index of the chosen one.
+    task
+        What was expected of the task.
+    far
+        The link between nodes.
+    total_bytes, count
+        Of the inputs.
+    restricted
+        Whether the task may run on some workers only.
+    workers
+        How many there are in all.
+    """
     numbers: list[Any] = [*task]
     for view in views:
         numbers += view
@@ -95,7 +114,7 @@ def pack_one(
     count: int,
     workers: int,
 ) -> tuple[Any, ...]:
-    """The same for a task that stays where its inputs are, see `fast_path.stays`. `numbers` is what that gave."""
+    """As `pack`, for a task that stays where its inputs are; `numbers` is what `fast_path.stays` returned."""
     queue, pending, slowness, room, held = numbers
     compute, output, slack = task
     packed = _ONE.pack(compute, output, slack, queue, pending, 0.0, 0.0, 0.0, 0.0, slowness, room, held, 0.0, 1.0, 0.0)
@@ -103,7 +122,7 @@ def pack_one(
 
 
 def transfer_seconds(startstops: Iterable[Mapping[str, Any]]) -> float | None:
-    """Time in which at least one reported transfer was under way; None when none was reported."""
+    """Seconds in which at least one reported transfer was under way; None when none was reported."""
     spans = sorted((s["start"], s["stop"]) for s in startstops if s["action"] == "transfer")
     if not spans:
         return None
@@ -116,11 +135,11 @@ def transfer_seconds(startstops: Iterable[Mapping[str, Any]]) -> float | None:
 
 
 class Detail:
-    """The record of a decision by cost, taken apart.
+    """A decision by cost, read from its row.
 
-    Packed it is the end of a row: choice, far link, bytes and number of inputs, restricted, workers in all, near link
-    (one for each candidate where they differ), as doubles the numbers of the task and those of all views, the
-    candidates' addresses.
+    The packed record is the end of the row. In this order: choice; far link; bytes and number of inputs; restricted;
+    number of workers; near link (one per candidate where they differ); the numbers of the task and of all views as
+    doubles; the addresses of the candidates.
     """
 
     def __init__(self, row: list[Any]) -> None:
@@ -134,31 +153,34 @@ class Detail:
         self._numbers: bytes = row[PACKED + 7]
         self._addresses: list[str] = row[PACKED + 8 :]
         self.task = TaskView._make(_doubles(_TASK).unpack_from(self._numbers))
-        #: how many
+        #: how many workers were compared
         self.candidates = len(self._addresses)
 
     def address(self, i: int) -> str:
+        """Address of candidate `i`."""
         return self._addresses[i]
 
     def view(self, i: int) -> WorkerView:
+        """What was known of candidate `i`."""
         numbers = _doubles(_FIELDS).unpack_from(self._numbers, 8 * (_TASK + _FIELDS * i))
         near = self._nears[i] if isinstance(self._nears, tuple) else self._nears
         return WorkerView._make((*numbers[:_NEAR], near, *numbers[_NEAR + 1 :]))
 
     def terms(self, i: int) -> dict[str, float]:
+        """The terms of the cost of candidate `i`, in seconds, see `cost.terms`."""
         return terms(self.task, self.view(i), self.far, WEIGHTS)
 
     @staticmethod
     def finish_seconds(t: dict[str, float]) -> float:
-        """From the decision to the result, by the terms of the cost."""
+        """Seconds from the decision to the result, by the terms of the cost."""
         return max(t["queue"], t["inputs"], t["read"]) + t["compute"]
 
 
 def candidates(detail: Detail) -> list[dict[str, Any]]:
-    """Each candidate: ``address``, ``why`` it was one, ``chosen``, ``idle``, bytes of inputs it has and misses, terms.
+    """Describe each candidate: ``address``, ``why`` it was one, ``chosen``, ``idle``, bytes it has and misses, terms.
 
     ``why``: ``holder`` (has inputs, or is already fetching them), ``neighbour`` (of a holder), ``idle``, ``allowed``
-    (by the task's restrictions), ``all`` (in a small cluster everybody is compared), ``random``.
+    (by the task's restrictions), ``all`` (a small cluster is compared whole), ``random``.
     """
     out = []
     for i in range(detail.candidates):
@@ -199,7 +221,7 @@ def candidates(detail: Detail) -> list[dict[str, Any]]:
 
 
 def predicted(detail: Detail) -> dict[str, float]:
-    """What the choice expected. ``finish_seconds``: from the decision to the result."""
+    """What was predicted for the chosen worker. ``finish_seconds``: from the decision to the result."""
     view = detail.view(detail.choice)
     t = detail.terms(detail.choice)
     return {
@@ -213,7 +235,7 @@ def predicted(detail: Detail) -> dict[str, float]:
 
 
 def actual(row: list[Any]) -> dict[str, Any] | None:
-    """What came of a decision; None when the task was not assigned yet.
+    """What came of a decision; None when the task has not been assigned yet.
 
     ``moved_bytes`` is by the sizes of the inputs that the worker lacked: workers report times only, and a transfer that
     served several tasks is reported with one of them.
@@ -225,7 +247,7 @@ def actual(row: list[Any]) -> dict[str, Any] | None:
     finish = None if row[FINISHED] is None else row[FINISHED] - row[TIME]
     wait = None
     if began is not None and finish is not None:
-        # A worker's clock is set by its heartbeats, to some milliseconds: not more than is certain.
+        # A worker's clock is known to some milliseconds, by its heartbeats: keep within what is certain.
         wait = min(max(0.0, began - row[TIME]), finish)
     worker = worker or row[WORKER]
     moved = row[STOLEN_BYTES]

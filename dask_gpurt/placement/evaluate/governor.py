@@ -1,23 +1,26 @@
-"""Whether our decisions are worth having: predicted against actual, ours against stock's. Pure; acts on nothing.
+"""`Governor`: whether single decisions are worth having, by predicted and actual times, against stock. Pure.
 
-States and events::
+`ours` says whether placement makes the next decision, `decided` and `finished` report decisions and results. *Stock*
+means Dask's own choice; "ours" in a text is placement's.
+
+States and events (`Standing`)::
 
     TRUSTED --suspicion--> TRIAL --ours is worse--> RETIRED --back-off over--> TRIAL
                              \\--ours is not worse--> TRUSTED
 
-* TRUSTED: all decisions are ours. Each carries three predictions: the seconds until its result with our choice, with
-  the choice that stock's rule would make among the same candidates, and the bytes moved. A window of finished decisions
-  raises *suspicion* when in the median (a) tasks take `OFF` times as long as predicted, or (b) twice as long as
-  predicted for stock's choice while our own prediction was already worse than that. Both only above `NOTABLE_SECONDS`:
-  a millisecond is noise of event loops.
-* TRIAL: predictions cannot settle it, as the model that made them may be what is wrong. So decisions are divided by lot
-  between us and stock, and the *results* are compared: seconds from decision to result plus the bytes moved, priced.
-  Tasks of different kinds take different times, hence a rank test within each prefix, pooled (van Elteren). Ranks,
-  because a few stragglers must not decide it.
+* TRUSTED: placement makes all decisions. Each carries three predictions: the seconds until its result with the choice
+  made; the same with the choice of stock's rule among the same candidates; and the bytes moved. A window of finished
+  decisions raises *suspicion* when, in the median, (a) tasks take `OFF` times as long as predicted, or (b) they take
+  twice as long as predicted for stock's choice, while the prediction for placement's own choice was already worse than
+  that. Both only above `NOTABLE_SECONDS`: a millisecond is noise of event loops.
+* TRIAL: predictions cannot settle it, as the model behind them may be wrong. So decisions are divided by lot between
+  placement and stock, and the *results* are compared: seconds from decision to result plus the bytes moved, priced.
+  Tasks of different kinds take different times, hence a rank test within each prefix, pooled (van Elteren). With ranks
+  a few stragglers do not decide it.
 * RETIRED: stock decides. The back-off doubles with each retirement in a row; a trial that is passed resets it.
 
-What is lost: during a trial half of the decisions are stock's, at most `TRIAL` finished decisions per suspicion, and
-after one that was unfounded none is taken for `REST_SECONDS`, doubling as well.
+Cost: during a trial half of the decisions are stock's, at most `TRIAL` finished decisions per suspicion. After an
+unfounded suspicion there is none for `REST_SECONDS`, which doubles as well.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ NOTABLE_SECONDS = 0.02
 TRIAL = 96
 #: one-sided normal quantile of the test: 1 % of trials of an equally good policy retire it
 Z = 2.33
-#: and ours must be worse by so much in the median
+#: and placement must be worse by this factor in the median
 RATIO = 1.1
 #: seconds until a retired policy is tried again; seconds without suspicion after a trial it passed. Both double.
 REST_SECONDS = 30.0
@@ -59,6 +62,8 @@ MAX_PREFIXES = 256
 
 
 class Standing(enum.Enum):
+    """The state of the policy, see the module."""
+
     TRUSTED = "trusted"
     TRIAL = "trial"
     RETIRED = "retired"
@@ -68,7 +73,7 @@ class Open(NamedTuple):
     """A decision whose task has not finished."""
 
     prefix: str
-    #: whether it was ours, not stock's
+    #: whether placement made it, not stock
     ours: bool
     began: float
     #: predicted seconds until the result: with this choice, and with the one of stock's rule
@@ -80,14 +85,14 @@ class Open(NamedTuple):
 
 
 class Governor:
-    """Observes decisions and says who decides next.
+    """Observes decisions, and says whether placement or Dask makes the next one.
 
     Parameters
     ----------
     clock
         Seconds, monotonic.
     seed
-        Of the lots drawn in a trial.
+        Of the random generator that divides decisions in a trial.
     """
 
     def __init__(self, clock: Callable[[], float], seed: int = 0) -> None:
@@ -115,7 +120,7 @@ class Governor:
         self.prefixes: dict[str, deque[tuple[float, float, float]]] = {}
 
     def ours(self) -> bool:
-        """Whether the next decision is ours; otherwise stock's."""
+        """Whether placement makes the next decision; otherwise stock does."""
         if self.standing is Standing.TRUSTED:
             return True
         if self.standing is Standing.RETIRED:
@@ -131,7 +136,23 @@ class Governor:
     def decided(
         self, key: Hashable, prefix: str, ours: bool, predicted: float, stock: float, moved_bytes: float, price: float
     ) -> None:
-        """A decision was made. Seconds until the result, as predicted; `price` is what the bytes moved are worth."""
+        """Note a decision, until its task is `finished`.
+
+        Parameters
+        ----------
+        key, prefix
+            Of the task.
+        ours
+            Whether placement made it.
+        predicted
+            Seconds until the result, with the worker chosen by placement.
+        stock
+            The same, with the worker that stock's rule would choose.
+        moved_bytes
+            Of inputs.
+        price
+            Seconds that the bytes moved are worth.
+        """
         if len(self._open) < MAX_OPEN:
             self._open[key] = Open(prefix, ours, self._clock(), predicted, stock, moved_bytes, price)
 
@@ -141,16 +162,17 @@ class Governor:
         return bool(self._open)
 
     def is_open(self, key: Hashable) -> bool:
+        """Whether a decision about this key waits for its result."""
         return key in self._open
 
     def moved(self, key: Hashable, moved_bytes: float, price: float) -> None:
-        """What a decision of stock moves, known only after it was made."""
+        """Note what a decision of stock moves, in bytes and as a price in seconds. Known only after it was made."""
         found = self._open.get(key)
         if found is not None and not found.ours:
             self._open[key] = found._replace(moved_bytes=moved_bytes, price=price)
 
     def finished(self, key: Hashable, computed: bool) -> str | None:
-        """The task left its worker; `computed`: with a result. Returns why the policy retires, if it does now."""
+        """Note that a task left its worker; `computed`: with a result. Return why the policy retires, or None."""
         found = self._open.pop(key, None)
         if found is None or not computed:
             return None
@@ -170,7 +192,7 @@ class Governor:
         return None
 
     def forget(self) -> None:
-        """All tasks are gone."""
+        """Drop the decisions that wait for a result: all tasks are gone."""
         self._open.clear()
 
     # ------------------------------------------------------------------ TRUSTED

@@ -1,7 +1,7 @@
-"""What the governor is told of a decision: what we predict of our choice, and of the one by stock's rule.
+"""What the governor learns of a decision: the predictions for placement's choice, and for the choice of Dask's rule.
 
-Stock's own decider is not asked: it is O(workers) on large clusters. Its rule, applied to the candidates that are
-there anyway, is close: holders only, by queue and missing bytes; without inputs, by queue.
+Dask's own decider is not called: it is O(workers) on large clusters. Its rule is applied to the candidates instead,
+which is close: holders only, by queue and missing bytes; without inputs, by queue.
 """
 
 from __future__ import annotations
@@ -22,8 +22,20 @@ if TYPE_CHECKING:
     from dask_gpurt.placement.tables.tables import Tables
 
 
-def tell(governor: Governor, ts: TaskState, ours: bool, decision: Decision) -> None:
-    """A decision was made, by placement (`ours`) or left to Dask."""
+def report_decision(governor: Governor, ts: TaskState, ours: bool, decision: Decision) -> None:
+    """Report a decision to the governor.
+
+    Parameters
+    ----------
+    governor
+        Written.
+    ts
+        The task.
+    ours
+        Whether placement's choice is followed; otherwise Dask's.
+    decision
+        What placement compared and chose.
+    """
     inputs, views, task, far = decision.inputs, decision.views, decision.task, decision.far
     view = decision.view
     predicted, moved = finish_seconds(task, view, far)
@@ -39,8 +51,8 @@ def tell(governor: Governor, ts: TaskState, ours: bool, decision: Decision) -> N
     )
 
 
-def tell_moved(tables: Tables, governor: Governor, ts: TaskState, ws: WorkerState) -> None:
-    """What Dask's decision in a trial moves."""
+def report_moved(tables: Tables, governor: Governor, ts: TaskState, ws: WorkerState) -> None:
+    """Report to the governor what Dask's decision to run `ts` on `ws` moves, in a trial."""
     by_address = tables.workers.by_address
     info = by_address.get(ws.address)
     if info is None or len(ts.dependencies) > candidates.MAX_INPUTS:

@@ -1,31 +1,36 @@
-"""Compare whole graphs under our placement with the same graphs under stock Dask. Pure; acts on nothing.
+"""`GraphJudge`: compare whole graphs under placement with the same graphs under stock Dask. Pure; acts on nothing.
 
-`governor` compares single decisions. It cannot see what no single decision shows: roots dealt badly, tasks stolen for
-nothing, idle threads, a graph that takes longer although each of its tasks does not. This module sees only results.
+`stock` says whether everything is left to Dask now. `arrived`, `finished`, `tick`, `alarmed` and `spoil` report events.
+*Stock* means Dask's own choice; "ours" in a text is placement's.
 
-An *episode* is the time from the first graph on a cluster without work until all of its tasks are done, together with
-all graphs that arrive meanwhile. Its *head* is the kinds of task of the first graph: prefixes with counts rounded to
-powers of two, and the number of threads likewise. Tokens in keys do not matter, so a computation that is repeated on
-new data has the same head. States and events of a head::
+`governor` compares single decisions. Some harm shows in no single decision: roots given to the wrong workers, useless
+steals, idle threads, a graph that takes longer although each of its tasks does not. This module sees only results.
+
+Theory of operation
+-------------------
+An *episode* lasts from the first graph on a cluster without work until all of its tasks are done, together with all
+graphs that arrive meanwhile. Its *head* is the kinds of task of the first graph: prefixes with counts rounded to powers
+of two, and the number of threads likewise. Tokens in keys do not matter, so a computation that is repeated on new data
+has the same head. States and events of a head (`GraphStanding`)::
 
     TRUSTED --suspicion--> TRIAL --ours loses--> RETIRED --back-off over--> TRIAL
                              \\--ours does not lose--> CLEARED --back-off over--> TRUSTED
 
-* TRUSTED: ours. Suspicion rises when an episode (not the first one, which imports and learns) takes `SUSPICIOUS`
-  times the bound that its own computing sets (total seconds over threads), fills a worker beyond its memory mark, or
-  raises the alarm of idle threads (`idle_alarm`).
+* TRUSTED: placement's. An episode raises suspicion when it takes `SUSPICIOUS` times the bound that its own computing
+  sets (total seconds over threads), fills a worker beyond its memory mark, or raises the alarm of idle threads
+  (`idle_alarm`). The first episode of a head imports and learns, and raises suspicion only by the alarm.
 * TRIAL: episodes go to the side that has fewer results, by lot where both have as many. On stock's side everything is
   stock's: roots, decisions, stealing, copies. Results are compared within *strata*: the same tasks, threads and bytes
   of results. `verdict` decides as soon as it is clear, after `MOST` results of each side in any case.
-* RETIRED: stock's. CLEARED: ours, not suspected again for a while. Both back-offs double, up to an hour.
+* RETIRED: stock's. CLEARED: placement's, not suspected again for a while. Both back-offs double, up to an hour.
 
-`SEVERAL` heads retired, and at least as many as are cleared: everything is stock's for a while.
+When `SEVERAL` heads are retired, and at least as many as are cleared, everything is stock's for a while.
 
-Nothing is concluded from an episode in which a worker left, a task failed or was cancelled, the side changed, or the
-governor had its own trial; nor from a short one. A graph that never repeats is never compared: parts of one graph share
-workers and memory, so there is no fair comparison between them. There the alarm is all that guards.
+Nothing is concluded from a short episode. Nor from one in which a worker left, a task failed or was cancelled, the side
+changed, or the governor had its own trial. A graph that never repeats is never compared: parts of one graph share
+workers and memory, so there is no fair comparison between them. There the alarm is the only guard.
 
-The cost: a few additions for each finished task; counting the tasks of each graph; the rest once per episode. During a
+Cost: a few additions for each finished task, counting the tasks of each graph, and the rest once per episode. During a
 trial half of the episodes are stock's, at most `MOST` per head.
 """
 
@@ -45,7 +50,7 @@ if TYPE_CHECKING:
 #: episodes with fewer tasks per thread, or shorter in seconds, are not judged
 TASKS_PER_THREAD = 4
 NOTABLE_SECONDS = 1.0
-#: suspicious when it takes so many times the seconds that its computing needs on all threads
+#: an episode is suspicious when it takes so many times the seconds that its computing needs on all threads
 SUSPICIOUS = 1.3
 #: seconds for which a head is first retired or cleared; doubles each time
 REST_SECONDS = 60.0
@@ -67,7 +72,9 @@ NAMED = 3
 Head = tuple[int, frozenset[tuple[str, int]]]
 
 
-class Standing(enum.Enum):
+class GraphStanding(enum.Enum):
+    """The state of a head, see the module."""
+
     TRUSTED = "trusted"
     TRIAL = "trial"
     RETIRED = "retired"
@@ -80,10 +87,10 @@ class Record:
     __slots__ = ("drawn", "name", "reason", "rest", "results", "runs", "standing", "tasks", "until")
 
     def __init__(self) -> None:
-        self.standing = Standing.TRUSTED
+        self.standing = GraphStanding.TRUSTED
         #: the head in words
         self.name = ""
-        #: why it stands where it stands
+        #: why it has this standing
         self.reason = ""
         #: episodes judged, and tasks of the newest
         self.runs = 0
@@ -98,7 +105,7 @@ class Record:
 
 
 class GraphJudge:
-    """Observes episodes and says whose the present one is.
+    """Observes episodes, and says whether the present one is left to Dask.
 
     Parameters
     ----------
@@ -107,9 +114,9 @@ class GraphJudge:
     retired
         Called with the reason when a head, or everything, is left to stock.
     enabled
-        False: everything is ours, nothing is observed.
+        False: everything is placement's, and nothing is observed.
     seed
-        Of the lots.
+        Of the random generator that draws lots.
     """
 
     def __init__(
@@ -172,7 +179,7 @@ class GraphJudge:
     # ------------------------------------------------------------------ events
 
     def arrived(self, tasks: Mapping[str, int], threads: int, spoiled: str | None = None) -> None:
-        """A graph arrived.
+        """Note a graph that has arrived.
 
         Parameters
         ----------
@@ -181,7 +188,7 @@ class GraphJudge:
         threads
             Of all workers.
         spoiled
-            Why this is not to be judged; None: it may be.
+            Why this episode must not be judged; None: it may be.
         """
         if not self.enabled:
             return
@@ -208,7 +215,7 @@ class GraphJudge:
             self.spoil(spoiled)
 
     def finished(self, computed: bool) -> None:
-        """A task left processing, while `left` is not 0. `computed`: with a result."""
+        """Note that a task left processing; `computed`: with a result. Call only while `left` is not 0."""
         self.left -= 1
         if not computed:
             self.spoil("a task had no result")
@@ -216,16 +223,16 @@ class GraphJudge:
             self._ended = self._clock()
 
     def spoil(self, reason: str) -> None:
-        """Do not judge the present episode."""
+        """Do not judge the present episode, for this reason."""
         if self._spoiled is None:
             self._spoiled = reason
 
     def alarmed(self) -> None:
-        """Threads were idle while tasks were queued for others."""
+        """Note that threads were idle while tasks were queued for other workers."""
         self._alarmed = True
 
     def tick(self, at_work: bool, fullest: float) -> None:
-        """Look round, a few times a second.
+        """Update the peak of memory, and end the episode if it is over. Call a few times a second.
 
         Parameters
         ----------
@@ -247,7 +254,7 @@ class GraphJudge:
             self.close()
 
     def forget(self) -> None:
-        """All tasks are gone."""
+        """End the present episode, unjudged: all tasks are gone."""
         if self._head is not None:
             self.spoil("all tasks were forgotten")
             self.close()
@@ -267,9 +274,9 @@ class GraphJudge:
         if self._is_retired(record, now):
             self.stock = True
         elif record is not None and fair:
-            if record.standing is Standing.RETIRED:
+            if record.standing is GraphStanding.RETIRED:
                 self._try(record, "its time of rest is over")
-            if record.standing is Standing.TRIAL:
+            if record.standing is GraphStanding.TRIAL:
                 self.in_trial = True
                 self.stock = self._by_lot(record)
 
@@ -282,7 +289,9 @@ class GraphJudge:
         return record is None or self._total + n > 2 * record.tasks
 
     def _is_retired(self, record: Record | None, now: float) -> bool:
-        return now < self._until or (record is not None and record.standing is Standing.RETIRED and now < record.until)
+        return now < self._until or (
+            record is not None and record.standing is GraphStanding.RETIRED and now < record.until
+        )
 
     def _by_lot(self, record: Record) -> bool:
         """Whether an episode of a trial is stock's."""
@@ -291,7 +300,7 @@ class GraphJudge:
         return theirs < ours if ours != theirs else self._lot() < 0.5
 
     def close(self) -> None:
-        """End the present episode: judge it."""
+        """End the present episode and judge it."""
         head, self._head = self._head, None
         stock, self.stock = self.stock, False
         trial, self.in_trial = self.in_trial, False
@@ -334,7 +343,7 @@ class GraphJudge:
             self._try(record, f"a worker held {self._fullest:.2g} times what it may before it spills")
 
     def _try(self, record: Record, reason: str) -> None:
-        record.standing = Standing.TRIAL
+        record.standing = GraphStanding.TRIAL
         record.reason = reason
         record.results = {}
         record.drawn = 0
@@ -357,16 +366,16 @@ class GraphJudge:
         record.reason = f"{reason}. Suspected because {before}" if loses else reason
         record.until = now + record.rest
         if not loses:
-            record.standing = Standing.CLEARED
+            record.standing = GraphStanding.CLEARED
             record.rest = min(2 * record.rest, MAX_REST_SECONDS)
             return
-        record.standing = Standing.RETIRED
+        record.standing = GraphStanding.RETIRED
         self.retirements += 1
         self._retired(f"for graphs of {record.name}: {record.reason}. Tried again in {record.rest:g} s")
         record.rest = min(2 * record.rest, MAX_REST_SECONDS)
         standings = Counter(r.standing for r in self.records.values())
-        lost = standings[Standing.RETIRED]
-        if lost >= SEVERAL and lost >= standings[Standing.CLEARED]:
+        lost = standings[GraphStanding.RETIRED]
+        if lost >= SEVERAL and lost >= standings[GraphStanding.CLEARED]:
             self._until = now + self._rest
             self._retired(f"for everything: it lost for {lost} kinds of graph. Tried again in {self._rest:g} s")
             self._rest = min(2 * self._rest, MAX_REST_SECONDS)
@@ -376,11 +385,11 @@ class GraphJudge:
     def statistics(self) -> dict[str, Any]:
         """Plain JSON. ``switched_off``: graphs left to stock, and why; ``on_trial`` and ``cleared`` likewise."""
         now = self._clock()
-        said: dict[Standing, dict[str, str]] = {s: {} for s in Standing}
+        said: dict[GraphStanding, dict[str, str]] = {s: {} for s in GraphStanding}
         for r in self.records.values():
-            wait = f" (for {r.until - now:.0f} s more)" if r.standing is Standing.RETIRED and r.until > now else ""
+            wait = f" (for {r.until - now:.0f} s more)" if r.standing is GraphStanding.RETIRED and r.until > now else ""
             said[r.standing][r.name] = r.reason + wait
-        switched_off = said[Standing.RETIRED]
+        switched_off = said[GraphStanding.RETIRED]
         if now < self._until:
             everything = f"several kinds of graph lost (for {self._until - now:.0f} s more)"
             switched_off = {"everything": everything, **switched_off}
@@ -394,8 +403,8 @@ class GraphJudge:
             "left_to_stock": self.left_to_stock,
             "kinds": len(self.records),
             "switched_off": switched_off,
-            "on_trial": said[Standing.TRIAL],
-            "cleared": said[Standing.CLEARED],
+            "on_trial": said[GraphStanding.TRIAL],
+            "cleared": said[GraphStanding.CLEARED],
         }
 
 

@@ -1,6 +1,6 @@
-"""`GraphSamples`: what `graph_judge` and `idle_alarm` are fed with: counts of graphs, peak memory, idle threads.
+"""`GraphSamples`: feeds `graph_judge` and `idle_alarm` with counts of graphs, peak memory and idle threads.
 
-They are pure. This module reads the scheduler for them, when a graph arrives and a few times a second (`monitor`).
+Those two are pure. This module reads the scheduler for them, when a graph arrives and a few times a second (`monitor`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOOKED_AT = 1024
 
 
 class GraphSamples:
-    """Of one scheduler.
+    """Reads one scheduler for the judge and the alarm.
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ class GraphSamples:
         self._retired = retired
 
     def graph_arrived(self, keys: Collection[Hashable]) -> None:
-        """Feed a graph, before the first transition of its tasks."""
+        """Feed a graph. Call before the first transition of its tasks."""
         judge = self._judge
         if not judge.enabled:
             return
@@ -75,7 +75,7 @@ class GraphSamples:
         judge.arrived(_prefixes(scheduler.tasks, keys), scheduler.total_nthreads, spoiled)
 
     def look_round(self) -> None:
-        """Feed peak memory and idle threads: one tick."""
+        """Feed peak memory and idle threads: one tick of the judge and of the alarm."""
         judge, alarm = self._judge, self._alarm
         if not judge.observing:
             if alarm.stage:

@@ -1,14 +1,16 @@
-"""Whether a placement loses against stock, from the results of whole graphs under both. Pure functions.
+"""`verdict`: whether placement loses against stock, from the results of whole graphs under both. Pure functions.
 
-Lexicographic: time; where that is even, bytes moved; where they are even too, memory. Ranks within each stratum, pooled
-(`governor.compare`), so that one slow run decides nothing. Looked at after each result, in this order:
+*Stock* means Dask's own choice; "ours" is placement's. The comparison is lexicographic: time; where that is even, bytes
+moved; where they are even too, memory. It ranks within each stratum, pooled (`governor.compare`), so that one slow run
+decides nothing. `verdict` is called after each result and checks in this order:
 
 1. `FEW` results of each side, and one side's are all better than the other's, by `CLEAR`: decided.
 2. `SOME`, and the rank test says that ours is slower by `SLOWER`, or ours is not slower in the median: decided.
 3. `MOST`: decided by the rank test, with a smaller difference; undecided means that ours does not lose.
 
-Looking several times makes it likelier that an equally good placement is said to lose. That costs nothing: stock is as
-good there. How often ours is said to lose, by how long it takes and by the noise of single runs (simulated, tests):
+Repeated looks make it likelier that an equally good placement is found to lose. That costs nothing: stock is as good
+there. How often ours is found to lose, by its time relative to stock's and by the noise of single runs (simulated, in
+the tests):
 
 =====  =====  =====  =====  =====  =====
 noise    1.3    1.1   1.05    1.0    0.9
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 
 #: results of each side
 FEW, SOME, MOST = 2, 4, 8
-#: ratio of medians that settles it at once, when all of one side are better than all of the other
+#: ratio of medians that decides at once, when all of one side are better than all of the other
 CLEAR = 1.25
 #: ratio of medians from which a difference counts, at `SOME` and at `MOST`
 SLOWER, SLIGHTLY = 1.05, 1.03
@@ -48,7 +50,7 @@ NOTABLE_SHARE = 0.5
 
 
 class Outcome(NamedTuple):
-    """Of one episode."""
+    """The result of one episode."""
 
     seconds_per_task: float
     moved_bytes: float
@@ -61,7 +63,7 @@ Sides = tuple[list[Outcome], list[Outcome]]
 
 
 def verdict(strata: Sequence[Sides]) -> tuple[bool | None, str]:
-    """Whether ours loses, and why in words; None: more results are needed."""
+    """Whether placement loses, and why in words; None: more results are needed."""
     both = [sides for sides in strata if sides[0] and sides[1]]
     pairs = sum(min(len(ours), len(stock)) for ours, stock in both)
     if pairs < FEW:

@@ -1,23 +1,28 @@
-"""Notice threads that stay idle while root tasks are queued for other workers. Pure; needs no repetition.
+"""`IdleAlarm`: notice threads that stay idle while root tasks are queued for other workers. Pure; needs no repetition.
 
-Stock never leaves a thread idle while a root is queued. We do, for a moment, where the owner of a root will be there at
-once (`root_dispatch`). When that lasts, the reasoning was wrong, whatever the reason: the harm is idle threads, so idle
-threads are what is measured.
+`tick` feeds it, and `stage` says what follows. *Stock* means Dask's own choice.
 
-A cumulative sum: each tick adds the share of threads that are idle while roots are queued, less `ALLOWED`, times the
-seconds since the last tick; never below 0. The alarm trips at `SHARE` times the patience: `TASKS` times as long as
-tasks of this graph take, within `LEAST_SECONDS` and `MOST_SECONDS`. So half of the threads idle trips it after two
-thirds of the patience, a third of them after somewhat more than the patience; a tenth never does.
+Stock never leaves a thread idle while a root is queued. Placement does, for a moment, where the owner of a root will be
+free at once (`root_dispatch`). When that lasts, the reasoning was wrong, whatever the cause. The harm is idle threads,
+so idle threads are what is measured.
 
-Two stages, each by one trip: 1, queued roots are not held for their owners, who still take their own first; 2, roots
-are stock's altogether. Both until the graphs under way are done.
+It is a cumulative sum. Each tick adds the share of threads that are idle while roots are queued, less `ALLOWED`, times
+the seconds since the last tick; the sum never falls below 0. The alarm trips at `SHARE` times the patience. The
+patience is `TASKS` times the mean duration of this graph's tasks, within `LEAST_SECONDS` and `MOST_SECONDS`. So half of
+the threads idle trips it after two thirds of the patience, a third of them after somewhat more than the patience; a
+tenth never does.
+
+Each trip goes one stage further, until the graphs under way are done:
+
+1. queued roots are not held for their owners, who still take their own first;
+2. roots are left to stock altogether.
 """
 
 from __future__ import annotations
 
-#: share of idle threads that is nothing unusual
+#: share of idle threads that is usual
 ALLOWED = 0.1
-#: idle share times patience that trips it
+#: idle share times patience at which it trips
 SHARE = 0.25
 #: durations of a task that make the patience, and its bounds in seconds
 TASKS = 3.0
@@ -28,20 +33,20 @@ LONGEST_TICK_SECONDS = 0.5
 
 
 class IdleAlarm:
-    """Fed with counts at ticks."""
+    """The alarm of one scheduler."""
 
     __slots__ = ("_at", "_level", "stage", "trips")
 
     def __init__(self) -> None:
         #: 0: roots are held; 1: not held; 2: stock's
         self.stage = 0
-        #: since the start
+        #: trips since the start
         self.trips = 0
         self._level = 0.0
         self._at: float | None = None
 
     def tick(self, now: float, idle_share: float, task_seconds: float | None) -> bool:
-        """Take note; True when it trips now.
+        """Add the share of idle threads. Return whether the alarm trips now.
 
         Parameters
         ----------
@@ -66,7 +71,7 @@ class IdleAlarm:
         return True
 
     def reset(self) -> None:
-        """The roots are done: hold those to come."""
+        """Return to stage 0, because the roots are done: those to come are held again."""
         self.stage = 0
         self._level = 0.0
         self._at = None

@@ -1,7 +1,7 @@
-"""What placement would have done, beside what stock did. Counts only.
+"""`ShadowStats`: what placement would have done, beside what Dask did (stock). Counts only.
 
-Both choices are priced by the same model from the same snapshot, so the difference is what the model expects to gain,
-not what would have been gained: stock's other choices would have been different too.
+Both choices are priced by the same model from the same snapshot. The difference is what the model expects to gain, not
+what would have been gained: Dask's other choices would have been different too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class ShadowStats:
-    """Decisions compared so far.
+    """Counts of the decisions compared so far.
 
     Parameters
     ----------
@@ -52,7 +52,17 @@ class ShadowStats:
         self.moved_bytes = 0.0
 
     def look(self, ts: TaskState, valid: Collection[WorkerState] | None, ws: WorkerState | None) -> None:
-        """Record what the cost would have chosen where Dask chose `ws`. Changes nothing that others read."""
+        """Compare what the cost would choose with what Dask chose. Only the log and the budget change.
+
+        Parameters
+        ----------
+        ts
+            The task.
+        valid
+            WorkerStates it may run on; None: all.
+        ws
+            The worker that Dask chose; None: none.
+        """
         tables = self._tables
         if tables.budget.exhausted or ts.actor or not ts.dependencies or ws is None:
             self.passed += 1
@@ -69,7 +79,7 @@ class ShadowStats:
         tables.budget.record((time.perf_counter_ns() - began) * 1e-9)
 
     def compare(self, decision: Decision, stock: WorkerState) -> None:
-        """Dask chose `stock`; the cost would have chosen the decision's worker."""
+        """Count a decision, where Dask chose `stock` and the cost would have chosen the decision's worker."""
         picked, views, task, far = decision.picked, decision.views, decision.task, decision.far
         if decision.info.ws is stock:
             self.agreed += 1

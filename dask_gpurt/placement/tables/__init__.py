@@ -1,1 +1,1 @@
-"""What is known of workers, tasks and links, fed by events of the scheduler."""
+"""What placement knows of workers, tasks and links. Scheduler events feed these tables; decisions read them."""

@@ -1,16 +1,20 @@
-"""Who works on what, in seconds and bytes: the running sums behind a worker's queue.
+"""`Backlog`: running sums of the work assigned to each worker, in seconds and bytes.
 
-A task is *charged* to a worker when it goes to processing and *settled* when it leaves. Invariants:
+`Backlog.charge` adds a task to a worker when the task enters processing. `Backlog.settle` takes it off when the task
+leaves. The sums are fields of `WorkerInfo`.
 
-1. Every charge is settled by the amount it was charged, whatever has been learned in between; so sums return to zero.
+Invariants
+----------
+1. A charge is settled by the amount that was charged, whatever has been learned in between. So the sums return to zero.
    (They are floats: a worker without tasks has its sums set to exactly 0.)
-2. A task charged before its kind was known is charged again as soon as it is, once; without that, a burst of new
-   tasks counts 5 ms each until the last of them is done.
-3. A task that seceded (`worker_client`, `distributed.secede`) no longer occupies a thread and leaves the backlog. No
-   event tells us; `reconcile` compares counts when the worker is next looked at.
-4. A stolen task moves with its charge; stealing writes `processing_on` without any transition.
+2. A task charged before its duration was known is charged again as soon as it is known, once. Without that, a burst of
+   new tasks counts 5 ms each until the last of them is done.
+3. A task that has seceded (`worker_client`, `distributed.secede`) occupies no thread and leaves the backlog. No event
+   reports it: `Backlog.reconcile` compares counts when the worker is next looked at.
+4. A stolen task moves with its charge: stealing writes `processing_on` without any transition.
 
-Upstream instead keeps counts per prefix and multiplies by today's mean on every look: O(prefixes) per candidate.
+Dask itself keeps counts per prefix and multiplies them by the current mean duration each time it looks at a worker,
+which is O(prefixes) per candidate.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Charge:
-    """One task in processing."""
+    """The amounts by which one task in processing was charged to its worker."""
 
     __slots__ = ("info", "inputs", "nbytes", "prefix", "root", "row", "seconds", "unknown")
 
@@ -35,17 +39,17 @@ class Charge:
     ) -> None:
         self.info = info
         self.prefix = prefix
-        #: in the worker's backlog for this task, on a worker of slowness 1
+        #: seconds in the worker's backlog for this task, on a worker of slowness 1; 0: it has seceded
         self.seconds = seconds
-        #: expected result
+        #: expected size of the result
         self.nbytes = nbytes
-        #: charged with a guess
+        #: whether the duration was a guess
         self.unknown = unknown
-        #: a root pulled from its block: what joins roots runs before the next of them
+        #: whether it is a root pulled from its block. Tasks that join roots run before the roots that still wait
         self.root = root
         #: the inputs being fetched for this task, when nothing else was inbound; () otherwise
         self.inputs: tuple[Any, ...] = ()
-        #: of the decision log; None: nobody looks for it here
+        #: its row of the decision log; None: the log finds it by key
         self.row: list[Any] | None = None
 
 
@@ -58,13 +62,23 @@ class Backlog:
         self.unknown: dict[str, dict[Hashable, None]] = {}
 
     def charge(self, key: Hashable, info: WorkerInfo, prefix: Prefix, hint: float, root: bool = False) -> Charge:
-        """Charge a task that went to processing.
+        """Charge a task that entered processing.
 
-        `prefix` is its kind, see `Durations.kind`. `hint` (seconds) < 0: nobody has a hint for an unknown one. `root`:
-        it is a root, pulled from its block.
+        Parameters
+        ----------
+        key
+            Of the task. A charge under the same key is settled first.
+        info
+            The worker it was assigned to.
+        prefix
+            Its kind, see `Durations.kind`.
+        hint
+            Seconds expected where nothing was learned of this kind; negative: unknown.
+        root
+            Whether it is a root, pulled from its block.
         """
         charges = self.charges
-        if key in charges:  # back in processing without having left it, as far as we were told
+        if key in charges:  # back in processing, and no event said that it had left
             self.settle(key)
         known = prefix.seconds
         if known is not None:
@@ -85,7 +99,7 @@ class Backlog:
         return charge
 
     def settle(self, key: Hashable) -> Charge | None:
-        """The task left processing; None when it was not charged."""
+        """Take a task that left processing off its worker. Return its charge; None when it was not charged."""
         charge = self.charges.pop(key, None)
         if charge is None:
             return None
@@ -108,7 +122,7 @@ class Backlog:
             charge.nbytes = prefix.output_bytes
 
     def move(self, key: Hashable, thief: WorkerInfo) -> None:
-        """The task was stolen (invariant 4)."""
+        """Move the charge of a stolen task to the worker that took it (invariant 4)."""
         charge = self.charges.get(key)
         if charge is None or charge.info is thief:
             return
@@ -134,7 +148,7 @@ class Backlog:
         info.seceded = len(info.ws.long_running)
 
     def forget(self) -> None:
-        """All tasks are gone."""
+        """Drop all charges: the scheduler has forgotten all tasks."""
         self.charges.clear()
         self.unknown.clear()
 

@@ -1,13 +1,15 @@
-"""The speeds of all workers together: whether any is slow, and whether a slow one is worth waiting for.
+"""`ClusterSpeed`: which workers are slow, and whether a slow one should start another root task.
 
-A root task that a slow worker pulls is often the last one of the graph: everybody waits for it. The fluid argument:
-when the queue will be worked off by the other workers before this one could finish one more task, the task is better
-left in the queue. Both sides are counted in units of one task, so the task's duration does not matter.
+`uneven` says whether any worker is slow, `is_slow` asks for one worker, and `worth` decides for a root task.
 
-A slow worker is refused for at most `PATIENCE_SECONDS` in a row: should the others hang, work goes on.
+A root task on a slow worker is often the last one of the graph, and all others wait for it. `worth` therefore asks:
+will the other workers empty the queue before this worker could finish one more task? Then the task is better left in
+the queue. Both sides are counted in units of one task, so the task's duration does not matter.
 
-Nothing walks over all workers per decision: the sum of speeds is taken anew at most every `STALE_SECONDS`, and only
-when a slow worker asks.
+A slow worker is refused for at most `PATIENCE_SECONDS` in a row. Should the others hang, work goes on.
+
+No decision walks over all workers. The sum of speeds is taken anew at most every `STALE_SECONDS`, and only when a slow
+worker asks.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
     from dask_gpurt.placement.tables.workers import WorkerInfo, Workers
 
-#: a worker that takes so many times as long as usual is slow
+#: a worker is slow when it takes so many times as long as the median worker
 SLOW = 1.5
 STALE_SECONDS = 0.1
 PATIENCE_SECONDS = 5.0
@@ -33,12 +35,12 @@ AT_HAND = 0.25
 
 
 class ClusterSpeed:
-    """Of the workers of one table."""
+    """The speeds of all workers of one `Workers` table."""
 
     def __init__(self, table: Workers, clock: Callable[[], float] = time.monotonic) -> None:
         self._table = table
         self._clock = clock
-        #: root tasks that a slow worker was not given
+        #: how often a slow worker was refused a root task
         self.spared = 0
         #: a dict, for its order: the same events must give the same decisions in every process
         self._slow: dict[WorkerInfo, None] = {}
@@ -54,16 +56,18 @@ class ClusterSpeed:
         return bool(self._slow)
 
     def is_slow(self, info: WorkerInfo) -> bool:
+        """Whether this worker is known to be slow. O(1)."""
         return info in self._slow
 
     def learned(self, info: WorkerInfo) -> None:
-        """The slowness of a worker may have changed."""
+        """Classify a worker whose slowness may have changed as slow or not."""
         if info.slowness > SLOW * self.usual:
             self._slow[info] = None
         else:
             self._slow.pop(info, None)
 
     def removed(self, info: WorkerInfo) -> None:
+        """Forget a worker that has left."""
         self._slow.pop(info, None)
         self._refused.pop(info, None)
 
@@ -78,7 +82,7 @@ class ClusterSpeed:
         return bool(self._refused)
 
     def refresh(self) -> None:
-        """Take the sums anew. O(workers)."""
+        """Take the sum of speeds and the median slowness anew. O(workers)."""
         workers = self._table.all.items
         self._taken = self._clock()
         self._sum = sum([w.ws.nthreads / w.slowness for w in workers])

@@ -1,13 +1,16 @@
-"""Which copies are on disk, and how long the disk of a worker is busy reading. Fed by what workers tell.
+"""`DiskResidency`: which copies of results are on disk, and how long each worker's disk will be busy.
 
-Stock Dask knows of a copy but not of its tier: of two holders of an input it cannot tell the one that has it in memory
-from the one that must read it first (dask/distributed#6002). With this, a decision can: see `candidates.read_seconds`.
+Workers report what they spill and load (`heard`). Decisions read `on_disk` and `queue_seconds`, see
+`candidates.read_seconds`.
 
-A disk serves one read after the other, so what a decision makes a worker read is *booked* there, and the next decision
-sees the queue. Booked reads run out with time; nobody has to report them.
+Dask knows of a copy but not of its tier. Of two holders of an input it cannot tell the one that has it in memory from
+the one that must read it first (dask/distributed#6002).
 
-Bounded: with more than `MAX_KEYS` copies on disks the oldest news is forgotten and counts as in memory, as everything
-does that nobody has told us of. It is advice: a wrong entry costs a read or a transfer, never a result.
+A disk serves one read after the other. What a decision makes a worker read is therefore *booked* (`book`), and the next
+decision sees the queue. Booked reads expire with time; workers need not report them.
+
+The table is bounded: beyond `MAX_KEYS` copies the oldest reports are forgotten. A copy without a report counts as in
+memory. All of it is advice: a wrong entry costs a read or a transfer, never a result.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ READ_BYTES_PER_SECOND = 2e9
 
 
 class DiskResidency:
-    """Copies on the disks of all workers."""
+    """The copies on the disks of all workers, and the reads booked there."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         #: key -> address of a holder -> bytes, of copies that are only on disk there; read only
@@ -39,7 +42,17 @@ class DiskResidency:
         self._free_at: dict[str, float] = {}
 
     def heard(self, address: str, disk: Iterable[tuple[Hashable, float]], back: Iterable[Hashable]) -> None:
-        """News of one worker, see `model.residence`."""
+        """Take in a worker's report, see `model.residence`.
+
+        Parameters
+        ----------
+        address
+            Of the worker.
+        disk
+            (key, bytes) of copies that are only on disk there now.
+        back
+            Keys of copies that are in memory again, or gone.
+        """
         for key in back:
             self._forget(key, address)
         for key, nbytes in disk:
@@ -64,23 +77,24 @@ class DiskResidency:
         self._by_worker[address].pop(key, None)
 
     def worker_removed(self, address: str) -> None:
+        """Forget the copies and the booked reads of a worker that has left."""
         for key in list(self._by_worker.get(address, ())):
             self._forget(key, address)
         self._by_worker.pop(address, None)
         self._free_at.pop(address, None)
 
     def queue_seconds(self, address: str) -> float:
-        """Until the disk of a worker has done what was booked."""
+        """Seconds until the disk of a worker has done the reads that are booked."""
         free_at = self._free_at.get(address)
         return 0.0 if free_at is None else max(0.0, free_at - self._clock())
 
     def book(self, address: str, nbytes: float) -> None:
-        """A decision makes a worker read so much."""
+        """Book a read of `nbytes`, which a decision has caused, on the disk of a worker."""
         now = self._clock()
         self._free_at[address] = max(now, self._free_at.get(address, now)) + nbytes / READ_BYTES_PER_SECOND
 
     def clear(self) -> None:
-        """The scheduler has forgotten all tasks."""
+        """Drop all copies and booked reads: the scheduler has forgotten all tasks."""
         self.on_disk.clear()
         self._by_worker.clear()
         self._free_at.clear()

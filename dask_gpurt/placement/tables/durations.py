@@ -1,23 +1,33 @@
-"""How long tasks take and how large their results are, per group and per prefix; how slow each worker is.
+"""`Durations`: how long tasks take and how large their results are, per group and per prefix.
 
-One model: ``duration = seconds(kind) * slowness(worker)``.
+`Durations.learn` takes in a finished task. `Durations.known` says what to expect of a task; `Durations.guess` serves
+where nothing is known. The model is ``duration = seconds(kind) * slowness(worker)``.
 
-* The *kind* of a task is its group: the tasks of one layer of one collection. Until one of them is done it is its
-  prefix. ``read_parquet`` of a table of 25 rows and of one of six million have a prefix in common and no more: by
-  prefix alone a worker that read the large table was taken for 24 times too slow, and everything else was moved away
-  from it (1.1 GB between two workers in a query of TPC-H in which stock moves nothing).
-* ``seconds(kind)`` is the median of the last few durations, each divided by the slowness of its worker. A median,
-  because a first call that imports a library, or one straggler, must not decide where a thousand tasks go.
-* The first calls on a worker (as many as it has threads) count apart, see `Prefix.learn`: they import, compile and
-  touch fresh memory, on all workers at the same time.
-* ``slowness(worker)`` is measured over expected, robustly: see `worker_speed`. Only the product of the two is ever
-  used, so the scale they share does not matter; `statistics` gives it relative to the median worker.
-* Only time spent computing counts. Reading spilled inputs is a matter of memory, not of the processor: counted as
-  compute it made every worker that had spilled look slow for good, and sent its data away.
-* A kind never seen counts 5 ms, not upstream's 500 ms: a queue that nobody has measured must never justify moving
-  bytes. Where tasks usually take longer it counts more, but not more than it takes to go through its inputs at
-  `BYTES_PER_SECOND`. Stealing corrects when the guess was too small.
-* Only tasks of one group say something of a worker's speed.
+Kinds
+-----
+* The *kind* of a task is its group: the tasks of one layer of one collection. Until one task of the group is done, its
+  prefix stands in.
+* A prefix alone is not enough. ``read_parquet`` of a table of 25 rows and of one of six million share only the prefix.
+  By prefix, a worker that had read the large table counted as 24 times too slow, and everything else was moved away
+  from it: 1.1 GB between two workers, in a query of TPC-H in which Dask itself moves nothing.
+* ``seconds(kind)`` is the median of the last few durations, each divided by the slowness of its worker. With a median,
+  neither a first call that imports a library nor one straggler decides where a thousand tasks go.
+* The first calls on a worker, as many as it has threads, count apart (`Prefix.learn`). They import, compile and touch
+  fresh memory, on all workers at the same time.
+* Only time spent computing counts. Reading spilled inputs depends on memory, not on the processor. Counted as compute,
+  it made every worker that had spilled look slow for good, and sent its data away.
+
+Slowness
+--------
+* ``slowness(worker)`` is the robust ratio of measured to expected duration, see `worker_speed`. Only the product of the
+  two factors is used, so their common scale does not matter. `statistics` reports it relative to the median worker.
+* Only tasks of one group are compared with one another to judge a worker.
+
+Unknown kinds
+-------------
+A kind without measurements counts 5 ms, where Dask assumes 500 ms: a queue that was never measured must not justify
+moving bytes. Where tasks usually take longer it counts more, but at most the time to go through its inputs at
+`BYTES_PER_SECOND`. Stealing corrects a guess that was too small.
 """
 
 from __future__ import annotations
@@ -58,7 +68,7 @@ MEASURABLE_SECONDS = 0.002
 BRIEF_SECONDS, BRIEF_SAMPLED, BRIEF_FROM = 200e-6, 8, 96
 #: measurements of a worker before they count
 LEAST = 4
-#: of the longest of so many durations a longer one is no surprise
+#: while fewer than about so many durations are kept, a longer one is no surprise
 FEW = 4
 #: measurements after which a worker is known; from then on one in so many tasks of a known kind is learned from
 KNOWN, SAMPLED = 32, 4
@@ -74,7 +84,7 @@ DEVIATION = 1.5
 
 
 class Prefix:
-    """What is known of the tasks with one key prefix, or of those of one group."""
+    """Durations and result sizes of the tasks of one key prefix, or of one group."""
 
     __slots__ = (
         "_first",
@@ -92,7 +102,7 @@ class Prefix:
     )
 
     def __init__(self, name: str, usual: Prefix | None = None) -> None:
-        #: of the group; where the group is all there is of a prefix, both have one name and are one
+        #: of the group or prefix. A group that has the name of its prefix shares the object with it
         self.name = name
         #: the prefix of a group: what is expected while `seconds` is None. None: this is a prefix
         self.usual = usual
@@ -117,7 +127,7 @@ class Prefix:
 
     @property
     def only_first(self) -> bool:
-        """Whether all that is known are first calls on their workers, which take longer than those that follow."""
+        """Whether only first calls on their workers are known, which take longer than those that follow."""
         return not self._samples
 
     @property
@@ -130,36 +140,36 @@ class Prefix:
         return apart[len(apart) // 2]
 
     def varies(self, apart: float) -> None:
-        """The logarithm of a duration was so far from the median of its worker."""
+        """Update `noise` with the distance of a log duration from the median of its worker."""
         # The mean deviation of a normal distribution is 0.8 of its standard deviation.
         self.noise = max(LEAST_NOISE, self.noise + NOISE_GAIN * (min(1.25 * apart, DEVIATION) - self.noise))
 
     @property
     def long_seconds(self) -> float:
-        """What a long task of this kind takes: the 0.9 quantile of the durations kept, more while they are few."""
+        """Seconds of a long task of this kind: the 0.9 quantile of the durations kept, raised while they are few."""
         kept = sorted(self._samples)
         return kept[(9 * (len(kept) - 1)) // 10] * (1 + FEW / len(kept)) if kept else 0.0
 
     def learn(self, seconds: float, nbytes: float, first: bool = False) -> None:
-        """Learn from a task.
+        """Learn from a finished task, and work `seconds` out anew where that is due.
 
         Parameters
         ----------
         seconds
-            How long it computed, on a worker of slowness 1.
+            Compute time, scaled to a worker of slowness 1.
         nbytes
-            Of its result.
+            Size of its result.
         first
-            It was among the first of its prefix on its worker. Such durations count only until there are others, and of
-            them the lower quartile: it is nearest to those that follow.
+            Whether it was among the first of its prefix on its worker. Such durations count only until there are
+            others. Their lower quartile is used, as it is nearest to the durations that follow.
         """
         self.add(seconds, nbytes, first)
-        # One of many moves a median little, and to sort them is most of the price of a finished task.
+        # One of many moves a median little, and sorting them is most of the cost of a finished task.
         if self.samples <= WINDOW or not self.samples & 3:
             self.settled()
 
     def settled(self) -> float | None:
-        """`seconds`, worked out anew if there is more to know it by."""
+        """`seconds`, worked out anew if durations were added since."""
         if self._stale:
             kept = self._samples
             if kept:
@@ -171,7 +181,7 @@ class Prefix:
         return self.seconds
 
     def add(self, seconds: float, nbytes: float, first: bool = False) -> None:
-        """Learn, but leave `seconds` to `settled`: of most prefixes nobody asks, there are groups for that."""
+        """As `learn`, but leave `seconds` to `settled`: most prefixes are never read, because their groups are."""
         if first:
             kept, count = self._first, self._firsts
             self._firsts += 1
@@ -189,7 +199,7 @@ class Prefix:
         self.samples += 1
 
     def expected(self, first: bool) -> float | None:
-        """Seconds to compare a task with; None: too little is known. First calls are compared with first calls."""
+        """Seconds to compare a duration with; None: too little is known. First calls are compared with first calls."""
         kept = self._first
         if first and len(kept) >= JUDGING:
             return sorted(kept)[(len(kept) - 1) // 2]
@@ -197,15 +207,15 @@ class Prefix:
 
 
 class Durations:
-    """All prefixes, and the learning of workers' slowness."""
+    """All groups and prefixes; also learns the slowness of workers from the durations."""
 
     def __init__(self) -> None:
         self.prefixes: dict[str, Prefix] = {}
         self.groups: dict[str, Prefix] = {}
-        #: moving averages of the duration of all tasks and of its square: their ratio is how long the task is that a
-        #: worker is found at, however many short ones there are between
+        #: moving averages of the duration of all tasks and of its square. Their ratio is the mean length of the task
+        #: that a worker is running at a random moment, however many short tasks there are between
         self._usual = 0.0, 0.0
-        #: of the cluster
+        #: threads of the cluster
         self.threads = 1
 
     @property
@@ -215,7 +225,7 @@ class Durations:
         return max(UNKNOWN_SECONDS, GUESS * square / mean) if mean else UNKNOWN_SECONDS
 
     def guess(self, ts: TaskState) -> float:
-        """The same for a TaskState."""
+        """Seconds that this TaskState may take, by `guess_seconds` and the size of its inputs."""
         seconds = self.guess_seconds
         if seconds > UNKNOWN_SECONDS and ts.dependencies:
             nbytes = sum(d.get_nbytes() for d in islice(ts.dependencies, GUESSED_BY))
@@ -223,6 +233,7 @@ class Durations:
         return seconds
 
     def prefix(self, name: str) -> Prefix:
+        """The entry of a key prefix, made on first use. The oldest goes when there are `MAX_PREFIXES`."""
         found = self.prefixes.get(name)
         if found is None:
             if len(self.prefixes) >= MAX_PREFIXES:
@@ -231,7 +242,7 @@ class Durations:
         return found
 
     def kind(self, ts: TaskState) -> Prefix:
-        """Where the durations of a TaskState are kept: its group."""
+        """The entry that the durations of a TaskState are learned into: its group's, made on first use."""
         group = ts.group
         name = group.name
         found = self.groups.get(name)
@@ -243,7 +254,7 @@ class Durations:
         return found
 
     def known(self, ts: TaskState) -> Prefix | None:
-        """What to expect of a TaskState: its group, or its prefix; None: neither was ever seen."""
+        """What to expect of a TaskState: the entry of its group, else of its prefix; None: neither has a duration."""
         group = ts.group
         found = self.groups.get(group.name)
         if found is None or found.seconds is None:
@@ -253,13 +264,25 @@ class Durations:
         return found
 
     def known_prefix_seconds(self, name: str) -> float:
-        """What a task of a prefix is expected to take, by its name."""
+        """Expected seconds of a task with this prefix; `UNKNOWN_SECONDS` where nothing was learned."""
         found = self.prefixes.get(name)
         seconds = None if found is None else found.settled()
         return UNKNOWN_SECONDS if seconds is None else seconds
 
     def learn(self, kind: Prefix, worker: WorkerInfo, seconds: float, nbytes: float) -> None:
-        """A task of this kind computed for so long on that worker."""
+        """Learn from a task that has computed, about its kind and about its worker.
+
+        Parameters
+        ----------
+        kind
+            Of the task, see `Durations.kind`.
+        worker
+            It ran on.
+        seconds
+            Compute time as measured.
+        nbytes
+            Size of its result.
+        """
         speed = worker.speed
         # This is on the path of every task; once the kind and the worker are known, one in `SAMPLED` is enough.
         if kind.samples > WINDOW and worker.speed_samples > KNOWN:
@@ -275,13 +298,13 @@ class Durations:
             if apart is not None:
                 prefix.varies(apart)
             worker.speed_samples += 1
-            # One or two long tasks are no evidence: where sizes differ a lot every worker has them. What tasks that run
-            # now say of it is judged by the patrol.
+            # One or two long tasks are no evidence: where sizes differ a lot every worker has them. Tasks that still
+            # run are judged by the monitor.
             if worker.speed_samples >= LEAST or speed.suspected:
                 worker.slowness = speed.slowness
         mean, square = self._usual
         self._usual = mean + USUAL_GAIN * (seconds - mean), square + USUAL_GAIN * (seconds * seconds - square)
-        # Not by what is only suspected of the tasks it runs now.
+        # By measurements only, not by suspicions from the tasks it runs now.
         slowness = speed.measured_slowness(name)
         if slowness != 1.0:
             seconds /= slowness**EXPLAINED
@@ -295,7 +318,7 @@ class Durations:
 
 
 def compute_seconds(startstops: Iterable[Mapping[str, Any]]) -> float | None:
-    """Time spent in the last computation, without what overlaps with reading spilled data; None: nothing computed."""
+    """Seconds of the last computation, less the overlap with reading spilled data; None: nothing was computed."""
     start = stop = None
     reads: list[tuple[float, float]] | None = None
     for s in startstops:

@@ -1,9 +1,15 @@
-"""What the transfers that workers report say of links.
+"""Learn the latency and bandwidth of links from the transfers that workers report.
 
-A worker reports when a transfer began and ended and from whom it came, with one of the tasks that it served, but not
-which inputs it carried. So only those are learned from of which it is certain, and most are skipped: all that was on
-its way to the worker when the task was assigned was for that task, each source was asked once, and each input had one
-holder among the sources.
+`certain_inputs` notes what a task has to fetch when it is assigned. `learn_links` compares that with the transfers
+reported when the task is done.
+
+A worker reports when a transfer began and ended, from whom it came, and one of the tasks that it served. It does not
+report which inputs the transfer carried. So only unambiguous transfers are learned from, and most are skipped. A
+transfer is unambiguous when all of these hold:
+
+* everything on its way to the worker when the task was assigned was for that task;
+* each source was asked once;
+* each input had one holder among the sources.
 """
 
 from __future__ import annotations
@@ -21,13 +27,13 @@ if TYPE_CHECKING:
     from dask_gpurt.placement.tables.workers import WorkerInfo
     from dask_gpurt.topology.links import LinkMatrix
 
-#: inputs remembered per task. With 8 the columns of a rechunk (12 missing slices each) taught nothing, and it took 10 %
-#: longer
+#: inputs remembered per task. With 8, nothing was learned from the columns of a rechunk (12 missing slices each), and
+#: it took 10 % longer
 MAX_INPUTS = 32
 
 
 def certain_inputs(ts: TaskState, ws: WorkerState) -> tuple[Any, ...]:
-    """The TaskStates on their way to a worker if they are all for the task just assigned to it; else ()."""
+    """The TaskStates on their way to `ws` if all of them are inputs of `ts`, just assigned to it; else ()."""
     needs = ws.needs_what
     if len(needs) <= MAX_INPUTS:
         deps = ts.dependencies
@@ -43,19 +49,25 @@ def learn_links(
     inputs: Sequence[Any],
     startstops: Collection[Mapping[str, Any]],
 ) -> None:
-    """Learn from the transfers reported with a task that has run on the worker `info`.
+    """Learn from the transfers reported with a finished task.
 
     Parameters
     ----------
+    links
+        Written.
+    by_address
+        All workers.
+    info
+        The worker that ran the task.
     inputs
-        What `certain_inputs` gave when it was assigned.
+        What `certain_inputs` gave when the task was assigned.
     startstops
-        As the worker reported them: ``action``, ``start``, ``stop``, ``source``.
+        As the worker reported them: ``action``, ``start`` and ``stop`` (Unix seconds), ``source`` (address).
     """
     reported = [s for s in startstops if s["action"] == "transfer"]
     sources: dict[str, list[Any]] = {s["source"]: [] for s in reported}
     if len(sources) != len(reported):
-        return  # two requests to one worker: no telling which carried what
+        return  # two requests to one worker: which carried what is unknown
     for d in inputs:
         held = [h.address for h in d.who_has or () if h.address in sources]
         if len(held) != 1:

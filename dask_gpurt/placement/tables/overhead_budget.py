@@ -1,12 +1,14 @@
-"""How long decisions take, and what happens when they take too long.
+"""`Budget`: limits the time that decisions take on the scheduler's event loop.
 
-Deciding happens on the scheduler's event loop, once per task, so a slow decision slows the whole cluster. Three limits,
-each counted when it is exceeded, and in each case stock decides:
+`record` adds a decision; `exhausted` says whether Dask should decide now.
 
-* one decision: when gathering the facts has taken `DECISION_SECONDS`, the decision is given up (`late`);
-* one second: decisions may take `SHARE` of it; the rest of that second is stock's;
-* the usual: when the median of `WINDOW` decisions exceeds `LIMIT_SECONDS`, placement rests for `REST_SECONDS`. The
-  median, not the mean: one pause of the process must not count as slowness.
+A decision is made once per task, so a slow one slows the whole cluster. There are three limits. Each excess is counted,
+and Dask decides instead:
+
+* One decision: it is given up when gathering its facts has taken `DECISION_SECONDS` (`late`).
+* One second: decisions may take `SHARE` of it. Dask decides for the rest of that second.
+* The usual decision: placement rests for `REST_SECONDS` when the median of `WINDOW` decisions exceeds `LIMIT_SECONDS`.
+  The median, not the mean: one pause of the process must not count as slowness.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-#: decisions per look at the clock's records
+#: decisions whose median is taken
 WINDOW = 1000
 LIMIT_SECONDS = 200e-6
 REST_SECONDS = 30.0
-#: a decision that has taken so long is left to stock
+#: a decision that has taken so long is left to Dask
 DECISION_SECONDS = 10e-3
 #: share of any second that decisions may take; a task costs the scheduler several times what its decision does, so
 #: that this is reached only when decisions take far longer than they should
@@ -30,7 +32,7 @@ SHARE = 0.5
 
 
 class Budget:
-    """Records of decision times, bounded."""
+    """Decision times of one scheduler, and whether they exceed a limit."""
 
     __slots__ = (
         "_clock",
@@ -72,7 +74,7 @@ class Budget:
         self._ring: deque[float] = deque(maxlen=WINDOW)
 
     def record(self, seconds: float) -> None:
-        """One decision took so long."""
+        """Record a decision that took so many seconds."""
         self._ring.append(seconds)
         self.count += 1
         self._spend(seconds)
@@ -81,14 +83,14 @@ class Budget:
             self._rest_until = self._clock() + REST_SECONDS
 
     def gave_up(self, seconds: float) -> None:
-        """A decision was given up after so long; it is not one of the decisions made."""
+        """Record a decision given up after so many seconds. It does not count as one that was made."""
         self.late += 1
         self._spend(seconds)
 
     def _spend(self, seconds: float) -> None:
         self.total_seconds += seconds
         self._spent += seconds
-        # The clock is read only when there is something to find out: once per full share, and then per decision.
+        # The clock is read once per full share, and then per decision.
         if self._spent >= self.share and self._rest_until is None:
             now = self._clock()
             if now - self._second < 1.0:
@@ -98,7 +100,7 @@ class Budget:
 
     @property
     def exhausted(self) -> bool:
-        """Whether stock should decide now."""
+        """Whether Dask should decide now."""
         if self._rest_until is None:
             return False
         now = self._clock()

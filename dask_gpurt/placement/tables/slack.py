@@ -1,13 +1,15 @@
-"""For how long the cluster has other work: until then nobody waits for a task that waits where its inputs are.
+"""`Slack`: for how many seconds the cluster has other work, so that one task may wait where its inputs are.
 
-While every worker is busy, a task that runs here rather than there only changes who runs what else. Moving it because
-a queue elsewhere is shorter gains nothing, and costs the bytes moved. What does cost time is a task that ends after all
-the others have: so the seconds until then, with all remaining work spread evenly, are *slack*. This is the fluid
-argument, and holds only while there is work for everybody: with more than `IDLE_SHARE` of the workers idle there is
-none, and what ends sooner is better again (a chain of tasks, the last joins of a tree).
+While every worker is busy, running a task here rather than there only changes which worker runs what else. Moving it to
+a shorter queue gains nothing and costs the bytes moved. Time is lost only by a task that ends after all others. So the
+seconds until then, with all remaining work spread evenly, are *slack*.
 
-Remaining work is counted by task group, from the counts that the scheduler keeps anyway: O(groups), at most once in
-`EVERY` decisions or as many as there are groups. A prefix never seen counts as `Durations.guess_seconds`.
+This holds only while there is work for every worker. With more than `IDLE_SHARE` of the workers idle there is no slack,
+and the place where a task ends sooner is better again: a chain of tasks, the last joins of a tree.
+
+Remaining work is counted by task group, from the counts that the scheduler keeps in any case. That is O(groups), at
+most once in `EVERY` decisions, or as many as there are groups. A prefix without measurements counts as
+`Durations.guess_seconds`.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ _UNDONE = ("waiting", "queued", "no-worker", "processing")
 
 
 class Slack:
-    """Of one scheduler."""
+    """The slack of one scheduler's cluster."""
 
     def __init__(self, scheduler: Scheduler, workers: Workers, durations: Durations) -> None:
         self._scheduler = scheduler
@@ -40,7 +42,7 @@ class Slack:
         self._remaining_seconds = 0.0
 
     def seconds(self) -> float:
-        """Slack of a task that is decided now."""
+        """Slack in seconds of a task that is decided now; 0: none."""
         workers = self._workers
         n = len(workers.all.items)
         idle = len(workers.idle.items)

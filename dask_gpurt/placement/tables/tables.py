@@ -1,7 +1,7 @@
-"""`Tables`: all that placement knows of one cluster.
+"""`Tables`: everything that placement knows of one cluster.
 
-Events feed it (`bookkeeping`), decisions read it (`decide`), and it acts on nothing. One object, so that whoever needs
-to know something takes this, and not the engine that decides.
+`bookkeeping` feeds the tables with events, and `decide` reads them. They act on nothing. Code that only needs facts
+takes this object, not the engine.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HOST_SHARE = 0.6
 
 
 class Tables:
-    """Workers, tasks in hand, durations, links, zones, copies on disk, and the time that decisions may take.
+    """Workers, assigned tasks, durations, links, zones, copies on disk, and the time that decisions may take.
 
     Parameters
     ----------
@@ -47,39 +47,51 @@ class Tables:
     def __init__(self, scheduler: Scheduler, clock: Callable[[], float] = time.monotonic) -> None:
         self.scheduler = scheduler
         self.workers = Workers(HOST_SHARE)
-        #: what each worker has in hand, in seconds and bytes
+        #: work assigned to each worker, in seconds and bytes
         self.backlog = Backlog()
         self.durations = Durations()
         self.links = LinkMatrix()
         self.zones = Zones()
-        #: which copies are on disk; `takeover` puts it there when a worker says so
+        #: which copies are on disk, as the workers report it
         self.residence = DiskResidency()
         self.speeds = ClusterSpeed(self.workers, clock)
         self.slack = Slack(scheduler, self.workers, self.durations)
         self.budget = Budget()
 
     def charge(self, ts: TaskState, kind: Prefix, info: WorkerInfo, root: bool = False) -> Charge:
-        """Add a task to what a worker has in hand. `root`: it was pulled from a block of roots."""
+        """Add a task to the work assigned to a worker.
+
+        Parameters
+        ----------
+        ts
+            The task.
+        kind
+            Its entry in `durations`.
+        info
+            The worker.
+        root
+            Whether it was pulled from a block of roots.
+        """
         hint = self.guess_seconds(ts) if kind.seconds is None else 0.0
         return self.backlog.charge(ts.key, info, kind, hint, root)
 
     def guess_seconds(self, ts: TaskState) -> float:
-        """Seconds that a task of a kind never seen may take."""
+        """Seconds that a task without measurements of its kind may take; Dask's own average goes first."""
         hint: float = ts.prefix.duration_average
         return hint if hint >= 0 else self.durations.guess(ts)
 
     def task_view(self, ts: TaskState) -> TaskView:
-        """What is expected of a task."""
+        """What is expected of a task: seconds, bytes of result, slack."""
         known = self.durations.known(ts)
         if known is None or known.seconds is None:
             return TaskView(self.guess_seconds(ts), 0.0, self.slack.seconds())
         return TaskView(known.seconds, known.output_bytes, self.slack.seconds())
 
     def backlog_seconds(self, info: WorkerInfo) -> float:
-        """Work that a worker has in hand, in seconds on a worker of slowness 1."""
+        """Work assigned to a worker, in seconds on a worker of slowness 1."""
         ws = info.ws
         if info.tasks >= len(ws.processing):
             return info.backlog_seconds
-        # Not all of it is in the ledger (`bookkeeping`): by prefix, of which the scheduler keeps the numbers.
+        # Not all of its tasks are charged (see `bookkeeping`): the scheduler counts them by prefix.
         known = self.durations.known_prefix_seconds
         return sum(n * known(name) for name, n in ws.task_prefix_count.items())

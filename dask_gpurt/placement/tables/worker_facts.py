@@ -1,4 +1,7 @@
-"""What placement reads of Dask's state beyond public attributes. `takeover.seam` checks that all of it exists."""
+"""Read the parts of Dask's state that have no public attribute.
+
+`takeover.seam` checks at installation that all of them exist.
+"""
 
 from __future__ import annotations
 

@@ -1,20 +1,27 @@
-"""How slow one worker is: measured over expected duration, as logarithms, overall and per prefix.
+"""`Speed`: how slow one worker is, overall and per prefix, from measured over expected durations.
 
-* The median of the last `KEPT` measurements: one straggler among them changes nothing. A worker is not the same for all
-  kinds of task (one that has no AVX-512, a shared disk), so the same is kept per prefix.
-* The median is *believed* as far as it exceeds what chance does to identical workers (`believed`): the noise of single
-  durations over the root of their number. Within `CHANCE` standard errors the worker counts as usual; far beyond them,
-  the median counts nearly in full. That a worker is faster than usual takes `CHANCE_FASTER`: on such a verdict work
-  goes there, while one that is wrongly taken for slow merely idles.
-* The noise of a prefix is how far its durations are from their worker's own median. So workers that differ are not
-  noise, and durations that vary by themselves are no verdict on anybody.
-* A prefix with `OWN` measurements counts by itself where it differs from the overall slowness beyond chance.
-* A first measurement is halved: it is all there is, but it may be a straggler.
-* A *suspicion*: tasks that run now and have taken longer than expected already are a lower bound. Waiting for the end
-  of a task that takes ten times as long means giving the same worker more of them until then. The suspicion ends with
-  the tasks.
-* Measurements are forgotten, one per `FORGET_SECONDS`, while no new ones come: a worker that is given no work for
-  being slow could otherwise never show that it is slow no longer.
+`observe` takes in a duration as a logarithm, `suspect` a task that runs for too long already. `for_prefix` gives the
+factor that a duration is multiplied with.
+
+Theory of operation
+-------------------
+* *Median.* The last `KEPT` measurements count, so one straggler among them changes nothing. A worker is not equally
+  fast for all kinds of task (no AVX-512, a shared disk), so the same is kept per prefix.
+* *Belief.* A median counts as far as it exceeds what chance does to identical workers (`believed`): the noise of single
+  durations over the root of their number. Within `CHANCE` standard errors the worker counts as usual. Far beyond them
+  the median counts nearly in full.
+* *Faster workers* need `CHANCE_FASTER`. Work goes to a worker that seems fast, while one wrongly taken for slow merely
+  idles.
+* *Noise* of a prefix is how far its durations are from their own worker's median. So differences between workers are
+  not noise, and durations that vary by themselves are no evidence against a worker.
+* *Own prefix.* A prefix with `OWN` measurements counts by itself where it differs from the overall slowness beyond
+  chance.
+* *First measurement.* It is halved: it is all there is, but it may be a straggler.
+* *Suspicion.* Tasks that run now and have already taken longer than expected give a lower bound. Waiting for the end of
+  a task that takes ten times as long would give the same worker more tasks until then. The suspicion ends with the
+  tasks.
+* *Forgetting.* While no new measurements come, one is forgotten per `FORGET_SECONDS`. Otherwise a worker that gets no
+  work for being slow could never show that it has recovered.
 """
 
 from __future__ import annotations
@@ -30,7 +37,7 @@ OWN = 3
 ASIDE = 30
 #: share of a single measurement that is believed
 FIRST = 0.5
-#: standard errors that are chance, of a worker that seems slower, and of one that seems faster
+#: standard errors that count as chance: for a worker that seems slower, and for one that seems faster
 CHANCE = 2.25
 CHANCE_FASTER = 3.0
 #: standard error of a median over that of a mean
@@ -41,7 +48,7 @@ NOISE = 0.3
 NOISE_GAIN = 0.1
 #: prefixes kept per worker
 MAX_PREFIXES = 64
-#: prefixes of which is known that they ran here
+#: prefixes remembered as having run on a worker
 MAX_RAN = 1000
 FORGET_SECONDS = 20.0
 #: logarithm of the largest slowness that is believed, either way
@@ -59,7 +66,7 @@ def believed(middle: float, n: int, noise: float) -> float:
 
 
 def _least(ordered: list[float], usual: float) -> float:
-    """How far sorted log ratios are from `usual` beyond doubt: a slow worker's faster ones are slow, too."""
+    """How far the sorted log ratios are from `usual` when `ASIDE` per cent of them may contradict."""
     n = len(ordered)
     aside = n * ASIDE // 100
     low = ordered[aside] - usual
@@ -81,7 +88,7 @@ class _Measured:
 
 
 class Speed:
-    """Of one worker."""
+    """How slow one worker is."""
 
     __slots__ = (
         "_all",
@@ -116,7 +123,7 @@ class Speed:
         self._suspected = 0.0
 
     def is_first(self, prefix: str, threads: int) -> bool:
-        """Count a task of this prefix; whether it is among the first, one per thread, that ran here."""
+        """Count a task of this prefix. Return whether it is among the first, one per thread, that ran here."""
         ran = self._ran
         count = ran.get(prefix, 0)
         if count >= threads:
@@ -127,11 +134,21 @@ class Speed:
         return True
 
     def observe(self, prefix: str, log_ratio: float, noise: float = NOISE) -> float | None:
-        """A task took ``exp(log_ratio)`` times as long as expected.
+        """Learn that a task took ``exp(log_ratio)`` times as long as expected.
+
+        Parameters
+        ----------
+        prefix
+            Of the task.
+        log_ratio
+            Logarithm of measured over expected duration.
+        noise
+            Standard deviation of such logarithms on one worker, see `Prefix.noise`.
 
         Returns
         -------
-        How far that is from what this worker usually takes for this prefix, as a logarithm; None: it is the first one.
+        float or None
+            Distance to the worker's median for this prefix, as a logarithm; None: this is the first measurement.
         """
         log_ratio = BOUND if log_ratio > BOUND else -BOUND if log_ratio < -BOUND else log_ratio
         self._all.append(log_ratio)
@@ -157,7 +174,7 @@ class Speed:
         return apart
 
     def suspect(self, log_ratio: float) -> None:
-        """Tasks that run now have taken ``exp(log_ratio)`` times as long as expected already; 0: nothing suspicious."""
+        """Note that running tasks have already taken ``exp(log_ratio)`` times as long as expected; 0: no suspicion."""
         suspected = believed(min(log_ratio, BOUND), 1, self._noise) if log_ratio > 0 else 0.0
         if suspected != self._suspected:
             self._suspected = suspected
@@ -167,11 +184,11 @@ class Speed:
 
     @property
     def suspected(self) -> bool:
-        """Whether tasks that run now make it look slow."""
+        """Whether tasks that run now make the worker look slow."""
         return self._suspected > 0.0
 
     def forget_one(self) -> None:
-        """No new measurement came for `FORGET_SECONDS`."""
+        """Forget the oldest measurement, overall and per prefix: none came for `FORGET_SECONDS`."""
         if self._all:
             self._all.popleft()
         for name, kept in list(self._by_prefix.items()):

@@ -1,8 +1,8 @@
-"""The workers as placement sees them: who is where, who is idle, how much work is assigned to each.
+"""`Workers`: the workers by address, by node and by idleness, with the work assigned to each.
 
-Everything here is O(1) per event and per look-up; nothing ever walks over all workers. Probing idle or random workers
-needs a set that can be indexed: upstream's `idle` and `running` cannot, and ``next(iter(d))`` on a dict whose first
-entries were removed walks over their tombstones.
+Every operation is O(1) per event and per look-up, except `Workers.clear_charges`. Probing idle or random workers needs
+a set that can be indexed (`IndexedSet`). Dask's `idle` and `running` cannot be indexed, and ``next(iter(d))`` on a dict
+whose first entries were removed walks over the gaps they leave.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ _NUMBER = re.compile(r"(\d+)")
 
 
 class IndexedSet(Generic[T]):
-    """A set that gives a random element in O(1). `add` and `discard` are O(1); order is arbitrary but deterministic."""
+    """A set whose elements are also a list, so that a random one is found in O(1).
+
+    `add` and `discard` are O(1). The order is arbitrary but deterministic.
+    """
 
     __slots__ = ("_position", "items")
 
@@ -40,11 +43,13 @@ class IndexedSet(Generic[T]):
         return item in self._position
 
     def add(self, item: T) -> None:
+        """Add an element; does nothing if it is there."""
         if item not in self._position:
             self._position[item] = len(self.items)
             self.items.append(item)
 
     def discard(self, item: T) -> None:
+        """Remove an element; does nothing if it is not there. The last one takes its place."""
         at = self._position.pop(item, None)
         if at is None:
             return
@@ -57,15 +62,15 @@ class IndexedSet(Generic[T]):
 class Node:
     """Workers that reach one another without the network: those of one host, or of one process with ``inproc://``.
 
-    Where the network has near and far, it is those of one zone instead (see `topology.zones`): then the way between
-    zones is so much longer than any within one that hosts do not matter beside it.
+    Where the network has several zones (see `topology.zones`), a node is a zone instead. The path between zones is then
+    so much longer than any within one that hosts do not matter.
     """
 
     __slots__ = ("idle", "link_class", "name", "order", "workers")
 
     def __init__(self, name: str, link_class: LinkClass) -> None:
         self.name = name
-        #: its place among the nodes. Worked out here, because when a graph comes all workers are sorted at once
+        #: sort key among the nodes. Kept, because all workers are sorted at once when a graph arrives
         self.order = natural(name)
         #: the path between two of its workers
         self.link_class = link_class
@@ -74,7 +79,7 @@ class Node:
 
 
 class WorkerInfo:
-    """Our side table for one `WorkerState`, which has slots and takes no attributes of ours."""
+    """What placement knows of one worker. `WorkerState` has slots and takes no further attributes."""
 
     __slots__ = (
         "address",
@@ -105,7 +110,7 @@ class WorkerInfo:
         #: distributed's WorkerState
         self.ws = ws
         self.address: str = ws.address
-        #: its place among the workers of its node
+        #: sort key among the workers of its node
         self.order = natural(self.address)
         self.node = node
         #: bytes of task data at which it starts to overflow; infinite without a memory limit
@@ -114,7 +119,7 @@ class WorkerInfo:
         self.backlog_seconds = 0.0
         #: expected results of the tasks assigned and not done
         self.reserved_bytes = 0.0
-        #: of the backlog, what is roots pulled from blocks, and how many
+        #: the part of the backlog that is roots pulled from blocks, in seconds; and how many roots
         self.root_seconds = 0.0
         self.roots = 0
         #: tasks charged to this worker now
@@ -132,12 +137,12 @@ class WorkerInfo:
         self.passed_over = 0
         #: decayed share of the inbound bytes that come over the network rather than from neighbours
         self.far_share = 0.5
-        #: whether a thread is free, as the table has it; None: it has to be put there
+        #: whether a thread is free, as the table of idle workers has it; None: not entered yet
         self.free: bool | None = None
-        #: samples of the speed when it was last looked for whether new ones come, and since when they are as many
+        #: number of speed samples when the monitor last saw a change, and the time of that (Unix seconds)
         self.looked_samples = -1
         self.looked_at = 0.0
-        #: whether its round trip is known, and how often it was asked for
+        #: whether its round trip is known, and how many measurements of it were tried
         self.zoned = False
         self.asked = 0
 
@@ -161,7 +166,7 @@ class Workers:
         self.random: Callable[[], float] = random.Random(seed).random
 
     def add(self, ws: WorkerState) -> WorkerInfo:
-        """Adopt a worker. A worker that came back under its old address replaces what was known of it."""
+        """Add a worker. One that came back under its old address replaces the former entry."""
         self.remove(ws.address)
         name, link_class = node_of(ws.address, ws.host)
         node = self.nodes.get(name)
@@ -175,7 +180,7 @@ class Workers:
         return info
 
     def move(self, info: WorkerInfo, name: str, link_class: LinkClass) -> None:
-        """Put a worker on another node."""
+        """Put a worker on the node `name`, made if needed; `link_class` is the path between two workers of it."""
         old = info.node
         if old.name == name:
             return
@@ -192,6 +197,7 @@ class Workers:
         self.refresh(info)
 
     def remove(self, address: str) -> WorkerInfo | None:
+        """Remove a worker and, with its last worker, its node. Return its entry; None: it is unknown."""
         info = self.by_address.pop(address, None)
         if info is None:
             return None
@@ -205,7 +211,7 @@ class Workers:
         return info
 
     def refresh(self, info: WorkerInfo) -> None:
-        """Note whether a thread of this worker is free."""
+        """Update the sets of idle workers: whether a thread of this worker is free."""
         ws = info.ws
         free = len(ws.processing) - len(ws.long_running) < ws.nthreads
         if free is info.free:
@@ -227,15 +233,15 @@ class Workers:
 
 
 def natural(text: str) -> list[Any]:
-    """A sort key: text with its numbers as numbers."""
+    """Sort key of a text, with its digits compared as numbers."""
     return [int(part) if part.isdigit() else part for part in _NUMBER.split(text)]
 
 
 def node_of(address: str, host: str) -> tuple[str, LinkClass]:
-    """The node of a worker and the path between two workers of that node.
+    """Name of a worker's node, and the path between two workers of that node.
 
-    ``inproc://host/pid/n`` hands references over within a process. Two ``tcp://`` workers may share a process too, but
-    they still talk through a socket, so they count as two processes of one host.
+    ``inproc://host/pid/n`` passes references within a process. Two ``tcp://`` workers may share a process too, but they
+    talk through a socket, so they count as two processes of one host.
     """
     if address.startswith("inproc://"):
         return address.rpartition("/")[0], LinkClass.PROCESS

@@ -1,1 +1,1 @@
-"""The only code of placement that changes the Scheduler's behaviour."""
+"""The only code of placement that changes how the Scheduler behaves."""

@@ -1,11 +1,11 @@
-"""From whom a worker fetches: near holders only, where there are near and far. See `seam` for the rules.
+"""`FetchSources`: with several zones, workers fetch inputs from holders in their own zone. See `seam` for the rules.
 
-The message that assigns a task lists all holders of each input, and the worker fetches from a random one; only holders
-on its own host go first. So the second worker of a rack fetches across the slow link again what the first one has
-already. Here the holders in other zones are left out of the list when its own zone has one.
+The message that assigns a task lists all holders of each input. The worker fetches from a random one; only holders on
+its own host go first. So the second worker of a rack fetches across the slow link again what the first one has already.
+Here the holders in other zones are left out of the list when the worker's own zone has one.
 
-Safe, because the list is a hint: a worker that finds no holder there, or only busy ones, asks the scheduler, which
-answers with all of them. Nothing is ever added, and no list becomes empty.
+This is safe because the list is a hint. A worker that finds no holder there, or only busy ones, asks the scheduler,
+which answers with all of them. Nothing is ever added, and no list becomes empty.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NAME = "_task_to_msg"
 
 
 class FetchSources:
-    """The take-over of one scheduler's messages to workers."""
+    """Overrides how one scheduler lists the holders of inputs in its messages to workers."""
 
     def __init__(self, scheduler: Scheduler, guard: Guard, zones: Zones) -> None:
         self.scheduler = scheduler
@@ -39,7 +39,7 @@ class FetchSources:
         self._ours: Any = None
 
     def install(self) -> bool:
-        """False when this version makes its messages otherwise."""
+        """Take over. Return False, with nothing changed, when this version of Dask makes its messages otherwise."""
         scheduler = self.scheduler
         method = getattr(type(scheduler), NAME, None)
         if (
@@ -47,7 +47,11 @@ class FetchSources:
             or NAME in scheduler.__dict__
             or tuple(inspect.signature(method).parameters) != ("self", "ts")
         ):
-            logger.info("placement: %s is not what it was written for; workers fetch from any holder", NAME)
+            logger.info(
+                "placement: Scheduler.%s is overridden or has other parameters than (self, ts); workers fetch from any "
+                "holder",
+                NAME,
+            )
             return False
         part = self.guard.parts.setdefault(NAME, Part(NAME))
         stock = method.__get__(scheduler)
@@ -79,6 +83,7 @@ class FetchSources:
                     self.shortened += 1
 
     def uninstall(self) -> None:
+        """Restore the scheduler's own method. An override put over it since is left, with a warning."""
         ours, self._ours = self._ours, None
         if ours is None:
             return

@@ -1,4 +1,4 @@
-"""Watching stock decide, for shadow mode. See `seam` for the rules."""
+"""`watch`: observe what Dask decides, for shadow mode. Nothing is decided here. See `seam` for the rules."""
 
 from __future__ import annotations
 
@@ -16,11 +16,27 @@ if TYPE_CHECKING:
 
 
 def watch(seam: Seam, observe: Callable[[Any, Any, Any], None]) -> None:
-    """Only watch: stock decides, then ``observe(ts, valid, ws)`` is told its choice. Nothing else is taken over."""
+    """Call ``observe(ts, valid, ws)`` after each decision that Dask makes for a task.
+
+    Parameters
+    ----------
+    seam
+        Counts failures of `observe`, and restores the method.
+    observe
+        Gets the task, the workers it may run on (None: all), and the worker that Dask chose (None: none).
+
+    Raises
+    ------
+    InstallError
+        Another plugin has overridden the method.
+    """
     name = "decide_worker_non_rootish"
     scheduler = seam.scheduler
     if name in scheduler.__dict__:
-        raise InstallError(f"Scheduler.{name} is already overridden by {scheduler.__dict__[name]!r}")
+        raise InstallError(
+            f"Scheduler.{name} is already overridden by {scheduler.__dict__[name]!r}. Remedy: remove the other plugin, "
+            "or set gpurt.placement.enabled: false"
+        )
     part = seam.parts.setdefault(name, Part(name))
     stock = seam.stock(name)
 

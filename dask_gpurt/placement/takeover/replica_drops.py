@@ -1,14 +1,14 @@
-"""Which replica goes when there are more than needed: the one in the worst place.
+"""`ReplicaDrops`: which replica is dropped when a key has more than it needs: the one in the worst place.
 
-Upstream's `ReduceReplicas` says how many replicas of a key may go, and the memory manager lets the worker with most
-memory in use drop each. How many stays upstream's. Which is ours, best to drop first:
+Dask's `ReduceReplicas` says how many replicas of a key may go. Its memory manager then lets the worker with most memory
+in use drop each. How many stays Dask's choice. Which one is chosen here (`badness`); the first to go is a replica
 
-1. on a worker that is paused or retiring: it wants to get rid of data;
-2. on the worst tier known: the share of the worker's data that is spilled is how likely this replica is on disk, unless
-   residence per key is known (`disk_residency`), which is then the answer;
-3. on the fullest worker, relative to its memory limit: absolute bytes say nothing where limits differ.
+1. on a worker that is paused or retiring, as that worker has to get rid of data;
+2. else on the worst tier. The share of the worker's data that is spilled says how likely the replica is on disk, unless
+   its tier is known;
+3. else on the worker that is fullest relative to its memory limit. Absolute bytes say nothing where limits differ.
 
-A worker that has a dependent of the key in processing keeps it, as upstream has it.
+As in Dask, a worker that has a dependent of the key in processing keeps it.
 """
 
 from __future__ import annotations
@@ -31,12 +31,22 @@ NAME = "replicas"
 
 
 def no_residence(key: Hashable, address: str) -> int | None:
-    """Nobody knows on which tier a replica is."""
+    """The default of `WorstReplicas`: the tier of a replica is unknown."""
     return None
 
 
 def badness(ws: WorkerState, tier: int | None, memory: float) -> tuple[bool, float, float]:
-    """How little a replica on a worker is worth; larger goes first. `memory` is bytes in use there."""
+    """Sort key of a replica on a worker; the largest goes first.
+
+    Parameters
+    ----------
+    ws
+        The worker.
+    tier
+        Of the replica, larger is worse; None: unknown.
+    memory
+        Bytes in use on the worker.
+    """
     data = ws.memory
     spilled = float(data.spilled)
     managed = float(data.managed)
@@ -46,7 +56,7 @@ def badness(ws: WorkerState, tier: int | None, memory: float) -> tuple[bool, flo
 
 
 class WorstReplicas(ReduceReplicas):
-    """As upstream's policy, but names the replica to drop.
+    """Dask's policy `ReduceReplicas`, which also names the replica to drop.
 
     Parameters
     ----------
@@ -59,11 +69,12 @@ class WorstReplicas(ReduceReplicas):
     def __init__(self, guard: Guard, residence: Callable[[Hashable, str], int | None] = no_residence) -> None:
         self._guard = guard
         self._residence = residence
-        #: replicas named; the ones of them that were not the fullest worker's
+        #: replicas named; and those of them that the memory manager would not have dropped
         self.named = 0
         self.otherwise = 0
 
     def run(self) -> Generator[Suggestion, Any, None]:
+        """Yield Dask's suggestions, with a worker named in each that drops a replica."""
         part = self._guard.parts.setdefault(NAME, Part(NAME))
         stock = super().run()
         answer: Any = None
@@ -87,7 +98,7 @@ class WorstReplicas(ReduceReplicas):
         needed = {waiter.processing_on for waiter in ts.waiters or ()}
         candidates = [ws for ws in ts.who_has or () if ws not in dropping and ws not in needed]
         if len(candidates) < 2:
-            return None  # no choice: upstream has rules for that
+            return None  # no choice: left to Dask
         memory = self.manager.workers_memory
         worst = max(candidates, key=lambda ws: badness(ws, self._residence(ts.key, ws.address), memory.get(ws, 0)))
         self.named += 1
@@ -97,7 +108,7 @@ class WorstReplicas(ReduceReplicas):
 
 
 class ReplicaDrops:
-    """Puts `WorstReplicas` in the place of `ReduceReplicas`, and back."""
+    """Replaces `ReduceReplicas` by `WorstReplicas` in the scheduler's memory manager, and back."""
 
     def __init__(self, scheduler: Scheduler, guard: Guard) -> None:
         self.scheduler = scheduler
@@ -106,7 +117,7 @@ class ReplicaDrops:
         self._taken: list[ReduceReplicas] = []
 
     def install(self) -> bool:
-        """False when the memory manager is off or runs no `ReduceReplicas`."""
+        """Take over. Return False, with nothing changed, when the memory manager is off or runs no `ReduceReplicas`."""
         manager = self.scheduler.extensions.get("amm")
         taken = [p for p in getattr(manager, "policies", ()) if type(p) is ReduceReplicas]
         if manager is None or not taken:
@@ -118,6 +129,7 @@ class ReplicaDrops:
         return True
 
     def uninstall(self) -> None:
+        """Put the replaced policies back."""
         manager = self.scheduler.extensions.get("amm")
         if self.policy is not None and manager is not None:
             manager.policies.discard(self.policy)

@@ -1,25 +1,25 @@
-"""Taking over which queued root task goes to which worker. See `seam` for the rules.
+"""`RootQueue`: overrides which queued root task goes to which worker. See `seam` for the rules.
 
-Everything else of queuing stays stock's: how many tasks a worker gets, when slots are dealt, the transitions.
+`install` takes over three names of the scheduler. The choices come from the callables given to `RootQueue`, see
+`decide.root_dispatch`. Everything else of queuing stays *stock*, that is Dask's own: how many tasks a worker gets, when
+free slots are filled, the transitions.
 
-1. ``waiting -> processing`` (table entry): a root that `waits` becomes ``queued`` although workers are idle, and the
-   slots are dealt in the next turn of the event loop, when the whole graph has arrived. Not with ``validate=True``:
-   distributed then asserts that nothing is queued while a worker is idle, which is exactly what this relaxes for one
-   turn.
-2. ``stimulus_queue_slots_maybe_opened``: workers with a free slot are offered the task that `pull` names, through
-   stock's own transition; then what is left is dealt as stock does, the head of the queue to the least busy worker,
-   unless that head is `held`. With ``validate=True`` stock's own method does the latter: it is asserted that a free
-   slot is always used.
-3. ``decide_worker_rootish_queuing_enabled``: answers with the worker of step 2 while in it; else with the least busy of
-   the `takers` that is `worth` it. None of them: the task stays queued, but only while other workers are busy, whose
-   next finished task deals again.
+1. ``waiting -> processing`` (table entry). A root that `waits` becomes ``queued`` although workers are idle. Slots are
+   filled in the next turn of the event loop, when the whole graph has arrived. Not with ``validate=True``: distributed
+   then asserts that nothing is queued while a worker is idle, and exactly that is relaxed here for one turn.
+2. ``stimulus_queue_slots_maybe_opened``. A worker with a free slot is offered the task that `pull` names, through
+   stock's own transition. What is left goes as in stock: the head of the queue to the least busy worker, unless that
+   head is `held`. With ``validate=True`` stock's own method does the latter, as it asserts that a free slot is used.
+3. ``decide_worker_rootish_queuing_enabled``. Within step 2 it answers with the worker of that step. Otherwise it
+   answers with the least busy of the `takers` that is `worth` it. If there is none the task stays queued, but only
+   while other workers are busy: their next finished task fills slots again.
 
-If anything raises, stock's methods do their work on a state that is valid at any point: a task is queued or it is
-assigned.
+If anything raises, stock's methods do their work on a state that is valid at any point: a task is queued or assigned.
 
-The price: stock adds up the free slots of all idle workers and compares all of them for each task, O(workers) per root
-(66 s of blocked loop for 37,500 tasks on 10,000 workers). Here each event asks those that have just finished a task and
-`root_dispatch.ASKED` others. Only the first deal after a graph, which gives most of them something, asks everybody.
+Cost: stock adds up the free slots of all idle workers and compares all of them for each task. That is O(workers) per
+root: 66 s of blocked event loop for 37,500 tasks on 10,000 workers. Here each event asks the workers that have just
+finished a task and `root_dispatch.ASKED` others. Only the first round after a graph, which gives most workers
+something, asks all.
 """
 
 from __future__ import annotations
@@ -52,14 +52,16 @@ def _load(ws: WorkerState) -> float:
 
 
 class RootQueue:
-    """The take-over of one scheduler's queue.
+    """Overrides how one scheduler gives out its queued root tasks.
 
     Parameters
     ----------
+    seam
+        Counts failures, and restores the names.
     waits
-        ``(ts) -> bool``
+        ``(ts) -> bool``: whether a ready root is to be queued for a particular worker.
     pull
-        ``(ws) -> TaskState | None``; a queued task.
+        ``(ws) -> TaskState | None``: the queued task that this worker should run; None: none in particular.
     pending
         How many tasks `pull` could name at most; 0 skips the offers.
     worth
@@ -68,16 +70,16 @@ class RootQueue:
         ``(ts) -> bool``: whether a queued task is to stay queued although a worker has a free slot. Only while
         another worker is busy, whose next finished task deals again.
     quiet
-        ``() -> bool``: whether `hungry` would name nobody, and who has finished a task may be forgotten. Asked where no
-        worker has a slot, which is after most tasks.
+        ``() -> bool``: whether `hungry` would name no worker. Called where no worker has a free slot, which is after
+        most tasks; it may forget which workers have finished a task.
     hungry
         Workers all of whose slots are taken, but by tasks that wait for inputs: they are offered a task, too.
     first
         Workers to be offered tasks when a slot may have opened.
     takers
-        Workers of which the least busy gets what nobody pulls: a queued task, or None where it is not known.
+        ``(ts) -> workers`` of which the least busy gets a task that no worker pulls; None: the task is not known.
     stock
-        ``() -> bool``: whether stock's own methods do all of it now.
+        ``() -> bool``: whether Dask's own methods do all of it now.
     """
 
     def __init__(
@@ -105,10 +107,10 @@ class RootQueue:
         self._deciding: Any = None
         #: the worker that the root now in transition was offered to
         self._chosen: list[Any] = []
-        #: slots are to be dealt in the next turn of the event loop
+        #: slots are to be filled in the next turn of the event loop
         self._dealing = False
-        #: the next deal is the first after a graph: it fills threads only, the slots beyond are for when a task is
-        #: done. Else a root would run before what stock has put on the same worker because the graph waits for it.
+        #: the next round is the first after a graph. It fills threads only; slots beyond them are filled when a task is
+        #: done. Otherwise a root would run before a task that stock has put on the same worker and that others need.
         self._first_deal = False
 
     def install(self) -> None:
@@ -117,12 +119,15 @@ class RootQueue:
         Raises
         ------
         InstallError
-            Somebody else has.
+            Another plugin has taken over one of them.
         """
         seam, s = self.seam, self.scheduler
         for name in NAMES:
             if name in s.__dict__:
-                raise InstallError(f"Scheduler.{name} is already overridden by {s.__dict__[name]!r}")
+                raise InstallError(
+                    f"Scheduler.{name} is already overridden by {s.__dict__[name]!r}. Remedy: remove the other plugin, "
+                    "or set gpurt.placement.enabled: false"
+                )
         self.part = seam.parts.setdefault("roots", self.part)
         self._stock_pump = seam.stock("stimulus_queue_slots_maybe_opened")
         self._stock_decide = seam.stock("decide_worker_rootish_queuing_enabled")
@@ -151,7 +156,7 @@ class RootQueue:
                     return {key: "queued"}, {}, {}
             except Exception:
                 self.seam.failed(self.part.name)
-        # The decider that this may come to is not told which task it decides for.
+        # Stock's decider, which this may call, has no argument for the task.
         self._deciding = ts
         try:
             return self._stock_ready(state, key, stimulus_id, **kwargs)
@@ -159,7 +164,7 @@ class RootQueue:
             self._deciding = None
 
     def _slots_opened(self, *, stimulus_id: str) -> None:
-        # After every task: what is cheap to know not to be needed is not asked for.
+        # Called after every task: leave early where a cheap test allows it.
         s = self.scheduler
         queued, idle = s.queued, s.idle_task_count
         first_deal, self._first_deal = self._first_deal, False
@@ -208,7 +213,7 @@ class RootQueue:
     # ------------------------------------------------------------------ parts of them
 
     def _least_busy(self, ts: TaskState) -> Any:
-        """A worker for a root that nobody pulled (`ts`, when it is known); None: it stays queued."""
+        """A worker for a root that no worker pulled (`ts`, when it is known); None: it stays queued."""
         s = self.scheduler
         idle = s.idle_task_count
         if not idle:
@@ -220,7 +225,7 @@ class RootQueue:
             return self._stock_decide()
         if pool:
             return min(pool, key=_load)
-        # Slots that are free say nothing: a worker may have one and be at work. Who has seceded may wait for this task.
+        # Free slots say nothing: a worker may have one and be at work. A seceded task may wait for this one.
         at_work = any(len(ws.processing) > len(ws.long_running) for ws in s.running)
         return None if at_work else self._stock_decide()
 
@@ -291,7 +296,7 @@ class RootQueue:
     # ------------------------------------------------------------------ dealing soon
 
     def _deal_soon(self) -> bool:
-        """Deal slots in the next turn of the event loop; False when there is no loop to do so."""
+        """Fill slots in the next turn of the event loop; False when there is no event loop."""
         if self._dealing:
             return True
         try:

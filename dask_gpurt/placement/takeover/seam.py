@@ -1,22 +1,25 @@
-"""Taking over a live Scheduler, and giving it back. The only file of this area that touches its private API.
+"""`Seam`: override methods of a live Scheduler safely, and give them back. Inspects every private name in use.
 
-The take-over is by instance attributes: ``scheduler.decide_worker_non_rootish = ours`` hides the class's method, and
+`check` compares what placement relies on with the installed version of Dask. `install` and `put` override, `uninstall`
+restores. *Stock* means Dask's own method.
+
+An override is an instance attribute: ``scheduler.decide_worker_non_rootish = ours`` hides the class's method, and
 ``delattr`` restores it exactly. `Scheduler` has a ``__dict__`` although `SchedulerState` has slots.
 
-Do no harm. An exception that escapes an overridden decider while a task finishes closes that worker's comm, and the
-scheduler *removes the worker*. So every override is wrapped:
+An exception that escapes an overridden decider while a task finishes closes that worker's comm, and the scheduler
+*removes the worker*. So every override is wrapped:
 
-1. It raises: the class's own method decides, and `circuit_breaker` counts it.
-2. It returns None: it declines, the class's own method decides. Not a failure.
-3. It returns something that is not a running worker of this scheduler, or not one the task may run on: as 1, as
-   "rejected". The check costs less than a microsecond and is what keeps user restrictions safe from our mistakes.
-4. Too many failures (see `circuit_breaker`): this override retires. It stays installed, but the class's own method
-   decides from then on. (It must not uninstall itself: it may be on the stack.)
+1. It raises: stock decides, and `circuit_breaker` counts it.
+2. It returns None: it declines, and stock decides. That is no failure.
+3. It returns something that is not a running worker of this scheduler, or not one the task may run on: as 1, counted as
+   "rejected". The check costs less than a microsecond, and keeps user restrictions safe from mistakes of placement.
+4. Too many failures (see `circuit_breaker`): this override retires. It stays installed, but stock decides from then on.
+   (It must not uninstall itself: it may be on the stack.)
 
-Signatures are compared at install time. A private name that changed in meaning but not in signature cannot be found
-that way; that is what the supported range of versions in setup.cfg and the upstream suites are for.
+Signatures are compared at installation. A private name that changed in meaning but not in signature cannot be found
+that way; the supported range of versions in setup.cfg and Dask's own test suites cover that.
 
-Rejected: patching the class (leaks into every scheduler of the process, which tests have many of); a Scheduler subclass
+Rejected: patching the class (it leaks into every scheduler of the process, and tests have many); a Scheduler subclass
 (``dask scheduler`` has no option for one).
 """
 
@@ -92,7 +95,19 @@ ATTRIBUTES: dict[type, tuple[str, ...]] = {
 
 
 class Seam(Guard):
-    """The take-over of one scheduler."""
+    """The overrides on one scheduler.
+
+    Parameters
+    ----------
+    scheduler
+        Changed by `install` and `put`.
+    sink
+        Receives events when an override fails or retires.
+    clock
+        Seconds, monotonic.
+    on_fallback
+        Called with the key of a task that stock decided for because the override failed, and why. Must not raise.
+    """
 
     def __init__(
         self,
@@ -100,23 +115,20 @@ class Seam(Guard):
         *,
         sink: Sink = null_sink,
         clock: Callable[[], float] = time.monotonic,
-        told: Callable[[Any, str], None] = lambda key, reason: None,
+        on_fallback: Callable[[Any, str], None] = lambda key, reason: None,
     ) -> None:
         super().__init__("placement", logger, sink=sink, clock=clock)
-        #: called with the key of a task that stock decided for because ours failed, and why; must not raise
-        self._told = told
+        self._on_fallback = on_fallback
         self.scheduler = scheduler
         self._installed: dict[str, Any] = {}
 
     def check(self) -> None:
-        """Compare what is relied on with what is there.
+        """Compare what is relied on with the installed version of Dask. Changes nothing.
 
         Raises
         ------
         SeamMismatch
             A name is missing or has other parameters.
-        InstallError
-            Somebody else has already overridden one of the names on this scheduler.
         """
         cls = type(self.scheduler)
         for owner, names in ((cls, SIGNATURES), (WorkStealing, STEALING)):
@@ -157,7 +169,7 @@ class Seam(Guard):
         )
 
     def install(self, overrides: Mapping[str, Callable[..., Any]]) -> None:
-        """Put `overrides` in place, wrapped; all of them or none. May be called again for others.
+        """Put `overrides` in place, wrapped: all of them or none. May be called again for others.
 
         Parameters
         ----------
@@ -188,12 +200,12 @@ class Seam(Guard):
             self.put(name, wrappers[name](part, ours))
 
     def put(self, name: str, ours: Any) -> None:
-        """Hide the class's attribute by `ours`, until `uninstall`."""
+        """Hide the class's attribute `name` behind `ours` until `uninstall`."""
         self._installed[name] = ours
         setattr(self.scheduler, name, ours)
 
     def uninstall(self) -> None:
-        """Restore the class's methods. What somebody else has put over ours since is left alone, and said."""
+        """Restore the class's methods. An override that another plugin has put over ours is left, with a warning."""
         attributes = self.scheduler.__dict__
         for name, wrapped in self._installed.items():
             if attributes.get(name) is wrapped:
@@ -215,12 +227,12 @@ class Seam(Guard):
     def _wrap_decide(self, part: Part, ours: Callable[..., Any]) -> Callable[..., Any]:
         scheduler = self.scheduler
         stock = self.stock("decide_worker_non_rootish")
-        running, told = Status.running, self._told
+        running, on_fallback = Status.running, self._on_fallback
 
         def decide_worker_non_rootish(ts: TaskState) -> WorkerState | None:
             if part.retired is not None:
                 part.fallbacks["retired"] += 1
-                told(ts.key, f"placement had retired after {part.retired}")
+                on_fallback(ts.key, f"placement had retired after {part.retired}")
                 return stock(ts)
             try:
                 valid = None
@@ -235,10 +247,10 @@ class Seam(Guard):
                     return ws
                 detail = f"{ws!r} is not a running worker that {ts!r} may run on"
                 self.failed(part.name, "rejected", detail)
-                told(ts.key, f"the choice was rejected: {detail}")
+                on_fallback(ts.key, f"the choice was rejected: {detail}")
             except Exception as e:
                 self.failed(part.name)
-                told(ts.key, f"{type(e).__name__}: {e}")
+                on_fallback(ts.key, f"{type(e).__name__}: {e}")
             return stock(ts)
 
         return decide_worker_non_rootish

@@ -1,32 +1,35 @@
-"""A second copy of a running task on another worker; the first result counts. See `seam` for the rules.
+"""`Speculation`: run a second copy of a task on another worker; the first result counts. See `seam` for the rules.
 
-How, and why that is safe with distributed's state machines:
+`start` starts a copy. The plugin reports events to `entered_processing`, `left_processing`, `unwanted`,
+`worker_removed` and `restarted`. *Stock* means Dask's own code.
 
-1. *Start.* The second worker is sent the ordinary ``compute-task`` message with a run id of its own. The scheduler's
-   state is not touched: the task is in processing on the first worker with the first run id, as if nothing had
-   happened. Whatever becomes of us, the first copy finishes as always.
-2. *The first one finishes first.* Stock handles it. The second worker is told to free the key, once; it forgets what it
-   computes, or has computed, and says no more of it.
-3. *The second one finishes first.* ``task-finished`` from that worker with that run id, while the task is in
-   processing: the task is re-assigned to the second worker, the way work stealing re-assigns (``processing_on`` and
-   both workers' ``processing``), gets the second run id, and then stock's handler runs: for it the task finishes where
-   it was assigned. The first worker is told to free the key. Its own result, when it was on its way already, has an old
-   run id.
-4. *A message of the losing copy* that was sent before it heard so is swallowed. Stock would answer a stale result with
-   a second ``free-keys``, which could reach that worker after it has fetched the same key as the input of a dependent.
-   Not when the task is assigned to that worker again: then stock has to hear of the old run, and starts it anew.
+How it works, and why that is safe with distributed's state machines:
+
+1. *Start.* The second worker gets the ordinary ``compute-task`` message with a run id of its own. The scheduler's state
+   is not touched: the task is in processing on the first worker with the first run id. Whatever fails here, the first
+   copy finishes as always.
+2. *The first copy finishes first.* Stock handles it. The second worker is sent ``free-keys``, once. It forgets what it
+   computes or has computed, and sends nothing more about it.
+3. *The second copy finishes first.* ``task-finished`` arrives from that worker with that run id, while the task is in
+   processing. The task is re-assigned to the second worker as work stealing does it (``processing_on`` and both
+   workers' ``processing``) and gets the second run id. Then stock's handler runs: for it the task finishes where it was
+   assigned. The first worker is sent ``free-keys``. If its own result is on its way already, it has an old run id.
+4. *A message of the losing copy*, sent before ``free-keys`` reached it, is swallowed. Stock would answer a stale result
+   with a second ``free-keys``. That could reach the worker after it has fetched the same key as the input of a
+   dependent. The message is not swallowed when the task is assigned to that worker again: then stock needs it, and
+   starts the task anew.
 5. *An error of the second copy* ends only that copy. An error of the first is the task's, as always.
-6. *The first worker dies.* Stock assigns the task anew. The second copy stays: its result counts by rule 3, whoever has
-   the task by then. When that is the second worker itself, the copy is *adopted*: from then on only its run id is
-   accepted as the task's, nothing is freed. *The second worker dies*: the copy is forgotten; the scheduler has never
-   charged the task to that worker, so it is not suspicious of anything.
-7. The task is cancelled, released or has another recipe: the copy is told to free the key. A `TaskState` that is not
-   the same object with the same ``run_spec`` never takes a copy's result.
+6. *The first worker dies.* Stock assigns the task anew. The second copy stays: its result counts by rule 3, wherever
+   the task is assigned by then. If that is the second worker itself, the copy is *adopted*: from then on only its run
+   id is accepted as the task's, and nothing is freed. *The second worker dies*: the copy is forgotten. The scheduler
+   never assigned the task to that worker, so it does not count the death against the task.
+7. *The task is cancelled*, released or has another recipe: the copy is freed. A `TaskState` that is not the same object
+   with the same ``run_spec`` never takes a copy's result.
 8. *Inputs of a copy.* The scheduler does not know that the second worker needs them, so active memory management would
-   drop them there as superfluous replicas; a worker that is told so while a task runs on the input raises, and with
-   that exception closes. Such a request is not sent while the copy runs.
+   drop them there as superfluous replicas. A worker that drops an input of a running task raises, and closes. So such a
+   request is not sent while the copy runs.
 9. *One value per key.* A losing copy that still runs when a dependent is sent to its worker would leave its own value
-   there as that dependent's input; `worker_copies` on the worker discards it.
+   there as that dependent's input. `worker_copies` on the worker discards it.
 
 Taken over: the entries ``task-finished`` and ``task-erred`` of ``scheduler.stream_handlers`` (an instance's dict), and
 ``scheduler.request_remove_replicas``.
@@ -60,13 +63,13 @@ LOSERS = 10_000
 
 
 class Copy:
-    """A second copy that runs."""
+    """A second copy that is running."""
 
     __slots__ = ("address", "adopted", "first_address", "run_id", "run_spec", "ts", "worker")
 
     def __init__(self, ts: TaskState, worker: Any, run_id: int) -> None:
         self.ts = ts
-        #: of the recipe it was given
+        #: the recipe it was started with
         self.run_spec = ts.run_spec
         #: WorkerState it runs on, and its address
         self.worker = worker
@@ -74,7 +77,7 @@ class Copy:
         self.run_id = run_id
         #: address of the worker that the scheduler assigned the task to
         self.first_address: str = ts.processing_on.address
-        #: whether that is the same worker by now
+        #: whether the task is assigned to this copy's worker by now
         self.adopted = False
 
 
@@ -88,7 +91,7 @@ class Speculation:
         self.copies: dict[Hashable, Copy] = {}
         #: address -> copies that run there
         self.per_worker: Counter[str] = Counter()
-        #: by what became of them: started, won, lost, erred, worker lost, cancelled, swallowed
+        #: copies by outcome: started, won, lost, erred, worker lost, cancelled, swallowed
         self.counts: Counter[str] = Counter()
         #: prefix -> copies that won less those that lost
         self.gained: Counter[str] = Counter()
@@ -100,6 +103,7 @@ class Speculation:
         self._remove: Any = None
 
     def install(self) -> None:
+        """Override the handlers of finished and failed tasks, and the removal of replicas."""
         part = self.guard.parts.setdefault(NAME, Part(NAME))
         handlers = self.scheduler.stream_handlers
         finished, erred = handlers["task-finished"], handlers["task-erred"]
@@ -150,6 +154,7 @@ class Speculation:
         return any(c.address == address and any(d.key == key for d in c.ts.dependencies) for c in self.copies.values())
 
     def uninstall(self) -> None:
+        """Cancel all copies and restore the scheduler's handlers. An override put over ours since is left."""
         for key in list(self.copies):
             self._drop(key, "cancelled")
         handlers = self.scheduler.stream_handlers
@@ -197,7 +202,7 @@ class Speculation:
         return copy
 
     def _drop(self, key: Hashable, why: str) -> None:
-        """A copy is not wanted any more: its worker is told, and what it says of it from now on is not heard."""
+        """End a copy: free the key on its worker, and swallow what that worker still sends about it."""
         copy = self._forget(key)
         if copy is None:
             return
@@ -244,7 +249,7 @@ class Speculation:
             or ts.run_spec is not copy.run_spec
             or scheduler.workers.get(worker) is not ws
         ):
-            # Another task by now. Stock would take it for a stale run; it is told as one that nobody wants.
+            # Another task by now. Stock would take it for a stale run; the copy is freed instead.
             self._drop(key, "cancelled")
             self._losers.pop((key, worker, run_id), None)
             return False
@@ -274,10 +279,10 @@ class Speculation:
             # the key and compute it again.
             self._lose(key, worker, ts.run_id)
         ts.run_id = run_id
-        self._tell(key, address, worker)
+        self._report_win(key, address, worker)
         return True
 
-    def _tell(self, key: Hashable, first: str, second: str) -> None:
+    def _report_win(self, key: Hashable, first: str, second: str) -> None:
         try:
             self.on_won(key, first, second)
         except Exception:
@@ -301,14 +306,14 @@ class Speculation:
     # ------------------------------------------------------------------ events
 
     def entered_processing(self, key: Hashable) -> None:
-        """The task was assigned, which it can only be anew."""
+        """Note that a task which has a copy was assigned again."""
         copy = self.copies.get(key)
         if copy is not None and copy.ts.processing_on is not None:
             copy.first_address = copy.ts.processing_on.address
             copy.adopted = copy.ts.processing_on is copy.worker
 
     def left_processing(self, key: Hashable, finish: str) -> None:
-        """The first copy has ended, one way or the other."""
+        """End the copy of a task that left processing for the state `finish`, unless its worker died (rule 6)."""
         copy = self.copies.get(key)
         if copy is None:
             return
@@ -317,11 +322,12 @@ class Speculation:
         self._drop(key, "lost" if finish in ("memory", "erred") else "cancelled")
 
     def unwanted(self, key: Hashable) -> None:
-        """The task was released or forgotten without being in processing."""
+        """End the copy of a task that was released or forgotten without being in processing."""
         if key in self.copies:
             self._drop(key, "cancelled")
 
     def worker_removed(self, address: str) -> None:
+        """Forget the copies that ran on a worker that is gone."""
         for key in [k for k, c in self.copies.items() if c.address == address]:
             self._forget(key)
             self.counts["worker lost"] += 1
@@ -329,6 +335,7 @@ class Speculation:
             del self._losers[entry]
 
     def restarted(self) -> None:
+        """Forget all copies: the scheduler has forgotten all tasks."""
         self.copies.clear()
         self.per_worker.clear()
         self._losers.clear()

@@ -1,10 +1,11 @@
-"""Taking over who steals, and moving single tasks by the machinery of work stealing. See `seam` for the rules.
+"""`Stealing`: override which worker steals a task, and move single tasks by work stealing. See `seam` for the rules.
 
-``extension._get_thief`` is the one place between "this task could be moved" and stock's test whether it pays. Ours
-answers with a thief, with None (the task stays) or lets stock choose. Everything after it is stock's: its test, the
-request to the victim, the confirmation; so a task is only ever moved when its worker has not begun it.
+``extension._get_thief`` is the one place between "this task could be moved" and Dask's test whether it pays. The
+override answers with a worker, with None (the task stays), or lets *stock*, Dask's own method, choose. Everything after
+it is stock: its test, the request to the victim, the confirmation. So a task is only moved when its worker has not
+begun it.
 
-Rejected: true seconds in ``get_comm_cost`` (measured: ten times as many moves, see `Engine.comm_cost`); replacing
+Rejected: true seconds in ``get_comm_cost`` (measured: ten times as many moves, see `StealCost.comm_cost`); replacing
 ``balance`` (a hundred lines of state to keep in step with every release).
 """
 
@@ -35,7 +36,7 @@ PARAMETERS = ("scheduler", "ts", "potential_thieves", "occupancies")
 
 
 class Stealing:
-    """The take-over of one scheduler's stealing extension."""
+    """Overrides the choice of thieves in one scheduler's stealing extension."""
 
     def __init__(self, scheduler: Scheduler, guard: Guard) -> None:
         self.scheduler = scheduler
@@ -48,6 +49,7 @@ class Stealing:
 
     @property
     def installed(self) -> bool:
+        """Whether the override is in place."""
         return self._extension is not None
 
     def install(self, choose: Callable[[Any, Any, Any, Any], Any]) -> bool:
@@ -56,7 +58,7 @@ class Stealing:
         if extension is None:
             return False
         if any(not hasattr(extension, name) for name in USED) or "_get_thief" in extension.__dict__:
-            logger.info("placement: work stealing is %r, which is left as it is", extension)
+            logger.info("placement: work stealing is overridden or lacks attributes; left as it is: %r", extension)
             return False
         if tuple(inspect.signature(extension._get_thief).parameters) != PARAMETERS:
             logger.info("placement: _get_thief has other parameters in this version; stealing is left as it is")
@@ -86,6 +88,7 @@ class Stealing:
         return True
 
     def uninstall(self) -> None:
+        """Restore the extension's own method. An override put over ours since is left, with a warning."""
         extension, self._extension = self._extension, None
         if extension is None:
             return
@@ -105,7 +108,7 @@ class Stealing:
         return True
 
     def balance(self) -> None:
-        """Look now for tasks that idle workers could take; nothing where the user has switched stealing off."""
+        """Run a round of Dask's balancing now; does nothing where the user has switched stealing off."""
         if self._extension is not None and self._wanted:
             self._extension.balance()
 

@@ -1,18 +1,18 @@
-"""On a worker: what a losing copy of a task computes is never read there. See `speculation` for the copies.
+"""`WorkerCopies`: on a worker, discard what a losing copy of a task computes. See `speculation` for the copies.
 
-The race. The other copy has won, and this worker was told to free the key while its own run of it goes on in a thread.
-Now a dependent is sent here: the state machine puts the key from *cancelled* to *resumed*, to be fetched from the
-winner. When the run ends first, Dask takes its value instead of fetching. That saves a transfer and is right as long as
-both runs return the same; a task that draws a random number or reads a clock would have two values in one graph.
+The race: the other copy has won, and this worker was asked to free the key while its own run goes on in a thread. Now a
+dependent is sent here. The state machine puts the key from *cancelled* to *resumed*, to be fetched from the winner. If
+the run ends first, Dask takes its value instead of fetching. That saves a transfer and is right as long as both runs
+return the same value. A task that draws a random number or reads a clock would have two values in one graph.
 
 So a run that ends in *resumed* is answered as a task that raised ``Reschedule``: the state machine forgets the value
-and fetches. Dask by itself comes there only when a cancelled key is asked for again on another worker, where the fetch
-is as right as the value; telling the two apart would mean reading the state machine's log.
-
-Rejected: tracking the ``free-keys`` messages of the scheduler's half (another wrapper on every event, for a case that
-the state at the end already shows); keeping dependents off the loser (it never says when a cancelled run has ended).
+and fetches. Without copies this state arises only when a cancelled key is asked for again on another worker. There the
+fetch is as right as the value, and telling the two cases apart would mean reading the state machine's log.
 
 Taken over: ``worker.execute``.
+
+Rejected: tracking the scheduler's ``free-keys`` messages (another wrapper on every event, for a case that the final
+state already shows); keeping dependents off the loser (it never reports when a cancelled run has ended).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 
 class WorkerCopies(Wrapped):
-    """Of one worker."""
+    """Overrides ``execute`` on one worker."""
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
-        #: values of losing copies that were not taken
+        #: values of losing copies that were discarded
         self.discarded = 0
         super().__init__(worker, "execute")
 
@@ -50,4 +50,5 @@ class WorkerCopies(Wrapped):
         return execute
 
     def statistics(self) -> dict[str, int]:
+        """Counts since the start, as plain JSON."""
         return {"discarded": self.discarded}

@@ -10,7 +10,7 @@ import pytest
 from distributed.core import Status
 
 from dask_gpurt.placement.evaluate import graph_judge, graph_verdict, idle_alarm
-from dask_gpurt.placement.evaluate.graph_judge import GraphJudge, Standing
+from dask_gpurt.placement.evaluate.graph_judge import GraphJudge, GraphStanding
 from dask_gpurt.placement.evaluate.graph_verdict import Outcome, verdict
 from dask_gpurt.placement.evaluate.idle_alarm import IdleAlarm
 from tests.placement.fakes import FakeTask, FakeWorker, assign, make_engine
@@ -112,7 +112,7 @@ def test_it_is_tried_again_and_rests_longer() -> None:
     assert s.record.rest == 4 * graph_judge.REST_SECONDS
     s.now += 2 * graph_judge.REST_SECONDS
     s.times(4, 2.0, 2.8)  # it has become better
-    assert s.record.standing is Standing.CLEARED
+    assert s.record.standing is GraphStanding.CLEARED
     s.times(20, 2.0, 2.8)
     assert set(s.sides[-20:]) == {"ours"}
 
@@ -137,7 +137,7 @@ def test_each_kind_of_graph_is_judged_alone() -> None:
     for _ in range(8):
         s.run(4.0, 2.0)
         s.run(1.5, 3.0, other)
-    assert [r.standing for r in s.judge.records.values()] == [Standing.RETIRED, Standing.CLEARED]
+    assert [r.standing for r in s.judge.records.values()] == [GraphStanding.RETIRED, GraphStanding.CLEARED]
     # Another size is another kind, near sizes are not.
     assert not s.run(4.0, 2.0, {"make": 400, "norm": 400, "total": 1})
     assert s.run(4.0, 2.0, {"make": 42, "norm": 42, "total": 1})
@@ -158,36 +158,36 @@ def test_several_that_lose_retire_everything() -> None:
 def test_bytes_decide_where_times_are_even() -> None:
     s = Script()
     s.times(12, s.noisy(2.0, 0.001), s.noisy(2.0, 0.001), moved=(3e9, 1e9))
-    assert s.record.standing is Standing.RETIRED
+    assert s.record.standing is GraphStanding.RETIRED
     assert "times the bytes" in s.told[0]
     few = Script()
     few.times(24, 2.0, 2.0, moved=(3e6, 1e6))
-    assert few.record.standing is Standing.CLEARED, "a few megabytes are nothing"
+    assert few.record.standing is GraphStanding.CLEARED, "a few megabytes are nothing"
 
 
 def test_memory_decides_where_the_rest_is_even() -> None:
     s = Script()
     s.times(24, s.noisy(2.0, 0.001), s.noisy(2.0, 0.001), fullest=(0.9, 0.5))
-    assert s.record.standing is Standing.RETIRED
+    assert s.record.standing is GraphStanding.RETIRED
     assert "held 1.8" in s.told[0]
     fast = Script()
     fast.times(24, 2.0, 3.0, fullest=(0.9, 0.5))
-    assert fast.record.standing is Standing.CLEARED, "what is faster may use the room there is"
+    assert fast.record.standing is GraphStanding.CLEARED, "what is faster may use the room there is"
     spills = Script()
     spills.times(24, spills.noisy(2.0), spills.noisy(2.2), fullest=(1.5, 0.5))
-    assert spills.record.standing is Standing.RETIRED, "but not more than there is"
+    assert spills.record.standing is GraphStanding.RETIRED, "but not more than there is"
 
 
 def test_a_full_worker_is_suspicious() -> None:
     s = Script()
     s.times(3, 2.0, 2.0, needs=1.9, fullest=(1.2, 0.5))
-    assert s.record.standing is Standing.TRIAL
+    assert s.record.standing is GraphStanding.TRIAL
 
 
 def test_the_alarm_is_suspicious_at_once() -> None:
     s = Script()
     s.run(2.0, 2.0, needs=1.9, during=s.judge.alarmed)
-    assert s.record.standing is Standing.TRIAL
+    assert s.record.standing is GraphStanding.TRIAL
     assert "idle" in s.record.reason
 
 
@@ -238,7 +238,7 @@ def test_results_are_compared_with_like_ones_only() -> None:
         side = s.judge._by_lot(s.record)
         s.judge._lot = lambda side=side: 0.0 if side else 1.0  # type: ignore[misc]
         s.run(4.0, 0.5 * 4.0, made=10 if side else 100_000)
-    assert s.record.standing is Standing.CLEARED
+    assert s.record.standing is GraphStanding.CLEARED
     assert "no two sides" in s.record.reason
 
 
@@ -247,7 +247,7 @@ def test_a_trial_that_is_always_spoiled_ends() -> None:
     s.times(2, 4.0, 2.0)
     assert s.judge.trials == 1
     s.times(graph_judge.MOST_DRAWN, 4.0, 2.0, computed=False)
-    assert s.record.standing is Standing.CLEARED
+    assert s.record.standing is GraphStanding.CLEARED
     assert not s.judge.stock
 
 
@@ -273,7 +273,7 @@ def test_overlapping_graphs_are_one_episode() -> None:
     s = Script()
     a, b = {"a": 30}, {"b": 100}
     sides = [overlapping(s, a, b, 4.0, 2.0) for _ in range(20)]
-    assert s.record.standing is Standing.RETIRED
+    assert s.record.standing is GraphStanding.RETIRED
     assert s.judge.by_lot == 2
     assert sides[6:] == [[True, True]] * 14, "what follows stays on the side of the first"
     assert not s.judge.unjudged
@@ -282,7 +282,7 @@ def test_overlapping_graphs_are_one_episode() -> None:
 def test_the_larger_graph_decides_the_side() -> None:
     s = Script()
     s.times(6, 4.0, 2.0)
-    assert s.record.standing is Standing.RETIRED
+    assert s.record.standing is GraphStanding.RETIRED
     assert overlapping(s, GRAPH, {"b": 10}) == [True, True], "a smaller one changes nothing"
     assert overlapping(s, GRAPH, {"b": 400}) == [True, False], "a larger one is ours again"
     assert overlapping(s, {"b": 40}, GRAPH) == [False, True], "or stock's, as it was retired"
