@@ -168,7 +168,7 @@ async def test_specs_that_are_not_ours(c, s, a, b):
     assert type(takeover.choose(spec(left(0)))) is GpurtShuffleSpec
     other = spec(NotPandas(left(0)))
     assert takeover.choose(other) is other
-    assert "meta is test_install.NotPandas" in takeover.statistics()["fallbacks"]
+    assert f"meta is {__name__}.NotPandas" in takeover.statistics()["fallbacks"]
     broken = spec(left(0))
     takeover.scheduler = None
     assert takeover.choose(broken) is broken
