@@ -1,8 +1,8 @@
 """What one worker has split in one run, and what it retains of it to send it again; see `protocol.recovery`.
 
-A `SendLog` is told of every input before it is sent (`ran`) and of every amendment (`amend`, which returns what has to
-be sent again). It says which inputs the worker vouches for (`vouches`, `vouched`). What the logs of a worker retain is
-bounded by its `RetainBudget`.
+Every input is entered in a `SendLog` before it is sent (`ran`), and every amendment (`amend`, which returns what has to
+be sent again). The log says which inputs the worker vouches for (`vouches`, `vouched`). What the logs of a worker
+retain is bounded by its `RetainBudget`.
 
 Invariants
 - An input's rows are under the address of the worker that is to have them; `own` is what this worker has for itself.

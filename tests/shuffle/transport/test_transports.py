@@ -359,6 +359,8 @@ def test_without_descriptors_the_listener_is_quiet(nodes, monkeypatch, caplog, r
             eventually(lambda: b.transport.statistics()["accept_pauses"] >= 2)
             # One call of `accept` per pause, not one per turn of the loop.
             assert short.calls <= b.transport.statistics()["accept_pauses"] + 1
+        # It is logged after it is counted, in the transport's thread.
+        eventually(lambda: any("ulimit" in r.getMessage() for r in caplog.records))
     assert len([r for r in caplog.records if "ulimit" in r.getMessage()]) == 1
     assert b.transport.statistics()["errors"] >= 1
     # When there are some again, all is as before.
