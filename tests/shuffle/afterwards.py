@@ -93,7 +93,8 @@ class Afterwards(World):
 
     def make(self) -> None:
         assert self.opened is not None
-        if self.bind_late and self.phase is None and not self.opened and not self.made:
+        # As `rebalance` has it: not once anything was opened, or could have been.
+        if self.bind_late and self.phase is None and not self.scopes and not self.made:
             self.bind_late = False
             self.bind()
         if self.state.handing and self.phase is None and self.flushed:
