@@ -278,10 +278,8 @@ def views(
         Read; seceded tasks are taken out of the backlog.
     prefix
         Of the task: how slow a worker is may depend on it.
-    disk
-        Whether to count the time in which disks read spilled inputs.
-    inbound
-        Whether to count what is on its way to the worker already.
+    disk, inbound
+        Whether to count the time to read spilled inputs, and the inputs already on their way to the worker.
     """
     residence = tables.residence if disk and inputs.spilled else None
     table, fits, reconcile = tables.workers, tables.links.fits, tables.backlog.reconcile

@@ -314,7 +314,7 @@ class RootDispatch:
         return [*(info.ws for info in freed), *(idle if len(idle) <= ASKED else self._free())]
 
     def takers(self, ts: TaskState = None) -> list[Any]:
-        """Workers of which the least busy gets what nobody pulls (`ts`, if it is known): all of a few, some of many."""
+        """Workers of which the least busy gets a root that none pulls (`ts`, if known): all of a few, some of many."""
         tables = self._tables
         idle = tables.scheduler.idle_task_count
         owner = None if ts is None else tables.workers.by_address.get(self._groups.owner(ts.key) or "")

@@ -68,7 +68,7 @@ class RootQueue:
         ``(ws) -> bool``: whether a worker with a free slot should get one of the queued tasks.
     held
         ``(ts) -> bool``: whether a queued task is to stay queued although a worker has a free slot. Only while
-        another worker is busy, whose next finished task deals again.
+        another worker is busy: its next finished task fills slots again.
     quiet
         ``() -> bool``: whether `hungry` would name no worker. Called where no worker has a free slot, which is after
         most tasks; it may forget which workers have finished a task.
