@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import logging
     from collections.abc import Callable
 
-#: failures within the window after which a part is switched off
+#: failures within the window after which a part is switched off; of code that runs for every task
 LIMIT = 100
 WINDOW_SECONDS = 60.0
 #: one event per so many seconds and part, at most
@@ -35,7 +35,7 @@ class Part:
 
     __slots__ = ("_last_event", "_times", "fallbacks", "last_traceback", "name", "on_retired", "retired")
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, limit: int) -> None:
         self.name = name
         #: reason -> how often Dask's own code did the work because of a failure
         self.fallbacks: Counter[str] = Counter()
@@ -44,7 +44,7 @@ class Part:
         self.retired: str | None = None
         #: called once, when it retires
         self.on_retired: Callable[[], None] | None = None
-        self._times: deque[float] = deque(maxlen=LIMIT)
+        self._times: deque[float] = deque(maxlen=limit)
         self._last_event = -math.inf
 
     @property
@@ -72,6 +72,8 @@ class Guard:
         Gets the WARNING when a part is switched off.
     sink
         Gets the events.
+    limit, window_seconds
+        So many failures of a part within this time switch it off; None: `LIMIT` within `WINDOW_SECONDS`.
     """
 
     def __init__(
@@ -81,16 +83,20 @@ class Guard:
         *,
         sink: Sink = null_sink,
         clock: Callable[[], float] = time.monotonic,
+        limit: int | None = None,
+        window_seconds: float | None = None,
     ) -> None:
         self.engine = engine
         self.logger = logger
         self.parts: dict[str, Part] = {}
         self._sink = sink
         self._clock = clock
+        self._limit = LIMIT if limit is None else limit
+        self._window = WINDOW_SECONDS if window_seconds is None else window_seconds
 
     def part(self, name: str, on_retired: Callable[[], None] | None = None) -> Part:
         """Return the part of this name, made if there is none; `on_retired` is called when it is switched off."""
-        part = self.parts.setdefault(name, Part(name))
+        part = self.parts.setdefault(name, Part(name, self._limit))
         if on_retired is not None:
             part.on_retired = on_retired
         return part
@@ -112,9 +118,9 @@ class Guard:
                     {"part": part_name, "reason": reason, "traceback": part.last_traceback},
                 )
             )
-        if part.retired is None and len(times) == times.maxlen and now - times[0] <= WINDOW_SECONDS:
+        if part.retired is None and len(times) == times.maxlen and now - times[0] <= self._window:
             part.retired = (
-                f"{len(times)} failures within {WINDOW_SECONDS:g} s; the last one: "
+                f"{len(times)} failures within {self._window:g} s; the last one: "
                 f"{part.last_traceback.strip().rsplit(chr(10), 1)[-1]}"
             )
             self.logger.warning(

@@ -15,7 +15,6 @@ from distributed.utils_test import gen_cluster
 
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.errors import InstallError, SeamMismatch
-from dask_gpurt.model import circuit_breaker
 from dask_gpurt.shuffle import (
     MemoryShardStore,
     ShuffleTakeover,
@@ -26,6 +25,7 @@ from dask_gpurt.shuffle import (
     withdraw,
     worker_statistics,
 )
+from dask_gpurt.shuffle.scheduler.plugin import FAILURES
 from dask_gpurt.shuffle.spec import GpurtShuffleSpec
 from tests.shuffle.helpers import ON, left, source, until
 
@@ -267,7 +267,7 @@ async def test_too_many_failures_leave_new_shuffles_to_dask(c, s, a, b):
     takeover = await ShuffleTakeover.install(s, ON, sink=events.append)
 
     async def fails_while_it_is_used(scheduler, *args):
-        for _ in range(circuit_breaker.LIMIT):
+        for _ in range(FAILURES):
             try:
                 raise ValueError("no such task")
             except ValueError:
@@ -280,10 +280,10 @@ async def test_too_many_failures_leave_new_shuffles_to_dask(c, s, a, b):
     takeover.pin = pin
     stats = takeover.statistics()
     assert stats["runs"] == 1
-    assert stats["errors"] == circuit_breaker.LIMIT
+    assert stats["errors"] == FAILURES
     assert "ValueError: no such task" in stats["last_error"]
     (why,) = stats["retired"].values()
-    assert f"{circuit_breaker.LIMIT} failures" in why
+    assert f"{FAILURES} failures" in why
     assert "no such task" in why
     assert [e.name for e in events] == ["shuffle.installed", "shuffle.fallback", "shuffle.retired"]
     runs = [worker_statistics(w)["runs"] for w in (a, b)]

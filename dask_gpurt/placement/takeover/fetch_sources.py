@@ -14,8 +14,6 @@ import inspect
 import logging
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.model.circuit_breaker import Part
-
 if TYPE_CHECKING:
     from distributed.scheduler import Scheduler, TaskState
 
@@ -53,7 +51,7 @@ class FetchSources:
                 NAME,
             )
             return False
-        part = self.guard.parts.setdefault(NAME, Part(NAME))
+        part = self.guard.part(NAME)
         stock = method.__get__(scheduler)
         zones = self.zones
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.errors import InstallError
-from dask_gpurt.model.circuit_breaker import Part
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +36,7 @@ def watch(seam: Seam, observe: Callable[[Any, Any, Any], None]) -> None:
             f"Scheduler.{name} is already overridden by {scheduler.__dict__[name]!r}. Remedy: remove the other plugin, "
             "or set gpurt.placement.enabled: false"
         )
-    part = seam.parts.setdefault(name, Part(name))
+    part = seam.part(name)
     stock = seam.stock(name)
 
     def decide_worker_non_rootish(ts: TaskState) -> WorkerState | None:

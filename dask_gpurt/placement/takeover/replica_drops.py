@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any
 from distributed.active_memory_manager import ReduceReplicas, Suggestion
 from distributed.core import Status
 
-from dask_gpurt.model.circuit_breaker import Part
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Hashable
 
@@ -75,7 +73,7 @@ class WorstReplicas(ReduceReplicas):
 
     def run(self) -> Generator[Suggestion, Any, None]:
         """Yield Dask's suggestions, with a worker named in each that drops a replica."""
-        part = self._guard.parts.setdefault(NAME, Part(NAME))
+        part = self._guard.part(NAME)
         stock = super().run()
         answer: Any = None
         while True:

@@ -33,7 +33,6 @@ from typing import TYPE_CHECKING, Any
 from distributed.core import Status
 
 from dask_gpurt.errors import InstallError
-from dask_gpurt.model.circuit_breaker import Part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable
@@ -99,7 +98,7 @@ class RootQueue:
     ) -> None:
         self.scheduler: Scheduler = seam.scheduler
         self.seam = seam
-        self.part = Part("roots")
+        self.part = seam.part("roots")
         self._waits, self._pull, self._pending, self._worth = waits, pull, pending, worth
         self._held, self._hungry, self._first, self._takers = held, hungry, first, takers
         self._quiet, self._stock = quiet, stock
@@ -128,7 +127,6 @@ class RootQueue:
                     f"Scheduler.{name} is already overridden by {s.__dict__[name]!r}. Remedy: remove the other plugin, "
                     "or set gpurt.placement.enabled: false"
                 )
-        self.part = seam.parts.setdefault("roots", self.part)
         self._stock_pump = seam.stock("stimulus_queue_slots_maybe_opened")
         self._stock_decide = seam.stock("decide_worker_rootish_queuing_enabled")
         table = dict(type(s)._TRANSITIONS_TABLE)

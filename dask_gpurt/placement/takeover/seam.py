@@ -196,7 +196,7 @@ class Seam(Guard):
                     "the other plugin, or set gpurt.placement.enabled: false"
                 )
         for name, ours in overrides.items():
-            part = self.parts.setdefault(name, Part(name))
+            part = self.part(name)
             self.put(name, wrappers[name](part, ours))
 
     def put(self, name: str, ours: Any) -> None:

@@ -45,8 +45,6 @@ import logging
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.model.circuit_breaker import Part
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
@@ -104,7 +102,7 @@ class Speculation:
 
     def install(self) -> None:
         """Override the handlers of finished and failed tasks, and the removal of replicas."""
-        part = self.guard.parts.setdefault(NAME, Part(NAME))
+        part = self.guard.part(NAME)
         handlers = self.scheduler.stream_handlers
         finished, erred = handlers["task-finished"], handlers["task-erred"]
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import dask
 
-from dask_gpurt.model.circuit_breaker import Part
 from dask_gpurt.placement.decide.steal_policy import STOCK
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ class Stealing:
         if tuple(inspect.signature(extension._get_thief).parameters) != PARAMETERS:
             logger.info("placement: _get_thief has other parameters in this version; stealing is left as it is")
             return False
-        part = self.guard.parts.setdefault(NAME, Part(NAME))
+        part = self.guard.part(NAME)
         stock = extension._get_thief
 
         def _get_thief(scheduler: Scheduler, ts: TaskState, potential_thieves: Any, *, occupancies: Any) -> Any:

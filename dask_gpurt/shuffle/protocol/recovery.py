@@ -60,6 +60,10 @@ if TYPE_CHECKING:
 EPOCHS = 255
 #: ids of shards of one input for one worker, of one attempt and epoch
 CUTS = 1 << 16
+#: outputs of one run that are bound late, at most
+MOVES = 8
+#: ids of shards that an input may have of one of them
+NUMBERS = CUTS // 2 // MOVES
 
 
 def shard_id(partition: int, attempt: int, epoch: int) -> int:

@@ -57,6 +57,8 @@ if TYPE_CHECKING:
     from dask_gpurt.shuffle.scheduler.runs import RunRecord
 
 logger = logging.getLogger("distributed.scheduler.gpurt")
+#: failures within so many seconds after which new shuffles are left to Dask: a query makes few calls here
+FAILURES, FAILURES_SECONDS = 10, 600.0
 #: outputs pinned in one turn of the scheduler's loop, about 5 ms
 _PIN_TASKS = 500
 #: the part of our code whose failures are counted, in events and statistics
@@ -264,7 +266,7 @@ class ShuffleTakeover:
         self._pinned = 0
         #: what is said of large outputs
         self.skew = SkewReport(sink, self.failed)
-        self._guard = Guard("shuffle", logger, sink=sink)
+        self._guard = Guard("shuffle", logger, sink=sink, limit=FAILURES, window_seconds=FAILURES_SECONDS)
 
     @classmethod
     async def install(
@@ -388,7 +390,7 @@ class ShuffleTakeover:
     @property
     def _part(self) -> Part:
         """Failures of our code, and why it is switched off."""
-        return self._guard.parts.setdefault(_PART, Part(_PART))
+        return self._guard.part(_PART)
 
     def failed(self) -> None:
         """Count the exception that is being handled. Too many switch the shuffle off, see `model.circuit_breaker`."""

@@ -28,10 +28,9 @@ from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.protocol import rebalance_plan
 from dask_gpurt.shuffle.protocol.histogram import add_up
 from dask_gpurt.shuffle.protocol.rebalance_plan import Output, Plan, Prices, Room, choose
-from dask_gpurt.shuffle.protocol.recovery import EPOCHS
+from dask_gpurt.shuffle.protocol.recovery import EPOCHS, MOVES, NUMBERS
 from dask_gpurt.shuffle.scheduler.restart import NOT_WANTED
 from dask_gpurt.shuffle.scheduler.runs import LISTENED, PATIENCE, PATIENCE_SECONDS, Step
-from dask_gpurt.shuffle.worker.handover import MOVES, NUMBERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from dask_gpurt.errors import LostData
-from dask_gpurt.shuffle.protocol.recovery import CUTS, Counting, origin, shard_id
+from dask_gpurt.shuffle.protocol.recovery import CUTS, NUMBERS, Counting, origin, shard_id
 from dask_gpurt.shuffle.rows.partition import Shard
 
 if TYPE_CHECKING:
@@ -35,11 +35,6 @@ if TYPE_CHECKING:
     from dask_gpurt.shuffle.worker.owners import Owners
     from dask_gpurt.shuffle.worker.receiver import Receiver
     from dask_gpurt.shuffle.worker.resend import Resender
-
-#: outputs of one run that are bound late, at most
-MOVES = 8
-#: shards that an input may have of one of them
-NUMBERS = CUTS // 2 // MOVES
 
 
 class Move(NamedTuple):
