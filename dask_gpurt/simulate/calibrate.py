@@ -139,7 +139,7 @@ def _slowness(ran: list[TracedTask]) -> dict[int, float]:
 def _link(trace: Trace, ran: list[TracedTask]) -> tuple[Link, int]:
     """Theil and Sen's line: the median of the slopes between all two transfers, then the median of what is left.
 
-    The live fit (`topology.LinkFit`) follows a link as it changes and keeps few samples; a trace is there as a whole,
+    The live fit (`topology.links`) follows a link as it changes and keeps few samples; a trace is there as a whole,
     and one transfer of which the sender was busy must not make a link a hundred times slower.
     """
     seen: list[tuple[int, float]] = []

@@ -2,7 +2,7 @@
 
 Theory of operation. A run survives the loss of a worker; it is *amended* and goes on under the same run id. Each
 amendment has a number, its *epoch*, from 1. The scheduler gives the lost worker's outputs to others (`reassign`) and
-tells the survivors (`send_log.Ledger.amend`), which
+tells the survivors (`send_log.SendLog.amend`), which
 
 - send again what they had sent to the lost worker, to the new owners, from the shards they retained;
 - forget inputs of which they retained too little (the budget was short); these are split again.

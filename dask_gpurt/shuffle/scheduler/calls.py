@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from dask_gpurt.shuffle.scheduler.runs import RunRecord
 
-#: calls to survivors; a worker that is stopped for longer is treated as lost for the shuffle
+#: calls to survivors, in seconds; where one is stopped for longer the run is restarted
 TELL_SECONDS = 60.0
 #: the call for histograms; without an answer nothing is bound late
 HISTOGRAM_SECONDS = 10.0
@@ -94,6 +94,8 @@ class Calls:
         ------
         RuntimeError
             One of them answered with errors more than `PATIENCE` times.
+        TimeoutError
+            One of them did not answer within `TELL_SECONDS`.
         """
         msg = _receive(record, message)
         workers = self.workers_of(record)

@@ -8,7 +8,7 @@ counts is bytes over *busy time*: the time in which messages of a way are under 
 (`Meter`).
 
 Speeds of different minutes cannot be compared: a slow network, a busy peer or a full store slows all ways. So ways
-are compared in *trials*, as a benchmark would do it: `trial_messages` in a row go by another way, and their speed is
+are compared in *trials*, as a benchmark would do it: several messages in a row go by another way, and their speed is
 divided by that of the usual one in as many messages before and after. Only such ratios move a score; the usual way
 alone, however slow it gets, moves nothing.
 

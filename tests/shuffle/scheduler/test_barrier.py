@@ -1,0 +1,38 @@
+"""The barrier on the scheduler: what it does when a worker does not answer."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+from dask_gpurt.shuffle.scheduler.barrier import Barrier
+
+
+def test_a_worker_that_is_stopped_restarts_the_run_and_fails_no_query() -> None:
+    restarted: list[str] = []
+    record = SimpleNamespace(
+        id="s",
+        version=0,
+        run=SimpleNamespace(run_id=1),
+        telling=None,
+        participants={"tcp://a"},
+        amendments=SimpleNamespace(epoch=1, handing={}),
+    )
+    runs: Any = SimpleNamespace(
+        get=lambda shuffle_id: record,
+        barrier_of=lambda shuffle_id: SimpleNamespace(state="processing"),
+        current=lambda record: True,
+        restart=lambda record, why: restarted.append(why),
+    )
+
+    async def flushed(*args: Any) -> list[Any]:
+        return []
+
+    async def no_answer(*args: Any) -> Any:
+        raise TimeoutError("no answer to 'shuffle_receive' within 60 s")
+
+    calls: Any = SimpleNamespace(flush=flushed, amend=no_answer, tell=no_answer)
+    barrier = Barrier(runs, calls, SimpleNamespace(), SimpleNamespace(hear=flushed), lambda: None)  # type: ignore[arg-type]
+    assert asyncio.run(barrier.passes("s", 1)) is False
+    assert restarted == ["no answer to 'shuffle_receive' within 60 s"]
