@@ -14,7 +14,8 @@ to slots x wall time.
 A skewed task is looked for at heartbeats only: it needs a walk over what runs, and nothing but time makes a task long.
 It has run more than twice as long as the mean of its prefix, while slots are free and nothing else is ready.
 
-It stops after `ERRORS` errors of its own, and says so in `StallLedger.statistics`. The same events fill the history that reports are made of (`task_history`).
+It stops after `ERRORS` errors of its own, and says so in `StallLedger.statistics`. The same events fill the history
+that reports are made of (`task_history`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The scheduler's side of `recovery` after the barrier: outputs of a lost worker are opened, completed and let go.
 
 Theory of operation. When a worker is lost after the barrier, the outputs that are still wanted and were its own get new
-owners and are *opened*: their tasks wait (`Opener`), in state ``no-worker``, restricted to a worker that does not exist.
-`recovery` announces that to the survivors, as before the barrier. Then `complete`, in the background,
+owners and are *opened*: their tasks wait (`Opener`), in state ``no-worker``, restricted to a worker that does not
+exist. `recovery` announces that to the survivors, as before the barrier. Then `complete`, in the background,
 
 1. has transfer tasks run for whose inputs no worker vouches, and waits for them. Nothing in the graph depends on them
    any more: their results are dropped at once, and what they have done is known by asking who vouches for it;
