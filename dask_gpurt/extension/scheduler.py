@@ -86,8 +86,6 @@ class GpurtScheduler(SchedulerPlugin):
         try:
             if not self.parts.permitted():
                 return
-            # The shuffle comes last: it asks the workers whether they can, and it is the one part that may refuse to
-            # leave, which it has to do before anything else has left.
             if self.settings.observe.enabled:
                 await self.parts.add("ledger", self._add_ledger, wanted=False)
             await self.parts.add("workers", self._add_workers)
@@ -98,10 +96,12 @@ class GpurtScheduler(SchedulerPlugin):
                 await self.parts.add("shared-copies", self._add_shared_copies)
             if self.settings.placement.enabled:
                 await self.parts.add("placement", self._add_placement)
-            if self.settings.shuffle.enabled:
-                await self.parts.add("shuffle", self._add_shuffle)
             if self.settings.trace.path is not None:
                 await self.parts.add("trace", self._add_trace)
+            # The shuffle comes last: it asks the workers whether they can, and it is the one part that may refuse to
+            # leave, which it has to do before anything else has left.
+            if self.settings.shuffle.enabled:
+                await self.parts.add("shuffle", self._add_shuffle)
         except BaseException:
             self.scheduler = None
             raise
