@@ -10,10 +10,10 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from distributed import Scheduler, SchedulerPlugin
-from distributed.protocol.pickle import dumps
 
 from dask_gpurt._version import __version__
 from dask_gpurt.errors import InstallError
+from dask_gpurt.extension import delivery
 from dask_gpurt.extension.parts import NAME, Parts, versions
 from dask_gpurt.extension.worker import GpurtWorker
 from dask_gpurt.model import residence
@@ -86,8 +86,6 @@ class GpurtScheduler(SchedulerPlugin):
         try:
             if not self.parts.permitted():
                 return
-            # The shuffle comes last: it asks the workers whether they can, and it is the one part that may refuse to
-            # leave, which it has to do before anything else has left.
             if self.settings.observe.enabled:
                 await self.parts.add("ledger", self._add_ledger, wanted=False)
             await self.parts.add("workers", self._add_workers)
@@ -98,10 +96,12 @@ class GpurtScheduler(SchedulerPlugin):
                 await self.parts.add("shared-copies", self._add_shared_copies)
             if self.settings.placement.enabled:
                 await self.parts.add("placement", self._add_placement)
-            if self.settings.shuffle.enabled:
-                await self.parts.add("shuffle", self._add_shuffle)
             if self.settings.trace.path is not None:
                 await self.parts.add("trace", self._add_trace)
+            # The shuffle comes last: it asks the workers whether they can, and it is the one part that may refuse to
+            # leave, which it has to do before anything else has left.
+            if self.settings.shuffle.enabled:
+                await self.parts.add("shuffle", self._add_shuffle)
         except BaseException:
             self.scheduler = None
             raise
@@ -266,8 +266,8 @@ class GpurtScheduler(SchedulerPlugin):
         if listens:
             # Before any worker can speak.
             scheduler.stream_handlers[residence.OP] = self._heard
-        plugin = GpurtWorker(self.settings, residence=listens)
-        replies = await scheduler.register_worker_plugin(None, dumps(plugin), name=NAME, idempotent=False)
+        packed = delivery.pack(GpurtWorker(self.settings, residence=listens), __version__)
+        replies = await scheduler.register_worker_plugin(None, packed, name=NAME, idempotent=False)
         for address, reply in replies.items():
             # Not raised: stock serves that worker, and a cluster with one odd worker must still be usable.
             if isinstance(reply, dict) and reply.get("status") == "error":
@@ -327,6 +327,11 @@ class GpurtScheduler(SchedulerPlugin):
             out["trace"] = self.trace.statistics()
         return out
 
+    def _refused(self) -> dict[str, str]:
+        """Workers that run stock although they were sent their part: address -> why."""
+        workers = {} if self.scheduler is None else self.scheduler.workers
+        return {a: str(ws.metrics[delivery.REFUSED]) for a, ws in workers.items() if delivery.REFUSED in ws.metrics}
+
     def statistics(self) -> dict[str, Any]:
         """Plain JSON values; see `dask_gpurt.status`."""
         out: dict[str, Any] = {
@@ -335,6 +340,7 @@ class GpurtScheduler(SchedulerPlugin):
             "parts": dict(self.parts.state) if self.parts else {},
             "plots": self.plots,
             "metrics": self.metrics,
+            "refused": self._refused(),
             **self.figures(),
         }
         if self.journal is not None:

@@ -67,6 +67,79 @@ def test_preload_on_the_scheduler_alone_is_enough(tmp_path: Path) -> None:
         assert "on 2 of 2 workers" in out
 
 
+@pytest.mark.parametrize(
+    ("file", "text", "says"),
+    [
+        ("dask_gpurt/__init__.py", "raise ModuleNotFoundError('no dask_gpurt here')", "no dask_gpurt here"),
+        (
+            "sitecustomize.py",
+            "import sys, types\nsys.modules['dask_gpurt._version'] = types.SimpleNamespace(__version__='99.0')\n",
+            "this worker has dask-gpurt 99.0, the scheduler",
+        ),
+    ],
+    ids=["without the package", "another version"],
+)
+def test_a_worker_with_another_environment_runs_stock(file: str, text: str, says: str, tmp_path: Path) -> None:
+    for name in ("ours", "theirs"):
+        (tmp_path / name).mkdir()
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text(text)
+    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    with processes(tmp_path / "ours") as ours, processes(tmp_path / "theirs", env) as theirs:
+        address = ours.scheduler("--preload", PRELOAD)
+        ours.worker(address)
+        _, log = theirs.worker(address, "--name", "odd")
+        with Client(address) as client:
+            client.wait_for_workers(2, timeout=60)
+            assert client.submit(os.getpid, workers="odd").result(timeout=60)
+            _work(client)
+            deadline = time.monotonic() + 60
+            while not (status := dask_gpurt.status(client)).scheduler["refused"]:  # it comes with a heartbeat
+                assert time.monotonic() < deadline, log.read_text()
+            ((odd, why),) = status.scheduler["refused"].items()
+            assert says in why
+            assert "on 1 of 2 workers" in repr(status)
+            assert re.search(rf"worker {odd}\n +without dask-gpurt +.*{says}", repr(status))
+            shuffle = status.scheduler["shuffle"]
+            assert (shuffle["runs"], shuffle["workers_able"], list(shuffle["workers_unable"])) == (0, 1, [odd])
+            assert says in shuffle["workers_unable"][odd]
+            dask_gpurt.detach(client)
+            _work(client)
+            assert dask_gpurt.attach(client).scheduler["parts"]["shuffle"] == "on"
+            assert client.submit(sum, [1, 2], workers="odd").result(timeout=60) == 3
+        assert log.read_text().count("Start worker at") == 1
+
+
+def test_a_value_whose_size_is_no_number_is_an_error_of_its_task() -> None:
+    """As with stock Dask, whose worker ends later, when the failed key is released."""
+
+    def liar() -> Any:
+        from dask.sizeof import sizeof
+
+        class Liar:
+            pass
+
+        sizeof.register(Liar, lambda value: "many")
+        return Liar()
+
+    with (
+        dask_gpurt.local_cluster(n_workers=1, threads_per_worker=1, memory_limit="400MB", dashboard_address=":0") as c,
+        Client(c) as client,
+    ):
+        pids = client.run(os.getpid)
+        future = client.submit(liar)
+        with pytest.raises(TypeError):
+            future.result(timeout=60)
+        assert client.submit(sum, [1, 2]).result(timeout=60) == 3
+        future.release()
+        deadline = time.monotonic() + 60
+        while any(client.run(lambda dask_worker: list(dask_worker.state.tasks)).values()):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        _work(client)
+        assert client.run(os.getpid) == pids
+
+
 def test_on_workers_it_installs_before_registration(tmp_path: Path) -> None:
     """Without the extension on the scheduler: what is there can only come from the worker's own preload."""
     with processes(tmp_path) as p:

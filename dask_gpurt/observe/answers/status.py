@@ -115,8 +115,11 @@ class Status:
             rows.append((name, _said(name, low) if low == high else f"{_said(name, low)} to {_said(name, high)}"))
         if rows:
             yield "all workers", sorted(rows)
+        refused = self.scheduler.get("refused", {})
         for address, worker in self.workers.items():
-            if "error" in worker:
+            if address in refused:
+                yield f"worker {address}", [("without dask-gpurt", refused[address])]
+            elif "error" in worker:
                 yield f"worker {address}", [("error", str(worker["error"]))]
             elif not worker:
                 yield f"worker {address}", [("without dask-gpurt", "stock Dask")]

@@ -60,6 +60,17 @@ def as_bytes(nbytes: Any) -> int | None:
     return whole if whole >= 0 else None
 
 
+def require_number(key: Any, nbytes: Any) -> None:
+    """Raise `TypeError` unless a size can be added up, be it negative or NaN."""
+    try:
+        0 + nbytes
+    except Exception as e:
+        raise TypeError(
+            f"sizeof says that {key!r} takes {nbytes!r} ({type(nbytes).__name__}) bytes, must be a number. Remedy: "
+            "correct what is registered with dask.sizeof for its type"
+        ) from e
+
+
 def roots_of(value: Any, nbytes: int) -> tuple[Root, ...]:
     """The roots of a value; never empty, each once. What its roots do not show of `nbytes` is a root of its own."""
     if type(value) in _PLAIN:

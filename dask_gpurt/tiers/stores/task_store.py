@@ -23,6 +23,7 @@ from distributed.sizeof import safe_sizeof
 
 from dask_gpurt.errors import LostData
 from dask_gpurt.tiers.device.space import Box
+from dask_gpurt.tiers.engine.buffer_roots import require_number
 from dask_gpurt.tiers.engine.entry import Account, Entry, State
 from dask_gpurt.tiers.engine.victims import soonest_use
 from dask_gpurt.tiers.storage.codec import PickleCodec
@@ -111,7 +112,14 @@ class TieredStore(MutableMapping["Key", Any]):
     # ------------------------------------------------------------------ mapping
 
     def __setitem__(self, key: Key, value: Any) -> None:
-        """Never raises for reasons of space, never blocks on I/O."""
+        """Set a value. Never raises for reasons of space, never blocks on I/O.
+
+        Raises
+        ------
+        TypeError
+            ``sizeof`` says something that is no number. distributed turns that into an error of the task; were it
+            accepted here, its own sum of sizes would raise next and end the worker.
+        """
         old = self._entries.pop(key, None)
         if old is not None:
             self._remove(old)
@@ -124,8 +132,10 @@ class TieredStore(MutableMapping["Key", Any]):
         if self.device is not None and self.device.backend.owns(value):
             self._set_device_value(self.device, key, value)
             return
-        # First the dict: adding may evict, and must find the key when something goes wrong.
         nbytes = safe_sizeof(value)
+        if type(nbytes) is not int:
+            require_number(key, nbytes)
+        # First the dict: adding may evict, and must find the key when something goes wrong.
         entry = self._entries[key] = self._engine.add(self._account, key, value, nbytes, balance=False)
         for listener in self.on_add:
             listener(entry)

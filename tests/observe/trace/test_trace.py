@@ -358,6 +358,28 @@ def test_the_setting_records_the_whole_life_of_a_scheduler(tmp_path: Path) -> No
 
 
 @pytest.mark.cluster
+def test_a_detach_that_is_refused_leaves_the_trace_running(tmp_path: Path) -> None:
+    from dask_gpurt import detach
+    from dask_gpurt.errors import InstallError
+
+    made = local_cluster(
+        settings={"trace.path": str(tmp_path / "run.trace")}, n_workers=1, processes=False, dashboard_address=":0"
+    )
+    with made as cluster, Client(cluster) as c:
+        plugin, active = cluster.scheduler.plugins["gpurt"], cluster.scheduler.plugins["shuffle"].active_shuffles
+        active["x"] = None
+        with pytest.raises(InstallError, match="1 shuffles are active"):
+            detach(c)
+        active.clear()
+        assert set(plugin.parts.state.values()) == {"on"}
+        assert plugin.statistics()["trace"]["recording"]
+        _work(c)
+        detach(c)
+        assert plugin.trace is None
+    _check(tmp_path / "run.trace")
+
+
+@pytest.mark.cluster
 def test_a_trace_that_cannot_be_made_is_told_at_the_start(tmp_path: Path) -> None:
     from dask_gpurt import attach
     from dask_gpurt.errors import InstallError

@@ -24,22 +24,14 @@ from dask_gpurt.tiers.worker import spill_buffer
 from dask_gpurt.tiers.worker.task_admission import Outputs
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.tiers.conftest import Rig
 
 RunRig = Callable[..., None]
-BAD: list[Any] = [
-    -1,
-    -(50 << 20),
-    math.nan,
-    math.inf,
-    -math.inf,
-    "many",
-    "12",
-    None,
-    [],
-    np.float64("nan"),
-    np.int32(-5),
-]
+NUMBERS: list[Any] = [-1, -(50 << 20), math.nan, math.inf, -math.inf, np.float64("nan"), np.int32(-5)]
+NO_NUMBERS: list[Any] = ["many", "12", None, []]
+BAD = NUMBERS + NO_NUMBERS
 
 
 class Liar:
@@ -62,7 +54,23 @@ def test_sizes_that_can_be() -> None:
     assert [as_bytes(n) for n in (0, 7, 1e6 + 0.5, np.int64(3), True, 1 << 62)] == [0, 7, 1_000_000, 3, 1, 1 << 62]
 
 
-@pytest.mark.parametrize("said", BAD)
+@pytest.mark.parametrize("said", NO_NUMBERS)
+def test_a_size_that_is_no_number_is_refused_as_stock_does(run_rig: RunRig, said: Any, tmp_path: Path) -> None:
+    async def test(rig: Rig) -> None:
+        for data in (SpillBuffer(str(tmp_path), target=500_000), rig.store):
+            with pytest.raises(TypeError):
+                data["liar"] = Liar(said)
+        assert "liar" not in rig.store
+        for i in range(10):
+            rig.store[i] = np.full(100_000, i)
+        await rig.settle()
+        assert len(rig.store.slow) >= 8
+        rig.validate()
+
+    run_rig(test, budget=500_000)
+
+
+@pytest.mark.parametrize("said", NUMBERS)
 def test_one_lying_value_does_not_stop_eviction(run_rig: RunRig, said: Any) -> None:
     async def test(rig: Rig) -> None:
         for i in range(3):

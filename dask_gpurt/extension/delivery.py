@@ -1,0 +1,101 @@
+"""How the worker's half travels: as bytes that any worker can unpickle, also one without this package.
+
+`pack` makes the bytes for ``Scheduler.register_worker_plugin``. They become a `Delivered` on the worker.
+
+Theory of operation. distributed unpickles a worker plugin while the worker registers. An exception there ends the start
+of that worker, and the scheduler keeps it in its list. An exception of ``setup`` is logged, and the worker runs stock.
+So the bytes hold the source text of this module, which needs distributed alone. The plugin lies in them as bytes of its
+own, which are unpickled in ``setup``, once the package is known to be there in the same version.
+
+A worker that refuses says why in its heartbeats: ``WorkerState.metrics[REFUSED]`` is the text.
+
+Rejected: the class by value with cloudpickle. That is bytecode, which crashes a worker of another Python; source text
+and a pickle are understood by all.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import pickle
+import sys
+from typing import TYPE_CHECKING, Any
+
+from distributed import WorkerPlugin
+from distributed.protocol.pickle import dumps
+
+if TYPE_CHECKING:
+    from distributed import Worker
+
+logger = logging.getLogger("distributed.worker.gpurt")
+
+#: the metric of a worker that runs stock although the scheduler sent it a part
+REFUSED = "gpurt-refused"
+
+#: what a worker evaluates
+_UNPACK = "(exec(source, module), module['Delivered'](*arguments))[1]"
+
+
+class Delivered(WorkerPlugin):
+    """The plugin of the same name, not unpickled before `setup`.
+
+    Parameters
+    ----------
+    name
+        Of the plugin.
+    version
+        Of the package on the scheduler. The worker must have the same one.
+    payload
+        The plugin, pickled.
+    """
+
+    def __init__(self, name: str, version: str, payload: bytes) -> None:
+        self.name = name
+        self.version = version
+        self.payload = payload
+        self.plugin: Any = None
+
+    async def setup(self, worker: Worker) -> None:
+        """Unpickle the plugin and set it up. distributed logs what this raises, and the worker runs stock."""
+        try:
+            from dask_gpurt._version import __version__
+
+            if __version__ != self.version:
+                raise RuntimeError(
+                    f"this worker has dask-gpurt {__version__}, the scheduler {self.version}. "
+                    "Remedy: install one version everywhere"
+                )
+            plugin = pickle.loads(self.payload)
+            await plugin.setup(worker)
+        except Exception as e:
+            why = f"{type(e).__name__}: {e}"
+            # A new dict: a heartbeat may be waiting half-way through the old one.
+            worker.metrics = {**worker.metrics, REFUSED: lambda worker: why}
+            logger.warning("dask-gpurt: this worker runs stock. %s", why)
+            raise
+        self.plugin = plugin
+
+    async def teardown(self, worker: Worker) -> None:
+        """Tear down what was set up."""
+        worker.metrics = {k: v for k, v in worker.metrics.items() if k != REFUSED}
+        if self.plugin is not None:
+            await self.plugin.teardown(worker)
+
+
+class _SourceText:
+    """Pickles as the source text of this module and the arguments of a `Delivered`."""
+
+    def __init__(self, source: str, arguments: tuple[Any, ...]) -> None:
+        self.names = {"source": source, "module": {"__name__": f"{__name__}.unpacked"}, "arguments": arguments}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return eval, (_UNPACK, self.names)
+
+
+def pack(plugin: Any, version: str) -> bytes:
+    """Pickle a worker plugin so that a worker without this package, or with another version, runs stock."""
+    try:
+        source = inspect.getsource(sys.modules[__name__])
+    except OSError:  # an installation without sources: by reference, which needs the package on each worker
+        return dumps(plugin)
+    return dumps(_SourceText(source, (plugin.name, version, dumps(plugin))))
