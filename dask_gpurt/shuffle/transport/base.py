@@ -205,7 +205,7 @@ class Services:
 
 
 class OutboundLink(Protocol):
-    """A link from here; see `link.endpoints.OutboundEnd`."""
+    """A link from here; see `link_ends.OutboundEnd`."""
 
     peer: Peer
     run: RunKey

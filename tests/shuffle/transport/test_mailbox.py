@@ -11,9 +11,9 @@ import pytest
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.shuffle.transport.base import Header, Receipt
 from dask_gpurt.shuffle.transport.ioloop import IoLoop
-from dask_gpurt.shuffle.transport.link.endpoints import InboundEnd
 from dask_gpurt.shuffle.transport.link.events import Deliver, Instruction, Send
 from dask_gpurt.shuffle.transport.link.records import RunKey
+from dask_gpurt.shuffle.transport.link_ends import InboundEnd
 from dask_gpurt.shuffle.transport.mailbox import FEW, Mailbox, Outcomes
 from dask_gpurt.shuffle.transport.peers import Route
 from dask_gpurt.shuffle.transport.plane import Plane

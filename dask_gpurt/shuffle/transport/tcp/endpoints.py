@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from dask_gpurt.errors import WireError
 from dask_gpurt.shuffle.transport.link import events as lk
 from dask_gpurt.shuffle.transport.link import records
-from dask_gpurt.shuffle.transport.link.endpoints import InboundEnd, InboundOwner, OutboundEnd, OutboundOwner
 from dask_gpurt.shuffle.transport.link.receiver import ReceiverLink
 from dask_gpurt.shuffle.transport.link.records import LinkRecord, RecordKind
 from dask_gpurt.shuffle.transport.link.sender import SenderLink
+from dask_gpurt.shuffle.transport.link_ends import InboundEnd, InboundOwner, OutboundEnd, OutboundOwner
 from dask_gpurt.shuffle.transport.select.locality import host_token
 from dask_gpurt.shuffle.transport.tcp import cma
 from dask_gpurt.shuffle.transport.tcp.connection import Connection

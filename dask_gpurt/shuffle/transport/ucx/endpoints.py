@@ -15,10 +15,10 @@ from dask_gpurt.backends import ucx as backend
 from dask_gpurt.errors import WireError
 from dask_gpurt.shuffle.transport.link import events as lk
 from dask_gpurt.shuffle.transport.link import records
-from dask_gpurt.shuffle.transport.link.endpoints import InboundEnd, InboundOwner, LinkEnd, OutboundEnd, OutboundOwner
 from dask_gpurt.shuffle.transport.link.receiver import ReceiverLink
 from dask_gpurt.shuffle.transport.link.records import HEADER_BYTES, LinkRecord, RecordKind
 from dask_gpurt.shuffle.transport.link.sender import SenderLink
+from dask_gpurt.shuffle.transport.link_ends import InboundEnd, InboundOwner, LinkEnd, OutboundEnd, OutboundOwner
 
 if TYPE_CHECKING:
     import collections
