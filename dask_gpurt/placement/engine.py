@@ -136,7 +136,6 @@ class Engine:
             self.log,
             self.governor,
             self.graph_judge,
-            decides=lambda: self.always or self._weights is None or self.settings.shadow,
             on_retired=lambda reason: self.on_retired(reason),
         )
 
@@ -161,7 +160,6 @@ class Engine:
             self.leave(ts, Declined.GOVERNOR)
             return None
         began = time.perf_counter_ns()
-        self.books.sum_up()
         task = self.tables.task_view(ts)
         far = self.links.link(LinkClass.NETWORK)
         self._turn = (self._turn + 1) % OBSERVED

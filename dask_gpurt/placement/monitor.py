@@ -147,7 +147,6 @@ class Monitor:
         engine = self.engine
         workers = engine.workers.all.items
         if workers:
-            engine.books.look_round()
             engine.samples.look_round()
         if not workers or engine.retired:
             return
@@ -183,7 +182,6 @@ class Monitor:
     def _look(self, info: WorkerInfo, now: float, overdue: list[tuple[float, Any, WorkerInfo]]) -> None:
         ws = info.ws
         engine = self.engine
-        info.learned = 0
         if not info.zoned:
             self._sound(info)
         late: list[float] = []

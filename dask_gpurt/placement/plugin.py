@@ -218,7 +218,7 @@ class PlacementPlugin(SchedulerPlugin):
         engine = self.engine
         if engine is None or self.seam is None:
             return None
-        if engine.books.plain or not engine.knows_more(ts):
+        if not engine.knows_more(ts):
             # Most tasks of most clusters end here.
             engine.declined[Declined.PLAIN] += 1
             engine.books.plain_key = ts.key

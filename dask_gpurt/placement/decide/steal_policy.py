@@ -146,7 +146,10 @@ class StealPolicy:
             if best is None or seconds < best_seconds:
                 best, best_seconds = info, seconds
         slowness = home.speed.for_prefix(name)
-        backlog = tables.backlog_seconds(home)
+        # Of brief tasks only some are charged, see `durations`. Dask's occupancy has them all.
+        backlog = home.backlog_seconds
+        if (prefix.usual or prefix).brief and home.ws.occupancy > backlog:
+            backlog = home.ws.occupancy
         backlog += min(0, in_flight.get(home.ws, 0)) * task.compute_seconds
         at_home = max(backlog * home.slowness / home.ws.nthreads, task.compute_seconds * slowness)
         if at_home <= tables.slack.seconds():

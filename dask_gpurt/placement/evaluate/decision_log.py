@@ -1,6 +1,6 @@
 """`DecisionLog`: the newest decisions. What was compared, what was chosen and why, and what came of it.
 
-The scheduler's event loop writes (`chosen`, `stayed`, `group`, `left`, `failed`, `assigned`, `passing`, `finished`).
+The scheduler's event loop writes (`chosen`, `stayed`, `group`, `left`, `failed`, `assigned`, `finished`).
 `story`, `brief`, `matches` and `calibration` read. *Stock* means Dask's own choice.
 
 1. A decision adds a row: by cost, for the owner of a root group, or left to stock with the reason. When a decision
@@ -81,11 +81,8 @@ class DecisionLog:
 
     def __init__(self, limit: int = LIMIT) -> None:
         self.limit = limit
-        #: by key, oldest first: lists as `decision_record` describes them; tuples are tasks that stock placed, see
-        #: `passed`
-        self._rows: dict[Hashable, list[Any] | tuple[Any, ...]] = {}
-        #: tasks that stock placed and that run now: when, why and where
-        self.running: dict[Hashable, tuple[float, str, str]] = {}
+        #: by key, oldest first, as `decision_record` describes them
+        self._rows: dict[Hashable, list[Any]] = {}
 
     def __len__(self) -> int:
         return min(len(self._rows), self.limit)
@@ -167,7 +164,7 @@ class DecisionLog:
         """Note the worker of a task that entered processing. Return its row; `reason` is for a task without one."""
         row = self._rows.get(key)
         now = _time()
-        if row is None or isinstance(row, tuple) or row[WORKER] is not None:
+        if row is None or row[WORKER] is not None:
             row = [key, STOCK, now, reason, address, now, None, None, None, None, None]
             self._add(row)
         else:
@@ -175,26 +172,10 @@ class DecisionLog:
             row[ASSIGNED] = now
         return row
 
-    def passing(self, key: Hashable, address: str, reason: str) -> None:
-        """Note a task that stock has placed without a decision. One dict entry, as this is most tasks."""
-        self.running[key] = _time(), reason, address
-
-    def passed(self, key: Hashable, outcome: str, report: Mapping[str, Any]) -> str | None:
-        """Complete a task noted by `passing`. Return its worker's address; None: it was not noted. See `finished`."""
-        begun = self.running.pop(key, None)
-        if begun is None:
-            self.finished(key, outcome, report)
-            return None
-        self._add((key, *begun, _time(), outcome, report))
-        return begun[2]
-
     def stolen(self, key: Hashable, victim: str, thief: str, nbytes: float) -> None:
         """Note that work stealing moved a task, which misses `nbytes` of its inputs where it is now."""
-        begun = self.running.pop(key, None)
-        if begun is not None:
-            self._add(_row(key, *begun))
         row = self._rows.get(key)
-        if row is not None and isinstance(row, list) and row[FINISHED] is None:
+        if row is not None and row[FINISHED] is None:
             row[VICTIM], row[WORKER], row[ASSIGNED], row[STOLEN_BYTES] = victim, thief, _time(), nbytes
 
     def finished(self, key: Hashable, outcome: str, report: Mapping[str, Any]) -> None:
@@ -210,7 +191,7 @@ class DecisionLog:
             What its worker reported: ``startstops``, ``nbytes``, ``worker``.
         """
         row = self._rows.get(key)
-        if isinstance(row, list):
+        if row is not None:
             self.ended(row, outcome, report)
 
     @staticmethod
@@ -225,13 +206,11 @@ class DecisionLog:
     def restarted(self) -> None:
         """Complete all rows: the scheduler has forgotten all tasks, without transitions."""
         now = _time()
-        for key in list(self.running):
-            self.passed(key, "forgotten", {})
         for row in self._rows.values():
-            if isinstance(row, list) and row[WORKER] is not None and row[FINISHED] is None:
+            if row[WORKER] is not None and row[FINISHED] is None:
                 row[FINISHED], row[OUTCOME] = now, "forgotten"
 
-    def _add(self, row: list[Any] | tuple[Any, ...]) -> None:
+    def _add(self, row: list[Any]) -> None:
         rows = self._rows
         key = row[KEY]
         if key in rows:
@@ -251,7 +230,7 @@ class DecisionLog:
         (compute_seconds, output_bytes), ``candidates`` (see `decision_record.candidates`), ``chosen`` (address),
         ``predicted`` and ``actual`` (times in seconds). What does not apply, or is not known yet, is None.
         """
-        row = self._row_of(key)
+        row = self._rows.get(key)
         if row is None:
             return None
         kind, detail = row[KIND], row[DETAIL]
@@ -285,7 +264,7 @@ class DecisionLog:
 
         None when there is none; the worker and the seconds are None where stock decided.
         """
-        row = self._row_of(key)
+        row = self._rows.get(key)
         if row is None:
             return None
         kind, detail = row[KIND], row[DETAIL]
@@ -295,20 +274,6 @@ class DecisionLog:
             return kind, None, None
         found = Detail(row)
         return kind, found.address(found.choice), found.finish_seconds(found.terms(found.choice))
-
-    def _row_of(self, key: Hashable) -> list[Any] | None:
-        """The newest decision about a key as a row."""
-        begun = self.running.get(key)
-        if begun is not None:
-            return _row(key, *begun)
-        row = self._rows.get(key)
-        if not isinstance(row, tuple):
-            return row
-        _, when, reason, address, finished, outcome, report = row
-        full = _row(key, when, reason, address)
-        self.ended(full, outcome, report)
-        full[FINISHED] = finished
-        return full
 
     def matches(self, text: str) -> list[str]:
         """A few keys that begin with a text, newest first: suggestions for a key that is not in the log."""
@@ -335,7 +300,7 @@ class DecisionLog:
         errors: list[float] = []
         newest: list[list[float]] = []
         for row in reversed(self._rows.values()):
-            if isinstance(row, tuple) or row[KIND] != COST or row[OUTCOME] != "memory":
+            if row[KIND] != COST or row[OUTCOME] != "memory":
                 continue
             found = Detail(row)
             if row[REPORT][2] != found.address(found.choice):
@@ -361,8 +326,3 @@ class DecisionLog:
             "inputs_error_p90_seconds": errors[min(len(errors) - 1, int(0.9 * len(errors)))] if errors else None,
             "newest": newest,
         }
-
-
-def _row(key: Hashable, when: float, reason: str, address: str) -> list[Any]:
-    """The row of a task that stock placed."""
-    return [key, STOCK, when, reason, address, when, None, None, None, None, None]

@@ -263,12 +263,6 @@ class Durations:
                 return None
         return found
 
-    def known_prefix_seconds(self, name: str) -> float:
-        """Expected seconds of a task with this prefix; `UNKNOWN_SECONDS` where nothing was learned."""
-        found = self.prefixes.get(name)
-        seconds = None if found is None else found.settled()
-        return UNKNOWN_SECONDS if seconds is None else seconds
-
     def learn(self, kind: Prefix, worker: WorkerInfo, seconds: float, nbytes: float) -> None:
         """Learn from a task that has computed, about its kind and about its worker.
 

@@ -86,12 +86,3 @@ class Tables:
         if known is None or known.seconds is None:
             return TaskView(self.guess_seconds(ts), 0.0, self.slack.seconds())
         return TaskView(known.seconds, known.output_bytes, self.slack.seconds())
-
-    def backlog_seconds(self, info: WorkerInfo) -> float:
-        """Work assigned to a worker, in seconds on a worker of slowness 1."""
-        ws = info.ws
-        if info.tasks >= len(ws.processing):
-            return info.backlog_seconds
-        # Not all of its tasks are charged (see `bookkeeping`): the scheduler counts them by prefix.
-        known = self.durations.known_prefix_seconds
-        return sum(n * known(name) for name, n in ws.task_prefix_count.items())

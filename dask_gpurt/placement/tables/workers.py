@@ -87,7 +87,6 @@ class WorkerInfo:
         "backlog_seconds",
         "far_share",
         "free",
-        "learned",
         "looked_at",
         "looked_samples",
         "mark_bytes",
@@ -131,8 +130,6 @@ class WorkerInfo:
         self.speed = Speed()
         #: durations compared so far
         self.speed_samples = 0
-        #: durations learned since the monitor's last round
-        self.learned = 0
         #: short tasks that were not learned from
         self.passed_over = 0
         #: decayed share of the inbound bytes that come over the network rather than from neighbours

@@ -188,36 +188,6 @@ def test_it_is_bounded_and_forgets_the_oldest() -> None:
     assert log.matches("k-") == ["k-82", "k-81", "k-80"]
 
 
-def test_a_task_that_stock_placed_is_put_together_when_asked() -> None:
-    log = DecisionLog()
-    log.passing("f-1", "tcp://a", "nothing to decide")
-    running = log.story("f-1")
-    assert running is not None
-    assert (running["kind"], running["actual"]["worker"], running["actual"]["outcome"]) == ("stock", "tcp://a", None)
-    report = {"worker": "tcp://a", "nbytes": 7, "startstops": [{"action": "compute", "start": 1.0, "stop": 1.5}]}
-    assert log.passed("f-1", "memory", report) == "tcp://a"
-    ended = log.story("f-1")
-    assert ended is not None
-    assert (ended["reason"], ended["time"]) == ("nothing to decide", running["time"])
-    actual = ended["actual"]
-    assert (actual["outcome"], actual["compute_seconds"], actual["result_bytes"]) == ("memory", 0.5, 7)
-    assert actual["assigned"] == ended["time"]
-    assert actual["finish_seconds"] >= 0
-
-
-def test_a_task_that_stock_placed_and_stealing_moved() -> None:
-    log = DecisionLog()
-    log.passing("f-1", "tcp://a", "nothing to decide")
-    log.stolen("f-1", "tcp://a", "tcp://b", 5.0)
-    log.passed("f-1", "memory", {"worker": "tcp://b", "nbytes": 7, "startstops": []})
-    story = log.story("f-1")
-    assert story is not None
-    actual = story["actual"]
-    assert (actual["worker"], actual["stolen_from"], actual["moved_bytes"]) == ("tcp://b", "tcp://a", 5.0)
-    assert actual["outcome"] == "memory"
-    assert log.matches("nothing") == []
-
-
 def test_calibration_looks_at_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dask_gpurt.placement.evaluate.decision_log.CALIBRATED", 5)
     a = FakeWorker(0)
