@@ -68,28 +68,28 @@ def explain(client: Client | Cluster | str, key: Key) -> Explanation:
 
 
 async def _explain(client: Client, key: Key) -> Explanation:
-    told: dict[str, Any] = await client.run_on_scheduler(_story, key=key)
-    if told.get("off"):
+    answer: dict[str, Any] = await client.run_on_scheduler(_story, key=key)
+    if answer.get("off"):
         raise GpurtError(
             "nothing is known about decisions, because placement is not on in this cluster. Remedy: "
             "dask_gpurt.attach(client), or `dask scheduler --preload dask_gpurt.preload`"
         )
-    if "kind" not in told:
-        raise UnknownKey(_unknown(key, told))
-    return Explanation.from_story(told)
+    if "kind" not in answer:
+        raise UnknownKey(_unknown(key, answer))
+    return Explanation.from_story(answer)
 
 
-def _unknown(key: Key, told: dict[str, Any]) -> str:
-    state = told["state"]
+def _unknown(key: Key, answer: dict[str, Any]) -> str:
+    state = answer["state"]
     if state is None:
         known = "neither the scheduler nor its log of decisions knows it"
     else:
         known = f"its state is {state!r}, but it was assigned before the log of decisions begins"
-    matches = f"; known keys that begin so: {', '.join(map(repr, told['matches']))}" if told["matches"] else ""
+    matches = f"; known keys that begin so: {', '.join(map(repr, answer['matches']))}" if answer["matches"] else ""
     return (
-        f"there is no decision about {key!r}: {known}{matches}. The log has {told['logged']:,} decisions of the newest "
-        f"{told['limit']:,} that it keeps. Remedy: give the whole key (future.key), and ask before as many more tasks "
-        "have run"
+        f"there is no decision about {key!r}: {known}{matches}. The log has {answer['logged']:,} decisions of the "
+        f"newest {answer['limit']:,} that it keeps. Remedy: give the whole key (future.key), and ask before as many "
+        "more tasks have run"
     )
 
 
@@ -140,17 +140,17 @@ def where(client: Client | Cluster | str, keys: Any) -> Where:
 
 
 async def _where(client: Client, keys: list[Any]) -> Where:
-    told: dict[Any, dict[str, Any]] = await client.run_on_scheduler(_places, keys=keys)
-    if all(place["state"] == "unknown" for place in told.values()):
+    answer: dict[Any, dict[str, Any]] = await client.run_on_scheduler(_places, keys=keys)
+    if all(place["state"] == "unknown" for place in answer.values()):
         shown = ", ".join(map(repr, keys[:3])) + (", ..." if len(keys) > 3 else "")
         raise UnknownKey(
             f"the scheduler knows none of {len(keys)} key{'s' if len(keys) != 1 else ''}: {shown or 'nothing given'}. "
             "Only what is wanted by a future or a persisted collection, or by tasks that wait for it, is kept. "
             "Remedy: give a future, its key, or what client.persist returned"
         )
-    holders = sorted({address for place in told.values() for address in place["holders"]})
-    replies = await ask_workers(client, _residence, workers=holders, keys=list(told)) if holders else {}
-    return Where.from_replies(told, {a: r if isinstance(r, dict) else None for a, r in replies.items()})
+    holders = sorted({address for place in answer.values() for address in place["holders"]})
+    replies = await ask_workers(client, _residence, workers=holders, keys=list(answer)) if holders else {}
+    return Where.from_replies(answer, {a: r if isinstance(r, dict) else None for a, r in replies.items()})
 
 
 def _places(dask_scheduler: Scheduler, keys: Iterable[Any]) -> dict[Any, dict[str, Any]]:

@@ -59,7 +59,7 @@ class record:
         self.client = client
         self.path = os.path.abspath(path)
         self._name = f"gpurt-trace-{uuid.uuid4().hex[:12]}"
-        #: what the scheduler told at the end: records, lost_records, bytes, error
+        #: what the scheduler answered at the end: records, lost_records, bytes, error
         self.summary: dict[str, Any] = {}
         folder = os.path.dirname(self.path)
         if not os.path.isdir(folder):

@@ -96,8 +96,8 @@ def snapshot(client: Client) -> dict[str, Any]:
             "the client is asynchronous, and a report is a `with` block that waits. Remedy: a second client, "
             "Client(client.scheduler.address), in a thread (asyncio.to_thread)"
         )
-    told: dict[str, Any] = ask(client, _snapshot)
-    return told
+    answer: dict[str, Any] = ask(client, _snapshot)
+    return answer
 
 
 async def _snapshot(client: Client) -> dict[str, Any]:

@@ -205,7 +205,7 @@ class GpurtScheduler(SchedulerPlugin):
         return undo
 
     def _heard(self, worker: str = "", disk: Any = (), back: Any = (), **kwargs: Any) -> None:
-        """A worker tells of tiers. Raises nothing: an exception here would end the worker's stream."""
+        """Take in where a worker keeps its keys. Raises nothing: an exception here would end the worker's stream."""
         if self.scheduler is None or worker not in self.scheduler.workers:
             return
         try:

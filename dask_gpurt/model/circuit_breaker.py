@@ -133,6 +133,7 @@ class Guard:
                 try:
                     part.on_retired()
                 except Exception:
+                    part.fallbacks["not switched off cleanly"] += 1
                     self.logger.exception("%s: %s could not be switched off cleanly", self.engine, part_name)
 
     def _emit(self, event: Event) -> None:

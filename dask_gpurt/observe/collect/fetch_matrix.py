@@ -1,8 +1,8 @@
 """What workers fetched from each other: a part of each heartbeat, put together for the dashboard.
 
-`told` is the worker's side. A heartbeat names the `TOLD` sources with most bytes. With more sources than that it
-names hosts instead of workers, and sums up the rest as `OTHERS`. So a heartbeat has a bounded number of rows in a
-cluster of any size. Which rows these are changes with their order: they are gauges, not counters.
+`reported` is the worker's side. A heartbeat names the `MOST_SOURCES` sources with most bytes. With more sources than
+that it names hosts instead of workers, and sums up the rest as `OTHERS`. So a heartbeat has a bounded number of rows in
+a cluster of any size. Which rows these are changes with their order: they are gauges, not counters.
 
 `matrix` is the scheduler's side: source x destination, by worker in small clusters and by host in others. Workers
 that have left are in `OTHERS` as well. Bytes of shuffles are not in it: Dask's transfer log does not see them.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 #: sources that a heartbeat names, at most, besides `OTHERS`
-TOLD = 32
+MOST_SOURCES = 32
 OTHERS = "others"
 #: begins a source that stands for all workers of a host
 HOST = "host "
@@ -44,15 +44,15 @@ def host_of(address: str) -> str:
         return address
 
 
-def told(sources: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
+def reported(sources: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
     """What a heartbeat has of address -> (bytes, seconds, requests)."""
     sums: Mapping[str, Sequence[float]] = sources
-    if len(sources) > TOLD:
+    if len(sources) > MOST_SOURCES:
         hosts: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
         for address, values in sources.items():
             _add(hosts[OTHERS if address == OTHERS else HOST + host_of(address)], values)
         sums = hosts
-    best = heapq.nlargest(TOLD, (name for name in sums if name != OTHERS), key=lambda name: sums[name][0])
+    best = heapq.nlargest(MOST_SOURCES, (name for name in sums if name != OTHERS), key=lambda name: sums[name][0])
     rest = [0.0, 0.0, 0.0]
     for name in sums.keys() - set(best):
         _add(rest, sums[name])

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from dask_gpurt.observe.collect import wait_histogram
 from dask_gpurt.observe.collect.causes import CENTRAL, WAITS
 from dask_gpurt.observe.collect.task_history import TaskHistory
-from dask_gpurt.observe.collect.worker_account import INDEX, WorkerAccount, told
+from dask_gpurt.observe.collect.worker_account import INDEX, WorkerAccount, as_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping
@@ -287,19 +287,19 @@ class StallLedger:
     def statistics(self) -> dict[str, Any]:
         """Plain JSON.
 
-        ``slot_seconds``, ``busy_seconds``, ``causes`` (cause -> slot-seconds) over all workers that ever told theirs;
+        ``slot_seconds``, ``busy_seconds``, ``causes`` (cause -> slot-seconds) over all workers that have reported;
         ``workers``: the same by address; ``waits``: how many single waits there were and how long, by cause, and
         ``unassigned`` for those that only the scheduler tells apart, see `wait_histogram`; ``tasks`` that ended;
         ``output_bytes``: sizes of the newest shuffle outputs, newest first, at most `NEWEST_OUTPUTS`; ``errors``,
         ``last_traceback``.
         """
-        workers = {address: told(one.totals) for address, one in self._accounts.items() if one.totals["slots"] > 0}
+        workers = {address: as_json(one.totals) for address, one in self._accounts.items() if one.totals["slots"] > 0}
         every = self._gone.copy()
         for account in self._accounts.values():
             for name, seconds in account.totals.items():
                 every[name] += seconds
         return {
-            **told(every),
+            **as_json(every),
             "workers": workers,
             "waits": wait_histogram.figures(self.tails.counts),
             "tasks": self.history.tasks_seen,
@@ -313,7 +313,7 @@ class StallLedger:
         skewed = sorted(self.skewed.items(), key=lambda item: -item[1])
         return {
             **self.history.details(),
-            "waits": self.tails.told(),
+            "waits": self.tails.as_json(),
             "skewed": [[name, address, seconds] for (name, address), seconds in skewed[:10]],
         }
 

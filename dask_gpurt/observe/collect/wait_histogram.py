@@ -46,7 +46,7 @@ class Tails:
             for i, count in enumerate(more[:BUCKETS]):
                 counts[i] += count
 
-    def told(self) -> dict[str, list[int]]:
+    def as_json(self) -> dict[str, list[int]]:
         """Plain values: cause -> counts, without what is zero at the end."""
         return {cause: trimmed(counts) for cause, counts in self.counts.items()}
 

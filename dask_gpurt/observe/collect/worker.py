@@ -165,9 +165,9 @@ class WorkerSlots:
         self._fetched()
         return {
             **{heartbeat_key(name): round(value, 6) for name, value in self.seconds().items()},
-            WAITS: self.meter.tails.told(),
+            WAITS: self.meter.tails.as_json(),
             CLOCK: time.monotonic(),
-            "fetched": fetch_matrix.told(self._sources),
+            "fetched": fetch_matrix.reported(self._sources),
             "nic_bytes_per_second": self.nic_bytes_per_second,
         }
 

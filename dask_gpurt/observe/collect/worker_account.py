@@ -107,7 +107,7 @@ class WorkerAccount:
         return causes[INDEX["skew"]] * scale
 
 
-def told(totals: Mapping[str, float]) -> dict[str, Any]:
+def as_json(totals: Mapping[str, float]) -> dict[str, Any]:
     """Totals as plain JSON: ``slot_seconds``, ``busy_seconds`` and ``causes``."""
     return {
         "slot_seconds": totals.get("slots", 0.0),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dask_gpurt.observe.figures.history import Feed
 
 OFF = "the stall ledger is off (gpurt.observe.enabled)"
-WAITING = "no worker has told what its slots do yet"
+WAITING = "no worker has reported its slots yet"
 #: seconds that the shares in the headline are of
 HEADLINE_SECONDS = 30
 

@@ -33,7 +33,7 @@ LEAST_ROWS = 10_000
 #: rows looked at to find the value behind a large output
 LOOK_ROWS = 4096
 #: outputs that are named of one shuffle
-TOLD = 8
+MOST_NAMED = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +144,7 @@ def add_up(answers: Iterable[HistogramAnswer]) -> tuple[np.ndarray[Any, Any], in
 
 
 def skewed(rows: np.ndarray[Any, Any], nbytes: int, outputs: int) -> list[Large]:
-    """Outputs far above the mean, the largest first; at most `TOLD`.
+    """Outputs far above the mean, the largest first; at most `MOST_NAMED`.
 
     Parameters
     ----------
@@ -155,7 +155,7 @@ def skewed(rows: np.ndarray[Any, Any], nbytes: int, outputs: int) -> list[Large]
     if not total or not outputs:
         return []
     mean = total / outputs
-    order = np.argsort(rows, kind="stable")[::-1][:TOLD]
+    order = np.argsort(rows, kind="stable")[::-1][:MOST_NAMED]
     return [
         Large(int(i), int(rows[i]), int(nbytes * (rows[i] / total)), float(rows[i] / total), float(rows[i] / mean))
         for i in order

@@ -24,8 +24,8 @@ def _row(n: float, seconds: float = 1.0, requests: int = 1) -> dict[str, float]:
 
 
 def test_few_sources_are_told_one_by_one() -> None:
-    assert fetch_matrix.told({}) == {}
-    assert fetch_matrix.told({"tcp://a:1": [3.0, 0.5, 2.0]}) == {
+    assert fetch_matrix.reported({}) == {}
+    assert fetch_matrix.reported({"tcp://a:1": [3.0, 0.5, 2.0]}) == {
         "tcp://a:1": {"bytes": 3, "seconds": 0.5, "requests": 2}
     }
 
@@ -35,8 +35,8 @@ def test_many_sources_are_told_by_host_and_the_smallest_as_one() -> None:
         f"tcp://10.0.0.{host}:{port}": [float(host), 1.0, 1.0] for host in range(40) for port in range(1000, 1003)
     }
     sources[fetch_matrix.OTHERS] = [5.0, 1.0, 1.0]
-    told = fetch_matrix.told(sources)
-    assert len(told) == fetch_matrix.TOLD + 1
+    told = fetch_matrix.reported(sources)
+    assert len(told) == fetch_matrix.MOST_SOURCES + 1
     assert told["host 10.0.0.39"] == {"bytes": 3 * 39, "seconds": 3.0, "requests": 3}
     assert "host 10.0.0.0" not in told
     for unit, i in (("bytes", 0), ("seconds", 1), ("requests", 2)):  # nothing is lost

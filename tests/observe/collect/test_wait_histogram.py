@@ -24,12 +24,12 @@ def test_a_quantile_is_a_fifth_off_at_most() -> None:
 def test_what_is_short_is_not_counted_and_what_is_long_has_a_bucket() -> None:
     made = wait_histogram.Tails()
     made.add("memory", 0.0005)
-    assert made.told() == {}
+    assert made.as_json() == {}
     made.add("memory", 1e9)
-    assert sum(made.told()["memory"]) == 1
-    assert len(made.told()["memory"]) == wait_histogram.BUCKETS
+    assert sum(made.as_json()["memory"]) == 1
+    assert len(made.as_json()["memory"]) == wait_histogram.BUCKETS
     made.add("network", 0.001)
-    assert made.told()["network"] == [1]
+    assert made.as_json()["network"] == [1]
 
 
 def test_histograms_grow_and_start_over() -> None:
@@ -40,7 +40,7 @@ def test_histograms_grow_and_start_over() -> None:
     made = wait_histogram.Tails()
     made.grow({"a": [1, 2]})
     made.grow({"a": [0, 0, 1], "b": [5]})
-    assert made.told() == {"a": [1, 2, 1], "b": [5]}
+    assert made.as_json() == {"a": [1, 2, 1], "b": [5]}
     assert wait_histogram.figures(made.counts)["b"]["count"] == 5
     assert wait_histogram.figures({"a": [0]}) == {}
 
