@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("setuptools", minversion="77")
 
 ROOT = Path(__file__).parents[2]
-EXTRAS = {"codecs", "dashboard", "jupyter", "ucx", "cu12", "cu13", "s3", "bench", "test"}
+EXTRAS = {"codecs", "dashboard", "docs", "jupyter", "ucx", "cu12", "cu13", "s3", "bench", "test"}
 
 
 @pytest.fixture(scope="module")
