@@ -269,7 +269,7 @@ def read(key: str, text: str) -> Any:
     return value if isinstance(value, _allowed(leaves()[key])) else text
 
 
-def write(key: str, value: Any) -> str:
+def write(key: str, value: object) -> str:
     """The text from which `read` makes `value` again."""
     text = str(value)
     return text if key not in leaves() or read(key, text) == value else repr(value)

@@ -123,7 +123,7 @@ def order_by(frame: Any, columns: list[str], ascending: list[bool] | bool = True
     not; an answer fits in one partition anyway.
     """
     ordered = frame.map_partitions(_sorted, columns, ascending, limit, meta=frame._meta)
-    # Also where `frame` says that it has one partition: a group-by on several keys may come to have more when the
+    # Also where `frame` says that it has one partition: a group-by on several keys may have more when the
     # query is optimized (at scale 5 two for q03 and q07, whose answers were then wrong with any engine).
     ordered = ordered.repartition(npartitions=1)
     return ordered.map_partitions(_sorted, columns, ascending, limit, meta=frame._meta)

@@ -18,14 +18,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
-import dask
 import distributed
 import numpy as np
 from dask.context import thread_state
-from distributed.comm import get_address_host, parse_address
-from distributed.core import ErrorMessage, OKMessage, Server, error_message
+from distributed.core import Server, error_message
 from distributed.exceptions import Reschedule
 from distributed.metrics import context_meter, thread_time
 from distributed.protocol.serialize import Serialized, dask_deserialize, dask_serialize, serialize
@@ -34,6 +32,7 @@ from distributed.shuffle._buffer import ShardsBuffer
 from distributed.shuffle._comms import CommShardsBuffer
 from distributed.shuffle._core import (
     SchedulerShuffleState,
+    ShuffleId,
     ShuffleRun,
     ShuffleRunSpec,
     ShuffleSpec,
@@ -53,11 +52,16 @@ from dask_gpurt.errors import SeamMismatch
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterator
+    from concurrent.futures import ThreadPoolExecutor
 
     import pandas as pd
+    from dask.typing import Key
     from distributed.scheduler import TaskState
+    from distributed.worker import Worker
+    from tornado.ioloop import IOLoop
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 #: handed on to the other modules
 __all__ = [
@@ -65,13 +69,13 @@ __all__ = [
     "CommShardsBuffer",
     "DataFrameShuffleRun",
     "DataFrameShuffleSpec",
-    "ErrorMessage",
-    "OKMessage",
     "P2PConsistencyError",
     "Reschedule",
     "ResourceLimiter",
+    "SchedulerShuffleState",
     "Serialized",
     "ShuffleClosedError",
+    "ShuffleId",
     "ShuffleRun",
     "ShuffleSchedulerPlugin",
     "ShuffleSpec",
@@ -223,18 +227,20 @@ def check() -> None:
         )
 
 
-def _parameters(function: Any) -> tuple[str, ...] | None:
+def _parameters(function: object) -> tuple[str, ...] | None:
     if not callable(function):
         return None
     return tuple(name for name in inspect.signature(function).parameters if name != "self")
 
 
-def _code(function: Any, table: str) -> tuple[Any, ...]:
+def _code(function: Callable[..., object] | None, table: str) -> tuple[Any, ...]:
     """A table of the bytecode of a function; empty when it is not a Python function."""
     return tuple(getattr(getattr(inspect.unwrap(function), "__code__", None), table, ())) if function else ()
 
 
-def swap_plugin(scheduler: Scheduler, make: Callable[[], Any]) -> tuple[Any, Any]:
+def swap_plugin(
+    scheduler: Scheduler, make: Callable[[], ShuffleSchedulerPlugin]
+) -> tuple[ShuffleSchedulerPlugin, ShuffleSchedulerPlugin]:
     """Replace the scheduler plugin named ``shuffle``; returns (what was there, what is there now).
 
     The plugin sits in three places: `plugins` (transitions), `extensions` (heartbeats of the workers) and `handlers`
@@ -265,12 +271,12 @@ def swap_plugin(scheduler: Scheduler, make: Callable[[], Any]) -> tuple[Any, Any
     return before, after
 
 
-def in_background(server: Server, function: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> None:
+def in_background(server: Server, function: Callable[[*Ts], Coroutine[Any, Any, object]], *args: *Ts) -> None:
     """Have a scheduler or a worker run a coroutine soon; it is cancelled when the server closes."""
     server._ongoing_background_tasks.call_soon(function, *args)
 
 
-def had_runs(plugin: Any, shuffle_id: Any) -> bool:
+def had_runs(plugin: ShuffleSchedulerPlugin, shuffle_id: ShuffleId) -> bool:
     """Whether a shuffle had a run before, as the scheduler's plugin knows."""
     return bool(plugin._shuffles.get(shuffle_id))
 
@@ -280,7 +286,7 @@ def has_failed(run: SchedulerShuffleState) -> bool:
     return bool(run._failed)
 
 
-def restart_run(plugin: Any, scheduler: Scheduler, run: SchedulerShuffleState, why: str) -> None:
+def restart_run(plugin: ShuffleSchedulerPlugin, scheduler: Scheduler, run: SchedulerShuffleState, why: str) -> None:
     """Restart a shuffle as distributed does when a worker is lost: its run ends everywhere, its tasks run again."""
     stimulus_id = f"gpurt-restart-{run.id}-{run.run_id}"
     plugin._fail_on_workers(run, str(P2PConsistencyError(f"{run}: {why}")))
@@ -288,12 +294,12 @@ def restart_run(plugin: Any, scheduler: Scheduler, run: SchedulerShuffleState, w
     plugin._restart_shuffle(run.id, scheduler, stimulus_id=stimulus_id)
 
 
-def restrict(plugin: Any, ts: TaskState, worker: str) -> None:
+def restrict(plugin: ShuffleSchedulerPlugin, ts: TaskState, worker: str) -> None:
     """Restrict an output's task to a worker, unless it is restricted already."""
     plugin._set_restriction(ts, worker)
 
 
-def unrestrict(plugin: Any, ts: TaskState) -> None:
+def unrestrict(plugin: ShuffleSchedulerPlugin, ts: TaskState) -> None:
     """Undo `restrict`."""
     plugin._unset_restriction(ts)
 
@@ -303,20 +309,14 @@ def is_restricted(ts: TaskState) -> bool:
     return bool(ts.annotations and _RESTRICTED in ts.annotations)
 
 
-def active_runs(manager: _ShuffleRunManager) -> dict[Any, ShuffleRun]:
+def active_runs(manager: _ShuffleRunManager) -> dict[ShuffleId, ShuffleRun]:
     """Shuffle id -> active run of a worker; the dict itself, which changes."""
-    found: dict[Any, ShuffleRun] = manager._active_runs
-    return found
+    return manager._active_runs
 
 
 def goes_on(run: ShuffleRun) -> bool:
     """Whether a worker's run is neither closed nor failed."""
     return not run.closed and run._exception is None
-
-
-def call_on_loop(run: ShuffleRun, function: Callable[[], object]) -> None:
-    """Have the event loop of a run call a function; from any thread."""
-    run._loop.add_callback(function)
 
 
 def send_buffer(run: ShuffleRun) -> CommShardsBuffer:
@@ -329,12 +329,12 @@ def accepts_input(buffer: ShardsBuffer) -> bool:
     return bool(buffer._accepts_input)
 
 
-def executor_of(plugin: ShuffleWorkerPlugin) -> Any:
+def executor_of(plugin: ShuffleWorkerPlugin) -> ThreadPoolExecutor:
     """The threads of a worker's shuffle plugin."""
     return plugin._executor
 
 
-def unpack_tasks(scheduler: Any, shuffle_id: Any) -> list[tuple[Any, int]]:
+def unpack_tasks(scheduler: Scheduler, shuffle_id: ShuffleId) -> list[tuple[TaskState, int]]:
     """(task state, output partition) of the outputs of a shuffle whose task is nothing but the unpacking."""
     found = []
     for ts in scheduler.tasks[barrier_key(shuffle_id)].dependents:
@@ -346,7 +346,7 @@ def unpack_tasks(scheduler: Any, shuffle_id: Any) -> list[tuple[Any, int]]:
     return found
 
 
-def output_of(spec: Any, shuffle_id: Any) -> int | None:
+def output_of(spec: object, shuffle_id: ShuffleId) -> int | None:
     """The output partition that a dependent of a barrier unpacks; None when that is not plain to see."""
     func, args = getattr(spec, "func", None), list(getattr(spec, "args", ()))
     if func is shuffle_unpack and len(args) == 3:
@@ -358,7 +358,7 @@ def output_of(spec: Any, shuffle_id: Any) -> int | None:
     return part if shuffle_id in of and isinstance(part, int) else None
 
 
-def order_of_outputs(scheduler: Any, shuffle_id: Any) -> tuple[int, ...]:
+def order_of_outputs(scheduler: Scheduler, shuffle_id: ShuffleId) -> tuple[int, ...]:
     """Output partitions by the priority of the tasks that unpack them, the first to run first."""
     found = []
     barrier = scheduler.tasks.get(barrier_key(shuffle_id))
@@ -369,7 +369,7 @@ def order_of_outputs(scheduler: Any, shuffle_id: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys(part for _, part in sorted(found)))
 
 
-def sync(loop: Any, function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
+def sync(loop: IOLoop, function: Callable[[*Ts], Coroutine[Any, Any, T]], *args: *Ts) -> T:
     """Run a coroutine on a worker's event loop and wait for it; in another thread, for as long as it takes.
 
     As distributed's function of this name, in 0.2 instead of 0.3 ms of CPU: that takes three turns of the loop for it.
@@ -377,13 +377,13 @@ def sync(loop: Any, function: Callable[..., Coroutine[Any, Any, T]], *args: Any)
     return asyncio.run_coroutine_threadsafe(function(*args), loop.asyncio_loop).result()
 
 
-def execution() -> tuple[Any, float, int] | None:
+def execution() -> tuple[Key | None, float, int] | None:
     """Stands for the execution of the task that this thread is in: (key, start, thread). None outside of one."""
     start = getattr(thread_state, "start_time", None)
     return None if start is None else (getattr(thread_state, "key", None), start, threading.get_ident())
 
 
-def this_key() -> Any:
+def this_key() -> Key | None:
     """Key of the task that this thread runs; None outside of one."""
     return getattr(thread_state, "key", None)
 
@@ -399,7 +399,7 @@ def columns_of(data: pd.DataFrame) -> Iterator[Any]:
     return (series.to_numpy() if isinstance(series.dtype, np.dtype) else series.array for _, series in data.items())
 
 
-def common_dtype(actual: Any, wanted: Any) -> Any:
+def common_dtype(actual: object, wanted: object) -> Any:
     """The dtype that stock's unpack gives a column that is `actual` in the data and `wanted` in the meta."""
     return _find_common_type()([actual, wanted])
 
@@ -410,32 +410,17 @@ def _find_common_type() -> Any:
     return vars(cast).get("find_common_type")  # not in pandas' public stubs
 
 
-def on_teardown(plugin: Any, last: Callable[[], Awaitable[None]]) -> None:
+def on_teardown(plugin: ShuffleWorkerPlugin, last: Callable[[], Awaitable[None]]) -> None:
     """Have a worker's shuffle plugin await `last` after it is torn down, which happens when the worker closes."""
     inner = plugin.teardown
 
-    async def teardown(worker: Any) -> None:
+    async def teardown(worker: Worker) -> None:
         try:
             await inner(worker)
         finally:
             await last()
 
     plugin.teardown = teardown
-
-
-def host_of(address: str) -> str:
-    """The host in a worker's address, as sockets take it."""
-    return str(get_address_host(address))
-
-
-def scheme_of(address: str) -> str:
-    """The scheme of a worker's address, ``tcp`` where it has none."""
-    return str(parse_address(address)[0])
-
-
-def require_encryption() -> bool:
-    """Whether distributed refuses comms that are not encrypted."""
-    return bool(dask.config.get("distributed.comm.require-encryption", False))
 
 
 def shuffle_tables() -> tuple[Callable[..., Any], Callable[..., Any]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import secrets
-from typing import Any
 
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.shuffle import seam
@@ -30,12 +29,16 @@ class GpurtShuffleSpec(seam.DataFrameShuffleSpec):
     order: tuple[int, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     @classmethod
-    def of(cls, spec: Any, settings: ShuffleSettings, order: tuple[int, ...] = ()) -> GpurtShuffleSpec:
+    def of(
+        cls, spec: seam.DataFrameShuffleSpec, settings: ShuffleSettings, order: tuple[int, ...] = ()
+    ) -> GpurtShuffleSpec:
         """The same shuffle as a stock spec, with a secret of its own."""
         fields = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)}
         return cls(**fields, settings=settings, secret=secrets.token_bytes(SECRET_BYTES), order=order)
 
-    def create_run_on_worker(self, run_id: int, span_id: str | None, worker_for: dict[int, str], plugin: Any) -> Any:
+    def create_run_on_worker(
+        self, run_id: int, span_id: str | None, worker_for: dict[int, str], plugin: seam.ShuffleWorkerPlugin
+    ) -> seam.ShuffleRun:
         from dask_gpurt.shuffle.transport.plane import plane_of
         from dask_gpurt.shuffle.worker.run import GpurtShuffleRun
 

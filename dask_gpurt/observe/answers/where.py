@@ -69,25 +69,25 @@ class Where:
     ) -> Where:
         """From the scheduler's reply by key, and those of workers by address and key (None: it did not answer)."""
         places = []
-        for key, told in scheduler.items():
+        for key, facts in scheduler.items():
             copies = []
-            for address in told["holders"]:
+            for address in facts["holders"]:
                 reply = workers.get(address)
                 if reply is None:
-                    copies.append(Copy(address, "unknown", told["nbytes"], None))
+                    copies.append(Copy(address, "unknown", facts["nbytes"], None))
                 else:
                     here = reply.get(key)
                     copies.append(Copy(address, "gone", None, None) if here is None else Copy(address, **here))
             places.append(
                 Place(
                     key=str(key),
-                    state=told["state"],
-                    nbytes=told["nbytes"],
+                    state=facts["state"],
+                    nbytes=facts["nbytes"],
                     copies=tuple(copies),
-                    processing=told["processing"],
-                    fetching=tuple(told["fetching"]),
-                    clients=tuple(told["clients"]),
-                    waiters=told["waiters"],
+                    processing=facts["processing"],
+                    fetching=tuple(facts["fetching"]),
+                    clients=tuple(facts["clients"]),
+                    waiters=facts["waiters"],
                 )
             )
         return cls(tuple(places))
@@ -169,4 +169,4 @@ def _wanted(p: Place) -> str:
         out.append(f"{len(p.clients)} client{'s' if len(p.clients) > 1 else ''}")
     if p.waiters:
         out.append(f"{p.waiters} task{'s' if p.waiters > 1 else ''}")
-    return ", ".join(out) or "nobody"
+    return ", ".join(out) or "no client or task"

@@ -3,7 +3,7 @@
 A worker's row with a ``heartbeat`` key rides on every heartbeat into ``WorkerState.metrics["gpurt"]``. It must cost no
 more than a look at an attribute. The engines make the values; a test on a live cluster holds them against this table.
 
-docs/metrics.md is made from it: ``python -m dask_gpurt.observe.figures.dictionary > docs/metrics.md``.
+docs/metrics.md is made from it: ``python -m tests.observe.figures.dictionary > docs/metrics.md``.
 """
 
 from __future__ import annotations

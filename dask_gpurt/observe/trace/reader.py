@@ -195,7 +195,7 @@ def _key(plain: str | list[Any]) -> Hashable:
     return tuple(_all(plain, (str, int), "parts of a key")) if isinstance(plain, list) else plain
 
 
-def _all(values: list[Any], types: Any, name: str) -> list[Any]:
+def _all(values: list[Any], types: type | tuple[type, ...], name: str) -> list[Any]:
     if not all(isinstance(value, types) for value in values):
         raise TypeError(f"{name} are {str(values)[:100]}")
     return values
@@ -238,7 +238,13 @@ class _Builder:
         self._prefixes[number] = name
 
     def _task(
-        self, number: int, key: Key, prefix: int, priority: list[float], depends: list[int], restrictions: Any
+        self,
+        number: int,
+        key: Key,
+        prefix: int,
+        priority: list[float],
+        depends: list[int],
+        restrictions: dict[str, Any] | None,
     ) -> None:
         name = self._prefixes[prefix]
         order, inputs = _all(priority, _NUMBER, "priorities"), _all(depends, int, "dependencies")

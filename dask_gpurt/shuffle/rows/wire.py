@@ -283,19 +283,7 @@ def _shard(
     lengths = np.frombuffer(reader.take(8 * n_parts), dtype="<u8")
     if int(lengths.sum()) != rows or (n_parts and int(lengths.max()) > rows):
         raise WireError(f"input {input_id}: outputs have {int(lengths.sum())} rows, its head says {rows}")
-    buffers: list[pa.Buffer | None] = []
-    for frame, offset, length in _BUFFER.iter_unpack(reader.take(_BUFFER.size * n_buffers)):
-        if frame == 0:
-            buffers.append(None)
-            continue
-        if frame > len(blocks) or offset + length > blocks[frame - 1].size:
-            raise WireError(f"input {input_id}: buffer {(frame, offset, length)} is outside the message")
-        # Buffers follow one another; what is between them is padding, and zero. So no byte goes unchecked.
-        gap = offset - used[frame - 1]
-        if not 0 <= gap < _ALIGN or (gap and (frame > 1 or any(blob[offset - gap : offset]))):
-            raise WireError(f"input {input_id}: buffer {(frame, offset, length)} does not follow the one before it")
-        used[frame - 1] = offset + length
-        buffers.append(blocks[frame - 1].slice(offset, length))
+    buffers = _buffers(reader, n_buffers, blocks, blob, used, input_id)
     if _digest(buffers) != digest:
         raise WireError(f"input {input_id}: its buffers fail their checksum")
     try:
@@ -317,6 +305,26 @@ def _shard(
         raise WireError(f"input {input_id}: has {table.num_rows} rows, its head says {rows}")
     nbytes = sum(b.size for b in buffers if b is not None)
     return Shard(input_id, table, parts, lengths, known_bytes=nbytes, known=known, apart=apart)
+
+
+def _buffers(
+    reader: _Reader, count: int, blocks: Sequence[pa.Buffer], blob: memoryview, used: list[int], input_id: int
+) -> list[pa.Buffer | None]:
+    """The buffers of a shard, see `_shard`; None stands for an absent one."""
+    buffers: list[pa.Buffer | None] = []
+    for frame, offset, length in _BUFFER.iter_unpack(reader.take(_BUFFER.size * count)):
+        if frame == 0:
+            buffers.append(None)
+            continue
+        if frame > len(blocks) or offset + length > blocks[frame - 1].size:
+            raise WireError(f"input {input_id}: buffer {(frame, offset, length)} is outside the message")
+        # Buffers follow one another; what is between them is padding, and zero. So no byte goes unchecked.
+        gap = offset - used[frame - 1]
+        if not 0 <= gap < _ALIGN or (gap and (frame > 1 or any(blob[offset - gap : offset]))):
+            raise WireError(f"input {input_id}: buffer {(frame, offset, length)} does not follow the one before it")
+        used[frame - 1] = offset + length
+        buffers.append(blocks[frame - 1].slice(offset, length))
+    return buffers
 
 
 def _checked_head(head: Buffer) -> memoryview:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.protocol.messages import Valid
@@ -29,7 +29,7 @@ from dask_gpurt.shuffle.scheduler.phases import RunEvent
 from dask_gpurt.shuffle.scheduler.runs import Begun
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable, Hashable, Iterable
 
     from distributed.scheduler import Scheduler, TaskState
 
@@ -189,7 +189,7 @@ class Amender:
     def undone(self, record: RunRecord, keys: set[Hashable]) -> set[Hashable]:
         """Transfer tasks that count as done, and for whose inputs no worker vouches."""
         barrier = self._runs.barrier_of(record.id)
-        transfers: Any = () if barrier is None else barrier.dependencies
+        transfers: Iterable[TaskState] = () if barrier is None else barrier.dependencies
         return undone([ts.key for ts in transfers if ts.state == "memory"], keys)
 
     def run_again(self, record: RunRecord, keys: set[Hashable], stimulus_id: str) -> int:

@@ -307,8 +307,8 @@ class Opener:
             return Step.WAIT
         if problems:
             raise FlushFailed(repr(problems[0]))
-        told = await self._calls.tell(record, Complete(epoch))
-        if told is None or not same():
+        reached = await self._calls.tell(record, Complete(epoch))
+        if reached is None or not same():
             return Step.WAIT
         opened, record.amendments.opened = record.amendments.opened or frozenset(), frozenset()
         record.happened(RunEvent.OUTPUTS_COMPLETE)

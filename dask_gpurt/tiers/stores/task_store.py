@@ -111,7 +111,7 @@ class TieredStore(MutableMapping["Key", Any]):
 
     # ------------------------------------------------------------------ mapping
 
-    def __setitem__(self, key: Key, value: Any) -> None:
+    def __setitem__(self, key: Key, value: object) -> None:
         """Set a value. Never raises for reasons of space, never blocks on I/O.
 
         Raises
@@ -170,7 +170,7 @@ class TieredStore(MutableMapping["Key", Any]):
             # In a thread: its copy may be on a disk, and another thread may be at work on it.
             self._engine.io.submit(value.space.remove, value)
 
-    def _set_device_value(self, device: DeviceSpace, key: Key, value: Any) -> None:
+    def _set_device_value(self, device: DeviceSpace, key: Key, value: object) -> None:
         box = device.put(key, value)
         entry = self._entries[key] = self._engine.add(self._account, key, box, sys.getsizeof(box), balance=False)
         entry.unspillable = True  # it leaves the device by other ways than memory

@@ -67,7 +67,7 @@ class Parts:
 class Override(Wrapped):
     """One of them. Failures are counted, and switch it off, under the name of the method."""
 
-    def __init__(self, owner: Any, name: str, parts: Parts) -> None:
+    def __init__(self, owner: object, name: str, parts: Parts) -> None:
         self._parts = parts
         self._worker = parts.worker
         self._part = parts.guard.part(name)

@@ -43,7 +43,7 @@ class ResidenceSender:
         self._part = guard.part("residence", on_retired=self.stop)
         self._dirty: dict[Hashable, None] = {}
         #: keys that the scheduler believes to be on disk here
-        self._told: set[Hashable] = set()
+        self._reported: set[Hashable] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._on = False
         self.sent_messages = 0
@@ -54,7 +54,7 @@ class ResidenceSender:
         if self._part.retired is not None:
             return
         self._on = True
-        self._told.clear()
+        self._reported.clear()
         self._log.listener = self._moved
         for key in list(self._store.disk):
             self._note(key)
@@ -67,7 +67,7 @@ class ResidenceSender:
             self._timer.cancel()
             self._timer = None
         self._dirty.clear()
-        self._told.clear()
+        self._reported.clear()
 
     def statistics(self) -> dict[str, Any]:
         """Counts since it was made, as plain JSON."""
@@ -75,12 +75,12 @@ class ResidenceSender:
             "on": self._on,
             "messages": self.sent_messages,
             "keys": self.sent_keys,
-            "believed": len(self._told),
+            "believed": len(self._reported),
             **self._part.statistics(),
         }
 
     def _moved(self, key: Hashable, after: State | None) -> None:
-        if after is State.STORED or key in self._told:
+        if after is State.STORED or key in self._reported:
             self._note(key)
 
     def _note(self, key: Hashable) -> None:
@@ -105,11 +105,11 @@ class ResidenceSender:
             del self._dirty[key]
             entry = self._store.entry(key)
             if entry is not None and entry.state in (State.STORED, State.LOADING):
-                if key not in self._told:
-                    self._told.add(key)
+                if key not in self._reported:
+                    self._reported.add(key)
                     disk.append((key, float(entry.nbytes)))
-            elif key in self._told:
-                self._told.discard(key)
+            elif key in self._reported:
+                self._reported.discard(key)
                 back.append(key)
         if disk or back:
             self._worker.batched_send(message(disk, back))
