@@ -24,6 +24,7 @@ import distributed
 import numpy as np
 from dask.context import thread_state
 from distributed.core import Server, error_message
+from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.exceptions import Reschedule
 from distributed.metrics import context_meter, thread_time
 from distributed.protocol.serialize import Serialized, dask_deserialize, dask_serialize, serialize
@@ -46,6 +47,7 @@ from distributed.shuffle._rechunk import ArrayRechunkRun, ArrayRechunkSpec
 from distributed.shuffle._scheduler_plugin import ShuffleSchedulerPlugin
 from distributed.shuffle._shuffle import DataFrameShuffleRun, DataFrameShuffleSpec, shuffle_unpack
 from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin, _ShuffleRunManager
+from distributed.stealing import WorkStealing
 from distributed.utils_comm import retry
 
 from dask_gpurt.errors import SeamMismatch
@@ -56,7 +58,7 @@ if TYPE_CHECKING:
 
     import pandas as pd
     from dask.typing import Key
-    from distributed.scheduler import TaskState
+    from distributed.scheduler import TaskState, WorkerState
     from distributed.worker import Worker
     from tornado.ioloop import IOLoop
 
@@ -110,6 +112,9 @@ METHODS: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (ShuffleSchedulerPlugin, "get_or_create", ("shuffle_id", "key", "worker")),
     (ShuffleSchedulerPlugin, "restrict_task", ("id", "run_id", "key", "worker")),
     (ShuffleSchedulerPlugin, "valid_workers_downscaling", ("scheduler", "workers")),
+    (ShuffleSchedulerPlugin, "_calculate_worker_for", ("spec",)),
+    (SchedulerPlugin, "log_event", ("topic", "msg")),
+    (WorkStealing, "move_task_request", ("ts", "victim", "thief")),
     (Scheduler, "client_desires_keys", ("keys", "client")),
     (Scheduler, "gather_on_worker", ("worker_address", "who_has")),
     (Scheduler, "client_releases_keys", ("keys", "client", "stimulus_id")),
@@ -297,6 +302,24 @@ def restart_run(plugin: ShuffleSchedulerPlugin, scheduler: Scheduler, run: Sched
 def restrict(plugin: ShuffleSchedulerPlugin, ts: TaskState, worker: str) -> None:
     """Restrict an output's task to a worker, unless it is restricted already."""
     plugin._set_restriction(ts, worker)
+
+
+def take_back(scheduler: Scheduler, ws: WorkerState) -> int:
+    """Have other workers run what a worker was given and has not begun; how many tasks it is asked for.
+
+    By steal requests: the worker says of each task whether it has begun. Without Dask's work stealing nothing is done.
+    """
+    stealing = scheduler.extensions.get("stealing")
+    load: dict[WorkerState, int] = {}
+    for ts in list(ws.processing) if isinstance(stealing, WorkStealing) else ():
+        valid = scheduler.valid_workers(ts)
+        others = scheduler.running if valid is None else valid & scheduler.running
+        if ts.actor or not others - {ws}:
+            continue
+        thief = min(others - {ws}, key=lambda w: (len(w.processing) + load.get(w, 0)) / w.nthreads)
+        load[thief] = load.get(thief, 0) + 1
+        stealing.move_task_request(ts, ws, thief)
+    return sum(load.values())
 
 
 def unrestrict(plugin: ShuffleSchedulerPlugin, ts: TaskState) -> None:

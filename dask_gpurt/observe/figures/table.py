@@ -339,6 +339,8 @@ SCHEDULER: tuple[Figure, ...] = (
     counter("shuffle.errors", "shuffle_errors", "count", "Exceptions in the choice of a shuffle's engine"),
     status("shuffle.pinned", "count", "Outputs sent to their worker at once"),
     status("shuffle.recovery.amended", "count", "Times a shuffle went on without a worker that was lost"),
+    status("shuffle.recovery.drained", "count",
+        "Times a shuffle gave outputs of workers that begin no more tasks to others"),
     status("shuffle.recovery.amending", "count", "Shuffles whose workers learn of a lost worker now"),
     status("shuffle.recovery.transfers_again", "count", "Inputs split again, as no worker that is left had split them"),
     status("shuffle.recovery.outputs_kept", "count", "Outputs in memory that a restart left there"),

@@ -39,6 +39,7 @@ from dask_gpurt.shuffle.protocol.messages import OPEN_OUTPUT, BarrierAnswer, Out
 from dask_gpurt.shuffle.scheduler.barrier import Barrier
 from dask_gpurt.shuffle.scheduler.barrier_hold import Holder
 from dask_gpurt.shuffle.scheduler.calls import Calls
+from dask_gpurt.shuffle.scheduler.drain import Drain
 from dask_gpurt.shuffle.scheduler.rebalance import Binder
 from dask_gpurt.shuffle.scheduler.recovery import Amender
 from dask_gpurt.shuffle.scheduler.reopen import Opener
@@ -78,6 +79,7 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
         self.amender = Amender(scheduler, self.runs, self.shuffle_calls, self.opener, failed)
         able = takeover.able
         self.binder = Binder(scheduler, self.runs, self.shuffle_calls, lambda address: able.get(address) == "")
+        self.drain = Drain(scheduler, self, self.runs, self.amender, failed)
         self.holder = Holder(scheduler, self.runs)
         self.waits = Barrier(self.runs, self.shuffle_calls, self.amender, self.binder, failed)
         #: the scheduler's handlers besides Dask's, see `seam.swap_plugin`
@@ -95,6 +97,10 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
             except Exception:
                 self.takeover.failed()
         return spec
+
+    def _calculate_worker_for(self, spec: Any) -> Any:
+        """As Dask's, but workers that do not run get no outputs as long as there are others."""
+        return self.drain.assigned(spec) or super()._calculate_worker_for(spec)
 
     def _restart_recommendations(self, id: seam.ShuffleId) -> dict[Key, str]:
         recommendations = super()._restart_recommendations(id)
@@ -172,7 +178,7 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
 
     def restrict_task(self, id: seam.ShuffleId, run_id: int, key: Key, worker: str) -> dict[str, Any]:
         """The task of an output runs where its rows are not: have it run where they are, or will be."""
-        if self._answered(self.opener.place, id, run_id, key):
+        if self._answered(self.amender.place, id, run_id, key):
             return {"status": "OK"}
         return super().restrict_task(id, run_id, key, worker)
 
@@ -228,6 +234,10 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
             if record is None or not self.holder.over(record):
                 busy |= run.participating_workers
         return [ws for ws in workers if ws.address not in busy]
+
+    def log_event(self, topic: str, msg: Any) -> None:
+        """An event of the scheduler: a worker may begin no more tasks."""
+        self.drain.heard(topic, msg)
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         """Ask a worker that has joined whether it can make our runs."""

@@ -26,13 +26,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.protocol.recovery import agreed, too_narrow
+from dask_gpurt.shuffle.scheduler.candidates import keepers
 from dask_gpurt.shuffle.scheduler.phases import TRANSITIONS, InvalidTransition, Phase, RunEvent
 from dask_gpurt.shuffle.spec import GpurtShuffleSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Iterator
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 
-    from distributed.scheduler import Scheduler, TaskState
+    from distributed.scheduler import Scheduler, TaskState, WorkerState
 
     from dask_gpurt.shuffle.protocol.messages import HistogramAnswer, Vouched
     from dask_gpurt.shuffle.protocol.recovery import State
@@ -149,9 +150,14 @@ class RunRecord:
         """Whether its barrier has passed."""
         return self.phase in (Phase.PASSED, Phase.OPENED)
 
-    def owners_there(self, workers: Iterable[str]) -> set[str]:
-        """Of these workers, those that may own outputs. One under the address of a lost one gets no rows."""
-        return set(workers) - set(self.amendments.lost)
+    def owners_there(self, workers: Mapping[str, WorkerState]) -> set[str]:
+        """Of these workers, those that keep their outputs. One under the address of a lost one gets no rows."""
+        return keepers(workers) - set(self.amendments.lost)
+
+    def alive(self, parts: Iterable[int], workers: Mapping[str, WorkerState]) -> frozenset[int]:
+        """Of these outputs, those whose owner has rows of them and may yet send or make something."""
+        there = set(workers) - set(self.amendments.lost)
+        return frozenset(part for part in parts if self.worker_for[part] in there)
 
     # ---- phases
 
@@ -220,6 +226,8 @@ class RecoveryCounters:
 
     #: losses of workers that runs went on without
     amended: int = 0
+    #: times that a run gave outputs of workers that leave to others
+    drained: int = 0
     #: transfer tasks that ran again
     transfers_again: int = 0
     #: outputs in memory that a restart has left there
