@@ -39,6 +39,7 @@ class GpurtShuffleSpec(seam.DataFrameShuffleSpec):
     def create_run_on_worker(
         self, run_id: int, span_id: str | None, worker_for: dict[int, str], plugin: seam.ShuffleWorkerPlugin
     ) -> seam.ShuffleRun:
+        """As inherited, but the run is ours; called by distributed on each worker that takes part."""
         from dask_gpurt.shuffle.transport.plane import plane_of
         from dask_gpurt.shuffle.worker.run import GpurtShuffleRun
 

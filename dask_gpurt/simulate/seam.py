@@ -18,7 +18,7 @@ from distributed.stealing import WorkStealing
 from dask_gpurt.model.checks import require_call, require_names
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from dask.typing import Key
 
@@ -131,11 +131,11 @@ def create_tasks(
     scheduler: Scheduler,
     *,
     start: float,
-    dsk: Mapping[Key, Task],
+    dsk: dict[Key, Task],
     keys: set[Key],
-    ordered: Mapping[Key, int],
+    ordered: dict[Key, int],
     client: str,
-    annotations_by_type: Mapping[str, Any],
+    annotations_by_type: dict[str, Any],
 ) -> None:
     """Hand over a graph, as `Scheduler.update_graph` does once it has it in its hands.
 

@@ -10,7 +10,6 @@ from dask_gpurt.observe.trace.format import Kind, read
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Hashable
 
     from dask.typing import Key
 
@@ -46,7 +45,7 @@ class TracedTask:
     """One task, with its last run. Times in seconds since the begin of the trace."""
 
     number: int
-    key: Hashable
+    key: Key
     prefix: str
     priority: tuple[float, ...]
     #: numbers of tasks
@@ -191,7 +190,7 @@ _FIELDS: dict[Kind, tuple[Any, ...]] = {
 }
 
 
-def _key(plain: str | list[Any]) -> Hashable:
+def _key(plain: str | list[Any]) -> Key:
     return tuple(_all(plain, (str, int), "parts of a key")) if isinstance(plain, list) else plain
 
 
@@ -240,7 +239,7 @@ class _Builder:
     def _task(
         self,
         number: int,
-        key: Key,
+        key: str | list[Any],
         prefix: int,
         priority: list[float],
         depends: list[int],
@@ -252,7 +251,7 @@ class _Builder:
         self.trace.tasks[number] = task
         self._new.append(task)
 
-    def _data(self, number: int, key: Key, nbytes: int, holders: list[int]) -> None:
+    def _data(self, number: int, key: str | list[Any], nbytes: int, holders: list[int]) -> None:
         where = tuple(_all(holders, int, "holders"))
         task = TracedTask(number, _key(key), "data", (), (), data=True, holders=where, nbytes=nbytes)
         self.trace.tasks[number] = task

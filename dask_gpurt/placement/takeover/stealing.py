@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import dask
 
-from dask_gpurt.placement.decide.steal_policy import STOCK
+from dask_gpurt.placement.decide.steal_policy import STOCK, Stock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,7 +52,7 @@ class Stealing:
         """Whether the override is in place."""
         return self._extension is not None
 
-    def install(self, choose: Callable[[Any, Any, Any, Any], Any]) -> bool:
+    def install(self, choose: Callable[..., WorkerState | Stock | None]) -> bool:
         """Put ``choose(ts, thieves, in_flight, valid)`` in place; False when there is no stealing or an unknown one."""
         extension = self.scheduler.extensions.get("stealing")
         if extension is None:
