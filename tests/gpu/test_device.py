@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 
 from dask_gpurt.backends import cuda
+from dask_gpurt.backends.device_copies import PinnedSlabs
+from dask_gpurt.backends.device_values import CudaBackend
+from dask_gpurt.backends.rmm_stack import DeviceAllocator, own_pool
 from dask_gpurt.config import Settings
 from dask_gpurt.testing import check_storage_tier
+from dask_gpurt.tiers.device.box import BoxState
 from dask_gpurt.tiers.device.pinned import BlockPool, SlabTier
-from dask_gpurt.tiers.device.setup import DeviceMemory, _Late
-from dask_gpurt.tiers.device.space import BoxState
+from dask_gpurt.tiers.device.setup import DeviceMemory, Late
 from dask_gpurt.tiers.storage.codec import PickleCodec
 from dask_gpurt.tiers.storage.disk.tier import DiskTier
 
@@ -34,11 +37,12 @@ def memory(tmp_path: Path) -> Iterator[Callable[..., DeviceMemory]]:
     opened: list[DeviceMemory] = []
 
     def make(limit: int, *, pinned: int = 256 * MB, kind: str = "async") -> DeviceMemory:
-        callback = _Late()
-        stack = cuda.stack_over(cuda.base_resource(kind, limit), limit, callback)
-        memory = DeviceMemory.over(
-            cuda.CudaBackend(stack), stack, callback, cuda.PinnedSlabs(), pinned, cuda.install(stack)
-        )
+        callback = Late()
+        allocator = DeviceAllocator(callback, limit, pool=lambda: own_pool(kind, limit), free_bytes=cuda.free_bytes)
+        allocator.install()
+        backend = CudaBackend(allocator)
+        backend.prepare()
+        memory = DeviceMemory.over(backend, allocator, callback, PinnedSlabs(), pinned, lambda: "")
         memory.space.below.append(DiskTier(str(tmp_path / f"disk{len(opened)}")))
         opened.append(memory)
         return memory
@@ -94,7 +98,7 @@ def test_the_probe_names_the_device() -> None:
 def test_pinned_blocks_pass_the_suite_of_tiers() -> None:
     check_storage_tier(
         lambda limit: SlabTier(
-            BlockPool(cuda.PinnedSlabs(), limit_bytes=limit, block_bytes=4096 if limit else MB, slab_bytes=8 * MB)
+            BlockPool(PinnedSlabs(), limit_bytes=limit, block_bytes=4096 if limit else MB, slab_bytes=8 * MB)
         ),
         PickleCodec(),
     )
