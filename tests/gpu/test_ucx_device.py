@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import time
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from dask_gpurt.backends.rmm_stack import DeviceAllocator, own_pool
 from dask_gpurt.memory.pages import Pages, system
 from dask_gpurt.shuffle.transport.base import Header, Peer, ReceiveGate, Services
 from dask_gpurt.shuffle.transport.link.records import RunKey, is_device, message_bytes, size_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 pytestmark = pytest.mark.gpu
 RUN, SECRET = RunKey(7, 1), bytes(16)
@@ -25,6 +29,15 @@ else:
     pytest.importorskip("ucxx")
     if not cupy.cuda.is_available():
         pytest.skip("needs a GPU", allow_module_level=True)
+
+
+@pytest.fixture(autouse=True)
+def _stream_ordered_memory() -> Iterator[None]:
+    """Values of CUDA's asynchronous pool, as on a worker: cudaMalloc orders by itself what must be ordered here."""
+    allocator = DeviceAllocator(lambda nbytes: False, 1 << 30, pool=lambda: own_pool("async", 1 << 30))
+    allocator.install()
+    yield
+    allocator.close()
 
 
 class Node:
