@@ -26,6 +26,7 @@ import traceback
 import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
+from dask_gpurt.backends.ucx_device import to_host
 from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.protocol.messages import KIND
 from dask_gpurt.shuffle.transport.base import Header, Peer, Receipt, ReceiveGate, Services
@@ -104,6 +105,8 @@ class Plane:
         self.inbox = Inbox(self._loop, self._runs, self.links, count)
         self._outcomes = Outcomes(self._loop)
         self.closed = False
+        #: copies a message off the device, for the way that knows host memory only
+        self.to_host = to_host
         self.transports = OpenTransports(self.address, self._services, settings, count)
         self._squeezer = Squeezer(settings.codec, count)
         self._safe = SafeReceiver(self.gate, self._runs.__contains__)
@@ -140,7 +143,12 @@ class Plane:
     # ---- sending
 
     async def send(
-        self, run: RunSender, key: RunKey, peer: str, frames: Sequence[Any], safe: Callable[[], Awaitable[Any]]
+        self,
+        run: RunSender,
+        key: RunKey,
+        peer: str,
+        frames: Sequence[Any],
+        safe: Callable[[Sequence[Any]], Awaitable[Any]],
     ) -> Any:
         """Send a message; returns what the safe path's call would, once the peer has stored it or refused it.
 
@@ -155,7 +163,7 @@ class Plane:
         frames
             The message.
         safe
-            Sends it by distributed's comms.
+            Sends frames in host memory by distributed's comms.
         """
         try:
             route = await self._route(run, key, peer)
@@ -195,7 +203,7 @@ class Plane:
                 route.chooser.lost(name, end)
             self.links.problems[peer] = f"{name}: {receipt.problem}"
             logger.info("message to %s is sent again over %s: %s over %s", peer, SAFE, receipt.problem, name)
-        return await self._send_safe(run, route, peer, nbytes, device, safe)
+        return await self._send_safe(run, route, peer, nbytes, device, frames, safe)
 
     async def _send_safe(
         self,
@@ -204,9 +212,10 @@ class Plane:
         peer: str,
         nbytes: int,
         device: bool,
-        safe: Callable[[], Awaitable[Any]],
+        frames: Sequence[Any],
+        safe: Callable[[Sequence[Any]], Awaitable[Any]],
     ) -> Any:
-        """By distributed's comms."""
+        """By distributed's comms, which know no memory but the host's."""
         counters = self.links.of(peer, SAFE)
         start = time.monotonic()
         stored = False
@@ -215,7 +224,9 @@ class Plane:
             counters.stall_seconds += await route.safe.credit(
                 nbytes, lambda total: run.ask(peer, AskCredit(self.address, total).to_dict())
             )
-            response = await safe()
+            if device:
+                frames = await self._loop.run_in_executor(None, self.to_host, frames)
+            response = await safe(frames)
             stored = True
         finally:
             end = time.monotonic()

@@ -68,6 +68,6 @@ class SmallTasks:
         """Such a task has run: learn from a result that was larger than foreseen."""
         try:
             if type(event) is ExecuteSuccessEvent and (as_bytes(event.nbytes) or 0) >= SMALL_RESULT_BYTES:
-                self._outputs.learn(event.key, event.nbytes)
+                self._outputs.learn(event.key, self._store.host_bytes(event.value, event.nbytes))
         except Exception:
             self._guard.failed("execute", "small task")

@@ -288,7 +288,8 @@ def test_every_message_that_began_ends_for_the_choice(end):
 
         plane.transports._open["tcp"] = Ways()  # type: ignore[assignment]
 
-        async def safe() -> Any:
+        async def safe(frames: Any) -> Any:
+            assert frames == [b"text"]
             if end == "safe fails":
                 raise OSError("gone")
             return {"status": "OK"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import uuid
 
-from dask_gpurt.backends.ucx import has_device
+from dask_gpurt.backends.ucx_device import has_device
 from dask_gpurt.shuffle.transport.select.selector import Locality
 
 #: whether `auto` opens UCX for shared memory between workers of one host without a GPU
