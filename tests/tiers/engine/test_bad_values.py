@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -117,7 +118,8 @@ def test_the_gate_forgets_a_size_that_cannot_be(said: Any) -> None:
 def test_a_small_task_with_a_size_that_cannot_be_is_no_failure(said: Any) -> None:
     counted, outputs = guard(), Outputs()
     nothing: Any = None
-    small = SmallTasks(nothing, nothing, nothing, outputs, counted)
+    store: Any = types.SimpleNamespace(host_bytes=lambda value, nbytes: nbytes)
+    small = SmallTasks(nothing, nothing, store, outputs, counted)
     fields: dict[str, Any] = {"run_id": 1, "value": 1, "start": 0, "stop": 1, "type": Liar, "stimulus_id": "s"}
     small.ended(ExecuteSuccessEvent(key="a-1", nbytes=said, **fields))
     assert counted.part("execute").failures == 0
