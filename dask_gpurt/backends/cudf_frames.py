@@ -98,7 +98,7 @@ class CudfFrames:
 
     def from_host(self, head: bytes, data: memoryview) -> Packed:
         """Copy a pack to the device."""
-        buffer = rmm.DeviceBuffer.to_device(data, DEFAULT_STREAM) if data.nbytes else rmm.DeviceBuffer(size=0)
+        buffer = rmm.DeviceBuffer.to_device(data, DEFAULT_STREAM)
         return Packed(head, data.nbytes, plc.gpumemoryview(buffer))
 
     def unpack(self, pack: Packed) -> Any:
