@@ -127,6 +127,8 @@ class ShuffleSettings:
     codec: str = "auto"
     #: large outputs go to a less loaded worker once their sizes are known
     late_binding: bool = True
+    #: frames in device memory, such as cuDF's
+    device_frames: bool = False
 
     @property
     def cut_bytes(self) -> int:

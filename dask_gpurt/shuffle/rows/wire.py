@@ -15,8 +15,9 @@ bytes are never copied or pickled here::
     frame 2.. a large buffer, or several that follow one another in memory, as those of one gather do: the receiver's
               memory is then one large allocation, which has fewer page faults
 
-A shard is *raw* (the buffers of its columns, one by one; types that are a validity bitmap, offsets and data) or a
-*stream* (Arrow IPC, self-contained; nested, dictionary and extension types, or more than one batch).
+A shard is *raw* (the buffers of its columns, one by one; types that are a validity bitmap, offsets and data), a
+*stream* (Arrow IPC, self-contained; nested, dictionary and extension types, or more than one batch), or *packed* (of
+device frames; see `packed.to_buffers`).
 
 Invariants of `unpack`: nothing is allocated by a number from the message before that number was compared with the bytes
 that are there; every byte is covered by a checksum (head by its own, each buffer by its shard's) or compared to zero
@@ -37,6 +38,7 @@ import numpy as np
 import xxhash
 
 from dask_gpurt.errors import WireError
+from dask_gpurt.shuffle.rows import packed
 from dask_gpurt.shuffle.rows.arrow_buffers import arrays_of, buffers_of, stream
 from dask_gpurt.shuffle.rows.partition import Shard
 from dask_gpurt.shuffle.rows.schema import known_schema, schema_of
@@ -49,11 +51,11 @@ if TYPE_CHECKING:
     from dask_gpurt.model import Buffer
 
 MAGIC = b"GPRT"
-VERSION = 1
+VERSION = 2
 #: buffers shorter than this many bytes travel together in the blob
 SMALL = 1 << 16
 _ALIGN = 64
-_RAW, _STREAM = 0, 1
+_RAW, _STREAM, _PACKED = 0, 1, 2
 _PREFIX = struct.Struct("<4sHHQQ")  # magic, version, flags, bytes of the head after the prefix, xxh3-64 of them
 _HEAD = struct.Struct("<QqQIII")  # run tag, run id, sequence, schemas, shards, frames
 _SCHEMA = struct.Struct("<QI")  # key, bytes
@@ -114,6 +116,23 @@ def encode(shard: Shard, schema: tuple[int, bytes] | None = None) -> Parcel:
         buffers=buffers,
         digest=_digest(buffers),
         nbytes=sum(b.size for b in buffers if b is not None),
+    )
+
+
+def encode_packed(shard: Shard) -> Parcel:
+    """Make a shard of packs ready to be sent; stages them. Any thread."""
+    buffers = packed.to_buffers(shard.table)
+    return Parcel(
+        input_id=shard.input_id,
+        kind=_PACKED,
+        schema_key=0,
+        schema=b"",
+        rows=shard.table.num_rows,
+        parts=np.ascontiguousarray(shard.parts, dtype="<u4"),
+        lengths=np.ascontiguousarray(shard.lengths, dtype="<u8"),
+        buffers=buffers,
+        digest=_digest(buffers),
+        nbytes=sum(b.size for b in buffers),
     )
 
 
@@ -297,9 +316,11 @@ def _shard(
             apart = table, arrays
         elif kind == _STREAM and n_buffers == 1 and buffers[0] is not None:
             table = pa.ipc.open_stream(buffers[0]).read_all()
+        elif kind == _PACKED:
+            table = packed.from_buffers(lengths, buffers)
         else:
             raise WireError(f"input {input_id}: kind {kind} with {n_buffers} buffers is not known")
-    except (pa.ArrowException, OSError, IndexError) as e:
+    except (pa.ArrowException, OSError, IndexError, ValueError) as e:
         raise WireError(f"input {input_id}: {e}") from e
     if table.num_rows != rows:
         raise WireError(f"input {input_id}: has {table.num_rows} rows, its head says {rows}")

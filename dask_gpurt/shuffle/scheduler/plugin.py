@@ -7,7 +7,7 @@ workers get. Dask's worker plugin stays; it builds the run that the spec says. A
 all workers alike, and from what is known before it starts:
 
 - array rechunks keep Dask's run, which only lets go of shards that were sent (`rechunk`);
-- a meta that is not a pandas frame keeps Dask's spec;
+- a meta that is not a pandas frame keeps Dask's spec, but for device frames (`backends.frames`) where they are allowed;
 - so does a shuffle on a cluster with a worker that has not said that it can run ours (no package, another version,
   another distributed): two formats in one run would lose rows or fail.
 
@@ -30,6 +30,7 @@ import dataclasses
 import logging
 from typing import TYPE_CHECKING, Any
 
+from dask_gpurt.backends.frames import provider_of, reason_for_stock
 from dask_gpurt.errors import InstallError
 from dask_gpurt.model import Event, Sink, null_sink
 from dask_gpurt.model.circuit_breaker import Guard, Part
@@ -349,7 +350,7 @@ class ShuffleTakeover:
             reason = self._reason_for_stock(spec)
             if not reason:
                 order = seam.order_of_outputs(self.scheduler, spec.id)
-                ours = GpurtShuffleSpec.of(spec, self.settings, order)
+                ours = GpurtShuffleSpec.of(spec, self.settings, order, provider_of(type(spec.meta)))
                 self._runs += 1
                 return ours
         except Exception:
@@ -390,8 +391,9 @@ class ShuffleTakeover:
             return "switched off"
         if type(spec) is not seam.DataFrameShuffleSpec:
             return f"its spec is {type(spec).__module__}.{type(spec).__name__}"
-        if type(spec.meta) is not pd.DataFrame:
-            return f"meta is {type(spec.meta).__module__}.{type(spec.meta).__name__}"
+        enabled = self.settings.device_frames
+        if type(spec.meta) is not pd.DataFrame and (why := reason_for_stock(spec.meta, spec.column, enabled)):
+            return why
         unable = self._unable()
         return f"{unable} workers have not said that they can" if unable else ""
 
