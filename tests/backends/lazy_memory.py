@@ -100,6 +100,8 @@ class LazyMemory:
         #: allocations so far, and which of them fail: called with the number of each
         self.allocations = 0
         self.fail: Callable[[int], bool] = lambda number: False
+        #: called before a stream is waited for: what other streams do meanwhile
+        self.meanwhile: Callable[[], None] = lambda: None
         #: what was found
         self.faults: list[str] = []
         #: bytes copied, by steps
@@ -125,6 +127,7 @@ class LazyMemory:
 
     def ready(self) -> None:
         """Do what this thread has asked for."""
+        self.meanwhile()
         self.stream.run()
 
     def drain(self) -> None:

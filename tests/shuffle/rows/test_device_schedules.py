@@ -1,8 +1,9 @@
 """Random schedules of streams, frees, failures, flips and spilling: no use after free, no lost row, flips are caught.
 
 Two workers split some inputs, send each other what is theirs, store it, lose memory, spill, and make their outputs. All
-of it runs on `LazyMemory`: whatever is not waited for is found, see there. At each allocation some stream may advance
-by some steps, and the allocation may fail. `GPURT_SCHEDULES=100000` plays that many.
+of it runs on `LazyMemory`: whatever is not waited for is found, see there. At each allocation, and before each wait,
+some stream may advance by some steps; the allocation may fail. `GPURT_SCHEDULES=100000` plays that many, in about an
+hour of CPU time; give `--timeout` then.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from dask_gpurt.shuffle.rows.partition import OutputLayout
 from tests.backends.host_frames import HostFrame, HostFrames
 from tests.backends.lazy_memory import LazyMemory, Stream
 
-SCHEDULES = int(os.environ.get("GPURT_SCHEDULES", "60"))
+SCHEDULES = int(os.environ.get("GPURT_SCHEDULES", "25"))
 OUTPUTS = 4
 LAYOUT = OutputLayout({part: "ab"[part % 2] for part in range(OUTPUTS)})
 
@@ -68,11 +69,15 @@ class Node:
         self.chunks: list[Any] = []
         self.failures = 0.0
         self.memory.fail = self.at_allocation
+        self.memory.meanwhile = self.meanwhile
 
-    def at_allocation(self, number: int) -> bool:
+    def meanwhile(self) -> None:
         """Between two steps of a thread anything may happen on the device."""
         if self.rng.random() < 0.3:
             self.rng.choice(self.streams).run(self.rng.randrange(4))
+
+    def at_allocation(self, number: int) -> bool:
+        self.meanwhile()
         return bool(self.rng.random() < self.failures)
 
     def on_some_stream(self, step: Any) -> Any:
