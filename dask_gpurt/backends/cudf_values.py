@@ -34,6 +34,7 @@ PRIVATE = (
     ("cudf", "DataFrame", "_from_data"),
     ("cudf", "Series", "_from_column"),
     ("cudf", "Index", "_from_column"),
+    ("cudf", "MultiIndex", "_columns"),
 )
 #: of the buffer that tables are packed through, and of what packing needs besides
 ROOM_BYTES = 16 << 20
@@ -67,7 +68,7 @@ def _columns(value: Any) -> list[Any]:
     """The columns of a frame, its index and its categories, as `pylibcudf.Column`. Nothing is copied."""
     cudf = sys.modules["cudf"]
     if isinstance(value, cudf.MultiIndex):
-        return [column for level in value.levels for column in _columns(level)]
+        return [column.to_pylibcudf() for column in value._columns]  # its levels would have to be computed
     if isinstance(value, cudf.RangeIndex):
         return []
     given = value.to_pylibcudf()[0]

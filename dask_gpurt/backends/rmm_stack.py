@@ -18,6 +18,7 @@ A pool keeps what was freed, so the driver's count alone says too little: what t
 from __future__ import annotations
 
 import dataclasses
+import threading
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -134,6 +135,8 @@ class DeviceAllocator:
         self.stacks: list[Stack] = []
         #: times something else was installed in our place
         self.replaced = 0
+        self._lock = threading.Lock()
+        self._closed = False
 
     @property
     def stack(self) -> Stack:
@@ -165,12 +168,14 @@ class DeviceAllocator:
         """
         import rmm.mr
 
-        now = rmm.mr.get_per_device_resource(self._device)
-        if now is self.stack.resource or any(r is self.stack.resource for r in chain(now)):
-            return True
-        self.replaced += 1
-        self._over(now)
-        return False
+        with self._lock:
+            now = rmm.mr.get_per_device_resource(self._device)
+            ours = self.stack.resource
+            if self._closed or now is ours or any(r is ours for r in chain(now)):
+                return True
+            self.replaced += 1
+            self._over(now)
+            return False
 
     @property
     def limit_bytes(self) -> int:
@@ -198,10 +203,12 @@ class DeviceAllocator:
         """Have libraries allocate as before, unless something else was installed meanwhile."""
         import rmm.mr
 
-        self._undo_cupy()
-        if self.stacks and rmm.mr.get_per_device_resource(self._device) is self.stack.resource:
-            back = self._before if len(self.stacks) == 1 else self.stack.limiting.get_upstream()
-            rmm.mr.set_per_device_resource(self._device, back)
+        with self._lock:
+            self._closed = True
+            self._undo_cupy()
+            if self.stacks and rmm.mr.get_per_device_resource(self._device) is self.stack.resource:
+                back = self._before if len(self.stacks) == 1 else self.stack.limiting.get_upstream()
+                rmm.mr.set_per_device_resource(self._device, back)
 
 
 def _nothing() -> None:

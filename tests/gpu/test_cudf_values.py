@@ -205,3 +205,11 @@ def test_what_would_not_come_back_is_refused() -> None:
 def test_an_index_without_memory_is_no_device_value(backend: Any) -> None:
     assert not backend.owns(cudf.RangeIndex(10))
     assert not backend.owns(cudf.CategoricalDtype())
+
+
+def test_rows_with_several_levels_count_and_are_left_to_cudf(backend: Any) -> None:
+    levels = cudf.MultiIndex._from_data({0: number(np.arange(N)), 1: number(np.arange(N) * 0.5)})
+    assert backend.owns(levels)
+    assert sum(n for _, n in backend.blocks(levels)) == 16 * N  # no level was computed
+    with pytest.raises(cudf_values.Refused, match="several levels"):
+        cudf_values.pack(levels)

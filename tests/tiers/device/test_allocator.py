@@ -129,6 +129,9 @@ def test_what_others_put_over_ours_leaves_it_in_use(tmp_path: Path) -> None:
     assert installed(device) is tracker
     memory.close()
     assert installed(device) is tracker  # theirs to take away
+    rmm.mr.set_per_device_resource(device, host_memory())
+    memory.look()  # a heartbeat that was under way while it closed
+    assert memory.allocator.replaced == 0
     assert backend.allocated_bytes() == 0
 
 
