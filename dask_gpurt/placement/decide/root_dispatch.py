@@ -28,7 +28,7 @@ from dask_gpurt.placement.decide.zone_cost import under_way
 from dask_gpurt.placement.tables import worker_facts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Hashable
+    from collections.abc import Callable, Collection
 
     from distributed.scheduler import TaskState, WorkerState
 
@@ -102,23 +102,24 @@ class RootDispatch:
 
     # ------------------------------------------------------------------ events
 
-    def graph_arrived(self, keys: Collection[Hashable]) -> None:
-        """Cut the roots of a graph into blocks. Call before the first transition of its tasks."""
+    def graph_arrived(self, fresh: Collection[TaskState]) -> None:
+        """Cut the roots of a graph, by its tasks that are still to run, into blocks. Call before their transitions."""
         s = self._tables.scheduler
-        tasks = s.tasks
         known: dict[Any, bool] = {}
 
         def is_root(ts: TaskState) -> bool:
-            if ts.worker_restrictions or ts.host_restrictions or ts.resource_restrictions:
-                return False
+            # By the group first: most tasks of most graphs end there.
             group = ts.group
             answer = known.get(group)
+            if answer is False:
+                return False
+            if ts.worker_restrictions or ts.host_restrictions or ts.resource_restrictions:
+                return False
             if answer is None:
                 answer = known[group] = s.is_rootish(ts)
             return answer
 
-        found = [ts for k in keys if (ts := tasks.get(k)) is not None]
-        self._groups.arrived(found, self._dealt_to, is_root)
+        self._groups.arrived(fresh, self._dealt_to, is_root)
 
     def _dealt_to(self) -> list[Member]:
         """The workers in the order in which blocks are given out: neighbours together, hosts by number."""
