@@ -56,8 +56,8 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--fuse",
         action=argparse.BooleanOptionalAction,
-        default=True,
-        help="fuse the steps of a partition by .optimize(), which Dask's compute leaves out (default on)",
+        default=False,
+        help="fuse the steps of a partition by .optimize(), which Dask's compute leaves out (default off: users' code)",
     )
     add("--json", help="write all figures to this file too")
     add("--kill-worker", type=float, metavar="SECONDS", help="SIGKILL a worker of the last engine so long after start")

@@ -8,10 +8,9 @@ What is timed: from the call that builds the query to the answer as a pandas Dat
 part of it. What is not: comparing the answer, reading the counters, and the first contact with each cluster (`warm_up`,
 which imports what workers need). DuckDB answers first, so that all engines find the files in the page cache.
 
-Queries are fused by ``.optimize()`` before they are computed. ``compute`` of Dask 2026.8 does not do that for
-dataframes (docs/upstream.md, "Dataframes are computed without fusion"): each step of a partition is a task then, and
-work stealing takes some of them to another worker, with partitions of hundreds of megabytes. ``fuse=False`` measures
-that.
+Queries are computed as users do. ``compute`` of Dask 2026.8 does not fuse dataframes (docs/upstream.md, "Dataframes are
+computed without fusion"): each step of a partition is a task, and work stealing takes some of them to another worker,
+with partitions of hundreds of megabytes. ``fuse=True`` calls ``.optimize()`` first, and measures what that costs.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ def run(
     runs: int,
     progress: Callable[[int, int, str], None],
     done: Callable[[int, dict[str, Measured]], None] = lambda number, cells: None,
-    fuse: bool = True,
+    fuse: bool = False,
 ) -> Outcome:
     """Run `numbers` on all `clusters`, `runs` times each.
 
