@@ -53,6 +53,12 @@ def parser() -> argparse.ArgumentParser:
     add("--memory-limit", help="per worker, such as 2GiB (default: by what is free)")
     add("--data", help="directory of the data at this scale; generated there if missing (default: out/tpch/sf<scale>)")
     add("--out", help="directory for report, logs and scratch (default: out/tpch/run)")
+    add(
+        "--fuse",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="fuse the steps of a partition by .optimize(), which Dask's compute leaves out (default off: users' code)",
+    )
     add("--json", help="write all figures to this file too")
     add("--kill-worker", type=float, metavar="SECONDS", help="SIGKILL a worker of the last engine so long after start")
     add("--keep-running", action="store_true", help="leave the last engine's cluster up and say how to use and stop it")
@@ -213,6 +219,7 @@ def measure(o: argparse.Namespace, clusters: list[ProcessCluster], expected: Any
             o.numbers,
             expected,
             runs=o.runs,
+            fuse=o.fuse,
             progress=progress,
             done=lambda number, cells: progress.line(table.line(report.row(number, cells, joined=True))),
         )
@@ -246,6 +253,7 @@ def tell(
     facts |= {
         "scale": o.scale,
         "runs": o.runs,
+        "fused": o.fuse,
         "engines": ", ".join(o.engine_names),
         "memory_limit_bytes_per_worker": o.memory_limit_bytes,
     }

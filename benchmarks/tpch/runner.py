@@ -7,6 +7,10 @@ page cache, neighbours) out of the ratio.
 What is timed: from the call that builds the query to the answer as a pandas DataFrame in this process; planning is
 part of it. What is not: comparing the answer, reading the counters, and the first contact with each cluster (`warm_up`,
 which imports what workers need). DuckDB answers first, so that all engines find the files in the page cache.
+
+Queries are computed as users do. ``compute`` of Dask 2026.8 does not fuse dataframes (docs/upstream.md, "Dataframes are
+computed without fusion"): each step of a partition is a task, and work stealing takes some of them to another worker,
+with partitions of hundreds of megabytes. ``fuse=True`` calls ``.optimize()`` first, and measures what that costs.
 """
 
 from __future__ import annotations
@@ -89,6 +93,7 @@ def run(
     runs: int,
     progress: Callable[[int, int, str], None],
     done: Callable[[int, dict[str, Measured]], None] = lambda number, cells: None,
+    fuse: bool = False,
 ) -> Outcome:
     """Run `numbers` on all `clusters`, `runs` times each.
 
@@ -103,21 +108,29 @@ def run(
     for number in numbers:
         for r, name in turns(names, runs):
             progress(step, steps, f"q{number:02d} {name}" + (f" run {r + 1}/{runs}" if runs > 1 else ""))
-            _one(cells[number, name], by_name[name], meters[name], opened, expected[number])
+            _one(cells[number, name], by_name[name], meters[name], opened, expected[number], fuse)
             step += 1
         done(number, {name: cells[number, name] for name in names})
     progress(steps, steps, "done")
     return Outcome(names, list(numbers), cells)
 
 
-def _one(cell: Measured, cluster: ProcessCluster, meters: Meters, opened: tables.Tables, expected: pa.Table) -> None:
+def _one(
+    cell: Measured,
+    cluster: ProcessCluster,
+    meters: Meters,
+    opened: tables.Tables,
+    expected: pa.Table,
+    fuse: bool,
+) -> None:
     meters.start()
     cluster.busy.set()
     start = time.perf_counter()
     try:
         # Current, not just called: dask.dataframe plans peer-to-peer shuffles only if there is a default client.
         with cluster.client.as_current():
-            got = cluster.client.compute(queries.QUERIES[cell.query](opened)).result()
+            query = queries.QUERIES[cell.query](opened)
+            got = cluster.client.compute(query.optimize() if fuse else query).result()
     except Exception as e:
         cell.errors.append(f"{type(e).__name__}: {e}")
         return

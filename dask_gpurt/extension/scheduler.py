@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from distributed import Scheduler, SchedulerPlugin
 
 from dask_gpurt._version import __version__
-from dask_gpurt.errors import InstallError
+from dask_gpurt.errors import InstallError, StoreError
 from dask_gpurt.extension import delivery
 from dask_gpurt.extension.parts import NAME, Parts, versions
 from dask_gpurt.extension.worker import GpurtWorker
@@ -29,6 +29,8 @@ from dask_gpurt.shuffle.scheduler.plugin import ShuffleTakeover
 from dask_gpurt.tiers.hints.scheduler import NextUsePlugin
 from dask_gpurt.tiers.shared.scheduler import SharedCopiesPlugin
 from dask_gpurt.tiers.storage.object.client import Bucket
+from dask_gpurt.tiers.storage.object.leases import worker_prefix
+from dask_gpurt.tiers.storage.object.tier import ObjectTier
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Hashable
@@ -134,10 +136,12 @@ class GpurtScheduler(SchedulerPlugin):
         return await self._plug("next_use", NextUsePlugin(sink=self.journal))
 
     async def _add_shared_copies(self) -> Callable[[], Awaitable[None]]:
+        assert self.scheduler is not None
         assert self.journal is not None
         url = self.settings.tiers.object_store
         assert url is not None
         bucket = Bucket(url, timeout_seconds=self.settings.tiers.object_timeout)
+        await asyncio.to_thread(_require_answer, bucket, worker_prefix(self.scheduler.address))
         return await self._plug("shared_copies", SharedCopiesPlugin(bucket, sink=self.journal))
 
     async def _plug(self, attribute: str, plugin: NextUsePlugin | SharedCopiesPlugin) -> Callable[[], Awaitable[None]]:
@@ -204,12 +208,12 @@ class GpurtScheduler(SchedulerPlugin):
 
         return undo
 
-    def _heard(self, worker: str = "", disk: Any = (), back: Any = (), **kwargs: Any) -> None:
+    def _heard(self, worker: str = "", disk: Any = (), back: Any = (), pinned: Any = (), **kwargs: Any) -> None:
         """Take in where a worker keeps its keys. Raises nothing: an exception here would end the worker's stream."""
         if self.scheduler is None or worker not in self.scheduler.workers:
             return
         try:
-            self.residence.heard(worker, disk, back)
+            self.residence.heard(worker, disk, back, pinned)
         except Exception:
             self.residence.clear()
             self.news_exceptions += 1
@@ -271,11 +275,7 @@ class GpurtScheduler(SchedulerPlugin):
         for address, reply in replies.items():
             # Not raised: stock serves that worker, and a cluster with one odd worker must still be usable.
             if isinstance(reply, dict) and reply.get("status") == "error":
-                logger.warning(
-                    "dask-gpurt: worker %s could not install its part and runs stock: %r",
-                    address,
-                    reply.get("exception"),
-                )
+                logger.warning("dask-gpurt: worker %s runs stock. %r", address, reply.get("exception"))
 
         async def undo() -> None:
             if NAME in scheduler.worker_plugins:
@@ -285,6 +285,11 @@ class GpurtScheduler(SchedulerPlugin):
             asyncio.get_running_loop().call_later(LATE_SECONDS, self._stop_listening, scheduler)
 
         return undo
+
+    def log_event(self, topic: str, msg: Any) -> None:
+        """Dask calls this with each event. Workers that come later and run stock say so in one."""
+        if topic == delivery.REFUSED and isinstance(msg, dict):
+            logger.warning("dask-gpurt: worker %s runs stock. %s", msg.get("worker"), msg.get("why"))
 
     def _stop_listening(self, scheduler: Scheduler) -> None:
         if scheduler.stream_handlers.get(residence.OP) == self._heard:
@@ -346,3 +351,21 @@ class GpurtScheduler(SchedulerPlugin):
         if self.journal is not None:
             out["events"] = self.journal.statistics()
         return out
+
+
+def _require_answer(bucket: Bucket, prefix: str) -> None:
+    """Raise unless a test object can be written and read back. Blocks.
+
+    Each worker looks for itself as well, but a worker that cannot have its tiers runs stock, and so would all of them.
+    """
+    attempts, bucket.attempts = bucket.attempts, 1  # at a start somebody waits
+    try:
+        ObjectTier(bucket, prefix).probe()
+    except (OSError, StoreError) as e:
+        raise InstallError(
+            f"gpurt.tiers.object-store is {bucket.url!r}, where the scheduler cannot write a test object: {e}. "
+            "Remedy: correct the URL, give credentials in the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...), "
+            "or set it to null"
+        ) from e
+    finally:
+        bucket.attempts = attempts

@@ -87,13 +87,13 @@ class Bookkeeping:
         reason = QUEUE if key != self.plain_key else Declined.PLAIN if ts.dependencies else Declined.NO_INPUTS
         governor = self._governor
         kind = tables.durations.kind(ts)
-        if (kind.usual or kind).brief and info is not None and not governor.waiting:
+        if (kind.usual or kind).brief and info is not None and not governor.open:
             self._brief = (self._brief + 1) % BRIEF_SAMPLED
             if self._brief:
                 workers.refresh(info)
                 return
         row = self._log.assigned(key, address, reason)
-        if governor.standing is Standing.TRIAL and governor.is_open(key):
+        if governor.standing is Standing.TRIAL and key in governor.open:
             governor_samples.report_moved(tables, governor, ts, ws)
         if info is None:
             return
@@ -135,7 +135,7 @@ class Bookkeeping:
             return
         if charge.row is not None:
             self._log.ended(charge.row, finish, details)
-        if self._governor.waiting:
+        if self._governor.open:
             retired = self._governor.finished(key, finish == "memory")
             if retired is not None:
                 self._on_retired(retired)

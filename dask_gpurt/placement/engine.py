@@ -366,9 +366,12 @@ class Engine:
 
     def graph_arrived(self, keys: Collection[Hashable]) -> None:
         """Take in a graph. Call before the first transition of its tasks."""
-        self.samples.graph_arrived(keys)
+        tasks = self.scheduler.tasks
+        # Scattered data and futures of earlier graphs may be among the keys.
+        fresh = [ts for k in keys if (ts := tasks.get(k)) is not None and ts.state == "released"]
+        self.samples.graph_arrived(fresh)
         if not self.leaves_roots():
-            self.root_dispatch.graph_arrived(keys)
+            self.root_dispatch.graph_arrived(fresh)
 
     def pull(self, ws: WorkerState) -> TaskState | None:
         """The queued root task that a worker with a free slot should run; None: the head of the queue."""

@@ -147,7 +147,7 @@ def _rows(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     return out
 
 
-def _said(name: str, value: Any) -> str:
+def _said(name: str, value: object) -> str:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         text = str(value)
         return text if len(text) <= 200 else text[:200] + "..."

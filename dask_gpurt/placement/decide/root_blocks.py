@@ -50,7 +50,7 @@ import itertools
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.placement.decide.root_cuts import beyond_even, by_input, pays, serialises, share_out
+from dask_gpurt.placement.decide.root_cuts import beyond_even, by_input, by_priority, pays, serialises, share_out
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
@@ -137,25 +137,29 @@ class RootBlocks:
             Whether a TaskState is a root.
         """
         # Scattered data and futures of earlier graphs are among them; only tasks that are still to run need a worker.
-        ordered = sorted((t for t in tasks if t.priority and t.state == "released"), key=lambda t: t.priority)
+        fresh = [t for t in tasks if t.state == "released" and t.priority]
+        roots = [t for t in fresh if is_root(t) and len(t.dependents) <= MAX_DEPENDENTS and t.key not in self.by_key]
+        if len(roots) < 2:
+            return
+        roots.sort(key=by_priority)
         now: list[Any] = []
         later: dict[Any, list[Any]] = {}
-        for t in ordered:
-            if is_root(t) and len(t.dependents) <= MAX_DEPENDENTS and t.key not in self.by_key:
-                if any(d.state != "memory" for d in t.dependencies):
-                    later.setdefault(frozenset(d.group for d in t.dependencies), []).append(t)
-                else:
-                    now.append(t)
+        for t in roots:
+            if any(d.state != "memory" for d in t.dependencies):
+                later.setdefault(frozenset(d.group for d in t.dependencies), []).append(t)
+            else:
+                now.append(t)
         workers = members()
         least = max(2, len(workers))
-        for roots in later.values():
-            if len(roots) >= least:
-                phase = Phase(roots, members)
-                self.later.update((t.key, phase) for t in roots)
+        for waiting in later.values():
+            if len(waiting) >= least:
+                phase = Phase(waiting, members)
+                self.later.update((t.key, phase) for t in waiting)
         if len(now) < least:
             return
         if workers:
-            self._cut(ordered, now, workers, {t for roots in later.values() for t in roots})
+            fresh.sort(key=by_priority)
+            self._cut(fresh, now, workers, {t for waiting in later.values() for t in waiting})
         else:
             self._list(Block([t.key for t in now], None, None))
 

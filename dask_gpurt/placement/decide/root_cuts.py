@@ -33,6 +33,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ MAX_VOTES = 8
 LEAST_VOTE = 0.1
 #: contiguous pieces are refused when the levels of a graph take more than so many times an even spread
 UNEVEN = 1.2
+
+by_priority = attrgetter("priority")
 
 
 class Member(NamedTuple):
@@ -105,12 +108,8 @@ def share_out(
     for member, begin, end in _cuts(len(sequence), filled, border_positions):
         pieces[index[member.address]] += sequence[begin:end]
     for piece in pieces:
-        piece.sort(key=_priority)
+        piece.sort(key=by_priority)
     return pieces, {sequence[i] for i in border_positions}
-
-
-def _priority(ts: TaskState) -> Any:
-    return ts.priority
 
 
 def interleaved(roots: Sequence[TaskState]) -> list[Any]:

@@ -10,8 +10,8 @@ own choice.
 * `better_left`: the last roots are not queued behind busy threads; the first free thread gets them. Nor are long roots,
   where that would delay tasks that depend on the root before.
 * An input that a root needs, and that a neighbour is fetching from another zone, is waited for (`zone_cost`).
-* `hungry`: a worker whose slots are all taken by tasks that wait for inputs gets a root, a few at most. So its threads
-  work while the network does.
+* `hungry`: a worker whose slots are all taken gets a root all the same, a few at most, if these tasks wait for inputs.
+  So its threads work while the network does. Likewise if they are done before a message could bring it more.
 
 None of this applies where hardly any worker is at work: it relies on a worker that finishes a task and so opens slots.
 """
@@ -28,7 +28,7 @@ from dask_gpurt.placement.decide.zone_cost import under_way
 from dask_gpurt.placement.tables import worker_facts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Hashable
+    from collections.abc import Callable, Collection
 
     from distributed.scheduler import TaskState, WorkerState
 
@@ -43,6 +43,9 @@ MAX_LOOKED = 64
 #: a worker gets short roots ahead for so long, in seconds: a result and the next task take a few milliseconds between
 #: worker and scheduler, in which a thread with one root of a millisecond in hand idles most of the time
 AHEAD_OF_MESSAGES = 0.01
+#: a result and the next task take so long between a worker and the scheduler: two busy event loops, as measured over
+#: loopback (`topology.links.SEEDS`)
+ROUND_TRIP_SECONDS = 0.005
 #: roots ahead per thread, at most, and the share of the worker's memory mark that their results may take
 MOST_AHEAD, AHEAD_SHARE = 16, 0.01
 #: what contiguous blocks may hold in one worker beyond what stock's queue would, as a share of its memory mark
@@ -93,7 +96,7 @@ class RootDispatch:
         self._fetching: dict[WorkerInfo, None] = {}
         #: workers that finished a task since then
         self._freed: dict[WorkerInfo, None] = {}
-        #: the same, noted while roots are short: they may get some ahead
+        #: the same, noted while they may get roots ahead: roots are short, or what they have in hand is
         self._ended: dict[WorkerInfo, None] = {}
         #: roots that a worker was not given because it would have spilled their results
         self.spared = 0
@@ -102,23 +105,24 @@ class RootDispatch:
 
     # ------------------------------------------------------------------ events
 
-    def graph_arrived(self, keys: Collection[Hashable]) -> None:
-        """Cut the roots of a graph into blocks. Call before the first transition of its tasks."""
+    def graph_arrived(self, fresh: Collection[TaskState]) -> None:
+        """Cut the roots of a graph, by its tasks that are still to run, into blocks. Call before their transitions."""
         s = self._tables.scheduler
-        tasks = s.tasks
         known: dict[Any, bool] = {}
 
         def is_root(ts: TaskState) -> bool:
-            if ts.worker_restrictions or ts.host_restrictions or ts.resource_restrictions:
-                return False
+            # By the group first: most tasks of most graphs end there.
             group = ts.group
             answer = known.get(group)
+            if answer is False:
+                return False
+            if ts.worker_restrictions or ts.host_restrictions or ts.resource_restrictions:
+                return False
             if answer is None:
                 answer = known[group] = s.is_rootish(ts)
             return answer
 
-        found = [ts for k in keys if (ts := tasks.get(k)) is not None]
-        self._groups.arrived(found, self._dealt_to, is_root)
+        self._groups.arrived(fresh, self._dealt_to, is_root)
 
     def _dealt_to(self) -> list[Member]:
         """The workers in the order in which blocks are given out: neighbours together, hosts by number."""
@@ -144,7 +148,7 @@ class RootDispatch:
         self._freed[info] = None
         if info.ws.needs_what:
             self._fetching[info] = None
-        if self._ahead():
+        if self._ahead() or self._runs_dry(info):
             self._ended[info] = None
 
     def root_done(self, info: WorkerInfo, seconds: float, nbytes: float) -> None:
@@ -281,7 +285,7 @@ class RootDispatch:
         return True
 
     def hungry(self) -> list[Any]:
-        """Workers to get a root beyond their slots: all of their tasks wait for inputs, or roots are short."""
+        """Workers to get a root beyond their slots: their tasks wait for inputs, or are done before a message comes."""
         if not (self._fetching or self._ended):
             return []
         looked, self._fetching = self._fetching, {}
@@ -290,17 +294,39 @@ class RootDispatch:
             return []
         found = [info.ws for info in looked if self._starves(info)]
         ahead = self._ahead()
-        for info in ended if ahead else ():
+        for info in ended:
             ws = info.ws
-            most = min(ahead * ws.nthreads, int(AHEAD_SHARE * min(info.mark_bytes, 1e15) / max(1.0, self._root[1])))
-            # At most two per finished task: the number in hand grows by one for each.
-            found += [ws] * min(2, most - len(ws.processing))
+            if ahead:
+                most = min(ahead * ws.nthreads, int(AHEAD_SHARE * min(info.mark_bytes, 1e15) / max(1.0, self._root[1])))
+                # At most two per finished task: the number in hand grows by one for each.
+                found += [ws] * min(2, most - len(ws.processing))
+            elif (
+                ws.processing and self._root[1] * ws.nthreads <= BEYOND_STOCK * info.mark_bytes and self._runs_dry(info)
+            ):
+                found.append(ws)
         return found
 
     def _ahead(self) -> int:
         """Short roots that a thread gets ahead; 0: they are not short."""
         seconds = self._found_seconds()
         return min(MOST_AHEAD, int(AHEAD_OF_MESSAGES / seconds)) if 0 < seconds < AHEAD_OF_MESSAGES / 2 else 0
+
+    def _runs_dry(self, info: WorkerInfo) -> bool:
+        """Whether all that a worker has in hand is done before a message could bring it more.
+
+        Slots count tasks. Two short tasks, such as those that follow roots, fill the slots of a thread for no time.
+        """
+        known = self._tables.durations.known
+        ws = info.ws
+        left = ROUND_TRIP_SECONDS * ws.nthreads
+        for ts in ws.processing:
+            kind = known(ts)
+            if kind is None or kind.seconds is None:
+                return False
+            left -= kind.seconds
+            if left <= 0:
+                return False
+        return bool(ws.processing)  # without any, it has a free slot
 
     def first(self) -> list[Any]:
         """Workers to be offered tasks: those that have just finished one, and all of a few that could take one.

@@ -107,7 +107,8 @@ class Governor:
         self.left = 0
         self._clock = clock
         self._lot = random.Random(seed).random
-        self._open: dict[Hashable, Open] = {}
+        #: decisions whose tasks have not finished, by key; read only
+        self.open: dict[Hashable, Open] = {}
         #: (log actual / predicted, actual - predicted, log actual / stock, actual - stock, log predicted / stock)
         self._window: deque[tuple[float, float, float, float, float]] = deque(maxlen=WINDOW)
         self._since = 0
@@ -153,27 +154,18 @@ class Governor:
         price
             Seconds that the bytes moved are worth.
         """
-        if len(self._open) < MAX_OPEN:
-            self._open[key] = Open(prefix, ours, self._clock(), predicted, stock, moved_bytes, price)
-
-    @property
-    def waiting(self) -> bool:
-        """Whether there are decisions whose tasks have not finished."""
-        return bool(self._open)
-
-    def is_open(self, key: Hashable) -> bool:
-        """Whether a decision about this key waits for its result."""
-        return key in self._open
+        if len(self.open) < MAX_OPEN:
+            self.open[key] = Open(prefix, ours, self._clock(), predicted, stock, moved_bytes, price)
 
     def moved(self, key: Hashable, moved_bytes: float, price: float) -> None:
         """Note what a decision of stock moves, in bytes and as a price in seconds. Known only after it was made."""
-        found = self._open.get(key)
+        found = self.open.get(key)
         if found is not None and not found.ours:
-            self._open[key] = found._replace(moved_bytes=moved_bytes, price=price)
+            self.open[key] = found._replace(moved_bytes=moved_bytes, price=price)
 
     def finished(self, key: Hashable, computed: bool) -> str | None:
         """Note that a task left its worker; `computed`: with a result. Return why the policy retires, or None."""
-        found = self._open.pop(key, None)
+        found = self.open.pop(key, None)
         if found is None or not computed:
             return None
         actual = max(self._clock() - found.began, 1e-6)
@@ -193,7 +185,7 @@ class Governor:
 
     def forget(self) -> None:
         """Drop the decisions that wait for a result: all tasks are gone."""
-        self._open.clear()
+        self.open.clear()
 
     # ------------------------------------------------------------------ TRUSTED
 
@@ -275,7 +267,7 @@ class Governor:
             "retirements": self.retirements,
             "left_to_stock": self.left,
             "left_by_lot": self.lots,
-            "open": len(self._open),
+            "open": len(self.open),
             "prefixes": {},
         }
         for name, kept in self.prefixes.items():

@@ -13,7 +13,7 @@ from dask_gpurt.placement.evaluate.governor import Standing
 from dask_gpurt.placement.tables import worker_facts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Hashable, Mapping
+    from collections.abc import Callable, Collection
 
     from distributed.scheduler import TaskState
 
@@ -61,8 +61,8 @@ class GraphSamples:
         self._at_work = at_work
         self._retired = retired
 
-    def graph_arrived(self, keys: Collection[Hashable]) -> None:
-        """Feed a graph. Call before the first transition of its tasks."""
+    def graph_arrived(self, fresh: Collection[TaskState]) -> None:
+        """Feed a graph, by its tasks that are still to run. Call before their first transition."""
         judge = self._judge
         if not judge.enabled:
             return
@@ -72,7 +72,7 @@ class GraphSamples:
             spoiled = "the governor had its trial"
         elif not judge.left and self._at_work():
             spoiled = "older tasks were at work"
-        judge.arrived(_prefixes(scheduler.tasks, keys), scheduler.total_nthreads, spoiled)
+        judge.arrived(_prefixes(fresh), scheduler.total_nthreads, spoiled)
 
     def look_round(self) -> None:
         """Feed peak memory and idle threads: one tick of the judge and of the alarm."""
@@ -114,9 +114,9 @@ class GraphSamples:
         return float(idle * step / max(1, tables.scheduler.total_nthreads))
 
 
-def _prefixes(tasks: Mapping[Hashable, TaskState], keys: Collection[Hashable]) -> dict[str, int]:
-    """Tasks that are still to run, by prefix."""
-    groups = Counter(ts.group for k in keys if (ts := tasks.get(k)) is not None and ts.state == "released")
+def _prefixes(tasks: Collection[TaskState]) -> dict[str, int]:
+    """How many tasks there are of each prefix."""
+    groups = Counter([ts.group for ts in tasks])
     out: dict[str, int] = {}
     for group, n in groups.items():
         name = group.prefix.name

@@ -42,6 +42,8 @@ class ClusterSpeed:
         self._clock = clock
         #: how often a slow worker was refused a root task
         self.spared = 0
+        #: whether any worker is known to be slow; read for every task, hence no property
+        self.uneven = False
         #: a dict, for its order: the same events must give the same decisions in every process
         self._slow: dict[WorkerInfo, None] = {}
         self._refused: dict[WorkerInfo, float] = {}
@@ -49,11 +51,6 @@ class ClusterSpeed:
         self._sum = 0.0
         #: slowness of the median worker
         self.usual = 1.0
-
-    @property
-    def uneven(self) -> bool:
-        """Whether any worker is known to be slow."""
-        return bool(self._slow)
 
     def is_slow(self, info: WorkerInfo) -> bool:
         """Whether this worker is known to be slow. O(1)."""
@@ -65,10 +62,12 @@ class ClusterSpeed:
             self._slow[info] = None
         else:
             self._slow.pop(info, None)
+        self.uneven = bool(self._slow)
 
     def removed(self, info: WorkerInfo) -> None:
         """Forget a worker that has left."""
         self._slow.pop(info, None)
+        self.uneven = bool(self._slow)
         self._refused.pop(info, None)
 
     @property

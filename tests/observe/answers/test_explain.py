@@ -599,6 +599,19 @@ def test_many_keys_are_cut_short_in_print_only() -> None:
     assert got["x", 49].copies[0].nbytes == 10
 
 
+def test_tiers_of_devices_are_columns_only_where_there_are_some() -> None:
+    told = {"state": "memory", "nbytes": 10, "holders": ["tcp://a"], "processing": None, "fetching": []}
+    tiers = {"d": ("device", 10, None), "p": ("pinned", 10, 16), "k": ("disk", 10, 12)}
+    places = {k: {**told, "clients": [], "waiters": 0} for k in tiers}
+    copies = {k: {"tier": t, "nbytes": n, "disk_bytes": below} for k, (t, n, below) in tiers.items()}
+    got = Where.from_replies(places, {"tcp://a": copies})
+    assert got.workers() == {"tcp://a": {"device": 10, "pinned": 16, "disk": 12}}
+    assert "on device" in repr(got)
+    assert "pinned" in repr(got)
+    del copies["d"], copies["p"]
+    assert "on device" not in repr(Where.from_replies({"k": places["k"], "j": places["k"]}, {"tcp://a": copies}))
+
+
 @pytest.mark.parametrize(
     ("seconds", "says"),
     [(None, "-"), (0, "0 ms"), (1e-5, "0.01 ms"), (0.0052, "5.2 ms"), (0.31, "0.31 s"), (12.345, "12.3 s")],

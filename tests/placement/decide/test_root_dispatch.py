@@ -251,6 +251,35 @@ def test_what_waits_for_a_worker_waits_behind_a_long_root() -> None:
     assert engine.root_dispatch.hungry() == [], "a few take most of the time, however short most of them are"
 
 
+def test_slots_full_of_short_followers_do_not_keep_a_root_away() -> None:
+    engine, (a, *_) = rig(memory_limit=10**9)
+    info = engine.workers.all.items[0]
+    own(engine, a, 9)
+    engine.root_dispatch.root_done(info, 0.1, 1000)
+    learn(engine, "short", 0.001)
+    learn(engine, "long", 0.05)
+    followers = [FakeTask(f"short-{i}") for i in range(2)]
+
+    def hungry(*tasks: FakeTask) -> list[Any]:
+        for task in tasks[:1]:
+            assign(engine, task, a)
+        engine.root_dispatch.finished(info)  # before what follows is assigned, as in the scheduler
+        for task in tasks[1:]:
+            assign(engine, task, a)
+        found: list[Any] = engine.root_dispatch.hungry()
+        for task in tasks:
+            finish(engine, task, 0.001)
+        engine.root_dispatch.hungry()
+        return found
+
+    assert hungry(*followers) == [a], "they are done before a message could bring a root"
+    assert hungry(followers[0], FakeTask("long-1")) == [], "there is time"
+    assert hungry(followers[0], FakeTask("unknown-1")) == []
+    assert hungry() == [], "its slots are free: it is asked in any case"
+    engine.root_dispatch.root_done(info, 0.1, 1e12)
+    assert hungry(*followers) == [], "a root more would not fit into memory easily"
+
+
 def test_the_last_roots_are_not_queued_behind_a_busy_thread() -> None:
     engine, (a, b, c, _) = rig()
     first, *_ = own(engine, a, 3)

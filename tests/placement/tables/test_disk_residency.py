@@ -104,3 +104,13 @@ def test_the_simulated_cluster_reads_nothing_that_is_in_memory() -> None:
     assert stock.read_bytes > 0
     assert ours.read_bytes == 0
     assert ours.makespan_seconds < 0.5 * stock.makespan_seconds
+
+
+def test_a_page_locked_copy_costs_a_tenth_of_a_read() -> None:
+    r = DiskResidency()
+    r.heard("a", [("x", 10.0)], (), [("y", 10.0)])
+    assert r.on_disk == {"x": {"a": 10.0}, "y": {"a": 1.0}}
+    r.heard("a", [("y", 10.0)], ())  # it went on to the disk
+    assert r.on_disk["y"] == {"a": 10.0}
+    r.heard("a", (), ["x", "y"])
+    assert not r.on_disk
