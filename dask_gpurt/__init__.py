@@ -25,10 +25,11 @@ from dask_gpurt import config as config  # registers the defaults of the ``gpurt
 from dask_gpurt._version import __version__
 
 if TYPE_CHECKING:
-    from dask_gpurt.client.api import attach, detach, local_cluster, status
+    from dask_gpurt.client.api import attach, detach, local_cluster
     from dask_gpurt.client.questions import explain, where
     from dask_gpurt.client.recording import record
     from dask_gpurt.client.reports import report
+    from dask_gpurt.client.state import status
 
 #: public name -> the module of `dask_gpurt.client` that has it
 _HOMES = {
@@ -38,7 +39,7 @@ _HOMES = {
     "local_cluster": "api",
     "record": "recording",
     "report": "reports",
-    "status": "api",
+    "status": "state",
     "where": "questions",
 }
 
