@@ -21,6 +21,9 @@ def _of(total: Total) -> re.Pattern[str]:
 
 _LARGEST, _RANGE = _of(LARGEST), _of(RANGE)
 
+#: errors of a worker that answers, and cannot import what it is asked to run
+_LACKING = ("ModuleNotFoundError", "ImportError", "AttributeError")
+
 
 @dataclasses.dataclass(frozen=True)
 class Member:
@@ -66,7 +69,29 @@ class Snapshot:
     @property
     def silent(self) -> dict[str, str]:
         """Address -> why there is no answer."""
-        return {address: _plain(worker["error"]) for address, worker in self.workers.items() if "error" in worker}
+        return {
+            address: _plain(worker["error"])
+            for address, worker in self.workers.items()
+            if "error" in worker and not self._lacks(address)
+        }
+
+    @property
+    def without(self) -> dict[str, str]:
+        """Address of a worker that runs stock Dask -> why."""
+        return {
+            address: self._refused(address) or _plain(worker.get("error", "it was not sent its part"))
+            for address, worker in self.workers.items()
+            if not worker or self._lacks(address)
+        }
+
+    def _refused(self, address: str) -> str:
+        member = self.members.get(address)
+        return str(self.scheduler.get("refused", {}).get(address) or (member.refused if member else ""))
+
+    def _lacks(self, address: str) -> bool:
+        """Whether it answers, and the package is missing there, or is another version."""
+        error = self.workers[address].get("error", "")
+        return bool(error) and (bool(self._refused(address)) or error.startswith(_LACKING))
 
     def title(self, address: str) -> str:
         """How a worker is called; a number alone would not say that it is one."""

@@ -125,7 +125,7 @@ def _threads(run: Run) -> Iterable[str]:
 
 
 def _workers(snapshot: Snapshot) -> Iterable[str]:
-    silent, stock = snapshot.silent, verdict.without(snapshot)
+    silent, stock = snapshot.silent, snapshot.without
     total = len(snapshot.workers)
     if not total:
         yield "there are none"

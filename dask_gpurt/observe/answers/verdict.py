@@ -111,18 +111,6 @@ def _off_on(worker: dict[str, Any]) -> list[str]:
     return out
 
 
-def without(snapshot: Snapshot) -> dict[str, str]:
-    """Workers that answered and run stock Dask -> why."""
-    out = {}
-    refused = snapshot.scheduler.get("refused", {})
-    for address, worker in snapshot.workers.items():
-        if worker:
-            continue
-        member = snapshot.members.get(address)
-        out[address] = refused.get(address) or (member.refused if member else "") or "it was not sent its part"
-    return out
-
-
 def as_run(snapshot: Snapshot) -> Run:
     """All since the start of the cluster, without single tasks: what advice is made from."""
     return from_snapshots(
@@ -157,7 +145,7 @@ def first_thing(snapshot: Snapshot, run: Run) -> str:
             f"look at {snapshot.title(address)} ({address}): its process may be stopped, swapped out, or hold the GIL "
             "(ps, py-spy dump); retire it if it does not come back"
         )
-    for address, why in without(snapshot).items():
+    for address, why in snapshot.without.items():
         return f"mend {snapshot.title(address)}: {why.partition('Remedy: ')[2] or why}"
     broken = [text for text in switched_off(snapshot) if "retired" in text or "is off: " in text]
     if broken:

@@ -204,6 +204,9 @@ def test_who_is_missing_and_why() -> None:
         f"big ({B}) runs without dask-gpurt: RuntimeError: this worker has dask-gpurt 0.0.9. Remedy: install one"
     )
     assert got["do first"].startswith(f"look at worker 0 ({A}): its process may be stopped")
+    lacking = {"error": "ModuleNotFoundError(\"No module named 'dask_gpurt'\")"}
+    got = shown(scheduler(), {A: spilling(), B: lacking})
+    assert got["workers"].endswith("runs without dask-gpurt: ModuleNotFoundError(\"No module named 'dask_gpurt'\")")
     got = shown(scheduler(), {A: spilling(), B: {}})
     assert "big (tcp://10.0.0.2:5) runs without dask-gpurt: it was not sent its part" in got["workers"]
     assert got["do first"] == "mend big: it was not sent its part"
