@@ -274,3 +274,25 @@ def test_the_text_fits(tmp_path: Path) -> None:
         assert "dask_gpurt.attach(client)" in lines[-1]
         assert len(lines) <= LINES
         assert max(map(len, lines)) <= WIDTH
+
+
+def test_a_scheduler_without_the_package(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    (theirs / "dask_gpurt").mkdir(parents=True)
+    (theirs / "dask_gpurt/__init__.py").write_text("raise ModuleNotFoundError('no dask_gpurt here')")
+    env = {"PYTHONPATH": os.pathsep.join([str(theirs), os.environ.get("PYTHONPATH", "")])}
+    with processes(theirs, env) as p:
+        address = p.scheduler()
+        p.worker(address, "--name", "odd")
+        with Client(address) as client:
+            client.wait_for_workers(1, timeout=60)
+            got = dask_gpurt.status(client)
+            assert not got.installed
+            assert got.silent == {}
+            lines = repr(got).splitlines()
+            assert lines[0] == "dask-gpurt: the scheduler cannot import dask_gpurt (no dask_gpurt here)"
+            assert lines[-1].endswith("install the same version of dask-gpurt there")
+            for ask in (dask_gpurt.explain, dask_gpurt.where):
+                with pytest.raises(GpurtError, match=r"the scheduler cannot import dask_gpurt .* Remedy: install"):
+                    ask(client, "x")
+        assert "the scheduler cannot import" in one_line(gpurt("report", address))

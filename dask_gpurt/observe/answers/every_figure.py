@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 _SUFFIXES = {"_bytes": "bytes", "_seconds": "seconds", "_us": "microseconds"}
 #: characters of a text, such as a traceback, that are shown
 _SHOWN = 200
+#: widest name that the values stand beside
+_NAME = 60
 
 
 def groups(snapshot: Snapshot) -> Iterator[tuple[str, list[tuple[str, str]]]]:
@@ -48,8 +50,8 @@ def lines(snapshot: Snapshot) -> list[str]:
     """As text."""
     out = []
     for title, rows in groups(snapshot):
-        out += ["", title]
-        out += [f"  {name:<44} {value}" for name, value in rows]
+        width = min(_NAME, max(len(name) for name, _ in rows))
+        out += ["", title, *(f"  {name:<{width}}  {value}" for name, value in rows)]
     return out
 
 

@@ -91,7 +91,7 @@ class Snapshot:
     def _lacks(self, address: str) -> bool:
         """Whether it answers, and the package is missing there, or is another version."""
         error = self.workers[address].get("error", "")
-        return bool(error) and (bool(self._refused(address)) or error.startswith(_LACKING))
+        return bool(error) and (bool(self._refused(address)) or any(name in error for name in _LACKING))
 
     def title(self, address: str) -> str:
         """How a worker is called; a number alone would not say that it is one."""
@@ -150,6 +150,6 @@ def _numbers(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, floa
 
 
 def _plain(error: str) -> str:
-    """The text of an exception, of its ``repr``; that of other kinds than a timeout keeps its name."""
-    found = re.fullmatch(r"""TimeoutError\((['"])(.*)\1\)""", error)
-    return found.group(2) if found else error
+    """The text of an exception, of its ``repr``; a kind that says something stays before it."""
+    found = re.fullmatch(r"""(?:TimeoutError|Exception)\((['"])(.*)\1\)""", error)
+    return (found.group(2) if found else error).replace("\\'", "'")
