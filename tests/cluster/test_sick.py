@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import dask.config
 import pytest
-from distributed import Client
+from distributed import Client, LocalCluster
 from distributed.security import Security
 
 import dask_gpurt
@@ -252,6 +252,19 @@ def test_an_address_and_an_asynchronous_client_do_for_every_question(tmp_path: P
             assert run.task_count == 1
         with pytest.raises(GpurtError, match="the client is closed"):
             dask_gpurt.status(client)
+
+
+def test_an_asynchronous_cluster(tmp_path: Path) -> None:
+    async def questions() -> None:
+        async with LocalCluster(n_workers=1, processes=False, asynchronous=True, dashboard_address=":0") as cluster:
+            assert (await dask_gpurt.attach(cluster)).installed
+            assert (await dask_gpurt.status(cluster)).silent == {}
+            async with dask_gpurt.report(str(tmp_path / "run.html"), cluster) as made:
+                pass
+            assert made.run is not None
+            await dask_gpurt.detach(cluster)
+
+    asyncio.run(questions())
 
 
 def test_top_looks_again(tmp_path: Path) -> None:

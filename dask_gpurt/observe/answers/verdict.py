@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 COLD_SECONDS = 10.0
 #: share of them from which a cause is worth doing something about first
 WORTH = 0.05
+#: time relative to stock's from which it is a gain
+EVEN = 0.97
 _RATIO = re.compile(r"ours took ([0-9.]+) times as long as stock's")
 
 
@@ -30,21 +32,24 @@ def evidence(snapshot: Snapshot) -> list[str]:
     lost = [f"lost on {name}: {why}" for name, why in judge.get("switched_off", {}).items()]
     if governor.get("standing") == "retired":
         lost.append(f"lost on single decisions: {governor.get('reason')}")
-    won = [f"{_outcome(why)} on {name}: {why}" for name, why in judge.get("cleared", {}).items()]
-    trials = [f"on trial, {name}: {why}" for name, why in judge.get("on_trial", {}).items()]
-    said = lost + won + trials
+    cleared = {name: (why, _RATIO.search(why)) for name, why in judge.get("cleared", {}).items()}
+    won = [f"{_outcome(ratio)} on {name}: {why}" for name, (why, ratio) in cleared.items() if ratio]
+    open_ = [f"not comparable, {name}: {why}" for name, (why, ratio) in cleared.items() if not ratio]
+    passed = governor.get("trials", 0) - governor.get("retirements", 0) - (governor.get("standing") == "trial")
+    if passed > 0:
+        won.append(f"not worse than stock in {_count(passed, 'trial')} of single decisions")
+    open_ += [f"on trial, {name}: {why}" for name, why in judge.get("on_trial", {}).items()]
+    said = lost + won + open_
     if lost:
         said.append("what lost is left to Dask, so the loss does not go on")
     if not lost and not won:
-        said.insert(0, f"no evidence yet of a gain or a loss: {_why_none(placement, judge)}")
+        why = "no comparison has come to an end" if open_ else _why_none(placement, judge)
+        said.insert(0, f"no evidence yet of a gain or a loss: {why}")
     return said
 
 
-def _outcome(why: str) -> str:
-    ratio = _RATIO.search(why)
-    if ratio is None:
-        return "not worse"
-    return "gained" if float(ratio.group(1)) < 1 else "even"
+def _outcome(ratio: re.Match[str]) -> str:
+    return "gained" if float(ratio.group(1)) <= EVEN else "even"
 
 
 def _why_none(placement: dict[str, Any], judge: dict[str, Any]) -> str:

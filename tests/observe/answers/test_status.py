@@ -184,7 +184,11 @@ def test_a_spilling_join_in_twenty_lines() -> None:
         ),
         (
             {"cleared": {"sum": "no two sides to compare after 32 graphs"}},
-            "not worse on sum: no two sides to compare after 32 graphs",
+            "no evidence yet of a gain or a loss: no comparison has come to an end not comparable, sum: no two sides",
+        ),
+        (
+            {"cleared": {"sum": "ours took 1.01 times as long as stock's, 8 graphs of each"}},
+            "even on sum: ours took 1.01",
         ),
         ({"switched_off": {"sum": "ours took 1.30 times as long"}}, "lost on sum: ours took 1.30 times as long"),
         ({"judged": 3}, "no evidence yet of a gain or a loss: none of 3 graphs that were judged gave a reason"),
@@ -284,3 +288,13 @@ def test_html_has_bars_and_escapes_what_it_is_given() -> None:
     assert page.count("<svg") == 2
     assert "<details><summary>all workers: tiers" in page
     assert "<details open>" in dataclasses.replace(status, verbose=True)._repr_html_()
+
+
+def test_trials_of_single_decisions_count() -> None:
+    passed = {"standing": "trusted", "trials": 3, "retirements": 1}
+    got = shown(scheduler(placement={"governor": passed}), {A: spilling()})
+    assert got["verdict"] == "not worse than stock in 2 trials of single decisions"
+    lost = {"standing": "retired", "trials": 1, "retirements": 1, "reason": "ours took 2 times as long"}
+    got = shown(scheduler(placement={"governor": lost}), {A: spilling()})
+    assert got["verdict"].startswith("lost on single decisions: ours took 2 times as long")
+    assert got["verdict"].endswith("what lost is left to Dask, so the loss does not go on")
