@@ -49,7 +49,7 @@ from dask.utils import key_split
 from distributed import Client, LocalCluster, SchedulerPlugin
 
 from benchmarks import data
-from dask_gpurt.client.api import local_cluster
+from dask_gpurt.client.local import local_cluster
 from dask_gpurt.shuffle.protocol import rebalance_plan
 from dask_gpurt.shuffle.scheduler import rebalance
 

@@ -25,7 +25,8 @@ from dask_gpurt import config as config  # registers the defaults of the ``gpurt
 from dask_gpurt._version import __version__
 
 if TYPE_CHECKING:
-    from dask_gpurt.client.api import attach, detach, local_cluster
+    from dask_gpurt.client.api import attach, detach
+    from dask_gpurt.client.local import local_cluster
     from dask_gpurt.client.questions import explain, where
     from dask_gpurt.client.recording import record
     from dask_gpurt.client.reports import report
@@ -36,7 +37,7 @@ _HOMES = {
     "attach": "api",
     "detach": "api",
     "explain": "questions",
-    "local_cluster": "api",
+    "local_cluster": "local",
     "record": "recording",
     "report": "reports",
     "status": "state",

@@ -8,24 +8,18 @@ import dataclasses
 import functools
 import itertools
 import json
-import os
 import re
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 import dask.config
-import yaml
 
 from dask_gpurt._version import __version__
 from dask_gpurt.errors import GpurtError, NoAnswer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-PRELOAD = "dask_gpurt.preload"
-ROLES = ("scheduler", "worker")
 
 _EXAMPLES = """\b
 Examples:
@@ -289,52 +283,29 @@ def _key(text: str) -> Any:
     return text
 
 
-def _file() -> Path:
-    """The file that `enable` writes: in the first directory that Dask reads for this user."""
-    return Path(os.environ.get("DASK_CONFIG", dask.config.PATH)).expanduser() / "gpurt-preload.yaml"
-
-
 @gpurt.command(short_help="Load the extension in all that this user starts.")
 def enable() -> None:
-    """Load the extension in every scheduler and worker this user starts, however they are started.
+    """Load the extension in every scheduler and worker this user starts, unless they are given other preloads.
 
     Writes a small YAML file into Dask's configuration directory ($DASK_CONFIG, else ~/.config/dask).
     """
-    path = _file()
-    if path.parent.is_file():
-        raise click.ClickException(
-            f"DASK_CONFIG is the file {path.parent}; add there under distributed: scheduler: preload: [{PRELOAD}]"
-            f" and the same under worker:, or point DASK_CONFIG to a directory"
-        )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
-    before = dask.config.collect()
-    tree: dict[str, dict[str, dict[str, list[str]]]] = {"distributed": {}}
-    for role in ROLES:
-        # Lists do not merge across files, so what others preload is repeated here.
-        others = dask.config.get(f"distributed.{role}.preload", [], config=before)
-        tree["distributed"][role] = {"preload": [*(m for m in others if m != PRELOAD), PRELOAD]}
-    path.write_text(
-        "# Written by `dask gpurt enable`; `dask gpurt disable` removes it.\n" + yaml.safe_dump(tree, sort_keys=False)
-    )
-    after = dask.config.collect()
-    for role in ROLES:
-        got = dask.config.get(f"distributed.{role}.preload", [], config=after)
-        if PRELOAD not in got:
-            path.unlink()
-            raise click.ClickException(
-                f"another configuration file or DASK_DISTRIBUTED__{role.upper()}__PRELOAD sets"
-                f" distributed.{role}.preload to {got!r} and wins; add {PRELOAD} there"
-            )
+    from dask_gpurt.client import switch
+
+    try:
+        path = switch.enable()
+    except GpurtError as e:
+        raise click.ClickException(str(e)) from e
     click.echo(f"Enabled for this user: wrote {path}")
+    click.echo(
+        "A --preload on a command line wins over it, also that of dask-gateway or LocalCluster(preload=...). "
+        "Remedy: name dask_gpurt.load there as well"
+    )
 
 
 @gpurt.command(short_help="Undo enable.")
 def disable() -> None:
     """Undo `enable`. Running clusters are not touched (see dask_gpurt.detach)."""
-    path = _file()
-    if path.exists():
-        path.unlink()
-        click.echo(f"Disabled: removed {path}")
-    else:
-        click.echo(f"Nothing to do: there is no {path}")
+    from dask_gpurt.client import switch
+
+    path = switch.disable()
+    click.echo(f"Nothing to do: there is no {switch.file()}" if path is None else f"Disabled: removed {path}")

@@ -13,6 +13,7 @@ import functools
 import math
 import os
 import re
+import warnings
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -34,7 +35,27 @@ def _load(name: str) -> dict[str, Any]:
 
 #: what gpurt.yaml holds: defaults, and the complete list of keys
 DEFAULTS: dict[str, Any] = _load("gpurt.yaml")
-dask.config.update_defaults(DEFAULTS)
+
+
+def _register() -> None:
+    """Put our defaults below Dask's configuration. What is no mapping stays, so that `Settings.load` refuses it."""
+    found = dask.config.config.get("gpurt")
+    dask.config.update_defaults(DEFAULTS)  # it would replace a value such as that of DASK_GPURT=1
+    if not (found is None or isinstance(found, Mapping)):
+        dask.config.config["gpurt"] = found
+        # Without a preload nothing is loaded that could refuse.
+        warnings.warn(_no_mapping(found), stacklevel=2)
+
+
+def _no_mapping(found: Any) -> str:
+    return (
+        f"gpurt: is {found!r}, must be a mapping of settings: neither gpurt in YAML nor DASK_GPURT is a switch. "
+        "Remedy: unset it. --preload dask_gpurt.preload or `dask gpurt enable` loads the extension, and "
+        "gpurt.policy: stock (DASK_GPURT__POLICY=stock) switches it off"
+    )
+
+
+_register()
 
 
 @functools.cache
@@ -210,9 +231,11 @@ def _shuffle(tree: Mapping[str, Any]) -> ShuffleSettings:
 
 def _merged(overrides: Mapping[str, Any]) -> dict[str, Any]:
     """The defaults, Dask's configuration over them, and `overrides` over both."""
-    tree = dask.config.get("gpurt", {})
+    tree = dask.config.get("gpurt", None)
+    if tree is None:  # a file with nothing below gpurt:
+        tree = {}
     if not isinstance(tree, Mapping):
-        raise ConfigError(f"gpurt: is {tree!r}, must be a mapping of settings. Remedy: see gpurt.yaml")
+        raise ConfigError(_no_mapping(tree))
     # Over the defaults: what resets Dask's configuration (distributed's own test tools do) drops ours with it.
     merged: dict[str, Any] = dask.config.merge(DEFAULTS["gpurt"], _canonical(tree))
     for dotted, value in flat(overrides).items():

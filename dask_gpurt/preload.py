@@ -7,14 +7,18 @@ a worker's preload is imported in its nanny's process too, so importing this mod
 Fail closed: Dask logs exceptions of a preload and goes on without it, and a policy that did not load looks exactly
 like one that did. So any error here ends the start of the server, unless ``gpurt.on-error: stock``:
 
-* of a ``dask`` command by `SystemExit` with the remedy;
+* of a ``dask`` command with one line and exit code 1. It checks the settings, and a worker's folders, when it reads
+  its arguments, before it opens anything; all else ends it by `SystemExit`;
 * elsewhere (`LocalCluster`, a notebook, a worker that a nanny started) by an exception from a plugin, which Dask does
   not swallow. `SystemExit` would end the thread of the event loop, and what waits for the cluster would wait for
   ever.
+
+`dask_gpurt.load` is the same without arguments, for command lines where another preload has some.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -23,24 +27,26 @@ from distributed import Scheduler, Worker
 
 from dask_gpurt.config import Settings, leaves, read
 from dask_gpurt.errors import ConfigError, GpurtError, InstallError
-from dask_gpurt.extension import WorkerParts, seam
+from dask_gpurt.extension import NAME, WorkerParts, seam
+from dask_gpurt.extension.parts import require_folders
 from dask_gpurt.observe.dashboard import hook
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from distributed.core import Server
 
 logger = logging.getLogger("distributed.preloading.gpurt")
 
 
+#: the package of Dask's own commands
+_COMMANDS = "distributed.cli"
 #: what to add to an error of a part
-LEAVE_OUT = (
-    "To start without the failing part set gpurt.on-error: stock (DASK_GPURT__ON_ERROR=stock); to leave Dask as it was "
-    "set gpurt.policy: stock."
-)
+LEAVE_OUT = "To start without the failing part set gpurt.on-error: stock (DASK_GPURT__ON_ERROR=stock)."
 
 
 async def install(server: Server, overrides: dict[str, Any]) -> None:
-    """Install on a scheduler or worker; other servers are left alone.
+    """Install on a scheduler or worker; other servers are left alone. A second call changes nothing.
 
     Raises
     ------
@@ -56,38 +62,74 @@ async def install(server: Server, overrides: dict[str, Any]) -> None:
         logger.info("dask-gpurt: gpurt.policy is stock, Dask is left as it was")
         return
     try:
-        if isinstance(server, Scheduler):
+        if isinstance(server, Worker):
+            await WorkerParts.install(server, settings)
+        elif NAME not in server.plugins:
             # Late: nannies and workers import this module too.
             from dask_gpurt.extension.scheduler import GpurtScheduler
 
             plugin = GpurtScheduler(settings)
             await plugin.start(server)
             server.add_plugin(plugin, name=plugin.name)
-        else:
-            await WorkerParts.install(server, settings)
+    except ConfigError:
+        raise
     except GpurtError as e:
-        raise InstallError(f"{e}\n{LEAVE_OUT}") from e
+        text = str(e)
+        raise InstallError(text if "on-error" in text else f"{text.rstrip('. ')}. {LEAVE_OUT}") from e
 
 
-async def _setup(server: Server, problem: str | None = None, **options: Any) -> None:
+async def setup(server: Server, problem: str | None = None, **options: Any) -> None:
+    """Install on a server that is being started, or keep it from starting.
+
+    Parameters
+    ----------
+    problem
+        What is wrong with the arguments.
+    **options
+        Those that were given, by their names in Python.
+
+    Raises
+    ------
+    SystemExit
+        The process is that of a ``dask`` command, and the installation failed.
+    """
     try:
         if problem is not None:
             raise ConfigError(problem)
-        given = {_KEYS[name]: value for name, value in options.items() if value is not None}
-        await install(server, {key: read(key, v) if isinstance(v, str) else v for key, v in given.items()})
+        await install(server, _given(options))
     except Exception as e:  # all of them: without this Dask would go on as if nothing had been asked
-        text = str(e) if isinstance(e, GpurtError) else f"{type(e).__name__}: {e}\n{LEAVE_OUT}"
-        _refuse(server, f"dask-gpurt: {text}", e)
+        text = str(e) if isinstance(e, GpurtError) else f"{type(e).__name__}: {e}. {LEAVE_OUT}"
+        line = "dask-gpurt: " + " ".join(part.strip() for part in text.splitlines())
+        if not isinstance(e, GpurtError):
+            logger.error("dask-gpurt: not foreseen", exc_info=e)
+        if _in_dask_command():
+            _end_command(line)
+        logger.error("%s", line)
+        seam.refuse(server, InstallError(line))
 
 
-def _refuse(server: Server, text: str, cause: Exception) -> None:
-    """Keep a server from starting; see the module."""
-    if click.get_current_context(silent=True) is not None:
-        raise SystemExit(text) from cause
-    logger.error("%s", text)
-    error = InstallError(text)
-    error.__cause__ = cause
-    seam.refuse(server, error)
+def _in_dask_command() -> bool:
+    """Whether this process is a ``dask`` command, such as ``dask scheduler``, and not a user's own click program."""
+    context = click.get_current_context(silent=True)
+    callback = None if context is None else context.command.callback
+    # Of a module that is run by ``python -m`` the name is __main__.
+    spec = getattr(callback, "__globals__", {}).get("__spec__")
+    return spec is not None and spec.parent == _COMMANDS
+
+
+def _end_command(line: str) -> None:
+    """End the process with exit code 1, and this line as the last one on stderr.
+
+    asyncio reports an exception that ends the loop once more for each task that it went through.
+    """
+    ending = SystemExit(f"Error: {line}")
+
+    def report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if context.get("exception") is not ending:
+            loop.default_exception_handler(context)
+
+    asyncio.get_running_loop().set_exception_handler(report)
+    raise ending
 
 
 #: name of the option in Python -> the setting
@@ -105,16 +147,45 @@ def _options() -> list[click.Parameter]:
     return out
 
 
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings from options: those that were given, read as their types."""
+    given = {_KEYS[name]: value for name, value in options.items() if value is not None}
+    return {key: read(key, value) if isinstance(value, str) else value for key, value in given.items()}
+
+
 #: with what our options begin
 _OURS = "--gpurt"
 
 
 class _Setup(click.Command):
-    """`click.Command` whose wrong arguments reach its callback: Dask would log them, and start without us.
+    """`click.Command` that accepts arguments of others, and whose wrong arguments are never only logged.
 
-    Arguments that do not look like ours are for others: Dask gives all preloads the same ones. ``dask cuda worker``
-    always has some for its own preload, and its workers would not start.
+    Dask reads the arguments twice. A ``dask`` command calls `parse_args` first, where it prints what is raised. There
+    an unknown argument of any kind is an error: it may be a misspelt one of Dask's own.
+
+    A server that starts calls `make_context`. Dask logs what is raised there and starts without us, so errors reach the
+    callback. Arguments that do not look like ours are for others, as Dask gives all preloads the same ones. ``dask cuda
+    worker`` always has some for its own preload.
     """
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if ctx.allow_extra_args:  # from `make_context`
+            return super().parse_args(ctx, args)
+        try:
+            rest = super().parse_args(ctx, args)
+            settings = Settings.load(_given(ctx.params))
+            command = click.get_current_context(silent=True)
+            if (
+                command is not None
+                and command.info_name == "worker"
+                and "stock" not in (settings.policy, settings.on_error)
+            ):
+                require_folders(settings.tiers.directories)
+        except click.UsageError as e:
+            raise click.ClickException(e.format_message()) from e  # in one line, without the usage
+        except ConfigError as e:
+            raise click.ClickException(f"dask-gpurt: {e}") from e
+        return rest
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
@@ -137,4 +208,4 @@ class _Setup(click.Command):
 hook.announce()
 
 #: Dask makes the arguments after ``--preload`` into this command's options
-dask_setup = _Setup("dask_setup", params=_options(), callback=_setup)
+dask_setup = _Setup("dask_setup", params=_options(), callback=setup)

@@ -1,101 +1,22 @@
-"""The public functions that start and change a cluster: `local_cluster`, `attach`, `detach`."""
+"""The public functions that change a running cluster: `attach`, `detach`."""
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
-
-from distributed import LocalCluster, Scheduler
 
 from dask_gpurt.client.ask import ask
 from dask_gpurt.client.connect import ANSWER_SECONDS
 from dask_gpurt.client.state import look
-from dask_gpurt.config import Settings, flat, write
+from dask_gpurt.config import Settings
 from dask_gpurt.errors import ConfigError, InstallError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
-    from distributed import Client
+    from distributed import Client, Scheduler
 
     from dask_gpurt.client.ask import Asked
     from dask_gpurt.observe.answers.status import Status
-
-#: what ``--preload`` is given
-PRELOAD = "dask_gpurt.preload"
-
-
-def local_cluster(*, settings: Mapping[str, Any] | None = None, **kwargs: Any) -> LocalCluster:
-    """A `distributed.LocalCluster` with the extension on its scheduler and, before they register, its workers.
-
-    Parameters
-    ----------
-    settings
-        Dotted keys to values, such as ``{"tiers.host-limit": 0.5}``, or nested as in YAML; they win over YAML and the
-        environment.
-    **kwargs
-        As for `distributed.LocalCluster`. Preloads given there are kept and run before ours.
-
-    Raises
-    ------
-    ConfigError
-        An unknown setting, or a value that is not allowed. Nothing was started.
-    InstallError
-        This interpreter runs without assertions (``python -O``). Nothing was started.
-    RuntimeError
-        From `distributed.LocalCluster`: a part could not be installed. The reason is in its ``__cause__``; where a
-        worker's own process did not start, in the log.
-    """
-    from dask_gpurt.extension.parts import require_assertions
-    from dask_gpurt.observe.dashboard import hook
-    from dask_gpurt.placement.decide import policy
-
-    # Here, where the caller sees what is wrong, rather than in a child process.
-    loaded = Settings.load(settings)
-    if loaded.policy != "stock":
-        if loaded.on_error != "stock":
-            require_assertions()
-        policy.load(loaded.policy)
-        _check_folders(loaded.tiers.directories)
-    argv: list[str] = []
-    for key, value in flat(settings or {}).items():
-        argv += ["--gpurt-" + key.replace(".", "-"), write(key, value)]
-    scheduler_kwargs = dict(kwargs.pop("scheduler_kwargs", None) or {})
-    _add_preload(scheduler_kwargs, argv)
-    _add_preload(kwargs, argv)
-    # Again: the body of the preload runs once per process, and `dask.config.refresh` forgets what it announced.
-    hook.announce()
-    return LocalCluster(scheduler_kwargs=scheduler_kwargs, **kwargs)
-
-
-def _check_folders(folders: Sequence[str]) -> None:
-    """Of folders for spilled data one must be usable, as workers on this machine will find."""
-    failed = []
-    for folder in folders:
-        try:
-            os.makedirs(folder, exist_ok=True)
-        except OSError as e:
-            failed.append(str(e))
-            continue
-        if os.access(folder, os.W_OK | os.X_OK):
-            return
-        failed.append(f"it is not allowed to write to {folder!r}")
-    if failed:
-        raise ConfigError(
-            f"gpurt.tiers.directory is {', '.join(map(repr, folders))}, which cannot be used: {'; '.join(failed)}. "
-            "Remedy: a folder that this user may write to, or null for the worker's local directory"
-        )
-
-
-def _add_preload(kwargs: dict[str, Any], argv: list[str]) -> None:
-    """Append our module to the preloads in `kwargs`, whichever of Dask's forms they have."""
-    modules = kwargs.get("preload") or []
-    modules = [modules] if isinstance(modules, str) else list(modules)
-    argvs = list(kwargs.get("preload_argv") or [])
-    if not argvs or isinstance(argvs[0], str):
-        argvs = [argvs] * len(modules)
-    kwargs["preload"] = [*modules, PRELOAD]
-    kwargs["preload_argv"] = [*argvs, argv]
 
 
 def attach(client: Asked, *, settings: Mapping[str, Any] | None = None) -> Status:

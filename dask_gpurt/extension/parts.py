@@ -6,16 +6,18 @@ the error leaves. With ``gpurt.on-error: stock`` only the failing part is left t
 
 from __future__ import annotations
 
+import os
+import tempfile
 from typing import TYPE_CHECKING
 
 import dask
 import distributed
 
-from dask_gpurt.errors import InstallError
+from dask_gpurt.errors import ConfigError, InstallError
 
 if TYPE_CHECKING:
     import logging
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
     from dask_gpurt.config import Settings
 
@@ -36,6 +38,29 @@ def require_assertions() -> None:
             "this process runs without assertions (python -O, or PYTHONOPTIMIZE is set), must run with them: the P2P "
             "shuffles of distributed need what its assert statements do, and hang without. Remedy: start the scheduler "
             "and the workers without -O, and unset PYTHONOPTIMIZE"
+        )
+
+
+def require_folders(folders: Sequence[str]) -> None:
+    """Refuse folders for spilled data of which none can be used, as workers on this machine will find.
+
+    Raises
+    ------
+    ConfigError
+        They cannot be made, or this user may not write to them.
+    """
+    failed = []
+    for folder in folders:
+        try:
+            os.makedirs(folder, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):  # permissions alone do not say: root, a mount that is read-only
+                return
+        except OSError as e:
+            failed.append(str(e))
+    if failed:
+        raise ConfigError(
+            f"gpurt.tiers.directory is {', '.join(map(repr, folders))}, which cannot be used: {'; '.join(failed)}. "
+            "Remedy: a folder that this user may write to, or null for the worker's local directory"
         )
 
 

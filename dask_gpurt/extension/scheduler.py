@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from distributed import Scheduler, SchedulerPlugin
 
 from dask_gpurt._version import __version__
-from dask_gpurt.errors import InstallError
+from dask_gpurt.errors import InstallError, StoreError
 from dask_gpurt.extension import delivery
 from dask_gpurt.extension.parts import NAME, Parts, versions
 from dask_gpurt.extension.worker import GpurtWorker
@@ -29,6 +29,8 @@ from dask_gpurt.shuffle.scheduler.plugin import ShuffleTakeover
 from dask_gpurt.tiers.hints.scheduler import NextUsePlugin
 from dask_gpurt.tiers.shared.scheduler import SharedCopiesPlugin
 from dask_gpurt.tiers.storage.object.client import Bucket
+from dask_gpurt.tiers.storage.object.leases import worker_prefix
+from dask_gpurt.tiers.storage.object.tier import ObjectTier
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Hashable
@@ -134,10 +136,12 @@ class GpurtScheduler(SchedulerPlugin):
         return await self._plug("next_use", NextUsePlugin(sink=self.journal))
 
     async def _add_shared_copies(self) -> Callable[[], Awaitable[None]]:
+        assert self.scheduler is not None
         assert self.journal is not None
         url = self.settings.tiers.object_store
         assert url is not None
         bucket = Bucket(url, timeout_seconds=self.settings.tiers.object_timeout)
+        await asyncio.to_thread(_require_answer, bucket, worker_prefix(self.scheduler.address))
         return await self._plug("shared_copies", SharedCopiesPlugin(bucket, sink=self.journal))
 
     async def _plug(self, attribute: str, plugin: NextUsePlugin | SharedCopiesPlugin) -> Callable[[], Awaitable[None]]:
@@ -346,3 +350,21 @@ class GpurtScheduler(SchedulerPlugin):
         if self.journal is not None:
             out["events"] = self.journal.statistics()
         return out
+
+
+def _require_answer(bucket: Bucket, prefix: str) -> None:
+    """Raise unless a test object can be written and read back. Blocks.
+
+    Each worker looks for itself as well, but a worker that cannot have its tiers runs stock, and so would all of them.
+    """
+    attempts, bucket.attempts = bucket.attempts, 1  # at a start somebody waits
+    try:
+        ObjectTier(bucket, prefix).probe()
+    except (OSError, StoreError) as e:
+        raise InstallError(
+            f"gpurt.tiers.object-store is {bucket.url!r}, where the scheduler cannot write a test object: {e}. "
+            "Remedy: correct the URL, give credentials in the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...), "
+            "or set it to null"
+        ) from e
+    finally:
+        bucket.attempts = attempts

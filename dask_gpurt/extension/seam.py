@@ -1,15 +1,18 @@
 """What the extension itself uses of distributed beside its public API. The engines have seams of their own.
 
-`refuse` keeps a server from starting. Dask logs what a preload raises and goes on without it, but it raises what a
-plugin raises. So the error comes from a plugin. On a scheduler that is a public one. On a worker it is one that is
-set up after it has registered, for which there is no call.
+`refuse` keeps a server from starting. Dask logs what a preload raises and goes on without it, but not what a call after
+the preloads raises: on a scheduler the ``start`` of a plugin, on a worker ``start_services``.
+
+Dask closes a server whose start fails, and raises "Scheduler failed to start." The reason is the cause of that error,
+and a nanny's worker loses it on the way to its nanny. So the last thing in that close is our error, which then is what
+Dask raises: "Cluster failed to start: dask-gpurt: ...". This replaces two methods of that one server, once.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from distributed import Scheduler, SchedulerPlugin, Worker, WorkerPlugin
+from distributed import Scheduler, SchedulerPlugin, Worker
 from distributed.worker_state_machine import GatherDepNetworkFailureEvent
 
 from dask_gpurt.model.checks import require_call, require_names
@@ -17,8 +20,8 @@ from dask_gpurt.model.checks import require_call, require_names
 if TYPE_CHECKING:
     from distributed.core import Server
 
-#: set up by a worker when it has registered
-_PENDING = "_pending_plugins"
+#: a worker calls it right after its preloads
+_AFTER_PRELOADS = "start_services"
 
 
 def check_fetches(worker: Worker) -> None:
@@ -41,18 +44,31 @@ def refuse(server: Server, error: Exception) -> None:
     Raises
     ------
     SystemExit
-        A worker of this distributed has no such plugins. It must not run as if nothing had been asked.
+        A worker of this distributed starts without that call. It must not run as if nothing had been asked.
     """
     if isinstance(server, Scheduler):
-        server.add_plugin(_RefusedScheduler(error), name=_RefusedScheduler.name)
+        server.add_plugin(_Refused(error), name=_Refused.name)
     elif isinstance(server, Worker):
-        pending = getattr(server, _PENDING, None)
-        if pending is None:
+        if _AFTER_PRELOADS not in Worker.start_unsafe.__code__.co_names:
             raise SystemExit(str(error)) from error
-        setattr(server, _PENDING, (*pending, _RefusedWorker(error)))
+
+        def start_services(*args: Any, **kwargs: Any) -> None:
+            raise error
+
+        setattr(server, _AFTER_PRELOADS, start_services)
+    else:
+        return
+    stock = server.close
+
+    async def close(*args: Any, **kwargs: Any) -> None:
+        del server.close
+        await stock(*args, **kwargs)
+        raise error
+
+    server.close = close
 
 
-class _RefusedScheduler(SchedulerPlugin):
+class _Refused(SchedulerPlugin):
     """Ends the start of its scheduler."""
 
     name = "gpurt-refused"
@@ -61,16 +77,4 @@ class _RefusedScheduler(SchedulerPlugin):
         self.error = error
 
     async def start(self, scheduler: Scheduler) -> None:
-        raise self.error
-
-
-class _RefusedWorker(WorkerPlugin):
-    """Ends the start of its worker."""
-
-    name = "gpurt-refused"
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-    def setup(self, worker: Worker) -> None:
         raise self.error

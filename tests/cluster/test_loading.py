@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import dask
 import pytest
 from distributed import Client, LocalCluster
 
@@ -168,54 +167,6 @@ def test_preloads_by_path(tmp_path: Path) -> None:
             _shows_all(client, 1)
 
 
-def test_yaml_by_enable_and_disable(tmp_path: Path) -> None:
-    config = tmp_path / "config"
-    env = {**os.environ, "DASK_CONFIG": str(config)}
-
-    def gpurt(*args: str) -> str:
-        return subprocess.run(
-            [sys.executable, "-m", "dask", "gpurt", *args], env=env, check=True, capture_output=True, text=True
-        ).stdout
-
-    assert "wrote" in gpurt("enable")
-    with processes(tmp_path, {"DASK_CONFIG": str(config)}) as p:
-        address = p.scheduler()
-        p.worker(address)
-        with Client(address) as client:
-            client.wait_for_workers(1, timeout=60)
-            _shows_all(client, 1)
-    assert "removed" in gpurt("disable")
-    assert "Nothing to do" in gpurt("disable")
-    assert list(config.iterdir()) == []
-
-
-def test_enable_keeps_other_preloads_and_says_who_overrides(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("distributed: {scheduler: {preload: [json]}}")
-    env = {**os.environ, "DASK_CONFIG": str(tmp_path)}
-    enable = [sys.executable, "-m", "dask", "gpurt", "enable"]
-    refused = subprocess.run(enable, env=env, capture_output=True, text=True, check=False)
-    assert refused.returncode == 1
-    assert "['json'] and wins; add dask_gpurt.preload there" in refused.stderr
-    assert not (tmp_path / "gpurt-preload.yaml").exists()
-    (tmp_path / "mine.yaml").rename(tmp_path / "a.yaml")
-    subprocess.run(enable, env=env, check=True)
-    assert "- json\n" in (tmp_path / "gpurt-preload.yaml").read_text()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--gpurt-policy", "stok"], "Did you mean 'stock'?"),
-        (["--gpurt-tiers-host-limit", "7"], "must be a number > 0 and <= 1"),
-    ],
-)
-def test_a_bad_setting_ends_the_start(arguments: list[str], says: str, tmp_path: Path) -> None:
-    with processes(tmp_path) as p:
-        process, log = p.start("scheduler", "--port", "0", "--no-dashboard", "--preload", PRELOAD, *arguments)
-        assert process.wait(60) == 1
-        assert says in log.read_text()
-
-
 def test_arguments_of_other_preloads_are_theirs() -> None:
     """Dask gives all preloads the same arguments, and ``dask cuda worker`` has some for a preload of its own."""
     from dask_gpurt.preload import dask_setup
@@ -227,30 +178,6 @@ def test_arguments_of_other_preloads_are_theirs() -> None:
         assert context.args == []
     with dask_setup.make_context("dask_setup", ["--gpurt-polcy", "stock"], allow_extra_args=False) as context:
         assert "--gpurt-polcy" in context.params["problem"]
-
-
-def test_an_unknown_key_in_the_environment_ends_the_start(tmp_path: Path) -> None:
-    with processes(tmp_path, {"DASK_GPURT__TIERS__HOST_LIMITS": "0.5"}) as p:
-        process, log = p.start("scheduler", "--port", "0", "--no-dashboard", "--preload", PRELOAD)
-        assert process.wait(60) == 1
-        assert "Did you mean gpurt.tiers.host-limit?" in log.read_text()
-
-
-@pytest.mark.parametrize("role", ["scheduler", "worker"])
-def test_a_bad_setting_ends_the_start_in_the_users_own_process(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`SystemExit` would end the thread of the event loop, and `LocalCluster()` would never return."""
-    monkeypatch.setenv("DASK_GPURT__POLCY", "x")
-    with (
-        dask.config.set({f"distributed.{role}.preload": [PRELOAD], "gpurt.polcy": "x"}),
-        pytest.raises(RuntimeError) as e,
-    ):
-        LocalCluster(n_workers=1, processes=False, dashboard_address=":0").close()
-    reasons = []
-    error: BaseException | None = e.value
-    while error is not None:
-        reasons.append(str(error))
-        error = error.__cause__
-    assert any("Did you mean gpurt.policy?" in text for text in reasons), reasons
 
 
 def test_local_cluster_takes_lists_and_mappings(tmp_path: Path) -> None:

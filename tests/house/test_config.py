@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
 import subprocess
 import sys
@@ -65,6 +66,7 @@ def test_every_key_is_an_argument_of_the_preload() -> None:
         ({"gpurt.tiers.host-limt": 0.5}, ["unknown key gpurt.tiers.host-limt", "Did you mean gpurt.tiers.host-limit?"]),
         ({"tiers.host-limit": float("nan")}, ["is nan", "> 0 and <= 1"]),
         ({"tiers.object-timeout": float("inf")}, ["is inf", "a number > 0"]),
+        ({"tiers.object-store": "mybucket"}, ["is 'mybucket', must be one like 's3://bucket/prefix'"]),
     ],
 )
 def test_bad_settings_say_value_allowed_and_nearest(overrides: dict[str, Any], says: list[str]) -> None:
@@ -186,8 +188,6 @@ def test_underscore_and_yaml_layout() -> None:
 
 def test_environment() -> None:
     code = "from dask_gpurt.config import Settings; print(Settings.load().tiers.host_limit)"
-    import os
-
     env = {**os.environ, "DASK_GPURT__TIERS__HOST_LIMIT": "0.125"}
     out = subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True).stdout
     assert out.strip() == "0.125"
@@ -202,3 +202,30 @@ def test_a_reset_configuration_means_defaults() -> None:
 def test_settings_travel() -> None:
     settings = Settings.load({"policy": "stock"})
     assert pickle.loads(pickle.dumps(settings)) == settings
+
+
+def test_a_value_where_settings_belong_is_refused() -> None:
+    """Dask replaces it by the defaults: ``DASK_GPURT=1`` looked like a switch, and did nothing."""
+    program = (
+        "import warnings\n"
+        "with warnings.catch_warnings(record=True) as seen:\n"
+        "    warnings.simplefilter('always')\n"
+        "    from dask_gpurt.config import Settings\n"
+        "assert 'DASK_GPURT is a switch' in str(seen[0].message), seen\n"
+        "import dask\n"
+        "for _ in range(2):\n"
+        "    try:\n"
+        "        Settings.load()\n"
+        "    except ValueError as e:\n"
+        "        assert 'gpurt: is 1' in str(e) and 'dask gpurt enable' in str(e), e\n"
+        "    else:\n"
+        "        raise SystemExit('accepted')\n"
+        "    dask.config.refresh()\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "DASK_GPURT": "1"})
+
+
+def test_a_section_with_nothing_in_it_is_the_defaults() -> None:
+    defaults = Settings.load()
+    with dask.config.set({"gpurt": None}):
+        assert Settings.load() == defaults

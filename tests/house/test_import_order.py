@@ -28,6 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "testing": set(),
     "extension": {"config", "backends", "observe", "placement", "tiers", "shuffle"},
     "preload": {"config", "extension", "observe"},
+    "load": {"preload"},
     "client": {"config", "extension", "observe", "placement"},
     "cli": {"client", "config", "observe", "simulate"},
     "__init__": {"config", "client"},

@@ -27,8 +27,12 @@ def test_what_is_missing_is_named_with_the_remedy() -> None:
         extension_seam.check_fetches(worker)
 
 
-def test_a_worker_that_cannot_be_refused_ends() -> None:
+def test_a_worker_that_cannot_be_refused_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dask would log what a preload raises, and start the worker as if nothing had been asked."""
-    worker = Worker.__new__(Worker)
+
+    async def start_unsafe(self: Worker) -> Worker:
+        return self
+
+    monkeypatch.setattr(Worker, "start_unsafe", start_unsafe)
     with pytest.raises(SystemExit, match="no disk"):
-        extension_seam.refuse(worker, RuntimeError("no disk"))
+        extension_seam.refuse(Worker.__new__(Worker), RuntimeError("no disk"))

@@ -175,7 +175,7 @@ def test_without_bokeh_everything_else_works(tmp_path: Path) -> None:
 
 def test_pages_are_announced_again_after_a_reset_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dask's own test tools reset it: whether a stock cluster had our pages depended on the tests before."""
-    monkeypatch.setattr("dask_gpurt.client.api.LocalCluster", lambda **kwargs: dask.config.get(hook.ROUTES))
+    monkeypatch.setattr("dask_gpurt.client.local.GpurtLocalCluster", lambda **kwargs: dask.config.get(hook.ROUTES))
     with dask.config.set({hook.ROUTES: ["distributed.http.scheduler.info"]}):
         assert dask_gpurt.local_cluster() == ["distributed.http.scheduler.info", hook.__name__]
 

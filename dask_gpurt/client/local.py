@@ -1,0 +1,124 @@
+"""`local_cluster`: a `distributed.LocalCluster` with the extension, which says in one line why it did not start.
+
+Dask's own error for any failed start is "Cluster failed to start: Scheduler failed to start." or "Nanny failed to
+start."; the reason is its cause, some tracebacks above.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import dask.config
+from distributed import LocalCluster
+
+from dask_gpurt.config import Settings, flat, write
+from dask_gpurt.errors import ConfigError, InstallError
+from dask_gpurt.extension.parts import require_assertions, require_folders
+from dask_gpurt.observe.dashboard import hook
+from dask_gpurt.placement.decide import policy
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Mapping
+    from typing import Self
+
+#: what ``--preload`` is given
+PRELOAD = "dask_gpurt.preload"
+#: modules that load the extension
+_OURS = (PRELOAD, "dask_gpurt.load")
+
+
+def local_cluster(*, settings: Mapping[str, Any] | None = None, **kwargs: Any) -> LocalCluster:
+    """A `distributed.LocalCluster` with the extension on its scheduler and, before they register, its workers.
+
+    Parameters
+    ----------
+    settings
+        Dotted keys to values, such as ``{"tiers.host-limit": 0.5}``, or nested as in YAML; they win over YAML and the
+        environment.
+    **kwargs
+        As for `distributed.LocalCluster`. Preloads given there, or else in Dask's configuration, run before ours. With
+        ``asynchronous=True`` the cluster is to be awaited, which raises as below.
+
+    Raises
+    ------
+    ConfigError
+        An unknown setting, or a value that is not allowed. Nothing was started.
+    InstallError
+        This interpreter runs without assertions (``python -O``), a part could not be installed, or Dask could not start
+        the cluster. What was started is closed.
+    """
+    # Here, where the caller sees what is wrong, rather than in a child process.
+    loaded = Settings.load(settings)
+    if loaded.policy != "stock":
+        if loaded.on_error != "stock":
+            require_assertions()
+        policy.load(loaded.policy)
+        require_folders(loaded.tiers.directories)
+    argv: list[str] = []
+    for key, value in flat(settings or {}).items():
+        argv += ["--gpurt-" + key.replace(".", "-"), write(key, value)]
+    scheduler_kwargs = dict(kwargs.pop("scheduler_kwargs", None) or {})
+    _add_preload("scheduler", scheduler_kwargs, argv)
+    _add_preload("worker", kwargs, argv)
+    # Again: the body of the preload runs once per process, and `dask.config.refresh` forgets what it announced.
+    hook.announce()
+    return GpurtLocalCluster(scheduler_kwargs=scheduler_kwargs, **kwargs)
+
+
+class GpurtLocalCluster(LocalCluster):
+    """A `LocalCluster` whose failed start closes all of it and raises the reason."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        try:
+            super().__init__(**kwargs)
+        except (RuntimeError, TimeoutError) as e:
+            if e.__cause__ is None and not isinstance(e, InstallError):
+                raise  # of the constructor: nothing was started
+            self.close()  # ends the thread of the event loop, which Dask leaves
+            reason = _reason(e)
+            raise reason from reason.__cause__
+
+    def __await__(self) -> Generator[Any, Any, Self]:
+        try:
+            yield from super().__await__()
+        except (RuntimeError, TimeoutError) as e:
+            closing = self.close()
+            if closing is not None:
+                yield from closing.__await__()
+            reason = _reason(e)
+            raise reason from reason.__cause__
+        return self
+
+
+def _reason(error: BaseException) -> InstallError:
+    """The error of ours that is behind one of Dask's, else one with the first error of all."""
+    first = error
+    while not isinstance(first, InstallError):
+        if first.__cause__ is None:
+            reason = InstallError(f"the cluster did not start: {type(first).__name__}: {first}")
+            reason.__cause__ = error
+            return reason
+        first = first.__cause__
+    return InstallError(str(first))
+
+
+def _add_preload(role: str, kwargs: dict[str, Any], argv: list[str]) -> None:
+    """Append our module to the preloads of `kwargs`, whichever of Dask's forms they have.
+
+    What is given to a server wins over Dask's configuration, so what is there is repeated.
+    """
+    modules = kwargs.get("preload") or dask.config.get(f"distributed.{role}.preload") or []
+    modules = [modules] if isinstance(modules, str) else list(modules)
+    argvs = list(kwargs.get("preload_argv") or dask.config.get(f"distributed.{role}.preload-argv") or [])
+    if not argvs or isinstance(argvs[0], str):
+        argvs = [argvs] * len(modules)
+    if len(argvs) != len(modules):
+        raise ConfigError(
+            f"the preloads of the {role} are {modules!r}, and their arguments {argvs!r}; there must be one list of "
+            "arguments for each, or one for all"
+        )
+    pairs = list(zip(modules, argvs, strict=True))
+    others = [pair for pair in pairs if pair[0] not in _OURS]
+    mine = [a for module, given in pairs if module in _OURS for a in given]
+    kwargs["preload"] = [*(module for module, _ in others), PRELOAD]
+    kwargs["preload_argv"] = [*(given for _, given in others), [*mine, *argv]]

@@ -1,0 +1,99 @@
+"""`enable` and `disable`: a small YAML file that loads the extension in all that this user starts.
+
+Dask's configuration has one list of preloads per kind of server, and lists do not merge. So what others preload is
+repeated in our file, and what comes after it wins: files later in the alphabet, environment variables, ``--preload`` on
+a command line. `enable` names the first two. The third it cannot see.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import dask.config
+import yaml
+
+from dask_gpurt.errors import ConfigError
+
+PRELOAD = "dask_gpurt.preload"
+ROLES = ("scheduler", "worker")
+
+
+def file() -> Path:
+    """The file that `enable` writes: in the first directory that Dask reads for this user."""
+    return Path(os.environ.get("DASK_CONFIG", dask.config.PATH)).expanduser() / "gpurt-preload.yaml"
+
+
+def enable() -> Path:
+    """Write the file.
+
+    Returns
+    -------
+    Its path.
+
+    Raises
+    ------
+    ConfigError
+        Something wins over it; the text says what, and what to do. Nothing was written.
+    """
+    path = file()
+    if path.parent.is_file():
+        raise ConfigError(
+            f"DASK_CONFIG is the file {path.parent}; add there under distributed: scheduler: preload: [{PRELOAD}]"
+            f" and the same under worker:, or point DASK_CONFIG to a directory"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    before = dask.config.collect()
+    tree = {"distributed": {role: _with_ours(before, role) for role in ROLES}}
+    path.write_text(
+        "# Written by `dask gpurt enable`; `dask gpurt disable` removes it.\n" + yaml.safe_dump(tree, sort_keys=False)
+    )
+    after = dask.config.collect()
+    for role in ROLES:
+        got = _modules(after, role)
+        if PRELOAD not in got:
+            path.unlink()
+            raise ConfigError(
+                f"{_who_sets(role)} sets distributed.{role}.preload to {got!r} and wins; add {PRELOAD} there"
+            )
+    return path
+
+
+def disable() -> Path | None:
+    """Remove the file; its path, or None where there was none."""
+    path = file()
+    if not path.exists():
+        return None
+    path.unlink()
+    return path
+
+
+def _modules(config: dict[str, Any], role: str) -> list[str]:
+    """The preloads of a kind of server. Dask takes one as a text, too."""
+    found = dask.config.get(f"distributed.{role}.preload", None, config=config) or []
+    return [found] if isinstance(found, str) else list(found)
+
+
+def _with_ours(config: dict[str, Any], role: str) -> dict[str, list[Any]]:
+    """What others preload, then our module; their arguments as far as each has its own."""
+    modules = _modules(config, role)
+    out: dict[str, list[Any]] = {"preload": [*(m for m in modules if m != PRELOAD), PRELOAD]}
+    argvs = dask.config.get(f"distributed.{role}.preload-argv", None, config=config)
+    if argvs and not isinstance(argvs[0], str):
+        pairs = list(zip(modules, argvs, strict=False))
+        ours = [a for module, given in pairs if module == PRELOAD for a in given]
+        out["preload-argv"] = [*(given for module, given in pairs if module != PRELOAD), ours]
+    return out
+
+
+def _who_sets(role: str) -> str:
+    """The variable, else the last file, that sets a role's preloads."""
+    variable = f"DASK_DISTRIBUTED__{role.upper()}__PRELOAD"
+    if variable in os.environ:
+        return f"the environment variable {variable}"
+    for path, tree in reversed(list(dask.config.collect_yaml(dask.config.paths, return_paths=True))):
+        if path != file() and _modules(tree, role):
+            return f"the configuration file {path}"
+    return "another configuration"

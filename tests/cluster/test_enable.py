@@ -1,0 +1,90 @@
+"""`dask gpurt enable`: what it writes, what it keeps, and what it says of all that wins over it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+import yaml
+from distributed import Client
+
+import dask_gpurt
+
+from .processes import processes
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.cluster
+
+PRELOAD = "dask_gpurt.preload"
+
+
+def gpurt(command: str, config: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "dask", "gpurt", command],
+        env={**os.environ, "DASK_CONFIG": str(config), **env},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+def test_a_cluster_that_is_started_afterwards_has_it(tmp_path: Path) -> None:
+    config = tmp_path / "config"
+    said = gpurt("enable", config).stdout
+    assert f"wrote {config / 'gpurt-preload.yaml'}" in said
+    assert "--preload on a command line wins over it" in said
+    assert "dask_gpurt.load" in said
+    with processes(tmp_path, {"DASK_CONFIG": str(config)}) as p:
+        address = p.scheduler()
+        p.worker(address)
+        with Client(address) as client:
+            client.wait_for_workers(1, timeout=60)
+            assert "on 1 of 1 workers" in repr(dask_gpurt.status(client))
+    assert "removed" in gpurt("disable", config).stdout
+    assert "Nothing to do" in gpurt("disable", config).stdout
+    assert list(config.iterdir()) == []
+
+
+def test_a_file_that_wins_is_named(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("distributed: {scheduler: {preload: [json]}}")
+    refused = gpurt("enable", tmp_path)
+    assert refused.returncode == 1
+    said = f"file {tmp_path / 'mine.yaml'} sets distributed.scheduler.preload to ['json'] and wins; add {PRELOAD} there"
+    assert said in refused.stderr
+    assert not (tmp_path / "gpurt-preload.yaml").exists()
+
+
+def test_a_variable_that_wins_is_named(tmp_path: Path) -> None:
+    refused = gpurt("enable", tmp_path, DASK_DISTRIBUTED__WORKER__PRELOAD="json")
+    assert refused.returncode == 1
+    assert (
+        "variable DASK_DISTRIBUTED__WORKER__PRELOAD sets distributed.worker.preload to ['json'] and" in refused.stderr
+    )
+    assert not (tmp_path / "gpurt-preload.yaml").exists()
+    both = gpurt("enable", tmp_path, DASK_DISTRIBUTED__WORKER__PRELOAD=f"['json', '{PRELOAD}']")
+    assert both.returncode == 0, both.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "preload", "argv"),
+    [
+        ("[json]", ["json", PRELOAD], None),
+        ("json", ["json", PRELOAD], None),
+        (f"[{PRELOAD}, json]", ["json", PRELOAD], None),
+        ("[json, csv], preload-argv: [--x, '1']", ["json", "csv", PRELOAD], None),
+        ("[json, csv], preload-argv: [[--x], []]", ["json", "csv", PRELOAD], [["--x"], [], []]),
+        (f"[{PRELOAD}, json], preload-argv: [[--y], [--x]]", ["json", PRELOAD], [["--x"], ["--y"]]),
+    ],
+)
+def test_what_others_preload_is_kept(text: str, preload: list[str], argv: list[list[str]] | None) -> None:
+    from dask_gpurt.client.switch import _with_ours
+
+    got = _with_ours(yaml.safe_load(f"distributed: {{scheduler: {{preload: {text}}}}}"), "scheduler")
+    assert got["preload"] == preload
+    assert got.get("preload-argv") == argv
