@@ -7,7 +7,8 @@ of that worker, and the scheduler keeps it in its list. An exception of ``setup`
 So the bytes hold the source text of this module, which needs distributed alone. The plugin lies in them as bytes of its
 own, which are unpickled in ``setup``, once the package is known to be there in the same version.
 
-A worker that refuses says why in its heartbeats: ``WorkerState.metrics[REFUSED]`` is the text.
+A worker that refuses says why in its heartbeats: ``WorkerState.metrics[REFUSED]`` is the text. It also logs an event of
+that topic, which `GpurtScheduler` writes to the scheduler's log.
 
 Rejected: the class by value with cloudpickle. That is bytecode, which crashes a worker of another Python; source text
 and a pickle are understood by all.
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("distributed.worker.gpurt")
 
-#: the metric of a worker that runs stock although the scheduler sent it a part
+#: the metric, and the topic of an event, of a worker that runs stock although the scheduler sent it a part
 REFUSED = "gpurt-refused"
 
 #: what a worker evaluates
@@ -72,6 +73,8 @@ class Delivered(WorkerPlugin):
             # A new dict: a heartbeat may be waiting half-way through the old one.
             worker.metrics = {**worker.metrics, REFUSED: lambda worker: why}
             logger.warning("dask-gpurt: this worker runs stock. %s", why)
+            # For the scheduler's log: a start where all workers run stock is what its user looks at.
+            worker.log_event(REFUSED, {"worker": worker.address, "why": why})
             raise
         self.plugin = plugin
 

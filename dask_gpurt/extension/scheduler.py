@@ -275,11 +275,7 @@ class GpurtScheduler(SchedulerPlugin):
         for address, reply in replies.items():
             # Not raised: stock serves that worker, and a cluster with one odd worker must still be usable.
             if isinstance(reply, dict) and reply.get("status") == "error":
-                logger.warning(
-                    "dask-gpurt: worker %s could not install its part and runs stock: %r",
-                    address,
-                    reply.get("exception"),
-                )
+                logger.warning("dask-gpurt: worker %s runs stock. %r", address, reply.get("exception"))
 
         async def undo() -> None:
             if NAME in scheduler.worker_plugins:
@@ -289,6 +285,11 @@ class GpurtScheduler(SchedulerPlugin):
             asyncio.get_running_loop().call_later(LATE_SECONDS, self._stop_listening, scheduler)
 
         return undo
+
+    def log_event(self, topic: str, msg: Any) -> None:
+        """Dask calls this with each event. Workers that come later and run stock say so in one."""
+        if topic == delivery.REFUSED and isinstance(msg, dict):
+            logger.warning("dask-gpurt: worker %s runs stock. %s", msg.get("worker"), msg.get("why"))
 
     def _stop_listening(self, scheduler: Scheduler) -> None:
         if scheduler.stream_handlers.get(residence.OP) == self._heard:

@@ -109,6 +109,7 @@ def test_a_worker_with_another_environment_runs_stock(file: str, text: str, says
             assert dask_gpurt.attach(client).scheduler["parts"]["shuffle"] == "on"
             assert client.submit(sum, [1, 2], workers="odd").result(timeout=60) == 3
         assert log.read_text().count("Start worker at") == 1
+        assert re.search(rf"worker {odd} runs stock\. .*{says}", ours.running[0][1].read_text())
 
 
 def test_a_value_whose_size_is_no_number_is_an_error_of_its_task() -> None:

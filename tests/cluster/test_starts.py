@@ -36,12 +36,21 @@ AWAY = {
     "AWS_SECRET_ACCESS_KEY": "x",
 }
 
-#: way -> (command, arguments after the preload, environment, what the message says)
+#: way -> (command, arguments after the preload, environment, what the message says); the environment may preload
 WAYS: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, str], str]] = {
     "typo in an argument": (SCHEDULER, ("--gpurt-polcy", "stock"), {}, "No such option"),
     "typo in the environment": (
         *(SCHEDULER, (), {"DASK_GPURT__TIERS__HOST_LIMITS": "0.5"}),
         "Did you mean gpurt.tiers.host-limit?",
+    ),
+    "typo, preloaded by the configuration": (
+        *(SCHEDULER, (), {"DASK_DISTRIBUTED__SCHEDULER__PRELOAD": PRELOAD, "DASK_GPURT__POLCY": "x"}),
+        "Did you mean gpurt.policy?",
+    ),
+    "folder, preloaded by the configuration": (
+        *(WORKER, ("--no-nanny",)),
+        {"DASK_DISTRIBUTED__WORKER__PRELOAD": PRELOAD, "DASK_GPURT__TIERS__DIRECTORY": "/proc/none"},
+        "set gpurt.tiers.directory to a folder that the worker may write to",
     ),
     "typo, of a worker": (WORKER, ("--gpurt-tiers-host-limits", "0.5"), {}, "--gpurt-tiers-host-limit"),
     "out of range": (SCHEDULER, ("--gpurt-tiers-host-limit", "7"), {}, "must be a number > 0 and <= 1"),
@@ -76,7 +85,8 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tupl
             env = {"PYTHONPATH": os.pathsep.join([str(directory), os.environ.get("PYTHONPATH", "")])}
         p = Processes(directory, env)
         everything.append(p)
-        out[way] = p.start(*command, "--preload", PRELOAD, *arguments)
+        preload = () if PRELOAD in env.values() else ("--preload", PRELOAD)
+        out[way] = p.start(*command, *preload, *arguments)
     yield out
     for p in everything:
         p.close()
