@@ -172,8 +172,11 @@ def report(address: str | None, out: str, timeout: float) -> None:
     from dask_gpurt.observe.report.findings import advise
 
     run = report_now(out, address, timeout=timeout)
-    for finding in advise(run):
+    findings = advise(run)
+    for finding in findings:
         click.echo(f"{finding.share:6.1%}  {finding.cause}: {finding.text} {finding.remedy}")
+    if not findings:
+        click.echo("Nothing cost as much as one per cent of the threads' time, and a second of it.")
     click.echo(f"Wrote {out}")
     for worker, why in run.silent.items():
         click.echo(f"No answer from {worker}: {why}", err=True)

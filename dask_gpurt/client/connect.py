@@ -3,9 +3,10 @@
 `within` limits the time of any coroutine.
 
 Theory of operation. `distributed.Client` tries an address that refuses connections again until its time is over, and
-waits without limit for a scheduler that accepts a connection and then says nothing. So `opened` knocks first, with a
-plain connection, and limits the time of everything after it. What goes wrong is looked into once: a port that speaks
-TLS looks like one that closes connections.
+waits without limit for a scheduler that accepts a connection and then says nothing. So `opened` limits the time of
+everything, and knocks with a plain connection where a client is not connected at once. What goes wrong is looked into
+once: a port that speaks TLS looks like one that closes connections. A scheduler that only says nothing gets no further
+connection of ours, as each of these ends in its log.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ T = TypeVar("T")
 ANSWER_SECONDS = 10.0
 #: seconds for what is cancelled or closed to end; it is left behind then
 _ENDING_SECONDS = 1.0
+#: seconds after which a client that is not connected makes us look whether anything is there
+_GRACE_SECONDS = 0.5
 _SOCKETS = ("tcp", "tls")
 
 
@@ -71,18 +74,16 @@ async def opened(address: str, *, timeout: float, security: Any = None) -> Async
     NoAnswer
         No scheduler answers there. A wrong host or port, and TLS without certificates, are known at once.
     """
-    began = time.monotonic()
-    client: Any = None
+    host, port = _checked(address, security)
+    client = Client(address, asynchronous=True, set_as_default=False, security=security, timeout=timeout)
     try:
-        await _knock(address, timeout, security)
-        client = Client(address, asynchronous=True, set_as_default=False, security=security, timeout=timeout)
-        await within(timeout - (time.monotonic() - began), client)
+        await _connect(client, address, host, port, timeout)
     except NoAnswer:
+        await _closed(client)
         raise
     except Exception as e:
-        if client is not None:
-            await _closed(client)
-        raise await _why(address, e, timeout) from e
+        await _closed(client)
+        raise await _why(address, host, port, e, timeout) from e
     try:
         yield client
     finally:
@@ -101,37 +102,40 @@ def no_answer(address: str, reason: str, remedy: str) -> NoAnswer:
     return NoAnswer(" ".join(f"no scheduler answers at {address!r}: {reason}. Remedy: {remedy}".split()))
 
 
-async def _knock(address: str, timeout: float, security: Any) -> None:
-    """Fail at once where nothing can answer. Addresses that are no sockets are left to distributed."""
+def _checked(address: str, security: Any) -> tuple[str, int]:
+    """Host and port of a socket; an empty host for addresses of other kinds, which are left to distributed."""
     try:
         scheme, _ = parse_address(address)
         get_backend(scheme)
         host, port = get_address_host_port(address) if scheme in _SOCKETS else ("", 0)
     except ValueError as e:
         raise no_answer(address, str(e), "an address such as 'tcp://host:8786'") from e
-    if scheme not in _SOCKETS:
-        return
     if scheme == "tls" and not _has_certificates(address, security):
         raise no_answer(
             address,
             "tls:// needs certificates, and there are none",
             "--tls-ca-file, --tls-cert and --tls-key, or distributed.comm.tls in Dask's configuration",
         )
+    return host, port
+
+
+async def _connect(client: Any, address: str, host: str, port: int, timeout: float) -> None:
+    began = time.monotonic()
+    start = asyncio.ensure_future(client)
     try:
-        _, writer = await within(timeout, asyncio.open_connection(host, port))
-    except socket.gaierror as e:
-        raise no_answer(address, f"the host {host!r} is not known ({e.strerror})", "another host name") from e
+        await asyncio.wait({start}, timeout=min(timeout, _GRACE_SECONDS))
+        if host and not start.done():
+            _, writer = await within(timeout - (time.monotonic() - began), asyncio.open_connection(host, port))
+            writer.close()
     except TimeoutError as e:
+        start.cancel()
         raise no_answer(
             address, f"no connection within {timeout:g} s", "look whether the host runs, and at firewalls"
         ) from e
-    except OSError as e:
-        raise no_answer(
-            address,
-            f"nothing listens there ({e.strerror or e})",
-            "the address that the scheduler prints at its start; look whether it still runs",
-        ) from e
-    writer.close()
+    except BaseException:
+        start.cancel()
+        raise
+    await within(timeout - (time.monotonic() - began), start)
 
 
 def _has_certificates(address: str, security: Any) -> bool:
@@ -146,30 +150,34 @@ def _has_certificates(address: str, security: Any) -> bool:
     return found.get("ssl_context") is not None
 
 
-async def _why(address: str, error: Exception, timeout: float) -> NoAnswer:
-    """What stood between a port that accepts connections and a client of it."""
+async def _why(address: str, host: str, port: int, error: Exception, timeout: float) -> NoAnswer:
+    """What stood between an address and a client of it."""
     causes: list[BaseException] = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
         causes.append(cause)
     certificate = next((e for e in causes if isinstance(e, ssl.SSLError)), None)
+    if isinstance(error, socket.gaierror):
+        return no_answer(address, f"the host {host!r} is not known ({error.strerror})", "another host name")
+    if isinstance(error, ConnectionRefusedError):
+        return no_answer(
+            address,
+            f"nothing listens there ({error.strerror})",
+            "the address that the scheduler prints at its start; look whether it still runs",
+        )
     if certificate is not None:
         return no_answer(
             address,
             f"TLS failed: {certificate.reason or certificate}",
             "the certificates of that cluster; tcp:// if it does not use TLS",
         )
-    if address.startswith("tcp://") or "://" not in address:
-        host, port = get_address_host_port(address)
-        if await _speaks_tls(host, port):
-            return no_answer(
-                address, "it speaks TLS", f"tls://{host}:{port} with --tls-ca-file, --tls-cert and --tls-key"
-            )
     if isinstance(error, TimeoutError):
         return no_answer(
             address,
             f"it accepts connections, and says nothing for {timeout:g} s",
             "look whether the scheduler's process is stopped, swapped out or busy, and whether the port is its own",
         )
+    if host and not address.startswith("tls://") and await _speaks_tls(host, port):
+        return no_answer(address, "it speaks TLS", f"tls://{host}:{port} with --tls-ca-file, --tls-cert and --tls-key")
     return no_answer(
         address,
         f"it is no scheduler of Dask, or breaks connections ({type(error).__name__}: {error})",

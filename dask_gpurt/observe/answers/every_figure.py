@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 _SUFFIXES = {"_bytes": "bytes", "_seconds": "seconds", "_us": "microseconds"}
 #: characters of a text, such as a traceback, that are shown
 _SHOWN = 200
+#: values of a list that are shown one by one
+_LISTED = 5
 #: widest name that the values stand beside
 _NAME = 60
 
@@ -78,6 +80,8 @@ def _unit(name: str, table: Sequence[Figure]) -> str:
 
 
 def _said(name: str, value: Any, table: Sequence[Figure]) -> str:
+    if isinstance(value, (list, tuple)) and len(value) > _LISTED:
+        return f"{len(value):,} values"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         text = " ".join(str(value).split())
         return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -83,7 +83,7 @@ def ledger(**seconds: float) -> dict[str, Any]:
 
 def scheduler(**changes: Any) -> dict[str, Any]:
     placement = {
-        "decisions": {"total": 5, "moved": 1, "local": 4},
+        "decisions": {"total": 5, "moved": 1, "local": 4, "newest": [[0.1, 0.2, 0]] * 9},
         "declined": {"no inputs": 7, "nothing that stock does not know": 1200, "actor": 0},
         "links": {
             "host": {"bytes_per_second": 1.5e9, "samples": 9},
@@ -269,6 +269,7 @@ def test_all_figures_are_grouped_and_have_units() -> None:
         line.split()[0]: line.split(maxsplit=1)[1] for line in lines if line.startswith("  ") and " " in line.strip()
     }
     assert lines.count("all workers: tiers") == lines.count("scheduler: placement") == 1
+    assert rows["placement.decisions.newest"] == "9 values"
     assert rows["written.bytes"] == "6 GB"
     assert rows["written.io_seconds"] == "4 s"
     assert rows["placement.links.host.bytes_per_second"] == "1.5 GB/s"
