@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-pytestmark = pytest.mark.cluster
+# Each command imports distributed, which takes long on a machine with other work.
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 PRELOAD = ("--preload", "dask_gpurt.preload")
 #: seconds that no test lasts
@@ -62,7 +63,6 @@ def stopped(pid: int) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
-@pytest.mark.timeout(600)
 def test_a_stopped_worker_is_named_and_the_others_answer(tmp_path: Path) -> None:
     with processes(tmp_path) as p:
         address = p.scheduler(*PRELOAD)
@@ -108,7 +108,6 @@ def test_a_stopped_worker_is_named_and_the_others_answer(tmp_path: Path) -> None
             assert dask_gpurt.status(client).silent == {}
 
 
-@pytest.mark.timeout(600)
 def test_a_stopped_scheduler_ends_every_question(tmp_path: Path) -> None:
     with processes(tmp_path) as p:
         address = p.scheduler(*PRELOAD)
@@ -133,7 +132,6 @@ def test_a_stopped_scheduler_ends_every_question(tmp_path: Path) -> None:
             assert dask_gpurt.status(client, timeout=60).installed
 
 
-@pytest.mark.timeout(600)
 def test_a_wrong_address_is_one_line_at_once(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # not listening: refused
@@ -171,7 +169,6 @@ def test_something_else_than_a_scheduler(tmp_path: Path) -> None:
         server.shutdown()
 
 
-@pytest.mark.timeout(600)
 def test_tls_by_options_and_by_configuration(tmp_path: Path) -> None:
     made = Security.temporary()
     files = {}
@@ -214,7 +211,6 @@ def test_tls_by_options_and_by_configuration(tmp_path: Path) -> None:
             assert dask_gpurt.status().installed
 
 
-@pytest.mark.timeout(600)
 def test_an_address_and_an_asynchronous_client_do_for_every_question(tmp_path: Path) -> None:
     with processes(tmp_path) as p:
         address = p.scheduler(*PRELOAD)
