@@ -75,7 +75,7 @@ def measure(workers: int, seconds: int) -> dict[str, Any]:
             clock.now += 1
         feed.tick()
     document = Document()
-    plots = [plot(scheduler, sizing_mode="stretch_both") for plot in pages.PLOTS.values()]
+    plots = [plot(scheduler) for plot in pages.PLOTS.values()]
     changed: list[DocumentPatchedEvent] = []
     for plot in plots:
         plot.update()

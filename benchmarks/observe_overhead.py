@@ -2,7 +2,7 @@
 
 Many tiny tasks (where the cost per task shows) and some TPC-H queries (what users run). ``off again``, the same
 configuration as ``off``, shows the noise of the machine; ``recorded`` writes a trace besides. No page of the dashboard
-is open. Beside wall time, the CPU seconds of all processes of a cluster are told: they are less noisy, and what an
+is open. Beside wall time, the CPU seconds of all processes of a cluster are reported: they are less noisy, and what an
 idle core hides is in them.
 
 ``python -m benchmarks.observe_overhead --data DIR`` writes benchmarks/results/observe_overhead.json.

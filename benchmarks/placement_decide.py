@@ -4,7 +4,7 @@
 
 A real `Scheduler` that is not started (no sockets, no event loop traffic), with WorkerStates made by hand. Two cases:
 
-ordinary    a task with four inputs of 64 MB, each on another worker
+ordinary    a task with four inputs of 64 MB, each on another worker; `left`: where placement leaves it to Dask at once
 everywhere  the same plus an input that has a replica on every worker
 
 Each worker has two tasks of the prefixes in flight, so that queues and occupancies are what they are in a busy cluster.
@@ -171,11 +171,15 @@ async def case(n: int) -> dict[str, Any]:
     # Nothing but decisions is done here, one after the other.
     assert plugin.engine is not None
     plugin.engine.budget.share = plugin.engine.budget.decision_seconds = float("inf")
+    # Links and workers are alike here, so by itself placement leaves every such task to Dask; then it weighs them all.
+    out["ordinary"]["left"] = measure(decide, plain, 5000)
+    plugin.engine.always = True
     out["ordinary"]["ours"] = measure(decide, plain, 5000)
     out["everywhere"]["ours"] = measure(decide, wide, 5000)
-    told = plugin.statistics()
-    assert told["decisions"]["total"] == 10_000, told
-    assert not told["fallbacks"], told
+    counted = plugin.statistics()
+    assert counted["decisions"]["total"] == 10_000, counted
+    assert sum(counted["declined"].values()) == 5_000, counted
+    assert not counted["fallbacks"], counted
     engine = plugin.engine
     assert engine is not None
     busy = [ts for ws in list(s.workers.values())[:1000] for ts in ws.processing]

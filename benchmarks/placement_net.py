@@ -120,7 +120,7 @@ SHAPES: dict[str, Callable[[Cluster], Callable[[], list[Any]]]] = {
 
 def once(cluster: Cluster, shape: str, switch: str) -> tuple[float, int]:
     """Seconds, and bytes over the wire."""
-    # `wait` asks the current client, which is the one made last unless it is told: futures of another client would be
+    # `wait` asks the current client, which is the one made last unless it is named: futures of another client would be
     # waited for on the wrong event loop, which notices them seconds late.
     with cluster.client.as_current():
         return _once(cluster, shape, switch)

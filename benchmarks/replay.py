@@ -205,7 +205,7 @@ def _judged(name: str, traces: dict[str, list[Trace]]) -> dict[str, Any]:
     }
     print(
         f"{name:8} recorded {_ranking(recorded)}; replays of each {_ranking(own)}; of stock's {_ranking(from_stock)}; "
-        + (", ".join(f"{a} before {b}: {own}/{stock}" for a, b, own, stock in out["pairs"]) or "no pair told apart"),
+        + (", ".join(f"{a} before {b}: {own}/{stock}" for a, b, own, stock in out["pairs"]) or "no pair differs"),
         flush=True,
     )
     return out

@@ -10,7 +10,7 @@ that one long sweep can be made of several short calls. Every variant has a clus
 thread: what one leaves of memory must not warm another. They take turns. The input is persisted before the clock
 starts; every result is checked by row count and sum. Reported per variant: wall seconds, CPU seconds of both workers,
 peak RSS of the larger worker; for ours also the seconds by phase and the bytes moved; ratios are those of the medians,
-stock over ours: above 1, ours is better. The first run of every variant, in fresh processes, is told apart (`first`).
+stock over ours: above 1, ours is better. The first run of every variant, in fresh processes, is kept apart (`first`).
 
 `p2p-unset` is stock's P2P in workers without the nanny's ``MALLOC_TRIM_THRESHOLD_``: part of what ours gains is that
 it takes this setting back while it runs.
@@ -319,6 +319,16 @@ def over_limit(runs: dict[str, list[dict[str, float]]], limits: list[dict[str, f
     }
 
 
+def prepare() -> None:
+    """Set this process up for clusters that are compared: one thread for Arrow, no limit of memory, no warnings."""
+    logging.getLogger("distributed.shuffle").setLevel(logging.ERROR)
+    pa.set_cpu_count(1)
+    dask.config.set(
+        {f"distributed.worker.memory.{name}": False for name in ("target", "spill", "pause", "terminate")}
+        | {"logging.distributed": "error"}
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--frames", nargs="+", default=["mixed"], choices=FRAMES)
@@ -335,12 +345,7 @@ def main() -> None:
     parser.add_argument("--no-limit", action="store_true", help="leave the bare-metal limit out")
     parser.add_argument("--out", default=os.path.join(data.RESULTS, "shuffle.json"))
     args = parser.parse_args()
-    logging.getLogger("distributed.shuffle").setLevel(logging.ERROR)
-    pa.set_cpu_count(1)
-    dask.config.set(
-        {f"distributed.worker.memory.{name}": False for name in ("target", "spill", "pause", "terminate")}
-        | {"logging.distributed": "error"}
-    )
+    prepare()
     report: dict[str, Any] = data.facts(
         f"{data.cores()} CPU cores, 2 worker processes with one thread, loopback, no GPU"
     )

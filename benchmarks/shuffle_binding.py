@@ -14,17 +14,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import logging
 import os
 import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
-import dask
 import dask.dataframe as dd
 import numpy as np
 import pandas as pd
-import pyarrow as pa
 from dask.dataframe.shuffle import partitioning_index
 from distributed import Client, SchedulerPlugin, wait
 
@@ -148,12 +145,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
     parser.add_argument("--out", default=os.path.join(data.RESULTS, "shuffle_binding.json"))
     args = parser.parse_args(argv)
-    logging.getLogger("distributed.shuffle").setLevel(logging.ERROR)
-    pa.set_cpu_count(1)
-    dask.config.set(
-        {f"distributed.worker.memory.{name}": False for name in ("target", "spill", "pause", "terminate")}
-        | {"logging.distributed": "error"}
-    )
+    shuffle.prepare()
     report = data.facts(f"{data.cores()} CPU cores, 2 worker processes with one thread, loopback, no GPU")
     n = args.partitions
     rows = args.rows // n * n

@@ -12,7 +12,7 @@ Real worker processes under nannies. Every run is one query with one fault at a 
 The answer is compared with that of pandas, row by row. Outcomes: ``right``, ``wrong``, ``error`` (an exception that
 reached the user), ``hang`` (no answer within `HANG_SECONDS`). Counted besides: tasks that ended more often than in an
 undisturbed run, by what they do, and the bytes of their results; files below the scratch folder when all is over. A
-fault that came after the answer is told (``missed``): it costs nothing. The undisturbed time is taken again by every
+fault that came after the answer counts as ``missed``: it costs nothing. The undisturbed time is taken again by every
 query that follows a cancelled one, as a machine that others use is not as fast all the time.
 
 With ``--skewed`` two fifths of the rows of the first table have one of two keys, which Dask's hash puts into outputs of

@@ -4,7 +4,7 @@
 
 A fact table whose keys follow Zipf's law is joined (inner) with a table that has every key once; a fifth of all facts
 has one key. Two workers with one thread, each variant in a cluster of its own, taking turns; both tables persisted
-before the clock starts. The longest task is that of the output which holds the most frequent key: its partition can not
+before the clock starts. The longest task is that of the output which holds the most frequent key: its partition cannot
 be divided without changing what the user gets. Rows and a sum are checked. `told` is what our report says of the skew.
 """
 
@@ -12,17 +12,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import logging
 import os
 import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
-import dask
 import dask.dataframe as dd
 import numpy as np
 import pandas as pd
-import pyarrow as pa
 from distributed import Client, SchedulerPlugin, wait
 
 from benchmarks import compare, data, shuffle, shuffle_meters
@@ -112,12 +109,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--variants", nargs="+", default=["p2p", "gpurt"], choices=["p2p", "gpurt"])
     parser.add_argument("--out", default=os.path.join(data.RESULTS, "shuffle_skew.json"))
     args = parser.parse_args(argv)
-    logging.getLogger("distributed.shuffle").setLevel(logging.ERROR)
-    pa.set_cpu_count(1)
-    dask.config.set(
-        {f"distributed.worker.memory.{name}": False for name in ("target", "spill", "pause", "terminate")}
-        | {"logging.distributed": "error"}
-    )
+    shuffle.prepare()
     report = data.facts(f"{data.cores()} CPU cores, 2 worker processes with one thread, loopback, no GPU")
     n = args.partitions
     runs: dict[str, list[dict[str, Any]]] = {v: [] for v in args.variants}

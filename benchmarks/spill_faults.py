@@ -325,7 +325,7 @@ async def kills(kind: str, first: int, last: int, folder: str) -> Counter[str]:
                 out["kills, results right"] += got == [total(slowly(i)) for i in keys]
                 del sums, arrays
                 await client.wait_for_workers(2)
-                # By the time a new worker runs, whoever starts has purged what the dead one left.
+                # By the time a new worker runs, its start has purged what the dead one left.
                 await _until(lambda: not _spilled(folder), 10)
                 out["kills, files left"] += len(_spilled(folder))
     WorkSpace(os.path.join(folder, "dask-scratch-space"))

@@ -2,7 +2,7 @@
 
 Workloads whose data is several times the workers' memory run on a real cluster of processes, with a record of every
 access on every worker (`dask_gpurt.tiers.engine.access_trace`). Each record is then replayed
-(`dask_gpurt.simulate.eviction`). Printed per workload, in bytes of values written and read, summed over the workers:
+(`benchmarks.eviction_replay`). Printed per workload, in bytes of values written and read, summed over the workers:
 
 * ``moved``: what was really moved;
 * ``policy``: our order of victims with ideal mechanics (nothing in flight), i.e. what it costs not to know the future;
@@ -30,10 +30,10 @@ from dask.utils import parse_bytes
 from distributed import Client, LocalCluster, Scheduler, Worker
 
 from benchmarks import compare, data
+from benchmarks.eviction_replay import Belady, Lru, Ours, moved, replay
 from benchmarks.spill_workloads import WORKLOADS
 from dask_gpurt.config import Settings
 from dask_gpurt.extension import GpurtScheduler, on_worker
-from dask_gpurt.simulate.eviction import Belady, Lru, Ours, moved, replay
 
 #: events kept per worker
 EVENTS = 500_000

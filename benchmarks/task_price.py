@@ -148,7 +148,7 @@ def _cpu(row: Mapping[str, float]) -> float:
 
 
 def launched(case: str, directory: str) -> ProcessCluster:
-    """A cluster that has been told to start."""
+    """A cluster that is starting."""
     engine, more = CASES[case]
     cluster = ProcessCluster(engine, workers=2, threads=1, memory_limit_bytes=2**30, directory=directory)
     known = {key: os.environ.get(key) for key in more}

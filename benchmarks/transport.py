@@ -82,8 +82,8 @@ def messages(args: argparse.Namespace) -> dict[str, Any]:
                 "auto_over_best": _over(rates["auto"], rates[best]),
                 "noise": _over(rates[again], rates[USUAL]) if again in rates else None,
             }
-            told = {t: round(m, 2) for t, m in median.items()}
-            print(label, told, {k: out[label][k] for k in ("auto_took", "auto_over_best", "noise")}, flush=True)
+            rounded = {t: round(m, 2) for t, m in median.items()}
+            print(label, rounded, {k: out[label][k] for k in ("auto_took", "auto_over_best", "noise")}, flush=True)
         for name in args.transports:
             counts = bench.end.counts(name)
             assert set(counts) == {name}, (name, counts)
@@ -101,7 +101,7 @@ def killed(args: argparse.Namespace) -> dict[str, Any]:
         assert not future.done()
         os.kill(bench.process.pid or 0, signal.SIGKILL)
         start = time.perf_counter()
-        bench.process.join()  # a process that nobody has waited for still counts as alive
+        bench.process.join()  # a process that was not waited for still counts as alive
         receipt = future.result(60)
         out[kind].append(time.perf_counter() - start)
         assert receipt.lost, receipt

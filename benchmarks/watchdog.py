@@ -2,7 +2,7 @@
 
 A task on the loop sleeps 2 ms at a time; what it oversleeps by more than 20 ms is a gap. A thread looks at the loop
 from outside every 10 ms. When the loop is late by then, the thread notes what the loop's thread is doing, and how late
-it was itself: if it could not run either, nobody could, because another thread held the interpreter lock or the machine
+it was itself: if it could not run either, no thread could: another thread held the interpreter lock, or the machine
 had no core for this process. Long gaps keep the innermost lines of all threads, so that one can see whose they are.
 """
 

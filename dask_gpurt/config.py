@@ -127,6 +127,8 @@ class ShuffleSettings:
     codec: str = "auto"
     #: large outputs go to a less loaded worker once their sizes are known
     late_binding: bool = True
+    #: frames in device memory, such as cuDF's
+    device_frames: bool = False
 
     @property
     def cut_bytes(self) -> int:
@@ -292,7 +294,7 @@ def read(key: str, text: str) -> Any:
     return value if isinstance(value, _allowed(leaves()[key])) else text
 
 
-def write(key: str, value: Any) -> str:
+def write(key: str, value: object) -> str:
     """The text from which `read` makes `value` again."""
     text = str(value)
     return text if key not in leaves() or read(key, text) == value else repr(value)

@@ -20,6 +20,9 @@ from dask_gpurt.model.shards import Buffer, ShardStore
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
+    from dask_gpurt.tiers.storage.handle import Codec, Group, Handle
+    from dask_gpurt.tiers.storage.protocol import StorageTier
+
 __all__ = ["ArrayChunk", "check_shard_store", "check_storage_tier"]
 
 
@@ -172,7 +175,7 @@ def _raises(kind: type[BaseException] | tuple[type[BaseException], ...], call: C
     raise AssertionError(f"{kind} expected, got {result!r}")
 
 
-def same(got: Any, want: Any) -> None:
+def same(got: Any, want: object) -> None:
     """Raise AssertionError unless two values are equal, arrays in tuples and lists included."""
     if isinstance(want, np.ndarray):
         np.testing.assert_array_equal(got, want)
@@ -185,7 +188,7 @@ def same(got: Any, want: Any) -> None:
 
 
 def check_storage_tier(
-    make: Callable[[int | None], Any], codec: Any, *, damage: Callable[[Any], None] | None = None
+    make: Callable[[int | None], StorageTier], codec: Codec, *, damage: Callable[[Handle], None] | None = None
 ) -> None:
     """What the engine relies on in a tier (`dask_gpurt.tiers.storage.protocol.StorageTier`).
 
@@ -203,7 +206,7 @@ def check_storage_tier(
     _check_threads(make(None))
 
 
-def _check_copies(tier: Any, codec: Any, damage: Callable[[Any], None] | None) -> None:
+def _check_copies(tier: StorageTier, codec: Codec, damage: Callable[[Handle], None] | None) -> None:
     """What is written can be read, whole and in parts; space is given back, by each copy once."""
     assert tier.used_bytes == 0
     assert tier.limit_bytes is None
@@ -224,7 +227,7 @@ def _check_copies(tier: Any, codec: Any, damage: Callable[[Any], None] | None) -
     tier.close()
 
 
-def _check_values(tier: Any, codec: Any) -> list[Any]:
+def _check_values(tier: StorageTier, codec: Codec) -> list[Handle]:
     """Whole values: empty frames, no frames of size, several, large ones, non-contiguous."""
     values: list[Any] = [
         None,
@@ -251,7 +254,7 @@ def _check_values(tier: Any, codec: Any) -> list[Any]:
 _PARTS: dict[int, list[Any]] = {0: [b"a", b"bc" * 500], 7: [b"", b"z" * 9000], 3: [np.arange(1000.0).data.cast("B")]}
 
 
-def _check_parts(parted: Any) -> None:
+def _check_parts(parted: Handle) -> None:
     """Parts, in any order."""
     for part in (3, 0, 7, 3):
         frames, _ = parted.load_part(part)
@@ -262,14 +265,14 @@ def _check_parts(parted: Any) -> None:
 class _Bad:
     """A codec of objects whose own code raises."""
 
-    def encode(self, value: Any, parts: Any) -> Any:
+    def encode(self, value: object, parts: Sequence[int] | None) -> list[Group]:
         raise ValueError("the object's own code")
 
-    def decode(self, frames: Any) -> Any:
+    def decode(self, frames: list[memoryview]) -> Any:
         raise ValueError("the object's own code")
 
 
-def _check_foreign_errors(handle: Any) -> None:
+def _check_foreign_errors(handle: Handle) -> None:
     """What an object's own code raises is the cause of what `load` raises."""
     try:
         handle.load(_Bad())
@@ -280,7 +283,7 @@ def _check_foreign_errors(handle: Any) -> None:
         raise AssertionError("an object's own code raised, and load did not")
 
 
-def _check_damage(parted: Any, handle: Any, codec: Any, damage: Callable[[Any], None]) -> None:
+def _check_damage(parted: Handle, handle: Handle, codec: Codec, damage: Callable[[Handle], None]) -> None:
     damage(parted)
     failed = 0
     for part in _PARTS:
@@ -293,7 +296,7 @@ def _check_damage(parted: Any, handle: Any, codec: Any, damage: Callable[[Any], 
     _raises(CorruptData, lambda: handle.load(codec))
 
 
-def _check_limit(tier: Any) -> None:
+def _check_limit(tier: StorageTier) -> None:
     """What does not fit is refused before anything is written; the space of what was freed counts again."""
     assert tier.limit_bytes is not None
     room = tier.limit_bytes
@@ -308,7 +311,7 @@ def _check_limit(tier: Any) -> None:
     tier.close()
 
 
-def _check_threads(tier: Any) -> None:
+def _check_threads(tier: StorageTier) -> None:
     """From several threads at once."""
     with ThreadPoolExecutor(8) as pool:
         many = list(pool.map(lambda i: tier.write([(0, [bytes([i]) * (1000 * i)])]), range(1, 60)))

@@ -86,7 +86,7 @@ class Lab:
     def inside(self, module: str, *arguments: str) -> dict[str, Any]:
         """What a module says in its last line, as JSON, when it runs on node 0.
 
-        It is told ``--inside``, the address of that node, and ``--switch``, the namespace whose bytes to count.
+        It gets ``--inside``, the address of that node, and ``--switch``, the namespace whose bytes to count.
 
         Raises
         ------

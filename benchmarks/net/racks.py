@@ -147,10 +147,10 @@ class Racks:
 
 def wire_bytes(switch: str) -> int:
     """Bytes that have crossed the wire, both ways, with all headers. `switch` is the namespace of one rack's bridge."""
-    told = subprocess.run(
+    shown = subprocess.run(
         ["ip", "-n", switch, "-s", "-j", "link", "show", "dev", "wire0"], capture_output=True, text=True, check=True
     )
-    stats: dict[str, Any] = json.loads(told.stdout)[0]["stats64"]
+    stats: dict[str, Any] = json.loads(shown.stdout)[0]["stats64"]
     return int(stats["rx"]["bytes"]) + int(stats["tx"]["bytes"])
 
 

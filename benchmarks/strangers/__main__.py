@@ -1,4 +1,4 @@
-"""Work that nobody here has tuned for: where is our placement slower than the better of stock's two settings?
+"""Work that this package was not tuned for: where is our placement slower than the better of stock's two settings?
 
     python -m benchmarks.strangers sim --set look --workers 16 --jobs 1 [--names a,b] [--policies stock,inf,gpurt]
     python -m benchmarks.strangers live --set look [--names a,b] [--runs 3] [--out FILE]

@@ -1,7 +1,7 @@
 """Names of all cases, and which set each belongs to.
 
 The *look* set is for finding out why something is slow. The *held* set is run once, when all else is done, so that its
-figures say something about work that nobody has looked at. A case's set follows from its name alone: a third of the
+figures say something about work that was not looked at. A case's set follows from its name alone: a third of the
 programs and patterns is held, and the random graphs with odd seeds. Adding a case moves no other.
 """
 

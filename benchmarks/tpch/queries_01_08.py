@@ -45,7 +45,8 @@ def q02(t: Tables) -> Any:
     offers = t.partsupp[["ps_partkey", "ps_suppkey", "ps_supplycost"]]
     offers = offers.merge(part, left_on="ps_partkey", right_on="p_partkey")
     offers = offers.merge(supplier, left_on="ps_suppkey", right_on="s_suppkey")
-    lowest = offers.groupby("p_partkey").agg(lowest=("ps_supplycost", "min")).reset_index()
+    lowest = offers.groupby("p_partkey").agg({"ps_supplycost": "min"}).reset_index()
+    lowest = lowest.rename(columns={"ps_supplycost": "lowest"})
     best = offers.merge(lowest, on="p_partkey")
     best = best[best.ps_supplycost == best.lowest]
     columns = ["s_acctbal", "s_name", "n_name", "p_partkey", "p_mfgr", "s_address", "s_phone", "s_comment"]

@@ -37,7 +37,7 @@ def q10(t: Tables) -> Any:
     li = li.assign(revenue=revenue(li))[["l_orderkey", "revenue"]]
     joined = li.merge(orders[["o_orderkey", "o_custkey"]], left_on="l_orderkey", right_on="o_orderkey")
     # c_custkey is the key of customer: summing by it first leaves one narrow row a customer for the wide join.
-    sums = joined.groupby("o_custkey").agg(revenue=("revenue", "sum")).reset_index()
+    sums = joined.groupby("o_custkey").agg({"revenue": "sum"}).reset_index()
     customer = t.customer[["c_custkey", "c_name", "c_acctbal", "c_nationkey", "c_address", "c_phone", "c_comment"]]
     out = customer.merge(sums, left_on="c_custkey", right_on="o_custkey")
     out = out.merge(t.nation[["n_nationkey", "n_name"]], left_on="c_nationkey", right_on="n_nationkey")
@@ -78,7 +78,8 @@ def q12(t: Tables) -> Any:
 def q13(t: Tables) -> Any:
     """Customer distribution."""
     orders = t.orders[~t.orders.o_comment.str.contains("special.*requests", regex=True)]
-    per_customer = orders.groupby("o_custkey").agg(c_count=("o_orderkey", "count")).reset_index()
+    per_customer = orders.groupby("o_custkey").agg({"o_orderkey": "count"}).reset_index()
+    per_customer = per_customer.rename(columns={"o_orderkey": "c_count"})
     customer = t.customer[["c_custkey"]].merge(per_customer, left_on="c_custkey", right_on="o_custkey", how="left")
     customer = customer.assign(c_count=customer.c_count.fillna(0).astype("int64[pyarrow]"))
     out = customer.groupby("c_count").agg(custdist=("c_custkey", "count")).reset_index()
@@ -99,7 +100,7 @@ def q15(t: Tables) -> Any:
     """Top supplier."""
     li = t.lineitem[(t.lineitem.l_shipdate >= date(1996, 1, 1)) & (t.lineitem.l_shipdate < date(1996, 4, 1))]
     li = li.assign(revenue=revenue(li))
-    sums = li.groupby("l_suppkey").agg(total_revenue=("revenue", "sum")).reset_index()
+    sums = li.groupby("l_suppkey").agg({"revenue": "sum"}).reset_index().rename(columns={"revenue": "total_revenue"})
     best = keep(sums, "total_revenue", "eq", largest(sums[["total_revenue"]]))
     supplier = t.supplier[["s_suppkey", "s_name", "s_address", "s_phone"]]
     out = supplier.merge(best, left_on="s_suppkey", right_on="l_suppkey").drop(columns="l_suppkey")

@@ -35,7 +35,8 @@ def q17(t: Tables) -> Any:
     part = t.part[(t.part.p_brand == "Brand#23") & (t.part.p_container == "MED BOX")][["p_partkey"]]
     li = t.lineitem[["l_partkey", "l_quantity", "l_extendedprice"]]
     li = li.merge(part, left_on="l_partkey", right_on="p_partkey")
-    stats = li.groupby("l_partkey").agg(total=("l_quantity", "sum"), lines=("l_quantity", "count")).reset_index()
+    stats = li.groupby("l_partkey").l_quantity.agg(["sum", "count"]).reset_index()
+    stats = stats.rename(columns={"sum": "total", "count": "lines"})
     li = li.merge(stats, on="l_partkey")
     # quantity < 0.2 * total / lines, with the division moved over so that it stays exact
     small = li[decimal(li.l_quantity * 5, 18, 2) * li.lines < li.total]
@@ -45,7 +46,8 @@ def q17(t: Tables) -> Any:
 
 def q18(t: Tables) -> Any:
     """Large volume customer."""
-    sums = t.lineitem.groupby("l_orderkey").agg(sum_qty=("l_quantity", "sum")).reset_index()
+    sums = t.lineitem.groupby("l_orderkey").agg({"l_quantity": "sum"}).reset_index()
+    sums = sums.rename(columns={"l_quantity": "sum_qty"})
     large = sums[sums.sum_qty > 300]
     orders = t.orders[["o_orderkey", "o_custkey", "o_orderdate", "o_totalprice"]]
     orders = orders.merge(large, left_on="o_orderkey", right_on="l_orderkey")
@@ -89,7 +91,8 @@ def q20(t: Tables) -> Any:
     )
     li = t.lineitem[(t.lineitem.l_shipdate >= date(1994, 1, 1)) & (t.lineitem.l_shipdate < date(1995, 1, 1))]
     li = li[["l_partkey", "l_suppkey", "l_quantity"]].merge(part, left_on="l_partkey", right_on="p_partkey")
-    sold = li.groupby(["l_partkey", "l_suppkey"]).agg(sold=("l_quantity", "sum")).reset_index()
+    sold = li.groupby(["l_partkey", "l_suppkey"]).agg({"l_quantity": "sum"}).reset_index()
+    sold = sold.rename(columns={"l_quantity": "sold"})
     offers = offers.merge(sold, left_on=["ps_partkey", "ps_suppkey"], right_on=["l_partkey", "l_suppkey"])
     offers = offers[offers.ps_availqty * 2 > offers.sold][["ps_suppkey"]].drop_duplicates()
     nation = t.nation[t.nation.n_name == "CANADA"][["n_nationkey"]]
@@ -109,10 +112,11 @@ def q21(t: Tables) -> Any:
     li = t.lineitem[["l_orderkey", "l_suppkey", "l_commitdate", "l_receiptdate"]]
     li = li.assign(late=(li.l_receiptdate > li.l_commitdate).astype("int64[pyarrow]"))
     li = li[["l_orderkey", "l_suppkey", "late"]].merge(orders, left_on="l_orderkey", right_on="o_orderkey")
-    per_supplier = li.groupby(["l_orderkey", "l_suppkey"]).agg(late=("late", "sum")).reset_index()
+    per_supplier = li.groupby(["l_orderkey", "l_suppkey"]).agg({"late": "sum"}).reset_index()
     per_supplier = per_supplier.assign(is_late=(per_supplier.late > 0).astype("int64[pyarrow]"))
     per_order = per_supplier.groupby("l_orderkey")
-    per_order = per_order.agg(suppliers=("l_suppkey", "count"), late_suppliers=("is_late", "sum")).reset_index()
+    per_order = per_order.agg({"l_suppkey": "count", "is_late": "sum"}).reset_index()
+    per_order = per_order.rename(columns={"l_suppkey": "suppliers", "is_late": "late_suppliers"})
     only = per_order[(per_order.suppliers > 1) & (per_order.late_suppliers == 1)][["l_orderkey"]]
     guilty = per_supplier[per_supplier.is_late == 1].merge(only, on="l_orderkey")
     nation = t.nation[t.nation.n_name == "SAUDI ARABIA"][["n_nationkey"]]

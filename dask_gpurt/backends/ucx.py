@@ -14,11 +14,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from dask_gpurt.backends.ucx_device import has_device
+
 # Else UCX complains, on stdout, of variables that importing ucxx sets. Read when its library is loaded.
 os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
-
-
-_DEVICE_NODE = "/dev/nvidiactl"
 
 
 def available() -> str:
@@ -28,18 +27,6 @@ def available() -> str:
     except Exception as e:  # a missing shared library raises what it likes
         return f"{type(e).__name__}: {e}. Remedy: pip install 'dask-gpurt[ucx]'"
     return ""
-
-
-def has_device() -> bool:
-    """Whether there is a GPU here whose memory UCX could send from. Touches none."""
-    return os.path.exists(_DEVICE_NODE)
-
-
-def device_buffer(nbytes: int) -> Any:
-    """Device memory that UCX can receive into."""
-    import rmm
-
-    return rmm.DeviceBuffer(size=nbytes)
 
 
 class UcxWorker:

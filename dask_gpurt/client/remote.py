@@ -47,9 +47,9 @@ def story(dask_scheduler: Scheduler, key: Key) -> dict[str, Any]:
         return {"off": True}
     ts = dask_scheduler.tasks.get(key)
     state = None if ts is None else ts.state
-    told = placement.explain(key)
-    if told is not None:
-        return {**told, "state": state}
+    decision = placement.explain(key)
+    if decision is not None:
+        return {**decision, "state": state}
     if ts is not None and state == "memory" and ts.run_spec is None:
         return {"key": str(key), "kind": "scattered", "state": state}
     if ts is not None and state in ("waiting", "queued", "no-worker", "released"):

@@ -117,13 +117,13 @@ async def _snapshot(client: Client, timeout: float) -> dict[str, Any]:
     replies = await ask_workers(client, remote.figures, timeout=timeout)
     answers = {address: reply for address, reply in replies.items() if isinstance(reply, dict) and reply}
     figures = {address: answer["figures"] for address, answer in answers.items()}
-    told: dict[str, Any] = await ask_scheduler(client, remote.counted, timeout=timeout, figures=figures)
-    if told.get("off"):
+    counts: dict[str, Any] = await ask_scheduler(client, remote.counted, timeout=timeout, figures=figures)
+    if counts.get("off"):
         raise GpurtError(
-            f"there is nothing to report: {told['off']}. Remedy: dask_gpurt.attach(client), or "
+            f"there is nothing to report: {counts['off']}. Remedy: dask_gpurt.attach(client), or "
             "`dask scheduler --preload dask_gpurt.preload`, with gpurt.observe.enabled: true"
         )
-    for address, facts in told["workers"].items():
+    for address, facts in counts["workers"].items():
         facts["status"] = answers.get(address, {}).get("status", {})
-    told["silent"] = {address: str(reply) for address, reply in replies.items() if isinstance(reply, Exception)}
-    return told
+    counts["silent"] = {address: str(reply) for address, reply in replies.items() if isinstance(reply, Exception)}
+    return counts

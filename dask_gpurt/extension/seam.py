@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from distributed import Scheduler, SchedulerPlugin, Worker
+from distributed.core import Status
 from distributed.worker_state_machine import GatherDepNetworkFailureEvent
 
 from dask_gpurt.model.checks import require_call, require_names
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 #: a worker calls it right after its preloads
 _AFTER_PRELOADS = "start_services"
+#: why a server did not start
+_ERROR = "_Server__startup_exc"
 
 
 def check_fetches(worker: Worker) -> None:
@@ -63,6 +66,9 @@ def refuse(server: Server, error: Exception) -> None:
     async def close(*args: Any, **kwargs: Any) -> None:
         del server.close
         await stock(*args, **kwargs)
+        if hasattr(server, _ERROR):  # as Dask does, so that awaiting the server again raises again
+            setattr(server, _ERROR, error)
+            server.status = Status.failed
         raise error
 
     server.close = close

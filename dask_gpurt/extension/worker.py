@@ -197,8 +197,9 @@ class WorkerParts:
     def residence(self, keys: Iterable[Any]) -> dict[Any, dict[str, Any]]:
         """Where this worker has its copies of keys: ``{key: {"tier", "nbytes", "disk_bytes"}}``; others are left out.
 
-        ``tier``: ``memory``, ``disk``, ``object`` or ``lost`` (no readable copy is left); ``nbytes`` is what the value
-        takes in memory, ``disk_bytes`` what its copy below memory does, None without one. Nothing is read.
+        ``tier``: ``memory``, ``disk``, ``object`` or ``lost`` (no readable copy is left), for device values also
+        ``device`` and ``pinned``; ``nbytes`` is what the value takes where it is computed with, ``disk_bytes`` what its
+        copy below does, None without one. Nothing is read.
         """
         store = None if self.runtime is None else self.runtime.store
         if store is None:
@@ -210,10 +211,13 @@ class WorkerParts:
             if entry is None:
                 rest.append(key)  # an actor, or given back already while the extension leaves
                 continue
-            below = getattr(entry.handle, "tier", Tier.DISK).name.lower()
-            tier = "lost" if store.is_lost(key) else "memory" if entry.in_memory else below
-            disk_bytes = None if entry.handle is None else entry.handle.nbytes
-            out[key] = {"tier": tier, "nbytes": entry.nbytes, "disk_bytes": disk_bytes}
+            place = store.place_of(key)
+            if place is None:
+                out[key] = {"tier": "lost", "nbytes": entry.nbytes, "disk_bytes": None}
+                continue
+            memory = place.here and place.tier is Tier.HOST
+            tier = "memory" if memory else place.tier.name.lower()
+            out[key] = {"tier": tier, "nbytes": place.nbytes, "disk_bytes": place.below_bytes}
         return {**out, **stock_residence(self.worker, rest)}
 
 

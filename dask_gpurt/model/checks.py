@@ -7,7 +7,7 @@ engine is installed: a rename upstream then is an error with a remedy, not a fai
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dask_gpurt.errors import SeamMismatch
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 REMEDY = "Nothing was changed. Remedy: use distributed >= 2026.7.1, < 2026.9, or set gpurt.on-error: stock"
 
 
-def require_names(root: Any, what: str, paths: Iterable[str]) -> None:
+def require_names(root: object, what: str, paths: Iterable[str]) -> None:
     """Require that an object has attributes.
 
     Parameters
@@ -42,8 +42,8 @@ def require_names(root: Any, what: str, paths: Iterable[str]) -> None:
             target = getattr(target, name)
 
 
-def require_call(callable_: Callable[..., Any], what: str, *args: Any, **kwargs: Any) -> None:
-    """Require that something can be called with these arguments; it is not called.
+def require_call(callable_: Callable[..., object] | None, what: str, *args: object, **kwargs: object) -> None:
+    """Require that something can be called with these arguments; it is not called. None: it does not exist.
 
     Raises
     ------
@@ -51,6 +51,8 @@ def require_call(callable_: Callable[..., Any], what: str, *args: Any, **kwargs:
         It cannot; `what` names it in the message.
     """
     try:
+        if callable_ is None:
+            raise TypeError("it does not exist")
         inspect.signature(callable_).bind(*args, **kwargs)
     except (TypeError, ValueError) as e:
         raise SeamMismatch(f"{what} cannot be called as this package relies on ({e}). {REMEDY}") from e

@@ -29,7 +29,7 @@ import math
 import struct
 import threading
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy
 
@@ -37,6 +37,9 @@ from dask_gpurt.errors import ConfigError, CorruptData
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from types import ModuleType
+
+    from dask_gpurt.model.shards import Buffer
 
 #: bytes from which on `auto` samples a frame
 SAMPLED = 1 << 18
@@ -87,22 +90,21 @@ class Rate:
 class BlockCodec(Protocol):
     """One way of compressing a block."""
 
-    def compress(self, block: Any) -> bytes:
+    def compress(self, block: Buffer) -> bytes:
         """The block, compressed."""
 
-    def expand_into(self, block: Any, target: memoryview) -> int:
+    def expand_into(self, block: Buffer, target: memoryview) -> int:
         """Fill `target`; returns the bytes written."""
 
 
 class _Lz4:
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: ModuleType) -> None:
         self._module = module
 
-    def compress(self, block: Any) -> bytes:
-        result: bytes = self._module.compress(block, store_size=False)
-        return result
+    def compress(self, block: Buffer) -> bytes:
+        return self._module.compress(block, store_size=False)
 
-    def expand_into(self, block: Any, target: memoryview) -> int:
+    def expand_into(self, block: Buffer, target: memoryview) -> int:
         data = self._module.decompress(block, uncompressed_size=target.nbytes)
         n = min(len(data), target.nbytes)
         target[:n] = data[:n]
@@ -110,17 +112,16 @@ class _Lz4:
 
 
 class _Zstd:
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: ModuleType) -> None:
         self._module = module
         self._local = threading.local()  # its contexts are not thread-safe
 
-    def compress(self, block: Any) -> bytes:
+    def compress(self, block: Buffer) -> bytes:
         if not hasattr(self._local, "compressor"):
             self._local.compressor = self._module.ZstdCompressor(level=1)
-        result: bytes = self._local.compressor.compress(block)
-        return result
+        return self._local.compressor.compress(block)
 
-    def expand_into(self, block: Any, target: memoryview) -> int:
+    def expand_into(self, block: Buffer, target: memoryview) -> int:
         if not hasattr(self._local, "expander"):
             # A frame says how much memory it wants for its window. No block of ours wants more than its own length.
             self._local.expander = self._module.ZstdDecompressor(max_window_size=_BLOCK)
@@ -134,7 +135,7 @@ class _Zstd:
         return total
 
 
-_MAKERS: dict[str, Callable[[Any], BlockCodec]] = {"lz4": _Lz4, "zstd": _Zstd}
+_MAKERS: dict[str, Callable[[ModuleType], BlockCodec]] = {"lz4": _Lz4, "zstd": _Zstd}
 _codecs: dict[str, BlockCodec] = {}
 
 

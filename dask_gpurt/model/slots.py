@@ -28,10 +28,10 @@ NETWORK = "network"
 class Slot(Protocol):
     """Takes what a task says about its waits; from any thread."""
 
-    def enter(self, cause: str) -> Any:
+    def enter(self, cause: str) -> list[Any]:
         """The task waits from now on. Returns what `leave` wants."""
 
-    def leave(self, token: Any) -> None:
+    def leave(self, token: list[Any]) -> None:
         """It waits no longer. In any order with other waits; the one that was entered last counts."""
 
 
@@ -44,10 +44,11 @@ class waiting:
 
     __slots__ = ("_cause", "_slot", "_token")
 
+    _token: list[Any]
+
     def __init__(self, cause: str) -> None:
         self._cause = cause
         self._slot: Slot | None = None
-        self._token: Any = None
 
     def __enter__(self) -> None:
         slot = SLOT.get()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class Wrapped(ABC):
     """One method of one object, or one handler of a dict of handlers. A subclass says what is called instead."""
 
-    def __init__(self, owner: Any, name: str) -> None:
+    def __init__(self, owner: object, name: str) -> None:
         self._name = name
         #: where ours is put
         self._place: dict[str, Any] = owner if isinstance(owner, dict) else vars(owner)

@@ -6,7 +6,7 @@ slots, `check_tasks` for traces. A name that is missing switches that part off, 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distributed.scheduler import TaskState
 
@@ -15,6 +15,8 @@ from dask_gpurt.model.checks import require_names
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from bokeh.document import Document
+    from bokeh.server.tornado import BokehTornado
     from distributed import Scheduler, Worker
 
 _SCHEDULER = ("workers", "tasks", "queued", "unrunnable", "handlers")
@@ -63,7 +65,7 @@ def is_queueable(ts: TaskState) -> bool:
     return bool(ts._queueable)
 
 
-def add_application(bokeh: Any, address: str, document: Callable[[Any], None]) -> None:
+def add_application(bokeh: BokehTornado, address: str, document: Callable[[Document], None]) -> None:
     """Add an application to a running Bokeh server, as its `__init__` does for each of its own; it has no call for it.
 
     Parameters

@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVarTuple
 
 from distributed.diagnostics.plugin import SchedulerPlugin
 
@@ -46,6 +46,7 @@ logger = logging.getLogger("distributed.scheduler.gpurt")
 BOOKKEEPING = "bookkeeping"
 #: states in which a root task that was not assigned is no longer needed
 _UNWANTED = frozenset(("released", "forgotten", "erred", "no-worker"))
+_Ts = TypeVarTuple("_Ts")
 
 
 class PlacementPlugin(SchedulerPlugin):
@@ -237,7 +238,7 @@ class PlacementPlugin(SchedulerPlugin):
         if self.engine is not None:
             self._guard(self.engine.log.failed, key, reason)
 
-    def _guard(self, event: Callable[..., object], *args: Any) -> None:
+    def _guard(self, event: Callable[[*_Ts], object], *args: *_Ts) -> None:
         try:
             event(*args)
         except Exception:
@@ -250,7 +251,9 @@ class PlacementPlugin(SchedulerPlugin):
             if self.engine is not None and self.seam.parts[BOOKKEEPING].retired is not None:
                 self.engine.untrusted = True
 
-    def transition(self, key: Hashable, start: Any, finish: Any, *args: Any, stimulus_id: str, **kwargs: Any) -> None:
+    def transition(
+        self, key: Hashable, start: str, finish: str, *args: object, stimulus_id: str, **kwargs: object
+    ) -> None:
         """Hook of distributed: a task changes its state. Called for every transition: leaves as early as possible."""
         engine = self.engine
         if engine is None:
@@ -281,24 +284,17 @@ class PlacementPlugin(SchedulerPlugin):
             if copies is not None and copies.copies and finish == "forgotten":
                 self._guard(copies.unwanted, key)
 
-    def update_graph(self, scheduler: Scheduler, *, tasks: Any, **kwargs: Any) -> None:
+    def update_graph(self, scheduler: Scheduler, *, tasks: Collection[Hashable], **kwargs: object) -> None:
         """Hook of distributed: a graph arrived."""
         if self.engine is not None:
             self._guard(self.engine.graph_arrived, tasks)
 
-    def log_event(self, topic: Any, msg: Any) -> None:
+    def log_event(self, topic: str | Collection[str], msg: object) -> None:
         """Hook of distributed: an event was logged. Used for stealing, which moves tasks without a transition."""
         engine = self.engine
-        if (
-            engine is not None
-            and topic == "stealing"
-            and isinstance(msg, (tuple, list))
-            and msg[:1]
-            in (
-                ("confirm",),
-                ["confirm"],
-            )
-        ):
+        if engine is None or topic != "stealing":
+            return
+        if isinstance(msg, (tuple, list)) and msg and msg[0] == "confirm":
             # ("confirm", key, state, victim, thief, stimulus_id)
             self._guard(engine.books.stolen, msg[1], msg[3], msg[4])
 
@@ -307,7 +303,7 @@ class PlacementPlugin(SchedulerPlugin):
         if self.engine is not None:
             self._guard(self.engine.worker_added, worker)
 
-    def remove_worker(self, scheduler: Scheduler, worker: str, *, stimulus_id: str, **kwargs: Any) -> None:
+    def remove_worker(self, scheduler: Scheduler, worker: str, *, stimulus_id: str, **kwargs: object) -> None:
         """Hook of distributed: a worker left."""
         if self.engine is not None:
             self._guard(self.engine.worker_removed, worker)

@@ -5,14 +5,18 @@ from __future__ import annotations
 import dataclasses
 import os
 import secrets
-from typing import Any
+from typing import TYPE_CHECKING
 
+from dask_gpurt.backends.frames import load
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.counters import counters_of
 from dask_gpurt.shuffle.protocol.recovery import State
 from dask_gpurt.shuffle.transport.link.records import SECRET_BYTES
 from dask_gpurt.shuffle.worker import retained, run_lookup, shard_stores
+
+if TYPE_CHECKING:
+    from dask_gpurt.shuffle.rows.kinds import RowKind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,17 +29,27 @@ class GpurtShuffleSpec(seam.DataFrameShuffleSpec):
     secret: bytes = dataclasses.field(default=b"", repr=False)
     #: workers lost in this run so far; the scheduler's own changes with it, every worker gets it as it is then
     state: State = dataclasses.field(default_factory=State, compare=False)
-
+    #: `backends.frames.DeviceFrames` of the partitions, as "package.module:Class"; "": they are pandas'
+    frames: str = dataclasses.field(default="", compare=False)
     #: output partitions in the order in which their tasks run; those that are not in it come last
     order: tuple[int, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     @classmethod
-    def of(cls, spec: Any, settings: ShuffleSettings, order: tuple[int, ...] = ()) -> GpurtShuffleSpec:
+    def of(
+        cls,
+        spec: seam.DataFrameShuffleSpec,
+        settings: ShuffleSettings,
+        order: tuple[int, ...] = (),
+        frames: str = "",
+    ) -> GpurtShuffleSpec:
         """The same shuffle as a stock spec, with a secret of its own."""
         fields = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)}
-        return cls(**fields, settings=settings, secret=secrets.token_bytes(SECRET_BYTES), order=order)
+        return cls(**fields, settings=settings, secret=secrets.token_bytes(SECRET_BYTES), order=order, frames=frames)
 
-    def create_run_on_worker(self, run_id: int, span_id: str | None, worker_for: dict[int, str], plugin: Any) -> Any:
+    def create_run_on_worker(
+        self, run_id: int, span_id: str | None, worker_for: dict[int, str], plugin: seam.ShuffleWorkerPlugin
+    ) -> seam.ShuffleRun:
+        """As inherited, but the run is ours; called by distributed on each worker that takes part."""
         from dask_gpurt.shuffle.transport.plane import plane_of
         from dask_gpurt.shuffle.worker.run import GpurtShuffleRun
 
@@ -47,6 +61,7 @@ class GpurtShuffleSpec(seam.DataFrameShuffleSpec):
         plane = plane_of(worker, plugin, self.settings, counters.add)
         run_lookup.install(plugin, GpurtShuffleRun)
         return GpurtShuffleRun(
+            rows=self._rows(worker.address),
             store=store,
             counters=counters,
             plane=plane,
@@ -70,4 +85,22 @@ class GpurtShuffleSpec(seam.DataFrameShuffleSpec):
             memory_limiter_comms=plane.unsent,
             drop_column=self.drop_column,
             loop=worker.loop,
+        )
+
+    def _rows(self, local_address: str) -> RowKind:
+        """How the partitions are taken apart and put together on a worker."""
+        cut_bytes = self.settings.cut_bytes
+        if not self.frames:
+            from dask_gpurt.shuffle.rows.kinds import PandasRows
+
+            return PandasRows(self.meta, self.column, self.drop_column, cut_bytes)
+        from dask_gpurt.shuffle.rows.device_rows import DeviceRows
+
+        return DeviceRows(
+            load(self.frames),
+            meta=self.meta,
+            column=self.column,
+            drop_column=self.drop_column,
+            cut_bytes=cut_bytes,
+            local_address=local_address,
         )

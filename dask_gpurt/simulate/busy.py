@@ -8,13 +8,15 @@ machine. With no cost, everything is done at once.
 from __future__ import annotations
 
 import collections
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVarTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dask_gpurt.simulate.clock import VirtualLoop
     from dask_gpurt.simulate.model import SchedulerCost
+
+_Ts = TypeVarTuple("_Ts")
 
 
 class Busy:
@@ -24,7 +26,7 @@ class Busy:
         self._loop = loop
         #: a policy of this package replaces it by its own
         self.cost = cost
-        self._inbox: collections.deque[tuple[float, Callable[..., Any], tuple[Any, ...]]] = collections.deque()
+        self._inbox: collections.deque[tuple[float, Callable[..., object], tuple[object, ...]]] = collections.deque()
         self._until = 0.0
         self._draining = False
 
@@ -37,7 +39,7 @@ class Busy:
         """It is busy for so long from now."""
         self._until = self._loop.now + seconds
 
-    def arrives(self, seconds: float, function: Callable[..., Any], *args: Any) -> None:
+    def arrives(self, seconds: float, function: Callable[[*_Ts], object], *args: *_Ts) -> None:
         """Something to do, which takes so long; what comes meanwhile waits, in order."""
         if not (seconds or self._draining):
             function(*args)

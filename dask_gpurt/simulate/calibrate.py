@@ -32,7 +32,7 @@ from dask_gpurt.model.link import Link
 from dask_gpurt.simulate.model import Cluster, Path, Placed, TaskSpec, Workload
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable
+    from collections.abc import Iterable
 
     from dask.typing import Key
 
@@ -172,8 +172,8 @@ class Submission:
     """One graph of a trace."""
 
     #: in order of their priority
-    keys: tuple[Hashable, ...]
-    outputs: tuple[Hashable, ...]
+    keys: tuple[Key, ...]
+    outputs: tuple[Key, ...]
     #: after the phase began
     offset_seconds: float
 
@@ -187,7 +187,7 @@ class Phase:
     begin_seconds: float
     recorded_seconds: float
     #: outputs that the client let go of before the next phase
-    released: tuple[Hashable, ...] = ()
+    released: tuple[Key, ...] = ()
 
     @property
     def tasks(self) -> int:

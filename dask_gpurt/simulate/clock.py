@@ -24,12 +24,16 @@ import sys
 import time
 import types
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
 import distributed.metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
+    from contextvars import Context
+
+_T = TypeVar("_T")
+_Ts = TypeVarTuple("_Ts")
 
 #: Unix time at the start of every simulation
 EPOCH = 1.7e9
@@ -49,7 +53,7 @@ class VirtualLoop:
     def __init__(self) -> None:
         #: virtual seconds since the start
         self.now = 0.0
-        self._heap: list[tuple[float, int, Callable[..., Any], tuple[Any, ...], bool]] = []
+        self._heap: list[tuple[float, int, Callable[..., object], tuple[object, ...], bool]] = []
         self._ready: deque[asyncio.Handle] = deque()
         self._sequence = itertools.count()
         self._instant_end: list[Callable[[], None]] = []
@@ -61,16 +65,16 @@ class VirtualLoop:
 
     # ------------------------------------------------------------------ for the simulator
 
-    def at(self, when: float, function: Callable[..., Any], *args: Any) -> None:
+    def at(self, when: float, function: Callable[[*_Ts], object], *args: *_Ts) -> None:
         """Call at a virtual time; a time that has passed means now."""
         self.pending += 1
         heapq.heappush(self._heap, (max(when, self.now), next(self._sequence), function, args, True))
 
-    def after(self, seconds: float, function: Callable[..., Any], *args: Any) -> None:
+    def after(self, seconds: float, function: Callable[[*_Ts], object], *args: *_Ts) -> None:
         """Call so many virtual seconds from now."""
         self.at(self.now + seconds, function, *args)
 
-    def tick(self, seconds: float, function: Callable[..., Any], *args: Any) -> None:
+    def tick(self, seconds: float, function: Callable[[*_Ts], object], *args: *_Ts) -> None:
         """As `after`, for what recurs forever and does not keep a simulation alive."""
         heapq.heappush(self._heap, (self.now + seconds, next(self._sequence), function, args, False))
 
@@ -88,9 +92,9 @@ class VirtualLoop:
             self._raise()
             return True
         if self._instant_end and (not self._heap or self._heap[0][0] > self.now):
-            functions, self._instant_end = self._instant_end, []
-            for function in functions:
-                function()
+            ends, self._instant_end = self._instant_end, []
+            for end in ends:
+                end()
             return True
         if not self._heap:
             return False
@@ -104,7 +108,7 @@ class VirtualLoop:
         function(*args)
         return True
 
-    def complete(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    def complete(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         """Run a coroutine on this loop to its end."""
         with self.running():
             task = self.create_task(coroutine)
@@ -129,7 +133,9 @@ class VirtualLoop:
         """asyncio's: virtual seconds."""
         return self.now
 
-    def call_soon(self, callback: Callable[..., Any], *args: Any, context: Any = None) -> asyncio.Handle:
+    def call_soon(
+        self, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None
+    ) -> asyncio.Handle:
         """asyncio's."""
         handle = asyncio.Handle(callback, args, self, context)  # type: ignore[arg-type]
         self._ready.append(handle)
@@ -138,7 +144,7 @@ class VirtualLoop:
     call_soon_threadsafe = call_soon
 
     def call_at(
-        self, when: float, callback: Callable[..., Any], *args: Any, context: Any = None
+        self, when: float, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
         """asyncio's, at a virtual time."""
         handle = asyncio.TimerHandle(when, callback, args, self, context)  # type: ignore[arg-type]
@@ -147,7 +153,7 @@ class VirtualLoop:
         return handle
 
     def call_later(
-        self, delay: float, callback: Callable[..., Any], *args: Any, context: Any = None
+        self, delay: float, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
         """asyncio's, after virtual seconds."""
         return self.call_at(self.now + delay, callback, *args, context=context)
@@ -164,13 +170,13 @@ class VirtualLoop:
         """asyncio's."""
         return asyncio.Future(loop=self)  # type: ignore[arg-type]
 
-    def create_task(self, coroutine: Coroutine[Any, Any, Any], **kwargs: Any) -> asyncio.Task[Any]:
+    def create_task(self, coroutine: Coroutine[Any, Any, _T], **kwargs: Any) -> asyncio.Task[_T]:
         """asyncio's."""
         return asyncio.Task(coroutine, loop=self, **kwargs)  # type: ignore[arg-type]
 
-    def run_in_executor(self, executor: Any, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+    def run_in_executor(self, executor: object, function: Callable[[*_Ts], _T], *args: *_Ts) -> asyncio.Future[_T]:
         """asyncio's; the function is run at once."""
-        future = self.create_future()
+        future: asyncio.Future[_T] = self.create_future()
         try:
             future.set_result(function(*args))
         except Exception as e:

@@ -29,13 +29,13 @@ class Run:
 
     __slots__ = ("cancelled", "inputs", "key", "missing", "priority", "run_id", "since", "startstops", "state")
 
-    def __init__(self, key: Key, priority: Any, run_id: int, inputs: tuple[Any, ...]) -> None:
+    def __init__(self, key: Key, priority: tuple[float, ...], run_id: int, inputs: tuple[Key, ...]) -> None:
         self.key = key
         self.priority = priority
         self.run_id = run_id
         self.inputs = inputs
         #: inputs that are not here yet
-        self.missing: set[Any] = set()
+        self.missing: set[Key] = set()
         self.state = WAITING
         self.cancelled = False
         #: begin of execution
@@ -69,11 +69,11 @@ class Inputs:
         self.bandwidth = sim.bandwidth
         self._order = itertools.count()
         #: input -> tasks waiting for it; None among them: a replica wanted by the scheduler
-        self._wanted: dict[Any, dict[Run | None, None]] = {}
+        self._wanted: dict[Key, dict[Run | None, None]] = {}
         #: peer -> heap of (priority, order, key) it could send
-        self._offers: dict[int, list[tuple[Any, int, Any]]] = {}
-        self._peers: list[tuple[Any, bool, int, int]] = []
-        self._fetching: set[Any] = set()
+        self._offers: dict[int, list[tuple[tuple[float, ...], int, Key]]] = {}
+        self._peers: list[tuple[tuple[float, ...], bool, int, int]] = []
+        self._fetching: set[Key] = set()
         #: peers that are to answer
         self.asked: set[int] = set()
 
@@ -89,14 +89,14 @@ class Inputs:
                 if not waiting and d not in self._fetching:
                     del self._wanted[d]
 
-    def want(self, key: Key, run: Run | None, priority: Any) -> None:
+    def want(self, key: Key, run: Run | None, priority: tuple[float, ...]) -> None:
         """A task needs a key that is not here; None: the scheduler wants a replica."""
         waiting = self._wanted.setdefault(key, {})
         waiting[run] = None
         if key not in self._fetching:
             self._offer(key, priority)
 
-    def _offer(self, key: Key, priority: Any) -> None:
+    def _offer(self, key: Key, priority: tuple[float, ...]) -> None:
         """Note who could send a key: neighbours if there are any, else a few of its holders."""
         sim = self._sim
         holders = sim.holders(key)
@@ -122,7 +122,7 @@ class Inputs:
             if not offers:
                 continue
             source = self._sim.workers[peer]
-            keys: list[Any] = []
+            keys: list[Key] = []
             nbytes = 0
             while offers:
                 priority, _, key = offers[0]
@@ -144,7 +144,7 @@ class Inputs:
                 self.asked.add(peer)
                 self._fetch(source, keys, nbytes)
 
-    def _fetch(self, source: Peer, keys: list[Any], nbytes: int) -> None:
+    def _fetch(self, source: Peer, keys: list[Key], nbytes: int) -> None:
         latency, resources = self._sim.cluster.route(source.index, self._me.index)
         started = self._sim.loop.now
         # Spilled values are read before they are sent.
@@ -160,7 +160,7 @@ class Inputs:
 
         self._sim.loop.at(max(ready, started) + latency, send)
 
-    def _arrived(self, source: Peer, keys: list[Any], nbytes: int, started: float) -> None:
+    def _arrived(self, source: Peer, keys: list[Key], nbytes: int, started: float) -> None:
         sim, now = self._sim, self._sim.loop.now
         self.asked.discard(source.index)
         sim.moved(source.index, self._me.index, nbytes)

@@ -14,7 +14,7 @@ Invariant: `resident_bytes` is the sum of the sizes of the keys in memory, inclu
 from __future__ import annotations
 
 import collections
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -39,10 +39,10 @@ class Store:
         write: float,
         read: float,
         changed: Callable[[int], None] = lambda nbytes: None,
-        resides: Callable[[Any, str | None, int], None] = lambda key, tier, nbytes: None,
+        resides: Callable[[Key, str | None, int], None] = lambda key, tier, nbytes: None,
         *,
         in_background: bool = False,
-        next_use: Callable[[Any], Any] = lambda key: None,
+        next_use: Callable[[Key], tuple[float, ...] | None] = lambda key: None,
     ) -> None:
         self._loop = loop
         #: task data in memory above which it spills
@@ -53,15 +53,15 @@ class Store:
         #: called with a key that came to memory, went to disk or left: (key, tier or None, bytes)
         self._resides = resides
         #: key -> size, wherever it is
-        self.sizes: dict[Any, int] = {}
+        self.sizes: dict[Key, int] = {}
         #: keys in memory, least recently used first; True while being written out
-        self._resident: collections.OrderedDict[Any, bool] = collections.OrderedDict()
-        self._pins: collections.Counter[Any] = collections.Counter()
+        self._resident: collections.OrderedDict[Key, bool] = collections.OrderedDict()
+        self._pins: collections.Counter[Key] = collections.Counter()
         self._in_background = in_background
         #: key -> the priority of the task that needs it first; None: no task is known to
         self._next_use = next_use
         #: keys in memory that have a copy on disk too
-        self._clean: set[Any] = set()
+        self._clean: set[Key] = set()
         #: writes under way, in order: when each will be done, and its size
         self._writing: collections.deque[tuple[float, int]] = collections.deque()
         #: when the disk is free again: for writes, and for reads; one and the same unless in the background
@@ -99,7 +99,7 @@ class Store:
         self.sizes[key] = nbytes
         self._resides(key, DISK, nbytes)
 
-    def use(self, keys: Iterable[Any]) -> tuple[float, float]:
+    def use(self, keys: Iterable[Key]) -> tuple[float, float]:
         """Bring inputs to memory. The times at which their reading begins and is done; both are now without one."""
         began = done = self._loop.now
         reading = False
@@ -120,11 +120,11 @@ class Store:
                 done = max(done, self._load(key))
         return began, done
 
-    def pin(self, keys: Iterable[Any]) -> None:
+    def pin(self, keys: Iterable[Key]) -> None:
         """Keep keys in memory, as a task or a request uses them."""
         self._pins.update(keys)
 
-    def unpin(self, keys: Iterable[Any]) -> None:
+    def unpin(self, keys: Iterable[Key]) -> None:
         """Undo one `pin`."""
         for key in keys:
             self._pins[key] -= 1
@@ -155,7 +155,7 @@ class Store:
         self._resides(key, MEMORY, nbytes)
         return self._squeeze(key)
 
-    def _squeeze(self, newest: Any) -> float:
+    def _squeeze(self, newest: Key) -> float:
         done = self._loop.now
         if self.resident_bytes - self._leaving_bytes <= self.limit_bytes:
             return done
@@ -185,12 +185,12 @@ class Store:
         self.settled_at = max(self.settled_at, done)
         return done
 
-    def _candidates(self, newest: Any) -> Iterable[Any]:
+    def _candidates(self, newest: Key) -> Iterable[Key]:
         """What may leave memory, in the order in which it should."""
         keys = (k for k, leaving in self._resident.items() if not (leaving or k == newest or k in self._pins))
         if not self._in_background:
             return keys
-        order: dict[Any, tuple[Any, ...]] = {}
+        order: dict[Key, tuple[object, ...]] = {}
         for key in keys:
             use = self._next_use(key)
             # What needs no write first, then what is used last; of equals the least recently used.

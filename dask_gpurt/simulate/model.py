@@ -17,7 +17,7 @@ import dask.order
 from dask_gpurt.simulate.seam import task
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from dask.typing import Key
 
@@ -59,7 +59,7 @@ class TaskSpec(NamedTuple):
     """One task of a workload."""
 
     #: keys of its inputs
-    dependencies: tuple[Hashable, ...] = ()
+    dependencies: tuple[Key, ...] = ()
     #: seconds on a worker of slowness 1, inputs in memory
     seconds: float = 0.0
     #: size of its result

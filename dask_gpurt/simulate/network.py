@@ -4,14 +4,14 @@ A transfer occupies a few *resources* (the sender's port, the receiver's port, o
 the uplinks of their racks), each with a capacity in bytes/s. Rates are max-min fair: no transfer can get more without
 taking from one that has no more than itself. That is what many TCP streams approach.
 
-`fair_rates` computes the definition by progressive filling and is what tests compare with; it is O(flows * resources),
-too much for every one of 10^5 transfers. `Network` keeps one *level* per resource, the rate of a transfer that is held
-back only there, and updates only what a start or an end changes: a resource's new level follows from the levels of the
-other resources of its transfers; when it moves by more than `TOLERANCE`, those others are visited in turn. This is the
-distributed algorithm of ATM's "explicit rate" (Charny 1994), which converges to the max-min rates; stopping at the
-tolerance keeps the work local. Starts and ends of one instant are taken together; with more than `MANY` transfers under
-way, those of up to a microsecond per transfer are (5 ms with 5,000): without that, a shuffle among 1,000 workers takes
-hours to simulate. A transfer that starts waits for that long, and what one that ends leaves free lies idle so long.
+Progressive filling, the definition that tests compare with, is O(flows * resources): too much for each of 10^5
+transfers. `Network` keeps one *level* per resource, the rate of a transfer that is held back only there. It updates
+only what a start or an end changes: a resource's new level follows from the levels of the other resources of its
+transfers; when it moves by more than `TOLERANCE`, those others are visited in turn. This is the distributed
+algorithm of ATM's "explicit rate" (Charny 1994), which converges to the max-min rates; stopping at the tolerance keeps
+the work local. Starts and ends of one instant are taken together; with more than `MANY` transfers under way, those of
+up to a microsecond per transfer are (5 ms with 5,000): without that, a shuffle among 1,000 workers takes hours to
+simulate. A transfer that starts waits for that long, and what one that ends leaves free lies idle so long.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from dask_gpurt.simulate.clock import VirtualLoop
 
@@ -32,35 +32,6 @@ VISITS = 200
 #: transfers under way from which changes are taken together, and for how long per transfer, in seconds
 MANY = 500
 LAZY_SECONDS = 1e-6
-
-
-def fair_rates(
-    flows: Mapping[Hashable, Sequence[Hashable]], capacities: Mapping[Hashable, float]
-) -> dict[Hashable, float]:
-    """Max-min fair rates by progressive filling.
-
-    Parameters
-    ----------
-    flows
-        Flow -> the resources it needs, at least one.
-    capacities
-        Resource -> bytes/s.
-    """
-    left = dict(capacities)
-    waiting = {f: tuple(dict.fromkeys(rs)) for f, rs in flows.items()}
-    rates: dict[Hashable, float] = {}
-    while waiting:
-        count: dict[Hashable, int] = {}
-        for rs in waiting.values():
-            for r in rs:
-                count[r] = count.get(r, 0) + 1
-        tightest = min(count, key=lambda r: left[r] / count[r])
-        rate = max(0.0, left[tightest] / count[tightest])
-        for f in [f for f, rs in waiting.items() if tightest in rs]:
-            rates[f] = rate
-            for r in waiting.pop(f):
-                left[r] -= rate
-    return rates
 
 
 class Flow:

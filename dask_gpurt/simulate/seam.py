@@ -18,7 +18,7 @@ from distributed.stealing import WorkStealing
 from dask_gpurt.model.checks import require_call, require_names
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from dask.typing import Key
 
@@ -50,11 +50,11 @@ _GRAPH = (
 )
 
 
-def function(*args: Any) -> None:
+def function(*args: object) -> None:
     """What every task of a simulated graph would call."""
 
 
-def task(key: Key, dependencies: Iterable[Any], data_producer: bool = False) -> Task:
+def task(key: Key, dependencies: Iterable[Key], data_producer: bool = False) -> Task:
     """A node of a graph for the scheduler, or for `dask.order`."""
     return Task(key, function, *map(TaskRef, dependencies), _data_producer=data_producer)
 
@@ -62,7 +62,7 @@ def task(key: Key, dependencies: Iterable[Any], data_producer: bool = False) -> 
 class _Unserved(Scheduler):
     """A scheduler without an HTTP server; upstream's opens its port when it is made, not when it is started."""
 
-    def start_http_server(self, *args: Any, **kwargs: Any) -> None:
+    def start_http_server(self, *args: object, **kwargs: object) -> None:
         pass
 
 
@@ -87,7 +87,7 @@ def add_worker(
     threads: int,
     memory_limit: int,
     metrics: dict[str, Any],
-    stream: Any,
+    stream: object,
 ) -> None:
     """Make a worker known to a scheduler, as `Scheduler.add_worker` does.
 
@@ -131,11 +131,11 @@ def create_tasks(
     scheduler: Scheduler,
     *,
     start: float,
-    dsk: Mapping[Any, Task],
-    keys: set[Any],
-    ordered: Mapping[Any, int],
+    dsk: dict[Key, Task],
+    keys: set[Key],
+    ordered: dict[Key, int],
     client: str,
-    annotations_by_type: Mapping[str, Any],
+    annotations_by_type: dict[str, Any],
 ) -> None:
     """Hand over a graph, as `Scheduler.update_graph` does once it has it in its hands.
 

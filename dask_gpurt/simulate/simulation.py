@@ -17,7 +17,7 @@ from __future__ import annotations
 import collections
 import random
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import dask
 import dask.order
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 
     from dask_gpurt.placement.monitor import Monitor
     from dask_gpurt.simulate.surroundings import Peer
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 CLIENT = "simulated-client"
 #: virtual seconds without any progress after which a run counts as stuck
@@ -82,14 +85,14 @@ class Simulation:
         #: bytes/s that workers and scheduler assume before they have measured anything
         self.bandwidth = float(dask.utils.parse_bytes(dask.config.get("distributed.scheduler.bandwidth")))
         #: our keys (the scheduler's) -> the workload's
-        self.names: dict[Any, Any] = {}
-        self._stable: dict[Any, Any] = {}
-        self._durations: dict[Any, float] = {}
-        self._sizes: dict[Any, int] = {}
+        self.names: dict[Key, Key] = {}
+        self._stable: dict[Key, Key] = {}
+        self._durations: dict[Key, float] = {}
+        self._sizes: dict[Key, int] = {}
         self.result = Result(workload.name, "", seed, cluster.workers)
         self.result.bytes_moved = {"node": 0, "rack": 0, "far": 0}
         #: called with every change of residence: (address, key, "memory", "disk" or None for gone, bytes)
-        self.residence: list[Callable[[str, Any, str | None, int], None]] = []
+        self.residence: list[Callable[[str, Key, str | None, int], None]] = []
         #: messages to workers that have no meaning here, by op
         self.ignored: collections.Counter[str] = collections.Counter()
         self.stolen = 0
@@ -98,7 +101,7 @@ class Simulation:
         self.follow_plan = False
         self._memory = 0
         self._progress_at = 0.0
-        self._outputs_left: set[Any] = set()
+        self._outputs_left: set[Key] = set()
         self.clients = clients(self, workload.steps, CLIENT)
         self._scheduler_seconds = 0.0
         self._in_scheduler = False
@@ -138,7 +141,7 @@ class Simulation:
         for key, placed in self.workload.inputs.items():
             self._sizes[self._name(key)] = int(placed.nbytes)
 
-    def _name(self, key: Key) -> Any:
+    def _name(self, key: Key) -> Key:
         """The scheduler's key for one of the workload's: the same, but with a hash that does not change."""
         name = self._stable.get(key)
         if name is None:
@@ -146,7 +149,7 @@ class Simulation:
             self.names[name] = key
         return name
 
-    def stable(self, key: Key) -> Any:
+    def stable(self, key: Key) -> Key:
         """The scheduler's key for one of the workload's."""
         return self._stable[key]
 
@@ -168,17 +171,17 @@ class Simulation:
         found = (self._by_address[ws.address] for ws in ts.who_has or ())
         return [i for i in found if key in self.workers[i].store]
 
-    def next_use(self, key: Key) -> Any:
+    def next_use(self, key: Key) -> tuple[float, ...] | None:
         """The priority of the first task that waits for a key; None without any."""
         ts = self.scheduler.tasks.get(key)
         return None if ts is None or not ts.waiters else min(w.priority for w in ts.waiters)
 
-    def tell(self, op: str, worker: Peer, after: float | None = None, **message: Any) -> None:
+    def tell(self, op: str, worker: Peer, after: float | None = None, **message: object) -> None:
         """A message from a worker to the scheduler, not sent before the time `after`."""
         when = max(self.loop.now, after or 0.0) + self.cluster.message_seconds
-        self.loop.at(when, self.busy.arrives, self.busy.cost.of(op), self._told, op, worker.address, message)
+        self.loop.at(when, self.busy.arrives, self.busy.cost.of(op), self._arrived, op, worker.address, message)
 
-    def _told(self, op: str, address: str, message: dict[str, Any]) -> None:
+    def _arrived(self, op: str, address: str, message: dict[str, Any]) -> None:
         if op == "task-finished":
             self._progress_at = self.loop.now
         self.in_scheduler(self.scheduler.stream_handlers[op], worker=address, **message)
@@ -191,7 +194,7 @@ class Simulation:
                     for client in self.clients:
                         client.has(key)
 
-    def in_scheduler(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def in_scheduler(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Call into the scheduler; its processor time is added up (what else the machine does is no part of it)."""
         if self._in_scheduler:
             return function(*args, **kwargs)
@@ -234,7 +237,7 @@ class Simulation:
         """Outputs of what was submitted are missing, or a client has more to submit."""
         return bool(self._outputs_left) or not all(client.done for client in self.clients)
 
-    def release(self, outputs: Iterable[Any], client: str = CLIENT) -> None:
+    def release(self, outputs: Iterable[Key], client: str = CLIENT) -> None:
         """The client lets go of outputs."""
         keys = [self._name(k) for k in outputs]
         self.in_scheduler(self.scheduler.client_releases_keys, keys=keys, client=client, stimulus_id="release")
@@ -272,12 +275,12 @@ class Simulation:
 
     def submit(
         self,
-        keys: Iterable[Any] | None = None,
-        outputs: Iterable[Any] | None = None,
+        keys: Iterable[Key] | None = None,
+        outputs: Iterable[Key] | None = None,
         *,
         ordered: bool = False,
         client: str = CLIENT,
-    ) -> set[Any]:
+    ) -> set[Key]:
         """Hand the graph to the scheduler, as `Scheduler.update_graph` does once it has it in its hands.
 
         Parameters
@@ -293,7 +296,7 @@ class Simulation:
         """
         keys = None if keys is None else list(keys)
         dsk = {}
-        by_type: dict[str, dict[Any, Any]] = {}
+        by_type: dict[str, dict[Key, object]] = {}
         for key in self.workload.tasks if keys is None else keys:
             task = self.workload.tasks[key]
             name = self._name(key)
@@ -326,7 +329,7 @@ class Simulation:
         self._outputs_left -= wanted - missing
         return missing
 
-    def _annotation(self, kind: str, value: Any) -> Any:
+    def _annotation(self, kind: str, value: Any) -> object:
         # A workload names workers by index; it cannot know their addresses.
         if kind == "workers":
             return [self.workers[w].address if isinstance(w, int) else w for w in value]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import collections
@@ -51,10 +51,10 @@ class Surroundings(Protocol):
     def holders(self, key: Key) -> list[int]:
         """Workers that have a key."""
 
-    def next_use(self, key: Key) -> Any:
+    def next_use(self, key: Key) -> tuple[float, ...] | None:
         """The priority of the first task that waits for a key; None without any."""
 
-    def tell(self, op: str, worker: Peer, after: float | None = None, **message: Any) -> None:
+    def tell(self, op: str, worker: Peer, after: float | None = None, **message: object) -> None:
         """Send a message to the scheduler."""
 
     def moved(self, source: int, target: int, nbytes: int) -> None:

@@ -265,7 +265,7 @@ class SimWorker:
     # ------------------------------------------------------------------ heartbeat
 
     def metrics(self) -> dict[str, Any]:
-        """What upstream's `Worker.get_metrics` tells that the scheduler reads."""
+        """What upstream's `Worker.get_metrics` has that the scheduler reads."""
         store = self.store
         return {
             "bandwidth": {"total": self.inputs.bandwidth, "workers": {}, "types": {}},

@@ -227,14 +227,15 @@ class TierRuntime:
                 return
             seam = WorkerSeam(self._worker, self._engine, self.guard, prefetch_share=settings.prefetch)
             seam.turns.on_short = self._watch.trim
+            device = None if self._device_memory is None else self._device_memory.space
+            if device is not None:
+                seam.store.use_device(device)  # before it adopts what is here
             seam.take_over()
             self._seam = seam
-            device = None if self._device_memory is None else self._device_memory.space
             if device is not None:
                 # The device has victims of its own, which are chosen by next uses however much host memory is free.
                 self._engine.eviction.relaxes = False
                 self._engine.eviction.press()
-                seam.store.device = device
                 seam.execute.retry_alone = RetryAlone(device, lambda: seam.execute.running)
             objects, lease = self._below.objects, self._below.lease
             if objects is not None and lease is not None and objects.bucket.shared:
@@ -282,6 +283,11 @@ class TierRuntime:
 
     def heartbeat(self) -> dict[str, float | int | None]:
         """Return what rides on every heartbeat: flat, and none of it costs more than a look."""
+        if self._device_memory is not None:
+            try:
+                self._device_memory.look()
+            except Exception:  # the libraries that it looks at raise what they like; figures go on
+                self.guard.failed("device")
         return self._figures.heartbeat(self._seam)
 
     def statistics(self) -> dict[str, Any]:

@@ -10,19 +10,18 @@ tiers go on without it.
 
 from __future__ import annotations
 
-import inspect
 import logging
-from typing import TYPE_CHECKING, Any
+from abc import abstractmethod
+from typing import TYPE_CHECKING
 
 from distributed.diagnostics.plugin import SchedulerPlugin
 from tornado.ioloop import PeriodicCallback
 
-from dask_gpurt.errors import SeamMismatch
 from dask_gpurt.model.circuit_breaker import Guard
 from dask_gpurt.model.events import Sink, null_sink
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable
 
     from distributed.scheduler import Scheduler, WorkerState
 
@@ -72,7 +71,21 @@ class TierPlugin(SchedulerPlugin):
         self._look_seconds = look_seconds
         self._look_again: PeriodicCallback | None = None
 
-    def _begin(self, scheduler: Scheduler) -> None:
+    @abstractmethod
+    def _prepare(self, scheduler: Scheduler) -> None:
+        """Look up what is relied on, then begin. Raises `SeamMismatch`, with nothing changed."""
+
+    async def start(self, scheduler: Scheduler) -> None:
+        """Begin. A second call for the same scheduler does nothing.
+
+        Raises
+        ------
+        SeamMismatch
+            This distributed is not what it was written for.
+        """
+        if self._scheduler is not None:
+            return
+        self._prepare(scheduler)
         self._scheduler = scheduler
         self._look_again = PeriodicCallback(self.look, self._look_seconds * 1000)
         self._look_again.start()
@@ -96,35 +109,3 @@ class TierPlugin(SchedulerPlugin):
 
     def _failed(self, where: str) -> None:
         self._guard.failed(self.part.name, where)
-
-
-def check_scheduler(
-    scheduler: Scheduler,
-    calls: Mapping[str, tuple[Sequence[Any], Mapping[str, Any]]],
-    names: Mapping[type, Sequence[str]],
-    attributes: Sequence[str],
-    remedy: str,
-) -> None:
-    """Raise `SeamMismatch` unless the scheduler has what the tiers rely on.
-
-    Parameters
-    ----------
-    calls
-        Method -> positional and keyword arguments that it must take. It is not called.
-    names
-        Class -> attributes that its instances must have.
-    attributes
-        Attributes that the scheduler itself must have.
-    remedy
-        What to do otherwise, beside another version of distributed.
-    """
-    remedy = f"Nothing was changed. Remedy: use distributed >= 2026.7.1, < 2026.9, or {remedy}"
-    for method, (args, kwargs) in calls.items():
-        try:
-            inspect.signature(getattr(scheduler, method)).bind(*args, **kwargs)
-        except (AttributeError, TypeError, ValueError) as e:
-            raise SeamMismatch(f"Scheduler.{method} cannot be called as this package relies on ({e}). {remedy}") from e
-    wanted = [(owner.__name__, owner, name) for owner, of_owner in names.items() for name in of_owner]
-    for title, owner, name in [*wanted, *(("Scheduler", scheduler, name) for name in attributes)]:
-        if not hasattr(owner, name):
-            raise SeamMismatch(f"distributed has no {title}.{name}. {remedy}")

@@ -6,7 +6,7 @@ by TCP itself, and workers behind the same slow link share it. A *zone* is a set
 
 * Round trips below `NEAR_SECONDS` are one zone: below that it is the hosts' load that differs, not the way.
 * Two zones whose round trips are within a factor of `ALIKE` are one.
-* Nothing is concluded from one zone only, and nothing where the kernel does not tell (not Linux, not TCP).
+* Nothing is concluded from one zone only, and nothing where the kernel does not know it (not Linux, not TCP).
 
 The bandwidth between zones is unknown at first. A single TCP connection moves about a window per round trip, and
 windows begin small; `seed` says so, and the first transfers correct it (`links`).
@@ -35,17 +35,17 @@ _UNKNOWN = 0xFFFFFFFF
 
 
 def round_trip_seconds(sock: socket.socket) -> float | None:
-    """The smallest round trip of a TCP connection; None where the kernel does not tell."""
+    """The smallest round trip of a TCP connection; None where the kernel does not know it."""
     option = getattr(socket, "TCP_INFO", None)
     if option is None or getattr(sock, "family", None) not in (socket.AF_INET, socket.AF_INET6):
         return None
     try:
-        told = sock.getsockopt(socket.IPPROTO_TCP, option, _MIN_RTT + 4)
+        info = sock.getsockopt(socket.IPPROTO_TCP, option, _MIN_RTT + 4)
     except OSError:
         return None
-    if len(told) < _MIN_RTT + 4:
+    if len(info) < _MIN_RTT + 4:
         return None
-    (microseconds,) = struct.unpack_from("=I", told, _MIN_RTT)
+    (microseconds,) = struct.unpack_from("=I", info, _MIN_RTT)
     return None if microseconds in (0, _UNKNOWN) else microseconds * 1e-6
 
 

@@ -262,6 +262,17 @@ def test_local_cluster_keeps_the_preloads_of_the_configuration(tmp_path: Path) -
         assert worker.preloads[1].argv == ["--gpurt-tiers-host-limit", "0.25", "--gpurt-tiers-disk-limit", "1 GiB"]
 
 
+def test_a_server_that_did_not_start_raises_each_time() -> None:
+    async def start() -> None:
+        scheduler = Scheduler(port=0, dashboard_address=":0", preload=[PRELOAD])
+        for _ in range(2):
+            with pytest.raises(InstallError, match=r"Did you mean gpurt\.policy"):
+                await scheduler
+
+    with dask.config.set({"gpurt.polcy": "x"}):
+        asyncio.run(start())
+
+
 def test_in_a_click_program_of_the_user_the_error_is_raised() -> None:
     """`SystemExit` is for commands of Dask's."""
     import click

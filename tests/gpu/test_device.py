@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 
 from dask_gpurt.backends import cuda
+from dask_gpurt.backends.device_copies import PinnedSlabs
+from dask_gpurt.backends.device_values import CudaBackend
+from dask_gpurt.backends.rmm_stack import DeviceAllocator, own_pool
 from dask_gpurt.config import Settings
 from dask_gpurt.testing import check_storage_tier
+from dask_gpurt.tiers.device.box import BoxState
 from dask_gpurt.tiers.device.pinned import BlockPool, SlabTier
-from dask_gpurt.tiers.device.setup import DeviceMemory, _Late
-from dask_gpurt.tiers.device.space import BoxState
+from dask_gpurt.tiers.device.setup import DeviceMemory, Late
 from dask_gpurt.tiers.storage.codec import PickleCodec
 from dask_gpurt.tiers.storage.disk.tier import DiskTier
 
@@ -34,11 +37,12 @@ def memory(tmp_path: Path) -> Iterator[Callable[..., DeviceMemory]]:
     opened: list[DeviceMemory] = []
 
     def make(limit: int, *, pinned: int = 256 * MB, kind: str = "async") -> DeviceMemory:
-        callback = _Late()
-        stack = cuda.stack_over(cuda.base_resource(kind, limit), limit, callback)
-        memory = DeviceMemory.over(
-            cuda.CudaBackend(stack), stack, callback, cuda.PinnedSlabs(), pinned, cuda.install(stack)
-        )
+        callback = Late()
+        allocator = DeviceAllocator(callback, limit, pool=lambda: own_pool(kind, limit), free_bytes=cuda.free_bytes)
+        allocator.install()
+        backend = CudaBackend(allocator)
+        backend.prepare()
+        memory = DeviceMemory.over(backend, allocator, callback, PinnedSlabs(), pinned, lambda: "")
         memory.space.below.append(DiskTier(str(tmp_path / f"disk{len(opened)}")))
         opened.append(memory)
         return memory
@@ -94,7 +98,7 @@ def test_the_probe_names_the_device() -> None:
 def test_pinned_blocks_pass_the_suite_of_tiers() -> None:
     check_storage_tier(
         lambda limit: SlabTier(
-            BlockPool(cuda.PinnedSlabs(), limit_bytes=limit, block_bytes=4096 if limit else MB, slab_bytes=8 * MB)
+            BlockPool(PinnedSlabs(), limit_bytes=limit, block_bytes=4096 if limit else MB, slab_bytes=8 * MB)
         ),
         PickleCodec(),
     )
@@ -116,6 +120,85 @@ def test_round_trip(make: Any, pinned: int, memory: Any) -> None:
     assert type(got) is kind
     np.testing.assert_array_equal(np.asarray(on_host(got)), np.asarray(want))
     m.space.validate()
+
+
+def cudf_shared(i: int, nbytes: int) -> Any:
+    return cudf_value(i, nbytes).copy(deep=False)
+
+
+def cudf_slice(i: int, nbytes: int) -> Any:
+    """The second quarter of a frame of which nothing else is kept."""
+    whole = cudf_value(i, 4 * nbytes)
+    return whole.iloc[len(whole) // 4 : len(whole) // 2]
+
+
+def cudf_rich(i: int, nbytes: int) -> Any:
+    cudf = pytest.importorskip("cudf")
+    value = cudf_value(i, nbytes)
+    value["kind"] = (value["a"] % 3).astype("category")
+    value["when"] = value["a"].astype("datetime64[ns]")
+    value["null"] = value["b"].where(value["a"] % 7 > 0)
+    value["list"] = cudf.Series([[k, k + 1] for k in range(len(value))])
+    return value.set_index("a")
+
+
+@pytest.mark.parametrize("make", [cudf_shared, cudf_slice, cudf_rich])
+def test_cudf_leaves_while_the_device_is_full(make: Any, memory: Any) -> None:
+    """Facts 4 and 5: nothing is allocated from the pool that is full, and what left is free there."""
+    cupy = pytest.importorskip("cupy")
+    limit = 256 * MB
+    m = memory(limit)
+    boxes = [m.space.put(i, make(i, 8 * MB)) for i in range(4)]
+    want = [on_host(b.get()) for b in boxes]
+    before = m.allocator.allocated_bytes()
+    rest = cupy.empty(m.allocator.headroom_bytes() - MB, "u1")
+    held = cupy.empty(8 * MB, "u1")  # some of them have to leave for it
+    assert any(b.state is BoxState.BELOW for b in boxes)
+    assert m.oom.exceptions == 0, m.oom.last_error
+    assert m.oom.made_bytes >= 7 * MB
+    assert m.space.backend.inner.refused == 0
+    del rest, held
+    for box, value in zip(boxes, want, strict=True):
+        got = box.get()
+        assert on_host(got).equals(value)
+        assert list(got.dtypes) == list(make(0, 1 << 12).dtypes)
+    assert m.allocator.allocated_bytes() <= 1.1 * before + 4 * MB
+    m.space.validate()
+
+
+def test_two_workers_on_one_device(tmp_path: Path) -> None:
+    """Fact 8: what another process took is not counted as room."""
+    import subprocess
+    import sys
+
+    cupy = pytest.importorskip("cupy")
+    share = cuda.free_bytes() * 6 // 10
+    code = (
+        "import rmm, rmm.mr, sys; b = rmm.DeviceBuffer(size=int(sys.argv[1]), mr=rmm.mr.CudaMemoryResource());"
+        "print(b.size, flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(share)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        assert int(other.stdout.readline()) == share
+        total = cuda.probe().total_bytes
+        callback = Late()
+        limit = int(0.8 * total)
+        allocator = DeviceAllocator(callback, limit, pool=lambda: own_pool("async", limit), free_bytes=cuda.free_bytes)
+        allocator.install()
+        m = DeviceMemory.over(CudaBackend(allocator), allocator, callback, PinnedSlabs(), 64 * MB, lambda: "")
+        m.space.below.append(DiskTier(str(tmp_path / "disk")))
+        assert allocator.headroom_bytes() < total - share
+        boxes = [m.space.put(i, cupy.full(64 * MB, i % 251, "u1")) for i in range(4)]
+        rest = cupy.empty(cuda.free_bytes() - 96 * MB, "u1")
+        more = cupy.empty(160 * MB, "u1")  # far below our limit, and there is no memory for it
+        assert any(b.state is BoxState.BELOW for b in boxes)
+        assert m.oom.fragmented == 0
+        del rest, more
+        assert all(int(b.get()[-1]) == i % 251 for i, b in enumerate(boxes))
+        m.close()
+        other.communicate("")
 
 
 @pytest.mark.parametrize("times", [2, 4])

@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import time
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from dask_gpurt.backends.rmm_stack import DeviceAllocator, own_pool
 from dask_gpurt.memory.pages import Pages, system
 from dask_gpurt.shuffle.transport.base import Header, Peer, ReceiveGate, Services
 from dask_gpurt.shuffle.transport.link.records import RunKey, is_device, message_bytes, size_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 pytestmark = pytest.mark.gpu
 RUN, SECRET = RunKey(7, 1), bytes(16)
@@ -25,6 +29,15 @@ else:
     pytest.importorskip("ucxx")
     if not cupy.cuda.is_available():
         pytest.skip("needs a GPU", allow_module_level=True)
+
+
+@pytest.fixture(autouse=True)
+def _stream_ordered_memory() -> Iterator[None]:
+    """Values of CUDA's asynchronous pool, as on a worker: cudaMalloc orders by itself what must be ordered here."""
+    allocator = DeviceAllocator(lambda nbytes: False, 1 << 30, pool=lambda: own_pool("async", 1 << 30))
+    allocator.install()
+    yield
+    allocator.close()
 
 
 class Node:
@@ -71,7 +84,6 @@ def test_sizes_of_device_buffers():
 def test_device_memory_arrives_in_device_memory(pair, n):
     a, b = pair
     block = cupy.arange(n, dtype="u1")
-    cupy.cuda.get_current_stream().synchronize()  # UCX knows no streams: what it sends must be there
     peer = Peer("b", b.transport.endpoint_for(RUN, "a"), b.gate.message_limit)
     future = a.send(peer, [b"head", block])
     assert future.result(60).problem == ""
@@ -85,7 +97,6 @@ def test_device_memory_arrives_in_device_memory(pair, n):
 def test_many_device_buffers_in_order(pair):
     a, b = pair
     blocks = [cupy.full(100_000, i, "u1") for i in range(50)]
-    cupy.cuda.get_current_stream().synchronize()
     peer = Peer("b", b.transport.endpoint_for(RUN, "a"), b.gate.message_limit)
     start = time.monotonic()
     futures = [a.send(peer, [x]) for x in blocks]

@@ -23,6 +23,7 @@ SEAMS = (
     "extension/seam.py",
     "simulate/seam.py",
     "tiers/engine/buffer_roots.py",  # of pandas, inspected as it goes
+    "backends/cudf_values.py",  # of cuDF, in its table; tests/gpu/test_names.py compares it with the wheels
 )
 #: names with an underscore that are public, or of the standard library
 PUBLIC = {"_make", "_replace", "_asdict", "_fields", "_get_running_loop", "_set_running_loop", "_run"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import operator
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from dask_gpurt.model import circuit_breaker
 from dask_gpurt.placement import engine
 from dask_gpurt.placement.bookkeeping import Bookkeeping
 from dask_gpurt.placement.plugin import PlacementPlugin
+from tests.placement.clusters import EXPECTED, FOUR, idle, install, tree, until
 from tests.placement.fakes import SETTINGS
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.cluster
 
 TWO = [("127.0.0.1", 1)] * 2
-FOUR = [("127.0.0.1", 1)] * 4
 OVERRIDES = (
     "decide_worker_non_rootish",
     "get_comm_cost",
@@ -37,42 +36,6 @@ OVERRIDES = (
 )
 #: taken over by parts of their own
 OTHERS = ("_task_to_msg", "request_remove_replicas")
-
-
-async def install(s: Scheduler, **kw: Any) -> PlacementPlugin:
-    plugin = PlacementPlugin(SETTINGS, **kw)
-    s.add_plugin(plugin)
-    await plugin.start(s)
-    assert plugin.engine is not None
-    plugin.engine.always = True  # the overrides are what these tests are about
-    # As in `make_engine`: a decision that the machine has interrupted would be stock's.
-    plugin.engine.budget.decision_seconds = plugin.engine.budget.share = float("inf")
-    return plugin
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    while not condition():  # noqa: ASYNC110 (the state is not ours, there is no event)
-        await asyncio.sleep(0.01)
-
-
-async def idle(s: Scheduler, plugin: PlacementPlugin) -> None:
-    """All futures were released: the tables are empty."""
-    await until(lambda: not s.tasks)
-    tables = plugin.statistics()["tables"]
-    assert (tables["charges"], tables["unknown"]) == (0, 0)
-    assert plugin.engine is not None
-    assert all(w.backlog_seconds == w.reserved_bytes == w.tasks == 0 for w in plugin.engine.workers.all.items)
-    assert {w.ws for w in plugin.engine.workers.idle.items} == set(s.workers.values())
-
-
-async def tree(c: Any, n: int = 64) -> int:
-    layer = c.map(inc, range(n), pure=False)
-    while len(layer) > 1:
-        layer = [c.submit(operator.add, a, b, pure=False) for a, b in zip(layer[::2], layer[1::2], strict=True)]
-    return await layer[0]
-
-
-EXPECTED = sum(range(1, 65))
 
 
 def test_tree_reduction() -> None:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from distributed import Worker
 from distributed.active_memory_manager import ReduceReplicas
 from distributed.core import Status
 from distributed.scheduler import Scheduler
-from distributed.utils_test import NO_AMM, gen_cluster, inc, slowinc
+from distributed.utils_test import NO_AMM, gen_cluster, slowinc
 
 from dask_gpurt.config import PlacementSettings
 from dask_gpurt.model import circuit_breaker
@@ -23,14 +22,11 @@ from dask_gpurt.placement.engine import Engine
 from dask_gpurt.placement.evaluate import governor, shadow_stats
 from dask_gpurt.placement.plugin import PlacementPlugin
 from dask_gpurt.placement.takeover import fetch_sources, replica_drops
+from tests.placement.clusters import EXPECTED, FOUR, install, tree, until
 from tests.placement.fakes import SETTINGS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 pytestmark = pytest.mark.cluster
 
-FOUR = [("127.0.0.1", 1)] * 4
 SHADOW = PlacementSettings(enabled=True, candidates=16, shadow=True)
 FAST_STEALING = {"distributed.scheduler.work-stealing-interval": "10ms"}
 
@@ -40,32 +36,6 @@ class First:
 
     def decide(self, task: Any, workers: Any, far: Any) -> int:
         return 0
-
-
-async def install(s: Scheduler, settings: PlacementSettings = SETTINGS, policy: Any = None) -> PlacementPlugin:
-    plugin = PlacementPlugin(settings, policy=policy)
-    s.add_plugin(plugin)
-    await plugin.start(s)
-    assert plugin.engine is not None
-    plugin.engine.always = True  # the overrides are what these tests are about
-    # As in `make_engine`: a decision that the machine has interrupted would be stock's.
-    plugin.engine.budget.decision_seconds = plugin.engine.budget.share = float("inf")
-    return plugin
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    while not condition():  # noqa: ASYNC110 (the state is not ours, there is no event)
-        await asyncio.sleep(0.01)
-
-
-async def tree(c: Any, n: int = 64) -> int:
-    layer = c.map(inc, range(n), pure=False)
-    while len(layer) > 1:
-        layer = [c.submit(operator.add, a, b, pure=False) for a, b in zip(layer[::2], layer[1::2], strict=True)]
-    return await layer[0]
-
-
-EXPECTED = sum(range(1, 65))
 
 
 def surface(s: Scheduler) -> dict[str, Any]:

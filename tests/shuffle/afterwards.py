@@ -15,9 +15,12 @@ class Afterwards(World):
         After the barrier; before it there are few.
     """
 
-    def __init__(self, seed: int, workers: int, inputs: int, parts: int, budget: int, deaths: int) -> None:
-        super().__init__(seed, workers, inputs, parts, budget, 0)
+    def __init__(
+        self, seed: int, workers: int, inputs: int, parts: int, budget: int, deaths: int, drains: int = 0
+    ) -> None:
+        super().__init__(seed, workers, inputs, parts, budget, 0, min(1, drains))
         self.deaths, self.later = self.r.randint(0, 1), deaths
+        self.drains_later = drains
         #: outputs that are to be made, and those that nobody wants for now
         self.wanted, self.spare = set(range(parts)), set[int]()
         #: output that was made -> who has the frame
@@ -46,14 +49,18 @@ class Afterwards(World):
             if r.random() < 0.2:
                 self.spare ^= {part}
                 self.wanted ^= {part}
-        gone = lost_outputs(self.wanted, self.worker_for, self.workers) - self.opened
-        gone |= lost_outputs(self.opened, self.worker_for, self.workers) | frozenset(self.state.handing)
-        again = frozenset(p for p in self.wanted & self.made if self.worker_for[p] in self.workers) - self.opened
+        there = self.keepers()
+        # Some of what a drained worker was given it has begun.
+        begun = frozenset(p for p in sorted(self.alive(self.wanted - self.made)) if self.drained and r.random() < 0.5)
+        gone = lost_outputs(self.wanted, self.worker_for, there) - self.opened - begun
+        gone |= lost_outputs(self.opened, self.worker_for, there) | frozenset(self.state.handing)
+        again = frozenset(p for p in self.wanted & self.made if self.worker_for[p] in there) - self.opened
+        gone |= again
+        again |= self.alive(lost_outputs(gone, self.worker_for, there))
         self.state.void(again)
         self.void += len(again)
-        gone |= again
         self.made -= gone
-        self.worker_for.update(reassign({part: self.worker_for[part] for part in gone}, sorted(self.workers)))
+        self.worker_for.update(reassign({part: self.worker_for[part] for part in gone}, there))
         self.opened |= gone
         self.scopes[self.epoch] = self.opened
         self.amended += 1
@@ -122,6 +129,7 @@ class Afterwards(World):
             if not super().step():
                 self.opened, self.done = frozenset(), {}
                 self.deaths, self.splits_before = self.later, self.splits
+                self.drains = self.drains_later
             return True
         choice = self.r.random()
         if self.asks and choice < 0.01 and (some := sorted(self.made - self.opened)):

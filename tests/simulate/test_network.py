@@ -3,12 +3,45 @@
 from __future__ import annotations
 
 import random
+from typing import TYPE_CHECKING
 
 import pytest
 
 from dask_gpurt.simulate.clock import VirtualLoop
 from dask_gpurt.simulate.model import Cluster, Path
-from dask_gpurt.simulate.network import TOLERANCE, Network, fair_rates
+from dask_gpurt.simulate.network import TOLERANCE, Network
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Mapping, Sequence
+
+
+def fair_rates(
+    flows: Mapping[Hashable, Sequence[Hashable]], capacities: Mapping[Hashable, float]
+) -> dict[Hashable, float]:
+    """Max-min fair rates by progressive filling.
+
+    Parameters
+    ----------
+    flows
+        Flow -> the resources it needs, at least one.
+    capacities
+        Resource -> bytes/s.
+    """
+    left = dict(capacities)
+    waiting = {f: tuple(dict.fromkeys(rs)) for f, rs in flows.items()}
+    rates: dict[Hashable, float] = {}
+    while waiting:
+        count: dict[Hashable, int] = {}
+        for rs in waiting.values():
+            for r in rs:
+                count[r] = count.get(r, 0) + 1
+        tightest = min(count, key=lambda r: left[r] / count[r])
+        rate = max(0.0, left[tightest] / count[tightest])
+        for f in [f for f, rs in waiting.items() if tightest in rs]:
+            rates[f] = rate
+            for r in waiting.pop(f):
+                left[r] -= rate
+    return rates
 
 
 def run(loop: VirtualLoop) -> None:

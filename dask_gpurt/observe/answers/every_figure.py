@@ -79,7 +79,7 @@ def _unit(name: str, table: Sequence[Figure]) -> str:
     return named if found in ("", "count") and named else found
 
 
-def _said(name: str, value: Any, table: Sequence[Figure]) -> str:
+def _said(name: str, value: object, table: Sequence[Figure]) -> str:
     if isinstance(value, (list, tuple)) and len(value) > _LISTED:
         return f"{len(value):,} values"
     if isinstance(value, bool) or not isinstance(value, (int, float)):

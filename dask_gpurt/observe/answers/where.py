@@ -21,6 +21,14 @@ if TYPE_CHECKING:
 
 #: keys printed; `to_dict` has all of them
 SHOWN = 20
+#: tiers of which bytes are printed, and how
+_TIERS = {
+    "device": "on device",
+    "memory": "in memory",
+    "pinned": "pinned",
+    "disk": "on disk",
+    "object": "in store",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,8 +36,8 @@ class Copy:
     """A copy of a value on one worker."""
 
     address: str
-    #: ``memory``, ``disk``, ``lost`` (its last copy was unreadable), ``gone`` (it has just left), ``unknown`` (the
-    #: worker did not answer)
+    #: ``memory``, ``disk``, ``object``; of device values ``device`` and ``pinned``; ``lost`` (its last copy was
+    #: unreadable), ``gone`` (it has just left), ``unknown`` (the worker did not answer)
     tier: str
     #: what the value takes in memory
     nbytes: int | None
@@ -73,25 +81,25 @@ class Where:
     ) -> Where:
         """From the scheduler's reply by key, and those of workers by address and key; an exception: no answer."""
         places = []
-        for key, told in scheduler.items():
+        for key, facts in scheduler.items():
             copies = []
-            for address in told["holders"]:
+            for address in facts["holders"]:
                 reply = workers.get(address)
                 if reply is None or isinstance(reply, Exception):
-                    copies.append(Copy(address, "unknown", told["nbytes"], None))
+                    copies.append(Copy(address, "unknown", facts["nbytes"], None))
                 else:
                     here = reply.get(key)
                     copies.append(Copy(address, "gone", None, None) if here is None else Copy(address, **here))
             places.append(
                 Place(
                     key=str(key),
-                    state=told["state"],
-                    nbytes=told["nbytes"],
+                    state=facts["state"],
+                    nbytes=facts["nbytes"],
                     copies=tuple(copies),
-                    processing=told["processing"],
-                    fetching=tuple(told["fetching"]),
-                    clients=tuple(told["clients"]),
-                    waiters=told["waiters"],
+                    processing=facts["processing"],
+                    fetching=tuple(facts["fetching"]),
+                    clients=tuple(facts["clients"]),
+                    waiters=facts["waiters"],
                 )
             )
         silent = {address: str(reply) for address, reply in workers.items() if isinstance(reply, Exception)}
@@ -117,10 +125,10 @@ class Where:
         return {"keys": keys, "workers": self.workers()}
 
     def workers(self) -> dict[str, dict[str, int]]:
-        """Bytes by worker and tier: as they are in memory, and for ``disk`` and ``object`` as they are there."""
+        """Bytes by worker and tier: as they are in memory or on the device, and below as they are there."""
         out: dict[str, Counter[str]] = {}
         for copy in (c for p in self.places for c in p.copies):
-            nbytes = copy.disk_bytes if copy.tier in ("disk", "object") else copy.nbytes
+            nbytes = copy.disk_bytes if copy.tier in ("pinned", "disk", "object") else copy.nbytes
             out.setdefault(copy.address, Counter())[copy.tier] += nbytes or 0
         return {address: dict(tiers) for address, tiers in sorted(out.items())}
 
@@ -165,12 +173,12 @@ class Where:
             rows.append([f"... and {len(self.places) - SHOWN} more", *[""] * (len(columns) - 1)])
         tables = [(columns, rows, len(names) + 2)]
         if several:
-            sums = [
-                [a, *(bytes_said(t[tier]) if tier in t else "-" for tier in ("memory", "disk", "object"))]
-                for a, t in self.workers().items()
-            ]
+            workers = self.workers()
+            used = {tier for tiers in workers.values() for tier in tiers}
+            shown = {t: name for t, name in _TIERS.items() if t in used or t not in ("device", "pinned")}
+            sums = [[a, *(bytes_said(t[tier]) if tier in t else "-" for tier in shown)] for a, t in workers.items()]
             if sums:
-                tables.append((["worker", "in memory", "on disk", "in store"], sums, 1))
+                tables.append((["worker", *shown.values()], sums, 1))
         return tables
 
 
@@ -180,4 +188,4 @@ def _wanted(p: Place) -> str:
         out.append(f"{len(p.clients)} client{'s' if len(p.clients) > 1 else ''}")
     if p.waiters:
         out.append(f"{p.waiters} task{'s' if p.waiters > 1 else ''}")
-    return ", ".join(out) or "nobody"
+    return ", ".join(out) or "no client or task"

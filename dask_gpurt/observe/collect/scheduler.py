@@ -15,7 +15,7 @@ from dask_gpurt.observe import seam
 from dask_gpurt.observe.collect.stall_ledger import BARRIER, StallLedger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from dask.typing import Key
     from distributed import Scheduler
@@ -34,9 +34,9 @@ class LedgerPlugin(SchedulerPlugin):
 
     def __init__(self, planning: Callable[[], float] = lambda: 0.0) -> None:
         self._planning = planning
-        self._scheduler: Any = None
-        self._stock: Any = None
-        self._wrapper: Any = None
+        self._scheduler: Scheduler | None = None
+        self._stock: Callable[..., object] | None = None
+        self._wrapper: Callable[..., object] | None = None
         #: None before `attach` and after `detach`
         self.ledger: StallLedger | None = None
 
@@ -49,7 +49,7 @@ class LedgerPlugin(SchedulerPlugin):
         if stock is None:
             return  # the figures of workers are then taken at every look, see `statistics`
 
-        def heartbeat_worker(*args: Any, **kwargs: Any) -> Any:
+        def heartbeat_worker(*args: object, **kwargs: object) -> object:
             reply = stock(*args, **kwargs)
             ledger = self.ledger
             if ledger is not None:
@@ -78,7 +78,7 @@ class LedgerPlugin(SchedulerPlugin):
 
     # ------------------------------------------------------------------ hooks
 
-    def transition(self, key: Key, start: Any, finish: Any, *args: Any, stimulus_id: str, **kwargs: Any) -> None:
+    def transition(self, key: Key, start: str, finish: str, *args: object, stimulus_id: str, **kwargs: object) -> None:
         """A task went from one state to another."""
         # Called for every transition of every task: leave as early as possible.
         ledger = self.ledger
@@ -87,17 +87,13 @@ class LedgerPlugin(SchedulerPlugin):
         if start == "processing" or finish == "processing" or (type(key) is str and key.startswith(BARRIER)):
             ledger.guarded(ledger.transition, key, start, finish, kwargs)
 
-    def log_event(self, topic: Any, msg: Any) -> None:
+    def log_event(self, topic: str | Collection[str], msg: object) -> None:
         """An event was logged: those of work stealing tell which tasks were moved."""
         # ("confirm", key, state, victim, thief, stimulus_id) is the only public trace of a stolen task.
         ledger = self.ledger
-        if (
-            ledger is not None
-            and topic == "stealing"
-            and isinstance(msg, (tuple, list))
-            and msg
-            and msg[0] == "confirm"
-        ):
+        if ledger is None or topic != "stealing":
+            return
+        if isinstance(msg, (tuple, list)) and msg and msg[0] == "confirm":
             ledger.guarded(ledger.moved, msg[1], msg[3], msg[4])
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
@@ -106,7 +102,7 @@ class LedgerPlugin(SchedulerPlugin):
         if ledger is not None:
             ledger.guarded(ledger.worker_added, scheduler.workers[worker])
 
-    def remove_worker(self, scheduler: Scheduler, worker: str, *, stimulus_id: str, **kwargs: Any) -> None:
+    def remove_worker(self, scheduler: Scheduler, worker: str, *, stimulus_id: str, **kwargs: object) -> None:
         """A worker has left."""
         ledger = self.ledger
         if ledger is not None:

@@ -186,13 +186,13 @@ class SlotMeter:
             self._slots, self._executing = slots, executing
             idle = slots - executing
             if paused:
-                told = (idle, 0, 0, 0)
+                by_cause = (idle, 0, 0, 0)
             else:
                 network = min(idle, waiting)
                 resources = min(idle - network, constrained)
-                told = (0, network, resources, idle - network - resources)
-            if told != self._idle:
-                self._turn(told)
+                by_cause = (0, network, resources, idle - network - resources)
+            if by_cause != self._idle:
+                self._turn(by_cause)
 
     def _turn(self, idle: tuple[int, int, int, int]) -> None:
         """Slots become idle for other reasons, or busy."""

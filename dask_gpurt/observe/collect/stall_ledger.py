@@ -24,7 +24,7 @@ import itertools
 import time
 import traceback
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVarTuple
 
 from dask_gpurt.observe.collect import wait_histogram
 from dask_gpurt.observe.collect.causes import CENTRAL, WAITS
@@ -47,6 +47,7 @@ _SCHEDULER, _QUEUED_ELSEWHERE = INDEX["scheduler"], INDEX["queued_elsewhere"]
 BARRIER = "shuffle-barrier-"
 #: states of a barrier that is still to be passed
 _OPEN = ("waiting", "queued", "processing", "no-worker")
+_Ts = TypeVarTuple("_Ts")
 
 
 class StallLedger:
@@ -108,7 +109,7 @@ class StallLedger:
 
     # ------------------------------------------------------------------ events
 
-    def guarded(self, event: Callable[..., None], *args: Any) -> None:
+    def guarded(self, event: Callable[[*_Ts], None], *args: *_Ts) -> None:
         """Call one of the events; never raises, and stops when that happens too often."""
         if self.errors >= ERRORS:
             return

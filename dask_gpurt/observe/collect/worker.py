@@ -30,6 +30,7 @@ from dask_gpurt.observe.collect.slots import SlotMeter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
+    from concurrent.futures import Executor, Future
 
     from dask.typing import Key
     from distributed import Worker
@@ -66,9 +67,8 @@ class WorkerSlots:
         self._digests_seen = (0.0, 0.0)
         #: source address -> [bytes, seconds, requests] of fetches
         self._sources: dict[str, list[float]] = {}
-        self._log_seen: Any = None
-        self._wrapped = (_Execute(self), _Stimulus(self))
-        self._submits: list[tuple[Any, Any]] = []
+        self._log_seen: dict[str, Any] | None = None
+        self._wrapped: list[Wrapped] = [_Execute(self), _Stimulus(self)]
 
     def install(self) -> None:
         """Start measuring.
@@ -79,12 +79,11 @@ class WorkerSlots:
             This worker has not what is measured by. Nothing was changed.
         """
         seam.check_worker(self.worker)
+        if self._ranges is not None:
+            threads = (e for e in self.worker.executors.values() if "ThreadPoolExecutor" in str(type(e)))
+            self._wrapped += [_Submit(self, executor, self._ranges) for executor in threads]
         for wrapped in self._wrapped:
             wrapped.install()
-        if self._ranges is not None:
-            for executor in self.worker.executors.values():
-                if "ThreadPoolExecutor" in str(type(executor)):
-                    self._mark_ranges(executor, self._ranges)
         self.look()
 
     def uninstall(self) -> None:
@@ -92,10 +91,6 @@ class WorkerSlots:
         self.active = False
         for wrapped in self._wrapped:
             wrapped.uninstall()
-        for executor, ours in self._submits:
-            if vars(executor).get("submit") is ours:
-                del executor.submit
-        self._submits.clear()
 
     # ------------------------------------------------------------------ for the wrappers
 
@@ -123,24 +118,6 @@ class WorkerSlots:
             now = {ts.key for ts in executing}
             for key in [key for key in self._adopted if key not in now]:
                 self.meter.ended(self._adopted.pop(key))
-
-    def _mark_ranges(self, executor: Any, ranges: Ranges) -> None:
-        stock = executor.submit
-
-        def submit(fn: Any, /, *args: Any, **kwargs: Any) -> Any:
-            task = SLOT.get()
-            key = getattr(task, "key", None)
-            if key is None or not self.active:
-                return stock(fn, *args, **kwargs)
-
-            def run() -> Any:
-                with ranges.range(str(key)):
-                    return fn(*args, **kwargs)
-
-            return stock(run)
-
-        executor.submit = submit
-        self._submits.append((executor, submit))
 
     # ------------------------------------------------------------------ reading
 
@@ -203,7 +180,7 @@ class WorkerSlots:
             "fetched": {
                 who: {"bytes": n, "seconds": s, "requests": int(count)} for who, (n, s, count) in self._sources.items()
             },
-            "ranges": bool(self._submits),
+            "ranges": any(isinstance(wrapped, _Submit) for wrapped in self._wrapped),
             "errors": self.errors,
             "last_traceback": self.last_traceback,
         }
@@ -261,3 +238,29 @@ class _Execute(Wrapped):
                 meter.ended(task, seconds)
 
         return execute
+
+
+class _Submit(Wrapped):
+    """``submit`` of a pool of threads: a task runs in a profiler's range with its key."""
+
+    def __init__(self, slots: WorkerSlots, executor: Executor, ranges: Ranges) -> None:
+        self._slots = slots
+        self._ranges = ranges
+        super().__init__(executor, "submit")
+
+    def _wrap(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        slots, ranges = self._slots, self._ranges
+
+        def submit(fn: Callable[..., object], /, *args: object, **kwargs: object) -> Future[Any]:
+            task = SLOT.get()
+            key = getattr(task, "key", None)
+            if key is None or not slots.active:
+                return stock(fn, *args, **kwargs)
+
+            def run() -> object:
+                with ranges.range(str(key)):
+                    return fn(*args, **kwargs)
+
+            return stock(run)
+
+        return submit

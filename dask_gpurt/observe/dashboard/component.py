@@ -39,8 +39,6 @@ class GpurtPlot(DashboardComponent, ABC):
     ----------
     scheduler
         The scheduler whose feed is shown, if it has one.
-    **kwargs
-        For the figure: ``sizing_mode`` and sizes.
     """
 
     #: above the plot
@@ -48,18 +46,18 @@ class GpurtPlot(DashboardComponent, ABC):
     #: name of the root in a page's template
     NAME = ""
 
-    def __init__(self, scheduler: Scheduler, **kwargs: Any) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.headline = style.headline()
         #: everything that is emptied when there is nothing to show
         self.sources: list[ColumnDataSource] = []
         #: updates that failed
         self.errors = 0
-        self.root = self._build(**kwargs)
+        self.root = self._build()
         self.source = self.sources[0]
 
     @abstractmethod
-    def _build(self, **kwargs: Any) -> LayoutDOM:
+    def _build(self) -> LayoutDOM:
         """Make figures and sources; returns the root."""
 
     @abstractmethod

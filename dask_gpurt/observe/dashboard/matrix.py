@@ -33,7 +33,7 @@ class LinkMatrix(GpurtPlot):
     TITLE = "Links: inputs fetched, source by destination"
     NAME = "gpurt_link_matrix"
 
-    def _build(self, **kwargs: Any) -> LayoutDOM:
+    def _build(self) -> LayoutDOM:
         self.usual, self.slow = (ColumnDataSource({key: [] for key in _COLUMNS}) for _ in range(2))
         self.sources = [self.usual, self.slow]
         fig = figure(
@@ -42,7 +42,7 @@ class LinkMatrix(GpurtPlot):
             tools="",
             x_range=Range1d(start=-0.5, end=0.5),
             y_range=Range1d(start=0.5, end=-0.5),
-            **kwargs,
+            sizing_mode=style.SIZING,
         )
         cells = []
         for source, color in ((self.usual, style.TEAL), (self.slow, style.ORANGE)):

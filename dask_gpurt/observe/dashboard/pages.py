@@ -69,7 +69,7 @@ def individual(plot: type[GpurtPlot]) -> Callable[[Any, dict[str, Any], Any], No
     """A document with one plot and nothing else, as a JupyterLab panel shows it."""
 
     def page(scheduler: Scheduler, extra: dict[str, Any], doc: Document) -> None:
-        _add(doc, plot(scheduler, sizing_mode="stretch_both"))
+        _add(doc, plot(scheduler))
         doc.title = f"Dask: {plot.TITLE}"
         doc.theme = BOKEH_THEME
 
@@ -79,7 +79,7 @@ def individual(plot: type[GpurtPlot]) -> Callable[[Any, dict[str, Any], Any], No
 def overview(scheduler: Scheduler, extra: dict[str, Any], doc: Document) -> None:
     """All plots, below Dask's own menu."""
     for plot in PLOTS.values():
-        _add(doc, plot(scheduler, sizing_mode="stretch_both"))
+        _add(doc, plot(scheduler))
     doc.title = "Dask: dask-gpurt"
     doc.theme = BOKEH_THEME
     doc.template = env.from_string(_TEMPLATE)

@@ -44,11 +44,11 @@ class PlacementDecisions(GpurtPlot):
         ("stock", "left to Dask", style.PURPLE),
     )
 
-    def _build(self, **kwargs: Any) -> LayoutDOM:
+    def _build(self) -> LayoutDOM:
         keys = [key for key, _, _ in self.SERIES]
         self.lines = ColumnDataSource({key: [] for key in ("ago", *keys, "total")})
         self.sources = [self.lines]
-        fig = figure(title=self.TITLE, name=self.NAME, tools="", y_range=style.from_zero(), **kwargs)
+        fig = figure(title=self.TITLE, name=self.NAME, tools="", y_range=style.from_zero(), sizing_mode=style.SIZING)
         self.axis = TimeAxis(fig)
         areas = fig.varea_stack(keys, x="ago", color=[c for *_, c in self.SERIES], fill_alpha=0.85, source=self.lines)
         total = fig.line(x="ago", y="total", line_color=style.INK, line_width=1, source=self.lines)
@@ -96,7 +96,7 @@ class PlacementAccuracy(GpurtPlot):
         1e-4: "0.1 ms", 1e-3: "1 ms", 1e-2: "10 ms", 1e-1: "0.1 s", 1.0: "1 s", 10.0: "10 s", 100.0: "100 s",
     }  # fmt: skip
 
-    def _build(self, **kwargs: Any) -> LayoutDOM:
+    def _build(self) -> LayoutDOM:
         self.points = {key: ColumnDataSource({"predicted": [], "actual": []}) for key, _, _ in self.SERIES}
         self.sources = list(self.points.values())
         fig = figure(
@@ -107,7 +107,7 @@ class PlacementAccuracy(GpurtPlot):
             y_axis_type="log",
             x_range=Range1d(1e-3, 1.0),
             y_range=Range1d(1e-3, 1.0),
-            **kwargs,
+            sizing_mode=style.SIZING,
         )
         ends = [self.LOW / 10, self.HIGH * 10]
         same = fig.line(ends, ends, line_color=style.INK, line_width=1, line_dash=[4, 3])
@@ -167,7 +167,7 @@ class LinkEstimates(GpurtPlot):
     #: nearest on top
     CLASSES = ("process", "host", "rack", "network")
 
-    def _build(self, **kwargs: Any) -> LayoutDOM:
+    def _build(self) -> LayoutDOM:
         self.dots = ColumnDataSource(
             {
                 key: []
@@ -176,14 +176,13 @@ class LinkEstimates(GpurtPlot):
             }
         )
         self.sources = [self.dots]
-        inner = {"sizing_mode": kwargs.get("sizing_mode", "stretch_both")}
-        self.bandwidth = self._axis(self.TITLE, "bandwidth", BANDWIDTHS, **inner)
+        self.bandwidth = self._axis(self.TITLE, "bandwidth", BANDWIDTHS)
         style.dress(self.bandwidth, self.headline)
-        self.latency = self._axis(None, "latency", LATENCIES, **inner)
+        self.latency = self._axis(None, "latency", LATENCIES)
         style.dress(self.latency, None)
-        return column(self.bandwidth, self.latency, name=self.NAME, **kwargs)
+        return column(self.bandwidth, self.latency, name=self.NAME, sizing_mode=style.SIZING)
 
-    def _axis(self, title: str | None, key: str, ticks: dict[float, str], **kwargs: Any) -> Any:
+    def _axis(self, title: str | None, key: str, ticks: dict[float, str]) -> figure:
         low, high = min(ticks), max(ticks)
         fig = figure(
             title=title,
@@ -192,7 +191,7 @@ class LinkEstimates(GpurtPlot):
             x_range=Range1d(low, high),
             y_range=list(reversed(self.CLASSES)),
             min_height=90,
-            **kwargs,
+            sizing_mode=style.SIZING,
         )
         fig.xaxis.ticker = FixedTicker(ticks=list(ticks))
         fig.xaxis.major_label_overrides = dict(ticks)

@@ -33,11 +33,11 @@ class ShuffleTraffic(GpurtPlot):
         ("kept", "kept by itself", style.PURPLE),
     )
 
-    def _build(self, **kwargs: Any) -> LayoutDOM:
+    def _build(self) -> LayoutDOM:
         keys = [key for key, _, _ in self.SERIES]
         self.bars = ColumnDataSource({key: [] for key in ("name", *keys, *(f"y_{key}" for key in keys), "active")})
         self.sources = [self.bars]
-        fig = figure(title=self.TITLE, name=self.NAME, tools="", x_range=style.from_zero(), **kwargs)
+        fig = figure(title=self.TITLE, name=self.NAME, tools="", x_range=style.from_zero(), sizing_mode=style.SIZING)
         self.axis = WorkerAxis(fig)
         bars = [
             fig.hbar(y=f"y_{key}", right=key, height=BARS / 3, color=color, line_color=None, source=self.bars)
@@ -96,18 +96,17 @@ class ShuffleProgress(GpurtPlot):
     #: where the text, the bar of inputs and that of outputs are within a row, from its middle; and the bars' thickness
     TEXT, INPUTS, OUTPUTS, THICK = -0.27, 0.07, 0.32, 0.22
 
-    def _build(self, **kwargs: Any) -> LayoutDOM:
+    def _build(self) -> LayoutDOM:
         keys = ("y_text", "y_inputs", "y_outputs", "inputs", "outputs", "name", "text", "bytes", "workers", "alpha")
         self.bars = ColumnDataSource({key: [] for key in keys})
         self.bins = ColumnDataSource({"left": [], "right": [], "count": []})
         self.sources = [self.bars, self.bins]
-        inner = {"sizing_mode": kwargs.get("sizing_mode", "stretch_both"), "min_height": 90}
-        self.runs, self.sizes = self._runs(inner), self._sizes(inner)
-        return column(self.runs, self.sizes, name=self.NAME, **kwargs)
+        self.runs, self.sizes = self._runs(), self._sizes()
+        return column(self.runs, self.sizes, name=self.NAME, sizing_mode=style.SIZING)
 
-    def _runs(self, inner: dict[str, Any]) -> figure:
+    def _runs(self) -> figure:
         """How far each run is."""
-        runs = figure(title=self.TITLE, tools="", x_range=Range1d(0, 100), **inner)
+        runs = figure(title=self.TITLE, tools="", x_range=Range1d(0, 100), sizing_mode=style.SIZING, min_height=90)
         self.axis = WorkerAxis(runs)
         bars = [
             runs.hbar(
@@ -143,9 +142,16 @@ class ShuffleProgress(GpurtPlot):
         )
         return runs
 
-    def _sizes(self, inner: dict[str, Any]) -> figure:
+    def _sizes(self) -> figure:
         """The sizes of outputs."""
-        sizes = figure(title=None, tools="", x_range=style.from_zero(), y_range=style.from_zero(), **inner)
+        sizes = figure(
+            title=None,
+            tools="",
+            x_range=style.from_zero(),
+            y_range=style.from_zero(),
+            sizing_mode=style.SIZING,
+            min_height=90,
+        )
         quads = sizes.quad(
             left="left",
             right="right",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bokeh.models import ColumnDataSource, CustomJSTickFormatter, HoverTool, Span
 from bokeh.plotting import figure
@@ -28,10 +28,10 @@ class WorkerSpeeds(GpurtPlot):
     TITLE = "Workers: speed and class of node"
     NAME = "gpurt_worker_speeds"
 
-    def _build(self, **kwargs: Any) -> LayoutDOM:
+    def _build(self) -> LayoutDOM:
         self.fast, self.slow = (ColumnDataSource({key: [] for key in KEYS}) for _ in range(2))
         self.sources = [self.fast, self.slow]
-        fig = figure(title=self.TITLE, name=self.NAME, tools="", x_range=style.from_zero(), **kwargs)
+        fig = figure(title=self.TITLE, name=self.NAME, tools="", x_range=style.from_zero(), sizing_mode=style.SIZING)
         self.axis = WorkerAxis(fig)
         bars = [
             fig.hbar(y="y", right="speed", height=BARS, color=color, line_color=None, source=source)

@@ -50,11 +50,10 @@ class StallCauses(GpurtPlot):
     TITLE = "Stalls: what slots do (shares: last 30 s)"
     NAME = "gpurt_stall_causes"
 
-    def _build(self, **kwargs: Any) -> LayoutDOM:
+    def _build(self) -> LayoutDOM:
         self.lines = ColumnDataSource({key: [] for key in ("ago", *USES, "total")})
         self.sources = [self.lines]
-        inner = {"sizing_mode": kwargs.get("sizing_mode", "stretch_both")}
-        fig = figure(title=self.TITLE, tools="", y_range=style.from_zero(), **inner)
+        fig = figure(title=self.TITLE, tools="", y_range=style.from_zero(), sizing_mode=style.SIZING)
         self.axis = TimeAxis(fig)
         self.areas = fig.varea_stack(
             list(USES), x="ago", color=[COLOURS[use] for use in USES], fill_alpha=0.9, source=self.lines
@@ -72,7 +71,7 @@ class StallCauses(GpurtPlot):
         self.figure = fig
         # Outside of the figure, where it breaks into as many lines as a panel needs.
         self.legend = Div(text="", sizing_mode="stretch_width", styles={"font-size": "12px", "color": style.INK})
-        return column(fig, self.legend, name=self.NAME, **kwargs)
+        return column(fig, self.legend, name=self.NAME, sizing_mode=style.SIZING)
 
     def _draw(self, feed: Feed) -> str:
         ago, rates = feed.rates((*USES, THREADS), over=5, points=POINTS)

@@ -2,7 +2,7 @@
 
 Dask's theme leaves the background of plots transparent and has no dark variant; its pages are light, a JupyterLab panel
 may be dark. So no background is set here, text and lines are of a grey that is read on both, and areas are of middle
-lightness. The colours are told apart with the common forms of colour blindness; no plot tells anything by colour alone.
+lightness. They differ for all common forms of colour blindness, too; no plot says anything by colour alone.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 from bokeh.models import AdaptiveTicker, CustomJSTickFormatter, Legend, Range1d, Title
 
 if TYPE_CHECKING:
-    from bokeh.models import Axis
+    from bokeh.models import Axis, LegendItem
     from bokeh.plotting import figure
 
+#: of figures and of what holds them: the panel that they are in has the size
+SIZING = "stretch_both"
 #: text, axes
 INK = "#6e7681"
 GRID = "#8b949e"
@@ -92,7 +94,7 @@ def legend(fig: figure, items: list[tuple[str, list[Any]]]) -> None:
     )
 
 
-def visible(entry: Any, there: bool) -> None:
+def visible(entry: LegendItem, there: bool) -> None:
     """Show an entry of a legend only with something to explain; without data it would lack its colour, too."""
     if entry.visible != there:
         entry.visible = there

@@ -14,6 +14,8 @@ from dask_gpurt.observe.dashboard.component import NO_FIGURES, NO_WORKERS, Gpurt
 from dask_gpurt.observe.figures.history import POINTS
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from bokeh.models import LayoutDOM
 
     from dask_gpurt.observe.figures.history import Feed
@@ -25,13 +27,13 @@ class TierOccupancy(GpurtPlot):
     TITLE = "Memory tiers: bytes held per worker"
     NAME = "gpurt_tier_occupancy"
 
-    def _build(self, **kwargs: Any) -> LayoutDOM:
+    def _build(self) -> LayoutDOM:
         self.bars = ColumnDataSource(
             {key: [] for key in ("y", "name", "host", "end", "disk", "host_limit_text", "disk_limit_text")}
         )
         self.limits = ColumnDataSource({"x": [], "y0": [], "y1": []})
         self.sources = [self.bars, self.limits]
-        fig = figure(title=self.TITLE, name=self.NAME, tools="", x_range=style.from_zero(), **kwargs)
+        fig = figure(title=self.TITLE, name=self.NAME, tools="", x_range=style.from_zero(), sizing_mode=style.SIZING)
         self.axis = WorkerAxis(fig)
         # Without outlines: that of a bar of no length would still be drawn.
         host = fig.hbar(y="y", left=0, right="host", height=BARS, color=style.TEAL, line_color=None, source=self.bars)
@@ -110,11 +112,11 @@ class TierHistory(GpurtPlot):
         ("object_bytes", "object store", style.PURPLE),
     )
 
-    def _build(self, **kwargs: Any) -> LayoutDOM:
+    def _build(self) -> LayoutDOM:
         keys = [key for key, _, _ in self.TIERS]
         self.lines = ColumnDataSource({key: [] for key in ("ago", *keys, "total")})
         self.sources = [self.lines]
-        fig = figure(title=self.TITLE, name=self.NAME, tools="", y_range=style.from_zero(), **kwargs)
+        fig = figure(title=self.TITLE, name=self.NAME, tools="", y_range=style.from_zero(), sizing_mode=style.SIZING)
         self.axis = TimeAxis(fig)
         areas = fig.varea_stack(keys, x="ago", color=[c for *_, c in self.TIERS], fill_alpha=0.85, source=self.lines)
         total = fig.line(x="ago", y="total", line_color=style.INK, line_width=1, source=self.lines)
@@ -161,10 +163,10 @@ class DiskRates(GpurtPlot):
     TITLE = "Memory tiers: to and from disk"
     NAME = "gpurt_disk_rates"
 
-    def _build(self, **kwargs: Any) -> LayoutDOM:
+    def _build(self) -> LayoutDOM:
         self.lines = ColumnDataSource({"ago": [], "written": [], "read": []})
         self.sources = [self.lines]
-        fig = figure(title=self.TITLE, name=self.NAME, tools="", y_range=style.from_zero(), **kwargs)
+        fig = figure(title=self.TITLE, name=self.NAME, tools="", y_range=style.from_zero(), sizing_mode=style.SIZING)
         self.axis = TimeAxis(fig)
         items = []
         for key, label, color in (("written", "written", style.ORANGE), ("read", "read", style.TEAL)):
@@ -201,11 +203,11 @@ class DiskRates(GpurtPlot):
         )
 
 
-def _number(figures: Any, key: str) -> float:
+def _number(figures: Mapping[str, Any], key: str) -> float:
     return float(figures.get(key) or 0)
 
 
-def _limit(limit: Any) -> str:
+def _limit(limit: float | None) -> str:
     return "no limit" if limit is None else str(format_bytes(int(limit)))
 
 

@@ -52,7 +52,7 @@ class Figure:
     heartbeat: str = ""
     #: counter: only grows while its server lives; gauge: as it is now; None: not exported
     kind: Literal["counter", "gauge"] | None = None
-    #: Prometheus name after ``dask_gpurt_``; several figures may share it, told apart by labels
+    #: Prometheus name after ``dask_gpurt_``; several figures may share it, with different labels
     family: str = ""
     #: (label, value); the value ``*``: the name that the next ``*`` of the key met
     labels: tuple[tuple[str, str], ...] = ()
@@ -96,7 +96,7 @@ def exported(figures: Sequence[Figure]) -> tuple[Figure, ...]:
     return tuple(figure for figure in figures if figure.kind is not None)
 
 
-def _walk(node: Any, path: list[str], met: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], float]]:
+def _walk(node: object, path: list[str], met: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], float]]:
     if not path:
         if isinstance(node, (int, float)) and not isinstance(node, bool) and math.isfinite(node):
             yield met, node

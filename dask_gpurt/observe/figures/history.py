@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from distributed import Scheduler
+    from distributed.scheduler import WorkerState
 
 logger = logging.getLogger("distributed.scheduler.gpurt")
 
@@ -81,7 +82,7 @@ class WorkerRow:
     figures: Mapping[str, Any] | None
     threads: int = 0
     #: the scheduler's, for `node_class`
-    state: Any = None
+    state: WorkerState | None = None
 
     @property
     def node_class(self) -> str:
@@ -227,8 +228,8 @@ def worker_rows(scheduler: Scheduler) -> list[WorkerRow]:
     for address, ws in scheduler.workers.items():
         figures = ws.metrics.get(NAME)
         has = isinstance(figures, dict) and bool(figures)
-        told = figures if has else None
-        out.append(WorkerRow(str(ws.name), str(address), told, int(getattr(ws, "nthreads", 0)), ws))
+        reported = figures if has else None
+        out.append(WorkerRow(str(ws.name), str(address), reported, int(getattr(ws, "nthreads", 0)), ws))
     return out
 
 

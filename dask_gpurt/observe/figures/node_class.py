@@ -30,7 +30,7 @@ def node_class(
     return ", ".join(parts)
 
 
-def of_worker(ws: WorkerState, figures: Mapping[str, Any] | None) -> str:
+def of_worker(ws: WorkerState | None, figures: Mapping[str, Any] | None) -> str:
     """The class of a scheduler's worker, with the figures of its heartbeat."""
     extra = getattr(ws, "extra", None) or {}
     gpu = extra.get("gpu") or {}

@@ -1,7 +1,7 @@
 """How far shuffles are, read from the scheduler's own state: nothing is sent or kept for it on workers.
 
 A shuffle has one barrier task. The tasks that the barrier depends on split an input each, those that depend on it
-assemble an output each, and their states tell how many have ended. Bytes are what workers told with their heartbeats.
+assemble an output each, and their states tell how many have ended. Bytes are what workers report in their heartbeats.
 It is the same for Dask's own runs and for those of this package.
 
 `Shuffles.look` is O(inputs + outputs of the active runs) and is called once a second while a page is open, else never.
@@ -68,8 +68,8 @@ class Shuffles:
             seen.add(key)
             run = self._runs.setdefault(key, Progress(*key))
             _count(run, barrier)
-            told = getattr(plugin, "heartbeats", {}).get(shuffle_id, {}).values()
-            run.bytes = max(run.bytes, sum(int((t.get("comm") or {}).get("read", 0)) for t in told))
+            heartbeats = getattr(plugin, "heartbeats", {}).get(shuffle_id, {}).values()
+            run.bytes = max(run.bytes, sum(int((t.get("comm") or {}).get("read", 0)) for t in heartbeats))
             run.workers = len(state.participating_workers)
         for key, run in self._runs.items():
             if key not in seen and run.active:

@@ -3,7 +3,7 @@
 A worker's row with a ``heartbeat`` key rides on every heartbeat into ``WorkerState.metrics["gpurt"]``. It must cost no
 more than a look at an attribute. The engines make the values; a test on a live cluster holds them against this table.
 
-docs/metrics.md is made from it: ``python -m dask_gpurt.observe.figures.dictionary > docs/metrics.md``.
+docs/metrics.md is made from it: ``python -m tests.observe.figures.dictionary > docs/metrics.md``.
 """
 
 from __future__ import annotations
@@ -339,6 +339,8 @@ SCHEDULER: tuple[Figure, ...] = (
     counter("shuffle.errors", "shuffle_errors", "count", "Exceptions in the choice of a shuffle's engine"),
     status("shuffle.pinned", "count", "Outputs sent to their worker at once"),
     status("shuffle.recovery.amended", "count", "Times a shuffle went on without a worker that was lost"),
+    status("shuffle.recovery.drained", "count",
+        "Times a shuffle gave outputs of workers that begin no more tasks to others"),
     status("shuffle.recovery.amending", "count", "Shuffles whose workers learn of a lost worker now"),
     status("shuffle.recovery.transfers_again", "count", "Inputs split again, as no worker that is left had split them"),
     status("shuffle.recovery.outputs_kept", "count", "Outputs in memory that a restart left there"),

@@ -51,7 +51,7 @@ class Drawing:
     markup: str
 
 
-#: series of one chart, at most: so many colours are told apart
+#: series of one chart, at most: so many colours can be distinguished
 MAX_SERIES = 4
 
 
@@ -183,7 +183,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]
     return out
 
 
-def _value(value: Any) -> str:
+def _value(value: object) -> str:
     if value is None:
         return "–"
     if isinstance(value, bool):
@@ -200,7 +200,7 @@ def _value(value: Any) -> str:
     return f"<pre>{html.escape(text)}</pre>" if "\n" in text else html.escape(text)
 
 
-def _reads_as_number(value: Any) -> bool:
+def _reads_as_number(value: object) -> bool:
     if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool)):
         return True
     if isinstance(value, str):

@@ -167,8 +167,8 @@ def from_snapshots(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -
         scheduler=scheduler,
         placement=grown(
             *(
-                {k: told.get("placement", {}).get(k, {}) for k in ("decisions", "declined", "fallbacks")}
-                for told in (scheduler, old_scheduler)
+                {k: facts.get("placement", {}).get(k, {}) for k in ("decisions", "declined", "fallbacks")}
+                for facts in (scheduler, old_scheduler)
             )
         ),
         shuffle=dict(shuffle),
@@ -177,7 +177,7 @@ def from_snapshots(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -
     )
 
 
-def _worker_run(address: str, facts: Mapping[str, Any], told: Mapping[str, Any], old: Mapping[str, Any]) -> WorkerRun:
+def _worker_run(address: str, facts: Mapping[str, Any], ledger: Mapping[str, Any], old: Mapping[str, Any]) -> WorkerRun:
     """One worker: what the snapshot says of it, what the ledger has charged to it, and its status before."""
     now = facts["status"].get("tiers", {})
     held = ("host_bytes", "host_limit_bytes", "disk_bytes", "spilled_keys")
@@ -188,9 +188,9 @@ def _worker_run(address: str, facts: Mapping[str, Any], told: Mapping[str, Any],
         node_class=facts.get("node_class", ""),
         threads=facts["threads"],
         memory_bytes=facts["memory_bytes"],
-        slot_seconds=told.get("slot_seconds", 0.0),
-        busy_seconds=told.get("busy_seconds", 0.0),
-        causes=told.get("causes", {}),
+        slot_seconds=ledger.get("slot_seconds", 0.0),
+        busy_seconds=ledger.get("busy_seconds", 0.0),
+        causes=ledger.get("causes", {}),
         tiers=_flat_tiers(now, old.get("tiers", {})) | {key: now[key] for key in held if now.get(key) is not None},
     )
 
@@ -213,16 +213,16 @@ def _skewed(details: Mapping[str, Any], old: Mapping[str, Any]) -> dict[tuple[st
 
 
 def _flat_tiers(now: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, float]:
-    told = grown(now, old)
-    written, read = told.get("written", {}), told.get("read", {})
+    tiers = grown(now, old)
+    written, read = tiers.get("written", {}), tiers.get("read", {})
     return {
         "written_bytes": written.get("bytes", 0),
         "written_seconds": written.get("io_seconds", 0.0) + written.get("codec_seconds", 0.0),
         "read_bytes": read.get("bytes", 0),
         "read_seconds": read.get("io_seconds", 0.0) + read.get("codec_seconds", 0.0),
-        "admission_wait_seconds": told.get("admission_wait_seconds", 0.0),
-        "lost": told.get("lost", 0),
-        "memory_alarms": told.get("memory_alarms", 0),
+        "admission_wait_seconds": tiers.get("admission_wait_seconds", 0.0),
+        "lost": tiers.get("lost", 0),
+        "memory_alarms": tiers.get("memory_alarms", 0),
     }
 
 

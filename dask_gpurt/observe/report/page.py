@@ -111,8 +111,8 @@ def _ledger(out: Page, run: Run) -> None:
     if UNASSIGNED in waits:
         about = "all waits of a thread that had no task, whatever the cause; their seconds are in the lines above"
         table.append(["without a task", None, None, *_tail(waits[UNASSIGNED]), about])
-    told = run.busy_seconds + sum(run.causes.values())
-    error = abs(told - run.slot_seconds) / total
+    accounted = run.busy_seconds + sum(run.causes.values())
+    error = abs(accounted - run.slot_seconds) / total
     out.table(
         ["Use", "Share", "Seconds", "Waits", "Median wait", "99 % below", "Meaning"],
         table,
@@ -120,11 +120,11 @@ def _ledger(out: Page, run: Run) -> None:
     )
 
 
-def _tail(told: Mapping[str, Any] | None) -> list[Any]:
+def _tail(waits: Mapping[str, Any] | None) -> list[Any]:
     """How many waits, and how long; empty for causes that have sums only."""
-    if told is None:
+    if waits is None:
         return [None, None, None]
-    return [told["count"], seconds_said(told["p50_seconds"]), seconds_said(told["p99_seconds"])]
+    return [waits["count"], seconds_said(waits["p50_seconds"]), seconds_said(waits["p99_seconds"])]
 
 
 def _timeline(out: Page, run: Run) -> None:

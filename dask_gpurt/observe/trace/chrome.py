@@ -97,7 +97,7 @@ def check(document: Mapping[str, Any]) -> list[str]:
     return wrong
 
 
-def _problem(event: Any) -> str:
+def _problem(event: object) -> str:
     """Of one event by itself."""
     if not isinstance(event, dict) or not isinstance(event.get("name"), str) or not isinstance(event.get("args"), dict):
         return "needs a name and args"

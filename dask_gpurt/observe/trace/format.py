@@ -5,7 +5,7 @@
              = zlib(msgpack([record, record, ...]))
 
 A record is a list whose first element says what it is (`Kind`). Tasks, workers and prefixes are named once, by a
-number, and told by that number afterwards; times are whole microseconds since `Kind.BEGIN`, by the scheduler's clock.
+number, and named by that number afterwards; times are whole microseconds since `Kind.BEGIN`, by the scheduler's clock.
 A file that was cut off (the scheduler was killed) is good up to its last whole block, and reading it says so; so is one
 with a flipped bit. The last record of a whole file is `Kind.END`.
 

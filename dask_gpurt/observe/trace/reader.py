@@ -10,7 +10,6 @@ from dask_gpurt.observe.trace.format import Kind, read
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Hashable
 
     from dask.typing import Key
 
@@ -46,7 +45,7 @@ class TracedTask:
     """One task, with its last run. Times in seconds since the begin of the trace."""
 
     number: int
-    key: Hashable
+    key: Key
     prefix: str
     priority: tuple[float, ...]
     #: numbers of tasks
@@ -191,11 +190,11 @@ _FIELDS: dict[Kind, tuple[Any, ...]] = {
 }
 
 
-def _key(plain: str | list[Any]) -> Hashable:
+def _key(plain: str | list[Any]) -> Key:
     return tuple(_all(plain, (str, int), "parts of a key")) if isinstance(plain, list) else plain
 
 
-def _all(values: list[Any], types: Any, name: str) -> list[Any]:
+def _all(values: list[Any], types: type | tuple[type, ...], name: str) -> list[Any]:
     if not all(isinstance(value, types) for value in values):
         raise TypeError(f"{name} are {str(values)[:100]}")
     return values
@@ -238,7 +237,13 @@ class _Builder:
         self._prefixes[number] = name
 
     def _task(
-        self, number: int, key: Key, prefix: int, priority: list[float], depends: list[int], restrictions: Any
+        self,
+        number: int,
+        key: str | list[Any],
+        prefix: int,
+        priority: list[float],
+        depends: list[int],
+        restrictions: dict[str, Any] | None,
     ) -> None:
         name = self._prefixes[prefix]
         order, inputs = _all(priority, _NUMBER, "priorities"), _all(depends, int, "dependencies")
@@ -246,7 +251,7 @@ class _Builder:
         self.trace.tasks[number] = task
         self._new.append(task)
 
-    def _data(self, number: int, key: Key, nbytes: int, holders: list[int]) -> None:
+    def _data(self, number: int, key: str | list[Any], nbytes: int, holders: list[int]) -> None:
         where = tuple(_all(holders, int, "holders"))
         task = TracedTask(number, _key(key), "data", (), (), data=True, holders=where, nbytes=nbytes)
         self.trace.tasks[number] = task

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVarTuple
 
 import dask
 import distributed
@@ -46,6 +46,7 @@ SAMPLED = ("memory", "cpu", "spilled_bytes", "managed_bytes")
 _TASK, _ASSIGNED, _FINISHED, _RELEASED = int(Kind.TASK), int(Kind.ASSIGNED), int(Kind.FINISHED), int(Kind.RELEASED)
 _ERRED, _FORGOTTEN, _DECISION = int(Kind.ERRED), int(Kind.FORGOTTEN), int(Kind.DECISION)
 _time = time.time
+_Ts = TypeVarTuple("_Ts")
 
 
 def _discard(writer: Writer, last: Callable[[int, int], list[Any]]) -> None:
@@ -187,11 +188,13 @@ class TraceRecorder(SchedulerPlugin):
         if writer is not None:
             writer.close(self.last)
 
-    def update_graph(self, scheduler: Scheduler, *, client: str, keys: Any, tasks: Any, **kwargs: Any) -> None:
+    def update_graph(
+        self, scheduler: Scheduler, *, client: str, keys: Iterable[Key], tasks: Iterable[Key], **kwargs: Any
+    ) -> None:
         """A client has submitted a graph."""
         self._guarded(self._graph, scheduler, client, keys, tasks)
 
-    def transition(self, key: Key, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
+    def transition(self, key: Key, start: str, finish: str, *args: object, **kwargs: Any) -> None:
         """A task went from one state to another."""
         # Most transitions are none of these.
         if finish == "processing":
@@ -212,7 +215,7 @@ class TraceRecorder(SchedulerPlugin):
         if self._writer is not None and ws is not None:
             self._worker(ws)
 
-    def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
+    def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: object) -> None:
         """A worker has left."""
         number = self._workers.pop(worker, None)
         if self._writer is not None and number is not None:
@@ -226,7 +229,7 @@ class TraceRecorder(SchedulerPlugin):
 
     # ------------------------------------------------------------------ records
 
-    def _graph(self, scheduler: Scheduler, client: str, keys: Iterable[Any], tasks: Iterable[Any]) -> None:
+    def _graph(self, scheduler: Scheduler, client: str, keys: Iterable[Key], tasks: Iterable[Key]) -> None:
         known, states, new = self._tasks, scheduler.tasks, 0
         for key in tasks:
             if (key not in known or key in self._unwritten) and (ts := states.get(key)) is not None:
@@ -238,7 +241,7 @@ class TraceRecorder(SchedulerPlugin):
         wanted = [known[k] for k in keys if k in known]
         self._add([int(Kind.GRAPH), self._now(), client, new, wanted])
 
-    def _guarded(self, record: Callable[..., None], *args: Any) -> None:
+    def _guarded(self, record: Callable[[*_Ts], None], *args: *_Ts) -> None:
         if self._writer is None:
             return
         try:
@@ -331,8 +334,8 @@ class TraceRecorder(SchedulerPlugin):
         if number is None or ts is None or ts.processing_on is None:
             return
         self._add([_ASSIGNED, number, self._workers.get(ts.processing_on.address), self._now()])
-        if self.decision is not None and (told := self.decision(key)) is not None:
-            kind, address, seconds = told
+        if self.decision is not None and (decided := self.decision(key)) is not None:
+            kind, address, seconds = decided
             where = None if address is None else self._workers.get(address)
             self._add([_DECISION, number, kind, where, seconds])
 

@@ -61,7 +61,7 @@ MOST_DRAWN = 4 * MOST
 SEVERAL = 3
 #: heads kept; the longest unused is forgotten
 MAX_HEADS = 256
-#: kinds of task of an episode that are told apart; one with more is not judged
+#: kinds of task of an episode that are judged one by one; an episode with more is not judged
 MAX_KINDS = 1024
 #: ticks without anything assigned or queued after which tasks that are missing will not come
 QUIET_TICKS = 3

@@ -1,10 +1,13 @@
-"""`DiskResidency`: which copies of results are on disk, and how long each worker's disk will be busy.
+"""`DiskResidency`: which copies of results must be read first, and how long each worker's disk will be busy.
 
 Workers report what they spill and load (`heard`). Decisions read `on_disk` and `queue_seconds`, see
 `candidates.read_seconds`.
 
 Dask knows of a copy but not of its tier. Of two holders of an input it cannot tell the one that has it in memory from
 the one that must read it first (dask/distributed#6002).
+
+The copy of a device value in page-locked host memory counts as well, with the bytes that a disk would read in the time
+of its copy to the device: so one figure prices them all.
 
 A disk serves one read after the other. What a decision makes a worker read is therefore *booked* (`book`), and the next
 decision sees the queue. Booked reads expire with time; workers need not report them.
@@ -25,13 +28,15 @@ if TYPE_CHECKING:
 MAX_KEYS = 500_000
 #: bytes/s that a worker reads: an ordinary NVMe
 READ_BYTES_PER_SECOND = 2e9
+#: bytes/s from page-locked memory to a device: what PCIe 4.0 x16 gives
+PINNED_BYTES_PER_SECOND = 20e9
 
 
 class DiskResidency:
     """The copies on the disks of all workers, and the reads booked there."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        #: key -> address of a holder -> bytes, of copies that are only on disk there; read only
+        #: key -> address of a holder -> bytes to read, of copies that are only on disk there; read only
         self.on_disk: dict[Hashable, dict[str, float]] = {}
         self.copies = 0
         #: copies forgotten because there were too many
@@ -41,7 +46,13 @@ class DiskResidency:
         #: address -> when its disk has done what was booked
         self._free_at: dict[str, float] = {}
 
-    def heard(self, address: str, disk: Iterable[tuple[Hashable, float]], back: Iterable[Hashable]) -> None:
+    def heard(
+        self,
+        address: str,
+        disk: Iterable[tuple[Hashable, float]],
+        back: Iterable[Hashable],
+        pinned: Iterable[tuple[Hashable, float]] = (),
+    ) -> None:
         """Take in a worker's report, see `model.residence`.
 
         Parameters
@@ -51,11 +62,14 @@ class DiskResidency:
         disk
             (key, bytes) of copies that are only on disk there now.
         back
-            Keys of copies that are in memory again, or gone.
+            Keys of copies that are where tasks compute on them again, or gone.
+        pinned
+            (key, bytes) of device values that are only in host memory there now.
         """
         for key in back:
             self._forget(key, address)
-        for key, nbytes in disk:
+        share = READ_BYTES_PER_SECOND / PINNED_BYTES_PER_SECOND
+        for key, nbytes in [*disk, *((key, share * nbytes) for key, nbytes in pinned)]:
             holders = self.on_disk.setdefault(key, {})
             if address not in holders:
                 self.copies += 1

@@ -23,8 +23,7 @@ pending_bytes: Callable[[WorkerState], int] = operator.attrgetter("_network_occ"
 def connection(scheduler: Scheduler, address: str) -> socket.socket | None:
     """The socket of a worker's stream to the scheduler; None where there is none, or none of a known kind."""
     stream = getattr(getattr(scheduler.stream_comms.get(address), "comm", None), "stream", None)
-    found: socket.socket | None = getattr(stream, "socket", None)
-    return found
+    return getattr(stream, "socket", None)
 
 
 #: whether a task is one that Dask may keep in its queue: a root-ish one is
@@ -33,5 +32,4 @@ is_queueable: Callable[[TaskState], bool] = operator.attrgetter("_queueable")
 
 def is_running(ws: WorkerState) -> bool:
     """Whether a worker takes tasks: it is not paused, closing or gone."""
-    running: bool = ws.status is Status.running
-    return running
+    return ws.status is Status.running

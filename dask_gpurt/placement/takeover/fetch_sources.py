@@ -15,6 +15,8 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from distributed.scheduler import Scheduler, TaskState
 
     from dask_gpurt.model.circuit_breaker import Guard
@@ -34,7 +36,7 @@ class FetchSources:
         self.zones = zones
         #: lists that were shortened
         self.shortened = 0
-        self._ours: Any = None
+        self._ours: Callable[..., object] | None = None
 
     def install(self) -> bool:
         """Take over. Return False, with nothing changed, when this version of Dask makes its messages otherwise."""
@@ -55,7 +57,7 @@ class FetchSources:
         stock = method.__get__(scheduler)
         zones = self.zones
 
-        def _task_to_msg(ts: TaskState) -> Any:
+        def _task_to_msg(ts: TaskState) -> dict[str, Any]:
             msg = stock(ts)
             if part.retired is None and zones.several:
                 try:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dask_gpurt.errors import InstallError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from distributed.scheduler import TaskState, WorkerState
 
     from dask_gpurt.placement.takeover.seam import Seam
 
 
-def watch(seam: Seam, observe: Callable[[Any, Any, Any], None]) -> None:
+def watch(seam: Seam, observe: Callable[[TaskState, Collection[WorkerState] | None, WorkerState | None], None]) -> None:
     """Call ``observe(ts, valid, ws)`` after each decision that Dask makes for a task.
 
     Parameters

@@ -13,7 +13,7 @@ As in Dask, a worker that has a dependent of the key in processing keeps it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distributed.active_memory_manager import ReduceReplicas, Suggestion
 from distributed.core import Status
@@ -71,11 +71,11 @@ class WorstReplicas(ReduceReplicas):
         self.named = 0
         self.otherwise = 0
 
-    def run(self) -> Generator[Suggestion, Any, None]:
+    def run(self) -> Generator[Suggestion, WorkerState | None, None]:
         """Yield Dask's suggestions, with a worker named in each that drops a replica."""
         part = self._guard.part(NAME)
         stock = super().run()
-        answer: Any = None
+        answer: WorkerState | None = None
         while True:
             try:
                 suggestion = stock.send(answer)
@@ -90,7 +90,7 @@ class WorstReplicas(ReduceReplicas):
                     self._guard.failed(NAME)
             answer = yield suggestion
 
-    def _name(self, ts: TaskState) -> Any:
+    def _name(self, ts: TaskState) -> WorkerState | None:
         pending = self.manager.pending.get(ts)
         dropping = pending[1] if pending else ()
         needed = {waiter.processing_on for waiter in ts.waiters or ()}

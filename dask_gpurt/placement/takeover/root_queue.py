@@ -28,7 +28,7 @@ import asyncio
 import math
 import operator
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distributed.core import Status
 
@@ -37,7 +37,7 @@ from dask_gpurt.errors import InstallError
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable
 
-    from distributed.scheduler import Scheduler, TaskState, WorkerState
+    from distributed.scheduler import RecsMsgs, Scheduler, TaskState, WorkerState
 
     from dask_gpurt.placement.takeover.seam import Seam
 
@@ -46,8 +46,7 @@ _address = operator.attrgetter("address")
 
 
 def _load(ws: WorkerState) -> float:
-    load: float = len(ws.processing) / ws.nthreads
-    return load
+    return len(ws.processing) / ws.nthreads
 
 
 class RootQueue:
@@ -85,15 +84,15 @@ class RootQueue:
         self,
         seam: Seam,
         *,
-        waits: Callable[[Any], bool],
-        pull: Callable[[Any], Any],
+        waits: Callable[[TaskState], bool],
+        pull: Callable[[WorkerState], TaskState | None],
         pending: Callable[[], int],
-        worth: Callable[[Any], bool],
-        held: Callable[[Any], bool],
+        worth: Callable[[WorkerState], bool],
+        held: Callable[[TaskState], bool],
         quiet: Callable[[], bool],
-        hungry: Callable[[], Iterable[Any]],
-        first: Callable[[], Iterable[Any]],
-        takers: Callable[[Any], Iterable[Any]],
+        hungry: Callable[[], Iterable[WorkerState]],
+        first: Callable[[], Iterable[WorkerState]],
+        takers: Callable[[TaskState | None], Iterable[WorkerState]],
         stock: Callable[[], bool] = lambda: False,
     ) -> None:
         self.scheduler: Scheduler = seam.scheduler
@@ -103,9 +102,9 @@ class RootQueue:
         self._held, self._hungry, self._first, self._takers = held, hungry, first, takers
         self._quiet, self._stock = quiet, stock
         #: the task that becomes ready now
-        self._deciding: Any = None
+        self._deciding: TaskState | None = None
         #: the worker that the root now in transition was offered to
-        self._chosen: list[Any] = []
+        self._chosen: list[WorkerState] = []
         #: slots are to be filled in the next turn of the event loop
         self._dealing = False
         #: the next round is the first after a graph. It fills threads only; slots beyond them are filled when a task is
@@ -137,7 +136,7 @@ class RootQueue:
 
     # ------------------------------------------------------------------ the three overrides
 
-    def _ready(self, state: Any, key: Hashable, stimulus_id: str, **kwargs: Any) -> Any:
+    def _ready(self, state: Scheduler, key: Hashable, stimulus_id: str, **kwargs: object) -> RecsMsgs:
         """``waiting -> processing``: with `state` the scheduler, as the table's functions are called."""
         ts = state.tasks.get(key)
         if self.part.retired is None and not state.validate:
@@ -198,7 +197,7 @@ class RootQueue:
             if ws is None or not self._send(ts, ws, stimulus_id):
                 return
 
-    def _decide(self) -> Any:
+    def _decide(self) -> WorkerState | None:
         s = self.scheduler
         if self._chosen:
             ws = self._chosen.pop()
@@ -210,7 +209,7 @@ class RootQueue:
 
     # ------------------------------------------------------------------ parts of them
 
-    def _least_busy(self, ts: TaskState) -> Any:
+    def _least_busy(self, ts: TaskState | None) -> WorkerState | None:
         """A worker for a root that no worker pulled (`ts`, when it is known); None: it stays queued."""
         s = self.scheduler
         idle = s.idle_task_count
@@ -236,7 +235,7 @@ class RootQueue:
             self._chosen.clear()
         return bool(ts.state == "processing")
 
-    def _offer(self, ws: WorkerState) -> Any:
+    def _offer(self, ws: WorkerState) -> TaskState | None:
         """The task that a worker with a free slot pulls, checked; None: none in particular."""
         try:
             ts = self._pull(ws)
@@ -247,7 +246,7 @@ class RootQueue:
             self.seam.failed(self.part.name)
         return None
 
-    def _order(self, everybody: bool) -> list[Any]:
+    def _order(self, everybody: bool) -> list[WorkerState]:
         idle = self.scheduler.idle_task_count
         try:
             some = list(self._first())
@@ -266,7 +265,7 @@ class RootQueue:
             self.seam.failed(self.part.name)
             return False
 
-    def _waiting_for_inputs(self) -> list[Any]:
+    def _waiting_for_inputs(self) -> list[WorkerState]:
         s = self.scheduler
         try:
             hungry = self._hungry()

@@ -30,7 +30,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import distributed
 from distributed.core import Status
@@ -120,7 +120,7 @@ class Seam(Guard):
         super().__init__("placement", logger, sink=sink, clock=clock)
         self._on_fallback = on_fallback
         self.scheduler = scheduler
-        self._installed: dict[str, Any] = {}
+        self._installed: dict[str, object] = {}
 
     def check(self) -> None:
         """Compare what is relied on with the installed version of Dask. Changes nothing.
@@ -137,7 +137,7 @@ class Seam(Guard):
         table = getattr(cls, "_TRANSITIONS_TABLE", None)
         for entry, expected in ENTRIES.items():
             said = f"{cls.__name__}._TRANSITIONS_TABLE[{entry!r}]"
-            taken: Any = table.get(entry) if isinstance(table, Mapping) else None
+            taken: Callable[..., object] | None = table.get(entry) if isinstance(table, Mapping) else None
             if taken is None:
                 self._mismatch(f"{said}{_said(expected)}", "no such entry")
             found = tuple(inspect.signature(taken).parameters)
@@ -150,7 +150,7 @@ class Seam(Guard):
 
     def _check_signature(self, owner: type, name: str, expected: tuple[str, ...]) -> None:
         wanted = f"{owner.__name__}.{name}{_said(expected)}"
-        method: Any = getattr(owner, name, None)
+        method: Callable[..., object] | None = getattr(owner, name, None)
         if method is None:
             self._mismatch(wanted, "nothing of that name")
         try:
@@ -161,7 +161,7 @@ class Seam(Guard):
             self._mismatch(wanted, f"{name}{_said(parameters)}")
 
     @staticmethod
-    def _mismatch(expected: str, found: str) -> None:
+    def _mismatch(expected: str, found: str) -> NoReturn:
         raise SeamMismatch(
             f"distributed {distributed.__version__} is not what placement was written for: expected {expected}, "
             f"found {found}. Remedy: install a supported version (see `pip show dask-gpurt`), or set "
@@ -199,7 +199,7 @@ class Seam(Guard):
             part = self.part(name)
             self.put(name, wrappers[name](part, ours))
 
-    def put(self, name: str, ours: Any) -> None:
+    def put(self, name: str, ours: object) -> None:
         """Hide the class's attribute `name` behind `ours` until `uninstall`."""
         self._installed[name] = ours
         setattr(self.scheduler, name, ours)
@@ -221,8 +221,7 @@ class Seam(Guard):
 
     def stock(self, name: str) -> Callable[..., Any]:
         """The class's own method, bound."""
-        bound: Callable[..., Any] = getattr(type(self.scheduler), name).__get__(self.scheduler)
-        return bound
+        return getattr(type(self.scheduler), name).__get__(self.scheduler)
 
     def _wrap_decide(self, part: Part, ours: Callable[..., Any]) -> Callable[..., Any]:
         scheduler = self.scheduler

@@ -55,7 +55,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("distributed.scheduler.gpurt")
 
 NAME = "copies"
-HANDLERS = ("task-finished", "task-erred")
 #: losers remembered whose last message may still be on its way
 LOSERS = 10_000
 
@@ -65,7 +64,7 @@ class Copy:
 
     __slots__ = ("address", "adopted", "first_address", "run_id", "run_spec", "ts", "worker")
 
-    def __init__(self, ts: TaskState, worker: Any, run_id: int) -> None:
+    def __init__(self, ts: TaskState, worker: WorkerState, run_id: int) -> None:
         self.ts = ts
         #: the recipe it was started with
         self.run_spec = ts.run_spec
@@ -94,11 +93,11 @@ class Speculation:
         #: prefix -> copies that won less those that lost
         self.gained: Counter[str] = Counter()
         #: called with (key, address of the first copy, address of the second) when the second one has won
-        self.on_won: Callable[[Any, str, str], None] = lambda key, first, second: None
-        self._losers: dict[tuple[Hashable, str, int], None] = {}
-        self._stock: dict[str, Any] = {}
-        self._ours: dict[str, Any] = {}
-        self._remove: Any = None
+        self.on_won: Callable[[Hashable, str, str], None] = lambda key, first, second: None
+        self._losers: dict[tuple[Hashable, str | None, int | None], None] = {}
+        self._stock: dict[str, Callable[..., None]] = {}
+        self._ours: dict[str, Callable[..., None]] = {}
+        self._remove: Callable[..., None] | None = None
 
     def install(self) -> None:
         """Override the handlers of finished and failed tasks, and the removal of replicas."""
@@ -223,7 +222,7 @@ class Speculation:
 
     # ------------------------------------------------------------------ messages
 
-    def _swallowed(self, key: Hashable, worker: Any, run_id: Any) -> bool:
+    def _swallowed(self, key: Hashable, worker: str | None, run_id: int | None) -> bool:
         if (key, worker, run_id) in self._losers:
             ts = self.scheduler.tasks.get(key)
             if ts is not None and ts.processing_on is not None and ts.processing_on.address == worker:
@@ -233,7 +232,7 @@ class Speculation:
             return True
         return False
 
-    def _may_finish(self, key: Hashable, worker: str, run_id: Any) -> bool:
+    def _may_finish(self, key: Hashable, worker: str, run_id: int | None) -> bool:
         """Whether stock should hear of a result; the winning copy's task is re-assigned first."""
         if self._swallowed(key, worker, run_id):
             return False
@@ -286,7 +285,7 @@ class Speculation:
         except Exception:
             self.guard.failed(NAME)
 
-    def _may_err(self, key: Hashable, worker: Any, run_id: Any) -> bool:
+    def _may_err(self, key: Hashable, worker: str | None, run_id: int | None) -> bool:
         if self._swallowed(key, worker, run_id):
             return False
         copy = self.copies.get(key)

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import dask
 
-from dask_gpurt.placement.decide.steal_policy import STOCK
+from dask_gpurt.placement.decide.steal_policy import STOCK, Stock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from distributed.scheduler import Scheduler, TaskState, WorkerState
+    from distributed.stealing import WorkStealing
 
     from dask_gpurt.model.circuit_breaker import Guard
 
@@ -42,8 +43,8 @@ class Stealing:
         self.guard = guard
         #: tasks asked for from slow workers
         self.requested = 0
-        self._extension: Any = None
-        self._ours: Any = None
+        self._extension: WorkStealing | None = None
+        self._ours: Callable[..., object] | None = None
         self._wanted = bool(dask.config.get("distributed.scheduler.work-stealing"))
 
     @property
@@ -51,7 +52,7 @@ class Stealing:
         """Whether the override is in place."""
         return self._extension is not None
 
-    def install(self, choose: Callable[[Any, Any, Any, Any], Any]) -> bool:
+    def install(self, choose: Callable[..., WorkerState | Stock | None]) -> bool:
         """Put ``choose(ts, thieves, in_flight, valid)`` in place; False when there is no stealing or an unknown one."""
         extension = self.scheduler.extensions.get("stealing")
         if extension is None:
@@ -65,7 +66,13 @@ class Stealing:
         part = self.guard.part(NAME)
         stock = extension._get_thief
 
-        def _get_thief(scheduler: Scheduler, ts: TaskState, potential_thieves: Any, *, occupancies: Any) -> Any:
+        def _get_thief(
+            scheduler: Scheduler,
+            ts: TaskState,
+            potential_thieves: set[WorkerState],
+            *,
+            occupancies: dict[WorkerState, float],
+        ) -> WorkerState | None:
             if part.retired is None:
                 try:
                     valid = scheduler.valid_workers(ts)

@@ -26,11 +26,14 @@ from dask_gpurt.model.wrapped import Wrapped
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
+    from distributed.worker import Worker
+    from distributed.worker_state_machine import StateMachineEvent
+
 
 class WorkerCopies(Wrapped):
     """Overrides ``execute`` on one worker."""
 
-    def __init__(self, worker: Any) -> None:
+    def __init__(self, worker: Worker) -> None:
         self._worker = worker
         #: values of losing copies that were discarded
         self.discarded = 0
@@ -39,7 +42,7 @@ class WorkerCopies(Wrapped):
     def _wrap(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         tasks = self._worker.state.tasks
 
-        async def execute(key: Hashable, *, stimulus_id: str) -> Any:
+        async def execute(key: Hashable, *, stimulus_id: str) -> StateMachineEvent:
             event = await stock(key, stimulus_id=stimulus_id)
             ts = tasks.get(key)
             if ts is not None and ts.state == "resumed" and ts.next == "fetch" and self._active:

@@ -15,7 +15,7 @@ message            answer                  meaning
 the barrier        `BarrierAnswer`         distributed's call by the barrier task
 =================  ======================  ==========================================================================
 
-Workers ask each other for endpoints and credit by messages of the same form, which belong to `transport.plane`.
+Workers ask each other for endpoints and credit by messages of the same form, see `transport.cards`.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class BarrierAnswer(enum.Enum):
     RUN_AGAIN = "run-again"
 
 
-def _decoded(decode: Callable[[Any], Any]) -> Any:
-    """A field that is not read back as it was sent."""
+def decoded(decode: Callable[[Any], Any]) -> Any:
+    """A field of a message that is not read back as it was sent; `decode` makes it from what came."""
     return dataclasses.field(metadata={"decode": decode})
 
 
@@ -57,13 +57,13 @@ def _inputs(value: Sequence[Sequence[Any]]) -> tuple[tuple[int, int, Hashable], 
     return tuple((partition, attempt, key) for partition, attempt, key in value)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, Mapping):
         return list(value.items())
     return sorted(value) if isinstance(value, frozenset) else value
 
 
-class _Wire:
+class Wire:
     """A dataclass that travels as a dict of plain values."""
 
     __slots__ = ()
@@ -93,7 +93,7 @@ class _Wire:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Amend(_Wire):
+class Amend(Wire):
     """An epoch has begun, by the loss of a worker or since outputs change hands; see `recovery.State`."""
 
     HEAD: ClassVar[dict[str, str]] = {KIND: "amend"}
@@ -102,10 +102,10 @@ class Amend(_Wire):
     #: addresses
     lost: Sequence[str]
     #: output -> owner, all of the run
-    moved: Mapping[int, str] = _decoded(dict)
-    bound: Mapping[int, int] = _decoded(dict)
-    handing: Mapping[int, str] = _decoded(dict)
-    opened: frozenset[int] | None = _decoded(_parts)
+    moved: Mapping[int, str] = decoded(dict)
+    bound: Mapping[int, int] = decoded(dict)
+    handing: Mapping[int, str] = decoded(dict)
+    opened: frozenset[int] | None = decoded(_parts)
 
     @classmethod
     def of(cls, state: State, worker_for: Mapping[int, str]) -> Amend:
@@ -116,18 +116,18 @@ class Amend(_Wire):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Valid(_Wire):
+class Valid(Wire):
     """Which attempts count in an epoch."""
 
     HEAD: ClassVar[dict[str, str]] = {KIND: "valid"}
 
     epoch: int
     #: input partition -> attempt
-    attempts: Mapping[int, int] = _decoded(dict)
+    attempts: Mapping[int, int] = decoded(dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Reopen(_Wire):
+class Reopen(Wire):
     """Take inputs again: some are split again after a flush."""
 
     HEAD: ClassVar[dict[str, str]] = {KIND: "reopen"}
@@ -136,7 +136,7 @@ class Reopen(_Wire):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Complete(_Wire):
+class Complete(Wire):
     """The outputs that were opened have all their rows."""
 
     HEAD: ClassVar[dict[str, str]] = {KIND: "complete"}
@@ -145,14 +145,14 @@ class Complete(_Wire):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class AskHistogram(_Wire):
+class AskHistogram(Wire):
     """Ask for the rows of outputs."""
 
     HEAD: ClassVar[dict[str, str]] = {KIND: "histogram"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Ok(_Wire):
+class Ok(Wire):
     """Done."""
 
     HEAD: ClassVar[dict[str, str]] = {"status": "OK"}
@@ -164,7 +164,7 @@ class Vouched(Ok):
 
     epoch: int
     #: (input partition, attempt, key of the transfer task)
-    vouched: Sequence[tuple[int, int, Hashable]] = _decoded(_inputs)
+    vouched: Sequence[tuple[int, int, Hashable]] = decoded(_inputs)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ class OutputOpened(Ok):
 
 
 #: what the scheduler sends to the workers of a run, by kind
-MESSAGES: dict[str, type[_Wire]] = {one.HEAD[KIND]: one for one in (Amend, Valid, Reopen, Complete, AskHistogram)}
+MESSAGES: dict[str, type[Wire]] = {one.HEAD[KIND]: one for one in (Amend, Valid, Reopen, Complete, AskHistogram)}
 
 
 def parse(data: Mapping[str, Any]) -> Any:

@@ -42,6 +42,10 @@ Invariants
   they are needed for void outputs only.
 - Rows for outputs of a lost worker that are not wanted stay retained under its address: they may be wanted later.
 
+A worker that is drained is not lost: it answers, vouches for what it has split, and may even make outputs that it has
+begun. Its other outputs get new owners in an epoch in which they are void, as rows that it was sent would have to be
+sent again anyway, and its store may be about to go.
+
 Rejected: a new run that adopts the old one's shards (two runs of one shuffle live side by side, and every task under
 way must be kept apart), and ids by content instead of attempts (an input need not be split at the same places twice).
 Rejected, too: letting an attempt count for a part of what is open. It saves splitting some inputs a second time when
@@ -54,7 +58,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Hashable, Iterable, Mapping
 
 #: amendments of one run; then it is restarted
 EPOCHS = 255
@@ -90,21 +94,25 @@ def directed(shard: int) -> int:
 
 
 def reassign(
-    worker_for: Mapping[int, str], alive: Sequence[str], partner: Mapping[int, str] | None = None
+    worker_for: Mapping[int, str],
+    there: Collection[str],
+    partner: Mapping[int, str] | None = None,
+    takers: Collection[str] | None = None,
 ) -> dict[int, str]:
-    """New owners of the outputs whose owner is gone: spread over all that are there.
+    """New owners of the outputs whose owner is gone: spread over all that can take them.
 
     Parameters
     ----------
-    alive
-        Addresses of the workers that may own outputs, at least one.
+    there
+        Addresses of the workers that keep the outputs they own.
     partner
         Owners in a shuffle with the same outputs (the other side of a join); they win.
+    takers
+        Addresses of the workers that outputs are given to, at least one; None: all that are there.
     """
-    there = set(alive)
     partner = partner or {}
     lost = sorted(part for part, owner in worker_for.items() if owner not in there)
-    order = sorted(alive)
+    order = sorted(there if takers is None else takers)
     return {part: partner[part] if partner.get(part) in there else order[i % len(order)] for i, part in enumerate(lost)}
 
 

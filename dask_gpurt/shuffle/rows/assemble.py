@@ -210,7 +210,7 @@ def built(slices: list[Slice], shape: Template) -> pd.DataFrame:
     slices.reverse()
     at = done = 0
     piece: Slice | None
-    bundle: Any = None
+    bundle: np.ndarray[Any, Any] | None = None
     source: Any = None
     while slices:
         piece = slices.pop()
@@ -263,8 +263,7 @@ def _values(rows: Slice, i: int) -> np.ndarray[Any, Any]:
     values = rows.rows.views[i]
     if isinstance(values, np.ndarray):
         return values[rows.low : rows.high]
-    out: np.ndarray[Any, Any] = values.slice(rows.low, rows.high - rows.low).to_numpy(zero_copy_only=False)
-    return out
+    return values.slice(rows.low, rows.high - rows.low).to_numpy(zero_copy_only=False)
 
 
 def _text(pieces: list[tuple[Letters, int, int]]) -> pa.LargeStringArray:

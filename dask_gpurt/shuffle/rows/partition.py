@@ -175,6 +175,7 @@ class Shard:
 
     #: `protocol.recovery.shard_id`: sorts by input
     input_id: int
+    #: of device frames: `packed.PackedRows`
     table: pa.Table
     #: ids of the outputs that have rows, uint32, in the order of the rows
     parts: np.ndarray[Any, Any]
@@ -298,6 +299,16 @@ def _widened(array: pa.DictionaryArray) -> pa.DictionaryArray:
     return pa.DictionaryArray.from_arrays(
         array.indices.cast(pa.int32()), array.dictionary, ordered=array.type.ordered, safe=False
     )
+
+
+def copied(shard: Shard, input_id: int) -> Shard:
+    """A shard in memory of its own, under another id; any thread."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    rows = pa.array(np.arange(shard.table.num_rows))
+    table = pc.take(shard.table, rows, boundscheck=False, memory_pool=heap.pool)
+    return dataclasses.replace(shard, input_id=input_id, table=table)
 
 
 def by_owner(shard: Shard, owner_of: Callable[[int], Any]) -> Iterable[tuple[Any, Shard]]:

@@ -15,8 +15,9 @@ bytes are never copied or pickled here::
     frame 2.. a large buffer, or several that follow one another in memory, as those of one gather do: the receiver's
               memory is then one large allocation, which has fewer page faults
 
-A shard is *raw* (the buffers of its columns, one by one; types that are a validity bitmap, offsets and data) or a
-*stream* (Arrow IPC, self-contained; nested, dictionary and extension types, or more than one batch).
+A shard is *raw* (the buffers of its columns, one by one; types that are a validity bitmap, offsets and data), a
+*stream* (Arrow IPC, self-contained; nested, dictionary and extension types, or more than one batch), or *packed* (of
+device frames; see `packed.to_buffers`).
 
 Invariants of `unpack`: nothing is allocated by a number from the message before that number was compared with the bytes
 that are there; every byte is covered by a checksum (head by its own, each buffer by its shard's) or compared to zero
@@ -37,6 +38,7 @@ import numpy as np
 import xxhash
 
 from dask_gpurt.errors import WireError
+from dask_gpurt.shuffle.rows import packed
 from dask_gpurt.shuffle.rows.arrow_buffers import arrays_of, buffers_of, stream
 from dask_gpurt.shuffle.rows.partition import Shard
 from dask_gpurt.shuffle.rows.schema import known_schema, schema_of
@@ -49,11 +51,11 @@ if TYPE_CHECKING:
     from dask_gpurt.model import Buffer
 
 MAGIC = b"GPRT"
-VERSION = 1
+VERSION = 2
 #: buffers shorter than this many bytes travel together in the blob
 SMALL = 1 << 16
 _ALIGN = 64
-_RAW, _STREAM = 0, 1
+_RAW, _STREAM, _PACKED = 0, 1, 2
 _PREFIX = struct.Struct("<4sHHQQ")  # magic, version, flags, bytes of the head after the prefix, xxh3-64 of them
 _HEAD = struct.Struct("<QqQIII")  # run tag, run id, sequence, schemas, shards, frames
 _SCHEMA = struct.Struct("<QI")  # key, bytes
@@ -114,6 +116,23 @@ def encode(shard: Shard, schema: tuple[int, bytes] | None = None) -> Parcel:
         buffers=buffers,
         digest=_digest(buffers),
         nbytes=sum(b.size for b in buffers if b is not None),
+    )
+
+
+def encode_packed(shard: Shard) -> Parcel:
+    """Make a shard of packs ready to be sent; stages them. Any thread."""
+    buffers = packed.to_buffers(shard.table)
+    return Parcel(
+        input_id=shard.input_id,
+        kind=_PACKED,
+        schema_key=0,
+        schema=b"",
+        rows=shard.table.num_rows,
+        parts=np.ascontiguousarray(shard.parts, dtype="<u4"),
+        lengths=np.ascontiguousarray(shard.lengths, dtype="<u8"),
+        buffers=buffers,
+        digest=_digest(buffers),
+        nbytes=sum(b.size for b in buffers),
     )
 
 
@@ -283,19 +302,7 @@ def _shard(
     lengths = np.frombuffer(reader.take(8 * n_parts), dtype="<u8")
     if int(lengths.sum()) != rows or (n_parts and int(lengths.max()) > rows):
         raise WireError(f"input {input_id}: outputs have {int(lengths.sum())} rows, its head says {rows}")
-    buffers: list[pa.Buffer | None] = []
-    for frame, offset, length in _BUFFER.iter_unpack(reader.take(_BUFFER.size * n_buffers)):
-        if frame == 0:
-            buffers.append(None)
-            continue
-        if frame > len(blocks) or offset + length > blocks[frame - 1].size:
-            raise WireError(f"input {input_id}: buffer {(frame, offset, length)} is outside the message")
-        # Buffers follow one another; what is between them is padding, and zero. So no byte goes unchecked.
-        gap = offset - used[frame - 1]
-        if not 0 <= gap < _ALIGN or (gap and (frame > 1 or any(blob[offset - gap : offset]))):
-            raise WireError(f"input {input_id}: buffer {(frame, offset, length)} does not follow the one before it")
-        used[frame - 1] = offset + length
-        buffers.append(blocks[frame - 1].slice(offset, length))
+    buffers = _buffers(reader, n_buffers, blocks, blob, used, input_id)
     if _digest(buffers) != digest:
         raise WireError(f"input {input_id}: its buffers fail their checksum")
     try:
@@ -309,14 +316,36 @@ def _shard(
             apart = table, arrays
         elif kind == _STREAM and n_buffers == 1 and buffers[0] is not None:
             table = pa.ipc.open_stream(buffers[0]).read_all()
+        elif kind == _PACKED:
+            table = packed.from_buffers(lengths, buffers)
         else:
             raise WireError(f"input {input_id}: kind {kind} with {n_buffers} buffers is not known")
-    except (pa.ArrowException, OSError, IndexError) as e:
+    except (pa.ArrowException, OSError, IndexError, ValueError) as e:
         raise WireError(f"input {input_id}: {e}") from e
     if table.num_rows != rows:
         raise WireError(f"input {input_id}: has {table.num_rows} rows, its head says {rows}")
     nbytes = sum(b.size for b in buffers if b is not None)
     return Shard(input_id, table, parts, lengths, known_bytes=nbytes, known=known, apart=apart)
+
+
+def _buffers(
+    reader: _Reader, count: int, blocks: Sequence[pa.Buffer], blob: memoryview, used: list[int], input_id: int
+) -> list[pa.Buffer | None]:
+    """The buffers of a shard, see `_shard`; None stands for an absent one."""
+    buffers: list[pa.Buffer | None] = []
+    for frame, offset, length in _BUFFER.iter_unpack(reader.take(_BUFFER.size * count)):
+        if frame == 0:
+            buffers.append(None)
+            continue
+        if frame > len(blocks) or offset + length > blocks[frame - 1].size:
+            raise WireError(f"input {input_id}: buffer {(frame, offset, length)} is outside the message")
+        # Buffers follow one another; what is between them is padding, and zero. So no byte goes unchecked.
+        gap = offset - used[frame - 1]
+        if not 0 <= gap < _ALIGN or (gap and (frame > 1 or any(blob[offset - gap : offset]))):
+            raise WireError(f"input {input_id}: buffer {(frame, offset, length)} does not follow the one before it")
+        used[frame - 1] = offset + length
+        buffers.append(blocks[frame - 1].slice(offset, length))
+    return buffers
 
 
 def _checked_head(head: Buffer) -> memoryview:

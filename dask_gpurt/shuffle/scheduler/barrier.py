@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.protocol.messages import Reopen
@@ -48,7 +48,7 @@ class Barrier:
         self._binder = binder
         self._failed = failed
 
-    async def passes(self, shuffle_id: Any, run_id: int) -> bool:
+    async def passes(self, shuffle_id: seam.ShuffleId, run_id: int) -> bool:
         """Return True when all inputs of a run are where they belong, False when its task has to run again.
 
         Raises
@@ -80,7 +80,7 @@ class Barrier:
                 await record.change(since)
         return False
 
-    def _processing(self, shuffle_id: Any, run_id: int) -> RunRecord | None:
+    def _processing(self, shuffle_id: seam.ShuffleId, run_id: int) -> RunRecord | None:
         """The run, while its barrier's task is processed; else None."""
         record = self._runs.get(shuffle_id)
         if record is None:
@@ -131,8 +131,8 @@ class Barrier:
         if not self._amender.undone(record, keys):
             return True
         # They have flushed, and have to take inputs again before the first of these comes.
-        told = await self._calls.tell(record, Reopen(epoch))
-        if told is not None and record.amendments.epoch == epoch and self._runs.current(record):
+        reached = await self._calls.tell(record, Reopen(epoch))
+        if reached is not None and record.amendments.epoch == epoch and self._runs.current(record):
             self._amender.run_again(record, keys, f"gpurt-complete-{record.id}-{epoch}")
         return False
 

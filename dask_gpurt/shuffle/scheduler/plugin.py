@@ -7,7 +7,7 @@ workers get. Dask's worker plugin stays; it builds the run that the spec says. A
 all workers alike, and from what is known before it starts:
 
 - array rechunks keep Dask's run, which only lets go of shards that were sent (`rechunk`);
-- a meta that is not a pandas frame keeps Dask's spec;
+- a meta that is not a pandas frame keeps Dask's spec, but for device frames (`backends.frames`) where they are allowed;
 - so does a shuffle on a cluster with a worker that has not said that it can run ours (no package, another version,
   another distributed): two formats in one run would lose rows or fail.
 
@@ -30,6 +30,7 @@ import dataclasses
 import logging
 from typing import TYPE_CHECKING, Any
 
+from dask_gpurt.backends.frames import provider_of, reason_for_stock
 from dask_gpurt.errors import InstallError
 from dask_gpurt.model import Event, Sink, null_sink
 from dask_gpurt.model.circuit_breaker import Guard, Part
@@ -39,6 +40,7 @@ from dask_gpurt.shuffle.protocol.messages import OPEN_OUTPUT, BarrierAnswer, Out
 from dask_gpurt.shuffle.scheduler.barrier import Barrier
 from dask_gpurt.shuffle.scheduler.barrier_hold import Holder
 from dask_gpurt.shuffle.scheduler.calls import Calls
+from dask_gpurt.shuffle.scheduler.drain import Drain
 from dask_gpurt.shuffle.scheduler.rebalance import Binder
 from dask_gpurt.shuffle.scheduler.recovery import Amender
 from dask_gpurt.shuffle.scheduler.reopen import Opener
@@ -51,6 +53,7 @@ from dask_gpurt.shuffle.worker.rechunk import ReleasingRechunkSpec
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from dask.typing import Key
     from distributed.scheduler import Scheduler, WorkerState
 
     from dask_gpurt.config import ShuffleSettings
@@ -77,6 +80,7 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
         self.amender = Amender(scheduler, self.runs, self.shuffle_calls, self.opener, failed)
         able = takeover.able
         self.binder = Binder(scheduler, self.runs, self.shuffle_calls, lambda address: able.get(address) == "")
+        self.drain = Drain(scheduler, self, self.runs, self.amender, failed)
         self.holder = Holder(scheduler, self.runs)
         self.waits = Barrier(self.runs, self.shuffle_calls, self.amender, self.binder, failed)
         #: the scheduler's handlers besides Dask's, see `seam.swap_plugin`
@@ -85,7 +89,7 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
 
     # ---- runs begin and end
 
-    def _retrieve_spec(self, shuffle_id: Any) -> Any:
+    def _retrieve_spec(self, shuffle_id: seam.ShuffleId) -> seam.ShuffleSpec:
         spec = self.takeover.choose(super()._retrieve_spec(shuffle_id))
         # Not for a first run: outputs that are not wanted yet may be wanted while it goes on.
         if type(spec) is GpurtShuffleSpec and seam.had_runs(self, shuffle_id):
@@ -95,7 +99,11 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
                 self.takeover.failed()
         return spec
 
-    def _restart_recommendations(self, id: Any) -> Any:
+    def _calculate_worker_for(self, spec: Any) -> Any:
+        """As Dask's, but workers that do not run get no outputs as long as there are others."""
+        return self.drain.assigned(spec) or super()._calculate_worker_for(spec)
+
+    def _restart_recommendations(self, id: seam.ShuffleId) -> dict[Key, str]:
         recommendations = super()._restart_recommendations(id)
         if any(type(run.run_spec.spec) is GpurtShuffleSpec for run in self._shuffles.get(id, ())):
             try:
@@ -104,7 +112,7 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
                 self.takeover.failed()
         return recommendations
 
-    def _restart_shuffle(self, id: Any, scheduler: Scheduler, *, stimulus_id: str) -> None:
+    def _restart_shuffle(self, id: seam.ShuffleId, scheduler: Scheduler, *, stimulus_id: str) -> None:
         record = self.runs.get(id)
         if record is None:
             super()._restart_shuffle(id, scheduler, stimulus_id=stimulus_id)
@@ -115,7 +123,7 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
         finally:
             record.restarting = False
 
-    def _clean_on_scheduler(self, id: Any, stimulus_id: str) -> None:
+    def _clean_on_scheduler(self, id: seam.ShuffleId, stimulus_id: str) -> None:
         record = self.runs.get(id)
         super()._clean_on_scheduler(id, stimulus_id)
         if record is not None:
@@ -136,7 +144,7 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
 
     # ---- calls of the workers
 
-    async def barrier(self, id: Any, run_id: int, consistent: bool) -> str | None:
+    async def barrier(self, id: seam.ShuffleId, run_id: int, consistent: bool) -> str | None:
         """A barrier's task waits until all inputs are in place; not consistent: the shuffle has to be restarted.
 
         Returns
@@ -163,23 +171,23 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
             seam.in_background(self.scheduler, self.takeover.skew.look, record)
         return BarrierAnswer.PASSED.value
 
-    def _passed_partners(self, shuffle_id: Any) -> list[Any]:
+    def _passed_partners(self, shuffle_id: seam.ShuffleId) -> list[seam.ShuffleId]:
         """Shuffles of ours that share outputs with this one, and whose barrier's result is there."""
         barriers = {name: self.runs.barrier_of(name) for name in self.runs.partners(shuffle_id)}
         there = [name for name, barrier in barriers.items() if barrier is not None and barrier.state == "memory"]
         return [name for name in there if self.runs.get(name) is not None]
 
-    def restrict_task(self, id: Any, run_id: int, key: Any, worker: str) -> Any:
+    def restrict_task(self, id: seam.ShuffleId, run_id: int, key: Key, worker: str) -> dict[str, Any]:
         """The task of an output runs where its rows are not: have it run where they are, or will be."""
-        if self._answered(self.opener.place, id, run_id, key):
+        if self._answered(self.amender.place, id, run_id, key):
             return {"status": "OK"}
         return super().restrict_task(id, run_id, key, worker)
 
-    def open_output(self, id: Any, run_id: int, key: Any) -> dict[str, Any]:
+    def open_output(self, id: seam.ShuffleId, run_id: int, key: Key) -> dict[str, Any]:
         """A task asks for an output that was handed out before: have it opened again."""
         return OutputOpened(self._answered(self.amender.open_again, id, run_id, key)).to_dict()
 
-    def _answered(self, answer: Callable[[RunRecord, Any], bool], id: Any, run_id: int, key: Any) -> bool:
+    def _answered(self, answer: Callable[[RunRecord, Key], bool], id: seam.ShuffleId, run_id: int, key: Key) -> bool:
         """What is answered for the active run of our kind; False when there is none. Never raises."""
         try:
             record = self.runs.of_run(id, run_id)
@@ -190,7 +198,7 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
 
     # ---- tasks and workers
 
-    def transition(self, key: Any, start: Any, finish: Any, *args: Any, stimulus_id: str, **kwargs: Any) -> None:
+    def transition(self, key: Key, start: str, finish: str, *args: object, stimulus_id: str, **kwargs: Any) -> None:
         """As Dask's, but for the barriers of runs that go on; and what recovery has to know of tasks."""
         if not self._shuffles:  # no shuffle since the last one was forgotten: every other task comes by here
             return
@@ -207,7 +215,7 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
             self.takeover.failed()
         super().transition(key, start, finish, *args, stimulus_id=stimulus_id, **kwargs)
 
-    def _runs_again(self, shuffle_id: Any) -> bool:
+    def _runs_again(self, shuffle_id: seam.ShuffleId | None) -> bool:
         """Whether a barrier that was released will run again, since its run goes on.
 
         It has not passed: its worker was lost, or transfers run again. A cancelled query forgets it next, and then the
@@ -228,12 +236,16 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
                 busy |= run.participating_workers
         return [ws for ws in workers if ws.address not in busy]
 
+    def log_event(self, topic: str, msg: Any) -> None:
+        """An event of the scheduler: a worker may begin no more tasks."""
+        self.drain.heard(topic, msg)
+
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         """Ask a worker that has joined whether it can make our runs."""
         # Not awaited here: the worker answers calls only after its registration, which waits for us, has ended.
         seam.in_background(scheduler, self.takeover.ask, [worker])
 
-    def remove_worker(self, scheduler: Scheduler, worker: str, *, stimulus_id: str, **kwargs: Any) -> None:
+    def remove_worker(self, scheduler: Scheduler, worker: str, *, stimulus_id: str, **kwargs: object) -> None:
         """Amend the runs that can go on without a worker; Dask restarts the others."""
         self.takeover.able.pop(worker, None)
         self.shuffle_calls.worker_left()
@@ -256,8 +268,8 @@ class ShuffleTakeover:
         #: worker address -> "" when it can run our spec, else why not; absent: not known yet
         self.able: dict[str, str] = {}
         self._sink = sink
-        self._stock: Any = None
-        self._plugin: Any = None
+        self._stock: seam.ShuffleSchedulerPlugin | None = None
+        self._plugin: _SchedulerPlugin | None = None
         #: runs given our spec
         self._runs = 0
         #: runs left to stock, by reason
@@ -306,10 +318,11 @@ class ShuffleTakeover:
         InstallError
             A shuffle is active.
         """
-        if self.scheduler.plugins.get("shuffle") is not self._plugin:
+        plugin = self._plugin
+        if plugin is None or self.scheduler.plugins.get("shuffle") is not plugin:
             return
-        self._plugin.holder.let_go()
-        _refuse_active(self._plugin, "uninstall")
+        plugin.holder.let_go()
+        _refuse_active(plugin, "uninstall")
         seam.swap_plugin(self.scheduler, lambda: self._stock)
         self._sink(Event("shuffle.uninstalled", "stock's plugin named shuffle was put back"))
 
@@ -328,7 +341,7 @@ class ShuffleTakeover:
                 if reason:
                     logger.warning("worker %s cannot run gpurt's shuffle, Dask's is used: %s", address, reason)
 
-    def choose(self, spec: Any) -> Any:
+    def choose(self, spec: seam.ShuffleSpec) -> seam.ShuffleSpec:
         """The spec for a new run: ours, or the given one. Never raises."""
         try:
             if type(spec) is seam.ArrayRechunkSpec:
@@ -337,7 +350,7 @@ class ShuffleTakeover:
             reason = self._reason_for_stock(spec)
             if not reason:
                 order = seam.order_of_outputs(self.scheduler, spec.id)
-                ours = GpurtShuffleSpec.of(spec, self.settings, order)
+                ours = GpurtShuffleSpec.of(spec, self.settings, order, provider_of(type(spec.meta)))
                 self._runs += 1
                 return ours
         except Exception:
@@ -348,7 +361,7 @@ class ShuffleTakeover:
         self._fallbacks[reason] += 1
         return spec
 
-    async def pin(self, shuffle_id: Any, run_id: int, plugin: Any) -> None:
+    async def pin(self, shuffle_id: seam.ShuffleId, run_id: int, plugin: seam.ShuffleSchedulerPlugin) -> None:
         """Restrict the outputs of a run to their workers before they run. Never raises.
 
         Stock lets every output run once wherever it is sent, only to say where it belongs, and again there. What is
@@ -371,15 +384,16 @@ class ShuffleTakeover:
         except Exception:
             self.failed()
 
-    def _reason_for_stock(self, spec: Any) -> str:
+    def _reason_for_stock(self, spec: seam.ShuffleSpec) -> str:
         import pandas as pd
 
         if self._part.retired:
             return "switched off"
         if type(spec) is not seam.DataFrameShuffleSpec:
             return f"its spec is {type(spec).__module__}.{type(spec).__name__}"
-        if type(spec.meta) is not pd.DataFrame:
-            return f"meta is {type(spec.meta).__module__}.{type(spec.meta).__name__}"
+        enabled = self.settings.device_frames
+        if type(spec.meta) is not pd.DataFrame and (why := reason_for_stock(spec.meta, spec.column, enabled)):
+            return why
         unable = self._unable()
         return f"{unable} workers have not said that they can" if unable else ""
 
@@ -417,7 +431,7 @@ class ShuffleTakeover:
         }
 
 
-def _refuse_active(plugin: Any, what: str) -> None:
+def _refuse_active(plugin: seam.ShuffleSchedulerPlugin, what: str) -> None:
     if plugin.active_shuffles:
         raise InstallError(
             f"cannot {what} while {len(plugin.active_shuffles)} shuffles are active "

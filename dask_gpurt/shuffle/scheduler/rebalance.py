@@ -177,7 +177,10 @@ class Binder:
                 return Plan()
             nbytes = float(sum(size[part] if part < len(size) else 0.0 for size in sizes))
             allowed: frozenset[str] | None = frozenset()
-            if rebalance_plan.LEAST_BYTES <= nbytes < limit and all(ts.state == "waiting" for ts in some):
+            # An owner that drained and came back may have rows of before that do not count: it would hand them over.
+            void = any(part in one.amendments.bound for one in group)
+            movable = rebalance_plan.LEAST_BYTES <= nbytes < limit and not void
+            if movable and all(ts.state == "waiting" for ts in some):
                 allowed = self._allowed(some)
             outputs.append(Output(part, owner, nbytes, allowed))
         held: dict[str, float] = {}

@@ -1,7 +1,8 @@
 """The scheduler's side of `protocol.recovery`: a run goes on without a lost worker, or is restarted for what is left.
 
-`Amender.lost` is called when a worker has left, `Amender.open_again` when a task asks for an output that was handed
-out. Both begin an *epoch* of the runs concerned, which `Amender.amend` announces to the workers.
+`Amender.lost` is called when a worker has left, `Amender.drain` when one begins no more tasks, `Amender.open_again`
+when a task asks for an output that was handed out. All begin an *epoch* of the runs concerned, which `Amender.amend`
+announces to the workers.
 
 Theory of operation. `lost` runs in the same turn of the loop in which the worker has left. Before the barrier, the
 worker's outputs get new owners at once, so a worker that joins the run later does not see the old ones. The rest is
@@ -12,6 +13,9 @@ no epoch has begun meanwhile (`barrier`).
 After the barrier it is the same, with what `reopen` adds: only outputs that are wanted get new owners, and their tasks
 wait for a completion of their own.
 
+A worker that is drained lives: its outputs are given to others and are void, so all of their rows are sent again, but
+what it has split counts. It takes part as before.
+
 What cannot be amended, or fails meanwhile, is restarted by Dask's own means (`Runs.restart`), but for what `restart`
 leaves as it is.
 """
@@ -19,17 +23,20 @@ leaves as it is.
 from __future__ import annotations
 
 import asyncio
+import functools
 import traceback
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.protocol.messages import Valid
 from dask_gpurt.shuffle.protocol.recovery import EPOCHS, Validity, reassign, undone
+from dask_gpurt.shuffle.scheduler.candidates import leaves, running
 from dask_gpurt.shuffle.scheduler.phases import RunEvent
+from dask_gpurt.shuffle.scheduler.restart import NOT_WANTED
 from dask_gpurt.shuffle.scheduler.runs import Begun
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable, Hashable, Iterable
 
     from distributed.scheduler import Scheduler, TaskState
 
@@ -38,6 +45,8 @@ if TYPE_CHECKING:
 
 #: states of a barrier's task that has not ended
 _BEFORE_ITS_END = ("released", "waiting", "processing", "queued", "no-worker")
+#: states of one of which nothing more is to come
+_OVER = ("erred", "forgotten")
 
 
 class AfterBarrier(Protocol):
@@ -51,6 +60,9 @@ class AfterBarrier(Protocol):
 
     def close(self, record: RunRecord, barrier: TaskState) -> bool:
         """Undo that a barrier has passed, if no output was made."""
+
+    def place(self, record: RunRecord, key: Hashable) -> bool:
+        """An output's task asks where it belongs; whether that was answered."""
 
     def run_again(self, record: RunRecord, keys: set[Hashable], stimulus_id: str) -> int:
         """Have transfer tasks run for whose inputs no worker vouches."""
@@ -108,6 +120,43 @@ class Amender:
                 self._failed()
             self._runs.changed(record)
 
+    def drain(self, record: RunRecord) -> None:
+        """Give outputs of workers that leave to others; restart the shuffle where that cannot be."""
+        barrier = self._runs.barrier_of(record.id)
+        if barrier is None or barrier.state in _OVER or record.failed or not self._runs.current(record):
+            return
+        workers = self._scheduler.workers
+        leaving = {address for address, ws in workers.items() if leaves(ws)}
+        if not leaving or leaving.isdisjoint(record.worker_for.values()):
+            return
+        if not record.owners_there(workers).intersection(barrier.worker_restrictions or workers):
+            return  # the user allows no other worker
+        if record.passed and barrier.state != "memory":
+            # Its end is under way. Not from where that is heard: tasks are being moved there.
+            self._runs.listen(barrier.key, functools.partial(self._drain_soon, record))
+            return
+        begin = self._after.begin if record.passed else self._begin_before_barrier
+        begun = begin(record, barrier, None)
+        if begun is Begun.EPOCH:
+            self._runs.counters.drained += 1
+            self.amend(record)
+        elif begun is Begun.IMPOSSIBLE and any(ts.state not in NOT_WANTED for ts in barrier.dependents):
+            self._runs.restart(record, "a worker that owns outputs begins no more tasks")
+
+    def _drain_soon(self, record: RunRecord, *_: object) -> None:
+        self._scheduler.loop.add_callback(self._try_drain, record)
+
+    def _try_drain(self, record: RunRecord) -> None:
+        try:
+            self.drain(record)
+        except Exception:
+            self._failed()
+
+    def place(self, record: RunRecord, key: Hashable) -> bool:
+        """An output's task asks where it belongs; whether that was answered here."""
+        self.drain(record)  # it may be wanted only now, or was taken back from a worker that leaves
+        return self._after.place(record, key)
+
     def open_again(self, record: RunRecord, key: Hashable) -> bool:
         """The task of an output asks for what was handed out before; whether it is opened again."""
         begun, opened = self._after.ask(record, key)
@@ -130,21 +179,25 @@ class Amender:
             self.amend(record)
         return begun is not Begun.IMPOSSIBLE
 
-    def _begin_before_barrier(self, record: RunRecord, barrier: TaskState, worker: str) -> Begun:
-        """The outputs of a lost worker get new owners."""
+    def _begin_before_barrier(self, record: RunRecord, barrier: TaskState, lost: str | None) -> Begun:
+        """The outputs of workers that are lost, or leave, get new owners."""
         if barrier.state not in _BEFORE_ITS_END:
             return Begun.IMPOSSIBLE
-        state, worker_for = record.amendments, record.worker_for
-        there = record.owners_there(self._scheduler.workers)
-        alive = [a for a in barrier.worker_restrictions or there if a in there]
+        state, worker_for, workers = record.amendments, record.worker_for, self._scheduler.workers
+        there = record.owners_there(workers) - {lost}
+        takers = running(workers, [a for a in barrier.worker_restrictions or there if a in there])
         needed = [seam.output_of(ts.run_spec, record.id) for ts in barrier.dependents if ts.state != "memory"]
-        if not alive or state.epoch >= EPOCHS or not all(part is None or part in worker_for for part in needed):
+        if not takers or state.epoch >= EPOCHS or not all(part is None or part in worker_for for part in needed):
             return Begun.IMPOSSIBLE
-        worker_for.update(reassign(worker_for, alive, self._runs.partner_owners(record.id)))
-        record.participants.update(worker_for.values())
+        moved = reassign(worker_for, there, self._runs.partner_owners(record.id), takers)
+        if lost is None and not moved:
+            return Begun.NOTHING
+        if lost is not None:
+            state.lost.append(lost)
         state.epoch += 1
-        state.lost.append(worker)
-        state.void()
+        state.void(record.alive(moved, workers))
+        worker_for.update(moved)
+        record.participants.update(worker_for.values())
         return Begun.EPOCH
 
     # ---- it is announced to the workers
@@ -189,7 +242,7 @@ class Amender:
     def undone(self, record: RunRecord, keys: set[Hashable]) -> set[Hashable]:
         """Transfer tasks that count as done, and for whose inputs no worker vouches."""
         barrier = self._runs.barrier_of(record.id)
-        transfers: Any = () if barrier is None else barrier.dependencies
+        transfers: Iterable[TaskState] = () if barrier is None else barrier.dependencies
         return undone([ts.key for ts in transfers if ts.state == "memory"], keys)
 
     def run_again(self, record: RunRecord, keys: set[Hashable], stimulus_id: str) -> int:

@@ -20,6 +20,10 @@ which had stolen the task that followed), is opened with the others, all of its 
 when its task runs, the task asks for it (`ask`). Then the other side of a join has to be opened, too, since the task
 may have taken that.
 
+The outputs of a worker that is drained (`candidates`) are opened as those of a lost one, but void: it lives. One whose
+task that worker was given may have been begun there, and is left to it. What it has not begun is taken back by the
+plugin; then the task asks where it belongs.
+
 All on the scheduler's event loop.
 """
 
@@ -33,12 +37,13 @@ from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.protocol.messages import Complete
 from dask_gpurt.shuffle.protocol.recovery import EPOCHS, lost_outputs, reassign
 from dask_gpurt.shuffle.scheduler.calls import FlushFailed
+from dask_gpurt.shuffle.scheduler.candidates import keepers, running
 from dask_gpurt.shuffle.scheduler.phases import RunEvent
 from dask_gpurt.shuffle.scheduler.restart import NOT_WANTED
 from dask_gpurt.shuffle.scheduler.runs import PATIENCE, PATIENCE_SECONDS, Begun, Step
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator
+    from collections.abc import Hashable, Iterator, Mapping
 
     from distributed.scheduler import Scheduler, TaskState
 
@@ -105,36 +110,34 @@ class Opener:
         barrier
             The task of that.
         lost
-            Address; None: no worker was lost, the task of an output asks.
+            Address; None: no worker was lost. One leaves, or the task of an output asks.
         """
         state, worker_for = record.amendments, record.worker_for
-        parts = {ts: seam.output_of(ts.run_spec, record.id) for ts in barrier.dependents}
-        if None in parts.values():
+        parts = _parts(record, barrier)
+        if parts is None or record.failed or state.epoch >= EPOCHS:
             return Begun.IMPOSSIBLE
-        wanted: set[Any] = {part for ts, part in parts.items() if ts.state not in NOT_WANTED}
-        if barrier.state != "memory" or record.failed or state.epoch >= EPOCHS:
-            return Begun.IMPOSSIBLE
+        wanted = {part for ts, part in parts.items() if ts.state not in NOT_WANTED}
         if not all(part in worker_for for part in wanted):
             return Begun.IMPOSSIBLE  # made before the run that is for the rest
-        if any(ts.state == "erred" for ts in (*barrier.dependencies, *barrier.dependents)):
-            return Begun.IMPOSSIBLE
         there = record.owners_there(self._scheduler.workers) - {lost}
         opened = state.opened or frozenset()
         # Of what was being handed over, only the workers that split the inputs have all rows. Wanted or not: the owner
         # may live.
-        gone = lost_outputs(wanted | opened, worker_for, there) | frozenset(state.handing)
+        begun = record.alive(_begun(parts, worker_for), self._scheduler.workers)
+        gone = lost_outputs(wanted | opened, worker_for, there) - begun | frozenset(state.handing)
         again = frozenset(part for part in wanted & record.made if worker_for[part] in there) - opened
         gone |= again
+        again |= record.alive(lost_outputs(gone, worker_for, there), self._scheduler.workers)
         moved = self._new_owners(record, barrier, gone, there)
         if moved is None:
             return Begun.IMPOSSIBLE
         if lost is not None:
             state.lost.append(lost)
-        state.opened = opened
+            state.opened = opened
         for ts, part in parts.items():
-            if part is not None and part not in gone and lost is not None and worker_for.get(part) == lost:
+            if part not in gone and worker_for.get(part) not in there:
                 seam.unrestrict(self._plugin, ts)  # should it be wanted, it has to ask
-        if not gone and not opened:
+        if not gone and (lost is None or not opened):
             return Begun.NOTHING
         worker_for.update(moved)
         record.participants.update(moved.values())
@@ -163,13 +166,15 @@ class Opener:
         there
             Addresses of workers that may own outputs.
         """
-        worker_for = record.worker_for
-        owners = sorted(there & set(barrier.worker_restrictions or there))
+        worker_for, workers = record.worker_for, self._scheduler.workers
+        owners = running(workers, there & set(barrier.worker_restrictions or there))
         other = self._runs.partner_owners(record.id)
         moved = {part: worker_for[part] for part in gone if worker_for[part] in there}
         if owners:
-            moved |= reassign({part: worker_for[part] for part in gone}, owners, other)
-        apart = (p for p, owner in moved.items() if other.get(p, owner) in self._scheduler.workers)
+            moved |= reassign({part: worker_for[part] for part in gone}, there, other, owners)
+        # A partner whose owner leaves follows in its turn.
+        staying = keepers(workers)
+        apart = (p for p, owner in moved.items() if other.get(p, owner) in staying)
         if len(moved) < len(gone) or any(other.get(p, moved[p]) != moved[p] for p in apart):
             return None
         return moved
@@ -307,8 +312,8 @@ class Opener:
             return Step.WAIT
         if problems:
             raise FlushFailed(repr(problems[0]))
-        told = await self._calls.tell(record, Complete(epoch))
-        if told is None or not same():
+        reached = await self._calls.tell(record, Complete(epoch))
+        if reached is None or not same():
             return Step.WAIT
         opened, record.amendments.opened = record.amendments.opened or frozenset(), frozenset()
         record.happened(RunEvent.OUTPUTS_COMPLETE)
@@ -326,3 +331,35 @@ class Opener:
             return False
         self._runs.listen(found.key, record.changed)
         return True
+
+
+def _parts(record: RunRecord, barrier: TaskState) -> dict[TaskState, int] | None:
+    """The tasks of a run's outputs, and which each makes; None when that is not plain, or one has failed."""
+    if barrier.state != "memory" or any(ts.state == "erred" for ts in (*barrier.dependencies, *barrier.dependents)):
+        return None
+    parts: dict[TaskState, int] = {}
+    for ts in barrier.dependents:
+        part = seam.output_of(ts.run_spec, record.id)
+        if part is None:
+            return None
+        parts[ts] = part
+    return parts
+
+
+def _begun(parts: Mapping[TaskState, int], worker_for: Mapping[int, str]) -> frozenset[int]:
+    """Outputs whose tasks were given to their owner, and may be running there.
+
+    Parameters
+    ----------
+    parts
+        Task -> its output.
+    """
+    there: set[int] = set()
+    elsewhere: set[int] = set()
+    for ts, part in parts.items():
+        ws = ts.processing_on
+        if ws is not None and ws.address == worker_for.get(part):
+            there.add(part)
+        elif ts.state not in NOT_WANTED:
+            elsewhere.add(part)
+    return frozenset(there - elsewhere)

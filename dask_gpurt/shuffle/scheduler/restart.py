@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from dask_gpurt.shuffle import seam
 
 if TYPE_CHECKING:
+    from dask.typing import Key
+
     from dask_gpurt.shuffle.scheduler.runs import Runs
     from dask_gpurt.shuffle.spec import GpurtShuffleSpec
 
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 NOT_WANTED = ("memory", "released", "forgotten")
 
 
-def keep_outputs(runs: Runs, shuffle_id: Any, recommendations: dict[Any, Any]) -> None:
+def keep_outputs(runs: Runs, shuffle_id: seam.ShuffleId, recommendations: dict[Key, str]) -> None:
     """Take outputs that are in memory out of the recommendations of a restart."""
     barrier = runs.barrier_of(shuffle_id)
     if barrier is None or any(seam.output_of(ts.run_spec, shuffle_id) is None for ts in barrier.dependents):

@@ -26,13 +26,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.protocol.recovery import agreed, too_narrow
+from dask_gpurt.shuffle.scheduler.candidates import keepers
 from dask_gpurt.shuffle.scheduler.phases import TRANSITIONS, InvalidTransition, Phase, RunEvent
 from dask_gpurt.shuffle.spec import GpurtShuffleSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Iterator
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 
-    from distributed.scheduler import Scheduler, TaskState
+    from distributed.scheduler import Scheduler, TaskState, WorkerState
 
     from dask_gpurt.shuffle.protocol.messages import HistogramAnswer, Vouched
     from dask_gpurt.shuffle.protocol.recovery import State
@@ -75,7 +76,7 @@ class ShufflePlugin(Protocol):
     """What is used of the scheduler plugin named ``shuffle``; its private parts by way of `seam`."""
 
     #: shuffle id -> distributed's ``SchedulerShuffleState``
-    active_shuffles: dict[Any, Any]
+    active_shuffles: dict[seam.ShuffleId, seam.SchedulerShuffleState]
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -88,7 +89,7 @@ class RunRecord:
         Distributed's ``SchedulerShuffleState``: ids, spec, owners and the workers that take part.
     """
 
-    run: Any
+    run: seam.SchedulerShuffleState
     phase: Phase = Phase.RECEIVING
     #: key of a transfer task whose result was lost with a worker -> the epoch of that loss
     least: dict[Hashable, int] = dataclasses.field(default_factory=dict)
@@ -115,15 +116,14 @@ class RunRecord:
     # ---- what distributed's state says
 
     @property
-    def id(self) -> Any:
+    def id(self) -> seam.ShuffleId:
         """Of the shuffle."""
         return self.run.id
 
     @property
     def spec(self) -> GpurtShuffleSpec:
         """What its workers got."""
-        spec: GpurtShuffleSpec = self.run.run_spec.spec
-        return spec
+        return self.run.run_spec.spec
 
     @property
     def amendments(self) -> State:
@@ -133,14 +133,12 @@ class RunRecord:
     @property
     def worker_for(self) -> dict[int, str]:
         """Output -> address of its owner."""
-        owners: dict[int, str] = self.run.run_spec.worker_for
-        return owners
+        return self.run.run_spec.worker_for
 
     @property
     def participants(self) -> set[str]:
         """Addresses of the workers that take part, or did."""
-        found: set[str] = self.run.participating_workers
-        return found
+        return self.run.participating_workers
 
     @property
     def failed(self) -> bool:
@@ -152,9 +150,14 @@ class RunRecord:
         """Whether its barrier has passed."""
         return self.phase in (Phase.PASSED, Phase.OPENED)
 
-    def owners_there(self, workers: Iterable[str]) -> set[str]:
-        """Of these workers, those that may own outputs. One under the address of a lost one gets no rows."""
-        return set(workers) - set(self.amendments.lost)
+    def owners_there(self, workers: Mapping[str, WorkerState]) -> set[str]:
+        """Of these workers, those that keep their outputs. One under the address of a lost one gets no rows."""
+        return keepers(workers) - set(self.amendments.lost)
+
+    def alive(self, parts: Iterable[int], workers: Mapping[str, WorkerState]) -> frozenset[int]:
+        """Of these outputs, those whose owner has rows of them and may yet send or make something."""
+        there = set(workers) - set(self.amendments.lost)
+        return frozenset(part for part in parts if self.worker_for[part] in there)
 
     # ---- phases
 
@@ -223,6 +226,8 @@ class RecoveryCounters:
 
     #: losses of workers that runs went on without
     amended: int = 0
+    #: times that a run gave outputs of workers that leave to others
+    drained: int = 0
     #: transfer tasks that ran again
     transfers_again: int = 0
     #: outputs in memory that a restart has left there
@@ -251,12 +256,12 @@ class Runs:
         #: key of a task -> who wants to know when it has ended well, and the seconds of it
         self._listeners: dict[Hashable, list[Callable[[Iterable[dict[str, Any]]], None]]] = {}
         #: shuffles whose outputs stay where they are, the oldest first
-        self._left_alone: dict[Any, None] = {}
+        self._left_alone: dict[seam.ShuffleId, None] = {}
         self.counters = RecoveryCounters()
 
     # ---- finding runs and tasks
 
-    def get(self, shuffle_id: Any) -> RunRecord | None:
+    def get(self, shuffle_id: seam.ShuffleId) -> RunRecord | None:
         """The active run of a shuffle; None: there is none, or it is not of our kind."""
         run = self._plugin.active_shuffles.get(shuffle_id)
         if run is None or type(run.run_spec.spec) is not GpurtShuffleSpec:
@@ -268,7 +273,7 @@ class Runs:
             record = self._records[run.run_id] = RunRecord(run)
         return record
 
-    def of_run(self, shuffle_id: Any, run_id: int) -> RunRecord | None:
+    def of_run(self, shuffle_id: seam.ShuffleId, run_id: int) -> RunRecord | None:
         """As `get`; None, too, when another run than that is active."""
         record = self.get(shuffle_id)
         return record if record is not None and record.run.run_id == run_id else None
@@ -281,11 +286,11 @@ class Runs:
         """Whether a run is active."""
         return self._plugin.active_shuffles.get(record.id) is record.run
 
-    def barrier_of(self, shuffle_id: Any) -> TaskState | None:
+    def barrier_of(self, shuffle_id: seam.ShuffleId) -> TaskState | None:
         """The task of a shuffle's barrier."""
         return self._scheduler.tasks.get(seam.barrier_key(shuffle_id))
 
-    def sources(self, ts: TaskState) -> Iterator[tuple[Any, RunRecord | None]]:
+    def sources(self, ts: TaskState) -> Iterator[tuple[seam.ShuffleId, RunRecord | None]]:
         """(shuffle, its active run of our kind) of the barriers that a task depends on."""
         for other in ts.dependencies:
             if (name := seam.id_from_key(other.key)) is not None:
@@ -293,7 +298,7 @@ class Runs:
 
     # ---- shuffles that share outputs: the sides of a join
 
-    def partners(self, shuffle_id: Any) -> list[Any]:
+    def partners(self, shuffle_id: seam.ShuffleId) -> list[seam.ShuffleId]:
         """Ids of the other shuffles whose barriers an output of this one depends on, too."""
         barrier = self.barrier_of(shuffle_id)
         # All outputs of a join depend on the same two barriers.
@@ -301,7 +306,7 @@ class Runs:
         names = () if ts is None else (seam.id_from_key(other.key) for other in ts.dependencies)
         return [name for name in names if name is not None and name != shuffle_id]
 
-    def partner_owners(self, shuffle_id: Any) -> dict[int, str]:
+    def partner_owners(self, shuffle_id: seam.ShuffleId) -> dict[int, str]:
         """Owners of outputs in active shuffles, of any kind, that share outputs with this one."""
         runs = (self._plugin.active_shuffles.get(name) for name in self.partners(shuffle_id))
         return {part: owner for run in runs if run is not None for part, owner in run.run_spec.worker_for.items()}
@@ -347,7 +352,7 @@ class Runs:
                 del self._left_alone[next(iter(self._left_alone))]
         seam.restart_run(self._plugin, self._scheduler, record.run, why)
 
-    def left_alone(self, shuffle_id: Any) -> bool:
+    def left_alone(self, shuffle_id: seam.ShuffleId) -> bool:
         """Whether a shuffle was restarted while its outputs were handed over; then none is bound late again."""
         return shuffle_id in self._left_alone
 

@@ -171,8 +171,8 @@ class ReceiveGate:
 
     def _grant(self) -> None:
         with self._lock:
-            told = [(tell, total) for link, total in self._arbiter.grants().items() if (tell := self._tell.get(link))]
-        for tell, total in told:
+            grants = [(tell, total) for link, total in self._arbiter.grants().items() if (tell := self._tell.get(link))]
+        for tell, total in grants:
             tell(total)
 
     def statistics(self) -> dict[str, int]:

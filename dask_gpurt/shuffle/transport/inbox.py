@@ -38,7 +38,7 @@ class _Stored(NamedTuple):
     """A message that is unpacked and not yet stored."""
 
     run: RunReceiver
-    shards: Any
+    shards: object
     nbytes: int
     #: called with "" when it is stored, else with the reason why not
     done: Callable[[str], None]
@@ -137,7 +137,7 @@ class Inbox:
         while waiting:
             await self._store(*waiting.popleft())
 
-    async def _store(self, run: RunReceiver, shards: Any, nbytes: int, done: Callable[[str], None]) -> None:
+    async def _store(self, run: RunReceiver, shards: object, nbytes: int, done: Callable[[str], None]) -> None:
         problem = "cancelled"
         try:
             await run.accept(shards, nbytes)

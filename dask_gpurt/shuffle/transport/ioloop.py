@@ -13,13 +13,14 @@ import select
 import threading
 import time
 import traceback
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVarTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 TICK_SECONDS = 0.25
 _here = threading.local()
+_Ts = TypeVarTuple("_Ts")
 
 
 def current_loop() -> IoLoop | None:
@@ -145,7 +146,7 @@ class IoLoop:
             for function in ends:
                 self._safely(function)
 
-    def _safely(self, function: Callable[..., None], *args: Any) -> None:
+    def _safely(self, function: Callable[[*_Ts], None], *args: *_Ts) -> None:
         """An error in one link must not end the thread of all of them."""
         try:
             function(*args)

@@ -151,6 +151,15 @@ class InboundEnd(LinkEnd):
 
         self.owner.services.on_message(self.machine.run, self.machine.sender, frames, nbytes, done)
 
+    def refuse(self, instructions: list[lk.Instruction], problem: str) -> None:
+        """Do what the machine says, but for messages to deliver: those are answered by `problem`."""
+        for i in instructions:
+            if isinstance(i, lk.Deliver):
+                self._arriving -= i.nbytes
+                self._ended.put((i.sequence, i.nbytes, problem))
+            else:
+                self.carry_out([i])
+
     def _answer(self) -> None:
         """Answer what has ended, all of it: the gate is asked once."""
         waiting = self._ended.waiting

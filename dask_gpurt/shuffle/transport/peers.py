@@ -9,6 +9,7 @@ from dask_gpurt.shuffle.transport.rpc_credit import SafeSender
 
 if TYPE_CHECKING:
     from dask_gpurt.shuffle.transport.base import Header, Peer
+    from dask_gpurt.shuffle.transport.cards import Card
     from dask_gpurt.shuffle.transport.select.selector import TransportChooser
 
 
@@ -81,11 +82,11 @@ class Route:
         Whether messages may be compressed.
     """
 
-    def __init__(self, card: dict[str, Any], chooser: TransportChooser, header: Header, squeezes: bool = False) -> None:
+    def __init__(self, card: Card, chooser: TransportChooser, header: Header, squeezes: bool = False) -> None:
         self.card = card
         self.chooser = chooser
         self.header = header
         self.squeezes = squeezes
         #: by transport
         self.targets: dict[str, Peer] = {}
-        self.safe = SafeSender(card.get("limit", 0))
+        self.safe = SafeSender(card.limit)

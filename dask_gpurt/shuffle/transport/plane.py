@@ -26,8 +26,11 @@ import traceback
 import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
+from dask_gpurt.backends.ucx_device import to_host
 from dask_gpurt.shuffle import seam
+from dask_gpurt.shuffle.protocol.messages import KIND
 from dask_gpurt.shuffle.transport.base import Header, Peer, Receipt, ReceiveGate, Services
+from dask_gpurt.shuffle.transport.cards import AskCard, AskCredit, Card
 from dask_gpurt.shuffle.transport.inbox import Inbox
 from dask_gpurt.shuffle.transport.link import records
 from dask_gpurt.shuffle.transport.mailbox import Outcomes
@@ -50,7 +53,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("distributed.worker.gpurt")
 
 #: what other workers ask, by kind; see `Plane.answer`
-QUESTIONS = frozenset({"open", "want"})
+QUESTIONS = frozenset({AskCard.HEAD[KIND], AskCredit.HEAD[KIND]})
 #: peers whose choosers are kept
 _PEERS = 4096
 
@@ -102,6 +105,8 @@ class Plane:
         self.inbox = Inbox(self._loop, self._runs, self.links, count)
         self._outcomes = Outcomes(self._loop)
         self.closed = False
+        #: copies a message off the device, for the way that knows host memory only
+        self.to_host = to_host
         self.transports = OpenTransports(self.address, self._services, settings, count)
         self._squeezer = Squeezer(settings.codec, count)
         self._safe = SafeReceiver(self.gate, self._runs.__contains__)
@@ -138,7 +143,12 @@ class Plane:
     # ---- sending
 
     async def send(
-        self, run: RunSender, key: RunKey, peer: str, frames: Sequence[Any], safe: Callable[[], Awaitable[Any]]
+        self,
+        run: RunSender,
+        key: RunKey,
+        peer: str,
+        frames: Sequence[Any],
+        safe: Callable[[Sequence[Any]], Awaitable[Any]],
     ) -> Any:
         """Send a message; returns what the safe path's call would, once the peer has stored it or refused it.
 
@@ -153,7 +163,7 @@ class Plane:
         frames
             The message.
         safe
-            Sends it by distributed's comms.
+            Sends frames in host memory by distributed's comms.
         """
         try:
             route = await self._route(run, key, peer)
@@ -193,7 +203,7 @@ class Plane:
                 route.chooser.lost(name, end)
             self.links.problems[peer] = f"{name}: {receipt.problem}"
             logger.info("message to %s is sent again over %s: %s over %s", peer, SAFE, receipt.problem, name)
-        return await self._send_safe(run, route, peer, nbytes, device, safe)
+        return await self._send_safe(run, route, peer, nbytes, device, frames, safe)
 
     async def _send_safe(
         self,
@@ -202,18 +212,21 @@ class Plane:
         peer: str,
         nbytes: int,
         device: bool,
-        safe: Callable[[], Awaitable[Any]],
+        frames: Sequence[Any],
+        safe: Callable[[Sequence[Any]], Awaitable[Any]],
     ) -> Any:
-        """By distributed's comms."""
+        """By distributed's comms, which know no memory but the host's."""
         counters = self.links.of(peer, SAFE)
         start = time.monotonic()
         stored = False
         route.chooser.began(SAFE, nbytes, device, start)
         try:
             counters.stall_seconds += await route.safe.credit(
-                nbytes, lambda total: run.ask(peer, {"gpurt": "want", "sender": self.address, "total": total})
+                nbytes, lambda total: run.ask(peer, AskCredit(self.address, total).to_dict())
             )
-            response = await safe()
+            if device:
+                frames = await self._loop.run_in_executor(None, self.to_host, frames)
+            response = await safe(frames)
             stored = True
         finally:
             end = time.monotonic()
@@ -236,7 +249,7 @@ class Plane:
                 return Receipt(self.transports.unavailable.get(name, "not available"), lost=True)
             target = route.targets.get(name)
             if target is None:
-                target = route.targets[name] = Peer(peer, route.card[name], route.card["limit"])
+                target = route.targets[name] = Peer(peer, route.card.endpoints[name], route.card.limit)
             future, ended = self._outcomes.expect()
             header = dataclasses.replace(route.header, room=room) if room else route.header
             transport.submit(ended, target, header, frames)
@@ -284,41 +297,44 @@ class Plane:
         return route
 
     async def _introduce(self, run: RunSender, key: RunKey, peer: str) -> Route:
-        own = self.introduction()
-        answer = await run.ask(peer, {"gpurt": "open", "sender": self.address, "card": own})
-        if answer.get("status") != "OK" or "card" not in answer:
+        answer = await run.ask(peer, AskCard(self.address, process_token(), host_token()).to_dict())
+        if answer.get("status") != "OK" or "endpoints" not in answer:  # it may be lost
             raise NoRoute(answer)
-        card = answer["card"]
+        card = Card.from_dict(answer)
         chooser = self._choosers.get(peer)
         if chooser is None:
             if len(self._choosers) >= _PEERS:
                 self._choosers.pop(next(iter(self._choosers)))
-            place = locality_of(own, card)
+            place = locality_of(card.process, card.host)
             able = [INPROC] if place is Locality.PROCESS else []
             # What the peer permits is not enough: its configuration may be another one.
-            able += [name for name in ("ucx", "tcp") if card.get(name) and self.transports.allowed(name)]
+            able += [name for name in ("ucx", "tcp") if card.endpoints.get(name) and self.transports.allowed(name)]
             chooser = self._choosers[peer] = TransportChooser(place, able, self.settings.transport)
-        return Route(card, chooser, Header(key, self._secrets.get(key, b"")), self._squeezer.able(chooser, card))
+        return Route(card, chooser, Header(key, self._secrets.get(key, b"")), self._squeezer.able(chooser, card.codecs))
 
     # ---- receiving
 
-    def introduction(self) -> dict[str, Any]:
-        """What every card of this worker says."""
-        return {"process": process_token(), "host": host_token()}
-
     async def answer(self, key: RunKey, asked: dict[str, Any]) -> dict[str, Any]:
-        """Answer a peer that asks, over distributed's comms, for this worker's card or for credit."""
-        sender = str(asked.get("sender", ""))
-        if asked.get("gpurt") == "open":
-            card = self.introduction() | {"limit": self.gate.message_limit, "codecs": self._squeezer.codecs}
-            theirs = asked.get("card") or {}
-            if locality_of(card, theirs) is not Locality.PROCESS or self.settings.transport != "auto":
-                for name in self.transports.wanted(locality_of(card, theirs)):
-                    transport = await self.transports.get(name)
-                    if transport is not None:
-                        card[name] = transport.endpoint_for(key, sender)
-            return {"status": "OK", "card": card}
-        return await self._safe.answer(key, sender, int(asked.get("total", 0)))
+        """Answer a peer that asks, over distributed's comms, for this worker's card or for credit.
+
+        Raises
+        ------
+        WireError
+            A field is missing: the peer has another version.
+        """
+        if asked.get(KIND) == AskCredit.HEAD[KIND]:
+            want = AskCredit.from_dict(asked)
+            return await self._safe.answer(key, want.sender, want.total)
+        question = AskCard.from_dict(asked)
+        place = locality_of(question.process, question.host)
+        endpoints = {}
+        if place is not Locality.PROCESS or self.settings.transport != "auto":
+            for name in self.transports.wanted(place):
+                transport = await self.transports.get(name)
+                if transport is not None:
+                    endpoints[name] = transport.endpoint_for(key, question.sender)
+        limit, codecs = self.gate.message_limit, self._squeezer.codecs
+        return Card(process_token(), host_token(), limit, codecs, endpoints).to_dict()
 
     def granted(self, key: RunKey, sender: str) -> int:
         """Bytes that a sender may have sent by the safe path, in all; part of every answer."""

@@ -12,8 +12,10 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Any
 
+import dask
+from distributed.comm import get_address_host, parse_address
+
 from dask_gpurt.memory.pages import pages
-from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.transport.select.locality import candidates
 
 if TYPE_CHECKING:
@@ -41,7 +43,7 @@ def make(name: str, services: Services) -> Transport:
     if name == "tcp":
         from dask_gpurt.shuffle.transport.tcp.transport import TcpTransport
 
-        return TcpTransport(services, seam.host_of(services.address), pages)
+        return TcpTransport(services, str(get_address_host(services.address)), pages)
     from dask_gpurt.shuffle.transport.ucx.transport import UcxTransport
 
     return UcxTransport(services, pages)
@@ -69,7 +71,7 @@ class OpenTransports:
         settings: ShuffleSettings,
         count: Callable[..., None],
     ) -> None:
-        self._address = address
+        self._scheme: str = parse_address(address)[0]
         self._services = services
         self._settings = settings
         self._count = count
@@ -83,13 +85,13 @@ class OpenTransports:
     @property
     def encrypted(self) -> bool:
         """Whether the network must not see plaintext of this cluster."""
-        return seam.scheme_of(self._address) not in PLAINTEXT or seam.require_encryption()
+        return self._scheme not in PLAINTEXT or bool(dask.config.get("distributed.comm.require-encryption", False))
 
     def allowed(self, name: str) -> bool:
         """Whether a transport may be used on this cluster, to send and to receive."""
         if name == "ucx":
             return not self.encrypted or self._settings.allow_plaintext_ucx
-        return name == "tcp" and not self.encrypted and seam.scheme_of(self._address) != "inproc"
+        return name == "tcp" and not self.encrypted and self._scheme != "inproc"
 
     def wanted(self, place: Locality) -> list[str]:
         """Transports to open for a peer at this place."""

@@ -148,7 +148,7 @@ class Amendment:
 
     # ---- messages of the scheduler
 
-    def answer(self, message: Any) -> messages.Ok:
+    def answer(self, message: object) -> messages.Ok:
         """Answer the scheduler. What is of another epoch than the latest changes nothing.
 
         Parameters

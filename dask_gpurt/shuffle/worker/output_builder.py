@@ -24,17 +24,15 @@ import numpy as np
 from dask_gpurt.errors import LostData
 from dask_gpurt.memory.malloc import heap
 from dask_gpurt.shuffle import seam
-from dask_gpurt.shuffle.rows.assemble import Assembler
 from dask_gpurt.shuffle.rows.slices import Slice
 from dask_gpurt.shuffle.worker.executor import submit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable
 
-    import pandas as pd
-
     from dask_gpurt.shuffle.counters import ShuffleCounters
     from dask_gpurt.shuffle.protocol.recovery import Counting, Validity
+    from dask_gpurt.shuffle.rows.kinds import RowKind
     from dask_gpurt.shuffle.rows.slices import Piece
     from dask_gpurt.shuffle.worker.host import RunHost
     from dask_gpurt.shuffle.worker.owners import Owners
@@ -61,8 +59,8 @@ class OutputBuilder:
         The run.
     sync
         Calls a coroutine function, with arguments, on the event loop and waits for it.
-    meta
-        Empty frame with the outputs' columns and dtypes.
+    rows
+        Assembles.
     owners
         Where outputs belong.
     counting
@@ -82,7 +80,7 @@ class OutputBuilder:
         host: RunHost,
         *,
         sync: Callable[..., Any],
-        meta: pd.DataFrame,
+        rows: RowKind,
         owners: Owners,
         counting: Counting,
         receiver: Receiver,
@@ -94,11 +92,11 @@ class OutputBuilder:
         self._owners, self._counting = owners, counting
         self._receiver, self._scheduler, self._made_all = receiver, scheduler, made_all
         self._counters = counters
-        self._assemble = Assembler(meta)
+        self._rows = rows
         #: outputs handed out
         self._taken: set[int] = set()
         #: output -> (weak reference to the frame it was given as, the execution that got it)
-        self._given: dict[int, tuple[weakref.ref[pd.DataFrame], Any]] = {}
+        self._given: dict[int, tuple[weakref.ref[Any], Any]] = {}
         #: bytes of a row of the outputs, about
         self._row_bytes = 0.0
         #: number of outputs of this worker
@@ -119,7 +117,7 @@ class OutputBuilder:
         if self._owners.worker_for[part] != self._host.local_address or not self._counting.ready(part):
             self._move(part, key)
 
-    def build(self, part: int, key: Hashable) -> pd.DataFrame:
+    def build(self, part: int, key: Hashable) -> Any:
         """Make an output."""
         here = seam.execution()
         frame, execution = self._given.get(part, (None, None))
@@ -138,9 +136,9 @@ class OutputBuilder:
         start = time.perf_counter()
         pieces = counted(self._counting.of(part), [piece for some in taken for piece in some])
         taken.clear()
-        df = self._assemble(pieces)
+        df = self._rows.assemble(pieces)
         self._given[part] = (weakref.ref(df), here)
-        if len(df):
+        if self._rows.on_host and len(df):
             if not self._row_bytes:
                 self._row_bytes = float(df.memory_usage().sum()) / len(df)
             heap.freed(int(len(df) * self._row_bytes), functools.partial(submit, self._host.executor))

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable
     from collections.abc import Set as AbstractSet
 
+    from distributed.core import ConnectionPool
+
 #: seconds that a failed send waits for the news that its peer is lost
 NEWS_SECONDS = 30.0
 #: and if its error does not look like a lost peer. A worker that closes may answer with anything: what it needs for an
@@ -34,7 +36,7 @@ class CallingHost(RunHost, Protocol):
     """A run with what distributed gives it for calls."""
 
     #: connections by worker address
-    rpc: Any
+    rpc: ConnectionPool
     RETRY_COUNT: int
     RETRY_DELAY_MIN: float
     RETRY_DELAY_MAX: float
@@ -68,7 +70,7 @@ class PeerCalls:
         )
         return answer
 
-    async def _once(self, address: str, data: Any) -> Answer:
+    async def _once(self, address: str, data: object) -> Answer:
         host = self._host
         host.raise_if_closed()
         if address in self._lost:

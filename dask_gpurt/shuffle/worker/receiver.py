@@ -5,9 +5,9 @@ Invariants
   its id from the moment it came. A second copy (a resend after a lost acknowledgement, a transfer task that ran twice)
   waits for the first and is dropped. Race: (1) a message waits in `put`; (2) its comm breaks, the sender resends; (3)
   were the copy acknowledged at once, the barrier could pass and an output be assembled before (1) is stored.
-- Shards with few rows per output wait in `_few` until they are worth a merge (see `coalesce`), at most `MERGE_BYTES` of
-  them. They are acknowledged before that. `settle` stores the last of them and waits for merges under way; it comes
-  before every `take`, so no output is assembled without them.
+- Shards with few rows per output wait in `_few` until they are worth a merge (see `rows.coalesce`), `MERGE_BYTES` of
+  them at most. They are acknowledged before that. `settle` stores the last of them and waits for merges under way; it
+  comes before every `take`, so no output is assembled without them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from dask_gpurt.errors import WireError
 from dask_gpurt.memory.malloc import heap
 from dask_gpurt.shuffle import seam
-from dask_gpurt.shuffle.rows import coalesce, wire
+from dask_gpurt.shuffle.rows import wire
 from dask_gpurt.shuffle.rows.partition import SHARD_BYTES
-from dask_gpurt.shuffle.rows.received_chunk import ReceivedChunk
 from dask_gpurt.shuffle.transport.link import records
 from dask_gpurt.shuffle.worker.executor import submit
 from dask_gpurt.shuffle.worker.message import Message
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
 
     from dask_gpurt.model import ShardStore
     from dask_gpurt.shuffle.counters import ShuffleCounters
+    from dask_gpurt.shuffle.rows.kinds import RowKind
     from dask_gpurt.shuffle.rows.partition import Shard
     from dask_gpurt.shuffle.rows.slices import Piece
     from dask_gpurt.shuffle.transport.link.records import RunKey
@@ -67,6 +67,8 @@ class Receiver:
         Of the run, on the plane.
     store
         Where shards wait for their outputs.
+    rows
+        Merges shards and makes chunks of them.
     credit
         Whom to tell of messages by distributed's comms.
     counters
@@ -74,10 +76,17 @@ class Receiver:
     """
 
     def __init__(
-        self, host: RunHost, *, key: RunKey, store: ShardStore, credit: CreditBook, counters: ShuffleCounters
+        self,
+        host: RunHost,
+        *,
+        key: RunKey,
+        store: ShardStore,
+        rows: RowKind,
+        credit: CreditBook,
+        counters: ShuffleCounters,
     ) -> None:
         self._host, self._key = host, key
-        self._store, self._credit = store, credit
+        self._store, self._rows, self._credit = store, rows, credit
         self._counters = counters
         self._store_key: Hashable = (host.id, host.run_id)
         #: bytes of all messages
@@ -168,7 +177,8 @@ class Receiver:
         self._store.drop(self._store_key)
 
     async def _put(self, shards: list[Shard], nbytes: int | None) -> None:
-        few = [s for s in shards if coalesce.worth(s)]
+        worth = self._rows.few
+        few = [s for s in shards if worth(s)]
         if len(few) < len(shards):
             await self._store_shards(shards, nbytes)
             return
@@ -185,7 +195,7 @@ class Receiver:
             if not few:
                 return
             try:
-                shards = await self._host.offload(coalesce.merged, few)
+                shards = await self._host.offload(self._rows.merged, few)
             except Exception as e:
                 self._host.fail(e)
                 raise
@@ -197,9 +207,9 @@ class Receiver:
         large = [s for s in shards if s.nbytes >= SHARD_BYTES]
         small = [s for s in shards if s.nbytes < SHARD_BYTES]
         # A large shard is a chunk of its own: it can go, or leave memory, while the rest still waits.
-        chunks = [ReceivedChunk([s], nbytes if len(shards) == 1 else None) for s in large]
+        chunks = [self._rows.chunk([s], nbytes if len(shards) == 1 else None) for s in large]
         if small:
-            chunks.append(ReceivedChunk(small, None if large else nbytes))
+            chunks.append(self._rows.chunk(small, None if large else nbytes))
         stored: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._arrivals.update((s.input_id, stored) for s in shards)
         start = time.perf_counter()

@@ -9,20 +9,15 @@ Theory of operation. Rows go by input and attempt, under the epoch in which they
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
-from dask_gpurt.memory.malloc import heap
 from dask_gpurt.shuffle.protocol.recovery import CUTS, shard_id
-from dask_gpurt.shuffle.rows import wire
-from dask_gpurt.shuffle.rows.message_cut import cut
 from dask_gpurt.shuffle.rows.partition import Shard, by_owner
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from dask_gpurt.shuffle.rows.kinds import RowKind
     from dask_gpurt.shuffle.rows.wire import Parcel
     from dask_gpurt.shuffle.worker.host import RunHost
     from dask_gpurt.shuffle.worker.owners import Owners
@@ -52,13 +47,13 @@ class Resender:
         What was retained, and who is lost.
     sender
         Takes the parcels.
-    cut_bytes
-        Bytes of a shard that travels in one message, at most.
+    rows
+        Copies and encodes.
     """
 
-    def __init__(self, host: RunHost, *, owners: Owners, log: SendLog[Shard], sender: Sender, cut_bytes: int) -> None:
+    def __init__(self, host: RunHost, *, owners: Owners, log: SendLog[Shard], sender: Sender, rows: RowKind) -> None:
         self._host, self._owners, self._log, self._sender = host, owners, log, sender
-        self._cut_bytes = cut_bytes
+        self._rows = rows
 
     def route(self, again: Iterable[tuple[int, int, Shard]]) -> list[Routed]:
         """Shards of lost workers or void outputs, (input, attempt, shard), by the owners of their outputs; views.
@@ -106,7 +101,7 @@ class Resender:
         own: list[Shard] = []
         parcels: list[Parcel] = []
         if address == self._host.local_address:
-            own = [await self._host.offload(_copied, shard, first_id + number)]
+            own = [await self._host.offload(self._rows.copied, shard, first_id + number)]
         else:
             parcels = await self._host.offload(self.encoded, shard, first_id + number)
         end = number + len(own) + len(parcels)
@@ -120,19 +115,4 @@ class Resender:
 
     def encoded(self, shard: Shard, first_id: int) -> list[Parcel]:
         """A shard in memory of its own, cut and encoded, with ids from `first_id` on; any thread."""
-        shard = _copied(shard, first_id)
-        schema = wire.schema_bytes(shard.table.schema)
-        return [
-            wire.encode(dataclasses.replace(piece, input_id=first_id + i), schema)
-            for i, piece in enumerate(cut(shard, self._cut_bytes))
-        ]
-
-
-def _copied(shard: Shard, input_id: int) -> Shard:
-    """A shard in memory of its own; any thread."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    rows = pa.array(np.arange(shard.table.num_rows))
-    table = pc.take(shard.table, rows, boundscheck=False, memory_pool=heap.pool)
-    return dataclasses.replace(shard, input_id=input_id, table=table)
+        return self._rows.encoder()(self._rows.copied(shard, first_id))

@@ -57,10 +57,9 @@ from dask_gpurt.shuffle.worker.splitter import Splitter
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
 
-    import pandas as pd
-
     from dask_gpurt.model import ShardStore
     from dask_gpurt.shuffle.counters import ShuffleCounters
+    from dask_gpurt.shuffle.rows.kinds import RowKind
     from dask_gpurt.shuffle.transport.plane import Plane
     from dask_gpurt.shuffle.worker.message import Batch, Message, Outgoing
 
@@ -72,6 +71,8 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
     ----------
     worker_for
         Output -> owner; those of one worker in the order in which it makes them.
+    rows
+        What it does with partitions.
     store
         Where received shards wait for their outputs.
     counters
@@ -96,6 +97,7 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         self,
         *,
         worker_for: Mapping[int, str],
+        rows: RowKind,
         store: ShardStore,
         counters: ShuffleCounters,
         plane: Plane,
@@ -106,7 +108,7 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         **kwargs: Any,
     ) -> None:
         super().__init__(worker_for=worker_for, disk=False, **kwargs)
-        self._counters, self._plane = counters, plane
+        self._counters, self._plane, self._rows = counters, plane, rows
         self._key = RunKey(wire.run_tag(self.id), self.run_id)
         self._make_parts(worker_for, store, state or State(), budget or RetainBudget(0))
         retained.begin(self._log, self._loop)
@@ -115,7 +117,7 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         heap.keep(memory_limit)
 
     def _make_parts(self, worker_for: Mapping[int, str], store: ShardStore, state: State, budget: RetainBudget) -> None:
-        key, plane, cut_bytes, counters = self._key, self._plane, self._plane.settings.cut_bytes, self._counters
+        key, plane, rows, counters = self._key, self._plane, self._rows, self._counters
         self._owners = owners = Owners(self.local_address, worker_for, state.opened)
         self._counting = counting = Counting(state.opened, state.validity, dict(state.bound))
         self._log: SendLog[Shard] = SendLog(budget, separate, state.epoch, state.lost)
@@ -126,11 +128,10 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
             owners=owners,
             log=self._log,
             column=self.column,
-            drop_column=self.drop_column,
-            cut_bytes=cut_bytes,
+            rows=rows,
             counters=counters,
         )
-        self._receiver = Receiver(self, key=key, store=store, credit=plane, counters=counters)
+        self._receiver = Receiver(self, key=key, store=store, rows=rows, credit=plane, counters=counters)
         self._sender = Sender(
             self,
             key=key,
@@ -144,7 +145,7 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         self._outputs = OutputBuilder(
             self,
             sync=functools.partial(seam.sync, self._loop),
-            meta=self.meta.drop(columns=self.column) if self.drop_column else self.meta,
+            rows=rows,
             owners=owners,
             counting=counting,
             receiver=self._receiver,
@@ -157,8 +158,7 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
 
     def _make_amendment(self, state: State) -> Amendment:
         owners, counting, log, counters = self._owners, self._counting, self._log, self._counters
-        cut_bytes = self._plane.settings.cut_bytes
-        resender = Resender(self, owners=owners, log=log, sender=self._sender, cut_bytes=cut_bytes)
+        resender = Resender(self, owners=owners, log=log, sender=self._sender, rows=self._rows)
         handover = Handover(
             self,
             owners=owners,
@@ -184,7 +184,7 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
 
     # ---- inputs; task threads
 
-    def add_partition(self, data: pd.DataFrame, partition_id: int, **kwargs: Any) -> int:
+    def add_partition(self, data: Any, partition_id: int, **kwargs: Any) -> int:
         """Split an input and send it. As inherited, with a cheaper way to the event loop."""
         self.raise_if_closed()
         if self.transferred:
@@ -199,7 +199,7 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
             seam.sync(self._loop, self._write_to_comm, shards)
         return self.run_id
 
-    def _shard_partition(self, data: pd.DataFrame, partition_id: int, **kwargs: Any) -> Outgoing:
+    def _shard_partition(self, data: Any, partition_id: int, **kwargs: Any) -> Outgoing:
         return self._splitter.split(data, partition_id)
 
     # ---- outputs; task threads
@@ -207,7 +207,7 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
     def _get_assigned_worker(self, id: int) -> str:
         return self._owners.worker_for[id]
 
-    def get_output_partition(self, partition_id: int, key: Hashable, **kwargs: Any) -> pd.DataFrame:
+    def get_output_partition(self, partition_id: int, key: Hashable, **kwargs: Any) -> Any:
         """Make an output. As inherited, without its two round trips to the event loop.
 
         The first is made only for an output that does not belong here; the second waits for writes to a disk, of which
@@ -224,7 +224,7 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         ):
             return self._get_output_partition(partition_id, key, **kwargs)
 
-    def _get_output_partition(self, partition_id: int, key: Hashable, **kwargs: Any) -> pd.DataFrame:
+    def _get_output_partition(self, partition_id: int, key: Hashable, **kwargs: Any) -> Any:
         return self._outputs.build(partition_id, key)
 
     # ---- event loop

@@ -17,32 +17,39 @@ for itself, what others had wrapped meanwhile would stay in the chain, longer wi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dask_gpurt.shuffle import seam
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dask_gpurt.shuffle.seam import ShuffleWorkerPlugin
+    from dask_gpurt.shuffle.seam import ShuffleRun, ShuffleWorkerPlugin
 
 _NAMES = ("get_or_create_shuffle", "get_shuffle_run")
 
 
-def install(plugin: ShuffleWorkerPlugin, kind: type[Any]) -> None:
+def install(plugin: ShuffleWorkerPlugin, kind: type[ShuffleRun]) -> None:
     """Have a worker's shuffle plugin find runs of this kind directly. A second call changes nothing."""
     for name in _NAMES:
         if name not in vars(plugin):
-            setattr(plugin, name, _lookup(plugin.shuffle_runs, getattr(plugin, name), kind))
+            setattr(plugin, name, _lookup(plugin, getattr(plugin, name), kind))
 
 
-def _lookup(manager: Any, stock: Callable[..., Any], kind: type[Any]) -> Callable[..., Any]:
+def _lookup(
+    plugin: ShuffleWorkerPlugin, stock: Callable[..., ShuffleRun], kind: type[ShuffleRun]
+) -> Callable[..., ShuffleRun]:
+    manager = plugin.shuffle_runs
     active = seam.active_runs(manager)
 
-    def look(shuffle_id: Any, *run_id: int, **kwargs: Any) -> Any:
-        run: Any = active.get(shuffle_id)
-        well = isinstance(run, kind) and seam.goes_on(run) and not manager.closed
-        if well and (*run_id, *kwargs.values()) in ((), (run.run_id,)):
+    def look(shuffle_id: seam.ShuffleId, *run_id: int, **kwargs: int) -> ShuffleRun:
+        run = active.get(shuffle_id)
+        if (
+            isinstance(run, kind)
+            and seam.goes_on(run)
+            and not manager.closed
+            and (*run_id, *kwargs.values()) in ((), (run.run_id,))
+        ):
             return run
         return stock(shuffle_id, *run_id, **kwargs)
 

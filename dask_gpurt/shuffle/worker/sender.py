@@ -177,7 +177,8 @@ class Sender:
             message = Message(frames, self._host.local_address)
             began = time.perf_counter()
             response: Answer = await self._plane.send(
-                *(self, self._key, address, message.frames), functools.partial(self._peers.call, address, message)
+                *(self, self._key, address, message.frames),
+                functools.partial(self._by_comms, address, message),
             )
             self.rate.sent(message.nbytes, time.perf_counter() - began)
             refused = response.get("gpurt-refused")
@@ -195,6 +196,10 @@ class Sender:
             self._counters.add(shards_sent=len(parcels))
         self._counters.add(seconds_send=time.perf_counter() - start)
         return response
+
+    def _by_comms(self, address: str, message: Message, frames: Sequence[Any]) -> Awaitable[Answer]:
+        """Send a message by distributed's comms: its frames, or copies of them in host memory."""
+        return self._peers.call(address, message if frames is message.frames else Message(frames, message.sender))
 
     async def ask(self, address: str, question: dict[str, Any]) -> Answer:
         """Ask a peer's run something by distributed's comms; see `transport.plane.Plane.answer`."""

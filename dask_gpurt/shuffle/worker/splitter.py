@@ -5,20 +5,17 @@ from __future__ import annotations
 import dataclasses
 import time
 import traceback
-from typing import TYPE_CHECKING
-
-import pandas as pd
+from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.protocol.histogram import Histogram
 from dask_gpurt.shuffle.protocol.recovery import CUTS, shard_id
-from dask_gpurt.shuffle.rows import wire
-from dask_gpurt.shuffle.rows.message_cut import cut
-from dask_gpurt.shuffle.rows.partition import Shard, split
 from dask_gpurt.shuffle.worker.message import Outgoing
 
 if TYPE_CHECKING:
     from dask_gpurt.shuffle.counters import ShuffleCounters
+    from dask_gpurt.shuffle.rows.kinds import RowKind
+    from dask_gpurt.shuffle.rows.partition import Shard
     from dask_gpurt.shuffle.worker.host import RunHost
     from dask_gpurt.shuffle.worker.owners import Owners
     from dask_gpurt.shuffle.worker.send_log import SendLog
@@ -37,10 +34,8 @@ class Splitter:
         The epoch that the layout is of.
     column
         Name of the column of output ids.
-    drop_column
-        Whether outputs are without it.
-    cut_bytes
-        Bytes of a shard that travels in one message, at most.
+    rows
+        Splits and encodes.
     counters
         `inputs`, `skew_unknown` and the seconds of both steps.
     """
@@ -52,38 +47,36 @@ class Splitter:
         owners: Owners,
         log: SendLog[Shard],
         column: str,
-        drop_column: bool,
-        cut_bytes: int,
+        rows: RowKind,
         counters: ShuffleCounters,
     ) -> None:
         self._host = host
         self._owners, self._log = owners, log
-        self._column, self._drop_column = column, drop_column
-        self._cut_bytes = cut_bytes
+        self._column, self._rows = column, rows
         self._counters = counters
         #: rows of each output in the inputs that were split here
         self.histogram = Histogram(max(owners.worker_for, default=-1) + 1)
 
-    def split(self, data: pd.DataFrame, partition: int) -> Outgoing:
+    def split(self, data: Any, partition: int) -> Outgoing:
         """Split an input and make its shards ready to be sent.
 
         Raises
         ------
         TypeError
-            It is not a pandas frame.
+            It is not a frame like the meta.
         OverflowError
             It is more messages for one worker than there are ids.
         """
-        if not isinstance(data, pd.DataFrame):
+        if not self._rows.owns(data):
             raise TypeError(
                 f"input partition {partition} of shuffle {self._host.id} is a {type(data).__module__}."
-                f"{type(data).__name__}, its meta is a pandas.DataFrame. Remedy: make partitions and meta agree"
+                f"{type(data).__name__}, its meta is a {self._rows.frame}. Remedy: make partitions and meta agree"
             )
         start = time.perf_counter()
         # The epoch is read before the layout: so an amendment in between is noticed when the input is sent.
         out = Outgoing(partition, seam.this_key(), self._log.epoch)
         first_id = shard_id(partition, out.attempt, out.attempt)
-        shards = list(split(data, self._column, self._drop_column, first_id, self._owners.layout))
+        shards = list(self._rows.split(data, first_id, self._owners.layout))
         self._count(data, shards)
         middle = time.perf_counter()
         nbytes = self._encode(shards, first_id, out)
@@ -92,8 +85,10 @@ class Splitter:
         seam.context_meter.digest_metric("p2p-shards", len(out.parcels) + bool(out.own), "count")
         return out
 
-    def _count(self, data: pd.DataFrame, shards: list[tuple[str, Shard]]) -> None:
+    def _count(self, data: Any, shards: list[tuple[str, Shard]]) -> None:
         largest, rows = self.histogram.add(shard for _, shard in shards)
+        if not self._rows.on_host:
+            return
         try:
             self.histogram.look(data, self._column, largest, rows)
         except Exception:
@@ -103,7 +98,7 @@ class Splitter:
 
     def _encode(self, shards: list[tuple[str, Shard]], first_id: int, out: Outgoing) -> int:
         """Cut and encode the shards for other workers; returns their bytes."""
-        schema = None
+        encode = self._rows.encoder()
         nbytes = 0
         for address, shard in shards:
             # Every shard and every cut of one has an id of its own; they sort by input first.
@@ -112,10 +107,8 @@ class Splitter:
                 continue
             parcels = out.parcels.setdefault(address, [])
             shard = dataclasses.replace(shard, input_id=first_id + len(parcels))
-            schema = schema or wire.schema_bytes(shard.table.schema)
             out.sent.append((address, shard))
-            for piece in cut(shard, self._cut_bytes):
-                parcel = wire.encode(piece, schema)
+            for parcel in encode(shard):
                 parcels.append(parcel)
                 nbytes += parcel.nbytes
         if max(len(out.own), *map(len, out.parcels.values()), 0) > CUTS:

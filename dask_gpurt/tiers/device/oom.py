@@ -6,9 +6,12 @@
     task fails with it ── `RetryAlone`: wait until no other task runs here, spill all ── run it once more ── report
 
 `SpillOnFailure` is the callback. RMM calls it in the thread that allocates, and tries again as long as it returns True,
-without a limit of its own. So it returns True only if something really left, which ends by itself. Where the
+without a limit of its own. So it returns True only if the allocator got memory back, which ends by itself. Where the
 allocator's count shows room and still it fails (fragmentation), it does so at most `MAX_FRAGMENTED` times in a row. It
 never raises: an exception would travel through C++ that does not expect it.
+
+Each call waits for the whole device once. So it makes more room than was asked for, down to a low-water mark: the next
+allocations find it.
 
 Tasks are idempotent by contract (Dask itself runs them again when a worker is lost), so one may run once more. The
 second run waits `WAIT_SECONDS` at most for the others: one of them may wait for this one (``worker_client``).
@@ -49,11 +52,16 @@ class SpillOnFailure:
         Whose values may leave.
     headroom_bytes
         Bytes that the allocator could still give, by its own count; None: it does not know.
+    low_water_bytes
+        Room to make at each call, at least.
     """
 
-    def __init__(self, space: DeviceSpace, headroom_bytes: Callable[[], int | None]) -> None:
+    def __init__(
+        self, space: DeviceSpace, headroom_bytes: Callable[[], int | None], *, low_water_bytes: int = 0
+    ) -> None:
         self._space = space
         self._headroom_bytes = headroom_bytes
+        self._low_water_bytes = low_water_bytes
         self._local = threading.local()
         #: allocations that failed
         self.calls = 0
@@ -63,7 +71,8 @@ class SpillOnFailure:
         self.given_up = 0
         #: allocations that failed although there was room by the count
         self.fragmented = 0
-        self.spilled_bytes = 0
+        #: that the allocator got back
+        self.made_bytes = 0
         self.exceptions = 0
         self.last_error = ""
 
@@ -98,11 +107,11 @@ class SpillOnFailure:
                 local.fragmented = 0
                 self.given_up += 1
                 return False
-        left = self._space.spill(need)
-        self.spilled_bytes += left
-        if not left:
+        made = self._space.make_room(max(need, self._low_water_bytes))
+        self.made_bytes += made
+        if not made:
             self.given_up += 1
-        return left > 0
+        return made > 0
 
     def statistics(self) -> dict[str, Any]:
         """Return counts as plain JSON."""
@@ -111,7 +120,7 @@ class SpillOnFailure:
             "reentered": self.reentered,
             "given_up": self.given_up,
             "fragmented": self.fragmented,
-            "spilled_bytes": self.spilled_bytes,
+            "made_bytes": self.made_bytes,
             "exceptions": self.exceptions,
             "last_error": self.last_error,
         }
@@ -181,12 +190,14 @@ class RetryAlone:
         """What holds the device's memory, for people."""
         space = self._space
         kept = space.device_bytes
+        outside = space.outside_bytes
         total = space.backend.allocated_bytes()
         lines = [
             (
                 f"dask-gpurt: the device has no memory for this task, even alone. Allocated {format_bytes(total)}, of "
-                f"which {format_bytes(kept)} are results kept on this worker and "
-                f"{format_bytes(max(0, total - kept))} belong to running tasks and libraries. Largest results:"
+                f"which {format_bytes(kept - outside)} are results kept on this worker and "
+                f"{format_bytes(max(0, total - kept + outside))} belong to running tasks and libraries. "
+                f"{format_bytes(outside)} of results are in memory that does not come from RMM. Largest results:"
             )
         ]
         lines += [

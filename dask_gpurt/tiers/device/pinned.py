@@ -1,20 +1,22 @@
 """Host memory cut into blocks: where device values go first.
 
-`BlockPool` hands out blocks of any writeable memory; a `SlabSource` provides it, as
-`dask_gpurt.backends.cuda.PinnedSlabs` provides page-locked memory. `SlabTier` is the `StorageTier` over a pool.
+`BlockPool` hands out blocks of any writeable memory; a `SlabSource` provides it, as page-locked memory comes from
+`dask_gpurt.backends.device_copies.PinnedSlabs`. `SlabTier` is the `StorageTier` over a pool.
 
 Page-locked memory takes copies from a GPU at several times the rate of ordinary memory, but to lock it takes as long as
 many copies. So it is allocated in *slabs* that are kept, each cut into *blocks* of 1 to 4 MB, grown lazily up to a
 limit. A value takes as many blocks as it needs, wherever they are: there is no fragmentation, and at most one block per
-value is partly unused.
+value is partly unused. Where a value must not wait for a slab, `BlockPool.keep_ahead` has blocks ready.
 
-Frames are copied into blocks, device frames (`DeviceFrame`) directly by their own ``copy_to``. Reading gives the pieces
-to a codec that can take them (``decode_pieces``: back to the device without a detour), or else joins them. Bytes that
-stay in memory have no checksum; they get one when they go on to a disk.
+Frames are copied into blocks, device frames (`backend.DeviceFrame`) by their own ``copy_to``: all copies are begun,
+then all are waited for. Neighbouring blocks are one target, as few long copies take less than many short ones. Reading
+gives the pieces to a codec that can take them (``decode_pieces``: back to the device without a detour), or else joins
+them. Bytes that stay in memory have no checksum; they get one when they go on to a disk.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import time
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
     from dask_gpurt.model.shards import Buffer
     from dask_gpurt.model.tier import Tier
+    from dask_gpurt.tiers.device.backend import DeviceFrame
     from dask_gpurt.tiers.storage.handle import Codec
 
 DEFAULT_BLOCK_BYTES = 1 << 20
@@ -49,17 +52,6 @@ class SlabSource(Protocol):
 
     def release(self, slab: memoryview) -> None:
         """Give a slab back that is not used any more."""
-
-
-class DeviceFrame(Protocol):
-    """A frame whose bytes are on a device."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the frame."""
-
-    def copy_to(self, offset: int, target: memoryview) -> None:
-        """Fill `target` with the bytes from `offset` on. Returns when they are there."""
 
 
 class BlockPool:
@@ -85,11 +77,19 @@ class BlockPool:
         self.limit_bytes = limit_bytes
         self.block_bytes = block_bytes
         self._blocks_per_slab = max(1, slab_bytes // block_bytes)
+        #: of the lists below; held for a moment only
         self._lock = threading.Lock()
+        #: held while a slab is allocated, which takes long
+        self._growing = threading.Lock()
         self._slabs: list[memoryview] = []
         #: (slab, block) that are free; the last freed first, as it is in the caches
         self._free: list[tuple[int, int]] = []
         self._slab_sizes: list[int] = []
+        #: blocks to keep free
+        self._ahead = 0
+        self._look = threading.Event()
+        self._keeper: threading.Thread | None = None
+        self._closed = False
 
     @property
     def allocated_bytes(self) -> int:
@@ -97,42 +97,92 @@ class BlockPool:
         with self._lock:
             return sum(self._slab_sizes)
 
-    def take(self, nbytes: int) -> list[tuple[int, int]]:
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of blocks that can be taken at once."""
+        with self._lock:
+            return len(self._free) * self.block_bytes
+
+    def keep_ahead(self, nbytes: int) -> None:
+        """Have a thread keep so many bytes free, as far as the limit allows, for those that cannot wait for a slab."""
+        self._ahead = -(-nbytes // self.block_bytes)
+        self._look.set()
+        if self._keeper is None:
+            self._keeper = threading.Thread(target=self._keep, name="gpurt-pinned", daemon=True)
+            self._keeper.start()
+
+    def _keep(self) -> None:
+        while self._look.wait():
+            self._look.clear()
+            while not self._closed:
+                with self._lock:
+                    have, short = len(self._slabs), len(self._free) < self._ahead
+                if not short:
+                    break
+                try:
+                    self._grow(have)
+                except TierFull:
+                    break
+            if self._closed:
+                return
+
+    def take(self, nbytes: int, *, grow: bool = True) -> list[tuple[int, int]]:
         """Blocks for so many bytes.
+
+        Parameters
+        ----------
+        grow
+            False: of the blocks that are there already.
 
         Raises
         ------
         TierFull
-            The limit would be passed, or the system has no such memory. Nothing was taken.
+            The limit would be passed, or the system has no such memory, or no slab may be allocated for it. Nothing
+            was taken.
         """
         need = -(-nbytes // self.block_bytes)
-        with self._lock:
-            while len(self._free) < need:
-                self._grow()
-            if not need:
-                return []
-            taken, self._free = self._free[-need:], self._free[:-need]
-            return taken
+        if not need:
+            return []
+        while True:
+            with self._lock:
+                if len(self._free) >= need:
+                    taken, self._free = self._free[: -need - 1 : -1], self._free[:-need]
+                    short = len(self._free) < self._ahead
+                    break
+                have = len(self._slabs)
+            if not grow:
+                self._look.set()
+                raise TierFull(f"fewer than {need} {self.source.tier.name.lower()} blocks are ready")
+            self._grow(have)
+        if short:
+            self._look.set()
+        return taken
 
-    def _grow(self) -> None:
-        n = self._blocks_per_slab
-        if self.limit_bytes is not None:
-            n = min(n, (self.limit_bytes - sum(self._slab_sizes)) // self.block_bytes)
-        if n <= 0:
-            raise TierFull(f"all {self.limit_bytes} bytes of {self.source.tier.name.lower()} blocks are taken")
-        try:
-            slab = self.source.allocate(n * self.block_bytes)
-        except (MemoryError, OSError) as e:
-            raise TierFull(f"no {self.source.tier.name.lower()} memory for {n} blocks more: {e}") from e
-        self._slabs.append(slab)
-        self._slab_sizes.append(slab.nbytes)
-        i = len(self._slabs) - 1
-        self._free.extend((i, j) for j in reversed(range(n)))
+    def _grow(self, have: int) -> None:
+        """One slab more than the `have` that there were."""
+        with self._growing:
+            with self._lock:
+                if self._closed:
+                    raise TierFull("the blocks were given back")
+                if len(self._slabs) != have:  # another thread was here meanwhile
+                    return
+                room = None if self.limit_bytes is None else self.limit_bytes - sum(self._slab_sizes)
+            n = self._blocks_per_slab if room is None else min(self._blocks_per_slab, room // self.block_bytes)
+            if n <= 0:
+                raise TierFull(f"all {self.limit_bytes} bytes of {self.source.tier.name.lower()} blocks are taken")
+            try:
+                slab = self.source.allocate(n * self.block_bytes)
+            except (MemoryError, OSError) as e:
+                raise TierFull(f"no {self.source.tier.name.lower()} memory for {n} blocks more: {e}") from e
+            with self._lock:
+                self._slabs.append(slab)
+                self._slab_sizes.append(slab.nbytes)
+                self._free.extend((have, j) for j in reversed(range(n)))
 
-    def view(self, block: tuple[int, int]) -> memoryview:
-        """The memory of one block."""
+    def view(self, block: tuple[int, int], count: int = 1) -> memoryview:
+        """The memory of a block, and of those that follow it in its slab, `count` in all."""
         slab, i = block
-        return self._slabs[slab][i * self.block_bytes : (i + 1) * self.block_bytes]
+        return self._slabs[slab][i * self.block_bytes : (i + count) * self.block_bytes]
 
     def give(self, blocks: Sequence[tuple[int, int]]) -> None:
         """Back to the pool."""
@@ -141,10 +191,14 @@ class BlockPool:
 
     def close(self) -> None:
         """Give all slabs back; blocks must not be used afterwards."""
-        with self._lock:
+        with self._growing, self._lock:
+            self._closed = True
             slabs, self._slabs = self._slabs, []
             self._free.clear()
             self._slab_sizes.clear()
+        self._look.set()
+        if self._keeper is not None:
+            self._keeper.join(10)
         for slab in slabs:
             self.source.release(slab)
 
@@ -244,8 +298,8 @@ class SlabTier:
         """Bytes of all blocks; None: no limit."""
         return self.pool.limit_bytes
 
-    def write(self, groups: Sequence[tuple[int, Sequence[Buffer | DeviceFrame]]]) -> SlabHandle:
-        """See `StorageTier.write`; frames may be `DeviceFrame`."""
+    def write(self, groups: Sequence[tuple[int, Sequence[Buffer | DeviceFrame]]], *, grow: bool = True) -> SlabHandle:
+        """See `StorageTier.write`; frames may be `DeviceFrame`. With `grow` False no slab is allocated for it."""
         start = time.perf_counter()
         sources: list[Any] = []
         frames: list[tuple[int, int]] = []
@@ -255,22 +309,13 @@ class SlabTier:
                 sources.append(source)
                 frames.append((part, source.nbytes))
         total = sum(n for _, n in frames)
-        blocks = self.pool.take(total)
+        blocks = self.pool.take(total, grow=grow)
         nbytes = len(blocks) * self.pool.block_bytes
         with self._lock:
             self._used_bytes += nbytes
         handle = SlabHandle(self, tuple(blocks), tuple(frames), nbytes, [True])
         try:
-            offset = 0
-            for source in sources:
-                done = 0
-                for piece in self.span(handle.blocks, offset, source.nbytes):
-                    if isinstance(source, memoryview):
-                        piece[:] = source[done : done + piece.nbytes]
-                    else:
-                        source.copy_to(done, piece)
-                    done += piece.nbytes
-                offset += source.nbytes
+            self._fill(handle.blocks, sources)
         except BaseException:
             self.metrics.add(write_failures=1)
             handle.free()
@@ -278,14 +323,42 @@ class SlabTier:
         self.metrics.add(writes=1, written_bytes=total, write_seconds=time.perf_counter() - start)
         return handle
 
+    def _fill(self, blocks: Sequence[tuple[int, int]], sources: Sequence[Any]) -> None:
+        """Copy all sources into blocks; returns, or raises, when no copy is under way any more."""
+        begun: list[DeviceFrame] = []
+        offset = 0
+        try:
+            for source in sources:
+                targets = self.span(blocks, offset, source.nbytes)
+                offset += source.nbytes
+                if isinstance(source, memoryview):
+                    done = 0
+                    for target in targets:
+                        target[:] = source[done : done + target.nbytes]
+                        done += target.nbytes
+                else:
+                    begun.append(source)
+                    source.copy_to(targets)
+            while begun:
+                begun.pop().finish()
+        except BaseException:
+            for frame in begun:
+                with contextlib.suppress(Exception):  # the first error is the one to report
+                    frame.finish()
+            raise
+
     def span(self, blocks: Sequence[tuple[int, int]], offset: int, nbytes: int) -> list[memoryview]:
-        """The memory from `offset` on, in the order of the blocks."""
+        """The memory from `offset` on, in the order of the blocks; neighbouring blocks are one piece."""
         size = self.pool.block_bytes
         out = []
         while nbytes:
             i, at = divmod(offset, size)
-            n = min(size - at, nbytes)
-            out.append(self.pool.view(blocks[i])[at : at + n])
+            slab, first = blocks[i]
+            count = 1
+            while count * size - at < nbytes and blocks[i + count] == (slab, first + count):
+                count += 1
+            n = min(count * size - at, nbytes)
+            out.append(self.pool.view(blocks[i], count)[at : at + n])
             offset += n
             nbytes -= n
         return out

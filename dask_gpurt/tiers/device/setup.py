@@ -1,4 +1,9 @@
-"""`DeviceMemory`: puts the device tier of a worker together (probe, stack, blocks, callback), and takes it apart."""
+"""`DeviceMemory`: puts the device tier of a worker together (probe, stack, blocks, callback), and takes it apart.
+
+Others change what libraries allocate from after us: dask-cuda's ``RMMSetup`` runs after preloads, and a task may do it.
+So `look` is called with every heartbeat. It stacks again where our stack was replaced, and stands aside while something
+else moves device values (cuDF's own spilling, switched on after our start): two that spill by turns make no progress.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,11 @@ from typing import TYPE_CHECKING, Any
 from dask.utils import format_bytes
 
 from dask_gpurt.backends import cuda, rocm
+from dask_gpurt.backends.device_copies import PinnedSlabs
+from dask_gpurt.backends.device_values import CudaBackend
+from dask_gpurt.backends.rmm_stack import DeviceAllocator, own_pool
 from dask_gpurt.errors import InstallError
+from dask_gpurt.tiers.device.containers import WithContainers
 from dask_gpurt.tiers.device.oom import SpillOnFailure
 from dask_gpurt.tiers.device.pinned import BlockPool, SlabTier
 from dask_gpurt.tiers.device.space import DeviceSpace
@@ -19,25 +28,47 @@ if TYPE_CHECKING:
     from distributed.worker import Worker
 
     from dask_gpurt.config import TierSettings
+    from dask_gpurt.tiers.device.backend import DeviceBackend
     from dask_gpurt.tiers.device.pinned import SlabSource
-    from dask_gpurt.tiers.device.space import DeviceBackend
 
 logger = logging.getLogger("distributed.worker.gpurt")
 
 #: share of the allocator's limit that kept values may take; the rest is for tasks at work
 _KEPT = 0.8
+#: share of the limit above which values leave before an allocation fails
+_HIGH = 0.9
+#: share of the limit that is made free when an allocation fails
+_LOW_WATER = 1 / 16
 
 
 class DeviceMemory:
-    """What is installed on a worker with a device tier."""
+    """What is installed on a worker with a device tier. Made by `open`, or `over` given parts.
+
+    Parameters
+    ----------
+    callback
+        What the allocator calls; goes to `oom` unless the tier stands aside.
+    conflict
+        Says what else moves device values here; "" if nothing does.
+    """
 
     def __init__(
-        self, space: DeviceSpace, oom: SpillOnFailure, undo: Callable[[], None], facts: dict[str, Any]
+        self,
+        space: DeviceSpace,
+        oom: SpillOnFailure,
+        allocator: DeviceAllocator,
+        callback: Late,
+        conflict: Callable[[], str],
     ) -> None:
         self.space = space
         self.oom = oom
-        self._undo = undo
-        self._facts = facts
+        self.allocator = allocator
+        self._callback = callback
+        self._conflict = conflict
+        #: why values do not leave the device for now; "" if they do
+        self.stands_aside = ""
+        self._said_outside = False
+        self._facts: dict[str, Any] = {}
 
     @classmethod
     def open(
@@ -72,20 +103,23 @@ class DeviceMemory:
         limit = int(found.total_bytes * settings.device_limit)
         # Page-locked memory is host memory: it must leave room for values there.
         pinned = settings.pinned_limit if host_bytes is None else min(settings.pinned_limit, host_bytes // 2)
-        callback = _Late()
+        callback = Late()
+        allocator = DeviceAllocator(
+            callback, limit, pool=lambda: _pool(limit), free_bytes=cuda.free_bytes, device=found.device
+        )
+        allocator.install()
         try:
-            base = cuda.base_resource("async", limit)
-        except RuntimeError as e:
-            logger.info("CUDA's own memory pool cannot be used (%s); RMM's is", e)
-            base = cuda.base_resource("pool", limit)
-        stack = cuda.stack_over(base, limit, callback)
-        self = cls.over(cuda.CudaBackend(stack), stack, callback, cuda.PinnedSlabs(), pinned, lambda: None)
+            backend = CudaBackend(allocator)
+            backend.prepare()
+            self = cls.over(backend, allocator, callback, PinnedSlabs(), pinned, lambda: cuda.conflict(worker))
+        except BaseException:
+            allocator.close()
+            raise
         self._facts.update(device=found.name, gds=found.gds or "available, not used")
-        self._undo = cuda.install(stack)
         logger.info(
             "Device tier: %s up to %s, then up to %s page-locked, then disk",
             found.name,
-            format_bytes(limit),
+            format_bytes(allocator.limit_bytes),
             format_bytes(pinned),
         )
         return self
@@ -94,36 +128,81 @@ class DeviceMemory:
     def over(
         cls,
         backend: DeviceBackend,
-        stack: cuda.Stack,
-        callback: _Late,
+        allocator: DeviceAllocator,
+        callback: Late,
         slabs: SlabSource,
         slab_limit_bytes: int,
-        undo: Callable[[], None],
+        conflict: Callable[[], str],
     ) -> DeviceMemory:
-        """Over a given backend and stack, whose callback is `callback`."""
-        limit = stack.limiting.get_allocation_limit()
-        tier = SlabTier(BlockPool(slabs, limit_bytes=slab_limit_bytes))
-        space = DeviceSpace(backend, [tier], limit_bytes=int(limit * _KEPT))
-        oom = SpillOnFailure(space, stack.headroom_bytes)
+        """Over a given backend and an installed allocator, whose callback is `callback`."""
+        limit = allocator.limit_bytes
+        low_water = int(limit * _LOW_WATER)
+        pool = BlockPool(slabs, limit_bytes=slab_limit_bytes)
+        # What one failed allocation makes leave finds its blocks ready; more would lock host memory in vain.
+        pool.keep_ahead(min(2 * low_water, slab_limit_bytes // 2))
+        space = DeviceSpace(
+            WithContainers(backend), [SlabTier(pool)], limit_bytes=int(limit * _KEPT), high_bytes=int(limit * _HIGH)
+        )
+        oom = SpillOnFailure(space, allocator.headroom_bytes, low_water_bytes=low_water)
         callback.target = oom
-        return cls(space, oom, undo, {"peak_bytes": stack.peak_bytes})
+        return cls(space, oom, allocator, callback, conflict)
+
+    def look(self) -> None:
+        """Whether all is as it was installed; with every heartbeat. Costs a few attributes."""
+        if not self.allocator.look():
+            logger.warning(
+                "RMM's resource was replaced after the device tier had begun (%d times so far). It is stacked over "
+                "what is there now. Remedy: have it set up before dask_gpurt, or by dask_gpurt alone",
+                self.allocator.replaced,
+            )
+        if self.space.outside_seen and not self._said_outside:
+            self._said_outside = True
+            logger.warning(
+                "Results of torch or Numba are in memory that does not come from RMM: they count, and leave the device "
+                "by the limit of kept values, but make no room for other libraries. Remedy: have them allocate through "
+                "RMM (rmm.allocators.torch, NUMBA_CUDA_MEMORY_MANAGER=rmm)"
+            )
+        stands_aside = self._conflict()
+        if stands_aside != self.stands_aside:
+            self._callback.target = None if stands_aside else self.oom
+            if stands_aside:
+                logger.error("The device tier stands aside, no value leaves the device: %s", stands_aside)
+            else:
+                logger.info("The device tier works again")
+        self.stands_aside = stands_aside
 
     def statistics(self) -> dict[str, Any]:
         """Return counts as plain JSON."""
-        facts = {name: value() if callable(value) else value for name, value in self._facts.items()}
-        return {**self.space.statistics(), "out_of_memory": self.oom.statistics(), **facts}
+        return {
+            **self.space.statistics(),
+            "out_of_memory": self.oom.statistics(),
+            "peak_bytes": self.allocator.peak_bytes(),
+            "resource_replaced": self.allocator.replaced,
+            "stands_aside": self.stands_aside,
+            **self._facts,
+        }
 
     def close(self) -> None:
         """Forget all values, and let libraries allocate as before."""
+        self._callback.target = None
         self.space.close()
-        self._undo()
+        self.allocator.close()
 
 
-class _Late:
+class Late:
     """The stack wants its callback before there is a space to spill from."""
 
     def __init__(self) -> None:
         self.target: Callable[[int], bool] | None = None
 
     def __call__(self, nbytes: int) -> bool:
-        return self.target is not None and self.target(nbytes)
+        target = self.target
+        return target is not None and target(nbytes)
+
+
+def _pool(limit_bytes: int) -> Any:
+    try:
+        return own_pool("async", limit_bytes)
+    except RuntimeError as e:
+        logger.info("CUDA's own memory pool cannot be used (%s); RMM's is", e)
+        return own_pool("pool", limit_bytes)

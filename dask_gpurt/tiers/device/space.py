@@ -1,17 +1,12 @@
 """`DeviceSpace`: values in device memory, and how they leave it: in time, or when an allocation fails.
 
-A device value is kept in a `Box`, and the store keeps the box. A box is in one of four states:
+A device value is kept in a `Box`, and the store keeps the box. `make_room` is for an allocation that has failed: it
+makes values leave until the *allocator* has got that much back. `spill` and `balance` do it by what is kept.
 
-==========  ==========================  ==================================================
-state       value on the device         copy below (pinned blocks, else disk)
-==========  ==========================  ==================================================
-DEVICE      yes                         maybe: kept after a load, values are immutable
-SPILLING    yes, some thread copies it  not yet
-BELOW       no                          yes
-GONE        no                          no
-==========  ==========================  ==================================================
-
-Moves are looked up in `TABLE`, and `DeviceSpace._move` alone makes them, with the value and the byte count.
+Bytes: several values may be views of one allocation, whose memory goes with the last of them. So kept bytes are those
+of distinct allocations (`DeviceBackend.blocks`), and room is what the allocator's own count says, before and after a
+value was dropped. A value whose object another still holds, or whose memory came past the allocator (`Box.outside`),
+leaves without making room there, and is not counted as if it had.
 
 Victims: values with a copy first (free of charge), then the farthest next use, then the least recently used.
 
@@ -21,130 +16,38 @@ deadlock: the loop may hold the allocator's lock, or be allocating. Hence:
 
 1. A box is changed under its own lock only. A thread that spills takes locks with ``blocking=False`` and goes on to the
    next box. A thread that is inside one box never waits for another, so no order of locks is needed.
-2. Copying a value down may allocate on the device itself (packing a table). If that fails, the same thread enters the
-   callback again, which refuses at once (`oom`).
-3. A box that is pinned (inputs of running tasks) is not taken. The memory goes with the last reference to the value,
-   which may be outside of the box. So success is what RMM counts as free.
+2. `make_room` allocates nothing: neither on the device, which is full, nor page-locked memory, which takes long. Blocks
+   are kept ready for it (`pinned.BlockPool.keep_ahead`); where none is left, a value goes to the next tier.
+3. A box that is pinned (inputs of running tasks) is not taken.
 4. Before the reference is dropped, the device is made to order the free after its last use (`DeviceBackend.fence`).
    Memory belongs to the stream it was allocated on; a kernel on another stream may still read it.
 
-No vendor library is imported here: `DeviceBackend` is what a device has to offer, `dask_gpurt.backends.cuda` has it.
+No vendor library is imported here: `DeviceBackend` is what a device has to offer.
 """
 
 from __future__ import annotations
 
-import enum
 import itertools
 import math
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy
 
 from dask_gpurt.errors import CorruptData, LostData, TierFull
+from dask_gpurt.tiers.device.box import HERE, TABLE, Box, BoxState
+from dask_gpurt.tiers.device.pinned import SlabTier
 from dask_gpurt.tiers.engine.entry import IllegalMove
+from dask_gpurt.tiers.storage.handle import DecodeError
 from dask_gpurt.tiers.storage.protocol import TierMetrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
+    from dask_gpurt.tiers.device.backend import DeviceBackend
     from dask_gpurt.tiers.storage.handle import Group, Handle
     from dask_gpurt.tiers.storage.protocol import StorageTier
-
-
-class DeviceBackend(Protocol):
-    """What a kind of device has to offer; also the codec of its values (`handle.Codec`)."""
-
-    def owns(self, value: Any) -> bool:
-        """Whether this is a value in device memory."""
-
-    def nbytes(self, value: Any) -> int:
-        """Bytes of device memory that it takes."""
-
-    def encode(self, value: Any, parts: Sequence[int] | None = None) -> list[Group]:
-        """Frames, those in device memory as `pinned.DeviceFrame`."""
-
-    def decode(self, frames: list[memoryview]) -> Any:
-        """The value, on the device again."""
-
-    def decode_pieces(self, frames: list[list[memoryview]]) -> Any:
-        """The same, from frames that lie in pieces."""
-
-    def fence(self) -> None:
-        """Return when everything that was begun on the device is done."""
-
-    def allocated_bytes(self) -> int:
-        """Bytes of device memory in use, by the allocator's own count."""
-
-
-class BoxState(enum.Enum):
-    """Where the value of a box is; see the module."""
-
-    DEVICE = "device"
-    SPILLING = "spilling"
-    BELOW = "below"
-    GONE = "gone"
-
-
-#: (state, event) -> next state
-TABLE: dict[tuple[BoxState, str], BoxState] = {
-    (BoxState.DEVICE, "copy"): BoxState.SPILLING,
-    (BoxState.DEVICE, "drop"): BoxState.BELOW,  # it has a copy
-    (BoxState.DEVICE, "remove"): BoxState.GONE,
-    (BoxState.SPILLING, "copied"): BoxState.BELOW,
-    (BoxState.SPILLING, "copy-failed"): BoxState.DEVICE,
-    (BoxState.BELOW, "load"): BoxState.DEVICE,
-    (BoxState.BELOW, "remove"): BoxState.GONE,
-}
-#: the value is on the device, and counted
-_HERE = (BoxState.DEVICE, BoxState.SPILLING)
-
-
-class Box:
-    """One device value. Fields are read and written under `lock`, but for `pins`, `last_use` and `next_use`."""
-
-    __slots__ = (
-        "handle",
-        "key",
-        "last_use",
-        "lock",
-        "nbytes",
-        "next_use",
-        "pins",
-        "space",
-        "state",
-        "unspillable",
-        "value",
-    )
-
-    def __init__(self, space: DeviceSpace, key: Hashable, value: Any, nbytes: int) -> None:
-        self.space = space
-        self.key = key
-        #: of device memory
-        self.nbytes = nbytes
-        self.lock = threading.Lock()
-        self.state = BoxState.DEVICE
-        self.value: Any = value
-        self.handle: Handle | None = None
-        #: running tasks that need it on the device; changed on the event loop only
-        self.pins = 0
-        #: serial number of the last use
-        self.last_use = 0
-        #: see `victims.soonest_use`
-        self.next_use: Callable[[], tuple[float, ...] | None] = _unknown
-        self.unspillable = False
-
-    def get(self) -> Any:
-        """The value, on the device. Blocks when it has to be brought there."""
-        return self.space.load(self)
-
-    def __sizeof__(self) -> int:
-        return 512  # of host memory
-
-
-def _unknown() -> None:
-    return None
 
 
 class DeviceSpace:
@@ -156,32 +59,51 @@ class DeviceSpace:
         Where values go, in this order; the first are blocks of pinned memory.
     limit_bytes
         Device memory that kept values may take before they leave unasked; None: only when an allocation fails.
+    high_bytes
+        Bytes allocated on the device, by tasks at work too, above which values leave unasked; None: no such mark.
     """
 
-    def __init__(self, backend: DeviceBackend, below: Sequence[StorageTier], *, limit_bytes: int | None) -> None:
+    def __init__(
+        self,
+        backend: DeviceBackend,
+        below: Sequence[StorageTier],
+        *,
+        limit_bytes: int | None,
+        high_bytes: int | None = None,
+    ) -> None:
         self.backend = backend
         self.below = list(below)
         self.limit_bytes = limit_bytes
+        self.high_bytes = high_bytes
         self.metrics = TierMetrics()
         self._lock = threading.Lock()
         self._boxes: dict[int, Box] = {}
-        #: of boxes whose value is on the device
+        #: allocations of values on the device: how many values hold it, and its bytes
+        self._blocks: dict[Hashable, tuple[int, int]] = {}
         self._device_bytes = 0
         self._serial = itertools.count(1)
+        #: called with a box whose value has left the device or come back, in any thread, its lock held; must not raise
+        self.on_moved: Callable[[Box], None] = _ignored
         self.unspillable = 0
-        #: loads that had to make room first, and that failed for want of memory
+        #: loads that failed for want of memory
         self.load_failures = 0
+        #: values so far whose memory came past the allocator
+        self.outside_seen = 0
+        #: values that left while the allocator got nothing back: others held the memory
+        self.left_without_room = 0
         self.last_error = ""
 
     # ------------------------------------------------------------------ values
 
     def put(self, key: Hashable, value: Any) -> Box:
         """Keep a value; `balance` then makes others leave."""
-        box = Box(self, key, value, self.backend.nbytes(value))
+        box = Box(self, key, value, self.backend.blocks(value))
         box.last_use = next(self._serial)
+        box.outside = self.backend.outside(value)
+        self.outside_seen += box.outside
         with self._lock:
             self._boxes[id(box)] = box
-            self._device_bytes += box.nbytes
+            self._count(box, 1)
         return box
 
     def remove(self, box: Box) -> None:
@@ -214,32 +136,58 @@ class DeviceSpace:
             assert box.handle is not None
             start = time.perf_counter()
             try:
-                # May call back into `spill`, on this thread: that finds this box locked and takes another.
+                # May call back into `make_room`, on this thread: that finds this box locked and takes another.
                 value, _ = box.handle.load(self.backend)
             except MemoryError:
                 self.load_failures += 1
                 raise
+            except DecodeError as e:
+                if not isinstance(e.__cause__, MemoryError):
+                    raise
+                self.load_failures += 1
+                raise e.__cause__ from None
             except (CorruptData, OSError) as e:
                 self.metrics.add(read_failures=1)
                 raise LostData(f"the copy of {box.key!r} below the device could not be read: {e}") from e
+            box.blocks = self.backend.blocks(value)  # others than before; so may be their sizes
+            box.nbytes = sum(n for _, n in box.blocks)
             self._move(box, "load", value)
             self.metrics.add(reads=1, read_bytes=box.nbytes, read_seconds=time.perf_counter() - start)
+            self.on_moved(box)
             return value
 
     # ------------------------------------------------------------------ leaving
 
     @property
     def over(self) -> bool:
-        """Whether kept values take more than the limit."""
-        return self.limit_bytes is not None and self.device_bytes > self.limit_bytes
+        """Whether kept values take more than their limit, or all that is allocated passes the high mark."""
+        return self._excess(0) > 0
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of kept values, by their own account."""
+        """Bytes of the allocations that kept values hold on the device."""
         return self._device_bytes
 
-    def _move(self, box: Box, event: str, value: Any = None) -> None:
+    @property
+    def outside_bytes(self) -> int:
+        """Bytes of values on the device whose memory came past the allocator."""
+        return sum(b.nbytes for b in self._all() if b.outside and b.state in HERE)
+
+    def _excess(self, coming_bytes: int) -> int:
+        excess = 0
+        if self.limit_bytes is not None:
+            excess = self.device_bytes + coming_bytes - self.limit_bytes
+        if self.high_bytes is not None and self._device_bytes:
+            excess = max(excess, self.backend.allocated_bytes() + coming_bytes - self.high_bytes)
+        return excess
+
+    def _move(self, box: Box, event: str, value: Any = None) -> int:
         """Change the state of a box, and with it its value and the byte count. Hold the lock of the box.
+
+        Returns
+        -------
+        int
+            Bytes by which kept values are less than before.
 
         Raises
         ------
@@ -251,31 +199,53 @@ class DeviceSpace:
         if after is None:
             raise IllegalMove(f"the box of {box.key!r} is {before.value}, where {event!r} is not allowed")
         box.state = after
-        change = (after in _HERE) - (before in _HERE)
-        if change:
-            box.value = value
-            # Never held where device memory is allocated: the callback cannot meet its own thread in it.
-            with self._lock:
-                self._device_bytes += change * box.nbytes
+        change = (after in HERE) - (before in HERE)
+        if not change:
+            return 0
+        box.value = value
+        # Never held where device memory is allocated: the callback cannot meet its own thread in it.
+        with self._lock:
+            return self._count(box, change)
+
+    def _count(self, box: Box, sign: int) -> int:
+        """Count the allocations of a value in or out; hold `_lock`. Returns the bytes that kept values are less."""
+        before = self._device_bytes
+        for block, nbytes in box.blocks:
+            holders, known = self._blocks.get(block, (0, 0))
+            largest = max(known, nbytes)
+            if holders + sign:
+                self._blocks[block] = holders + sign, largest
+            else:
+                self._blocks.pop(block, None)
+            self._device_bytes += (largest if holders + sign else 0) - (known if holders else 0)
+        return before - self._device_bytes
 
     def balance(self, coming_bytes: int = 0) -> int:
-        """Make values leave until they and `coming_bytes` are within the limit; what left. For an I/O thread."""
-        if self.limit_bytes is None:
-            return 0
-        excess = self.device_bytes + coming_bytes - self.limit_bytes
+        """Make values leave until all is within the limits, and `coming_bytes` more; what left. For an I/O thread."""
+        excess = self._excess(coming_bytes)
         return self.spill(excess) if excess > 0 else 0
 
     def spill(self, nbytes: int) -> int:
-        """Make at least `nbytes` of values leave the device, in this thread, without waiting; the bytes that left.
+        """Make at least `nbytes` of kept values leave the device, in this thread; the bytes that left.
 
-        Called in the allocation callback among others: never raises, never blocks on a lock.
+        Grows the blocks that they go to. Never raises, never blocks on the lock of a box.
         """
+        return self._leave_until(nbytes, for_allocation=False)
+
+    def make_room(self, nbytes: int) -> int:
+        """Make values leave until the allocator has got `nbytes` back, in this thread; the bytes that it got back.
+
+        For the allocation callback: allocates nothing, never raises, never blocks on the lock of a box.
+        """
+        return self._leave_until(nbytes, for_allocation=True)
+
+    def _leave_until(self, nbytes: int, *, for_allocation: bool) -> int:
         left = 0
         fenced = False
         for box in self._victims():
             if left >= nbytes:
                 break
-            if not box.lock.acquire(blocking=False):
+            if (for_allocation and box.outside) or not box.lock.acquire(blocking=False):
                 continue
             try:
                 if box.state is not BoxState.DEVICE or box.pins:
@@ -285,8 +255,8 @@ class DeviceSpace:
                     # work needs a pin, and pinned boxes are not taken.
                     self.backend.fence()
                     fenced = True
-                if self._leave(box):
-                    left += box.nbytes
+                kept, room = self._leave(box, grow=not for_allocation)
+                left += room if for_allocation else kept
             finally:
                 box.lock.release()
         return left
@@ -305,23 +275,38 @@ class DeviceSpace:
         # A copy, without the lock: the callback may interrupt the thread that holds it. (C code, atomic under the GIL.)
         return list(self._boxes.values())
 
-    def _leave(self, box: Box) -> bool:
-        """Move the value of a box off the device; False where it could not be copied. Hold the lock of the box."""
-        if box.handle is not None:
-            self._move(box, "drop")
-            return True
-        self._move(box, "copy")
-        try:
-            box.handle = self._copy(box)
-        finally:
-            self._move(box, "copy-failed" if box.handle is None else "copied")
-        return box.handle is not None
+    def _leave(self, box: Box, *, grow: bool) -> tuple[int, int]:
+        """Move the value of a box off the device. Hold the lock of the box.
 
-    def _copy(self, box: Box) -> Handle | None:
+        Returns
+        -------
+        tuple of int, int
+            Bytes that kept values are less, and that the allocator got back; 0 where it could not be copied.
+        """
+        event = "drop"
+        if box.handle is None:
+            self._move(box, "copy")
+            try:
+                box.handle = self._copy(box, grow)
+            finally:
+                if box.handle is None:
+                    self._move(box, "copy-failed")
+            if box.handle is None:
+                return 0, 0
+            event = "copied"
+        before = self.backend.allocated_bytes()
+        kept = self._move(box, event)
+        # Other threads allocate and free, too; between these two lines little of it happens.
+        room = max(0, before - self.backend.allocated_bytes())
+        self.left_without_room += not room
+        self.on_moved(box)
+        return kept, room
+
+    def _copy(self, box: Box, grow: bool) -> Handle | None:
         start = time.perf_counter()
         try:
             groups = self.backend.encode(box.value)
-        except MemoryError as e:  # no room to pack it: another one may need none
+        except MemoryError as e:  # of the host, or of what the backend keeps apart for this: another one may need less
             self._failed(e)
             return None
         except Exception as e:
@@ -330,21 +315,21 @@ class DeviceSpace:
             self._failed(e)
             return None
         try:
-            handle = self._write(groups)
+            handle = self._write(groups, grow)
         except Exception as e:
             self._failed(e)
             return None
         self.metrics.add(writes=1, written_bytes=box.nbytes, write_seconds=time.perf_counter() - start)
         return handle
 
-    def _write(self, groups: list[Group]) -> Handle:
+    def _write(self, groups: list[Group], grow: bool) -> Handle:
         error: Exception = TierFull("there is no tier below the device")
         staged: list[Group] | None = None
         try:
             for tier in self.below:
                 try:
-                    if hasattr(tier, "pool"):  # blocks take device frames as they are
-                        return tier.write(groups)
+                    if isinstance(tier, SlabTier):  # blocks take device frames as they are
+                        return tier.write(groups, grow=grow)
                     if staged is None:
                         staged = [(part, [stage(b) for b in buffers]) for part, buffers in groups]
                     return tier.write(staged)
@@ -364,7 +349,7 @@ class DeviceSpace:
 
     def largest(self, n: int = 10) -> list[tuple[str, int, bool]]:
         """(key, bytes, pinned) of the largest values on the device."""
-        here = [b for b in self._all() if b.state in _HERE]
+        here = [b for b in self._all() if b.state in HERE]
         here.sort(key=lambda b: b.nbytes, reverse=True)
         return [(str(b.key), b.nbytes, b.pins > 0) for b in here[:n]]
 
@@ -376,7 +361,10 @@ class DeviceSpace:
             "device_bytes": self.device_bytes,
             "limit_bytes": self.limit_bytes,
             "allocator_bytes": self.backend.allocated_bytes(),
+            "outside_values": sum(b.outside and b.state in HERE for b in boxes),
+            "outside_bytes": self.outside_bytes,
             "below_values": sum(1 for b in boxes if b.state is BoxState.BELOW),
+            "left_without_room": self.left_without_room,
             "unspillable": self.unspillable,
             "load_failures": self.load_failures,
             "last_error": self.last_error,
@@ -388,7 +376,9 @@ class DeviceSpace:
 
     def validate(self) -> None:
         """Check every invariant; AssertionError names what is broken. Nothing may be under way."""
-        assert self._device_bytes == sum(b.nbytes for b in self._all() if b.state is BoxState.DEVICE)
+        here = [b for b in self._all() if b.state is BoxState.DEVICE]
+        assert set(self._blocks) == {block for b in here for block, _ in b.blocks}
+        assert self._device_bytes == sum(n for _, n in self._blocks.values())
         for box in self._all():
             assert not box.lock.locked(), box.key
             assert box.state in (BoxState.DEVICE, BoxState.BELOW), (box.key, box.state)
@@ -401,8 +391,12 @@ class DeviceSpace:
         for box in self._all():
             self.remove(box)
         for tier in self.below:
-            if hasattr(tier, "pool"):
+            if isinstance(tier, SlabTier):
                 tier.close()
+
+
+def _ignored(box: Box) -> None:
+    return None
 
 
 def stage(frame: Any) -> Any:
@@ -410,5 +404,8 @@ def stage(frame: Any) -> Any:
     if not hasattr(frame, "copy_to"):
         return frame
     out = numpy.empty(frame.nbytes, "u1").data
-    frame.copy_to(0, out)
+    try:
+        frame.copy_to([out])
+    finally:
+        frame.finish()
     return out

@@ -1,4 +1,4 @@
-"""`Trace`: a record of what was asked of an engine and what it did, for replay (`simulate.eviction`) and for people.
+"""`Trace`: a record of what was asked of an engine and what it did, to be read and replayed.
 
 Off by default. While on, each event is one tuple appended to a list: about 0.3 us. The list is bounded. When it is full
 the record ends, and `dropped` counts what is missing: a record without its beginning could not be replayed.
@@ -30,7 +30,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from dask_gpurt.tiers.engine.entry import Entry
 
@@ -61,7 +61,7 @@ class Trace:
         self.dropped = 0
         self._entries = 0
 
-    def note(self, kind: str, entry: Entry | None = None, argument: Any = None) -> None:
+    def note(self, kind: str, entry: Entry | None = None, argument: int | Sequence[float] | None = None) -> None:
         """Append one event."""
         if len(self.events) >= self._limit:
             self.dropped += 1

@@ -27,7 +27,7 @@ import numpy as np
 from dask_gpurt.memory.pages import pages
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Hashable, Iterator
 
 #: address, or ``id`` of an object that was not looked into, and bytes
 Root: TypeAlias = tuple[int, int]
@@ -60,7 +60,7 @@ def as_bytes(nbytes: Any) -> int | None:
     return whole if whole >= 0 else None
 
 
-def require_number(key: Any, nbytes: Any) -> None:
+def require_number(key: Hashable, nbytes: Any) -> None:
     """Raise `TypeError` unless a size can be added up, be it negative or NaN."""
     try:
         0 + nbytes
@@ -71,7 +71,7 @@ def require_number(key: Any, nbytes: Any) -> None:
         ) from e
 
 
-def roots_of(value: Any, nbytes: int) -> tuple[Root, ...]:
+def roots_of(value: object, nbytes: int) -> tuple[Root, ...]:
     """The roots of a value; never empty, each once. What its roots do not show of `nbytes` is a root of its own."""
     if type(value) in _PLAIN:
         return ((id(value), nbytes),)
@@ -106,7 +106,7 @@ def _array(array: np.ndarray[Any, Any]) -> Root:
     return pages.owner(address) or (address, array.nbytes if isinstance(owner, mmap.mmap) else base.nbytes)
 
 
-def _parts(value: Any) -> list[tuple[int, int, int]] | None:
+def _parts(value: object) -> list[tuple[int, int, int]] | None:
     """(address, bytes, bytes of it that the value shows) of the large parts of a frame; None: it is none."""
     global errors
     kind = type(value).__qualname__

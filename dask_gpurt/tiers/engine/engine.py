@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dask_gpurt.model.events import Sink, null_sink
 from dask_gpurt.tiers.engine.access_trace import Trace
@@ -121,7 +121,7 @@ class Engine:
 
     # ------------------------------------------------------------------ entries
 
-    def add(self, account: Account, key: Hashable, value: Any, nbytes: int, *, balance: bool = True) -> Entry:
+    def add(self, account: Account, key: Hashable, value: object, nbytes: int, *, balance: bool = True) -> Entry:
         """Keep a value. Starts evictions if it makes memory pass the budget, perhaps that of this value.
 
         With `balance` False the caller has books of its own to bring up to date before it calls `balance`.

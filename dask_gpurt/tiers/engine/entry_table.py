@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dask_gpurt.tiers.engine.buffer_roots import UNKNOWN_BYTES, as_bytes
 from dask_gpurt.tiers.engine.entry import Entry, EventLog, ReadAhead, State, next_state
@@ -77,7 +77,7 @@ class Books:
         #: what is asked and done, while that is recorded
         self.trace: Trace | None = None
 
-    def add(self, account: Account, key: Hashable, value: Any, nbytes: int) -> Entry:
+    def add(self, account: Account, key: Hashable, value: object, nbytes: int) -> Entry:
         """A value in memory."""
         nbytes = self._believed(key, nbytes)
         entry = Entry(key, account, nbytes, value, last_use=self.clock())
@@ -174,7 +174,7 @@ class Books:
         """Bytes of `resident_bytes` that go when the writes under way are done."""
         return self.blocks.moving_bytes
 
-    def move(self, entry: Entry, event: str, value: Any = None) -> None:
+    def move(self, entry: Entry, event: str, value: object = None) -> None:
         """Change the state of an entry, and with it all byte counts. `value`: what came to memory."""
         if entry.prefetched and event in _LEAVES:
             self.on_prefetch_end(entry, ReadAhead.EARLY if event in ("write", "drop") else ReadAhead.WASTED)
@@ -206,7 +206,7 @@ class Books:
         if self.trace is not None:
             self.trace.note(event, entry, n)
 
-    def replace(self, entry: Entry, value: Any) -> None:
+    def replace(self, entry: Entry, value: object) -> None:
         """Another object stands for a value that is in memory, and is not being written."""
         self.blocks.leave(entry, was_moving=False)
         entry.value = value

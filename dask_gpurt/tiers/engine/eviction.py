@@ -24,6 +24,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.model.events import Event, Sink
+from dask_gpurt.tiers.backoff import BackOff, rest_seconds
 from dask_gpurt.tiers.engine.memory_gate import Gate
 from dask_gpurt.tiers.engine.victims import leaves_before
 from dask_gpurt.tiers.storage.handle import EncodeError, error_kind
@@ -71,8 +72,7 @@ class Eviction:
         #: (monotonic seconds, serial number, entry): writes that failed wait here
         self._resting: list[tuple[float, int, Entry]] = []
         self._serial = itertools.count()
-        self._tier_rests_until = 0.0
-        self._tier_failures = 0
+        self._tier_rest = BackOff(TIER_FAILURES)
         #: runs when something that rests may be tried again
         self.timer: asyncio.TimerHandle | None = None
         #: bytes that `shrink` still wants out, beyond the budget
@@ -175,14 +175,14 @@ class Eviction:
             self._books.offer(rested)
         victims = self._books.victims
         while self._excess(0, asked_bytes) > 0:
-            entry = victims.pop_clean(any_place=self._tier_rests_until > now)
+            entry = victims.pop_clean(any_place=self._tier_rest.until > now)
             if entry is not None:
                 self._drop(entry)
                 continue
             if self._writes >= self._io.threads:
                 return
-            if self._tier_rests_until > now:
-                self._set_timer(self._tier_rests_until - now)
+            if self._tier_rest.until > now:
+                self._set_timer(self._tier_rest.until - now)
                 return
             # Small values only when nothing else is being done about it.
             entry = victims.pop_dirty(small=self._writes == 0)
@@ -268,7 +268,7 @@ class Eviction:
         else:
             handle, cost = future.result()
             self._counters.written(cost)
-            self._tier_failures = 0
+            self._tier_rest.failures = 0
             entry.failures = 0
             if entry.gone:
                 self._io.free(handle)
@@ -299,15 +299,11 @@ class Eviction:
         self._counters.write_errors[kind] += 1
         entry.failures += 1
         now = self._books.clock()
-        pause = min(60.0, 2.0 ** (entry.failures - 1))
         entry.resting = True
-        heapq.heappush(self._resting, (now + pause, next(self._serial), entry))
+        heapq.heappush(self._resting, (now + rest_seconds(entry.failures), next(self._serial), entry))
         self._books.move(entry, "write-failed")
-        self._tier_failures += 1
-        if self._tier_failures >= TIER_FAILURES:
-            # The tier, not a key: trying every key in turn would cost as many failing writes.
-            self._tier_rests_until = now + min(60.0, 2.0 ** (self._tier_failures - TIER_FAILURES))
-        if self._tier_failures in (1, TIER_FAILURES):
+        # The tier, not a key: trying every key in turn would cost as many failing writes.
+        if self._tier_rest.failed(now) or self._tier_rest.failures == 1:
             message = f"could not write {entry.key!r} ({entry.nbytes} bytes), which stays in memory: {error}"
             logger.warning("%s", message)
             self._sink(Event("tiers.write-failed", message, {"key": str(entry.key), "error": kind}))

@@ -16,7 +16,7 @@ import errno
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
 from distributed.threadpoolexecutor import ThreadPoolExecutor
 
@@ -36,6 +36,9 @@ logger = logging.getLogger("distributed.worker.gpurt")
 
 #: errors of a read that say nothing about the data
 _TRANSIENT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR}
+_S = TypeVar("_S")
+_T = TypeVar("_T")
+_Ts = TypeVarTuple("_Ts")
 
 
 class IoThreads:
@@ -78,8 +81,8 @@ class IoThreads:
         pool: ThreadPoolExecutor,
         done: Callable[[Entry, int, Future[Any]], None],
         entry: Entry,
-        function: Callable[..., Any],
-        *args: Any,
+        function: Callable[[*_Ts], object],
+        *args: *_Ts,
     ) -> None:
         generation = entry.generation
         self._begin()
@@ -101,7 +104,7 @@ class IoThreads:
         """Delete a copy. Not on the loop: a large file takes milliseconds."""
         self.submit(handle.free)
 
-    def submit(self, function: Callable[..., Any], *args: Any) -> None:
+    def submit(self, function: Callable[[*_Ts], object], *args: *_Ts) -> None:
         """Run a function in a writer thread; only `idle` waits for it. What it raises is counted."""
         if self.closed:
             return
@@ -121,7 +124,7 @@ class IoThreads:
 
         self._writers.submit(function, *args).add_done_callback(hand_over)
 
-    async def run(self, function: Callable[..., Any], *args: Any) -> Any:
+    async def run(self, function: Callable[[*_Ts], _T], *args: *_Ts) -> _T:
         """Run a function in a reader thread."""
         self._begin()
         try:
@@ -160,7 +163,7 @@ class IoThreads:
                 await self.loop.run_in_executor(None, pool.shutdown)
 
 
-def _write(tier: StorageTier, account: Account, value: Any, parts: Sequence[int] | None) -> tuple[Handle, IoCost]:
+def _write(tier: StorageTier, account: Account, value: object, parts: Sequence[int] | None) -> tuple[Handle, IoCost]:
     start = time.perf_counter()
     arenas.mark()
     try:
@@ -176,11 +179,10 @@ def _write(tier: StorageTier, account: Account, value: Any, parts: Sequence[int]
 
 def read_value(handle: Handle, account: Account) -> tuple[Any, IoCost]:
     """The value of a copy and what it cost. Raises as `Handle.load`."""
-    result: tuple[Any, IoCost] = retry(handle.load, account.codec)
-    return result
+    return retry(handle.load, account.codec)
 
 
-def retry(read: Callable[[Any], Any], argument: Any) -> Any:
+def retry(read: Callable[[_S], _T], argument: _S) -> _T:
     """Read; once more if the bytes were wrong (a bad bus heals), a few times if the system was short of something."""
     arenas.mark()
     for pause in (0.02, 0.1, 0.5):

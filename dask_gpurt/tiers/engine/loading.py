@@ -92,8 +92,7 @@ class Loading:
             entry.readers -= 1
             self.free_when_idle(entry)
         self._counters.read(cost)
-        result: list[memoryview] = frames
-        return result
+        return frames
 
     def _loadable(self, entry: Entry) -> bool:
         return entry.state is State.STORED and not entry.gone and entry.load_error is None and not self._io.closed

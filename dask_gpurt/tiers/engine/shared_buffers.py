@@ -14,7 +14,7 @@ back as large as it shows.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dask_gpurt.tiers.engine.buffer_roots import roots_of
 from dask_gpurt.tiers.engine.entry import Block
@@ -34,7 +34,7 @@ class Blocks:
         self.resident_bytes = 0
         self.moving_bytes = 0
 
-    def join(self, entry: Entry, value: Any) -> None:
+    def join(self, entry: Entry, value: object) -> None:
         """A value is in memory now."""
         entry.blocks = tuple(self._join(entry, root, nbytes) for root, nbytes in roots_of(value, entry.nbytes))
 

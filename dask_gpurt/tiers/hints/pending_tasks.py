@@ -80,7 +80,7 @@ class LocalUses(WorkerPlugin):
 
     # ------------------------------------------------------------------ events
 
-    def transition(self, key: Key, start: str, finish: str, **kwargs: Any) -> None:
+    def transition(self, key: Key, start: str, finish: str, **kwargs: object) -> None:
         """See `WorkerPlugin.transition`; raises nothing."""
         try:
             if finish in PENDING:

@@ -38,6 +38,7 @@ import heapq
 import math
 from typing import TYPE_CHECKING, Any
 
+from dask_gpurt.tiers.backoff import BackOff
 from dask_gpurt.tiers.engine.entry import ReadAhead, State
 
 if TYPE_CHECKING:
@@ -53,8 +54,6 @@ if TYPE_CHECKING:
 
 #: bad ends after which it rests
 BAD_IN_A_ROW = 3
-#: seconds of the longest rest
-LONGEST_REST_SECONDS = 60.0
 #: a value that lies here, unused, for so many times what its reading took came early
 EARLY = 6.0
 #: of its bytes by which the window shrinks then; one that is late makes it grow by all of them
@@ -97,8 +96,7 @@ class Prefetch:
         self.window_bytes = math.inf
         self._scheduled = False
         self._timer: asyncio.TimerHandle | None = None
-        self._bad = 0
-        self._rests_until = 0.0
+        self._rest = BackOff(BAD_IN_A_ROW)
         #: bytes read ahead, or being read, and not used yet
         self.ahead_bytes = 0
         self._in_flight = 0
@@ -143,14 +141,10 @@ class Prefetch:
         elif loaded and self._engine.books.clock() - loaded > EARLY * (loaded - began):
             self.window_bytes = max(0.0, min(self.window_bytes, self._most_bytes) - _SHRINK * entry.nbytes)
         if outcome in (ReadAhead.IN_TIME, ReadAhead.LATE):
-            self._bad = 0
-            self._rests_until = 0.0
+            self._rest = BackOff(BAD_IN_A_ROW)
         else:
-            self._bad += 1
-            if self._bad >= BAD_IN_A_ROW:
-                self.rests += 1
-                seconds = min(LONGEST_REST_SECONDS, 2.0 ** (self._bad - BAD_IN_A_ROW))
-                self._rests_until = self._engine.books.clock() + seconds
+            self._rest.failed(self._engine.books.clock())
+            self.rests += self._rest.failures >= BAD_IN_A_ROW
         self.pump()
 
     def pump(self) -> None:
@@ -176,7 +170,7 @@ class Prefetch:
         if engine.budget_bytes is None or engine.io.closed:
             self.clear()
             return
-        rest = self._rests_until - engine.books.clock()
+        rest = self._rest.until - engine.books.clock()
         if rest > 0:
             self._later(rest)
             return

@@ -14,7 +14,7 @@ each worker one message with what has changed for it:
 Workers ask while their memory is pressed (`worker`). While none does, nothing is noted. Every `LOOK_SECONDS` the plugin
 looks for workers that begin or end to ask.
 
-A worker takes away by itself the uses that it executes. `_told` follows what each worker believes. A message is due
+A worker takes away by itself the uses that it executes. `_sent` follows what each worker believes. A message is due
 only when the soonest use it believes in is not the right one, or when it is about to run out of uses.
 
 An unknown op closes a worker. So only those get messages whose last heartbeat carried our `PROTOCOL`. A worker may
@@ -35,9 +35,10 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.scheduler import TaskState, WorkerState
 
+from dask_gpurt.model.checks import require_call, require_names
 from dask_gpurt.model.events import Sink, null_sink
 from dask_gpurt.tiers.hints.protocol import HEARTBEAT_FIELD, KEEP, OP, PROTOCOL, Uses, without
-from dask_gpurt.tiers.scheduler_plugin import TierPlugin, check_scheduler, speaks
+from dask_gpurt.tiers.scheduler_plugin import TierPlugin, speaks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -56,14 +57,12 @@ LOW = 2
 #: more waiters than this are kept sorted instead of being sorted anew for every message
 MANY_WAITERS = 64
 
-_ATTRIBUTES: dict[type, tuple[str, ...]] = {
-    TaskState: ("dependencies", "key", "priority", "waiters", "who_has"),
-    WorkerState: ("address", "has_what", "metrics"),
-}
+_ATTRIBUTES = (
+    (TaskState, "TaskState", ("dependencies", "key", "priority", "waiters", "who_has")),
+    (WorkerState, "WorkerState", ("address", "has_what", "metrics")),
+)
 #: states of a task that still wants its inputs
 _UNFINISHED = frozenset({"waiting", "processing", "queued", "no-worker"})
-#: of a worker that got no message
-_UNKNOWN: Any = object()
 
 
 class NextUsePlugin(TierPlugin):
@@ -84,7 +83,7 @@ class NextUsePlugin(TierPlugin):
         #: tasks whose holders may need a message, oldest event first
         self._dirty: dict[TaskState, None] = {}
         #: task -> worker -> the uses it believes in; None: it has used them up
-        self._told: dict[TaskState, dict[WorkerState, Uses | None]] = {}
+        self._sent: dict[TaskState, dict[WorkerState, Uses | None]] = {}
         #: task with many waiters -> its waiters, latest use first; finished ones are dropped when met
         self._sorted: dict[TaskState, list[TaskState]] = {}
         #: workers that ask, and whose keys are noted
@@ -103,19 +102,12 @@ class NextUsePlugin(TierPlugin):
 
     # ------------------------------------------------------------------ life
 
-    async def start(self, scheduler: Scheduler) -> None:
-        """Begin. A second call for the same scheduler does nothing.
-
-        Raises
-        ------
-        SeamMismatch
-            This distributed is not what it was written for.
-        """
-        if self._scheduler is not None:
-            return
-        _check(scheduler)
+    def _prepare(self, scheduler: Scheduler) -> None:
+        require_call(getattr(scheduler, "worker_send", None), "Scheduler.worker_send", "address", {})
+        for names in _ATTRIBUTES:
+            require_names(*names)
+        require_names(scheduler, "Scheduler", ("tasks", "workers"))
         self._loop = asyncio.get_running_loop()
-        self._begin(scheduler)
 
     def stop(self) -> None:
         """End, and tell the workers that nothing follows. A second call does nothing."""
@@ -142,7 +134,7 @@ class NextUsePlugin(TierPlugin):
         return super()._end()
 
     def _forget(self) -> None:
-        for table in (self._dirty, self._told, self._sorted, self._ready):
+        for table in (self._dirty, self._sent, self._sorted, self._ready):
             table.clear()
 
     def _meet(self, scheduler: Scheduler) -> None:
@@ -175,13 +167,13 @@ class NextUsePlugin(TierPlugin):
             "total_us_per_transition": (self._transition_seconds + self._flush_seconds)
             / max(1, self._transitions)
             * 1e6,
-            "tables": {"dirty": len(self._dirty), "told": len(self._told), "sorted": len(self._sorted)},
+            "tables": {"dirty": len(self._dirty), "sent": len(self._sent), "sorted": len(self._sorted)},
             **self.part.statistics(),
         }
 
     # ------------------------------------------------------------------ events
 
-    def transition(self, key: Key, start: str, finish: str, *args: Any, stimulus_id: str, **kwargs: Any) -> None:
+    def transition(self, key: Key, start: str, finish: str, *args: object, stimulus_id: str, **kwargs: Any) -> None:
         """See `SchedulerPlugin.transition`; raises nothing."""
         # Called for every transition of every task: leave as early as possible.
         if not self._ready:
@@ -214,25 +206,23 @@ class NextUsePlugin(TierPlugin):
                     self._sorted.pop(dts, None)
         if start == "memory":
             dirty.pop(ts, None)
-            self._told.pop(ts, None)
+            self._sent.pop(ts, None)
             self._sorted.pop(ts, None)
         self._set_timer()
 
     def _used(self, dts: TaskState, use: tuple[float, ...], ws: WorkerState | None) -> bool:
         """Follow what `ws` believes now that it has executed a dependent of `dts`; whether a message may be due."""
-        told = self._told.get(dts)
-        if told is None:
+        sent = self._sent.get(dts)
+        if sent is None:
             return True
-        uses = told.get(ws, _UNKNOWN)
-        if uses is _UNKNOWN or uses is None:
-            return True
-        if use not in uses:
+        uses = sent.get(ws)
+        if uses is None or use not in uses:
             return True
         left = without(uses, use)
-        told[ws] = left or None
+        sent[ws] = left or None
         return len(left) < LOW or len(dts.who_has) > 1
 
-    def remove_worker(self, scheduler: Scheduler, worker: str, *, stimulus_id: str, **kwargs: Any) -> None:
+    def remove_worker(self, scheduler: Scheduler, worker: str, *, stimulus_id: str, **kwargs: object) -> None:
         """Forget a worker."""
         for table in (self._ready, self._streams, self._met):
             table -= {ws for ws in table if ws.address == worker}
@@ -257,7 +247,7 @@ class NextUsePlugin(TierPlugin):
             try:
                 self._collect(ts, messages)
             except Exception:
-                self._told.pop(ts, None)  # so that all is sent at its next event
+                self._sent.pop(ts, None)  # so that all is sent at its next event
                 self._failed("collect")
                 if self._scheduler is None:
                     return
@@ -277,24 +267,24 @@ class NextUsePlugin(TierPlugin):
     def _collect(self, ts: TaskState, messages: dict[str, list[tuple[Key, Uses]]]) -> None:
         holders, scheduler = ts.who_has, self._scheduler
         if not holders or scheduler is None or scheduler.tasks.get(ts.key) is not ts:
-            self._told.pop(ts, None)
+            self._sent.pop(ts, None)
             self._sorted.pop(ts, None)
             return
-        told = self._told.get(ts)
-        if told is not None and len(told) > len(holders):
-            told = self._told[ts] = {ws: uses for ws, uses in told.items() if ws in holders}
+        sent = self._sent.get(ts)
+        if sent is not None and len(sent) > len(holders):
+            sent = self._sent[ts] = {ws: uses for ws, uses in sent.items() if ws in holders}
         now: Uses | None = None
         for ws in holders:
             if not self._understands(ws):
                 continue
             if now is None:
                 now = self._uses(ts)
-            if told is None:
-                told = self._told.setdefault(ts, {})
-            believed = told.get(ws)
+            if sent is None:
+                sent = self._sent.setdefault(ts, {})
+            believed = sent.get(ws)
             if believed is None or believed[:1] != now[:1] or len(believed) < min(LOW, len(now)):
                 messages.setdefault(ws.address, []).append((ts.key, now))
-                told[ws] = now
+                sent[ws] = now
 
     def _uses(self, ts: TaskState) -> Uses:
         waiters = ts.waiters
@@ -328,16 +318,11 @@ class NextUsePlugin(TierPlugin):
             self._ready.add(ws)
             for ts in ws.has_what:
                 self._dirty[ts] = None
-                told = self._told.get(ts)
-                if told is not None:
-                    told.pop(ws, None)
+                sent = self._sent.get(ts)
+                if sent is not None:
+                    sent.pop(ws, None)
         return True
 
 
 def _priorities(tasks: Iterable[TaskState]) -> list[tuple[float, ...]]:
     return [tuple(t.priority) for t in tasks if t.priority is not None]
-
-
-def _check(scheduler: Scheduler) -> None:
-    calls: dict[str, Any] = {"worker_send": (("address", {}), {})}
-    check_scheduler(scheduler, calls, _ATTRIBUTES, ("tasks", "workers"), "set gpurt.tiers.enabled: false")

@@ -178,7 +178,7 @@ class HintReceiver:
         items: Iterable[tuple[Key, Sequence[Sequence[float]]]] = (),
         stop: bool = False,
         pause: bool = False,
-        **_: Any,
+        **_: object,
     ) -> None:
         try:
             if stop or pause:
@@ -212,7 +212,7 @@ class HintReceiver:
         except Exception:
             self._failed()
 
-    def _last_ones(self, stop: bool = False, **_: Any) -> None:
+    def _last_ones(self, stop: bool = False, **_: object) -> None:
         if stop:
             self._stopped.set()
 
@@ -353,5 +353,5 @@ def _as_sent(priority: tuple[Any, ...]) -> tuple[float, ...]:
     return tuple(priority[:-1])
 
 
-def _ignore(**_: Any) -> None:
+def _ignore(**_: object) -> None:
     """Stands in for a handler that left while a message may have been under way."""

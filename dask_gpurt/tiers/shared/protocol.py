@@ -17,7 +17,7 @@ A worker that understands says so in its heartbeats: ``metrics["gpurt"]["shared_
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from dask_gpurt.tiers.storage.object.leases import is_object
 
@@ -45,7 +45,7 @@ class Copy(NamedTuple):
     digest: int
 
 
-def as_copy(item: Any, prefix: str) -> Copy | None:
+def as_copy(item: object, prefix: str) -> Copy | None:
     """Check an item of a message, which came over the network; None unless it is an object below `prefix`."""
     if not isinstance(item, (list, tuple)) or len(item) != 5:
         return None

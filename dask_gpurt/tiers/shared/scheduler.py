@@ -32,9 +32,10 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.core import Status
 
+from dask_gpurt.model.checks import require_call, require_names
 from dask_gpurt.model.events import Event, Sink, null_sink
 from dask_gpurt.model.wrapped import Wrapped
-from dask_gpurt.tiers.scheduler_plugin import TierPlugin, check_scheduler, speaks
+from dask_gpurt.tiers.scheduler_plugin import TierPlugin, speaks
 from dask_gpurt.tiers.shared.protocol import HEARTBEAT_FIELD, PROTOCOL, REPORT, TELL, Copy, as_copy
 from dask_gpurt.tiers.storage.object.leases import EXPIRE_SECONDS, sweep, sweep_expired, worker_prefix
 
@@ -57,12 +58,12 @@ CLOSE_SECONDS = 20.0
 class _Removal(Wrapped):
     """``remove_worker``, or the handler of that name, with `before` called first."""
 
-    def __init__(self, owner: Any, name: str, before: Callable[[str], None]) -> None:
+    def __init__(self, owner: object, name: str, before: Callable[[str], None]) -> None:
         self._before = before
         super().__init__(owner, name)
 
-    def _wrap(self, stock: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-        async def remove_worker(address: str, *args: Any, **kwargs: Any) -> Any:
+    def _wrap(self, stock: Callable[..., Awaitable[object]]) -> Callable[..., Awaitable[object]]:
+        async def remove_worker(address: str, *args: object, **kwargs: object) -> object:
             if self._active:
                 self._before(address)
             return await stock(address, *args, **kwargs)
@@ -107,24 +108,18 @@ class SharedCopiesPlugin(TierPlugin):
 
     # ------------------------------------------------------------------ life
 
-    async def start(self, scheduler: Scheduler) -> None:
-        """Begin.
-
-        Raises
-        ------
-        SeamMismatch
-            This distributed is not what it was written for.
-        """
-        if self._scheduler is not None:
-            return
-        _check(scheduler)
+    def _prepare(self, scheduler: Scheduler) -> None:
+        call = {"worker": "address", "keys": [], "stimulus_id": "s"}
+        require_call(getattr(scheduler, "worker_send", None), "Scheduler.worker_send", "address", {})
+        require_call(getattr(scheduler, "add_keys", None), "Scheduler.add_keys", **call)
+        require_call(getattr(scheduler, "remove_worker", None), "Scheduler.remove_worker", "address", stimulus_id="s")
+        require_names(scheduler, "Scheduler", ("tasks", "workers", "handlers", "stream_handlers", "coerce_address"))
         self._removals = [_Removal(scheduler, "remove_worker", self._before_removal)]
         if scheduler.handlers.get("unregister") == scheduler.remove_worker:
             self._removals.append(_Removal(scheduler.handlers, "unregister", self._before_removal))
         for removal in self._removals:
             removal.install()
         scheduler.stream_handlers[REPORT] = self._reported
-        self._begin(scheduler)
         self._begin_sweep(self._sweep_expired())
 
     def stop(self) -> None:
@@ -178,7 +173,7 @@ class SharedCopiesPlugin(TierPlugin):
                 prefix = self._issued[address] = worker_prefix(scheduler.address)
                 scheduler.worker_send(address, {"op": TELL, "hello": True, "prefix": prefix})
 
-    def _reported(self, worker: str = "", prefix: str = "", copies: list[Copy] | tuple[()] = (), **_: Any) -> None:
+    def _reported(self, worker: str = "", prefix: str = "", copies: list[Copy] | tuple[()] = (), **_: object) -> None:
         # In the loop that reads the worker's stream: what is raised here would remove the worker.
         try:
             if self._scheduler is None or worker not in self._scheduler.workers:
@@ -214,7 +209,7 @@ class SharedCopiesPlugin(TierPlugin):
         if self.refused_reports in (1, 10, 100, 1000):
             logger.warning("a report of stored copies is ignored (%d so far): %s", self.refused_reports, message)
 
-    def transition(self, key: Key, start: str, finish: str, *args: Any, stimulus_id: str, **kwargs: Any) -> None:
+    def transition(self, key: Key, start: str, finish: str, *args: object, stimulus_id: str, **kwargs: object) -> None:
         """Forget the copies of a key that leaves memory."""
         if start == "memory":
             self._copies.pop(key, None)
@@ -299,15 +294,5 @@ class SharedCopiesPlugin(TierPlugin):
             self._failed("sweep of expired leases")
 
 
-def _ignore(**_: Any) -> None:
+def _ignore(**_: object) -> None:
     """Stands in for a handler that left while a message may have been under way."""
-
-
-def _check(scheduler: Scheduler) -> None:
-    calls: dict[str, Any] = {
-        "worker_send": (("address", {}), {}),
-        "add_keys": ((), {"worker": "address", "keys": [], "stimulus_id": "s"}),
-        "remove_worker": (("address",), {"stimulus_id": "s"}),
-    }
-    attributes = ("tasks", "workers", "handlers", "stream_handlers", "coerce_address")
-    check_scheduler(scheduler, calls, {}, attributes, "leave gpurt.tiers.object-store null")

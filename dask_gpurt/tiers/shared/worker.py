@@ -80,7 +80,7 @@ class SharedCopies:
 
     def install(self) -> None:
         """Begin to listen."""
-        self._worker.stream_handlers[TELL] = self._told
+        self._worker.stream_handlers[TELL] = self._heard
         self._engine.eviction.on_copy = self._copied
 
     def uninstall(self) -> None:
@@ -160,7 +160,7 @@ class SharedCopies:
 
     # ------------------------------------------------------------------ from the scheduler
 
-    def _told(
+    def _heard(
         self,
         hello: bool = False,
         bye: bool = False,
@@ -231,7 +231,7 @@ def _leave(worker: Worker) -> None:
 def _decliner(worker: Worker) -> Callable[..., None]:
     """Stands in for the handler when that has left: the scheduler must not believe that we took something over."""
 
-    def decline(hello: bool = False, adopt: list[Copy] | tuple[()] = (), **_: Any) -> None:
+    def decline(hello: bool = False, adopt: list[Copy] | tuple[()] = (), **_: object) -> None:
         if hello:
             _leave(worker)
         for key, *_rest in adopt:

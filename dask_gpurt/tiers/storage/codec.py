@@ -45,7 +45,7 @@ def flat(buffer: Any) -> memoryview:
 class PickleCodec:
     """The codec of task results. Stateless."""
 
-    def encode(self, value: Any, parts: Sequence[int] | None = None) -> list[Group]:
+    def encode(self, value: object, parts: Sequence[int] | None = None) -> list[Group]:
         """See `Codec.encode`. There is one group: task results have no parts."""
         frames: list[Buffer]
         if not _better_by_family(value):
@@ -69,7 +69,7 @@ class PickleCodec:
         return deserialize(header, frames[2:])
 
 
-def _by_family(value: Any) -> list[Buffer]:
+def _by_family(value: object) -> list[Buffer]:
     header, frames = serialize(value, on_error="raise")
     return [_FAMILY, pickle.dumps(header, 5), *map(flat, frames)]
 

@@ -21,6 +21,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.errors import TierFull
+from dask_gpurt.tiers.backoff import BackOff
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,16 +34,13 @@ logger = logging.getLogger("distributed.worker.gpurt")
 
 #: in a row, before a tier is set aside
 FAILURES = 2
-MAX_REST_SECONDS = 60.0
 
 
 @dataclasses.dataclass(eq=False)
 class _Level:
     tier: StorageTier
     #: monotonic seconds
-    rests_until: float = 0.0
-    #: in a row
-    failures: int = 0
+    rest: BackOff = dataclasses.field(default_factory=lambda: BackOff(FAILURES))
     writes: int = 0
     written_bytes: int = 0
     full: int = 0
@@ -86,7 +84,7 @@ class Cascade:
         first: OSError | None = None
         try:
             for level in self._levels:
-                if self._clock() < level.rests_until:
+                if self._clock() < level.rest.until:
                     level.skipped += 1
                     continue
                 try:
@@ -99,7 +97,7 @@ class Cascade:
                     first = first or e
                 else:
                     with self._lock:
-                        level.failures = 0
+                        level.rest.failures = 0
                         level.writes += 1
                         level.written_bytes += handle.nbytes
                     return handle
@@ -114,13 +112,8 @@ class Cascade:
     def _failed(self, level: _Level, error: OSError) -> None:
         with self._lock:
             level.failed += 1
-            level.failures += 1
             level.last_error = str(error)
-            if level.failures < FAILURES:
-                return
-            rest = min(MAX_REST_SECONDS, 2.0 ** (level.failures - FAILURES))
-            level.rests_until = self._clock() + rest
-            first = level.failures == FAILURES
+            first = level.rest.failed(self._clock())
         if first:
             logger.warning("the %s tier is set aside after failed writes: %s", level.tier.tier.name.lower(), error)
 
@@ -146,7 +139,7 @@ class Cascade:
                 "full": level.full,
                 "failed_writes": level.failed,
                 "skipped_writes": level.skipped,
-                "resting_seconds": max(0.0, level.rests_until - now),
+                "resting_seconds": max(0.0, level.rest.until - now),
                 "last_error": level.last_error,
             }
             for level in self._levels

@@ -70,8 +70,7 @@ class Handle(Protocol):
 def another(handle: Handle) -> Handle | None:
     """Make a second claim on a copy, so that it stays until both are freed; None where a tier has no claims."""
     again = getattr(handle, "again", None)
-    result: Handle | None = None if again is None else again()
-    return result
+    return None if again is None else again()
 
 
 class EncodeError(Exception):

@@ -15,6 +15,7 @@ values that are *only* on disk; `TierRuntime.statistics` counts clean copies of 
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Collection, Iterable, Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,7 +23,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from distributed.sizeof import safe_sizeof
 
 from dask_gpurt.errors import LostData
-from dask_gpurt.tiers.device.space import Box
+from dask_gpurt.model.tier import Tier
+from dask_gpurt.tiers.device.box import BOX_BYTES, Box
 from dask_gpurt.tiers.engine.buffer_roots import require_number
 from dask_gpurt.tiers.engine.entry import Account, Entry, State
 from dask_gpurt.tiers.engine.victims import soonest_use
@@ -60,6 +62,19 @@ class SpilledSize(NamedTuple):
     memory: int
     #: what they take on disk
     disk: int
+
+
+class Place(NamedTuple):
+    """Where a value is."""
+
+    #: the fastest that has it
+    tier: Tier
+    #: bytes that it takes where it is computed with: on the device or in host memory
+    nbytes: int
+    #: what its copy takes on a lower tier; None without one
+    below_bytes: int | None
+    #: tasks can compute on it as it is
+    here: bool
 
 
 class _Keys(Collection["Key"]):
@@ -100,8 +115,15 @@ class TieredStore(MutableMapping["Key", Any]):
         self.successor: MutableMapping[Key, Any] | None = None
         #: called with each entry made, before any victim is chosen; must not raise
         self.on_add: list[Callable[[Entry], None]] = []
-        #: keeps the values that are in device memory; the entry's value is then a `Box`
+        #: keeps the values that are in device memory; the entry's value is then a `Box`. Set by `use_device`
         self.device: DeviceSpace | None = None
+        #: called on the loop with the key of a device value that is on another tier now; must not raise
+        self.on_device_moved: Callable[[Key], None] = _ignored
+
+    def use_device(self, device: DeviceSpace) -> None:
+        """Keep device values there from now on. Before the first value is set, or it counts as one in host memory."""
+        self.device = device
+        device.on_moved = self._moved
 
     def drain_into(self, successor: SpillBuffer) -> None:
         """From now on keys are set in `successor`; the caller moves those that are here."""
@@ -111,7 +133,7 @@ class TieredStore(MutableMapping["Key", Any]):
 
     # ------------------------------------------------------------------ mapping
 
-    def __setitem__(self, key: Key, value: Any) -> None:
+    def __setitem__(self, key: Key, value: object) -> None:
         """Set a value. Never raises for reasons of space, never blocks on I/O.
 
         Raises
@@ -170,7 +192,7 @@ class TieredStore(MutableMapping["Key", Any]):
             # In a thread: its copy may be on a disk, and another thread may be at work on it.
             self._engine.io.submit(value.space.remove, value)
 
-    def _set_device_value(self, device: DeviceSpace, key: Key, value: Any) -> None:
+    def _set_device_value(self, device: DeviceSpace, key: Key, value: object) -> None:
         box = device.put(key, value)
         entry = self._entries[key] = self._engine.add(self._account, key, box, sys.getsizeof(box), balance=False)
         entry.unspillable = True  # it leaves the device by other ways than memory
@@ -181,6 +203,21 @@ class TieredStore(MutableMapping["Key", Any]):
         self._engine.balance()
         if device.over:
             self._engine.io.submit(device.balance)
+
+    def _moved(self, box: Box) -> None:
+        """A device value has left the device, or come back. Any thread, perhaps inside of an allocation."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._engine.io.loop.call_soon_threadsafe(self._note_moved, box)
+
+    def _note_moved(self, box: Box) -> None:
+        entry = self._entries.get(box.key)
+        if entry is not None and entry.value is box:
+            self._engine.log.append(entry.key, entry.state, f"to {box.tier.name.lower()}", entry.state)
+            self.on_device_moved(entry.key)
+
+    def host_bytes(self, value: Any, nbytes: int) -> int:
+        """What a value whose ``sizeof`` is `nbytes` takes of host memory once it is here."""
+        return BOX_BYTES if self.device is not None and self.device.backend.owns(value) else nbytes
 
     def __contains__(self, key: object) -> bool:
         return key in self._entries or (self.successor is not None and key in self.successor)
@@ -263,6 +300,18 @@ class TieredStore(MutableMapping["Key", Any]):
         self.device = None
         return failed
 
+    def place_of(self, key: Key) -> Place | None:
+        """Where the value of a key is, and how large; None: not here, or lost."""
+        entry = self._entries.get(key)
+        if entry is None or entry.state is State.LOST:
+            return None
+        box = entry.value
+        if type(box) is Box:
+            return Place(box.tier, box.nbytes, box.below_bytes, box.tier is Tier.DEVICE)
+        below = entry.handle
+        tier = Tier.HOST if entry.in_memory else getattr(below, "tier", Tier.DISK)
+        return Place(tier, entry.nbytes, None if below is None else below.nbytes, entry.in_memory)
+
     def is_lost(self, key: Key) -> bool:
         """The key is here by name, but no valid copy is left."""
         entry = self._entries.get(key)
@@ -318,6 +367,15 @@ class TieredStore(MutableMapping["Key", Any]):
         )
 
     @property
+    def below_device(self) -> list[Key]:
+        """Keys of device values that are not on the device."""
+        return [k for k, e in self._entries.items() if type(e.value) is Box and e.value.tier is not Tier.DEVICE]
+
+    @property
     def cumulative_metrics(self) -> dict[tuple[str, str], float]:
         """(activity, unit) to an ever growing value; ``dask_worker_spill_*`` in Prometheus."""
         return self._engine.counters.as_stock()
+
+
+def _ignored(key: Key) -> None:
+    return None

@@ -67,7 +67,7 @@ class Parts:
 class Override(Wrapped):
     """One of them. Failures are counted, and switch it off, under the name of the method."""
 
-    def __init__(self, owner: Any, name: str, parts: Parts) -> None:
+    def __init__(self, owner: object, name: str, parts: Parts) -> None:
         self._parts = parts
         self._worker = parts.worker
         self._part = parts.guard.part(name)
@@ -146,7 +146,8 @@ class Execute(Override):
                 if room is not None:
                     room.release()
             if isinstance(event, ExecuteSuccessEvent) and event.nbytes:
-                parts.turns.outputs.learn(event.key, event.nbytes)
+                # What lies on the device needs no room in host memory.
+                parts.turns.outputs.learn(event.key, parts.store.host_bytes(event.value, event.nbytes))
             if retry is not None and self._wants_memory(event):
                 # The task has not ended for the state machine: it hears of the second event alone.
                 event = await retry.again(lambda: stock(key, stimulus_id=stimulus_id), self._wants_memory, with_note)

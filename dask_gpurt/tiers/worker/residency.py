@@ -1,9 +1,9 @@
-"""`ResidenceSender`: tells the scheduler which keys of this worker are only on disk.
+"""`ResidenceSender`: reports to the scheduler which keys of this worker are only on disk, or below the device.
 
 Messages are batched and name only what has changed. Every move of an entry passes its log, which calls this. A key is
-noted when it goes to disk, or when the scheduler believes it to be there. `FLUSH_SECONDS` later one message says what
-is true by then, so a value that is written and read within that time is not mentioned. Entries that are no keys of the
-worker (chunks of shuffles) are noted too, and left out of the message.
+noted when it goes to disk, when a device value moves, or when the scheduler believes it to be below. `FLUSH_SECONDS`
+later one message says what is true by then, so a value that is written and read within that time is not mentioned.
+Entries that are no keys of the worker (chunks of shuffles) are noted too, and left out of the message.
 
 Only the scheduler knows whether it listens; see `model.residence` for how this worker gets to know.
 """
@@ -14,6 +14,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.model.residence import message
+from dask_gpurt.model.tier import Tier
 from dask_gpurt.tiers.engine.entry import State
 
 if TYPE_CHECKING:
@@ -42,8 +43,8 @@ class ResidenceSender:
         self._guard = guard
         self._part = guard.part("residence", on_retired=self.stop)
         self._dirty: dict[Hashable, None] = {}
-        #: keys that the scheduler believes to be on disk here
-        self._told: set[Hashable] = set()
+        #: keys that the scheduler believes to be below here: whether on disk, or else in host memory
+        self._reported: dict[Hashable, bool] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._on = False
         self.sent_messages = 0
@@ -54,20 +55,22 @@ class ResidenceSender:
         if self._part.retired is not None:
             return
         self._on = True
-        self._told.clear()
+        self._reported.clear()
         self._log.listener = self._moved
-        for key in list(self._store.disk):
+        self._store.on_device_moved = self._note
+        for key in [*self._store.disk, *self._store.below_device]:
             self._note(key)
 
     def stop(self) -> None:
         """End. A second call does nothing."""
         self._on = False
         self._log.listener = None
+        self._store.on_device_moved = _ignored
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         self._dirty.clear()
-        self._told.clear()
+        self._reported.clear()
 
     def statistics(self) -> dict[str, Any]:
         """Counts since it was made, as plain JSON."""
@@ -75,12 +78,12 @@ class ResidenceSender:
             "on": self._on,
             "messages": self.sent_messages,
             "keys": self.sent_keys,
-            "believed": len(self._told),
+            "believed": len(self._reported),
             **self._part.statistics(),
         }
 
     def _moved(self, key: Hashable, after: State | None) -> None:
-        if after is State.STORED or key in self._told:
+        if after is State.STORED or key in self._reported:
             self._note(key)
 
     def _note(self, key: Hashable) -> None:
@@ -99,21 +102,25 @@ class ResidenceSender:
             self._guard.failed(self._part.name)
 
     def _send(self) -> None:
-        disk: list[tuple[Key, float]] = []
+        below: dict[bool, list[tuple[Key, float]]] = {True: [], False: []}
         back: list[Key] = []
         for key in list(self._dirty)[:FLUSH_KEYS]:
             del self._dirty[key]
-            entry = self._store.entry(key)
-            if entry is not None and entry.state in (State.STORED, State.LOADING):
-                if key not in self._told:
-                    self._told.add(key)
-                    disk.append((key, float(entry.nbytes)))
-            elif key in self._told:
-                self._told.discard(key)
+            place = self._store.place_of(key)
+            if place is not None and not place.here:
+                on_disk = place.tier >= Tier.DISK
+                if self._reported.get(key) is not on_disk:
+                    self._reported[key] = on_disk
+                    below[on_disk].append((key, float(place.nbytes)))
+            elif self._reported.pop(key, None) is not None:
                 back.append(key)
-        if disk or back:
-            self._worker.batched_send(message(disk, back))
+        if back or any(below.values()):
+            self._worker.batched_send(message(below[True], back, below[False]))
             self.sent_messages += 1
-            self.sent_keys += len(disk) + len(back)
+            self.sent_keys += len(back) + sum(map(len, below.values()))
         if self._dirty:
             self._timer = asyncio.get_running_loop().call_later(FLUSH_SECONDS, self._flush)
+
+
+def _ignored(key: Key) -> None:
+    return None

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from distributed.worker_state_machine import FreeKeysEvent, RescheduleEvent
 
 from dask_gpurt.errors import SeamMismatch
+from dask_gpurt.model.checks import require_call, require_names
 from dask_gpurt.tiers.hints.pending_tasks import LocalUses
 from dask_gpurt.tiers.hints.prefetch import Prefetch
 from dask_gpurt.tiers.hints.worker import HintReceiver
@@ -28,7 +29,6 @@ from dask_gpurt.tiers.worker.inputs import Inputs
 from dask_gpurt.tiers.worker.lost_keys import Losses
 from dask_gpurt.tiers.worker.overrides import Execute, GatherDep, GetData, Override, Parts
 from dask_gpurt.tiers.worker.small_tasks import SmallTasks
-from dask_gpurt.tiers.worker.spill_buffer import require_call, require_names
 from dask_gpurt.tiers.worker.task_admission import Turns
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from distributed.worker_state_machine import ExecuteSuccessEvent
 
+from dask_gpurt.tiers.engine.buffer_roots import as_bytes
 from dask_gpurt.tiers.worker.task_admission import LEAST_BYTES, SMALL_RESULT_BYTES
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class SmallTasks:
     def ended(self, event: StateMachineEvent) -> None:
         """Such a task has run: learn from a result that was larger than foreseen."""
         try:
-            if type(event) is ExecuteSuccessEvent and event.nbytes >= SMALL_RESULT_BYTES:
-                self._outputs.learn(event.key, event.nbytes)
+            if type(event) is ExecuteSuccessEvent and (as_bytes(event.nbytes) or 0) >= SMALL_RESULT_BYTES:
+                self._outputs.learn(event.key, self._store.host_bytes(event.value, event.nbytes))
         except Exception:
             self._guard.failed("execute", "small task")

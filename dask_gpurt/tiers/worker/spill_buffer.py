@@ -35,7 +35,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import inspect
 import logging
 import os
 import sys
@@ -47,12 +46,13 @@ from distributed.metrics import context_meter
 from distributed.sizeof import safe_sizeof
 from distributed.spill import SpillBuffer, SpilledSize
 
-from dask_gpurt.errors import CorruptData, SeamMismatch
+from dask_gpurt.errors import CorruptData
+from dask_gpurt.model.checks import require_call, require_names
 from dask_gpurt.tiers.engine.buffer_roots import as_bytes
 from dask_gpurt.tiers.storage.handle import DecodeError, IoCost, error_kind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, MutableMapping
+    from collections.abc import Callable, MutableMapping
 
     from dask.typing import Key
     from distributed.spill import Slow
@@ -66,7 +66,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("distributed.worker.gpurt")
 
-_REMEDY = "Nothing was changed. Remedy: use distributed >= 2026.7.1, < 2026.9, or set gpurt.tiers.enabled: false"
 #: seconds of handing over after which the loop gets a turn
 _TURN_SECONDS = 0.005
 #: attributes of a SpillBuffer that are used
@@ -77,27 +76,6 @@ NAMES = (
     *("_slow_uncached.weight_by_key", "_slow_uncached.total_weight"),
     *("_slow_uncached.d.directory", "_slow_uncached.d.filenames", "_slow_uncached.d._safe_key"),
 )
-
-
-# ---------------------------------------------------------------------------------------------- checks
-
-
-def require_names(root: Any, what: str, paths: Iterable[str]) -> None:
-    """Raise `SeamMismatch` unless ``root`` has every dotted path; `what` names the root in the message."""
-    for path in paths:
-        target = root
-        for name in path.split("."):
-            if not hasattr(target, name):
-                raise SeamMismatch(f"{what}.{path} does not exist. {_REMEDY}")
-            target = getattr(target, name)
-
-
-def require_call(callable_: Any, what: str, *args: Any, **kwargs: Any) -> None:
-    """Raise `SeamMismatch` unless this can be called with these arguments; it is not called."""
-    try:
-        inspect.signature(callable_).bind(*args, **kwargs)
-    except (TypeError, ValueError) as e:
-        raise SeamMismatch(f"{what} cannot be called as this package relies on ({e}). {_REMEDY}") from e
 
 
 def check(data: SpillBuffer) -> None:
@@ -370,7 +348,7 @@ class _Draining:
             self._engine.budget_bytes = max(0, self._budget_bytes - (as_bytes(self._data.fast.total_weight) or 0))
 
 
-def _write_file(slow: Slow, path: str, value: Any) -> SpilledSize | None:
+def _write_file(slow: Slow, path: str, value: object) -> SpilledSize | None:
     """In a thread. None when it would pass the buffer's limit. Raises whatever went wrong, and leaves no file then."""
     with context_meter.clear_callbacks():
         frames = slow.dump(value)

@@ -7,19 +7,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dask_gpurt.observe.figures.dictionary import markdown
 from dask_gpurt.observe.figures.figure import Figure, exported, full_name
 from dask_gpurt.observe.figures.table import OWN, SCHEDULER, WORKER
 from tests.observe.fakes import figures
+from tests.observe.figures.dictionary import markdown
 
 ROOT = Path(__file__).parents[3]
 EVERY = (*exported(WORKER), *exported(SCHEDULER), OWN)
 
 
 def test_documentation_is_up_to_date() -> None:
-    """Remedy: ``python -m dask_gpurt.observe.figures.dictionary > docs/metrics.md``"""
+    """Remedy: ``python -m tests.observe.figures.dictionary > docs/metrics.md``"""
     got = subprocess.run(
-        [sys.executable, "-m", "dask_gpurt.observe.figures.dictionary"],
+        [sys.executable, "-m", "tests.observe.figures.dictionary"],
         check=True,
         capture_output=True,
         text=True,

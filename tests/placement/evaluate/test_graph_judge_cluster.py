@@ -12,8 +12,8 @@ from distributed import Event as DaskEvent
 from distributed.utils_test import gen_cluster, slowinc
 
 from dask_gpurt.placement.evaluate import governor, graph_judge
+from tests.placement.clusters import EXPECTED, FOUR, idle, install, tree, until
 from tests.placement.fakes import FakeWorker, make_engine
-from tests.placement.test_cluster import EXPECTED, FOUR, idle, install, tree, until
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

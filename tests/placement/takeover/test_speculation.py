@@ -14,10 +14,11 @@ from distributed.utils_test import NO_AMM, gen_cluster
 from dask_gpurt.config import PlacementSettings
 from dask_gpurt.placement.plugin import PlacementPlugin
 from dask_gpurt.placement.takeover.worker_copies import WorkerCopies
+from tests.placement.clusters import until
 from tests.placement.fakes import SETTINGS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from distributed.scheduler import Scheduler
 
@@ -57,11 +58,6 @@ def held(*args: Any) -> str:
 
 def open_gate(worker: Worker) -> None:
     GATES.setdefault(worker.address, threading.Event()).set()
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    while not condition():  # noqa: ASYNC110 (the state is not ours, there is no event)
-        await asyncio.sleep(0.01)
 
 
 def runs(w: Worker, key: str) -> bool:

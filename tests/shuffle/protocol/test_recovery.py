@@ -146,6 +146,25 @@ def test_every_output_has_every_input_once_whoever_is_lost(budget):
 
 
 @pytest.mark.parametrize("budget", [0, 40, 10**9])
+@pytest.mark.parametrize("kind", [World, Afterwards])
+def test_outputs_of_drained_workers_have_every_input_once(kind, budget):
+    drained = 0
+    for seed in range(400):
+        world = kind(seed, workers=4, inputs=12, parts=9, budget=budget, deaths=seed % 3, drains=1 + seed % 4)
+        for _ in range(100_000):
+            if not world.step():
+                break
+        else:
+            raise AssertionError(f"seed {seed}: it was never over")
+        if kind is World:
+            world.check()
+            owners = set(world.worker_for.values())
+            assert not owners & world.drained or not set(world.workers) - world.drained
+        drained += len(world.drained)
+    assert drained > 300
+
+
+@pytest.mark.parametrize("budget", [0, 40, 10**9])
 def test_outputs_opened_after_the_barrier_are_complete_when_they_are_made(budget):
     amended = void = splits = inputs = bound = 0
     for seed in range(1000):

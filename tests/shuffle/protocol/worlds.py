@@ -1,5 +1,7 @@
 """A simulated cluster that loses workers and messages while it shuffles; every step is chosen at random.
 
+Workers may also be drained: they live, make what they have begun, and own nothing more.
+
 Once all inputs are in place some outputs may be bound late, that is, go to another worker, whose old owner then hands
 over their rows one by one.
 
@@ -129,8 +131,12 @@ class Worker:
 class World:
     """Scheduler and network; every step is chosen at random."""
 
-    def __init__(self, seed: int, workers: int, inputs: int, parts: int, budget: int, deaths: int) -> None:
+    def __init__(
+        self, seed: int, workers: int, inputs: int, parts: int, budget: int, deaths: int, drains: int = 0
+    ) -> None:
         self.r = random.Random(seed)
+        #: workers that are yet to be drained, and those that were
+        self.drains, self.drained = drains, set[str]()
         self.budget = budget
         #: what was bound late; `epoch` and the rest are the world's own
         self.state = State()
@@ -163,8 +169,9 @@ class World:
         """Some outputs go to another worker."""
         self.to_bind = False
         some = self.r.sample(sorted(self.worker_for), self.r.randint(1, min(4, len(self.worker_for))))
-        moves = {p: self.r.choice(sorted(self.workers)) for p in some}
-        moves = {p: to for p, to in moves.items() if to != self.worker_for[p]}
+        moves = {p: self.r.choice(sorted(self.keepers())) for p in some}
+        # As `rebalance` has it: an owner may have rows of before that do not count.
+        moves = {p: to for p, to in moves.items() if to != self.worker_for[p] and p not in self.state.bound}
         if not moves:
             return
         self.bound += 1
@@ -197,10 +204,31 @@ class World:
         self.phase, self.told = "amend", {}
         assert dead
 
+    def drain(self) -> None:
+        """A worker lives on, but owns no outputs that it has not begun."""
+        self.drains -= 1
+        name = self.r.choice(sorted(self.workers))
+        self.drained.add(name)
+        if self.r.random() < 0.2:
+            self.drained.discard(self.r.choice(sorted(self.drained)))  # one comes back
+        self.epoch += 1
+        self.state.epoch = self.epoch
+        self.open()
+        self.phase, self.told = "amend", {}
+
+    def keepers(self) -> set[str]:
+        """Workers that keep their outputs."""
+        return set(self.workers) - self.drained or set(self.workers)
+
+    def alive(self, parts: Collection[int]) -> frozenset[int]:
+        """Of these outputs, those whose owner was not lost."""
+        return frozenset(part for part in parts if self.worker_for[part] in self.workers)
+
     def open(self) -> None:
-        """Give the outputs of who is lost to others."""
-        self.state.void()
-        self.worker_for.update(reassign(self.worker_for, sorted(self.workers)))
+        """Give the outputs of who is lost, or drained, to others."""
+        moved = reassign(self.worker_for, self.keepers())
+        self.state.void(self.alive(moved))
+        self.worker_for.update(moved)
 
     def amend(self) -> None:
         left = [w for w in sorted(self.workers) if w not in self.told]
@@ -241,6 +269,8 @@ class World:
             self.workers[r.choice(sorted(self.workers))].ledger.settle()
         if self.deaths and len(self.workers) > 1 and choice < 0.02:
             self.kill()
+        elif self.drains and r.random() < 0.02:
+            self.drain()
         elif self.phase in ("amend", "valid") and choice < 0.2:
             self.amend()
         elif self.todo and choice < 0.5:

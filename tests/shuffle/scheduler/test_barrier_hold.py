@@ -270,7 +270,7 @@ def test_nothing_is_taken_of_an_output_that_is_open():
         outputs = OutputBuilder(
             SimpleNamespace(raise_if_closed=lambda: None),  # type: ignore[arg-type]
             sync=None,  # type: ignore[arg-type]
-            meta=left(0).iloc[:0],
+            rows=None,  # type: ignore[arg-type]
             owners=Owners("a", dict.fromkeys(range(9), "a"), None),
             counting=SimpleNamespace(ready=lambda part: part not in opened, bound=bound),  # type: ignore[arg-type]
             receiver=SimpleNamespace(settle=settle, take=take),  # type: ignore[arg-type]

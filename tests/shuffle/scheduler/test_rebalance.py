@@ -109,15 +109,24 @@ def exact(frames, want) -> None:
         pd.testing.assert_frame_equal(a, b)
 
 
+@pytest.mark.parametrize("device", [False, True])
 @pytest.mark.parametrize("store", [MemoryShardStore, NastyStore])
-def test_one_of_two_large_outputs_goes(store):
+def test_one_of_two_large_outputs_goes(store, device):
+    if device:
+        pytest.importorskip("rmm")
+        from tests.backends.host_frames import MEMORY, HostFrame
+
+    def source():
+        d = rows()
+        return d.map_partitions(HostFrame, meta=HostFrame(d._meta)) if device else d
+
     @gen_cluster(**options(2))
     async def check(c, s, a, b):
         spread, frames = [], []
         for bind in (False, True):
-            settings = ShuffleSettings(enabled=True, transport="rpc", late_binding=bind)
+            settings = ShuffleSettings(enabled=True, transport="rpc", late_binding=bind, device_frames=device)
             async with taken_over(s, [a, b], store=store, settings=settings) as (takeover, _):
-                out = c.persist(rows().shuffle("k", npartitions=OUTPUTS))
+                out = c.persist(source().shuffle("k", npartitions=OUTPUTS))
                 await wait(out)
                 sizes = held(s, out).values()
                 spread.append(max(sizes) / sum(sizes))
@@ -135,6 +144,7 @@ def test_one_of_two_large_outputs_goes(store):
         assert worker_statistics(a)["outputs_handed"] + worker_statistics(b)["outputs_handed"] == 1
 
     check()
+    assert not device or (MEMORY.copied_bytes and not MEMORY.faults)
 
 
 @gen_cluster(**options(2))

@@ -138,7 +138,7 @@ def test_a_codec_that_is_not_installed(monkeypatch):
     with pytest.raises(ConfigError, match="no_such_package"):
         probe(__version__, "lz4")  # so its workers get stock's shuffles, and are told why
     # What there is, is used.
-    assert squeezer()[0].able(TransportChooser(Locality.REMOTE, ["tcp"]), {"codecs": ["zstd"]})
+    assert squeezer()[0].able(TransportChooser(Locality.REMOTE, ["tcp"]), ["zstd"])
     assert compression.installed() == ["zstd"]
 
 
@@ -156,8 +156,8 @@ def test_a_codec_that_is_not_installed(monkeypatch):
     ],
 )
 def test_for_whom(setting, place, forced, theirs, able):
-    assert squeezer(setting)[0].able(TransportChooser(place, ["tcp"], forced), {"codecs": theirs}) is able
-    assert not squeezer(setting)[0].able(TransportChooser(place, ["tcp"], forced), {})  # a version that does not tell
+    assert squeezer(setting)[0].able(TransportChooser(place, ["tcp"], forced), theirs) is able
+    assert not squeezer(setting)[0].able(TransportChooser(place, ["tcp"], forced), ())
 
 
 def test_settings():

@@ -10,6 +10,7 @@ import pytest
 
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.shuffle.transport.base import Header, Receipt
+from dask_gpurt.shuffle.transport.cards import Card
 from dask_gpurt.shuffle.transport.ioloop import IoLoop
 from dask_gpurt.shuffle.transport.link.events import Deliver, Instruction, Send
 from dask_gpurt.shuffle.transport.link.records import RunKey
@@ -271,7 +272,7 @@ def test_every_message_that_began_ends_for_the_choice(end):
         forced = SAFE if end == "safe fails" else "tcp"
         chooser = TransportChooser(Locality.HOST, ["tcp"], forced)
         route = asyncio.get_running_loop().create_future()
-        route.set_result(Route({"limit": 0, "tcp": ["", 0]}, chooser, Header(KEY, bytes(16))))
+        route.set_result(Route(Card("", "", 0, (), {"tcp": ["", 0]}), chooser, Header(KEY, bytes(16))))
         plane._routes[KEY, "peer"] = route
         submitted: list[Any] = []
 
@@ -287,7 +288,8 @@ def test_every_message_that_began_ends_for_the_choice(end):
 
         plane.transports._open["tcp"] = Ways()  # type: ignore[assignment]
 
-        async def safe() -> Any:
+        async def safe(frames: Any) -> Any:
+            assert frames == [b"text"]
             if end == "safe fails":
                 raise OSError("gone")
             return {"status": "OK"}

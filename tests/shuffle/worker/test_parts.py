@@ -17,6 +17,7 @@ from dask_gpurt.shuffle import MemoryShardStore
 from dask_gpurt.shuffle.counters import ShuffleCounters
 from dask_gpurt.shuffle.protocol.messages import Amend, BarrierAnswer, OutputOpened, Reopen, Valid
 from dask_gpurt.shuffle.protocol.recovery import Counting, State, Validity, shard_id
+from dask_gpurt.shuffle.rows.kinds import PandasRows
 from dask_gpurt.shuffle.rows.partition import OutputLayout, Shard, separate, split
 from dask_gpurt.shuffle.rows.slices import Slice
 from dask_gpurt.shuffle.transport.link.records import RunKey
@@ -64,6 +65,10 @@ def frame() -> pd.DataFrame:
     return pd.DataFrame({"v": np.arange(90), "_partitions": np.arange(90) % 3})
 
 
+def rows(cut_bytes: int = 1 << 20) -> PandasRows:
+    return PandasRows(frame().iloc[:0], "_partitions", True, cut_bytes)
+
+
 def log() -> SendLog[Shard]:
     return SendLog(RetainBudget(1 << 20), separate)
 
@@ -74,8 +79,7 @@ def outgoing(owners: Owners, ledger: SendLog[Shard]) -> Outgoing:
         owners=owners,
         log=ledger,
         column="_partitions",
-        drop_column=True,
-        cut_bytes=1 << 20,
+        rows=rows(),
         counters=ShuffleCounters(),
     )
     return splitter.split(frame(), 4)
@@ -103,8 +107,7 @@ def test_what_is_no_frame_is_refused():
         owners=Owners("a", OWNERS, None),
         log=log(),
         column="k",
-        drop_column=False,
-        cut_bytes=1,
+        rows=rows(),
         counters=ShuffleCounters(),
     )
     with pytest.raises(TypeError, match=r"input partition 4 of shuffle s is a builtins\.list"):
@@ -163,7 +166,7 @@ def test_more_messages_than_there_are_numbers_are_refused():
     async def check() -> None:
         host = Host()
         sent: Any = SimpleNamespace(stage=None)
-        one = Resender(host, owners=Owners("a", OWNERS, None), log=log(), sender=sent, cut_bytes=1)
+        one = Resender(host, owners=Owners("a", OWNERS, None), log=log(), sender=sent, rows=rows(1))
         (shard,) = shards()
         with pytest.raises(OverflowError, match="must have at most 5"):
             await one.send(shard, "b", 0, 4, 5)
@@ -184,7 +187,7 @@ def test_a_shard_is_stored_once_and_a_copy_waits_for_it():
     async def check() -> None:
         store, counters = Slow(), ShuffleCounters()
         credit: Any = None
-        one = Receiver(Host(), key=KEY, store=store, credit=credit, counters=counters)
+        one = Receiver(Host(), key=KEY, store=store, rows=rows(), credit=credit, counters=counters)
         first = asyncio.create_task(one.accept(shards(), 100))
         await asyncio.sleep(0)
         second = asyncio.create_task(one.accept(shards(), 100))
@@ -213,7 +216,7 @@ def test_a_message_that_does_not_parse_is_refused_and_its_credit_given_back():
             arrive=lambda key, sender, nbytes: lambda: given.append(nbytes), granted=lambda key, sender: 9
         )
         counters = ShuffleCounters()
-        one = Receiver(Host(), key=KEY, store=MemoryShardStore(), credit=credit, counters=counters)
+        one = Receiver(Host(), key=KEY, store=MemoryShardStore(), rows=rows(), credit=credit, counters=counters)
         answer = await one.receive(Message([b"no message"], "b"))
         assert "gpurt-refused" in answer
         assert counters.refused == len(given) == 1

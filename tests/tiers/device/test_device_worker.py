@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -11,17 +12,20 @@ from distributed import Client, Scheduler, Worker, wait
 from distributed.spill import SpillBuffer
 from distributed.utils_test import async_poll_for, gen_cluster
 
-from dask_gpurt.backends import cuda, rocm
+from dask_gpurt.backends import cuda, device_values, rocm
 from dask_gpurt.config import Settings
 from dask_gpurt.errors import InstallError
+from dask_gpurt.extension import GpurtScheduler, on_worker
 from dask_gpurt.tiers import TierRuntime
-from dask_gpurt.tiers.device.setup import DeviceMemory, _Late
+from dask_gpurt.tiers.device.setup import DeviceMemory, Late
 from dask_gpurt.tiers.runtime import _left_alone
 from tests.tiers.conftest import HostSlabs
 
 pytest.importorskip("rmm")
 
-from tests.tiers.device.host_rmm import HostRmmBackend, Value, pattern
+import rmm.mr
+
+from tests.tiers.device.host_rmm import HostRmmBackend, Value, host_memory, pattern
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,11 +38,11 @@ BACKENDS: list[HostRmmBackend] = []
 
 def open_on_host_memory(worker: Any, settings: Any, host_bytes: int | None, *, serves: bool) -> DeviceMemory:
     """`DeviceMemory.open` over host memory."""
-    callback = _Late()
+    callback = Late()
     backend = HostRmmBackend(LIMIT)
     backend.callback = callback
     BACKENDS.append(backend)
-    return DeviceMemory.over(backend, backend.stack, callback, HostSlabs(), 64 << 20, lambda: None)
+    return DeviceMemory.over(backend, backend.allocator, callback, HostSlabs(), 64 << 20, lambda: cuda.conflict(worker))
 
 
 async def install(worker: Worker) -> tuple[TierRuntime, HostRmmBackend]:
@@ -84,7 +88,7 @@ async def test_tasks_on_four_times_the_limit(c: Client, s: Scheduler, a: Worker)
     values = c.map(make, range(n), nbytes=size, key=[f"v{i}" for i in range(n)])
     await wait(values)
     assert all(await c.gather(c.map(right, values, range(n))))
-    assert backend.stack.peak_bytes() <= LIMIT
+    assert backend.allocator.peak_bytes() <= LIMIT
     stats = runtime.statistics()
     assert stats["fallbacks"] == {}, stats["last_traceback"]
     assert stats["device"]["below_values"] > n // 2
@@ -173,7 +177,7 @@ def test_values_in_host_memory_are_not_taken_for_device_values() -> None:
     import numpy as np
     import pandas as pd
 
-    backend = cuda.CudaBackend(mock.Mock())
+    backend = device_values.CudaBackend(mock.Mock())
     for value in (1, None, b"x", np.ones(3), pd.DataFrame({"a": [1]}), {"k": 1}, Value):
         assert not backend.owns(value)
 
@@ -233,3 +237,69 @@ async def test_leaves_dask_cudas_mapping_where_it_is_used_or_no_device_is(c: Cli
     assert a.data is a.state.data is original
     assert "gpurt.tiers.device: auto" in _left_alone(original, runtime._settings).remedy  # type: ignore[union-attr]
     assert await x == 3
+
+
+@pytest.mark.cluster
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 2)], config=CONFIG, timeout=120)
+async def test_the_cluster_knows_device_values_as_such(c: Client, s: Scheduler, a: Worker) -> None:
+    """Host books and gate, `where` and placement, for values on the device, below it, and in containers."""
+    plugin = GpurtScheduler(Settings.load({"shuffle.enabled": False, "tiers.device": "auto", "tiers.disk-reserve": 0}))
+    with mock.patch.object(DeviceMemory, "open", open_on_host_memory):
+        await plugin.start(s)
+        s.add_plugin(plugin, name=plugin.name)
+    parts = on_worker(a)
+    assert parts is not None
+    runtime = parts.runtime
+    assert runtime is not None
+    size = 100 * KB
+    values = c.map(make, range(3), nbytes=size, key=[f"make-{i}" for i in range(3)])
+    split = c.submit(make_split, 4, size, key="split-0")
+    await wait([*values, split])
+    here = parts.residence(["make-0", "split-0"])
+    assert here["make-0"] == {"tier": "device", "nbytes": size, "disk_bytes": None}
+    assert here["split-0"] == {"tier": "device", "nbytes": 2 * size, "disk_bytes": None}
+    stats = runtime.statistics()
+    assert stats["device"]["device_bytes"] == 5 * size
+    assert stats["host_bytes"] < 10 * KB
+    # No room in host memory is kept for what will lie on the device.
+    seam = runtime._seam
+    assert seam is not None
+    assert (seam.turns.outputs.expected("make-9") or 0) < KB
+    assert (seam.turns.outputs.expected("split-9") or 0) < KB
+    space = runtime._device_memory.space  # type: ignore[union-attr]
+    await asyncio.to_thread(space.spill, 1 << 40)
+    below = parts.residence(["make-0", "split-0"])
+    assert (below["make-0"]["tier"], below["make-0"]["nbytes"]) == ("host", size)  # the blocks of this test
+    assert below["make-0"]["disk_bytes"] >= size
+    await async_poll_for(lambda: set(plugin.residence.on_disk) == {"make-0", "make-1", "make-2", "split-0"}, timeout=30)
+    assert plugin.residence.on_disk["make-0"] == {a.address: size / 10}  # ten times as fast as a disk
+    story = runtime.engine.log.story("make-0")
+    assert story[-1][3] == "to host"
+    assert await c.submit(right, values[0], 0)
+    assert await c.submit(right_split, split, 4)
+    await async_poll_for(lambda: set(plugin.residence.on_disk) == {"make-1", "make-2"}, timeout=30)
+    assert parts.residence(["make-0"])["make-0"]["tier"] == "device"
+    assert runtime.statistics()["fallbacks"] == {}
+    runtime.engine.validate()
+    await plugin.uninstall()
+
+
+def make_split(i: int, nbytes: int) -> dict[int, Any]:
+    return {0: make(i, nbytes), 1: make(i + 1, nbytes)}
+
+
+def right_split(split: dict[int, Value], i: int) -> bool:
+    return right(split[0], i) and right(split[1], i + 1)
+
+
+@pytest.mark.cluster
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)], config=CONFIG)
+async def test_every_heartbeat_looks_whether_the_resource_is_still_ours(c: Client, s: Scheduler, a: Worker) -> None:
+    runtime, backend = await install(a)
+    device = backend.allocator._device
+    rmm.mr.set_per_device_resource(device, host_memory())
+    assert runtime.heartbeat()["device_bytes"] == 0
+    assert runtime.statistics()["device"]["resource_replaced"] == 1
+    with mock.patch.object(DeviceMemory, "look", side_effect=RuntimeError("a library")):
+        assert runtime.heartbeat()["device_bytes"] == 0
+    assert runtime.statistics()["fallbacks"] == {"device": 1}

@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from dask_gpurt.errors import LostData, TierFull
+from dask_gpurt.tiers.device.box import TABLE, BoxState
 from dask_gpurt.tiers.device.oom import MAX_FRAGMENTED, RetryAlone, SpillOnFailure
 from dask_gpurt.tiers.device.pinned import BlockPool, SlabTier
-from dask_gpurt.tiers.device.space import TABLE, BoxState, DeviceSpace
+from dask_gpurt.tiers.device.space import DeviceSpace
 from dask_gpurt.tiers.engine.entry import IllegalMove
 from dask_gpurt.tiers.storage.disk.tier import DiskTier
 from tests.tiers.conftest import HostSlabs
 
 pytest.importorskip("rmm")
 
-from tests.tiers.device.host_rmm import HostRmmBackend, pattern
+from tests.tiers.device.host_rmm import HostRmmBackend, host_memory, pattern
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,14 +31,22 @@ KB = 1 << 10
 
 class Rig:
     def __init__(
-        self, tmp_path: Path, limit: int, *, blocks: int | None = None, soft: int | None = None, below: Any = None
+        self,
+        tmp_path: Path,
+        limit: int,
+        *,
+        blocks: int | None = None,
+        soft: int | None = None,
+        below: Any = None,
+        base: Any = host_memory,
     ) -> None:
-        self.backend = HostRmmBackend(limit)
+        self.backend = HostRmmBackend(limit, base)
         pool = BlockPool(HostSlabs(), limit_bytes=blocks, block_bytes=16 * KB, slab_bytes=256 * KB)
+        pool.give(pool.take((4 << 20) if blocks is None else blocks))  # ready for those that may not wait for a slab
         self.slabs = SlabTier(pool)
         self.disk = DiskTier(str(tmp_path / "disk"), small_bytes=0)
         self.space = DeviceSpace(self.backend, below or [self.slabs, self.disk], limit_bytes=soft)
-        self.oom = SpillOnFailure(self.space, self.backend.stack.headroom_bytes)
+        self.oom = SpillOnFailure(self.space, self.backend.allocator.headroom_bytes)
         self.backend.callback = self.oom
 
     def fill(self, n: int, nbytes: int) -> list[Any]:
@@ -55,7 +64,7 @@ def test_more_than_the_limit_leaves_and_comes_back(times: int, tmp_path: Path) -
     rig = Rig(tmp_path, 8 * size)
     boxes = rig.fill(n, size)  # allocations fail on the way, and are made possible
     assert rig.oom.calls >= n - 8
-    assert rig.backend.stack.peak_bytes() <= 8 * size
+    assert rig.backend.allocator.peak_bytes() <= 8 * size
     assert rig.space.device_bytes == rig.backend.allocated_bytes() <= 8 * size
     rig.check(boxes, size)
     rig.check(boxes, size)
@@ -248,24 +257,16 @@ def test_room_that_cannot_be_used_ends_the_attempts(tmp_path: Path) -> None:
 def test_a_pool_below_the_limit(tmp_path: Path) -> None:
     """RMM's own pool, with the callback outside of it."""
     size = 100 * KB
-    rig = Rig(tmp_path, 1 << 30)
-    rig.backend.stack = type(rig.backend.stack)(*_over_pool(rig, 8 * size))
-    rig.oom = SpillOnFailure(rig.space, rig.backend.stack.headroom_bytes)
-    rig.backend.callback = rig.oom
+    import rmm.mr
+
+    rig = Rig(
+        tmp_path,
+        8 * size,
+        base=lambda: rmm.mr.PoolMemoryResource(host_memory(), initial_pool_size=8 * size, maximum_pool_size=8 * size),
+    )
     boxes = rig.fill(24, size)
     assert rig.oom.calls > 0
     rig.check(boxes, size)
-
-
-def _over_pool(rig: Any, nbytes: int) -> tuple[Any, Any, Any]:
-    import rmm.mr
-
-    from dask_gpurt.backends import cuda
-    from tests.tiers.device.host_rmm import host_memory
-
-    pool = rmm.mr.PoolMemoryResource(host_memory(), initial_pool_size=nbytes, maximum_pool_size=nbytes)
-    stack = cuda.stack_over(pool, nbytes, lambda n: rig.backend.callback(n))
-    return stack.resource, stack.statistics, stack.limiting
 
 
 def test_many_threads_allocate_at_once(tmp_path: Path) -> None:
@@ -295,7 +296,7 @@ def test_many_threads_allocate_at_once(tmp_path: Path) -> None:
         list(pool.map(work, range(threads)))
     assert failures == []
     assert rig.oom.exceptions == 0, rig.oom.last_error
-    assert rig.backend.stack.peak_bytes() <= n // 4 * size
+    assert rig.backend.allocator.peak_bytes() <= n // 4 * size
     gc.collect()
     for i, box in boxes.items():
         assert (box.get().array() == pattern(i, size)).all()

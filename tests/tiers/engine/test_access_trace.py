@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dask_gpurt.simulate.eviction import Lru, moved, replay
+from benchmarks.eviction_replay import Lru, moved, replay
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ import pytest
 from dask.sizeof import sizeof
 from distributed.spill import SpillBuffer
 from distributed.utils_test import async_poll_for
+from distributed.worker_state_machine import ExecuteSuccessEvent
 
 from dask_gpurt.tiers.engine import engine as engine_module
 from dask_gpurt.tiers.engine.buffer_roots import UNKNOWN_BYTES, as_bytes
@@ -21,7 +23,9 @@ from dask_gpurt.tiers.engine.memory_gate import Gate
 from dask_gpurt.tiers.storage.disk.tier import DiskTier
 from dask_gpurt.tiers.stores.task_store import TieredStore
 from dask_gpurt.tiers.worker import spill_buffer
+from dask_gpurt.tiers.worker.small_tasks import SmallTasks
 from dask_gpurt.tiers.worker.task_admission import Outputs
+from tests.tiers.conftest import guard
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -108,6 +112,20 @@ def test_the_gate_forgets_a_size_that_cannot_be(said: Any) -> None:
         assert outputs.expected("a-2") == 7
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("said", BAD)
+def test_a_small_task_with_a_size_that_cannot_be_is_no_failure(said: Any) -> None:
+    counted, outputs = guard(), Outputs()
+    nothing: Any = None
+    store: Any = types.SimpleNamespace(host_bytes=lambda value, nbytes: nbytes)
+    small = SmallTasks(nothing, nothing, store, outputs, counted)
+    fields: dict[str, Any] = {"run_id": 1, "value": 1, "start": 0, "stop": 1, "type": Liar, "stimulus_id": "s"}
+    small.ended(ExecuteSuccessEvent(key="a-1", nbytes=said, **fields))
+    assert counted.part("execute").failures == 0
+    assert outputs.expected("a-2") is None
+    small.ended(ExecuteSuccessEvent(key="a-1", nbytes=1 << 30, **fields))
+    assert outputs.expected("a-2") == 1 << 30
 
 
 class Stuck:

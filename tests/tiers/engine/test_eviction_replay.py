@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dask_gpurt.simulate.eviction import Belady, Lru, Moved, Ours, replay
+from benchmarks.eviction_replay import Belady, Lru, Moved, Ours, replay
 from dask_gpurt.tiers.engine.access_trace import Trace
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from distributed.worker_state_machine import ExecuteFailureEvent, ExecuteSuccessEvent
 
-from dask_gpurt.simulate.eviction import Ours, moved, replay
+from benchmarks.eviction_replay import Ours, moved, replay
 from dask_gpurt.tiers.engine.entry import NEVER, Account, Entry
 from dask_gpurt.tiers.engine.victims import Victims, soonest_use
 from dask_gpurt.tiers.hints.protocol import OP

@@ -8,8 +8,8 @@ import pytest
 from distributed import Client, Scheduler, Worker, wait
 from distributed.utils_test import gen_cluster
 
+from benchmarks.eviction_replay import Belady, Lru, Ours, moved, replay
 from dask_gpurt.config import Settings
-from dask_gpurt.simulate.eviction import Belady, Lru, Ours, moved, replay
 from dask_gpurt.tiers import TierRuntime
 
 pytestmark = pytest.mark.cluster

@@ -14,7 +14,9 @@ from dask_gpurt.config import Settings
 from dask_gpurt.extension import GpurtScheduler, on_worker
 from dask_gpurt.model import circuit_breaker
 from dask_gpurt.model.residence import OP
+from dask_gpurt.model.tier import Tier
 from dask_gpurt.tiers.engine.entry import EventLog, State
+from dask_gpurt.tiers.stores.task_store import Place
 from dask_gpurt.tiers.worker import residency
 from dask_gpurt.tiers.worker.residency import ResidenceSender
 from tests.tiers.conftest import guard
@@ -29,18 +31,34 @@ SIZE = 100_000
 class Entry:
     def __init__(self, state: State) -> None:
         self.state, self.nbytes = state, SIZE
+        #: of a device value
+        self.tier: Tier | None = None
 
 
 class Store:
     def __init__(self) -> None:
         self.entries: dict[Any, Entry] = {}
+        self.on_device_moved: Callable[[Any], None] = lambda key: None
 
     def entry(self, key: Any) -> Entry | None:
         return self.entries.get(key)
 
+    def place_of(self, key: Any) -> Place | None:
+        entry = self.entries.get(key)
+        if entry is None or entry.state is State.LOST:
+            return None
+        if entry.tier is not None:
+            return Place(entry.tier, SIZE, None, entry.tier is Tier.DEVICE)
+        here = entry.state in (State.RESIDENT, State.MOVING)
+        return Place(Tier.HOST if here else Tier.DISK, SIZE, None, here)
+
     @property
     def disk(self) -> list[Any]:
         return [k for k, e in self.entries.items() if e.state is State.STORED]
+
+    @property
+    def below_device(self) -> list[Any]:
+        return [k for k, e in self.entries.items() if e.tier not in (None, Tier.DEVICE)]
 
 
 class FakeWorker:
@@ -58,6 +76,10 @@ class Rig:
     def __init__(self) -> None:
         self.worker, self.store, self.log = FakeWorker(), Store(), EventLog()
         self.sender = ResidenceSender(self.worker, self.store, self.log, guard())  # type: ignore[arg-type]
+
+    def move_device(self, key: Any, tier: Tier) -> None:
+        self.store.entries.setdefault(key, Entry(State.RESIDENT)).tier = tier
+        self.store.on_device_moved(key)
 
     def move(self, key: Any, after: State | None) -> None:
         if after is None:
@@ -101,6 +123,31 @@ def test_only_what_changed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         await flushed()
         assert sorted(k for m in rig.worker.sent for k in m["back"]) == ["there already", "x"]
         assert all(m["op"] == OP for m in rig.worker.sent)
+
+    on_loop(run, monkeypatch)
+
+
+def test_device_values_are_told_by_the_tier_they_went_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run(rig: Rig) -> None:
+        rig.move_device("there already", Tier.PINNED)
+        rig.sender.start()
+        rig.move_device("x", Tier.PINNED)
+        rig.move_device("y", Tier.DISK)
+        rig.move_device("z", Tier.DEVICE)
+        await flushed()
+        (message,) = rig.worker.sent
+        assert message["pinned"] == [("there already", float(SIZE)), ("x", float(SIZE))]
+        assert message["disk"] == [("y", float(SIZE))]
+        assert message["back"] == []
+        rig.worker.sent.clear()
+        rig.move_device("x", Tier.DISK)
+        rig.move_device("y", Tier.DEVICE)
+        await flushed()
+        assert [(m["pinned"], m["disk"], m["back"]) for m in rig.worker.sent] == [([], [("x", float(SIZE))], ["y"])]
+        rig.sender.stop()
+        rig.move_device("x", Tier.DEVICE)
+        await flushed()
+        assert len(rig.worker.sent) == 1
 
     on_loop(run, monkeypatch)
 

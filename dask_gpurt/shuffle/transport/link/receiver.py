@@ -117,7 +117,12 @@ class ReceiverLink:
         return Verdict.YES, []
 
     def receive(
-        self, record: LinkRecord, body: Any, now: float, frames: list[Any] | None = None, fresh: bool = True
+        self,
+        record: LinkRecord,
+        body: Any,
+        now: float,
+        frames: list[Any] | None = None,
+        fresh: bool = True,
     ) -> list[Instruction]:
         """An admitted record came, whole.
 
@@ -135,8 +140,7 @@ class ReceiverLink:
             return []
         if record.kind is RecordKind.DATA:
             return self._on_data(record, body, frames, fresh)
-        out: list[Instruction] = getattr(self, handler)(record, body, now)
-        return out
+        return getattr(self, handler)(record, body, now)
 
     def stored(self, sequence: int, problem: str = "") -> list[Instruction]:
         """A delivered message is stored, or `problem` says why not."""
@@ -208,7 +212,9 @@ class ReceiverLink:
             Opened(sender),
         ]
 
-    def _on_data(self, record: LinkRecord, body: Any, frames: list[Any] | None, fresh: bool) -> list[Instruction]:
+    def _on_data(
+        self, record: LinkRecord, body: memoryview, frames: list[Any] | None, fresh: bool
+    ) -> list[Instruction]:
         if not fresh:
             self.copies += 1
             answer = self._answers.get(record.sequence)

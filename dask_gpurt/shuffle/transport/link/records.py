@@ -37,6 +37,8 @@ from dask_gpurt.errors import WireError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from dask_gpurt.model import Buffer
+
 MAGIC = b"GPTL"
 VERSION = 2
 HEADER_BYTES = 64
@@ -112,7 +114,7 @@ class LinkRecord:
         return head + _DIGEST.pack(xxhash.xxh3_64_intdigest(head))
 
     @classmethod
-    def unpack(cls, raw: Any) -> LinkRecord:
+    def unpack(cls, raw: Buffer) -> LinkRecord:
         """Parse and check a header.
 
         Raises
@@ -152,7 +154,7 @@ def padded(n: int) -> int:
     return (n + ALIGN - 1) // ALIGN * ALIGN
 
 
-def is_device(buffer: Any) -> bool:
+def is_device(buffer: object) -> bool:
     """Whether a buffer lies in device memory."""
     return type(buffer) is not memoryview and hasattr(buffer, "__cuda_array_interface__")
 
@@ -191,7 +193,7 @@ def _lengths(count: int) -> struct.Struct:
     return _LENGTHS[count] if count < len(_LENGTHS) else struct.Struct(f"<{count}Q")
 
 
-def lengths_of(record: LinkRecord, raw: Any) -> list[tuple[int, bool]]:
+def lengths_of(record: LinkRecord, raw: Buffer) -> list[tuple[int, bool]]:
     """(bytes, lies on a device) of every frame, from the table of a message.
 
     Raises

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(slots=True)
 class _Pending:
-    token: Any
+    token: object
     buffers: Sequence[Any]
     #: what it costs in credit: its own bytes, and room
     nbytes: int
@@ -97,7 +97,7 @@ class SenderLink:
         """Messages that have not ended."""
         return len(self._queue) + len(self._flying)
 
-    def submit(self, token: Any, buffers: Sequence[Any], now: float, room: int = 0) -> list[Instruction]:
+    def submit(self, token: object, buffers: Sequence[Any], now: float, room: int = 0) -> list[Instruction]:
         """Send a message when there is credit for it and for `room` bytes; an `Ended` with this token follows, once."""
         if self.state is LinkState.CLOSED:
             return [Ended(token, "the link is closed", lost=True)]
@@ -124,8 +124,7 @@ class SenderLink:
         self._heard = now
         if handler is None:
             return []
-        out: list[Instruction] = getattr(self, handler)(record, body, now)
-        return out
+        return getattr(self, handler)(record, body, now)
 
     def tick(self, now: float) -> list[Instruction]:
         """Time has passed."""

@@ -36,7 +36,7 @@ from dask_gpurt.shuffle.transport.link import records
 from dask_gpurt.shuffle.transport.select.selector import SAFE, Locality
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from dask_gpurt.shuffle.transport.select.bandwidth import LinkBandwidth
     from dask_gpurt.shuffle.transport.select.selector import TransportChooser
@@ -74,10 +74,10 @@ class Squeezer:
         self._count = count
         self._needed = set() if setting == "none" else {setting} if setting != "auto" else set(self._chooser.slowdown)
 
-    def able(self, peer: TransportChooser, card: dict[str, Any]) -> bool:
-        """Whether messages to a peer may be compressed; its card has its codecs."""
+    def able(self, peer: TransportChooser, codecs: Iterable[str]) -> bool:
+        """Whether messages to a peer may be compressed that can undo these codecs."""
         far = peer.place is Locality.REMOTE and peer.forced != SAFE
-        return far and bool(self._needed) and self._needed <= set(card.get("codecs", ()))
+        return far and bool(self._needed) and self._needed <= set(codecs)
 
     def looks(self, pace: LinkBandwidth) -> bool:
         """Whether the next message to a peer is to be looked at; with an unknown pace, only if a user says so."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import uuid
-from typing import Any
 
-from dask_gpurt.backends.ucx import has_device
+from dask_gpurt.backends.ucx_device import has_device
 from dask_gpurt.shuffle.transport.select.selector import Locality
 
 #: whether `auto` opens UCX for shared memory between workers of one host without a GPU
@@ -42,8 +41,8 @@ def candidates(place: Locality) -> list[str]:
     return ["tcp", "ucx"] if (UCX_ON_HOST and place is Locality.HOST) or has_device() else ["tcp"]
 
 
-def locality_of(own: dict[str, Any], theirs: dict[str, Any]) -> Locality:
-    """Where a peer is, from the cards of both."""
-    if own["process"] == theirs.get("process"):
+def locality_of(process: str, host: str) -> Locality:
+    """Where a peer with these tokens is, seen from here."""
+    if process == process_token():
         return Locality.PROCESS
-    return Locality.HOST if own["host"] == theirs.get("host") else Locality.REMOTE
+    return Locality.HOST if host == host_token() else Locality.REMOTE

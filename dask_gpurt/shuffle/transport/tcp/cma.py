@@ -62,7 +62,7 @@ def _call() -> Any:
 _readv = _call()
 
 
-def _address(buffer: Any) -> int:
+def _address(buffer: object) -> int:
     return int(pa.py_buffer(buffer).address)  # ten times as fast as to ask numpy
 
 
@@ -131,7 +131,7 @@ def message(record: LinkRecord) -> LinkRecord:
     return LinkRecord(RecordKind.DATA, record.run, record.sequence, record.value, record.count)
 
 
-def fetch(pid: int, data: LinkRecord, body: Any, take: Callable[[int], memoryview]) -> memoryview:
+def fetch(pid: int, data: LinkRecord, body: bytes | memoryview, take: Callable[[int], memoryview]) -> memoryview:
     """Read a message from where it lies, as if it had come whole.
 
     Parameters

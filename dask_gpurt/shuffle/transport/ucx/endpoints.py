@@ -5,13 +5,13 @@ All of it runs in the UCX thread (see `ucx.transport`), so nothing here is locke
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import hmac
 import os
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dask_gpurt.backends import ucx as backend
 from dask_gpurt.errors import WireError
 from dask_gpurt.shuffle.transport.link import events as lk
 from dask_gpurt.shuffle.transport.link import records
@@ -21,9 +21,11 @@ from dask_gpurt.shuffle.transport.link.sender import SenderLink
 from dask_gpurt.shuffle.transport.link_ends import InboundEnd, InboundOwner, LinkEnd, OutboundEnd, OutboundOwner
 
 if TYPE_CHECKING:
-    import collections
     from collections.abc import Callable
+    from concurrent.futures import Future
 
+    from dask_gpurt.backends.ucx import UcxWorker
+    from dask_gpurt.backends.ucx_device import DeviceSide
     from dask_gpurt.memory.pages import Pages
     from dask_gpurt.shuffle.transport.base import Header, Peer, Services
     from dask_gpurt.shuffle.transport.ioloop import IoLoop
@@ -54,13 +56,21 @@ class UcxOwner(InboundOwner, OutboundOwner, Protocol):
     pool: Pages
     #: the loop of the UCX thread
     sending: IoLoop
-    ucx: backend.UcxWorker
+    ucx: UcxWorker
+    #: None where there is no device
+    device: DeviceSide | None
     requests: collections.deque[Request]
     #: (when, endpoint) of those that UCX closes in the background
     closing: collections.deque[tuple[float, Any]]
 
     def arrived(self, record: LinkRecord, body: memoryview) -> tuple[LinkRecord, memoryview]:
         """A record came from the wire."""
+
+    def beside(self, call: Callable[[], Any]) -> Future[Any]:
+        """Run a call that waits for the device, or allocates there, in another thread."""
+
+    def enter_device(self) -> None:
+        """Give the UCX thread the context of the device, once."""
 
 
 class _UcxEnd(LinkEnd):
@@ -114,13 +124,16 @@ class _UcxEnd(LinkEnd):
             if not self.closed:
                 self.listen(tag, then)
 
-        def guarded() -> None:
-            try:
-                arrived()
-            except WireError as e:
-                self.violated(str(e))
+        self.post(self.owner.ucx.receive(self.endpoint, buffer, tag), buffer, lambda: self.guarded(arrived))
 
-        self.post(self.owner.ucx.receive(self.endpoint, buffer, tag), buffer, guarded)
+    def guarded(self, call: Callable[[], None]) -> None:
+        """Run what a record from the wire sets off: what it raises ends the link, which else would wait for ever."""
+        try:
+            call()
+        except WireError as e:
+            self.violated(str(e))
+        except Exception as e:
+            self.lost(repr(e))
 
     def close(self) -> None:
         """Close the endpoint."""
@@ -179,6 +192,8 @@ class UcxInbound(_UcxEnd, InboundEnd):
         self.machine = ReceiverLink(
             *(services.address, services.secret_of, self.arrive, os.urandom(records.NONCE_BYTES), self.since, run)
         )
+        #: records that came while memory for a message before them is allocated, with what followed them
+        self._behind: collections.deque[tuple[LinkRecord, memoryview]] | None = None
 
     def knocked(self, nbytes: int) -> None:
         """Open the link: a message of `nbytes` waits on the knock tag."""
@@ -198,6 +213,9 @@ class UcxInbound(_UcxEnd, InboundEnd):
 
     def arrived(self, record: LinkRecord, rest: memoryview) -> None:
         """A record came, with its body or the table of its message."""
+        if self._behind is not None:
+            self._behind.append((record, rest))
+            return
         verdict, instructions = self.machine.admit(record)
         self.carry_out(instructions)
         if verdict is lk.Verdict.NO:
@@ -215,32 +233,81 @@ class UcxInbound(_UcxEnd, InboundEnd):
         """
         at = records.table_bytes(record.count)
         lengths = records.lengths_of(record, table[:at])
+        if any(device for _, device in lengths):
+            self._allocate(record, table, lengths, fresh)
+            return
         body = self.owner.pool.take(record.length)
         body[:at] = table[:at]
-        frames: list[Any] = []
-        requests = []
-        for n, device in lengths:
-            frame = backend.device_buffer(n) if device else body[at : at + n]
-            frames.append(frame)
-            if n:
-                requests.append((self.owner.ucx.receive(self.endpoint, frame, self.tags["data"]), frame))
+        frames = []
+        for n, _ in lengths:
+            frames.append(body[at : at + n])
             # The filling is not sent.
             body[at + n : at + records.padded(n)] = bytes(records.padded(n) - n)
             at += records.padded(n)
+        self._expect(frames, lambda: self._whole(record, body, None, fresh))
+
+    def _expect(self, frames: list[Any], then: Callable[[], None]) -> None:
+        """Post the receives of a message's frames; `then` when all are there."""
+        requests = [(self.owner.ucx.receive(self.endpoint, f, self.tags["data"]), f) for f in frames if len(f)]
         left = len(requests)
-        apart = frames if any(device for _, device in lengths) else None
 
         def one_more() -> None:
             nonlocal left
             left -= 1
             if left <= 0:
-                got, whole = self.owner.arrived(record, body)
-                self.carry_out(self.machine.receive(got, whole, time.monotonic(), frames=apart, fresh=fresh))
+                then()
 
         for request, frame in requests:
             self.post(request, frame, one_more)
         if not requests:
             one_more()
+
+    def _whole(
+        self, record: LinkRecord, body: memoryview, apart: list[Any] | None, fresh: bool, problem: str = ""
+    ) -> None:
+        """A message is here; with a `problem` it is refused, and its sender takes the safe way."""
+        got, whole = self.owner.arrived(record, body)
+        instructions = self.machine.receive(got, whole, time.monotonic(), frames=apart, fresh=fresh)
+        if problem:
+            self.refuse(instructions, problem)
+        else:
+            self.carry_out(instructions)
+
+    def _allocate(self, record: LinkRecord, table: memoryview, lengths: list[tuple[int, bool]], fresh: bool) -> None:
+        """Receive a message of device frames, in memory that another thread allocates.
+
+        That may wait for the device, spill and fail, none of which the UCX thread may: peers would take it for dead.
+        Frames match receives by their order alone. So records behind it wait, and where there is no device memory the
+        frames are received all the same, into host memory, and the message is refused.
+        """
+        owner = self.owner
+        self._behind = collections.deque()
+
+        def allocate() -> tuple[list[Any], str]:
+            problem = "no device here"
+            if owner.device is not None:
+                try:
+                    return [owner.device.allocate(n) if device and n else None for n, device in lengths], ""
+                except MemoryError as e:
+                    problem = f"no device memory for {record.length} bytes: {e}"
+            return [None] * len(lengths), problem
+
+        def allocated(future: Future[tuple[list[Any], str]]) -> None:
+            owner.sending.call(lambda: None if self.closed else self.guarded(lambda: post(*future.result())))
+
+        def post(room: list[Any], problem: str) -> None:
+            if not problem:
+                owner.enter_device()
+            frames = [owner.pool.take(n) if r is None else r for r, (n, _) in zip(room, lengths, strict=True)]
+            self._expect(frames, lambda: self._whole(record, table[:0], frames, fresh, problem))
+            behind, self._behind = self._behind, None
+            while behind:
+                if self._behind is not None:
+                    self._behind.extend(behind)
+                    break
+                self.arrived(*behind.popleft())
+
+        owner.beside(allocate).add_done_callback(allocated)
 
     def put(self, send: lk.Send) -> None:
         """Write a record."""

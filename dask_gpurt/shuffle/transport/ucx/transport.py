@@ -13,6 +13,10 @@ message of a stranger matches no receive::
 Frames are received into pooled memory after their lengths were compared with what was granted, never into a
 user's memory. UCX keeps the order of messages of one tag between two workers; that pairs frames with their records.
 
+Device buffers. What waits for the device or allocates there runs beside the UCX thread (`backends.ucx_device`). A
+message is sent when its bytes are in memory that peers may read, and received into memory that is ready. Where the
+device has none, the message is refused, and its sender takes the safe way.
+
 A receive that waits for a peer's *answer* belongs to the worker, not to the endpoint, so UCX does not fail it when the
 peer dies: endpoints are asked on every tick whether they are alive (keepalive 1 s).
 """
@@ -21,18 +25,22 @@ from __future__ import annotations
 
 import collections
 import select
+import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.backends import ucx as backend
-from dask_gpurt.shuffle.transport.base import LinkTransport, TransportUnavailable
+from dask_gpurt.backends.ucx_device import device_side
+from dask_gpurt.shuffle.transport.base import LinkTransport, Receipt, TransportUnavailable
 from dask_gpurt.shuffle.transport.ioloop import IoLoop
+from dask_gpurt.shuffle.transport.link import records
 from dask_gpurt.shuffle.transport.ucx.endpoints import Request, UcxInbound, UcxOutbound, nothing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    from dask_gpurt.backends.ucx_device import DeviceSide
     from dask_gpurt.memory.pages import Pages
     from dask_gpurt.shuffle.transport.base import Header, Peer, Services
     from dask_gpurt.shuffle.transport.link import events as lk
@@ -51,6 +59,8 @@ class UcxTransport(LinkTransport[UcxOutbound]):
         What it may ask of its worker.
     pool
         Where messages in host memory are received into.
+    device
+        What device buffers need; None: that of CUDA, where there is a GPU.
 
     Raises
     ------
@@ -60,7 +70,7 @@ class UcxTransport(LinkTransport[UcxOutbound]):
 
     name = "ucx"
 
-    def __init__(self, services: Services, pool: Pages) -> None:
+    def __init__(self, services: Services, pool: Pages, device: DeviceSide | None = None) -> None:
         if problem := backend.available():
             raise TransportUnavailable(problem)
         super().__init__(services, pool)
@@ -70,6 +80,11 @@ class UcxTransport(LinkTransport[UcxOutbound]):
         #: those of them that have not knocked
         self._knocks: set[UcxInbound] = set()
         self.ucx: backend.UcxWorker
+        self.device = device_side() if device is None else device
+        self._entered = False
+        self._lock = threading.Lock()
+        #: runs what waits for the device; made for the first message that lies there
+        self._beside: ThreadPoolExecutor | None = None
         self.sending = IoLoop("gpurt-ucx", self._failed)
         ready: Future[bytes] = Future()
         self.sending.call(lambda: self._start(ready))
@@ -82,6 +97,8 @@ class UcxTransport(LinkTransport[UcxOutbound]):
 
     def _start(self, ready: Future[bytes]) -> None:
         try:
+            if self.device is not None and self.device.in_use():
+                self.enter_device()
             self.ucx = backend.UcxWorker()
             self.sending.poll.register(self.ucx.fileno, select.EPOLLIN)
             self.sending.may_wait = self._progress
@@ -104,6 +121,40 @@ class UcxTransport(LinkTransport[UcxOutbound]):
         self.sending.call(expect)
         return self.address
 
+    def submit(self, ended: Callable[[Receipt], None], peer: Peer, header: Header, buffers: Sequence[Any]) -> None:
+        """Send one message; see `Transport.submit`. One that lies on the device is sent when its bytes are there."""
+        if self.device is None or not any(map(records.is_device, buffers)):
+            super().submit(ended, peer, header, buffers)
+            return
+        prepare = self.device.prepare
+
+        def prepared(future: Future[list[Any]]) -> None:
+            def send() -> None:
+                try:
+                    ready = future.result()  # cancelled, where the transport was stopped
+                    if not self._stopped:
+                        self.enter_device()
+                except Exception as e:
+                    ended(Receipt(f"the device did not bring the message: {e!r}", lost=self._stopped))
+                    return
+                self._submit(ended, peer, header, ready)
+
+            self.sending.call(send)
+
+        try:
+            self.beside(lambda: prepare(buffers)).add_done_callback(prepared)
+        except RuntimeError as e:  # it was stopped meanwhile
+            ended(Receipt(repr(e), lost=True))
+
+    def beside(self, call: Callable[[], Any]) -> Future[Any]:
+        """Run a call that waits for the device, or allocates there, in another thread."""
+        with self._lock:
+            if self._stopped:
+                raise RuntimeError("the transport was stopped")
+            if self._beside is None:
+                self._beside = ThreadPoolExecutor(2, thread_name_prefix="gpurt-ucx-device")
+            return self._beside.submit(call)
+
     def forget(self, run: RunKey) -> None:
         """End all links of a run."""
 
@@ -115,9 +166,13 @@ class UcxTransport(LinkTransport[UcxOutbound]):
 
     def stop(self) -> None:
         """End everything; returns when the thread has ended."""
-        if self._stopped:
-            return
-        self._stopped = True
+        with self._lock:
+            if self._stopped:
+                return
+            self._stopped = True
+            beside = self._beside
+        if beside is not None:
+            beside.shutdown(cancel_futures=True)
 
         def last() -> None:
             self._bye(lambda link: True)
@@ -136,6 +191,12 @@ class UcxTransport(LinkTransport[UcxOutbound]):
         return super().statistics() | {"links_in": len(self._inbound), "requests": len(self.requests)}
 
     # ---- UCX thread
+
+    def enter_device(self) -> None:
+        """Give this thread the context of the device; a second call does nothing."""
+        if not self._entered and self.device is not None:
+            self.device.enter()
+            self._entered = True
 
     def connect(self, peer: Peer, header: Header) -> UcxOutbound:
         """Open an endpoint to a peer, and knock."""

@@ -58,7 +58,7 @@ def aligned_buffer(nbytes: int, alignment: int = BLOCK) -> memoryview:
 class BufferPool:
     """Aligned chunks that are used again: fresh memory costs a page fault per page.
 
-    One per process; thread-safe. More than `keep` chunks exist only while more are in use. Those that nobody uses go
+    One per process; thread-safe. More than `keep` chunks exist only while more are in use. Those that are not in use go
     when a worker is at its memory limit, or gives back its tiers (`reclaim`): of a small worker they are a twentieth.
     """
 
@@ -81,7 +81,7 @@ class BufferPool:
                 self._free.append(chunk)
 
     def give_back(self) -> None:
-        """Keep none of those that nobody uses."""
+        """Keep none of those that are not in use."""
         with self._lock:
             self._free.clear()
 

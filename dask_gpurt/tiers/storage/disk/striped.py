@@ -30,6 +30,7 @@ from distributed.diskutils import WorkDir, WorkSpace
 from dask_gpurt.errors import InstallError, TierFull
 from dask_gpurt.model.events import Event, Sink, null_sink
 from dask_gpurt.model.tier import Tier
+from dask_gpurt.tiers.backoff import BackOff
 from dask_gpurt.tiers.storage.disk.idle_memory import IdleMemory
 from dask_gpurt.tiers.storage.disk.quota import ODD_FILESYSTEMS, InFlight, Quota
 from dask_gpurt.tiers.storage.disk.tier import DiskTier
@@ -45,8 +46,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("distributed.worker.gpurt")
 
-#: seconds that a folder is set aside after its first failure, and at most
-REST_SECONDS = (1.0, 60.0)
 #: bytes of room from which on more makes no difference
 AMPLE_BYTES = 4 << 30
 #: bytes per second of a folder to which nothing was written yet
@@ -63,9 +62,7 @@ class _Folder:
         self.serial = serial
         #: seconds it would have taken to write all it got; how far it is ahead of the others is what counts
         self.clock_seconds = 0.0
-        #: failures in a row
-        self.failures = 0
-        self.rests_until = 0.0
+        self.rest = BackOff()
         self.errors: dict[str, int] = {}
 
 
@@ -159,9 +156,9 @@ class Directories:
                 self._failed(folder, e)
             else:
                 with self._lock:
-                    if folder.failures:
+                    if folder.rest.failures:
                         # It got nothing meanwhile; it is not to get everything now.
-                        folder.failures = 0
+                        folder.rest.failures = 0
                         others = [f.clock_seconds for f in self._folders if f is not folder]
                         folder.clock_seconds = max(folder.clock_seconds, min(others))
                 return handle
@@ -172,9 +169,9 @@ class Directories:
         """The folders to try, best first: those that are not set aside, or the one whose time ends first."""
         now = self._clock()
         with self._lock:
-            ready = [f for f in self._folders if f.rests_until <= now]
+            ready = [f for f in self._folders if f.rest.until <= now]
             if not ready:
-                return [min(self._folders, key=lambda f: f.rests_until)]
+                return [min(self._folders, key=lambda f: f.rest.until)]
         if len(ready) == 1:
             return ready
 
@@ -194,16 +191,12 @@ class Directories:
         return room < nbytes, nbytes / (rate * min(1.0, max(room, 1) / AMPLE_BYTES))
 
     def _failed(self, folder: _Folder, error: OSError) -> None:
-        first, longest = REST_SECONDS
         with self._lock:
-            pause = min(longest, first * 2.0**folder.failures)
-            folder.failures += 1
-            folder.rests_until = self._clock() + pause
+            news = folder.rest.failed(self._clock())
             kind = error_kind(error)
             folder.errors[kind] = folder.errors.get(kind, 0) + 1
-            news = folder.failures == 1
         if news:
-            message = f"{folder.disk.directory} is set aside for {pause:.0f} s at first: {error}. Other folders go on"
+            message = f"{folder.disk.directory} is set aside for 1 s at first: {error}. Other folders go on"
             logger.warning("%s", message)
             self._sink(Event("tiers.directory", message, {"directory": folder.disk.directory, "error": kind}))
 
@@ -257,7 +250,7 @@ class Directories:
                 "compressed_frames": dict(f.disk.compressed_frames),
                 "compactions": f.disk.compactions,
                 "failed_deletions": f.disk.failed_deletions,
-                "set_aside": f.rests_until > now,
+                "set_aside": f.rest.until > now,
                 "errors": dict(f.errors),
             }
             for f in self._folders

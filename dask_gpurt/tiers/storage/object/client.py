@@ -150,13 +150,11 @@ class Bucket:
 
     def list(self, prefix: str) -> dict[str, datetime.datetime]:
         """Names below a prefix and when each was last written, by the store's clock."""
-        found: dict[str, datetime.datetime] = self._repeat("list", prefix, lambda: self._store.list(prefix))
-        return found
+        return self._repeat("list", prefix, lambda: self._store.list(prefix))
 
     def modified(self, name: str) -> datetime.datetime:
         """When an object was last written, by the store's clock."""
-        when: datetime.datetime = self._repeat("look at", name, lambda: self._store.modified(name))
-        return when
+        return self._repeat("look at", name, lambda: self._store.modified(name))
 
     def where(self, name: str) -> str:
         """For messages."""

@@ -61,7 +61,7 @@ class Remote:
                 "backoff": {"init_backoff": datetime.timedelta(seconds=0.1), "base": 2.0},
                 "retry_timeout": request,
             }
-        self._store: Any = obstore.store.from_url(url, **options)
+        self._store = obstore.store.from_url(url, **options)
 
     def put(self, name: str, views: Sequence[Any]) -> None:
         """Write buffers one after the other as one object."""
@@ -110,5 +110,4 @@ class Remote:
 
     def modified(self, name: str) -> datetime.datetime:
         """Return when an object was last written."""
-        when: datetime.datetime = obstore.head(self._store, name)["last_modified"]
-        return when
+        return obstore.head(self._store, name)["last_modified"]

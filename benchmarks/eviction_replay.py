@@ -18,7 +18,7 @@ import dataclasses
 import heapq
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 from dask_gpurt.tiers.engine.entry import Entry, State
 from dask_gpurt.tiers.engine.victims import Victims
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dask_gpurt.tiers.engine.access_trace import TraceEvent
+    from dask_gpurt.tiers.engine.entry import Account
+    from dask_gpurt.tiers.storage.handle import Handle
 
 #: a write or read that was begun costs its bytes, whatever became of it
 _READS = ("load", "read")
@@ -49,7 +51,9 @@ class Moved:
 
 
 @dataclasses.dataclass(eq=False)
-class _Item:
+class Item:
+    """A value of the record."""
+
     number: int
     nbytes: int
     in_memory: bool
@@ -60,16 +64,16 @@ class _Item:
 class ReplayPolicy(Protocol):
     """Chooses victims during a replay."""
 
-    def offer(self, item: Any, at: int) -> None:
+    def offer(self, item: Item, at: int) -> None:
         """It may leave now (it came, or its last user is done)."""
 
-    def withdraw(self, item: Any) -> None:
+    def withdraw(self, item: Item) -> None:
         """It may not leave any more."""
 
-    def hint(self, item: Any, kind: str, argument: Any) -> None:
+    def hint(self, item: Item, kind: str, argument: Sequence[float] | None) -> None:
         """What was said of its next use; `kind` is "hint" or "due"."""
 
-    def pop(self) -> Any:
+    def pop(self) -> Item | None:
         """The next victim, or None."""
 
 
@@ -77,25 +81,25 @@ class _Ordered(ABC):
     """A heap with lazy deletion: the largest place leaves first."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, bool, int, _Item]] = []
+        self._heap: list[tuple[float, bool, int, Item]] = []
         self._place: dict[int, float] = {}
 
     @abstractmethod
-    def place(self, item: _Item, at: int) -> float:
+    def place(self, item: Item, at: int) -> float:
         """How soon it leaves."""
 
-    def offer(self, item: _Item, at: int) -> None:
+    def offer(self, item: Item, at: int) -> None:
         place = self.place(item, at)
         self._place[item.number] = place
         heapq.heappush(self._heap, (-place, not item.stored, item.number, item))
 
-    def withdraw(self, item: _Item) -> None:
+    def withdraw(self, item: Item) -> None:
         self._place.pop(item.number, None)
 
-    def hint(self, item: _Item, kind: str, argument: Any) -> None:  # noqa: B027
+    def hint(self, item: Item, kind: str, argument: Sequence[float] | None) -> None:  # noqa: B027
         """Nothing: neither order heeds it."""
 
-    def pop(self) -> _Item | None:
+    def pop(self) -> Item | None:
         while self._heap:
             place, _, number, item = heapq.heappop(self._heap)
             if self._place.get(number) == -place:
@@ -107,7 +111,7 @@ class _Ordered(ABC):
 class Lru(_Ordered):
     """The value used longest ago, as stock Dask."""
 
-    def place(self, item: _Item, at: int) -> float:
+    def place(self, item: Item, at: int) -> float:
         """The earlier it was used, the larger."""
         return -at
 
@@ -122,7 +126,7 @@ class Belady(_Ordered):
             if kind in ("pin", "touch"):
                 self._uses[number].append(i)
 
-    def place(self, item: _Item, at: int) -> float:
+    def place(self, item: Item, at: int) -> float:
         """When it is used next."""
         uses = self._uses[item.number]
         i = bisect.bisect_right(uses, at)
@@ -135,30 +139,29 @@ class Ours:
     def __init__(self) -> None:
         self._victims = Victims()
         self._entries: dict[int, Entry] = {}
-        self._items: dict[Entry, _Item] = {}
+        self._items: dict[Entry, Item] = {}
 
-    def _entry(self, item: _Item) -> Entry:
+    def _entry(self, item: Item) -> Entry:
         entry = self._entries.get(item.number)
         if entry is None:
-            account: Any = None
-            entry = self._entries[item.number] = Entry(item.number, account, item.nbytes)
+            # Neither account nor copy is looked at: `Victims` only asks whether there is a copy.
+            entry = self._entries[item.number] = Entry(item.number, cast("Account", None), item.nbytes)
             self._items[entry] = item
         entry.state = State.RESIDENT
-        anything: Any = item
-        entry.handle = anything if item.stored else None
+        entry.handle = cast("Handle", item) if item.stored else None
         return entry
 
-    def offer(self, item: _Item, at: int) -> None:
+    def offer(self, item: Item, at: int) -> None:
         """It may leave now."""
         entry = self._entry(item)
         entry.last_use = at
         self._victims.add(entry)
 
-    def withdraw(self, item: _Item) -> None:
+    def withdraw(self, item: Item) -> None:
         """It may not leave any more."""
         self._victims.discard(self._entry(item))
 
-    def hint(self, item: _Item, kind: str, argument: Any) -> None:
+    def hint(self, item: Item, kind: str, argument: Sequence[float] | None) -> None:
         """What was said of its next use."""
         entry = self._entry(item)
         priority = None if argument is None else tuple(argument)
@@ -169,7 +172,7 @@ class Ours:
         if entry in self._victims:
             self._victims.add(entry)
 
-    def pop(self) -> _Item | None:
+    def pop(self) -> Item | None:
         """The next victim, or None."""
         entry = self._victims.pop_clean() or self._victims.pop_dirty(small=True)
         return None if entry is None else self._items[entry]
@@ -189,7 +192,7 @@ def moved(events: Sequence[TraceEvent]) -> Moved:
 def replay(events: Sequence[TraceEvent], policy: ReplayPolicy, *, budget_bytes: int | None = None) -> Moved:
     """What `policy` had moved. `budget_bytes` overrides the budgets of the record."""
     out = Moved()
-    items: dict[int, _Item] = {}
+    items: dict[int, Item] = {}
     budget = budget_bytes
     used = 0
     for at, (_, kind, number, argument) in enumerate(events):
@@ -197,7 +200,7 @@ def replay(events: Sequence[TraceEvent], policy: ReplayPolicy, *, budget_bytes: 
             if budget_bytes is None:
                 budget = argument
         elif kind in ("add", "adopt"):
-            item = items[number] = _Item(number, argument, kind == "add", kind == "adopt")
+            item = items[number] = Item(number, argument, kind == "add", kind == "adopt")
             if item.in_memory:
                 used += item.nbytes
                 policy.offer(item, at)

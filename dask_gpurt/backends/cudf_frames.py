@@ -1,0 +1,127 @@
+"""`CudfFrames`: cuDF's frames for the shuffle, by public calls of cuDF, pylibcudf and RMM 26.10.
+
+`tests/backends/test_cudf_calls.py` compares every call below with the installed libraries: they can be imported without
+a GPU, so names and parameters are checked, and what only a GPU can prove are the calls' effects.
+
+Theory of operation. One call each:
+
+========== ============================================================================================
+apart      ``to_pylibcudf`` of the frame and, as its table lacks it, of its index
+order      gather of a look-up table, stable sorted order, gather; offsets by a lower bound of the codes
+pack       slices in one call, then ``contiguous_split.pack`` each
+to_host    RMM's copies, in RMM's default stream
+unpack     ``unpack_from_memoryviews``: no copy
+frame      ``from_pylibcudf``, then the meta's dtypes
+========== ============================================================================================
+
+`partition` and `hash_partition` of libcudf leave the order within a partition undefined, hence the sort. An id that is
+negative becomes a large one when it is read as unsigned, and the gather gives a null for what it finds outside. Nulls
+sort last. So rows that are not asked for fall off the end without a second pass.
+
+cuDF works in the default stream of CUDA, or in that of the thread (``CUDF_PER_THREAD_STREAM``), which CUDA orders with
+each other. So a thread's calls take effect in their order either way, and `ready` waits for both.
+
+None of this has run on a GPU. Until it has, cuDF is left to stock Dask (`gpurt.shuffle.device-frames`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import cudf
+import numpy as np
+import pyarrow as pa
+import pylibcudf as plc
+import rmm
+from pylibcudf.contiguous_split import pack as pack_table
+from pylibcudf.contiguous_split import unpack_from_memoryviews
+from rmm.pylibrmm.device_buffer import copy_ptr_to_host
+from rmm.pylibrmm.stream import DEFAULT_STREAM, PER_THREAD_DEFAULT_STREAM
+
+from dask_gpurt.backends.frames import Packed, to_cast
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_ASCENDING, _NULLS_LAST = [plc.types.Order.ASCENDING], [plc.types.NullOrder.AFTER]
+#: rows of a table, at most
+_MOST_ROWS = 2**31 - 1
+
+
+class CudfFrames:
+    """`DeviceFrames` for cuDF."""
+
+    name = "cuDF"
+
+    def owns(self, frame: object) -> bool:
+        """Whether a frame is cuDF's."""
+        return isinstance(frame, cudf.DataFrame)
+
+    def apart(self, frame: Any, column: str, meta: Any) -> tuple[Any, Any]:
+        """(table, ids)."""
+        casts = to_cast(frame, meta, column)
+        rest = frame[list(meta.columns)]
+        table, _ = (rest.astype(casts) if casts else rest).to_pylibcudf()
+        ids, _ = frame[column].to_pylibcudf()
+        index, _ = frame.index.to_pylibcudf()
+        return plc.Table([*table.columns(), index]), ids
+
+    def order(
+        self, table: Any, ids: Any, code_of: np.ndarray[Any, Any], outputs: int
+    ) -> tuple[Any, np.ndarray[Any, Any]]:
+        """(rows by code, offsets)."""
+        kind = plc.DataType(plc.TypeId.INT32)
+        look_up = plc.Table([plc.Column.from_arrow(pa.array(code_of.astype("i4")))])
+        places = plc.unary.cast(ids, plc.DataType(plc.TypeId.UINT64))
+        codes = plc.copying.gather(look_up, places, plc.copying.OutOfBoundsPolicy.NULLIFY)
+        at = plc.sorting.stable_sorted_order(codes, _ASCENDING, _NULLS_LAST)
+        sorted_codes = plc.copying.gather(codes, at, plc.copying.OutOfBoundsPolicy.DONT_CHECK)
+        wanted = plc.Table([plc.unary.cast(plc.Column.from_arrow(pa.array(np.arange(outputs + 1, dtype="i4"))), kind)])
+        bounds = plc.search.lower_bound(sorted_codes, wanted, _ASCENDING, _NULLS_LAST)
+        offsets = bounds.to_arrow().to_numpy(zero_copy_only=False).astype(np.int64)
+        return plc.copying.gather(table, at, plc.copying.OutOfBoundsPolicy.DONT_CHECK), offsets
+
+    def pack(self, table: Any, ranges: Sequence[tuple[int, int]]) -> list[Packed]:
+        """One buffer for each range."""
+        packs = []
+        for part in plc.copying.slice(table, [at for both in ranges for at in both]):
+            head, data = pack_table(part).release()
+            packs.append(Packed(bytes(head), int(data.nbytes), data))
+        return packs
+
+    def to_host(self, packs: Sequence[Packed], target: memoryview) -> None:
+        """Copy packs to the host."""
+        for pack in packs:
+            if pack.nbytes:
+                copy_ptr_to_host(pack.data.ptr, target[: pack.nbytes], DEFAULT_STREAM)
+            target = target[pack.nbytes :]
+
+    def from_host(self, head: bytes, data: memoryview) -> Packed:
+        """Copy a pack to the device."""
+        buffer = rmm.DeviceBuffer.to_device(data, DEFAULT_STREAM)
+        return Packed(head, data.nbytes, plc.gpumemoryview(buffer))
+
+    def unpack(self, pack: Packed) -> Any:
+        """A view."""
+        return unpack_from_memoryviews(memoryview(pack.head), pack.data)
+
+    def concat(self, tables: Sequence[Any]) -> Any:
+        """Rows of several tables."""
+        rows = sum(table.num_rows() for table in tables)
+        if rows > _MOST_ROWS:
+            raise OverflowError(f"an output has {rows} rows, a cuDF table holds {_MOST_ROWS}. Remedy: more partitions")
+        return tables[0] if len(tables) == 1 else plc.concatenate.concatenate(list(tables))
+
+    def frame(self, table: Any, meta: Any) -> Any:
+        """A frame like the meta."""
+        *columns, index = table.columns()
+        out = cudf.DataFrame.from_pylibcudf(plc.Table(columns), {"columns": list(meta.columns)})
+        out.index = cudf.Index.from_pylibcudf(index).astype(meta.index.dtype).rename(meta.index.name)
+        out.columns = meta.columns
+        wrong = {name: dtype for name, dtype in meta.dtypes.items() if out[name].dtype != dtype}
+        return out.astype(wrong) if wrong else out
+
+    def ready(self) -> None:
+        """Wait for the stream that cuDF uses, which may be the thread's, and for that of the copies."""
+        PER_THREAD_DEFAULT_STREAM.synchronize()
+        DEFAULT_STREAM.synchronize()

@@ -1,0 +1,139 @@
+"""Copies between device and host memory, and page-locked host memory. All of it needs a driver.
+
+Copies are begun on a stream and waited for once: `DeviceBytes.copy_to` begins, ``finish`` waits. What leaves the device
+takes a stream of its own, beside the kernels that run; the caller has waited for the work that made the bytes. What
+comes takes the stream that its memory was allocated on, as such memory may be used on no other before that is waited
+for.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.backends.cuda import checked
+from dask_gpurt.model.tier import Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+#: page-locked memory for messages that go through the host, at its start and at most
+STAGING_BYTES = 16 << 20
+STAGING_LIMIT_BYTES = 256 << 20
+
+
+@functools.cache
+def leaving() -> Any:
+    """The stream of copies to the host: `rmm.pylibrmm.stream.Stream`. Made once, before memory is short."""
+    from rmm.pylibrmm.stream import CudaStreamFlags, Stream
+
+    return Stream(flags=CudaStreamFlags.NON_BLOCKING)
+
+
+def handle_of(stream: Any) -> int:
+    """A stream as ``cuda.bindings`` takes it."""
+    return int(stream.__cuda_stream__()[1])
+
+
+def begin_to_host(pointer: int, targets: Sequence[memoryview], stream: Any) -> None:
+    """Begin to copy from `pointer` on into `targets`, in their order."""
+    from cuda.bindings import runtime
+
+    kind, handle = runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost, handle_of(stream)
+    for target in targets:
+        if target.nbytes:
+            checked(runtime.cudaMemcpyAsync(_address(target), pointer, target.nbytes, kind, handle))
+            pointer += target.nbytes
+
+
+def to_device(pieces: Iterable[memoryview], pointer: int) -> None:
+    """Copy `pieces` one after the other to `pointer`, which was allocated on RMM's default stream; wait for it."""
+    from cuda.bindings import runtime
+    from rmm.pylibrmm.stream import DEFAULT_STREAM
+
+    kind, handle = runtime.cudaMemcpyKind.cudaMemcpyHostToDevice, handle_of(DEFAULT_STREAM)
+    try:
+        for piece in pieces:
+            if piece.nbytes:
+                checked(runtime.cudaMemcpyAsync(pointer, _address(piece), piece.nbytes, kind, handle))
+                pointer += piece.nbytes
+    finally:
+        DEFAULT_STREAM.synchronize()
+
+
+def _address(view: memoryview) -> int:
+    import numpy
+
+    return int(numpy.frombuffer(view, "u1").__array_interface__["data"][0])
+
+
+class DeviceBytes:
+    """Contiguous bytes on the device as a frame; see `dask_gpurt.tiers.device.backend.DeviceFrame`."""
+
+    def __init__(self, pointer: int, nbytes: int, owner: Any) -> None:
+        self._pointer = pointer
+        self.nbytes = nbytes
+        self._owner = owner
+
+    def copy_to(self, targets: Sequence[memoryview]) -> None:
+        """Begin to fill `targets`."""
+        begin_to_host(self._pointer, targets, leaving())
+
+    def finish(self) -> None:
+        """Wait for the copies."""
+        leaving().synchronize()
+
+
+class PinnedSlabs:
+    """Page-locked memory from RMM; see `dask_gpurt.tiers.device.pinned.SlabSource`."""
+
+    tier = Tier.PINNED
+
+    def __init__(self) -> None:
+        import rmm.mr
+
+        self._resource = rmm.mr.PinnedHostMemoryResource()
+        self._pointers: dict[int, tuple[int, int]] = {}
+
+    def allocate(self, nbytes: int) -> memoryview:
+        """A slab of page-locked memory."""
+        import ctypes
+
+        pointer = int(self._resource.allocate(nbytes))
+        view = memoryview((ctypes.c_ubyte * nbytes).from_address(pointer)).cast("B")
+        self._pointers[id(view)] = (pointer, nbytes)
+        return view
+
+    def release(self, slab: memoryview) -> None:
+        """Give a slab back; nothing may refer to it any more."""
+        pointer, nbytes = self._pointers.pop(id(slab))
+        slab.release()
+        self._resource.deallocate(pointer, nbytes)
+
+
+@functools.cache
+def _pinned_pool() -> Any:
+    import rmm.mr
+
+    return rmm.mr.PoolMemoryResource(
+        rmm.mr.PinnedHostMemoryResource(), initial_pool_size=STAGING_BYTES, maximum_pool_size=STAGING_LIMIT_BYTES
+    )
+
+
+def pinned_room(nbytes: int) -> memoryview:
+    """Page-locked memory for a message that goes through the host; ordinary memory where there is no more of it."""
+    import ctypes
+
+    import numpy
+
+    if not nbytes:
+        return memoryview(b"")
+    try:
+        pool = _pinned_pool()
+        pointer = int(pool.allocate(nbytes))
+    except MemoryError:
+        return numpy.empty(nbytes, "u1").data
+    room = (ctypes.c_ubyte * nbytes).from_address(pointer)
+    weakref.finalize(room, pool.deallocate, pointer, nbytes)
+    return memoryview(room).cast("B")

@@ -1,0 +1,197 @@
+"""The device's side of UCX: context, ordering and memory of the buffers that it sends and receives.
+
+`DeviceSide` is what the ucx transport asks for; `CudaSide` has it for CUDA. Importing this module loads no vendor
+library. Why each of them is needed:
+
+* UCX knows no streams. What is sent must be there before (`DeviceSide.prepare`), and what is received into must not be
+  in use by earlier work of the stream that allocates in order (`DeviceSide.allocate`).
+* UCX asks for events of the current context in its own thread. A thread without one has crashed there
+  (`DeviceSide.enter`). A context takes hundreds of megabytes of the device, so it is entered only where this process
+  has one.
+* Memory of CUDA's asynchronous pool cannot be opened by another process: UCX would copy it through the host. So
+  messages are sent from, and received into, a small pool of ``cudaMalloc``.
+
+Calls that wait or allocate are for threads that may: an allocation that fails calls back, and may spill.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from typing import TYPE_CHECKING, Any, Protocol
+
+from dask_gpurt.backends.cuda import checked
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_DEVICE_NODE = "/dev/nvidiactl"
+#: of the pool that messages are sent from and received into, at its start and at most
+POOL_BYTES = 32 << 20
+POOL_LIMIT_BYTES = 1 << 30
+
+
+class DeviceSide(Protocol):
+    """What the ucx transport asks of a device."""
+
+    def in_use(self) -> bool:
+        """Whether this process computes on the device."""
+
+    def enter(self) -> None:
+        """Give the calling thread the context of the device."""
+
+    def prepare(self, buffers: Sequence[Any]) -> list[Any]:
+        """The buffers of a message as they may be sent: wait until their bytes are there. Host buffers pass."""
+
+    def allocate(self, nbytes: int) -> Any:
+        """Memory that may be received into at once; MemoryError when there is none."""
+
+    def to_host(self, buffers: Sequence[Any]) -> list[Any]:
+        """The buffers of a message in host memory, for a way that knows no other."""
+
+
+def has_device() -> bool:
+    """Whether there is a GPU here whose memory UCX could send from. Touches none."""
+    return os.path.exists(_DEVICE_NODE)
+
+
+def _on_device(buffer: Any) -> bool:
+    return type(buffer) is not memoryview and hasattr(buffer, "__cuda_array_interface__")
+
+
+class CudaSide:
+    """`DeviceSide` for the first device of this process. Its calls need a driver."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+        self._lock = threading.Lock()
+
+    def in_use(self) -> bool:
+        """Whether this process has a CUDA context. Creates none."""
+        try:
+            from cuda.bindings import driver
+        except ImportError:
+            return False
+        error, device = driver.cuDeviceGet(0)
+        if int(error) != 0:  # CUDA was never initialised here
+            return False
+        error, _flags, active = driver.cuDevicePrimaryCtxGetState(device)
+        return int(error) == 0 and bool(active)
+
+    def enter(self) -> None:
+        """Make the device's primary context that of the calling thread."""
+        from cuda.bindings import runtime
+
+        checked(runtime.cudaSetDevice(0))
+        checked(runtime.cudaFree(0))
+
+    def _pooled(self) -> Any:
+        import rmm.mr
+
+        with self._lock:
+            if self._pool is None:
+                self._pool = rmm.mr.PoolMemoryResource(
+                    rmm.mr.CudaMemoryResource(), initial_pool_size=POOL_BYTES, maximum_pool_size=POOL_LIMIT_BYTES
+                )
+            return self._pool
+
+    def allocate(self, nbytes: int) -> Any:
+        """Memory of the pool, which no earlier work uses any more."""
+        import rmm
+        from rmm.pylibrmm.stream import DEFAULT_STREAM
+
+        buffer = rmm.DeviceBuffer(size=nbytes, mr=self._pooled())
+        DEFAULT_STREAM.synchronize()
+        return buffer
+
+    def prepare(self, buffers: Sequence[Any]) -> list[Any]:
+        """Copies in the pool of what lies on the device, after the work that made it; where it is full, the same."""
+        import rmm
+        from cuda.bindings import runtime
+        from rmm.pylibrmm.stream import DEFAULT_STREAM
+
+        from dask_gpurt.backends.device_copies import handle_of
+
+        out = list(buffers)
+        default = handle_of(DEFAULT_STREAM)
+        # Waits without spinning, and is the only wait: what other streams do comes before it on the default one.
+        event = checked(
+            runtime.cudaEventCreateWithFlags(runtime.cudaEventBlockingSync | runtime.cudaEventDisableTiming)
+        )
+        try:
+            for stream in {_stream_of(b) for b in out if _on_device(b)} - {default}:
+                checked(runtime.cudaEventRecord(event, stream))
+                checked(runtime.cudaStreamWaitEvent(default, event, 0))
+            for i, buffer in enumerate(out):
+                if not _on_device(buffer):
+                    continue
+                pointer, nbytes = _extent_of(buffer)
+                try:
+                    copy = rmm.DeviceBuffer(size=nbytes, mr=self._pooled())
+                except MemoryError:
+                    continue
+                kind = runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice
+                checked(runtime.cudaMemcpyAsync(copy.ptr, pointer, nbytes, kind, default))
+                out[i] = copy
+            checked(runtime.cudaEventRecord(event, default))
+            checked(runtime.cudaEventSynchronize(event))
+        finally:
+            checked(runtime.cudaEventDestroy(event))
+        return out
+
+    def to_host(self, buffers: Sequence[Any]) -> list[Any]:
+        """Copies in page-locked memory of what lies on the device, after the work that made it."""
+        from rmm.pylibrmm.stream import DEFAULT_STREAM
+
+        from dask_gpurt.backends.device_copies import begin_to_host, pinned_room
+
+        ready = self.prepare(buffers)
+        out = list(buffers)
+        for i, buffer in enumerate(ready):
+            if _on_device(buffer):
+                pointer, nbytes = _extent_of(buffer)
+                out[i] = pinned_room(nbytes)
+                begin_to_host(pointer, [out[i]], DEFAULT_STREAM)
+        DEFAULT_STREAM.synchronize()
+        return out
+
+
+def _stream_of(buffer: Any) -> int:
+    """The stream whose work made a buffer, by its own word; else RMM's default stream."""
+    stream = buffer.__cuda_array_interface__.get("stream")
+    if stream is not None:
+        return int(stream)
+    from rmm.pylibrmm.stream import DEFAULT_STREAM
+
+    from dask_gpurt.backends.device_copies import handle_of
+
+    return handle_of(DEFAULT_STREAM)
+
+
+def _extent_of(buffer: Any) -> tuple[int, int]:
+    interface = buffer.__cuda_array_interface__
+    nbytes = int(str(interface["typestr"])[2:])
+    for extent in interface["shape"]:
+        nbytes *= int(extent)
+    return int(interface["data"][0] or 0), nbytes
+
+
+@functools.cache
+def device_side() -> DeviceSide | None:
+    """That of this process; None where there is no GPU. Touches none."""
+    return CudaSide() if has_device() else None
+
+
+def to_host(buffers: Sequence[Any]) -> list[Any]:
+    """The buffers of a message in host memory. Waits for the device.
+
+    Raises
+    ------
+    RuntimeError
+        Some lie on a device, and there is none here.
+    """
+    side = device_side()
+    if side is None:
+        raise RuntimeError("a message lies on a device, and there is none here to copy it from")
+    return side.to_host(buffers)

@@ -1,0 +1,178 @@
+"""`DeviceRows`: the `RowKind` of frames in device memory, over a `DeviceFrames`.
+
+Theory of operation. Rows are put in the order of their outputs once. Each output is packed, a large one in several
+packs, so that a shard is at most `cut_bytes`. What bytes a row takes is learned from earlier packs; a pack that came
+out larger is packed again in halves. The shards of other workers are staged as they are made: device memory then holds
+the input, its rows in order, and this worker's own packs.
+
+An output is one copy to the device of what came from elsewhere, and one concatenation. Inputs sort by their ids, and
+rows of an input keep their order, so outputs are the same, row by row, as those of pandas frames.
+
+Everything of a split or an output that finds no device memory is tried once more, after all packs were staged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dask_gpurt.shuffle.rows import wire
+from dask_gpurt.shuffle.rows.packed import Pack, PackedChunk, PackedRows, stage, with_room
+from dask_gpurt.shuffle.rows.partition import Shard
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from dask_gpurt.backends.frames import DeviceFrames, Packed
+    from dask_gpurt.shuffle.rows.partition import OutputLayout
+    from dask_gpurt.shuffle.rows.wire import Parcel
+
+#: (output, first row, one past the last) in the order of outputs
+Range = tuple[int, int, int]
+#: packs of fewer bytes say nothing of the bytes of a row: each buffer of theirs is padded
+_TELLING_BYTES = 1 << 16
+
+
+class DeviceRows:
+    """`RowKind` of device frames.
+
+    Parameters
+    ----------
+    frames
+        Of their library.
+    meta
+        Empty input partition.
+    column
+        Name of its column of output ids.
+    drop_column
+        Whether outputs are without it.
+    cut_bytes
+        Bytes of a shard, at most, as far as one row is not more than that already.
+    local_address
+        Of this worker, whose own rows stay on the device.
+    """
+
+    on_host = False
+
+    def __init__(
+        self, frames: DeviceFrames, *, meta: Any, column: str, drop_column: bool, cut_bytes: int, local_address: str
+    ) -> None:
+        self._frames, self._column = frames, column
+        self._meta = meta.drop(columns=column) if drop_column else meta
+        self._cut_bytes, self._local_address = cut_bytes, local_address
+        self.frame = f"{type(meta).__module__}.{type(meta).__name__}"
+        #: bytes of a row, about
+        self._row_bytes = 8.0 * (1 + len(meta.columns))
+
+    def owns(self, data: object) -> bool:
+        """Whether a partition is of the library."""
+        return self._frames.owns(data)
+
+    def split(self, data: Any, input_id: int, layout: OutputLayout) -> Iterable[tuple[str, Shard]]:
+        """(worker address, shard); all of it ready."""
+        return with_room(lambda: self._split(data, input_id, layout)) if len(data) else ()
+
+    def _split(self, data: Any, input_id: int, layout: OutputLayout) -> list[tuple[str, Shard]]:
+        frames = self._frames
+        table, ids = frames.apart(data, self._column, self._meta)
+        ordered, offsets = frames.order(table, ids, layout.code_of, layout.unwanted)
+        frames.ready()
+        del table, ids
+        out: list[tuple[str, Shard]] = []
+        for address, (begin, end) in layout.ranges.items():
+            for ranges in self._ranges(offsets, begin, end, layout):
+                for group in self._packed(ordered, ranges):
+                    shard = self._shard(input_id, group)
+                    if address != self._local_address:
+                        stage(shard.table.packs)
+                    out.append((address, shard))
+        frames.ready()
+        return out
+
+    def _ranges(
+        self, offsets: np.ndarray[Any, Any], begin: int, end: int, layout: OutputLayout
+    ) -> Iterator[list[Range]]:
+        """Ranges of rows for about a shard at a time, each output in it once."""
+        some: list[Range] = []
+        rows = 0
+        for code in (begin + np.flatnonzero(np.diff(offsets[begin : end + 1]))).tolist():
+            part, at, last = int(layout.part_of[code]), int(offsets[code]), int(offsets[code + 1])
+            while at < last:
+                most = max(1, int(self._cut_bytes / self._row_bytes))
+                stop = min(at + most, last)
+                if some and (rows + stop - at > most or some[-1][0] == part):
+                    yield some
+                    some, rows = [], 0
+                some.append((part, at, stop))
+                rows += stop - at
+                at = stop
+        if some:
+            yield some
+
+    def _packed(self, table: Any, ranges: Sequence[Range]) -> Iterator[list[tuple[Range, Packed]]]:
+        """Pack ranges, in groups of `cut_bytes`."""
+        packs = self._frames.pack(table, [(first, last) for _, first, last in ranges])
+        nbytes = sum(pack.nbytes for pack in packs)
+        if nbytes >= _TELLING_BYTES:
+            self._row_bytes = nbytes / sum(last - first for _, first, last in ranges)
+        group: list[tuple[Range, Packed]] = []
+        size = 0
+        for one, pack in zip(ranges, packs, strict=True):
+            part, first, last = one
+            if group and size + pack.nbytes > self._cut_bytes:
+                yield group
+                group, size = [], 0
+            if pack.nbytes > self._cut_bytes and last - first > 1:
+                middle = (first + last) // 2
+                yield from self._packed(table, [(part, first, middle)])
+                yield from self._packed(table, [(part, middle, last)])
+                continue
+            group.append((one, pack))
+            size += pack.nbytes
+        if group:
+            yield group
+
+    def _shard(self, input_id: int, group: list[tuple[Range, Packed]]) -> Shard:
+        packs = tuple(
+            Pack(packed.head, last - first, device=packed, frames=self._frames) for (_, first, last), packed in group
+        )
+        parts = np.array([part for (part, _, _), _ in group], dtype=np.uint32)
+        lengths = np.array([pack.rows for pack in packs], dtype=np.uint64)
+        return Shard(input_id, PackedRows(packs), parts, lengths, known_bytes=sum(pack.nbytes for pack in packs))
+
+    def encoder(self) -> Callable[[Shard], list[Parcel]]:
+        """One parcel for a shard: it was cut when it was split."""
+        return lambda shard: [wire.encode_packed(shard)]
+
+    def copied(self, shard: Shard, input_id: int) -> Shard:
+        """The shard under another id: packs have memory of their own."""
+        return dataclasses.replace(shard, input_id=input_id)
+
+    def few(self, shard: Shard) -> bool:
+        """Never: packs are not merged."""
+        return False
+
+    def merged(self, shards: Iterable[Shard]) -> list[Shard]:
+        """The shards."""
+        return list(shards)
+
+    def chunk(self, shards: Sequence[Shard], nbytes: int | None) -> PackedChunk:
+        """A chunk of packs."""
+        return PackedChunk(shards, nbytes)
+
+    def assemble(self, pieces: list[tuple[int, PackedRows]]) -> Any:
+        """An output."""
+        packs = [pack for _, rows in sorted(pieces, key=lambda piece: piece[0]) for pack in rows.packs]
+        pieces.clear()
+        return with_room(lambda: self._joined(packs)) if packs else self._meta.copy()
+
+    def _joined(self, packs: list[Pack]) -> Any:
+        frames = self._frames
+        there = [pack.device(frames) for pack in packs]
+        table = frames.concat([frames.unpack(pack) for pack in there])
+        frames.ready()
+        out = frames.frame(table, self._meta)
+        frames.ready()
+        return out

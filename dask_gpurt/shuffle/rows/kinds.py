@@ -1,0 +1,122 @@
+"""`RowKind`: how the partitions of one run are taken apart and put together. `PandasRows` is that of pandas.
+
+Theory of operation. The worker's part of a run moves shards: rows of one input for neighbouring outputs of one worker.
+What a shard's rows are, only its kind knows: an Arrow table here, packs of device memory in `device_rows`. Credit,
+recovery, late binding, retaining and storing are the same for both.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from dask_gpurt.shuffle.rows import coalesce, wire
+from dask_gpurt.shuffle.rows.assemble import Assembler
+from dask_gpurt.shuffle.rows.message_cut import cut
+from dask_gpurt.shuffle.rows.partition import copied, split
+from dask_gpurt.shuffle.rows.received_chunk import ReceivedChunk
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    import pandas as pd
+
+    from dask_gpurt.model import Chunk
+    from dask_gpurt.shuffle.rows.partition import OutputLayout, Shard
+    from dask_gpurt.shuffle.rows.wire import Parcel
+
+
+class StoredChunk(Protocol):
+    """A `model.Chunk` that names itself."""
+
+    @property
+    def chunk_id(self) -> tuple[int, int]:
+        """Sorts and identifies the chunks of one run."""
+
+    def shell(self) -> Chunk:
+        """See `model.Chunk`."""
+
+
+class RowKind(Protocol):
+    """What a run does with rows. Any thread."""
+
+    @property
+    def frame(self) -> str:
+        """Name of the class of its partitions."""
+
+    @property
+    def on_host(self) -> bool:
+        """Whether values and memory of partitions can be looked at on the host."""
+
+    def owns(self, data: object) -> bool:
+        """Whether it can split an input partition."""
+
+    def split(self, data: Any, input_id: int, layout: OutputLayout) -> Iterable[tuple[str, Shard]]:
+        """(worker address, shard), one or several in a row for every worker that gets rows of an input."""
+
+    def encoder(self) -> Callable[[Shard], list[Parcel]]:
+        """Cuts and encodes shards of one input; their ids go on from the shard's."""
+
+    def copied(self, shard: Shard, input_id: int) -> Shard:
+        """The rows of a shard in memory of their own, under another id."""
+
+    def few(self, shard: Shard) -> bool:
+        """Whether a received shard should wait for others to be merged with."""
+
+    def merged(self, shards: Iterable[Shard]) -> list[Shard]:
+        """Shards merged with each other."""
+
+    def chunk(self, shards: Sequence[Shard], nbytes: int | None) -> Any:
+        """A `StoredChunk` of them."""
+
+    def assemble(self, pieces: list[Any], /) -> Any:
+        """An output from the pieces that chunks gave, in any order; empties the list."""
+
+
+class PandasRows:
+    """`RowKind` of pandas.
+
+    Parameters
+    ----------
+    meta
+        Empty input partition.
+    column
+        Name of its column of output ids.
+    drop_column
+        Whether outputs are without it.
+    cut_bytes
+        Bytes of a shard that travels in one message, at most.
+    """
+
+    frame = "pandas.DataFrame"
+    on_host = True
+    copied = staticmethod(copied)
+    few = staticmethod(coalesce.worth)
+    merged = staticmethod(coalesce.merged)
+    chunk = staticmethod(ReceivedChunk)
+
+    def __init__(self, meta: pd.DataFrame, column: str, drop_column: bool, cut_bytes: int) -> None:
+        self._column, self._drop_column, self._cut_bytes = column, drop_column, cut_bytes
+        self.assemble: Callable[[list[Any]], pd.DataFrame] = Assembler(
+            meta.drop(columns=column) if drop_column else meta
+        )
+
+    def owns(self, data: object) -> bool:
+        """Whether it is a pandas frame."""
+        import pandas as pd
+
+        return isinstance(data, pd.DataFrame)
+
+    def split(self, data: pd.DataFrame, input_id: int, layout: OutputLayout) -> Iterable[tuple[str, Shard]]:
+        """See `partition.split`."""
+        return split(data, self._column, self._drop_column, input_id, layout)
+
+    def encoder(self) -> Callable[[Shard], list[Parcel]]:
+        """See `RowKind`; the schema is looked up for the first shard."""
+        schema: tuple[int, bytes] | None = None
+
+        def encode(shard: Shard) -> list[Parcel]:
+            nonlocal schema
+            schema = schema or wire.schema_bytes(shard.table.schema)
+            return [wire.encode(piece, schema) for piece in cut(shard, self._cut_bytes)]
+
+        return encode

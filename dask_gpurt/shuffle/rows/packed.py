@@ -1,0 +1,301 @@
+"""Rows of device frames as the shuffle has them: packs that it moves and never looks into.
+
+`Pack` is some rows of one output, on the device or on the host. `PackedRows` stands where a host frame's rows are an
+Arrow table. `PackedChunk` implements `model.Chunk`. `to_buffers` and `from_buffers` take rows through a message.
+
+Theory of operation. Each output of an input has packs of its own, of a message's size at most. So all that happens to
+rows between splitting and assembling is done with whole packs, on the host, without the device: cutting and dividing a
+shard, sending it again, handing an output over, writing a chunk part by part and reading one part back. One pack for a
+group of outputs, the alternative, needs fewer kernels where outputs are small. But it can be divided on a device only,
+and would be read back from disk whole for each of its outputs.
+
+A pack is made on the device. What another worker gets is *staged*, copied to the host, when it is split. What this
+worker has for itself stays on the device until its output is made, the tiers write it, or device memory is short
+(`with_room`): then all packs of the process are staged. The tiers count a pack as host bytes wherever it is, so staging
+never takes more than they know of.
+
+Invariants
+- A pack has its host bytes before it gives its device buffer up: any thread may read it while another stages it.
+- Device buffers are given up after `DeviceFrames.ready`, see there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from dask_gpurt.errors import CorruptData
+from dask_gpurt.memory.pages import pages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Sequence
+
+    import pyarrow as pa
+
+    from dask_gpurt.backends.frames import DeviceFrames, Packed
+    from dask_gpurt.model import Buffer
+    from dask_gpurt.shuffle.rows.partition import Shard
+
+T = TypeVar("T")
+_LENGTH = struct.Struct("<I")
+# input id, rows, bytes of the head, bytes of the pack
+_PIECE = struct.Struct("<qQIQ")
+
+
+class Pack:
+    """Rows of one output in one buffer. The rows never change; any thread.
+
+    Parameters
+    ----------
+    head
+        Says how to read the buffer.
+    rows
+        In the pack.
+    host
+        Its bytes; or
+    device, frames
+        the buffer on the device, and whose it is.
+    """
+
+    __slots__ = ("__weakref__", "_device", "_frames", "_host", "head", "nbytes", "rows")
+
+    def __init__(
+        self,
+        head: bytes,
+        rows: int,
+        *,
+        host: memoryview | None = None,
+        device: Packed | None = None,
+        frames: DeviceFrames | None = None,
+    ) -> None:
+        self.head, self.rows = head, rows
+        self._host, self._device, self._frames = host, device, frames
+        self.nbytes = host.nbytes if device is None else device.nbytes  # type: ignore[union-attr]
+        if device is not None:
+            _shelf.add(self)
+
+    @property
+    def on_device(self) -> bool:
+        """Whether it takes device memory."""
+        return self._device is not None
+
+    def host(self) -> memoryview:
+        """Its bytes on the host; staged if need be."""
+        stage([self])
+        assert self._host is not None
+        return self._host
+
+    def device(self, frames: DeviceFrames) -> Packed:
+        """The rows on the device: what is there, or a copy of the host's bytes."""
+        device = self._device  # another thread may be staging it
+        if device is not None:
+            return device
+        assert self._host is not None
+        return frames.from_host(self.head, self._host)
+
+    def staged(self, host: memoryview) -> None:
+        """Its bytes are on the host."""
+        self._host = host
+        self._device = self._frames = None
+
+
+class _Shelf:
+    """The packs of this process that take device memory."""
+
+    def __init__(self) -> None:
+        self._packs: weakref.WeakSet[Pack] = weakref.WeakSet()
+        self._lock = threading.Lock()
+
+    def add(self, pack: Pack) -> None:
+        with self._lock:
+            self._packs.add(pack)
+
+    def held(self) -> list[Pack]:
+        with self._lock:
+            return [pack for pack in self._packs if pack.on_device]
+
+
+_shelf = _Shelf()
+
+
+def stage(packs: Iterable[Pack]) -> None:
+    """Copy packs to the host, into one block, and give their device memory up; those that are there already stay."""
+    held: list[tuple[Pack, Packed, DeviceFrames]] = []
+    for pack in packs:
+        device, frames = pack._device, pack._frames
+        if device is not None and frames is not None:
+            held.append((pack, device, frames))
+    if not held:
+        return
+    frames = held[0][2]
+    target = memoryview(pages.take(sum(device.nbytes for _, device, _ in held))).cast("B")
+    frames.to_host([device for _, device, _ in held], target)
+    frames.ready()
+    at = 0
+    for pack, device, _ in held:
+        pack.staged(target[at : at + device.nbytes].toreadonly())
+        at += device.nbytes
+
+
+def with_room(step: Callable[[], T]) -> T:
+    """Call `step`; when device memory is short, stage all packs and call it once more.
+
+    Raises
+    ------
+    MemoryError
+        It is short without them, too.
+    """
+    try:
+        return step()
+    except MemoryError:
+        packs = _shelf.held()
+        if not packs:
+            raise
+    # Not in the handler: its traceback keeps what the first try had.
+    while packs:
+        stage([packs.pop()])
+    return step()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PackedRows:
+    """Packs in the order of their outputs. Has of Arrow's tables what the shuffle uses of them outside `rows`."""
+
+    packs: tuple[Pack, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all packs."""
+        return sum(pack.rows for pack in self.packs)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all packs."""
+        return sum(pack.nbytes for pack in self.packs)
+
+    @property
+    def inputs(self) -> None:
+        """All rows are of one input, as in `slices.Slice`."""
+        return
+
+    def table(self) -> PackedRows:
+        """Itself, as in `slices.Slice`."""
+        return self
+
+    def slice(self, at: int, n: int) -> PackedRows:
+        """`n` rows from row `at` on; both at the borders of packs.
+
+        Raises
+        ------
+        ValueError
+            They are not.
+        """
+        ends = np.cumsum([0, *(pack.rows for pack in self.packs)]).tolist()
+        return PackedRows(self.packs[ends.index(at) : ends.index(at + n)])
+
+
+def to_buffers(rows: PackedRows) -> tuple[pa.Buffer, ...]:
+    """Rows for a message: the heads in one buffer, then the bytes of each pack."""
+    import pyarrow as pa
+
+    heads = b"".join(_LENGTH.pack(len(pack.head)) + pack.head for pack in rows.packs)
+    return (pa.py_buffer(heads), *(pa.py_buffer(pack.host()) for pack in rows.packs))
+
+
+def from_buffers(lengths: np.ndarray[Any, Any], buffers: Sequence[pa.Buffer | None]) -> PackedRows:
+    """The reverse; views on the buffers.
+
+    Parameters
+    ----------
+    lengths
+        Rows of each pack.
+
+    Raises
+    ------
+    ValueError
+        They are not what `to_buffers` makes.
+    """
+    if len(buffers) != 1 + len(lengths) or any(buffer is None for buffer in buffers):
+        raise ValueError(f"{len(lengths)} packs have {len(buffers)} buffers, must have one more")
+    heads, packs = memoryview(buffers[0]).cast("B"), []  # type: ignore[arg-type]
+    for rows, buffer in zip(lengths.tolist(), buffers[1:], strict=True):
+        n = _LENGTH.unpack_from(heads)[0] + _LENGTH.size if len(heads) >= _LENGTH.size else len(heads) + 1
+        if n > len(heads):
+            raise ValueError("the heads of packs end early")
+        body = memoryview(buffer).cast("B").toreadonly()  # type: ignore[arg-type]
+        packs.append(Pack(bytes(heads[_LENGTH.size : n]), rows, host=body))
+        heads = heads[n:]
+    if len(heads):
+        raise ValueError(f"the heads of packs have {len(heads)} bytes too many")
+    return PackedRows(tuple(packs))
+
+
+class PackedChunk:
+    """A `model.Chunk` of packs. Immutable; `get` and `encode` may run in any thread.
+
+    Parameters
+    ----------
+    shards
+        Of packs.
+    nbytes
+        Bytes of memory that go with it; None: counted from the shards.
+    """
+
+    def __init__(self, shards: Iterable[Shard], nbytes: int | None = None) -> None:
+        #: output -> (input id, its rows)
+        self._pieces: dict[int, list[tuple[int, PackedRows]]] = {}
+        self.nbytes = 0
+        self.chunk_id = (-1, -1)
+        for shard in sorted(shards, key=lambda s: s.input_id, reverse=True):
+            self.chunk_id = (shard.input_id, int(shard.parts[0]))
+            self.nbytes += shard.nbytes
+            for part, pack in zip(shard.parts.tolist(), shard.table.packs, strict=True):
+                self._pieces.setdefault(part, []).append((shard.input_id, PackedRows((pack,))))
+        if nbytes is not None:
+            self.nbytes = nbytes
+
+    @property
+    def parts(self) -> Collection[int]:
+        """Outputs that have rows here."""
+        return self._pieces.keys()
+
+    def get(self, part: int) -> list[tuple[int, PackedRows]]:
+        """(input id, rows) of one output; KeyError when it has none."""
+        return list(self._pieces[part])
+
+    def encode(self, part: int) -> Sequence[Buffer]:
+        """The packs of one output as frames to write; stages them."""
+        packs = [(input_id, pack) for input_id, rows in self._pieces[part] for pack in rows.packs]
+        stage(pack for _, pack in packs)
+        head = b"".join(_PIECE.pack(i, pack.rows, len(pack.head), pack.nbytes) for i, pack in packs)
+        return [head, *(frame for _, pack in packs for frame in (pack.head, pack.host()))]
+
+    def decode(self, frames: Sequence[Buffer]) -> list[tuple[int, PackedRows]]:
+        """Pieces from the frames of `encode`; views on them.
+
+        Raises
+        ------
+        CorruptData
+            The frames are not what `encode` made.
+        """
+        try:
+            fields = list(_PIECE.iter_unpack(memoryview(frames[0]).cast("B")))
+        except (IndexError, struct.error) as e:
+            raise CorruptData(f"a spilled pack does not decode: {e}") from e
+        rest = [memoryview(frame).cast("B") for frame in frames[1:]]
+        sizes = [size for _, _, head, body in fields for size in (head, body)]
+        if [frame.nbytes for frame in rest] != sizes:
+            raise CorruptData(f"spilled packs have frames of {[f.nbytes for f in rest]} bytes, their head says {sizes}")
+        return [
+            (input_id, PackedRows((Pack(bytes(rest[2 * i]), rows, host=rest[2 * i + 1].toreadonly()),)))
+            for i, (input_id, rows, _, _) in enumerate(fields)
+        ]
+
+    def shell(self) -> PackedChunk:
+        """The chunk without rows: packs say themselves how to read them."""
+        return PackedChunk((), 0)
