@@ -183,7 +183,7 @@ def test_tls_by_options_and_by_configuration(tmp_path: Path) -> None:
     with processes(tmp_path) as p:
         address = p.scheduler("--protocol", "tls", *options, *PRELOAD)
         assert address.startswith("tls://")
-        done = gpurt("status", address, *options)
+        done = gpurt("status", address, *options, "--timeout", "60")
         assert done.returncode == 0, done.stderr
         assert "on 0 of 0 workers" in done.stdout
         plain = address.replace("tls://", "tcp://")
@@ -266,7 +266,7 @@ def test_an_asynchronous_cluster(tmp_path: Path) -> None:
 def test_top_looks_again(tmp_path: Path) -> None:
     with processes(tmp_path) as p:
         address = p.scheduler(*PRELOAD)
-        done = gpurt("top", address, "--interval", "0", "--times", "2")
+        done = gpurt("top", address, "--interval", "0", "--times", "2", "--timeout", "60")
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("on 0 of 0 workers") == 2
         with stopped(p.running[0][0].pid):
@@ -276,8 +276,9 @@ def test_top_looks_again(tmp_path: Path) -> None:
 def test_the_text_fits(tmp_path: Path) -> None:
     with processes(tmp_path) as p:
         address = p.scheduler()
-        done = gpurt("status", address)
+        done = gpurt("status", address, "--timeout", "60")
         assert done.returncode == 1
+        assert done.stderr == ""
         lines = done.stdout.splitlines()
         assert lines[0] == "dask-gpurt is not installed on this scheduler"
         assert "dask_gpurt.attach(client)" in lines[-1]
