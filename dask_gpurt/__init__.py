@@ -25,11 +25,12 @@ from dask_gpurt import config as config  # registers the defaults of the ``gpurt
 from dask_gpurt._version import __version__
 
 if TYPE_CHECKING:
-    from dask_gpurt.client.api import attach, detach, status
+    from dask_gpurt.client.api import attach, detach
     from dask_gpurt.client.local import local_cluster
     from dask_gpurt.client.questions import explain, where
     from dask_gpurt.client.recording import record
     from dask_gpurt.client.reports import report
+    from dask_gpurt.client.state import status
 
 #: public name -> the module of `dask_gpurt.client` that has it
 _HOMES = {
@@ -39,7 +40,7 @@ _HOMES = {
     "local_cluster": "local",
     "record": "recording",
     "report": "reports",
-    "status": "api",
+    "status": "state",
     "where": "questions",
 }
 

@@ -1,105 +1,187 @@
-"""``dask gpurt status | explain | where | report | trace | replay | enable | disable``"""
+"""``dask gpurt status | top | explain | where | report | trace | replay | enable | disable``"""
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
+import functools
+import itertools
 import json
+import re
+import time
 from typing import TYPE_CHECKING, Any
 
 import click
+import dask.config
 
 from dask_gpurt._version import __version__
-from dask_gpurt.errors import GpurtError
+from dask_gpurt.errors import GpurtError, NoAnswer
 
 if TYPE_CHECKING:
-    from distributed import Client
+    from collections.abc import Callable
+
+_EXAMPLES = """\b
+Examples:
+  dask gpurt status tcp://10.0.0.1:8786
+  dask gpurt status -v --timeout 30 tcp://10.0.0.1:8786
+  dask gpurt top tcp://10.0.0.1:8786
+  dask gpurt explain tcp://10.0.0.1:8786 "('sum-1234', 0)"
+  dask gpurt where tcp://10.0.0.1:8786 x-1234 y-5678
+  dask gpurt report tcp://10.0.0.1:8786 --out run.html
+  dask gpurt status tls://10.0.0.1:8786 --tls-ca-file ca.pem --tls-cert me.pem --tls-key me.key
+  DASK_SCHEDULER_ADDRESS=tcp://10.0.0.1:8786 dask gpurt status
+  dask gpurt replay run.trace --policy stock,gpurt --workers 64
+
+ADDRESS may be left out where DASK_SCHEDULER_ADDRESS is set, or scheduler-address
+in Dask's configuration.
+"""
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog=_EXAMPLES)
 @click.version_option(__version__, prog_name="dask-gpurt")
 def gpurt() -> None:
     """dask-gpurt: placement, memory tiers and shuffles."""
 
 
+def _asks(command: Callable[..., None]) -> Callable[..., None]:
+    """A command that asks a cluster: its options, and one line for whatever keeps it from an answer."""
+
+    @functools.wraps(command)
+    def run(tls_ca_file: str | None, tls_cert: str | None, tls_key: str | None, **kwargs: Any) -> None:
+        given = {"ca-file": tls_ca_file, "client.cert": tls_cert, "client.key": tls_key}
+        with dask.config.set({f"distributed.comm.tls.{key}": path for key, path in given.items() if path}):
+            try:
+                command(**kwargs)
+            except (GpurtError, OSError) as e:
+                raise click.ClickException(" ".join(str(e).split())) from e
+
+    file = click.Path(exists=True, dir_okay=False, resolve_path=True)
+    for option in (
+        click.option("--tls-key", type=file, help="Private key of that certificate, in PEM format."),
+        click.option("--tls-cert", type=file, help="Certificate of this client, in PEM format."),
+        click.option("--tls-ca-file", type=file, help="Certificates of the authority, in PEM format."),
+        click.option(
+            "--timeout",
+            type=click.FloatRange(min=0, min_open=True),
+            default=10.0,
+            show_default=True,
+            help="Seconds that the scheduler has to answer, and the workers.",
+        ),
+    ):
+        run = option(run)
+    return run
+
+
 @gpurt.command()
-@click.argument("address")
+@click.argument("address", required=False)
+@click.option("-v", "--verbose", is_flag=True, help="Print all figures after the summary.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
-@click.option("--timeout", default=10.0, show_default=True, help="Seconds to wait for the scheduler, and for workers.")
-def status(address: str, as_json: bool, timeout: float) -> None:
-    """Print what is installed on the cluster at ADDRESS (tcp://host:port) and what it has done.
+@_asks
+def status(address: str | None, verbose: bool, as_json: bool, timeout: float) -> None:
+    """Print in twenty lines what a cluster gained and lost.
 
-    Exit code 1 when the extension is not installed there.
+    ADDRESS is that of the scheduler (tcp://host:port). Exit code 1 when the extension is not installed there, or a
+    worker does not answer.
     """
-    from dask_gpurt.client.api import status as get_status
+    from dask_gpurt.client.state import status as get_status
 
-    with _connect(address, timeout) as client:
-        snapshot = get_status(client, timeout=timeout)
+    snapshot = get_status(address, timeout=timeout, verbose=verbose)
     _print(snapshot, as_json)
-    if not snapshot.installed:
+    if not snapshot.installed or snapshot.silent:
         raise SystemExit(1)
 
 
 @gpurt.command()
-@click.argument("address")
-@click.argument("key")
-@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
-@click.option("--timeout", default=10.0, show_default=True, help="Seconds to wait for the scheduler.")
-def explain(address: str, key: str, as_json: bool, timeout: float) -> None:
-    """Print why the task KEY ran where it ran, on the cluster at ADDRESS (tcp://host:port).
+@click.argument("address", required=False)
+@click.option(
+    "--interval", type=click.FloatRange(min=0), default=2.0, show_default=True, help="Seconds between two looks."
+)
+@click.option("--times", type=click.IntRange(min=1), help="Looks, instead of until Ctrl-C.")
+@_asks
+def top(address: str | None, interval: float, times: int | None, timeout: float) -> None:
+    """Show the status again and again in the terminal.
 
-    A key that is a tuple is given as Python writes it: "('x-1234', 0)". Exit code 1 when nothing is known about it.
+    ADDRESS is that of the scheduler (tcp://host:port). Ends with Ctrl-C.
+    """
+    from dask_gpurt.client.ask import Session, found
+    from dask_gpurt.client.state import look
+
+    with contextlib.suppress(KeyboardInterrupt), Session(found(address), timeout) as session:
+        for i in itertools.count(1):
+            try:
+                text = repr(session.ask(look, timeout))
+            except NoAnswer as e:
+                text = str(e)
+            click.clear()
+            click.echo(text)
+            if times == i:
+                return
+            click.echo(f"\n{time.strftime('%H:%M:%S')}, again in {interval:g} s; Ctrl-C ends")
+            time.sleep(interval)
+
+
+@gpurt.command()
+@click.argument("words", metavar="[ADDRESS] KEY", nargs=-1, required=True)
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@_asks
+def explain(words: tuple[str, ...], as_json: bool, timeout: float) -> None:
+    """Print why a task ran where it ran.
+
+    ADDRESS is that of the scheduler (tcp://host:port). A KEY that is a tuple is given as Python writes it:
+    "('x-1234', 0)". Exit code 1 when nothing is known about it.
     """
     from dask_gpurt.client.questions import explain as ask
 
-    with _connect(address, timeout) as client:
-        try:
-            answer = ask(client, _key(key))
-        except GpurtError as e:
-            raise click.ClickException(str(e)) from e
-    _print(answer, as_json)
+    address, keys = _split(words)
+    if len(keys) != 1:
+        raise click.UsageError(f"one key is explained at a time, got {len(keys)}: {' '.join(keys)}")
+    _print(ask(address, _key(keys[0]), timeout=timeout), as_json)
 
 
 @gpurt.command()
-@click.argument("address")
-@click.argument("keys", metavar="KEY...", nargs=-1, required=True)
+@click.argument("words", metavar="[ADDRESS] KEY...", nargs=-1, required=True)
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
-@click.option("--timeout", default=10.0, show_default=True, help="Seconds to wait for the scheduler.")
-def where(address: str, keys: tuple[str, ...], as_json: bool, timeout: float) -> None:
-    """Print which workers of the cluster at ADDRESS (tcp://host:port) hold each KEY, in memory or on disk.
+@_asks
+def where(words: tuple[str, ...], as_json: bool, timeout: float) -> None:
+    """Print which workers hold keys, in memory or on disk.
 
-    A key that is a tuple is given as Python writes it: "('x-1234', 0)". Exit code 1 when none of them is known.
+    ADDRESS is that of the scheduler (tcp://host:port). A KEY that is a tuple is given as Python writes it:
+    "('x-1234', 0)". Exit code 1 when none of them is known, or a worker does not answer.
     """
     from dask_gpurt.client.questions import where as ask
 
-    with _connect(address, timeout) as client:
-        try:
-            answer = ask(client, [_key(key) for key in keys])
-        except GpurtError as e:
-            raise click.ClickException(str(e)) from e
+    address, keys = _split(words)
+    answer = ask(address, [_key(key) for key in keys], timeout=timeout)
     _print(answer, as_json)
+    if answer.silent:
+        raise SystemExit(1)
 
 
 @gpurt.command()
-@click.argument("address")
+@click.argument("address", required=False)
 @click.option("--out", default="dask-gpurt-report.html", show_default=True, help="The HTML file to write.")
-@click.option("--timeout", default=10.0, show_default=True, help="Seconds to wait for the scheduler.")
-def report(address: str, out: str, timeout: float) -> None:
-    """Write an HTML report about all that the cluster at ADDRESS (tcp://host:port) did since its start.
+@_asks
+def report(address: str | None, out: str, timeout: float) -> None:
+    """Write an HTML report about all since the start.
 
-    Prints the advice. Exit code 1 when the extension is not installed there.
+    ADDRESS is that of the scheduler (tcp://host:port). Prints the advice. Exit code 1 when the extension is not
+    installed there, or a worker does not answer.
     """
     from dask_gpurt.client.reports import report_now
     from dask_gpurt.observe.report.findings import advise
 
-    with _connect(address, timeout) as client:
-        try:
-            run = report_now(out, client)
-        except (GpurtError, OSError) as e:
-            raise click.ClickException(str(e)) from e
-    for finding in advise(run):
+    run = report_now(out, address, timeout=timeout)
+    findings = advise(run)
+    for finding in findings:
         click.echo(f"{finding.share:6.1%}  {finding.cause}: {finding.text} {finding.remedy}")
+    if not findings:
+        click.echo("Nothing cost as much as one per cent of the threads' time, and a second of it.")
     click.echo(f"Wrote {out}")
+    for worker, why in run.silent.items():
+        click.echo(f"No answer from {worker}: {why}", err=True)
+    if run.silent:
+        raise SystemExit(1)
 
 
 @gpurt.command()
@@ -107,7 +189,10 @@ def report(address: str, out: str, timeout: float) -> None:
 @click.option("--chrome", type=click.Path(dir_okay=False), help="Write Chrome trace events (for ui.perfetto.dev) here.")
 @click.option("--damaged", is_flag=True, help="Take what is good of a file that was cut off or damaged.")
 def trace(file: str, chrome: str | None, damaged: bool) -> None:
-    """Print what the trace FILE holds; see dask_gpurt.record and gpurt.trace.path."""
+    """Print what a trace FILE holds.
+
+    See dask_gpurt.record and gpurt.trace.path for how to make one.
+    """
     from dask_gpurt.observe.trace.chrome import write
     from dask_gpurt.observe.trace.reader import Trace
     from dask_gpurt.observe.trace.summary import summary
@@ -150,9 +235,10 @@ def replay(
     gate: float | None,
     as_json: bool,
 ) -> None:
-    """Replay the trace FILE under several policies on a simulated cluster, and print them side by side.
+    """Compare policies on a trace, without a cluster.
 
-    Needs no cluster. See dask_gpurt.record and gpurt.trace.path for how to make a trace.
+    The trace FILE is replayed on a simulated cluster under each policy. See dask_gpurt.record and gpurt.trace.path for
+    how to make a trace.
     """
     from dask_gpurt.observe.trace.reader import Trace
     from dask_gpurt.simulate import replay as simulated
@@ -177,17 +263,15 @@ def replay(
         raise click.ClickException(f"more than {gate} times the makespan of {base.policy}: {', '.join(worse)}")
 
 
-def _connect(address: str, timeout: float) -> Client:
-    from distributed import Client  # late: `dask --help` must not pay for it
-
-    try:
-        return Client(address, timeout=timeout, set_as_default=False)
-    except (OSError, TimeoutError, ValueError) as e:
-        raise click.ClickException(f"no scheduler answers at {address!r} within {timeout} s ({e})") from e
-
-
 def _print(answer: Any, as_json: bool) -> None:
     click.echo(json.dumps(answer.to_dict(), indent=2, default=str) if as_json else repr(answer))
+
+
+def _split(words: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:
+    """The address, if the first word is one, and the rest."""
+    if len(words) > 1 and re.match(r"[a-z]+://|[\w.-]+:\d+$", words[0]):
+        return words[0], words[1:]
+    return None, words
 
 
 def _key(text: str) -> Any:
@@ -202,7 +286,7 @@ def _key(text: str) -> Any:
     return text
 
 
-@gpurt.command()
+@gpurt.command(short_help="Load the extension in all that this user starts.")
 def enable() -> None:
     """Load the extension in every scheduler and worker this user starts, unless they are given other preloads.
 
@@ -221,7 +305,7 @@ def enable() -> None:
     )
 
 
-@gpurt.command()
+@gpurt.command(short_help="Undo enable.")
 def disable() -> None:
     """Undo `enable`. Running clusters are not touched (see dask_gpurt.detach)."""
     from dask_gpurt.client import switch

@@ -10,6 +10,7 @@
     │   ├── TierFull (OSError)          no room on a tier; the value stays where it was
     │   ├── CorruptData                 length or checksum differ; that copy was dropped
     │   └── LostData (KeyError)         no valid copy is left here; the key must come from elsewhere
+    ├── NoAnswer (OSError)              a scheduler cannot be reached, or does not answer in time
     ├── TraceError                      a file is not a trace, or is damaged
     ├── WireError                       a shuffle message that does not parse, or fails its checksum
     └── UnknownKey (KeyError)           nothing is known about a key that was asked for
@@ -23,6 +24,7 @@ __all__ = [
     "GpurtError",
     "InstallError",
     "LostData",
+    "NoAnswer",
     "SeamMismatch",
     "StoreError",
     "TierFull",
@@ -65,6 +67,10 @@ class LostData(StoreError, KeyError):
 
     def __str__(self) -> str:  # KeyError would print the repr of the message
         return Exception.__str__(self)
+
+
+class NoAnswer(GpurtError, OSError):
+    """A scheduler cannot be reached, or does not answer in time."""
 
 
 class TraceError(GpurtError):

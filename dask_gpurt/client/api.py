@@ -1,24 +1,25 @@
-"""The public functions that change and look at a running cluster: `attach`, `detach`, `status`."""
+"""The public functions that change a running cluster: `attach`, `detach`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.client.ask import ANSWER_SECONDS, ask, ask_workers
+from dask_gpurt.client.ask import ask
+from dask_gpurt.client.connect import ANSWER_SECONDS
+from dask_gpurt.client.state import look
 from dask_gpurt.config import Settings
 from dask_gpurt.errors import ConfigError, InstallError
-from dask_gpurt.extension import NAME, GpurtScheduler
-from dask_gpurt.extension.worker import worker_status
-from dask_gpurt.observe.answers.status import Status
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from distributed import Client, Scheduler
-    from distributed.deploy import Cluster
+
+    from dask_gpurt.client.ask import Asked
+    from dask_gpurt.observe.answers.status import Status
 
 
-def attach(client: Client | Cluster | str, *, settings: Mapping[str, Any] | None = None) -> Status:
+def attach(client: Asked, *, settings: Mapping[str, Any] | None = None) -> Status:
     """Put the extension into the running cluster of `client`.
 
     Data that workers hold already is adopted as it is: nothing is read or moved. A second call changes nothing.
@@ -26,7 +27,8 @@ def attach(client: Client | Cluster | str, *, settings: Mapping[str, Any] | None
     Parameters
     ----------
     client
-        A client, a cluster or a scheduler's address. With an asynchronous client the result is to be awaited.
+        A client, a cluster, or a scheduler's address; None: the current client, or else the address in Dask's
+        configuration. With an asynchronous client the result is to be awaited.
     settings
         As for `local_cluster`; read together with this process's configuration, not the scheduler's.
 
@@ -55,11 +57,13 @@ async def _attach_and_look(client: Client, settings: Settings) -> Status:
         raise InstallError(f"the scheduler cannot import dask_gpurt ({e}). Remedy: install dask-gpurt there") from e
     if reply is not None:
         raise InstallError(reply)
-    return await _look(client, ANSWER_SECONDS)
+    return await look(client, ANSWER_SECONDS)
 
 
 async def _attach(dask_scheduler: Scheduler, settings: Settings) -> str | None:
     """Runs on the scheduler. Failures come back as text: a class of ours may not unpickle in another version."""
+    from dask_gpurt.extension import NAME, GpurtScheduler
+
     if NAME in dask_scheduler.plugins:
         return None
     plugin = GpurtScheduler(settings)
@@ -71,7 +75,7 @@ async def _attach(dask_scheduler: Scheduler, settings: Settings) -> str | None:
     return None
 
 
-def detach(client: Client | Cluster | str) -> None:
+def detach(client: Asked) -> None:
     """Take the extension out of the running cluster of `client`: every attribute and plugin is Dask's own again.
 
     Keys stay readable throughout; spilled ones are handed to Dask's own spill buffer. Without the
@@ -98,6 +102,9 @@ async def _take_out(client: Client) -> None:
 
 
 async def _detach(dask_scheduler: Scheduler) -> str | None:
+    """Runs on the scheduler."""
+    from dask_gpurt.extension import NAME, GpurtScheduler
+
     plugin = dask_scheduler.plugins.get(NAME)
     if not isinstance(plugin, GpurtScheduler):
         return None
@@ -108,34 +115,3 @@ async def _detach(dask_scheduler: Scheduler) -> str | None:
     except ExceptionGroup as e:
         return "; ".join(str(one) for one in e.exceptions)
     return None
-
-
-def status(client: Client | Cluster | str, *, timeout: float = ANSWER_SECONDS) -> Status:
-    """What is installed on the cluster of `client`, and what it has done so far.
-
-    Workers are asked directly, so the figures are those of now. A worker that does not answer or runs without the
-    extension is listed as such.
-
-    Parameters
-    ----------
-    client
-        As for `attach`.
-    timeout
-        Seconds that workers have to answer, at most twice.
-    """
-    answer: Status = ask(client, _look, timeout)
-    return answer
-
-
-async def _look(client: Client, timeout: float) -> Status:
-    scheduler = await client.run_on_scheduler(_scheduler_status)
-    workers = await ask_workers(client, worker_status, timeout=timeout)
-    return Status(
-        scheduler=scheduler,
-        workers={a: reply if isinstance(reply, dict) else {"error": repr(reply)} for a, reply in workers.items()},
-    )
-
-
-def _scheduler_status(dask_scheduler: Scheduler) -> dict[str, Any]:
-    plugin = dask_scheduler.plugins.get(NAME)
-    return plugin.statistics() if isinstance(plugin, GpurtScheduler) else {}

@@ -14,17 +14,22 @@ import tempfile
 import uuid
 from typing import TYPE_CHECKING, Any
 
+from distributed import Client
+
+from dask_gpurt.client.ask import Session, ask_scheduler, found, is_asynchronous
 from dask_gpurt.errors import GpurtError, TraceError
-from dask_gpurt.extension import NAME, GpurtScheduler
-from dask_gpurt.observe.trace.recorder import TraceRecorder
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from distributed import Client, Scheduler
+    from distributed import Scheduler
+
+    from dask_gpurt.client.ask import Asked
 
 #: bytes fetched at a time
 PIECE_BYTES = 4 * 2**20
+#: seconds for one answer of the scheduler, which writes at the end what it still has in memory
+ANSWER_SECONDS = 60.0
 
 
 class record:
@@ -35,29 +40,36 @@ class record:
         with dask_gpurt.record(client, "run.trace"):
             df.groupby("a").b.sum().compute()
 
-    ``dask gpurt trace run.trace`` tells what is in the file and makes one for https://ui.perfetto.dev of it;
+    ``dask gpurt trace run.trace`` says what is in the file and makes one for https://ui.perfetto.dev of it;
     `Trace.load` of `dask_gpurt.observe.trace.reader` reads it in Python.
 
     Parameters
     ----------
     client
-        Of any cluster whose scheduler can import this package; the extension need not be installed there. With an
-        asynchronous client use ``async with``.
+        Of any cluster whose scheduler can import this package; the extension need not be installed there. Or the
+        cluster, or its scheduler's address; None: the current client, or else the address in Dask's configuration.
+        With an asynchronous client use ``async with``.
     path
         Where the file goes, on the client's machine. It appears when the block ends, also by an exception; one that is
         there is replaced then.
+    timeout
+        Seconds for each answer of the scheduler, and to connect to an address.
 
     Raises
     ------
     FileNotFoundError
         `path` is in a directory that does not exist. Nothing was recorded.
+    NoAnswer
+        The scheduler cannot be reached, or does not answer in time.
     GpurtError
         The scheduler cannot record (no room, the package is missing there).
     """
 
-    def __init__(self, client: Client, path: str | os.PathLike[str]) -> None:
+    def __init__(self, client: Asked, path: str | os.PathLike[str], *, timeout: float = ANSWER_SECONDS) -> None:
         self.client = client
         self.path = os.path.abspath(path)
+        self._timeout = timeout
+        self._session: Session | None = None
         self._name = f"gpurt-trace-{uuid.uuid4().hex[:12]}"
         #: what the scheduler answered at the end: records, lost_records, bytes, error
         self.summary: dict[str, Any] = {}
@@ -66,48 +78,59 @@ class record:
             raise FileNotFoundError(f"cannot record into {self.path!r}: there is no directory {folder!r}")
 
     def __enter__(self) -> record:
-        if self.client.asynchronous:
+        target = found(self.client)
+        if is_asynchronous(target):
             raise TypeError("the client is asynchronous. Remedy: `async with dask_gpurt.record(client, path)`")
-        self.client.sync(self._begin)
+        # One client for the whole block: the recording ends with it.
+        with contextlib.ExitStack() as undo:
+            session = undo.enter_context(Session(target, self._timeout))
+            session.ask(self._begin)
+            undo.pop_all()
+        self._session = session
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.client.sync(self._end)
+        assert self._session is not None
+        with contextlib.ExitStack() as end:
+            end.push(self._session.__exit__)
+            self._session.ask(self._end)
 
     async def __aenter__(self) -> record:
-        await self._begin()
+        target = found(self.client)
+        if not isinstance(target, Client) or not is_asynchronous(target):
+            raise TypeError("the client is not asynchronous. Remedy: `with dask_gpurt.record(client, path)`")
+        self.client = target
+        await self._begin(target)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        await self._end()
+        assert isinstance(self.client, Client)
+        await self._end(self.client)
 
-    async def _begin(self) -> None:
-        try:
-            problem = await self.client.run_on_scheduler(_begin, name=self._name, client=self.client.id)
-        except ImportError as e:
-            raise GpurtError(f"the scheduler cannot import dask_gpurt ({e}). Remedy: install dask-gpurt there") from e
+    async def _begin(self, client: Client) -> None:
+        problem = await ask_scheduler(client, _begin, timeout=self._timeout, name=self._name, client=client.id)
         if problem is not None:
             raise GpurtError(f"the scheduler cannot record: {problem}")
 
-    async def _end(self) -> None:
-        self.summary = await self.client.run_on_scheduler(_end, name=self._name)
+    async def _end(self, client: Client) -> None:
+        self.summary = await ask_scheduler(client, _end, timeout=self._timeout, name=self._name)
         if "path" not in self.summary:
             raise TraceError("the scheduler was restarted in the meantime; what it had recorded is gone with it")
         source, size = self.summary.pop("path"), self.summary["bytes"]
         partial = f"{self.path}.part-{os.getpid()}"
         try:
             for offset in range(0, size, PIECE_BYTES):
-                piece = await self.client.run_on_scheduler(_piece, path=source, offset=offset)
+                piece = await ask_scheduler(client, _piece, timeout=self._timeout, path=source, offset=offset)
                 await asyncio.to_thread(_append, partial, piece)
             os.replace(partial, self.path)
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(partial)
-            await self.client.run_on_scheduler(_remove, path=source)
+            await ask_scheduler(client, _remove, timeout=self._timeout, path=source)
 
 
 def _append(path: str, piece: bytes) -> None:
@@ -117,6 +140,9 @@ def _append(path: str, piece: bytes) -> None:
 
 def _begin(dask_scheduler: Scheduler, name: str, client: str) -> str | None:
     """Runs on the scheduler."""
+    from dask_gpurt.extension import NAME, GpurtScheduler
+    from dask_gpurt.observe.trace.recorder import TraceRecorder
+
     plugin = dask_scheduler.plugins.get(NAME)
     ours = plugin if isinstance(plugin, GpurtScheduler) else None
     folder = tempfile.mkdtemp(prefix="trace-", dir=dask_scheduler.local_directory)
@@ -135,6 +161,8 @@ def _begin(dask_scheduler: Scheduler, name: str, client: str) -> str | None:
 
 async def _end(dask_scheduler: Scheduler, name: str) -> dict[str, Any]:
     """Runs on the scheduler."""
+    from dask_gpurt.observe.trace.recorder import TraceRecorder
+
     recorder = dask_scheduler.plugins.pop(name, None)
     writer = recorder.stop() if isinstance(recorder, TraceRecorder) else None
     if writer is None:

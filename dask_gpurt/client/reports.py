@@ -1,29 +1,25 @@
 """`report`: what a run of a cluster did and what it waited for, as one HTML file.
 
-The functions that run on the scheduler or a worker return plain values. For each snapshot the workers are asked, so
-that what the scheduler knows of them is of now.
+For each snapshot the workers are asked, so that what the scheduler knows of them is of now.
 """
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
-from distributed import default_client
-from distributed.comm import get_address_host
-from distributed.utils import get_ip
-
-from dask_gpurt.client.ask import ask, ask_workers
+from dask_gpurt.client import remote
+from dask_gpurt.client.ask import ask, ask_scheduler, ask_workers, found, is_asynchronous
+from dask_gpurt.client.connect import ANSWER_SECONDS
 from dask_gpurt.errors import GpurtError
-from dask_gpurt.extension import NAME, GpurtScheduler, on_worker
-from dask_gpurt.observe.figures.node_class import of_worker
 from dask_gpurt.observe.report.facts import Run, from_snapshots
 from dask_gpurt.observe.report.page import write
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from distributed import Client, Scheduler, Worker
+    from distributed import Client
+
+    from dask_gpurt.client.ask import Asked
 
 
 class report:
@@ -34,10 +30,16 @@ class report:
     path
         Where the HTML file goes. It needs nothing besides itself, and is written also when the block raises.
     client
-        Of a cluster with the extension; default: the current one.
+        Of a cluster with the extension; or the cluster, or its scheduler's address. None: the current client, or else
+        the address in Dask's configuration. With an asynchronous client use ``async with``.
+    timeout
+        Seconds that the workers have to answer, and then the scheduler, at both ends of the block. The report names the
+        workers that did not answer.
 
     Raises
     ------
+    NoAnswer
+        The scheduler cannot be reached, or does not answer in time.
     GpurtError
         The extension is not in that cluster, or its observation is off.
 
@@ -47,114 +49,81 @@ class report:
     ...     ddf.groupby("x").y.mean().compute()
     """
 
-    def __init__(self, path: str, client: Client | None = None) -> None:
+    def __init__(self, path: str, client: Asked = None, *, timeout: float = ANSWER_SECONDS) -> None:
         self.path = path
-        self._client = client
+        self._client: Asked = client
+        self._timeout = timeout
         self._before: dict[str, Any] | None = None
         #: what the report is about; None until the end of the block
         self.run: Run | None = None
 
     def __enter__(self) -> report:
-        if self._client is None:
-            self._client = default_client()
-        self._before = snapshot(self._client)
+        self._client = found(self._client)
+        if is_asynchronous(self._client):
+            raise TypeError("the client is asynchronous. Remedy: `async with dask_gpurt.report(path, client)`")
+        self._before = snapshot(self._client, timeout=self._timeout)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        assert self._client is not None
-        self.run = from_snapshots(self._before, snapshot(self._client))
+        self._finish(snapshot(self._client, timeout=self._timeout))
+
+    async def __aenter__(self) -> report:
+        self._client = found(self._client)
+        if not is_asynchronous(self._client):
+            raise TypeError("the client is not asynchronous. Remedy: `with dask_gpurt.report(path, client)`")
+        self._before = await ask(self._client, _snapshot, self._timeout)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._finish(await ask(self._client, _snapshot, self._timeout))
+
+    def _finish(self, after: dict[str, Any]) -> None:
+        self.run = from_snapshots(self._before, after)
         write(self.run, self.path)
 
 
-def report_now(path: str, client: Client) -> Run:
+def report_now(path: str, client: Asked, *, timeout: float = ANSWER_SECONDS) -> Run:
     """Write a report about all since the start of the cluster; of tasks, the newest 10,000.
 
     Raises
     ------
-    GpurtError
+    NoAnswer, GpurtError
         As for `report`.
     """
-    run = from_snapshots(None, snapshot(client))
+    run = from_snapshots(None, snapshot(client, timeout=timeout))
     write(run, path)
     return run
 
 
-def snapshot(client: Client) -> dict[str, Any]:
+def snapshot(client: Asked, *, timeout: float = ANSWER_SECONDS) -> dict[str, Any]:
     """All that is counted on a cluster, as plain values; see `dask_gpurt.observe.report.facts`.
+
+    With an asynchronous client the result is to be awaited.
 
     Raises
     ------
-    GpurtError
+    NoAnswer, GpurtError
         As for `report`.
-    TypeError
-        The client is asynchronous.
     """
-    if getattr(client, "asynchronous", False):
-        raise TypeError(
-            "the client is asynchronous, and a report is a `with` block that waits. Remedy: a second client, "
-            "Client(client.scheduler.address), in a thread (asyncio.to_thread)"
-        )
-    answer: dict[str, Any] = ask(client, _snapshot)
+    answer: dict[str, Any] = ask(client, _snapshot, timeout, timeout=timeout)
     return answer
 
 
-async def _snapshot(client: Client) -> dict[str, Any]:
-    answers = await ask_workers(client, _now)
-    answers = {address: answer for address, answer in answers.items() if isinstance(answer, dict) and answer}
+async def _snapshot(client: Client, timeout: float) -> dict[str, Any]:
+    replies = await ask_workers(client, remote.figures, timeout=timeout)
+    answers = {address: reply for address, reply in replies.items() if isinstance(reply, dict) and reply}
     figures = {address: answer["figures"] for address, answer in answers.items()}
-    told: dict[str, Any] = await client.run_on_scheduler(_told, figures=figures)
-    if told.get("off"):
+    counts: dict[str, Any] = await ask_scheduler(client, remote.counted, timeout=timeout, figures=figures)
+    if counts.get("off"):
         raise GpurtError(
-            f"there is nothing to report: {told['off']}. Remedy: dask_gpurt.attach(client), or "
+            f"there is nothing to report: {counts['off']}. Remedy: dask_gpurt.attach(client), or "
             "`dask scheduler --preload dask_gpurt.preload`, with gpurt.observe.enabled: true"
         )
-    for address, facts in told["workers"].items():
+    for address, facts in counts["workers"].items():
         facts["status"] = answers.get(address, {}).get("status", {})
-    return told
-
-
-def _now(dask_worker: Worker) -> dict[str, Any]:
-    """Runs on a worker.
-
-    The figures are those of a heartbeat. One of Dask's is not made for this: it would close the worker if it overlapped
-    with another one.
-    """
-    parts = on_worker(dask_worker)
-    return {} if parts is None else {"status": parts.statistics(), "figures": parts.heartbeat()}
-
-
-def _told(dask_scheduler: Scheduler, figures: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Runs on the scheduler."""
-    plugin = dask_scheduler.plugins.get(NAME)
-    if not isinstance(plugin, GpurtScheduler):
-        return {"off": "the extension is not installed on this scheduler"}
-    if plugin.ledger is None or plugin.ledger.ledger is None:
-        return {"off": "observation is off in this cluster"}
-    ledger = plugin.ledger.ledger
-    for address, now in figures.items():
-        ws = dask_scheduler.workers.get(address)
-        if ws is not None:
-            ledger.guarded(ledger.heartbeat, ws, now)
-    return {
-        "time": time.time(),
-        "started": ledger.started,
-        "scheduler": plugin.statistics(),
-        "details": ledger.details(),
-        "prices": plugin.settings.observe.cost_per_hour,
-        "workers": {
-            ws.address: {
-                "name": str(ws.name),
-                "host": _host(ws.address),
-                "node_class": of_worker(ws, ws.metrics.get(NAME)),
-                "threads": ws.nthreads,
-                "memory_bytes": ws.memory_limit,
-            }
-            for ws in dask_scheduler.workers.values()
-        },
-    }
-
-
-def _host(address: str) -> str:
-    return get_ip() if address.startswith("inproc://") else get_address_host(address)
+    counts["silent"] = {address: str(reply) for address, reply in replies.items() if isinstance(reply, Exception)}
+    return counts

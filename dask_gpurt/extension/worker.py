@@ -239,12 +239,6 @@ def on_worker(worker: Worker) -> WorkerParts | None:
     return parts
 
 
-def worker_status(dask_worker: Worker) -> dict[str, Any]:
-    """What `dask_gpurt.status` asks each worker; in this module, as a worker imports the one that it lies in."""
-    parts = on_worker(dask_worker)
-    return {} if parts is None else parts.statistics()
-
-
 def _heartbeat(worker: Worker) -> dict[str, Any]:
     """The few figures that ride on every heartbeat into ``WorkerState.metrics["gpurt"]``."""
     parts = on_worker(worker)

@@ -70,18 +70,22 @@ class Where:
     """Where some keys are. Prints as text; `to_dict` gives plain values."""
 
     places: tuple[Place, ...]
+    #: address of a worker that did not answer -> why
+    silent: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def from_replies(
-        cls, scheduler: Mapping[Any, Mapping[str, Any]], workers: Mapping[str, Mapping[Any, Mapping[str, Any]] | None]
+        cls,
+        scheduler: Mapping[Any, Mapping[str, Any]],
+        workers: Mapping[str, Mapping[Any, Mapping[str, Any]] | Exception],
     ) -> Where:
-        """From the scheduler's reply by key, and those of workers by address and key (None: it did not answer)."""
+        """From the scheduler's reply by key, and those of workers by address and key; an exception: no answer."""
         places = []
         for key, facts in scheduler.items():
             copies = []
             for address in facts["holders"]:
                 reply = workers.get(address)
-                if reply is None:
+                if reply is None or isinstance(reply, Exception):
                     copies.append(Copy(address, "unknown", facts["nbytes"], None))
                 else:
                     here = reply.get(key)
@@ -98,7 +102,8 @@ class Where:
                     waiters=facts["waiters"],
                 )
             )
-        return cls(tuple(places))
+        silent = {address: str(reply) for address, reply in workers.items() if isinstance(reply, Exception)}
+        return cls(tuple(places), silent)
 
     def __getitem__(self, key: Key) -> Place:
         """The place of a key.
@@ -128,14 +133,20 @@ class Where:
         return {address: dict(tiers) for address, tiers in sorted(out.items())}
 
     def __repr__(self) -> str:
-        lines = [self._headline()]
+        lines = [self._headline(), *self._silent()]
         for columns, rows, left in self._tables():
             lines += ["", *text_table(columns, rows, left)]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         tables = "".join(html_table(*table) for table in self._tables())
-        return f"<h4>{html.escape(self._headline())}</h4>{tables}"
+        silent = "".join(f"<p>{html.escape(line)}</p>" for line in self._silent())
+        return f"<h4>{html.escape(self._headline())}</h4>{silent}{tables}"
+
+    def _silent(self) -> list[str]:
+        return [
+            f"  no answer from {address}: {why}; what it holds may be on disk" for address, why in self.silent.items()
+        ]
 
     def _headline(self) -> str:
         if len(self.places) == 1:

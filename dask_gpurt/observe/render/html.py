@@ -150,15 +150,7 @@ class Page:
         ValueError
             Too many series, a row of another length, or a value that is negative or not finite.
         """
-        if not 1 <= len(series) <= MAX_SERIES:
-            raise ValueError(f"{len(series)} series, must be 1 to {MAX_SERIES}")
-        for label, values in rows:
-            if len(values) != len(series):
-                raise ValueError(f"row {label!r} has {len(values)} values for {len(series)} series")
-            for value in values:
-                if value is not None and not (math.isfinite(value) and value >= 0):
-                    raise ValueError(f"row {label!r} has the value {value!r}, must be finite and not negative")
-        self._parts.append(_chart(series, rows, unit, about))
+        self.drawing(bars(series, rows, unit=unit, about=about))
 
     def render(self) -> str:
         """The whole document."""
@@ -222,16 +214,51 @@ def _reads_as_number(value: object) -> bool:
     return False
 
 
+#: of a part of a page that is not ours: readable on light and dark, nothing outside of it changes
+_FRAGMENT_CSS = """
+.gpurt td { white-space: pre-wrap; } .gpurt svg { display: block; max-width: 100%; height: auto; margin: .4em 0; }
+.gpurt svg text { fill: currentColor; font: 12px system-ui, sans-serif; } .gpurt svg text.dim { opacity: .7; }
+.gpurt svg .s0 { fill: #8795a3; } .gpurt svg .s1 { fill: #1a9a94; }
+.gpurt svg .s2 { fill: #c87941; } .gpurt svg .s3 { fill: #8a6fc0; }
+"""
+
 #: geometry of a chart, in SVG user units (pixels at full width)
 _WIDTH, _BAR, _GAP, _GROUP_GAP, _CHARACTER = 860, 13, 2, 9, 7
 
 
-def _chart(series: Sequence[str], rows: Sequence[tuple[str, Sequence[float | None]]], unit: str, about: str) -> str:
+def bars(
+    series: Sequence[str],
+    rows: Sequence[tuple[str, Sequence[float | None]]],
+    *,
+    unit: str = "",
+    about: str = "bar chart",
+    width: int = _WIDTH,
+) -> Drawing:
+    """`Page.bars` by itself, so many pixels wide where there is room."""
+    if not 1 <= len(series) <= MAX_SERIES:
+        raise ValueError(f"{len(series)} series, must be 1 to {MAX_SERIES}")
+    for label, values in rows:
+        if len(values) != len(series):
+            raise ValueError(f"row {label!r} has {len(values)} values for {len(series)} series")
+        for value in values:
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"row {label!r} has the value {value!r}, must be finite and not negative")
+    return Drawing(_chart(series, rows, unit, about, width))
+
+
+def fragment(body: str) -> str:
+    """A part of a notebook's page: `body`, markup of ours, with the colours that drawings need."""
+    return f"<div class=gpurt><style>{_FRAGMENT_CSS}</style>{body}</div>"
+
+
+def _chart(
+    series: Sequence[str], rows: Sequence[tuple[str, Sequence[float | None]]], unit: str, about: str, full: int
+) -> str:
     highest = max((v for _, values in rows for v in values if v is not None), default=0.0) or 1.0
     left = 12 + _CHARACTER * max((len(label) for label, _ in rows), default=0)
     # Room behind the longest bar for its figure.
     figures = [_figure(v, unit) for _, values in rows for v in values]
-    room = _WIDTH - left - 12 - _CHARACTER * max(map(len, figures), default=0)
+    room = full - left - 12 - _CHARACTER * max(map(len, figures), default=0)
     out: list[str] = []
     x = float(left)
     for i, name in enumerate(series):
@@ -256,8 +283,8 @@ def _chart(series: Sequence[str], rows: Sequence[tuple[str, Sequence[float | Non
             out.append(f'<text x="{left + width + 6:.1f}" y="{top + 11:g}">{html.escape(_figure(value, unit))}</text>')
         y += height + _GROUP_GAP
     return (
-        f'<div class=scroll><svg role="img" aria-label="{html.escape(about, quote=True)}" width="{_WIDTH}" '
-        f'height="{y:g}" viewBox="0 0 {_WIDTH} {y:g}">{"".join(out)}</svg></div>'
+        f'<div class=scroll><svg role="img" aria-label="{html.escape(about, quote=True)}" width="{full}" '
+        f'height="{y:g}" viewBox="0 0 {full} {y:g}">{"".join(out)}</svg></div>'
     )
 
 

@@ -113,6 +113,8 @@ class Run:
     shuffle: Mapping[str, float]
     #: what a host costs an hour: number, or pattern of its address, class or worker's name -> number; None: unknown
     prices: float | Mapping[str, float] | None
+    #: address of a worker that did not answer at the end -> why; its figures are those of its last heartbeat
+    silent: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -171,6 +173,7 @@ def from_snapshots(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -
         ),
         shuffle=dict(shuffle),
         prices=after.get("prices"),
+        silent=after.get("silent", {}),
     )
 
 

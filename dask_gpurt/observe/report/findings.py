@@ -1,8 +1,8 @@
 """`advise`: what to do about a run, as findings with the number behind them, the most expensive first.
 
 A pure function of a `Run`. `RULES` is the table of what is looked for: each rule has the slot-seconds that its cause
-cost, so that rules of different kinds can be ranked. A finding below one per cent of the time in which there was work
-is not worth a line.
+cost, so that rules of different kinds can be ranked. A finding below one per cent of the time in which there was work,
+or below a thread-second, is not worth a line.
 
 Seconds count for one finding only. A slow worker explains more than the time that its own tasks took too long: others
 waited for its tasks (``skew`` on it, ``queued elsewhere``). A slow link explains the same for the worker behind it.
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 #: share of the wanted slot-seconds below which a finding is left out
 WORTH = 0.01
+#: and the thread-seconds, so that a cluster that has hardly worked gets no advice
+WORTH_SECONDS = 1.0
 #: a worker that takes so many times as long as the others is slow
 SLOW = 1.5
 #: a link is slow when it has less than this share of the median bandwidth of the others
@@ -127,7 +129,11 @@ def advise(run: Run) -> list[Finding]:
         return []
     evidence = Evidence.of(run)
     costs = ((rule, rule.seconds(evidence)) for rule in RULES)
-    found = [rule.finding(evidence, cost, cost / wanted) for rule, cost in costs if cost >= WORTH * wanted]
+    found = [
+        rule.finding(evidence, cost, cost / wanted)
+        for rule, cost in costs
+        if cost >= max(WORTH * wanted, WORTH_SECONDS)
+    ]
     return sorted(found, key=lambda f: -f.seconds)
 
 

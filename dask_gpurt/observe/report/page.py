@@ -40,6 +40,10 @@ def page(run: Run) -> Page:
         f"{run.scheduler.get('version', '')}, policy {run.scheduler.get('policy', '')}.",
         kind="note",
     )
+    for address, why in run.silent.items():
+        name = run.worker(address)
+        said = "" if name == address else f" ({address})"
+        out.text(f"No answer from {name}{said}: {why}. What is said of it is what the scheduler knew.", kind="bad")
     _headline(out, run)
     _advice(out, run)
     _ledger(out, run)

@@ -446,8 +446,10 @@ def test_an_address_or_a_cluster_instead_of_a_client() -> None:
             with pytest.raises(UnknownKey):
                 dask_gpurt.where(given, "nope")
             dask_gpurt.detach(given)
-        with pytest.raises(TypeError, match=r"None \(NoneType\), must be a distributed\.Client"):
-            dask_gpurt.status(None)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"3 \(int\), must be a distributed\.Client"):
+            dask_gpurt.status(3)  # type: ignore[arg-type]
+        with pytest.raises(GpurtError, match="there is no client, and no address of a scheduler"):
+            dask_gpurt.status()
 
 
 @pytest.mark.cluster
@@ -460,8 +462,8 @@ async def test_a_worker_that_hangs_keeps_no_answer(c: Client, s: Scheduler, a: W
         return await stock(comm, *args, **kwargs)
 
     b.handlers["run"] = run
-    got = await dask_gpurt.status(c, timeout=0.2)
-    assert got.workers == {a.address: {}, b.address: {"error": "TimeoutError('no answer within 0.2 s')"}}
+    got = await dask_gpurt.status(c, timeout=3)
+    assert got.workers == {a.address: {}, b.address: {"error": "TimeoutError('no answer within 3 s')"}}
     held.set()
     assert (await dask_gpurt.status(c)).workers == {a.address: {}, b.address: {}}
 
@@ -579,7 +581,7 @@ def test_html_is_escaped() -> None:
     evil = "<script>alert(1)</script>"
     assert "<script>" not in Explanation.from_story(story(key=evil))._repr_html_()
     told = {"state": "memory", "nbytes": 1, "holders": [evil], "processing": None, "fetching": [], "clients": []}
-    got = Where.from_replies({evil: {**told, "waiters": 2}}, {evil: None})
+    got = Where.from_replies({evil: {**told, "waiters": 2}}, {evil: TimeoutError(evil)})
     assert "<script>" not in got._repr_html_()
     assert got.places[0].copies[0].tier == "unknown"
     assert "2 tasks" in repr(got)

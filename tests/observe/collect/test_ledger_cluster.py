@@ -81,7 +81,7 @@ def test_a_report_does_not_end_a_worker() -> None:
 async def _beat_and_look(client: Client, worker: Any) -> None:
     beat = asyncio.ensure_future(worker.heartbeat())
     await asyncio.sleep(0)  # it is under way
-    told, _ = await asyncio.gather(_snapshot(client), beat)
+    told, _ = await asyncio.gather(_snapshot(client, 30), beat)
     assert told["workers"][worker.address]["status"]["slots"]["errors"] == 0
 
 

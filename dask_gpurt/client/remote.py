@@ -1,0 +1,157 @@
+"""What runs on the scheduler and on workers when a client asks them.
+
+Each function imports what it needs when it runs: a client needs neither half of the extension, and a worker only its
+own. They return plain values, and say that something is not there instead of raising: a class of this package may not
+unpickle in another version of it.
+"""
+
+from __future__ import annotations
+
+import time
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from dask.typing import Key
+    from distributed import Scheduler, Worker
+
+    from dask_gpurt.extension import GpurtScheduler
+
+#: dependents looked at to see which workers are fetching a key
+MAX_DEPENDENTS = 1000
+
+
+def _plugin(scheduler: Scheduler) -> GpurtScheduler | None:
+    from dask_gpurt.extension import NAME, GpurtScheduler
+
+    plugin = scheduler.plugins.get(NAME)
+    return plugin if isinstance(plugin, GpurtScheduler) else None
+
+
+# ------------------------------------------------------------------ on the scheduler
+
+
+def scheduler_status(dask_scheduler: Scheduler) -> dict[str, Any]:
+    """What `dask_gpurt.status` shows of the scheduler; empty without the extension."""
+    plugin = _plugin(dask_scheduler)
+    return {} if plugin is None else plugin.statistics()
+
+
+def story(dask_scheduler: Scheduler, key: Key) -> dict[str, Any]:
+    """What `dask_gpurt.explain` shows of a task: the newest decision about it, or what is known instead."""
+    plugin = _plugin(dask_scheduler)
+    placement = None if plugin is None else plugin.placement
+    if placement is None or placement.engine is None:
+        return {"off": True}
+    ts = dask_scheduler.tasks.get(key)
+    state = None if ts is None else ts.state
+    decision = placement.explain(key)
+    if decision is not None:
+        return {**decision, "state": state}
+    if ts is not None and state == "memory" and ts.run_spec is None:
+        return {"key": str(key), "kind": "scattered", "state": state}
+    if ts is not None and state in ("waiting", "queued", "no-worker", "released"):
+        return {"key": str(key), "kind": "waiting", "state": state}
+    log = placement.engine.log
+    return {"state": state, "matches": log.matches(str(key)), "logged": len(log), "limit": log.limit}
+
+
+def places(dask_scheduler: Scheduler, keys: Iterable[Any]) -> dict[Any, dict[str, Any]]:
+    """What `dask_gpurt.where` shows of keys, without the tiers, which only workers know."""
+    out: dict[Any, dict[str, Any]] = {}
+    for key in keys:
+        ts = dask_scheduler.tasks.get(key)
+        if ts is None:
+            nothing: dict[str, Any] = {"state": "unknown", "nbytes": None, "holders": [], "processing": None}
+            out[key] = {**nothing, "fetching": [], "clients": [], "waiters": 0}
+            continue
+        holders = ts.who_has or ()
+        fetching = {
+            ws.address
+            for d in islice(ts.dependents, MAX_DEPENDENTS)
+            if (ws := d.processing_on) is not None and ws not in holders and ts in ws.needs_what
+        }
+        out[key] = {
+            "state": ts.state,
+            "nbytes": ts.nbytes if ts.nbytes >= 0 else None,
+            "holders": sorted(ws.address for ws in holders),
+            "processing": None if ts.processing_on is None else ts.processing_on.address,
+            "fetching": sorted(fetching),
+            "clients": sorted(c.client_key for c in ts.who_wants or ()),
+            "waiters": len(ts.waiters or ()),
+        }
+    return out
+
+
+def counted(dask_scheduler: Scheduler, figures: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """A snapshot for a report, with the figures that workers have just given."""
+    from dask_gpurt.extension import NAME
+    from dask_gpurt.observe.figures.node_class import of_worker
+
+    plugin = _plugin(dask_scheduler)
+    if plugin is None:
+        return {"off": "the extension is not installed on this scheduler"}
+    if plugin.ledger is None or plugin.ledger.ledger is None:
+        return {"off": "observation is off in this cluster"}
+    ledger = plugin.ledger.ledger
+    for address, now in figures.items():
+        ws = dask_scheduler.workers.get(address)
+        if ws is not None:
+            ledger.guarded(ledger.heartbeat, ws, now)
+    return {
+        "time": time.time(),
+        "started": ledger.started,
+        "scheduler": plugin.statistics(),
+        "details": ledger.details(),
+        "prices": plugin.settings.observe.cost_per_hour,
+        "workers": {
+            ws.address: {
+                "name": str(ws.name),
+                "host": _host(ws.address),
+                "node_class": of_worker(ws, ws.metrics.get(NAME)),
+                "threads": ws.nthreads,
+                "memory_bytes": ws.memory_limit,
+            }
+            for ws in dask_scheduler.workers.values()
+        },
+    }
+
+
+def _host(address: str) -> str:
+    from distributed.comm import get_address_host
+    from distributed.utils import get_ip
+
+    return get_ip() if address.startswith("inproc://") else get_address_host(address)
+
+
+# ------------------------------------------------------------------ on a worker
+
+
+def worker_status(dask_worker: Worker) -> dict[str, Any]:
+    """What `dask_gpurt.status` shows of a worker; empty without the extension."""
+    from dask_gpurt.extension.worker import on_worker
+
+    parts = on_worker(dask_worker)
+    return {} if parts is None else parts.statistics()
+
+
+def residence(dask_worker: Worker, keys: list[Any]) -> dict[Any, dict[str, Any]]:
+    """Where a worker has its copies of keys."""
+    from dask_gpurt.extension.worker import on_worker, stock_residence
+
+    parts = on_worker(dask_worker)
+    return stock_residence(dask_worker, keys) if parts is None else parts.residence(keys)
+
+
+def figures(dask_worker: Worker) -> dict[str, Any]:
+    """What a report takes from a worker.
+
+    The figures are those of a heartbeat. One of Dask's is not made for this: it would close the worker if it overlapped
+    with another one.
+    """
+    from dask_gpurt.extension.worker import on_worker
+
+    parts = on_worker(dask_worker)
+    return {} if parts is None else {"status": parts.statistics(), "figures": parts.heartbeat()}
