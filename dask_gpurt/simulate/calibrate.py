@@ -274,6 +274,7 @@ def _phases(trace: Trace, kept: list[int], keys: dict[int, Any]) -> list[Phase]:
         graph = trace.tasks[n].graph
         if graph is not None:
             by_graph[graph].append(n)
+    _run_again(trace, set(kept), by_graph)
     used = {d for n in kept for d in trace.tasks[n].dependencies}
     groups: list[list[int]] = []
     until = -math.inf
@@ -301,6 +302,22 @@ def _phases(trace: Trace, kept: list[int], keys: dict[int, Any]) -> list[Phase]:
                     released.append(keys[n])
         out.append(Phase(tuple(submissions), begin, end - begin, tuple(released)))
     return out
+
+
+def _run_again(trace: Trace, kept: set[int], by_graph: dict[int, list[int]]) -> None:
+    """Add tasks that were there when the trace began, and ran in it, to the first graph that needs them.
+
+    Such as the source of a persisted frame: it was released, and a graph that is recorded has it computed again.
+    """
+    seen: set[int] = set()
+    for graph in sorted(by_graph):
+        stack = list(by_graph[graph])
+        while stack:
+            for d in trace.tasks[stack.pop()].dependencies:
+                if d in kept and trace.tasks[d].graph is None and d not in seen:
+                    seen.add(d)
+                    by_graph[graph].append(d)
+                    stack.append(d)
 
 
 def places(trace: Trace) -> dict[int, int]:

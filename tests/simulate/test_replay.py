@@ -119,6 +119,23 @@ def test_graphs_that_overlap_are_one_phase_and_others_are_not() -> None:
     assert made.phases[0] == pytest.approx(2.5, abs=0.1)
 
 
+def test_a_task_that_was_there_before_and_ran_again_comes_with_the_graph_that_needs_it() -> None:
+    """The sources of a persisted frame are released; a graph that is recorded has them computed again."""
+    tasks = [
+        _task(0, "source", 0, 0, graph=None, data=True, holders=(1,), runs=0),
+        _task(1, "part", 0, 1, graph=None, dependencies=(0,)),
+        _task(2, "again", 1, 2, graph=None, dependencies=(1,)),
+        _task(3, "unused", 0, 1, worker=1, graph=None),
+        _task(4, "first", 2, 3, graph=0, dependencies=(2,)),
+        _task(5, "second", 10, 11, graph=1, dependencies=(2,)),
+    ]
+    trace = _trace(tasks, [Graph(0.0, "c", 1, (4,)), Graph(9.0, "c", 1, (5,))])
+    _, phases = calibrate.workload(trace, calibrate.Calibration.of(trace))
+    assert [[s.keys for s in p.submissions] for p in phases] == [[("part", "again", "first")], [("second",)]]
+    for policy in ("stock", "gpurt"):
+        assert replay(trace, policy, workers=4).result.executed >= 4
+
+
 def test_a_worker_that_came_again_takes_its_old_place() -> None:
     trace = _chain()
     trace.workers = {0: _worker(0), 1: _worker(1, left=5.0), 2: _worker(2, joined=6.0), 3: _worker(3, joined=7.0)}
