@@ -72,7 +72,8 @@ def test_what_a_document_says_to_type_exists(document: Path) -> None:
 
 
 def test_what_does_not_exist_is_found() -> None:
-    text = "`dask gpurt where X --fast`, `dask gpurt start`, `dask gpurt status x --timeout 5`\n```\ndask gpurt halt # x\n```\n"
+    text = "`dask gpurt where X --fast`, `dask gpurt start`, `dask gpurt status x --timeout 5`"
+    text += "\n```\ndask gpurt halt # x\n```\n"
     assert wrong_commands(text) == ["halt # x", "where X --fast", "start"]
     assert wrong_settings("`gpurt.tiers`, `gpurt.tiers.host-limt: 1`, --gpurt-shuffle-codex 1") == [
         "tiers.host-limt",

@@ -5,22 +5,20 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from typing import TYPE_CHECKING
 
 import pytest
+from gpurt_pages import reference
 
 import dask_gpurt
 from dask_gpurt.config import leaves
 
 from .blocks import ROOT
 
-DOCS = ROOT / "docs"
-
-from typing import TYPE_CHECKING
-
-from gpurt_pages import reference
-
 if TYPE_CHECKING:
     from pathlib import Path
+
+DOCS = ROOT / "docs"
 
 
 def _listed() -> set[str]:
