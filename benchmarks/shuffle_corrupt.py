@@ -88,8 +88,8 @@ def begin(seed: int, way: str, dask_worker: Any) -> int:
     registry.make = make
     Receiver.receive = receive  # type: ignore[method-assign]
 
-    def spoilt(name: str, services: Any) -> Any:
-        transport = make(name, services)
+    def spoilt(name: str, *given: Any) -> Any:
+        transport = make(name, *given)
         transport.arrived = spoiler.body
         return transport
 
@@ -101,7 +101,7 @@ def begin(seed: int, way: str, dask_worker: Any) -> int:
         Receiver.receive = spoilt_rpc  # type: ignore[method-assign]
         sender.RESENDS = 50
     else:
-        registry.make = spoilt
+        registry.make = spoilt  # type: ignore[assignment]
     return os.getpid()
 
 

@@ -129,6 +129,8 @@ class ShuffleSettings:
     late_binding: bool = True
     #: frames in device memory, such as cuDF's
     device_frames: bool = False
+    #: first and last port that workers listen on for rows; (0, 0): any that is free
+    listen_ports: tuple[int, int] = (0, 0)
 
     @property
     def cut_bytes(self) -> int:
@@ -228,7 +230,21 @@ def _shuffle(tree: Mapping[str, Any]) -> ShuffleSettings:
         receive_budget=max(1 << 16, _bytes(tree["receive-budget"], "gpurt.shuffle.receive-budget")),
         retain=float(tree["retain"]),
         codec=tree["codec"] or "none",
+        listen_ports=_ports(tree["listen-ports"], "gpurt.shuffle.listen-ports"),
     )
+
+
+def _ports(value: Any, where: str) -> tuple[int, int]:
+    """The first and the last port of ``40000``, ``"40000:40100"``, or None: (0, 0)."""
+    if value is None:
+        return 0, 0
+    found = re.fullmatch(r"(\d{1,5})(?::(\d{1,5}))?", str(value).strip())
+    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 0 < first <= last < 1 << 16:
+        raise ConfigError(
+            f"{where} is {value!r}, must be a port or a range such as '40000:40100' within 1 to 65535, or null"
+        )
+    return first, last
 
 
 def _merged(overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -364,7 +380,7 @@ def _check(value: Any, node: dict[str, Any], where: str) -> None:
         for i, item in enumerate(value):
             _check(item, node["items"], f"{where}[{i}]")
     if "pattern" in node and isinstance(value, str) and not re.search(node["pattern"], value):
-        near = difflib.get_close_matches(value, node["examples"], 1, 0.4)
+        near = difflib.get_close_matches(value, [e for e in node["examples"] if isinstance(e, str)], 1, 0.4)
         raise ConfigError(
             f"{where} is {value!r}, must be {_said(node)}." + (f" Did you mean {near[0]!r}?" if near else "")
         )

@@ -143,6 +143,8 @@ def test_the_keys_of_a_mapping_that_is_a_value_are_kept() -> None:
         ("observe.cost-per-hour", {"*": 1.0, "node'1": 2}),
         ("observe.cost-per-hour", 3),
         ("trace.path", "(1, 2)"),
+        ("shuffle.listen-ports", "40000:40100"),
+        ("shuffle.listen-ports", 40000),
         ("policy", "stock"),
     ],
 )
@@ -150,6 +152,20 @@ def test_an_argument_of_a_preload_means_what_was_given(key: str, value: Any) -> 
     got = read(key, write(key, value))
     assert got == value
     Settings.load({key: got})
+
+
+@pytest.mark.parametrize(
+    ("value", "ports"),
+    [(None, (0, 0)), (40000, (40000, 40000)), ("40000", (40000, 40000)), ("1:65535", (1, 65535))],
+)
+def test_ports(value: Any, ports: tuple[int, int]) -> None:
+    assert Settings.load({"shuffle.listen-ports": value}).shuffle.listen_ports == ports
+
+
+@pytest.mark.parametrize("value", [0, -1, 65536, "", "a", "1:", ":1", "2:1", "1:65536", "1:2:3"])
+def test_ports_that_are_not(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"listen-ports is .*, must be .*40000:40100"):
+        Settings.load({"shuffle.listen-ports": value})
 
 
 @pytest.mark.parametrize(

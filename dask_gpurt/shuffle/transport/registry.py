@@ -32,8 +32,13 @@ logger = logging.getLogger("distributed.worker.gpurt")
 PLAINTEXT = frozenset({"inproc", "tcp", "ucx", "ucxx", "ws"})
 
 
-def make(name: str, services: Services) -> Transport:
+def make(name: str, services: Services, ports: tuple[int, int] = (0, 0)) -> Transport:
     """Make a transport; any thread. Takes milliseconds, tenths of a second for UCX.
+
+    Parameters
+    ----------
+    ports
+        That it may listen on, see `ShuffleSettings.listen_ports`. UCX has settings of its own for that.
 
     Raises
     ------
@@ -43,7 +48,7 @@ def make(name: str, services: Services) -> Transport:
     if name == "tcp":
         from dask_gpurt.shuffle.transport.tcp.transport import TcpTransport
 
-        return TcpTransport(services, str(get_address_host(services.address)), pages)
+        return TcpTransport(services, str(get_address_host(services.address)), pages, ports=ports)
     from dask_gpurt.shuffle.transport.ucx.transport import UcxTransport
 
     return UcxTransport(services, pages)
@@ -108,7 +113,9 @@ class OpenTransports:
             if name in self._open or name in self.unavailable:
                 return self._open.get(name)
             try:
-                transport = await self._loop.run_in_executor(None, make, name, self._services(name))
+                transport = await self._loop.run_in_executor(
+                    None, make, name, self._services(name), self._settings.listen_ports
+                )
             except Exception as e:
                 self.unavailable[name] = repr(e)
                 self._count(transport_errors=1)

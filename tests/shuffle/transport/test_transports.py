@@ -438,8 +438,8 @@ def test_corrupt_messages_are_sent_again_over_rpc(kind, monkeypatch):
     async def check(c, s, a, b):
         make = registry.make
 
-        def spoilt(name, services):
-            transport = make(name, services)
+        def spoilt(name, *given):
+            transport = make(name, *given)
             transport.arrived = spoil
             return transport
 
@@ -459,6 +459,54 @@ def test_corrupt_messages_are_sent_again_over_rpc(kind, monkeypatch):
     check()
 
 
+def taken_ports(n: int) -> list[socket.socket]:
+    """Sockets that listen on `n` ports in a row of this host."""
+    while True:
+        some = [socket.socket() for _ in range(n)]
+        try:
+            some[0].bind(("127.0.0.1", 0))
+            some[0].listen()
+            first = some[0].getsockname()[1]
+            for i, sock in enumerate(some[1:], 1):
+                sock.bind(("127.0.0.1", first + i))
+                sock.listen()
+            return some
+        except (OSError, OverflowError):
+            for sock in some:
+                sock.close()
+
+
+def test_a_listener_takes_the_first_free_port_of_its_range():
+    taken = taken_ports(3)
+    first = taken[0].getsockname()[1]
+    with pytest.raises(OSError, match=rf"listen-ports is {first}:{first + 2}, and none of these is free.*Remedy"):
+        listener.Listener("127.0.0.1", (first, first + 2))
+    taken[1].close()
+    one = listener.Listener("127.0.0.1", (first, first + 2))
+    assert one.endpoint == ("127.0.0.1", first + 1)
+    with pytest.raises(OSError, match="none of these is free"):
+        listener.Listener("127.0.0.1", (first, first + 2))
+    for sock in (one._socket, taken[0], taken[2]):
+        sock.close()
+
+
+@pytest.mark.cluster
+def test_a_worker_that_finds_no_port_sends_over_rpc():
+    taken = taken_ports(2)
+    first = taken[0].getsockname()[1]
+    taken[1].close()  # one port for two workers
+
+    @gen_cluster(**TWO)
+    async def check(c, s, a, b):
+        async with taken_over(s, [a, b], settings=with_transport("tcp", listen_ports=(first, first + 1))):
+            same_rows(await c.compute(source(left, 30).shuffle("k", npartitions=5)), left, 30)
+            found = [worker_statistics(w)["transport"]["unavailable"] for w in (a, b)]
+            assert sum("none of these is free" in why.get("tcp", "") for why in found) == 1
+
+    check()
+    taken[0].close()
+
+
 @pytest.mark.cluster
 def test_lost_links_are_survived(monkeypatch):
     """Every link is cut after its first message; the rest goes over rpc."""
@@ -467,8 +515,8 @@ def test_lost_links_are_survived(monkeypatch):
     async def check(c, s, a, b):
         make = registry.make
 
-        def cut(name, services):
-            transport = make(name, services)
+        def cut(name, *given):
+            transport = make(name, *given)
             inner = transport.arrived
 
             def arrived(record, body):

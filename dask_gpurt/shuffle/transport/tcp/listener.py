@@ -38,24 +38,49 @@ def _reserve() -> int | None:
         return None
 
 
+def _bound(host: str, ports: tuple[int, int]) -> socket.socket:
+    """A socket that listens on the first free port of a range, first and last included."""
+    for port in range(ports[0], ports[1] + 1):
+        sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            if port:
+                # Connections of a worker before this one may linger there. A port that is listened on stays refused.
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind((host, port))
+            sock.listen(_BACKLOG)
+            sock.setblocking(False)
+            return sock
+        except OSError as e:
+            sock.close()
+            if port == ports[1]:
+                if port and e.errno == errno.EADDRINUSE:
+                    raise OSError(
+                        errno.EADDRINUSE,
+                        f"gpurt.shuffle.listen-ports is {ports[0]}:{ports[1]}, and none of these is free on {host}. "
+                        "Remedy: a range with a port for each worker of a host",
+                    ) from e
+                raise
+            if e.errno != errno.EADDRINUSE:
+                raise
+    raise ValueError(f"the range of ports {ports!r} is empty")
+
+
 class Listener:
     """Listen on an address of this worker; `serve` begins to accept.
+
+    Parameters
+    ----------
+    ports
+        The first and the last that may be taken; (0, 0): any that is free.
 
     Raises
     ------
     OSError
-        The address cannot be bound.
+        The address cannot be bound, or none of the ports is free.
     """
 
-    def __init__(self, host: str) -> None:
-        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-        try:
-            self._socket.bind((host, 0))
-            self._socket.listen(_BACKLOG)
-            self._socket.setblocking(False)
-        except OSError:
-            self._socket.close()
-            raise
+    def __init__(self, host: str, ports: tuple[int, int] = (0, 0)) -> None:
+        self._socket = _bound(host, ports)
         #: (host, port) that peers connect to
         self.endpoint: tuple[str, int] = self._socket.getsockname()[:2]
         self._spare = _reserve()

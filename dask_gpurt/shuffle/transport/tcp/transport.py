@@ -58,11 +58,13 @@ class TcpTransport(LinkTransport[TcpOutbound]):
 
     name = "tcp"
 
-    def __init__(self, services: Services, host: str, pool: Pages, pulls: bool = True) -> None:
+    def __init__(
+        self, services: Services, host: str, pool: Pages, pulls: bool = True, ports: tuple[int, int] = (0, 0)
+    ) -> None:
         super().__init__(services, pool)
         self.pulls = Pulls(pulls)
         self._inbound: set[TcpInbound] = set()
-        self._listener = Listener(host)
+        self._listener = Listener(host, ports)
         #: (host, port) that peers connect to; they learn the name of this host, too
         self.endpoint = self._listener.endpoint
         self.sending = IoLoop("gpurt-tcp-send", self._failed)
