@@ -18,6 +18,7 @@ from distributed.utils_test import gen_cluster
 from dask_gpurt.errors import LostData
 from dask_gpurt.shuffle import MemoryShardStore, worker_statistics
 from dask_gpurt.shuffle.rows import wire
+from dask_gpurt.shuffle.rows.assemble import Assembler
 from dask_gpurt.shuffle.scheduler import reopen
 from dask_gpurt.shuffle.worker import output_builder, sender
 from dask_gpurt.shuffle.worker.message import Message
@@ -173,7 +174,7 @@ async def test_a_copy_is_not_acknowledged_before_the_first_is_stored(c, s, a, b)
 async def test_output_asked_for_again_is_opened_again_instead_of_being_empty(c, s, a, b):
     """The task fails after its shards were taken from the store, and is retried."""
     failed = []
-    assemble = output_builder.Assembler.__call__
+    assemble = Assembler.__call__
 
     def fails_once(self, pieces):
         df = assemble(self, pieces)
@@ -182,7 +183,7 @@ async def test_output_asked_for_again_is_opened_again_instead_of_being_empty(c, 
             raise MemoryError("once")
         return df
 
-    output_builder.Assembler.__call__ = fails_once
+    Assembler.__call__ = fails_once
     try:
         async with taken_over(s, [a, b], NastyStore) as (takeover, stores):
             got = await c.compute(source(left).shuffle("k", npartitions=3), retries=2)
@@ -194,7 +195,7 @@ async def test_output_asked_for_again_is_opened_again_instead_of_being_empty(c, 
             assert stats["recovery"]["outputs_void"] == 1
             assert sum(worker_statistics(w)["inputs"] for w in (a, b)) == 6  # all rows were retained
     finally:
-        output_builder.Assembler.__call__ = assemble
+        Assembler.__call__ = assemble
 
 
 @pytest.mark.parametrize("refused", [False, True])
@@ -207,7 +208,7 @@ def test_both_sides_of_a_join_are_opened_or_restarted_at_once(refused, monkeypat
 
 async def check_both_sides(c, s, a, b, refused):
     failed = []
-    assemble = output_builder.Assembler.__call__
+    assemble = Assembler.__call__
 
     def fails_once(self, pieces):
         df = assemble(self, pieces)
@@ -216,7 +217,7 @@ async def check_both_sides(c, s, a, b, refused):
             raise MemoryError("once")
         return df
 
-    output_builder.Assembler.__call__ = fails_once
+    Assembler.__call__ = fails_once
     try:
         async with taken_over(s, [a, b]) as (takeover, _):
             joined = source(left).merge(source(right), on="k", how="inner", npartitions=3, shuffle_method="p2p")
@@ -228,7 +229,7 @@ async def check_both_sides(c, s, a, b, refused):
             assert takeover.statistics()["recovery"]["outputs_void"] == (0 if refused else 2)
             assert sum(worker_statistics(w)["restarts"] for w in (a, b)) == refused
     finally:
-        output_builder.Assembler.__call__ = assemble
+        Assembler.__call__ = assemble
 
 
 @gen_cluster(**TWO)

@@ -2,7 +2,7 @@
 
 A pure function of a `Run`. `RULES` is the table of what is looked for: each rule has the slot-seconds that its cause
 cost, so that rules of different kinds can be ranked. A finding below one per cent of the time in which there was work,
-or below a thread-second, is not worth a line.
+or below a tenth of a thread-second, is not worth a line.
 
 Seconds count for one finding only. A slow worker explains more than the time that its own tasks took too long: others
 waited for its tasks (``skew`` on it, ``queued elsewhere``). A slow link explains the same for the worker behind it.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 #: share of the wanted slot-seconds below which a finding is left out
 WORTH = 0.01
 #: and the thread-seconds, so that a cluster that has hardly worked gets no advice
-WORTH_SECONDS = 1.0
+WORTH_SECONDS = 0.1
 #: a worker that takes so many times as long as the others is slow
 SLOW = 1.5
 #: a link is slow when it has less than this share of the median bandwidth of the others

@@ -18,6 +18,7 @@ import pytest
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.memory.pages import Pages, system
 from dask_gpurt.shuffle.transport.base import Header, Peer, ReceiveGate, Services
+from dask_gpurt.shuffle.transport.cards import Card
 from dask_gpurt.shuffle.transport.link import records
 from dask_gpurt.shuffle.transport.link.records import RunKey, is_device
 from dask_gpurt.shuffle.transport.peers import Route
@@ -282,7 +283,9 @@ def test_the_safe_way_gets_copies_in_host_memory() -> None:
         key = RunKey(1, 1)
         chooser = TransportChooser(Locality.HOST, [], "auto")
         route = asyncio.get_running_loop().create_future()
-        route.set_result(Route({"limit": 0}, chooser, Header(key, bytes(16))))
+        route.set_result(
+            Route(Card(process="p", host="h", limit=0, codecs=(), endpoints={}), chooser, Header(key, bytes(16)))
+        )
         plane._routes[key, "peer"] = route
         got: list[Any] = []
 
