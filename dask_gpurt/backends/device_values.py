@@ -85,7 +85,7 @@ class CudaBackend:
         interface = value.__cuda_array_interface__
         return [(int(interface["data"][0] or 0), _bytes_of(interface))]
 
-    def outside(self, value: Any) -> bool:
+    def outside(self, value: object) -> bool:
         """Whether its memory did not come through RMM."""
         library = library_of(value)
         if library == "torch":

@@ -24,15 +24,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from rmm.mr import DeviceMemoryResource, LimitingResourceAdaptor, StatisticsResourceAdaptor
+
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
     """RMM resources, put together."""
 
     #: what libraries allocate from
-    resource: Any
-    statistics: Any
-    limiting: Any
+    resource: DeviceMemoryResource
+    statistics: StatisticsResourceAdaptor
+    limiting: LimitingResourceAdaptor
 
     @property
     def limit_bytes(self) -> int:
@@ -57,7 +59,7 @@ class Stack:
 _STACKS: list[Stack] = []
 
 
-def stack_over(base: Any, limit_bytes: int, callback: Callable[[int], bool]) -> Stack:
+def stack_over(base: DeviceMemoryResource, limit_bytes: int, callback: Callable[[int], bool]) -> Stack:
     """Limit, count, and call back when an allocation fails. The stack lives as long as the process."""
     import rmm.mr
 
@@ -68,7 +70,7 @@ def stack_over(base: Any, limit_bytes: int, callback: Callable[[int], bool]) -> 
     return stack
 
 
-def chain(resource: Any) -> list[Any]:
+def chain(resource: DeviceMemoryResource) -> list[DeviceMemoryResource]:
     """A resource and all that it allocates from, outermost first."""
     out = [resource]
     while (upstream := getattr(out[-1], "get_upstream", None)) is not None:
@@ -129,7 +131,7 @@ class DeviceAllocator:
         self._pool = pool
         self._free_bytes = free_bytes
         self._device = device
-        self._before: Any = None
+        self._before: DeviceMemoryResource | None = None
         self._undo_cupy: Callable[[], None] = _nothing
         #: ours so far, the one in use last: what was allocated from an earlier one still counts
         self.stacks: list[Stack] = []
@@ -154,7 +156,7 @@ class DeviceAllocator:
         self._over(self._pool() if type(self._before) is rmm.mr.CudaMemoryResource else self._before)
         self._undo_cupy = _use_rmm_in_cupy()
 
-    def _over(self, base: Any) -> None:
+    def _over(self, base: DeviceMemoryResource) -> None:
         import rmm.mr
 
         limits = [int(r.get_allocation_limit()) for r in chain(base) if hasattr(r, "get_allocation_limit")]

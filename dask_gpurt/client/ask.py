@@ -18,7 +18,7 @@ from dask_gpurt.client.connect import ANSWER_SECONDS, opened, within
 from dask_gpurt.errors import GpurtError, NoAnswer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Awaitable, Callable, Iterable
     from types import TracebackType
     from typing import TypeAlias
 
@@ -209,7 +209,7 @@ def _require_open(client: Client) -> None:
         )
 
 
-async def _limited(client: Client, work: Any, timeout: float, left: float | None = None) -> Any:
+async def _limited(client: Client, work: Awaitable[Any], timeout: float, left: float | None = None) -> Any:
     where = getattr(client.scheduler, "address", "")
     try:
         return await within(timeout if left is None else left, work)

@@ -16,7 +16,7 @@ import contextlib
 import socket
 import ssl
 import time
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from distributed import Client
 from distributed.comm import get_address_host_port, parse_address
@@ -57,7 +57,9 @@ async def within(seconds: float, work: Awaitable[T]) -> T:
 
 
 @contextlib.asynccontextmanager
-async def opened(address: str, *, timeout: float, security: Any = None) -> AsyncIterator[Client]:
+async def opened(
+    address: str, *, timeout: float, security: Security | dict[str, str] | None = None
+) -> AsyncIterator[Client]:
     """Connect a client to a scheduler, for as long as the block runs.
 
     Parameters
@@ -90,7 +92,7 @@ async def opened(address: str, *, timeout: float, security: Any = None) -> Async
         await _closed(client)
 
 
-async def _closed(client: Any) -> None:
+async def _closed(client: Client) -> None:
     """Close a client whose scheduler may no longer read."""
     with contextlib.suppress(Exception):
         await within(2 * _ENDING_SECONDS, client.close())
@@ -102,7 +104,7 @@ def no_answer(address: str, reason: str, remedy: str) -> NoAnswer:
     return NoAnswer(" ".join(f"no scheduler answers at {address!r}: {reason}. Remedy: {remedy}".split()))
 
 
-def _checked(address: str, security: Any) -> tuple[str, int]:
+def _checked(address: str, security: Security | dict[str, str] | None) -> tuple[str, int]:
     """Host and port of a socket; an empty host for addresses of other kinds, which are left to distributed."""
     try:
         scheme, _ = parse_address(address)
@@ -119,7 +121,7 @@ def _checked(address: str, security: Any) -> tuple[str, int]:
     return host, port
 
 
-async def _connect(client: Any, address: str, host: str, port: int, timeout: float) -> None:
+async def _connect(client: Client, address: str, host: str, port: int, timeout: float) -> None:
     began = time.monotonic()
     start = asyncio.ensure_future(client)
     try:
@@ -138,11 +140,10 @@ async def _connect(client: Any, address: str, host: str, port: int, timeout: flo
     await within(timeout - (time.monotonic() - began), start)
 
 
-def _has_certificates(address: str, security: Any) -> bool:
-    if isinstance(security, dict):
-        security = Security(**security)
+def _has_certificates(address: str, security: Security | dict[str, str] | None) -> bool:
+    known = Security(**security) if isinstance(security, dict) else security or Security()
     try:
-        found = (security or Security()).get_connection_args("client")
+        found = known.get_connection_args("client")
     except (OSError, ssl.SSLError, ValueError) as e:
         raise no_answer(
             address, f"the certificates cannot be used: {e}", "files in PEM format that belong together"

@@ -107,16 +107,31 @@ def _answer(url: str) -> str:
             time.sleep(0.05)
 
 
-def test_the_operators_resource_fits_its_schema(tmp_path: Path) -> None:
-    operator = pytest.importorskip("dask_kubernetes.operator")
-    jsonschema = pytest.importorskip("jsonschema")
-    spec = json.loads(run_python(text("operator") + "\nimport json\nprint(json.dumps(spec))\n", tmp_path))
-    schema = _schema(Path(operator.__file__).parent / "customresources")
-    jsonschema.validate(spec, schema)
+def _operator_spec(tmp_path: Path) -> dict[str, Any]:
+    spec: dict[str, Any] = json.loads(
+        run_python(text("operator") + "\nimport json\nprint(json.dumps(spec))\n", tmp_path)
+    )
+    return spec
+
+
+def test_the_operators_resource_starts_the_extension(tmp_path: Path) -> None:
+    pytest.importorskip("dask_kubernetes.operator")
+    spec = _operator_spec(tmp_path)
     for role in ("scheduler", "worker"):
         (container,) = spec["spec"][role]["spec"]["containers"]
         assert container["args"][:2] == ["dask", role]
         assert {"name": "DASK_DISTRIBUTED__SCHEDULER__PRELOAD", "value": "dask_gpurt.preload"} in container["env"]
+
+
+def test_the_operators_resource_fits_its_schema(tmp_path: Path) -> None:
+    operator = pytest.importorskip("dask_kubernetes.operator")
+    jsonschema = pytest.importorskip("jsonschema")
+    try:
+        schema = _schema(Path(operator.__file__).parent / "customresources")
+    except FileNotFoundError as e:
+        pytest.skip(f"the installed operator lacks a part of its schema: {e.filename}")
+    spec = _operator_spec(tmp_path)
+    jsonschema.validate(spec, schema)
     spec["spec"]["scheduler"]["spec"]["containers"][0]["args"] = "dask scheduler"
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(spec, schema)
@@ -137,7 +152,7 @@ def _resolved(node: Any, folder: Path) -> Any:
     if "$ref" in node:
         file, _, path = node["$ref"].partition("#")
         target: Any = yaml.safe_load(
-            (folder / file.removeprefix("python://dask_kubernetes/customresources/")).read_text()
+            (folder / file.rsplit("/", 1)[-1]).read_text()  # python://dask_kubernetes/operator/customresources/...
         )
         for part in filter(None, path.split("/")):
             target = target[part]

@@ -31,19 +31,19 @@ class DeviceFrame(Protocol):
 class DeviceBackend(Protocol):
     """A kind of device; also the codec of its values (`storage.handle.Codec`)."""
 
-    def owns(self, value: Any) -> bool:
+    def owns(self, value: object) -> bool:
         """Whether this is a value in device memory. Called for every result of a task: it must cost next to nothing."""
 
-    def blocks(self, value: Any) -> Sequence[tuple[Hashable, int]]:
+    def blocks(self, value: object) -> Sequence[tuple[Hashable, int]]:
         """The allocations that a value holds, each with its bytes: views of one buffer name the same.
 
         Runs no kernel and waits for none.
         """
 
-    def outside(self, value: Any) -> bool:
+    def outside(self, value: object) -> bool:
         """Whether its memory came past the allocator whose `allocated_bytes` counts."""
 
-    def encode(self, value: Any, parts: Sequence[int] | None = None) -> list[Group]:
+    def encode(self, value: object, parts: Sequence[int] | None = None) -> list[Group]:
         """Frames, those in device memory as `DeviceFrame`. Takes no memory from the allocator that has failed."""
 
     def decode(self, frames: list[memoryview]) -> Any:

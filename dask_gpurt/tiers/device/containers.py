@@ -51,7 +51,7 @@ class WithContainers:
         self.allocated_bytes = inner.allocated_bytes
         self._structure = PickleCodec()
 
-    def owns(self, value: Any) -> bool:
+    def owns(self, value: object) -> bool:
         """Whether it is a device value, or a container with one among the first members."""
         return self.inner.owns(value) or any(True for _ in self._members(value, LOOK))
 
@@ -76,7 +76,7 @@ class WithContainers:
                 found[block] = max(nbytes, found.get(block, 0))
         return list(found.items())
 
-    def outside(self, value: Any) -> bool:
+    def outside(self, value: object) -> bool:
         """Whether all its memory came past the allocator."""
         if self.inner.owns(value):
             return self.inner.outside(value)
