@@ -8,7 +8,7 @@ Frees are ordered after the last use by waiting for the whole device (`CudaBacke
 the streams that libraries used are not known to us, and an event on the wrong one orders nothing. It is paid once per
 round of spilling, which then copies megabytes.
 
-torch and Numba have allocators of their own. Unless they were told to use RMM, their memory is neither limited nor
+torch and Numba have allocators of their own. Unless they are set up to use RMM, their memory is neither limited nor
 counted there, and that a value of theirs leaves makes no room for others (`CudaBackend.outside`).
 """
 

@@ -13,18 +13,13 @@ from distributed import LocalCluster
 
 from dask_gpurt.config import Settings, flat, write
 from dask_gpurt.errors import ConfigError, InstallError
-from dask_gpurt.extension.parts import require_assertions, require_folders
+from dask_gpurt.extension.parts import PRELOAD, PRELOADS, require_assertions, require_folders
 from dask_gpurt.observe.dashboard import hook
 from dask_gpurt.placement.decide import policy
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
     from typing import Self
-
-#: what ``--preload`` is given
-PRELOAD = "dask_gpurt.preload"
-#: modules that load the extension
-_OURS = (PRELOAD, "dask_gpurt.load")
 
 
 def local_cluster(*, settings: Mapping[str, Any] | None = None, **kwargs: Any) -> LocalCluster:
@@ -118,7 +113,7 @@ def _add_preload(role: str, kwargs: dict[str, Any], argv: list[str]) -> None:
             "arguments for each, or one for all"
         )
     pairs = list(zip(modules, argvs, strict=True))
-    others = [pair for pair in pairs if pair[0] not in _OURS]
-    mine = [a for module, given in pairs if module in _OURS for a in given]
+    others = [pair for pair in pairs if pair[0] not in PRELOADS]
+    mine = [a for module, given in pairs if module in PRELOADS for a in given]
     kwargs["preload"] = [*(module for module, _ in others), PRELOAD]
     kwargs["preload_argv"] = [*(given for _, given in others), [*mine, *argv]]

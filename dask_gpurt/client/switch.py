@@ -15,8 +15,8 @@ import dask.config
 import yaml
 
 from dask_gpurt.errors import ConfigError
+from dask_gpurt.extension.parts import PRELOAD, PRELOADS
 
-PRELOAD = "dask_gpurt.preload"
 ROLES = ("scheduler", "worker")
 
 
@@ -53,7 +53,7 @@ def enable() -> Path:
     after = dask.config.collect()
     for role in ROLES:
         got = _modules(after, role)
-        if PRELOAD not in got:
+        if not set(got) & set(PRELOADS):
             path.unlink()
             raise ConfigError(
                 f"{_who_sets(role)} sets distributed.{role}.preload to {got!r} and wins; add {PRELOAD} there"
@@ -79,12 +79,12 @@ def _modules(config: dict[str, Any], role: str) -> list[str]:
 def _with_ours(config: dict[str, Any], role: str) -> dict[str, list[Any]]:
     """What others preload, then our module; their arguments as far as each has its own."""
     modules = _modules(config, role)
-    out: dict[str, list[Any]] = {"preload": [*(m for m in modules if m != PRELOAD), PRELOAD]}
+    out: dict[str, list[Any]] = {"preload": [*(m for m in modules if m not in PRELOADS), PRELOAD]}
     argvs = dask.config.get(f"distributed.{role}.preload-argv", None, config=config)
     if argvs and not isinstance(argvs[0], str):
         pairs = list(zip(modules, argvs, strict=False))
-        ours = [a for module, given in pairs if module == PRELOAD for a in given]
-        out["preload-argv"] = [*(given for module, given in pairs if module != PRELOAD), ours]
+        ours = [a for module, given in pairs if module in PRELOADS for a in given]
+        out["preload-argv"] = [*(given for module, given in pairs if module not in PRELOADS), ours]
     return out
 
 

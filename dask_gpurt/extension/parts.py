@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
     from dask_gpurt.config import Settings
 
+#: what ``--preload`` is given
+PRELOAD = "dask_gpurt.preload"
+#: modules that load the extension
+PRELOADS = (PRELOAD, "dask_gpurt.load")
 #: name of both plugins, and of the entry in ``worker.metrics``
 NAME = "gpurt"
 

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
     import pandas as pd
     from dask.typing import Key
-    from distributed.scheduler import TaskState, WorkerState
+    from distributed.scheduler import TaskState
     from distributed.worker import Worker
     from tornado.ioloop import IOLoop
 
@@ -302,24 +302,6 @@ def restart_run(plugin: ShuffleSchedulerPlugin, scheduler: Scheduler, run: Sched
 def restrict(plugin: ShuffleSchedulerPlugin, ts: TaskState, worker: str) -> None:
     """Restrict an output's task to a worker, unless it is restricted already."""
     plugin._set_restriction(ts, worker)
-
-
-def take_back(scheduler: Scheduler, ws: WorkerState) -> int:
-    """Have other workers run what a worker was given and has not begun; how many tasks it is asked for.
-
-    By steal requests: the worker says of each task whether it has begun. Without Dask's work stealing nothing is done.
-    """
-    stealing = scheduler.extensions.get("stealing")
-    load: dict[WorkerState, int] = {}
-    for ts in list(ws.processing) if isinstance(stealing, WorkStealing) else ():
-        valid = scheduler.valid_workers(ts)
-        others = scheduler.running if valid is None else valid & scheduler.running
-        if ts.actor or not others - {ws}:
-            continue
-        thief = min(others - {ws}, key=lambda w: (len(w.processing) + load.get(w, 0)) / w.nthreads)
-        load[thief] = load.get(thief, 0) + 1
-        stealing.move_task_request(ts, ws, thief)
-    return sum(load.values())
 
 
 def unrestrict(plugin: ShuffleSchedulerPlugin, ts: TaskState) -> None:

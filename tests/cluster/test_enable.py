@@ -67,8 +67,9 @@ def test_a_variable_that_wins_is_named(tmp_path: Path) -> None:
         "variable DASK_DISTRIBUTED__WORKER__PRELOAD sets distributed.worker.preload to ['json'] and" in refused.stderr
     )
     assert not (tmp_path / "gpurt-preload.yaml").exists()
-    both = gpurt("enable", tmp_path, DASK_DISTRIBUTED__WORKER__PRELOAD=f"['json', '{PRELOAD}']")
-    assert both.returncode == 0, both.stderr
+    for ours in (PRELOAD, "dask_gpurt.load"):
+        both = gpurt("enable", tmp_path, DASK_DISTRIBUTED__WORKER__PRELOAD=f"['json', '{ours}']")
+        assert both.returncode == 0, both.stderr
 
 
 @pytest.mark.parametrize(
@@ -77,6 +78,7 @@ def test_a_variable_that_wins_is_named(tmp_path: Path) -> None:
         ("[json]", ["json", PRELOAD], None),
         ("json", ["json", PRELOAD], None),
         (f"[{PRELOAD}, json]", ["json", PRELOAD], None),
+        ("[dask_gpurt.load, json]", ["json", PRELOAD], None),
         ("[json, csv], preload-argv: [--x, '1']", ["json", "csv", PRELOAD], None),
         ("[json, csv], preload-argv: [[--x], []]", ["json", "csv", PRELOAD], [["--x"], [], []]),
         (f"[{PRELOAD}, json], preload-argv: [[--y], [--x]]", ["json", PRELOAD], [["--x"], ["--y"]]),

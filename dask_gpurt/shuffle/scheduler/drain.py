@@ -18,6 +18,8 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any
 
+from distributed.stealing import WorkStealing
+
 from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.scheduler.candidates import LEAVING, leaves, running
 from dask_gpurt.shuffle.scheduler.restart import NOT_WANTED
@@ -25,7 +27,7 @@ from dask_gpurt.shuffle.scheduler.restart import NOT_WANTED
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from distributed.scheduler import Scheduler
+    from distributed.scheduler import Scheduler, WorkerState
 
     from dask_gpurt.shuffle.scheduler.recovery import Amender
     from dask_gpurt.shuffle.scheduler.runs import Runs, ShufflePlugin
@@ -53,6 +55,24 @@ def worker_for(scheduler: Scheduler, runs: Runs, spec: Any, shift: int) -> dict[
     # Both sides of a join are made by one task: whatever has become of the first side's workers, the second follows.
     partner = runs.partner_owners(spec.id)
     return {part: partner.get(part) or spec.pick_worker(part, workers) for part in spec.output_partitions}
+
+
+def take_back(scheduler: Scheduler, ws: WorkerState) -> int:
+    """Have other workers run what a worker was given and has not begun; how many tasks it is asked for.
+
+    By steal requests: the worker says of each task whether it has begun. Without Dask's work stealing nothing is done.
+    """
+    stealing = scheduler.extensions.get("stealing")
+    load: dict[WorkerState, int] = {}
+    for ts in list(ws.processing) if isinstance(stealing, WorkStealing) else ():
+        valid = scheduler.valid_workers(ts)
+        others = scheduler.running if valid is None else valid & scheduler.running
+        if ts.actor or not others - {ws}:
+            continue
+        thief = min(others - {ws}, key=lambda w: (len(w.processing) + load.get(w, 0)) / w.nthreads)
+        load[thief] = load.get(thief, 0) + 1
+        stealing.move_task_request(ts, ws, thief)
+    return sum(load.values())
 
 
 class Drain:
@@ -105,7 +125,7 @@ class Drain:
                     self._runs.counters.restarted += 1
                     seam.restart_run(self._plugin, self._scheduler, run, f"worker {address} begins no more tasks")
             if self._plugin.active_shuffles:
-                seam.take_back(self._scheduler, ws)
+                take_back(self._scheduler, ws)
         except Exception:
             self._failed()
 

@@ -163,8 +163,8 @@ async def test_root_tasks(c: Client, s: Scheduler, *workers: Worker) -> None:
             dsk["total", i] = (sum, [("load", j) for j in range(6 * i, 6 * i + 6)])
         totals = [("total", i) for i in range(16)]
         await c.gather(c.get(dsk, totals, sync=False))
-        told = [await dask_gpurt.explain(c, ("load", i)) for i in range(96)]
-        grouped = [e for e in told if e.kind == "root group"]
+        facts = [await dask_gpurt.explain(c, ("load", i)) for i in range(96)]
+        grouped = [e for e in facts if e.kind == "root group"]
         assert len(grouped) == s.plugins[NAME].placement.engine.groups.pulled > 40
         for e in grouped:
             assert e.worker == e.chosen
@@ -173,7 +173,7 @@ async def test_root_tasks(c: Client, s: Scheduler, *workers: Worker) -> None:
                 "together with it."
             )
             assert e.key in repr(e)
-        for e in told:
+        for e in facts:
             if e.kind != "root group":
                 assert (e.kind, e.reason) == ("stock", "queue")
                 assert e.worker in e.because
@@ -580,19 +580,19 @@ def test_the_sentence_tells_what_happened_afterwards() -> None:
 def test_html_is_escaped() -> None:
     evil = "<script>alert(1)</script>"
     assert "<script>" not in Explanation.from_story(story(key=evil))._repr_html_()
-    told = {"state": "memory", "nbytes": 1, "holders": [evil], "processing": None, "fetching": [], "clients": []}
-    got = Where.from_replies({evil: {**told, "waiters": 2}}, {evil: TimeoutError(evil)})
+    facts = {"state": "memory", "nbytes": 1, "holders": [evil], "processing": None, "fetching": [], "clients": []}
+    got = Where.from_replies({evil: {**facts, "waiters": 2}}, {evil: TimeoutError(evil)})
     assert "<script>" not in got._repr_html_()
     assert got.places[0].copies[0].tier == "unknown"
     assert "2 tasks" in repr(got)
 
 
 def test_many_keys_are_cut_short_in_print_only() -> None:
-    told = {"state": "memory", "nbytes": 10, "holders": ["tcp://a"], "processing": None, "fetching": []}
+    facts = {"state": "memory", "nbytes": 10, "holders": ["tcp://a"], "processing": None, "fetching": []}
     here = {"tier": "memory", "nbytes": 10, "disk_bytes": None}
     keys = [("x", i) for i in range(50)]
     got = Where.from_replies(
-        {k: {**told, "clients": [], "waiters": 0} for k in keys}, {"tcp://a": dict.fromkeys(keys, here)}
+        {k: {**facts, "clients": [], "waiters": 0} for k in keys}, {"tcp://a": dict.fromkeys(keys, here)}
     )
     text = repr(got)
     assert "... and 30 more" in text
@@ -602,9 +602,9 @@ def test_many_keys_are_cut_short_in_print_only() -> None:
 
 
 def test_tiers_of_devices_are_columns_only_where_there_are_some() -> None:
-    told = {"state": "memory", "nbytes": 10, "holders": ["tcp://a"], "processing": None, "fetching": []}
+    facts = {"state": "memory", "nbytes": 10, "holders": ["tcp://a"], "processing": None, "fetching": []}
     tiers = {"d": ("device", 10, None), "p": ("pinned", 10, 16), "k": ("disk", 10, 12)}
-    places = {k: {**told, "clients": [], "waiters": 0} for k in tiers}
+    places = {k: {**facts, "clients": [], "waiters": 0} for k in tiers}
     copies = {k: {"tier": t, "nbytes": n, "disk_bytes": below} for k, (t, n, below) in tiers.items()}
     got = Where.from_replies(places, {"tcp://a": copies})
     assert got.workers() == {"tcp://a": {"device": 10, "pinned": 16, "disk": 12}}

@@ -35,12 +35,12 @@ def test_many_sources_are_told_by_host_and_the_smallest_as_one() -> None:
         f"tcp://10.0.0.{host}:{port}": [float(host), 1.0, 1.0] for host in range(40) for port in range(1000, 1003)
     }
     sources[fetch_matrix.OTHERS] = [5.0, 1.0, 1.0]
-    told = fetch_matrix.reported(sources)
-    assert len(told) == fetch_matrix.MOST_SOURCES + 1
-    assert told["host 10.0.0.39"] == {"bytes": 3 * 39, "seconds": 3.0, "requests": 3}
-    assert "host 10.0.0.0" not in told
+    found_rows = fetch_matrix.reported(sources)
+    assert len(found_rows) == fetch_matrix.MOST_SOURCES + 1
+    assert found_rows["host 10.0.0.39"] == {"bytes": 3 * 39, "seconds": 3.0, "requests": 3}
+    assert "host 10.0.0.0" not in found_rows
     for unit, i in (("bytes", 0), ("seconds", 1), ("requests", 2)):  # nothing is lost
-        assert sum(row[unit] for row in told.values()) == sum(values[i] for values in sources.values())
+        assert sum(row[unit] for row in found_rows.values()) == sum(values[i] for values in sources.values())
 
 
 def test_the_matrix_of_a_small_cluster_has_a_row_per_worker() -> None:
@@ -138,8 +138,8 @@ def test_heartbeats_count_each_transfer_once() -> None:
     worker.transfer_incoming_log.append({"who": "tcp://a:1", "total": 5, "start": 2.0, "stop": 2.5})
     del worker.transfer_incoming_log[0]  # Dask forgets the oldest
     for _ in range(2):
-        told = slots.heartbeat()["fetched"]
-        assert told == {
+        found_rows = slots.heartbeat()["fetched"]
+        assert found_rows == {
             "tcp://a:1": {"bytes": 15, "seconds": 1.0, "requests": 2},
             "tcp://b:1": {"bytes": 1, "seconds": 0.5, "requests": 1},
         }
@@ -153,12 +153,12 @@ async def test_a_fetch_reaches_the_scheduler_with_a_heartbeat(c: Any, s: Any, a:
     assert await c.submit(len, x, workers=[b.address]) == 1000
     for worker in (a, b):
         await beat(worker)
-    told = {address: ws.metrics["gpurt"] for address, ws in s.workers.items()}
-    assert told[a.address]["fetched"] == {}
-    assert list(told[b.address]["fetched"]) == [a.address]
-    assert told[b.address]["fetched"][a.address]["bytes"] >= 1000
+    found_rows = {address: ws.metrics["gpurt"] for address, ws in s.workers.items()}
+    assert found_rows[a.address]["fetched"] == {}
+    assert list(found_rows[b.address]["fetched"]) == [a.address]
+    assert found_rows[b.address]["fetched"][a.address]["bytes"] >= 1000
     patterns = ["next_use", CLOCK, *HEARTBEAT]
-    for figures in told.values():
+    for figures in found_rows.values():
         keys = {key.split(".")[0] for key in HEARTBEAT} - set(OPTIONAL)
         assert keys == set(figures) - {"next_use", CLOCK, WAITS}
         assert unknown(figures, patterns) == []
