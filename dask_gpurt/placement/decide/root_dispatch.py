@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 #: tasks per thread up to which a worker that waits for inputs gets one more
 MAX_AHEAD = 3
-#: a task with more inputs is not searched for missing ones
+#: a task with more inputs is not searched for missing ones, nor are the tasks of a worker that has more in hand
 MAX_LOOKED = 64
 #: a worker gets short roots ahead for so long, in seconds: a result and the next task take a few milliseconds between
 #: worker and scheduler, in which a thread with one root of a millisecond in hand idles most of the time
@@ -319,6 +319,8 @@ class RootDispatch:
         known = self._tables.durations.known
         ws = info.ws
         left = ROUND_TRIP_SECONDS * ws.nthreads
+        if len(ws.processing) > MAX_LOOKED:  # asked after each task: with unlimited slots it would be all of thousands
+            return False
         for ts in ws.processing:
             kind = known(ts)
             if kind is None or kind.seconds is None:

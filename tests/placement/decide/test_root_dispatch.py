@@ -276,6 +276,9 @@ def test_slots_full_of_short_followers_do_not_keep_a_root_away() -> None:
     assert hungry(followers[0], FakeTask("long-1")) == [], "there is time"
     assert hungry(followers[0], FakeTask("unknown-1")) == []
     assert hungry() == [], "its slots are free: it is asked in any case"
+    learn(engine, "tiny", 1e-6)
+    assert hungry(*[FakeTask(f"tiny-{i}") for i in range(9)]) == [a]
+    assert hungry(*[FakeTask(f"tiny-{i}") for i in range(100)]) == [], "so many are not looked at"
     engine.root_dispatch.root_done(info, 0.1, 1e12)
     assert hungry(*followers) == [], "a root more would not fit into memory easily"
 
