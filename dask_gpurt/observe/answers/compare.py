@@ -31,7 +31,8 @@ class Comparison:
     @property
     def seconds(self) -> tuple[float, float]:
         """How long each took."""
-        return tuple(r["stop"] - r["start"] for r in (self.first, self.second))  # type: ignore[return-value]
+        a, b = self.first, self.second
+        return a["stop"] - a["start"], b["stop"] - b["start"]
 
     @property
     def ratio(self) -> float | None:

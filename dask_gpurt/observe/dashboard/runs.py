@@ -95,27 +95,29 @@ class ReportPage(RequestHandler):
 
     def get(self) -> None:
         """Answer with a page, also when there is no such run."""
+        status, made = self._answer(self.get_query_argument("run", "-1"))
+        self.set_status(status)
         self.set_header("Content-Type", "text/html; charset=utf-8")
-        text = self.get_query_argument("run", "-1")
+        self.finish(made.render())
+
+    def _answer(self, text: str) -> tuple[int, Page]:
+        """The status and the page for the number that was asked for."""
         runs = recorder.of(self.scheduler)
         if runs is None:
-            return self._refuse(503, NOT_INSTALLED)
-        known = runs.numbers()
+            return 503, _refusal(NOT_INSTALLED)
         try:
             number = int(text)
         except ValueError:
-            return self._refuse(400, f"The run is {text!r}, must be a whole number, such as 7, or -1 for the newest.")
-        if known and -len(known) <= number < 0:
-            number = known[number]
-        found = runs.find(number)
+            return 400, _refusal(f"The run is {text!r}, must be a whole number, such as 7, or -1 for the newest.")
+        known = runs.numbers()
+        found = runs.find(known[number] if -len(known) <= number < 0 else number)
         if found is None:
             kept = f"{known[0]} to {known[-1]}" if known else "none"
-            return self._refuse(404, f"There is no run {number}, or it is not kept any more. Kept are: {kept}.")
-        self.finish(page(record.run_of(found)).render())
-        return None
+            return 404, _refusal(f"There is no run {number}, or it is not kept any more. Kept are: {kept}.")
+        return 200, page(record.run_of(found))
 
-    def _refuse(self, status: int, why: str) -> None:
-        self.set_status(status)
-        out = Page("dask-gpurt: no report")
-        out.text(why, kind="bad")
-        self.finish(out.render())
+
+def _refusal(why: str) -> Page:
+    out = Page("dask-gpurt: no report")
+    out.text(why, kind="bad")
+    return out

@@ -56,7 +56,7 @@ class Mark:
         )
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class LiveRun:
     """A run that is going on, or has ended and is not summed up yet."""
 
@@ -89,6 +89,8 @@ class LiveRun:
     #: address -> mark, before and after the run
     begins: dict[str, Mark] = dataclasses.field(default_factory=dict)
     ends: dict[str, Mark] = dataclasses.field(default_factory=dict)
+    #: of workers that left in it, or before it was summed up
+    left: dict[str, Mark] = dataclasses.field(default_factory=dict)
     waits: wait_histogram.Tails = dataclasses.field(default_factory=wait_histogram.Tails)
     #: (prefix, address) -> slot-seconds that others waited for its tasks
     skewed: dict[tuple[str, str], float] = dataclasses.field(default_factory=dict)

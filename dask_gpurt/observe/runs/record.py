@@ -153,7 +153,7 @@ def _workers(run: LiveRun, ends: Mapping[str, Mark]) -> tuple[list[dict[str, Any
                 "slots": totals["slots"],
                 BUSY: totals[BUSY],
                 "causes": {cause: totals[cause] for cause in CAUSES},
-                "tiers": {_TIERS.get(key, key): n for key, n in counted.items() if n}
+                "tiers": {_TIERS.get(key, key): n for key, n in counted.items()}
                 | {key: n for key, n in zip(HELD, end.held, strict=True) if n is not None},
             }
         )

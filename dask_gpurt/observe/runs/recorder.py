@@ -215,7 +215,7 @@ class RunRecorder:
             if run.stop is None:
                 run.lost.append(address if begin is None else str(begin.ws.name))
             if begin is not None and address not in run.ends:
-                run.ends[address] = Mark.of(begin.ws, last, fetched=self._names_sources)
+                run.left[address] = Mark.of(begin.ws, last, fetched=self._names_sources)
 
     def restarted(self) -> None:
         """The scheduler has forgotten all tasks."""
@@ -284,7 +284,7 @@ class RunRecorder:
         going = run.stop is None
         counts = self._counts() if going else run.counts_after
         self._look_up(run)
-        ends = dict(run.ends)
+        ends = {**run.left, **run.ends}
         for address, reading in self._ledger.readings().items():
             begin = run.begins.get(address)
             if begin is not None and address not in ends:
@@ -359,7 +359,7 @@ def _newest(rows: deque[Any], skipped: int, n: int) -> list[Any]:
 
 def of(scheduler: Scheduler) -> RunRecorder | None:
     """The recorder of a scheduler; None without the extension, or where observation is off."""
-    plugin = scheduler.plugins.get(LedgerPlugin.name)
+    plugin = getattr(scheduler, "plugins", {}).get(LedgerPlugin.name)
     ledger = plugin.ledger if isinstance(plugin, LedgerPlugin) else None
     observer = None if ledger is None else ledger.observer
     return observer if isinstance(observer, RunRecorder) else None

@@ -94,7 +94,7 @@ def test_a_run_is_between_two_heartbeats_and_sealed_after_the_second() -> None:
     }
     found = c.runs.find(1)
     assert not found["open"]
-    assert (found["start"], found["stop"], found["outcome"]) == (10, 12, "finished")
+    assert (found["start"], found["stop"], found["outcome"]) == (1010, 1012, "finished")
     assert found["busy_seconds"] == pytest.approx(2 * 2)
     assert [w["tiers"]["written_bytes"] for w in found["workers"]] == [30, 30]
     run = record.run_of(found)
@@ -181,7 +181,7 @@ def test_released_and_failed_through_others() -> None:
     c.tasks["x-1"].state = c.tasks["x-2"].state = "erred"  # of this the ledger hears nothing
     c.clock.now += 4
     assert c.outcomes() == [(1, "failed", 1)]
-    assert c.runs.find(1)["stop"] == 3
+    assert c.runs.find(1)["stop"] == 1003
     c.submit("z-1", "z-2")
     del c.tasks["z-1"]
     c.tasks["z-2"].who_wants = set()
