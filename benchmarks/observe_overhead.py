@@ -159,14 +159,21 @@ def main() -> int:
             close_all(list(clusters.values()))
             os.environ.pop(SWITCH, None)
     result = facts(f"{cores()} CPU cores, 2 worker processes x 1 thread per cluster, loopback; no GPU")
-    described = {"tasks": o.tasks, "graphs": o.graphs, "queries": o.queries, "scale": o.scale, "goal_ratio": GOAL, "no_page_open": True}
+    described = {
+        "tasks": o.tasks,
+        "graphs": o.graphs,
+        "queries": o.queries,
+        "scale": o.scale,
+        "goal_ratio": GOAL,
+        "no_page_open": True,
+    }
     noise = {what: abs(cases["off again"]["ratio"] - 1) for what, cases in results.items()}
     recording = {what: cases["recorded"]["ratio"] / cases["on"]["ratio"] for what, cases in results.items()}
     summary = {
         "on_over_off": {what: cases["on"]["ratio"] for what, cases in results.items()},
-        "runs_over_no_runs": {what: cases["on"]["ratio"] / cases["no runs"]["ratio"] for what, cases in results.items()},
+        "runs_over_no_runs": {what: c["on"]["ratio"] / c["no runs"]["ratio"] for what, c in results.items()},
         "runs_over_no_runs_cpu": {
-            what: cases["on"]["cpu_ratio"] / cases["no runs"]["cpu_ratio"] for what, cases in results.items()
+            what: c["on"]["cpu_ratio"] / c["no runs"]["cpu_ratio"] for what, c in results.items()
         },
         "recorded_over_on": recording,
         "noise": noise,

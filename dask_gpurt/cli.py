@@ -219,8 +219,8 @@ def runs(address: str | None, as_json: bool, timeout: float) -> None:
 def compare(words: tuple[str, ...], as_json: bool, timeout: float) -> None:
     """Print two runs side by side, and what changed.
 
-    ADDRESS is that of the scheduler (tcp://host:port). FIRST and SECOND are numbers of runs, as `runs` shows them; -1 is
-    the newest. Without them: the newest and the one before.
+    ADDRESS is that of the scheduler (tcp://host:port). FIRST and SECOND are numbers of runs, as `runs` shows them;
+    -1 is the newest. Without them: the newest and the one before.
     """
     from dask_gpurt.client.runs import compare as ask
 

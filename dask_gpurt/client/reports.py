@@ -1,6 +1,7 @@
 """`report`: what a run of a cluster did and what it waited for, as one HTML file, or in words.
 
-Of a block it is the difference of two snapshots. For each snapshot the workers are asked, so that what the scheduler knows of them is of now.
+Of a block it is the difference of two snapshots. For each snapshot the workers are asked, so that
+what the scheduler knows of them is of now. Of a run that is over the scheduler has the record.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def report(
         it may be left out, and the client given in its place.
     client
         Of a cluster with the extension; or the cluster, or its scheduler's address. None: the current client, or else
-        the address in Dask's configuration. With an asynchronous client use ``async with``, or await the report of a run.
+        the address in Dask's configuration. With an asynchronous client use ``async with``; the report of a
+        run is to be awaited.
     run
         Without a block: which run. -1 is the newest, -2 the one before; or a number that `dask_gpurt.runs` shows.
     timeout
@@ -81,19 +83,17 @@ def report(
     if not isinstance(path, str):
         raise TypeError(
             f"the path is {path!r} ({type(path).__name__}), must be where the HTML file goes. Remedy: "
-            "`with dask_gpurt.report(\"run.html\", client)`, or report(client, run=-1) for the newest run"
+            '`with dask_gpurt.report("run.html", client)`, or report(client, run=-1) for the newest run'
         )
     return ReportBlock(path, client, timeout=timeout)
 
 
 def _report_of(path: Asked, client: Asked, run: int, timeout: float) -> RunReport:
-    file = None
-    if client is None and not (isinstance(path, str) and not _ADDRESS.match(path)):
+    file = path if isinstance(path, str) and not (client is None and _ADDRESS.match(path)) else None
+    if file is None and client is None:
         client = path
-    else:
-        if not isinstance(path, str):
-            raise TypeError(f"the path is {path!r} ({type(path).__name__}), must be where the HTML file goes")
-        file = path
+    elif file is None and path is not None:
+        raise TypeError(f"the path is {path!r} ({type(path).__name__}), must be where the HTML file goes")
     answer: RunReport = ask(client, _write_report, file, run, timeout, timeout=timeout)
     return answer
 

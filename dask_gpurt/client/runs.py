@@ -153,7 +153,7 @@ def whole(number: object) -> int:
     """
     if isinstance(number, bool) or not isinstance(number, int):
         raise TypeError(
-            f"the run is {number!r} ({type(number).__name__}), must be a whole number: -1 is the newest run, -2 the one "
-            "before; positive numbers are those that dask_gpurt.runs(client) shows"
+            f"the run is {number!r} ({type(number).__name__}), must be a whole number: -1 is the newest run, -2 the "
+            "one before; positive numbers are those that dask_gpurt.runs(client) shows"
         )
     return number

@@ -163,7 +163,7 @@ class PlacementPlugin(SchedulerPlugin):
         return () if self.seam is None else self.seam.installed
 
     def counts(self) -> dict[str, Any]:
-        """``decisions``, ``declined`` and ``fallbacks`` of `statistics`, in some microseconds; empty after `uninstall`."""
+        """``decisions``, ``declined`` and ``fallbacks`` of `statistics`, in microseconds; empty after `uninstall`."""
         if self.engine is None or self.seam is None:
             return {}
         return {

@@ -117,11 +117,10 @@ class RunReport:
         ]
         wanted = run.wanted_seconds
         if wanted > 0:
-            worst = sorted(((s, c) for c, s in run.causes.items() if c != "no_work" and s >= 0.01 * wanted), reverse=True)
-            idle = ", ".join(f"{CAUSES[cause][0]} {seconds / wanted:.0%}" for seconds, cause in worst[:4])
-            out.append(
-                f"{run.busy_seconds / wanted:.0%} busy of {wanted:,.3g} thread-seconds{f'; idle: {idle}' if idle else ''}"
-            )
+            worst = sorted((-s, c) for c, s in run.causes.items() if c != "no_work" and s >= 0.01 * wanted)
+            idle = ", ".join(f"{CAUSES[cause][0]} {-seconds / wanted:.0%}" for seconds, cause in worst[:4])
+            busy = f"{run.busy_seconds / wanted:.0%} busy of {wanted:,.3g} thread-seconds"
+            out.append(f"{busy}; idle: {idle}" if idle else busy)
         out.append(
             f"fetched {bytes_said(record['fetched_bytes'])}, shuffled {bytes_said(run.shuffle['bytes_sent'])}, wrote "
             f"{_tiers(run, 'written_bytes')} to disk, read {_tiers(run, 'read_bytes')}"
@@ -147,5 +146,7 @@ def _kinds(run: Run) -> list[str]:
     kinds: Sequence[Any] = run.digest.kinds[:SHOWN]
     if not kinds:
         return []
-    rows = [[k.prefix, f"{k.tasks:,}", f"{k.seconds:,.3g}", seconds_said(k.median), seconds_said(k.longest)] for k in kinds]
+    rows = [
+        [k.prefix, f"{k.tasks:,}", f"{k.seconds:,.3g}", seconds_said(k.median), seconds_said(k.longest)] for k in kinds
+    ]
     return ["", "tasks that took most time", *text_table(["kind", "tasks", "seconds", "median", "longest"], rows, 1)]

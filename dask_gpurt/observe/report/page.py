@@ -250,8 +250,8 @@ def _shuffles(out: Page, run: Run) -> None:
         median = sizes[len(sizes) // 2]
         skew = sizes[-1] / median if median else float("inf")
         out.text(
-            f"{run.output_count or len(sizes):,} outputs, largest first: the largest has {bytes_said(sizes[-1])}, the median "
-            f"{bytes_said(median)} ({skew:,.1f} times)."
+            f"{run.output_count or len(sizes):,} outputs, largest first: the largest has {bytes_said(sizes[-1])}, the "
+            f"median {bytes_said(median)} ({skew:,.1f} times)."
         )
         out.drawing(charts.histogram(sizes))
 

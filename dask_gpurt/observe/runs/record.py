@@ -248,8 +248,8 @@ def notes(record: Mapping[str, Any]) -> list[str]:
     wanted = record["slot_seconds"] - record["causes"]["no_work"]
     if wanted > 1.5 * record["threads"] * seconds and not record["shared"]:
         out.append(
-            "The run is shorter than the time between two heartbeats of a worker, so what the threads did includes what "
-            "ran just before or after."
+            "The run is shorter than the time between two heartbeats of a worker, so what the threads did includes "
+            "what ran just before or after."
         )
     if not record["workers"]:
         out.append("No worker has reported since it began.")
@@ -257,7 +257,7 @@ def notes(record: Mapping[str, Any]) -> list[str]:
 
 
 def headline(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What a table of runs shows of one. Times in seconds, sizes in bytes; ``busy`` is a share, None without a figure."""
+    """What a table of runs shows of one: times in seconds, sizes in bytes; ``busy`` is a share, or None."""
     run = run_of(record)
     found: Sequence[Any] = advise(run)
     first = found[0] if found else None

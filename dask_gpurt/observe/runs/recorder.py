@@ -18,8 +18,8 @@ time, each takes about 1 kB per worker.
 Cost: a look into a dict for each task that ends, some microseconds for a graph, and for each heartbeat; some
 milliseconds at the end of a run with many tasks.
 
-Rejected: one run per graph (a loop of ``submit`` would drive all else out), spans alone (nobody has to use them, and the
-default span is the whole cluster), asking workers at both ends of a run (a message to each for each graph).
+Rejected: one run per graph (a loop of ``submit`` would drive all else out), spans alone (nobody has to use them, and
+the default span is the whole cluster), asking workers at both ends of a run (a message to each for each graph).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is one run, and that all of it is bounded: with a scheduler of plain objects and a clock that moves when told."""
+"""What is one run, and that all of it is bounded: with a scheduler of plain objects, and a clock that is told."""
 
 from __future__ import annotations
 
@@ -47,7 +47,11 @@ class Cluster:
     def submit(self, *keys: str, client: str = "c", span: tuple[str, ...] = ("default",)) -> None:
         for key in keys:
             self.tasks[key] = types.SimpleNamespace(
-                key=key, state="waiting", who_wants={client}, dependents=(), prefix=types.SimpleNamespace(name=key.split("-")[0])
+                key=key,
+                state="waiting",
+                who_wants={client},
+                dependents=(),
+                prefix=types.SimpleNamespace(name=key.split("-")[0]),
             )
         self.ledger.guarded(self.ledger.graph_arrived, client, set(keys), {key: {"name": span} for key in keys})
 
@@ -67,7 +71,8 @@ class Cluster:
         self.told[BUSY] += busy
         self.told["unassigned"] += 2 * since - busy
         for ws in self.workers.values():
-            self.ledger.heartbeat(ws, {f"slot_{k}_seconds": v for k, v in self.told.items()} | figures)  # type: ignore[arg-type]
+            told = {f"slot_{key}_seconds": value for key, value in self.told.items()}
+            self.ledger.heartbeat(ws, told | figures)  # type: ignore[arg-type]
 
     def outcomes(self) -> list[tuple[int, str, int]]:
         """(number, outcome, graphs), oldest first."""
@@ -213,7 +218,7 @@ def test_everything_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     c.beat(GAP_SECONDS)
     found = c.runs.find(1)
     assert found["task_count"] == 20_000
-    assert (len(found["tasks"]), len(found["kinds"]), len(found["workers"])) == (record.TASKS, record.KINDS, record.WORKERS)
+    assert [len(found[key]) for key in ("tasks", "kinds", "workers")] == [record.TASKS, record.KINDS, record.WORKERS]
     assert found["worker_count"] == 100
     # What is folded is still in the sums.
     assert sum(w["slots"] for w in found["workers"]) == pytest.approx(found["slot_seconds"])
