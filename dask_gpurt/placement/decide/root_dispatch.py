@@ -341,7 +341,7 @@ class RootDispatch:
             return list(idle)
         return [*(info.ws for info in freed), *(idle if len(idle) <= ASKED else self._free())]
 
-    def takers(self, ts: TaskState = None) -> list[Any]:
+    def takers(self, ts: TaskState | None = None) -> list[Any]:
         """Workers of which the least busy gets a root that none pulls (`ts`, if known): all of a few, some of many."""
         tables = self._tables
         idle = tables.scheduler.idle_task_count

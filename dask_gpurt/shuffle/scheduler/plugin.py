@@ -64,6 +64,8 @@ logger = logging.getLogger("distributed.scheduler.gpurt")
 FAILURES, FAILURES_SECONDS = 10, 600.0
 #: outputs pinned in one turn of the scheduler's loop, about 5 ms
 _PIN_TASKS = 500
+#: states of a barrier's task that may run again when it is released
+_RUNS_AGAIN = ("processing", "queued", "no-worker", "memory")
 #: the part of our code whose failures are counted, in events and statistics
 _PART = "scheduler"
 
@@ -206,23 +208,24 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
             if finish == "released":
                 if self.active_shuffles:
                     self.amender.released(key, stimulus_id)
-                if start in ("processing", "queued", "no-worker") and self._runs_again(seam.id_from_key(key)):
+                if start in _RUNS_AGAIN and self._runs_again(seam.id_from_key(key), start):
                     return
             elif finish == "memory" and start == "processing" and self.active_shuffles:
                 self.runs.ended(key, kwargs.get("startstops") or ())
                 self.opener.made(key)
+                self.amender.barrier_ended(seam.id_from_key(key))
         except Exception:
             self.takeover.failed()
         super().transition(key, start, finish, *args, stimulus_id=stimulus_id, **kwargs)
 
-    def _runs_again(self, shuffle_id: seam.ShuffleId | None) -> bool:
+    def _runs_again(self, shuffle_id: seam.ShuffleId | None, start: str) -> bool:
         """Whether a barrier that was released will run again, since its run goes on.
 
         It has not passed: its worker was lost, or transfers run again. A cancelled query forgets it next, and then the
         run ends.
         """
         record = self.runs.get(shuffle_id) if shuffle_id else None
-        if record is None or record.restarting:
+        if record is None or record.restarting or (start == "memory" and record.passed):
             return False
         self.runs.changed(record)
         return True

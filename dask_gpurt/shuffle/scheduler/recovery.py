@@ -61,6 +61,9 @@ class AfterBarrier(Protocol):
     def close(self, record: RunRecord, barrier: TaskState) -> bool:
         """Undo that a barrier has passed, if no output was made."""
 
+    def hold_back(self, barrier: TaskState, *, back: bool) -> None:
+        """Have the tasks of all outputs wait, or undo that."""
+
     def place(self, record: RunRecord, key: Hashable) -> bool:
         """An output's task asks where it belongs; whether that was answered."""
 
@@ -178,6 +181,30 @@ class Amender:
             record.least.update(dict.fromkeys(released, record.amendments.epoch))
             self.amend(record)
         return begun is not Begun.IMPOSSIBLE
+
+    def barrier_ended(self, shuffle_id: seam.ShuffleId | None) -> None:
+        """The task of a barrier has ended well. It has to run again if its run has not passed any more.
+
+        A worker was lost while the answer that it had passed was on its way. Its outputs are about to be sent to
+        workers, before their rows are complete.
+        """
+        record = self._runs.get(shuffle_id) if shuffle_id else None
+        barrier = self._runs.barrier_of(record.id) if record is not None else None
+        if record is None or barrier is None or record.passed:
+            return
+        self._after.hold_back(barrier, back=True)
+        # Not here: tasks are being moved.
+        self._scheduler.loop.add_callback(self._barrier_again, record, barrier)
+
+    def _barrier_again(self, record: RunRecord, barrier: TaskState) -> None:
+        try:
+            if self._runs.current(record) and not record.passed and barrier.state == "memory":
+                stimulus_id = f"gpurt-barrier-again-{record.id}-{record.amendments.epoch}"
+                self._scheduler.transitions({barrier.key: "released"}, stimulus_id=stimulus_id)
+            self._after.hold_back(barrier, back=False)
+        except Exception:
+            self._failed()
+            self._runs.restart(record, "its barrier cannot run again")
 
     def _begin_before_barrier(self, record: RunRecord, barrier: TaskState, lost: str | None) -> Begun:
         """The outputs of workers that are lost, or leave, get new owners."""

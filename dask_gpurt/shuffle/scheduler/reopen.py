@@ -185,9 +185,16 @@ class Opener:
         """Undo that a barrier has passed; False when there are outputs, or were."""
         if record.amendments.opened is not None or record.made:
             return False
-        for ts in barrier.dependents:
-            seam.unrestrict(self._plugin, ts)  # they are pinned again when it passes
+        self.hold_back(barrier, back=False)
         return True
+
+    def hold_back(self, barrier: TaskState, *, back: bool) -> None:
+        """Have the tasks of all outputs wait, or undo that: they are pinned when the barrier passes."""
+        for ts in barrier.dependents:
+            if back:
+                self._park(ts)
+            else:
+                seam.unrestrict(self._plugin, ts)
 
     def _park(self, ts: TaskState) -> None:
         """Have an output's task wait. When it is on a worker that will send it back, it waits from then on."""

@@ -192,6 +192,8 @@ def retry(read: Callable[[_S], _T], argument: _S) -> _T:
             break
         except FileNotFoundError:
             raise
+        except MemoryError:
+            time.sleep(pause)
         except OSError as e:
             if e.errno not in _TRANSIENT:
                 break

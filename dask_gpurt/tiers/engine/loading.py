@@ -122,7 +122,7 @@ class Loading:
             return
         if error is None:
             self._books.move(entry, "loaded", future.result()[0])
-        elif isinstance(error, DecodeError):
+        elif isinstance(error, (DecodeError, MemoryError)):
             # Not lost: the next read raises what the object's code raised, as with stock Dask.
             self._books.move(entry, "undecodable")
             entry.load_error = error.__cause__ or error
@@ -150,7 +150,10 @@ class Loading:
             self._books.touch(entry)
             return entry.value
         if entry.load_error is not None:
-            raise entry.load_error
+            error = entry.load_error
+            if isinstance(error, MemoryError):
+                entry.load_error = None  # the copy is good, and there may be memory for the next try
+            raise error
         if entry.state is State.LOST or entry.handle is None:
             raise LostData(f"no valid copy of {entry.key!r} is left here")
         if self._revive(entry):
@@ -161,6 +164,8 @@ class Loading:
                 value, cost = read_value(entry.handle, entry.account)
             except DecodeError as e:
                 raise (e.__cause__ or e) from None
+            except MemoryError:
+                raise
             except Exception as e:
                 self._damaged(entry, e)
                 raise LostData(f"the last copy of {entry.key!r} could not be read: {e}") from e

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import dask.dataframe as dd
 import pandas as pd
 import pytest
-from distributed import futures_of
+from distributed import SchedulerPlugin, futures_of
 from distributed.utils_test import gen_cluster
 
 from dask_gpurt.config import ShuffleSettings
@@ -309,3 +309,53 @@ async def test_a_barrier_whose_worker_is_lost_after_it_passed_runs_again(c, s, *
         assert stats["runs"] == 1
         assert stats["recovery"]["restarted"] == 0
         assert stats["recovery"]["amended"] == 1
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@gen_cluster(**THREE)
+async def test_a_worker_is_lost_while_the_answer_that_the_barrier_has_passed_is_under_way(
+    c, s, *workers, copied, monkeypatch
+):
+    """What the barrier's task was answered is out of date when it ends: outputs wait until it has passed again."""
+    async with taken_over(s, workers) as (takeover, _):
+        plugin = takeover._plugin
+        pin, amend, first = takeover.pin, plugin.shuffle_calls.amend, []
+        barriers = []
+
+        async def amended(record):
+            if first and len(first) == 1:
+                # The barrier's task ends before anything is heard of the epoch.
+                first.append(record.id)
+                barrier = s.tasks["shuffle-barrier-" + record.id]
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(until(lambda: barrier.key in barriers), 2 if copied else 0.2)
+            return await amend(record)
+
+        async def pinned(shuffle_id, run_id, plugin):
+            await pin(shuffle_id, run_id, plugin)
+            if first:
+                return
+            barrier = s.tasks["shuffle-barrier-" + shuffle_id]
+            if copied:  # else the loss of a transfer's result has the barrier's task wait
+                await s.replicate([ts.key for ts in barrier.dependencies])
+            lost = next(w for w in workers if w.address != barrier.processing_on.address)
+            first.append(lost.address)
+            await lose(lost)
+            await until(lambda: lost.address not in s.workers)
+
+        class Heard(SchedulerPlugin):
+            def transition(self, key, start, finish, *args, **kwargs):
+                if finish == "memory" and key.startswith("shuffle-barrier"):
+                    barriers.append(key)
+
+        monkeypatch.setattr(takeover, "pin", pinned)
+        monkeypatch.setattr(plugin.shuffle_calls, "amend", amended)
+        s.add_plugin(Heard(), name="heard")
+        same_rows(await asyncio.wait_for(c.compute(source(left, N).shuffle("k", npartitions=9)), 60))
+        stats = takeover.statistics()
+        assert len(first) == 2
+        assert stats["errors"] == 0, stats["last_error"]
+        assert stats["runs"] == 1
+        assert stats["recovery"]["restarted"] == 0
+        assert stats["recovery"]["amended"] == 1
+        assert len(barriers) == 2 or not copied

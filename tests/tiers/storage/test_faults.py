@@ -365,6 +365,65 @@ def test_an_object_whose_own_code_raises_is_not_lost(run_rig: RunRig) -> None:
     run_rig(test)
 
 
+@every_layout
+def test_too_little_memory_to_read_is_not_a_loss(run_rig: RunRig, layout: str) -> None:
+    """Neither for good: the copy is read as soon as there is memory."""
+    system = FaultyOs()
+
+    async def test(rig: Rig) -> None:
+        rig.store[0] = value(0)
+        rig.spill_all()
+        await rig.settle()
+        for _ in range(2):
+            first = system.calls.get("preadv", 0)
+            for i in range(4):  # the first try and all that come after a pause
+                system.plan["preadv", first + i] = MemoryError("x")
+            rig.store.release(await asyncio.wait_for(rig.store.ensure([0]), 30))
+            with pytest.raises(MemoryError):
+                rig.store[0]
+        assert rig.engine.counters.lost == 0
+        await all_right(rig, 1)
+        rig.validate()
+
+    run_rig(test, os_layer=system, **LAYOUTS[layout])
+
+
+def test_an_object_that_finds_no_memory_is_tried_again(run_rig: RunRig) -> None:
+    async def test(rig: Rig) -> None:
+        rig.store["k"] = _Hungry()
+        rig.spill_all()
+        await rig.settle()
+        _Hungry.fed = False
+        rig.store.release(await asyncio.wait_for(rig.store.ensure(["k"]), 30))
+        with pytest.raises(MemoryError, match="hungry"):
+            rig.store["k"]
+        _Hungry.fed = True
+        release = await asyncio.wait_for(rig.store.ensure(["k"]), 30)
+        assert isinstance(rig.store["k"], _Hungry)
+        rig.store.release(release)
+        rig.validate()
+
+    run_rig(test)
+
+
+class _Hungry:
+    """Cannot be rebuilt for want of memory until it is fed."""
+
+    fed = True
+
+    def __reduce__(self) -> Any:
+        return _fed, ()
+
+    def __sizeof__(self) -> int:
+        return 10_000
+
+
+def _fed() -> _Hungry:
+    if not _Hungry.fed:
+        raise MemoryError("hungry")
+    return _Hungry()
+
+
 def _grump() -> Any:
     raise ZeroDivisionError("grumpy")
 
