@@ -109,9 +109,7 @@ async def records(client: Client, numbers: list[int], timeout: float) -> list[di
     figures = {a: reply["figures"] for a, reply in replies.items() if isinstance(reply, dict) and reply}
     # By number: another run may have begun meanwhile.
     numbers = [record["number"] for record in found]
-    found = _found(
-        await ask_scheduler(client, remote.recorded, timeout=timeout, numbers=numbers, figures=figures)
-    )
+    found = _found(await ask_scheduler(client, remote.recorded, timeout=timeout, numbers=numbers, figures=figures))
     silent = {address: str(reply) for address, reply in replies.items() if isinstance(reply, Exception)}
     return [record | {"silent": silent} if record["open"] else record for record in found]
 

@@ -88,7 +88,13 @@ class LedgerPlugin(SchedulerPlugin):
             ledger.guarded(ledger.transition, key, start, finish, kwargs)
 
     def update_graph(
-        self, scheduler: Scheduler, *, client: str, keys: set[Key], annotations: dict[str, dict[Key, Any]], **kwargs: Any
+        self,
+        scheduler: Scheduler,
+        *,
+        client: str,
+        keys: set[Key],
+        annotations: dict[str, dict[Key, Any]],
+        **kwargs: Any,
     ) -> None:
         """A graph has arrived."""
         ledger = self.ledger

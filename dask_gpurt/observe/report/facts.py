@@ -20,6 +20,7 @@ from dask_gpurt.observe.report.tasks import Digest, Task
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+
 @dataclasses.dataclass(frozen=True)
 class Fetches:
     """What one worker fetched from another."""

@@ -129,9 +129,7 @@ def _workers(run: LiveRun, ends: Mapping[str, Mark]) -> tuple[list[dict[str, Any
         if end is None:
             continue
         ws = end.ws
-        totals = {
-            name: max(0.0, now - was) for name, now, was in zip(TOTALS, end.totals, begin.totals, strict=True)
-        }
+        totals = {name: max(0.0, now - was) for name, now, was in zip(TOTALS, end.totals, begin.totals, strict=True)}
         # Nothing was submitted: in the gaps of the run, or around it, which is no part of it.
         outside = max(0.0, totals["no_work"] - run.gap_seconds * ws.nthreads)
         totals["no_work"] -= outside

@@ -116,9 +116,7 @@ class RunRecorder:
     def graph_arrived(self, client: str, keys: Collection[Any], spans: Mapping[Any, Any]) -> None:
         """A client has asked for `keys`; `spans` are the annotations of tasks by `distributed.span`."""
         tasks = self._scheduler.tasks
-        pending = {
-            key: None for key in keys if (ts := tasks.get(key)) is None or ts.state not in ("memory", "erred")
-        }
+        pending = {key: None for key in keys if (ts := tasks.get(key)) is None or ts.state not in ("memory", "erred")}
         going = [run for run in self._live if run.stop is None]
         if not pending:
             return

@@ -151,7 +151,10 @@ def test_how_a_run_can_end(client: Client) -> None:
     assert "A task failed." in repr(got)
     # nobody wants it any more
     event.clear()
-    blocked = [client.submit(lambda: event.wait(), key="blocks"), client.submit(_sleep, 1, workers="nowhere", key="never")]
+    blocked = [
+        client.submit(lambda: event.wait(), key="blocks"),
+        client.submit(_sleep, 1, workers="nowhere", key="never"),
+    ]
     _until(lambda: dask_gpurt.report(client, run=-1).record["number"] == 3)
     client.cancel(blocked)
     event.set()
