@@ -195,8 +195,9 @@ async def film_dashboard(film: Film, base: str, title: str, frames: int) -> None
 
 async def film_report(film: Film, file: pathlib.Path, title: str) -> None:
     """From its top down."""
+    page = f"file://{file}"
     async with browser() as chromium, chromium.tab() as tab:
-        await tab.open(file.resolve().as_uri(), WIDTH, HEIGHT - BAR)
+        await tab.open(page, WIDTH, HEIGHT - BAR)
         await tab.until("document.querySelector('h1')")
         tall = int(await tab.value("document.documentElement.scrollHeight"))
         for top in range(0, min(tall, 3 * HEIGHT), (HEIGHT - BAR) * 2 // 3):
@@ -235,7 +236,7 @@ def shoot(home: pathlib.Path) -> Film:
         terminal.until(">>>")
         type_in(film, terminal, join, 'joined = orders.persist().merge(customers, on="customer", shuffle_method="p2p")')
         terminal.until(">>>")
-        type_in(film, terminal, join, "joined.groupby(\"country\").price.sum().compute()")
+        type_in(film, terminal, join, 'joined.groupby("country").price.sum().compute()')
         watch(film, terminal, join, 2)
         terminal.window()
         top = "3  In another terminal: dask gpurt top"

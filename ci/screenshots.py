@@ -27,7 +27,7 @@ import yaml
 from distributed import Client
 
 import dask_gpurt
-from ci.busy_cluster import busy, cluster_of_eight
+from ci.busy_cluster import MEMORY, SHARE, busy, cluster_of_eight
 from tests.observe.dashboard.chromium import Browser, Tab, browser
 
 if TYPE_CHECKING:
@@ -113,6 +113,7 @@ async def status(body: str, folder: pathlib.Path) -> None:
                     await tab.until("document.querySelector('.gpurt')")
                     await tab.screenshot(folder / f"status-{size}-{name}.png")
             file.unlink()
+
 
 def free_port() -> int:
     with socket.socket() as s:

@@ -107,8 +107,8 @@ class WorkerSpeeds(GpurtPlot):
         figures.append(f"{low:.2f}x to {high:.2f}x")
         if unknown:
             figures.append(f"{unknown} to be measured")
-        said = f"No worker of {len(rows)} is slow."
+        verdict = f"No worker of {len(rows)} is slow."
         if slow:
             name, _, speed, _ = slow[0]
-            said = f"{len(slow)} of {len(rows)} workers slow; slowest is {style.short(name)} at {speed:.2f}x."
-        return f"{said}\n{' · '.join(figures)}"
+            verdict = f"{len(slow)} of {len(rows)} workers slow; slowest is {style.short(name)} at {speed:.2f}x."
+        return f"{verdict}\n{' · '.join(figures)}"

@@ -1,5 +1,4 @@
-"""Each page in a real browser while a real cluster works: plots have data, move, fit, and nothing fails in silence.
-"""
+"""Each page in a real browser while a real cluster works: plots have data, move, fit, and nothing fails in silence."""
 
 from __future__ import annotations
 

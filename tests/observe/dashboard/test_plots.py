@@ -15,6 +15,7 @@ from bokeh.models import HoverTool, LayoutDOM, Plot, Text
 
 from dask_gpurt.observe.dashboard import component, hook, late, pages, style
 from dask_gpurt.observe.dashboard.axes import NAMED
+from dask_gpurt.observe.figures.shuffle_progress import Progress
 from tests.observe.fakes import Clock, FakeScheduler, MiB, figures, give_feed, heartbeat
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ def test_after_a_detach_the_plot_is_empty_and_says_so(
         scheduler.add("a", heartbeat(host_bytes=1))
         feed, clock = give_feed(scheduler, lambda: figures(local=9), m)
         _run(feed, clock)
+        feed.shuffles._runs["a", 1] = Progress("a", 1, inputs=2, outputs=2)
         made = plot(scheduler)
         made.update()
         assert max(_lengths(made)) > 0
@@ -135,8 +137,7 @@ def test_rates_and_decisions(scheduler: FakeScheduler, monkeypatch: pytest.Monke
     )
     assert set(decisions.lines.data["total"]) == {7.0}
     assert decisions.said == (
-        "57% of the tasks run where all their inputs are.\n"
-        "local 396 · moved 198 · left 99 · fallbacks 99 · 25 µs/task"
+        "57% of the tasks run where all their inputs are.\nlocal 396 · moved 198 · left 99 · fallbacks 99 · 25 µs/task"
     )
 
 
@@ -152,7 +153,7 @@ def test_links_say_what_is_measured(scheduler: FakeScheduler, monkeypatch: pytes
 
 def test_shuffle_counts_and_leaves_out_rechunks(scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
     a = scheduler.add("a", heartbeat(shuffle_sent_bytes=100))
-    feed, clock = give_feed(scheduler, figures, monkeypatch)
+    feed, _ = give_feed(scheduler, figures, monkeypatch)
     feed.tick()
     scheduler.workers[a].metrics["gpurt"] = heartbeat(
         shuffle_sent_bytes=103, shuffle_received_bytes=2, shuffle_kept_bytes=1
