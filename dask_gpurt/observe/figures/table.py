@@ -102,6 +102,7 @@ WORKER: tuple[Figure, ...] = (
         "Whole shuffles that this worker started over", heartbeat="shuffle_restarts"),
     status("shuffle.restarts_refused", "count", "Of those, such as the scheduler had restarted or forgotten already"),
     status("shuffle.skew_unknown", "count", "Inputs whose values could not be counted, to name what is behind a skew"),
+    status("shuffle.values_pickled", "count", "Values of columns that Arrow cannot hold, sent pickled"),
     status("shuffle.close_errors", "count", "Errors while a shuffle closed on this worker"),
     status("shuffle.fallbacks", "count", "Runs without a tier store, which used memory alone"),
     status("shuffle.seconds_partition", "seconds", "Spent splitting inputs"),
