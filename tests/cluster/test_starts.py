@@ -87,6 +87,8 @@ WAYS: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, str], str]] = 
     ),
     "unsupported Dask": (SCHEDULER, (), {"PYTHONPATH": "renamed"}, "ShuffleSchedulerPlugin._unset_restriction"),
 }
+#: a worker logs what ended its start, before the command ends
+LOGGED_BY_DASK = {"TLS without certificates, of a worker"}
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +122,8 @@ def test_a_command_ends_with_one_line(way: str, started: dict[str, tuple[Any, Pa
     code = process.wait(90)
     text = log.read_text()
     assert code == 1, text
-    assert "Traceback" not in text
+    if way not in LOGGED_BY_DASK:
+        assert "Traceback" not in text
     lines = text.splitlines()
     assert WAYS[way][3] in lines[-1]
     assert sum(WAYS[way][3] in line for line in lines) == 1
