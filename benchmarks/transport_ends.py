@@ -111,7 +111,7 @@ class End:
         pages.keep(True)
         forced = SEALED[way][0] if way in SEALED else way
         settings = ShuffleSettings(enabled=True, transport=forced, receive_budget=RECEIVE_BUDGET)
-        worker = types.SimpleNamespace(address=self.address(way), security=self.security)
+        worker: Any = types.SimpleNamespace(address=self.address(way), security=self.security)
         plane = Plane(worker, settings, lambda **counts: None, RECEIVE_BUDGET)
         run: Any = Drop(self, way)
         plane.join(run, RunKey(1, WAYS.index(way)), bytes(16))

@@ -213,7 +213,8 @@ def _shuffles(snapshot: Snapshot) -> Iterable[str]:
     if not s.get("runs"):
         return
     sent, kept = sums.get("shuffle.bytes_sent", 0), sums.get("shuffle.bytes_self", 0)
-    text = f"{s['runs']:,} run, {s.get('active', 0)} active; {bytes_said(sent)} sent{_ways(sums)}, {bytes_said(kept)} stayed"
+    text = f"{s['runs']:,} run, {s.get('active', 0)} active; "
+    text += f"{bytes_said(sent)} sent{_ways(sums)}, {bytes_said(kept)} stayed"
     for name, words in (
         ("shuffle.restarts", "started over"),
         ("shuffle.resent_safe", "messages sent again"),

@@ -63,7 +63,10 @@ class PlaneHost(Protocol):
     """A worker, as far as its plane must know it."""
 
     address: str
-    security: Security | None
+
+    @property
+    def security(self) -> Security | None:
+        """Its certificates."""
 
 
 class RunSender(Protocol):
@@ -312,7 +315,8 @@ class Plane:
             place = locality_of(card.process, card.host)
             able = [INPROC] if place is Locality.PROCESS else []
             # What the peer permits is not enough: its configuration may be another one.
-            able += [name for name in ("ucx", "tcp", "tls") if card.endpoints.get(name) and self.transports.allowed(name)]
+            ways = [name for name in ("ucx", "tcp", "tls") if card.endpoints.get(name)]
+            able += filter(self.transports.allowed, ways)
             chooser = self._choosers[peer] = TransportChooser(place, able, self.transports.forced)
         return Route(card, chooser, Header(key, self._secrets.get(key, b"")), self._squeezer.able(chooser, card.codecs))
 

@@ -3,8 +3,8 @@
 What a cluster encrypts is never sent in plaintext. Sockets without TLS are opened only where the worker's address has a
 scheme that is known to be plaintext (`PLAINTEXT`), and ``distributed.comm.require-encryption`` is not set. Any other
 scheme counts as encrypted: with ``tls`` and ``wss`` (`CERTIFIED`) the same sockets are opened under TLS, with the
-worker's certificates; with that of a plugin none are. The setting ``allow-plaintext-ucx`` permits UCX there. A transport
-that cannot be opened is not tried again, and is logged once.
+worker's certificates; with that of a plugin none are. The setting ``allow-plaintext-ucx`` permits UCX there. A
+transport that cannot be opened is not tried again, and is logged once.
 """
 
 from __future__ import annotations

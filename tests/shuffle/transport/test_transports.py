@@ -68,7 +68,14 @@ def cluster_for(way: str) -> dict[str, Any]:
 class Node:
     """One end: a transport, and messages kept for `hold_seconds` before they are said to be stored."""
 
-    def __init__(self, kind: str, address: str, budget: int = 1 << 22, hold_seconds: float = 0.0, security: Security | None = None) -> None:
+    def __init__(
+        self,
+        kind: str,
+        address: str,
+        budget: int = 1 << 22,
+        hold_seconds: float = 0.0,
+        security: Security | None = None,
+    ) -> None:
         self.received: list[bytes] = []
         self.losses: list[tuple[str, str, bool]] = []
         self.gate = ReceiveGate(budget)

@@ -97,8 +97,8 @@ class Tls:
             context = None if security is None else _context(security, accepts)
             if context is None or context.verify_mode is not ssl.CERT_REQUIRED:
                 raise TransportUnavailable(
-                    "TLS between workers needs certificates that both sides check. Remedy: distributed.comm.tls.ca-file, "
-                    "worker.cert and worker.key"
+                    "TLS between workers needs certificates that both sides check. Remedy: "
+                    "distributed.comm.tls.ca-file, worker.cert and worker.key"
                 )
             context.options |= ssl.OP_NO_RENEGOTIATION
             self._contexts[accepts] = context
@@ -111,7 +111,7 @@ class Tls:
     def connection(
         self, loop: IoLoop, sock: socket.socket, failed: Callable[[str], None], peer: str, accepted: bool
     ) -> TlsConnection:
-        """A connection with a peer, which has an address of a worker if it did not connect to here; see `Connection`."""
+        """A connection with a peer: a worker, or unknown if it connected to here; see `Connection`."""
         incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         who = peer or _peer_of(sock)
         sealer = self._contexts[accepted].wrap_bio(incoming, outgoing, server_side=accepted)
