@@ -16,10 +16,10 @@ invisible to epoll, as what is read ahead is (`more`).
 A link that ends without the peer's BYE is lost, so the end of TLS itself (``close_notify``) says nothing more, and is
 not sent.
 
-Rejected: `ssl.SSLSocket` (one call of the kernel for each 16 KiB when it writes, two when it reads: 0.96 against 1.06
-GB/s, 1.03 against 0.91 CPU seconds per GB, `benchmarks/transport_tls.py`); Arrow Flight (same script; it has no
-settings for ciphers and versions, compares names of hosts, which certificates of clusters do not have, and has no
-credit); TLS in the kernel (Python's ssl has no interface to it).
+Rejected: `ssl.SSLSocket` (one call of the kernel for each record of 16 KiB when it writes, two when it reads; about a
+tenth slower in a first look beside other work, `benchmarks/transport_tls.py --raw` compares them); Arrow Flight (not
+measured yet, same script; its Python interface has no settings for ciphers and versions, it compares names of hosts,
+and it has no credit of ours); TLS in the kernel (Python's ssl has no interface to it).
 """
 
 from __future__ import annotations
