@@ -144,7 +144,7 @@ def _receive(way: str, pipe: Any, security: Security, size: int) -> None:
     if way == "flight":
         from pyarrow import flight
 
-        class Server(flight.FlightServerBase):  # type: ignore[misc]
+        class Server(flight.FlightServerBase):
             def do_put(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
                 for _ in reader:
                     pass
@@ -241,7 +241,7 @@ class _Raw:
         return t.user + t.system + (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
     def round(self) -> None:
-        view = memoryview(self.block)
+        view = self.block.data
         if self.way == "flight":
             self._put()
             return

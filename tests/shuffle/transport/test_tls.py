@@ -5,6 +5,7 @@ That it does what the other ways do is in `test_transports`, which runs over it 
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import ssl
 import threading
@@ -67,7 +68,11 @@ def context(authority: Authority, **of_member: Any) -> ssl.SSLContext:
 @pytest.mark.parametrize("who", ["sender", "receiver"])
 @pytest.mark.parametrize(
     ("what", "says"),
-    [("another authority", "unable to get local issuer certificate"), ("expired", "certificate has expired")],
+    [
+        # OpenSSL names the authority that is not known, or what is missing, by what the peer sent.
+        ("another authority", ("unable to get local issuer certificate", "self-signed certificate")),
+        ("expired", ("certificate has expired",)),
+    ],
 )
 def test_a_wrong_certificate_is_refused(nodes, authority, stranger, caplog, who, what, says):  # noqa: F811
     good = authority.member()
@@ -83,11 +88,11 @@ def test_a_wrong_certificate_is_refused(nodes, authority, stranger, caplog, who,
         eventually(lambda: failures(a) == failures(b) == 3)
     assert b.received == []
     assert b.gate.statistics()["peak_reserved_bytes"] == 0
-    assert b.transport.statistics()["strangers"] == 3
+    eventually(lambda: b.transport.statistics()["strangers"] == 3)
     # One line on each side, however often; the one that has checked the certificate says what is wrong with it.
     lines = warnings(caplog)
     assert len(lines) == 2
-    assert any(says in line for line in lines)
+    assert any(text in line for text in says for line in lines)
     assert all("Remedy: certificates that are valid now, of one authority, on all workers" in line for line in lines)
 
 
@@ -96,14 +101,14 @@ def test_who_has_no_certificate_learns_nothing(nodes, authority):  # noqa: F811
     naked = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     naked.check_hostname = False
     naked.load_verify_locations(cadata=authority.pem)
+    said = b""
     with (
         socket.create_connection(b.transport.endpoint, 30) as sock,
-        pytest.raises((ssl.SSLError, ConnectionError)),
+        contextlib.suppress(ssl.SSLError, ConnectionError),
         naked.wrap_socket(sock) as sealed,
     ):
-        while text := sealed.recv(1000):
-            raise AssertionError(f"{text!r} was said")
-        raise ConnectionError("closed")
+        said = sealed.recv(1000)
+    assert said == b""
     eventually(lambda: failures(b) == 1)
     assert b.transport.statistics()["strangers"] == 1
 
@@ -116,9 +121,8 @@ def test_who_has_a_certificate_still_needs_the_secret(nodes, authority):  # noqa
     ):
         assert len(sealed.recv(1000)) == records.HEADER_BYTES + records.NONCE_BYTES  # the challenge
         sealed.sendall(LinkRecord(RecordKind.DATA, RUN, 1, 1 << 20, 1).pack())
-        with pytest.raises((ssl.SSLError, ConnectionError)):
-            if not sealed.recv(1000):
-                raise ConnectionError("closed")
+        with contextlib.suppress(ssl.SSLError, ConnectionError):
+            assert sealed.recv(1000) == b""
     eventually(lambda: b.transport.statistics()["strangers"] == 1)
     assert failures(b) == 0
     assert b.gate.statistics()["peak_reserved_bytes"] == 0
@@ -318,7 +322,7 @@ def test_what_is_changed_on_the_wire_is_never_delivered(nodes):  # noqa: F811
     stored = {m[1] for m, r in zip((message(i, 100_000) for i in range(8)), receipts, strict=True) if not r.problem}
     assert stored <= set(b.received)
     assert set(b.received) <= {message(i, 100_000)[1] for i in range(8)}
-    assert a.losses or b.losses
+    eventually(lambda: bool(a.losses or b.losses))
     eventually(lambda: b.gate.statistics()["reserved_bytes"] == 0)
     assert failures(a) == failures(b) == 0  # the handshake was right
     wire.close()
