@@ -82,6 +82,8 @@ WORKER: tuple[Figure, ...] = (
     status("shuffle.transport.transports.*.links_in", "count", "Links from other workers that are open"),
     status("shuffle.transport.transports.*.strangers", "count",
         "Connections refused, as they proved no part in a shuffle"),
+    status("shuffle.transport.transports.*.handshakes_failed", "count",
+        "TLS handshakes with other workers that failed, in either direction"),
     status("shuffle.transport.transports.*.lost", "count", "Links that ended out of order"),
     status("shuffle.transport.transports.*.errors", "count", "Exceptions in this transport"),
     status("shuffle.transport.transports.*.refused_descriptors", "count",
