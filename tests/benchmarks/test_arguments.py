@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import compare, data
-from benchmarks.tpch import cli, generate, queries, reference
-from benchmarks.tpch.clusters import environment, memory_limit_bytes, parse_engines
+from dask_gpurt.bench.tpch import cli, generate, queries, reference
+from dask_gpurt.bench.tpch.clusters import environment, memory_limit_bytes, parse_engines
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,10 @@ import pytest
 from distributed import wait
 
 from benchmarks.data import ROOT
-from benchmarks.tpch import cli, generate, queries, report, runner, tables
-from benchmarks.tpch.clusters import ClusterError, ProcessCluster
-from benchmarks.tpch.meters import Meters, Snapshot, Traffic, difference
-from benchmarks.tpch.reference import Reference
+from dask_gpurt.bench.tpch import cli, generate, queries, report, runner, tables
+from dask_gpurt.bench.tpch.clusters import ClusterError, ProcessCluster
+from dask_gpurt.bench.tpch.meters import Meters, Snapshot, Traffic, difference
+from dask_gpurt.bench.tpch.reference import Reference
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -206,7 +206,7 @@ def test_a_restarted_worker_counts_from_zero() -> None:
 
 def test_a_cluster_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(
-        __import__("benchmarks.tpch.clusters", fromlist=["ENGINES"]).ENGINES, "stock", (("--no-such-option",), {})
+        __import__("dask_gpurt.bench.tpch.clusters", fromlist=["ENGINES"]).ENGINES, "stock", (("--no-such-option",), {})
     )
     broken = ProcessCluster("stock", workers=1, threads=1, memory_limit_bytes=LIMIT, directory=str(tmp_path / "c"))
     with pytest.raises(ClusterError, match="the scheduler ended with 2") as e:
