@@ -119,6 +119,36 @@ def test_a_wrong_and_a_failing_query_are_told(
     assert "column revenue: expected Decimal" in document.render().replace("&#x27;", "'")
 
 
+def test_a_query_without_an_answer_is_given_up(
+    directory: str, expected: dict[int, pa.Table], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its cluster is started anew, and the queries behind it are answered."""
+
+    def stuck(t: tables.Tables) -> Any:
+        import time
+
+        return t.nation.map_partitions(lambda frame: time.sleep(600), meta=t.nation._meta)
+
+    monkeypatch.setitem(queries.QUERIES, 4, stuck)
+    with ProcessCluster(
+        "stock", workers=1, threads=1, memory_limit_bytes=LIMIT, directory=str(tmp_path / "c")
+    ) as started:
+        before = started.pids
+        outcome = runner.run(
+            [started], directory, SCALE, [4, 6], expected, runs=2, progress=ignore, cold=True, limit_s=20
+        )
+        assert started.restarts == 1
+        assert not set(before) & set(started.pids)
+        assert os.path.exists(tmp_path / "c" / "scheduler.log")
+    stopped, fine = outcome.cells[4, "stock"], outcome.cells[6, "stock"]
+    assert stopped.timed_out
+    assert stopped.errors == ["no answer in 20 s"]  # once: its second run was left out
+    assert fine.ok
+    assert len(fine.seconds) == 2
+    assert "no answer to q04 in 20 s; its cluster was restarted" in outcome.notes[0]
+    assert not left_over(str(tmp_path))
+
+
 def test_meters_count_fetched_keys(cluster: ProcessCluster) -> None:
     a, b = cluster.client.scheduler_info(n_workers=-1)["workers"]
     meters = Meters(cluster.client)
