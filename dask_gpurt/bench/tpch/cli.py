@@ -11,7 +11,6 @@ import contextlib
 import math
 import os
 import signal
-import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -74,7 +73,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="give a query up after so long, restart its cluster and go on (default: never)",
     )
-    add("--beside", choices=BESIDE, help="time DuckDB on the same files too, for orientation, before the clusters start")
+    add("--beside", choices=BESIDE, help="time DuckDB on the same files too, for orientation")
     add("--price-per-hour", type=float, metavar="PRICE", help="of the machine, in any currency: adds a price per query")
     add("--json", help="write all figures to this file too, after each query")
     add("--kill-worker", type=float, metavar="SECONDS", help="SIGKILL a worker of the last engine so long after start")
@@ -160,6 +159,7 @@ def check(a: argparse.Namespace, folder: str) -> argparse.Namespace:
 def run(o: argparse.Namespace) -> int:
     """Do what the checked options say."""
     begin = time.monotonic()
+    o.header = header(o)
     progress = Bar(_interrupted)
     generate.ensure(o.data, o.scale, progress.line, progress)
     progress.line(f"data: {o.data} (scale {o.scale:g})")
@@ -262,7 +262,7 @@ def tell(
             progress.line(f"ERROR on {engine}, query {number}: {error}")
     for line in verdict.words(outcome):
         progress.line(line)
-    path = report.page(outcome, header(o), described, status).write(os.path.join(o.out, "report.html"))
+    path = report.page(outcome, o.header, described, status).write(os.path.join(o.out, "report.html"))
     progress.line(f"report: {path}")
     if o.json:
         progress.line(f"figures: {o.json}")
@@ -289,7 +289,7 @@ def header(o: argparse.Namespace) -> dict[str, Any]:
 def save(o: argparse.Namespace, outcome: runner.Outcome, clusters: list[ProcessCluster]) -> None:
     """Write all figures so far."""
     described = [describe(c) for c in clusters]
-    data.write_json(o.json, report.result(outcome, header(o), described))
+    data.write_json(o.json, report.result(outcome, o.header, described))
 
 
 def status_of(cluster: ProcessCluster) -> dict[str, Any]:

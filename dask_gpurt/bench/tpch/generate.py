@@ -133,7 +133,8 @@ def _generator() -> str:
     found = beside if os.path.exists(beside) else shutil.which("tpchgen-cli")
     if not found:
         raise RuntimeError(
-            f"tpchgen-cli was found neither beside {sys.executable} nor on PATH. Remedy: pip install 'dask-gpurt[bench]'"
+            f"tpchgen-cli was found neither beside {sys.executable} nor on PATH. "
+            "Remedy: pip install 'dask-gpurt[bench]'"
         )
     return found
 

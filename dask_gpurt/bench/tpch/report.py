@@ -170,7 +170,7 @@ def page(
         about="median seconds of each query on each engine",
     )
     out.heading("All figures")
-    rows = [row(q, {e: outcome.cells[q, e] for e in outcome.engines}) for q in outcome.numbers]
+    rows = [row(q, outcome.of(q)) for q in outcome.numbers]
     out.table(columns(outcome.engines), rows, footer=total_rows(outcome))
     out.text(LEGEND, kind="note")
     out.heading("First run, later runs, price")

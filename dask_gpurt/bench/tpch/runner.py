@@ -115,8 +115,7 @@ def run(
 ) -> Outcome:
     """Run `numbers` on all `clusters`, `runs` times each.
 
-    A query that raises is recorded and does not stop the others. `done` is called after each query with what there is by
-    then.
+    A query that raises is recorded and does not stop the others. `done` is called after each query with all so far.
 
     Parameters
     ----------
