@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    import threading
 
 #: called with steps done, steps in all, and what is done next
 Progress = Callable[[int, int, str], None]
