@@ -27,7 +27,7 @@ import yaml
 from distributed import Client
 
 import dask_gpurt
-from benchmarks.tpch import queries, tables
+from dask_gpurt.bench.tpch import queries, tables
 from tests.observe.dashboard.chromium import Browser, Tab, browser
 
 if TYPE_CHECKING:

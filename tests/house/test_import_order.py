@@ -31,7 +31,8 @@ ALLOWED: dict[str, set[str]] = {
     "preload": {"command", "config", "extension", "observe"},
     "load": {"preload"},
     "client": {"config", "extension", "observe", "placement"},
-    "cli": {"client", "config", "observe", "simulate"},
+    "bench": {"client", "observe"},
+    "cli": {"bench", "client", "config", "observe", "simulate"},
     "__init__": {"config", "client"},
 }
 VENDOR = {"cudf", "cupy", "rmm", "pynvml", "pylibcudf", "amdsmi", "kvikio", "ucxx", "dask_cuda", "numba"}
