@@ -20,7 +20,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.task_price import CASES, SHAPES, launched, measured
-from benchmarks.tpch.clusters import close_all
+from dask_gpurt.bench.tpch.clusters import close_all
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -75,7 +75,8 @@ def end() -> tuple[dict[tuple[str, str], int], float]:
     import sys
 
     signal.setitimer(signal.ITIMER_PROF, 0)
-    counts, collected, collecting = sys.modules.pop("gpurt_task_profile")  # type: ignore[misc]
+    noted: Any = sys.modules.pop("gpurt_task_profile")
+    counts, collected, collecting = noted
     gc.callbacks.remove(collecting)
     return counts, collected[1]
 
