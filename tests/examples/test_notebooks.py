@@ -46,7 +46,7 @@ def _shows(notebook: Any) -> None:
     assert "finished" in _outputs(notebook, "gpurt trace")[0].text
     replayed = "".join(o.text for o in _outputs(notebook, "gpurt replay"))
     assert "stock" in replayed
-    assert "recorded:" in replayed
+    assert "gpurt" in replayed
 
 
 @pytest.mark.cluster

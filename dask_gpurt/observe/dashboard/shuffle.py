@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from bokeh.layouts import column
-from bokeh.models import BasicTicker, ColumnDataSource, FixedTicker, NumeralTickFormatter, Range1d
+from bokeh.models import BasicTicker, ColumnDataSource, FixedTicker, PrintfTickFormatter, Range1d
 from bokeh.plotting import figure
 from dask.utils import format_bytes
 
@@ -138,7 +138,7 @@ class ShuffleProgress(GpurtPlot):
             source=self.bars,
         )
         runs.xaxis.ticker = FixedTicker(ticks=[0, 25, 50, 75, 100])
-        runs.xaxis.formatter = NumeralTickFormatter(format="0'%'")
+        runs.xaxis.formatter = PrintfTickFormatter(format="%d%%")
         runs.xaxis.axis_label = "share done"
         runs.xgrid.visible = False
         style.legend(runs, [("inputs split", [bars[0]]), ("outputs assembled", [bars[1]])])
