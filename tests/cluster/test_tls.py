@@ -6,7 +6,8 @@ import os
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -18,9 +19,6 @@ from tests.shuffle.transport.certificates import Authority
 from tests.shuffle.transport.test_transports import taken_ports
 
 from .processes import processes
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -50,7 +48,9 @@ def test_certificates_in_files_and_a_range_of_ports(tmp_path: Path) -> None:
     first = free[0].getsockname()[1]
     for sock in free:
         sock.close()
-    env = {"DASK_GPURT__SHUFFLE__LISTEN_PORTS": f"{first}:{first + 1}"}
+    # The graph holds functions of these tests, and the processes begin in another folder.
+    root = str(Path(__file__).parents[2])
+    env = {"DASK_GPURT__SHUFFLE__LISTEN_PORTS": f"{first}:{first + 1}", "PYTHONPATH": root}
     with processes(tmp_path, env) as p:
         address = p.scheduler("--protocol", "tls", *options, "--preload", "dask_gpurt.preload")
         for _ in range(2):

@@ -35,7 +35,8 @@ PAGES: dict[str, tuple[str, ...]] = {
     "individual-tier-occupancy": ("host", "disk", "x"),
     "individual-tier-disk-rates": ("ago", "written", "read"),
     "individual-shuffle-traffic": ("sent", "received", "kept"),
-    "individual-placement-decisions": ("local", "moved", "total"),
+    # Whether a decision moves anything within the minute that is shown is the policy's affair.
+    "individual-placement-decisions": ("local", "total"),
     "individual-placement-accuracy": ("predicted", "actual"),
     "individual-link-matrix": ("moved_bytes", "requests"),
     "individual-link-estimates": ("latency", "bandwidth", "samples", "alpha"),
