@@ -120,7 +120,9 @@ def shuffles(args: argparse.Namespace) -> dict[str, Any]:
     ):
         for i, variant in compare.turns(list(args.variants), args.runs + 1):
             client, frame, rows = sealed if "tls" in variant else plain
-            figures = _once(client, frame, variant, rows)
+            # Dask sends work to the current client, which is that of the cluster made last.
+            with client.as_current():
+                figures = _once(client, frame, variant, rows)
             print(i, variant, {k: round(x, 2) for k, x in figures.items()}, flush=True)
             if i:
                 runs[variant].append(figures)
