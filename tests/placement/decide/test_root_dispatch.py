@@ -251,6 +251,31 @@ def test_what_waits_for_a_worker_waits_behind_a_long_root() -> None:
     assert engine.root_dispatch.hungry() == [], "a few take most of the time, however short most of them are"
 
 
+def test_short_roots_that_nobody_owns_are_sent_ahead_too() -> None:
+    """As of a plain map over many small arguments, or of tasks that all read one input."""
+    engine, (a, *_) = rig(memory_limit=10**9)
+    for i in range(9):
+        root = FakeTask(f"map-{i}")
+        root.state, root.priority = "queued", (0, 1, i)  # type: ignore[attr-defined]
+        engine.scheduler.queued.append(root)
+    first, second, third = engine.scheduler.queued[:3]
+    for done in (first, second):
+        engine.scheduler.queued.remove(done)
+        assign(engine, done, a, queued=True)
+        finish(engine, done, 0.001, nbytes=1000)
+    assert engine.root_dispatch.hungry() == [a, a], "learned from a queued task without a block"
+    assert engine.pull(a) is None, "stock's choice where a slot is free"
+    assert engine.pull(a, ahead=True) is third
+
+
+def test_what_others_own_is_not_sent_ahead() -> None:
+    engine, (a, b, *_) = rig()
+    own(engine, b, 1)
+    engine.workers.by_address[b.address].slowness = 1.0
+    assign(engine, FakeTask("busy"), b)
+    assert engine.pull(a, ahead=True) is None
+
+
 def test_slots_full_of_short_followers_do_not_keep_a_root_away() -> None:
     engine, (a, *_) = rig(memory_limit=10**9)
     info = engine.workers.all.items[0]
