@@ -175,7 +175,7 @@ class Bookkeeping:
         judge.compute_seconds += times * seconds
         judge.made_bytes += times * nbytes
         if charge.queued or charge.root:
-            self._root_dispatch.root_done(info, seconds, nbytes)
+            self._root_dispatch.root_done(info, seconds, nbytes, owned=charge.root)
         if first:
             tables.backlog.learned(kind)
         tables.speeds.learned(info)

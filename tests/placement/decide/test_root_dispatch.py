@@ -322,7 +322,7 @@ def test_the_last_roots_are_not_queued_behind_a_busy_thread() -> None:
     assert engine.worth(c), "what it is busy with is no root"
     engine.root_dispatch.root_done(engine.workers.all.items[0], 1.0, 10**11)
     assert engine.worth(a), "nobody else would take what is so dear to send"
-    engine.root_dispatch._root = 1.0, 1000
+    engine.root_dispatch._owned.seconds, engine.root_dispatch._owned.nbytes = 1.0, 1000
     assert not engine.worth(a)
 
 
@@ -335,7 +335,8 @@ def test_a_long_root_is_not_queued_before_what_follows_the_one_before() -> None:
     assert engine.worth(a)
     FakeTask("slice", second)
     assert not engine.worth(a)
-    engine.root_dispatch._root = root_dispatch.LONG_SECONDS / 2, 10**11
+    engine.root_dispatch._owned.seconds = root_dispatch.LONG_SECONDS / 2
+    engine.root_dispatch._owned.nbytes = 10**11
     assert engine.worth(a), "a message's time is a good part of its own"
 
 
