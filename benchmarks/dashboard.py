@@ -97,7 +97,7 @@ def measure(workers: int, seconds: int) -> dict[str, Any]:
         sent.append(len(message.content_json) + sum(len(buffer.data) for buffer in message.buffers))
         send.append(time.perf_counter() - t)
         changed.clear()
-    errors = [plot.headline.text for plot in plots if plot.errors]
+    errors = [plot.said for plot in plots if plot.errors]
     if errors or feed.errors:
         raise RuntimeError("\n".join([*errors, feed.last_error]))
     every = [a + b + c for a, b, c in zip(look, draw, send, strict=True)]

@@ -8,7 +8,8 @@ Every run is a process of its own, with its cluster: what one sets up (cuDF's sp
 client, too, and would stay there for the next. It has ``--run-seconds``. No run begins that would likely pass
 ``--minutes``; the report says how many of how many ran. CuPy allocates through RMM in every system, within the limit.
 
-Needs a GPU, dask-cuda, CuPy and cuDF; exits with 3 and the reason where one is missing.
+Needs a GPU, and exits with 3 where there is none. A run for which CuPy, cuDF or dask-cuda is missing is said to have
+failed; the others go on.
 
     python -m benchmarks.gpu_spill --limit 4GiB --minutes 9 --out benchmarks/results/gpu_spill.json
 """
@@ -18,10 +19,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
-import signal
-import statistics
-import subprocess
 import sys
 import time
 from contextlib import contextmanager
@@ -30,16 +27,22 @@ from typing import TYPE_CHECKING, Any
 from dask.utils import format_bytes, parse_bytes
 from distributed import Client
 
-from benchmarks import data
+from benchmarks import gpu_runs
 from dask_gpurt.backends import cuda
 from dask_gpurt.backends.ucx_device import has_device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator
 
 #: workload -> what can do it: cuDF spills its own frames only
 SYSTEMS = {"cupy": ("gpurt", "device-host-file"), "cudf": ("gpurt", "device-host-file", "cudf-spill")}
 CHUNK = 128 << 20
+
+
+def lacking(system: str, workload: str) -> list[str]:
+    """Packages that this run needs and that are not installed; the others can run without them."""
+    needs = ["rmm", "cupy", *(["cudf"] if workload == "cudf" else []), *(["dask_cuda"] if system != "gpurt" else [])]
+    return [name for name in needs if importlib.util.find_spec(name) is None]
 
 
 @contextmanager
@@ -143,80 +146,6 @@ def _device_statistics(dask_worker: Any) -> Any:
     return parts.runtime.statistics()["device"]
 
 
-def apart(command: Sequence[str], system: str, seconds: float) -> dict[str, Any]:
-    """Run a command in a process of its own; what its last line says as JSON, or "failed" and why."""
-    spill = "on" if system == "cudf-spill" else "off"
-    environment = {**os.environ, "CUDF_SPILL": spill, "PYTHONFAULTHANDLER": "1"}
-    with subprocess.Popen(
-        command,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # its workers, too, end with it
-    ) as process:
-        try:
-            out, errors = process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-            return {"failed": f"not done within {seconds:g} s"}
-    lines = out.splitlines()
-    if process.returncode or not lines:
-        last = (errors.strip().splitlines() or ["nothing was said"])[-1]
-        return {"failed": f"exit {process.returncode}: {last[:300]}"}
-    result: dict[str, Any] = json.loads(lines[-1])
-    return result
-
-
-Cell = tuple[str, str, int]
-
-
-def plan(sizes: Sequence[int], runs: int) -> list[Cell]:
-    """(system, workload, times) in the order of the runs: a round of everything before the next."""
-    out: list[Cell] = []
-    for r in range(runs):
-        for times in sizes:
-            for workload, systems in SYSTEMS.items():
-                out += [(system, workload, times) for system in (systems if r % 2 == 0 else systems[::-1])]
-    return out
-
-
-def carry_out(
-    cells: Sequence[Cell],
-    run: Callable[[Cell], dict[str, Any]],
-    seconds: float,
-    clock: Callable[[], float] = time.monotonic,
-) -> list[dict[str, Any]]:
-    """Run what fits into `seconds`: none begins that would pass them, had it to take as long as the longest so far."""
-    start, longest = clock(), 0.0
-    out: list[dict[str, Any]] = []
-    for cell in cells:
-        began = clock()
-        if began - start + longest > seconds:
-            break
-        system, workload, times = cell
-        out.append({"system": system, "workload": workload, "times": times, **run(cell)})
-        longest = max(longest, clock() - began)
-        print(json.dumps({k: v for k, v in out[-1].items() if k != "device"}), file=sys.stderr)
-    return out
-
-
-def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Median seconds by workload, size and system, or why there are none."""
-    out: dict[str, Any] = {}
-    for run in runs:
-        place = out.setdefault(f"{run['workload']} x{run['times']}", {}).setdefault(run["system"], [])
-        place.append(run.get("seconds"))
-    return {
-        name: {
-            system: statistics.median(s) if s and None not in s else f"failed {s.count(None)} of {len(s)}"
-            for system, s in systems.items()
-        }
-        for name, systems in out.items()
-    }
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--limit", default="4GiB", help="of the worker's device allocator")
@@ -236,33 +165,29 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if args.runs < 1:
         parser.error(f"--runs is {args.runs}, must be at least 1")
-    missing = [name for name in ("rmm", "cupy", "cudf", "dask_cuda") if importlib.util.find_spec(name) is None]
-    if missing or not has_device():
-        reason = "not installed: " + ", ".join(missing) if missing else "there is none"
-        print(f"gpu_spill needs a GPU: {reason}", file=sys.stderr)
+    if not has_device():
+        print("gpu_spill needs a GPU: there is none", file=sys.stderr)
         return 3
 
-    def run(cell: Cell) -> dict[str, Any]:
+    def run(cell: gpu_runs.Cell) -> dict[str, Any]:
+        absent = lacking(cell[0], cell[1])
+        if absent:
+            return {"failed": f"not installed: {', '.join(absent)}"}
         this = [sys.executable, "-m", "benchmarks.gpu_spill", "--limit", args.limit, "--one", ":".join(map(str, cell))]
-        return apart(this, cell[0], args.run_seconds)
+        return gpu_runs.apart(this, args.run_seconds, {"CUDF_SPILL": "on" if cell[0] == "cudf-spill" else "off"})
 
-    cells = plan([int(t) for t in args.times.split(",")], args.runs)
-    runs = carry_out(cells, run, 60 * args.minutes)
+    cells = gpu_runs.plan(SYSTEMS, [int(t) for t in args.times.split(",")], args.runs)
+    runs = gpu_runs.carry_out(cells, run, 60 * args.minutes)
     gpus = {r["gpu"] for r in runs if "gpu" in r} or {"a GPU on which no run was done"}
     report = {
-        **data.facts(f"one {', '.join(gpus)}, allocator limited to {args.limit}"),
-        "gpu_versions": data.versions(("rmm-cu13", "rmm-cu12", "cudf-cu13", "cudf-cu12", "dask-cuda", "cupy-cuda13x")),
         "benchmark": "gpu_spill",
         "arguments": vars(args),
         "planned_runs": len(cells),
-        "correct": bool(runs) and all(r["correct"] for r in runs if "failed" not in r),
-        "summary": summary(runs),
+        "correct": any("failed" not in r for r in runs) and all(r["correct"] for r in runs if "failed" not in r),
+        "summary": gpu_runs.summary(runs),
         "runs": runs,
     }
-    print(json.dumps(report["summary"], indent=1))
-    print(f"{len(runs)} of {len(cells)} runs were done")
-    if args.out:
-        print(data.write_json(args.out, report))
+    gpu_runs.publish(report, f"one {', '.join(gpus)}, allocator limited to {args.limit}", args.out)
     return 0 if report["correct"] and not any("failed" in r for r in runs if r["system"] == "gpurt") else 1
 
 

@@ -16,8 +16,8 @@ import time
 from typing import Any
 
 from benchmarks.data import OUT, RESULTS, cores, facts, write_json
-from benchmarks.tpch import generate, queries, runner, tables
-from benchmarks.tpch.clusters import ProcessCluster
+from dask_gpurt.bench.tpch import generate, queries, runner, tables
+from dask_gpurt.bench.tpch.clusters import ProcessCluster
 from dask_gpurt.client.reports import snapshot
 from dask_gpurt.observe.report.facts import from_snapshots
 

@@ -22,8 +22,8 @@ import psutil
 
 from benchmarks.compare import Case, turns
 from benchmarks.data import OUT, RESULTS, cores, facts, write_json
-from benchmarks.tpch import generate, queries, runner, tables
-from benchmarks.tpch.clusters import ProcessCluster, close_all
+from dask_gpurt.bench.tpch import generate, queries, runner, tables
+from dask_gpurt.bench.tpch.clusters import ProcessCluster, close_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable

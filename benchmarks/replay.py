@@ -34,7 +34,7 @@ from distributed import wait
 import dask_gpurt
 from benchmarks.compare import turns
 from benchmarks.data import OUT, RESULTS, facts, write_json
-from benchmarks.tpch.clusters import ProcessCluster, close_all
+from dask_gpurt.bench.tpch.clusters import ProcessCluster, close_all
 from dask_gpurt.observe.trace.reader import Trace
 from dask_gpurt.simulate.replay import Replay, replay
 
@@ -99,9 +99,9 @@ def spill(client: Client, tag: str) -> None:
 
 def tpch(client: Client, tag: str) -> None:
     """Some of the 22 queries."""
-    from benchmarks.tpch.generate import ensure
-    from benchmarks.tpch.queries import QUERIES as EVERY
-    from benchmarks.tpch.tables import open_tables
+    from dask_gpurt.bench.tpch.generate import ensure
+    from dask_gpurt.bench.tpch.queries import QUERIES as EVERY
+    from dask_gpurt.bench.tpch.tables import open_tables
 
     tables = open_tables(ensure(os.path.join(OUT, "tpch", f"sf{SCALE:g}"), SCALE), SCALE)
     for number in QUERIES:

@@ -25,7 +25,7 @@ from distributed import wait
 
 from benchmarks.compare import turns
 from benchmarks.data import RESULTS, cores, facts, write_json
-from benchmarks.tpch.clusters import ProcessCluster, close_all
+from dask_gpurt.bench.tpch.clusters import ProcessCluster, close_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

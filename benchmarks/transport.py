@@ -12,6 +12,8 @@ Parts, each alternating over the transports, medians of the runs:
   (what a shuffle does with messages is in `shuffle_meters`). `auto` keeps what it has learned from round to round.
   The transport that `auto` takes mostly has a second turn in every round: how far the same thing is from itself is
   the noise, and a difference below it says nothing. Many short rounds show less of it than few long ones.
+- `tls` and `rpc-tls`: the same on a cluster under TLS, over its data plane and over distributed's comms.
+- `--sockets`: nothing is read where it lies in the sender's memory, as between hosts.
 - `--place netns`: the receiver in a network namespace of its own, over a veth pair.
 - `--kill`: how soon a sender knows that its receiver was killed.
 - `--shuffle`: the frame of `shuffle_meters` on two workers, with each transport forced, and `auto`.
@@ -30,7 +32,7 @@ import time
 from typing import Any
 
 from benchmarks import compare, data
-from benchmarks.transport_ends import LOCAL, SIZES, TRANSPORTS, Bench, cpu, namespace
+from benchmarks.transport_ends import LOCAL, SEALED, SIZES, TRANSPORTS, Bench, counted, cpu, namespace
 
 #: what `auto` takes mostly; measured twice
 USUAL = "tcp"
@@ -53,7 +55,7 @@ def messages(args: argparse.Namespace) -> dict[str, Any]:
     names = [*args.transports, "auto", *([again] if USUAL in args.transports else [])]
     out: dict[str, Any] = {}
     with where as (there, here):
-        bench = Bench(there, here)
+        bench = Bench(there, here, fetched=not args.sockets)
         for name in (*args.transports, "auto"):
             bench.open(name)
         for label in args.sizes:
@@ -86,7 +88,7 @@ def messages(args: argparse.Namespace) -> dict[str, Any]:
             print(label, rounded, {k: out[label][k] for k in ("auto_took", "auto_over_best", "noise")}, flush=True)
         for name in args.transports:
             counts = bench.end.counts(name)
-            assert set(counts) == {name}, (name, counts)
+            assert set(counts) == {counted(name)}, (name, counts)
         bench.close()
     return out
 
@@ -140,7 +142,7 @@ def shuffles(args: argparse.Namespace) -> dict[str, Any]:
             rows = int(small.ROWS_PER_GB * args.size) // n
             d = dd.from_map(small.make, list(range(n)), n=rows, meta=small.make(0, 3).iloc[:0]).persist()
             wait(d)
-            names = [*args.transports, "auto"]
+            names = [*(t for t in args.transports if t not in SEALED), "auto"]  # those are in `transport_tls`
             runs: dict[str, list[dict[str, float]]] = {v: [] for v in names}
             for i, name in compare.turns(names, args.runs + 1):
                 client.run_on_scheduler(install, transport=name)
@@ -177,6 +179,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES), help="of the messages")
     parser.add_argument("--transports", nargs="+", default=list(TRANSPORTS), choices=TRANSPORTS)
     parser.add_argument("--place", default="host", choices=["host", "netns"])
+    parser.add_argument("--sockets", action="store_true", help="long messages of one host go through sockets, too")
     parser.add_argument("--shuffle", action="store_true", help="the real shuffle instead of messages")
     parser.add_argument("--kill", action="store_true", help="how soon a killed peer is noticed, instead of messages")
     parser.add_argument("--size", type=float, default=1.0, help="GB of the shuffle's input")

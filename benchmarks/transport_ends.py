@@ -1,7 +1,7 @@
 """Two processes that send each other messages as workers do; used by `benchmarks.transport`.
 
-Each has a server of distributed's, and the data plane of a worker for every way that is to be forced. What comes is
-dropped.
+Each has servers of distributed's, one of them under TLS, and the data plane of a worker for every way that is to be
+forced. What comes is dropped.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import subprocess
 import threading
 import time
+import types
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,9 +22,13 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from distributed import Security
+
 SIZES = {"64K": 1 << 16, "1M": 1 << 20, "8M": 8 << 20, "64M": 64 << 20}
-TRANSPORTS = ("rpc", "tcp", "ucx")
+TRANSPORTS = ("rpc", "tcp", "ucx", "tls", "rpc-tls")
 WAYS = (*TRANSPORTS, "auto")
+#: ways of a cluster under TLS -> the transport that is forced there, and how its messages are counted
+SEALED = {"tls": ("tcp", "tls"), "rpc-tls": ("rpc", "rpc")}
 #: messages under way at a time: as many as a run has, but not many long ones
 AT_ONCE = 10
 AHEAD = 16 << 20
@@ -32,6 +37,11 @@ RECEIVE_BUDGET = 512 << 20
 LOCAL = "127.0.0.1"
 NAMESPACE = "gpurtbench"
 _NEWNS, _SLAVE, _RECURSIVE, _DETACH = 0x20000, 1 << 19, 1 << 14, 2
+
+
+def counted(way: str) -> str:
+    """How messages of a way are counted."""
+    return SEALED[way][1] if way in SEALED else way
 
 
 def cpu() -> float:
@@ -54,14 +64,14 @@ class Drop:
             await asyncio.Event().wait()
 
     async def ask(self, peer: str, question: Any) -> Any:
-        return await self.end.server.rpc(peer).shuffle_receive(data=question, way=self.way)
+        return await self.end.rpc(peer).shuffle_receive(data=question, way=self.way)
 
 
 class End:
     """One process: a server of distributed's, and the data plane of a worker for each way to be forced."""
 
-    def __init__(self, host: str) -> None:
-        self.host = host
+    def __init__(self, host: str, security: Security) -> None:
+        self.host, self.security = host, security
         self.hold = False
         self.runs: dict[str, tuple[Any, Any]] = {}
         #: what is sent; kept, as 64 MiB of fresh memory take as long as to send them
@@ -76,10 +86,20 @@ class End:
     async def _start(self) -> None:
         from distributed.core import Server
 
-        self.server = Server({"shuffle_receive": self.receive}, deserialize=True)
-        await self.server.rpc.start()
-        await self.server.listen(f"tcp://{self.host}:0")
-        self.address = self.server.address
+        #: scheme -> server
+        self.servers: dict[str, Any] = {}
+        for scheme in ("tcp", "tls"):
+            sealed = {"connection_args": self.security.get_connection_args("worker")} if scheme == "tls" else {}
+            server = self.servers[scheme] = Server({"shuffle_receive": self.receive}, deserialize=True, **sealed)
+            await server.rpc.start()
+            listens = self.security.get_listen_args("worker") if scheme == "tls" else {}
+            await server.listen(f"{scheme}://{self.host}:0", **listens)
+
+    def address(self, way: str) -> str:
+        return str(self.servers["tls" if way in SEALED else "tcp"].address)
+
+    def rpc(self, peer: str) -> Any:
+        return self.servers[peer.partition("://")[0]].rpc(peer)
 
     async def open(self, way: str) -> None:
         """A plane with this transport, and a run on it."""
@@ -89,8 +109,10 @@ class End:
         from dask_gpurt.shuffle.transport.plane import Plane
 
         pages.keep(True)
-        settings = ShuffleSettings(enabled=True, transport=way, receive_budget=RECEIVE_BUDGET)
-        plane = Plane(self, settings, lambda **counts: None, RECEIVE_BUDGET)
+        forced = SEALED[way][0] if way in SEALED else way
+        settings = ShuffleSettings(enabled=True, transport=forced, receive_budget=RECEIVE_BUDGET)
+        worker: Any = types.SimpleNamespace(address=self.address(way), security=self.security)
+        plane = Plane(worker, settings, lambda **counts: None, RECEIVE_BUDGET)
         run: Any = Drop(self, way)
         plane.join(run, RunKey(1, WAYS.index(way)), bytes(16))
         self.runs[way] = plane, run
@@ -108,11 +130,11 @@ class End:
         stored()
         return {"status": "OK", "granted": plane.granted(key, data.sender)}
 
-    def message(self, block: Any) -> Any:
+    def message(self, block: Any, way: str) -> Any:
         """As it goes by distributed's comms."""
         from dask_gpurt.shuffle.worker.message import Message, as_is
 
-        return as_is(Message([block], self.address))
+        return as_is(Message([block], self.address(way)))
 
     async def send(self, way: str, peer: str, size: int, count: int) -> None:
         """Messages of `size`, as many at a time as a run sends."""
@@ -126,7 +148,7 @@ class End:
         left = iter(range(count))
 
         async def safe() -> Any:
-            return await self.server.rpc(peer).shuffle_receive(data=self.message(block), way=way)
+            return await self.rpc(peer).shuffle_receive(data=self.message(block, way), way=way)
 
         async def some() -> None:
             for _ in left:
@@ -159,31 +181,46 @@ def enter(name: str) -> None:
         raise OSError(ctypes.get_errno(), f"entering {name}: {steps}")
 
 
-def receiver(pipe: Any, host: str) -> None:
+def receiver(pipe: Any, host: str, security: Security) -> None:
     """The other process."""
     if host != LOCAL:
         enter(NAMESPACE)
-    end = End(host)
+    end = End(host, security)
     while (asked := pipe.recv()) is not None:
         if asked == "cpu":
             pipe.send(cpu())
         else:
             way, end.hold = asked
             end.do(end.open(way))
-            pipe.send(end.address)
+            pipe.send(end.address(way))
     os._exit(0)
 
 
 class Bench:
-    """Sends to the other process."""
+    """Sends to the other process.
 
-    def __init__(self, host: str, here: str) -> None:
+    Parameters
+    ----------
+    host, here
+        Addresses of the two.
+    fetched
+        Long messages of one host may be read where they lie, else all go through sockets.
+    """
+
+    def __init__(self, host: str, here: str, fetched: bool = True) -> None:
+        from distributed import Security
+
+        from dask_gpurt.shuffle.transport.tcp import cma
+
+        if not fetched:
+            cma.able = lambda: False
+        security = Security.temporary()
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=receiver, args=(theirs, host), daemon=True)
+        self.process = context.Process(target=receiver, args=(theirs, host, security), daemon=True)
         self.process.start()
-        self.end = End(here)
-        self.peer = ""
+        self.end = End(here, security)
+        self.peers: dict[str, str] = {}
 
     def ask(self, what: Any) -> Any:
         self.pipe.send(what)
@@ -191,10 +228,10 @@ class Bench:
 
     def open(self, way: str, hold: bool = False) -> None:
         """Connect, so that the clock sees messages only."""
-        self.peer = self.ask((way, hold))
+        self.peers[way] = self.ask((way, hold))
         self.end.do(self.end.open(way))
         if not hold:
-            self.end.do(self.end.send(way, self.peer, 10, 1))
+            self.end.do(self.end.send(way, self.peers[way], 10, 1))
 
     def send_held(self, way: str) -> Any:
         """One message to a receiver that never says that it is stored; the receipt, as a future."""
@@ -205,13 +242,14 @@ class Bench:
         plane, run = self.end.runs[way]
         key = RunKey(1, WAYS.index(way))
 
-        route = self.end.do(plane._route(run, key, self.peer))
+        route = self.end.do(plane._route(run, key, self.peers[way]))
 
         async def held() -> Any:
-            if way != "rpc":
-                return await plane._direct(way, route, key, self.peer, [b"held"])
+            name = counted(way)
+            if name != "rpc":
+                return await plane._direct(name, route, key, self.peers[way], [b"held"])
             try:
-                return await self.end.server.rpc(self.peer).shuffle_receive(data=self.end.message(b"held"), way=way)
+                return await self.end.rpc(self.peers[way]).shuffle_receive(data=self.end.message(b"held", way), way=way)
             except OSError as e:
                 return Receipt(repr(e), lost=True)
 
@@ -219,7 +257,7 @@ class Bench:
 
     def send(self, way: str, size: int, total: int) -> None:
         """`total` bytes in messages of `size`."""
-        self.end.do(self.end.send(way, self.peer, size, total // size))
+        self.end.do(self.end.send(way, self.peers[way], size, total // size))
 
     def close(self) -> None:
         for plane, _ in self.end.runs.values():

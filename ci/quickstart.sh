@@ -3,9 +3,9 @@
 #
 #   bash ci/quickstart.sh [--scale 1] [--queries 1,3,5] [--runs N] [--engines stock,gpurt] [--out DIR] [--keep-running]
 #
-# Makes .venv-quickstart in the checkout (once), generates the data under out/tpch (once a scale), runs, prints a table,
-# writes out/tpch/run/report.html. `--help` tells all options. Exit code 1 if an answer differs. Nothing is left running
-# unless --keep-running is given.
+# Makes .venv-quickstart in the checkout (once), generates the data under out/tpch (once a scale), runs, prints a table
+# and the verdict in words, writes out/tpch/run/report.html with a chart for each query.
+# `--help` tells all options. Exit code 1 if an answer differs. Nothing is left running unless --keep-running is given.
 set -euo pipefail
 
 started=$(pwd)

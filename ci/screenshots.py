@@ -1,8 +1,9 @@
-"""Photographs of every page of the dashboard, and of JupyterLab with our plots, while TPC-H runs and spills.
+"""Photographs of every page of the dashboard, of a status, and of JupyterLab, while joins run that do not fit.
 
-    PYTHONPATH=. python ci/screenshots.py FOLDER --data out/tpch/sf1
+    PYTHONPATH=. python ci/screenshots.py FOLDER
 
-Each page is opened in headless Chromium 400 pixels wide and 1300, on light and on dark. They are for people to look at:
+Eight named workers on one machine, one of them slower than the others (`ci/busy_cluster.py`). Each page is opened in
+headless Chromium 400 pixels wide and 1300, on light and on dark, and with the pointer on it. They are for people:
 tests/observe/dashboard/test_browser.py checks what a program can.
 """
 
@@ -18,7 +19,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import urllib.request
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ import yaml
 from distributed import Client
 
 import dask_gpurt
-from benchmarks.tpch import queries, tables
+from ci.busy_cluster import MEMORY, SHARE, busy, cluster_of_eight
 from tests.observe.dashboard.chromium import Browser, Tab, browser
 
 if TYPE_CHECKING:
@@ -40,43 +40,17 @@ PAGES = (
     *("individual-placement-decisions", "individual-placement-accuracy", "individual-link-matrix"),
     *("individual-link-estimates", "individual-worker-speeds", "gpurt"),
 )
-#: with joins and shuffles
-QUERIES = (9, 21, 5, 18, 7, 3)
-#: of each worker, and the share of it that the tiers may use for results
-MEMORY, SHARE = "1.5 GB", 0.08
 #: name, width, background
 LOOKS = (("narrow", 400, ""), ("narrow-dark", 400, "#111418"), ("wide", 1300, ""), ("dark", 1300, "#111418"))
 
 
-@contextlib.contextmanager
-def busy(client: Client, data: str) -> Iterator[None]:
-    """TPC-H, over and over."""
-    stop, failed = threading.Event(), list[BaseException]()
-
-    def run() -> None:
-        try:
-            opened = tables.open_tables(data, 1.0)
-            frame = opened.lineitem
-            with client.as_current():
-                while not stop.is_set():
-                    kept = client.persist(frame)
-                    for number in QUERIES:
-                        if stop.is_set():
-                            return
-                        client.compute(queries.QUERIES[number](opened)).result()
-                    del kept
-        except BaseException as e:
-            failed.append(e)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join(120)
-    for error in failed:
-        raise error
+#: in the page: where to point, inside of the first plot, near its left edge
+_PLACE = """(() => {
+  const view = [...Bokeh.index.roots][0]
+  const find = v => v.model.type == "Figure" ? v : (v.child_views ?? []).map(find).find(Boolean)
+  const box = find(view).el.getBoundingClientRect()
+  return [box.left + 0.45 * box.width, box.top + 0.55 * box.height]
+})()"""
 
 
 async def photograph(tab: Tab, page: str, folder: pathlib.Path) -> None:
@@ -87,6 +61,18 @@ async def photograph(tab: Tab, page: str, folder: pathlib.Path) -> None:
         await tab.value(f"document.documentElement.style.background = document.body.style.background = '{background}'")
         await asyncio.sleep(1.2)  # for what the new size brings
         await tab.screenshot(folder / f"{page.removeprefix('individual-')}-{name}.png")
+    if page != "gpurt":
+        width, height = 600, 420
+        await tab.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
+        )
+        await tab.value("document.documentElement.style.background = document.body.style.background = ''")
+        await asyncio.sleep(1.2)
+        at = await tab.value(_PLACE)
+        for x in (at[0] - 3, at[0]):
+            await tab.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=at[1])
+        await asyncio.sleep(0.5)
+        await tab.screenshot(folder / f"{page.removeprefix('individual-')}-hover.png")
 
 
 async def dashboards(base: str, folder: pathlib.Path, pages: Sequence[str]) -> list[str]:
@@ -104,6 +90,29 @@ async def dashboards(base: str, folder: pathlib.Path, pages: Sequence[str]) -> l
                 complaints += [f"{page}: {e}" for e in tab.errors]
             print(page, flush=True)
     return complaints
+
+
+#: a notebook's output, as JupyterLab dresses it
+_NOTEBOOK = """<!doctype html><meta charset="utf-8"><style>
+body {{ margin: 0; padding: 12px; background: {paper}; color: {ink}; font: 14px/1.4 system-ui, sans-serif; }}
+table {{ border-collapse: collapse; font-size: 12px; }} td, th {{ padding: .5em; text-align: right; }}
+tbody tr:nth-child(odd) {{ background: {band}; }}
+</style>{body}"""
+
+
+async def status(body: str, folder: pathlib.Path) -> None:
+    """The HTML of a status in a narrow notebook and a wide one, on light and on dark."""
+    looks = {"light": ("#ffffff", "#212121", "#f5f5f5"), "dark": ("#111111", "#e0e0e0", "#212121")}
+    async with browser() as chromium:
+        for name, (paper, ink, band) in looks.items():
+            file = folder / "status.html"
+            file.write_text(_NOTEBOOK.format(paper=paper, ink=ink, band=band, body=body), encoding="utf-8")
+            for size, width, height in (("narrow", 400, 1300), ("wide", 1000, 900)):
+                async with chromium.tab() as tab:
+                    await tab.open(file.resolve().as_uri(), width, height)
+                    await tab.until("document.querySelector('.gpurt')")
+                    await tab.screenshot(folder / f"status-{size}-{name}.png")
+            file.unlink()
 
 
 def free_port() -> int:
@@ -129,7 +138,7 @@ def jupyterlab(home: pathlib.Path) -> Iterator[tuple[str, str]]:
         "dashboard_address": "127.0.0.1:0",
         "settings": {"tiers.host-limit": SHARE},
     }
-    given["labextension"]["initial"] = [{"name": "TPC-H", "workers": 2}]
+    given["labextension"]["initial"] = [{"name": "A join that spills", "workers": 4}]
     (home / "dask" / "gpurt.yaml").write_text(yaml.safe_dump(given))
     # Its question whether one wants news would lie over the plots.
     (home / "settings" / "@jupyterlab" / "apputils-extension").mkdir(parents=True)
@@ -159,7 +168,7 @@ def jupyterlab(home: pathlib.Path) -> Iterator[tuple[str, str]]:
         while True:
             with contextlib.suppress(OSError):
                 clusters = ask(f"{base}/dask/clusters?token=t")
-                if clusters and clusters[0]["workers"] == 2:
+                if clusters and clusters[0]["workers"] == 4:
                     break
             if server.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"JupyterLab does not start: {(home / 'log').read_text()[-3000:]}")
@@ -190,29 +199,20 @@ async def lab(chromium: Browser, url: str, folder: pathlib.Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=pathlib.Path)
-    parser.add_argument("--data", required=True, help="TPC-H, scale 1, as benchmarks.tpch makes it")
     parser.add_argument("--pages", nargs="+", default=PAGES, choices=PAGES)
-    parser.add_argument("--only", choices=("dashboards", "jupyterlab"))
+    parser.add_argument("--only", choices=("dashboards", "status", "jupyterlab"))
     o = parser.parse_args()
     o.folder.mkdir(parents=True, exist_ok=True)
     complaints: list[str] = []
     if o.only != "jupyterlab":
-        with (
-            tempfile.TemporaryDirectory() as scratch,
-            dask_gpurt.local_cluster(
-                n_workers=2,
-                threads_per_worker=1,
-                memory_limit=MEMORY,
-                local_directory=scratch,
-                dashboard_address="127.0.0.1:0",
-                settings={"tiers.host-limit": SHARE},
-            ) as cluster,
-            Client(cluster) as client,
-            busy(client, o.data),
-        ):
+        with cluster_of_eight() as cluster, Client(cluster) as client, busy(client):
             base = f"http://127.0.0.1:{cluster.scheduler.http_server.port}/"
-            complaints = asyncio.run(dashboards(base, o.folder, o.pages))
-    if o.only != "dashboards":
+            if o.only != "status":
+                complaints = asyncio.run(dashboards(base, o.folder, o.pages))
+            else:
+                time.sleep(30)
+            asyncio.run(status(dask_gpurt.status(client)._repr_html_(), o.folder))
+    if o.only in (None, "jupyterlab"):
 
         async def run(url: str) -> None:
             async with browser() as chromium:
@@ -222,7 +222,7 @@ def main() -> int:
             tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch,
             jupyterlab(pathlib.Path(scratch)) as (url, address),
             Client(address) as client,
-            busy(client, o.data),
+            busy(client),
         ):
             asyncio.run(run(url))
     for complaint in complaints:

@@ -1,4 +1,4 @@
-"""``dask gpurt status | top | explain | where | report | runs | compare | trace | replay | enable | disable``"""
+"""``dask gpurt status | top | explain | where | report | runs | compare | trace | replay | bench | enable | disable``"""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import contextlib
 import dataclasses
 import functools
+import importlib.util
 import itertools
 import json
 import re
@@ -34,6 +35,8 @@ Examples:
   dask gpurt status tls://10.0.0.1:8786 --tls-ca-file ca.pem --tls-cert me.pem --tls-key me.key
   DASK_SCHEDULER_ADDRESS=tcp://10.0.0.1:8786 dask gpurt status
   dask gpurt replay run.trace --policy stock,gpurt --workers 64
+  dask gpurt bench tpch --scale 1 --runs 5 --json after.json
+  dask gpurt bench compare before.json after.json
 
 ADDRESS may be left out where DASK_SCHEDULER_ADDRESS is set, or scheduler-address
 in Dask's configuration.
@@ -311,6 +314,55 @@ def replay(
     worse = [r.policy for r in runs if gate is not None and r.makespan_seconds > gate * base.makespan_seconds]
     if worse:
         raise click.ClickException(f"more than {gate} times the makespan of {base.policy}: {', '.join(worse)}")
+
+
+@gpurt.group(short_help="Measure this machine with and without the extension.")
+def bench() -> None:
+    """Measure this machine with and without the extension. Needs the extra: pip install 'dask-gpurt[bench]'."""
+
+
+@bench.command(
+    context_settings={"ignore_unknown_options": True, "help_option_names": []},
+    short_help="Run TPC-H on stock Dask and on the extension.",
+)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def tpch(arguments: tuple[str, ...]) -> None:
+    """Run TPC-H on stock Dask and on the extension, every answer checked by DuckDB.
+
+    Starts processes on this machine, and stops them. Writes under ./out. --help lists the options. Exit code 1 when an
+    answer differs or a query failed.
+    """
+    missing = [name for name in ("duckdb", "pyarrow", "pandas") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise click.ClickException(
+            f"{', '.join(missing)} not installed, which the benchmark needs. Remedy: pip install 'dask-gpurt[bench]'"
+        )
+    from dask_gpurt.bench.tpch.cli import main
+
+    raise SystemExit(main(arguments))
+
+
+@bench.command()
+@click.argument("before", type=click.Path(exists=True, dir_okay=False))
+@click.argument("after", type=click.Path(exists=True, dir_okay=False))
+def compare(before: str, after: str) -> None:
+    """Compare two runs, query by query.
+
+    BEFORE and AFTER are what `bench tpch --json` wrote. Exit code 1 when a query is slower in AFTER by more than the
+    noise of both runs, or fails there only.
+    """
+    from dask_gpurt.bench.compare import changes, load
+
+    try:
+        found = changes(load(before), load(after))
+    except ValueError as e:
+        raise click.ClickException(str(e)) from e
+    for change in found:
+        click.echo(str(change))
+    worse = [change for change in found if change.worse]
+    click.echo(f"{len(worse)} of {len(found)} worse, {sum(change.better for change in found)} better, beyond the noise")
+    if worse:
+        raise SystemExit(1)
 
 
 def _print(answer: Any, as_json: bool) -> None:

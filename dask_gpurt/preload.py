@@ -18,13 +18,13 @@ like one that did. So any error here ends the start of the server, unless ``gpur
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from typing import TYPE_CHECKING, Any
 
 import click
 from distributed import Scheduler, Worker
 
+from dask_gpurt.command import end_command, in_dask_command, shorten_errors
 from dask_gpurt.config import Settings, leaves, read
 from dask_gpurt.errors import ConfigError, GpurtError, InstallError
 from dask_gpurt.extension import NAME, WorkerParts, seam
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("distributed.preloading.gpurt")
 
 
-#: the package of Dask's own commands
-_COMMANDS = "distributed.cli"
 #: what to add to an error of a part
 LEAVE_OUT = "To start without the failing part set gpurt.on-error: stock (DASK_GPURT__ON_ERROR=stock)."
 
@@ -102,34 +100,10 @@ async def setup(server: Server, problem: str | None = None, **options: Any) -> N
         line = "dask-gpurt: " + " ".join(part.strip() for part in text.splitlines())
         if not isinstance(e, GpurtError):
             logger.error("dask-gpurt: not foreseen", exc_info=e)
-        if _in_dask_command():
-            _end_command(line)
+        if in_dask_command():
+            end_command(line)
         logger.error("%s", line)
         seam.refuse(server, InstallError(line))
-
-
-def _in_dask_command() -> bool:
-    """Whether this process is a ``dask`` command, such as ``dask scheduler``, and not a user's own click program."""
-    context = click.get_current_context(silent=True)
-    callback = None if context is None else context.command.callback
-    # Of a module that is run by ``python -m`` the name is __main__.
-    spec = getattr(callback, "__globals__", {}).get("__spec__")
-    return spec is not None and spec.parent == _COMMANDS
-
-
-def _end_command(line: str) -> None:
-    """End the process with exit code 1, and this line as the last one on stderr.
-
-    asyncio reports an exception that ends the loop once more for each task that it went through.
-    """
-    ending = SystemExit(f"Error: {line}")
-
-    def report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        if context.get("exception") is not ending:
-            loop.default_exception_handler(context)
-
-    asyncio.get_running_loop().set_exception_handler(report)
-    raise ending
 
 
 #: name of the option in Python -> the setting
@@ -206,6 +180,8 @@ class _Setup(click.Command):
 
 # In the body, as the scheduler builds its dashboard before it calls `dask_setup`; costs nothing elsewhere.
 hook.announce()
+# Dask opens its sockets before it calls `dask_setup`, too.
+shorten_errors()
 
 #: Dask makes the arguments after ``--preload`` into this command's options
 dask_setup = _Setup("dask_setup", params=_options(), callback=setup)

@@ -25,6 +25,7 @@ from benchmarks.strangers import cases
 from benchmarks.strangers.live import cluster, fetched
 from dask_gpurt.simulate import Cluster, Path, Workload, simulate
 from dask_gpurt.simulate.model import SchedulerCost
+from dask_gpurt.simulate.policies import PLACEMENT_COST, STOCK
 
 if TYPE_CHECKING:
     import argparse
@@ -83,10 +84,12 @@ class Probed:
         task = max(0.0, timed(flat, list(flat)) - graph) / len(flat)
         return Probed(links(client, addresses), max(step, 1e-4), task, graph)
 
-    def cluster(self, workers: int) -> Cluster:
+    def cluster(self, workers: int, policy: str) -> Cluster:
         # Many tasks at once are bound by the scheduler, which takes a third of its time to take a graph in.
         cost = SchedulerCost(task=self.task * 2 / 3, submitted=self.task / 3, message=self.task / 6)
         rest = max(0.0, self.step - cost.task)
+        if policy not in STOCK:  # our price is in what was probed, and `simulate` charges it
+            cost = cost.times(1 / PLACEMENT_COST)
         return Cluster(
             workers,
             per_node=workers,
@@ -134,7 +137,7 @@ def real(client: Client, load: Workload, run: str) -> tuple[float, float]:
 
 
 def simulated(load: Workload, probed: Probed, workers: int, policy: str, seed: int) -> tuple[float, float]:
-    r = simulate(probed.load(load), probed.cluster(workers), policy, seed)
+    r = simulate(probed.load(load), probed.cluster(workers, policy), policy, seed)
     return sum(r.bytes_moved.values()) / sum(t.nbytes for t in load.tasks.values()), r.makespan_seconds
 
 

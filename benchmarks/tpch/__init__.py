@@ -1,1 +1,1 @@
-"""TPC-H in plain dask.dataframe, checked against DuckDB, on stock Dask and on dask-gpurt."""
+"""``python -m benchmarks.tpch``: ``dask gpurt bench tpch`` with its files under the checkout's ``out``."""

@@ -25,7 +25,7 @@ def available() -> str:
     try:
         import ucxx._lib.libucxx  # noqa: F401
     except Exception as e:  # a missing shared library raises what it likes
-        return f"{type(e).__name__}: {e}. Remedy: pip install 'dask-gpurt[ucx]'"
+        return f"{type(e).__name__}: {e}. Remedy: pip install 'dask-gpurt[ucx]', which brings CUDA libraries"
     return ""
 
 

@@ -70,8 +70,8 @@ class Bookkeeping:
 
     # ------------------------------------------------------------------ every task
 
-    def entered(self, key: Hashable) -> None:
-        """Take in a task that was assigned, by placement or by Dask."""
+    def entered(self, key: Hashable, queued: bool = False) -> None:
+        """Take in a task that was assigned, by placement or by Dask; `queued`: from the queue of roots."""
         groups = self._groups
         root = groups.gone(key) if groups.by_key or groups.later else False
         tables = self.tables
@@ -99,6 +99,7 @@ class Bookkeeping:
             return
         charge = tables.charge(ts, kind, info, root)
         charge.row = row
+        charge.queued = queued
         workers.refresh(info)
         if ws.needs_what:
             self._root_dispatch.assigned(info)
@@ -144,7 +145,7 @@ class Bookkeeping:
         if by_address.get(address) is not info:
             return
         tables.workers.refresh(info)
-        if self._groups.by_key:
+        if self._groups.by_key or tables.scheduler.queued:
             self._root_dispatch.finished(info)
         startstops = details.get("startstops")
         if finish != "memory" or not startstops or details.get("worker") != address:
@@ -160,7 +161,7 @@ class Bookkeeping:
         info = self.tables.workers.by_address.get(details.get("worker", ""))
         if info is not None:
             self.tables.workers.refresh(info)
-            if self._groups.by_key:
+            if self._groups.by_key or self.tables.scheduler.queued:
                 self._root_dispatch.finished(info)
         self._log.finished(key, finish, details)
 
@@ -173,8 +174,8 @@ class Bookkeeping:
         judge = self._graph_judge
         judge.compute_seconds += times * seconds
         judge.made_bytes += times * nbytes
-        if charge.root:
-            self._root_dispatch.root_done(info, seconds, nbytes)
+        if charge.queued or charge.root:
+            self._root_dispatch.root_done(info, seconds, nbytes, owned=charge.root)
         if first:
             tables.backlog.learned(kind)
         tables.speeds.learned(info)

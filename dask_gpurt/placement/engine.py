@@ -373,11 +373,11 @@ class Engine:
         if not self.leaves_roots():
             self.root_dispatch.graph_arrived(fresh)
 
-    def pull(self, ws: WorkerState) -> TaskState | None:
-        """The queued root task that a worker with a free slot should run; None: the head of the queue."""
+    def pull(self, ws: WorkerState, ahead: bool = False) -> TaskState | None:
+        """The queued root task that a worker should run: with a free slot (None: the head of the queue), or `ahead`."""
         if self.retired:
             return None
-        ts = self.root_dispatch.pull(ws)
+        ts = self.root_dispatch.pull_ahead(ws) if ahead else self.root_dispatch.pull(ws)
         if ts is not None:
             self.log.group(ts.key, ws.address)
         return ts

@@ -280,7 +280,7 @@ class PlacementPlugin(SchedulerPlugin):
                 self._guard(copies.left_processing, key, finish)
         elif finish == "processing":
             try:
-                engine.books.entered(key)
+                engine.books.entered(key, start == "queued")
             except Exception:
                 self._failed()
             copies = self.copies

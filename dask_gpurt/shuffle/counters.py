@@ -62,6 +62,8 @@ class ShuffleCounters:
     restarts_refused: int = 0
     #: inputs whose values could not be counted: a skew is then reported without a value
     skew_unknown: int = 0
+    #: values of columns that Arrow cannot hold, which were sent pickled
+    values_pickled: int = 0
     #: errors while a run closed; what it kept is dropped all the same
     close_errors: int = 0
     #: times a run of this worker went on without a worker that was lost

@@ -9,7 +9,7 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from benchmarks.tpch.answers import RELATIVE, compare
+from dask_gpurt.bench.tpch.answers import RELATIVE, compare
 
 DAY = datetime.date(1995, 1, 1)
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from benchmarks import compare, data
-from benchmarks.tpch import cli, generate, queries, reference
-from benchmarks.tpch.clusters import environment, memory_limit_bytes, parse_engines
+from dask_gpurt.bench.tpch import cli, generate, queries, reference
+from dask_gpurt.bench.tpch.clusters import environment, memory_limit_bytes, parse_engines
+from dask_gpurt.cli import gpurt
 
 
 @pytest.mark.parametrize(
@@ -60,6 +64,9 @@ def test_engines() -> None:
         (["--threads", "0"], "--threads is 0"),
         (["--memory-limit", "lots"], "--memory-limit is 'lots'"),
         (["--kill-worker", "-1"], "--kill-worker is -1.0"),
+        (["--query-limit", "0"], "--query-limit is 0.0, must be a number above 0"),
+        (["--price-per-hour", "nan"], "--price-per-hour is nan"),
+        (["--beside", "spark"], "invalid choice: 'spark'"),
     ],
 )
 def test_command_refuses(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,3 +151,28 @@ def test_results_carry_what_they_were_measured_on(tmp_path: Path) -> None:
     assert json.loads(Path(path).read_text())["exercised_on"] == "a test"
     with pytest.raises(ValueError, match="exercised_on"):
         data.write_json(str(tmp_path / "r.json"), {"a": 1})
+
+
+def test_the_command_of_the_wheel_hands_its_arguments_on() -> None:
+    shown = CliRunner().invoke(gpurt, ["bench", "tpch", "--help"])
+    assert shown.exit_code == 0
+    assert "--price-per-hour" in shown.output
+    refused = CliRunner().invoke(gpurt, ["bench", "tpch", "--runs", "0"])
+    assert refused.exit_code == 2
+
+
+def test_a_missing_extra_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "duckdb" else found(name))
+    refused = CliRunner().invoke(gpurt, ["bench", "tpch"])
+    assert refused.exit_code == 1
+    assert "duckdb not installed, which the benchmark needs. Remedy: pip install 'dask-gpurt[bench]'" in refused.output
+
+
+def test_commit_is_of_this_package_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Installed below another project's checkout, its commit is not ours."""
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    copy = tmp_path / "facts.py"
+    copy.write_text("")
+    monkeypatch.setattr("dask_gpurt.bench.facts.__file__", str(copy))
+    assert data.commit() == "unknown"

@@ -19,10 +19,10 @@ import pytest
 from distributed import wait
 
 from benchmarks.data import ROOT
-from benchmarks.tpch import cli, generate, queries, report, runner, tables
-from benchmarks.tpch.clusters import ClusterError, ProcessCluster
-from benchmarks.tpch.meters import Meters, Snapshot, Traffic, difference
-from benchmarks.tpch.reference import Reference
+from dask_gpurt.bench.tpch import cli, generate, queries, report, runner, tables
+from dask_gpurt.bench.tpch.clusters import ClusterError, ProcessCluster
+from dask_gpurt.bench.tpch.meters import Meters, Snapshot, Traffic, difference
+from dask_gpurt.bench.tpch.reference import Reference
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -119,6 +119,36 @@ def test_a_wrong_and_a_failing_query_are_told(
     assert "column revenue: expected Decimal" in document.render().replace("&#x27;", "'")
 
 
+def test_a_query_without_an_answer_is_given_up(
+    directory: str, expected: dict[int, pa.Table], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its cluster is started anew, and the queries behind it are answered."""
+
+    def stuck(t: tables.Tables) -> Any:
+        import time
+
+        return t.nation.map_partitions(lambda frame: time.sleep(600), meta=t.nation._meta)
+
+    monkeypatch.setitem(queries.QUERIES, 4, stuck)
+    with ProcessCluster(
+        "stock", workers=1, threads=1, memory_limit_bytes=LIMIT, directory=str(tmp_path / "c")
+    ) as started:
+        before = started.pids
+        outcome = runner.run(
+            [started], directory, SCALE, [4, 6], expected, runs=2, progress=ignore, cold=True, limit_s=20
+        )
+        assert started.restarts == 1
+        assert not set(before) & set(started.pids)
+        assert os.path.exists(tmp_path / "c" / "scheduler.log")
+    stopped, fine = outcome.cells[4, "stock"], outcome.cells[6, "stock"]
+    assert stopped.timed_out
+    assert stopped.errors == ["no answer in 20 s"]  # once: its second run was left out
+    assert fine.ok
+    assert len(fine.seconds) == 2
+    assert "no answer to q04 in 20 s; its cluster was restarted" in outcome.notes[0]
+    assert not left_over(str(tmp_path))
+
+
 def test_meters_count_fetched_keys(cluster: ProcessCluster) -> None:
     a, b = cluster.client.scheduler_info(n_workers=-1)["workers"]
     meters = Meters(cluster.client)
@@ -206,7 +236,7 @@ def test_a_restarted_worker_counts_from_zero() -> None:
 
 def test_a_cluster_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(
-        __import__("benchmarks.tpch.clusters", fromlist=["ENGINES"]).ENGINES, "stock", (("--no-such-option",), {})
+        __import__("dask_gpurt.bench.tpch.clusters", fromlist=["ENGINES"]).ENGINES, "stock", (("--no-such-option",), {})
     )
     broken = ProcessCluster("stock", workers=1, threads=1, memory_limit_bytes=LIMIT, directory=str(tmp_path / "c"))
     with pytest.raises(ClusterError, match="the scheduler ended with 2") as e:

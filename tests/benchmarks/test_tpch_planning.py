@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import dask
 import pytest
 
-from benchmarks.tpch import generate, queries, tables
+from dask_gpurt.bench.tpch import generate, queries, tables
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -238,7 +238,7 @@ def test_local_cluster_in_processes() -> None:
 
 
 def test_on_a_tls_cluster() -> None:
-    """Shuffles use Dask's own comms, so they are encrypted when the cluster is, and no other port is opened."""
+    """Shuffles use sockets under TLS."""
     from distributed.security import Security
 
     with (
@@ -255,6 +255,9 @@ def test_on_a_tls_cluster() -> None:
         got = _shows_all(client, 2)
         assert got["scheduler"]["shuffle"]["runs"] == 1
         assert sum(w["shuffle"]["bytes_received"] for w in got["workers"].values()) > 0
+        transports = [w["shuffle"]["transport"] for w in got["workers"].values()]
+        assert all(t["encrypted"] and set(t["transports"]) == {"tls"} for t in transports)
+        assert {link["transport"] for t in transports for link in t["links"] if link["messages_out"]} == {"tls"}
 
 
 def test_local_cluster_refuses_before_it_starts_anything() -> None:

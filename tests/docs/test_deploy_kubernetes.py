@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import shutil
 import socket
+import subprocess
 import time
 import urllib.request
 from pathlib import Path
@@ -166,3 +169,59 @@ def test_helm_values_name_the_image_of_this_version() -> None:
     assert values["scheduler"]["image"] == values["worker"]["image"] == image
     assert f"{image['repository']}:{image['tag']}" in text("image")
     assert values["scheduler"]["extraArgs"] == ["--preload", "dask_gpurt.preload"]
+
+
+def _chart() -> Path:
+    """The folder of the chart dask/dask."""
+    chart = os.environ.get("GPURT_DASK_CHART")
+    if chart is None or shutil.which("helm") is None:
+        pytest.skip("needs the command helm, and GPURT_DASK_CHART: a folder with the chart dask/dask")
+    return Path(chart)
+
+
+def _unknown(values: Mapping[str, Any], known: Mapping[str, Any], above: str = "") -> list[str]:
+    """Keys that a chart does not have; it would ignore them. What it leaves open may have any."""
+    out = []
+    for key, value in values.items():
+        if key not in known:
+            out.append(above + key)
+        elif isinstance(value, dict) and known[key]:
+            out += _unknown(value, known[key], f"{above}{key}.")
+    return out
+
+
+def test_keys_that_a_chart_does_not_have_are_found() -> None:
+    known = {"worker": {"image": {"tag": "x"}, "mounts": {}, "env": None}}
+    assert _unknown({"worker": {"image": {"tag": "y"}, "mounts": {"volumes": []}, "env": {"A": 1}}}, known) == []
+    assert _unknown({"worker": {"image": {"tags": "y"}}, "jupiter": {}}, known) == ["worker.image.tags", "jupiter"]
+
+
+def test_helm_renders_the_values(tmp_path: Path) -> None:
+    chart = _chart()
+    (values,) = _documents("helm-values")
+    assert _unknown(values, yaml.safe_load((chart / "values.yaml").read_text())) == []
+    (tmp_path / "values.yaml").write_text(text("helm-values"))
+    install = text("helm-install").splitlines()[-1].split()
+    assert install[:2] == ["helm", "install"]
+    assert install[3:] == ["dask/dask", "--values", "values.yaml"]
+    done = subprocess.run(
+        ["helm", "template", install[2], str(chart), "--values", "values.yaml"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    documents = [d for d in yaml.safe_load_all(done.stdout) if d]
+    deployments = {d["metadata"]["labels"]["component"]: d for d in documents if d["kind"] == "Deployment"}
+    assert sorted(deployments) == ["scheduler", "worker"]
+    scheduler, worker = (_container(deployments[role]) for role in ("scheduler", "worker"))
+    assert scheduler["args"][0] == "dask-scheduler"
+    assert scheduler["args"][-2:] == ["--preload", "dask_gpurt.preload"]
+    assert scheduler["image"] == worker["image"] == f"registry.example.com/dask-gpurt:{dask_gpurt.__version__}"
+    service = next(d for d in documents if d["kind"] == "Service")
+    assert worker["args"][:2] == ["dask-worker", f"{service['metadata']['name']}:8786"]
+    assert worker["args"][-2:] == ["--local-directory", worker["volumeMounts"][0]["mountPath"]]
+    validate = pytest.importorskip("kubernetes_validate")
+    for document in documents:
+        validate.validate(document, RELEASE, strict=True)

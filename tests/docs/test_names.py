@@ -10,6 +10,7 @@ import click
 import pytest
 
 import dask_gpurt
+from dask_gpurt.bench.tpch.cli import parser as tpch_parser
 from dask_gpurt.cli import gpurt
 from dask_gpurt.config import leaves
 
@@ -37,10 +38,14 @@ def wrong_commands(text: str) -> list[str]:
     for command in commands(text):
         name, *arguments = shlex.split(command, comments=True)
         found = gpurt.commands.get(name)
+        while isinstance(found, click.Group) and arguments and arguments[0] in found.commands:
+            found = found.commands[arguments.pop(0)]
         if found is None:
             out.append(command)
             continue
         known = {option for parameter in found.params for option in (*parameter.opts, *parameter.secondary_opts)}
+        if found is gpurt.commands["bench"].commands["tpch"]:  # hands its options on
+            known |= set(tpch_parser("")._option_string_actions)
         known |= set(click.Context(gpurt, **gpurt.context_settings).help_option_names)
         out += [command for a in arguments if a.startswith("-") and a.split("=")[0] not in known]
     return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
 pytest.importorskip("ipykernel")
+
+from ci.notebook import LARGEST, local_paths  # noqa: E402  (it needs the above)
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
@@ -21,13 +24,29 @@ def _outputs(notebook: Any, source: str) -> list[Any]:
     return list(cell.outputs)
 
 
-def test_they_are_stored_without_outputs() -> None:
-    assert NOTEBOOKS
-    for path in NOTEBOOKS:
-        for cell in nbformat.read(path, 4).cells:
-            if cell.cell_type == "code":
-                assert cell.outputs == []
-                assert cell.execution_count is None
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.name)
+def test_outputs_are_stored_whole_and_without_paths_of_a_machine(path: Path) -> None:
+    notebook = nbformat.read(path, 4)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    assert path.stat().st_size < LARGEST
+    assert local_paths(notebook) == []
+    assert not re.search(r"[^\w.](/home/|/root/|/tmp/|/Users/|site-packages)", str([cell.outputs for cell in code]))
+    assert not [output for cell in code for output in cell.outputs if output.output_type == "error"]
+    _shows(notebook)
+
+
+def _shows(notebook: Any) -> None:
+    """What the text of the tour promises."""
+    for ask in ("\ndask_gpurt.explain(", "dask_gpurt.where("):
+        (shown,) = [o for o in _outputs(notebook, ask) if o.output_type == "execute_result"]
+        assert {"text/plain", "text/html"} <= set(shown.data)
+    assert re.search(r"spilling\s+wrote .*B", _outputs(notebook, "print(dask_gpurt.status(")[0].text)
+    assert "spill" in _outputs(notebook, "advise(")[0].text
+    assert "finished" in _outputs(notebook, "gpurt trace")[0].text
+    replayed = "".join(o.text for o in _outputs(notebook, "gpurt replay"))
+    assert "stock" in replayed
+    assert "gpurt" in replayed
 
 
 @pytest.mark.cluster
@@ -36,8 +55,4 @@ def test_they_are_stored_without_outputs() -> None:
 def test_it_runs(path: Path, tmp_path: Path) -> None:
     notebook = nbformat.read(path, 4)
     nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    if path.name == "tour.ipynb":
-        for ask in ("dask_gpurt.status(", "dask_gpurt.explain(", "dask_gpurt.where("):
-            (shown,) = [o for o in _outputs(notebook, ask) if o.output_type == "execute_result"]
-            assert {"text/plain", "text/html"} <= set(shown.data)
-        assert "finished" in _outputs(notebook, "summary(")[0].text
+    _shows(notebook)

@@ -27,10 +27,12 @@ ALLOWED: dict[str, set[str]] = {
     "simulate": {"config", "topology", "placement", "observe"},
     "testing": {"tiers"},
     "extension": {"config", "backends", "observe", "placement", "tiers", "shuffle"},
-    "preload": {"config", "extension", "observe"},
+    "command": set(),
+    "preload": {"command", "config", "extension", "observe"},
     "load": {"preload"},
     "client": {"config", "extension", "observe", "placement"},
-    "cli": {"client", "config", "observe", "simulate"},
+    "bench": {"client", "observe"},
+    "cli": {"bench", "client", "config", "observe", "simulate"},
     "__init__": {"config", "client"},
 }
 VENDOR = {"cudf", "cupy", "rmm", "pynvml", "pylibcudf", "amdsmi", "kvikio", "ucxx", "dask_cuda", "numba"}

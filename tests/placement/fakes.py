@@ -93,7 +93,7 @@ def make_engine(workers: list[FakeWorker], **settings: Any) -> Engine:
     return engine
 
 
-def assign(engine: Engine, ts: FakeTask, ws: FakeWorker) -> None:
+def assign(engine: Engine, ts: FakeTask, ws: FakeWorker, queued: bool = False) -> None:
     """What the scheduler does when it sends a task to a worker."""
     ts.processing_on = ws
     ws.processing.add(ts)
@@ -103,7 +103,7 @@ def assign(engine: Engine, ts: FakeTask, ws: FakeWorker) -> None:
                 ws._network_occ += d.get_nbytes()
             ws.needs_what[d] = ws.needs_what.get(d, 0) + 1
     engine.scheduler.tasks[ts.key] = ts
-    engine.books.entered(ts.key)
+    engine.books.entered(ts.key, queued)
 
 
 def finish(engine: Engine, ts: FakeTask, seconds: float, nbytes: int = 0, startstops: Any = ()) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import decimal
 
-import dask
 import dask.dataframe as dd
 import numpy as np
 import pandas as pd
@@ -193,11 +192,6 @@ async def test_refused_as_stock_refuses(c, s, *workers):
                 dd.from_pandas(df, npartitions=1).shuffle("b", shuffle_method="p2p")
         with pytest.raises(AttributeError, match="dtype"):  # names that occur twice: dask itself, before any task
             dd.from_pandas(pd.DataFrame([[1, 2, 3]], columns=["k", "a", "a"]), npartitions=1).shuffle("k")
-        with dask.config.set({"dataframe.convert-string": False}):
-            objects = source(lambda i: pd.DataFrame({"k": [1, 2], "o": [1, "x"]}), 2)
-            future = c.compute(objects.shuffle("k", shuffle_method="p2p"))
-            with pytest.raises(RuntimeError, match="transfer phase"):
-                await future
 
 
 @cluster()

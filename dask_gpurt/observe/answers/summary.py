@@ -15,7 +15,7 @@ from dask_gpurt.observe.collect.causes import CAUSES
 from dask_gpurt.observe.render.text import bytes_said, seconds_said
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from dask_gpurt.observe.answers.snapshot import Snapshot
     from dask_gpurt.observe.report.facts import Run
@@ -198,15 +198,27 @@ def _network(snapshot: Snapshot, run: Run) -> str:
     return f"fetched {bytes_said(moved)} in {requests:,} requests{rate}{f'; learned: {learned}' if learned else ''}"
 
 
+def _ways(sums: Mapping[str, float]) -> str:
+    """How shuffled rows went from worker to worker, the way of most of them first."""
+    moved = {
+        name.split(".")[-2]: nbytes
+        for name, nbytes in sums.items()
+        if name.startswith("shuffle.transport.links.") and name.endswith(".bytes_out") and nbytes
+    }
+    return f" by {' and '.join(sorted(moved, key=lambda way: -moved[way]))}" if moved else ""
+
+
 def _shuffles(snapshot: Snapshot) -> Iterable[str]:
     s, sums = snapshot.scheduler.get("shuffle", {}), snapshot.totals()
     if not s.get("runs"):
         return
     sent, kept = sums.get("shuffle.bytes_sent", 0), sums.get("shuffle.bytes_self", 0)
-    text = f"{s['runs']:,} run, {s.get('active', 0)} active; {bytes_said(sent)} sent, {bytes_said(kept)} stayed"
+    text = f"{s['runs']:,} run, {s.get('active', 0)} active; "
+    text += f"{bytes_said(sent)} sent{_ways(sums)}, {bytes_said(kept)} stayed"
     for name, words in (
         ("shuffle.restarts", "started over"),
         ("shuffle.resent_safe", "messages sent again"),
+        ("shuffle.transport.transports.tls.handshakes_failed", "TLS handshakes failed"),
         ("shuffle.outputs_handed", "outputs handed over"),
     ):
         if sums.get(name):

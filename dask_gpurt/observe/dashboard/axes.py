@@ -57,6 +57,7 @@ class TimeAxis:
         fig.xaxis.formatter = CustomJSTickFormatter(
             code="if (tick == 0) return 'now'; return tick % 60 ? `-${tick} s` : `-${tick / 60} min`"
         )
+        fig.xaxis.axis_label = "time before now"
         fig.xaxis.ticker = FixedTicker(ticks=[])
         self._figure = fig
         self.show(())

@@ -1,8 +1,8 @@
 """What every plot of ours is: a Dask dashboard component that cannot fail its page.
 
-A subclass makes its figures in `_build` and fills them in `_draw`, which returns the line of text below the title.
-`update` guards it: without the extension the plot is emptied and says so; an exception is counted, logged once for each
-plot, and shown in that line, and the next update tries again.
+A subclass makes its figures in `_build` and fills them in `_draw`, which returns what stands above them: a verdict in
+words, and in a second line its figures. `update` guards it: without the extension the plot is emptied and says so; an
+exception is counted, logged once for each plot, and shown there, and the next update tries again.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from bokeh.layouts import column
 from distributed.dashboard.components import DashboardComponent
 
 from dask_gpurt.observe.dashboard import style
@@ -33,7 +34,7 @@ LONG = 40
 
 
 class GpurtPlot(DashboardComponent, ABC):
-    """A plot on one page.
+    """A plot on one page: title, verdict and figures as text that wraps, and below them what the subclass builds.
 
     Parameters
     ----------
@@ -48,21 +49,23 @@ class GpurtPlot(DashboardComponent, ABC):
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
-        self.headline = style.headline()
+        #: the verdict, and in a second line its figures
+        self.said = ""
         #: everything that is emptied when there is nothing to show
         self.sources: list[ColumnDataSource] = []
         #: updates that failed
         self.errors = 0
-        self.root = self._build()
+        self._heading = style.heading(self.TITLE)
+        self.root = column(self._heading, self._build(), name=self.NAME, sizing_mode=style.SIZING, spacing=0)
         self.source = self.sources[0]
 
     @abstractmethod
     def _build(self) -> LayoutDOM:
-        """Make figures and sources; returns the root."""
+        """Make figures and sources; returns what holds them."""
 
     @abstractmethod
     def _draw(self, feed: Feed) -> str:
-        """Fill the sources; returns the headline."""
+        """Fill the sources; returns the verdict and, after a newline, its figures."""
 
     def update(self) -> None:
         """Called by Bokeh while a page is open. Never raises."""
@@ -78,8 +81,9 @@ class GpurtPlot(DashboardComponent, ABC):
             if self.errors == 1:
                 logger.warning("dask-gpurt: the plot %r could not be updated", self.TITLE, exc_info=True)
             text = f"not shown ({self.errors} errors): {type(e).__name__}: {e}"
-        if self.headline.text != text:
-            self.headline.text = text
+        if self.said != text:
+            self.said = text
+            self._heading.text = style.heading_text(self.TITLE, text)
 
     def _clear(self) -> None:
         for source in self.sources:

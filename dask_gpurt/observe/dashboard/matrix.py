@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from bokeh.models import ColumnDataSource, FixedTicker, HoverTool, Range1d
+from bokeh.models import ColumnDataSource, FixedTicker, Range1d
 from bokeh.plotting import figure
 from dask.utils import format_bytes
 
@@ -37,8 +37,6 @@ class LinkMatrix(GpurtPlot):
         self.usual, self.slow = (ColumnDataSource({key: [] for key in _COLUMNS}) for _ in range(2))
         self.sources = [self.usual, self.slow]
         fig = figure(
-            title=self.TITLE,
-            name=self.NAME,
             tools="",
             x_range=Range1d(start=-0.5, end=0.5),
             y_range=Range1d(start=0.5, end=-0.5),
@@ -66,14 +64,14 @@ class LinkMatrix(GpurtPlot):
         fig.grid.visible = False
         for axis in fig.axis:
             axis.ticker = FixedTicker(ticks=[])
-        style.legend(fig, [("usual", [cells[0]]), ("under half of the median bandwidth", [cells[1]])])
-        style.dress(fig, self.headline)
+        style.legend(fig, [("usual", [cells[0]]), ("slow", [cells[1]])])
+        style.dress(fig)
         for axis in fig.axis:
             axis.major_tick_line_color = None
         fig.add_tools(
-            HoverTool(
-                renderers=cells,
-                tooltips=[
+            style.hover(
+                cells,
+                [
                     ("from", "@source"),
                     ("to", "@target"),
                     ("fetched", "@bytes_text"),
@@ -81,6 +79,8 @@ class LinkMatrix(GpurtPlot):
                     ("network card", "@nominal"),
                     ("fetches", "@requests{0,0}"),
                 ],
+                "Inputs of tasks that one worker fetched from the other: the darker, the more bytes. Slow: under half "
+                "of the median bandwidth of all pairs.",
             )
         )
         self.slow_entry = fig.legend[0].items[1]
@@ -107,7 +107,8 @@ class LinkMatrix(GpurtPlot):
             return NO_WORKERS
         if not matrix.names:
             return NO_FIGURES
-        return _headline(matrix, median)
+        said = _verdict(len(parts[True]), len(matrix.cells), median)
+        return f"{said}\n{_headline(matrix, median)}"
 
     def _name(self, matrix: Matrix) -> None:
         names = [style.short(name, 14) for name in matrix.names]
@@ -155,6 +156,16 @@ def _row(cell: Cell, names: list[str], most: float) -> dict[str, Any]:
         "moved_bytes": cell.bytes,
         "label_alpha": 0.85 if len(names) <= WRITTEN else 0.0,
     }
+
+
+def _verdict(slow: int, pairs: int, median: float | None) -> str:
+    if not pairs:
+        return "Nothing was fetched from another worker."
+    if median is None:
+        return "Too little was fetched to judge the links."
+    if not slow:
+        return "No link is slow: all pairs have at least half of the median bandwidth."
+    return f"{slow} of {pairs} pairs slow: under half of the median bandwidth."
 
 
 def _headline(matrix: Matrix, median: float | None) -> str:

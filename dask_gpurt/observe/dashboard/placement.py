@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bokeh.layouts import column
-from bokeh.models import ColumnDataSource, FixedTicker, HoverTool, NumeralTickFormatter, Range1d
+from bokeh.models import ColumnDataSource, FixedTicker, NumeralTickFormatter, Range1d
 from bokeh.plotting import figure
 from dask.utils import format_bytes
 
@@ -31,6 +31,8 @@ BANDWIDTHS: dict[float, str] = {
 LATENCIES: dict[float, str] = {1e-4: "0.1 ms", 1e-3: "1 ms", 1e-2: "10 ms", 1e-1: "100 ms", 1.0: "1 s"}
 
 OFF = "placement is not installed (gpurt.placement.enabled)"
+#: actual over predicted time of the median task, up to which predictions are called good, either way
+GOOD_RATIO = 1.5
 
 
 class PlacementDecisions(GpurtPlot):
@@ -48,18 +50,21 @@ class PlacementDecisions(GpurtPlot):
         keys = [key for key, _, _ in self.SERIES]
         self.lines = ColumnDataSource({key: [] for key in ("ago", *keys, "total")})
         self.sources = [self.lines]
-        fig = figure(title=self.TITLE, name=self.NAME, tools="", y_range=style.from_zero(), sizing_mode=style.SIZING)
+        fig = figure(tools="", y_range=style.from_zero(), sizing_mode=style.SIZING)
         self.axis = TimeAxis(fig)
         areas = fig.varea_stack(keys, x="ago", color=[c for *_, c in self.SERIES], fill_alpha=0.85, source=self.lines)
         total = fig.line(x="ago", y="total", line_color=style.INK, line_width=1, source=self.lines)
         fig.yaxis.formatter = NumeralTickFormatter(format="0.[0]a")
+        fig.yaxis.axis_label = "tasks per second"
         style.legend(fig, [(label, [area]) for (_, label, _), area in zip(self.SERIES, areas, strict=True)])
-        style.dress(fig, self.headline)
+        style.dress(fig)
         fig.add_tools(
-            HoverTool(
-                renderers=[total],
+            style.hover(
+                [total],
+                [("seconds ago", "@ago{0}"), *((label, f"@{key}{{0.0}}/s") for key, label, _ in self.SERIES)],
+                "Inputs moved: another worker was so much less busy that it fetches them. Left to Dask: on purpose, "
+                "such as tasks without inputs.",
                 mode="vline",
-                tooltips=[("seconds ago", "@ago{0}"), *((label, f"@{key}{{0.0}}/s") for key, label, _ in self.SERIES)],
             )
         )
         self.figure = fig
@@ -78,6 +83,7 @@ class PlacementDecisions(GpurtPlot):
         fallbacks = feeds.fallbacks(placement)
         median = placement["microseconds"]["median"]
         return (
+            f"{_placed({key: sum(values) for key, values in rates.items()})}\n"
             f"local {decisions['local']:,} · moved {decisions['moved']:,}"
             f" · left {sum(placement['declined'].values()):,}"
             f" · fallbacks {fallbacks:,} · {median:.0f} µs/task"
@@ -100,8 +106,6 @@ class PlacementAccuracy(GpurtPlot):
         self.points = {key: ColumnDataSource({"predicted": [], "actual": []}) for key, _, _ in self.SERIES}
         self.sources = list(self.points.values())
         fig = figure(
-            title=self.TITLE,
-            name=self.NAME,
             tools="",
             x_axis_type="log",
             y_axis_type="log",
@@ -114,7 +118,7 @@ class PlacementAccuracy(GpurtPlot):
         for axis, label in ((fig.xaxis, "predicted"), (fig.yaxis, "actual")):
             axis.ticker = FixedTicker(ticks=list(self.TICKS))
             axis.major_label_overrides = dict(self.TICKS)
-            axis.axis_label = label
+            axis.axis_label = f"{label}, seconds"
         dots = [
             fig.scatter(
                 x="predicted", y="actual", size=6, fill_color=color, fill_alpha=0.55, line_color=None,
@@ -124,9 +128,13 @@ class PlacementAccuracy(GpurtPlot):
         ]  # fmt: skip
         items = [(label, [dot]) for (_, label, _), dot in zip(self.SERIES, dots, strict=True)]
         style.legend(fig, [*items, ("as predicted", [same])])
-        style.dress(fig, self.headline)
+        style.dress(fig)
         fig.add_tools(
-            HoverTool(renderers=dots, tooltips=[("predicted", "@predicted{0.0000} s"), ("actual", "@actual{0.0000} s")])
+            style.hover(
+                dots,
+                [("predicted", "@predicted{0.0000} s"), ("actual", "@actual{0.0000} s")],
+                "From the decision to the result, waiting included. Above the line: it took longer than predicted.",
+            )
         )
         self.figure = fig
         return fig
@@ -153,7 +161,7 @@ class PlacementAccuracy(GpurtPlot):
             return "no task has ended that was placed by cost"
         ratio = decisions.get("median_ratio")
         found = "unknown" if ratio is None else f"{ratio:.2f}"
-        return f"actual / predicted: median {found} of {decisions.get('finished') or 0:,} tasks"
+        return f"{_trust(ratio)}\nactual / predicted: median {found} of {decisions.get('finished') or 0:,} tasks"
 
     def _inside(self, seconds: float) -> float:
         return float(f"{min(self.HIGH, max(self.LOW, seconds)):.4g}")
@@ -176,16 +184,15 @@ class LinkEstimates(GpurtPlot):
             }
         )
         self.sources = [self.dots]
-        self.bandwidth = self._axis(self.TITLE, "bandwidth", BANDWIDTHS)
-        style.dress(self.bandwidth, self.headline)
-        self.latency = self._axis(None, "latency", LATENCIES)
-        style.dress(self.latency, None)
+        self.bandwidth = self._axis("bandwidth", BANDWIDTHS)
+        style.dress(self.bandwidth)
+        self.latency = self._axis("latency", LATENCIES)
+        style.dress(self.latency)
         return column(self.bandwidth, self.latency, name=self.NAME, sizing_mode=style.SIZING)
 
-    def _axis(self, title: str | None, key: str, ticks: dict[float, str]) -> figure:
+    def _axis(self, key: str, ticks: dict[float, str]) -> figure:
         low, high = min(ticks), max(ticks)
         fig = figure(
-            title=title,
             tools="",
             x_axis_type="log",
             x_range=Range1d(low, high),
@@ -195,6 +202,8 @@ class LinkEstimates(GpurtPlot):
         )
         fig.xaxis.ticker = FixedTicker(ticks=list(ticks))
         fig.xaxis.major_label_overrides = dict(ticks)
+        fig.xaxis.axis_label = key
+        fig.yaxis.axis_label = "kind of link"
         fig.ygrid.grid_line_dash = [2, 4]
         dots = fig.scatter(
             x=key,
@@ -218,14 +227,15 @@ class LinkEstimates(GpurtPlot):
             source=self.dots,
         )
         fig.add_tools(
-            HoverTool(
-                renderers=[dots],
-                tooltips=[
+            style.hover(
+                [dots],
+                [
                     ("link", "@y"),
                     ("bandwidth", "@bandwidth_text"),
                     ("latency", "@latency_text"),
                     ("transfers measured", "@samples{0,0}"),
                 ],
+                "What placement takes a transfer of that kind to cost, learned from transfers between workers.",
             )
         )
         return fig
@@ -252,8 +262,41 @@ class LinkEstimates(GpurtPlot):
             data[f"{key}_offset"] = [12 if x < middle else -12 for x in data[key]]
         fill(self.dots, data)
         measured = " · ".join(f"{c} {f['samples']:,}" for c, f in links if f["samples"])
-        return f"transfers measured: {measured or 'none'} · hollow: assumed"
+        said = _known([(c, f) for c, f in links if f["samples"]])
+        return f"{said}\ntransfers measured: {measured or 'none'} · hollow: assumed"
 
 
 def _seconds(value: float) -> str:
     return f"{value * 1e3:.3g} ms" if value < 1 else f"{value:.3g} s"
+
+
+def _placed(rates: dict[str, float]) -> str:
+    """What became of most tasks, in words."""
+    total = sum(rates.values())
+    if not total:
+        return "No task was placed lately."
+    most = max(rates, key=lambda key: rates[key])
+    words = {
+        "local": "run where all their inputs are",
+        "moved": "run where some of their inputs have to be fetched",
+        "stock": "are left to Dask's own placement",
+    }
+    return f"{rates[most] / total:.0%} of the tasks {words[most]}."
+
+
+def _trust(ratio: float | None) -> str:
+    """Whether predictions hold, in words."""
+    if ratio is None:
+        return "Too few tasks to judge the predictions."
+    if 1 / GOOD_RATIO <= ratio <= GOOD_RATIO:
+        return f"Predictions are good: the median task takes {ratio:.2f}x the time predicted."
+    way = "optimistic" if ratio > 1 else "pessimistic"
+    return f"Predictions are too {way}: the median task takes {ratio:.2f}x the time predicted."
+
+
+def _known(measured: list[tuple[str, dict[str, float]]]) -> str:
+    """Which kinds of link are measured, in words."""
+    if not measured:
+        return "Nothing is measured yet: these are assumptions."
+    speeds = ", ".join(f"{c} {format_bytes(int(f['bytes_per_second']))}/s" for c, f in measured)
+    return f"Measured: {speeds}."

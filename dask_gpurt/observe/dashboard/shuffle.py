@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from bokeh.layouts import column
-from bokeh.models import BasicTicker, ColumnDataSource, HoverTool, Range1d
+from bokeh.models import BasicTicker, ColumnDataSource, FixedTicker, PrintfTickFormatter, Range1d
 from bokeh.plotting import figure
 from dask.utils import format_bytes
 
@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from dask_gpurt.observe.figures.shuffle_progress import Progress
 
 OFF = "the shuffle is not installed (gpurt.shuffle.enabled)"
+#: times the average (of workers) or the median (of outputs) from which one is called uneven
+UNEVEN = 1.5
 
 
 class ShuffleTraffic(GpurtPlot):
-    """Bytes sent to and received from peers and kept by the worker itself, since it started."""
+    """Bytes sent to and received from peers and kept by the worker itself, in the last minute."""
 
-    TITLE = "Shuffle: bytes per worker"
+    TITLE = "Shuffle: bytes per worker, last minute"
     NAME = "gpurt_shuffle_traffic"
     SERIES = (
         ("sent", "sent", style.ORANGE),
@@ -37,23 +39,25 @@ class ShuffleTraffic(GpurtPlot):
         keys = [key for key, _, _ in self.SERIES]
         self.bars = ColumnDataSource({key: [] for key in ("name", *keys, *(f"y_{key}" for key in keys), "active")})
         self.sources = [self.bars]
-        fig = figure(title=self.TITLE, name=self.NAME, tools="", x_range=style.from_zero(), sizing_mode=style.SIZING)
+        fig = figure(tools="", x_range=style.from_zero(), sizing_mode=style.SIZING)
         self.axis = WorkerAxis(fig)
         bars = [
             fig.hbar(y=f"y_{key}", right=key, height=BARS / 3, color=color, line_color=None, source=self.bars)
             for key, _, color in self.SERIES
         ]
-        style.bytes_axis(fig.xaxis)
+        style.bytes_axis(fig.xaxis, "bytes in the last minute")
         style.legend(fig, [(label, [bar]) for (_, label, _), bar in zip(self.SERIES, bars, strict=True)])
-        style.dress(fig, self.headline)
+        style.dress(fig)
         fig.add_tools(
-            HoverTool(
-                renderers=bars,
-                tooltips=[
+            style.hover(
+                bars,
+                [
                     ("worker", "@name"),
                     *((label, f"@{key}{{0.0 ib}}") for key, label, _ in self.SERIES),
                     ("active runs", "@active"),
                 ],
+                "Rows that a shuffle moved in the last minute. A worker that receives much more than the others has "
+                "the frequent keys.",
             )
         )
         self.figure = fig
@@ -61,14 +65,16 @@ class ShuffleTraffic(GpurtPlot):
 
     def _draw(self, feed: Feed) -> str:
         every = feed.rows()
-        rows = [(row.name, row.figures) for row in every if row.figures is not None]
-        self.axis.show([name for name, _ in rows])
+        rows = [(row, row.figures) for row in every if row.figures is not None]
+        names = [row.name for row, _ in rows]
+        moved = [feed.shuffled(row) for row, _ in rows]
+        self.axis.show(names)
         data: dict[str, list[Any]] = {
-            "name": [name for name, _ in rows],
+            "name": names,
             "active": [int(f.get("shuffle_active_runs") or 0) for _, f in rows],
         }
         for at, (key, _, _) in enumerate(self.SERIES):
-            data[key] = [float(f.get(f"shuffle_{key}_bytes") or 0) for _, f in rows]
+            data[key] = [of[at] for of in moved]
             data[f"y_{key}"] = [i + (at - 1) * BARS / 3 for i in range(len(rows))]
         fill(self.bars, data)
         style.fit(self.figure.x_range, max((v for key, _, _ in self.SERIES for v in data[key]), default=0))
@@ -80,7 +86,8 @@ class ShuffleTraffic(GpurtPlot):
         if not rows:
             return NO_FIGURES
         left = sum(n for reason, n in shuffle["fallbacks"].items() if reason != "rechunk")
-        return f"active {shuffle['active']:,} · runs so far {shuffle['runs']:,} · left to Dask {left:,}"
+        said = _even(names, [of[1] + of[2] for of in moved])
+        return said + f"\nactive {shuffle['active']:,} · runs so far {shuffle['runs']:,} · left to Dask {left:,}"
 
 
 #: bars of the histogram
@@ -106,7 +113,7 @@ class ShuffleProgress(GpurtPlot):
 
     def _runs(self) -> figure:
         """How far each run is."""
-        runs = figure(title=self.TITLE, tools="", x_range=Range1d(0, 100), sizing_mode=style.SIZING, min_height=90)
+        runs = figure(tools="", x_range=Range1d(0, 100), sizing_mode=style.SIZING, min_height=110)
         self.axis = WorkerAxis(runs)
         bars = [
             runs.hbar(
@@ -130,14 +137,17 @@ class ShuffleProgress(GpurtPlot):
             text_color=style.INK,
             source=self.bars,
         )
-        runs.xaxis.visible = False  # a bar of full width is all; the rows need the height
+        runs.xaxis.ticker = FixedTicker(ticks=[0, 25, 50, 75, 100])
+        runs.xaxis.formatter = PrintfTickFormatter(format="%d%%")
+        runs.xaxis.axis_label = "share done"
         runs.xgrid.visible = False
         style.legend(runs, [("inputs split", [bars[0]]), ("outputs assembled", [bars[1]])])
-        style.dress(runs, self.headline)
+        style.dress(runs)
         runs.add_tools(
-            HoverTool(
-                renderers=bars,
-                tooltips=[("run", "@name"), ("done", "@text"), ("received", "@bytes{0.0 ib}"), ("workers", "@workers")],
+            style.hover(
+                bars,
+                [("run", "@name"), ("done", "@text"), ("received", "@bytes{0.0 ib}"), ("workers", "@workers")],
+                "A shuffle first splits every input, then assembles its outputs. Faint: it has ended, and leaves soon.",
             )
         )
         return runs
@@ -145,7 +155,6 @@ class ShuffleProgress(GpurtPlot):
     def _sizes(self) -> figure:
         """The sizes of outputs."""
         sizes = figure(
-            title=None,
             tools="",
             x_range=style.from_zero(),
             y_range=style.from_zero(),
@@ -161,15 +170,15 @@ class ShuffleProgress(GpurtPlot):
             line_color=None,
             source=self.bins,
         )
-        style.bytes_axis(sizes.xaxis)
-        sizes.xaxis.axis_label = "size of an output"
-        sizes.yaxis.axis_label = "outputs"
+        style.bytes_axis(sizes.xaxis, "size of an output")
+        sizes.yaxis.axis_label = "number of outputs"
         sizes.yaxis.ticker = BasicTicker(min_interval=1)  # there is no half an output
-        style.dress(sizes, None)
+        style.dress(sizes)
         sizes.add_tools(
-            HoverTool(
-                renderers=[quads],
-                tooltips=[("size", "@left{0.0 ib} to @right{0.0 ib}"), ("outputs", "@count")],
+            style.hover(
+                [quads],
+                [("size", "@left{0.0 ib} to @right{0.0 ib}"), ("outputs", "@count")],
+                "The newest outputs by size. One far to the right of the others takes longest, and most memory.",
             )
         )
         return sizes
@@ -193,11 +202,11 @@ class ShuffleProgress(GpurtPlot):
                 "alpha": [0.9 if run.active else 0.45 for run in runs],
             },
         )
-        sizes = [n for n in (feed.latest.get("ledger") or {}).get("output_bytes") or [] if n > 0]
+        sizes = [n for n in (feed.latest.get("ledger") or {}).get("output_bytes") or [] if runs and n > 0]
         self._histogram(sizes)
         if not feed.latest.get("shuffle"):
             return OFF
-        return f"{sum(run.active for run in runs)} active" + _evenness(sizes)
+        return _verdict(runs, sizes) + _evenness(sizes)
 
     def _histogram(self, sizes: list[int]) -> None:
         longest = max(sizes, default=0)
@@ -217,6 +226,20 @@ class ShuffleProgress(GpurtPlot):
         style.fit(self.sizes.y_range, max(counts))
 
 
+def _even(names: list[str], taken: list[float]) -> str:
+    """Whether the workers take about the same, in words."""
+    most = max(taken, default=0.0)
+    if not most:
+        return "No shuffle moved rows in the last minute."
+    if len(taken) == 1:
+        return "One worker: all rows stay on it."
+    over = most / (sum(taken) / len(taken))
+    name = style.short(names[taken.index(most)])
+    if over > UNEVEN:
+        return f"Uneven: {name} takes {over:.1f}x as many bytes as the average worker."
+    return f"Even: no worker takes more than {over:.1f}x the average."
+
+
 def _percent(done: int, every: int) -> float:
     return 100.0 * done / every if every else 0.0
 
@@ -226,8 +249,24 @@ def _done(run: Progress) -> str:
     return f"{done} · {format_bytes(run.bytes)}"
 
 
+def _verdict(runs: list[Progress], sizes: list[int]) -> str:
+    active = sum(run.active for run in runs)
+    if not active:
+        ended = f" {len(runs)} ended in the last minute." if runs else ""
+        return "No shuffle is under way." + ended
+    many = "1 shuffle" if active == 1 else f"{active} shuffles"
+    over = max(sizes) / _median(sizes) if sizes else 1.0
+    if over > UNEVEN:
+        return f"{many} under way; outputs are uneven, the largest {over:.1f}x the median."
+    return f"{many} under way" + ("; outputs are even." if sizes else ".")
+
+
+def _median(sizes: list[int]) -> int:
+    return sorted(sizes)[len(sizes) // 2]
+
+
 def _evenness(sizes: list[int]) -> str:
     if not sizes:
         return ""
-    median = sorted(sizes)[len(sizes) // 2]
-    return f" · outputs: median {format_bytes(median)}, largest {max(sizes) / median:.1f}x"
+    median = _median(sizes)
+    return f"\noutputs: median {format_bytes(median)}, largest {max(sizes) / median:.1f}x"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bokeh.models import ColumnDataSource, CustomJSTickFormatter, HoverTool, Span
+from bokeh.models import ColumnDataSource, CustomJSTickFormatter, Span
 from bokeh.plotting import figure
 
 from dask_gpurt.observe.dashboard import style
@@ -31,7 +31,7 @@ class WorkerSpeeds(GpurtPlot):
     def _build(self) -> LayoutDOM:
         self.fast, self.slow = (ColumnDataSource({key: [] for key in KEYS}) for _ in range(2))
         self.sources = [self.fast, self.slow]
-        fig = figure(title=self.TITLE, name=self.NAME, tools="", x_range=style.from_zero(), sizing_mode=style.SIZING)
+        fig = figure(tools="", x_range=style.from_zero(), sizing_mode=style.SIZING)
         self.axis = WorkerAxis(fig)
         bars = [
             fig.hbar(y="y", right="speed", height=BARS, color=color, line_color=None, source=source)
@@ -47,16 +47,17 @@ class WorkerSpeeds(GpurtPlot):
         fig.xaxis.axis_label = "speed, 1x: that of the median worker"
         fig.xaxis.formatter = CustomJSTickFormatter(code="return `${+tick.toFixed(2)}x`")
         style.legend(fig, [("usual", [bars[0]]), (f"slow: below {SLOW:g}x", [bars[1]])])
-        style.dress(fig, self.headline)
+        style.dress(fig)
         fig.add_tools(
-            HoverTool(
-                renderers=bars,
-                tooltips=[
+            style.hover(
+                bars,
+                [
                     ("worker", "@name"),
                     ("address", "@address"),
                     ("class", "@kind"),
                     ("speed", "@speed{0.00}x"),
                 ],
+                "Time of the median worker over this worker's, for the same tasks. Slow workers are given less.",
             )
         )
         self.slow_entry = fig.legend[0].items[1]
@@ -100,11 +101,14 @@ class WorkerSpeeds(GpurtPlot):
         if not rows:
             return "no worker has been compared with others yet"
         unknown = len(every) - len(rows)
-        rest = f" · {unknown} to be measured" if unknown else ""
+        kinds = len({kind for *_, kind in rows})
+        figures = [f"{kinds} class{'es' if kinds != 1 else ''} of node"]
+        low, high = (pick(speed for _, _, speed, _ in rows) for pick in (min, max))
+        figures.append(f"{low:.2f}x to {high:.2f}x")
+        if unknown:
+            figures.append(f"{unknown} to be measured")
+        verdict = f"No worker of {len(rows)} is slow."
         if slow:
             name, _, speed, _ = slow[0]
-            return f"{len(slow)} slow of {len(rows)} · slowest {style.short(name)}: {speed:.2f}x{rest}"
-        low, high = (pick(speed for _, _, speed, _ in rows) for pick in (min, max))
-        classes = len({kind for *_, kind in rows})
-        kinds = f"{classes} class{'es' if classes != 1 else ''} of node"
-        return f"none slow of {len(rows)} · {kinds} · {low:.2f}x to {high:.2f}x{rest}"
+            verdict = f"{len(slow)} of {len(rows)} workers slow; slowest is {style.short(name)} at {speed:.2f}x."
+        return f"{verdict}\n{' · '.join(figures)}"

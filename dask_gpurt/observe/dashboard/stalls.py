@@ -6,7 +6,7 @@ import html
 from typing import TYPE_CHECKING, Any
 
 from bokeh.layouts import column
-from bokeh.models import ColumnDataSource, Div, HoverTool
+from bokeh.models import ColumnDataSource, CustomJSHover, Div
 from bokeh.plotting import figure
 
 from dask_gpurt.observe.collect.causes import BUSY, CAUSES
@@ -22,56 +22,65 @@ if TYPE_CHECKING:
 
 OFF = "the stall ledger is off (gpurt.observe.enabled)"
 WAITING = "no worker has reported its slots yet"
-#: seconds that the shares in the headline are of
+#: seconds that the shares above the plot are of
 HEADLINE_SECONDS = 30
+#: share of the time from which slots are called busy, or idle for want of work
+MOSTLY = 0.8
 
-#: use -> colour, read on light and dark; related causes are of related colours
-COLOURS: dict[str, str] = {
-    BUSY: "#4a9c5b",
-    "network": "#3f7fd0",
-    "unspill": "#e0862f",
-    "memory": "#d1495b",
-    "shuffle_barrier": "#8a6fc4",
-    "skew": "#c9518f",
-    "queued_elsewhere": "#1b9e96",
-    "scheduler": "#d6ab24",
-    "planning": "#94912c",
-    "serialisation": "#96715f",
-    "resources": "#a5ab52",
-    "no_ready_task": "#8296a8",
-    "no_work": "#b9c0c8",
-}
-assert set(COLOURS) == set(USES)
+#: what is drawn, from the bottom: label, colour, and the uses in it. Six areas can be told apart, thirteen cannot; the
+#: pointer shows the uses one by one
+GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("busy", "#4a9c5b", (BUSY,)),
+    ("waiting for input", "#3f7fd0", ("network",)),
+    ("memory, unspilling", "#e0862f", ("unspill", "memory")),
+    ("shuffle barrier, skew", "#8a6fc4", ("shuffle_barrier", "skew")),
+    (
+        "scheduling, overhead",
+        "#d6ab24",
+        ("queued_elsewhere", "scheduler", "planning", "serialisation", "resources"),
+    ),
+    ("nothing to run", "#a9b4bd", ("no_ready_task", "no_work")),
+)
+assert sorted(use for *_, uses in GROUPS for use in uses) == sorted(USES)
+
+#: the uses at the pointer, most first
+_USES_JS = """
+const at = Array.from(source.data.ago).indexOf(value)
+return uses.map(([use, label]) => [label, source.data[use][at]]).filter(([, slots]) => slots >= 0.005)
+  .sort((a, b) => b[1] - a[1]).map(([label, slots]) => `${label}: ${slots.toFixed(2)}`).join("\\n")
+"""
 
 
 class StallCauses(GpurtPlot):
     """Slots by what they do, stacked: busy at the bottom, then the causes of idleness. The height is all slots."""
 
-    TITLE = "Stalls: what slots do (shares: last 30 s)"
+    TITLE = "Stalls: what slots do"
     NAME = "gpurt_stall_causes"
 
     def _build(self) -> LayoutDOM:
-        self.lines = ColumnDataSource({key: [] for key in ("ago", *USES, "total")})
+        drawn = [_column(i) for i in range(len(GROUPS))]
+        self.lines = ColumnDataSource({key: [] for key in ("ago", *USES, *drawn, "total")})
         self.sources = [self.lines]
-        fig = figure(title=self.TITLE, tools="", y_range=style.from_zero(), sizing_mode=style.SIZING)
+        fig = figure(tools="", y_range=style.from_zero(), sizing_mode=style.SIZING)
         self.axis = TimeAxis(fig)
-        self.areas = fig.varea_stack(
-            list(USES), x="ago", color=[COLOURS[use] for use in USES], fill_alpha=0.9, source=self.lines
-        )
+        fig.varea_stack(drawn, x="ago", color=[colour for _, colour, _ in GROUPS], fill_alpha=0.9, source=self.lines)
         total = fig.line(x="ago", y="total", line_color=style.INK, line_width=1, source=self.lines)
         fig.yaxis.axis_label = "slots"
-        style.dress(fig, self.headline)
+        style.dress(fig)
+        uses = CustomJSHover(code=_USES_JS, args={"source": self.lines, "uses": [[use, label(use)] for use in USES]})
         fig.add_tools(
-            HoverTool(
-                renderers=[total],
+            style.hover(
+                [total],
+                [("seconds ago", "@ago{0}"), ("slots", "@ago{custom}")],
+                "A slot is a thread of a worker. Idle slots are counted under the cause that keeps them idle.",
                 mode="vline",
-                tooltips=[("seconds ago", "@ago{0}"), *((label(use), f"@{use}{{0.00}}") for use in USES)],
+                formatters={"@ago": uses},
             )
         )
         self.figure = fig
         # Outside of the figure, where it breaks into as many lines as a panel needs.
         self.legend = Div(text="", sizing_mode="stretch_width", styles={"font-size": "12px", "color": style.INK})
-        return column(fig, self.legend, name=self.NAME, sizing_mode=style.SIZING)
+        return column(fig, self.legend, sizing_mode=style.SIZING)
 
     def _draw(self, feed: Feed) -> str:
         ago, rates = feed.rates((*USES, THREADS), over=5, points=POINTS)
@@ -83,24 +92,26 @@ class StallCauses(GpurtPlot):
             use: [round(v * s, 3) for v, s in zip(values, scale, strict=True)] for use, values in rates.items()
         }
         data["total"] = [round(sum(at), 3) for at in zip(*data.values(), strict=True)]
+        for i, (_, _, uses) in enumerate(GROUPS):
+            data[_column(i)] = [sum(at) for at in zip(*(data[use] for use in uses), strict=True)]
         fill(self.lines, {"ago": [round(s, 1) for s in ago], **data})
         self.axis.show(ago)
-        style.fit(self.figure.y_range, max(data["total"], default=0))
         highest = max(data["total"], default=0)
-        self._explain([use for use in USES if max(data[use], default=0) > 0.005 * highest])
+        style.fit(self.figure.y_range, highest)
+        self._explain([i for i in range(len(GROUPS)) if max(data[_column(i)], default=0) > 0.005 * highest])
         if not feed.latest.get("ledger"):
             return OFF
-        return _headline(feed) or WAITING
+        return _shares(feed) or WAITING
 
-    def _explain(self, shown: list[str]) -> None:
+    def _explain(self, shown: list[int]) -> None:
         """The legend: what has been there, in the order of the stack."""
         text = "".join(
             '<span style="display:inline-block;white-space:nowrap;margin:0 12px 2px 0">'
             f'<i style="display:inline-block;width:12px;height:12px;margin-right:4px;vertical-align:-1px;'
-            f'background:{COLOURS[use]}"></i>{html.escape(label(use))}</span>'
-            for use in shown
+            f'background:{GROUPS[i][1]}"></i>{html.escape(GROUPS[i][0])}</span>'
+            for i in shown
         )
-        text = f'<div style="padding:0 8px 0 40px">{text}</div>'
+        text = f'<div style="padding:0 8px 0 12px">{text}</div>'
         if self.legend.text != text:
             self.legend.text = text
 
@@ -109,13 +120,18 @@ class StallCauses(GpurtPlot):
         self.legend.text = ""
 
 
+def _column(group: int) -> str:
+    """The column of a group; one with a single use is drawn from a column of its own as well."""
+    return f"group{group}"
+
+
 def label(use: str) -> str:
     """How a use is called."""
     return BUSY if use == BUSY else CAUSES[use][0]
 
 
-def _headline(feed: Feed) -> str:
-    """Shares of the last seconds; empty without any."""
+def _shares(feed: Feed) -> str:
+    """Verdict and shares of the last seconds; empty without any."""
     if not feed.history:
         return ""
     new = feed.history[-1]
@@ -126,6 +142,15 @@ def _headline(feed: Feed) -> str:
     every = sum(grown.values())
     if new.sums[SLOTS] <= 0 or every <= 0:
         return ""
-    idle = sorted((use for use in CAUSES if grown[use] > 0.005 * every), key=lambda use: -grown[use])
-    parts = [f"busy {grown[BUSY] / every:.0%}", *(f"{label(use)} {grown[use] / every:.0%}" for use in idle[:2])]
-    return " · ".join(parts)
+    share = {use: seconds / every for use, seconds in grown.items()}
+    idle = sorted((use for use in CAUSES if share[use] > 0.005), key=lambda use: -share[use])
+    parts = [f"busy {share[BUSY]:.0%}", *(f"{label(use)} {share[use]:.0%}" for use in idle[:3])]
+    return f"{_verdict(share, idle)}\nlast {HEADLINE_SECONDS} s: {' · '.join(parts)}"
+
+
+def _verdict(share: dict[str, float], idle: list[str]) -> str:
+    if share["no_work"] >= MOSTLY:
+        return "Idle: nothing is submitted."
+    if share[BUSY] >= MOSTLY or not idle:
+        return "Busy: little time is lost."
+    return f"Busy {share[BUSY]:.0%} of the time; most is lost to “{label(idle[0])}”: {CAUSES[idle[0]][1]}."

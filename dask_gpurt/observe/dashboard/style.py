@@ -7,12 +7,15 @@ lightness. They differ for all common forms of colour blindness, too; no plot sa
 
 from __future__ import annotations
 
+import html
 from typing import TYPE_CHECKING, Any
 
-from bokeh.models import AdaptiveTicker, CustomJSTickFormatter, Legend, Range1d, Title
+from bokeh.models import AdaptiveTicker, CustomJSTickFormatter, Div, HoverTool, Legend, Range1d
 
 if TYPE_CHECKING:
-    from bokeh.models import Axis, LegendItem
+    from collections.abc import Sequence
+
+    from bokeh.models import Axis, CustomJSHover, GlyphRenderer, LegendItem
     from bokeh.plotting import figure
 
 #: of figures and of what holds them: the panel that they are in has the size
@@ -38,14 +41,9 @@ return `${+tick.toFixed(1)} ${units[i]}`
 """
 
 
-def dress(fig: figure, headline: Title | None) -> None:
-    """Give a figure the common looks: title and a line of text below it, where it has them; quiet axes."""
+def dress(fig: figure) -> None:
+    """Give a figure the common looks: quiet axes, and no toolbar."""
     fig.toolbar_location = None
-    if fig.title is not None:
-        fig.title.text_font_size = "14px"
-        fig.title.text_color = INK
-    if headline is not None:
-        fig.add_layout(headline, "above")
     fig.outline_line_color = None
     fig.grid.grid_line_color = GRID
     fig.grid.grid_line_alpha = 0.25
@@ -61,21 +59,54 @@ def dress(fig: figure, headline: Title | None) -> None:
         axis.axis_label_text_font_size = "12px"
 
 
-def headline() -> Title:
-    """The line below the title, empty."""
-    return Title(text="", text_font_size="12px", text_font_style="normal", text_color=INK)
+def heading(title: str) -> Div:
+    """Title, verdict and figures of a plot, as text that wraps in a narrow panel."""
+    return Div(
+        text=heading_text(title, ""),
+        sizing_mode="stretch_width",
+        margin=(4, 8, 2, 12),
+        styles={"color": INK, "font-family": "system-ui, sans-serif", "line-height": "1.35"},
+    )
 
 
-def bytes_axis(axis: Axis, *, per_second: bool = False) -> None:
-    """Label an axis in bytes of 1024."""
+def heading_text(title: str, said: str) -> str:
+    """HTML of a heading: of `said`, the first line is the verdict, the others are its figures."""
+    verdict, _, figures = said.partition("\n")
+    lines = ((title, "font-size:14px;font-weight:600"), (verdict, "font-size:13px"), (figures, "font-size:12px"))
+    return "".join(f'<div style="{css}">{html.escape(text)}</div>' for text, css in lines if text)
+
+
+def hover(
+    renderers: list[GlyphRenderer],
+    rows: Sequence[tuple[str, str]],
+    means: str,
+    *,
+    mode: str = "mouse",
+    formatters: dict[str, CustomJSHover] | None = None,
+) -> HoverTool:
+    """What the pointer shows: (label, value) row by row, and below them a sentence on what they mean.
+
+    Values are of Bokeh's form, such as ``@bytes{0.0 ib}``; columns hold plain text, which Bokeh escapes.
+    """
+    cells = "".join(
+        f'<tr><td style="padding-right:8px;color:{INK};vertical-align:top">{html.escape(label)}</td>'
+        f'<td style="white-space:pre-line">{html.escape(value)}</td></tr>'
+        for label, value in rows
+    )
+    text = f'<div style="margin-top:4px;color:{INK}">{html.escape(means)}</div>'
+    tooltips = f'<div style="max-width:270px;font-size:12px;color:{MARK}"><table>{cells}</table>{text}</div>'
+    return HoverTool(renderers=renderers, mode=mode, tooltips=tooltips, formatters=formatters or {})
+
+
+def bytes_axis(axis: Axis, label: str) -> None:
+    """An axis of bytes, in steps of 1024; `label` says of what."""
     axis.ticker = AdaptiveTicker(desired_num_ticks=4, **BYTES_TICKER)
     axis.formatter = CustomJSTickFormatter(code=BYTES_JS)
-    if per_second:
-        axis.axis_label = "bytes per second"
+    axis.axis_label = label
 
 
 def legend(fig: figure, items: list[tuple[str, list[Any]]]) -> None:
-    """A legend in one line between headline and plot, where it covers nothing."""
+    """A legend in one line above the plot, where it covers nothing."""
     fig.add_layout(
         Legend(
             items=items,

@@ -53,6 +53,10 @@ SCHEDULER_COUNTERS = ("local", "moved", "stock", "fallbacks")
 USES = (BUSY, *CAUSES)
 #: worker figures whose sum over all workers is remembered: tiers, fastest first; absent ones are not there
 LEVELS = ("device_bytes", "host_bytes", "disk_bytes", "object_bytes")
+#: worker counters whose growth within the last minute is shown worker by worker
+SHUFFLED = ("shuffle_sent_bytes", "shuffle_received_bytes", "shuffle_kept_bytes")
+#: seconds between two marks of them, and marks remembered: the oldest is a minute old
+MARK_SECONDS, MARKS = 10.0, 7
 #: threads of all workers x time, by the clock of the feed
 THREADS = "thread_seconds"
 #: what the scheduler's own counters are seen as, beside the addresses of workers
@@ -119,7 +123,9 @@ class Feed:
         #: clock when a page last asked
         self.asked = clock()
         #: shuffles under way and the newest that have ended
-        self.shuffles = Shuffles()
+        self.shuffles = Shuffles(clock)
+        #: (clock, address -> its `SHUFFLED`), oldest first
+        self._marks: collections.deque[tuple[float, dict[str, tuple[float, ...]]]] = collections.deque(maxlen=MARKS)
         #: looks so far
         self.looks = 0
         self._sums = dict.fromkeys((*WORKER_COUNTERS, *SCHEDULER_COUNTERS, SLOTS, *USES, THREADS), 0.0)
@@ -166,6 +172,7 @@ class Feed:
             self._sums[THREADS] += threads * (self.clock() - self.history[-1].time)
         self.looks += 1
         self.history.append(Sample(self.clock(), dict(self._sums), levels))
+        self._mark()
         # Last: it reads what belongs to Dask, and if that fails, all the rest has been remembered.
         scheduler = self._workers()
         if scheduler is not None:
@@ -175,6 +182,21 @@ class Feed:
         for key, value in now.items():
             old = before.get(key, 0.0)
             self._sums[key] += value - old if value >= old else value
+
+    def _mark(self) -> None:
+        now = self.clock()
+        while self._marks and now - self._marks[0][0] > MARK_SECONDS * MARKS:
+            self._marks.popleft()  # of a page that was closed since
+        if not self._marks or now - self._marks[-1][0] >= MARK_SECONDS:
+            self._marks.append((now, {row.address: _shuffled(row) for row in self.rows() if row.figures is not None}))
+
+    def shuffled(self, row: WorkerRow) -> tuple[float, ...]:
+        """Bytes that a worker sent, received and kept in the last minute; less where no page was open."""
+        now = _shuffled(row)
+        before = self._marks[0][1].get(row.address, ()) if self._marks else now
+        # A worker that is new since then has counted from zero, one that was restarted begins again.
+        before = before if before and all(n >= b for n, b in zip(now, before, strict=True)) else (0.0,) * len(now)
+        return tuple(n - b for n, b in zip(now, before, strict=True))
 
     def rows(self) -> list[WorkerRow]:
         """All workers, in the order they joined."""
@@ -231,6 +253,11 @@ def worker_rows(scheduler: Scheduler) -> list[WorkerRow]:
         reported = figures if has else None
         out.append(WorkerRow(str(ws.name), str(address), reported, int(getattr(ws, "nthreads", 0)), ws))
     return out
+
+
+def _shuffled(row: WorkerRow) -> tuple[float, ...]:
+    figures = row.figures or {}
+    return tuple(float(figures.get(key) or 0) for key in SHUFFLED)
 
 
 def _placed(figures: Mapping[str, Any]) -> dict[str, float]:

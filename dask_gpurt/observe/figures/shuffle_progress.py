@@ -5,22 +5,25 @@ assemble an output each, and their states tell how many have ended. Bytes are wh
 It is the same for Dask's own runs and for those of this package.
 
 `Shuffles.look` is O(inputs + outputs of the active runs) and is called once a second while a page is open, else never.
-Runs that have ended stay, as they were seen last: most are shorter than it takes to look at them.
+Runs that have ended stay for a while, as they were seen last: most are shorter than it takes to look at them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from distributed import Scheduler
     from distributed.scheduler import TaskState
 
 #: runs remembered, the newest
 RUNS = 3
+#: seconds that a run stays after its end
+ENDED_SECONDS = 60.0
 BARRIER = "shuffle-barrier-"
 #: states of a task that has its result still before it
 _AHEAD = frozenset({"waiting", "queued", "processing", "no-worker"})
@@ -41,12 +44,21 @@ class Progress:
     bytes: int = 0
     workers: int = 0
     active: bool = True
+    #: when it was seen to have ended, by the clock of `Shuffles`
+    ended: float = 0.0
 
 
 class Shuffles:
-    """The newest runs of one scheduler, oldest first. Use on its event loop."""
+    """The newest runs of one scheduler, oldest first; those that ended stay for `ENDED_SECONDS`. Use on its event loop.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    clock
+        Seconds; for tests.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._runs: dict[tuple[str, int], Progress] = {}
 
     def __iter__(self) -> Any:
@@ -73,10 +85,12 @@ class Shuffles:
             run.workers = len(state.participating_workers)
         for key, run in self._runs.items():
             if key not in seen and run.active:
-                run.active = False
+                run.active, run.ended = False, self._clock()
                 newer = any(name == run.id and number > run.run_id for name, number in seen)
                 if not newer:  # else it was given up for that one
                     run.inputs_done, run.outputs_done = run.inputs, run.outputs
+        old = self._clock() - ENDED_SECONDS
+        self._runs = {key: run for key, run in self._runs.items() if run.active or run.ended > old}
         while len(self._runs) > RUNS:
             gone = next((key for key, run in self._runs.items() if not run.active), next(iter(self._runs)))
             del self._runs[gone]

@@ -61,6 +61,8 @@ if TYPE_CHECKING:
 
 #: a root with more dependents than this belongs to no block: it runs first, wherever there is a slot
 MAX_DEPENDENTS = 64
+#: sources that the roots of a graph may share, and bytes of all of them that cost no more than a message
+MAX_SOURCES, LIGHT_BYTES = 8, 64 * 2**10
 
 
 class Block:
@@ -83,13 +85,27 @@ class Phase:
 
     By then it is known which workers hold the data that they will be joined with. Cut in one sequence with the roots
     before the barrier, half of the workers would own what can run now, and half would wait.
+
+    Where the barrier is a source (what a file format calls its array object, arguments of `delayed`) and turns out to
+    be light, the phase is the beginning of its graph, and is cut by the whole of it.
     """
 
-    __slots__ = ("members", "roots")
+    __slots__ = ("graph", "members", "roots")
 
-    def __init__(self, roots: list[TaskState], members: Callable[[], Sequence[Member]]) -> None:
+    def __init__(self, roots: list[TaskState], members: Callable[[], Sequence[Member]], graph: list[TaskState]) -> None:
         self.roots = roots
         self.members = members
+        #: all tasks of the graph by priority; empty: the roots wait for more than a few sources
+        self.graph = graph if self._begins() else []
+
+    def _begins(self) -> bool:
+        """Whether all that the roots wait for is a few tasks without inputs."""
+        inputs = {d for t in self.roots for d in t.dependencies if d.state != "memory"}
+        return len(inputs) <= MAX_SOURCES and not any(d.dependencies for d in inputs)
+
+    def light(self) -> bool:
+        """Whether what the roots read takes no longer to send than the message that assigns a task."""
+        return sum(d.get_nbytes() for d in {d for t in self.roots for d in t.dependencies}) <= LIGHT_BYTES
 
 
 class RootBlocks:
@@ -151,14 +167,14 @@ class RootBlocks:
                 now.append(t)
         workers = members()
         least = max(2, len(workers))
+        fresh.sort(key=by_priority)
         for waiting in later.values():
             if len(waiting) >= least:
-                phase = Phase(waiting, members)
+                phase = Phase(waiting, members, fresh)
                 self.later.update((t.key, phase) for t in waiting)
         if len(now) < least:
             return
         if workers:
-            fresh.sort(key=by_priority)
             self._cut(fresh, now, workers, {t for waiting in later.values() for t in waiting})
         else:
             self._list(Block([t.key for t in now], None, None))
@@ -168,7 +184,11 @@ class RootBlocks:
         mine = [t for t in phase.roots if self.later.pop(t.key, None) is phase]
         roots = [t for t in mine if t.state in ("waiting", "queued")]
         members = phase.members()
-        if members and len(roots) >= max(2, len(members)) and pays(roots, len(members)):
+        if not members or len(roots) < max(2, len(members)):
+            return
+        if phase.graph and phase.light():
+            self._cut(phase.graph, roots, members)
+        elif pays(roots, len(members)):
             self._cut(roots, by_input(roots), members)
 
     def _cut(

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from dask_gpurt.model.link import LinkClass
 from dask_gpurt.placement.decide.policy import WEIGHTS
 from dask_gpurt.placement.decide.root_cuts import Member
+from dask_gpurt.placement.decide.root_times import RootTimes
 from dask_gpurt.placement.decide.zone_cost import under_way
 from dask_gpurt.placement.tables import worker_facts
 
@@ -46,12 +47,11 @@ AHEAD_OF_MESSAGES = 0.01
 #: a result and the next task take so long between a worker and the scheduler: two busy event loops, as measured over
 #: loopback (`topology.links.SEEDS`)
 ROUND_TRIP_SECONDS = 0.005
-#: roots ahead per thread, at most, and the share of the worker's memory mark that their results may take
-MOST_AHEAD, AHEAD_SHARE = 16, 0.01
+#: roots ahead per thread, at most (a worker runs some 6,000 empty tasks a second), and the share of the worker's memory
+#: mark that their results may take
+MOST_AHEAD, AHEAD_SHARE = 64, 0.01
 #: what contiguous blocks may hold in one worker beyond what stock's queue would, as a share of its memory mark
 BEYOND_STOCK = 1 / 16
-#: weight of a root in the averages over roots
-ROOT_GAIN = 0.05
 #: roots that take longer are not queued ahead at the end, in seconds: ten times what a message takes
 AHEAD_SECONDS = 0.05
 #: and these not before the end either, where that would delay what follows: a hundredth is lost at most
@@ -87,10 +87,10 @@ class RootDispatch:
         self._tables = tables
         self._groups = groups
         self._retired = retired
-        #: moving averages over roots: seconds, bytes of result
-        self._root = 0.0, 0.0
-        #: and of the square of the seconds, see `_found_seconds`
-        self._square = 0.0
+        self._owned = RootTimes()
+        #: of queued tasks without a block. Only what is sent ahead depends on it: of how much they need each other, and
+        #: whose memory they fill, nothing is known
+        self._plain = RootTimes()
         #: workers that got or finished a task since roots were last given out, and all of whose tasks may wait for
         #: inputs
         self._fetching: dict[WorkerInfo, None] = {}
@@ -144,21 +144,21 @@ class RootDispatch:
             self._fetching[info] = None
 
     def finished(self, info: WorkerInfo) -> None:
-        """Note that a task left a worker while blocks have roots left."""
+        """Note that a task left a worker while roots are queued."""
         self._freed[info] = None
         if info.ws.needs_what:
             self._fetching[info] = None
         if self._ahead() or self._runs_dry(info):
             self._ended[info] = None
 
-    def root_done(self, info: WorkerInfo, seconds: float, nbytes: float) -> None:
-        """Learn from a root that a worker has computed: its seconds and the bytes of its result."""
-        mean, size = self._root
-        gain = ROOT_GAIN if mean or size else 1.0
-        self._root = mean + gain * (seconds - mean), size + gain * (nbytes - size)
-        self._square += gain * (seconds * seconds - self._square)
+    def root_done(self, info: WorkerInfo, seconds: float, nbytes: float, owned: bool = True) -> None:
+        """Learn from a queued task that a worker has computed: its seconds, bytes of its result, whether of a block."""
+        if not owned:
+            self._plain.learn(seconds, nbytes)
+            return
+        self._owned.learn(seconds, nbytes)
         groups = self._groups
-        if groups.beyond * self._root[1] > BEYOND_STOCK * info.mark_bytes:
+        if groups.beyond * self._owned.nbytes > BEYOND_STOCK * info.mark_bytes:
             groups.dissolve()
 
     def clear(self) -> None:
@@ -179,6 +179,18 @@ class RootDispatch:
         scheduler = tables.scheduler
         ts = self._groups.pull(ws.address, scheduler.tasks, scheduler.queued.peek(), node, self.may_take)
         return None if ts is None or self._crosses_again(ts, info) else ts
+
+    def pull_ahead(self, ws: WorkerState) -> Any:
+        """The queued root task that a `hungry` worker gets beyond its slots: its own, or the head if nobody's."""
+        ts = self.pull(ws)
+        if ts is not None:
+            return ts
+        tables = self._tables
+        info = tables.workers.by_address.get(ws.address)
+        head = tables.scheduler.queued.peek()
+        if info is None or self._groups.waits(head) or self._too_full(info) or self._crosses_again(head, info):
+            return None
+        return head
 
     def _crosses_again(self, ts: TaskState, info: WorkerInfo | None) -> bool:
         """Whether a root should wait until an input that it shares with others has come to the worker's zone."""
@@ -231,7 +243,7 @@ class RootDispatch:
         True of the last ones, fewer than threads, if another worker would take them. True of any root that would run
         before a task that the root before it makes ready at once: that task is needed sooner and frees its input.
         """
-        seconds = self._root[0]
+        seconds = self._owned.seconds
         if seconds <= AHEAD_SECONDS:
             return False
         s = self._tables.scheduler
@@ -245,19 +257,11 @@ class RootDispatch:
 
     def _cheap(self) -> bool:
         """Whether sending the result of a root takes much less time than waiting until its owner is free."""
-        seconds, nbytes = self._found_seconds(), self._root[1]
+        seconds, nbytes = self._owned.found_seconds(), self._owned.nbytes
         tables = self._tables
         nodes = len(tables.workers.nodes)
         link = tables.links.link(LinkClass.NETWORK if nodes > 1 else LinkClass.HOST)
         return link.seconds(nbytes, 1) < CHEAP * seconds
-
-    def _found_seconds(self) -> float:
-        """Mean seconds of the root that a worker is running at a random moment: a waiting task waits behind it.
-
-        The mean where all roots take about as long. More where a few take much longer, as those take most of the time.
-        """
-        seconds = self._root[0]
-        return max(seconds, self._square / seconds) if seconds else 0.0
 
     def _at_work(self, info: WorkerInfo) -> bool:
         """Whether a worker will soon finish a task, upon which slots are given out again."""
@@ -266,7 +270,7 @@ class RootDispatch:
 
     def _too_full(self, info: WorkerInfo) -> bool:
         """Whether a worker would spill the result of one more root, and others will have run all roots before that."""
-        seconds, nbytes = self._root
+        seconds, nbytes = self._owned.seconds, self._owned.nbytes
         over = info.ws.nbytes + info.reserved_bytes + nbytes - info.mark_bytes
         if over <= 0:
             return False
@@ -293,22 +297,24 @@ class RootDispatch:
         if self._retired():
             return []
         found = [info.ws for info in looked if self._starves(info)]
-        ahead = self._ahead()
+        ahead, nbytes = self._ahead(), self._times().nbytes
         for info in ended:
             ws = info.ws
             if ahead:
-                most = min(ahead * ws.nthreads, int(AHEAD_SHARE * min(info.mark_bytes, 1e15) / max(1.0, self._root[1])))
+                most = min(ahead * ws.nthreads, int(AHEAD_SHARE * min(info.mark_bytes, 1e15) / max(1.0, nbytes)))
                 # At most two per finished task: the number in hand grows by one for each.
                 found += [ws] * min(2, most - len(ws.processing))
-            elif (
-                ws.processing and self._root[1] * ws.nthreads <= BEYOND_STOCK * info.mark_bytes and self._runs_dry(info)
-            ):
+            elif ws.processing and nbytes * ws.nthreads <= BEYOND_STOCK * info.mark_bytes and self._runs_dry(info):
                 found.append(ws)
         return found
 
+    def _times(self) -> RootTimes:
+        """Of the roots that are given out now."""
+        return self._owned if self._groups.by_key else self._plain
+
     def _ahead(self) -> int:
         """Short roots that a thread gets ahead; 0: they are not short."""
-        seconds = self._found_seconds()
+        seconds = self._times().found_seconds()
         return min(MOST_AHEAD, int(AHEAD_OF_MESSAGES / seconds)) if 0 < seconds < AHEAD_OF_MESSAGES / 2 else 0
 
     def _runs_dry(self, info: WorkerInfo) -> bool:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class Charge:
     """The amounts by which one task in processing was charged to its worker."""
 
-    __slots__ = ("info", "inputs", "nbytes", "prefix", "root", "row", "seconds", "unknown")
+    __slots__ = ("info", "inputs", "nbytes", "prefix", "queued", "root", "row", "seconds", "unknown")
 
     def __init__(
         self, info: WorkerInfo, prefix: Prefix, seconds: float, nbytes: float, unknown: bool, root: bool
@@ -47,6 +47,8 @@ class Charge:
         self.unknown = unknown
         #: whether it is a root pulled from its block. Tasks that join roots run before the roots that still wait
         self.root = root
+        #: whether it came from the queue of roots, of a block or not
+        self.queued = False
         #: the inputs being fetched for this task, when nothing else was inbound; () otherwise
         self.inputs: tuple[Any, ...] = ()
         #: its row of the decision log; None: the log finds it by key

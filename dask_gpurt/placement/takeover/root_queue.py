@@ -59,7 +59,8 @@ class RootQueue:
     waits
         ``(ts) -> bool``: whether a ready root is to be queued for a particular worker.
     pull
-        ``(ws) -> TaskState | None``: the queued task that this worker should run; None: none in particular.
+        ``(ws, ahead) -> TaskState | None``: the queued task that this worker should run; None: none in particular. With
+        `ahead` it has no free slot, and None means none at all.
     pending
         How many tasks `pull` could name at most; 0 skips the offers.
     worth
@@ -85,7 +86,7 @@ class RootQueue:
         seam: Seam,
         *,
         waits: Callable[[TaskState], bool],
-        pull: Callable[[WorkerState], TaskState | None],
+        pull: Callable[[WorkerState, bool], TaskState | None],
         pending: Callable[[], int],
         worth: Callable[[WorkerState], bool],
         held: Callable[[TaskState], bool],
@@ -180,16 +181,15 @@ class RootQueue:
                     if ts is None or not self._send(ts, ws, stimulus_id):
                         break
                     given += 1
-            if not s.validate:
-                for ws in self._waiting_for_inputs():
-                    ts = self._offer(ws) if queued else None
-                    # A root that needs inputs from elsewhere as well would only wait beside the others.
-                    if ts is not None and all(ws in d.who_has for d in ts.dependencies):
-                        self._send(ts, ws, stimulus_id)
-            if first_deal and given and queued and self._waits(queued.peek()):
-                return
         if s.validate:
             self._stock_pump(stimulus_id=stimulus_id)
+            return
+        for ws in self._hungry_workers():
+            ts = self._offer(ws, ahead=True) if queued else None
+            # A root that needs inputs from elsewhere as well would only wait beside the others.
+            if ts is not None and all(ws in d.who_has for d in ts.dependencies):
+                self._send(ts, ws, stimulus_id)
+        if first_deal and given and queued and self._waits(queued.peek()):
             return
         while idle and queued and not self._is_held():
             ts = queued.peek()
@@ -235,10 +235,10 @@ class RootQueue:
             self._chosen.clear()
         return bool(ts.state == "processing")
 
-    def _offer(self, ws: WorkerState) -> TaskState | None:
-        """The task that a worker with a free slot pulls, checked; None: none in particular."""
+    def _offer(self, ws: WorkerState, ahead: bool = False) -> TaskState | None:
+        """The task that a worker pulls, checked; None: none in particular."""
         try:
-            ts = self._pull(ws)
+            ts = self._pull(ws, ahead)
             if ts is None or (ts.state == "queued" and self.scheduler.tasks.get(ts.key) is ts):
                 return ts
             self.seam.failed(self.part.name, "rejected", f"{ts!r} is not queued")
@@ -265,7 +265,7 @@ class RootQueue:
             self.seam.failed(self.part.name)
             return False
 
-    def _waiting_for_inputs(self) -> list[WorkerState]:
+    def _hungry_workers(self) -> list[WorkerState]:
         s = self.scheduler
         try:
             hungry = self._hungry()

@@ -26,8 +26,11 @@ from dask_gpurt.memory.malloc import heap
 from dask_gpurt.memory.pages import pages
 from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.rows import arrow_dtypes, gather
+from dask_gpurt.shuffle.rows.pickled_columns import fixed_in, index_names, irregular, restored, unified
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from dask_gpurt.shuffle.rows.schema import KnownSchema
     from dask_gpurt.shuffle.rows.slices import Letters, Piece, Slice
 
@@ -48,7 +51,7 @@ class Assembler:
     """
 
     def __init__(self, meta: pd.DataFrame) -> None:
-        self._meta = meta
+        self._meta, self._fixed = meta, fixed_in(meta)
         #: schema -> the frame that its data becomes; None: only the general way will do
         self._templates: dict[KnownSchema, Template | None] = {}
 
@@ -63,8 +66,9 @@ class Assembler:
 
         Raises
         ------
-        pyarrow.ArrowException
-            Pieces whose types have no common one, as Dask's own P2P raises.
+        TypeError, pyarrow.ArrowException
+            A pickled value cannot be made again here. Pieces of a column with a dtype have no common type, as in Dask's
+            own P2P.
         """
         ordered = sorted(pieces, key=lambda piece: piece[0])
         pieces.clear()
@@ -89,13 +93,22 @@ class Assembler:
                 large = sum(s.high - s.low for s in slices) * shape.row_bytes >= LARGE_BYTES
                 piecewise = large and all(s.rows.views[i].offsets is not None for s in slices for _, i in shape.text)
                 return built(slices, shape) if piecewise else joined(slices, shape)
-        return general([s.table() for s in slices], self._meta)
+        odd = irregular(frozenset(s.rows.schema for s in slices), self._fixed)
+        return general([s.table() for s in slices], self._meta, odd)
 
 
-def general(tables: list[pa.Table], meta: pd.DataFrame) -> pd.DataFrame:
-    """Make a frame of any types, by Arrow. At least one table; empties the list."""
+def general(tables: list[pa.Table], meta: pd.DataFrame, pickled: Collection[str] = ()) -> pd.DataFrame:
+    """Make a frame of any types, by Arrow. At least one table; empties the list.
+
+    Parameters
+    ----------
+    pickled
+        Columns that the tables cannot have in common unless they are pickled.
+    """
     import pyarrow as pa
 
+    if pickled:
+        tables = list(unified(tables, pickled))
     table = pa.concat_tables(tables, promote_options="permissive")
     single = len(tables) == 1
     tables.clear()
@@ -103,12 +116,15 @@ def general(tables: list[pa.Table], meta: pd.DataFrame) -> pd.DataFrame:
     for i, field in enumerate(table.schema):
         if single or field.name in keep or _is_text(field.type):
             table = table.set_column(i, field, _owned(table.column(i)))
-    as_is = arrow_dtypes.columns(table, meta)
+    index = index_names(table)
+    regular = meta.drop(columns=[name for name in pickled if name in meta]) if pickled else meta
+    as_is = arrow_dtypes.columns(table, regular)
     _, from_arrow = seam.shuffle_tables()
     if not as_is:
-        return _reconciled(from_arrow(meta, table, self_destruct=True), meta)
+        return _reconciled(restored(from_arrow(meta, table, self_destruct=True), pickled, index, meta), meta)
     names, table = table.column_names, arrow_dtypes.without(table, as_is)
-    rest = _reconciled(from_arrow(meta, table, self_destruct=True), meta.drop(columns=list(as_is)))
+    rest = restored(from_arrow(meta, table, self_destruct=True), pickled, index, meta)
+    rest = _reconciled(rest, meta.drop(columns=list(as_is)))
     return arrow_dtypes.inserted(rest, as_is, names, meta)
 
 

@@ -13,6 +13,7 @@ from dask_gpurt.shuffle.rows import coalesce, wire
 from dask_gpurt.shuffle.rows.assemble import Assembler
 from dask_gpurt.shuffle.rows.message_cut import cut
 from dask_gpurt.shuffle.rows.partition import copied, split
+from dask_gpurt.shuffle.rows.pickled_columns import fixed_in
 from dask_gpurt.shuffle.rows.received_chunk import ReceivedChunk
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ class PandasRows:
 
     def __init__(self, meta: pd.DataFrame, column: str, drop_column: bool, cut_bytes: int) -> None:
         self._column, self._drop_column, self._cut_bytes = column, drop_column, cut_bytes
+        self._fixed = fixed_in(meta)
         self.assemble: Callable[[list[Any]], pd.DataFrame] = Assembler(
             meta.drop(columns=column) if drop_column else meta
         )
@@ -108,7 +110,7 @@ class PandasRows:
 
     def split(self, data: pd.DataFrame, input_id: int, layout: OutputLayout) -> Iterable[tuple[str, Shard]]:
         """See `partition.split`."""
-        return split(data, self._column, self._drop_column, input_id, layout)
+        return split(data, self._column, self._drop_column, input_id, layout, self._fixed)
 
     def encoder(self) -> Callable[[Shard], list[Parcel]]:
         """See `RowKind`; the schema is looked up for the first shard."""

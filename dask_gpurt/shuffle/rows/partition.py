@@ -33,6 +33,7 @@ from dask_gpurt.memory.malloc import heap
 from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.rows import gather
 from dask_gpurt.shuffle.rows.arrow_buffers import pieces_of
+from dask_gpurt.shuffle.rows.pickled_columns import table_of
 from dask_gpurt.shuffle.rows.schema import known_schema, schema_of
 
 if TYPE_CHECKING:
@@ -204,7 +205,12 @@ class Shard:
 
 
 def split(
-    data: pd.DataFrame, column: str, drop_column: bool, input_id: int, layout: OutputLayout
+    data: pd.DataFrame,
+    column: str,
+    drop_column: bool,
+    input_id: int,
+    layout: OutputLayout,
+    fixed: frozenset[str] = frozenset(),
 ) -> Iterator[tuple[str, Shard]]:
     """Yield (worker address, shard), one or several in a row for every worker that gets rows.
 
@@ -220,11 +226,13 @@ def split(
         Id that the shards get.
     layout
         Which worker gets which output.
+    fixed
+        Columns that are not pickled, see `pickled_columns.fixed_in`.
 
     Raises
     ------
-    pyarrow.ArrowException
-        Data that Arrow cannot hold, as stock's P2P raises.
+    TypeError, pyarrow.ArrowException
+        See `pickled_columns.table_of`.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -235,7 +243,7 @@ def split(
     plain = gather.plan(data, column if drop_column else None, layout.schemas)
     if plain is None:
         to_arrow, _ = seam.shuffle_tables()
-        table = _prepared(to_arrow(data.drop(columns=column) if drop_column else data, preserve_index=True))
+        table = _prepared(table_of(data.drop(columns=column) if drop_column else data, to_arrow, fixed))
     row_bytes = (table.nbytes if plain is None else plain.nbytes) / len(data)
     least_bytes = max(SHARD_BYTES, COLUMN_BYTES * data.shape[1])
     known = schema_of(table.schema) if plain is None else known_schema(plain.schema)

@@ -1,8 +1,8 @@
 """What follows from an Arrow schema, found once for all shards that have it.
 
 `schema_of` and `known_schema` give a `KnownSchema`, which is compared by identity: a dict of them costs no look at the
-columns. It says of every column how its values are viewed without a copy. `has_dictionary` finds the types that no
-schema describes in full.
+columns. It says of every column how its values are viewed without a copy, and which are pickled. `has_dictionary` finds
+the types that no schema describes in full.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import json
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +18,8 @@ import numpy as np
 from dask_gpurt.shuffle.rows.identity_cache import ByObject
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import pyarrow as pa
 
 
@@ -27,6 +30,8 @@ class Special(enum.Enum):
     BITS = "bits"
 
 
+#: key of the metadata of a schema: JSON list of the names of the fields whose values are pickled
+PICKLED = b"gpurt.pickled"
 #: how a column is viewed: as values of a dtype, in one of the special ways, or (None) not at all
 View = np.dtype[Any] | Special | None
 
@@ -41,6 +46,8 @@ class KnownSchema:
     schema: pa.Schema
     #: how each field is viewed
     kinds: tuple[View, ...]
+    #: names of fields whose values are pickled, see `pickled_columns`
+    pickled: frozenset[str]
 
 
 def schema_of(schema: pa.Schema) -> KnownSchema:
@@ -48,9 +55,14 @@ def schema_of(schema: pa.Schema) -> KnownSchema:
     return _known(schema, tuple((schema.metadata or {}).items()))
 
 
+def pickled_in(metadata: Iterable[tuple[bytes, bytes]]) -> frozenset[str]:
+    """Names of the pickled fields, by the metadata of a schema."""
+    return frozenset(name for key, value in metadata if key == PICKLED for name in json.loads(value))
+
+
 @functools.lru_cache(maxsize=256)
 def _known(schema: pa.Schema, metadata: tuple[tuple[bytes, bytes], ...]) -> KnownSchema:
-    return KnownSchema(schema, tuple(_view(field.type) for field in schema))
+    return KnownSchema(schema, tuple(_view(field.type) for field in schema), pickled_in(metadata))
 
 
 #: as `schema_of`, faster for a schema object that comes many times

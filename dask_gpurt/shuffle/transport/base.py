@@ -23,6 +23,8 @@ from dask_gpurt.shuffle.transport.quiet_log import QuietLog
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
+    from distributed import Security
+
     from dask_gpurt.memory.pages import Pages
     from dask_gpurt.shuffle.transport.ioloop import IoLoop
     from dask_gpurt.shuffle.transport.link.events import Close, Instruction
@@ -202,6 +204,8 @@ class Services:
     on_message: Callable[[RunKey, str, list[Any], int, Callable[[str], None]], None]
     #: (transport, peer's address or "", reason, violation): called when a link is gone that had not ended in order
     on_loss: Callable[[str, str, str, bool], None]
+    #: certificates of this worker, and what it asks of those of others; None: there are none
+    security: Security | None = None
 
 
 class OutboundLink(Protocol):

@@ -44,6 +44,7 @@ from dask_gpurt.shuffle.transport.select.selector import INPROC, SAFE, Locality,
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
+    from distributed import Security
     from distributed.worker import Worker
 
     from dask_gpurt.config import ShuffleSettings
@@ -58,10 +59,14 @@ QUESTIONS = frozenset({AskCard.HEAD[KIND], AskCredit.HEAD[KIND]})
 _PEERS = 4096
 
 
-class HasAddress(Protocol):
+class PlaneHost(Protocol):
     """A worker, as far as its plane must know it."""
 
     address: str
+
+    @property
+    def security(self) -> Security | None:
+        """Its certificates."""
 
 
 class RunSender(Protocol):
@@ -77,7 +82,7 @@ class Plane:
     Parameters
     ----------
     worker
-        Has an address.
+        Has an address, and certificates if its address is encrypted.
     settings
         Of the shuffle.
     count
@@ -87,9 +92,10 @@ class Plane:
     """
 
     def __init__(
-        self, worker: HasAddress, settings: ShuffleSettings, count: Callable[..., None], unsent_bytes: int
+        self, worker: PlaneHost, settings: ShuffleSettings, count: Callable[..., None], unsent_bytes: int
     ) -> None:
         self.address = worker.address
+        self._security = worker.security
         self.settings = settings
         self._count = count
         self._loop = asyncio.get_running_loop()
@@ -120,6 +126,7 @@ class Plane:
             secret_of=self._secrets.get,
             on_message=functools.partial(self.inbox.on_message, name=name),
             on_loss=self._on_loss,
+            security=self._security,
         )
 
     # ---- runs
@@ -308,8 +315,9 @@ class Plane:
             place = locality_of(card.process, card.host)
             able = [INPROC] if place is Locality.PROCESS else []
             # What the peer permits is not enough: its configuration may be another one.
-            able += [name for name in ("ucx", "tcp") if card.endpoints.get(name) and self.transports.allowed(name)]
-            chooser = self._choosers[peer] = TransportChooser(place, able, self.settings.transport)
+            ways = [name for name in ("ucx", "tcp", "tls") if card.endpoints.get(name)]
+            able += filter(self.transports.allowed, ways)
+            chooser = self._choosers[peer] = TransportChooser(place, able, self.transports.forced)
         return Route(card, chooser, Header(key, self._secrets.get(key, b"")), self._squeezer.able(chooser, card.codecs))
 
     # ---- receiving

@@ -1,9 +1,10 @@
 """Open the transports of a worker: each when a run first needs it, once, off the event loop.
 
-Sockets of the package's own send in plaintext. They are opened only where the worker's address has a scheme that is
-known to be plaintext (`PLAINTEXT`), and ``distributed.comm.require-encryption`` is not set. Any other scheme (``tls``,
-``wss``, that of a plugin) counts as encrypted. The setting ``allow-plaintext-ucx`` permits UCX there. A transport that
-cannot be opened is not tried again, and is logged once.
+What a cluster encrypts is never sent in plaintext. Sockets without TLS are opened only where the worker's address has a
+scheme that is known to be plaintext (`PLAINTEXT`), and ``distributed.comm.require-encryption`` is not set. Any other
+scheme counts as encrypted: with ``tls`` and ``wss`` (`CERTIFIED`) the same sockets are opened under TLS, with the
+worker's certificates; with that of a plugin none are. The setting ``allow-plaintext-ucx`` permits UCX there. A
+transport that cannot be opened is not tried again, and is logged once.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ logger = logging.getLogger("distributed.worker.gpurt")
 
 #: schemes of worker addresses whose comms are not encrypted. An allow-list: a scheme that is not known may be encrypted
 PLAINTEXT = frozenset({"inproc", "tcp", "ucx", "ucxx", "ws"})
+#: schemes of worker addresses whose workers have certificates, and a host and a port
+CERTIFIED = frozenset({"tls", "wss"})
 
 
 def make(name: str, services: Services, ports: tuple[int, int] = (0, 0)) -> Transport:
@@ -45,10 +48,11 @@ def make(name: str, services: Services, ports: tuple[int, int] = (0, 0)) -> Tran
     TransportUnavailable
         It cannot be used here.
     """
-    if name == "tcp":
+    if name in ("tcp", "tls"):
         from dask_gpurt.shuffle.transport.tcp.transport import TcpTransport
 
-        return TcpTransport(services, str(get_address_host(services.address)), pages, ports=ports)
+        host = str(get_address_host(services.address))
+        return TcpTransport(services, host, pages, ports=ports, tls=name == "tls")
     from dask_gpurt.shuffle.transport.ucx.transport import UcxTransport
 
     return UcxTransport(services, pages)
@@ -96,12 +100,22 @@ class OpenTransports:
         """Whether a transport may be used on this cluster, to send and to receive."""
         if name == "ucx":
             return not self.encrypted or self._settings.allow_plaintext_ucx
+        if name == "tls":
+            return self.encrypted and self._scheme in CERTIFIED
         return name == "tcp" and not self.encrypted and self._scheme != "inproc"
+
+    def _sealed(self, name: str) -> str:
+        return "tls" if name == "tcp" and self.encrypted else name
+
+    @property
+    def forced(self) -> str:
+        """The only transport to use besides the safe path, or ``auto``."""
+        return self._sealed(self._settings.transport)
 
     def wanted(self, place: Locality) -> list[str]:
         """Transports to open for a peer at this place."""
-        forced = self._settings.transport
-        return [name for name in (candidates(place) if forced == "auto" else [forced]) if self.allowed(name)]
+        names = candidates(place) if self.forced == "auto" else [self.forced]
+        return [name for name in map(self._sealed, names) if self.allowed(name)]
 
     async def get(self, name: str) -> Transport | None:
         """The transport of this name, opened if it is not; None: it is not available here."""

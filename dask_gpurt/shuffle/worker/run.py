@@ -47,6 +47,7 @@ from dask_gpurt.shuffle.worker.handover import Handover
 from dask_gpurt.shuffle.worker.output_builder import OutputBuilder
 from dask_gpurt.shuffle.worker.owners import Owners
 from dask_gpurt.shuffle.worker.peer_calls import PeerCalls
+from dask_gpurt.shuffle.worker.phases import phase
 from dask_gpurt.shuffle.worker.receiver import Receiver
 from dask_gpurt.shuffle.worker.resend import Resender
 from dask_gpurt.shuffle.worker.scheduler_calls import SchedulerCalls
@@ -186,17 +187,18 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
 
     def add_partition(self, data: Any, partition_id: int, **kwargs: Any) -> int:
         """Split an input and send it. As inherited, with a cheaper way to the event loop."""
-        self.raise_if_closed()
-        if self.transferred:
-            raise RuntimeError(f"Cannot add more partitions to {self}")
-        self.validate_data(data)
-        with self._capture_metrics("foreground"):
-            with (
-                seam.context_meter.meter("p2p-shard-partition-noncpu"),
-                seam.context_meter.meter("p2p-shard-partition-cpu", func=seam.thread_time),
-            ):
-                shards = self._shard_partition(data, partition_id)
-            seam.sync(self._loop, self._write_to_comm, shards)
+        with phase(self, "transfer", f"input partition {partition_id}"):
+            self.raise_if_closed()
+            if self.transferred:
+                raise RuntimeError(f"Cannot add more partitions to {self}")
+            self.validate_data(data)
+            with self._capture_metrics("foreground"):
+                with (
+                    seam.context_meter.meter("p2p-shard-partition-noncpu"),
+                    seam.context_meter.meter("p2p-shard-partition-cpu", func=seam.thread_time),
+                ):
+                    shards = self._shard_partition(data, partition_id)
+                seam.sync(self._loop, self._write_to_comm, shards)
         return self.run_id
 
     def _shard_partition(self, data: Any, partition_id: int, **kwargs: Any) -> Outgoing:
@@ -213,16 +215,17 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         The first is made only for an output that does not belong here; the second waits for writes to a disk, of which
         this run has none.
         """
-        self._outputs.check_place(partition_id, key)
-        # Opened again, a run takes inputs once more while it makes the outputs that were complete.
-        if not self.transferred and self._counting.opened is None:
-            raise RuntimeError("`get_output_partition` called before barrier task")
-        with (
-            self._capture_metrics("foreground"),
-            seam.context_meter.meter("p2p-get-output-noncpu"),
-            seam.context_meter.meter("p2p-get-output-cpu", func=seam.thread_time),
-        ):
-            return self._get_output_partition(partition_id, key, **kwargs)
+        with phase(self, "unpack", f"output partition {partition_id}"):
+            self._outputs.check_place(partition_id, key)
+            # Opened again, a run takes inputs once more while it makes the outputs that were complete.
+            if not self.transferred and self._counting.opened is None:
+                raise RuntimeError("`get_output_partition` called before barrier task")
+            with (
+                self._capture_metrics("foreground"),
+                seam.context_meter.meter("p2p-get-output-noncpu"),
+                seam.context_meter.meter("p2p-get-output-cpu", func=seam.thread_time),
+            ):
+                return self._get_output_partition(partition_id, key, **kwargs)
 
     def _get_output_partition(self, partition_id: int, key: Hashable, **kwargs: Any) -> Any:
         return self._outputs.build(partition_id, key)
@@ -251,8 +254,9 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
 
     async def barrier(self, run_ids: Sequence[int]) -> int:
         """Tell the scheduler that all inputs are split, and wait until the barrier has passed."""
-        self.raise_if_closed()
-        await self._scheduler_calls.barrier(all(run_id == self.run_id for run_id in run_ids))
+        with phase(self, "barrier"):
+            self.raise_if_closed()
+            await self._scheduler_calls.barrier(all(run_id == self.run_id for run_id in run_ids))
         return self.run_id
 
     async def inputs_done(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 import traceback
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from dask_gpurt.shuffle.worker.host import RunHost
     from dask_gpurt.shuffle.worker.owners import Owners
     from dask_gpurt.shuffle.worker.send_log import SendLog
+
+logger = logging.getLogger("distributed.worker.gpurt")
 
 
 class Splitter:
@@ -37,7 +40,7 @@ class Splitter:
     rows
         Splits and encodes.
     counters
-        `inputs`, `skew_unknown` and the seconds of both steps.
+        `inputs`, `skew_unknown`, `values_pickled` and the seconds of both steps.
     """
 
     def __init__(
@@ -56,6 +59,8 @@ class Splitter:
         self._counters = counters
         #: rows of each output in the inputs that were split here
         self.histogram = Histogram(max(owners.worker_for, default=-1) + 1)
+        #: columns that were pickled in one of its inputs
+        self._pickled: set[str] = set()
 
     def split(self, data: Any, partition: int) -> Outgoing:
         """Split an input and make its shards ready to be sent.
@@ -78,6 +83,7 @@ class Splitter:
         first_id = shard_id(partition, out.attempt, out.attempt)
         shards = list(self._rows.split(data, first_id, self._owners.layout))
         self._count(data, shards)
+        self._say_pickled(data, shards)
         middle = time.perf_counter()
         nbytes = self._encode(shards, first_id, out)
         self._counters.add(inputs=1, seconds_partition=middle - start, seconds_encode=time.perf_counter() - middle)
@@ -95,6 +101,20 @@ class Splitter:
             # A user's own type that cannot be counted: a report of the skew then names no value.
             self._counters.add(skew_unknown=1)
             self._counters.last_error = traceback.format_exc()
+
+    def _say_pickled(self, data: Any, shards: list[tuple[str, Shard]]) -> None:
+        known = shards[0][1].known if shards else None
+        if known is None or not known.pickled:
+            return
+        self._counters.add(values_pickled=len(data) * len(known.pickled))
+        if new := known.pickled - self._pickled:
+            self._pickled |= new
+            logger.warning(
+                "%s: Arrow cannot hold the values of %s, so they are sent pickled, one by one. Remedy, if that is too "
+                "slow: give the column one type before the shuffle",
+                self._host,
+                ", ".join(map(repr, sorted(new))),
+            )
 
     def _encode(self, shards: list[tuple[str, Shard]], first_id: int, out: Outgoing) -> int:
         """Cut and encode the shards for other workers; returns their bytes."""

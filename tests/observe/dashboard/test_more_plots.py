@@ -11,7 +11,7 @@ pytest.importorskip("bokeh")
 from bokeh.document import Document
 
 from dask_gpurt.observe.collect.causes import CAUSES
-from dask_gpurt.observe.dashboard import pages
+from dask_gpurt.observe.dashboard import pages, stalls
 from dask_gpurt.observe.figures.history import POINTS, USES
 from dask_gpurt.observe.figures.shuffle_progress import Progress
 from tests.observe.fakes import FakeScheduler, MiB, figures, give_feed, heartbeat
@@ -37,11 +37,14 @@ def test_stalls_stack_to_the_number_of_slots(scheduler: FakeScheduler, monkeypat
     assert set(data["network"]) == {1.0}
     assert set(data["memory"]) == {0.0}
     assert set(data["total"]) == {4.0}
-    assert made.headline.text == "busy 62% · waiting for input 25% · skewed task 12%"
+    assert made.said == (
+        "Busy 62% of the time; most is lost to “waiting for input”: a task is here, and its inputs are on their way "
+        "from other workers.\nlast 30 s: busy 62% · waiting for input 25% · skewed task 12%"
+    )
     # The legend has what is there, and nothing else.
-    assert [label in made.legend.text for label in ("busy", "waiting for input", "memory", "skewed task")] == [
-        *(True, True, False, True)
-    ]
+    assert [text in made.legend.text for text, *_ in stalls.GROUPS] == [True, True, False, True, False, False]
+    assert set(data["group1"]) == {1.0}
+    assert set(data["group3"]) == {0.5}
 
 
 def test_lumps_of_slot_seconds_do_not_change_the_number_of_slots(
@@ -72,7 +75,10 @@ def test_tiers_over_time_show_only_tiers_that_are_there(
     made = pages.TierHistory(scheduler)
     made.update()
     assert [entry.visible for entry in made.entries] == [False, True, True, False]
-    assert made.headline.text == "host 5.00 MiB · disk 1.00 MiB · peak 6.00 MiB"
+    assert made.said == (
+        "17% of the data does not fit into memory and was moved out of it.\n"
+        "host 5.00 MiB · disk 1.00 MiB · peak 6.00 MiB"
+    )
     scheduler.workers[a].metrics["gpurt"] = {"host_bytes": MiB, "disk_bytes": 0, "device_bytes": 7 * MiB}
     clock.now += 1
     feed.tick()
@@ -97,7 +103,10 @@ def test_accuracy_shows_the_newest_by_what_they_moved(
     assert made.points["local"].data == {"predicted": [0.02, 1e-4], "actual": [0.05, 1e3]}  # the last at the edges
     assert made.points["moved"].data == {"predicted": [3.0], "actual": [2.0]}
     assert (made.figure.x_range.start, made.figure.x_range.end) == (pytest.approx(1e-4), pytest.approx(1e4))
-    assert made.headline.text == "actual / predicted: median 1.25 of 1,000 tasks"
+    assert made.said == (
+        "Predictions are good: the median task takes 1.25x the time predicted.\n"
+        "actual / predicted: median 1.25 of 1,000 tasks"
+    )
 
 
 def test_a_slow_link_has_a_colour_of_its_own(scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +122,10 @@ def test_a_slow_link_has_a_colour_of_its_own(scheduler: FakeScheduler, monkeypat
     assert [(s, t) for s, t in zip(made.slow.data["source"], made.slow.data["target"], strict=True)] == [("a", "c")]
     assert made.slow.data["measured"] == ["25.00 MiB/s"]
     assert len(made.usual.data["x"]) == 3
-    assert made.headline.text == "400.00 MiB · median 100.00 MiB/s · nominal none: one host"
+    assert made.said == (
+        "1 of 4 pairs slow: under half of the median bandwidth.\n"
+        "400.00 MiB · median 100.00 MiB/s · nominal none: one host"
+    )
 
 
 def test_measured_stands_next_to_nominal(scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +140,7 @@ def test_measured_stands_next_to_nominal(scheduler: FakeScheduler, monkeypatch: 
     made.update()
     assert made.usual.data["text"] == ["625.00 MiB\n625.00 MiB/s (52%)"]
     assert made.usual.data["nominal"] == ["10 Gbit/s, of which 52% measured"]
-    assert made.headline.text.endswith("nominal 10 Gbit/s")
+    assert made.said.endswith("nominal 10 Gbit/s")
 
 
 def test_slow_workers_come_first_and_are_named(scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,11 +154,13 @@ def test_slow_workers_come_first_and_are_named(scheduler: FakeScheduler, monkeyp
     assert made.slow.data["y"] == [0, 1]
     assert made.fast.data["name"] == ["w0", "w2"]
     assert made.fast.data["y"] == [2, 3]
-    assert made.headline.text == "2 slow of 4 · slowest w3: 0.40x · 1 to be measured"
+    assert made.said == (
+        "2 of 4 workers slow; slowest is w3 at 0.40x.\n1 class of node · 0.40x to 1.10x · 1 to be measured"
+    )
     told["placement"]["speeds"] = dict.fromkeys(addresses, 1.0)
     made.update()
     assert made.slow.data["name"] == []
-    assert made.headline.text == "none slow of 5 · 1 class of node · 1.00x to 1.00x"
+    assert made.said == "No worker of 5 is slow.\n1 class of node · 1.00x to 1.00x"
 
 
 def test_progress_of_runs_and_sizes_of_outputs(scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +177,10 @@ def test_progress_of_runs_and_sizes_of_outputs(scheduler: FakeScheduler, monkeyp
     assert made.bars.data["text"][0] == "2/8 inputs · 0/4 outputs · 7 B"
     assert sum(made.bins.data["count"]) == 10
     assert made.bins.data["count"] == [9, 1]
-    assert made.headline.text == "1 active · outputs: median 1.00 MiB, largest 20.0x"
+    assert made.said == (
+        "1 shuffle under way; outputs are uneven, the largest 20.0x the median.\n"
+        "outputs: median 1.00 MiB, largest 20.0x"
+    )
 
 
 def test_the_overview_of_a_hundred_workers_is_bounded(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dask_gpurt.observe.figures.shuffle_progress import RUNS, Progress, Shuffles
+from dask_gpurt.observe.figures.shuffle_progress import ENDED_SECONDS, RUNS, Progress, Shuffles
 
 
 class _Scheduler:
@@ -84,3 +84,17 @@ def test_without_shuffles(plugins: Any) -> None:
     runs.look(SimpleNamespace(plugins=plugins))
     runs.look(SimpleNamespace())
     assert list(runs) == []
+
+
+def test_a_run_that_ended_leaves_after_a_while() -> None:
+    clock = [100.0]
+    scheduler, runs = _Scheduler(), Shuffles(lambda: clock[0])
+    scheduler.start("s")
+    scheduler.start("other")
+    runs.look(scheduler)
+    del scheduler.shuffle.active_shuffles["s"]
+    for second, left in ((0.0, 2), (ENDED_SECONDS - 1, 2), (ENDED_SECONDS + 1, 1)):
+        clock[0] = 100.0 + second
+        runs.look(scheduler)
+        assert len(runs) == left
+    assert _only(runs).id == "other", "one that runs stays"

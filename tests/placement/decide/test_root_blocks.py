@@ -181,6 +181,37 @@ def test_far_blocks_are_only_taken_when_allowed() -> None:
     assert asked == [("b", 8)]
 
 
+@pytest.mark.parametrize(("nbytes", "shared"), [(1000, True), (10**7, False)])
+def test_roots_that_read_one_light_source_begin_their_graph(nbytes: int, shared: bool) -> None:
+    """As all chunks of a zarr array read the array object. A heavy source is not copied to each worker for this."""
+    source = Task("source", 0)
+    source.get_nbytes = lambda: nbytes  # type: ignore[attr-defined]
+    reads = [Task(f"read{i}", 2 * i + 1, source) for i in range(44)]
+    joins = [Task(f"join{i}", 2 * (i + 4), *reads[i : i + 4]) for i in range(0, 44, 4)]
+    g = RootBlocks()
+    g.arrived([source, *reads, *joins], lambda: members("a", "b"), is_root=lambda t: t.group == "read")
+    assert not len(g), "it is not known yet how heavy the source is"
+    source.state = "memory"
+    for t in reads:
+        t.state = "waiting"
+    assert g.waits(reads[0]) is shared
+    owners = [g.owner(t.key) for t in reads]
+    assert owners == (["a"] * 20 + ["b"] * 24 if shared else [None] * 44), "cut by what the whole graph joins"
+
+
+def test_what_waits_for_computed_data_is_no_beginning() -> None:
+    source = Task("source", 0)
+    model = Task("model", 1, source)
+    model.get_nbytes = lambda: 1000  # type: ignore[attr-defined]
+    reads = [Task(f"read{i}", i + 2, model) for i in range(12)]
+    g = RootBlocks()
+    g.arrived([source, model, *reads], lambda: members("a", "b"), is_root=lambda t: t.group == "read")
+    model.state = "memory"
+    for t in reads:
+        t.state = "waiting"
+    assert not g.waits(reads[0]), "nothing says that pieces would save anything"
+
+
 def test_a_graph_that_came_before_the_workers_is_shared_out() -> None:
     g, tasks = arrive(sums(16, 4), [])
     assert pull_all(g, tasks, "first", 1) == ["r8"]
@@ -427,7 +458,7 @@ def test_wrong_pulls_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
     @gen_cluster(client=True, nthreads=FOUR, config={"distributed.scheduler.validate": False}, timeout=60)
     async def run(c: Any, s: Scheduler, *workers: Worker) -> None:
-        monkeypatch.setattr(engine.Engine, "pull", lambda self, ws: Elsewhere())
+        monkeypatch.setattr(engine.Engine, "pull", lambda self, ws, ahead=False: Elsewhere())
         plugin = await install(s)
         dsk, out, right = sum_graph(96, 6)
         assert await c.gather(c.get(dsk, out, sync=False)) == [right[k] for k in out]

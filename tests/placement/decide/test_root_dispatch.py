@@ -251,6 +251,31 @@ def test_what_waits_for_a_worker_waits_behind_a_long_root() -> None:
     assert engine.root_dispatch.hungry() == [], "a few take most of the time, however short most of them are"
 
 
+def test_short_roots_that_nobody_owns_are_sent_ahead_too() -> None:
+    """As of a plain map over many small arguments, or of tasks that all read one input."""
+    engine, (a, *_) = rig(memory_limit=10**9)
+    for i in range(9):
+        root = FakeTask(f"map-{i}")
+        root.state, root.priority = "queued", (0, 1, i)  # type: ignore[attr-defined]
+        engine.scheduler.queued.append(root)
+    first, second, third = engine.scheduler.queued[:3]
+    for done in (first, second):
+        engine.scheduler.queued.remove(done)
+        assign(engine, done, a, queued=True)
+        finish(engine, done, 0.001, nbytes=1000)
+    assert engine.root_dispatch.hungry() == [a, a], "learned from a queued task without a block"
+    assert engine.pull(a) is None, "stock's choice where a slot is free"
+    assert engine.pull(a, ahead=True) is third
+
+
+def test_what_others_own_is_not_sent_ahead() -> None:
+    engine, (a, b, *_) = rig()
+    own(engine, b, 1)
+    engine.workers.by_address[b.address].slowness = 1.0
+    assign(engine, FakeTask("busy"), b)
+    assert engine.pull(a, ahead=True) is None
+
+
 def test_slots_full_of_short_followers_do_not_keep_a_root_away() -> None:
     engine, (a, *_) = rig(memory_limit=10**9)
     info = engine.workers.all.items[0]
@@ -297,7 +322,7 @@ def test_the_last_roots_are_not_queued_behind_a_busy_thread() -> None:
     assert engine.worth(c), "what it is busy with is no root"
     engine.root_dispatch.root_done(engine.workers.all.items[0], 1.0, 10**11)
     assert engine.worth(a), "nobody else would take what is so dear to send"
-    engine.root_dispatch._root = 1.0, 1000
+    engine.root_dispatch._owned.seconds, engine.root_dispatch._owned.nbytes = 1.0, 1000
     assert not engine.worth(a)
 
 
@@ -310,7 +335,8 @@ def test_a_long_root_is_not_queued_before_what_follows_the_one_before() -> None:
     assert engine.worth(a)
     FakeTask("slice", second)
     assert not engine.worth(a)
-    engine.root_dispatch._root = root_dispatch.LONG_SECONDS / 2, 10**11
+    engine.root_dispatch._owned.seconds = root_dispatch.LONG_SECONDS / 2
+    engine.root_dispatch._owned.nbytes = 10**11
     assert engine.worth(a), "a message's time is a good part of its own"
 
 

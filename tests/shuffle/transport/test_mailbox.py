@@ -167,6 +167,7 @@ class Run:
 
 class Worker:
     address = "tcp://127.0.0.1:1"
+    security = None
 
 
 def test_messages_are_stored_by_few_tasks_and_none_waits_for_another():

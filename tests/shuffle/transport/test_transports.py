@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import os
 import signal
 import socket
@@ -43,17 +44,38 @@ try:
 except ImportError:
     HAS_UCX = False
 needs_ucx = pytest.mark.skipif(not HAS_UCX, reason="needs ucxx")
-WAYS = ["tcp", pytest.param("ucx", marks=needs_ucx)]
+WAYS = ["tcp", "tls", pytest.param("ucx", marks=needs_ucx)]
+
+
+@functools.cache
+def certificates() -> Security:
+    return Security.temporary()
 
 
 def with_transport(name: str, **more: Any) -> ShuffleSettings:
-    return ShuffleSettings(enabled=True, transport=name, **more)
+    """The settings that force a way; under TLS, sockets are sealed by themselves."""
+    return ShuffleSettings(enabled=True, transport="tcp" if name == "tls" else name, **more)
+
+
+def cluster_for(way: str) -> dict[str, Any]:
+    """For `gen_cluster`: two workers that can use this way."""
+    if way not in ("tls", "wss"):
+        return TWO
+    protocol = {"protocol": way}
+    return TWO | {"security": certificates(), "scheduler_kwargs": protocol, "worker_kwargs": protocol}
 
 
 class Node:
     """One end: a transport, and messages kept for `hold_seconds` before they are said to be stored."""
 
-    def __init__(self, kind: str, address: str, budget: int = 1 << 22, hold_seconds: float = 0.0) -> None:
+    def __init__(
+        self,
+        kind: str,
+        address: str,
+        budget: int = 1 << 22,
+        hold_seconds: float = 0.0,
+        security: Security | None = None,
+    ) -> None:
         self.received: list[bytes] = []
         self.losses: list[tuple[str, str, bool]] = []
         self.gate = ReceiveGate(budget)
@@ -66,11 +88,12 @@ class Node:
             secret_of=lambda run: SECRET if run == RUN else None,
             on_message=self.message,
             on_loss=lambda name, peer, reason, violation: self.losses.append((peer, reason, violation)),
+            security=security or certificates(),
         )
         pool = Pages(system())
         self.transport: Any
-        if kind == "tcp":
-            self.transport = TcpTransport(services, "127.0.0.1", pool)
+        if kind in ("tcp", "tls"):
+            self.transport = TcpTransport(services, "127.0.0.1", pool, tls=kind == "tls")
         else:
             from dask_gpurt.shuffle.transport.ucx.transport import UcxTransport
 
@@ -115,7 +138,7 @@ def nodes():
     yield make
     for node in made:
         node.transport.stop()
-    names = ("gpurt-tcp", "gpurt-ucx")
+    names = ("gpurt-tcp", "gpurt-tls", "gpurt-ucx")
     assert not [t.name for t in threading.enumerate() if t.name.startswith(names)]
 
 
@@ -137,9 +160,10 @@ def test_messages_of_all_sizes_arrive(nodes, kind):
     assert not b.losses
 
 
+@pytest.mark.parametrize("kind", ["tcp", "tls"])
 @pytest.mark.parametrize("pulls", [True, False])
-def test_long_messages_of_one_host_are_read_where_they_lie(nodes, pulls):
-    a, b = nodes("tcp", "a"), nodes("tcp", "b", budget=64 << 20)
+def test_long_messages_of_one_host_are_read_where_they_lie(nodes, pulls, kind):
+    a, b = nodes(kind, "a"), nodes(kind, "b", budget=64 << 20)
     b.transport.pulls.allowed = pulls
     peer = b.peer_for("a")
     assert send_all(a, peer, [message(0, 2)]) == [""]  # the offer is made with the first
@@ -189,9 +213,10 @@ def test_placed_messages_that_lie_are_refused():
         cma.fetch(os.getpid(), data, spans.tobytes(), lambda n: memoryview(bytearray(n)))
 
 
-def test_credit_of_a_message_that_never_came_whole_is_given_back(nodes, monkeypatch):
+@pytest.mark.parametrize("kind", ["tcp", "tls"])
+def test_credit_of_a_message_that_never_came_whole_is_given_back(nodes, monkeypatch, kind):
     monkeypatch.setattr(cma, "SMALLEST", 1 << 60)
-    a, b = nodes("tcp", "a"), nodes("tcp", "b")
+    a, b = nodes(kind, "a"), nodes(kind, "b")
     peer = b.peer_for("a")
     assert send_all(a, peer, [message(0, 2)]) == [""]
 
@@ -412,7 +437,7 @@ def same_rows(got, make, n) -> None:
 @pytest.mark.cluster
 @pytest.mark.parametrize("kind", [*WAYS, "auto", "rpc"])
 def test_shuffles_are_right_over(kind):
-    @gen_cluster(**TWO)
+    @gen_cluster(**cluster_for(kind))
     async def check(c, s, a, b):
         async with taken_over(s, [a, b], settings=with_transport(kind)):
             same_rows(await c.compute(source(left).shuffle("k", npartitions=5)), left, 6)
@@ -434,7 +459,7 @@ def test_shuffles_are_right_over(kind):
 def test_corrupt_messages_are_sent_again_over_rpc(kind, monkeypatch):
     spoil = Spoils(0, 0.5)
 
-    @gen_cluster(**TWO)
+    @gen_cluster(**cluster_for(kind))
     async def check(c, s, a, b):
         make = registry.make
 
@@ -508,10 +533,11 @@ def test_a_worker_that_finds_no_port_sends_over_rpc():
 
 
 @pytest.mark.cluster
-def test_lost_links_are_survived(monkeypatch):
+@pytest.mark.parametrize("kind", ["tcp", "tls"])
+def test_lost_links_are_survived(monkeypatch, kind):
     """Every link is cut after its first message; the rest goes over rpc."""
 
-    @gen_cluster(**TWO)
+    @gen_cluster(**cluster_for(kind))
     async def check(c, s, a, b):
         make = registry.make
 
@@ -529,7 +555,7 @@ def test_lost_links_are_survived(monkeypatch):
 
         monkeypatch.setattr(registry, "make", cut)
         monkeypatch.setattr("dask_gpurt.shuffle.worker.sender.STAGE_BYTES", 1000)
-        async with taken_over(s, [a, b], settings=with_transport("tcp")):
+        async with taken_over(s, [a, b], settings=with_transport(kind)):
             same_rows(await c.compute(source(left, 20).shuffle("k", npartitions=5)), left, 20)
             stats = [worker_statistics(w) for w in (a, b)]
             assert sum(x["links_lost"] for x in stats) >= 2
@@ -558,7 +584,7 @@ def half_on_one_key(i: int) -> pd.DataFrame:
 def test_receive_memory_stays_within_its_budget(kind):
     """A slow receiver, a tiny budget, and a partition that holds half of all rows."""
 
-    @gen_cluster(**TWO)
+    @gen_cluster(**cluster_for(kind))
     async def check(c, s, a, b):
         settings = with_transport(kind, receive_budget=1 << 18)
         async with taken_over(s, [a, b], Slow, settings=settings):
@@ -599,38 +625,34 @@ def test_nothing_plaintext_on_an_encrypted_cluster(transport):
 
 
 @pytest.mark.parametrize(
-    ("address", "tcp", "ucx"),
+    ("address", "tcp", "ucx", "tls"),
     [
-        ("tcp://127.0.0.1:1", True, True),
-        ("ws://127.0.0.1:1", True, True),
-        ("ucxx://127.0.0.1:1", True, True),
-        ("inproc://127.0.0.1/1/1", False, True),
-        ("tls://127.0.0.1:1", False, False),
-        ("wss://127.0.0.1:1", False, False),
-        ("made-by-a-plugin://127.0.0.1:1", False, False),
+        ("tcp://127.0.0.1:1", True, True, False),
+        ("ws://127.0.0.1:1", True, True, False),
+        ("ucxx://127.0.0.1:1", True, True, False),
+        ("inproc://127.0.0.1/1/1", False, True, False),
+        ("tls://127.0.0.1:1", False, False, True),
+        ("wss://127.0.0.1:1", False, False, True),
+        ("made-by-a-plugin://127.0.0.1:1", False, False, False),
     ],
 )
-def test_plaintext_is_opened_beside_known_plaintext_only(address, tcp, ucx):
+def test_plaintext_is_opened_beside_known_plaintext_only(address, tcp, ucx, tls):
     async def able(**more: Any) -> dict[str, bool]:
         known = registry.OpenTransports(address, lambda name: None, with_transport("auto", **more), lambda **n: None)
-        return {name: known.allowed(name) for name in ("tcp", "ucx", "other")}
+        return {name: known.allowed(name) for name in ("tcp", "ucx", "tls", "other")}
 
     with dask.config.set({"distributed.comm.require-encryption": None}):
-        assert asyncio.run(able()) == {"tcp": tcp, "ucx": ucx, "other": False}
-        assert asyncio.run(able(allow_plaintext_ucx=True)) == {"tcp": tcp, "ucx": True, "other": False}
+        assert asyncio.run(able()) == {"tcp": tcp, "ucx": ucx, "tls": tls, "other": False}
+        assert asyncio.run(able(allow_plaintext_ucx=True)) == {"tcp": tcp, "ucx": True, "tls": tls, "other": False}
     with dask.config.set({"distributed.comm.require-encryption": True}):
-        assert not any(asyncio.run(able()).values())
+        assert asyncio.run(able()) == {"tcp": False, "ucx": False, "tls": tls, "other": False}
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize(
-    ("scheme", "transport"), [("tls", "tcp"), ("tls", "auto"), ("wss", "tcp"), ("wss", "auto"), ("wss", "ucx")]
-)
-def test_an_encrypted_cluster_opens_nothing_of_ours(scheme, transport):
-    pytest.importorskip("cryptography")
-    protocol = {"protocol": scheme}
-
-    @gen_cluster(**TWO, security=Security.temporary(), scheduler_kwargs=protocol, worker_kwargs=protocol)
+@pytest.mark.parametrize("scheme", ["tls", "wss"])
+@pytest.mark.parametrize(("transport", "way"), [("tcp", "tls"), ("auto", "inproc"), ("ucx", "rpc"), ("rpc", "rpc")])
+def test_an_encrypted_cluster_opens_sockets_under_tls_only(scheme, transport, way):
+    @gen_cluster(**cluster_for(scheme))
     async def check(c, s, a, b):
         assert a.address.startswith(f"{scheme}://")
         async with taken_over(s, [a, b], settings=with_transport(transport)):
@@ -638,7 +660,8 @@ def test_an_encrypted_cluster_opens_nothing_of_ours(scheme, transport):
             for w in (a, b):
                 stats = worker_statistics(w)["transport"]
                 assert stats["encrypted"]
-                assert stats["transports"] == {}
+                assert set(stats["transports"]) == ({way} if way == "tls" else set())
+                assert {link["transport"] for link in stats["links"]} == {way}
 
     check()
 

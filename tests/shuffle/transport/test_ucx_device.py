@@ -272,6 +272,7 @@ def eventually(condition: Any) -> None:
 
 class Worker:
     address = "tcp://here:1"
+    security = None
 
 
 def test_the_safe_way_gets_copies_in_host_memory() -> None:

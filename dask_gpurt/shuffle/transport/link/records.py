@@ -18,7 +18,7 @@ buffer gives frames that numpy and Arrow may use as they are.
 A run's secret comes from the scheduler. The first record of a sender carries an HMAC-SHA256 over both nonces, both
 addresses and the run; the answer carries one, too, so a stranger who took over a dead worker's port learns nothing and
 gets nothing. The MACs authenticate who is on the link. What follows on it is protected by checksums against accidents,
-not against an attacker who can rewrite packets on the wire: that needs a TLS cluster, where no link is opened.
+not against an attacker who can rewrite packets on the wire: that needs a TLS cluster, where links are under TLS.
 """
 
 from __future__ import annotations

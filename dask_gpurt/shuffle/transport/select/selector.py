@@ -36,9 +36,10 @@ class Locality(enum.Enum):
 
 #: place -> transport -> GB/s for messages below 256 KiB, below 4 MiB, and longer, as `benchmarks/transport.py` has
 #: them. What counts is their order; a pair's traffic decides in the end.
+# Those of `tls` lie between `tcp` and the safe path: the order of whole shuffles in `benchmarks/transport_tls.py`.
 PRIOR: dict[Locality, dict[str, tuple[float, float, float]]] = {
-    Locality.HOST: {"ucx": (0.21, 1.4, 2.0), "tcp": (0.28, 2.0, 3.0), SAFE: (0.16, 1.2, 1.6)},
-    Locality.REMOTE: {"ucx": (0.19, 1.1, 1.6), "tcp": (0.26, 1.8, 2.0), SAFE: (0.17, 1.2, 1.5)},
+    Locality.HOST: {"ucx": (0.21, 1.4, 2.0), "tcp": (0.28, 2.0, 3.0), "tls": (0.25, 1.8, 3.0), SAFE: (0.16, 1.2, 1.6)},
+    Locality.REMOTE: {"ucx": (0.19, 1.1, 1.6), "tcp": (0.26, 1.8, 2.0), "tls": (0.2, 1.3, 1.6), SAFE: (0.17, 1.2, 1.5)},
 }
 
 

@@ -15,15 +15,18 @@ import itertools
 import select
 import socket
 import struct
+import time
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.shuffle.transport.link.records import HEADER_BYTES, LinkRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from dask_gpurt.shuffle.transport.ioloop import IoLoop
 
+#: a connection that is not there after so long is lost
+CONNECT_SECONDS = 5.0
 #: a peer whose host does not answer for so long is lost
 LOST_SECONDS = 5
 #: bytes that one read takes beyond what is missing
@@ -49,10 +52,17 @@ class Connection:
         Connected, or about to be.
     failed
         Called with the reason, in the loop's thread, when what was queued cannot be written.
+    accepted
+        The peer has connected to here, so the connection is there.
     """
 
-    def __init__(self, loop: IoLoop, sock: socket.socket, failed: Callable[[str], None]) -> None:
+    def __init__(
+        self, loop: IoLoop, sock: socket.socket, failed: Callable[[str], None], accepted: bool = False
+    ) -> None:
         self.loop, self.sock, self._failed = loop, sock, failed
+        #: records can be written and read
+        self.ready = accepted
+        self._since = time.monotonic()
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -72,6 +82,16 @@ class Connection:
         loop.poll.register(sock, self._events)
 
     def connected(self) -> None:
+        """The peer has accepted: records can be written and read from now on."""
+        self.ready = True
+        self._shorten()
+
+    def late(self, now: float) -> str:
+        """Why the connection is given up, as it is not ready after its time; else empty."""
+        waited = now - self._since
+        return "" if self.ready or waited <= CONNECT_SECONDS else f"no connection within {CONNECT_SECONDS:g} s"
+
+    def _shorten(self) -> None:
         """Give a near peer, which has just answered, a short buffer.
 
         What waits in the kernel was copied there through the caches and is copied out of there again. With the
@@ -114,12 +134,13 @@ class Connection:
         OSError
             The connection is gone.
         """
-        if self.closed:
-            return
-        while self._out:
-            few = list(itertools.islice(self._out, _IOV))
+        if not self.closed:
+            self._write_out()
+
+    def _write_out(self) -> None:
+        while self._waits():
             try:
-                n = self.sock.sendmsg(few)
+                n = self._send(list(itertools.islice(self._out, _IOV)))
             except BlockingIOError:
                 break
             while n:
@@ -128,10 +149,18 @@ class Connection:
                 else:
                     self._out[0] = memoryview(self._out[0])[n:]
                     n = 0
-        wanted = select.EPOLLIN | (select.EPOLLOUT if self._out else 0)
+        wanted = select.EPOLLIN | (select.EPOLLOUT if self._waits() else 0)
         if wanted != self._events:
             self._events = wanted
             self.loop.poll.modify(self.sock, wanted)
+
+    def _waits(self) -> bool:
+        """Whether something waits to be written, and may be."""
+        return bool(self._out)
+
+    def _send(self, few: Sequence[bytes | memoryview]) -> int:
+        """Write some of it; returns the bytes that need not be kept. Raises `BlockingIOError`: the socket is full."""
+        return self.sock.sendmsg(few)
 
     def read(self, begin: Callable[[LinkRecord], memoryview | None]) -> tuple[LinkRecord, memoryview] | None:
         """The next record that is there whole, else None.
@@ -175,21 +204,26 @@ class Connection:
                 continue
             rest = into[self._got :]
             try:
-                n = self.sock.recvmsg_into([rest, self._ahead])[0]
+                n = self._receive(rest)
             except BlockingIOError:
                 return False
-            if not n:
-                raise ConnectionResetError("closed by the peer")
             self._low, self._high = 0, max(0, n - len(rest))
             self._got += n - self._high
         return True
+
+    def _receive(self, into: memoryview) -> int:
+        """Read into it, and then ahead; returns the bytes. Raises `BlockingIOError`: nothing is there."""
+        n = self.sock.recvmsg_into([into, self._ahead])[0]
+        if not n:
+            raise ConnectionResetError("closed by the peer")
+        return n
 
     def close(self) -> None:
         """Write what the socket takes now (the last word is there), and close it."""
         if self.closed:
             return
         with contextlib.suppress(OSError):
-            self.flush()
+            self._write_out()
         self.closed = True
         self.loop.on_event.pop(self.sock.fileno(), None)
         with contextlib.suppress(OSError, ValueError):

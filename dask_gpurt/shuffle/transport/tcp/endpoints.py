@@ -21,15 +21,15 @@ from dask_gpurt.shuffle.transport.link.sender import SenderLink
 from dask_gpurt.shuffle.transport.link_ends import InboundEnd, InboundOwner, OutboundEnd, OutboundOwner
 from dask_gpurt.shuffle.transport.select.locality import host_token
 from dask_gpurt.shuffle.transport.tcp import cma
-from dask_gpurt.shuffle.transport.tcp.connection import Connection
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from dask_gpurt.memory.pages import Pages
     from dask_gpurt.shuffle.transport.base import Header, Peer, Services
     from dask_gpurt.shuffle.transport.ioloop import IoLoop
+    from dask_gpurt.shuffle.transport.tcp.connection import Connection
 
-#: a connection that is not there after so long is lost
-CONNECT_SECONDS = 5.0
 _NOTHING = memoryview(b"")
 _PAD = memoryview(bytes(records.ALIGN))
 #: records and bytes read from one link before the others, and the answers so far, get their turn
@@ -75,6 +75,9 @@ class TcpOwner(InboundOwner, OutboundOwner, Protocol):
     sending: IoLoop
     receiving: IoLoop
 
+    def connection(self, sock: socket.socket, failed: Callable[[str], None], peer: str, accepted: bool) -> Connection:
+        """The connection of a link from here, or of one that was `accepted`, on a socket."""
+
     def arrived(self, record: LinkRecord, body: memoryview) -> tuple[LinkRecord, memoryview]:
         """A record came from the wire."""
 
@@ -94,10 +97,9 @@ class TcpOutbound(OutboundEnd):
             *(peer.limit, os.urandom(records.NONCE_BYTES), now),
             offer=None if self._offer is None else self._offer.body(),
         )
-        self._since = now
         sock = socket.socket(socket.AF_INET6 if ":" in peer.endpoint[0] else socket.AF_INET, socket.SOCK_STREAM)
-        self.connection = Connection(owner.sending, sock, self.lost)
-        self.connected = False
+        self.connection = owner.connection(sock, self.lost, peer.address, accepted=False)
+        self._connected = False
         owner.sending.on_event[sock.fileno()] = self.event
         code = sock.connect_ex((peer.endpoint[0], peer.endpoint[1]))
         if code not in (0, errno.EINPROGRESS):
@@ -122,11 +124,11 @@ class TcpOutbound(OutboundEnd):
     def event(self, event: int) -> None:
         """The socket is connected, or can be written to or read from."""
         try:
-            if not self.connected:  # nothing can be read before the connection is there
+            if not self._connected:  # nothing can be read before the connection is there
                 code = self.connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
                 if code:
                     raise OSError(code, os.strerror(code))
-                self.connected = True
+                self._connected = True
                 self.connection.connected()
             self.connection.flush()
             while (whole := self.connection.read(_room)) is not None:
@@ -137,8 +139,8 @@ class TcpOutbound(OutboundEnd):
 
     def tick(self, now: float) -> None:
         """Time has passed."""
-        if not self.connected and now - self._since > CONNECT_SECONDS:
-            self.lost(f"no connection within {CONNECT_SECONDS:g} s")
+        if late := self.connection.late(now):
+            self.lost(late)
         self.carry_out(self.machine.tick(now))
 
 
@@ -155,12 +157,20 @@ class TcpInbound(InboundEnd):
             services.address, services.secret_of, self.arrive, os.urandom(records.NONCE_BYTES), time.monotonic()
         )
         self.loop = owner.receiving
-        self.connection = Connection(owner.receiving, sock, self.lost)
+        self.connection = owner.connection(sock, self.lost, "", accepted=True)
+        self._started = False
         self._fresh = True
         #: the sender's process, if its memory can be read
         self._pid = 0
         owner.receiving.on_event[sock.fileno()] = self.event
-        self.carry_out(self.machine.start())
+        self._start()
+
+    def _start(self) -> None:
+        """Speak first, as soon as the connection is ready."""
+        if self.connection.ready and not self._started:
+            self._started = True
+            self.machine.begin(time.monotonic())
+            self.carry_out(self.machine.start())
 
     def put(self, send: lk.Send) -> None:
         """Queue a record."""
@@ -196,6 +206,7 @@ class TcpInbound(InboundEnd):
     def _read(self) -> None:
         try:
             self.connection.flush()
+            self._start()
             nbytes = 0
             for _ in range(_RECORDS_AT_ONCE):
                 if nbytes >= _BYTES_AT_ONCE or (whole := self.connection.read(self._begin)) is None:
@@ -218,4 +229,7 @@ class TcpInbound(InboundEnd):
 
     def tick(self, now: float) -> None:
         """Time has passed."""
-        self.carry_out(self.machine.tick(now))
+        if late := self.connection.late(now):
+            self.lost(late)
+        if self._started:
+            self.carry_out(self.machine.tick(now))

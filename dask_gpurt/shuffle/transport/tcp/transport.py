@@ -3,8 +3,8 @@
 Theory of operation. distributed's comms go through asyncio, which costs more per message than the copy itself. Here two
 threads per worker do all of it, however many peers there are, and each socket belongs to one of them::
 
-    gpurt-tcp-send    links from here: connects, writes messages from where they lie (`sendmsg`), reads answers
-    gpurt-tcp-recv    the listener and links to here: reads messages into pooled memory, writes answers
+    gpurt-NAME-send   links from here: connects, writes messages from where they lie (`sendmsg`), reads answers
+    gpurt-NAME-recv   the listener and links to here: reads messages into pooled memory, writes answers
 
 A link is one connection, from one sender to one receiver, for one run. `link.events` decides what is said on it,
 `endpoints` writes and reads it. The GIL is free during every `sendmsg`, read and wait. On one host messages are not
@@ -15,19 +15,24 @@ timeout).
 The listener is bound to the worker's own address, never to all. A connection that has not proved itself within a second
 is closed and counted; more than `MAX_STRANGERS` of them at a time are closed at once.
 
+On a cluster under TLS the transport is called ``tls``: the same, with bytes sealed between link and socket (`tls`).
+
 Rejected: a thread per connection (300 threads with 100 peers; and on two cores every further thread only competes).
 """
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.shuffle.transport.base import LinkTransport
 from dask_gpurt.shuffle.transport.ioloop import IoLoop
 from dask_gpurt.shuffle.transport.link import events as lk
 from dask_gpurt.shuffle.transport.select.locality import host_token
+from dask_gpurt.shuffle.transport.tcp.connection import Connection
 from dask_gpurt.shuffle.transport.tcp.endpoints import Pulls, TcpInbound, TcpOutbound
 from dask_gpurt.shuffle.transport.tcp.listener import Listener
+from dask_gpurt.shuffle.transport.tcp.tls import Tls
 
 if TYPE_CHECKING:
     import socket
@@ -36,6 +41,8 @@ if TYPE_CHECKING:
     from dask_gpurt.memory.pages import Pages
     from dask_gpurt.shuffle.transport.base import Header, Peer, Services
     from dask_gpurt.shuffle.transport.link.records import RunKey
+
+logger = logging.getLogger("distributed.worker.gpurt")
 
 #: connections that have not proved themselves yet, at most
 MAX_STRANGERS = 64
@@ -54,21 +61,41 @@ class TcpTransport(LinkTransport[TcpOutbound]):
         Where messages are received into.
     pulls
         Whether messages on one host may be read where they lie.
+    ports
+        The first and the last that the listener may take; (0, 0): any that is free.
+    tls
+        Seal what is sent, with the worker's certificates. The transport is called ``tls`` then.
+
+    Raises
+    ------
+    TransportUnavailable
+        There are no certificates for `tls`.
+    OSError
+        None of the ports is free.
     """
 
     name = "tcp"
 
     def __init__(
-        self, services: Services, host: str, pool: Pages, pulls: bool = True, ports: tuple[int, int] = (0, 0)
+        self,
+        services: Services,
+        host: str,
+        pool: Pages,
+        pulls: bool = True,
+        ports: tuple[int, int] = (0, 0),
+        tls: bool = False,
     ) -> None:
         super().__init__(services, pool)
+        self._tls = Tls(services.security, self._warn) if tls else None
+        if tls:
+            self.name = "tls"
         self.pulls = Pulls(pulls)
         self._inbound: set[TcpInbound] = set()
         self._listener = Listener(host, ports)
         #: (host, port) that peers connect to; they learn the name of this host, too
         self.endpoint = self._listener.endpoint
-        self.sending = IoLoop("gpurt-tcp-send", self._failed)
-        self.receiving = IoLoop("gpurt-tcp-recv", self._failed)
+        self.sending = IoLoop(f"gpurt-{self.name}-send", self._failed)
+        self.receiving = IoLoop(f"gpurt-{self.name}-recv", self._failed)
         self.sending.on_tick = self._tick_outbound
         self.receiving.on_tick = self._tick_inbound
         self._listener.serve(self.receiving, self._accept, self._failed)
@@ -104,7 +131,21 @@ class TcpTransport(LinkTransport[TcpOutbound]):
             "buffers_reused": self.pool.reused + self.pool.joined,
             "buffers_fresh": self.pool.fresh,
             "buffers_idle_bytes": self.pool.idle_bytes,
+            "handshakes_failed": 0 if self._tls is None else self._tls.handshakes_failed,
         }
+
+    def _warn(self, text: str) -> None:
+        self.last_error = text
+        logger.warning("gpurt %s transport: %s", self.name, text)
+
+    # ---- the thread of the link
+
+    def connection(self, sock: socket.socket, failed: Callable[[str], None], peer: str, accepted: bool) -> Connection:
+        """The connection of a link from here, or of one that was `accepted`, on a socket."""
+        loop = self.receiving if accepted else self.sending
+        if self._tls is None:
+            return Connection(loop, sock, failed, accepted)
+        return self._tls.connection(loop, sock, failed, peer, accepted)
 
     # ---- send thread
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.compare import geometric_mean
+from dask_gpurt.bench.paired import geometric_mean
+from dask_gpurt.bench.tpch import verdict
 from dask_gpurt.observe.render.html import MAX_SERIES, Page, flatten
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from benchmarks.tpch.runner import Measured, Outcome
+    from dask_gpurt.bench.tpch.runner import Measured, Outcome
 
 #: property of `Traffic` -> heading of its column
 COUNTERS = {"network": "net MB", "spilled": "spill MB", "shuffled": "shuffle MB"}
@@ -112,6 +113,10 @@ def result(outcome: Outcome, facts: Mapping[str, Any], clusters: Sequence[Mappin
             e: {
                 "seconds": outcome.cells[number, e].seconds,
                 "median_s": statistics.median(s) if (s := outcome.cells[number, e].seconds) else None,
+                "first_s": s[0] if s else None,
+                "later_p50_s": outcome.cells[number, e].warm(0.5),
+                "later_p95_s": outcome.cells[number, e].warm(0.95),
+                "price": price(outcome.cells[number, e], facts.get("price_per_hour")),
                 "traffic_bytes": [t.to_dict() for t in outcome.cells[number, e].traffic],
                 "differences": [str(d) for d in outcome.cells[number, e].differences],
                 "errors": outcome.cells[number, e].errors,
@@ -123,6 +128,8 @@ def result(outcome: Outcome, facts: Mapping[str, Any], clusters: Sequence[Mappin
         "clusters": [dict(c) for c in clusters],
         "all_equal_to_duckdb": outcome.ok,
         "totals": totals(outcome),
+        "verdict": verdict.words(outcome),
+        "beside_s": outcome.beside,
         "queries": cells,
         "notes": outcome.notes,
     }
@@ -143,13 +150,11 @@ def page(
     else:
         bad = [f"q{q:02d}" for q in outcome.numbers if not all(outcome.cells[q, e].ok for e in outcome.engines)]
         out.text(f"Not equal to DuckDB's answer, or failed: {', '.join(bad)}.", kind="bad")
+    for line in verdict.words(outcome):
+        out.text(line)
     for engine in others:
-        t = figures[engine]
-        out.text(
-            f"{engine}: {t['sum_of_medians_s']:.1f} s against {figures[baseline]['sum_of_medians_s']:.1f} s of "
-            f"{baseline} over {t['queries']} queries; geometric mean of the ratios {t['geometric_mean_ratio']:.2f} "
-            f"(below 1 is faster)."
-        )
+        mean = figures[engine]["geometric_mean_ratio"]
+        out.text(f"{engine}: geometric mean of the ratios to {baseline} {mean:.2f} (below 1 is faster).", kind="note")
     for note in outcome.notes:
         out.text(note, kind="note")
     out.text(f"Measured on: {facts['exercised_on']}. Commit {facts['commit']}, {facts['when']}.", kind="note")
@@ -165,9 +170,13 @@ def page(
         about="median seconds of each query on each engine",
     )
     out.heading("All figures")
-    rows = [row(q, {e: outcome.cells[q, e] for e in outcome.engines}) for q in outcome.numbers]
+    rows = [row(q, outcome.of(q)) for q in outcome.numbers]
     out.table(columns(outcome.engines), rows, footer=total_rows(outcome))
     out.text(LEGEND, kind="note")
+    out.heading("First run, later runs, price")
+    per_hour = facts.get("price_per_hour")
+    out.table(_RUNS, [_of_runs(outcome, q, e, per_hour) for q in outcome.numbers for e in outcome.engines])
+    _pictures(out, outcome)
     problems = [str(d) for d in outcome.differences]
     problems += [f"query {q} on {e}: {text}" for (q, e), cell in outcome.cells.items() for text in cell.errors]
     if problems:
@@ -182,6 +191,37 @@ def page(
         out.heading(f"State of the extension on {engine}, at the end")
         _state(out, state)
     return out
+
+
+_RUNS = ("query", "engine", "first s", "later p50 s", "later p95 s", "price")
+
+
+def _of_runs(outcome: Outcome, number: int, engine: str, price_per_hour: float | None) -> list[Any]:
+    cell = outcome.cells[number, engine]
+    first = cell.seconds[0] if cell.seconds else None
+    return [f"q{number:02d}", engine, first, cell.warm(0.5), cell.warm(0.95), price(cell, price_per_hour)]
+
+
+def price(cell: Measured, price_per_hour: float | None) -> float | None:
+    """What the median run costs, in the currency of the price per hour; None without a price or an answer."""
+    return None if price_per_hour is None or cell.case is None else cell.case.median * price_per_hour / 3600
+
+
+def _pictures(out: Page, outcome: Outcome) -> None:
+    """For each query its runs and its bytes."""
+    shown = outcome.engines[:MAX_SERIES]
+    for number in outcome.numbers:
+        cells = [outcome.cells[number, e] for e in shown]
+        out.heading(f"q{number:02d}")
+        runs = max(len(cell.seconds) for cell in cells)
+        rows = [(f"run {r + 1}", [c.seconds[r] if r < len(c.seconds) else None for c in cells]) for r in range(runs)]
+        out.bars(shown, rows, unit="s", about=f"seconds of each run of query {number}")
+        moved = [(heading, [_mega(c.bytes(counter)) for c in cells]) for counter, heading in COUNTERS.items()]
+        out.bars(shown, moved, unit="MB", about=f"megabytes that query {number} moved, by counter")
+
+
+def _mega(value: int | None) -> float | None:
+    return None if value is None else value / 1e6
 
 
 def _state(out: Page, state: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ from datetime import date
 from decimal import Decimal
 from typing import Any
 
-from benchmarks.tpch.tables import FLOAT, Tables, decimal, order_by, revenue, totals
+from dask_gpurt.bench.tpch.tables import FLOAT, Tables, decimal, order_by, revenue, totals
 
 
 def q16(t: Tables) -> Any:

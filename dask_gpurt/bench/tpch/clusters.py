@@ -31,8 +31,6 @@ from typing import TYPE_CHECKING, Any
 
 from distributed import Client
 
-from benchmarks.data import ROOT
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
@@ -44,6 +42,9 @@ ENGINES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "gpurt": (("--preload", "dask_gpurt.preload"), {"DASK_GPURT__POLICY": "gpurt"}),
     "gpurt-stock": (("--preload", "dask_gpurt.preload"), {"DASK_GPURT__POLICY": "stock"}),
 }
+
+#: the folder that holds the package: the root of a checkout, or site-packages
+_HOME = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3))
 
 #: seconds until all workers must have registered; a first import on a cold disk takes many of them
 START_TIMEOUT_S = 120.0
@@ -86,7 +87,9 @@ class ProcessCluster:
 
     def __init__(self, engine: str, *, workers: int, threads: int, memory_limit_bytes: int, directory: str) -> None:
         self.engine = engine
-        self.directory = directory
+        self.directory = self._first_directory = os.path.abspath(directory)
+        #: times that `restart` started everything anew
+        self.restarts = 0
         #: set while a query runs on it
         self.busy = threading.Event()
         self._workers = workers
@@ -173,6 +176,13 @@ class ProcessCluster:
             raise
         return self
 
+    def restart(self) -> ProcessCluster:
+        """`close` and `start`. The logs so far stay; the new ones are in ``<directory>-restart<n>``."""
+        self.close()
+        self.restarts += 1
+        self.directory = f"{self._first_directory}-restart{self.restarts}"
+        return self.start()
+
     def kill_worker(self) -> str:
         """SIGKILL the process of one worker, not its nanny, which starts another. Returns the address it had."""
         address, pid = next(iter(self.client.run(os.getpid).items()))
@@ -223,7 +233,7 @@ class ProcessCluster:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                cwd=ROOT,
+                cwd=self.directory,
                 env=environment(self.engine),
                 start_new_session=True,
             )
@@ -265,8 +275,11 @@ def environment(engine: str) -> dict[str, str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith(("DASK_DISTRIBUTED__", "DASK_GPURT__POLICY"))}
     # The same for preloads in a YAML file: the environment wins over it, the command line over the environment.
     env.update({f"DASK_DISTRIBUTED__{role}__PRELOAD": "[]" for role in ("SCHEDULER", "WORKER", "NANNY")})
-    path = env.get("PYTHONPATH")
-    env["PYTHONPATH"] = ROOT + (os.pathsep + path if path else "")
+    # A checkout is not found without; site-packages is, and put first it would hide modules of the standard library.
+    home = [] if os.path.basename(_HOME) in ("site-packages", "dist-packages") else [_HOME]
+    # Absolute, as the processes run in another directory.
+    path = [os.path.abspath(p) for p in env.get("PYTHONPATH", "").split(os.pathsep) if p]
+    env["PYTHONPATH"] = os.pathsep.join([*home, *path])
     # Arrow's hash join warns once per process about buffers that came out of a message; it works all the same.
     env["ACERO_ALIGNMENT_HANDLING"] = "ignore"
     # More threads than cores inside one task help no engine and blur what is measured.
@@ -302,6 +315,7 @@ def describe(cluster: ProcessCluster) -> dict[str, Any]:
         "workers": len(info["workers"]),
         "threads_each": sorted({w["nthreads"] for w in info["workers"].values()}),
         "memory_limit_bytes_each": sorted({w["memory_limit"] for w in info["workers"].values()}),
+        "restarts": cluster.restarts,
     }
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from benchmarks.tpch.reference import LIMITS, ORDER
+from dask_gpurt.bench.tpch.reference import LIMITS, ORDER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

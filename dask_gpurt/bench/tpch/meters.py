@@ -15,8 +15,8 @@ Where the numbers come from. Keys: `Worker.transfer_outgoing_bytes_total`; it is
 decays nor is cut off (`transfer_incoming_log` keeps 1,000 entries). It includes what the client fetches, which
 `Meters` subtracts for the answer it is told of. Spilling: `worker.data.cumulative_metrics`, which stock's SpillBuffer
 and the extension's store both keep. Shuffles: `Worker.digests_total` (``("p2p", span, where, label, unit)``). Stock
-sends shards to its own worker through the same buffer as to others and counts them together, so `_watch` wraps
-`CommShardsBuffer.process` to tell them apart by the address; it only counts. It is installed on every cluster alike.
+sends shards to its own worker through the same buffer as to others and counts them together, so `watch_stock_shuffle`
+wraps that buffer to tell them apart by the address; it only counts. It is installed on every cluster alike.
 The extension's shuffle reports what it encodes for others in the same digests. What its messages weigh when received,
 and what it hands to its own worker without a message, it counts itself; both are read from its worker part. It keeps
 shards in its store, whose spilling is counted with that of keys.
@@ -30,6 +30,8 @@ from __future__ import annotations
 import dataclasses
 import sys
 from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.bench.seam import watch_stock_shuffle
 
 if TYPE_CHECKING:
     from distributed import Client, Worker
@@ -120,7 +122,7 @@ _COUNTERS = ("keys", "shards_received", "shuffled", "keys_spilled", "shards_spil
 
 def read(dask_worker: Worker) -> tuple[str, dict[str, int]]:
     """Runs on each worker: its identity and its counters since it started."""
-    sent = _watch()
+    sent = watch_stock_shuffle()
     shuffled = shards_spilled = 0.0
     for name, value in dask_worker.digests_total.items():
         if isinstance(name, tuple) and name[0] == "p2p" and name[-1] == "bytes":
@@ -141,28 +143,6 @@ def read(dask_worker: Worker) -> tuple[str, dict[str, int]]:
     for name, value in _of_extension(dask_worker).items():
         counts[name] += value
     return dask_worker.id, counts
-
-
-def _watch() -> dict[str, int]:
-    """Count what stock's shuffle sends, by whether it stays on its worker. Installs itself once per process."""
-    from distributed.shuffle._comms import CommShardsBuffer
-
-    known: dict[str, int] | None = getattr(CommShardsBuffer, "_tpch_sent", None)
-    if known is not None:
-        return known
-    sent = {"self": 0, "peers": 0}
-    process = CommShardsBuffer.process
-
-    async def counting(self: Any, id: str, shards: Any, size: int) -> None:
-        run = self.send.__self__
-        # A run of the extension passes through here too and counts for itself what its messages weigh.
-        if type(run).__module__.startswith("distributed."):
-            sent["self" if run.local_address == id else "peers"] += size
-        await process(self, id, shards, size)
-
-    CommShardsBuffer.process = counting
-    CommShardsBuffer._tpch_sent = sent
-    return sent
 
 
 def _of_extension(dask_worker: Worker) -> dict[str, int]:

@@ -27,7 +27,8 @@ import dask.dataframe as dd
 import pandas as pd
 import pyarrow as pa
 
-from benchmarks.tpch.reference import TABLES
+from dask_gpurt.bench.seam import meta as meta_of
+from dask_gpurt.bench.tpch.reference import TABLES
 
 FLOAT = pd.ArrowDtype(pa.float64())
 
@@ -86,8 +87,8 @@ def largest(frame: Any) -> Any:
 
 
 def _one_row(frame: Any, how: str) -> Any:
-    dtypes = dict(frame._meta.dtypes)
-    meta = _reduced(frame._meta, how, dtypes)
+    dtypes = dict(meta_of(frame).dtypes)
+    meta = _reduced(meta_of(frame), how, dtypes)
     partial = frame.map_partitions(_reduced, how, dtypes, meta=meta)
     return partial.repartition(npartitions=1).map_partitions(_reduced, how, dict(meta.dtypes), meta=meta)
 
@@ -116,7 +117,7 @@ def keep(frame: Any, column: str, comparison: str, bound: Any, factor: Any = 1) 
 
     `comparison` is a method of a pandas Series: ``gt``, ``eq``, ... Dask hands a frame of one partition to every task.
     """
-    return frame.map_partitions(_keep, bound, column, comparison, factor, meta=frame._meta)
+    return frame.map_partitions(_keep, bound, column, comparison, factor, meta=meta_of(frame))
 
 
 def _keep(frame: pd.DataFrame, bound: pd.DataFrame, column: str, comparison: str, factor: Any) -> pd.DataFrame:
@@ -129,11 +130,11 @@ def order_by(frame: Any, columns: list[str], ascending: list[bool] | bool = True
     dask.dataframe's ``nlargest`` takes numbers only and its ``sort_values`` divides by quantiles, which decimals have
     not; an answer fits in one partition anyway.
     """
-    ordered = frame.map_partitions(_sorted, columns, ascending, limit, meta=frame._meta)
+    ordered = frame.map_partitions(_sorted, columns, ascending, limit, meta=meta_of(frame))
     # Also where `frame` says that it has one partition: a group-by on several keys may have more when the
     # query is optimized (at scale 5 two for q03 and q07, whose answers were then wrong with any engine).
     ordered = ordered.repartition(npartitions=1)
-    return ordered.map_partitions(_sorted, columns, ascending, limit, meta=frame._meta)
+    return ordered.map_partitions(_sorted, columns, ascending, limit, meta=meta_of(frame))
 
 
 def _sorted(frame: pd.DataFrame, columns: list[str], ascending: list[bool] | bool, limit: int | None) -> pd.DataFrame:

@@ -16,23 +16,26 @@ with partitions of hundreds of megabytes. ``fuse=True`` calls ``.optimize()`` fi
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from benchmarks.compare import Case, turns
-from benchmarks.tpch import answers, queries, tables
-from benchmarks.tpch.meters import Meters, Traffic
+from dask_gpurt.bench.paired import Case, turns
+from dask_gpurt.bench.tpch import answers, generate, queries, tables
+from dask_gpurt.bench.tpch.meters import Meters, Traffic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import pyarrow as pa
+    from distributed import Future
 
-    from benchmarks.tpch.answers import Difference
-    from benchmarks.tpch.clusters import ProcessCluster
+    from dask_gpurt.bench.progress import Progress
+    from dask_gpurt.bench.tpch.answers import Difference
+    from dask_gpurt.bench.tpch.clusters import ProcessCluster
 
 
 @dataclasses.dataclass
@@ -47,6 +50,8 @@ class Measured:
     differences: list[Difference] = dataclasses.field(default_factory=list)
     #: text of the exception that a run ended with
     errors: list[str] = dataclasses.field(default_factory=list)
+    #: there was no answer within the limit; further runs were left out
+    timed_out: bool = False
 
     @property
     def ok(self) -> bool:
@@ -56,6 +61,11 @@ class Measured:
     def case(self) -> Case | None:
         """None if a run failed: a time that leaves out the failed runs compares with nothing."""
         return Case(self.engine, tuple(self.seconds)) if self.seconds and not self.errors else None
+
+    def warm(self, share: float) -> float | None:
+        """The run at `share` (0.5: median) of the runs but the first, by nearest rank; None without such a run."""
+        values = sorted(self.seconds[1:])
+        return values[max(0, math.ceil(share * len(values)) - 1)] if values else None
 
     def bytes(self, counter: str) -> int | None:
         """Median over runs of one property of `Traffic`."""
@@ -73,6 +83,12 @@ class Outcome:
     cells: dict[tuple[int, str], Measured]
     #: what happened besides, such as a worker killed on purpose
     notes: list[str] = dataclasses.field(default_factory=list)
+    #: another program, for orientation -> query -> its seconds, one entry a run
+    beside: dict[str, dict[int, list[float]]] = dataclasses.field(default_factory=dict)
+
+    def of(self, number: int) -> dict[str, Measured]:
+        """Engine -> what was measured of one query."""
+        return {engine: self.cells[number, engine] for engine in self.engines}
 
     @property
     def ok(self) -> bool:
@@ -91,28 +107,46 @@ def run(
     expected: dict[int, pa.Table],
     *,
     runs: int,
-    progress: Callable[[int, int, str], None],
-    done: Callable[[int, dict[str, Measured]], None] = lambda number, cells: None,
+    progress: Progress,
+    done: Callable[[int, Outcome], None] = lambda number, outcome: None,
     fuse: bool = False,
+    cold: bool = False,
+    limit_s: float | None = None,
 ) -> Outcome:
     """Run `numbers` on all `clusters`, `runs` times each.
 
-    A query that raises is recorded and does not stop the others. `done` is called after each query with its cells.
+    A query that raises is recorded and does not stop the others. `done` is called after each query with all so far.
+
+    Parameters
+    ----------
+    cold
+        Before the first run of a query on each engine, its data is dropped from the page cache.
+    limit_s
+        Seconds after which a query is given up, and its cluster restarted; its further runs are left out.
     """
     by_name = {c.engine: c for c in clusters}
     names = list(by_name)
     meters = {name: Meters(c.client) for name, c in by_name.items()}
     opened = tables.open_tables(directory, scale)
-    cells = {(q, e): Measured(q, e) for q in numbers for e in names}
+    outcome = Outcome(names, list(numbers), {(q, e): Measured(q, e) for q in numbers for e in names})
     steps, step = len(numbers) * runs * len(names), 0
     for number in numbers:
         for r, name in turns(names, runs):
             progress(step, steps, f"q{number:02d} {name}" + (f" run {r + 1}/{runs}" if runs > 1 else ""))
-            _one(cells[number, name], by_name[name], meters[name], opened, expected[number], fuse)
             step += 1
-        done(number, {name: cells[number, name] for name in names})
+            cell = outcome.cells[number, name]
+            if cell.timed_out:
+                continue
+            if cold and r == 0:
+                generate.forget(directory)
+            _one(cell, by_name[name], meters[name], opened, expected[number], fuse, limit_s)
+            if cell.timed_out:
+                outcome.notes.append(f"{name}: no answer to q{number:02d} in {limit_s:g} s; its cluster was restarted")
+                warm_up(by_name[name].restart(), directory)
+                meters[name] = Meters(by_name[name].client)
+        done(number, outcome)
     progress(steps, steps, "done")
-    return Outcome(names, list(numbers), cells)
+    return outcome
 
 
 def _one(
@@ -122,17 +156,22 @@ def _one(
     opened: tables.Tables,
     expected: pa.Table,
     fuse: bool,
+    limit_s: float | None,
 ) -> None:
     meters.start()
+    future: Future | None = None
     cluster.busy.set()
     start = time.perf_counter()
     try:
         # Current, not just called: dask.dataframe plans peer-to-peer shuffles only if there is a default client.
         with cluster.client.as_current():
             query = queries.QUERIES[cell.query](opened)
-            got = cluster.client.compute(query.optimize() if fuse else query).result()
+            future = cluster.client.compute(query.optimize() if fuse else query)
+            got = future.result(timeout=limit_s)
     except Exception as e:
-        cell.errors.append(f"{type(e).__name__}: {e}")
+        # A task may raise TimeoutError too; then the future is done, with an error.
+        cell.timed_out = isinstance(e, TimeoutError) and future is not None and not future.done()
+        cell.errors.append(f"no answer in {limit_s:g} s" if cell.timed_out else f"{type(e).__name__}: {e}")
         return
     finally:
         cluster.busy.clear()

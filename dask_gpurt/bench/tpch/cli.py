@@ -1,4 +1,4 @@
-"""The command: data, DuckDB's answers, clusters, queries, table, report. ``ci/quickstart.sh`` calls it.
+"""The command: data, DuckDB's answers, clusters, queries, table, verdict, report. ``ci/quickstart.sh`` calls it.
 
 Exit codes: 0 all answers equal; 1 an answer differs or a query failed; 2 wrong arguments or the machine cannot run it;
 130 interrupted. Everything that was started is killed on all of them, except what ``--keep-running`` asks for.
@@ -8,35 +8,42 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
-import importlib.util
+import math
 import os
 import signal
-import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+import click
 import dask.utils
 
-from benchmarks import data
-from benchmarks.tpch import generate, queries, report, runner
-from benchmarks.tpch.clusters import (
+from dask_gpurt.bench import facts as data
+from dask_gpurt.bench.progress import Bar
+from dask_gpurt.bench.tpch import generate, queries, report, runner, verdict
+from dask_gpurt.bench.tpch.clusters import (
     ClusterError,
     ProcessCluster,
     describe,
     memory_limit_bytes,
     parse_engines,
 )
-from benchmarks.tpch.reference import Reference
+from dask_gpurt.bench.tpch.reference import Reference
+from dask_gpurt.client import state
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import pyarrow as pa
 
-def parser() -> argparse.ArgumentParser:
+
+#: what can be timed on the same files, for orientation
+BESIDE = ("duckdb",)
+
+
+def parser(prog: str) -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(
-        prog="python -m benchmarks.tpch",
+        prog=prog,
         description="TPC-H in plain dask.dataframe on real processes of this machine, every answer checked by DuckDB.",
     )
     add = out.add_argument
@@ -59,18 +66,27 @@ def parser() -> argparse.ArgumentParser:
         default=False,
         help="fuse the steps of a partition by .optimize(), which Dask's compute leaves out (default off: users' code)",
     )
-    add("--json", help="write all figures to this file too")
+    add("--cold", action="store_true", help="drop the data from the page cache before the first run of each query")
+    add(
+        "--query-limit",
+        type=float,
+        metavar="SECONDS",
+        help="give a query up after so long, restart its cluster and go on (default: never)",
+    )
+    add("--beside", choices=BESIDE, help="time DuckDB on the same files too, for orientation")
+    add("--price-per-hour", type=float, metavar="PRICE", help="of the machine, in any currency: adds a price per query")
+    add("--json", help="write all figures to this file too, after each query")
     add("--kill-worker", type=float, metavar="SECONDS", help="SIGKILL a worker of the last engine so long after start")
     add("--keep-running", action="store_true", help="leave the last engine's cluster up and say how to use and stop it")
     return out
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
-    out = parser()
+def main(argv: Sequence[str] | None = None, *, prog: str = "dask gpurt bench tpch", folder: str = "out") -> int:
+    """Run the command with files under `folder`; returns the exit code."""
+    out = parser(prog)
     arguments = out.parse_args(argv)
     try:
-        options = check(arguments)
+        options = check(arguments, folder)
     except ValueError as e:
         out.error(str(e))  # exits with 2
     # A plain kill would leave the processes; as an exception it passes every `finally`.
@@ -80,10 +96,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run(options)
     except KeyboardInterrupt:
-        print("\ninterrupted; everything that was started has been stopped", file=sys.stderr)
+        click.echo("\ninterrupted; everything that was started has been stopped", err=True)
         return 130
     except (ClusterError, RuntimeError, ValueError) as e:
-        print(f"\nerror: {e}", file=sys.stderr)
+        click.echo(f"\nerror: {e}", err=True)
         return 2
     finally:
         for number, handler in previous.items():
@@ -104,8 +120,8 @@ def _interrupt(number: int, frame: Any) -> None:
     raise KeyboardInterrupt
 
 
-def check(a: argparse.Namespace) -> argparse.Namespace:
-    """Arguments with their defaults filled in.
+def check(a: argparse.Namespace, folder: str) -> argparse.Namespace:
+    """Arguments with their defaults filled in; files are under `folder`.
 
     Raises
     ------
@@ -122,6 +138,10 @@ def check(a: argparse.Namespace) -> argparse.Namespace:
         a.threads = max(1, data.cores() // a.workers)
     elif a.threads < 1:
         raise ValueError(f"--threads is {a.threads}, must be at least 1")
+    for option in ("query_limit", "price_per_hour"):
+        value = getattr(a, option)
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise ValueError(f"--{option.replace('_', '-')} is {value!r}, must be a number above 0")
     if a.kill_worker is not None and a.kill_worker < 0:
         raise ValueError(f"--kill-worker is {a.kill_worker}, must be seconds from the start of the queries, 0 or more")
     if a.memory_limit is None:
@@ -131,45 +151,22 @@ def check(a: argparse.Namespace) -> argparse.Namespace:
             a.memory_limit_bytes = int(dask.utils.parse_bytes(a.memory_limit))
         except ValueError:
             raise ValueError(f"--memory-limit is {a.memory_limit!r}, must be bytes such as 2GiB") from None
-    needs = "dask_gpurt.preload"
-    if any(e.startswith("gpurt") for e in a.engine_names) and importlib.util.find_spec(needs) is None:
-        raise ValueError(f"--engines {a.engines} needs {needs}, which is not installed here. Remedy: --engines stock")
-    a.out = os.path.abspath(a.out or os.path.join(data.OUT, "tpch", "run"))
-    a.data = os.path.abspath(a.data or os.path.join(data.OUT, "tpch", f"sf{a.scale:g}"))
+    a.out = os.path.abspath(a.out or os.path.join(folder, "tpch", "run"))
+    a.data = os.path.abspath(a.data or os.path.join(folder, "tpch", f"sf{a.scale:g}"))
     return a
-
-
-class Progress:
-    """One line that is written over on a terminal; silent elsewhere, where the table's lines tell the same."""
-
-    def __init__(self) -> None:
-        self._live = sys.stdout.isatty()
-        self._start = time.monotonic()
-
-    def __call__(self, step: int, steps: int, what: str) -> None:
-        if _interrupted.is_set():
-            raise KeyboardInterrupt
-        if self._live:
-            width = 24
-            filled = round(width * step / max(1, steps))
-            bar = "█" * filled + "·" * (width - filled)
-            text = f"{bar} {step}/{steps}  {what}  {time.monotonic() - self._start:.0f} s"
-            print(f"\r\033[K{text}", end="", flush=True)
-
-    def line(self, text: str) -> None:
-        """A line that stays."""
-        print(f"\r\033[K{text}" if self._live else text, flush=True)
 
 
 def run(o: argparse.Namespace) -> int:
     """Do what the checked options say."""
     begin = time.monotonic()
-    progress = Progress()
-    generate.ensure(o.data, o.scale, progress.line)
+    o.header = header(o)
+    progress = Bar(_interrupted)
+    generate.ensure(o.data, o.scale, progress.line, progress)
     progress.line(f"data: {o.data} (scale {o.scale:g})")
     reference = Reference(o.data, o.scale)
     try:
-        expected = reference.answers(o.numbers)
+        expected = reference.answers(o.numbers, progress)
+        beside = {o.beside: {q: reference.seconds(q, o.runs) for q in o.numbers}} if o.beside else {}
     finally:
         reference.close()
     progress.line(f"DuckDB's answers to {len(o.numbers)} queries: ready after {time.monotonic() - begin:.1f} s")
@@ -193,8 +190,10 @@ def run(o: argparse.Namespace) -> int:
                 f"{cluster.engine}: scheduler {cluster.address}, {o.workers} workers x {o.threads} thread(s), "
                 f"{o.memory_limit_bytes / 2**30:.1f} GiB each; dashboard {cluster.dashboard or '(needs bokeh)'}"
             )
-        outcome = measure(o, clusters, expected, progress)
+        outcome = measure(o, clusters, expected, beside, progress)
         described = [describe(c) for c in clusters]
+        if o.json:
+            save(o, outcome, clusters)
         status = {c.engine: status_of(c) for c in clusters if c.engine.startswith("gpurt")}
         tell(o, outcome, described, status, progress)
         progress.line(f"took {time.monotonic() - begin:.0f} s in all")
@@ -203,11 +202,24 @@ def run(o: argparse.Namespace) -> int:
     return 0 if outcome.ok else 1
 
 
-def measure(o: argparse.Namespace, clusters: list[ProcessCluster], expected: Any, progress: Progress) -> runner.Outcome:
+def measure(
+    o: argparse.Namespace,
+    clusters: list[ProcessCluster],
+    expected: dict[int, pa.Table],
+    beside: dict[str, dict[int, list[float]]],
+    progress: Bar,
+) -> runner.Outcome:
     """Run the queries, printing the table's lines as they come."""
     table = report.TextTable(report.columns(o.engine_names, joined=True))
     progress.line("")
     progress.line(table.head())
+
+    def told(number: int, outcome: runner.Outcome) -> None:
+        outcome.beside = beside
+        progress.line(table.line(report.row(number, outcome.of(number), joined=True)))
+        if o.json:
+            save(o, outcome, clusters)
+
     with contextlib.ExitStack() as stack:
         killer = None
         if o.kill_worker is not None:
@@ -221,7 +233,9 @@ def measure(o: argparse.Namespace, clusters: list[ProcessCluster], expected: Any
             runs=o.runs,
             fuse=o.fuse,
             progress=progress,
-            done=lambda number, cells: progress.line(table.line(report.row(number, cells, joined=True))),
+            cold=o.cold,
+            limit_s=o.query_limit,
+            done=told,
         )
     for line in report.total_rows(outcome, joined=True):
         progress.line(table.line(line))
@@ -235,9 +249,9 @@ def measure(o: argparse.Namespace, clusters: list[ProcessCluster], expected: Any
 
 
 def tell(
-    o: argparse.Namespace, outcome: runner.Outcome, described: list[dict[str, Any]], status: Any, progress: Progress
+    o: argparse.Namespace, outcome: runner.Outcome, described: list[dict[str, Any]], status: Any, progress: Bar
 ) -> None:
-    """Differences, files."""
+    """Differences, the verdict, files."""
     progress.line("")
     for note in outcome.notes:
         progress.line(f"note: {note}")
@@ -246,28 +260,43 @@ def tell(
             progress.line(f"DIFFERENT on {engine}: {difference}")
         for error in cell.errors:
             progress.line(f"ERROR on {engine}, query {number}: {error}")
-    facts = data.facts(
+    for line in verdict.words(outcome):
+        progress.line(line)
+    path = report.page(outcome, o.header, described, status).write(os.path.join(o.out, "report.html"))
+    progress.line(f"report: {path}")
+    if o.json:
+        progress.line(f"figures: {o.json}")
+
+
+def header(o: argparse.Namespace) -> dict[str, Any]:
+    """What the figures are of: machine, versions, options."""
+    where = (
         f"{data.cores()} CPU cores, {o.workers} worker processes x {o.threads} thread(s) per cluster, loopback, "
         "pandas on Arrow; no GPU used"
     )
-    facts |= {
+    return data.facts(where) | {
         "scale": o.scale,
         "runs": o.runs,
         "fused": o.fuse,
+        "cold": o.cold,
         "engines": ", ".join(o.engine_names),
         "memory_limit_bytes_per_worker": o.memory_limit_bytes,
+        "query_limit_s": o.query_limit,
+        "price_per_hour": o.price_per_hour,
     }
-    path = report.page(outcome, facts, described, status).write(os.path.join(o.out, "report.html"))
-    progress.line(f"report: {path}")
-    if o.json:
-        progress.line(f"figures: {data.write_json(o.json, report.result(outcome, facts, described))}")
+
+
+def save(o: argparse.Namespace, outcome: runner.Outcome, clusters: list[ProcessCluster]) -> None:
+    """Write all figures so far."""
+    described = [describe(c) for c in clusters]
+    data.write_json(o.json, report.result(outcome, o.header, described))
 
 
 def status_of(cluster: ProcessCluster) -> dict[str, Any]:
     """``dask_gpurt.status(client).to_dict()`` of a cluster, or why there is none."""
     # A report must not fail on what it only adds; what went wrong is in the report instead.
     try:
-        out: dict[str, Any] = importlib.import_module("dask_gpurt").status(cluster.client).to_dict()
+        out: dict[str, Any] = state.status(cluster.client).to_dict()
         return out
     except Exception as e:
         return {"not available": repr(e)}
@@ -278,10 +307,9 @@ def keep(cluster: ProcessCluster) -> None:
     address, dashboard = cluster.address, cluster.dashboard
     groups = " ".join(f"-{pid}" for pid in cluster.pids)
     cluster.leave()
-    print(
+    click.echo(
         f"\nThe {cluster.engine} cluster is left running.\n"
         f"  connect:    from dask.distributed import Client; client = Client({address!r})\n"
         f"  dashboard:  {dashboard or '(needs bokeh)'}\n"
-        f"  stop:       kill -TERM -- {groups}",
-        flush=True,
+        f"  stop:       kill -TERM -- {groups}"
     )

@@ -10,10 +10,13 @@ from the letter: the view of Q15 is a common table expression, and LIMIT is left
 from __future__ import annotations
 
 import os
+import time
 from typing import TYPE_CHECKING
 
+from dask_gpurt.bench.progress import Progress, no_progress
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection
 
     import pyarrow as pa
 
@@ -301,7 +304,7 @@ class Reference:
             import duckdb
         except ImportError as e:
             raise RuntimeError(
-                "duckdb is not installed; it gives the right answers. Remedy: pip install '.[bench]'"
+                "duckdb is not installed; it gives the right answers. Remedy: pip install 'dask-gpurt[bench]'"
             ) from e
         self.scale = scale
         self._db = duckdb.connect(":memory:")
@@ -315,8 +318,21 @@ class Reference:
         """All rows of one query, ordered, without LIMIT."""
         return self._db.sql(sql(number, self.scale)).to_arrow_table()
 
-    def answers(self, numbers: Iterable[int]) -> dict[int, pa.Table]:
-        return {number: self.answer(number) for number in numbers}
+    def answers(self, numbers: Collection[int], progress: Progress = no_progress) -> dict[int, pa.Table]:
+        out = {}
+        for done, number in enumerate(numbers):
+            progress(done, len(numbers), f"DuckDB q{number:02d}")
+            out[number] = self.answer(number)
+        return out
+
+    def seconds(self, number: int, runs: int) -> list[float]:
+        """Times of `runs` runs of one query, from its text to all rows, ordered, without LIMIT."""
+        out = []
+        for _ in range(runs):
+            start = time.perf_counter()
+            self.answer(number)
+            out.append(time.perf_counter() - start)
+        return out
 
     def close(self) -> None:
         self._db.close()

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from benchmarks.tpch.reference import TABLES
+from dask_gpurt.bench.progress import Progress, no_progress
+from dask_gpurt.bench.tpch.reference import TABLES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,7 +56,9 @@ def parts(scale: float) -> dict[str, int]:
     return {**out, "nation": 1, "region": 1}
 
 
-def ensure(directory: str, scale: float, say: Callable[[str], None] = lambda text: None) -> str:
+def ensure(
+    directory: str, scale: float, say: Callable[[str], None] = lambda text: None, progress: Progress = no_progress
+) -> str:
     """Make `directory` hold all eight tables at `scale`; do nothing if it already does. Returns `directory`.
 
     Raises
@@ -88,12 +91,30 @@ def ensure(directory: str, scale: float, say: Callable[[str], None] = lambda tex
         shutil.rmtree(os.path.join(directory, name), ignore_errors=True)
     os.makedirs(raw)
     _generate(raw, scale, say)
-    _rewrite(raw, directory, scale, say)
+    _rewrite(raw, directory, scale, say, progress)
     shutil.rmtree(raw)
     with open(stamp + ".new", "w") as f:
         json.dump(want, f)
     os.replace(stamp + ".new", stamp)
     return directory
+
+
+def forget(directory: str) -> None:
+    """Drop the files under `directory` from the page cache, so that they are next read from the disk.
+
+    Raises
+    ------
+    RuntimeError
+        The system cannot do that.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        raise RuntimeError("--cold needs posix_fadvise, which this system has not. Remedy: leave --cold out")
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            with open(os.path.join(folder, name), "rb") as f:
+                # Pages that were never written back are not dropped.
+                os.fsync(f.fileno())
+                os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _generate(raw: str, scale: float, say: Callable[[str], None]) -> None:
@@ -112,12 +133,13 @@ def _generator() -> str:
     found = beside if os.path.exists(beside) else shutil.which("tpchgen-cli")
     if not found:
         raise RuntimeError(
-            f"tpchgen-cli was found neither beside {sys.executable} nor on PATH. Remedy: pip install '.[bench]'"
+            f"tpchgen-cli was found neither beside {sys.executable} nor on PATH. "
+            "Remedy: pip install 'dask-gpurt[bench]'"
         )
     return found
 
 
-def _rewrite(raw: str, directory: str, scale: float, say: Callable[[str], None]) -> None:
+def _rewrite(raw: str, directory: str, scale: float, say: Callable[[str], None], progress: Progress) -> None:
     jobs: list[tuple[list[str], str]] = []
     for table, wanted in parts(scale).items():
         os.makedirs(os.path.join(directory, table))
@@ -129,7 +151,13 @@ def _rewrite(raw: str, directory: str, scale: float, say: Callable[[str], None])
             jobs.append((share, os.path.join(directory, table, f"part.{i:05d}.parquet")))
     say(f"rewriting as {len(jobs)} parts with plain strings")
     with concurrent.futures.ThreadPoolExecutor(max_workers=max(1, min(4, os.cpu_count() or 1))) as pool:
-        list(pool.map(lambda job: _rewrite_one(*job), jobs))
+        try:
+            for done, _ in enumerate(pool.map(lambda job: _rewrite_one(*job), jobs), 1):
+                progress(done, len(jobs), "parts of the data")
+        except BaseException:
+            # Ctrl-C must not wait for parts that have not begun.
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def _rewrite_one(sources: list[str], target: str) -> None:

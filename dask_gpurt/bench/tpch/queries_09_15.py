@@ -6,7 +6,7 @@ from datetime import date
 from decimal import Decimal
 from typing import Any
 
-from benchmarks.tpch.tables import Tables, decimal, keep, largest, mean, order_by, revenue, totals
+from dask_gpurt.bench.tpch.tables import Tables, decimal, keep, largest, mean, order_by, revenue, totals
 
 
 def q09(t: Tables) -> Any:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.tpch import queries_01_08, queries_09_15, queries_16_22
+from dask_gpurt.bench.tpch import queries_01_08, queries_09_15, queries_16_22
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from benchmarks.tpch.tables import Tables
+    from dask_gpurt.bench.tpch.tables import Tables
 
 _MODULES = (queries_01_08, queries_09_15, queries_16_22)
 

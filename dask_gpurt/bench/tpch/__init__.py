@@ -1,0 +1,1 @@
+"""TPC-H in plain dask.dataframe, checked against DuckDB, on stock Dask and on dask-gpurt."""

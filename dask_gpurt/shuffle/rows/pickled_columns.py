@@ -1,0 +1,361 @@
+"""Carry columns that Arrow cannot hold: as a column of bytes, each value pickled.
+
+`table_of` makes the table of an input partition; the schema's metadata names the columns it pickled (`pickled_in`).
+`irregular` finds the columns that the tables of one output cannot have in common, `unified` pickles them in all of
+them, and `restored` gives the values back.
+
+Theory of operation. Dask's own P2P fails for a column of Python objects without a common Arrow type
+(dask/distributed#8310, dask/dask#10014). As bytes such a column is gathered, merged, cut, spilled and sent like any
+other. Only a column that Arrow refuses is pickled, so everything that Dask's P2P can do is done as it does it.
+
+Whether Arrow holds a column is found per input partition. One partition may have numbers and the next one words, or one
+may need pickle and the next one not. Where an output joins such tables, the column is pickled in all of them.
+
+Text beside bytes is pickled, too: Arrow takes both, and makes bytes of the text.
+
+Values are pickled one by one, as rows of a column part. What refers to ``__main__`` goes by cloudpickle, as in Dask.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import pickle
+from typing import TYPE_CHECKING
+
+import cloudpickle
+import numpy as np
+
+from dask_gpurt.shuffle.rows.schema import PICKLED, pickled_in
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+
+    import pandas as pd
+    import pyarrow as pa
+
+    from dask_gpurt.shuffle.rows.schema import KnownSchema
+
+#: values of any types
+Objects = np.ndarray[tuple[int], np.dtype[np.object_]]
+#: names of types in an error, at most
+TYPES = 6
+
+
+# ---- an input partition
+
+
+def fixed_in(meta: pd.DataFrame) -> frozenset[str]:
+    """Names of the columns that are never pickled: those whose meta is not of objects, text or categories."""
+    import pandas as pd
+
+    def open_to_all(dtype: object) -> bool:
+        return dtype == np.dtype(object) or isinstance(dtype, (pd.StringDtype, pd.CategoricalDtype))
+
+    return frozenset(str(name) for name, dtype in meta.dtypes.items() if not open_to_all(dtype))
+
+
+def table_of(data: pd.DataFrame, convert: Callable[..., pa.Table], fixed: frozenset[str] = frozenset()) -> pa.Table:
+    """The table of a frame, with its index; columns of objects that Arrow cannot hold are pickled.
+
+    Parameters
+    ----------
+    convert
+        Dask's conversion of a frame to a table.
+    fixed
+        See `fixed_in`.
+
+    Raises
+    ------
+    TypeError
+        Neither Arrow nor pickle can hold a value, or the meta does not allow it; names column and types.
+    pyarrow.ArrowException
+        Arrow cannot hold a column that is not of objects.
+    """
+    try:
+        table = convert(data, preserve_index=True)
+    except MemoryError:
+        raise
+    except Exception as e:
+        odd, levels = _refused(data)
+        if not odd and not levels:
+            raise
+        _check_allowed(data, odd, fixed, e)
+    else:
+        odd, levels = _mixed_bytes(data, table, fixed)
+        if not odd and not levels:
+            return table
+    plain = data.copy(deep=False)
+    for at in odd:
+        plain.isetitem(at, _series(_dumped(data.iloc[:, at].array, str(data.columns[at])), data.index))
+    if levels:
+        plain.index = _index([_level(data, i, i in levels) for i in range(data.index.nlevels)], data.index)
+    table = convert(plain, preserve_index=True)
+    return _marked(table, [str(data.columns[at]) for at in odd] + [index_names(table)[i] for i in levels])
+
+
+def _check_allowed(data: pd.DataFrame, odd: Iterable[int], fixed: frozenset[str], cause: Exception) -> None:
+    for at in odd:
+        if str(data.columns[at]) in fixed:
+            raise TypeError(
+                f"column {str(data.columns[at])!r} ({types_of(data.iloc[:, at])}) cannot be held by Arrow ({cause}), "
+                "and is not of objects by the meta. Remedy: convert the column, or have a meta of dtype object"
+            ) from cause
+
+
+def _level(data: pd.DataFrame, i: int, odd: bool) -> pd.Index | Objects:
+    values = data.index.get_level_values(i)
+    return _dumped(values, f"level {i} of the index") if odd else values
+
+
+def _is_of_objects(dtype: object) -> bool:
+    import pandas as pd
+
+    if isinstance(dtype, pd.CategoricalDtype):
+        dtype = dtype.categories.dtype
+    return isinstance(dtype, np.dtype) and dtype.kind == "O"
+
+
+def _refused(data: pd.DataFrame) -> tuple[list[int], list[int]]:
+    """(Places of columns, levels of the index) that are of objects and that Arrow refuses."""
+    odd = [i for i, dtype in enumerate(data.dtypes) if _is_of_objects(dtype) and _refuses(data.iloc[:, i])]
+    levels = [data.index.get_level_values(i) for i in range(data.index.nlevels)]
+    return odd, [i for i, level in enumerate(levels) if _is_of_objects(level.dtype) and _refuses(level)]
+
+
+def _refuses(values: pd.Series | pd.Index) -> bool:
+    import pyarrow as pa
+
+    try:
+        pa.array(values, from_pandas=True)
+    except MemoryError:
+        raise
+    except Exception:
+        return True
+    return False
+
+
+def _mixed_bytes(data: pd.DataFrame, table: pa.Table, fixed: frozenset[str]) -> tuple[list[int], list[int]]:
+    """As `_refused`, of columns that Arrow took as bytes though they hold text as well."""
+    import pyarrow as pa
+
+    binary = {field.name for field in table.schema if pa.types.is_binary(field.type)}
+    if not binary:
+        return [], []
+    odd = [i for i, name in enumerate(data.columns) if name in binary - fixed and _has_text(data.iloc[:, i])]
+    names = index_names(table)
+    levels = [i for i in range(data.index.nlevels) if names[i] in binary]
+    return odd, [i for i in levels if _has_text(data.index.get_level_values(i))]
+
+
+def _has_text(values: pd.Series | pd.Index) -> bool:
+    import pandas as pd
+
+    if values.dtype != object or pd.api.types.infer_dtype(values, skipna=True) == "bytes":
+        return False
+    return any(isinstance(value, str) for value in values)
+
+
+def index_names(table: pa.Table) -> list[str]:
+    """Names of the fields that are the levels of the index."""
+    return [str(name) for name in (table.schema.pandas_metadata or {}).get("index_columns", [])]
+
+
+def _marked(table: pa.Table, names: Collection[str]) -> pa.Table:
+    """The table with these columns as bytes with 64-bit offsets, and with a note of them."""
+    import pyarrow as pa
+
+    for name in names:
+        at = table.schema.get_field_index(name)
+        table = table.set_column(at, pa.field(name, pa.large_binary()), table.column(at).cast(pa.large_binary()))
+    return table.replace_schema_metadata({**(table.schema.metadata or {}), PICKLED: json.dumps(sorted(names)).encode()})
+
+
+def _dumped(values: Sequence[object], where: str) -> Objects:
+    """Pickles of values."""
+    dumps = cloudpickle.dumps if cloudpickle.list_registry_pickle_by_value() else _dumps
+    out = np.empty(len(values), dtype=object)
+    for i, value in enumerate(values):
+        try:
+            out[i] = dumps(value)
+        except MemoryError:
+            raise
+        except Exception as e:
+            raise TypeError(
+                f"column {where!r} ({types_of(values)}): row {i} has a {_name(type(value))}, which neither Arrow nor "
+                f"pickle can hold ({type(e).__name__}: {e}). Remedy: drop the column before the shuffle, or turn it "
+                "into values that can be pickled"
+            ) from e
+    return out
+
+
+def _dumps(value: object) -> bytes:
+    try:
+        raw = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception:
+        return bytes(cloudpickle.dumps(value))
+    return raw if b"__main__" not in raw else bytes(cloudpickle.dumps(value))
+
+
+def types_of(values: Iterable[object]) -> str:
+    """Names of the types among some values, for people."""
+    names = list(dict.fromkeys(_name(kind) for kind in dict.fromkeys(map(type, values))))
+    return ", ".join(names[:TYPES]) + (f" and {len(names) - TYPES} more types" if len(names) > TYPES else "")
+
+
+def _name(kind: type) -> str:
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+# ---- an output
+
+
+@functools.lru_cache(maxsize=64)
+def irregular(schemas: frozenset[KnownSchema], fixed: frozenset[str] = frozenset()) -> frozenset[str]:
+    """Names of the columns that must be pickled in every table for tables of these schemas to be joined.
+
+    Parameters
+    ----------
+    fixed
+        See `fixed_in`: that tables with different types of these cannot be joined is an error.
+    """
+    out: set[str] = set().union(*(known.pickled for known in schemas))
+    fields: dict[str, dict[pa.DataType, pa.Field]] = {}
+    for known in schemas:
+        for field in known.schema:
+            fields.setdefault(field.name, {})[field.type] = field
+    for name, kinds in fields.items():
+        if name not in out | fixed and len(kinds) > 1 and not _joinable(list(kinds.values())):
+            out.add(name)
+    return frozenset(out)
+
+
+def _joinable(fields: list[pa.Field]) -> bool:
+    import pyarrow as pa
+
+    is_a = pa.types
+    if len({is_a.is_binary(f.type) or is_a.is_large_binary(f.type) for f in fields if not is_a.is_null(f.type)}) > 1:
+        return False
+    try:
+        pa.unify_schemas([pa.schema([field]) for field in fields], promote_options="permissive")
+    except pa.ArrowException:
+        return False
+    return True
+
+
+def unified(tables: list[pa.Table], names: Collection[str]) -> Iterator[pa.Table]:
+    """The tables with these columns pickled; empties the list."""
+    tables.reverse()
+    while tables:
+        table = tables.pop()
+        here = pickled_in((table.schema.metadata or {}).items())
+        more = [name for name in names if name not in here and name in table.column_names]
+        for name in more:
+            at = table.schema.get_field_index(name)
+            table = table.set_column(at, name, _repickled(table, name))
+        yield _noted(_marked(table, {*here, *more}), names)
+
+
+def _repickled(table: pa.Table, name: str) -> pa.Array:
+    import pyarrow as pa
+
+    column = table.column(name)
+    notes = {note["field_name"]: note for note in (table.schema.pandas_metadata or {}).get("columns", ())}
+    of_objects = notes.get(name, {}).get("numpy_type") == "object"
+    if of_objects and not (pa.types.is_floating(column.type) or isinstance(column.type, pa.BaseExtensionType)):
+        values = column.to_pylist()
+    else:
+        values = column.to_pandas().astype(object).array
+    return pa.array(_dumped(values, name), type=pa.large_binary())
+
+
+def _noted(table: pa.Table, names: Collection[str]) -> pa.Table:
+    """The table with pandas' notes of these columns as those of bytes."""
+    notes = table.schema.pandas_metadata
+    if not notes:
+        return table
+    for note in notes["columns"]:
+        if note["field_name"] in names:
+            note.update(pandas_type="bytes", numpy_type="object", metadata=None)
+    return table.replace_schema_metadata({**table.schema.metadata, b"pandas": json.dumps(notes).encode()})
+
+
+def restored(
+    frame: pd.DataFrame, names: Collection[str], index_names: Sequence[str], meta: pd.DataFrame
+) -> pd.DataFrame:
+    """The frame with the values of its pickled columns.
+
+    Parameters
+    ----------
+    frame
+        Made from tables that `unified` gave.
+    names
+        Of the pickled fields.
+    index_names
+        Of the fields that are levels of its index.
+    meta
+        Says which columns are categorical.
+
+    Raises
+    ------
+    TypeError
+        A value cannot be made again here; names the column.
+    """
+    if not names:
+        return frame
+    for at, name in enumerate(frame.columns):
+        if name in names:
+            values = _loaded(frame.iloc[:, at], name)
+            frame.isetitem(at, _as_meta(values, meta.dtypes.get(name), frame.index))
+    if any(name in names for name in index_names):
+        levels = [frame.index.get_level_values(i) for i in range(frame.index.nlevels)]
+        frame.index = _index(
+            [_loaded(at, name) if name in names else at for at, name in zip(levels, index_names, strict=True)],
+            frame.index,
+        )
+    return frame
+
+
+def _index(levels: Sequence[pd.Index | Objects], like: pd.Index) -> pd.Index:
+    import pandas as pd
+
+    # Not inferred: objects that happen to be numbers or dates in one output are still objects.
+    typed = [at if isinstance(at, pd.Index) else pd.Index(at, dtype=object, tupleize_cols=False) for at in levels]
+    if isinstance(like, pd.MultiIndex):
+        return pd.MultiIndex.from_arrays(typed, names=like.names)
+    return typed[0].rename(like.name)
+
+
+def _series(values: Objects, index: pd.Index) -> pd.Series:
+    import pandas as pd
+
+    return pd.Series(values, index=index, dtype=object)
+
+
+def _loaded(values: Iterable[bytes | None], where: str) -> Objects:
+    raw = list(values)
+    out = np.empty(len(raw), dtype=object)
+    for i, value in enumerate(raw):
+        try:
+            out[i] = None if value is None else pickle.loads(value)
+        except MemoryError:
+            raise
+        except Exception as e:
+            raise TypeError(
+                f"column {where!r}: a value that was pickled on another worker cannot be made again here "
+                f"({type(e).__name__}: {e}). Remedy: install the module of its class on every worker"
+            ) from e
+    return out
+
+
+def _as_meta(values: Objects, dtype: object, index: pd.Index) -> pd.Series:
+    """Values as a categorical where the meta has one, and as objects where that would lose an order."""
+    import pandas as pd
+
+    plain = _series(values, index)
+    if not isinstance(dtype, pd.CategoricalDtype):
+        return plain
+    found = plain.dropna().unique()
+    if set(found) <= set(dtype.categories):
+        return plain.astype(dtype)
+    return plain if dtype.ordered else plain.astype(pd.CategoricalDtype(pd.Index(found, dtype=object)))

@@ -1,0 +1,76 @@
+"""The words at the end of a run follow its figures."""
+
+from __future__ import annotations
+
+import pytest
+
+from dask_gpurt.bench.tpch import report
+from dask_gpurt.bench.tpch.meters import Traffic
+from dask_gpurt.bench.tpch.runner import Measured, Outcome
+from dask_gpurt.bench.tpch.verdict import words
+
+
+def cell(query: int, engine: str, seconds: list[float], keys: int = 0, spilled: int = 0) -> Measured:
+    traffic = [Traffic(keys, 0, 0, spilled, 0)] * len(seconds)
+    return Measured(query, engine, seconds=seconds, traffic=traffic)
+
+
+def outcome(*cells: Measured) -> Outcome:
+    numbers = sorted({c.query for c in cells})
+    return Outcome(["stock", "gpurt"], numbers, {(c.query, c.engine): c for c in cells})
+
+
+def test_gain_its_origin_and_the_losses() -> None:
+    text = "\n".join(
+        words(
+            outcome(
+                cell(1, "stock", [1.0, 1.0, 1.0]),
+                cell(1, "gpurt", [1.5, 1.5, 1.5], keys=200_000_000),
+                cell(9, "stock", [9.0, 9.0, 9.0], spilled=300_000_000),
+                cell(9, "gpurt", [3.5, 3.5, 3.5]),
+            )
+        )
+    )
+    assert "gpurt: 2 queries in 5.00 s, stock in 10.00 s: 2.00 times as fast." in text
+    assert "Most of it came from q09 5.50 s (300 MB less written to disk): 100% of all seconds saved." in text
+    assert "q01 is slower: 1.50 s against 1.00 s, 200 MB more received from other workers." in text
+
+
+@pytest.mark.parametrize(
+    ("stock", "gpurt", "why"),
+    [
+        ([1.0, 1.3, 1.6], [1.1, 1.4, 1.7], "within the noise of the runs"),
+        ([1.0, 1.0, 1.0], [1.4, 1.4, 1.4], "no count of bytes explains it; the report has the state"),
+        ([1.0], [1.4], "no count of bytes explains it; of one run, which may be noise"),
+    ],
+)
+def test_why_a_query_lost(stock: list[float], gpurt: list[float], why: str) -> None:
+    text = words(outcome(cell(4, "stock", stock), cell(4, "gpurt", gpurt)))[-1]
+    assert text.startswith("q04 is slower: ")
+    assert why in text
+
+
+def test_a_slower_engine_and_failures_are_told() -> None:
+    failed = Measured(2, "stock", errors=["KeyError: x"])
+    good = outcome(cell(1, "stock", [1.0]), cell(1, "gpurt", [2.0]), failed, cell(2, "gpurt", [1.0]))
+    text = "\n".join(words(good))
+    assert "q02: an answer from gpurt only, stock failed; not in the sums." in text
+    assert "gpurt: 1 queries in 2.00 s, stock in 1.00 s: 2.00 times as slow." in text
+    none = outcome(failed, Measured(2, "gpurt", errors=["KeyError: x"]))
+    assert words(none) == ["No query was answered by both gpurt and stock: there is nothing to compare."]
+    equal = words(outcome(cell(1, "stock", [1.0]), cell(1, "gpurt", [1.0])))
+    assert equal[-1] == "No query is slower than stock by more than 3%."
+
+
+def test_first_later_runs_and_price() -> None:
+    one = cell(3, "stock", [9.0, 3.0, 1.0, 2.0])
+    assert (one.warm(0.5), one.warm(0.95)) == (2.0, 3.0)
+    assert cell(3, "stock", [9.0]).warm(0.5) is None
+    assert report.price(one, 3600.0) == 2.5
+    assert report.price(one, None) is None
+    facts = {"scale": 1, "exercised_on": "a test", "commit": "?", "when": "?", "price_per_hour": 3600.0}
+    found = report.result(outcome(one, cell(3, "gpurt", [1.0] * 4)), facts, [])["queries"]["q03"]["stock"]
+    assert (found["first_s"], found["later_p50_s"], found["later_p95_s"], found["price"]) == (9.0, 2.0, 3.0, 2.5)
+    page = report.page(outcome(one, cell(3, "gpurt", [1.0] * 4)), facts, [], {}).render()
+    assert "seconds of each run of query 3" in page
+    assert "megabytes that query 3 moved" in page
