@@ -1,4 +1,4 @@
-"""``dask gpurt status | top | explain | where | report | runs | compare | trace | replay | bench | enable | disable``"""
+"""``dask gpurt``: status, top, explain, where, report, runs, compare, trace, replay, bench, enable and disable."""
 
 from __future__ import annotations
 
@@ -342,10 +342,10 @@ def tpch(arguments: tuple[str, ...]) -> None:
     raise SystemExit(main(arguments))
 
 
-@bench.command()
+@bench.command("compare")
 @click.argument("before", type=click.Path(exists=True, dir_okay=False))
 @click.argument("after", type=click.Path(exists=True, dir_okay=False))
-def compare(before: str, after: str) -> None:
+def compare_files(before: str, after: str) -> None:
     """Compare two runs, query by query.
 
     BEFORE and AFTER are what `bench tpch --json` wrote. Exit code 1 when a query is slower in AFTER by more than the

@@ -99,11 +99,15 @@ class Comparison:
         rows.append(_line("fetched", a["fetched_bytes"], b["fetched_bytes"], bytes_said))
         rows.append(_line("shuffled", a["shuffle"]["bytes_sent"], b["shuffle"]["bytes_sent"], bytes_said))
         for label, key in (("written to disk", "written_bytes"), ("read from disk", "read_bytes")):
-            rows.append(_line(label, *(sum(w.tiers.get(key, 0) for w in run.workers) for run in runs), bytes_said))
+            before, after = (sum(w.tiers.get(key, 0) for w in run.workers) for run in runs)
+            rows.append(_line(label, before, after, bytes_said))
         kinds = [{k.prefix: k.seconds for k in run.digest.kinds} for run in runs]
         every = sorted(set(kinds[0]) | set(kinds[1]), key=lambda k: -abs(kinds[1].get(k, 0) - kinds[0].get(k, 0)))
-        for kind in every[:SHOWN]:
-            rows.append(_line(f"tasks {_short(kind)}", *(k.get(kind, 0.0) for k in kinds), seconds_said))
+        first, second = kinds
+        rows.extend(
+            _line(f"tasks {_short(kind)}", first.get(kind, 0.0), second.get(kind, 0.0), seconds_said)
+            for kind in every[:SHOWN]
+        )
         return rows
 
     def _columns(self) -> list[str]:

@@ -112,8 +112,10 @@ class RunReport:
         began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.start))
         workers = f"{record['worker_count']} workers with {record['threads']} threads"
         out = [
-            f"{run.title}: {record['outcome']}, {seconds_said(run.seconds)} from {began}; {run.task_count:,} tasks on "
-            f"{workers}"
+            (
+                f"{run.title}: {record['outcome']}, {seconds_said(run.seconds)} from {began}; {run.task_count:,} tasks "
+                f"on {workers}"
+            )
         ]
         wanted = run.wanted_seconds
         if wanted > 0:

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
     from distributed.scheduler import Scheduler, TaskState, WorkerState
 
+    from dask_gpurt.observe.collect.worker_account import Reading
+
 #: the newest outputs of shuffles that `StallLedger.statistics` tells
 NEWEST_OUTPUTS = 200
 #: running tasks looked at for skew: with more than that, it is not one task that the others wait for

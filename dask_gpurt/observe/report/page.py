@@ -17,7 +17,7 @@ from dask_gpurt.observe.report import charts
 from dask_gpurt.observe.report.findings import advise
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from dask_gpurt.observe.report.facts import Run
 
@@ -229,7 +229,7 @@ def _shuffles(out: Page, run: Run) -> None:
         out.text("The shuffle engine is not installed.", kind="note")
     moved = run.shuffle
     if moved.get("runs"):
-        cells = [
+        cells: list[tuple[str, str, Callable[[Any], object]]] = [
             ("Inputs", "inputs", int),
             ("Outputs", "outputs", int),
             ("Sent", "bytes_sent", bytes_said),

@@ -73,8 +73,11 @@ class LiveRun:
     outputs_before: int
     #: counts of the engines at the beginning, see `RunRecorder`
     counts: Mapping[str, Any]
-    #: keys that were asked for and are not there yet, in order
+    #: keys that were asked for and are not there yet, in order; of very many a sample
     pending: dict[Hashable, None]
+    #: keys that were asked for so far, as far as they are followed, and those forgotten before they were computed
+    asked: int = 0
+    forgotten: int = 0
     graphs: int = 1
     #: Unix time; None: it goes on
     stop: float | None = None
@@ -101,10 +104,16 @@ class LiveRun:
     tasks_after: int = 0
     outputs_after: int = 0
     counts_after: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    #: what tables show of it: when that was made (Unix time), the run's stop by then, and what
+    headline: tuple[float, float | None, dict[str, Any]] | None = None
+
+    def __post_init__(self) -> None:
+        self.asked = len(self.pending)
 
     def add(self, keys: dict[Hashable, None]) -> None:
         """A graph more that asks for `keys`."""
         self.graphs += 1
+        self.asked += len(keys)
         self.pending.update(keys)
 
     def reopen(self, now: float) -> None:

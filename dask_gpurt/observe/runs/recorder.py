@@ -15,8 +15,11 @@ A run is summed up (`record.packed`) when every worker has sent a heartbeat sinc
 `KEPT_RUNS`, of `KEPT_BYTES` at most together; the oldest goes first. While runs are followed, at most `FOLLOWED` at a
 time, each takes about 1 kB per worker.
 
-Cost: a look into a dict for each task that ends, some microseconds for a graph, and for each heartbeat; some
-milliseconds at the end of a run with many tasks.
+Of a graph that asks for more than `FOLLOWED_KEYS` keys a sample is followed.
+
+Cost: a look into a set for each task that ends, some microseconds for a graph, and for each heartbeat; some
+milliseconds at the end of a run with many tasks, and for a run that goes on while a table shows it, at most every
+`FRESH_SECONDS`.
 
 Rejected: one run per graph (a loop of ``submit`` would drive all else out), spans alone (nobody has to use them, and
 the default span is the whole cluster), asking workers at both ends of a run (a message to each for each graph).
@@ -52,6 +55,10 @@ LONGEST_SECONDS = 600.0
 SILENT_SECONDS = 15.0
 #: workers up to which it is kept who fetched from whom
 FETCHES_WORKERS = 64
+#: keys of a graph whose end is awaited, and how many a sweep looks at
+FOLLOWED_KEYS, SWEPT = 10_000, 1000
+#: for which what tables show of a run that goes on stays as it is
+FRESH_SECONDS = 2.0
 #: keys looked at for the name of a graph
 NAMED_BY = 50
 #: dependents looked at to see what a task that failed was for
@@ -116,7 +123,12 @@ class RunRecorder:
     def graph_arrived(self, client: str, keys: Collection[Any], spans: Mapping[Any, Any]) -> None:
         """A client has asked for `keys`; `spans` are the annotations of tasks by `distributed.span`."""
         tasks = self._scheduler.tasks
-        pending = {key: None for key in keys if (ts := tasks.get(key)) is None or ts.state not in ("memory", "erred")}
+        step = -(-len(keys) // FOLLOWED_KEYS) or 1
+        pending = {
+            key: None
+            for key in itertools.islice(keys, 0, None, step)
+            if (ts := tasks.get(key)) is None or ts.state not in ("memory", "erred")
+        }
         going = [run for run in self._live if run.stop is None]
         if not pending:
             return
@@ -228,14 +240,21 @@ class RunRecorder:
     # ------------------------------------------------------------------ the end of a run
 
     def _sweep(self) -> None:
-        """End the runs whose keys were released, or failed because of others: the ledger does not hear of these."""
+        """End the runs whose keys were released, or failed because of others: the ledger does not hear of these.
+
+        From the front: while one key is awaited, so is the run.
+        """
         tasks = self._scheduler.tasks
         for run in self._live:
-            while run.pending:
+            for _ in range(SWEPT):
+                if not run.pending:
+                    break
                 key = next(iter(run.pending))
                 ts = tasks.get(key)
                 if ts is None or not ts.who_wants:
-                    run.outcome = "cancelled" if run.outcome == "finished" else run.outcome
+                    run.forgotten += 1
+                    if run.forgotten == run.asked and run.outcome == "finished":
+                        run.outcome = "cancelled"
                 elif ts.state == "erred":
                     run.outcome = "failed"
                 elif ts.state != "memory":
@@ -308,8 +327,14 @@ class RunRecorder:
     def headlines(self) -> list[dict[str, Any]]:
         """One of each run that is known, newest first; see `record.headline`."""
         self._sweep()
-        live = [record.headline(self._record(run)) for run in self._live]
+        live = [self._headline(run) for run in self._live]
         return sorted([*(kept.headline for kept in self._kept), *live], key=lambda h: -h["number"])
+
+    def _headline(self, run: LiveRun) -> dict[str, Any]:
+        now = self._clock()
+        if run.headline is None or now - run.headline[0] >= FRESH_SECONDS or run.headline[1] != run.stop:
+            run.headline = now, run.stop, record.headline(self._record(run))
+        return run.headline[2]
 
     def numbers(self) -> list[int]:
         """Of the runs that are known, oldest first."""

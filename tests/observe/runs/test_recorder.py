@@ -52,11 +52,13 @@ class Cluster:
                 who_wants={client},
                 dependents=(),
                 prefix=types.SimpleNamespace(name=key.split("-")[0]),
+                processing_on=next(iter(self.workers.values())),
             )
         self.ledger.guarded(self.ledger.graph_arrived, client, set(keys), {key: {"name": span} for key in keys})
 
     def finish(self, *keys: str, state: str = "memory", seconds: float = 1.0) -> None:
         for key in keys:
+            self.ledger.transition(key, "waiting", "processing", {})
             self.tasks[key].state = state
             stop = self.clock.now
             rows = [{"action": "compute", "start": stop - seconds, "stop": stop}]
@@ -210,14 +212,17 @@ def test_a_silent_worker_does_not_keep_a_run_open_for_ever() -> None:
 def test_everything_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     c = Cluster(workers=100)
     c.beat(1)
-    c.submit(*(f"x{i % 60}-{i}" for i in range(20_000)))
-    for i in range(20_000):
+    kinds = ["x" + chr(ord("a") + i // 8) + chr(ord("a") + i % 8) for i in range(60)]
+    keys = [f"{kinds[i % 60]}-{i}" for i in range(20_000)]
+    c.submit(*keys)
+    assert len(c.runs.wanted) <= recorder.FOLLOWED_KEYS
+    for i, key in enumerate(keys):
         c.clock.now += 1e-4
-        c.finish(f"x{i % 60}-{i}", seconds=1e-3 * (i % 7))
+        c.finish(key, seconds=1e-3 * (i % 7))
     c.beat(1, busy=1, written_bytes=10**9)
     c.beat(GAP_SECONDS)
     found = c.runs.find(1)
-    assert found["task_count"] == 20_000
+    assert 19_900 < found["task_count"] <= 20_000, "it ends with the last key that is followed"
     assert [len(found[key]) for key in ("tasks", "kinds", "workers")] == [record.TASKS, record.KINDS, record.WORKERS]
     assert found["worker_count"] == 100
     # What is folded is still in the sums.
@@ -272,3 +277,28 @@ def test_the_words_of_a_comparison() -> None:
     assert "took 10 s less than run 2, 0.5 times as long" in Comparison(second, first).verdict()[0]
     assert "took as long as" in Comparison(first, first).verdict()[0]
     assert "run 1, x: finished" in repr(RunReport(first))
+
+
+def test_one_released_future_does_not_cancel_a_run() -> None:
+    c = Cluster()
+    c.submit("x-1", "x-2")
+    del c.tasks["x-1"]
+    c.beat(1)
+    c.finish("x-2")
+    assert c.outcomes() == [(1, "finished", 1)]
+
+
+def test_a_million_released_futures_do_not_block_the_event_loop() -> None:
+    """What is looked at in one heartbeat is bounded, also when all has been released at once."""
+    c = Cluster()
+    keys = [f"x-{i}" for i in range(3 * recorder.FOLLOWED_KEYS)]
+    c.submit(*keys)
+    followed = len(c.runs.wanted)
+    assert followed == recorder.FOLLOWED_KEYS
+    c.tasks.clear()
+    before = len(c.runs.wanted)
+    c.runs.numbers()
+    assert before - len(c.runs.wanted) == recorder.SWEPT
+    for _ in range(followed // recorder.SWEPT):
+        c.runs.numbers()
+    assert c.outcomes() == [(1, "cancelled", 1)]
