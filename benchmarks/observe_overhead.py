@@ -1,6 +1,7 @@
 """What does observation cost? Clusters with the extension take turns; in one ``gpurt.observe.enabled`` is false.
 
-Many tiny tasks (where the cost per task shows) and some TPC-H queries (what users run). ``off again``, the same
+Many tiny tasks (where the cost per task shows), graphs of one task each (where the cost per run shows) and some TPC-H
+queries (what users run). ``no runs`` is ``on`` without the summaries of single runs. ``off again``, the same
 configuration as ``off``, shows the noise of the machine; ``recorded`` writes a trace besides. No page of the dashboard
 is open. Beside wall time, the CPU seconds of all processes of a cluster are reported: they are less noisy, and what an
 idle core hides is in them.
@@ -29,12 +30,23 @@ if TYPE_CHECKING:
 
 SWITCH, TRACE = "DASK_GPURT__OBSERVE__ENABLED", "DASK_GPURT__TRACE__PATH"
 #: case -> is observation on, is a trace written
-CASES = {"off": (False, False), "on": (True, False), "recorded": (True, True), "off again": (False, False)}
+CASES = {
+    "off": (False, False),
+    "on": (True, False),
+    "no runs": (True, False),
+    "recorded": (True, True),
+    "off again": (False, False),
+}
 GOAL = 1.01
 
 
 def _tiny(i: int) -> int:
     return i + 1
+
+
+def _no_runs(dask_scheduler: Any) -> None:
+    """On the scheduler: follow no runs from now on."""
+    dask_scheduler.plugins["gpurt"].ledger.ledger.observer = None
 
 
 def cpu_seconds(cluster: ProcessCluster) -> float:
@@ -79,6 +91,7 @@ def main() -> int:
     parser.add_argument("--data", help="directory of the data at this scale (default: out/tpch/sf<scale>)")
     parser.add_argument("--runs", type=int, default=15)
     parser.add_argument("--tasks", type=int, default=1000)
+    parser.add_argument("--graphs", type=int, default=200)
     parser.add_argument("--queries", type=int, nargs="*", default=[6, 14])
     parser.add_argument("--out", default=os.path.join(RESULTS, "observe_overhead.json"))
     o = parser.parse_args()
@@ -103,6 +116,7 @@ def main() -> int:
                 os.environ.pop(TRACE, None)
             for cluster in clusters.values():
                 runner.warm_up(cluster.join(), directory)
+            clusters["no runs"].client.run_on_scheduler(_no_runs)
             opened = tables.open_tables(directory, o.scale)
 
             def tiny(cluster: ProcessCluster) -> Callable[[], object]:
@@ -114,6 +128,16 @@ def main() -> int:
 
                 return run
 
+            def graphs(cluster: ProcessCluster) -> Callable[[], object]:
+                client = cluster.client
+
+                def run() -> None:
+                    with client.as_current():
+                        for i in range(o.graphs):
+                            client.submit(_tiny, i, pure=False).result()
+
+                return run
+
             def tpch(cluster: ProcessCluster) -> Callable[[], object]:
                 def run() -> None:
                     with cluster.client.as_current():
@@ -122,7 +146,7 @@ def main() -> int:
 
                 return run
 
-            for what, make in (("tiny tasks", tiny), ("TPC-H", tpch)):
+            for what, make in (("tiny tasks", tiny), ("graphs of one task", graphs), ("TPC-H", tpch)):
                 for cluster in clusters.values():
                     make(cluster)()
                 results[what] = measured(clusters, make, o.runs)
@@ -135,11 +159,22 @@ def main() -> int:
             close_all(list(clusters.values()))
             os.environ.pop(SWITCH, None)
     result = facts(f"{cores()} CPU cores, 2 worker processes x 1 thread per cluster, loopback; no GPU")
-    described = {"tasks": o.tasks, "queries": o.queries, "scale": o.scale, "goal_ratio": GOAL, "no_page_open": True}
+    described = {
+        "tasks": o.tasks,
+        "graphs": o.graphs,
+        "queries": o.queries,
+        "scale": o.scale,
+        "goal_ratio": GOAL,
+        "no_page_open": True,
+    }
     noise = {what: abs(cases["off again"]["ratio"] - 1) for what, cases in results.items()}
     recording = {what: cases["recorded"]["ratio"] / cases["on"]["ratio"] for what, cases in results.items()}
     summary = {
         "on_over_off": {what: cases["on"]["ratio"] for what, cases in results.items()},
+        "runs_over_no_runs": {what: c["on"]["ratio"] / c["no runs"]["ratio"] for what, c in results.items()},
+        "runs_over_no_runs_cpu": {
+            what: c["on"]["cpu_ratio"] / c["no runs"]["cpu_ratio"] for what, c in results.items()
+        },
         "recorded_over_on": recording,
         "noise": noise,
         "microseconds_of_cpu_per_tiny_task": 1e6

@@ -13,7 +13,10 @@ A cluster gets it by ``dask scheduler --preload dask_gpurt.preload``; user code 
 `record`
     write a run into a file, to be replayed or drawn
 `report`
-    ``with report("run.html"): ...``: what the run did, what it waited for and what to do about it
+    ``with report("run.html"): ...``: what the run did, what it waited for and what to do about it; ``report(run=-1)``
+    for a run that is over
+`runs`, `compare`
+    the newest runs; two of them side by side
 """
 
 from __future__ import annotations
@@ -30,16 +33,19 @@ if TYPE_CHECKING:
     from dask_gpurt.client.questions import explain, where
     from dask_gpurt.client.recording import record
     from dask_gpurt.client.reports import report
+    from dask_gpurt.client.runs import compare, runs
     from dask_gpurt.client.state import status
 
 #: public name -> the module of `dask_gpurt.client` that has it
 _HOMES = {
     "attach": "api",
+    "compare": "runs",
     "detach": "api",
     "explain": "questions",
     "local_cluster": "local",
     "record": "recording",
     "report": "reports",
+    "runs": "runs",
     "status": "state",
     "where": "questions",
 }
@@ -47,11 +53,13 @@ _HOMES = {
 __all__ = [
     "__version__",
     "attach",
+    "compare",
     "detach",
     "explain",
     "local_cluster",
     "record",
     "report",
+    "runs",
     "status",
     "where",
 ]

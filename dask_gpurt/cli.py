@@ -1,4 +1,4 @@
-"""``dask gpurt status | top | explain | where | report | trace | replay | bench | enable | disable``"""
+"""``dask gpurt``: status, top, explain, where, report, runs, compare, trace, replay, bench, enable and disable."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ Examples:
   dask gpurt explain tcp://10.0.0.1:8786 "('sum-1234', 0)"
   dask gpurt where tcp://10.0.0.1:8786 x-1234 y-5678
   dask gpurt report tcp://10.0.0.1:8786 --out run.html
+  dask gpurt report tcp://10.0.0.1:8786 --run -1
+  dask gpurt compare tcp://10.0.0.1:8786 -2 -1
   dask gpurt status tls://10.0.0.1:8786 --tls-ca-file ca.pem --tls-cert me.pem --tls-key me.key
   DASK_SCHEDULER_ADDRESS=tcp://10.0.0.1:8786 dask gpurt status
   dask gpurt replay run.trace --policy stock,gpurt --workers 64
@@ -39,6 +41,9 @@ Examples:
 ADDRESS may be left out where DASK_SCHEDULER_ADDRESS is set, or scheduler-address
 in Dask's configuration.
 """
+
+#: of a run
+_NUMBER = re.compile(r"-?\d+")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog=_EXAMPLES)
@@ -164,27 +169,72 @@ def where(words: tuple[str, ...], as_json: bool, timeout: float) -> None:
 @gpurt.command()
 @click.argument("address", required=False)
 @click.option("--out", default="dask-gpurt-report.html", show_default=True, help="The HTML file to write.")
+@click.option("--run", type=int, help="Which run, as `runs` shows it; -1: the newest. Without: all since the start.")
 @_asks
-def report(address: str | None, out: str, timeout: float) -> None:
-    """Write an HTML report about all since the start.
+def report(address: str | None, out: str, run: int | None, timeout: float) -> None:
+    """Write an HTML report about a run, or all since the start.
 
     ADDRESS is that of the scheduler (tcp://host:port). Prints the advice. Exit code 1 when the extension is not
     installed there, or a worker does not answer.
     """
+    from dask_gpurt.client.ask import ask
     from dask_gpurt.client.reports import report_now
+    from dask_gpurt.client.runs import report_of
     from dask_gpurt.observe.report.findings import advise
 
-    run = report_now(out, address, timeout=timeout)
-    findings = advise(run)
+    if run is None:
+        made = report_now(out, address, timeout=timeout)
+    else:
+        one = ask(address, report_of, run, timeout, timeout=timeout)
+        one.write(out)
+        made = one.run
+        click.echo("\n".join([made.title, *made.notes]))
+    findings = advise(made)
     for finding in findings:
         click.echo(f"{finding.share:6.1%}  {finding.cause}: {finding.text} {finding.remedy}")
     if not findings:
         click.echo("Nothing cost as much as one per cent of the threads' time, and a second of it.")
     click.echo(f"Wrote {out}")
-    for worker, why in run.silent.items():
+    for worker, why in made.silent.items():
         click.echo(f"No answer from {worker}: {why}", err=True)
-    if run.silent:
+    if made.silent:
         raise SystemExit(1)
+
+
+@gpurt.command()
+@click.argument("address", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@_asks
+def runs(address: str | None, as_json: bool, timeout: float) -> None:
+    """Print the newest runs, and what they waited for.
+
+    ADDRESS is that of the scheduler (tcp://host:port).
+    """
+    from dask_gpurt.client.runs import runs as ask
+
+    _print(ask(address, timeout=timeout), as_json)
+
+
+@gpurt.command(context_settings={"ignore_unknown_options": True})
+@click.argument("words", metavar="[ADDRESS] [FIRST SECOND]", nargs=-1)
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@_asks
+def compare(words: tuple[str, ...], as_json: bool, timeout: float) -> None:
+    """Print two runs side by side, and what changed.
+
+    ADDRESS is that of the scheduler (tcp://host:port). FIRST and SECOND are numbers of runs, as `runs` shows them;
+    -1 is the newest. Without them: the newest and the one before.
+    """
+    from dask_gpurt.client.runs import compare as ask
+
+    address, numbers = (words[0], words[1:]) if words and not _NUMBER.fullmatch(words[0]) else (None, words)
+    for word in numbers:
+        if not _NUMBER.fullmatch(word):
+            raise click.UsageError(f"{word!r} is not the number of a run, such as 3, or -1 for the newest")
+    if len(numbers) not in (0, 2):
+        raise click.UsageError(f"two runs are compared, got {len(numbers)}: {' '.join(numbers)}")
+    first, second = map(int, numbers or ("-2", "-1"))
+    _print(ask(address, first, second, timeout=timeout), as_json)
 
 
 @gpurt.command()
@@ -292,10 +342,10 @@ def tpch(arguments: tuple[str, ...]) -> None:
     raise SystemExit(main(arguments))
 
 
-@bench.command()
+@bench.command("compare")
 @click.argument("before", type=click.Path(exists=True, dir_okay=False))
 @click.argument("after", type=click.Path(exists=True, dir_okay=False))
-def compare(before: str, after: str) -> None:
+def compare_files(before: str, after: str) -> None:
     """Compare two runs, query by query.
 
     BEFORE and AFTER are what `bench tpch --json` wrote. Exit code 1 when a query is slower in AFTER by more than the

@@ -13,7 +13,8 @@
     ├── NoAnswer (OSError)              a scheduler cannot be reached, or does not answer in time
     ├── TraceError                      a file is not a trace, or is damaged
     ├── WireError                       a shuffle message that does not parse, or fails its checksum
-    └── UnknownKey (KeyError)           nothing is known about a key that was asked for
+    ├── UnknownKey (KeyError)           nothing is known about a key that was asked for
+    └── UnknownRun (LookupError)        there is no such run of a cluster, or not any more
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ __all__ = [
     "TierFull",
     "TraceError",
     "UnknownKey",
+    "UnknownRun",
     "WireError",
 ]
 
@@ -86,3 +88,7 @@ class UnknownKey(GpurtError, KeyError):
 
     def __str__(self) -> str:  # KeyError would print the repr of the message
         return Exception.__str__(self)
+
+
+class UnknownRun(GpurtError, LookupError):
+    """A cluster has had no run of that number, or does not keep it any more."""

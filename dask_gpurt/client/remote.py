@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from distributed import Scheduler, Worker
 
     from dask_gpurt.extension import GpurtScheduler
+    from dask_gpurt.observe.collect.stall_ledger import StallLedger
 
 #: dependents looked at to see which workers are fetching a key
 MAX_DEPENDENTS = 1000
@@ -96,10 +97,7 @@ def counted(dask_scheduler: Scheduler, figures: dict[str, dict[str, Any]]) -> di
     if plugin.ledger is None or plugin.ledger.ledger is None:
         return {"off": "observation is off in this cluster"}
     ledger = plugin.ledger.ledger
-    for address, now in figures.items():
-        ws = dask_scheduler.workers.get(address)
-        if ws is not None:
-            ledger.guarded(ledger.heartbeat, ws, now)
+    _take_in(dask_scheduler, ledger, figures)
     return {
         "time": time.time(),
         "started": ledger.started,
@@ -117,6 +115,43 @@ def counted(dask_scheduler: Scheduler, figures: dict[str, dict[str, Any]]) -> di
             for ws in dask_scheduler.workers.values()
         },
     }
+
+
+def recorded(
+    dask_scheduler: Scheduler, numbers: list[int], figures: dict[str, dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    """What is kept of runs, by the numbers that a user gave; ``missing`` instead, if there is no such run."""
+    plugin = _plugin(dask_scheduler)
+    if plugin is None:
+        return {"off": "the extension is not installed on this scheduler"}
+    if plugin.runs is None or plugin.ledger is None or plugin.ledger.ledger is None:
+        return {"off": "observation is off in this cluster"}
+    _take_in(dask_scheduler, plugin.ledger.ledger, figures or {})
+    known = plugin.runs.numbers()
+    records = []
+    for number in numbers:
+        if number not in known and not -len(known) <= number < 0:
+            return {"missing": number, "known": known, "runs": plugin.runs.number}
+        records.append(plugin.runs.find(known[number] if number < 0 else number))
+    return {"records": records, "errors": plugin.ledger.ledger.errors}
+
+
+def listed(dask_scheduler: Scheduler) -> dict[str, Any]:
+    """What `dask_gpurt.runs` shows."""
+    plugin = _plugin(dask_scheduler)
+    if plugin is None:
+        return {"off": "the extension is not installed on this scheduler"}
+    if plugin.runs is None:
+        return {"off": "observation is off in this cluster"}
+    return {"runs": plugin.runs.headlines(), **plugin.runs.statistics()}
+
+
+def _take_in(scheduler: Scheduler, ledger: StallLedger, figures: dict[str, dict[str, Any]]) -> None:
+    """Give the ledger what workers have just said, as their heartbeats do."""
+    for address, now in figures.items():
+        ws = scheduler.workers.get(address)
+        if ws is not None:
+            ledger.guarded(ledger.heartbeat, ws, now)
 
 
 def _host(address: str) -> str:

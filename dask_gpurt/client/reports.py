@@ -1,15 +1,18 @@
-"""`report`: what a run of a cluster did and what it waited for, as one HTML file.
+"""`report`: what a run of a cluster did and what it waited for, as one HTML file, or in words.
 
-For each snapshot the workers are asked, so that what the scheduler knows of them is of now.
+Of a block it is the difference of two snapshots. For each snapshot the workers are asked, so that
+what the scheduler knows of them is of now. Of a run that is over the scheduler has the record.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import re
+from typing import TYPE_CHECKING, Any, overload
 
 from dask_gpurt.client import remote
 from dask_gpurt.client.ask import ask, ask_scheduler, ask_workers, found, is_asynchronous
 from dask_gpurt.client.connect import ANSWER_SECONDS
+from dask_gpurt.client.runs import report_of, whole
 from dask_gpurt.errors import GpurtError
 from dask_gpurt.observe.report.facts import Run, from_snapshots
 from dask_gpurt.observe.report.page import write
@@ -20,26 +23,52 @@ if TYPE_CHECKING:
     from distributed import Client
 
     from dask_gpurt.client.ask import Asked
+    from dask_gpurt.observe.answers.runs import RunReport
+
+#: text that is an address, not a path
+_ADDRESS = re.compile(r"[a-z]+://|[\w.-]+:\d+$")
 
 
-class report:
-    """Write a report about what happens inside of the ``with`` block.
+@overload
+def report(path: str, client: Asked = None, *, timeout: float = ANSWER_SECONDS) -> ReportBlock: ...
+
+
+@overload
+def report(path: Asked = None, client: Asked = None, *, run: int, timeout: float = ANSWER_SECONDS) -> RunReport: ...
+
+
+def report(
+    path: Asked = None, client: Asked = None, *, run: int | None = None, timeout: float = ANSWER_SECONDS
+) -> ReportBlock | RunReport:
+    """Report what a run did and what it waited for: of a ``with`` block, or of a run that is over.
 
     Parameters
     ----------
     path
-        Where the HTML file goes. It needs nothing besides itself, and is written also when the block raises.
+        Where the HTML file goes. It needs nothing besides itself, and is written also when the block raises. With `run`
+        it may be left out, and the client given in its place.
     client
         Of a cluster with the extension; or the cluster, or its scheduler's address. None: the current client, or else
-        the address in Dask's configuration. With an asynchronous client use ``async with``.
+        the address in Dask's configuration. With an asynchronous client use ``async with``; the report of a
+        run is to be awaited.
+    run
+        Without a block: which run. -1 is the newest, -2 the one before; or a number that `dask_gpurt.runs` shows.
     timeout
         Seconds that the workers have to answer, and then the scheduler, at both ends of the block. The report names the
-        workers that did not answer.
+        workers that did not answer. A run that is over needs the scheduler alone.
+
+    Returns
+    -------
+    ReportBlock or RunReport
+        A context manager; with `run` the report, which prints as text, shows as HTML in a notebook, and has
+        ``.write(path)`` and ``.to_dict()``.
 
     Raises
     ------
     NoAnswer
         The scheduler cannot be reached, or does not answer in time.
+    UnknownRun
+        There is no such run, or it is not kept any more.
     GpurtError
         The extension is not in that cluster, or its observation is off.
 
@@ -47,7 +76,37 @@ class report:
     --------
     >>> with dask_gpurt.report("run.html"):  # doctest: +SKIP
     ...     ddf.groupby("x").y.mean().compute()
+    >>> dask_gpurt.report(client, run=-1)  # doctest: +SKIP
     """
+    if run is not None:
+        return _report_of(path, client, whole(run), timeout)
+    if not isinstance(path, str):
+        raise TypeError(
+            f"the path is {path!r} ({type(path).__name__}), must be where the HTML file goes. Remedy: "
+            '`with dask_gpurt.report("run.html", client)`, or report(client, run=-1) for the newest run'
+        )
+    return ReportBlock(path, client, timeout=timeout)
+
+
+def _report_of(path: Asked, client: Asked, run: int, timeout: float) -> RunReport:
+    file = path if isinstance(path, str) and not (client is None and _ADDRESS.match(path)) else None
+    if file is None and client is None:
+        client = path
+    elif file is None and path is not None:
+        raise TypeError(f"the path is {path!r} ({type(path).__name__}), must be where the HTML file goes")
+    answer: RunReport = ask(client, _write_report, file, run, timeout, timeout=timeout)
+    return answer
+
+
+async def _write_report(client: Client, file: str | None, run: int, timeout: float) -> RunReport:
+    made = await report_of(client, run, timeout)
+    if file is not None:
+        made.write(file)
+    return made
+
+
+class ReportBlock:
+    """What `report` returns for a ``with`` block; ``run`` has the facts afterwards."""
 
     def __init__(self, path: str, client: Asked = None, *, timeout: float = ANSWER_SECONDS) -> None:
         self.path = path
@@ -57,7 +116,7 @@ class report:
         #: what the report is about; None until the end of the block
         self.run: Run | None = None
 
-    def __enter__(self) -> report:
+    def __enter__(self) -> ReportBlock:
         self._client = found(self._client)
         if is_asynchronous(self._client):
             raise TypeError("the client is asynchronous. Remedy: `async with dask_gpurt.report(path, client)`")
@@ -69,7 +128,7 @@ class report:
     ) -> None:
         self._finish(snapshot(self._client, timeout=self._timeout))
 
-    async def __aenter__(self) -> report:
+    async def __aenter__(self) -> ReportBlock:
         self._client = found(self._client)
         if not is_asynchronous(self._client):
             raise TypeError("the client is not asynchronous. Remedy: `with dask_gpurt.report(path, client)`")

@@ -21,6 +21,7 @@ from dask_gpurt.observe.collect.scheduler import LedgerPlugin
 from dask_gpurt.observe.dashboard import late
 from dask_gpurt.observe.figures import history, prometheus
 from dask_gpurt.observe.journal import Journal
+from dask_gpurt.observe.runs.recorder import RunRecorder
 from dask_gpurt.observe.trace.recorder import TraceRecorder
 from dask_gpurt.placement.decide import policy
 from dask_gpurt.placement.plugin import PlacementPlugin
@@ -69,6 +70,8 @@ class GpurtScheduler(SchedulerPlugin):
         self.trace: TraceRecorder | None = None
         self.journal: Journal | None = None
         self.ledger: LedgerPlugin | None = None
+        #: the newest runs; None without the ledger
+        self.runs: RunRecorder | None = None
         #: "on", or why there are no plots, and no figures for Prometheus
         self.plots = self.metrics = "off"
 
@@ -119,12 +122,28 @@ class GpurtScheduler(SchedulerPlugin):
         plugin = LedgerPlugin(self._planning_seconds)
         plugin.attach(self.scheduler)
         self.ledger = plugin
+        assert plugin.ledger is not None
+        facts = {
+            "version": __version__,
+            "policy": self.settings.policy,
+            "prices": self.settings.observe.cost_per_hour,
+        }
+        self.runs = plugin.ledger.observer = RunRecorder(self.scheduler, plugin.ledger, self._counts, facts)
 
         async def undo() -> None:
             plugin.detach()
-            self.ledger = None
+            self.ledger = self.runs = None
 
         return undo
+
+    def _counts(self) -> dict[str, Any]:
+        """What is counted of single runs: cheap, as it is read with each graph."""
+        out: dict[str, Any] = {}
+        if self.placement is not None:
+            out["placement"] = self.placement.counts()
+        if self.shuffle is not None:
+            out["shuffle"] = self.shuffle.counts()
+        return out
 
     def _planning_seconds(self) -> float:
         """Spent in decisions of ours so far."""
@@ -328,6 +347,8 @@ class GpurtScheduler(SchedulerPlugin):
             out["shuffle"] = self.shuffle.statistics()
         if self.ledger is not None:
             out["ledger"] = self.ledger.statistics()
+        if self.runs is not None:
+            out["runs"] = self.runs.statistics()
         if self.trace is not None:
             out["trace"] = self.trace.statistics()
         return out

@@ -162,6 +162,16 @@ class PlacementPlugin(SchedulerPlugin):
         """What is taken over now, by name of the scheduler's attribute."""
         return () if self.seam is None else self.seam.installed
 
+    def counts(self) -> dict[str, Any]:
+        """``decisions``, ``declined`` and ``fallbacks`` of `statistics`, in microseconds; empty after `uninstall`."""
+        if self.engine is None or self.seam is None:
+            return {}
+        return {
+            "decisions": {"moved": self.engine.decided["moved"], "local": self.engine.decided["local"]},
+            "declined": {str(reason): n for reason, n in self.engine.declined.items()},
+            "fallbacks": {name: dict(p.fallbacks) for name, p in self.seam.parts.items() if p.fallbacks},
+        }
+
     def statistics(self) -> dict[str, Any]:
         """Counts since `start`, as plain JSON.
 

@@ -47,7 +47,7 @@ def wrong_commands(text: str) -> list[str]:
         if found is gpurt.commands["bench"].commands["tpch"]:  # hands its options on
             known |= set(tpch_parser("")._option_string_actions)
         known |= set(click.Context(gpurt, **gpurt.context_settings).help_option_names)
-        out += [command for a in arguments if a.startswith("-") and a.split("=")[0] not in known]
+        out += [command for a in arguments if re.match(r"-(?!\d)", a) and a.split("=")[0] not in known]
     return out
 
 

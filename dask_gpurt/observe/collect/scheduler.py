@@ -87,6 +87,20 @@ class LedgerPlugin(SchedulerPlugin):
         if start == "processing" or finish == "processing" or (type(key) is str and key.startswith(BARRIER)):
             ledger.guarded(ledger.transition, key, start, finish, kwargs)
 
+    def update_graph(
+        self,
+        scheduler: Scheduler,
+        *,
+        client: str,
+        keys: set[Key],
+        annotations: dict[str, dict[Key, Any]],
+        **kwargs: Any,
+    ) -> None:
+        """A graph has arrived."""
+        ledger = self.ledger
+        if ledger is not None:
+            ledger.guarded(ledger.graph_arrived, client, keys, annotations.get("span") or {})
+
     def log_event(self, topic: str | Collection[str], msg: object) -> None:
         """An event was logged: those of work stealing tell which tasks were moved."""
         # ("confirm", key, state, victim, thief, stimulus_id) is the only public trace of a stolen task.

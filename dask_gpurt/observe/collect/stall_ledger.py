@@ -24,7 +24,7 @@ import itertools
 import time
 import traceback
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, TypeVarTuple
+from typing import TYPE_CHECKING, Any, Protocol, TypeVarTuple
 
 from dask_gpurt.observe.collect import wait_histogram
 from dask_gpurt.observe.collect.causes import CENTRAL, WAITS
@@ -32,9 +32,11 @@ from dask_gpurt.observe.collect.task_history import TaskHistory
 from dask_gpurt.observe.collect.worker_account import INDEX, WorkerAccount, as_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping
+    from collections.abc import Callable, Collection, Container, Hashable, Mapping, Sequence
 
     from distributed.scheduler import Scheduler, TaskState, WorkerState
+
+    from dask_gpurt.observe.collect.worker_account import Reading
 
 #: the newest outputs of shuffles that `StallLedger.statistics` tells
 NEWEST_OUTPUTS = 200
@@ -48,6 +50,40 @@ BARRIER = "shuffle-barrier-"
 #: states of a barrier that is still to be passed
 _OPEN = ("waiting", "queued", "processing", "no-worker")
 _Ts = TypeVarTuple("_Ts")
+
+
+class Observer(Protocol):
+    """What follows single runs by the ledger's events. The first exception ends that, not the ledger."""
+
+    def graph_arrived(self, client: str, keys: Collection[Any], spans: Mapping[Any, Any]) -> None:
+        """A client has asked for `keys`; `spans` are annotations of tasks."""
+
+    def restarted(self) -> None:
+        """The scheduler has forgotten all tasks."""
+
+    @property
+    def following(self) -> bool:
+        """Whether it wants to hear of heartbeats now."""
+
+    @property
+    def wanted(self) -> Container[Hashable]:
+        """Tasks of which it wants to hear that they left, besides those that failed."""
+
+    def task_left(self, key: Hashable, finish: str) -> None:
+        """A task is no longer assigned to a worker; `finish` is its state now."""
+
+    def heard(
+        self,
+        ws: WorkerState,
+        before: Reading,
+        now: Reading,
+        waits: Mapping[str, Sequence[int]],
+        skewed: tuple[tuple[str, str], float] | None,
+    ) -> None:
+        """A heartbeat was taken in. Readings are of that worker; `waits` and `skewed` are what it added."""
+
+    def worker_left(self, address: str, last: Reading) -> None:
+        """A worker has left; `last` is the last reading of it."""
 
 
 class StallLedger:
@@ -96,6 +132,8 @@ class StallLedger:
         self.skewed: defaultdict[tuple[str, str], float] = defaultdict(float)
         #: how long single waits of slots were
         self.tails = wait_histogram.Tails()
+        #: follows single runs; None: nobody does
+        self.observer: Observer | None = None
         self.errors = 0
         self.last_traceback = ""
         for ws in scheduler.workers.values():
@@ -119,6 +157,15 @@ class StallLedger:
             self.errors += 1
             self.last_traceback = traceback.format_exc()
 
+    def _tell(self, event: Callable[[*_Ts], None], *args: *_Ts) -> None:
+        """Call one of the observer's events; with its first exception it hears no more."""
+        try:
+            event(*args)
+        except Exception:
+            self.observer = None
+            self.errors += 1
+            self.last_traceback = traceback.format_exc()
+
     def worker_added(self, ws: WorkerState) -> None:
         """A worker has come."""
         self._turn()
@@ -129,6 +176,8 @@ class StallLedger:
         account = self._accounts.pop(address, None)
         if account is None:
             return
+        if self.observer is not None:
+            self._tell(self.observer.worker_left, address, account.reading())
         self._turn()
         self._backlog -= max(0, account.assigned - account.slots)
         for name, seconds in account.totals.items():
@@ -163,8 +212,15 @@ class StallLedger:
             self._running[key] = (thief, prefix, self._clock())
         self._turn()
 
+    def graph_arrived(self, client: str, keys: Collection[Any], spans: Mapping[Any, Any]) -> None:
+        """A client has asked for `keys`; their tasks have not begun."""
+        if self.observer is not None:
+            self._tell(self.observer.graph_arrived, client, keys, spans)
+
     def restarted(self) -> None:
         """The scheduler has forgotten all tasks."""
+        if self.observer is not None:
+            self._tell(self.observer.restarted)
         self._running.clear()
         self._barriers.clear()
         self._skewed = None
@@ -248,6 +304,8 @@ class StallLedger:
             self._touch(ws)
         if finish == "memory":
             self.history.ended(address, name, details)
+        if self.observer is not None and (finish == "erred" or key in self.observer.wanted):
+            self._tell(self.observer.task_left, key, finish)
 
     def _find_skew(self) -> None:
         self._skewed = None
@@ -273,17 +331,29 @@ class StallLedger:
         self._touch(ws)
         self._find_skew()
         self._turn()
+        observer = self.observer if self.observer is not None and self.observer.following else None
+        before = None if observer is None else account.reading()
         skew = account.settle(figures, self._last, self._planning())
-        if figures is None or skew is None:
-            return
-        waits = figures.get(WAITS)
-        if isinstance(waits, dict):
-            self.tails.grow(wait_histogram.grown(waits, account.waits))
-            account.waits = waits
-        if skew > 0 and self._last_skewed is not None:
-            self.skewed[self._last_skewed] += skew
+        more: dict[str, list[int]] = {}
+        skewed = None
+        if figures is not None and skew is not None:
+            waits = figures.get(WAITS)
+            if isinstance(waits, dict):
+                more = wait_histogram.grown(waits, account.waits)
+                self.tails.grow(more)
+                account.waits = waits
+            if skew > 0 and self._last_skewed is not None:
+                self.skewed[self._last_skewed] += skew
+                skewed = (self._last_skewed, skew)
+        account.reported = figures or {}
+        if observer is not None and before is not None:
+            self._tell(observer.heard, ws, before, account.reading(), more, skewed)
 
     # ------------------------------------------------------------------ reading
+
+    def readings(self) -> dict[str, Reading]:
+        """What is known of each worker now."""
+        return {address: account.reading() for address, account in self._accounts.items()}
 
     def statistics(self) -> dict[str, Any]:
         """Plain JSON.

@@ -29,6 +29,16 @@ _USES = tuple((name, heartbeat_key(name)) for name in ("slots", "busy", "running
 _UNASSIGNED_KEY = heartbeat_key(UNASSIGNED)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reading:
+    """What is known of one worker at a moment. Sums since it came; they only grow, while it is not attached anew."""
+
+    #: slot-seconds by cause, and ``busy``, ``slots``
+    totals: Mapping[str, float]
+    #: its newest heartbeat; empty: none, or it runs without the extension
+    reported: Mapping[str, Any]
+
+
 @dataclasses.dataclass(slots=True)
 class WorkerAccount:
     """One worker, as its scheduler sees it."""
@@ -49,8 +59,14 @@ class WorkerAccount:
     clock: float = 0.0
     #: the histograms of waits that it had
     waits: Mapping[str, list[int]] = dataclasses.field(default_factory=dict)
+    #: all of the last heartbeat
+    reported: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     #: slot-seconds by cause, and ``busy``, ``slots``
     totals: defaultdict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
+
+    def reading(self) -> Reading:
+        """All of it as it is now."""
+        return Reading(self.totals.copy(), self.reported)
 
     def is_newer(self, figures: Mapping[str, Any] | None) -> bool:
         """Whether these figures are younger than the last ones; those without a clock always are."""

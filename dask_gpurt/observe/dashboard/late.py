@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+import weakref
 from typing import TYPE_CHECKING
 
 from dask_gpurt.observe import seam
@@ -19,7 +20,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger("distributed.scheduler.gpurt")
 
 #: in the "More..." menu
-MENU = {"url": "gpurt", "name": "GPU Runtime"}
+MENU = (
+    {"url": "gpurt", "name": "GPU Runtime"},
+    {"url": "gpurt-history", "name": "GPU Runtime: Runs"},
+)
+#: schedulers that serve the reports of runs
+_served: weakref.WeakSet[Scheduler] = weakref.WeakSet()
 
 
 def install(scheduler: Scheduler) -> str:
@@ -40,12 +46,16 @@ def _install(scheduler: Scheduler) -> str:
         return "not available because this scheduler has no dashboard (switched off, or bokeh is missing)"
     from distributed.dashboard import scheduler as board
 
-    from dask_gpurt.observe.dashboard import pages
+    from dask_gpurt.observe.dashboard import pages, runs
 
     extra = {"prefix": bokeh.prefix, **board.template_variables(scheduler)}
     for address, document in pages.documents().items():
         if address not in bokeh.app_paths:
             seam.add_application(bokeh, address, functools.partial(document, scheduler, extra))
+    if scheduler not in _served:
+        address = bokeh.prefix.rstrip("/") + runs.REPORT
+        scheduler.http_application.add_handlers(".*", [(address, runs.ReportPage, {"scheduler": scheduler})])
+        _served.add(scheduler)
     _list(board.template_variables(scheduler)["plots"], list(pages.PLOTS))
     return "on"
 
@@ -53,7 +63,7 @@ def _install(scheduler: Scheduler) -> str:
 def _list(menu: list[dict[str, str]], addresses: list[str]) -> None:
     """Put our pages into the menu, which is one list for all pages of a scheduler."""
     known = {item["url"] for item in menu}
-    ours = [MENU, *({"url": a.strip("/"), "name": " ".join(a.split("-")[1:]).title()} for a in addresses)]
+    ours = [*MENU, *({"url": a.strip("/"), "name": " ".join(a.split("-")[1:]).title()} for a in addresses)]
     new = [item for item in ours if item["url"] not in known]
     if new:
         menu[:] = sorted([*menu, *new], key=lambda item: item["name"])

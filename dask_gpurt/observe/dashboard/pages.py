@@ -15,6 +15,7 @@ from distributed.dashboard.components.scheduler import BOKEH_THEME, env
 
 from dask_gpurt.observe.dashboard.matrix import LinkMatrix
 from dask_gpurt.observe.dashboard.placement import LinkEstimates, PlacementAccuracy, PlacementDecisions
+from dask_gpurt.observe.dashboard.runs import RunTable
 from dask_gpurt.observe.dashboard.shuffle import ShuffleProgress, ShuffleTraffic
 from dask_gpurt.observe.dashboard.speeds import WorkerSpeeds
 from dask_gpurt.observe.dashboard.stalls import StallCauses
@@ -46,6 +47,10 @@ PLOTS: dict[str, type[GpurtPlot]] = {
     "/individual-worker-speeds": WorkerSpeeds,
 }
 OVERVIEW = "/gpurt"
+#: the newest runs, in a table; no plot, so it is not listed by Dask itself
+HISTORY = "/gpurt-history"
+#: milliseconds between two looks at the runs
+HISTORY_MS = 3000
 
 _TEMPLATE = """
 {% extends "base.html" %}
@@ -60,6 +65,16 @@ _TEMPLATE = """
 {% block content %}
 {% from macros import embed %}
 <div id="gpurt">{% for root in roots %}<div>{{ embed(root) }}</div>{% endfor %}</div>
+{{ plot_script }}
+{% endblock %}
+"""
+
+
+_HISTORY_TEMPLATE = """
+{% extends "base.html" %}
+{% block content %}
+{% from macros import embed %}
+<div style="padding: 1rem">{% for root in roots %}{{ embed(root) }}{% endfor %}</div>
 {{ plot_script }}
 {% endblock %}
 """
@@ -86,15 +101,25 @@ def overview(scheduler: Scheduler, extra: dict[str, Any], doc: Document) -> None
     doc.template_variables.update(extra)
 
 
-def _add(doc: Document, component: GpurtPlot) -> None:
+def history(scheduler: Scheduler, extra: dict[str, Any], doc: Document) -> None:
+    """The newest runs, below Dask's own menu."""
+    _add(doc, RunTable(scheduler), HISTORY_MS)
+    doc.title = f"Dask: {RunTable.TITLE}"
+    doc.theme = BOKEH_THEME
+    doc.template = env.from_string(_HISTORY_TEMPLATE)
+    doc.template_variables.update(extra)
+
+
+def _add(doc: Document, component: GpurtPlot | RunTable, interval_ms: int = INTERVAL_MS) -> None:
     component.update()
-    add_periodic_callback(doc, component, INTERVAL_MS)
+    add_periodic_callback(doc, component, interval_ms)
     doc.add_root(component.root)
 
 
 def documents() -> dict[str, Callable[[Any, dict[str, Any], Any], None]]:
     """Address -> what makes its document."""
-    return {**{address: individual(plot) for address, plot in PLOTS.items()}, OVERVIEW: overview}
+    plots = {address: individual(plot) for address, plot in PLOTS.items()}
+    return {**plots, OVERVIEW: overview, HISTORY: history}
 
 
 def register() -> None:

@@ -17,7 +17,8 @@ from dask_gpurt.observe.render.text import seconds_said
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from dask_gpurt.observe.report.facts import Task, WorkerRun
+    from dask_gpurt.observe.report.facts import WorkerRun
+    from dask_gpurt.observe.report.tasks import Task
 
 #: workers drawn in a timeline, at most, and kinds of task with a colour of their own
 WORKERS, KINDS = 40, 9

@@ -9,38 +9,16 @@ known: they are in the totals of the scheduler's ledger.
 from __future__ import annotations
 
 import dataclasses
-import math
+import functools
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.observe.collect import wait_histogram
 from dask_gpurt.observe.collect.causes import CAUSES
+from dask_gpurt.observe.report.tasks import Digest, Task
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-#: siblings on other workers without which a duration says nothing about a worker
-SIBLINGS = 3
-#: durations below say nothing of a worker's speed, in seconds
-MEASURABLE = 1e-3
-
-
-@dataclasses.dataclass(frozen=True)
-class Task:
-    """One task that ended with a result."""
-
-    address: str
-    prefix: str
-    #: Unix time
-    start: float
-    stop: float
-    #: of the transfers that were made for it
-    transfer_seconds: float
-
-    @property
-    def seconds(self) -> float:
-        """For which it ran."""
-        return self.stop - self.start
+    from collections.abc import Mapping, Sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +93,19 @@ class Run:
     prices: float | Mapping[str, float] | None
     #: address of a worker that did not answer at the end -> why; its figures are those of its last heartbeat
     silent: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    #: of all tasks, where `tasks` has the longest only; None: `tasks` has all that are known
+    known: Digest | None = None
+    #: outputs of shuffles, including those that `outputs` no longer has; 0: `outputs` has all
+    output_count: int = 0
+    #: which run it is, in words; "": what a block or a whole cluster did
+    title: str = ""
+    #: what else has to be known of it, each a sentence
+    notes: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def digest(self) -> Digest:
+        """Kinds of task, and which workers are slow."""
+        return Digest.of(self.tasks) if self.known is None else self.known
 
     @property
     def seconds(self) -> float:
@@ -239,46 +230,3 @@ def grown(now: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
         else:
             out[key] = value
     return out
-
-
-@dataclasses.dataclass(frozen=True)
-class Slowness:
-    """How much longer one worker takes for the same tasks than the others do."""
-
-    address: str
-    #: 2: twice as long
-    factor: float
-    #: that it was found from, and their seconds
-    tasks: int
-    seconds: float
-
-
-def slowness(tasks: Iterable[Task]) -> list[Slowness]:
-    """Slowest first; workers that had no tasks in common with others are left out.
-
-    By the median of each prefix here against the median elsewhere: one large task among many small ones does not make
-    a worker slow, a worker on which all of them are slow is.
-    """
-    by_prefix: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for task in tasks:
-        if task.seconds >= MEASURABLE:
-            by_prefix[task.prefix][task.address].append(task.seconds)
-    sums: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-    for workers in by_prefix.values():
-        for address, mine in workers.items():
-            others = [seconds for a, theirs in workers.items() if a != address for seconds in theirs]
-            if len(others) < SIBLINGS or len(mine) < SIBLINGS:
-                continue
-            total = sum(mine)
-            s = sums[address]
-            # Weighted by time: what takes long is what matters, and what is measured well.
-            s[0] += total * math.log(_median(mine) / _median(others))
-            s[1] += total
-            s[2] += len(mine)
-    out = [Slowness(a, math.exp(s[0] / s[1]), int(s[2]), s[1]) for a, s in sums.items()]
-    return sorted(out, key=lambda s: -s.factor)
-
-
-def _median(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    return ordered[len(ordered) // 2]

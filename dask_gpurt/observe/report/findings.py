@@ -15,12 +15,12 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from dask_gpurt.observe.render.text import bytes_said, seconds_said
-from dask_gpurt.observe.report.facts import slowness
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from dask_gpurt.observe.report.facts import Fetches, Run, Slowness
+    from dask_gpurt.observe.report.facts import Fetches, Run
+    from dask_gpurt.observe.report.tasks import Slowness
 
 #: share of the wanted slot-seconds below which a finding is left out
 WORTH = 0.01
@@ -72,7 +72,7 @@ class Evidence:
     def of(cls, run: Run) -> Evidence:
         """Find the culprits of a run."""
         causes = dict(run.causes)
-        slow = next((s for s in slowness(run.tasks) if s.factor >= SLOW), None)
+        slow = next((s for s in run.digest.slow if s.factor >= SLOW), None)
         waited = 0.0
         if slow is not None:
             theirs = sum(seconds for (_, address), seconds in run.skewed.items() if address == slow.address)
@@ -202,10 +202,9 @@ def _skew(evidence: Evidence, said: str) -> str:
     if worst is not None:
         (prefix, address), _ = worst
         text += f": {prefix} on {run.worker(address)}"
-        siblings = sorted(t.seconds for t in run.tasks if t.prefix == prefix)
-        if siblings:
-            median = siblings[len(siblings) // 2]
-            text += f", {seconds_said(siblings[-1])} against a median of {seconds_said(median)}"
+        siblings = next((kind for kind in run.digest.kinds if kind.prefix == prefix), None)
+        if siblings is not None:
+            text += f", {seconds_said(siblings.longest)} against a median of {seconds_said(siblings.median)}"
     if len(run.outputs) > 1:
         sizes = sorted(run.outputs)
         median_bytes = max(1, sizes[len(sizes) // 2])
@@ -221,8 +220,8 @@ def _unless_tasks_are_small(otherwise: str) -> Callable[[Evidence], str]:
     """The remedy for overhead of each task, where tasks are short; else another one."""
 
     def remedy(evidence: Evidence) -> str:
-        tasks = evidence.run.tasks
-        mean = sum(t.seconds for t in tasks) / len(tasks) if tasks else SHORT
+        kinds = evidence.run.digest.kinds
+        mean = sum(k.seconds for k in kinds) / sum(k.tasks for k in kinds) if kinds else SHORT
         if mean >= SHORT:
             return otherwise
         return (

@@ -6,7 +6,6 @@ Pure: a run in, a page out. What a part that is not installed would have shown i
 from __future__ import annotations
 
 import fnmatch
-from collections import defaultdict
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from dask_gpurt.observe.report import charts
 from dask_gpurt.observe.report.findings import advise
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from dask_gpurt.observe.report.facts import Run
 
@@ -33,13 +32,15 @@ def write(run: Run, path: str) -> str:
 
 def page(run: Run) -> Page:
     """The page about `run`."""
-    out = Page("dask-gpurt: report of a run", style=charts.STYLE)
+    out = Page(f"dask-gpurt: report of {run.title or 'a run'}", style=charts.STYLE)
     began = datetime.fromtimestamp(run.start).astimezone()
     out.text(
         f"From {began:%Y-%m-%d %H:%M:%S %Z}, {seconds_said(run.seconds)} long. dask-gpurt "
         f"{run.scheduler.get('version', '')}, policy {run.scheduler.get('policy', '')}.",
         kind="note",
     )
+    for note in run.notes:
+        out.text(note, kind="note")
     for address, why in run.silent.items():
         name = run.worker(address)
         said = "" if name == address else f" ({address})"
@@ -133,34 +134,23 @@ def _timeline(out: Page, run: Run) -> None:
         out.text("No task ended with a result.", kind="note")
         return
     if len(run.tasks) < run.task_count:
-        out.text(f"The newest {len(run.tasks):,} of {run.task_count:,} tasks.", kind="note")
+        which = "newest" if run.known is None else "longest"
+        out.text(f"The {which} {len(run.tasks):,} of {run.task_count:,} tasks.", kind="note")
     if len(run.workers) > charts.WORKERS:
         out.text(f"The first {charts.WORKERS} of {len(run.workers)} workers.", kind="note")
     out.drawing(charts.timeline(run.workers, run.tasks, run.start, run.stop))
 
 
 def _kinds(out: Page, run: Run) -> None:
-    sums: defaultdict[str, list[float]] = defaultdict(list)
-    fetched: defaultdict[str, float] = defaultdict(float)
-    for task in run.tasks:
-        sums[task.prefix].append(task.seconds)
-        fetched[task.prefix] += task.transfer_seconds
-    if not sums:
+    rows = run.digest.kinds
+    if not rows:
         return
     out.heading("Kinds of task")
-    rows = sorted(sums.items(), key=lambda item: -sum(item[1]))
     out.table(
         ["Kind", "Tasks", "Seconds", "Median", "Longest", "Fetching"],
         [
-            [
-                name,
-                len(seconds),
-                sum(seconds),
-                seconds_said(sorted(seconds)[len(seconds) // 2]),
-                seconds_said(max(seconds)),
-                seconds_said(fetched[name]),
-            ]
-            for name, seconds in rows[:ROWS]
+            [k.prefix, k.tasks, k.seconds, seconds_said(k.median), seconds_said(k.longest), seconds_said(k.fetching)]
+            for k in rows[:ROWS]
         ],
     )
     if len(rows) > ROWS:
@@ -239,21 +229,20 @@ def _shuffles(out: Page, run: Run) -> None:
         out.text("The shuffle engine is not installed.", kind="note")
     moved = run.shuffle
     if moved.get("runs"):
-        out.table(
-            ["Inputs", "Outputs", "Sent", "Kept on the worker", "Splitting", "Sending", "Assembling", "Restarts"],
-            [
-                [
-                    int(moved.get("inputs", 0)),
-                    int(moved.get("outputs", 0)),
-                    bytes_said(moved.get("bytes_sent", 0)),
-                    bytes_said(moved.get("bytes_self", 0)),
-                    seconds_said(moved.get("seconds_partition", 0.0) + moved.get("seconds_encode", 0.0)),
-                    seconds_said(moved.get("seconds_send", 0.0)),
-                    seconds_said(moved.get("seconds_assemble", 0.0)),
-                    int(moved.get("restarts", 0)),
-                ]
-            ],
-        )
+        cells: list[tuple[str, str, Callable[[Any], object]]] = [
+            ("Inputs", "inputs", int),
+            ("Outputs", "outputs", int),
+            ("Sent", "bytes_sent", bytes_said),
+            ("Kept on the worker", "bytes_self", bytes_said),
+            ("Splitting", "seconds_partition", seconds_said),
+            ("Encoding", "seconds_encode", seconds_said),
+            ("Sending", "seconds_send", seconds_said),
+            ("Assembling", "seconds_assemble", seconds_said),
+            ("Restarts", "restarts", int),
+        ]
+        # Of a run that is over, only what heartbeats bring is known.
+        known = [(column, said(moved[key])) for column, key, said in cells if key in moved]
+        out.table([column for column, _ in known], [[value for _, value in known]])
     elif not run.outputs:
         out.text("No shuffle ran.", kind="note")
     if run.outputs:
@@ -261,8 +250,8 @@ def _shuffles(out: Page, run: Run) -> None:
         median = sizes[len(sizes) // 2]
         skew = sizes[-1] / median if median else float("inf")
         out.text(
-            f"{len(sizes)} outputs, largest first: the largest has {bytes_said(sizes[-1])}, the median "
-            f"{bytes_said(median)} ({skew:,.1f} times)."
+            f"{run.output_count or len(sizes):,} outputs, largest first: the largest has {bytes_said(sizes[-1])}, the "
+            f"median {bytes_said(median)} ({skew:,.1f} times)."
         )
         out.drawing(charts.histogram(sizes))
 

@@ -414,6 +414,10 @@ class ShuffleTakeover:
         self._guard.failed(_PART)
         logger.warning("gpurt shuffle: left to stock Dask after an error")
 
+    def counts(self) -> dict[str, Any]:
+        """``runs`` and ``fallbacks`` of `statistics`, in a microsecond."""
+        return {"runs": self._runs, "fallbacks": dict(self._fallbacks)}
+
     def statistics(self) -> dict[str, Any]:
         """Counts since the installation, and why the shuffle is ``retired`` (by part); plain JSON values."""
         plugin, part = self._plugin, self._part

@@ -263,7 +263,9 @@ def test_the_menu_is_sorted_and_has_each_page_once() -> None:
     for _ in range(2):
         late._list(menu, list(pages.PLOTS))
     urls = [item["url"] for item in menu]
-    assert sorted(urls) == sorted({"hardware", "gpurt", *(address.strip("/") for address in pages.PLOTS)})
+    assert sorted(urls) == sorted(
+        {"hardware", "gpurt", "gpurt-history", *(address.strip("/") for address in pages.PLOTS)}
+    )
     assert [item["name"] for item in menu] == sorted(item["name"] for item in menu)
 
 

@@ -9,8 +9,9 @@ import pytest
 
 from dask_gpurt.observe.collect.causes import CAUSES
 from dask_gpurt.observe.report import page
-from dask_gpurt.observe.report.facts import Fetches, Run, Task, WorkerRun, from_snapshots, grown, slowness
+from dask_gpurt.observe.report.facts import Fetches, Run, WorkerRun, from_snapshots, grown
 from dask_gpurt.observe.report.findings import advise
+from dask_gpurt.observe.report.tasks import Task, slowness
 
 
 def run(causes: dict[str, float] | None = None, busy: float = 50.0, **known: Any) -> Run:

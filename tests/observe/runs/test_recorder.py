@@ -1,0 +1,304 @@
+"""What is one run, and that all of it is bounded: with a scheduler of plain objects, and a clock that is told."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+
+from dask_gpurt.observe.answers.compare import Comparison
+from dask_gpurt.observe.answers.runs import RunReport, Runs
+from dask_gpurt.observe.collect.causes import BUSY, CAUSES
+from dask_gpurt.observe.collect.stall_ledger import StallLedger
+from dask_gpurt.observe.runs import record, recorder
+from dask_gpurt.observe.runs.recorder import GAP_SECONDS, KEPT_BYTES, KEPT_RUNS, LONGEST_SECONDS, RunRecorder
+from tests.observe.fakes import Clock
+
+
+class Cluster:
+    """A ledger that follows runs, on as much of a scheduler as they look at."""
+
+    def __init__(self, workers: int = 2) -> None:
+        self.workers = {
+            f"tcp://h{i}:1": types.SimpleNamespace(
+                address=f"tcp://h{i}:1",
+                name=f"w{i}",
+                nthreads=2,
+                memory_limit=10**9,
+                metrics={},
+                extra={},
+                processing={},
+                long_running=set(),
+            )
+            for i in range(workers)
+        }
+        self.tasks: dict[Any, Any] = {}
+        self.queued: list[Any] = []
+        self.unrunnable: set[Any] = set()
+        self.clock = Clock()
+        self.ledger = StallLedger(self, clock=self.clock)  # type: ignore[arg-type]
+        self.runs = RunRecorder(self, self.ledger, clock=self.clock)  # type: ignore[arg-type]
+        self.ledger.observer = self.runs
+        #: when workers last spoke, and what each has said
+        self.at = self.clock.now
+        self.told = dict.fromkeys(("slots", BUSY, "unassigned"), 0.0)
+
+    def submit(self, *keys: str, client: str = "c", span: tuple[str, ...] = ("default",)) -> None:
+        for key in keys:
+            self.tasks[key] = types.SimpleNamespace(
+                key=key,
+                state="waiting",
+                who_wants={client},
+                dependents=(),
+                prefix=types.SimpleNamespace(name=key.split("-")[0]),
+                processing_on=next(iter(self.workers.values())),
+            )
+        self.ledger.guarded(self.ledger.graph_arrived, client, set(keys), {key: {"name": span} for key in keys})
+
+    def finish(self, *keys: str, state: str = "memory", seconds: float = 1.0) -> None:
+        for key in keys:
+            self.ledger.transition(key, "waiting", "processing", {})
+            self.tasks[key].state = state
+            stop = self.clock.now
+            rows = [{"action": "compute", "start": stop - seconds, "stop": stop}]
+            worker = next(iter(self.workers))
+            self.ledger.transition(key, "processing", state, {"worker": worker, "startstops": rows, "nbytes": 8})
+
+    def beat(self, seconds: float = 0.0, busy: float = 0.0, **figures: Any) -> None:
+        """Time passes, then every worker says what it did, and these figures."""
+        self.clock.now += seconds
+        since, self.at = self.clock.now - self.at, self.clock.now
+        self.told["slots"] += 2 * since
+        self.told[BUSY] += busy
+        self.told["unassigned"] += 2 * since - busy
+        for ws in self.workers.values():
+            told = {f"slot_{key}_seconds": value for key, value in self.told.items()}
+            self.ledger.heartbeat(ws, told | figures)  # type: ignore[arg-type]
+
+    def outcomes(self) -> list[tuple[int, str, int]]:
+        """(number, outcome, graphs), oldest first."""
+        assert self.ledger.errors == 0, self.ledger.last_traceback
+        return [(h["number"], h["outcome"], h["graphs"]) for h in reversed(self.runs.headlines())]
+
+
+def test_a_run_is_between_two_heartbeats_and_sealed_after_the_second() -> None:
+    c = Cluster()
+    c.beat(10, written_bytes=100)
+    c.submit("x-1")
+    c.clock.now += 2
+    c.finish("x-1", seconds=2.0)
+    assert c.runs.find(1)["open"]
+    c.beat(0.5, busy=2, written_bytes=130, read_bytes=7)
+    assert c.runs.statistics()["kept"] == 0  # it may go on within the gap
+    c.beat(GAP_SECONDS, written_bytes=500)
+    assert c.runs.statistics() | {"kept_bytes": 0} == {
+        "seen": 1,
+        "kept": 1,
+        "kept_bytes": 0,
+        "followed": 0,
+        "unfollowed": 0,
+    }
+    found = c.runs.find(1)
+    assert not found["open"]
+    assert (found["start"], found["stop"], found["outcome"]) == (1010, 1012, "finished")
+    assert found["busy_seconds"] == pytest.approx(2 * 2)
+    assert [w["tiers"]["written_bytes"] for w in found["workers"]] == [30, 30]
+    run = record.run_of(found)
+    assert run.busy_seconds + sum(run.causes.values()) == pytest.approx(run.slot_seconds, abs=1e-6)
+
+
+def test_a_counter_that_fell_began_anew() -> None:
+    c = Cluster(workers=1)
+    c.beat(1, written_bytes=1000)
+    c.submit("x-1")
+    c.finish("x-1")
+    c.beat(1, written_bytes=40)
+    (worker,) = c.runs.find(1)["workers"]
+    assert worker["tiers"]["written_bytes"] == 40
+
+
+def test_overlapping_graphs_of_one_client_and_span_are_one_run() -> None:
+    c = Cluster()
+    c.submit("x-1")
+    c.submit("y-1")
+    c.submit("z-1", client="other")
+    c.submit("z-2", span=("load",))
+    c.submit("n-1", client="Client-worker-1")
+    assert c.outcomes() == [(1, "going on", 2), (2, "going on", 1), (3, "going on", 2)]
+    c.finish("x-1")
+    assert c.outcomes()[0] == (1, "going on", 2)
+    c.finish("y-1", "z-1", "z-2")
+    assert [outcome for _, outcome, _ in c.outcomes()] == ["finished"] * 3
+    assert all(h["number"] for h in c.runs.headlines())
+    assert c.runs.find(3)["span"] == "load"
+    assert c.runs.find(2)["shared"]
+
+
+def test_short_graphs_of_one_name_are_one_run_while_they_follow_at_once() -> None:
+    c = Cluster()
+    for i, wait in enumerate((0.5, 0.5, GAP_SECONDS + 0.1, 0.5)):
+        c.submit(f"x-{i}")
+        c.clock.now += 0.2
+        c.finish(f"x-{i}")
+        c.clock.now += wait
+    assert [graphs for *_, graphs in c.outcomes()] == [3, 1]
+    assert c.runs.find(1)["gap_seconds"] == pytest.approx(1.0)
+    c.submit("y-1")
+    assert len(c.outcomes()) == 3  # another name
+    c.finish("y-1")
+    c.submit("z-1")
+    c.clock.now += 5
+    c.finish("z-1")
+    c.submit("z-2")
+    assert len(c.outcomes()) == 5  # the one before was long
+
+
+def test_a_client_that_always_has_work_gets_a_run_after_some_time() -> None:
+    c = Cluster()
+    c.submit("x-1")
+    c.clock.now += LONGEST_SECONDS + 1
+    c.submit("x-2")
+    c.finish("x-1")
+    assert c.outcomes() == [(1, "finished", 1), (2, "going on", 1)]
+
+
+def test_two_clients_that_want_the_same() -> None:
+    c = Cluster()
+    c.submit("x-1")
+    c.ledger.graph_arrived("other", {"x-1"}, {})
+    c.finish("x-1")
+    assert c.outcomes() == [(1, "finished", 1), (2, "finished", 1)]
+    assert not c.runs.wanted
+
+
+def test_what_is_there_already_is_no_run() -> None:
+    c = Cluster()
+    c.submit("x-1")
+    c.finish("x-1")
+    c.ledger.graph_arrived("other", {"x-1"}, {})
+    assert c.outcomes() == [(1, "finished", 1)]
+
+
+def test_released_and_failed_through_others() -> None:
+    c = Cluster()
+    c.submit("x-1", "x-2")
+    c.clock.now += 3
+    c.ledger.transition("y-1", "processing", "erred", {})
+    c.tasks["x-1"].state = c.tasks["x-2"].state = "erred"  # of this the ledger hears nothing
+    c.clock.now += 4
+    assert c.outcomes() == [(1, "failed", 1)]
+    assert c.runs.find(1)["stop"] == 1003
+    c.submit("z-1", "z-2")
+    del c.tasks["z-1"]
+    c.tasks["z-2"].who_wants = set()
+    assert c.outcomes()[1] == (2, "cancelled", 1)
+    assert not c.runs.wanted
+
+
+def test_a_silent_worker_does_not_keep_a_run_open_for_ever() -> None:
+    c = Cluster()
+    c.beat(1)
+    c.submit("x-1")
+    c.finish("x-1")
+    dead, alive = c.workers.values()
+    for _ in range(40):
+        c.clock.now += 0.5
+        c.ledger.heartbeat(alive, {f"slot_{k}_seconds": v for k, v in c.told.items()})  # type: ignore[arg-type]
+    assert c.runs.statistics()["kept"] == 1
+    assert dead.address not in [w["address"] for w in c.runs.find(1)["workers"]]
+
+
+def test_everything_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    c = Cluster(workers=100)
+    c.beat(1)
+    kinds = ["x" + chr(ord("a") + i // 8) + chr(ord("a") + i % 8) for i in range(60)]
+    keys = [f"{kinds[i % 60]}-{i}" for i in range(20_000)]
+    c.submit(*keys)
+    assert len(c.runs.wanted) <= recorder.FOLLOWED_KEYS
+    for i, key in enumerate(keys):
+        c.clock.now += 1e-4
+        c.finish(key, seconds=1e-3 * (i % 7))
+    c.beat(1, busy=1, written_bytes=10**9)
+    c.beat(GAP_SECONDS)
+    found = c.runs.find(1)
+    assert 19_900 < found["task_count"] <= 20_000, "it ends with the last key that is followed"
+    assert [len(found[key]) for key in ("tasks", "kinds", "workers")] == [record.TASKS, record.KINDS, record.WORKERS]
+    assert found["worker_count"] == 100
+    # What is folded is still in the sums.
+    assert sum(w["slots"] for w in found["workers"]) == pytest.approx(found["slot_seconds"])
+    assert sum(w["tiers"]["written_bytes"] for w in found["workers"]) == 100 * 10**9
+    assert c.runs.statistics()["kept_bytes"] < 60_000
+    for i in range(KEPT_RUNS + 20):
+        c.submit(f"y-{i}", span=(str(i),))
+        c.finish(f"y-{i}")
+        c.beat(GAP_SECONDS + 0.1)
+    c.beat(GAP_SECONDS)
+    assert c.runs.statistics()["kept"] == KEPT_RUNS
+    assert c.runs.numbers() == list(range(22, 122))  # the oldest went first
+    assert c.runs.find(21) is None
+    assert c.runs.statistics()["kept_bytes"] <= KEPT_BYTES
+    monkeypatch.setattr(recorder, "KEPT_BYTES", 10_000)
+    c.submit("z-1")
+    c.finish("z-1")
+    c.beat(GAP_SECONDS + 0.1)
+    c.beat(GAP_SECONDS)
+    assert c.runs.statistics()["kept_bytes"] <= 10_000
+    assert c.runs.numbers()[-1] == 122
+    # Many at the same time are not followed, and that is said.
+    for i in range(recorder.FOLLOWED + 5):
+        c.submit(f"w-{i}", client=str(i))
+    assert c.runs.statistics()["unfollowed"] == 5
+    assert "5 graphs are in none of them" in repr(Runs(c.runs.headlines(), 5))
+    for i in range(recorder.FOLLOWED + 5):
+        c.finish(f"w-{i}")
+    assert not c.runs.wanted
+
+
+def test_the_words_of_a_comparison() -> None:
+    c = Cluster(workers=1)
+    c.beat(1)
+    c.submit("x-1")
+    c.clock.now += 10
+    c.finish("x-1")
+    c.beat(0.5, busy=10)
+    first = c.runs.find(1)
+    second = first | {"number": 2, "stop": first["start"] + 20, "busy_seconds": 4.0, "threads": 3, "name": "y"}
+    second["causes"] = dict.fromkeys(CAUSES, 0.0) | {"unspill": 20.0}
+    got = Comparison(first, second)
+    assert got.ratio == pytest.approx(2)
+    assert got.verdict()[:3] == [
+        "run 2 took 10 s longer than run 1, 2 times as long",
+        "it had 3 threads instead of 2",
+        "they have different names, so they may not be the same work",
+    ]
+    assert "threads waited (unspilling) 20 s more" in got.verdict()
+    assert "threads worked 6 s less" in got.verdict()
+    assert "took 10 s less than run 2, 0.5 times as long" in Comparison(second, first).verdict()[0]
+    assert "took as long as" in Comparison(first, first).verdict()[0]
+    assert "run 1, x: finished" in repr(RunReport(first))
+
+
+def test_one_released_future_does_not_cancel_a_run() -> None:
+    c = Cluster()
+    c.submit("x-1", "x-2")
+    del c.tasks["x-1"]
+    c.beat(1)
+    c.finish("x-2")
+    assert c.outcomes() == [(1, "finished", 1)]
+
+
+def test_a_million_released_futures_do_not_block_the_event_loop() -> None:
+    """What is looked at in one heartbeat is bounded, also when all has been released at once."""
+    c = Cluster()
+    keys = [f"x-{i}" for i in range(3 * recorder.FOLLOWED_KEYS)]
+    c.submit(*keys)
+    followed = len(c.runs.wanted)
+    assert followed == recorder.FOLLOWED_KEYS
+    c.tasks.clear()
+    before = len(c.runs.wanted)
+    c.runs.numbers()
+    assert before - len(c.runs.wanted) == recorder.SWEPT
+    for _ in range(followed // recorder.SWEPT):
+        c.runs.numbers()
+    assert c.outcomes() == [(1, "cancelled", 1)]
