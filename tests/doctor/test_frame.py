@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -164,8 +163,7 @@ def test_an_entry_point_returns_warns_or_raises(monkeypatch: pytest.MonkeyPatch)
     with pytest.warns(UserWarning, match=r"it is slow; expected: fast\. It takes longer\. Remedy: wait"):
         function()
     said[:] = [broken("it is gone")]
-    with warnings.catch_warnings(), pytest.raises(GpurtError, match="it is gone.*Remedy: mend it"):
-        warnings.simplefilter("error")
+    with pytest.raises(GpurtError, match=r"it is gone.*Remedy: mend it"):
         function(verbose=True)
 
 

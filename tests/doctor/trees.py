@@ -69,7 +69,7 @@ def told(check: Check, about: Node, state: State) -> list[Verdict]:
 
 def alone(code: str, *, before: str = "", unshare: str = "", **env: str) -> str:
     """What Python code prints in a process of its own, after shell commands, in namespaces of its own."""
-    script = f"{before}\nexec {sys.executable} -c \"$CODE\""
+    script = f'{before}\nexec {sys.executable} -c "$CODE"'
     command = [*(["unshare", unshare] if unshare else []), "sh", "-ec", script]
     import os
 
