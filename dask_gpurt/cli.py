@@ -1,4 +1,4 @@
-"""``dask gpurt status | top | explain | where | report | doctor | trace | replay | bench | enable | disable``"""
+"""``dask gpurt``: ask a cluster, check nodes, look at traces, measure, load the extension for a user."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ Examples:
   DASK_SCHEDULER_ADDRESS=tcp://10.0.0.1:8786 dask gpurt status
   dask gpurt doctor
   dask gpurt doctor tcp://10.0.0.1:8786 --json
+  dask gpurt audit --backend cpu
   dask gpurt replay run.trace --policy stock,gpurt --workers 64
   dask gpurt bench tpch --scale 1 --runs 5 --json after.json
   dask gpurt bench compare before.json after.json
@@ -215,6 +216,22 @@ def doctor(address: str | None, as_json: bool, record: str | None, recorded: str
         from dask_gpurt.doctor import registry
 
         findings = registry.look_here(record=record, recorded=recorded)
+    click.echo(json.dumps(finding.as_json(findings), indent=2) if as_json else finding.text(findings))
+    raise SystemExit(finding.exit_code(findings))
+
+
+@gpurt.command(short_help="Check the libraries of what is installed.")
+@click.option("--backend", type=click.Choice(["cpu", "cuda", "rocm"]), help="Libraries of another one are a failure.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+def audit(backend: str | None, as_json: bool) -> None:
+    """Check whether what is installed can be loaded: libraries that extensions need, requirements, CUDA and ROCm.
+
+    Exit code 0: nothing to do, 1: a warning, 2: a failure.
+    """
+    from dask_gpurt.doctor import finding
+    from dask_gpurt.doctor.audit import report as look
+
+    findings = look(backend)
     click.echo(json.dumps(finding.as_json(findings), indent=2) if as_json else finding.text(findings))
     raise SystemExit(finding.exit_code(findings))
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import dask.config
 
 from dask_gpurt.config import Settings
-from dask_gpurt.doctor import cpu, disk, host, network, nic
+from dask_gpurt.doctor import audit, cpu, disk, host, network, nic
 from dask_gpurt.doctor.check import Check, Node, run
 from dask_gpurt.doctor.gpus import Driver, Gpu, Recorded, write
 from dask_gpurt.doctor.system import System
@@ -17,7 +17,7 @@ from dask_gpurt.doctor.system import System
 if TYPE_CHECKING:
     from dask_gpurt.doctor.finding import Finding
 
-CHECKS: tuple[Check, ...] = (cpu.CHECK, nic.CHECK, disk.CHECK, network.CHECK, *host.CHECKS)
+CHECKS: tuple[Check, ...] = (cpu.CHECK, audit.CHECK, nic.CHECK, disk.CHECK, network.CHECK, *host.CHECKS)
 
 
 def here(gpu: Gpu | None = None) -> Node:
