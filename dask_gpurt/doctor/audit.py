@@ -152,7 +152,7 @@ def _look(node: Node) -> Iterator[Verdict]:
 CHECK = Check(
     id="T9",
     name="Wheels",
-    looks_at="libraries that installed shared objects need (DT_NEEDED), requirements of distributions; `dask gpurt audit`",
+    looks_at="libraries that installed shared objects need (DT_NEEDED), requirements met; `dask gpurt audit`",
     fails_when="fail: an extension that cannot be imported because a library is missing, libraries for CUDA or ROCm "
     "with another backend; warn: a requirement that is not met, a library of the driver where there is none",
     remedy="install the distribution again, or leave out the extra",

@@ -69,6 +69,7 @@ def compared(
     parts = (
         ("T10", "NIC", _loopback(list(facts), len(hosts))),
         ("T12", "Network", agree(found) if len(hosts) > 1 else ()),
+        ("T15", "MIG", _shared_instances(facts)),
         ("stack", "Versions", _stack(stacks)),
         ("tls", "TLS", _schemes(addresses)),
     )
@@ -84,6 +85,21 @@ def _loopback(addresses: Sequence[str], hosts: int) -> Iterator[Verdict]:
             meaning="Workers elsewhere fetch from themselves, or from nobody: tasks fail or hang",
             remedy="--interface or --host of dask worker, or an entry for the host's name that is not 127.0.0.1",
         )
+
+
+def _shared_instances(facts: Mapping[str, Mapping[str, Any]]) -> Iterator[Verdict]:
+    users: dict[tuple[str, str], list[str]] = {}
+    for address, f in facts.items():
+        if f["gpu"].startswith("MIG-"):
+            users.setdefault((f["host"], f["gpu"]), []).append(address)
+    for (host, instance), workers in users.items():
+        if len(workers) > 1:
+            yield fail(
+                f"{len(workers)} workers of {host} share {instance}: {', '.join(workers)}",
+                expected="an instance for each worker",
+                meaning="They wait for each other, and each counts on the memory of the whole instance",
+                remedy="CUDA_VISIBLE_DEVICES with another UUID of nvidia-smi -L for each worker",
+            )
 
 
 def _stack(stacks: Mapping[str, Mapping[str, str]]) -> Iterator[Verdict]:

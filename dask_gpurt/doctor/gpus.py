@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 from typing import Protocol
 
 from dask_gpurt.backends import nvml
@@ -30,9 +31,16 @@ class Driver:
 
     prefix = ""
 
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._snapshot: Snapshot | None = None
+
     def look(self) -> Snapshot:
-        """See `Gpu.look`."""
-        return nvml.look()
+        """See `Gpu.look`. It is asked once: checks that run beside each other see the same."""
+        with self._lock:
+            if self._snapshot is None:
+                self._snapshot = nvml.look()
+            return self._snapshot
 
 
 class Recorded:

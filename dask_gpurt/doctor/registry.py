@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import dask.config
 
 from dask_gpurt.config import Settings
-from dask_gpurt.doctor import audit, cpu, disk, host, network, nic
+from dask_gpurt.doctor import audit, container, cpu, devices, disk, gpu, host, network, nic, numa
 from dask_gpurt.doctor.check import Check, Node, run
 from dask_gpurt.doctor.gpus import Driver, Gpu, Recorded, write
 from dask_gpurt.doctor.system import System
@@ -17,7 +17,12 @@ from dask_gpurt.doctor.system import System
 if TYPE_CHECKING:
     from dask_gpurt.doctor.finding import Finding
 
-CHECKS: tuple[Check, ...] = (cpu.CHECK, audit.CHECK, nic.CHECK, disk.CHECK, network.CHECK, *host.CHECKS)
+_NUMBERED = (
+    *gpu.CHECKS,
+    *devices.CHECKS,
+    *(module.CHECK for module in (numa, cpu, container, audit, nic, disk, network)),
+)
+CHECKS: tuple[Check, ...] = (*sorted(_NUMBERED, key=lambda check: int(check.id[1:])), *host.CHECKS)
 
 
 def here(gpu: Gpu | None = None) -> Node:

@@ -72,4 +72,5 @@ def facts() -> dict[str, Any]:
         "host": socket.gethostname(),
         "interfaces": [dataclasses.asdict(i) for i in interfaces()],
         "stack": versions(),
+        "gpu": os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0],
     }

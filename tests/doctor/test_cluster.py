@@ -59,7 +59,7 @@ def test_workers_that_say_the_same_are_one_line() -> None:
 
 def facts(host: str, mtu: int = 1500) -> dict[str, Any]:
     eth0 = {"name": "eth0", "subnet": "10.0.0.0/24", "mtu": mtu, "megabits_per_second": 0, "host": ""}
-    return {"host": host, "interfaces": [eth0]}
+    return {"host": host, "interfaces": [eth0], "gpu": ""}
 
 
 def test_hosts_are_compared() -> None:
@@ -75,6 +75,14 @@ def test_hosts_are_compared() -> None:
     assert (found["stack"].state, found["stack"].found) == (State.OK, "3 processes have the same versions")
     alone = {"tcp://127.0.0.1:1": facts("one"), "tcp://127.0.0.1:2": facts("one")}
     assert [f.id for f in compared(alone, {}, alone, 0)] == ["stack"]
+
+
+def test_instances_of_a_gpu_are_not_shared() -> None:
+    one, other = facts("one"), facts("two")
+    workers = {"a": {**one, "gpu": "MIG-1"}, "b": {**one, "gpu": "MIG-1"}, "c": {**one, "gpu": "MIG-2"}}
+    workers["d"] = {**other, "gpu": "MIG-1"}
+    (found,) = [f for f in compared(workers, {}, [], 0) if f.id == "T15"]
+    assert found.found == "2 workers of one share MIG-1: a, b"
 
 
 def test_versions_are_compared() -> None:

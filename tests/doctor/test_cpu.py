@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import time
-from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,10 +10,10 @@ from dask_gpurt.doctor.cpu import CHECK, quota
 from dask_gpurt.doctor.finding import State
 from dask_gpurt.doctor.system import System
 
-from .trees import Tree, node, told
+from .trees import Tree, inside, node, real_cgroup, told
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from pathlib import Path
 
 V2 = {"proc/self/cgroup": "0::/pod/c1\n", "sys/fs/cgroup/pod/c1/cpu.max": "200000 100000\n"}
 V1 = {
@@ -105,34 +99,10 @@ def test_nothing_is_known_of_an_empty_tree(tmp_path: Path) -> None:
     assert [v.state for v in CHECK.look(node(Tree(tmp_path, {})))] == [State.OK, State.OK]
 
 
-@contextmanager
-def real_group(percent: int) -> Iterator[Path]:
-    """A cgroup of this much of one processor."""
-    parent = Path("/sys/fs/cgroup/cpu")
-    parent = parent if parent.is_dir() else Path("/sys/fs/cgroup")
-    group = parent / f"gpurt-doctor-{os.getpid()}"
-    try:
-        group.mkdir()
-        if (group / "cpu.cfs_quota_us").exists():
-            (group / "cpu.cfs_quota_us").write_text(str(percent * 1000))
-        else:
-            (group / "cpu.max").write_text(f"{percent * 1000} 100000")
-    except OSError as e:
-        if group.exists():
-            group.rmdir()
-        pytest.skip(f"no cgroup can be made here: {e}")
-    try:
-        yield group
-    finally:
-        group.rmdir()
-
-
 _CODE = """
 import threading
 from dask_gpurt.doctor.cpu import CHECK
 from tests.doctor.trees import node
-print("ready", flush=True)
-input()
 def spin():
     while True:
         pass
@@ -143,21 +113,8 @@ for v in CHECK.look(node(threads=2, window_seconds=2.0)):
 
 
 def test_a_real_quota_of_twenty_per_cent() -> None:
-    with real_group(20) as group:
-        process = subprocess.Popen(
-            [sys.executable, "-c", _CODE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
-            (group / "cgroup.procs").write_text(str(process.pid))
-            out, _ = process.communicate("\n", timeout=60)
-        finally:
-            process.kill()
-            process.wait()
-        deadline = time.monotonic() + 10
-        while (group / "cgroup.procs").read_text().strip():
-            assert time.monotonic() < deadline
+    with real_cgroup("cpu", ("cpu.cfs_quota_us", "cpu.max"), "20000") as group:
+        out = inside(group, _CODE)
     lines = out.splitlines()
     (stopped,) = [line for line in lines if line.startswith("fail")]
     assert "periods by the quota of sys/fs/cgroup" in stopped

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import subprocess
 import sys
 import textwrap
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,8 +18,7 @@ from dask_gpurt.doctor.check import Check, Node
 from dask_gpurt.doctor.system import System
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
+    from collections.abc import Callable, Iterator, Mapping
 
     from dask_gpurt.doctor.finding import State, Verdict
 
@@ -71,8 +74,6 @@ def alone(code: str, *, before: str = "", unshare: str = "", **env: str) -> str:
     """What Python code prints in a process of its own, after shell commands, in namespaces of its own."""
     script = f'{before}\nexec {sys.executable} -c "$CODE"'
     command = [*(["unshare", unshare] if unshare else []), "sh", "-ec", script]
-    import os
-
     done = subprocess.run(
         command,
         env={**os.environ, "CODE": textwrap.dedent(code), **env},
@@ -91,3 +92,40 @@ def needs_namespaces(flags: str) -> Callable[[Any], Any]:
     except OSError:
         possible = False
     return pytest.mark.skipif(not possible, reason=f"unshare {flags} is not permitted here")
+
+
+@contextlib.contextmanager
+def real_cgroup(controller: str, files: tuple[str, str], limit: str) -> Iterator[Path]:
+    """A control group with a limit, in the file of version 1 or 2; the test is skipped where none can be made."""
+    parent = Path("/sys/fs/cgroup", controller)
+    first = parent.is_dir()
+    group = (parent if first else parent.parent) / f"gpurt-doctor-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / files[not first]).write_text(limit)
+    except OSError as e:
+        if group.exists():
+            group.rmdir()
+        pytest.skip(f"no cgroup can be made here: {e}")
+    try:
+        yield group
+    finally:
+        group.rmdir()
+
+
+def inside(group: Path, code: str) -> str:
+    """What code prints in a process that is in a control group from before its first line."""
+    code = 'print("ready", flush=True); input()\n' + code
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        (group / "cgroup.procs").write_text(str(process.pid))
+        out, _ = process.communicate("\n", timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    deadline = time.monotonic() + 10
+    while (group / "cgroup.procs").read_text().strip():
+        assert time.monotonic() < deadline
+    return out
