@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "observe": {"config", "topology"},
     "simulate": {"config", "topology", "placement", "observe"},
     "testing": {"tiers"},
-    "extension": {"config", "backends", "observe", "placement", "tiers", "shuffle"},
+    "extension": {"config", "backends", "doctor", "observe", "placement", "tiers", "shuffle"},
     "command": set(),
     "preload": {"command", "config", "extension", "observe"},
     "load": {"preload"},
