@@ -171,7 +171,10 @@ async def checkup(dask_worker: Worker, leaders: list[str], seconds: float) -> di
 
     parts = on_worker(dask_worker)
     settings = Settings.load() if parts is None else parts.settings
-    return await examine(dask_worker, settings.tiers, leads=dask_worker.address in leaders, seconds=seconds)
+    tiers = {} if parts is None or parts.runtime is None else parts.runtime.statistics()
+    fragmented = tiers.get("device", {}).get("out_of_memory", {}).get("fragmented", 0)
+    leads = dask_worker.address in leaders
+    return await examine(dask_worker, settings.tiers, leads=leads, seconds=seconds, fragmented=fragmented)
 
 
 def stack() -> dict[str, str]:

@@ -38,6 +38,8 @@ class Node:
     #: of a worker
     threads: int | None = None
     memory_limit_bytes: int | None = None
+    #: allocations on the GPU that failed although there was room by the count
+    fragmented: int = 0
     #: this clock less the scheduler's
     clock_seconds: float | None = None
     #: paths of PEM files or their text

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.doctor.finding import Finding, State, fail, ok
 from dask_gpurt.doctor.network import Interface, agree
+from dask_gpurt.doctor.registry import CHECKS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ def grouped(findings: Mapping[str, Iterable[Finding]]) -> list[Finding]:
         for f in found:
             groups.setdefault((f.id, f.state, f.meaning), []).append((address, f))
             answered.setdefault(f.id, set()).add(address)
+    kind = {c.id: "hosts" if c.once_per_host else "workers" for c in CHECKS}
     bad = {id for id, state, _ in groups if state in _PROBLEMS}
     out = []
     for (id, state, _), members in groups.items():
@@ -40,11 +42,11 @@ def grouped(findings: Mapping[str, Iterable[Finding]]) -> list[Finding]:
         first = members[0][1]
         others = len({f.found for _, f in members}) - 1
         more = f" ({others} more, in other words or figures)" if others else ""
-        text = f"{len(workers)} of {len(answered[id])} workers: {first.found}{more}"
+        text = f"{len(workers)} of {len(answered[id])} {kind.get(id, 'workers')}: {first.found}{more}"
         seconds = max(f.seconds for _, f in members)
         out.append(dataclasses.replace(first, found=text, seconds=seconds, workers=workers))
-    order = {id: i for i, id in enumerate(answered)}
-    return sorted(out, key=lambda f: order[f.id])
+    order = list(kind)
+    return sorted(out, key=lambda f: order.index(f.id) if f.id in kind else len(order))
 
 
 def compared(

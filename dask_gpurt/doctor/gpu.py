@@ -175,6 +175,17 @@ def _free(node: Node, snapshot: Snapshot) -> Iterator[Verdict]:
             yield ok(text)
 
 
+def _memory(node: Node) -> Iterator[Verdict]:
+    if node.fragmented:
+        yield fail(
+            f"{node.fragmented} allocations on the GPU failed although there was room for them",
+            expected="none",
+            meaning="Free blocks of the pool are smaller than what tasks ask for: values are spilled in vain",
+            remedy="the asynchronous allocator (rmm_async of dask-cuda, or gpurt.tiers.device), smaller partitions",
+        )
+    yield from of_driver(_free)(node)
+
+
 def _is_ours(system: System, pid: int) -> bool:
     """This process, or another one of Dask."""
     line = (system.text("proc", str(pid), "cmdline") or "").replace("\0", " ")
@@ -238,10 +249,11 @@ CHECKS = (
     Check(
         id="T14",
         name="GPU memory",
-        looks_at="memory in use and processes of visible GPUs (NVML)",
-        fails_when="warn: more than 95 % in use, processes that are not Dask's hold more than 5 %",
+        looks_at="memory in use and processes of visible GPUs (NVML), allocations that failed beside free memory",
+        fails_when="fail: an allocation failed although there was room; warn: more than 95 % in use, processes that "
+        "are not Dask's hold more than 5 %",
         remedy="the process, a lower limit, the asynchronous allocator",
-        look=of_driver(_free),
+        look=_memory,
     ),
     Check(
         id="T15",

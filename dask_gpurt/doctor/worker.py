@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 _running: weakref.WeakKeyDictionary[Worker, asyncio.Task[dict[str, Any]]] = weakref.WeakKeyDictionary()
 
 
-async def examine(worker: Worker, settings: TierSettings, *, leads: bool, seconds: float) -> dict[str, Any]:
+async def examine(
+    worker: Worker, settings: TierSettings, *, leads: bool, seconds: float, fragmented: int = 0
+) -> dict[str, Any]:
     """Plain values: ``findings``, as dicts, and ``facts``.
 
     Parameters
@@ -34,23 +36,24 @@ async def examine(worker: Worker, settings: TierSettings, *, leads: bool, second
         Make those checks too that are the same for all workers of a host.
     seconds
         For all checks together.
+    fragmented
+        See `Node.fragmented`.
     """
     task = _running.get(worker)
     if task is None or task.done():
-        task = _running[worker] = asyncio.create_task(_examine(worker, settings, leads, seconds))
+        task = _running[worker] = asyncio.create_task(_examine(node_of(worker, settings, fragmented), leads, seconds))
     return await asyncio.shield(task)
 
 
-async def _examine(worker: Worker, settings: TierSettings, leads: bool, seconds: float) -> dict[str, Any]:
+async def _examine(node: Node, leads: bool, seconds: float) -> dict[str, Any]:
     checks = [check for check in CHECKS if leads or not check.once_per_host]
-    node = node_of(worker, settings)
     findings, told = await asyncio.gather(
         asyncio.to_thread(run, checks, node, total_seconds=seconds), asyncio.to_thread(facts)
     )
     return {"findings": [dataclasses.asdict(f) for f in findings], "facts": told}
 
 
-def node_of(worker: Worker, settings: TierSettings) -> Node:
+def node_of(worker: Worker, settings: TierSettings, fragmented: int) -> Node:
     """A worker, for checks to look at."""
     security = worker.security
     return Node(
@@ -61,6 +64,7 @@ def node_of(worker: Worker, settings: TierSettings) -> Node:
         reserve_bytes=settings.disk_reserve,
         threads=worker.state.nthreads,
         memory_limit_bytes=worker.memory_manager.memory_limit,
+        fragmented=fragmented,
         clock_seconds=worker.scheduler_delay,
         certificates=tuple(str(pem) for pem in (security.tls_worker_cert, security.tls_ca_file) if pem),
     )

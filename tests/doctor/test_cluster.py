@@ -53,7 +53,7 @@ def test_workers_that_say_the_same_are_one_line() -> None:
     assert [(f.id, f.state, f.found, f.workers) for f in found] == [
         ("T6", State.FAIL, "2 of 4 workers: 14 of 15 (1 more, in other words or figures)", ("a", "b")),
         ("T6", State.WARN, "1 of 4 workers: 2 of 15", ("d",)),
-        ("T11", State.OK, "1 of 1 workers: fast", ("a",)),
+        ("T11", State.OK, "1 of 1 hosts: fast", ("a",)),
     ]
 
 
@@ -144,7 +144,7 @@ def test_a_cluster_with_sick_workers(tmp_path: Path) -> None:
         assert "no answer within 12 s" in silent.found
         # Three answered; one of them for the host.
         assert next(f for f in found if f.id == "limits").found.startswith("3 of 3 workers: ")
-        assert next(f for f in found if f.id == "T11").found.startswith("1 of 1 workers: ")
+        assert next(f for f in found if f.id == "T11").found.startswith("1 of 1 hosts: ")
 
 
 @pytest.mark.cluster

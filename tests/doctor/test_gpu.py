@@ -160,6 +160,35 @@ def test_strangers_and_a_full_device(tmp_path: Path) -> None:
     assert not told(FREE, node(tree, gpu=gpus(few)), State.WARN)
 
 
+def test_a_real_pool_in_which_every_second_block_is_free(tmp_path: Path) -> None:
+    """RMM's own pool, over ordinary memory: no GPU was used."""
+    rmm = pytest.importorskip("rmm")
+    from dask_gpurt.backends.rmm_stack import stack_over
+    from dask_gpurt.tiers.device.oom import SpillOnFailure
+    from tests.tiers.device.host_rmm import host_memory
+
+    class Nothing:
+        """No value is left to spill."""
+
+        def make_room(self, nbytes: int) -> int:
+            return 0
+
+    block, count = 1 << 16, 64
+    pool = rmm.mr.PoolMemoryResource(host_memory(), initial_pool_size=block * count, maximum_pool_size=block * count)
+    stack = stack_over(pool, block * count, lambda nbytes: oom(nbytes))
+    oom = SpillOnFailure(Nothing(), stack.headroom_bytes)  # type: ignore[arg-type]
+    held = [rmm.DeviceBuffer(size=block, mr=stack.resource) for _ in range(count)]
+    with pytest.raises(MemoryError):
+        rmm.DeviceBuffer(size=block, mr=stack.resource)  # it is full
+    assert oom.statistics()["fragmented"] == 0
+    del held[::2]
+    with pytest.raises(MemoryError):
+        rmm.DeviceBuffer(size=8 * block, mr=stack.resource)
+    (found,) = told(FREE, node(gpu=gpus(FIRST), fragmented=oom.statistics()["fragmented"]), State.FAIL)
+    assert found.found == "1 allocations on the GPU failed although there was room for them"
+    assert "asynchronous allocator" in found.remedy
+
+
 MIGGED = dataclasses.replace(FIRST, mig=True, mig_pending=True, mig_uuids=("MIG-1", "MIG-2"))
 
 

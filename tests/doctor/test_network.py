@@ -69,6 +69,42 @@ def test_segments_sent_again(
     assert any(v.found.startswith(text) for v in told(network.CHECK, node(tree), state))
 
 
+_LOSSY = """
+import socket, subprocess, time
+from dask_gpurt.doctor.network import CHECK, _segments
+from dask_gpurt.doctor.system import System
+from tests.doctor.trees import node
+listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+pairs = []
+for _ in range(30):
+    a = socket.create_connection(listener.getsockname())
+    a.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    pairs.append((a, listener.accept()[0]))
+for a, b in pairs:
+    for _ in range(40):
+        a.send(b"x")
+        b.recv(1)
+print([v.found for v in CHECK.look(node())][0])
+subprocess.run(["ip", "link", "set", "lo", "down"], check=True)
+for a, _ in pairs:
+    a.send(b"x")
+deadline = time.monotonic() + 30
+while _segments(System())[1] < 40:
+    assert time.monotonic() < deadline
+    time.sleep(0.05)
+for v in CHECK.look(node()):
+    print(v.state, v.found, "|", v.remedy)
+"""
+
+
+@needs_namespaces("-Urn")
+def test_segments_that_a_real_interface_loses() -> None:
+    before, *after = alone(_LOSSY, before="ip link set lo up", unshare="-Urn").splitlines()
+    assert before.startswith("0.00% of ")
+    (found,) = [line for line in after if line.startswith("fail ")]
+    assert "TCP segments were sent again, since the start | errors of the interface" in found
+
+
 def test_packets_that_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = iter([{"eth0": 5, "eth1": 5}, {"eth0": 6, "eth1": 25}])
     monkeypatch.setattr(network, "_drops", lambda: next(counts))
