@@ -50,11 +50,7 @@ async def _checkup(client: Client, timeout: float) -> list[Finding]:
     started = time.monotonic()
     identity = await facts_of(client, timeout=timeout)
     workers: dict[str, dict[str, Any]] = identity["workers"]
-    leaders = list({w["host"]: address for address, w in workers.items()}.values())
-    answers, scheduler = await asyncio.gather(
-        ask_workers(client, remote.checkup, timeout=timeout, leaders=leaders, seconds=_SHARE * timeout),
-        _stack_of_scheduler(client, timeout),
-    )
+    answers, scheduler = await asyncio.gather(_ask(client, workers, timeout), _stack_of_scheduler(client, timeout))
     seconds = time.monotonic() - started
     good = {address: answer for address, answer in answers.items() if isinstance(answer, dict)}
     silent = {address: answer for address, answer in answers.items() if address not in good}
@@ -66,6 +62,29 @@ async def _checkup(client: Client, timeout: float) -> list[Finding]:
     addresses = [identity["address"], *workers, *(w["nanny"] for w in workers.values() if w.get("nanny"))]
     findings += compared(facts, stacks, addresses, seconds)
     return findings + _answers(silent, scheduler, len(workers), seconds)
+
+
+async def _ask(client: Client, workers: Mapping[str, Mapping[str, Any]], timeout: float) -> dict[str, Any]:
+    """The answers of all workers. One of each host makes the checks that are the same for all of them; if it is silent,
+    another one that has answered does."""
+
+    async def ask_them(some: list[str], leaders: list[str]) -> dict[str, Any]:
+        seconds = _SHARE * timeout
+        return await ask_workers(
+            client, remote.checkup, workers=some, timeout=timeout, leaders=leaders, seconds=seconds
+        )
+
+    leaders = {w["host"]: address for address, w in workers.items()}
+    answers = await ask_them(list(workers), list(leaders.values()))
+    others = {
+        workers[address]["host"]: address
+        for address, answer in answers.items()
+        if isinstance(answer, dict) and not isinstance(answers.get(leaders[workers[address]["host"]]), dict)
+    }
+    if others:
+        again = await ask_them(list(others.values()), list(others.values()))
+        answers |= {address: answer for address, answer in again.items() if isinstance(answer, dict)}
+    return answers
 
 
 async def _stack_of_scheduler(client: Client, timeout: float) -> dict[str, str] | GpurtError:

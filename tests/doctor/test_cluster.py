@@ -93,6 +93,7 @@ def test_versions_are_compared() -> None:
 
 
 @pytest.mark.cluster
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_cluster_with_sick_workers(tmp_path: Path) -> None:
     cc = shutil.which("cc")
@@ -126,7 +127,7 @@ def test_a_cluster_with_sick_workers(tmp_path: Path) -> None:
                 time.sleep(0.1)
         stopped.send_signal(signal.SIGSTOP)
         try:
-            command = [sys.executable, "-m", "dask", "gpurt", "doctor", address, "--json", "--timeout", "12"]
+            command = [sys.executable, "-m", "dask", "gpurt", "doctor", address, "--json", "--timeout", "8"]
             done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         finally:
             stopped.send_signal(signal.SIGCONT)
@@ -141,10 +142,32 @@ def test_a_cluster_with_sick_workers(tmp_path: Path) -> None:
         assert f"msgpack: 0.0.7 on 1 (such as {names['other']})" in versions.found
         (silent,) = [f for f in found if f.id == "answer"]
         assert (silent.state, silent.workers) == ("fail", (names["stopped"],))
-        assert "no answer within 12 s" in silent.found
+        assert "no answer within 8 s" in silent.found
         # Three answered; one of them for the host.
         assert next(f for f in found if f.id == "limits").found.startswith("3 of 3 workers: ")
         assert next(f for f in found if f.id == "T11").found.startswith("1 of 1 hosts: ")
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+def test_another_worker_looks_at_a_host_when_the_first_is_silent(tmp_path: Path) -> None:
+    with processes(tmp_path) as p:
+        address = p.scheduler()
+        running = [p.worker(address, "--no-nanny")[0] for _ in range(2)]
+        with Client(address) as client:
+            client.wait_for_workers(2, timeout=60)
+            pids = client.run(os.getpid)
+            leader = list(client.scheduler_info(n_workers=-1)["workers"])[-1]
+            os.kill(pids[leader], signal.SIGSTOP)
+            try:
+                found = {f.id: f for f in checkup(client, timeout=8)}
+            finally:
+                os.kill(pids[leader], signal.SIGCONT)
+        assert {process.pid for process in running} == set(pids.values())
+    (other,) = set(pids) - {leader}
+    assert (found["answer"].state, found["answer"].workers) == (State.FAIL, (leader,))
+    for id in ("T6", "T11", "swap"):
+        assert found[id].workers == (other,)
 
 
 @pytest.mark.cluster
