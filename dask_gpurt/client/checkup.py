@@ -108,16 +108,20 @@ def _answers(silent: Mapping[str, object], scheduler: object, n: int, seconds: f
         return [Finding("answer", name, State.WARN, text, expected, "Nothing was checked", remedy, seconds)]
     out = []
     for address, why in silent.items():
-        missing = isinstance(why, ImportError)
+        missing = not isinstance(why, OSError)  # of which a timeout is one
         out.append(
             Finding(
                 "answer",
                 name,
                 State.FAIL,
-                f"1 of {n} workers: {address}: {why or type(why).__name__}",
+                f"1 of {n} workers: {address}: {type(why).__name__}: {why}",
                 expected,
-                "It lacks dask-gpurt, and nothing is known about it" if missing else "It hangs, or its network does",
-                "install the same version there" if missing else f"py-spy dump on its host, or end it: {address}",
+                "It cannot run the checks, and nothing is known about it"
+                if missing
+                else "It hangs, or its network does",
+                "install the same version of dask-gpurt there"
+                if missing
+                else f"py-spy dump on its host, or end it: {address}",
                 seconds,
                 (address,),
             )
