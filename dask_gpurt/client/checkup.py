@@ -54,7 +54,8 @@ async def _checkup(client: Client, timeout: float) -> list[Finding]:
     seconds = time.monotonic() - started
     good = {address: answer for address, answer in answers.items() if isinstance(answer, dict)}
     silent = {address: answer for address, answer in answers.items() if address not in good}
-    findings = grouped({address: [_finding(f) for f in answer["findings"]] for address, answer in good.items()})
+    of_host = {id for answer in good.values() for id in answer["of_host"]}
+    findings = grouped({a: [_finding(f) for f in answer["findings"]] for a, answer in good.items()}, of_host)
     facts = {address: answer["facts"] for address, answer in good.items()}
     stacks = {address: f["stack"] for address, f in facts.items()}
     if isinstance(scheduler, dict):

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.doctor.finding import Finding, State, fail, ok
 from dask_gpurt.doctor.network import Interface, agree
-from dask_gpurt.doctor.registry import CHECKS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from dask_gpurt.doctor.finding import Verdict
 
@@ -18,13 +17,15 @@ _ENCRYPTED = ("tls", "wss")
 _PROBLEMS = (State.WARN, State.FAIL)
 
 
-def grouped(findings: Mapping[str, Iterable[Finding]]) -> list[Finding]:
+def grouped(findings: Mapping[str, Sequence[Finding]], of_host: Collection[str] = ()) -> list[Finding]:
     """One finding for all workers that say the same.
 
     Parameters
     ----------
     findings
-        By the worker's address. A check that is made once per host has fewer answers.
+        By the worker's address.
+    of_host
+        Ids of checks that one worker makes for its host.
     """
     groups: dict[tuple[str, State, str], list[tuple[str, Finding]]] = {}
     answered: dict[str, set[str]] = {}
@@ -32,7 +33,6 @@ def grouped(findings: Mapping[str, Iterable[Finding]]) -> list[Finding]:
         for f in found:
             groups.setdefault((f.id, f.state, f.meaning), []).append((address, f))
             answered.setdefault(f.id, set()).add(address)
-    kind = {c.id: "hosts" if c.once_per_host else "workers" for c in CHECKS}
     bad = {id for id, state, _ in groups if state in _PROBLEMS}
     out = []
     for (id, state, _), members in groups.items():
@@ -42,11 +42,12 @@ def grouped(findings: Mapping[str, Iterable[Finding]]) -> list[Finding]:
         first = members[0][1]
         others = len({f.found for _, f in members}) - 1
         more = f" ({others} more, in other words or figures)" if others else ""
-        text = f"{len(workers)} of {len(answered[id])} {kind.get(id, 'workers')}: {first.found}{more}"
+        text = f"{len(workers)} of {len(answered[id])} {'hosts' if id in of_host else 'workers'}: {first.found}{more}"
         seconds = max(f.seconds for _, f in members)
         out.append(dataclasses.replace(first, found=text, seconds=seconds, workers=workers))
-    order = list(kind)
-    return sorted(out, key=lambda f: order.index(f.id) if f.id in kind else len(order))
+    longest = max(findings.values(), key=len, default=())
+    order = {id: i for i, id in enumerate(dict.fromkeys([*(f.id for f in longest), *answered]))}
+    return sorted(out, key=lambda f: order[f.id])
 
 
 def compared(

@@ -35,6 +35,14 @@ def pci_devices(system: System, vendor: str) -> list[str]:
     ]
 
 
+def is_wanted(node: Node) -> bool:
+    """Whether this process is meant to have an NVIDIA GPU. In a container sysfs shows all those of the host, also to
+    workers that were given none on purpose."""
+    if any(node.environ.get(name) for name in ("NVIDIA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")):
+        return True
+    return any(re.search(r"-cu\d\d$", d.name or "") for d in importlib.metadata.distributions())
+
+
 def visible(node: Node, snapshot: Snapshot) -> list[Device]:
     """The devices that CUDA_VISIBLE_DEVICES leaves, in its order; all without it."""
     setting = node.environ.get("CUDA_VISIBLE_DEVICES")
@@ -66,8 +74,8 @@ def of_driver(judge: Callable[[Node, Snapshot], Iterator[Verdict]]) -> Callable[
 
 def _seen(node: Node, snapshot: Snapshot) -> Iterator[Verdict]:
     there, known = pci_devices(node.system, NVIDIA), len(snapshot.devices)
-    if not there and not known:
-        yield na(f"no NVIDIA GPU ({snapshot.reason or 'none on the PCI bus'})")
+    if not known and (not there or not is_wanted(node)):
+        yield na(f"no NVIDIA GPU for this process ({snapshot.reason or 'none on the PCI bus'})")
         return
     given = node.environ.get("NVIDIA_VISIBLE_DEVICES", "all")
     # In a container sysfs shows the devices of the host, and the driver those that the container was given.

@@ -28,7 +28,7 @@ _running: weakref.WeakKeyDictionary[Worker, asyncio.Task[dict[str, Any]]] = weak
 async def examine(
     worker: Worker, settings: TierSettings, *, leads: bool, seconds: float, fragmented: int = 0
 ) -> dict[str, Any]:
-    """Plain values: ``findings``, as dicts, and ``facts``.
+    """Plain values: ``findings``, as dicts; ``facts``; ``of_host``, ids of checks that are made once per host.
 
     Parameters
     ----------
@@ -46,11 +46,12 @@ async def examine(
 
 
 async def _examine(node: Node, leads: bool, seconds: float) -> dict[str, Any]:
+    of_host = [check.id for check in CHECKS if check.once_per_host]
     checks = [check for check in CHECKS if leads or not check.once_per_host]
     findings, told = await asyncio.gather(
         asyncio.to_thread(run, checks, node, total_seconds=seconds), asyncio.to_thread(facts)
     )
-    return {"findings": [dataclasses.asdict(f) for f in findings], "facts": told}
+    return {"findings": [dataclasses.asdict(f) for f in findings], "facts": told, "of_host": of_host}
 
 
 def node_of(worker: Worker, settings: TierSettings, fragmented: int) -> Node:

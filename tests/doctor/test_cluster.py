@@ -48,7 +48,8 @@ def test_workers_that_say_the_same_are_one_line() -> None:
             "b": [finding("T6", State.FAIL, "13 of 15")],
             "c": [finding("T6", State.OK)],
             "d": [finding("T6", State.WARN, "2 of 15", "other")],
-        }
+        },
+        of_host=["T11"],
     )
     assert [(f.id, f.state, f.found, f.workers) for f in found] == [
         ("T6", State.FAIL, "2 of 4 workers: 14 of 15 (1 more, in other words or figures)", ("a", "b")),

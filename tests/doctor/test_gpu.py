@@ -57,6 +57,20 @@ def test_a_gpu_that_has_fallen_off_the_bus(tmp_path: Path) -> None:
     assert [v.state for v in SEEN.look(node(Tree(tmp_path / "audio", audio)))] == [State.NA]
 
 
+def test_a_worker_for_cpus_on_a_node_with_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its container has neither the devices nor libraries for them: that is as it should be."""
+    import importlib.metadata
+
+    from dask_gpurt.doctor.devices import CHECKS
+
+    tree, nothing = Tree(tmp_path, TWO), Gpus(Snapshot("NVML: not found"))
+    monkeypatch.setattr(importlib.metadata, "distributions", list)
+    for check in (SEEN, CHECKS[1]):
+        assert [v.state for v in check.look(node(tree, gpu=nothing))] == [State.NA]
+        wanted = {**os.environ, "NVIDIA_VISIBLE_DEVICES": "all"}
+        assert told(check, node(tree, gpu=nothing, environ=wanted), State.FAIL)
+
+
 @pytest.mark.parametrize(
     ("setting", "missing"),
     [("0,1", ""), ("0,2", "2"), ("GPU-aaaa", ""), ("GPU-cccc", "GPU-cccc"), ("", ""), ("-1", "-1")],
