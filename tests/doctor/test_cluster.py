@@ -19,6 +19,8 @@ from dask_gpurt.doctor.cluster import compared, grouped
 from dask_gpurt.doctor.finding import Finding, State
 from tests.cluster.processes import processes
 
+from .test_host import certificate
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -194,6 +196,43 @@ def test_with_a_client_and_on_stock_workers(tmp_path: Path) -> None:
         (answers,) = [f for f in found if f.id == "answer"]
         assert answers.found == "2 of 2 workers answered"
         assert not any(f.state is State.FAIL for f in found), found
+
+
+@pytest.mark.cluster
+def test_certificates_of_a_cluster_with_tls(tmp_path: Path) -> None:
+    """One worker's ends in five days; it was told by a file, the others by text."""
+    pytest.importorskip("cryptography")
+    from distributed import Security, Worker
+    from distributed.utils import sync
+
+    good = Security.temporary()
+    with LocalCluster(
+        n_workers=1,
+        processes=False,
+        protocol="tls",
+        security=good,
+        dashboard_address=":0",
+        worker_dashboard_address=None,
+    ) as cluster:
+        path = tmp_path / "ends.pem"
+        path.write_text(str(good.tls_worker_cert) + certificate(5))
+        ending = Security(
+            require_encryption=True,
+            tls_ca_file=good.tls_ca_file,
+            tls_worker_cert=str(path),
+            tls_worker_key=good.tls_worker_key,
+        )
+
+        async def start() -> Worker:
+            return await Worker(cluster.scheduler_address, security=ending, local_directory=str(tmp_path / "scratch"))
+
+        worker = sync(cluster.loop, start)
+        try:
+            found = [f for f in checkup(cluster, timeout=20) if f.id == "tls"]
+        finally:
+            sync(cluster.loop, worker.close)
+    assert [(f.state, f.workers) for f in found] == [(State.WARN, (worker.address,))]
+    assert f"1 of 2 workers: {path} ends in 5.0 days" in found[0].found
 
 
 @pytest.mark.cluster
