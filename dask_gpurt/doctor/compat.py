@@ -62,8 +62,12 @@ def _outside(tested: Mapping[str, Any], have: Mapping[str, str]) -> Iterator[str
 
 @functools.cache
 def warn_once(logger: logging.Logger, of: str) -> None:
-    """Name what is untested, once per process, and nothing where all was tested."""
-    outside = untested(of, versions())
+    """Name what is untested, once per process, and nothing where all was tested. Never raises: it is only a line."""
+    try:
+        outside = untested(of, versions())
+    except Exception as e:  # of a damaged installation
+        logger.warning("dask-gpurt: which versions were tested is not known: %r", e)
+        return
     if outside:
         logger.warning("dask-gpurt: untested here: %s. `dask gpurt doctor` says more", "; ".join(outside))
 

@@ -16,7 +16,9 @@ def versions() -> dict[str, str]:
     out = {"python": platform.python_version()}
     for name in _NAMES:
         try:
-            out[name] = importlib.metadata.version(name)
+            version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
+        if version:  # metadata that was cut off has none
+            out[name] = version
     return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import logging
 import os
 import sys
 from pathlib import Path
@@ -60,6 +61,18 @@ def test_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "versions", lambda: {**GOOD, "pandas": "4.0"})
     (found,) = told(CHECK, node(), State.WARN)
     assert found.found == "untested: pandas 4.0 (tested: 3.1)"
+
+
+def test_a_damaged_installation_is_no_failure_of_the_start(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(compat, "_TABLE", tmp_path / "none.yaml")
+    table.cache_clear()
+    try:
+        compat.warn_once(logging.getLogger("damaged"), "cpu")
+    finally:
+        table.cache_clear()
+    assert "which versions were tested is not known: FileNotFoundError" in caplog.text
 
 
 @pytest.mark.cluster
