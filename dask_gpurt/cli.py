@@ -1,4 +1,4 @@
-"""``dask gpurt``: status, top, explain, where, report, runs, compare, trace, replay, bench, enable and disable."""
+"""``dask gpurt``: ask a cluster, check nodes, look at traces, measure, load the extension for a user."""
 
 from __future__ import annotations
 
@@ -34,6 +34,9 @@ Examples:
   dask gpurt compare tcp://10.0.0.1:8786 -2 -1
   dask gpurt status tls://10.0.0.1:8786 --tls-ca-file ca.pem --tls-cert me.pem --tls-key me.key
   DASK_SCHEDULER_ADDRESS=tcp://10.0.0.1:8786 dask gpurt status
+  dask gpurt doctor
+  dask gpurt doctor tcp://10.0.0.1:8786 --json
+  dask gpurt audit --backend cpu
   dask gpurt replay run.trace --policy stock,gpurt --workers 64
   dask gpurt bench tpch --scale 1 --runs 5 --json after.json
   dask gpurt bench compare before.json after.json
@@ -199,6 +202,52 @@ def report(address: str | None, out: str, run: int | None, timeout: float) -> No
         click.echo(f"No answer from {worker}: {why}", err=True)
     if made.silent:
         raise SystemExit(1)
+
+
+@gpurt.command(short_help="Check this machine, or each node of a cluster.")
+@click.argument("address", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@click.option("--record", type=click.Path(dir_okay=False), help="Write what the GPU driver says into this file.")
+@click.option(
+    "--recorded", type=click.Path(exists=True, dir_okay=False), help="Look at a recording instead of the GPU driver."
+)
+@_asks
+def doctor(address: str | None, as_json: bool, record: str | None, recorded: str | None, timeout: float) -> None:
+    """Check this machine, or each node of a cluster: what was found, what was expected, the remedy.
+
+    ADDRESS is that of the scheduler (tcp://host:port); without it this machine is looked at. Exit code 0: nothing to
+    do, 1: a warning, 2: a failure.
+    """
+    from dask_gpurt.doctor import finding
+
+    if address is not None:
+        if record or recorded:
+            raise click.UsageError("--record and --recorded are for this machine, without ADDRESS")
+        from dask_gpurt.client.checkup import checkup
+
+        findings = checkup(address, timeout=timeout)
+    else:
+        from dask_gpurt.doctor import registry
+
+        findings = registry.look_here(record=record, recorded=recorded)
+    click.echo(json.dumps(finding.as_json(findings), indent=2) if as_json else finding.text(findings))
+    raise SystemExit(finding.exit_code(findings))
+
+
+@gpurt.command(short_help="Check the libraries of what is installed.")
+@click.option("--backend", type=click.Choice(["cpu", "cuda", "rocm"]), help="Libraries of another one are a failure.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+def audit(backend: str | None, as_json: bool) -> None:
+    """Check whether what is installed can be loaded: libraries that extensions need, requirements, CUDA and ROCm.
+
+    Exit code 0: nothing to do, 1: a warning, 2: a failure.
+    """
+    from dask_gpurt.doctor import finding
+    from dask_gpurt.doctor.audit import report as look
+
+    findings = look(backend)
+    click.echo(json.dumps(finding.as_json(findings), indent=2) if as_json else finding.text(findings))
+    raise SystemExit(finding.exit_code(findings))
 
 
 @gpurt.command()

@@ -190,3 +190,30 @@ def figures(dask_worker: Worker) -> dict[str, Any]:
 
     parts = on_worker(dask_worker)
     return {} if parts is None else {"status": parts.statistics(), "figures": parts.heartbeat()}
+
+
+async def checkup(dask_worker: Worker, leaders: list[str], seconds: float) -> dict[str, Any]:
+    """What `dask gpurt doctor` takes from a worker.
+
+    Parameters
+    ----------
+    leaders
+        Addresses of the workers that make the checks which are the same for all workers of a host.
+    """
+    from dask_gpurt.config import Settings
+    from dask_gpurt.doctor.worker import examine
+    from dask_gpurt.extension.worker import on_worker
+
+    parts = on_worker(dask_worker)
+    settings = Settings.load() if parts is None else parts.settings
+    tiers = {} if parts is None or parts.runtime is None else parts.runtime.statistics()
+    fragmented = tiers.get("device", {}).get("out_of_memory", {}).get("fragmented", 0)
+    leads = dask_worker.address in leaders
+    return await examine(dask_worker, settings.tiers, leads=leads, seconds=seconds, fragmented=fragmented)
+
+
+def stack() -> dict[str, str]:
+    """The versions of what a process runs on."""
+    from dask_gpurt.doctor.stack import versions
+
+    return versions()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import dask
 import distributed
 
+from dask_gpurt.doctor import compat
 from dask_gpurt.errors import ConfigError, InstallError
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class Parts:
         self._undo: list[tuple[str, Callable[[], Awaitable[None]]]] = []
 
     def permitted(self) -> bool:
-        """Whether anything may be installed in this process.
+        """Whether anything may be installed in this process. Warns of versions that were not tested together.
 
         Raises
         ------
@@ -94,6 +95,8 @@ class Parts:
             self.state["assertions"] = f"off: {e}"
             self.logger.warning("dask-gpurt: nothing is installed (gpurt.on-error: stock). %s", e)
             return False
+        uses_gpu = self.settings.tiers.device != "off" or self.settings.shuffle.device_frames
+        compat.warn_once(self.logger, "cuda" if uses_gpu else "cpu")
         return True
 
     async def add(

@@ -20,7 +20,7 @@ def test_the_help_has_examples_and_whole_summaries() -> None:
         assert not line.endswith("..."), line
 
 
-@pytest.mark.parametrize("command", ["status", "top", "explain", "where", "report", "runs", "compare"])
+@pytest.mark.parametrize("command", ["status", "top", "explain", "where", "report", "runs", "compare", "doctor"])
 def test_what_asks_a_cluster_has_a_timeout_and_certificates(command: str) -> None:
     shown = CliRunner().invoke(gpurt, [command, "--help"]).output
     for option in ("--timeout", "--tls-ca-file", "--tls-cert", "--tls-key"):

@@ -26,13 +26,14 @@ ALLOWED: dict[str, set[str]] = {
     "observe": {"config", "topology"},
     "simulate": {"config", "topology", "placement", "observe"},
     "testing": {"tiers"},
-    "extension": {"config", "backends", "observe", "placement", "tiers", "shuffle"},
+    "extension": {"config", "backends", "doctor", "observe", "placement", "tiers", "shuffle"},
     "command": set(),
     "preload": {"command", "config", "extension", "observe"},
     "load": {"preload"},
-    "client": {"config", "extension", "observe", "placement"},
+    "doctor": {"config", "backends", "tiers"},
+    "client": {"config", "doctor", "extension", "observe", "placement"},
     "bench": {"client", "observe"},
-    "cli": {"bench", "client", "config", "observe", "simulate"},
+    "cli": {"bench", "client", "config", "doctor", "observe", "simulate"},
     "__init__": {"config", "client"},
 }
 VENDOR = {"cudf", "cupy", "rmm", "pynvml", "pylibcudf", "amdsmi", "kvikio", "ucxx", "dask_cuda", "numba"}

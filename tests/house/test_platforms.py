@@ -90,6 +90,8 @@ def test_a_client_elsewhere_asks_everything(tmp_path) -> None:  # type: ignore[n
             client.submit(abs, -2).result()
         with dask_gpurt.record(client, os.path.join(folder, "run.trace")):
             client.submit(abs, -3).result()
+        from dask_gpurt.client.checkup import checkup
+        assert any(f.found == "1 of 1 workers answered" for f in checkup(client, timeout=60))
         dask_gpurt.detach(client)
     """
     with LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=":0") as cluster:

@@ -1,0 +1,162 @@
+"""NVIDIA's management library: `look` takes a `Snapshot` of the GPUs of this machine.
+
+It makes no CUDA context. `pynvml` is of the wheel nvidia-ml-py, in the extras `cu12` and `cu13`.
+What a device does not know (ECC of a desktop card, MIG of an older one) is None or empty.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+#: NVML is initialised and shut down for the whole process
+_lock = threading.Lock()
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """One GPU."""
+
+    index: int
+    uuid: str
+    name: str
+    #: as in sysfs: "0000:3b:00.0"
+    pci: str
+    memory_bytes: int = 0
+    used_bytes: int = 0
+    #: since the driver was loaded
+    uncorrected_errors: int | None = None
+    #: rows of memory that are replaced at the next reset, or that could not be
+    remap_pending: bool = False
+    remap_failed: bool = False
+    #: lanes of PCIe
+    link_width: int | None = None
+    link_width_most: int | None = None
+    #: state of each NVLink; empty: it has none
+    nvlinks: tuple[bool, ...] = ()
+    #: None: it cannot be partitioned
+    mig: bool | None = None
+    #: after the next reset
+    mig_pending: bool | None = None
+    mig_uuids: tuple[str, ...] = ()
+    #: (process id, bytes) with a context on it
+    processes: tuple[tuple[int, int], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """What the driver says of all GPUs at one moment; plain values, so that it can be written as JSON."""
+
+    #: why the driver cannot be asked; empty: it answered
+    reason: str = ""
+    driver: str = ""
+    #: 1000 x major + 10 x minor; 0: unknown
+    cuda_of_driver: int = 0
+    #: of the runtime that is installed; 0: there is none
+    cuda_of_runtime: int = 0
+    devices: tuple[Device, ...] = ()
+
+    @classmethod
+    def from_dict(cls, tree: Mapping[str, Any]) -> Snapshot:
+        """From `dataclasses.asdict`, by way of JSON or not; TypeError for a name that is not known."""
+        devices = [
+            Device(
+                **{**d, **{name: tuple(map(_tuple, d.get(name, ()))) for name in ("nvlinks", "mig_uuids", "processes")}}
+            )
+            for d in tree.get("devices", ())
+        ]
+        return cls(**{**tree, "devices": tuple(devices)})
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def look() -> Snapshot:
+    """The GPUs of this machine now; with a reason where there is no driver. Never raises."""
+    try:
+        import pynvml
+    except Exception as e:
+        return Snapshot(f"pynvml cannot be imported ({type(e).__name__}: {e})", cuda_of_runtime=_runtime())
+    with _lock:
+        try:
+            pynvml.nvmlInit()
+        except pynvml.NVMLError as e:
+            return Snapshot(f"NVML: {e}", cuda_of_runtime=_runtime())
+        try:
+            return Snapshot(
+                driver=_text(pynvml.nvmlSystemGetDriverVersion()),
+                cuda_of_driver=int(pynvml.nvmlSystemGetCudaDriverVersion_v2()),
+                cuda_of_runtime=_runtime(),
+                devices=tuple(_device(pynvml, i) for i in range(pynvml.nvmlDeviceGetCount())),
+            )
+        except pynvml.NVMLError as e:
+            return Snapshot(f"NVML: {e}", cuda_of_runtime=_runtime())
+        finally:
+            with contextlib.suppress(pynvml.NVMLError):
+                pynvml.nvmlShutdown()
+
+
+def _runtime() -> int:
+    try:
+        from cuda.bindings import runtime
+
+        error, version = runtime.getLocalRuntimeVersion()
+    except Exception:  # not installed, or its library is not
+        return 0
+    return 0 if error else int(version)
+
+
+def _device(pynvml: Any, index: int) -> Device:
+    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+
+    def ask(function: Callable[..., Any], *arguments: Any) -> Any:
+        """None: this device cannot say."""
+        try:
+            return function(handle, *arguments)
+        except pynvml.NVMLError:
+            return None
+
+    memory = ask(pynvml.nvmlDeviceGetMemoryInfo)
+    remapped = ask(pynvml.nvmlDeviceGetRemappedRows) or (0, 0, 0, 0)
+    mig = ask(pynvml.nvmlDeviceGetMigMode) or (None, None)
+    links = [ask(pynvml.nvmlDeviceGetNvLinkState, i) for i in range(pynvml.NVML_NVLINK_MAX_LINKS)]
+    uncorrected, volatile = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
+    return Device(
+        index=index,
+        uuid=_text(pynvml.nvmlDeviceGetUUID(handle)),
+        name=_text(pynvml.nvmlDeviceGetName(handle)),
+        pci=_text(pynvml.nvmlDeviceGetPciInfo(handle).busId)[-12:].lower(),
+        memory_bytes=0 if memory is None else int(memory.total),
+        used_bytes=0 if memory is None else int(memory.used),
+        uncorrected_errors=ask(pynvml.nvmlDeviceGetTotalEccErrors, uncorrected, volatile),
+        remap_pending=bool(remapped[2]),
+        remap_failed=bool(remapped[3]),
+        link_width=ask(pynvml.nvmlDeviceGetCurrPcieLinkWidth),
+        link_width_most=ask(pynvml.nvmlDeviceGetMaxPcieLinkWidth),
+        nvlinks=tuple(bool(state) for state in links if state is not None),
+        mig=None if mig[0] is None else bool(mig[0]),
+        mig_pending=None if mig[1] is None else bool(mig[1]),
+        mig_uuids=tuple(_instances(pynvml, ask) if mig[0] else ()),
+        processes=tuple(
+            (int(p.pid), int(p.usedGpuMemory or 0)) for p in ask(pynvml.nvmlDeviceGetComputeRunningProcesses) or ()
+        ),
+    )
+
+
+def _instances(pynvml: Any, ask: Callable[..., Any]) -> list[str]:
+    out = []
+    for i in range(ask(pynvml.nvmlDeviceGetMaxMigDeviceCount) or 0):
+        instance = ask(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, i)
+        if instance is not None:
+            out.append(_text(pynvml.nvmlDeviceGetUUID(instance)))
+    return out
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

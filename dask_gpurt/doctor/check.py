@@ -1,0 +1,150 @@
+"""`Check` and `run`: each check in a thread of its own, with a time limit. One that hangs or raises is a finding.
+
+Checks run beside each other, since most of them wait: they take two looks a second apart. Those that measure
+(`Check.alone`) run first, one at a time. A thread cannot be ended: one that hangs (a dead network mount) is left, and
+until it ends its check is not started again in this process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from dask_gpurt.doctor.finding import Finding, State, Verdict, findings_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from dask_gpurt.doctor.gpus import Gpu
+    from dask_gpurt.doctor.system import System
+
+#: seconds for all checks together
+TOTAL_SECONDS = 9.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """What checks may look at. Of a worker, or of this machine, where some of it is unknown."""
+
+    system: System
+    gpu: Gpu
+    environ: Mapping[str, str]
+    #: where values are spilled to
+    folders: tuple[str, ...]
+    #: that is always left free there
+    reserve_bytes: int = 0
+    #: of a worker
+    threads: int | None = None
+    memory_limit_bytes: int | None = None
+    #: allocations on the GPU that failed although there was room by the count
+    fragmented: int = 0
+    #: this clock less the scheduler's
+    clock_seconds: float | None = None
+    #: paths of PEM files or their text
+    certificates: tuple[str, ...] = ()
+    #: between two looks
+    window_seconds: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """A check, and its row in docs/doctor.md."""
+
+    id: str
+    name: str
+    looks_at: str
+    #: and when it warns
+    fails_when: str
+    remedy: str
+    look: Callable[[Node], Iterable[Verdict]]
+    limit_seconds: float = 5.0
+    #: it measures: nothing else runs meanwhile
+    alone: bool = False
+    #: workers of one host would all say the same
+    once_per_host: bool = False
+
+
+class _Running:
+    """One check in its thread."""
+
+    def __init__(self, check: Check, node: Node) -> None:
+        self.check = check
+        self._node = node
+        self._verdicts: list[Verdict] = []
+        self._error: BaseException | None = None
+        self.started = time.monotonic()
+        self._seconds = 0.0
+        self.thread = threading.Thread(target=self._run, name=f"gpurt-doctor-{check.id}", daemon=True)
+
+    def _run(self) -> None:
+        try:
+            self._verdicts = list(self.check.look(self._node))
+        except BaseException as e:  # whatever a broken node raises
+            self._error = e
+        self._seconds = time.monotonic() - self.started
+
+    def findings(self) -> list[Finding]:
+        """What it says now, ended or not."""
+        if self.thread.is_alive():
+            seconds = time.monotonic() - self.started
+            verdict = Verdict(
+                State.FAIL,
+                f"no answer after {seconds:.1f} s",
+                f"an answer within {self.check.limit_seconds:g} s",
+                "What this check looks at hangs, and work that needs it will",
+                f"look at {self.check.looks_at} by hand (a dead network mount, a driver that hangs: dmesg)",
+            )
+            return findings_of(self.check.id, self.check.name, [verdict], seconds)
+        if self._error is not None:
+            verdict = Verdict(
+                State.WARN,
+                f"the check ended with {type(self._error).__name__}: {' '.join(str(self._error).split())}",
+                "an answer",
+                "Nothing is known about what this check looks at",
+                f"look at {self.check.looks_at} by hand, and report this",
+            )
+            return findings_of(self.check.id, self.check.name, [verdict], self._seconds)
+        return findings_of(self.check.id, self.check.name, self._verdicts, self._seconds)
+
+
+#: checks that did not end in time, by id
+_hanging: dict[str, _Running] = {}
+
+
+def run(checks: Sequence[Check], node: Node, *, total_seconds: float = TOTAL_SECONDS) -> list[Finding]:
+    """Run checks; returns their findings in the order of the checks. Blocks: not for an event loop.
+
+    Parameters
+    ----------
+    total_seconds
+        For all of them; each has its own limit as well.
+    """
+    deadline = time.monotonic() + total_seconds
+    running: dict[str, _Running] = {}
+    for check in sorted(checks, key=lambda c: not c.alone):
+        one = running[check.id] = _start(check, node)
+        if check.alone:
+            _wait(one, deadline)
+    for one in running.values():
+        _wait(one, deadline)
+    return [finding for check in checks for finding in running[check.id].findings()]
+
+
+def _start(check: Check, node: Node) -> _Running:
+    before = _hanging.get(check.id)
+    if before is not None and before.thread.is_alive():
+        return before
+    one = _Running(check, node)
+    one.thread.start()
+    return one
+
+
+def _wait(one: _Running, deadline: float) -> None:
+    until = min(deadline, one.started + one.check.limit_seconds)
+    one.thread.join(max(0.0, until - time.monotonic()))
+    if one.thread.is_alive():
+        _hanging[one.check.id] = one
+    elif _hanging.get(one.check.id) is one:
+        del _hanging[one.check.id]

@@ -1,0 +1,90 @@
+"""T13: errors that the NVIDIA driver wrote into the kernel's log in the last day."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import TYPE_CHECKING
+
+from dask_gpurt.doctor.check import Check
+from dask_gpurt.doctor.finding import fail, na, ok, warn
+from dask_gpurt.doctor.gpu import NVIDIA, pci_devices
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from dask_gpurt.doctor.check import Node
+    from dask_gpurt.doctor.finding import Verdict
+    from dask_gpurt.doctor.system import System
+
+#: those of a program: a kernel that reads where it may not, or was ended. All others, unknown ones too, are the card's.
+OF_PROGRAMS = frozenset((13, 31, 43, 45, 68, 109))
+_XID = re.compile(r"^\d+,\d+,(\d+),.*?;NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+)")
+_DAY_SECONDS = 86400.0
+#: of the kernel's ring, at most
+_RECORDS = 20_000
+
+
+def _records(system: System) -> Iterator[str]:
+    """What the log holds now; OSError where this user may not read it."""
+    fd = os.open(system.path("dev/kmsg"), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        for _ in range(_RECORDS):
+            try:
+                record = os.read(fd, 8192)
+            except BlockingIOError:
+                return
+            except BrokenPipeError:
+                continue  # the ring has gone on past this record
+            if not record:
+                return
+            yield from record.decode("utf-8", "replace").splitlines()
+    finally:
+        os.close(fd)
+
+
+def _look(node: Node) -> Iterator[Verdict]:
+    system = node.system
+    if not pci_devices(system, NVIDIA):
+        yield na("no NVIDIA GPU")
+        return
+    uptime = float((system.text("proc/uptime") or "0").split()[0])
+    counts: dict[tuple[int, str], int] = {}
+    try:
+        for line in _records(system):
+            match = _XID.match(line)
+            if match and int(match[1]) / 1e6 > uptime - _DAY_SECONDS:
+                key = int(match[3]), match[2]
+                counts[key] = counts.get(key, 0) + 1
+    except OSError as e:
+        yield na(f"the kernel's log cannot be read: {e.strerror}")
+        return
+    for (xid, device), count in sorted(counts.items()):
+        text = f"Xid {xid} of {device}, {count} times in the last day"
+        if xid in OF_PROGRAMS:
+            yield warn(
+                text,
+                expected="none",
+                meaning="A program did what it must not: its worker's context is lost, and tasks there failed",
+                remedy="restart that worker; compute-sanitizer on the task",
+            )
+        else:
+            yield fail(
+                text,
+                expected="none",
+                meaning="The card, its memory or its links are at fault: results that were on it may be wrong",
+                remedy="drain this node, nvidia-smi --gpu-reset or a reboot; if it comes again, replace the card",
+            )
+    if not counts:
+        yield ok("no Xid in the last day")
+
+
+CHECK = Check(
+    id="T13",
+    name="Xid",
+    looks_at="errors of the NVIDIA driver in /dev/kmsg, of the last day",
+    fails_when="fail: any Xid but those of programs (13, 31, 43, 45, 68, 109), which warn",
+    remedy="restart the worker; drain the node, reset or replace the card",
+    look=_look,
+    once_per_host=True,
+)
