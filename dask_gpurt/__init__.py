@@ -17,6 +17,8 @@ A cluster gets it by ``dask scheduler --preload dask_gpurt.preload``; user code 
     for a run that is over
 `runs`, `compare`
     the newest runs; two of them side by side
+`safe`
+    have Dask do what a part of the extension did, at once, until it is told otherwise
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from dask_gpurt.client.recording import record
     from dask_gpurt.client.reports import report
     from dask_gpurt.client.runs import compare, runs
+    from dask_gpurt.client.safe import safe
     from dask_gpurt.client.state import status
 
 #: public name -> the module of `dask_gpurt.client` that has it
@@ -46,6 +49,7 @@ _HOMES = {
     "record": "recording",
     "report": "reports",
     "runs": "runs",
+    "safe": "safe",
     "status": "state",
     "where": "questions",
 }
@@ -60,6 +64,7 @@ __all__ = [
     "record",
     "report",
     "runs",
+    "safe",
     "status",
     "where",
 ]

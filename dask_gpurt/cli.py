@@ -18,6 +18,7 @@ import dask.config
 
 from dask_gpurt._version import __version__
 from dask_gpurt.errors import GpurtError, NoAnswer
+from dask_gpurt.model.safe_mode import PARTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -201,6 +202,29 @@ def report(address: str | None, out: str, run: int | None, timeout: float) -> No
     for worker, why in made.silent.items():
         click.echo(f"No answer from {worker}: {why}", err=True)
     if made.silent:
+        raise SystemExit(1)
+
+
+@gpurt.command(short_help="Have Dask do the work of a part for now.")
+@click.argument("words", metavar="[ADDRESS] on|off", nargs=-1, required=True)
+@click.option(
+    "--part", "parts", multiple=True, type=click.Choice(PARTS), help="A part; may be repeated (default: all)."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@_asks
+def safe(words: tuple[str, ...], parts: tuple[str, ...], as_json: bool, timeout: float) -> None:
+    """Have Dask do what placement, tiers or shuffle did, at once, until it is told otherwise.
+
+    ADDRESS is that of the scheduler (tcp://host:port). Nothing is uninstalled, and shuffles go on. Exit code 1 when a
+    worker does not answer.
+    """
+    from dask_gpurt.client.safe import safe as switch
+
+    if words[-1] not in ("on", "off") or len(words) > 2:
+        raise click.UsageError(f"{' '.join(words)!r} must end with on or off, after at most one ADDRESS")
+    done = switch(words[0] if len(words) == 2 else None, words[-1] == "on", parts=parts or None, timeout=timeout)
+    _print(done, as_json)
+    if done.silent:
         raise SystemExit(1)
 
 

@@ -161,7 +161,22 @@ def _host(address: str) -> str:
     return get_ip() if address.startswith("inproc://") else get_address_host(address)
 
 
+def switch_safe(dask_scheduler: Scheduler, parts: list[str], on: bool) -> dict[str, float] | None:
+    """Put parts into safe mode, or out of it; those that are in it now, with since when. None: no extension."""
+    from dask_gpurt.extension import safe
+
+    plugin = _plugin(dask_scheduler)
+    return None if plugin is None else safe.on_scheduler(plugin, parts, on)
+
+
 # ------------------------------------------------------------------ on a worker
+
+
+def follow_safe(dask_worker: Worker, parts: list[str]) -> bool:
+    """Have these parts in safe mode, and no others; whether the worker has the extension."""
+    from dask_gpurt.extension import safe
+
+    return safe.on_node(dask_worker, parts)
 
 
 def worker_status(dask_worker: Worker) -> dict[str, Any]:

@@ -72,6 +72,8 @@ class GpurtScheduler(SchedulerPlugin):
         self.ledger: LedgerPlugin | None = None
         #: the newest runs; None without the ledger
         self.runs: RunRecorder | None = None
+        #: part in safe mode -> Unix time since which; see `extension.safe`
+        self.safe_since: dict[str, float] = {}
         #: "on", or why there are no plots, and no figures for Prometheus
         self.plots = self.metrics = "off"
 
@@ -285,12 +287,10 @@ class GpurtScheduler(SchedulerPlugin):
     async def _add_workers(self) -> Callable[[], Awaitable[None]]:
         assert self.scheduler is not None
         scheduler = self.scheduler
-        listens = self.settings.placement.enabled
-        if listens:
+        if self.settings.placement.enabled:
             # Before any worker can speak.
             scheduler.stream_handlers[residence.OP] = self._heard
-        packed = delivery.pack(GpurtWorker(self.settings, residence=listens), __version__)
-        replies = await scheduler.register_worker_plugin(None, packed, name=NAME, idempotent=False)
+        replies = await scheduler.register_worker_plugin(None, self._packed(), name=NAME, idempotent=False)
         for address, reply in replies.items():
             # Not raised: stock serves that worker, and a cluster with one odd worker must still be usable.
             if isinstance(reply, dict) and reply.get("status") == "error":
@@ -304,6 +304,16 @@ class GpurtScheduler(SchedulerPlugin):
             asyncio.get_running_loop().call_later(LATE_SECONDS, self._stop_listening, scheduler)
 
         return undo
+
+    def _packed(self) -> bytes:
+        """The workers' half, as it travels."""
+        half = GpurtWorker(self.settings, residence=self.settings.placement.enabled, safe=self.safe_since)
+        return delivery.pack(half, __version__)
+
+    def send_to_new_workers(self) -> None:
+        """Have workers that join from now on get their half as it is now; those that are here keep theirs."""
+        if self.scheduler is not None and NAME in self.scheduler.worker_plugins:
+            self.scheduler.worker_plugins[NAME] = self._packed()
 
     def log_event(self, topic: str, msg: Any) -> None:
         """Dask calls this with each event. Workers that come later and run stock say so in one."""
@@ -367,6 +377,7 @@ class GpurtScheduler(SchedulerPlugin):
             "plots": self.plots,
             "metrics": self.metrics,
             "refused": self._refused(),
+            "safe": dict(self.safe_since),
             **self.figures(),
         }
         if self.journal is not None:

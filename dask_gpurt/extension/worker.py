@@ -20,18 +20,19 @@ from dask_gpurt.backends import nvtx
 from dask_gpurt.errors import GpurtError
 from dask_gpurt.extension.fetches import Fetches
 from dask_gpurt.extension.parts import NAME, Parts, versions
-from dask_gpurt.model import Tier
+from dask_gpurt.model import Tier, safe_mode
 from dask_gpurt.observe.collect.worker import WorkerSlots
 from dask_gpurt.observe.figures import prometheus
 from dask_gpurt.observe.journal import Journal
 from dask_gpurt.placement.takeover.worker_copies import WorkerCopies
 from dask_gpurt.shuffle.counters import counters_of, worker_statistics
+from dask_gpurt.shuffle.transport import plane
 from dask_gpurt.shuffle.worker import shard_stores
 from dask_gpurt.tiers.runtime import TierRuntime
 from dask_gpurt.tiers.worker.residency import ResidenceSender
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable
+    from collections.abc import Awaitable, Callable, Collection, Iterable
 
     from dask_gpurt.config import Settings
 
@@ -67,6 +68,7 @@ class WorkerParts:
             known.settings = settings
             if known.runtime is not None:
                 await TierRuntime.install(worker, settings.tiers, sink=known.journal)
+            known.follow_safe_mode()
             return known
         self = cls(worker, settings)
         if not self.parts.permitted():
@@ -81,6 +83,7 @@ class WorkerParts:
         if settings.observe.enabled:
             await self.parts.add("slots", self._add_slots, wanted=False)
         setattr(worker, ATTRIBUTE, self)
+        self.follow_safe_mode()
         # A new dict: a heartbeat may be waiting half-way through the old one, and an exception there closes the worker.
         worker.metrics = {**worker.metrics, NAME: _heartbeat}
         if settings.observe.enabled:
@@ -102,6 +105,13 @@ class WorkerParts:
             self.runtime = None
 
         return undo
+
+    def follow_safe_mode(self) -> None:
+        """Do what the worker's safe mode says, see `model.safe_mode`."""
+        safe = safe_mode.parts_of(self.worker)
+        plane.only_safe(self.worker, "shuffle" in safe)
+        if self.runtime is not None:
+            self.runtime.read_ahead("tiers" not in safe)
 
     def tell_residence(self, listens: bool) -> None:
         """The scheduler that this worker has now `listens` for tiers of keys, or does not."""
@@ -181,6 +191,7 @@ class WorkerParts:
             "parts": dict(self.parts.state),
             "shuffle": worker_statistics(self.worker),
             "events": self.journal.statistics(),
+            "safe": sorted(safe_mode.parts_of(self.worker)),
         }
         if self.fetches is not None:
             out["fetches"] = self.fetches.statistics()
@@ -250,13 +261,17 @@ class GpurtWorker(WorkerPlugin):
 
     name = NAME
 
-    def __init__(self, settings: Settings, *, residence: bool = False) -> None:
+    def __init__(self, settings: Settings, *, residence: bool = False, safe: Collection[str] = ()) -> None:
         self.settings = settings
+        #: parts that a new worker has in safe mode
+        self.safe = frozenset(safe)
         #: the scheduler that sends this listens for tiers of keys; see `model.residence`
         self.residence = residence
 
     async def setup(self, worker: Worker) -> None:
         """Install, or adopt what a preload installed."""
+        if self.safe:
+            safe_mode.keep(worker, self.safe)
         try:
             parts = await WorkerParts.install(worker, self.settings)
             parts.tell_residence(self.residence)

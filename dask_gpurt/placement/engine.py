@@ -92,6 +92,8 @@ class Engine:
         self.always = False
         #: the bookkeeping failed too often: decisions by wrong sums would be worse than Dask's
         self.untrusted = False
+        #: an operator has Dask decide, see `model.safe_mode`
+        self.safe = False
         self._turn = 0
 
         self.tables = tables = Tables(scheduler, clock)
@@ -413,5 +415,5 @@ class Engine:
 
     @property
     def retired(self) -> bool:
-        """Whether Dask decides everything: policy switched off, graph left to Dask, or bookkeeping failed."""
-        return self.untrusted or self.graph_judge.stock or self.governor.standing is Standing.RETIRED
+        """Whether Dask decides everything: safe mode, policy switched off, graph left to it, or bookkeeping failed."""
+        return self.safe or self.untrusted or self.graph_judge.stock or self.governor.standing is Standing.RETIRED

@@ -80,6 +80,7 @@ class TierRuntime:
         #: switches parts off that fail too often
         self.guard = Guard("tiers", logger, sink=sink)
         self._seam: WorkerSeam | None = None
+        self._read_ahead = True
         #: why worker.data is left alone; empty when it is not
         self._left_alone = ""
         self._engine = Engine(below.tier, budget_bytes=limits.budget_bytes, sink=sink)
@@ -214,6 +215,12 @@ class TierRuntime:
         self._take_over_or_leave(settings)
         self._engine.balance()
 
+    def read_ahead(self, on: bool) -> None:
+        """Whether values may be read ahead of their use, as far as the settings permit."""
+        self._read_ahead = on
+        if self._seam is not None:
+            self._seam.prefetch.paused = not on
+
     def _data(self) -> MutableMapping[Key, Any]:
         """What was ``worker.data`` without us."""
         return self._worker.memory_manager.data if self._seam is None else self._seam.original
@@ -226,6 +233,7 @@ class TierRuntime:
             if self._seam is not None:
                 return
             seam = WorkerSeam(self._worker, self._engine, self.guard, prefetch_share=settings.prefetch)
+            seam.prefetch.paused = not self._read_ahead
             seam.turns.on_short = self._watch.trim
             device = None if self._device_memory is None else self._device_memory.space
             if device is not None:

@@ -7,6 +7,7 @@ this cluster ran both ways (`placement.evaluate`); from predictions nothing is c
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any
 
@@ -90,6 +91,7 @@ def switched_off(snapshot: Snapshot) -> list[str]:
         for part, word in (("placement", "placement"), ("shuffle", "shuffle"), ("ledger", "observation")):
             if part not in named:
                 out.append(f"{word} is switched off by its setting")
+    out += _safe(snapshot)
     for engine in ("placement", "shuffle"):
         out += [f"{engine}: {part} retired, {why}" for part, why in s.get(engine, {}).get("retired", {}).items()]
     out += [f"{what}: {s[what]}" for what in ("plots", "metrics") if s.get(what, "on") not in ("on", "off")]
@@ -101,6 +103,20 @@ def switched_off(snapshot: Snapshot) -> list[str]:
         every = len(addresses) == len(snapshot.having)
         where = "all workers" if every else ", ".join(snapshot.title(a) for a in addresses[:3])
         out.append(f"{where}{'' if every or len(addresses) <= 3 else f' and {len(addresses) - 3} more'}: {why}")
+    return out
+
+
+def _safe(snapshot: Snapshot) -> list[str]:
+    """The parts in safe mode, and workers that differ from their scheduler."""
+    since: dict[str, float] = snapshot.scheduler.get("safe", {})
+    out = []
+    if since:
+        began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(min(since.values())))
+        out.append(f"safe mode since {began}: {', '.join(since)} as in stock Dask; `dask gpurt safe off` ends it")
+    other = [a for a, worker in snapshot.having.items() if "safe" in worker and set(worker["safe"]) != set(since)]
+    if other:
+        named = ", ".join(snapshot.title(a) for a in other[:3])
+        out.append(f"{len(other)} workers have not followed into or out of safe mode: {named}; say it again")
     return out
 
 

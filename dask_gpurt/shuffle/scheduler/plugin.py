@@ -81,7 +81,11 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
         self.opener = Opener(scheduler, self, self.runs, self.shuffle_calls)
         self.amender = Amender(scheduler, self.runs, self.shuffle_calls, self.opener, failed)
         able = takeover.able
-        self.binder = Binder(scheduler, self.runs, self.shuffle_calls, lambda address: able.get(address) == "")
+        self.binder = Binder(
+            *(scheduler, self.runs, self.shuffle_calls),
+            able=lambda address: able.get(address) == "",
+            off=lambda: takeover.safe,
+        )
         self.drain = Drain(scheduler, self, self.runs, self.amender, failed)
         self.holder = Holder(scheduler, self.runs)
         self.waits = Barrier(self.runs, self.shuffle_calls, self.amender, self.binder, failed)
@@ -270,6 +274,8 @@ class ShuffleTakeover:
         self.settings = settings
         #: worker address -> "" when it can run our spec, else why not; absent: not known yet
         self.able: dict[str, str] = {}
+        #: new shuffles are Dask's, and outputs stay where they were planned, see `model.safe_mode`
+        self.safe = False
         self._sink = sink
         self._stock: seam.ShuffleSchedulerPlugin | None = None
         self._plugin: _SchedulerPlugin | None = None
@@ -349,7 +355,8 @@ class ShuffleTakeover:
         try:
             if type(spec) is seam.ArrayRechunkSpec:
                 self._fallbacks["rechunk"] += 1
-                return spec if self._unable() or self._part.retired else ReleasingRechunkSpec.of(spec)
+                ours = not (self.safe or self._unable() or self._part.retired)
+                return ReleasingRechunkSpec.of(spec) if ours else spec
             reason = self._reason_for_stock(spec)
             if not reason:
                 order = seam.order_of_outputs(self.scheduler, spec.id)
@@ -390,6 +397,8 @@ class ShuffleTakeover:
     def _reason_for_stock(self, spec: seam.ShuffleSpec) -> str:
         import pandas as pd
 
+        if self.safe:
+            return "safe mode"
         if self._part.retired:
             return "switched off"
         if type(spec) is not seam.DataFrameShuffleSpec:

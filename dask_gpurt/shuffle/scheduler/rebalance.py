@@ -69,13 +69,23 @@ class Binder:
     ----------
     able
         Whether a worker can run our spec, by its address.
+    off
+        Whether outputs stay where they were planned.
     """
 
-    def __init__(self, scheduler: Scheduler, runs: Runs, calls: Calls, able: Callable[[str], bool]) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runs: Runs,
+        calls: Calls,
+        able: Callable[[str], bool],
+        off: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._scheduler = scheduler
         self._runs = runs
         self._calls = calls
         self._able = able
+        self._off = off
         #: what a task is called -> seconds per byte of its output's rows, a running mean
         self._learned: dict[str, float] = {}
         self.moved = 0
@@ -101,6 +111,8 @@ class Binder:
             Runs whose owners have changed, each in a new epoch. None: not known yet, ask again after a change.
         """
         if not record.spec.settings.late_binding or record.rebalanced or self._runs.left_alone(record.id):
+            return []
+        if self._off():
             return []
         group = self._group(record)
         if not group:

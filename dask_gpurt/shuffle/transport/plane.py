@@ -27,6 +27,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dask_gpurt.backends.ucx_device import to_host
+from dask_gpurt.model import safe_mode
 from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.protocol.messages import KIND
 from dask_gpurt.shuffle.transport.base import Header, Peer, Receipt, ReceiveGate, Services
@@ -111,6 +112,8 @@ class Plane:
         self.inbox = Inbox(self._loop, self._runs, self.links, count)
         self._outcomes = Outcomes(self._loop)
         self.closed = False
+        #: the next messages take distributed's comms, uncompressed: safe mode
+        self.only_safe = "shuffle" in safe_mode.parts_of(worker)
         #: copies a message off the device, for the way that knows host memory only
         self.to_host = to_host
         self.transports = OpenTransports(self.address, self._services, settings, count)
@@ -181,13 +184,13 @@ class Plane:
         nbytes = records.message_bytes(frames)
         sent, room, wire = frames, 0, 0
         # Short ones take as long as they do for other reasons than the network.
-        if route.squeezes and not device and nbytes >= LEAST:
+        if route.squeezes and not device and nbytes >= LEAST and not self.only_safe:
             if self._squeezer.looks(pace := route.chooser.pace):
                 sent, room = await self._loop.run_in_executor(None, self._squeezer.squeeze, frames, pace.best)
                 pace.looked(room > 0)
             wire = nbytes - room
         start = time.monotonic()
-        name = route.chooser.choose(nbytes, device, start)
+        name = SAFE if self.only_safe else route.chooser.choose(nbytes, device, start)
         if name != SAFE:
             counters = self.links.of(peer, name)
             receipt = None
@@ -416,6 +419,13 @@ def plane_of(
         plane = _of_worker[worker] = Plane(worker, settings, count, limit)
         seam.on_teardown(plugin, plane.stop)
     return plane
+
+
+def only_safe(worker: Worker, on: bool) -> None:
+    """Have a worker's next messages take distributed's comms, uncompressed, or the fastest way again."""
+    plane = _of_worker.get(worker)
+    if plane is not None:
+        plane.only_safe = on
 
 
 def statistics_of(worker: Worker) -> dict[str, Any] | None:

@@ -86,6 +86,8 @@ class Prefetch:
         self._tasks = tasks
         self._find = find
         self.share = share
+        #: nothing more is read ahead for now: safe mode
+        self.paused = False
         self._guard = guard
         self.part = guard.part("prefetch", on_retired=self.uninstall)
         #: (priority, number of the task, its key)
@@ -125,7 +127,7 @@ class Prefetch:
 
     def pending(self, priority: tuple[float, ...], number: int, key: Key) -> None:
         """A task was sent here."""
-        if self.share and self.part.retired is None:
+        if self.share and self.part.retired is None and not self.paused:
             heapq.heappush(self._queue, (priority, number, key))
             self.pump()
 
@@ -167,7 +169,7 @@ class Prefetch:
 
     def _read_ahead(self) -> None:
         engine = self._engine
-        if engine.budget_bytes is None or engine.io.closed:
+        if engine.budget_bytes is None or engine.io.closed or self.paused:
             self.clear()
             return
         rest = self._rest.until - engine.books.clock()
