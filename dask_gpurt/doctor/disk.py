@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from dask_gpurt.doctor.finding import Verdict
     from dask_gpurt.doctor.system import System
 
-_BYTES = 64 << 20
+_FIRST, _BYTES = 1 << 20, 64 << 20
 _SYNCS = 64
 _RATE = 100e6
 _SYNC_SECONDS = 0.05
 _BUSY, _AWAIT_SECONDS = 0.9, 0.02
-#: that both measurements may take, of one folder
+#: that the measurements may take, of all folders
 _PATIENCE_SECONDS = 2.0
 _IN_MEMORY = ("tmpfs", "ramfs")
 _SETTING = "set gpurt.tiers.directory to a folder on a local disk, or start workers with --local-directory there"
@@ -41,10 +41,10 @@ _SETTING = "set gpurt.tiers.directory to a folder on a local disk, or start work
 
 def _look(node: Node) -> Iterator[Verdict]:
     for folder in node.folders:
-        yield from _folder(folder, node)
+        yield from _folder(folder, node, _PATIENCE_SECONDS / len(node.folders))
 
 
-def _folder(folder: str, node: Node) -> Iterator[Verdict]:
+def _folder(folder: str, node: Node, seconds: float) -> Iterator[Verdict]:
     lost = "Values that do not fit into memory cannot be spilled: workers pause, and are ended at their limit"
     kind = filesystem_of(folder)
     if kind in _IN_MEMORY:
@@ -69,18 +69,17 @@ def _folder(folder: str, node: Node) -> Iterator[Verdict]:
                 remedy="free space, lower gpurt.tiers.disk-reserve, or " + _SETTING,
             )
             return
-        yield from _busy(folder, node.system)
-        yield from _measure(folder, kind, free)
+        yield from _busy(folder, node.system, 0.15 * seconds)
+        yield from _measure(folder, kind, free, 0.4 * seconds)
     except (OSError, StoreError) as e:
         yield fail(
             f"{folder} cannot be written: {e}", expected="a folder that can be written", meaning=lost, remedy=_SETTING
         )
 
 
-def _busy(folder: str, system: System) -> Iterator[Verdict]:
+def _busy(folder: str, system: System, window: float) -> Iterator[Verdict]:
     """What others do to the disk."""
     device = os.stat(folder).st_dev
-    window = 0.3
     before = _requests(system, device)
     system.wait(window)
     after = _requests(system, device)
@@ -107,8 +106,8 @@ def _requests(system: System, device: int) -> tuple[int, int, int] | None:
     return None
 
 
-def _measure(folder: str, kind: str, free: int) -> Iterator[Verdict]:
-    rate, worst = _rate(folder), _worst_sync(folder)
+def _measure(folder: str, kind: str, free: int, seconds: float) -> Iterator[Verdict]:
+    rate, worst = _rate(folder, seconds), _worst_sync(folder, seconds)
     text = (
         f"{folder} ({kind or 'unknown'}): {rate / 1e6:.0f} MB/s, a sync {worst * 1e3:.1f} ms, {free / 1e9:.0f} GB free"
     )
@@ -129,27 +128,23 @@ def _measure(folder: str, kind: str, free: int) -> Iterator[Verdict]:
     yield ok(text)
 
 
-def _rate(folder: str) -> float:
-    """Bytes per second of a spilled value."""
+def _rate(folder: str, seconds: float) -> float:
+    """Bytes per second of spilled values. A slow disk has written a small one when the time is over."""
     own = os.path.join(folder, f"gpurt-doctor-{os.getpid()}-{secrets.token_hex(4)}")
     disk = DiskTier(own)
     try:
         value = memoryview(np.random.default_rng(0).bytes(_BYTES))
-        pieces, started = 8, time.perf_counter()
-        size = written = len(value) // pieces
-        disk.write([(0, [value[:size]])])
-        for i in range(1, pieces):
-            if time.perf_counter() - started > _PATIENCE_SECONDS / 2:
-                break
-            disk.write([(0, [value[i * size : (i + 1) * size]])])
-            written += size
+        written, size, started = 0, _FIRST, time.perf_counter()
+        while written < _BYTES and time.perf_counter() - started < seconds:
+            disk.write([(0, [value[written : written + size]])])
+            written, size = written + size, 7 * _FIRST
         return written / (time.perf_counter() - started)
     finally:
         disk.close()
         shutil.rmtree(own, ignore_errors=True)
 
 
-def _worst_sync(folder: str) -> float:
+def _worst_sync(folder: str, seconds: float) -> float:
     """Seconds: the 99th percentile of syncs of a block each."""
     taken: list[float] = []
     block = bytes(4096)
@@ -159,7 +154,7 @@ def _worst_sync(folder: str) -> float:
             os.write(f.fileno(), block)
             os.fsync(f.fileno())
             taken.append(time.perf_counter() - started)
-            if sum(taken) > _PATIENCE_SECONDS / 2:
+            if sum(taken) > seconds:
                 break
     return sorted(taken)[min(len(taken) - 1, int(0.99 * len(taken)))]
 

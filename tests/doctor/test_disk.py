@@ -83,6 +83,22 @@ def test_a_slow_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "99 of 100 syncs within 50 ms" in found.expected
 
 
+def test_a_disk_that_hardly_moves(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told as slow: a check that hangs would say less."""
+    real, written = disk.DiskTier.write, []
+
+    def write(tier: disk.DiskTier, groups: list[tuple[int, list[memoryview]]]) -> object:
+        written.append(groups[0][1][0].nbytes)
+        time.sleep(1.0)  # what 1 MB/s takes for the first
+        return real(tier, groups)
+
+    monkeypatch.setattr(disk.DiskTier, "write", write)
+    (found,) = [v for v in CHECK.look(node(folders=(str(folder),))) if v.state is State.WARN]
+    assert written == [1 << 20]
+    assert found.found.startswith(f"{folder} (")
+    assert os.listdir(folder) == []
+
+
 def test_a_network_mount(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "filesystem_of", lambda path: "nfs4")
     found = [v.found for v in CHECK.look(node(folders=(str(folder),))) if v.state is State.WARN]
@@ -97,7 +113,7 @@ def test_a_disk_that_others_keep_busy(folder: Path, tmp_path_factory: pytest.Tem
         return {"proc/diskstats": "7 9 other 1 0 0 1 0 0 0 0 0 1 0\n" + line}
 
     root = tmp_path_factory.mktemp("root")
-    found = list(disk._busy(str(folder), Tree(root, stats(100, 500, 1000), stats(110, 1000, 1300))))
+    found = list(disk._busy(str(folder), Tree(root, stats(100, 500, 1000), stats(110, 1000, 1300)), 0.3))
     assert [v.found for v in found] == [f"the disk of {folder} is busy for 100% of the time, 50 ms a request"]
-    assert not list(disk._busy(str(folder), Tree(root, stats(100, 500, 1000), stats(110, 600, 1300))))
-    assert not list(disk._busy(str(folder), Tree(root, {"proc/diskstats": ""})))
+    assert not list(disk._busy(str(folder), Tree(root, stats(100, 500, 1000), stats(110, 600, 1300)), 0.3))
+    assert not list(disk._busy(str(folder), Tree(root, {"proc/diskstats": ""}), 0.3))
