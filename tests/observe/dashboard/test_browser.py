@@ -11,6 +11,7 @@ import pytest
 from distributed import Client
 
 import dask_gpurt
+from dask_gpurt.placement.plugin import PlacementPlugin
 from tests.observe.dashboard.chromium import Tab, browser, executable
 
 pytest.importorskip("bokeh")
@@ -70,6 +71,11 @@ def _work(client: Client, stop: threading.Event) -> None:
         del df, arrays, sums
 
 
+def _decide_always(dask_scheduler: Any) -> None:
+    """Placement leaves most of this work to Dask, which brings the pages on decisions nothing new."""
+    dask_scheduler.plugins[PlacementPlugin.name].engine.always = True
+
+
 @pytest.fixture(scope="module")
 def base() -> Iterator[str]:
     """Address of a dashboard whose cluster works."""
@@ -84,6 +90,7 @@ def base() -> Iterator[str]:
         ) as cluster,
         Client(cluster) as client,
     ):
+        client.run_on_scheduler(_decide_always)
         stop, failed = threading.Event(), list[BaseException]()
 
         def run() -> None:
