@@ -1,0 +1,76 @@
+"""Whose choice of a thief stands: ours, stock's, or nobody's."""
+
+from __future__ import annotations
+
+import logging
+import types
+from typing import Any
+
+import pytest
+
+from dask_gpurt.model.circuit_breaker import Guard
+from dask_gpurt.placement.decide.steal_policy import MAX_INPUTS, STOCK
+from dask_gpurt.placement.takeover.stealing import Stealing
+
+
+class Extension:
+    """As much of distributed's work stealing as is taken over."""
+
+    def __init__(self, tasks: list[Any]) -> None:
+        self.in_flight: dict[Any, Any] = {}
+        self.in_flight_tasks: dict[Any, int] = {}
+        self.key_stealable: dict[Any, Any] = {}
+        self.tasks = tasks
+        self.thieves: list[Any] = []
+        self.scheduler: Any = None
+
+    def _get_thief(self, scheduler: Any, ts: Any, potential_thieves: set[Any], *, occupancies: dict[Any, float]) -> Any:
+        return "stock's"
+
+    def balance(self) -> None:
+        self.thieves = [self._get_thief(self.scheduler, ts, {"ours", "stock's"}, occupancies={}) for ts in self.tasks]
+
+    def move_task_request(self, ts: Any, victim: Any, thief: Any) -> None:
+        raise AssertionError
+
+
+def task(inputs: int) -> Any:
+    return types.SimpleNamespace(dependencies=range(inputs), loose_restrictions=False)
+
+
+def rig(choose: Any, tasks: list[Any]) -> tuple[Stealing, Extension]:
+    extension = Extension(tasks)
+    scheduler: Any = types.SimpleNamespace(extensions={"stealing": extension}, valid_workers=lambda ts: None)
+    stealing = Stealing(scheduler, Guard("placement", logging.getLogger("test")))
+    assert stealing.install(choose)
+    extension.scheduler = scheduler
+    return stealing, extension
+
+
+def test_additional_rounds_leave_tasks_with_very_many_inputs() -> None:
+    """In stock's own rounds stock decides about them; ours would have them fetch everything anew, again and again."""
+    few, many = task(2), task(MAX_INPUTS + 1)
+    stealing, extension = rig(lambda *args: STOCK, [few, many])
+    extension.balance()
+    assert extension.thieves == ["stock's", "stock's"]
+    stealing.balance()
+    assert extension.thieves == ["stock's", None]
+    extension.balance()
+    assert extension.thieves == ["stock's", "stock's"]
+
+
+def test_an_opinion_goes_first_in_every_round() -> None:
+    stealing, extension = rig(lambda ts, *args: "ours" if len(ts.dependencies) else None, [task(1), task(0)])
+    for balance in (extension.balance, stealing.balance):
+        balance()
+        assert extension.thieves == ["ours", None]
+
+
+def test_an_additional_round_that_raises_is_over() -> None:
+    stealing, extension = rig(lambda *args: STOCK, [task(MAX_INPUTS + 1)])
+    extension.tasks = None  # type: ignore[assignment]
+    with pytest.raises(TypeError):
+        stealing.balance()
+    extension.tasks = [task(MAX_INPUTS + 1)]
+    extension.balance()
+    assert extension.thieves == ["stock's"]
