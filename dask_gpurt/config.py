@@ -139,6 +139,14 @@ class ShuffleSettings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TransferSettings:
+    """``gpurt.transfers``."""
+
+    #: checksums for what workers fetch from each other
+    verify: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ObserveSettings:
     """``gpurt.observe``."""
 
@@ -166,6 +174,7 @@ class Settings:
     placement: PlacementSettings
     tiers: TierSettings
     shuffle: ShuffleSettings
+    transfers: TransferSettings
     observe: ObserveSettings
     trace: TraceSettings
 
@@ -193,6 +202,7 @@ class Settings:
             placement=_part(PlacementSettings, tree["placement"]),
             tiers=_tiers(tree["tiers"]),
             shuffle=_shuffle(tree["shuffle"]),
+            transfers=_part(TransferSettings, tree["transfers"]),
             observe=_part(ObserveSettings, tree["observe"], cost_per_hour=_prices(tree["observe"]["cost-per-hour"])),
             trace=_part(TraceSettings, tree["trace"]),
         )

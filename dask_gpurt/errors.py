@@ -10,6 +10,7 @@
     │   ├── TierFull (OSError)          no room on a tier; the value stays where it was
     │   ├── CorruptData                 length or checksum differ; that copy was dropped
     │   └── LostData (KeyError)         no valid copy is left here; the key must come from elsewhere
+    ├── CorruptTransfer (OSError)       a value that was fetched fails its checksum; Dask fetches it again
     ├── NoAnswer (OSError)              a scheduler cannot be reached, or does not answer in time
     ├── TraceError                      a file is not a trace, or is damaged
     ├── WireError                       a shuffle message that does not parse, or fails its checksum
@@ -22,6 +23,7 @@ from __future__ import annotations
 __all__ = [
     "ConfigError",
     "CorruptData",
+    "CorruptTransfer",
     "GpurtError",
     "InstallError",
     "LostData",
@@ -69,6 +71,10 @@ class LostData(StoreError, KeyError):
 
     def __str__(self) -> str:  # KeyError would print the repr of the message
         return Exception.__str__(self)
+
+
+class CorruptTransfer(GpurtError, OSError):
+    """A value that was fetched from another worker fails its checksum. Dask takes it for a lost connection."""
 
 
 class NoAnswer(GpurtError, OSError):

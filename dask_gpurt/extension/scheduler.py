@@ -14,6 +14,7 @@ from distributed import Scheduler, SchedulerPlugin
 from dask_gpurt._version import __version__
 from dask_gpurt.errors import InstallError, StoreError
 from dask_gpurt.extension import delivery
+from dask_gpurt.extension.corrupt import CorruptFetches
 from dask_gpurt.extension.parts import NAME, Parts, versions
 from dask_gpurt.extension.worker import GpurtWorker
 from dask_gpurt.model import residence
@@ -68,6 +69,8 @@ class GpurtScheduler(SchedulerPlugin):
         self.news_traceback = ""
         self.shuffle: ShuffleTakeover | None = None
         self.trace: TraceRecorder | None = None
+        #: what becomes of fetches that fail their checksums; None: nothing is checked
+        self.corrupt: CorruptFetches | None = None
         self.journal: Journal | None = None
         self.ledger: LedgerPlugin | None = None
         #: the newest runs; None without the ledger
@@ -287,6 +290,10 @@ class GpurtScheduler(SchedulerPlugin):
     async def _add_workers(self) -> Callable[[], Awaitable[None]]:
         assert self.scheduler is not None
         scheduler = self.scheduler
+        corrupt = CorruptFetches(scheduler)
+        if self.settings.transfers.verify:
+            corrupt.start()
+            self.corrupt = corrupt
         if self.settings.placement.enabled:
             # Before any worker can speak.
             scheduler.stream_handlers[residence.OP] = self._heard
@@ -297,11 +304,12 @@ class GpurtScheduler(SchedulerPlugin):
                 logger.warning("dask-gpurt: worker %s runs stock. %r", address, reply.get("exception"))
 
         async def undo() -> None:
+            self.corrupt = None
             if NAME in scheduler.worker_plugins:
                 await scheduler.unregister_worker_plugin(None, NAME)
             # Workers send no more, but on another connection than the one that said so: what is under way must
             # not meet an unknown op, which would remove its worker.
-            asyncio.get_running_loop().call_later(LATE_SECONDS, self._stop_listening, scheduler)
+            asyncio.get_running_loop().call_later(LATE_SECONDS, self._stop_listening, scheduler, corrupt)
 
         return undo
 
@@ -320,7 +328,13 @@ class GpurtScheduler(SchedulerPlugin):
         if topic == delivery.REFUSED and isinstance(msg, dict):
             logger.warning("dask-gpurt: worker %s runs stock. %s", msg.get("worker"), msg.get("why"))
 
-    def _stop_listening(self, scheduler: Scheduler) -> None:
+    def remove_worker(self, scheduler: Scheduler, worker: str, *, stimulus_id: str, **kwargs: Any) -> None:
+        """Dask calls this when a worker leaves."""
+        if self.corrupt is not None:
+            self.corrupt.forget(worker)
+
+    def _stop_listening(self, scheduler: Scheduler, corrupt: CorruptFetches) -> None:
+        corrupt.stop()
         if scheduler.stream_handlers.get(residence.OP) == self._heard:
             del scheduler.stream_handlers[residence.OP]
 
@@ -380,6 +394,8 @@ class GpurtScheduler(SchedulerPlugin):
             "safe": dict(self.safe_since),
             **self.figures(),
         }
+        if self.corrupt is not None:
+            out["corrupt_fetches"] = self.corrupt.statistics()
         if self.journal is not None:
             out["events"] = self.journal.statistics()
         return out

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributed import Scheduler, SchedulerPlugin, Worker
 from distributed.core import Status
+from distributed.protocol.serialize import serialize
 from distributed.worker_state_machine import GatherDepNetworkFailureEvent
 
 from dask_gpurt.model.checks import require_call, require_names
@@ -39,6 +40,21 @@ def check_fetches(worker: Worker) -> None:
     require_call(worker.gather_dep, "Worker.gather_dep", "address", ["key"], 1, stimulus_id="s")
     failure = GatherDepNetworkFailureEvent
     require_call(failure, "GatherDepNetworkFailureEvent", worker="address", total_nbytes=1, stimulus_id="s")
+
+
+def check_checksums(worker: Worker) -> None:
+    """Look up what checksums of fetches rely on.
+
+    Raises
+    ------
+    SeamMismatch
+        It is not there.
+    """
+    require_names(worker, "worker", ("handlers", "rpc.connect", "rpc.deserializers"))
+    require_call(worker.rpc.connect, "ConnectionPool.connect", "address")
+    answer = worker.handlers.get("get_data")
+    require_call(answer, "the get_data handler", None, keys=(), who="", serializers=None)
+    require_call(serialize, "serialize", 1, ("dask",), context=None, iterate_collection=False)
 
 
 def refuse(server: Server, error: Exception) -> None:

@@ -124,7 +124,7 @@ class WorkerParts:
             self.residence_sender.start()
 
     async def _add_fetches(self) -> Callable[[], Awaitable[None]]:
-        fetches = Fetches(self.worker)
+        fetches = Fetches(self.worker, verify=self.settings.transfers.verify)
         fetches.install()
         self.fetches = fetches
 
@@ -275,6 +275,9 @@ class GpurtWorker(WorkerPlugin):
         try:
             parts = await WorkerParts.install(worker, self.settings)
             parts.tell_residence(self.residence)
+            if parts.fetches is not None:
+                # The scheduler that sent this has the same settings, and listens.
+                parts.fetches.reports = self.settings.transfers.verify
         except GpurtError as e:
             # The plugin came from the scheduler: a worker that cannot follow must not take the cluster down. A worker
             # that was asked directly (--preload on the worker) ends instead, see preload.py.

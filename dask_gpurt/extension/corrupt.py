@@ -1,0 +1,100 @@
+"""`CorruptFetches`: on the scheduler, what becomes of a value that a worker cannot fetch unharmed from its holder.
+
+A worker whose fetch fails a checksum lets Dask fetch again, from another holder if there is one. After `LIMIT` of them
+in a row from one sender it says so here. Then, for each value that only this sender holds:
+
+1. another worker, which has not complained about the sender, is asked to fetch it, over another link. Its copy is what
+   the first worker finds at its next look. Nothing is computed again, and scattered data is helped as well;
+2. when there is no such worker, the sender forgets the value and it is computed again, by another worker if there is
+   one and the user has not said where. Scattered data is left as it is: the link may yet get better.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING, Any
+
+from distributed.core import Status
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from dask.typing import Key
+    from distributed import Scheduler
+    from distributed.scheduler import TaskState, WorkerState
+
+logger = logging.getLogger("distributed.scheduler.gpurt")
+
+#: of the messages: ``{"op": OP, "sender": address, "keys": [...]}``
+OP = "gpurt-corrupt"
+#: fetches in a row from one sender that fail their checksum, after which it is reported
+LIMIT = 3
+
+
+class CorruptFetches:
+    """The reports to one scheduler."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        #: sender -> workers that complained about it
+        self._complaints: defaultdict[str, set[str]] = defaultdict(set)
+        #: what was done
+        self.counts: Counter[str] = Counter(reports=0, relayed=0, recomputed=0, left=0, exceptions=0)
+
+    def start(self) -> None:
+        """Listen to workers; before any of them can speak."""
+        self._scheduler.stream_handlers[OP] = self._heard
+
+    def stop(self) -> None:
+        """Understand no more messages. Only when no worker sends any."""
+        if self._scheduler.stream_handlers.get(OP) == self._heard:
+            del self._scheduler.stream_handlers[OP]
+
+    def forget(self, worker: str) -> None:
+        """A worker left."""
+        self._complaints.pop(worker, None)
+        for complaints in self._complaints.values():
+            complaints.discard(worker)
+
+    def statistics(self) -> dict[str, Any]:
+        """Plain JSON: ``senders`` with the number of workers that complained, and counts."""
+        return {"senders": {sender: len(by) for sender, by in self._complaints.items()}, **self.counts}
+
+    def _heard(self, worker: str = "", sender: str = "", keys: Iterable[Key] = (), **kwargs: Any) -> None:
+        holder = self._scheduler.workers.get(sender)
+        if holder is None or worker not in self._scheduler.workers:
+            return
+        self.counts["reports"] += 1
+        self._complaints[sender].add(worker)
+        logger.warning("dask-gpurt: %s gets corrupt data from %s. Remedy: check their network", worker, sender)
+        for key in keys:
+            ts = self._scheduler.tasks.get(key)
+            if ts is None or ts.who_has != {holder}:
+                continue  # another holder serves
+            try:
+                self._help(ts, holder)
+            except Exception:  # it would end the stream of a worker
+                self.counts["exceptions"] += 1
+                logger.exception("dask-gpurt: no help for %r", key)
+
+    def _help(self, ts: TaskState, holder: WorkerState) -> None:
+        scheduler, sender = self._scheduler, holder.address
+        stimulus_id = f"gpurt-corrupt-{time.time()}"
+        able = [ws.address for ws in scheduler.workers.values() if ws is not holder and ws.status is Status.running]
+        relays = [address for address in able if address not in self._complaints[sender]]
+        if relays:
+            fullest_last = min(relays, key=lambda address: scheduler.workers[address].nbytes)
+            scheduler.request_acquire_replicas(fullest_last, [ts.key], stimulus_id=stimulus_id)
+            self.counts["relayed"] += 1
+        elif ts.run_spec is None or ts.actor or any(d.processing_on is holder for d in ts.waiters or ()):
+            self.counts["left"] += 1  # it must not lose an input of a task that it has
+        else:
+            if able and not (ts.worker_restrictions or ts.host_restrictions or ts.resource_restrictions):
+                scheduler.set_restrictions({ts.key: able})
+                ts.loose_restrictions = True
+            # In this order: the sender must not answer that it has the value still.
+            scheduler.worker_send(sender, {"op": "free-keys", "keys": [ts.key], "stimulus_id": stimulus_id})
+            scheduler.release_worker_data(ts.key, sender, stimulus_id)
+            self.counts["recomputed"] += 1
