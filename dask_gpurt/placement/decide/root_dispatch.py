@@ -50,6 +50,9 @@ ROUND_TRIP_SECONDS = 0.005
 #: roots ahead per thread, at most (a worker runs some 6,000 empty tasks a second), and the share of the worker's memory
 #: mark that their results may take
 MOST_AHEAD, AHEAD_SHARE = 64, 0.01
+#: not where a root sent ahead waits so long behind a long one, in the mean: four times what a message takes. Not less:
+#: of tasks of 50 us, one that the machine holds up for 20 ms would have stock's way taken for hundreds
+WAITED_SECONDS = 4 * ROUND_TRIP_SECONDS
 #: what contiguous blocks may hold in one worker beyond what stock's queue would, as a share of its memory mark
 BEYOND_STOCK = 1 / 16
 #: roots that take longer are not queued ahead at the end, in seconds: ten times what a message takes
@@ -313,9 +316,11 @@ class RootDispatch:
         return self._owned if self._groups.by_key else self._plain
 
     def _ahead(self) -> int:
-        """Short roots that a thread gets ahead; 0: they are not short."""
-        seconds = self._times().found_seconds()
-        return min(MOST_AHEAD, int(AHEAD_OF_MESSAGES / seconds)) if 0 < seconds < AHEAD_OF_MESSAGES / 2 else 0
+        """Short roots that a thread gets ahead; 0: they are not short, or some take so long that others would wait."""
+        times = self._times()
+        if not 0 < times.seconds < AHEAD_OF_MESSAGES / 2 or times.found_seconds() >= WAITED_SECONDS:
+            return 0
+        return min(MOST_AHEAD, int(AHEAD_OF_MESSAGES / times.seconds))
 
     def _runs_dry(self, info: WorkerInfo) -> bool:
         """Whether all that a worker has in hand is done before a message could bring it more.

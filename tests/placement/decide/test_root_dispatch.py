@@ -251,6 +251,17 @@ def test_what_waits_for_a_worker_waits_behind_a_long_root() -> None:
     assert engine.root_dispatch.hungry() == [], "a few take most of the time, however short most of them are"
 
 
+def test_one_that_was_held_up_does_not_end_it() -> None:
+    """As a pause of the garbage collector does, once in a while."""
+    engine, (a, *_) = rig(memory_limit=10**9)
+    info = engine.workers.all.items[0]
+    own(engine, a, 9)
+    for seconds in [0.001] * 50 + [0.02]:
+        engine.root_dispatch.root_done(info, seconds, 1000)
+    engine.root_dispatch.finished(info)
+    assert engine.root_dispatch.hungry() == [a, a]
+
+
 def test_short_roots_that_nobody_owns_are_sent_ahead_too() -> None:
     """As of a plain map over many small arguments, or of tasks that all read one input."""
     engine, (a, *_) = rig(memory_limit=10**9)
