@@ -1,11 +1,11 @@
 """`CorruptFetches`: on the scheduler, what becomes of a value that a worker cannot fetch unharmed from its holder.
 
 A worker whose fetch fails a checksum lets Dask fetch again, from another holder if there is one. After `LIMIT` of them
-in a row from one sender it says so here. Then, for each value that only this sender holds:
+in a row from one sender it says so here. Then, for each value that only such senders hold:
 
-1. another worker, which has not complained about the sender, is asked to fetch it, over another link. Its copy is what
+1. another worker, which has not complained about all of them, is asked to fetch it, over another link. Its copy is what
    the first worker finds at its next look. Nothing is computed again, and scattered data is helped as well;
-2. when there is no such worker, the sender forgets the value and it is computed again, by another worker if there is
+2. when there is no such worker, the holders forget the value, and it is computed again, by another worker if there is
    one and the user has not said where. Scattered data is left as it is: the link may yet get better.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from dask.typing import Key
     from distributed import Scheduler
-    from distributed.scheduler import TaskState, WorkerState
+    from distributed.scheduler import TaskState
 
 logger = logging.getLogger("distributed.scheduler.gpurt")
 
@@ -63,38 +63,43 @@ class CorruptFetches:
         return {"senders": {sender: len(by) for sender, by in self._complaints.items()}, **self.counts}
 
     def _heard(self, worker: str = "", sender: str = "", keys: Iterable[Key] = (), **kwargs: Any) -> None:
-        holder = self._scheduler.workers.get(sender)
-        if holder is None or worker not in self._scheduler.workers:
+        workers = self._scheduler.workers
+        if sender not in workers or worker not in workers:
             return
         self.counts["reports"] += 1
         self._complaints[sender].add(worker)
         logger.warning("dask-gpurt: %s gets corrupt data from %s. Remedy: check their network", worker, sender)
         for key in keys:
             ts = self._scheduler.tasks.get(key)
-            if ts is None or ts.who_has != {holder}:
+            if ts is None or not ts.who_has:
+                continue
+            if any(worker not in self._complaints.get(ws.address, ()) for ws in ts.who_has):
                 continue  # another holder serves
             try:
-                self._help(ts, holder)
+                self._help(ts)
             except Exception:  # it would end the stream of a worker
                 self.counts["exceptions"] += 1
                 logger.exception("dask-gpurt: no help for %r", key)
 
-    def _help(self, ts: TaskState, holder: WorkerState) -> None:
-        scheduler, sender = self._scheduler, holder.address
+    def _help(self, ts: TaskState) -> None:
+        scheduler, holders = self._scheduler, list(ts.who_has or ())
+        needed = any(d.processing_on in holders for d in ts.waiters or ())
         stimulus_id = f"gpurt-corrupt-{time.time()}"
-        able = [ws.address for ws in scheduler.workers.values() if ws is not holder and ws.status is Status.running]
-        relays = [address for address in able if address not in self._complaints[sender]]
+        able = [ws for ws in scheduler.workers.values() if ws not in holders and ws.status is Status.running]
+        relays = [ws for ws in able if any(ws.address not in self._complaints[h.address] for h in holders)]
         if relays:
-            fullest_last = min(relays, key=lambda address: scheduler.workers[address].nbytes)
-            scheduler.request_acquire_replicas(fullest_last, [ts.key], stimulus_id=stimulus_id)
+            emptiest = min(relays, key=lambda ws: ws.nbytes)
+            scheduler.request_acquire_replicas(emptiest.address, [ts.key], stimulus_id=stimulus_id)
             self.counts["relayed"] += 1
-        elif ts.run_spec is None or ts.actor or any(d.processing_on is holder for d in ts.waiters or ()):
-            self.counts["left"] += 1  # it must not lose an input of a task that it has
+        elif needed or ts.run_spec is None or ts.actor:
+            self.counts["left"] += 1  # a holder must not lose an input of a task that it has
         else:
             if able and not (ts.worker_restrictions or ts.host_restrictions or ts.resource_restrictions):
-                scheduler.set_restrictions({ts.key: able})
+                scheduler.set_restrictions({ts.key: [ws.address for ws in able]})
                 ts.loose_restrictions = True
-            # In this order: the sender must not answer that it has the value still.
-            scheduler.worker_send(sender, {"op": "free-keys", "keys": [ts.key], "stimulus_id": stimulus_id})
-            scheduler.release_worker_data(ts.key, sender, stimulus_id)
+            for ws in holders:
+                # In this order: it must not answer that it has the value still.
+                free = {"op": "free-keys", "keys": [ts.key], "stimulus_id": stimulus_id}
+                scheduler.worker_send(ws.address, free)
+                scheduler.release_worker_data(ts.key, ws.address, stimulus_id)
             self.counts["recomputed"] += 1

@@ -137,6 +137,7 @@ async def test_another_holder_serves(c: Any, s: Any, a: Any, b: Any, d: Any) -> 
             await async_poll_for(lambda: x.key not in d.data or d.state.tasks[x.key].state == "memory", timeout=10)
         assert counts(d)["corrupt"] <= 1
         # One that asks for two values of one worker asks there first; one of them is elsewhere too.
+        _wire[0].flips = 0  # what is replicated has no checksum
         w = c.submit(lambda: ARRAY + 1, key="w", workers=[a.address])
         v = c.submit(lambda: ARRAY + 2, key="v", workers=[a.address])
         await c.replicate([v], workers=[a.address, b.address])
@@ -338,3 +339,18 @@ def test_errors_of_values_are_as_they_were(value: object, says: str) -> None:
         with pytest.raises((TypeError, RuntimeError), match=says) as raised:
             deserialize(*serialize(value, serializers))
         assert not isinstance(raised.value, OSError)
+
+
+@gen_cluster(client=True, nthreads=[("", 1)] * 3, config=NO_AMM, timeout=120)
+async def test_all_that_every_other_worker_sends_is_corrupt(c: Any, s: Any, a: Any, b: Any, d: Any) -> None:
+    """Two holders, each with a broken link to the one that needs the value, which then makes it itself."""
+    async with extended(s) as plugin:
+        x = c.submit(lambda: ARRAY, key="x", workers=[a.address])
+        await c.replicate([x], workers=[a.address, b.address])
+        s.tasks["x"].worker_restrictions = None
+        _wire[0].flips = 10_000
+        assert await c.submit(lambda v: bool((v == ARRAY).all()), x, workers=[d.address])
+        assert plugin.corrupt.counts["recomputed"] >= 1
+        assert plugin.corrupt.counts["exceptions"] == 0
+        assert "x" not in a.data
+        assert "x" not in b.data
