@@ -25,6 +25,8 @@ from dask_gpurt.observe.trace.recorder import TraceRecorder
 from dask_gpurt.placement.decide import policy
 from dask_gpurt.placement.plugin import PlacementPlugin
 from dask_gpurt.placement.tables.disk_residency import DiskResidency
+from dask_gpurt.preflight.gate import Gate
+from dask_gpurt.preflight.members import Mode
 from dask_gpurt.shuffle.scheduler.plugin import ShuffleTakeover
 from dask_gpurt.tiers.hints.scheduler import NextUsePlugin
 from dask_gpurt.tiers.shared.scheduler import SharedCopiesPlugin
@@ -59,6 +61,7 @@ class GpurtScheduler(SchedulerPlugin):
         self.parts: Parts | None = None
         self.next_use: NextUsePlugin | None = None
         self.shared_copies: SharedCopiesPlugin | None = None
+        self.gate: Gate | None = None
         self.placement: PlacementPlugin | None = None
         #: what workers tell of their tiers; here because they may speak before placement is there
         self.residence = DiskResidency()
@@ -90,6 +93,8 @@ class GpurtScheduler(SchedulerPlugin):
                 return
             if self.settings.observe.enabled:
                 await self.parts.add("ledger", self._add_ledger, wanted=False)
+            # Before the workers' part, which speaks to it.
+            await self.parts.add("preflight", self._add_gate, wanted=False)
             await self.parts.add("workers", self._add_workers)
             # After the workers' part, hence removed before it: no hint is sent to a worker without it.
             if self.settings.tiers.enabled and self._send_next_use:
@@ -131,6 +136,11 @@ class GpurtScheduler(SchedulerPlugin):
         engine = None if self.placement is None else self.placement.engine
         return 0.0 if engine is None else engine.budget.total_seconds
 
+    async def _add_gate(self) -> Callable[[], Awaitable[None]]:
+        assert self.journal is not None
+        gate = Gate(Mode(self.settings.preflight), self.settings.preflight_imports, sink=self.journal)
+        return await self._plug("gate", gate)
+
     async def _add_next_use(self) -> Callable[[], Awaitable[None]]:
         assert self.journal is not None
         return await self._plug("next_use", NextUsePlugin(sink=self.journal))
@@ -144,7 +154,9 @@ class GpurtScheduler(SchedulerPlugin):
         await asyncio.to_thread(_require_answer, bucket, worker_prefix(self.scheduler.address))
         return await self._plug("shared_copies", SharedCopiesPlugin(bucket, sink=self.journal))
 
-    async def _plug(self, attribute: str, plugin: NextUsePlugin | SharedCopiesPlugin) -> Callable[[], Awaitable[None]]:
+    async def _plug(
+        self, attribute: str, plugin: NextUsePlugin | SharedCopiesPlugin | Gate
+    ) -> Callable[[], Awaitable[None]]:
         """Start a plugin of the scheduler, and keep it under this name."""
         assert self.scheduler is not None
         scheduler = self.scheduler
@@ -270,7 +282,9 @@ class GpurtScheduler(SchedulerPlugin):
         if listens:
             # Before any worker can speak.
             scheduler.stream_handlers[residence.OP] = self._heard
-        packed = delivery.pack(GpurtWorker(self.settings, residence=listens), __version__)
+        packed = delivery.pack(
+            GpurtWorker(self.settings, residence=listens, preflight=self.gate is not None), __version__
+        )
         replies = await scheduler.register_worker_plugin(None, packed, name=NAME, idempotent=False)
         for address, reply in replies.items():
             # Not raised: stock serves that worker, and a cluster with one odd worker must still be usable.
@@ -289,7 +303,10 @@ class GpurtScheduler(SchedulerPlugin):
     def log_event(self, topic: str, msg: Any) -> None:
         """Dask calls this with each event. Workers that come later and run stock say so in one."""
         if topic == delivery.REFUSED and isinstance(msg, dict):
-            logger.warning("dask-gpurt: worker %s runs stock. %s", msg.get("worker"), msg.get("why"))
+            worker, why = str(msg.get("worker")), str(msg.get("why"))
+            logger.warning("dask-gpurt: worker %s runs stock. %s", worker, why)
+            if self.gate is not None:
+                self.gate.refused(worker, why, absent=bool(msg.get("absent")))
 
     def _stop_listening(self, scheduler: Scheduler) -> None:
         if scheduler.stream_handlers.get(residence.OP) == self._heard:
@@ -318,6 +335,8 @@ class GpurtScheduler(SchedulerPlugin):
     def figures(self) -> dict[str, Any]:
         """What the engines tell of themselves; plain JSON values."""
         out: dict[str, Any] = {"tier_news": {"exceptions": self.news_exceptions, "last_traceback": self.news_traceback}}
+        if self.gate is not None:
+            out["preflight"] = self.gate.statistics()
         if self.next_use is not None:
             out["next_use"] = self.next_use.statistics()
         if self.shared_copies is not None:
