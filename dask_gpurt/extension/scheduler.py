@@ -93,8 +93,9 @@ class GpurtScheduler(SchedulerPlugin):
                 return
             if self.settings.observe.enabled:
                 await self.parts.add("ledger", self._add_ledger, wanted=False)
-            # Before the workers' part, which speaks to it.
-            await self.parts.add("preflight", self._add_gate, wanted=False)
+            # Before the workers' part, which speaks to it. Where it only warns it is not worth an installation.
+            holds = Mode(self.settings.preflight).holds
+            await self.parts.add("preflight", self._add_gate, wanted=holds)
             await self.parts.add("workers", self._add_workers)
             # After the workers' part, hence removed before it: no hint is sent to a worker without it.
             if self.settings.tiers.enabled and self._send_next_use:

@@ -20,7 +20,7 @@ from dask_gpurt.backends.system import System
 from dask_gpurt.preflight import known_answer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
 #: what the engines import when they first need it
 OURS = ("numpy", "pandas", "pyarrow", "dask.dataframe", "msgpack", "xxhash")
@@ -91,9 +91,13 @@ def run(plan: Plan) -> tuple[list[Finding], known_answer.Measured | None]:
     computed, measured = partition(plan)
     return [
         _timed(_imports, plan.imports, plan.load),
-        _timed(_host),
+        _timed(
+            _copied, "memory", bytearray, "raise the limit of the container or of ulimit -v, or test the node's memory"
+        ),
         _timed(_disk, plan.folders),
-        _timed(_device, plan.device),
+        _timed(
+            _copied, "device", plan.device, "see which process holds its memory (nvidia-smi); look for Xid in the log"
+        ),
         computed,
     ], measured
 
@@ -104,99 +108,71 @@ def _timed(check: Callable[..., Finding], *args: Any) -> Finding:
     return dataclasses.replace(finding, seconds=round(time.perf_counter() - start, 6))
 
 
-def _imports(modules: Iterable[str], load: bool) -> Finding:
+def _each(check: str, items: Sequence[str], test: Callable[[str], str], expected: str, remedy: str) -> Finding:
+    """One finding of several items; `test` raises, or returns what is wrong with one."""
     wrong = {}
-    for module in dict.fromkeys(modules):
+    for item in items:
         try:
-            if load:
-                importlib.import_module(module)
-            elif importlib.util.find_spec(module.partition(".")[0]) is None:
-                raise ModuleNotFoundError(f"No module named {module.partition('.')[0]!r}")
+            why = test(item)
         except BaseException as e:  # a broken library raises all kinds, SystemExit too
-            wrong[module] = f"{type(e).__name__}: {e}"
+            why = f"{type(e).__name__}: {e}"
+        if why:
+            wrong[item] = why
     if not wrong:
-        return Finding("imports", State.OK)
-    return Finding(
-        "imports",
-        State.FAIL,
-        "; ".join(f"{module} ({why})" for module, why in wrong.items()),
-        "modules that can be imported",
-        f"install {', '.join(wrong)} in this worker's environment, or change gpurt.preflight-imports",
-    )
+        return Finding(check, State.OK if items else State.NONE)
+    found = "; ".join(f"{item} ({why})" for item, why in wrong.items())
+    return Finding(check, State.FAIL, found, expected, remedy.format(", ".join(wrong)))
 
 
-def _host() -> Finding:
-    try:
-        pattern = _pattern(HOST_BYTES)
-        same = xxhash.xxh3_128_digest(bytearray(pattern)) == xxhash.xxh3_128_digest(pattern)
-    except MemoryError:
-        return Finding(
-            "memory",
-            State.FAIL,
-            f"no {HOST_BYTES:,} bytes could be allocated",
-            "an allocation that succeeds",
-            "raise the limit of the container or of ulimit -v, or lower the worker's --memory-limit",
-        )
-    if same:
-        return Finding("memory", State.OK)
-    return Finding(
-        "memory", State.FAIL, "a copy has other bytes", "the same bytes", "take this node out; test its memory"
-    )
+def _imports(modules: Sequence[str], load: bool) -> Finding:
+    def test(module: str) -> str:
+        if load:
+            importlib.import_module(module)
+            return ""
+        root = module.partition(".")[0]
+        return "" if importlib.util.find_spec(root) is not None else f"ModuleNotFoundError: No module named {root!r}"
+
+    remedy = "install {} in this worker's environment, or change gpurt.preflight-imports"
+    return _each("imports", modules, test, "modules that can be imported", remedy)
 
 
 def _disk(folders: Sequence[str]) -> Finding:
-    wrong = {}
-    for folder in folders:
-        try:
-            if not _writes(folder):
-                wrong[folder] = "what was read back has other bytes than what was written"
-        except OSError as e:
-            wrong[folder] = f"{type(e).__name__}: {e}"
-    if not wrong:
-        return Finding("disk", State.OK if folders else State.NONE)
-    return Finding(
+    data = _pattern(DISK_BYTES)
+
+    def test(folder: str) -> str:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as f:
+            fd = f.fileno()
+            written = 0
+            while written < len(data):
+                written += os.write(fd, data[written:])
+            os.fsync(fd)
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # else the page cache would answer
+            os.lseek(fd, 0, os.SEEK_SET)
+            same = xxhash.xxh3_128_digest(f.read()) == xxhash.xxh3_128_digest(data)
+        return "" if same else "what was read back has other bytes than what was written"
+
+    return _each(
         "disk",
-        State.FAIL,
-        "; ".join(f"{folder} ({why})" for folder, why in wrong.items()),
+        folders,
+        test,
         "a folder that can be written, synchronised and read back",
         "mount it writable, free space on it, or set gpurt.tiers.directory to another folder",
     )
 
 
-def _writes(folder: str) -> bool:
-    """Write, synchronise, read back from the device and compare."""
-    data = _pattern(DISK_BYTES)
-    with tempfile.TemporaryFile(dir=folder, buffering=0) as f:
-        fd = f.fileno()
-        written = 0
-        while written < len(data):
-            written += os.write(fd, data[written:])
-        os.fsync(fd)
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # else the page cache would answer
-        os.lseek(fd, 0, os.SEEK_SET)
-        return xxhash.xxh3_128_digest(f.read()) == xxhash.xxh3_128_digest(data)
-
-
-def _device(echo: Callable[[bytes], bytes] | None) -> Finding:
-    if echo is None:
-        return Finding("device", State.NONE)
-    data = _pattern(HOST_BYTES)
+def _copied(check: str, copy: Callable[[bytes], bytes | bytearray] | None, remedy: str) -> Finding:
+    """An allocation in one tier, written and read."""
+    if copy is None:
+        return Finding(check, State.NONE)
     try:
-        same = echo(data) == data
+        data = _pattern(HOST_BYTES)
+        found = "" if copy(data) == data else "a copy has other bytes"
     except Exception as e:
         found = f"{type(e).__name__}: {e}"
-    else:
-        if same:
-            return Finding("device", State.OK)
-        found = "what came back from the device has other bytes"
-    return Finding(
-        "device",
-        State.FAIL,
-        found,
-        f"{HOST_BYTES:,} bytes to the device and back",
-        "see which process holds its memory (nvidia-smi), or the kernel's log for Xid; reset it or take it out",
-    )
+    if not found:
+        return Finding(check, State.OK)
+    return Finding(check, State.FAIL, found, f"a copy of {HOST_BYTES:,} bytes", remedy)
 
 
 def partition(plan: Plan) -> tuple[Finding, known_answer.Measured | None]:

@@ -8,8 +8,8 @@ has passed, the message goes where it would have gone.
 * It passes when no finding is `State.FAIL`. One that is slow computes again, up to `judge.ATTEMPTS` times.
 * It passes with a warning when there is no answer for `LIMIT_SECONDS`, or it has not got this package.
 * It fails when its part could not be set up: another version, or a folder that it cannot write.
-* Held workers stay so, and `status` shows why. Only when all workers of the cluster are held for `LIMIT_SECONDS`, they
-  are let go with a warning: a check that is wrong about all of them must not end a cluster.
+* Held workers stay so, and `status` shows why. Only when no worker has passed for `LIMIT_SECONDS`, they are let go with
+  a warning: a check that is wrong about all of them must not end a cluster.
 * Where ``distributed.scheduler.no-workers-timeout`` is set, a third of it is the limit if that is less: tasks must not
   fail because of the gate.
 
@@ -34,11 +34,11 @@ from typing import TYPE_CHECKING, Any
 import dask.config
 from dask.utils import parse_timedelta
 from distributed import SchedulerPlugin
-from distributed.comm import get_address_host
 from distributed.core import Status
 from distributed.protocol import pickle
 
 from dask_gpurt.backends.system import stack
+from dask_gpurt.model.checks import require_call, require_names
 from dask_gpurt.model.circuit_breaker import Guard
 from dask_gpurt.model.events import Event, Sink, null_sink
 from dask_gpurt.model.node_class import EXTRA, NodeClass
@@ -58,6 +58,10 @@ logger = logging.getLogger("distributed.scheduler.gpurt")
 
 #: without an answer, or with all workers held
 LIMIT_SECONDS = 60.0
+#: of the scheduler, used here and in `restrictions`
+_NAMES = ("handlers", "unrunnable", "close_worker", "bulk_schedule_unrunnable_after_adding_worker", "transitions")
+#: what becomes of workers
+_COUNTED = ("clean", "warned", "failed", "closed", "no_answer", "let_go")
 #: between looks for workers that do not answer, while there are any
 _TICK_SECONDS = 1.0
 
@@ -112,7 +116,7 @@ class Gate(SchedulerPlugin):
         self.restrictions = ClassRestrictions()
         self.guard = Guard("preflight", logger, sink=sink)
         #: what became of workers, by word
-        self.counts: collections.Counter[str] = collections.Counter()
+        self.counts = dict.fromkeys(_COUNTED, 0)
         self._imports = tuple(imports)
         self._sink = sink
         self._clock = clock
@@ -121,13 +125,24 @@ class Gate(SchedulerPlugin):
         self._scheduler: Scheduler | None = None
         self._running: _Running | None = None
         self._timer: asyncio.TimerHandle | None = None
-        #: since when all workers are held; None: they are not
+        #: since when workers are held and none has passed; None: that is not so
         self._none_since: float | None = None
+        #: whether it was said that all are held
+        self._said = False
 
     # ------------------------------------------------------------------ life
 
     async def start(self, scheduler: Scheduler) -> None:
-        """Install. Workers that are there go on."""
+        """Install. Workers that are there go on.
+
+        Raises
+        ------
+        SeamMismatch
+            This distributed is not one we know. Nothing was changed.
+        """
+        handler = scheduler.stream_handlers.get("worker-status-change")
+        require_call(handler, "the scheduler's worker-status-change", status="running", worker="w", stimulus_id="s")
+        require_names(scheduler, "Scheduler", _NAMES)
         self._stack = await asyncio.to_thread(stack)
         self._scheduler = scheduler
         self.restrictions.start(scheduler)
@@ -137,6 +152,11 @@ class Gate(SchedulerPlugin):
             self._running.install()
         for address in scheduler.workers:
             self.members[address] = Member(address, self._clock(), gated=False)
+
+    async def close(self) -> None:
+        """The scheduler closes."""
+        if self._timer is not None:
+            self._timer.cancel()
 
     def stop(self) -> None:
         """Let all workers go, and leave the scheduler as it was."""
@@ -165,7 +185,6 @@ class Gate(SchedulerPlugin):
         gated = self.mode.holds and scheduler.workers[worker].status is Status.init
         self.members[worker] = Member(worker, self._clock(), gated=gated)
         if gated:
-            self._none_since = None
             self._arm()
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
@@ -178,8 +197,14 @@ class Gate(SchedulerPlugin):
         asked = annotations.get("gpurt")
         if asked:
             for text in self.restrictions.ask(asked, self._nodes()):
-                logger.warning("dask-gpurt: %s", text)
+                self._sink(Event("preflight.annotation", text))  # which limits the lines in the log
                 self._warn_clients(text)
+
+    def _member(self, worker: str) -> Member | None:
+        """By the address that the worker has for itself; the scheduler may have resolved a name in it."""
+        if worker in self.members or self._scheduler is None:
+            return self.members.get(worker)
+        return self.members.get(self._scheduler.coerce_address(worker))
 
     def _nodes(self) -> dict[str, NodeClass]:
         return {m.address: m.node for m in self.members.values() if m.node is not None}
@@ -200,7 +225,7 @@ class Gate(SchedulerPlugin):
 
     def refused(self, worker: str, why: str, *, absent: bool) -> None:
         """A worker could not set up its part; `absent`: this package is not there, and it was not asked to be."""
-        member = self.members.get(worker)
+        member = self._member(worker)
         if member is None or member.phase is not Phase.CHECKING:
             return
         found, _, remedy = why.partition(" Remedy: ")
@@ -210,7 +235,7 @@ class Gate(SchedulerPlugin):
 
     async def answer(self, worker: str, node: dict[str, Any] | None = None, report: Any = None) -> dict[str, Any]:
         """What a worker has told of itself or found; the answer says what it is to do next."""
-        member = self.members.get(worker)
+        member = self._member(worker)
         if member is None or self._scheduler is None:
             return {}
         try:
@@ -229,16 +254,12 @@ class Gate(SchedulerPlugin):
         self.restrictions.joined(member.address, node)
         finding = judge.stack(dict(node.stack), self._stack)
         member.findings[finding.check] = finding
-        hosts = {
-            m.address: get_address_host(m.address)
-            for m in self.members.values()
-            if m.node is not None and m is not member
-        }
+        hosts = {m.address: m.host for m in self.members.values() if m.node is not None and m is not member}
         return {
             "check": self.mode is not Mode.OFF,
             "held": member.kept,
             "imports": list(self._imports),
-            "peers": judge.choose_peers(get_address_host(member.address), hosts, self._draw),
+            "peers": judge.choose_peers(member.host, hosts, self._draw),
         }
 
     def _reported(self, member: Member, report: dict[str, Any]) -> dict[str, Any]:
@@ -282,13 +303,11 @@ class Gate(SchedulerPlugin):
             self._pass(member)
             return
         member.phase = Phase.HELD
-        others = [m for m in self.members.values() if m.phase is not Phase.HELD]
-        if self.mode is Mode.CLOSE and others:
+        if self.mode is Mode.CLOSE and any(m.phase is not Phase.HELD for m in self.members.values()):
             assert self._scheduler is not None
             self.counts["closed"] += 1
             self._scheduler.close_worker(member.address)
-        elif not others:
-            self._all_held()
+        self._count_down()
 
     def _pass(self, member: Member) -> None:
         """A worker may work. Its `running`, if it was kept back, goes on."""
@@ -301,15 +320,22 @@ class Gate(SchedulerPlugin):
         if ws is not None and ws.status in (Status.init, Status.paused):
             self._running.deliver(member.address, stimulus_id)
 
-    def _all_held(self) -> None:
-        """No worker is left that may work: say so at once."""
-        self._none_since = self._clock()
-        text = (
-            f"dask-gpurt: all {len(self.members)} workers failed their checks, so no task runs. They are let go in "
-            f"{self.limit_seconds:g} s nevertheless. {self._worst()}"
-        )
-        logger.warning("%s", text)
-        self._warn_clients(text)
+    def _count_down(self) -> None:
+        """Begin to wait when no worker may work, and say so once all are held. Those that still come do not end it."""
+        phases = {member.phase for member in self.members.values()}
+        if Phase.HELD not in phases or Phase.PASSED in phases:
+            self._none_since, self._said = None, False
+            return
+        if self._none_since is None:
+            self._none_since = self._clock()
+        if phases == {Phase.HELD} and not self._said:
+            self._said = True
+            text = (
+                f"dask-gpurt: all {len(self.members)} workers failed their checks, so no task runs. They are let go "
+                f"after {self.limit_seconds:g} s nevertheless. {self._worst()}"
+            )
+            logger.warning("%s", text)
+            self._warn_clients(text)
 
     def _worst(self) -> str:
         """What most held workers have found."""
@@ -346,15 +372,11 @@ class Gate(SchedulerPlugin):
                 )
                 self.counts["no_answer"] += 1
                 self._decide(member)
-        if not self.members or any(member.phase is not Phase.HELD for member in self.members.values()):
-            self._none_since = None
-        elif self._none_since is None:
-            self._all_held()  # the last one that worked has left
-        elif now - self._none_since >= limit:
-            logger.warning(
-                "dask-gpurt: all %d workers are held; they work now nevertheless. %s", len(self.members), self._worst()
-            )
-            for member in list(self.members.values()):
+        self._count_down()
+        if self._none_since is not None and now - self._none_since >= limit:
+            held = [member for member in self.members.values() if member.phase is Phase.HELD]
+            logger.warning("dask-gpurt: all %d held workers work now nevertheless. %s", len(held), self._worst())
+            for member in held:
                 self.counts["let_go"] += 1
                 self._pass(member)
 

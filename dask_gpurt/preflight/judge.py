@@ -103,9 +103,8 @@ def choose_peers(host: str, hosts: Mapping[str, str], draw: random.Random) -> li
     hosts
         Address of each peer -> its host.
     """
-    peers = list(hosts)
-    draw.shuffle(peers)
-    near = [peer for peer in peers if hosts[peer] == host][:1]
-    far = [peer for peer in peers if hosts[peer] != host][:1]
-    chosen = near + far
-    return chosen + [peer for peer in peers if peer not in chosen][:2]
+    near = [peer for peer, at in hosts.items() if at == host]
+    far = [peer for peer, at in hosts.items() if at != host]
+    chosen = [draw.choice(some) for some in (near, far) if some]
+    lot = draw.sample(list(hosts), min(4, len(hosts)))
+    return chosen + [peer for peer in lot if peer not in chosen][:2]

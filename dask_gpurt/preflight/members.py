@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from typing import TYPE_CHECKING, Any
+
+from distributed.comm import get_address_host
 
 from dask_gpurt.preflight.checks import Finding, State
 
@@ -63,6 +66,11 @@ class Member:
     attempts: int = 0
     #: peer -> what was measured
     peers: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def host(self) -> str:
+        """Of its address."""
+        return str(get_address_host(self.address))
 
     @property
     def kept(self) -> bool:

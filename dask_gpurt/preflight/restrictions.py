@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from dask.typing import Key
     from distributed import Scheduler
-    from distributed.scheduler import TaskState
+    from distributed.scheduler import TaskState, WorkerState
 
     from dask_gpurt.model.node_class import NodeClass
 
@@ -59,7 +59,12 @@ class ClassRestrictions:
         self._scheduler = scheduler
 
     def stop(self) -> None:
-        """Restrictions that were set stay as they are, as do those for named workers."""
+        """Give tasks back the restrictions of their user; without this package the annotation means nothing."""
+        assert self._scheduler is not None
+        for ts, asked in self._tasks():
+            ts.worker_restrictions, ts.host_restrictions = set(asked.workers) or None, set(asked.hosts) or None
+        for ws in list(self._scheduler.running) if self._asked else ():
+            self._begin(ws)
         self._asked.clear()
         self._scheduler = None
 
@@ -126,8 +131,13 @@ class ClassRestrictions:
                 added = True
         ws = self._scheduler.workers.get(address)
         if added and ws is not None and ws.status is Status.running:
-            found = self._scheduler.bulk_schedule_unrunnable_after_adding_worker(ws)
-            self._scheduler.transitions(found, f"gpurt-node-class-{time.time()}")
+            self._begin(ws)
+
+    def _begin(self, ws: WorkerState) -> None:
+        """Begin tasks that no worker could run so far, and this one can."""
+        assert self._scheduler is not None
+        found = self._scheduler.bulk_schedule_unrunnable_after_adding_worker(ws)
+        self._scheduler.transitions(found, f"gpurt-node-class-{time.time()}")
 
     def left(self, address: str) -> None:
         """A worker has gone; another one may come at its address."""
@@ -146,11 +156,9 @@ class ClassRestrictions:
 
 def _patterns(value: Any) -> tuple[tuple[str, ...], str]:
     """The patterns of an annotation, and what is wrong with it; "" if nothing is."""
-    example = 'must be a mapping such as {"node_class": "h200*"}, with a pattern or a list of patterns'
-    if not isinstance(value, dict) or set(value) != {"node_class"}:
-        return (), f"the annotation gpurt is {value!r}, {example}. The tasks run anywhere"
-    asked = value["node_class"]
+    asked = value.get("node_class") if isinstance(value, dict) and len(value) == 1 else None
     patterns = (asked,) if isinstance(asked, str) else tuple(asked) if isinstance(asked, (list, tuple, set)) else ()
-    if not patterns or not all(isinstance(p, str) and p for p in patterns):
-        return (), f"the annotation gpurt is {value!r}, {example}. The tasks run anywhere"
-    return patterns, ""
+    if patterns and all(isinstance(p, str) and p for p in patterns):
+        return patterns, ""
+    example = 'must be a mapping such as {"node_class": "h200*"}, with a pattern or a list of patterns'
+    return (), f"the annotation gpurt is {value!r}, {example}. The tasks run anywhere"

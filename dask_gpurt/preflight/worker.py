@@ -10,6 +10,7 @@ report for as long as the answer asks for it. Only a plugin that a scheduler wit
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from typing import TYPE_CHECKING, Any
@@ -78,13 +79,13 @@ class Preflight:
             answer = await self._tell(node=node.to_dict())
             if answer.get("check"):
                 await self._check(answer)
+        except OSError as e:  # also that of an answer that does not come: the scheduler closes, or is busy
+            logger.info("dask-gpurt: the scheduler was not told of this node: %r", e)
         except Exception as e:
             logger.warning("dask-gpurt: the checks of this worker have ended", exc_info=True)
             broken = Finding("preflight", State.WARN, f"{type(e).__name__}: {e}", "checks that run to their end")
-            try:
+            with contextlib.suppress(OSError):
                 await self._tell(report=_report([broken], None, {}))
-            except Exception as again:  # the scheduler is gone, or its part: it passes workers that do not answer
-                logger.info("dask-gpurt: the scheduler was not told so: %r", again)
 
     def _node_class(self) -> NodeClass:
         gpus, driver = nvml.gpus()

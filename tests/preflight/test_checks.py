@@ -87,11 +87,8 @@ def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_memory_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def pattern(nbytes: int) -> bytes:
-        raise MemoryError
-
-    monkeypatch.setattr(checks, "_pattern", pattern)
-    assert checks._host().state is State.FAIL
+    monkeypatch.setattr(checks, "HOST_BYTES", 10**15)
+    assert found(tmp_path, "memory", folders=(), compute=False).state is State.FAIL
 
 
 def test_a_device(tmp_path: Path) -> None:

@@ -73,4 +73,4 @@ def test_four_peers_are_chosen_one_near_and_one_far() -> None:
         seen.update(chosen)
     assert len(seen) > 20, "by lot"
     assert judge.choose_peers("h", {}, random.Random(0)) == []
-    assert judge.choose_peers("h", {"a": "o", "b": "o"}, random.Random(0)) in (["a", "b"], ["b", "a"])
+    assert sorted(judge.choose_peers("h", {"a": "o", "b": "o"}, random.Random(0))) == ["a", "b"]
