@@ -177,6 +177,10 @@ class Settings:
     transfers: TransferSettings
     observe: ObserveSettings
     trace: TraceSettings
+    #: "off", "warn", "hold" or "close", see `preflight.members.Mode`
+    preflight: str = "off"
+    #: modules that each worker must be able to import
+    preflight_imports: tuple[str, ...] = ()
 
     @classmethod
     def load(cls, overrides: Mapping[str, Any] | None = None) -> Settings:
@@ -205,6 +209,9 @@ class Settings:
             transfers=_part(TransferSettings, tree["transfers"]),
             observe=_part(ObserveSettings, tree["observe"], cost_per_hour=_prices(tree["observe"]["cost-per-hour"])),
             trace=_part(TraceSettings, tree["trace"]),
+            # YAML takes a bare off for a boolean.
+            preflight="off" if tree["preflight"] is False else tree["preflight"],
+            preflight_imports=tuple(tree["preflight-imports"]),
         )
 
 

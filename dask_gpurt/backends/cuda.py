@@ -70,6 +70,13 @@ def free_bytes() -> int:
     return int(free)
 
 
+def echo(data: bytes) -> bytes:
+    """Copy to the current device and back. MemoryError or RuntimeError when that fails. Not for the event loop."""
+    import rmm
+
+    return bytes(rmm.DeviceBuffer.to_device(data).tobytes())
+
+
 def conflict(worker: Worker) -> str:
     """What already moves device values on this worker, and must not be stacked upon; "" if nothing does."""
     data = worker.memory_manager.data

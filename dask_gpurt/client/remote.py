@@ -88,8 +88,7 @@ def places(dask_scheduler: Scheduler, keys: Iterable[Any]) -> dict[Any, dict[str
 
 def counted(dask_scheduler: Scheduler, figures: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """A snapshot for a report, with the figures that workers have just given."""
-    from dask_gpurt.extension import NAME
-    from dask_gpurt.observe.figures.node_class import of_worker
+    from dask_gpurt.observe.figures.node_class import key_of
 
     plugin = _plugin(dask_scheduler)
     if plugin is None:
@@ -108,7 +107,7 @@ def counted(dask_scheduler: Scheduler, figures: dict[str, dict[str, Any]]) -> di
             ws.address: {
                 "name": str(ws.name),
                 "host": _host(ws.address),
-                "node_class": of_worker(ws, ws.metrics.get(NAME)),
+                "node_class": key_of(ws),
                 "threads": ws.nthreads,
                 "memory_bytes": ws.memory_limit,
             }

@@ -74,7 +74,8 @@ class Delivered(WorkerPlugin):
             worker.metrics = {**worker.metrics, REFUSED: lambda worker: why}
             logger.warning("dask-gpurt: this worker runs stock. %s", why)
             # For the scheduler's log: a start where all workers run stock is what its user looks at.
-            worker.log_event(REFUSED, {"worker": worker.address, "why": why})
+            absent = isinstance(e, ModuleNotFoundError) and (e.name or "").partition(".")[0] == "dask_gpurt"
+            worker.log_event(REFUSED, {"worker": worker.contact_address, "why": why, "absent": absent})
             raise
         self.plugin = plugin
 

@@ -27,6 +27,8 @@ from dask_gpurt.observe.trace.recorder import TraceRecorder
 from dask_gpurt.placement.decide import policy
 from dask_gpurt.placement.plugin import PlacementPlugin
 from dask_gpurt.placement.tables.disk_residency import DiskResidency
+from dask_gpurt.preflight.gate import Gate
+from dask_gpurt.preflight.members import Mode
 from dask_gpurt.shuffle.scheduler.plugin import ShuffleTakeover
 from dask_gpurt.tiers.hints.scheduler import NextUsePlugin
 from dask_gpurt.tiers.shared.scheduler import SharedCopiesPlugin
@@ -61,6 +63,7 @@ class GpurtScheduler(SchedulerPlugin):
         self.parts: Parts | None = None
         self.next_use: NextUsePlugin | None = None
         self.shared_copies: SharedCopiesPlugin | None = None
+        self.gate: Gate | None = None
         self.placement: PlacementPlugin | None = None
         #: what workers tell of their tiers; here because they may speak before placement is there
         self.residence = DiskResidency()
@@ -98,6 +101,9 @@ class GpurtScheduler(SchedulerPlugin):
                 return
             if self.settings.observe.enabled:
                 await self.parts.add("ledger", self._add_ledger, wanted=False)
+            # Before the workers' part, which speaks to it. Where it only warns it is not worth an installation.
+            holds = Mode(self.settings.preflight).holds
+            await self.parts.add("preflight", self._add_gate, wanted=holds)
             await self.parts.add("workers", self._add_workers)
             # After the workers' part, hence removed before it: no hint is sent to a worker without it.
             if self.settings.tiers.enabled and self._send_next_use:
@@ -155,6 +161,11 @@ class GpurtScheduler(SchedulerPlugin):
         engine = None if self.placement is None else self.placement.engine
         return 0.0 if engine is None else engine.budget.total_seconds
 
+    async def _add_gate(self) -> Callable[[], Awaitable[None]]:
+        assert self.journal is not None
+        gate = Gate(Mode(self.settings.preflight), self.settings.preflight_imports, sink=self.journal)
+        return await self._plug("gate", gate)
+
     async def _add_next_use(self) -> Callable[[], Awaitable[None]]:
         assert self.journal is not None
         return await self._plug("next_use", NextUsePlugin(sink=self.journal))
@@ -168,7 +179,9 @@ class GpurtScheduler(SchedulerPlugin):
         await asyncio.to_thread(_require_answer, bucket, worker_prefix(self.scheduler.address))
         return await self._plug("shared_copies", SharedCopiesPlugin(bucket, sink=self.journal))
 
-    async def _plug(self, attribute: str, plugin: NextUsePlugin | SharedCopiesPlugin) -> Callable[[], Awaitable[None]]:
+    async def _plug(
+        self, attribute: str, plugin: NextUsePlugin | SharedCopiesPlugin | Gate
+    ) -> Callable[[], Awaitable[None]]:
         """Start a plugin of the scheduler, and keep it under this name."""
         assert self.scheduler is not None
         scheduler = self.scheduler
@@ -315,7 +328,12 @@ class GpurtScheduler(SchedulerPlugin):
 
     def _packed(self) -> bytes:
         """The workers' half, as it travels."""
-        half = GpurtWorker(self.settings, residence=self.settings.placement.enabled, safe=self.safe_since)
+        half = GpurtWorker(
+            self.settings,
+            residence=self.settings.placement.enabled,
+            safe=self.safe_since,
+            preflight=self.gate is not None,
+        )
         return delivery.pack(half, __version__)
 
     def send_to_new_workers(self) -> None:
@@ -326,7 +344,10 @@ class GpurtScheduler(SchedulerPlugin):
     def log_event(self, topic: str, msg: Any) -> None:
         """Dask calls this with each event. Workers that come later and run stock say so in one."""
         if topic == delivery.REFUSED and isinstance(msg, dict):
-            logger.warning("dask-gpurt: worker %s runs stock. %s", msg.get("worker"), msg.get("why"))
+            worker, why = str(msg.get("worker")), str(msg.get("why"))
+            logger.warning("dask-gpurt: worker %s runs stock. %s", worker, why)
+            if self.gate is not None:
+                self.gate.refused(worker, why, absent=bool(msg.get("absent")))
 
     def remove_worker(self, scheduler: Scheduler, worker: str, *, stimulus_id: str, **kwargs: Any) -> None:
         """Dask calls this when a worker leaves."""
@@ -361,6 +382,8 @@ class GpurtScheduler(SchedulerPlugin):
     def figures(self) -> dict[str, Any]:
         """What the engines tell of themselves; plain JSON values."""
         out: dict[str, Any] = {"tier_news": {"exceptions": self.news_exceptions, "last_traceback": self.news_traceback}}
+        if self.gate is not None:
+            out["preflight"] = self.gate.statistics()
         if self.next_use is not None:
             out["next_use"] = self.next_use.statistics()
         if self.shared_copies is not None:

@@ -16,7 +16,7 @@ from distributed import Worker, WorkerPlugin
 from distributed.core import Status
 
 from dask_gpurt._version import __version__
-from dask_gpurt.backends import nvtx
+from dask_gpurt.backends import cuda, nvtx
 from dask_gpurt.errors import GpurtError
 from dask_gpurt.extension.fetches import Fetches
 from dask_gpurt.extension.parts import NAME, Parts, versions
@@ -25,6 +25,7 @@ from dask_gpurt.observe.collect.worker import WorkerSlots
 from dask_gpurt.observe.figures import prometheus
 from dask_gpurt.observe.journal import Journal
 from dask_gpurt.placement.takeover.worker_copies import WorkerCopies
+from dask_gpurt.preflight.worker import Preflight
 from dask_gpurt.shuffle.counters import counters_of, worker_statistics
 from dask_gpurt.shuffle.transport import plane
 from dask_gpurt.shuffle.worker import shard_stores
@@ -59,6 +60,8 @@ class WorkerParts:
         self.fetches: Fetches | None = None
         #: what its slots do; None: observation is off
         self.slots: WorkerSlots | None = None
+        #: tells the scheduler of its node, and checks it
+        self.preflight: Preflight | None = None
 
     @classmethod
     async def install(cls, worker: Worker, settings: Settings) -> WorkerParts:
@@ -123,6 +126,20 @@ class WorkerParts:
             self.residence_sender = ResidenceSender(self.worker, runtime.store, runtime.engine.log, runtime.guard)
             self.residence_sender.start()
 
+    def prove(self) -> None:
+        """Begin to tell the scheduler of this node, and to check it; that scheduler has asked for it."""
+        self.stop_proving()
+        tiers = {} if self.runtime is None else self.runtime.statistics()
+        folders = [disk["directory"] for disk in tiers.get("disks", ())] or [self.worker.local_directory]
+        self.preflight = Preflight(self.worker, folders, cuda.echo if "device" in tiers else None)
+        self.preflight.start()
+
+    def stop_proving(self) -> None:
+        """Stop that."""
+        if self.preflight is not None:
+            self.preflight.stop()
+            self.preflight = None
+
     async def _add_fetches(self) -> Callable[[], Awaitable[None]]:
         fetches = Fetches(self.worker, verify=self.settings.transfers.verify)
         fetches.install()
@@ -158,6 +175,7 @@ class WorkerParts:
 
     async def uninstall(self) -> None:
         """Give the worker back to stock Dask; every key stays readable throughout."""
+        self.stop_proving()
         vars(self.worker).pop(ATTRIBUTE, None)
         self.worker.metrics = {k: v for k, v in self.worker.metrics.items() if k != NAME}
         prometheus.withdraw(self.worker)
@@ -261,12 +279,16 @@ class GpurtWorker(WorkerPlugin):
 
     name = NAME
 
-    def __init__(self, settings: Settings, *, residence: bool = False, safe: Collection[str] = ()) -> None:
+    def __init__(
+        self, settings: Settings, *, residence: bool = False, safe: Collection[str] = (), preflight: bool = False
+    ) -> None:
         self.settings = settings
         #: parts that a new worker has in safe mode
         self.safe = frozenset(safe)
         #: the scheduler that sends this listens for tiers of keys; see `model.residence`
         self.residence = residence
+        #: and for what workers are and found; see `preflight.worker`
+        self.preflight = preflight
 
     async def setup(self, worker: Worker) -> None:
         """Install, or adopt what a preload installed."""
@@ -278,6 +300,8 @@ class GpurtWorker(WorkerPlugin):
             if parts.fetches is not None:
                 # The scheduler that sent this has the same settings, and listens.
                 parts.fetches.reports = self.settings.transfers.verify
+            if self.preflight:
+                parts.prove()
         except GpurtError as e:
             # The plugin came from the scheduler: a worker that cannot follow must not take the cluster down. A worker
             # that was asked directly (--preload on the worker) ends instead, see preload.py.
@@ -288,6 +312,8 @@ class GpurtWorker(WorkerPlugin):
         """Give the worker back, unless it is closing."""
         parts = on_worker(worker)
         prometheus.withdraw(worker)
+        if parts is not None:
+            parts.stop_proving()
         if parts is None or worker.status in (Status.closing, Status.closing_gracefully, Status.closed):
             return
         await parts.uninstall()

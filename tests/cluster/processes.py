@@ -28,15 +28,17 @@ class Processes:
         }
         self.running: list[tuple[subprocess.Popen[bytes], Path]] = []
 
-    def start(self, *arguments: str) -> tuple[subprocess.Popen[bytes], Path]:
-        """``dask ARGUMENTS``; returns the process and the file with what it prints."""
+    def start(
+        self, *arguments: str, prefix: Sequence[str] = (), env: dict[str, str] | None = None
+    ) -> tuple[subprocess.Popen[bytes], Path]:
+        """``PREFIX dask ARGUMENTS``; returns the process and the file with what it prints."""
         log = self.directory / f"{len(self.running)}-{arguments[0]}.log"
         with log.open("wb") as out:
             process = subprocess.Popen(
-                [sys.executable, "-m", "dask", *arguments],
+                [*prefix, sys.executable, "-m", "dask", *arguments],
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env=self.env,
+                env={**self.env, **(env or {})},
                 cwd=self.directory,
                 start_new_session=True,
             )
@@ -57,11 +59,15 @@ class Processes:
 
         return str(json.loads(file.read_text())["address"])
 
-    def worker(self, address: str, *arguments: str) -> tuple[subprocess.Popen[bytes], Path]:
+    def worker(
+        self, address: str, *arguments: str, prefix: Sequence[str] = (), env: dict[str, str] | None = None
+    ) -> tuple[subprocess.Popen[bytes], Path]:
         """Start one worker with a nanny."""
         return self.start(
             *("worker", address, "--host", "127.0.0.1", "--nthreads", "1", "--no-dashboard"),
             *("--local-directory", str(self.directory / "scratch"), *arguments),
+            prefix=prefix,
+            env=env,
         )
 
     def close(self) -> None:

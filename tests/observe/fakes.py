@@ -76,6 +76,7 @@ def figures(local: int = 0, moved: int = 0, declined: int = 0, fallbacks: int = 
             "links": {"process": link, "host": {**link, "samples": 7}, "network": link},
         },
         "shuffle": {"runs": 3, "active": 1, "errors": 0, "fallbacks": {"rechunk": 4, "error": 2}},
+        "preflight": {"phases": {"passed": 2}, "counts": {"clean": 2}},
         "next_use": {"sent": {"hints": 9}, "exceptions": 0},
         "ledger": {
             "slot_seconds": 10.0,

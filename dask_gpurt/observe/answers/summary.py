@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.observe.answers import verdict
 from dask_gpurt.observe.collect.causes import CAUSES
@@ -93,6 +93,7 @@ def sections(snapshot: Snapshot) -> list[Section]:
             Section("verdict", tuple(verdict.evidence(snapshot)), 3),
             Section("threads", tuple(_threads(run)), 2),
             Section("workers", tuple(_workers(snapshot)), 5),
+            Section("checks", tuple(_checks(snapshot)), 4),
             Section("memory", tuple(_memory(snapshot)), 2),
             Section("network", (_network(snapshot, run),), 2),
             Section("shuffles", tuple(_shuffles(snapshot)), 2),
@@ -140,6 +141,30 @@ def _workers(snapshot: Snapshot) -> Iterable[str]:
     if snapshot.installed:
         for address, why in stock.items():
             yield f"{_name(snapshot, address)} runs without dask-gpurt: {why}"
+
+
+def _checks(snapshot: Snapshot) -> Iterable[str]:
+    """What the gate keeps from work, and tasks for which there is no node."""
+    preflight = snapshot.scheduler.get("preflight", {})
+    workers = preflight.get("workers", {})
+    for address, member in sorted(workers.items(), key=lambda item: not item[1]["kept"]):
+        # That it runs stock is said above.
+        all_found = [f for f in member["findings"] if member["kept"] or f["check"] != "setup"]
+        found = [f for f in all_found if f["state"] == "fail"] or all_found
+        if member["kept"] and member["phase"] == "checking":
+            yield f"{_name(snapshot, address)} is being checked and gets no task yet"
+        elif found:
+            said = "; ".join(_finding(f) for f in found)
+            yield f"{_name(snapshot, address)} {'gets no task' if member['kept'] else 'works'}: {said}"
+    for pattern, count in preflight.get("waiting", {}).items():
+        classes = ", ".join(preflight.get("classes", {})) or "none has told its class"
+        yield f"{count:,} tasks wait for a node of class {pattern!r}, which no worker has ({classes})"
+
+
+def _finding(finding: Mapping[str, Any]) -> str:
+    text = f"{finding['check']}: {finding['found']}"
+    text += f", expected {finding['expected']}" if finding["expected"] else ""
+    return text + (f". Remedy: {finding['remedy']}" if finding["remedy"] else "")
 
 
 def _name(snapshot: Snapshot, address: str) -> str:

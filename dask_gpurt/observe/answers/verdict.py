@@ -168,6 +168,10 @@ def first_thing(snapshot: Snapshot, run: Run) -> str:
         )
     for address, why in snapshot.without.items():
         return f"mend {snapshot.title(address)}: {why.partition('Remedy: ')[2] or why}"
+    for address, member in snapshot.scheduler.get("preflight", {}).get("workers", {}).items():
+        remedies = [finding["remedy"] for finding in member["findings"] if finding["state"] == "fail"]
+        if member["kept"] and remedies:
+            return f"mend {snapshot.title(address)}, which gets no task: {remedies[0]}"
     broken = [text for text in switched_off(snapshot) if "retired" in text or "is off: " in text]
     if broken:
         return f"see why: {broken[0]}. The log of that process has the traceback"

@@ -25,7 +25,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.observe.collect.causes import BUSY, CAUSES
-from dask_gpurt.observe.figures.node_class import of_worker
+from dask_gpurt.observe.figures.node_class import key_of
 from dask_gpurt.observe.figures.shuffle_progress import Shuffles
 
 if TYPE_CHECKING:
@@ -90,8 +90,8 @@ class WorkerRow:
 
     @property
     def node_class(self) -> str:
-        """See `dask_gpurt.observe.figures.node_class`. Made when it is asked for: most plots do not."""
-        return of_worker(self.state, self.figures)
+        """The key of its `dask_gpurt.model.node_class.NodeClass`."""
+        return key_of(self.state)
 
 
 class Feed:

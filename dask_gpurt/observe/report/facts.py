@@ -45,7 +45,7 @@ class WorkerRun:
     address: str
     name: str
     host: str
-    #: see `dask_gpurt.observe.figures.node_class`
+    #: the key of its `dask_gpurt.model.node_class.NodeClass`
     node_class: str
     threads: int
     memory_bytes: int

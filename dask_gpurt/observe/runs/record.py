@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.observe.collect.causes import BUSY, CAUSES
 from dask_gpurt.observe.collect.fetch_matrix import host_of
-from dask_gpurt.observe.figures.node_class import of_worker
+from dask_gpurt.observe.figures.node_class import key_of
 from dask_gpurt.observe.report.facts import Fetches, Run, WorkerRun, grown
 from dask_gpurt.observe.report.findings import advise
 from dask_gpurt.observe.report.tasks import Digest, Kind, Slowness, Task
@@ -145,7 +145,7 @@ def _workers(run: LiveRun, ends: Mapping[str, Mark]) -> tuple[list[dict[str, Any
                 "address": address,
                 "name": str(ws.name),
                 "host": host_of(address),
-                "node_class": of_worker(ws, ws.metrics.get("gpurt")),
+                "node_class": key_of(ws),
                 "threads": ws.nthreads,
                 "memory_bytes": ws.memory_limit,
                 "slots": totals["slots"],

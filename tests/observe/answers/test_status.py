@@ -299,3 +299,33 @@ def test_trials_of_single_decisions_count() -> None:
     got = shown(scheduler(placement={"governor": lost}), {A: spilling()})
     assert got["verdict"].startswith("lost on single decisions: ours took 2 times as long")
     assert got["verdict"].endswith("what lost is left to Dask, so the loss does not go on")
+
+
+def finding(check: str, state: str, remedy: str = "") -> dict[str, Any]:
+    return {"check": check, "state": state, "found": f"bad {check}", "expected": "good", "remedy": remedy, "seconds": 0}
+
+
+def test_what_is_held_and_what_waits_for_a_class() -> None:
+    preflight = {
+        "workers": {
+            A: {"kept": False, "phase": "passed", "findings": [finding("setup", "warn"), finding("stack", "warn")]},
+            B: {
+                "kept": True,
+                "phase": "held",
+                "findings": [finding("stack", "warn"), finding("disk", "fail", "mount it")],
+            },
+        },
+        "waiting": {"h200*": 3},
+        "classes": {"cpu.epyc.2c": 2},
+    }
+    got = shown(scheduler(preflight=preflight), {A: spilling(), B: spilling()})
+    assert got["checks"] == (
+        f"big ({B}) gets no task: disk: bad disk, expected good. Remedy: mount it "
+        f"worker 0 ({A}) works: stack: bad stack, expected good "
+        "3 tasks wait for a node of class 'h200*', which no worker has (cpu.epyc.2c)"
+    )
+    assert got["do first"] == "mend big, which gets no task: mount it"
+    preflight["workers"] = {A: {"kept": True, "phase": "checking", "findings": []}}
+    got = shown(scheduler(preflight=preflight), {A: spilling(), B: spilling()})
+    assert got["checks"].startswith(f"worker 0 ({A}) is being checked and gets no task yet")
+    assert "checks" not in shown(scheduler(preflight={"workers": {}, "waiting": {}}), {A: spilling()})

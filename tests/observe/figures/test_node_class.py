@@ -1,22 +1,17 @@
-"""The class of a node: what is known is said, what is not is left out."""
+"""The class that plots and reports show."""
 
 from __future__ import annotations
 
 import types
+from typing import Any
 
-from dask_gpurt.observe.figures.node_class import node_class, of_worker
-
-GiB = 2**30
-
-
-def test_what_is_known_is_said() -> None:
-    assert node_class(accelerator=None, threads=1, memory_bytes=0) == "1 thread"
-    assert node_class(accelerator=None, threads=2, memory_bytes=2.97 * GiB) == "2 threads, 3.0 GiB"
-    told = node_class(accelerator="NVIDIA H200", threads=16, memory_bytes=64.2 * GiB, nic_bytes_per_second=3.125e9)
-    assert told == "NVIDIA H200, 16 threads, 64 GiB, 25 Gbit/s"
+from dask_gpurt.model.node_class import EXTRA, NodeClass
+from dask_gpurt.observe.figures.node_class import UNKNOWN, key_of
 
 
-def test_of_a_worker() -> None:
-    ws = types.SimpleNamespace(nthreads=4, memory_limit=8 * GiB, extra={"gpu": {"name": "A100", "memory-total": 1}})
-    assert of_worker(ws, {"nic_bytes_per_second": None}) == "A100, 4 threads, 8.0 GiB"
-    assert of_worker(types.SimpleNamespace(nthreads=4, memory_limit=0, extra={}), None) == "4 threads"
+def test_what_the_worker_told() -> None:
+    node = NodeClass(cpu="AMD EPYC 9654", cores=192)
+    ws: Any = types.SimpleNamespace(extra={EXTRA: node.to_dict()})
+    assert key_of(ws) == node.key == "cpu.epyc-9654.192c"
+    ws.extra.clear()
+    assert key_of(ws) == key_of(None) == UNKNOWN

@@ -9,6 +9,7 @@ import secrets
 import shutil
 import threading
 
+from dask_gpurt.backends.system import System
 from dask_gpurt.errors import TierFull
 
 logger = logging.getLogger("distributed.worker.gpurt")
@@ -126,16 +127,4 @@ def remove_folder(directory: str) -> None:
 
 def filesystem_of(directory: str) -> str:
     """Type of the file system a folder is on (``ext4``), or "" when the system does not tell."""
-    best, kind = "", ""
-    real = os.path.realpath(directory)
-    try:
-        with open("/proc/self/mountinfo") as f:
-            for line in f:
-                left, _, right = line.partition(" - ")
-                mount = left.split()[4].replace("\\040", " ")
-                inside = real == mount or real.startswith(mount.rstrip("/") + "/")
-                if inside and len(mount) >= len(best):
-                    best, kind = mount, right.split()[0]
-    except (OSError, IndexError):
-        return ""
-    return kind
+    return System().filesystem(os.path.realpath(directory))

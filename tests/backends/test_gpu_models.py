@@ -1,0 +1,84 @@
+"""GPUs by NVML, with a stand-in for the library; where there is none, there are no GPUs."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import pytest
+
+from dask_gpurt.backends import gpu_models
+from dask_gpurt.model.node_class import Gpu
+
+
+class NVMLError(Exception):
+    pass
+
+
+def library(instances: dict[int, list[str]], fails: str = "") -> Any:
+    """A ``pynvml`` of two GPUs; `instances` of those that are divided. One function can fail."""
+    lib: Any = types.SimpleNamespace(NVMLError=NVMLError, shut=0)
+
+    def shutdown() -> None:
+        lib.shut += 1
+
+    def mode(handle: Any) -> tuple[int, int]:
+        if handle == 1 and not instances:
+            raise NVMLError("not supported")
+        return (1, 1) if handle in instances else (0, 0)
+
+    def instance(handle: int, i: int) -> str:
+        if i >= len(instances[handle]):
+            raise NVMLError("not found")
+        return instances[handle][i]
+
+    def memory(handle: Any) -> Any:
+        return types.SimpleNamespace(total=10 * 2**30 if isinstance(handle, str) else 80 * 2**30)
+
+    lib.nvmlInit = lambda: None
+    lib.nvmlShutdown = shutdown
+    lib.nvmlDeviceGetCount = lambda: 2
+    lib.nvmlDeviceGetHandleByIndex = lambda i: i
+    lib.nvmlDeviceGetName = lambda handle: handle if isinstance(handle, str) else b"NVIDIA A100-SXM4-80GB"
+    lib.nvmlDeviceGetMemoryInfo = memory
+    lib.nvmlDeviceGetMigMode = mode
+    lib.nvmlDeviceGetMaxMigDeviceCount = lambda handle: 7
+    lib.nvmlDeviceGetMigDeviceHandleByIndex = instance
+    lib.nvmlSystemGetDriverVersion = lambda: "580.1"
+
+    def failing(*args: Any) -> None:
+        raise NVMLError("GPU is lost")
+
+    if fails:
+        setattr(lib, fails, failing)
+    return lib
+
+
+A100 = Gpu(vendor="NVIDIA", model="NVIDIA A100-SXM4-80GB", memory_bytes=80 * 2**30)
+
+
+def test_gpus_and_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    lib = library({})
+    monkeypatch.setitem(sys.modules, "pynvml", lib)
+    assert gpu_models.gpus() == ((A100, A100), "580.1")
+    assert lib.shut == 1
+
+
+def test_a_divided_gpu_is_its_instances(monkeypatch: pytest.MonkeyPatch) -> None:
+    mig = "NVIDIA A100-SXM4-80GB MIG 1g.10gb"
+    monkeypatch.setitem(sys.modules, "pynvml", library({1: [mig, mig]}))
+    found, _ = gpu_models.gpus()
+    assert [gpu.model for gpu in found] == [A100.model, mig, mig]
+    assert found[1].memory_bytes == 10 * 2**30
+
+
+@pytest.mark.parametrize("fails", ["nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetMemoryInfo"])
+def test_an_error_is_no_gpu(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", library({}, fails))
+    assert gpu_models.gpus() == ((), "")
+
+
+def test_no_library_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert gpu_models.gpus() == ((), "")
