@@ -19,6 +19,8 @@ A cluster gets it by ``dask scheduler --preload dask_gpurt.preload``; user code 
     the newest runs; two of them side by side
 `safe`
     have Dask do what a part of the extension did, at once, until it is told otherwise
+`hold`, `release`
+    give workers no more tasks and move their data away; let them in again
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from dask_gpurt._version import __version__
 
 if TYPE_CHECKING:
     from dask_gpurt.client.api import attach, detach
+    from dask_gpurt.client.hold import hold, release
     from dask_gpurt.client.local import local_cluster
     from dask_gpurt.client.questions import explain, where
     from dask_gpurt.client.recording import record
@@ -45,8 +48,10 @@ _HOMES = {
     "compare": "runs",
     "detach": "api",
     "explain": "questions",
+    "hold": "hold",
     "local_cluster": "local",
     "record": "recording",
+    "release": "hold",
     "report": "reports",
     "runs": "runs",
     "safe": "safe",
@@ -60,8 +65,10 @@ __all__ = [
     "compare",
     "detach",
     "explain",
+    "hold",
     "local_cluster",
     "record",
+    "release",
     "report",
     "runs",
     "safe",

@@ -38,6 +38,8 @@ Examples:
   dask gpurt doctor
   dask gpurt doctor tcp://10.0.0.1:8786 --json
   dask gpurt audit --backend cpu
+  dask gpurt hold tcp://10.0.0.1:8786 worker-7 --why "fan failed"
+  dask gpurt release tcp://10.0.0.1:8786 worker-7
   dask gpurt replay run.trace --policy stock,gpurt --workers 64
   dask gpurt bench tpch --scale 1 --runs 5 --json after.json
   dask gpurt bench compare before.json after.json
@@ -226,6 +228,41 @@ def safe(words: tuple[str, ...], parts: tuple[str, ...], as_json: bool, timeout:
     _print(done, as_json)
     if done.silent:
         raise SystemExit(1)
+
+
+@gpurt.command(short_help="Give workers no more tasks, or show which get none.")
+@click.argument("address")
+@click.argument("workers", nargs=-1)
+@click.option("--why", default="as asked", show_default=True, help="What status shows.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@_asks
+def hold(address: str, workers: tuple[str, ...], why: str, as_json: bool, timeout: float) -> None:
+    """Give WORKERS (addresses or names) no more tasks and move their data away; without any, show which get none.
+
+    ADDRESS is that of the scheduler (tcp://host:port). The workers stay in the cluster. Exit code 1 when one of them
+    could not be held.
+    """
+    from dask_gpurt.client.hold import hold as take_out
+
+    done = take_out(address, workers, why=why, timeout=timeout)
+    _print(done, as_json)
+    if done.not_held:
+        raise SystemExit(1)
+
+
+@gpurt.command(short_help="Let held workers have tasks again.")
+@click.argument("address")
+@click.argument("workers", nargs=-1, required=True)
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@_asks
+def release(address: str, workers: tuple[str, ...], as_json: bool, timeout: float) -> None:
+    """Let WORKERS (addresses or names) have tasks again, whatever was found of them.
+
+    ADDRESS is that of the scheduler (tcp://host:port).
+    """
+    from dask_gpurt.client.hold import release as let_in
+
+    _print(let_in(address, workers, timeout=timeout), as_json)
 
 
 @gpurt.command(short_help="Check this machine, or each node of a cluster.")

@@ -181,6 +181,8 @@ class Settings:
     preflight: str = "off"
     #: modules that each worker must be able to import
     preflight_imports: tuple[str, ...] = ()
+    #: "off", "alarm" or "on", see `quarantine.scheduler.Mode`
+    quarantine: str = "alarm"
 
     @classmethod
     def load(cls, overrides: Mapping[str, Any] | None = None) -> Settings:
@@ -212,6 +214,7 @@ class Settings:
             # YAML takes a bare off for a boolean.
             preflight="off" if tree["preflight"] is False else tree["preflight"],
             preflight_imports=tuple(tree["preflight-imports"]),
+            quarantine={True: "on", False: "off"}.get(tree["quarantine"], tree["quarantine"]),
         )
 
 

@@ -168,6 +168,23 @@ def switch_safe(dask_scheduler: Scheduler, parts: list[str], on: bool) -> dict[s
     return None if plugin is None else safe.on_scheduler(plugin, parts, on)
 
 
+def quarantined(dask_scheduler: Scheduler, hold: list[str], release: list[str], why: str) -> dict[str, Any] | None:
+    """Take out workers and let others in, by address or name; what is out then. None: no quarantine here."""
+    plugin = _plugin(dask_scheduler)
+    if plugin is None or plugin.quarantine is None:
+        return None
+    names = {str(ws.name): ws.address for ws in dask_scheduler.workers.values()}
+    addresses = {word: names.get(word, word) for word in (*hold, *release)}
+    unknown = [word for word, address in addresses.items() if address not in dask_scheduler.workers]
+    if unknown:
+        return {"unknown": unknown, "known": list(dask_scheduler.workers)}
+    quarantine = plugin.quarantine
+    now_held = quarantine.hold([addresses[word] for word in hold], why)
+    not_held = [word for word in hold if addresses[word] not in now_held]
+    released = quarantine.release([addresses[word] for word in release])
+    return {**quarantine.statistics(), "not_held": not_held, "released": released}
+
+
 # ------------------------------------------------------------------ on a worker
 
 

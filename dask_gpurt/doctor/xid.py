@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from typing import TYPE_CHECKING
@@ -23,6 +24,23 @@ _XID = re.compile(r"^\d+,\d+,(\d+),.*?;NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+)
 _DAY_SECONDS = 86400.0
 #: of the kernel's ring, at most
 _RECORDS = 20_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Xid:
+    """One error of a card."""
+
+    number: int
+    #: address on the PCI bus
+    device: str
+    #: since the system's start
+    seconds: float
+
+
+def xid_of(line: str) -> Xid | None:
+    """The error that a line of /dev/kmsg tells of; None: it is about something else."""
+    match = _XID.match(line)
+    return None if match is None else Xid(int(match[3]), match[2], int(match[1]) / 1e6)
 
 
 def _records(system: System) -> Iterator[str]:
@@ -52,16 +70,16 @@ def _look(node: Node) -> Iterator[Verdict]:
     counts: dict[tuple[int, str], int] = {}
     try:
         for line in _records(system):
-            match = _XID.match(line)
-            if match and int(match[1]) / 1e6 > uptime - _DAY_SECONDS:
-                key = int(match[3]), match[2]
+            xid = xid_of(line)
+            if xid is not None and xid.seconds > uptime - _DAY_SECONDS:
+                key = xid.number, xid.device
                 counts[key] = counts.get(key, 0) + 1
     except OSError as e:
         yield na(f"the kernel's log cannot be read: {e.strerror}")
         return
-    for (xid, device), count in sorted(counts.items()):
-        text = f"Xid {xid} of {device}, {count} times in the last day"
-        if xid in OF_PROGRAMS:
+    for (number, device), count in sorted(counts.items()):
+        text = f"Xid {number} of {device}, {count} times in the last day"
+        if number in OF_PROGRAMS:
             yield warn(
                 text,
                 expected="none",

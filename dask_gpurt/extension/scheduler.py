@@ -29,6 +29,8 @@ from dask_gpurt.placement.plugin import PlacementPlugin
 from dask_gpurt.placement.tables.disk_residency import DiskResidency
 from dask_gpurt.preflight.gate import Gate
 from dask_gpurt.preflight.members import Mode
+from dask_gpurt.quarantine.scheduler import Mode as QuarantineMode
+from dask_gpurt.quarantine.scheduler import Quarantine
 from dask_gpurt.shuffle.scheduler.plugin import ShuffleTakeover
 from dask_gpurt.tiers.hints.scheduler import NextUsePlugin
 from dask_gpurt.tiers.shared.scheduler import SharedCopiesPlugin
@@ -64,6 +66,7 @@ class GpurtScheduler(SchedulerPlugin):
         self.next_use: NextUsePlugin | None = None
         self.shared_copies: SharedCopiesPlugin | None = None
         self.gate: Gate | None = None
+        self.quarantine: Quarantine | None = None
         self.placement: PlacementPlugin | None = None
         #: what workers tell of their tiers; here because they may speak before placement is there
         self.residence = DiskResidency()
@@ -104,6 +107,8 @@ class GpurtScheduler(SchedulerPlugin):
             # Before the workers' part, which speaks to it. Where it only warns it is not worth an installation.
             holds = Mode(self.settings.preflight).holds
             await self.parts.add("preflight", self._add_gate, wanted=holds)
+            if QuarantineMode(self.settings.quarantine) is not QuarantineMode.OFF:
+                await self.parts.add("quarantine", self._add_quarantine, wanted=False)
             await self.parts.add("workers", self._add_workers)
             # After the workers' part, hence removed before it: no hint is sent to a worker without it.
             if self.settings.tiers.enabled and self._send_next_use:
@@ -166,6 +171,19 @@ class GpurtScheduler(SchedulerPlugin):
         gate = Gate(Mode(self.settings.preflight), self.settings.preflight_imports, sink=self.journal)
         return await self._plug("gate", gate)
 
+    async def _add_quarantine(self) -> Callable[[], Awaitable[None]]:
+        assert self.journal is not None
+        mode = QuarantineMode(self.settings.quarantine)
+        return await self._plug("quarantine", Quarantine(mode, self._slowness, sink=self.journal))
+
+    def _slowness(self) -> dict[str, float]:
+        """How many times the usual time tasks take on each worker, where that is learned."""
+        return {} if self.placement is None else self.placement.slowness()
+
+    def _wrong_fetches(self, sender: str, receiver: str, times: int) -> None:
+        if self.quarantine is not None:
+            self.quarantine.corrupt(sender, receiver, times)
+
     async def _add_next_use(self) -> Callable[[], Awaitable[None]]:
         assert self.journal is not None
         return await self._plug("next_use", NextUsePlugin(sink=self.journal))
@@ -180,7 +198,7 @@ class GpurtScheduler(SchedulerPlugin):
         return await self._plug("shared_copies", SharedCopiesPlugin(bucket, sink=self.journal))
 
     async def _plug(
-        self, attribute: str, plugin: NextUsePlugin | SharedCopiesPlugin | Gate
+        self, attribute: str, plugin: NextUsePlugin | SharedCopiesPlugin | Gate | Quarantine
     ) -> Callable[[], Awaitable[None]]:
         """Start a plugin of the scheduler, and keep it under this name."""
         assert self.scheduler is not None
@@ -303,7 +321,7 @@ class GpurtScheduler(SchedulerPlugin):
     async def _add_workers(self) -> Callable[[], Awaitable[None]]:
         assert self.scheduler is not None
         scheduler = self.scheduler
-        corrupt = CorruptFetches(scheduler)
+        corrupt = CorruptFetches(scheduler, self._wrong_fetches)
         if self.settings.transfers.verify:
             corrupt.start()
             self.corrupt = corrupt
@@ -333,6 +351,7 @@ class GpurtScheduler(SchedulerPlugin):
             residence=self.settings.placement.enabled,
             safe=self.safe_since,
             preflight=self.gate is not None,
+            quarantine=self.quarantine is not None,
         )
         return delivery.pack(half, __version__)
 
@@ -384,6 +403,8 @@ class GpurtScheduler(SchedulerPlugin):
         out: dict[str, Any] = {"tier_news": {"exceptions": self.news_exceptions, "last_traceback": self.news_traceback}}
         if self.gate is not None:
             out["preflight"] = self.gate.statistics()
+        if self.quarantine is not None:
+            out["quarantine"] = self.quarantine.statistics()
         if self.next_use is not None:
             out["next_use"] = self.next_use.statistics()
         if self.shared_copies is not None:

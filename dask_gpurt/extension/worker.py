@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dask.utils import format_bytes
@@ -26,14 +27,15 @@ from dask_gpurt.observe.figures import prometheus
 from dask_gpurt.observe.journal import Journal
 from dask_gpurt.placement.takeover.worker_copies import WorkerCopies
 from dask_gpurt.preflight.worker import Preflight
-from dask_gpurt.shuffle.counters import counters_of, worker_statistics
+from dask_gpurt.quarantine.worker import Health
+from dask_gpurt.shuffle.counters import corrupt_messages, counters_of, worker_statistics
 from dask_gpurt.shuffle.transport import plane
 from dask_gpurt.shuffle.worker import shard_stores
 from dask_gpurt.tiers.runtime import TierRuntime
 from dask_gpurt.tiers.worker.residency import ResidenceSender
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, Iterable
+    from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 
     from dask_gpurt.config import Settings
 
@@ -62,6 +64,8 @@ class WorkerParts:
         self.slots: WorkerSlots | None = None
         #: tells the scheduler of its node, and checks it
         self.preflight: Preflight | None = None
+        #: what it has seen of its disk, its peers and its cards
+        self.health: Health | None = None
 
     @classmethod
     async def install(cls, worker: Worker, settings: Settings) -> WorkerParts:
@@ -140,6 +144,17 @@ class WorkerParts:
             self.preflight.stop()
             self.preflight = None
 
+    def watch(self, wanted: bool) -> None:
+        """Tell the scheduler in heartbeats what is wrong with peers, disk and cards, or no more."""
+        if self.health is not None:
+            self.health.stop()
+        self.health = Health(partial(corrupt_messages, self.worker), self._disk_errors) if wanted else None
+        if self.health is not None:
+            self.health.start(self.worker.handlers)
+
+    def _disk_errors(self) -> Mapping[str, int]:
+        return {} if self.runtime is None else self.runtime.io_errors()
+
     async def _add_fetches(self) -> Callable[[], Awaitable[None]]:
         fetches = Fetches(self.worker, verify=self.settings.transfers.verify)
         fetches.install()
@@ -176,6 +191,7 @@ class WorkerParts:
     async def uninstall(self) -> None:
         """Give the worker back to stock Dask; every key stays readable throughout."""
         self.stop_proving()
+        self.watch(False)
         vars(self.worker).pop(ATTRIBUTE, None)
         self.worker.metrics = {k: v for k, v in self.worker.metrics.items() if k != NAME}
         prometheus.withdraw(self.worker)
@@ -200,6 +216,8 @@ class WorkerParts:
         if self.runtime is not None:
             # `protocols` is no figure: it tells the scheduler which messages this worker understands.
             out |= {**self.runtime.heartbeat(), **self.runtime.protocols()}
+        if self.health is not None:
+            out |= self.health.heartbeat()
         return out
 
     def statistics(self) -> dict[str, Any]:
@@ -280,7 +298,13 @@ class GpurtWorker(WorkerPlugin):
     name = NAME
 
     def __init__(
-        self, settings: Settings, *, residence: bool = False, safe: Collection[str] = (), preflight: bool = False
+        self,
+        settings: Settings,
+        *,
+        residence: bool = False,
+        safe: Collection[str] = (),
+        preflight: bool = False,
+        quarantine: bool = False,
     ) -> None:
         self.settings = settings
         #: parts that a new worker has in safe mode
@@ -289,6 +313,8 @@ class GpurtWorker(WorkerPlugin):
         self.residence = residence
         #: and for what workers are and found; see `preflight.worker`
         self.preflight = preflight
+        #: and for what they see of disks, peers and cards; see `quarantine.worker`
+        self.quarantine = quarantine
 
     async def setup(self, worker: Worker) -> None:
         """Install, or adopt what a preload installed."""
@@ -302,6 +328,7 @@ class GpurtWorker(WorkerPlugin):
                 parts.fetches.reports = self.settings.transfers.verify
             if self.preflight:
                 parts.prove()
+            parts.watch(self.quarantine)
         except GpurtError as e:
             # The plugin came from the scheduler: a worker that cannot follow must not take the cluster down. A worker
             # that was asked directly (--preload on the worker) ends instead, see preload.py.
@@ -314,6 +341,7 @@ class GpurtWorker(WorkerPlugin):
         prometheus.withdraw(worker)
         if parts is not None:
             parts.stop_proving()
+            parts.watch(False)
         if parts is None or worker.status in (Status.closing, Status.closing_gracefully, Status.closed):
             return
         await parts.uninstall()

@@ -162,6 +162,12 @@ class PlacementPlugin(SchedulerPlugin):
         """What is taken over now, by name of the scheduler's attribute."""
         return () if self.seam is None else self.seam.installed
 
+    def slowness(self) -> dict[str, float]:
+        """How many times the time of the median worker tasks take on each worker of which that is learned."""
+        if self.engine is None:
+            return {}
+        return {address: 1 / speed for address, speed in statistics.speeds(self.engine).items()}
+
     def counts(self) -> dict[str, Any]:
         """``decisions``, ``declined`` and ``fallbacks`` of `statistics`, in microseconds; empty after `uninstall`."""
         if self.engine is None or self.seam is None:

@@ -9,10 +9,15 @@ if TYPE_CHECKING:
     from dask_gpurt.placement.engine import Engine
 
 
-def of(engine: Engine) -> dict[str, Any]:
-    """Counts since the start, facts about links, prefixes and workers, and sizes of the tables."""
+def speeds(engine: Engine) -> dict[str, float]:
+    """Address -> speed relative to the median worker (2: twice as fast), where it was measured."""
     measured = [w for w in engine.workers.all.items if w.speed_samples]
     usual = statistics.median(w.slowness for w in measured) if measured else 1.0
+    return {w.ws.address: usual / w.slowness for w in measured}
+
+
+def of(engine: Engine) -> dict[str, Any]:
+    """Counts since the start, facts about links, prefixes and workers, and sizes of the tables."""
     return {
         "decisions": {
             "total": engine.budget.count,
@@ -44,8 +49,7 @@ def of(engine: Engine) -> dict[str, Any]:
         "links": engine.links.statistics(),
         "zones": engine.zones.statistics(),
         "prefixes": len(engine.durations.prefixes),
-        #: address -> speed relative to the median worker (2: twice as fast)
-        "speeds": {w.ws.address: usual / w.slowness for w in measured},
+        "speeds": speeds(engine),
         "tables": {
             "workers": len(engine.workers.by_address),
             "charges": len(engine.backlog.charges),

@@ -125,6 +125,12 @@ def counters_of(worker: Worker) -> ShuffleCounters:
     return _counters.setdefault(worker, ShuffleCounters())
 
 
+def corrupt_messages(worker: Worker) -> dict[str, int]:
+    """Peer -> how many messages from it did not parse or failed a checksum; only peers with some."""
+    plane = sys.modules.get("dask_gpurt.shuffle.transport.plane")
+    return {} if plane is None else dict(plane.corrupt_messages_of(worker))
+
+
 def worker_statistics(worker: Worker) -> dict[str, Any]:
     """What the shuffle did on one worker: `ShuffleCounters`, and `Plane.statistics` as ``transport``; plain JSON."""
     # A worker without a run has not imported the transports, and does not for a question about them.

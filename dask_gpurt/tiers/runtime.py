@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import weakref
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from dask.utils import format_bytes
@@ -301,6 +302,11 @@ class TierRuntime:
     def statistics(self) -> dict[str, Any]:
         """Return all figures as plain JSON. It looks at each entry: for heartbeats there is `heartbeat`."""
         return self._figures.statistics(self._seam, self._shared, self._left_alone)
+
+    def io_errors(self) -> Counter[str]:
+        """How many reads and writes have failed, by `error_kind`; ``checksum``: copies that were read back wrong."""
+        counters = self.engine.counters
+        return counters.read_errors + counters.write_errors + Counter(checksum=counters.checksum_failures)
 
     def protocols(self) -> dict[str, Any]:
         """What a scheduler that sends next uses has to see in ``metrics["gpurt"]``."""

@@ -156,6 +156,13 @@ def _checks(snapshot: Snapshot) -> Iterable[str]:
         elif found:
             said = "; ".join(_finding(f) for f in found)
             yield f"{_name(snapshot, address)} {'gets no task' if member['kept'] else 'works'}: {said}"
+    quarantine = snapshot.scheduler.get("quarantine", {})
+    for address, why in quarantine.get("held", {}).items():
+        left = f"; {why['only_here']:,} values are only there still" if why["only_here"] else ""
+        yield f"{_name(snapshot, address)} is held and gets no task: {why['cause']}: {why['found']}{left}"
+    for one in quarantine.get("suspects", ()):
+        to = f" -> {_name(snapshot, one['peer'])}" if one["peer"] else ""
+        yield f"{_name(snapshot, one['worker'])}{to} is suspected: {one['cause']}: {one['found']}"
     for pattern, count in preflight.get("waiting", {}).items():
         classes = ", ".join(preflight.get("classes", {})) or "none has told its class"
         yield f"{count:,} tasks wait for a node of class {pattern!r}, which no worker has ({classes})"

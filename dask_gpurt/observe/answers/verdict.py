@@ -172,6 +172,12 @@ def first_thing(snapshot: Snapshot, run: Run) -> str:
         remedies = [finding["remedy"] for finding in member["findings"] if finding["state"] == "fail"]
         if member["kept"] and remedies:
             return f"mend {snapshot.title(address)}, which gets no task: {remedies[0]}"
+    quarantine = snapshot.scheduler.get("quarantine", {})
+    for address, why in quarantine.get("held", {}).items():
+        if why["cause"] != "asked":
+            return f"mend {snapshot.title(address)}, which gets no task ({why['found']}): {why['remedy']}"
+    for one in quarantine.get("suspects", ()):
+        return f"look at {snapshot.title(one['worker'])} ({one['found']}): {one['remedy']}"
     broken = [text for text in switched_off(snapshot) if "retired" in text or "is off: " in text]
     if broken:
         return f"see why: {broken[0]}. The log of that process has the traceback"

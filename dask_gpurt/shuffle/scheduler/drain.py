@@ -18,8 +18,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from distributed.stealing import WorkStealing
-
+from dask_gpurt.model.take_back import take_back
 from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.scheduler.candidates import LEAVING, leaves, running
 from dask_gpurt.shuffle.scheduler.restart import NOT_WANTED
@@ -27,7 +26,7 @@ from dask_gpurt.shuffle.scheduler.restart import NOT_WANTED
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from distributed.scheduler import Scheduler, WorkerState
+    from distributed.scheduler import Scheduler
 
     from dask_gpurt.shuffle.scheduler.recovery import Amender
     from dask_gpurt.shuffle.scheduler.runs import Runs, ShufflePlugin
@@ -55,24 +54,6 @@ def worker_for(scheduler: Scheduler, runs: Runs, spec: Any, shift: int) -> dict[
     # Both sides of a join are made by one task: whatever has become of the first side's workers, the second follows.
     partner = runs.partner_owners(spec.id)
     return {part: partner.get(part) or spec.pick_worker(part, workers) for part in spec.output_partitions}
-
-
-def take_back(scheduler: Scheduler, ws: WorkerState) -> int:
-    """Have other workers run what a worker was given and has not begun; how many tasks it is asked for.
-
-    By steal requests: the worker says of each task whether it has begun. Without Dask's work stealing nothing is done.
-    """
-    stealing = scheduler.extensions.get("stealing")
-    load: dict[WorkerState, int] = {}
-    for ts in list(ws.processing) if isinstance(stealing, WorkStealing) else ():
-        valid = scheduler.valid_workers(ts)
-        others = scheduler.running if valid is None else valid & scheduler.running
-        if ts.actor or not others - {ws}:
-            continue
-        thief = min(others - {ws}, key=lambda w: (len(w.processing) + load.get(w, 0)) / w.nthreads)
-        load[thief] = load.get(thief, 0) + 1
-        stealing.move_task_request(ts, ws, thief)
-    return sum(load.values())
 
 
 class Drain:

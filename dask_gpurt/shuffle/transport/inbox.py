@@ -109,12 +109,12 @@ class Inbox:
             size = sum(map(records.size_of, frames))
             shards = run.unpack(frames)
         except WireError as e:
-            counters.corrupt += 1
+            self._links.was_corrupt(sender, name)
             self._count(refused=1)
             done(f"refused: {e}")
             return
         except Exception as e:
-            counters.corrupt += 1
+            self._links.was_corrupt(sender, name)
             self._count(refused=1, transport_errors=1)
             self._links.problems[sender] = traceback.format_exc()
             done(repr(e))

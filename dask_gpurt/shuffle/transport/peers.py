@@ -39,6 +39,8 @@ class LinkTable:
 
     def __init__(self) -> None:
         self._links: dict[tuple[str, str], LinkCounters] = {}
+        #: peer -> messages from it that did not parse or failed a checksum
+        self.corrupt: dict[str, int] = {}
         #: peer -> what went wrong with it last
         self.problems: dict[str, str] = {}
 
@@ -50,6 +52,11 @@ class LinkTable:
                 self._links.pop(next(iter(self._links)), None)
             found = self._links.setdefault((peer, name), LinkCounters())
         return found
+
+    def was_corrupt(self, peer: str, name: str) -> None:
+        """Count a message that did not parse or failed a checksum."""
+        self.of(peer, name).corrupt += 1
+        self.corrupt[peer] = self.corrupt.get(peer, 0) + 1
 
     def statistics(self) -> list[dict[str, Any]]:
         """Plain JSON values, by peer and transport."""

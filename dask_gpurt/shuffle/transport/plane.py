@@ -432,3 +432,9 @@ def statistics_of(worker: Worker) -> dict[str, Any] | None:
     """`Plane.statistics` of a worker; None before it has a plane."""
     plane = _of_worker.get(worker)
     return None if plane is None else plane.statistics()
+
+
+def corrupt_messages_of(worker: Worker) -> dict[str, int]:
+    """Peer -> messages from it that did not parse or failed a checksum; empty before a worker has a plane."""
+    plane = _of_worker.get(worker)
+    return {} if plane is None else plane.links.corrupt

@@ -1,0 +1,215 @@
+"""`Holds`: workers that are there, answer, and get no more work.
+
+Theory of operation. In the scheduler's books the worker is ``closing_gracefully``, and it is not told. So it gets no
+task, no stolen one, no scattered value and no replica; shuffles give its outputs to others; what it runs ends, and what
+it holds can be fetched. A change of status that it tells is kept back and remembered, since its memory monitor says
+``running`` after each pause; one with which it leaves goes on.
+
+Its data leaves as that of a worker that is retired: distributed's `RetireWorker` copies what is only there, and drops
+what others have too. That policy ends when there is nothing left to copy, or nobody to copy it to, and tasks that still
+run add results; so it is added again until the worker holds nothing of its own (`Holds.look`). Tasks that it has not
+begun are asked back, which it answers truthfully.
+
+A task that nobody else may run (``workers=``, resources) must not wait for ever: its worker is let go, and said so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+from distributed.active_memory_manager import ActiveMemoryManagerExtension, RetireWorker
+from distributed.core import Status
+
+from dask_gpurt.model.checks import require_call, require_names
+from dask_gpurt.model.take_back import take_back
+from dask_gpurt.model.wrapped import Wrapped
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from distributed import Scheduler
+    from distributed.scheduler import TaskState, WorkerState
+
+logger = logging.getLogger("distributed.scheduler.gpurt")
+
+#: of the scheduler, used here
+_NAMES = ("handle_worker_status_change", "unrunnable", "valid_workers", "running", "extensions")
+#: what a worker says while it works; kept back
+_WORKING = ("running", "paused")
+#: between two rounds of the copies, where the cluster's own memory manager is off
+_INTERVAL_SECONDS = 2.0
+
+
+@dataclasses.dataclass
+class Held:
+    """One worker that gets no work."""
+
+    worker: str
+    #: by the clock of `time.time`
+    since: float
+    #: what it was, or has said since
+    told: str
+    #: copies what is only there; None: it has ended
+    policy: RetireWorker | None = None
+
+
+class _Statuses(Wrapped):
+    """Keeps from the scheduler what held workers say of their status."""
+
+    def __init__(self, handlers: dict[str, Any], keeps: Callable[[str, str], bool]) -> None:
+        self._keeps = keeps
+        super().__init__(handlers, "worker-status-change")
+
+    def _wrap(self, stock: Callable[..., None]) -> Callable[..., None]:
+        def handle(status: str, worker: str, stimulus_id: str, **kwargs: Any) -> None:
+            if not (self._active and self._keeps(status, worker)):
+                stock(status=status, worker=worker, stimulus_id=stimulus_id, **kwargs)
+
+        return handle
+
+
+class Holds:
+    """The held workers of one scheduler."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self.held: dict[str, Held] = {}
+        #: tasks that were asked back
+        self.taken_back = 0
+        self._statuses: _Statuses | None = None
+        self._manager: ActiveMemoryManagerExtension | None = None
+
+    def start(self) -> None:
+        """Begin to listen.
+
+        Raises
+        ------
+        SeamMismatch
+            This distributed is not one we know. Nothing was changed.
+        """
+        handlers = self._scheduler.stream_handlers
+        handler = handlers.get("worker-status-change")
+        require_call(handler, "the scheduler's worker-status-change", status="running", worker="w", stimulus_id="s")
+        require_names(self._scheduler, "Scheduler", _NAMES)
+        self._statuses = _Statuses(handlers, self._keeps)
+        self._statuses.install()
+
+    def stop(self) -> None:
+        """Let all go, and leave the scheduler as it was."""
+        for worker in list(self.held):
+            self.release(worker)
+        if self._statuses is not None:
+            self._statuses.uninstall()
+        self._end_manager()
+
+    # ------------------------------------------------------------------ in and out
+
+    def hold(self, worker: str) -> bool:
+        """Give a worker no more work; False when it is not there, or does not work anyway."""
+        ws = self._scheduler.workers.get(worker)
+        if ws is None or worker in self.held or ws.status.name not in _WORKING:
+            return False
+        self.held[worker] = Held(worker, time.time(), ws.status.name)
+        self._scheduler.handle_worker_status_change(Status.closing_gracefully, ws, _stimulus("hold"))
+        self._drain(ws)
+        return True
+
+    def release(self, worker: str) -> bool:
+        """Let a worker work again; False when it was not held."""
+        held = self.held.pop(worker, None)
+        if held is None:
+            return False
+        manager = self._memory_manager()
+        if held.policy is not None and manager is not None and held.policy in manager.policies:
+            manager.policies.remove(held.policy)
+        ws = self._scheduler.workers.get(worker)
+        # Not one that is being retired meanwhile, which only its own message tells.
+        if ws is not None and ws.status is Status.closing_gracefully and held.told in _WORKING:
+            self._scheduler.handle_worker_status_change(held.told, ws, _stimulus("release"))
+        if not self.held:
+            self._end_manager()
+        return True
+
+    def forget(self, worker: str) -> None:
+        """It has left."""
+        self.held.pop(worker, None)
+        if not self.held:
+            self._end_manager()
+
+    def _keeps(self, status: str, worker: str) -> bool:
+        held = self.held.get(worker)
+        if held is None:
+            return False
+        held.told = status
+        return status in _WORKING
+
+    # ------------------------------------------------------------------ while it lasts
+
+    def look(self) -> list[str]:
+        """Go on with what is to leave held workers; returns those that a task waits for and nobody else may run."""
+        for worker in self.held:
+            ws = self._scheduler.workers.get(worker)
+            if ws is not None:
+                self._drain(ws)
+        return self._wanted()
+
+    def unique(self, worker: str) -> int:
+        """Values that only this worker holds, besides actors."""
+        ws = self._scheduler.workers.get(worker)
+        return 0 if ws is None else sum(len(ts.who_has or ()) == 1 and not ts.actor for ts in ws.has_what)
+
+    def _drain(self, ws: WorkerState) -> None:
+        held = self.held[ws.address]
+        self.taken_back += take_back(self._scheduler, ws)
+        if ws.actors:
+            return  # they stay, and distributed moves nothing from beside them
+        manager = self._memory_manager()
+        if manager is None:
+            manager = self._manager = ActiveMemoryManagerExtension(
+                self._scheduler, policies=set(), register=False, start=True, interval=_INTERVAL_SECONDS
+            )
+        if held.policy is not None and held.policy not in manager.policies:
+            held.policy = None
+        if held.policy is None and self.unique(ws.address):
+            held.policy = RetireWorker(ws.address)
+            manager.add_policy(held.policy)
+            manager.run_once()
+
+    def _memory_manager(self) -> ActiveMemoryManagerExtension | None:
+        """The cluster's own where it runs, else ours; as `Scheduler.retire_workers` has it."""
+        if self._manager is not None:
+            return self._manager
+        own = self._scheduler.extensions.get("amm")
+        return own if isinstance(own, ActiveMemoryManagerExtension) and own.running else None
+
+    def _end_manager(self) -> None:
+        if self._manager is not None:
+            self._manager.stop()
+            self._manager = None
+
+    def _wanted(self) -> list[str]:
+        held = {ws for worker in self.held if (ws := self._scheduler.workers.get(worker)) is not None}
+        wanted: set[str] = set()
+        for ts in self._scheduler.unrunnable if held else ():
+            able = {ws for ws in self._scheduler.workers.values() if self._may_run(ts, ws)}
+            if able & held and not able - held:
+                wanted |= {ws.address for ws in able}
+        return sorted(wanted)
+
+    def _may_run(self, ts: TaskState, ws: WorkerState) -> bool:
+        """Whether the user allows a worker for a task, were it running."""
+        if ts.loose_restrictions:
+            return True
+        if ts.worker_restrictions or ts.host_restrictions:
+            hosts = {self._scheduler.coerce_hostname(host) for host in ts.host_restrictions or ()}
+            if ws.address not in (ts.worker_restrictions or ()) and ws.host not in hosts:
+                return False
+        needs = ts.resource_restrictions or {}
+        return all(ws.resources.get(name, 0) >= amount for name, amount in needs.items())
+
+
+def _stimulus(what: str) -> str:
+    return f"gpurt-quarantine-{what}-{time.time()}"

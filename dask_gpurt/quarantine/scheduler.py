@@ -1,0 +1,326 @@
+"""`Quarantine`: on the scheduler, take out workers that are at fault, and let those in again that are well.
+
+Theory of operation. Every few seconds the heartbeats' ``health``, the learned slowness of workers and the reports of
+wrong fetches go into `Evidence`. Each new suspect is an event with what was found and what mends it. With
+``gpurt.quarantine: on`` the worker is also held (`hold.Holds`), as long as at most a third of the workers are; after
+that it stays at the event. A link is never held: its fetches take another holder, and shuffles their safe way.
+
+What a card, a disk or a checksum has shown does not mend itself: such a worker stays out until somebody releases it,
+also when its nanny starts it again. A slow one is let in after `WARM_UPS` known computations in a row that take as long
+there as elsewhere. A worker that a task waits for, and that nobody else may run, is let go: a cluster must not hang.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import enum
+import logging
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+from distributed import SchedulerPlugin
+
+from dask_gpurt.model.circuit_breaker import Guard
+from dask_gpurt.model.events import Event, Sink, null_sink
+from dask_gpurt.preflight.judge import SLOW
+from dask_gpurt.quarantine.evidence import Cause, Evidence, Suspect
+from dask_gpurt.quarantine.hold import Holds
+from dask_gpurt.quarantine.worker import KEY, OP
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from distributed import Scheduler
+
+logger = logging.getLogger("distributed.scheduler.gpurt")
+
+#: name in ``WorkerState.metrics``
+_METRICS = "gpurt"
+_LOOK_SECONDS = 5.0
+#: of all workers, at most, on the judgement of this module
+SHARE = 1 / 3
+#: known computations in a row that a slow worker has to do in time, and the time between two
+WARM_UPS = 3
+_WARM_UP_SECONDS = 30.0
+#: others that do the same, for comparison
+_OTHERS = 3
+_ANSWER_SECONDS = 30.0
+
+
+class Mode(enum.StrEnum):
+    """``gpurt.quarantine``."""
+
+    OFF = "off"
+    #: say who is at fault
+    ALARM = "alarm"
+    #: and give it no more work
+    ON = "on"
+
+
+class Quarantine(SchedulerPlugin):
+    """The quarantine of one scheduler.
+
+    Parameters
+    ----------
+    mode
+        Whether suspects are held.
+    slowness
+        Gives how many times the usual time tasks take on each worker, where that is known.
+    sink
+        Gets an event for each suspect, and for what becomes of it.
+    clock
+        Seconds.
+    """
+
+    name = "gpurt-quarantine"
+
+    def __init__(
+        self,
+        mode: Mode,
+        slowness: Callable[[], Mapping[str, float]],
+        *,
+        sink: Sink = null_sink,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.mode = mode
+        self.evidence = Evidence()
+        self.guard = Guard("quarantine", logger, sink=sink)
+        self.counts = {"suspects": 0, "held": 0, "alarms": 0, "released": 0, "let_go": 0}
+        self._slowness = slowness
+        self._sink = sink
+        self._clock = clock
+        self._scheduler: Scheduler | None = None
+        self._holds: Holds | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        #: why each worker is out
+        self._why: dict[str, Suspect] = {}
+        #: what was said of whom, newest last
+        self._said: dict[tuple[str, Cause, str], Suspect] = {}
+        #: name of a worker that must not come back by itself -> why; its nanny starts it under the same name
+        self._names: dict[object, Suspect] = {}
+        #: slow worker -> known computations in time so far
+        self._in_time: dict[str, int] = {}
+        self._tried = 0.0
+        self._trial: asyncio.Task[None] | None = None
+
+    # ------------------------------------------------------------------ life
+
+    async def start(self, scheduler: Scheduler) -> None:
+        """Install.
+
+        Raises
+        ------
+        SeamMismatch
+            This distributed is not one we know. Nothing was changed.
+        """
+        holds = Holds(scheduler)
+        holds.start()
+        self._scheduler, self._holds = scheduler, holds
+        self._arm()
+
+    async def close(self) -> None:
+        """The scheduler closes."""
+        self._end_timers()
+
+    def stop(self) -> None:
+        """Let all workers go, and leave the scheduler as it was."""
+        self._end_timers()
+        if self._holds is not None:
+            self._holds.stop()
+        self._scheduler = self._holds = None
+
+    def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
+        """A worker has left."""
+        self.evidence.forget(worker)
+        if self._holds is not None:
+            self._holds.forget(worker)
+        self._why.pop(worker, None)
+        self._in_time.pop(worker, None)
+        for said in [said for said in self._said if said[0] == worker or said[2] == worker]:
+            del self._said[said]
+
+    def corrupt(self, sender: str, receiver: str, times: int) -> None:
+        """Fetches of `receiver` from `sender` have failed their checksum."""
+        self.evidence.corrupt(sender, receiver, times, self._clock())
+
+    def _arm(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._tick)
+
+    def _end_timers(self) -> None:
+        for timer in (self._timer, self._trial):
+            if timer is not None:
+                timer.cancel()
+        self._timer = self._trial = None
+
+    def _tick(self) -> None:
+        try:
+            self.look()
+        except Exception:
+            self.guard.failed("look")
+        self._arm()
+
+    # ------------------------------------------------------------------ looks
+
+    def look(self) -> None:
+        """Take in what is new, and act on it. Called every few seconds."""
+        scheduler, holds = self._scheduler, self._holds
+        if scheduler is None or holds is None:
+            return
+        now = self._clock()
+        for ws in scheduler.workers.values():
+            health = ws.metrics.get(_METRICS, {}).get(KEY)
+            if health:
+                self._take_in(ws.address, health, now)
+        # A held worker gets no tasks from which its speed could be learned anew.
+        self.evidence.speeds({w: s for w, s in self._slowness().items() if w not in holds.held}, now)
+        for suspect in self.evidence.suspects(now):
+            self._judge(suspect)
+        for worker, why in [
+            (ws.address, self._names[ws.name]) for ws in scheduler.workers.values() if ws.name in self._names
+        ]:
+            if self.mode is Mode.ON and worker not in holds.held and holds.hold(worker):
+                self._tell("held", dataclasses.replace(why, worker=worker), "is back, and gets no task")
+                self._why[worker] = why
+        for worker in holds.look():
+            self.counts["let_go"] += 1
+            self._let_go(worker, "works again: a task waits that no other worker may run")
+        self._try_slow_ones(now)
+
+    def _take_in(self, worker: str, health: Mapping[str, Any], now: float) -> None:
+        for sender, total in health.get("corrupt", {}).items():
+            if self._scheduler is not None and sender in self._scheduler.workers:
+                self.evidence.corrupt_so_far(sender, worker, int(total), now)
+        self.evidence.disk_so_far(worker, int(health.get("disk", 0)), now)
+        if (what := health.get("hardware")) and (worker, Cause.HARDWARE, "") not in self._said:
+            self.evidence.hardware(worker, str(what))
+
+    def _judge(self, suspect: Suspect) -> None:
+        key = suspect.worker, suspect.cause, suspect.peer
+        if key in self._said or self._holds is None or suspect.worker in self._holds.held:
+            return
+        self._said[key] = suspect
+        self.counts["suspects"] += 1
+        if suspect.peer:
+            self._alarm(suspect, "is sent corrupt data over one link")
+        elif self.mode is not Mode.ON:
+            self._alarm(suspect, "is at fault and works on (gpurt.quarantine is alarm)")
+        elif not self._room():
+            self._alarm(suspect, f"is at fault and works on: {SHARE:.0%} of the workers are held already")
+        elif self._holds.hold(suspect.worker):
+            self._keep_out(suspect)
+
+    def _alarm(self, suspect: Suspect, what: str) -> None:
+        self.counts["alarms"] += 1
+        self._tell("alarm", suspect, what)
+
+    def _room(self) -> bool:
+        assert self._holds is not None
+        assert self._scheduler is not None
+        return len(self._holds.held) + 1 <= SHARE * len(self._scheduler.workers)
+
+    def _keep_out(self, suspect: Suspect) -> None:
+        assert self._scheduler is not None
+        self.counts["held"] += 1
+        self._why[suspect.worker] = suspect
+        if suspect.cause is not Cause.SLOW:
+            self._names[self._scheduler.workers[suspect.worker].name] = suspect
+        self._tell("held", suspect, "gets no more tasks, and its data leaves it")
+
+    def _tell(self, kind: str, suspect: Suspect, what: str) -> None:
+        text = f"worker {suspect.worker} {what}. {suspect.cause.value}: {suspect.found}. Remedy: {suspect.remedy}"
+        fields = {"worker": suspect.worker, "cause": suspect.cause.value, "peer": suspect.peer, "found": suspect.found}
+        self._sink(Event(f"quarantine.{kind}", text, fields))
+
+    # ------------------------------------------------------------------ by hand, and back
+
+    def hold(self, workers: Iterable[str], why: str) -> list[str]:
+        """Take out workers because somebody says so; returns those that are out now.
+
+        The last worker that runs is never taken out.
+        """
+        assert self._holds is not None
+        assert self._scheduler is not None
+        for worker in workers:
+            others = [ws for ws in self._scheduler.running if ws.address != worker]
+            if others and self._holds.hold(worker):
+                self._keep_out(Suspect(worker, Cause.ASKED, why, f"dask gpurt release ADDRESS {worker}"))
+        return list(self._holds.held)
+
+    def release(self, workers: Iterable[str]) -> list[str]:
+        """Let workers in again, and hold against them only what happens from now on; returns those that were out."""
+        assert self._holds is not None
+        return [worker for worker in workers if worker in self._holds.held and self._let_go(worker, "works again")]
+
+    def _let_go(self, worker: str, what: str) -> bool:
+        assert self._holds is not None
+        self._holds.release(worker)
+        self.evidence.pardon(worker)
+        self._in_time.pop(worker, None)
+        self.counts["released"] += 1
+        for said in [said for said in self._said if said[0] == worker]:
+            del self._said[said]
+        suspect = self._why.pop(worker, None)
+        if suspect is not None:
+            self._names = {name: why for name, why in self._names.items() if why is not suspect}
+            self._tell("released", suspect, what)
+        return True
+
+    # ------------------------------------------------------------------ slow ones
+
+    def _try_slow_ones(self, now: float) -> None:
+        slow = [worker for worker, why in self._why.items() if why.cause is Cause.SLOW]
+        if not slow or now - self._tried < _WARM_UP_SECONDS or (self._trial is not None and not self._trial.done()):
+            return
+        self._tried = now
+        self._trial = asyncio.create_task(self._try(slow), name="gpurt-warm-up")
+
+    async def _try(self, slow: list[str]) -> None:
+        """One known computation on each slow worker, and on some that are not."""
+        try:
+            assert self._scheduler is not None
+            others = [ws.address for ws in self._scheduler.running][:_OTHERS]
+            seconds = await _measured(self._scheduler, [*slow, *others])
+            usual = [seconds[worker] for worker in others if worker in seconds]
+            for worker in slow:
+                if worker not in self._why:
+                    continue
+                well = worker in seconds and bool(usual) and seconds[worker] <= SLOW * statistics.median(usual)
+                self._in_time[worker] = self._in_time.get(worker, 0) + 1 if well else 0
+                if self._in_time[worker] >= WARM_UPS:
+                    self._let_go(worker, f"works again: {WARM_UPS} known computations took as long as elsewhere")
+        except Exception:
+            self.guard.failed("warm-up")
+
+    # ------------------------------------------------------------------ what is shown
+
+    def statistics(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        held = {} if self._holds is None else self._holds.held
+        return {
+            "mode": self.mode.value,
+            "counts": dict(self.counts),
+            "taken_back": 0 if self._holds is None else self._holds.taken_back,
+            "held": {worker: self._told(worker, one.since) for worker, one in held.items()},
+            "suspects": [_plain(suspect) for suspect in self._said.values() if suspect.worker not in held],
+            "exceptions": sum(part.failures for part in self.guard.parts.values()),
+        }
+
+    def _told(self, worker: str, since: float) -> dict[str, Any]:
+        assert self._holds is not None
+        return {**_plain(self._why[worker]), "since": since, "only_here": self._holds.unique(worker)}
+
+
+def _plain(suspect: Suspect) -> dict[str, Any]:
+    return {**dataclasses.asdict(suspect), "cause": suspect.cause.value}
+
+
+async def _measured(scheduler: Scheduler, workers: list[str]) -> dict[str, float]:
+    """Seconds of the known computation on each worker that answers in time."""
+    call = scheduler.broadcast(msg={"op": OP}, workers=workers, on_error="return")
+    try:
+        answers = await asyncio.wait_for(call, _ANSWER_SECONDS)
+    except TimeoutError:
+        return {}
+    return {worker: answer for worker, answer in answers.items() if isinstance(answer, float)}
