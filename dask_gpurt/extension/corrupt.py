@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from distributed.core import Status
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from dask.typing import Key
     from distributed import Scheduler
@@ -34,17 +34,10 @@ LIMIT = 3
 
 
 class CorruptFetches:
-    """The reports to one scheduler.
+    """The reports to one scheduler."""
 
-    Parameters
-    ----------
-    heard
-        Called with sender, receiver and the number of wrong fetches of each report.
-    """
-
-    def __init__(self, scheduler: Scheduler, heard: Callable[[str, str, int], None]) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._tell = heard
         #: sender -> workers that complained about it
         self._complaints: defaultdict[str, set[str]] = defaultdict(set)
         #: what was done
@@ -75,7 +68,6 @@ class CorruptFetches:
             return
         self.counts["reports"] += 1
         self._complaints[sender].add(worker)
-        self._tell(sender, worker, LIMIT)
         logger.warning("dask-gpurt: %s gets corrupt data from %s. Remedy: check their network", worker, sender)
         for key in keys:
             ts = self._scheduler.tasks.get(key)

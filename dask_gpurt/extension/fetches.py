@@ -63,6 +63,8 @@ class Fetches(Wrapped):
         #: the scheduler listens to reports of corrupt fetches
         self.reports = False
         self.counts: Counter[str] = Counter(verified=0, unverified=0, corrupt=0, reported=0, signed=0, unsigned=0)
+        #: sender -> fetches that failed their checksum so far
+        self.corrupt_from: Counter[str] = Counter()
         #: sender -> fetches in a row that failed their checksum
         self._in_a_row: Counter[str] = Counter()
         self._ways: tuple[Wrapped, ...] = ()
@@ -121,6 +123,7 @@ class Fetches(Wrapped):
             return
         self.counts["corrupt"] += 1
         self._in_a_row[sender] += 1
+        self.corrupt_from[sender] += 1
         logger.warning("dask-gpurt: fetched from %s, to be fetched again: %s", sender, fetch.corrupt)
         if self._in_a_row[sender] >= LIMIT and self.reports:
             self.counts["reported"] += 1

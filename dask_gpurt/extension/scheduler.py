@@ -180,10 +180,6 @@ class GpurtScheduler(SchedulerPlugin):
         """How many times the usual time tasks take on each worker, where that is learned."""
         return {} if self.placement is None else self.placement.slowness()
 
-    def _wrong_fetches(self, sender: str, receiver: str, times: int) -> None:
-        if self.quarantine is not None:
-            self.quarantine.corrupt(sender, receiver, times)
-
     async def _add_next_use(self) -> Callable[[], Awaitable[None]]:
         assert self.journal is not None
         return await self._plug("next_use", NextUsePlugin(sink=self.journal))
@@ -321,7 +317,7 @@ class GpurtScheduler(SchedulerPlugin):
     async def _add_workers(self) -> Callable[[], Awaitable[None]]:
         assert self.scheduler is not None
         scheduler = self.scheduler
-        corrupt = CorruptFetches(scheduler, self._wrong_fetches)
+        corrupt = CorruptFetches(scheduler)
         if self.settings.transfers.verify:
             corrupt.start()
             self.corrupt = corrupt

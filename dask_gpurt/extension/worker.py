@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from functools import partial
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from dask.utils import format_bytes
@@ -148,9 +148,14 @@ class WorkerParts:
         """Tell the scheduler in heartbeats what is wrong with peers, disk and cards, or no more."""
         if self.health is not None:
             self.health.stop()
-        self.health = Health(partial(corrupt_messages, self.worker), self._disk_errors) if wanted else None
+        self.health = Health(self._corrupt_from, self._disk_errors) if wanted else None
         if self.health is not None:
             self.health.start(self.worker.handlers)
+
+    def _corrupt_from(self) -> Mapping[str, int]:
+        """Peer -> messages of shuffles and fetches from it whose checksum was wrong."""
+        messages = Counter(corrupt_messages(self.worker))
+        return messages if self.fetches is None else messages + self.fetches.corrupt_from
 
     def _disk_errors(self) -> Mapping[str, int]:
         return {} if self.runtime is None else self.runtime.io_errors()

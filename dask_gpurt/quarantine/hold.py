@@ -82,28 +82,22 @@ class Holds:
         self._statuses: _Statuses | None = None
         self._manager: ActiveMemoryManagerExtension | None = None
 
-    def start(self) -> None:
-        """Begin to listen.
+    def check(self) -> None:
+        """Look whether workers can be held here.
 
         Raises
         ------
         SeamMismatch
-            This distributed is not one we know. Nothing was changed.
+            This distributed is not one we know.
         """
-        handlers = self._scheduler.stream_handlers
-        handler = handlers.get("worker-status-change")
+        handler = self._scheduler.stream_handlers.get("worker-status-change")
         require_call(handler, "the scheduler's worker-status-change", status="running", worker="w", stimulus_id="s")
         require_names(self._scheduler, "Scheduler", _NAMES)
-        self._statuses = _Statuses(handlers, self._keeps)
-        self._statuses.install()
 
     def stop(self) -> None:
         """Let all go, and leave the scheduler as it was."""
         for worker in list(self.held):
             self.release(worker)
-        if self._statuses is not None:
-            self._statuses.uninstall()
-        self._end_manager()
 
     # ------------------------------------------------------------------ in and out
 
@@ -112,6 +106,9 @@ class Holds:
         ws = self._scheduler.workers.get(worker)
         if ws is None or worker in self.held or ws.status.name not in _WORKING:
             return False
+        if self._statuses is None:
+            self._statuses = _Statuses(self._scheduler.stream_handlers, self._keeps)
+            self._statuses.install()
         self.held[worker] = Held(worker, time.time(), ws.status.name)
         self._scheduler.handle_worker_status_change(Status.closing_gracefully, ws, _stimulus("hold"))
         self._drain(ws)
@@ -129,15 +126,13 @@ class Holds:
         # Not one that is being retired meanwhile, which only its own message tells.
         if ws is not None and ws.status is Status.closing_gracefully and held.told in _WORKING:
             self._scheduler.handle_worker_status_change(held.told, ws, _stimulus("release"))
-        if not self.held:
-            self._end_manager()
+        self._rest()
         return True
 
     def forget(self, worker: str) -> None:
         """It has left."""
         self.held.pop(worker, None)
-        if not self.held:
-            self._end_manager()
+        self._rest()
 
     def _keeps(self, status: str, worker: str) -> bool:
         held = self.held.get(worker)
@@ -185,7 +180,13 @@ class Holds:
         own = self._scheduler.extensions.get("amm")
         return own if isinstance(own, ActiveMemoryManagerExtension) and own.running else None
 
-    def _end_manager(self) -> None:
+    def _rest(self) -> None:
+        """Leave nothing in the scheduler while no worker is held."""
+        if self.held:
+            return
+        if self._statuses is not None:
+            self._statuses.uninstall()
+            self._statuses = None
         if self._manager is not None:
             self._manager.stop()
             self._manager = None

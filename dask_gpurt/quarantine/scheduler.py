@@ -1,9 +1,9 @@
 """`Quarantine`: on the scheduler, take out workers that are at fault, and let those in again that are well.
 
-Theory of operation. Every few seconds the heartbeats' ``health``, the learned slowness of workers and the reports of
-wrong fetches go into `Evidence`. Each new suspect is an event with what was found and what mends it. With
-``gpurt.quarantine: on`` the worker is also held (`hold.Holds`), as long as at most a third of the workers are; after
-that it stays at the event. A link is never held: its fetches take another holder, and shuffles their safe way.
+Theory of operation. Every few seconds the heartbeats' ``health`` and the learned slowness of workers go into
+`Evidence`. Each new suspect is an event with what was found and what mends it. With ``gpurt.quarantine: on`` the worker
+is also held (`hold.Holds`), as long as at most a third of the workers are; after that it stays at the event. A link is
+never held: its fetches take another holder, and shuffles their safe way.
 
 What a card, a disk or a checksum has shown does not mend itself: such a worker stays out until somebody releases it,
 also when its nanny starts it again. A slow one is let in after `WARM_UPS` known computations in a row that take as long
@@ -116,7 +116,7 @@ class Quarantine(SchedulerPlugin):
             This distributed is not one we know. Nothing was changed.
         """
         holds = Holds(scheduler)
-        holds.start()
+        holds.check()
         self._scheduler, self._holds = scheduler, holds
         self._arm()
 
@@ -140,10 +140,6 @@ class Quarantine(SchedulerPlugin):
         self._in_time.pop(worker, None)
         for said in [said for said in self._said if said[0] == worker or said[2] == worker]:
             del self._said[said]
-
-    def corrupt(self, sender: str, receiver: str, times: int) -> None:
-        """Fetches of `receiver` from `sender` have failed their checksum."""
-        self.evidence.corrupt(sender, receiver, times, self._clock())
 
     def _arm(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._tick)

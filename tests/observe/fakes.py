@@ -77,6 +77,7 @@ def figures(local: int = 0, moved: int = 0, declined: int = 0, fallbacks: int = 
         },
         "shuffle": {"runs": 3, "active": 1, "errors": 0, "fallbacks": {"rechunk": 4, "error": 2}},
         "preflight": {"phases": {"passed": 2}, "counts": {"clean": 2}},
+        "quarantine": {"counts": {"suspects": 1, "held": 1}},
         "next_use": {"sent": {"hints": 9}, "exceptions": 0},
         "ledger": {
             "slot_seconds": 10.0,

@@ -214,24 +214,24 @@ def test_with_warn_the_checks_wait_for_quiet(tmp_path: Path, monkeypatch: pytest
     @gen_cluster(**CLUSTER)
     async def run(c: Any, s: Scheduler) -> None:
         done = Event("done")
+        looks = []
+        stock = Preflight._quiet
+
+        async def quiet(self: Preflight) -> bool:
+            looks.append(self._worker)
+            return await stock(self)
+
+        monkeypatch.setattr(Preflight, "_quiet", quiet)
         async with gated(s, "warn") as gate, workers(s, tmp_path / "a") as (a,):
             f = c.submit(wait_for_event, pure=False)
             await until(lambda: a.state.executing)
-            looks = []
-            stock = Preflight._quiet
-
-            async def quiet(self: Preflight) -> bool:
-                looks.append(self)
-                return await stock(self)
-
-            monkeypatch.setattr(Preflight, "_quiet", quiet)
-            async with workers(s, tmp_path / "b"):
+            async with workers(s, tmp_path / "b") as (b,):
                 await until(lambda: phases(gate) == ["checking", "passed"])
                 assert gate.members[a.address].phase is Phase.CHECKING
                 await done.set()
                 await f
                 await until(lambda: phases(gate) == ["passed", "passed"])
-                assert len(looks) == 1
+                assert (looks.count(a), looks.count(b)) == (1, 1)
 
     run()
 

@@ -170,7 +170,7 @@ async def test_uninstalling_lets_all_go(c: Any, s: Any, *workers: Any) -> None:
 
 def wrong(quarantine: Quarantine, sender: Any, receivers: Any, times: int = 2) -> None:
     for receiver in receivers:
-        quarantine.corrupt(sender.address, receiver.address, times)
+        quarantine.evidence.corrupt(sender.address, receiver.address, times, quarantine._clock())
 
 
 @gen_cluster(client=True, nthreads=THREE, config=NO_AMM)

@@ -210,10 +210,11 @@ def test_several_clients_have_their_own(client: Client) -> None:
         assert (first.record["name"], second.record["name"]) == ("sleep", "abs")
         assert first.record["shared"]
         assert "Other runs went on at the same time" in repr(second)
-        left = other.submit(sleep, 1, seconds=30, pure=False)
+        left = other.submit(Event.wait, Event("go", client=other), pure=False)
         _until(lambda: len(dask_gpurt.runs(client)) == 3)
     del left
     _until(lambda: dask_gpurt.report(client, run=3).record["outcome"] == "cancelled")
+    Event("go", client=client).set()
 
 
 def test_two_runs_side_by_side(client: Client) -> None:

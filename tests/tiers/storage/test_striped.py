@@ -246,7 +246,13 @@ def test_odd_file_systems_are_named_once(tmp_path: Path, kind: str, monkeypatch:
     assert Rig(tmp_path, 2).tier.warnings() == []
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 2)], worker_kwargs={"memory_limit": "2 GiB"})
+# The limit is for its tasks' results. The process is that of all tests, and too large for it.
+@gen_cluster(
+    client=True,
+    nthreads=[("127.0.0.1", 2)],
+    worker_kwargs={"memory_limit": "2 GiB"},
+    config={"distributed.worker.memory.pause": False},
+)
 async def test_a_worker_spills_to_several(c: Client, s: Scheduler, a: Worker) -> None:
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as two:
         chosen = settings(one, two, **{"tiers.host-limit": 0.0001, "tiers.disk-reserve": 0})
