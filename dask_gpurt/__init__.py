@@ -19,6 +19,8 @@ A cluster gets it by ``dask scheduler --preload dask_gpurt.preload``; user code 
     the newest runs; two of them side by side
 `safe`
     have Dask do what a part of the extension did, at once, until it is told otherwise
+`diagnose`
+    why a cluster is slow, or stands: five questions, up to the first that finds a cause
 `hold`, `release`
     give workers no more tasks and move their data away; let them in again
 """
@@ -33,6 +35,7 @@ from dask_gpurt._version import __version__
 
 if TYPE_CHECKING:
     from dask_gpurt.client.api import attach, detach
+    from dask_gpurt.client.diagnose import diagnose
     from dask_gpurt.client.hold import hold, release
     from dask_gpurt.client.local import local_cluster
     from dask_gpurt.client.questions import explain, where
@@ -47,6 +50,7 @@ _HOMES = {
     "attach": "api",
     "compare": "runs",
     "detach": "api",
+    "diagnose": "diagnose",
     "explain": "questions",
     "hold": "hold",
     "local_cluster": "local",
@@ -64,6 +68,7 @@ __all__ = [
     "attach",
     "compare",
     "detach",
+    "diagnose",
     "explain",
     "hold",
     "local_cluster",

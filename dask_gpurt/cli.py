@@ -38,6 +38,7 @@ Examples:
   dask gpurt doctor
   dask gpurt doctor tcp://10.0.0.1:8786 --json
   dask gpurt audit --backend cpu
+  dask gpurt diagnose tcp://10.0.0.1:8786
   dask gpurt hold tcp://10.0.0.1:8786 worker-7 --why "fan failed"
   dask gpurt release tcp://10.0.0.1:8786 worker-7
   dask gpurt replay run.trace --policy stock,gpurt --workers 64
@@ -227,6 +228,33 @@ def safe(words: tuple[str, ...], parts: tuple[str, ...], as_json: bool, timeout:
     done = switch(words[0] if len(words) == 2 else None, words[-1] == "on", parts=parts or None, timeout=timeout)
     _print(done, as_json)
     if done.silent:
+        raise SystemExit(1)
+
+
+@gpurt.command(short_help="Say why a cluster is slow or stands.")
+@click.argument("address", required=False)
+@click.option("--every", is_flag=True, help="Go on after the first cause.")
+@click.option(
+    "--stall",
+    "stall_seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    default=30.0,
+    show_default=True,
+    help="Seconds without the end of a task, while some run, that are a stall.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@_asks
+def diagnose(address: str | None, every: bool, stall_seconds: float, as_json: bool, timeout: float) -> None:
+    """Go through five questions, up to the first that finds a cause: is every node healthy, do the threads have
+    something to do, are they fed, does communication hold them up, is another backend better?
+
+    ADDRESS is that of the scheduler (tcp://host:port). Exit code 0: no cause was found, 1: one was.
+    """
+    from dask_gpurt.client.diagnose import diagnose as go_through
+
+    found = go_through(address, every=every, stall_seconds=stall_seconds, timeout=timeout)
+    _print(found, as_json)
+    if found.causes:
         raise SystemExit(1)
 
 

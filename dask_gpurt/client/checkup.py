@@ -42,11 +42,12 @@ def checkup(client: Asked = None, *, timeout: float = ANSWER_SECONDS) -> list[Fi
     NoAnswer
         The scheduler cannot be reached, or does not answer in time.
     """
-    answer: list[Finding] = ask(client, _checkup, timeout, timeout=timeout)
+    answer: list[Finding] = ask(client, checkup_of, timeout, timeout=timeout)
     return answer
 
 
-async def _checkup(client: Client, timeout: float) -> list[Finding]:
+async def checkup_of(client: Client, timeout: float) -> list[Finding]:
+    """`checkup` with an asynchronous client."""
     started = time.monotonic()
     identity = await facts_of(client, timeout=timeout)
     workers: dict[str, dict[str, Any]] = identity["workers"]

@@ -135,6 +135,16 @@ def recorded(
     return {"records": records, "errors": plugin.ledger.ledger.errors}
 
 
+def progress(dask_scheduler: Scheduler) -> dict[str, Any]:
+    """When tasks ended on each worker, see `StallLedger.progress`, and the seconds that it has been ``quiet``."""
+    plugin = _plugin(dask_scheduler)
+    if plugin is None or plugin.ledger is None or plugin.ledger.ledger is None:
+        return {}
+    now, workers = time.time(), dask_scheduler.workers
+    told = plugin.ledger.ledger.progress()
+    return {a: one | {"quiet": now - workers[a].last_seen} for a, one in told.items() if a in workers}
+
+
 def listed(dask_scheduler: Scheduler) -> dict[str, Any]:
     """What `dask_gpurt.runs` shows."""
     plugin = _plugin(dask_scheduler)

@@ -132,13 +132,13 @@ class ReportBlock:
         self._client = found(self._client)
         if not is_asynchronous(self._client):
             raise TypeError("the client is not asynchronous. Remedy: `with dask_gpurt.report(path, client)`")
-        self._before = await ask(self._client, _snapshot, self._timeout)
+        self._before = await ask(self._client, snapshot_of, self._timeout)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._finish(await ask(self._client, _snapshot, self._timeout))
+        self._finish(await ask(self._client, snapshot_of, self._timeout))
 
     def _finish(self, after: dict[str, Any]) -> None:
         self.run = from_snapshots(self._before, after)
@@ -168,11 +168,12 @@ def snapshot(client: Asked, *, timeout: float = ANSWER_SECONDS) -> dict[str, Any
     NoAnswer, GpurtError
         As for `report`.
     """
-    answer: dict[str, Any] = ask(client, _snapshot, timeout, timeout=timeout)
+    answer: dict[str, Any] = ask(client, snapshot_of, timeout, timeout=timeout)
     return answer
 
 
-async def _snapshot(client: Client, timeout: float) -> dict[str, Any]:
+async def snapshot_of(client: Client, timeout: float) -> dict[str, Any]:
+    """`snapshot` with an asynchronous client."""
     replies = await ask_workers(client, remote.figures, timeout=timeout)
     answers = {address: reply for address, reply in replies.items() if isinstance(reply, dict) and reply}
     figures = {address: answer["figures"] for address, answer in answers.items()}

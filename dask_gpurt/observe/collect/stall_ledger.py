@@ -170,6 +170,7 @@ class StallLedger:
         """A worker has come."""
         self._turn()
         self._accounts[ws.address] = WorkerAccount(ws.nthreads, list(self._vector), self._last, self._planning())
+        self._accounts[ws.address].ended = self._last
 
     def worker_removed(self, address: str) -> None:
         """A worker has left: its sums stay, its tasks run no longer."""
@@ -302,6 +303,8 @@ class StallLedger:
             self._turn()
         else:
             self._touch(ws)
+        if (account := self._accounts.get(address)) is not None:
+            account.ended = self._last
         if finish == "memory":
             self.history.ended(address, name, details)
         if self.observer is not None and (finish == "erred" or key in self.observer.wanted):
@@ -354,6 +357,22 @@ class StallLedger:
     def readings(self) -> dict[str, Reading]:
         """What is known of each worker now."""
         return {address: account.reading() for address, account in self._accounts.items()}
+
+    def progress(self) -> dict[str, dict[str, Any]]:
+        """Address -> seconds since a task ``ended`` there, how many are ``running``, the ``oldest`` in seconds, its
+        ``kind``."""
+        now = self._clock()
+        out = {
+            address: {"ended": now - account.ended, "running": 0, "oldest": 0.0, "kind": ""}
+            for address, account in self._accounts.items()
+        }
+        for address, name, since in self._running.values():
+            one = out.get(address)
+            if one is not None:
+                one["running"] += 1
+                if now - since > one["oldest"]:
+                    one["oldest"], one["kind"] = now - since, name
+        return out
 
     def statistics(self) -> dict[str, Any]:
         """Plain JSON.

@@ -52,6 +52,8 @@ class WorkerAccount:
     planned: float
     #: tasks assigned that hold a slot
     assigned: int = 0
+    #: clock at which a task of it ended last; at first, when it came
+    ended: float = 0.0
     #: slot-seconds without an assigned task, by cause, since the last heartbeat
     unassigned: list[float] = dataclasses.field(default_factory=lambda: [0.0] * len(CENTRAL))
     #: what the last heartbeat said, and when by the worker's own clock

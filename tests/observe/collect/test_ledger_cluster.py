@@ -11,7 +11,7 @@ from distributed import Client, secede, worker_client
 
 import dask_gpurt
 from benchmarks.advice import TROUBLES
-from dask_gpurt.client.reports import _snapshot, report_now, snapshot
+from dask_gpurt.client.reports import report_now, snapshot, snapshot_of
 from dask_gpurt.errors import GpurtError
 from dask_gpurt.observe.collect.causes import CLOCK, WAITS
 from dask_gpurt.observe.figures import history
@@ -81,7 +81,7 @@ def test_a_report_does_not_end_a_worker() -> None:
 async def _beat_and_look(client: Client, worker: Any) -> None:
     beat = asyncio.ensure_future(worker.heartbeat())
     await asyncio.sleep(0)  # it is under way
-    told, _ = await asyncio.gather(_snapshot(client, 30), beat)
+    told, _ = await asyncio.gather(snapshot_of(client, 30), beat)
     assert told["workers"][worker.address]["status"]["slots"]["errors"] == 0
 
 
