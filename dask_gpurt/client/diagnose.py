@@ -61,7 +61,7 @@ def diagnose(
 
 
 async def _diagnose(client: Client, every: bool, stall_seconds: float, timeout: float) -> Diagnosis:
-    # Before the workers are asked: a question to one that is stopped lasts until the timeout.
+    # First: a question to one that is stopped lasts until the timeout.
     progress: dict[str, Any] = await _progress(client, timeout)
     status, checks, run = await asyncio.gather(
         look(client, timeout), checkup_of(client, timeout), _newest(client, timeout)

@@ -277,10 +277,11 @@ def _stall(evidence: Evidence) -> Iterator[Cause]:
     )
     one, title = running[worst], evidence.snapshot.title(worst)
     quiet = f", and it has been quiet for {seconds_said(one['quiet'])}" if one["quiet"] >= _QUIET_SECONDS else ""
+    since = seconds_said(min(p["ended"] for p in progress.values()))
     yield Cause(
         "M3",
-        f"no task has ended for {seconds_said(min(p['ended'] for p in progress.values()))} while {len(running)} workers "
-        f"run some. The oldest progress is that of {title}: {seconds_said(one['ended'])} ago; it runs {one['running']} "
+        f"no task has ended for {since} while {len(running)} workers run"
+        f" some. The oldest progress is that of {title}: {seconds_said(one['ended'])} ago; it runs {one['running']} "
         f"tasks, {one['kind']!r} for {seconds_said(one['oldest'])}{quiet}",
         "Either that task is long, or its worker waits for something that does not come",
         "look at its stack (client.call_stack, py-spy dump), then at its interface, MTU and peers (dask gpurt doctor)",

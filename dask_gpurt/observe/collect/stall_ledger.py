@@ -362,7 +362,7 @@ class StallLedger:
         """Address -> seconds since a task ``ended`` there, how many are ``running``, the ``oldest`` in seconds, its
         ``kind``."""
         now = self._clock()
-        out = {
+        out: dict[str, dict[str, Any]] = {
             address: {"ended": now - account.ended, "running": 0, "oldest": 0.0, "kind": ""}
             for address, account in self._accounts.items()
         }
