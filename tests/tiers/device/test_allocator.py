@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from dask_gpurt.backends import cuda
+from dask_gpurt.tiers.device import coexistence
 from dask_gpurt.tiers.device.box import BoxState
 from dask_gpurt.tiers.device.setup import DeviceMemory, Late
 from dask_gpurt.tiers.storage.disk.tier import DiskTier
@@ -138,7 +138,8 @@ def test_what_others_put_over_ours_leaves_it_in_use(tmp_path: Path) -> None:
 def test_it_stands_aside_while_cudf_spills_by_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """dask-cuda's CUDFSetup may switch that on after our start."""
     worker: Any = SimpleNamespace(memory_manager=SimpleNamespace(data={}))
-    memory, backend, _ = device_memory(400 * KB, tmp_path, lambda: cuda.conflict(worker))
+    device = next(_DEVICES)
+    memory, backend, _ = device_memory(400 * KB, tmp_path, lambda: coexistence.conflict(worker, device))
     box = memory.space.put(0, backend.make(0, 300 * KB))
     memory.look()
     assert memory.statistics()["stands_aside"] == ""
@@ -162,7 +163,7 @@ def test_it_stands_aside_while_cudf_spills_by_itself(tmp_path: Path, caplog: pyt
 def test_a_cudf_that_is_being_imported_has_no_options_yet() -> None:
     worker: Any = SimpleNamespace(memory_manager=SimpleNamespace(data={}))
     with mock.patch.dict("sys.modules", {"cudf": SimpleNamespace()}):
-        assert cuda.conflict(worker) == ""
+        assert coexistence.conflict(worker, next(_DEVICES)) == ""
 
 
 def test_memory_that_does_not_come_from_rmm_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
