@@ -38,6 +38,7 @@ class Allocator(enum.Enum):
     ASYNC = "CUDA's asynchronous pool"
     #: memory whose pages the driver moves, such as that of ``--rmm-managed-memory``
     MANAGED = "managed memory"
+    OTHER = "another resource of RMM"
 
 
 class Store(enum.Enum):
@@ -157,7 +158,7 @@ def _installed_allocator(device: int) -> Allocator:
     for allocator, known in ((Allocator.MANAGED, _MANAGED), (Allocator.ASYNC, _ASYNC), (Allocator.POOL, _POOLS)):
         if names.intersection(known):
             return allocator
-    return Allocator.DRIVER
+    return Allocator.DRIVER if "CudaMemoryResource" in names else Allocator.OTHER
 
 
 def _cudf_spills() -> bool:

@@ -236,7 +236,7 @@ def test_why_there_is_no_device_tier() -> None:
     got = shown(scheduler(), {A: managed, B: aside})
     assert f"worker 0: no device tier, {managed['tiers']['device_off']}" in got["off"]
     assert "big: the device tier stands aside, cuDF's own spilling is on" in got["off"]
-    assert "device" not in shown(scheduler(), {A: spilling(device_off="", device={"stands_aside": ""})})["off"]
+    assert "off" not in shown(scheduler(), {A: spilling(device_off="", device={"stands_aside": ""})})
 
 
 def test_a_cold_cluster_gets_no_advice_and_no_unspilling() -> None:
