@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
 from dask.utils import parse_bytes
 
+from dask_gpurt.backends import nvml
 from dask_gpurt.backends.rmm_stack import chain
 from dask_gpurt.errors import InstallError
 
@@ -67,6 +69,8 @@ class DeviceSetup:
     device_limit_bytes: int | None = None
     #: of an empty ``DeviceHostFile``: values in host memory leave it at some point
     host_limited: bool = True
+    #: that the pool of ``RMMSetup`` may take; None: no limit, or one that RMM tells itself
+    pool_limit_bytes: int | None = None
 
     @property
     def device_limited(self) -> bool:
@@ -100,8 +104,8 @@ def look(worker: Worker, pending: Iterable[WorkerPlugin] = (), *, device: int, i
     if store is Store.EMPTY:
         limit = getattr(getattr(data, "device_buffer", None), "n", None)
         host_limited = bool(manager.memory_limit and (manager.memory_target_fraction or manager.memory_spill_fraction))
-    theirs = {type(p).__name__: p for p in pending if type(p).__module__.partition(".")[0] == "dask_cuda"}
-    allocator, spills = _planned_allocator(theirs.get("RMMSetup")), getattr(theirs.get("CUDFSetup"), "spill", None)
+    coming = {type(p).__name__: p for p in pending if type(p).__module__.partition(".")[0] == "dask_cuda"}
+    allocator, spills = _planned_allocator(coming.get("RMMSetup")), getattr(coming.get("CUDFSetup"), "spill", None)
     return DeviceSetup(
         store,
         _installed_allocator(device) if allocator is None else allocator,
@@ -109,6 +113,7 @@ def look(worker: Worker, pending: Iterable[WorkerPlugin] = (), *, device: int, i
         integrated,
         None if limit is None else int(limit),
         host_limited,
+        _pool_limit([*worker.plugins.values(), *coming.values()]),
     )
 
 
@@ -142,6 +147,16 @@ def _planned_allocator(plugin: Any) -> Allocator | None:
     return None if plugin.initial_pool_size is None else Allocator.POOL
 
 
+def _pool_limit(plugins: Iterable[WorkerPlugin]) -> int | None:
+    """The limit of a pool, which RMM does not tell. A plugin that has not run may have a share or a text instead."""
+    limits = [
+        plugin.maximum_pool_size
+        for plugin in plugins
+        if type(plugin).__name__ == "RMMSetup" and getattr(plugin, "initial_pool_size", None) is not None
+    ]
+    return min((limit for limit in limits if type(limit) is int), default=None)
+
+
 #: of RMM: whose pages move between device and host without us
 _MANAGED = ("ManagedMemoryResource", "SystemMemoryResource", "SamHeadroomMemoryResource")
 _ASYNC = ("CudaAsyncMemoryResource", "CudaAsyncViewMemoryResource", "CudaAsyncManagedMemoryResource")
@@ -165,6 +180,15 @@ def _cudf_spills() -> bool:
     # While another thread imports it, it has no options yet.
     option = getattr(sys.modules.get("cudf"), "get_option", None)
     return option is not None and bool(option("spill"))
+
+
+def visible_gpus() -> tuple[list[str], str]:
+    """The devices that this process may use, as CUDA_VISIBLE_DEVICES names them; with a reason where there are none."""
+    snapshot = nvml.look()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is None or not snapshot.devices:
+        return [str(d.index) for d in snapshot.devices], snapshot.reason or "NVML finds no device"
+    return [word.strip() for word in named.split(",") if word.strip()], f"CUDA_VISIBLE_DEVICES is {named!r}"
 
 
 def local_cuda_cluster() -> type[LocalCluster]:

@@ -87,6 +87,8 @@ class DeviceMemory:
         assert found is not None, "no device was found"
         assert setup is not None, "no device was found"
         limit = int(found.total_bytes * settings.device_limit)
+        if setup.pool_limit_bytes is not None:
+            limit = min(limit, setup.pool_limit_bytes)
         # Page-locked memory is host memory: it must leave room for values there.
         pinned = settings.pinned_limit if host_bytes is None else min(settings.pinned_limit, host_bytes // 2)
         callback = Late()

@@ -137,7 +137,7 @@ def test_what_others_put_over_ours_leaves_it_in_use(tmp_path: Path) -> None:
 
 def test_it_stands_aside_while_cudf_spills_by_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """dask-cuda's CUDFSetup may switch that on after our start."""
-    worker: Any = SimpleNamespace(memory_manager=SimpleNamespace(data={}))
+    worker: Any = SimpleNamespace(memory_manager=SimpleNamespace(data={}), plugins={})
     device = next(_DEVICES)
     memory, backend, _ = device_memory(400 * KB, tmp_path, lambda: coexistence.conflict(worker, device))
     box = memory.space.put(0, backend.make(0, 300 * KB))
@@ -161,7 +161,7 @@ def test_it_stands_aside_while_cudf_spills_by_itself(tmp_path: Path, caplog: pyt
 
 
 def test_a_cudf_that_is_being_imported_has_no_options_yet() -> None:
-    worker: Any = SimpleNamespace(memory_manager=SimpleNamespace(data={}))
+    worker: Any = SimpleNamespace(memory_manager=SimpleNamespace(data={}), plugins={})
     with mock.patch.dict("sys.modules", {"cudf": SimpleNamespace()}):
         assert coexistence.conflict(worker, next(_DEVICES)) == ""
 

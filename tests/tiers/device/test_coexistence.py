@@ -38,7 +38,7 @@ def test_every_combination(device: str) -> None:
         assert not (decision.works and setup.store is Store.EMPTY and setup.device_limit_bytes is None), setup
         assert not (decision.works and (setup.integrated or not setup.host_limited)), setup
         works += decision.works
-    # Plain workers with and without a limit in the field that is not theirs, and dask-cuda's, each with four allocators.
+    # Plain workers, twice as the limit is not theirs, and those of dask-cuda, each with four allocators.
     assert works == (0 if device == "off" else 12)
 
 
