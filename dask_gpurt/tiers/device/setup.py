@@ -172,6 +172,7 @@ class DeviceMemory:
         stands_aside = self._conflict()
         if stands_aside != self.stands_aside:
             self._callback.target = None if stands_aside else self.oom
+            self.space.rests = bool(stands_aside)
             if stands_aside:
                 logger.error("The device tier stands aside, no value leaves the device: %s", stands_aside)
             else:
