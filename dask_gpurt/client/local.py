@@ -114,6 +114,7 @@ class GpurtLocalCluster(LocalCluster):
     def __await__(self) -> Generator[Any, Any, Self]:
         try:
             yield from super().__await__()
+            yield from self._workers_started().__await__()
         except (RuntimeError, TimeoutError) as e:
             closing = self.close()
             if closing is not None:

@@ -1,11 +1,13 @@
 """What `test_dask_cuda` runs in other processes; `python -m tests.cluster.cuda_cases` starts clusters on one machine.
 
-Standard input is JSON, ``[[name, "LocalCUDACluster" or "local_cluster", arguments, settings], ...]``. One line of JSON
-per case is written: what `seen` found on the one worker, or the error of the start. `no_driver` is on PYTHONPATH.
+Standard input is JSON, ``[[name, how, arguments, settings], ...]``, where `how` is "LocalCUDACluster", "local_cluster"
+or "await local_cluster". One line of JSON per case is written: what `seen` found on the one worker, or the error of the
+start. `no_driver` is on PYTHONPATH.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 import threading
@@ -81,6 +83,8 @@ def start(how: str, arguments: dict[str, Any], settings: dict[str, Any]) -> dict
             argv = [f"--gpurt-{key.replace('.', '-')}={value}" for key, value in settings.items()]
             preload = {"preload": ["dask_gpurt.preload"], "preload_argv": [argv]}
             cluster = LocalCUDACluster(n_workers=1, scheduler_kwargs=preload, **common)
+        elif how == "await local_cluster":
+            return asyncio.run(_awaited(settings, {"gpus": 1, **common}))
         else:
             cluster = dask_gpurt.local_cluster(settings=settings, **{"gpus": 1, **common})
     except Exception as e:
@@ -88,6 +92,18 @@ def start(how: str, arguments: dict[str, Any], settings: dict[str, Any]) -> dict
     with cluster, cluster.get_client() as client:
         client.wait_for_workers(1, timeout=60)
         return {"kind": type(cluster).__name__, **seen(client, next(iter(client.run(int))))}
+
+
+async def _awaited(settings: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    import dask_gpurt
+
+    async with (
+        dask_gpurt.local_cluster(settings=settings, asynchronous=True, **arguments) as cluster,
+        cluster.get_client() as client,
+    ):
+        await client.wait_for_workers(1, timeout=60)
+        (got,) = (await client.run(look)).values()
+        return {"kind": type(cluster).__name__, **got, "sums": [await client.submit(sum, range(100))] * 3}
 
 
 def _loops() -> int:

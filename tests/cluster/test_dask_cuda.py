@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from distributed import Client
+from distributed.utils_test import poll_for
 
 import dask_gpurt
 
@@ -193,6 +194,39 @@ def test_a_preload_sees_what_dask_cudas_plugins_will_do(
         assert got["device"]["resource_replaced"] == 1  # by RMMSetup, and stacked over before the first task
 
 
+@pytest.mark.parametrize("used", [False, True])
+def test_attach_and_detach(used: bool, tmp_path: Path) -> None:
+    """A mapping that holds keys is not replaced; one that is empty is, and comes back."""
+    with processes(tmp_path, ENVIRONMENT) as p:
+        address = p.scheduler()
+        _worker(p, address, "w", "--rmm-async")
+        with Client(address) as client:
+            client.wait_for_workers(1, timeout=60)
+            kept = client.submit(sum, range(10), key="kept")
+            assert kept.result() == 45
+            if not used:
+                kept.release()
+                _until_nothing_is_kept(client)
+            dask_gpurt.attach(client, settings={"tiers.device": "auto"})
+            got = seen(client, _address_of(client, "w"))
+            assert got["data"] == ("DeviceHostFile" if used else "TieredStore")
+            assert ("holds keys already" in got["off"]) is used
+            assert got["good"] is (None if used else True)
+            if not used:
+                _until_nothing_is_kept(client)
+            dask_gpurt.detach(client)
+            assert client.run(lambda dask_worker: type(dask_worker.data).__name__) == {
+                _address_of(client, "w"): "DeviceHostFile"
+            }
+            assert client.submit(sum, range(10), key="again").result() == 45
+            if used:
+                assert kept.result() == 45
+
+
+def _until_nothing_is_kept(client: Client) -> None:
+    poll_for(lambda: not any(client.run(lambda dask_worker: len(dask_worker.state.tasks)).values()), timeout=30)
+
+
 #: name -> how, arguments, settings, what is seen
 AUTO = {"tiers.device": "auto"}
 CLUSTERS: dict[str, tuple[str, dict[str, Any], dict[str, str], dict[str, Any]]] = {
@@ -213,6 +247,11 @@ CLUSTERS: dict[str, tuple[str, dict[str, Any], dict[str, str], dict[str, Any]]] 
     "LocalCUDACluster, off": ("LocalCUDACluster", {"rmm_async": True}, {}, {"data": "DeviceHostFile", "off": ""}),
     "gpus": ("local_cluster", {}, {}, {"data": "DeviceHostFile", "off": "", "kind": "GpurtLocalCUDACluster"}),
     "gpus, device tier": ("local_cluster", {"rmm_async": True}, AUTO, {"data": "TieredStore", "good": True}),
+    "gpus, awaited": ("await local_cluster", {}, AUTO, {"data": "TieredStore", "off": ""}),
+    "gpus, awaited, JIT-unspill": (
+        *("await local_cluster", {"jit_unspill": True}, {}),
+        {"error": "InstallError", "text": "unexpected keyword argument 'jit_unspill'"},
+    ),
     "gpus, one of them": ("local_cluster", {"gpus": [0]}, {}, {"data": "DeviceHostFile"}),
     "gpus, all": ("local_cluster", {"gpus": "all"}, {}, {"data": "DeviceHostFile"}),
     "gpus, a number too many": ("local_cluster", {"gpus": 2}, {}, {"error": "ConfigError", "text": "sees 1 (0)"}),
