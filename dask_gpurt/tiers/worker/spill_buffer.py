@@ -143,8 +143,17 @@ def stand_in(worker: Worker) -> Callable[[], None]:
     manager.data = state.data = buffer
 
     def undo() -> None:
-        if manager.data is buffer and not buffer:
+        if manager.data is not buffer:
+            return
+        if not buffer:
             manager.data = state.data = data
+            return
+        logger.warning(
+            "worker.data holds %d keys and stays distributed's SpillBuffer, in the place of dask-cuda's %s: it moves "
+            "values by host memory alone. Remedy: restart the worker, or detach while no keys are held",
+            len(buffer),
+            type(data).__name__,
+        )
 
     return undo
 

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 from distributed import Client, Scheduler, Worker, wait
 from distributed.spill import SpillBuffer
-from distributed.utils_test import async_poll_for, gen_cluster
+from distributed.utils_test import async_poll_for, captured_logger, gen_cluster
 
 from dask_gpurt.backends import cuda, device_values, rocm
 from dask_gpurt.config import Settings
@@ -225,7 +225,11 @@ async def test_values_stay_readable_when_we_leave_a_worker_of_dask_cuda(c: Clien
     runtime, _ = await install(a)
     value = c.submit(make, 1, 100 * KB, key="v")
     await wait(value)
-    await runtime.uninstall()
+    with captured_logger("distributed.worker.gpurt", level="WARNING") as log:
+        await runtime.uninstall()
+    assert (
+        "holds 1 keys and stays distributed's SpillBuffer, in the place of dask-cuda's DeviceHostFile" in log.getvalue()
+    )
     assert type(a.data) is SpillBuffer  # dask-cuda's could not take it without blocking the loop
     assert a.data is a.state.data
     assert await c.submit(right, value, 1)
