@@ -1,4 +1,4 @@
-"""CUDA itself: whether there is a usable device, what it has free, and what else manages it.
+"""CUDA itself: whether there is a usable device, and what it has free.
 
 `probe` and `free_bytes` need a driver. Importing this module loads no vendor library: a nanny may import it.
 
@@ -10,11 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from distributed import Worker
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +25,8 @@ class Probe:
     gds: str = "not probed"
     #: its number in this process
     device: int = 0
+    #: it has no memory of its own, as on a system on a chip
+    integrated: bool = False
 
 
 @functools.cache
@@ -48,7 +46,7 @@ def probe() -> Probe:
     except (MemoryError, RuntimeError) as e:
         return Probe(f"an allocation of 256 bytes failed ({e})")
     name = properties.name.decode() if isinstance(properties.name, bytes) else str(properties.name)
-    return Probe("", name.strip("\0"), int(total), _probe_gds(), device)
+    return Probe("", name.strip("\0"), int(total), _probe_gds(), device, bool(properties.integrated))
 
 
 def _probe_gds() -> str:
@@ -75,25 +73,6 @@ def echo(data: bytes) -> bytes:
     import rmm
 
     return bytes(rmm.DeviceBuffer.to_device(data).tobytes())
-
-
-def conflict(worker: Worker) -> str:
-    """What already moves device values on this worker, and must not be stacked upon; "" if nothing does."""
-    data = worker.memory_manager.data
-    if type(data).__module__.partition(".")[0] == "dask_cuda":
-        return (
-            f"worker.data is dask-cuda's {type(data).__name__}, which moves device values itself, and it has "
-            "no limit of host memory or holds values already. Remedy: load dask_gpurt before the first task, start one "
-            "`dask worker` per GPU with CUDA_VISIBLE_DEVICES set, or set gpurt.tiers.device: off"
-        )
-    # While another thread imports it, it has no options yet.
-    option = getattr(sys.modules.get("cudf"), "get_option", None)
-    if option is not None and option("spill"):
-        return (
-            "cuDF's own spilling is on, which has a failure callback of its own. Remedy: CUDF_SPILL=off (for "
-            "dask-cuda: no --enable-cudf-spill), or set gpurt.tiers.device: off"
-        )
-    return ""
 
 
 def checked(result: tuple[Any, ...]) -> Any:

@@ -1,5 +1,7 @@
 """`local_cluster`: a `distributed.LocalCluster` with the extension, which says in one line why it did not start.
 
+With ``gpus`` it is dask-cuda's ``LocalCUDACluster``, see `dask_gpurt.client.gpus`.
+
 Dask's own error for any failed start is "Cluster failed to start: Scheduler failed to start." or "Nanny failed to
 start."; the reason is its cause, some tracebacks above.
 """
@@ -10,19 +12,27 @@ from typing import TYPE_CHECKING, Any
 
 import dask.config
 from distributed import LocalCluster
+from distributed.core import Status
 
+from dask_gpurt.backends import dask_cuda
+from dask_gpurt.client.gpus import on_gpus
 from dask_gpurt.config import Settings, flat, write
 from dask_gpurt.errors import ConfigError, InstallError
-from dask_gpurt.extension.parts import PRELOAD, PRELOADS, require_assertions, require_folders
+from dask_gpurt.extension.parts import PRELOAD, PRELOADS, require_assertions, require_device_tier, require_folders
 from dask_gpurt.observe.dashboard import hook
 from dask_gpurt.placement.decide import policy
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping
+    from collections.abc import Generator, Mapping, Sequence
     from typing import Self
 
 
-def local_cluster(*, settings: Mapping[str, Any] | None = None, **kwargs: Any) -> LocalCluster:
+def local_cluster(
+    *,
+    settings: Mapping[str, Any] | None = None,
+    gpus: int | str | Sequence[int | str] | None = None,
+    **kwargs: Any,
+) -> LocalCluster:
     """A `distributed.LocalCluster` with the extension on its scheduler and, before they register, its workers.
 
     Parameters
@@ -30,6 +40,10 @@ def local_cluster(*, settings: Mapping[str, Any] | None = None, **kwargs: Any) -
     settings
         Dotted keys to values, such as ``{"tiers.host-limit": 0.5}``, or nested as in YAML; they win over YAML and the
         environment.
+    gpus
+        One worker for each of so many GPUs, for these (indices or UUIDs) or for ``"all"`` that this process sees: a
+        ``LocalCUDACluster`` of dask-cuda, which takes `kwargs`. The scheduler sends its workers their part. None: no
+        GPU is looked for.
     **kwargs
         As for `distributed.LocalCluster`. Preloads given there, or else in Dask's configuration, run before ours. With
         ``asynchronous=True`` the cluster is to be awaited, which raises as below.
@@ -37,10 +51,11 @@ def local_cluster(*, settings: Mapping[str, Any] | None = None, **kwargs: Any) -
     Raises
     ------
     ConfigError
-        An unknown setting, or a value that is not allowed. Nothing was started.
+        An unknown setting, or a value that is not allowed; `settings` ask for the device tier, and `kwargs` for
+        something that keeps it off. Nothing was started.
     InstallError
-        This interpreter runs without assertions (``python -O``), a part could not be installed, or Dask could not start
-        the cluster. What was started is closed.
+        This interpreter runs without assertions (``python -O``), there is no GPU or no dask-cuda for `gpus`, a part
+        could not be installed, or Dask could not start the cluster. What was started is closed.
     """
     # Here, where the caller sees what is wrong, rather than in a child process.
     loaded = Settings.load(settings)
@@ -54,10 +69,18 @@ def local_cluster(*, settings: Mapping[str, Any] | None = None, **kwargs: Any) -
         argv += ["--gpurt-" + key.replace(".", "-"), write(key, value)]
     scheduler_kwargs = dict(kwargs.pop("scheduler_kwargs", None) or {})
     _add_preload("scheduler", scheduler_kwargs, argv)
-    _add_preload("worker", kwargs, argv)
+    cluster: type[LocalCluster] = GpurtLocalCluster
+    if gpus is None:
+        _add_preload("worker", kwargs, argv)
+    else:
+        # As a setting of this call; from YAML it says "where it can be had", and `status` says where it cannot.
+        if flat(settings or {}).get("tiers.device") == "auto":
+            require_device_tier(dask_cuda.asked(kwargs))
+        cluster = type("GpurtLocalCUDACluster", (GpurtLocalCluster, dask_cuda.local_cuda_cluster()), {})
+        kwargs = on_gpus(gpus, kwargs)
     # Again: the body of the preload runs once per process, and `dask.config.refresh` forgets what it announced.
     hook.announce()
-    return GpurtLocalCluster(scheduler_kwargs=scheduler_kwargs, **kwargs)
+    return cluster(scheduler_kwargs=scheduler_kwargs, **kwargs)
 
 
 class GpurtLocalCluster(LocalCluster):
@@ -66,16 +89,32 @@ class GpurtLocalCluster(LocalCluster):
     def __init__(self, **kwargs: Any) -> None:
         try:
             super().__init__(**kwargs)
+            if not self.asynchronous:
+                # dask-cuda starts its workers after this class's own, and only logs it when one fails.
+                self.sync(self._workers_started)
         except (RuntimeError, TimeoutError) as e:
             if e.__cause__ is None and not isinstance(e, InstallError):
                 raise  # of the constructor: nothing was started
             self.close()  # ends the thread of the event loop, which Dask leaves
             reason = _reason(e)
             raise reason from reason.__cause__
+        except Exception:  # dask-cuda finds wrong arguments after it has started a scheduler, too
+            if getattr(self, "status", None) is Status.running:
+                self.close()
+            raise
+
+    async def _workers_started(self) -> None:
+        """Raise what kept a worker from starting, as the cause of a RuntimeError as Dask does."""
+        for worker in self.workers.values():
+            try:
+                await worker
+            except Exception as e:
+                raise RuntimeError("a worker failed to start") from e
 
     def __await__(self) -> Generator[Any, Any, Self]:
         try:
             yield from super().__await__()
+            yield from self._workers_started().__await__()
         except (RuntimeError, TimeoutError) as e:
             closing = self.close()
             if closing is not None:

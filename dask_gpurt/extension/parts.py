@@ -15,11 +15,13 @@ import distributed
 
 from dask_gpurt.doctor import compat
 from dask_gpurt.errors import ConfigError, InstallError
+from dask_gpurt.tiers.device.coexistence import decide
 
 if TYPE_CHECKING:
     import logging
     from collections.abc import Awaitable, Callable, Sequence
 
+    from dask_gpurt.backends.dask_cuda import DeviceSetup
     from dask_gpurt.config import Settings
 
 #: what ``--preload`` is given
@@ -67,6 +69,19 @@ def require_folders(folders: Sequence[str]) -> None:
             f"gpurt.tiers.directory is {', '.join(map(repr, folders))}, which cannot be used: {'; '.join(failed)}. "
             "Remedy: a folder that this user may write to, or null for the worker's local directory"
         )
+
+
+def require_device_tier(setup: DeviceSetup) -> None:
+    """Refuse what dask-cuda is asked to set up where the device tier is asked for too, and would stay off.
+
+    Raises
+    ------
+    ConfigError
+        It would, with the reason.
+    """
+    decision = decide(setup, "auto")
+    if not decision.works:
+        raise ConfigError(f"gpurt.tiers.device is 'auto', and the tier would stay off: {decision}")
 
 
 class Parts:

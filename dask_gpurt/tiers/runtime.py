@@ -4,14 +4,16 @@ A worker plugin or a preload calls ``await TierRuntime.install(worker, settings)
 start or while it works, and ``await runtime.uninstall()`` to give everything back. When the worker closes, the files go
 without being read.
 
-``worker.data`` is taken over only where it is distributed's own `SpillBuffer`. Any other mapping is left alone, and
-only the shards of shuffles are kept in the tiers. That is no error: it is logged once and shown as ``left_alone`` in
-`TierRuntime.statistics`.
+``worker.data`` is taken over only where it is distributed's own `SpillBuffer`, or dask-cuda's mapping where the device
+tier can have its place (`device.coexistence`). Any other mapping is left alone, and only the shards of shuffles are
+kept in the tiers. That is no error: it is logged once and shown as ``left_alone`` in `TierRuntime.statistics`, and why
+there is no device tier, where one was asked for, as ``device_off``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import weakref
 from collections import Counter
@@ -20,9 +22,10 @@ from typing import TYPE_CHECKING, Any
 from dask.utils import format_bytes
 from distributed.core import Status
 
-from dask_gpurt.backends import cuda
+from dask_gpurt.backends import dask_cuda
 from dask_gpurt.model.circuit_breaker import Guard
 from dask_gpurt.model.events import Event, Sink, null_sink
+from dask_gpurt.tiers.device import coexistence
 from dask_gpurt.tiers.device.oom import RetryAlone
 from dask_gpurt.tiers.device.setup import DeviceMemory
 from dask_gpurt.tiers.engine.engine import Engine
@@ -33,7 +36,7 @@ from dask_gpurt.tiers.storage.stack import Below
 from dask_gpurt.tiers.stores.shard_store import TierShardStore
 from dask_gpurt.tiers.worker import spill_buffer
 from dask_gpurt.tiers.worker.memory_watch import MemoryWatch
-from dask_gpurt.tiers.worker.seam import WorkerSeam
+from dask_gpurt.tiers.worker.seam import WorkerSeam, pending_plugins
 
 if TYPE_CHECKING:
     from collections.abc import Callable, MutableMapping
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
     from distributed.worker import Worker
 
     from dask_gpurt.config import TierSettings
+    from dask_gpurt.tiers.device.coexistence import Terms
     from dask_gpurt.tiers.stores.task_store import TieredStore
 
 logger = logging.getLogger("distributed.worker.gpurt")
@@ -71,6 +75,8 @@ class TierRuntime:
         limits: Limits,
         below: Below,
         device: DeviceMemory | None,
+        terms: Terms,
+        undo: Callable[[], None],
         sink: Sink,
     ) -> None:
         self._worker = worker
@@ -93,7 +99,13 @@ class TierRuntime:
         self._engine.counters.listener = self._tell_metric
         self._shards = TierShardStore(self._engine)
         self._watch = MemoryWatch(worker, self._engine, limits)
-        self._figures = Figures(self._engine, below, device, self._shards, self._watch, self.guard)
+        #: puts dask-cuda's mapping back, if it had one and our place is empty
+        self._undo = undo
+        device_off = str(terms.decision) if terms.wanted else ""
+        self._figures = Figures(self._engine, below, device, device_off, self._shards, self._watch, self.guard)
+        if device_off:
+            level = logging.INFO if terms.setup is None else logging.WARNING
+            logger.log(level, "No device tier: %s", device_off)
         self._running = True
 
     # ------------------------------------------------------------------ life
@@ -117,8 +129,11 @@ class TierRuntime:
             if runtime is not None and runtime._running:
                 await runtime._apply(settings)
                 return runtime
-            undo = await _take_the_place_of_dask_cuda(worker, settings)
+            terms = await coexistence.terms_of(worker, settings, pending_plugins(worker))
+            undo = _take_the_place_of_dask_cuda(worker, terms)
             left = _left_alone(worker.memory_manager.data, settings)
+            if left is not None and terms.decision.works:
+                terms = dataclasses.replace(terms, decision=coexistence.Decision(left.reason, left.remedy))
             limits = limits_of(worker, settings, shards_only=left is not None)
             try:
                 below = await Below.open(worker, settings, limits, sink)
@@ -126,14 +141,14 @@ class TierRuntime:
                 undo()
                 raise
             try:
-                device = await asyncio.to_thread(
-                    DeviceMemory.open, worker, settings, limits.budget_bytes, serves=left is None
-                )
+                device = None
+                if terms.decision.works:
+                    device = await asyncio.to_thread(DeviceMemory.open, worker, settings, limits.budget_bytes, terms)
             except BaseException:
                 await below.abandon()
                 undo()
                 raise
-            runtime = cls(worker, settings, limits, below, device, sink)
+            runtime = cls(worker, settings, limits, below, device, terms, undo, sink)
             try:
                 if below.lease is not None:
                     below.lease.start()
@@ -169,6 +184,7 @@ class TierRuntime:
                     self._watch.stop()  # distributed's own takes over with the first key given back
                     await self._seam.give_back()
                     self._seam = None
+                    self._undo()
             await self._stop()
             if _runtimes.get(self._worker) is self:
                 del _runtimes[self._worker]
@@ -323,15 +339,13 @@ def _left_alone(data: MutableMapping[Key, Any], settings: TierSettings) -> spill
     return spill_buffer.left_alone(data)
 
 
-async def _take_the_place_of_dask_cuda(worker: Worker, settings: TierSettings) -> Callable[[], None]:
+def _take_the_place_of_dask_cuda(worker: Worker, terms: Terms) -> Callable[[], None]:
     """On ``dask cuda worker``, where our device tier can be had; returns what undoes it."""
     data = worker.memory_manager.data
-    if settings.enabled and settings.device == "auto" and spill_buffer.from_dask_cuda(data):
-        found = await asyncio.to_thread(cuda.probe)
-        undo = None if found.reason else spill_buffer.stand_in(worker)
-        if undo is not None:
-            logger.info("Memory tiers: in the place of dask-cuda's %s, which was empty", type(data).__name__)
-            return undo
+    if terms.decision.works and dask_cuda.is_store(data):
+        undo = spill_buffer.stand_in(worker)
+        logger.info("Memory tiers: in the place of dask-cuda's %s, which was empty", type(data).__name__)
+        return undo
     return lambda: None
 
 

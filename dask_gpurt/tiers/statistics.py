@@ -36,6 +36,8 @@ class Figures:
     below: Below
     #: None without a device tier
     device: DeviceMemory | None
+    #: why there is none although one was asked for
+    device_off: str
     shards: TierShardStore
     watch: MemoryWatch
     guard: Guard
@@ -89,6 +91,7 @@ class Figures:
         out = {
             "enabled": seam is not None,
             "left_alone": left_alone,
+            "device_off": self.device_off,
             **self._of_engine(),
             **(_NO_SEAM if seam is None else _of_seam(seam)),
             **self._of_failures(),

@@ -43,7 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "preload": {"command", "config", "extension", "observe"},
     "load": {"preload"},
     "doctor": {"config", "backends", "tiers"},
-    "client": {"config", "doctor", "extension", "observe", "placement"},
+    "client": {"backends", "config", "doctor", "extension", "observe", "placement"},
     "bench": {"client", "observe"},
     "cli": {"bench", "client", "config", "doctor", "observe", "simulate"},
     "__init__": {"config", "client"},

@@ -125,6 +125,10 @@ def _off_on(worker: dict[str, Any]) -> list[str]:
     tiers = worker.get("tiers", {})
     if tiers.get("left_alone"):
         out.append(f"tiers serve shuffles only, {tiers['left_alone']}")
+    if tiers.get("device_off"):
+        out.append(f"no device tier, {tiers['device_off']}")
+    if tiers.get("device", {}).get("stands_aside"):
+        out.append(f"the device tier stands aside, {tiers['device']['stands_aside']}")
     out += [f"tiers: {part} retired, {why}" for part, why in tiers.get("retired", {}).items()]
     aside = sum(bool(disk.get("set_aside")) for disk in tiers.get("disks", ()))
     if aside:

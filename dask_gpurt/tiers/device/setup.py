@@ -2,21 +2,22 @@
 
 Others change what libraries allocate from after us: dask-cuda's ``RMMSetup`` runs after preloads, and a task may do it.
 So `look` is called with every heartbeat. It stacks again where our stack was replaced, and stands aside while something
-else moves device values (cuDF's own spilling, switched on after our start): two that spill by turns make no progress.
+else moves device values (cuDF's own spilling, switched on after our start), see `coexistence`.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
 from dask.utils import format_bytes
 
-from dask_gpurt.backends import cuda, rocm
+from dask_gpurt.backends import cuda
 from dask_gpurt.backends.device_copies import PinnedSlabs
 from dask_gpurt.backends.device_values import CudaBackend
 from dask_gpurt.backends.rmm_stack import DeviceAllocator, own_pool
-from dask_gpurt.errors import InstallError
+from dask_gpurt.tiers.device import coexistence
 from dask_gpurt.tiers.device.containers import WithContainers
 from dask_gpurt.tiers.device.oom import SpillOnFailure
 from dask_gpurt.tiers.device.pinned import BlockPool, SlabTier
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from dask_gpurt.config import TierSettings
     from dask_gpurt.tiers.device.backend import DeviceBackend
+    from dask_gpurt.tiers.device.coexistence import Terms
     from dask_gpurt.tiers.device.pinned import SlabSource
 
 logger = logging.getLogger("distributed.worker.gpurt")
@@ -71,36 +73,22 @@ class DeviceMemory:
         self._facts: dict[str, Any] = {}
 
     @classmethod
-    def open(
-        cls, worker: Worker, settings: TierSettings, host_bytes: int | None, *, serves: bool = True
-    ) -> DeviceMemory | None:
-        """Probe, and install where an allocation succeeds; None where there is no device. In a thread.
+    def open(cls, worker: Worker, settings: TierSettings, host_bytes: int | None, terms: Terms) -> DeviceMemory:
+        """Install on a device. In a thread.
 
         Parameters
         ----------
         host_bytes
             Budget of values in host memory, of which page-locked blocks may take half.
-        serves
-            ``worker.data`` is ours; else there are no values that could leave the device.
-
-        Raises
-        ------
-        InstallError
-            Something else moves device values here (dask-cuda's DeviceHostFile, cuDF's own spilling).
+        terms
+            That it works, and what is there.
         """
-        if settings.device != "auto":
-            return None
-        found = cuda.probe()
-        if found.reason:
-            logger.info("No device tier: %s; %s", found.reason, rocm.reason())
-            return None
-        stacked = cuda.conflict(worker)
-        if stacked:
-            raise InstallError(f"no device tier: {stacked}")
-        if not serves:
-            logger.info("No device tier: worker.data is left alone")
-            return None
+        found, setup = terms.found, terms.setup
+        assert found is not None, "no device was found"
+        assert setup is not None, "no device was found"
         limit = int(found.total_bytes * settings.device_limit)
+        if setup.pool_limit_bytes is not None:
+            limit = min(limit, setup.pool_limit_bytes)
         # Page-locked memory is host memory: it must leave room for values there.
         pinned = settings.pinned_limit if host_bytes is None else min(settings.pinned_limit, host_bytes // 2)
         callback = Late()
@@ -111,11 +99,19 @@ class DeviceMemory:
         try:
             backend = CudaBackend(allocator)
             backend.prepare()
-            self = cls.over(backend, allocator, callback, PinnedSlabs(), pinned, lambda: cuda.conflict(worker))
+            self = cls.over(
+                backend,
+                allocator,
+                callback,
+                PinnedSlabs(),
+                pinned,
+                functools.partial(coexistence.conflict, worker, found.device),
+                kept_bytes=setup.device_limit_bytes,
+            )
         except BaseException:
             allocator.close()
             raise
-        self._facts.update(device=found.name, gds=found.gds or "available, not used")
+        self._facts.update(device=found.name, gds=found.gds or "available, not used", over=setup.allocator.value)
         logger.info(
             "Device tier: %s up to %s, then up to %s page-locked, then disk",
             found.name,
@@ -133,15 +129,26 @@ class DeviceMemory:
         slabs: SlabSource,
         slab_limit_bytes: int,
         conflict: Callable[[], str],
+        *,
+        kept_bytes: int | None = None,
     ) -> DeviceMemory:
-        """Over a given backend and an installed allocator, whose callback is `callback`."""
+        """Over a given backend and an installed allocator, whose callback is `callback`.
+
+        Parameters
+        ----------
+        kept_bytes
+            That kept values may take in all, such as dask-cuda's limit; None: as much as the allocator's limit allows.
+        """
         limit = allocator.limit_bytes
         low_water = int(limit * _LOW_WATER)
         pool = BlockPool(slabs, limit_bytes=slab_limit_bytes)
         # What one failed allocation makes leave finds its blocks ready; more would lock host memory in vain.
         pool.keep_ahead(min(2 * low_water, slab_limit_bytes // 2))
         space = DeviceSpace(
-            WithContainers(backend), [SlabTier(pool)], limit_bytes=int(limit * _KEPT), high_bytes=int(limit * _HIGH)
+            WithContainers(backend),
+            [SlabTier(pool)],
+            limit_bytes=min(int(limit * _KEPT), limit if kept_bytes is None else kept_bytes),
+            high_bytes=int(limit * _HIGH),
         )
         oom = SpillOnFailure(space, allocator.headroom_bytes, low_water_bytes=low_water)
         callback.target = oom
@@ -165,6 +172,7 @@ class DeviceMemory:
         stands_aside = self._conflict()
         if stands_aside != self.stands_aside:
             self._callback.target = None if stands_aside else self.oom
+            self.space.rests = bool(stands_aside)
             if stands_aside:
                 logger.error("The device tier stands aside, no value leaves the device: %s", stands_aside)
             else:

@@ -75,6 +75,8 @@ class DeviceSpace:
         self.below = list(below)
         self.limit_bytes = limit_bytes
         self.high_bytes = high_bytes
+        #: something else moves values out of this memory: none leaves unasked
+        self.rests = False
         self.metrics = TierMetrics()
         self._lock = threading.Lock()
         self._boxes: dict[int, Box] = {}
@@ -175,6 +177,8 @@ class DeviceSpace:
 
     def _excess(self, coming_bytes: int) -> int:
         excess = 0
+        if self.rests:
+            return excess
         if self.limit_bytes is not None:
             excess = self.device_bytes + coming_bytes - self.limit_bytes
         if self.high_bytes is not None and self._device_bytes:

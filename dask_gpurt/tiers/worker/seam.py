@@ -32,6 +32,7 @@ from dask_gpurt.tiers.worker.small_tasks import SmallTasks
 from dask_gpurt.tiers.worker.task_admission import Turns
 
 if TYPE_CHECKING:
+    from distributed import WorkerPlugin
     from distributed.spill import SpillBuffer
     from distributed.worker import Worker
 
@@ -43,8 +44,15 @@ NAMES = (
     *("memory_manager.data", "memory_manager.memory_limit", "monitor.get_process_memory"),
     *("state.data", "state.tasks", "state.actors"),
     *("handlers", "handle_stimulus", "batched_send", "digest_metric"),
-    *("transfer_outgoing_count", "transfer_outgoing_count_limit"),
+    *("transfer_outgoing_count", "transfer_outgoing_count_limit", "_pending_plugins"),
 )
+
+
+def pending_plugins(worker: Worker) -> tuple[WorkerPlugin, ...]:
+    """Those that came with the worker and have not run yet: before it registers, so only a preload sees any."""
+    # That it is there is looked up with `NAMES`, which comes later.
+    plugins: tuple[WorkerPlugin, ...] = getattr(worker, "_pending_plugins", ())
+    return plugins
 
 
 class WorkerSeam:

@@ -46,6 +46,7 @@ from distributed.metrics import context_meter
 from distributed.sizeof import safe_sizeof
 from distributed.spill import SpillBuffer, SpilledSize
 
+from dask_gpurt.backends import dask_cuda
 from dask_gpurt.errors import CorruptData
 from dask_gpurt.model.checks import require_call, require_names
 from dask_gpurt.tiers.engine.buffer_roots import as_bytes
@@ -111,11 +112,11 @@ def left_alone(data: MutableMapping[Key, Any]) -> LeftAlone | None:
             logging.INFO,
         )
     kind = f"{type(data).__module__}.{type(data).__qualname__}"
-    if from_dask_cuda(data):
+    if dask_cuda.is_store(data):
         return LeftAlone(
             f"worker.data is a {kind}, which manages device memory itself",
-            "start the worker with gpurt.tiers.device: auto, which takes its place before the first task, or as one "
-            "plain `dask worker` per GPU with CUDA_VISIBLE_DEVICES set",
+            "start the worker with gpurt.tiers.device: auto, which takes its place before the first task where nothing "
+            "is against it, or as one plain `dask worker` per GPU with CUDA_VISIBLE_DEVICES set",
             logging.WARNING,
         )
     return LeftAlone(
@@ -123,33 +124,36 @@ def left_alone(data: MutableMapping[Key, Any]) -> LeftAlone | None:
     )
 
 
-def from_dask_cuda(data: MutableMapping[Key, Any]) -> bool:
-    """Whether it is dask-cuda's ``DeviceHostFile``."""
-    return type(data).__module__.partition(".")[0] == "dask_cuda"
+def stand_in(worker: Worker) -> Callable[[], None]:
+    """Put what distributed itself would have chosen in the place of dask-cuda's mapping, in which nothing is yet.
 
-
-def stand_in(worker: Worker) -> Callable[[], None] | None:
-    """Put what distributed itself would have chosen in the place of dask-cuda's mapping, if nothing is in it yet.
+    `dask_gpurt.tiers.device.coexistence` says when: it is empty, and the worker has a limit of host memory.
 
     Returns
     -------
-    What undoes it; None when nothing was done: another mapping, keys in it, or no limit of host memory.
+    What undoes it.
     """
     manager, state = worker.memory_manager, worker.state
     data = manager.data
-    # Its length is 0 without a limit of device memory, whatever is in it: so the tasks are asked too.
-    if not from_dask_cuda(data) or len(data) or any(ts.state == "memory" for ts in state.tasks.values()):
-        return None
     share = manager.memory_target_fraction or manager.memory_spill_fraction
-    if not manager.memory_limit or not share:
-        return None
+    assert manager.memory_limit, "there is nothing to spill by"
+    assert share, "there is nothing to spill by"
     target = int(manager.memory_limit * share) if manager.memory_target_fraction else sys.maxsize
     buffer = SpillBuffer(os.path.join(worker.local_directory, "storage"), target=target, max_spill=manager.max_spill)
     manager.data = state.data = buffer
 
     def undo() -> None:
-        if manager.data is buffer and not buffer:
+        if manager.data is not buffer:
+            return
+        if not buffer:
             manager.data = state.data = data
+            return
+        logger.warning(
+            "worker.data holds %d keys and stays distributed's SpillBuffer, in the place of dask-cuda's %s: it moves "
+            "values by host memory alone. Remedy: restart the worker, or detach while no keys are held",
+            len(buffer),
+            type(data).__name__,
+        )
 
     return undo
 

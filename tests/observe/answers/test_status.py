@@ -230,6 +230,15 @@ def test_what_is_switched_off_and_why() -> None:
     assert got["do first"].startswith("see why: placement: decide retired, 100 failures")
 
 
+def test_why_there_is_no_device_tier() -> None:
+    managed = spilling(device_off="RMM allocates managed memory. Remedy: --rmm-async")
+    aside = spilling(device={"stands_aside": "cuDF's own spilling is on"})
+    got = shown(scheduler(), {A: managed, B: aside})
+    assert f"worker 0: no device tier, {managed['tiers']['device_off']}" in got["off"]
+    assert "big: the device tier stands aside, cuDF's own spilling is on" in got["off"]
+    assert "off" not in shown(scheduler(), {A: spilling(device_off="", device={"stands_aside": ""})})
+
+
 def test_a_cold_cluster_gets_no_advice_and_no_unspilling() -> None:
     cold = ledger(no_work=95.0, unspill=3.0, memory=1.0)
     got = shown(scheduler(ledger=cold), {A: spilling(read={"bytes": 0}, written={"bytes": 0}, disk_bytes=0)})

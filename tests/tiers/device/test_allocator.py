@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from dask_gpurt.backends import cuda
+from dask_gpurt.tiers.device import coexistence
 from dask_gpurt.tiers.device.box import BoxState
 from dask_gpurt.tiers.device.setup import DeviceMemory, Late
 from dask_gpurt.tiers.storage.disk.tier import DiskTier
@@ -137,8 +137,9 @@ def test_what_others_put_over_ours_leaves_it_in_use(tmp_path: Path) -> None:
 
 def test_it_stands_aside_while_cudf_spills_by_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """dask-cuda's CUDFSetup may switch that on after our start."""
-    worker: Any = SimpleNamespace(memory_manager=SimpleNamespace(data={}))
-    memory, backend, _ = device_memory(400 * KB, tmp_path, lambda: cuda.conflict(worker))
+    worker: Any = SimpleNamespace(memory_manager=SimpleNamespace(data={}), plugins={})
+    other = next(_DEVICES)
+    memory, backend, _ = device_memory(400 * KB, tmp_path, lambda: coexistence.conflict(worker, other))
     box = memory.space.put(0, backend.make(0, 300 * KB))
     memory.look()
     assert memory.statistics()["stands_aside"] == ""
@@ -152,6 +153,9 @@ def test_it_stands_aside_while_cudf_spills_by_itself(tmp_path: Path, caplog: pyt
         with pytest.raises(MemoryError):
             backend.make(1, 300 * KB)
         assert box.state is BoxState.DEVICE
+        memory.space.limit_bytes = 100 * KB
+        assert memory.space.balance() == 0  # nor by its own limit
+        memory.space.limit_bytes = 400 * KB
     memory.look()
     assert memory.statistics()["stands_aside"] == ""
     backend.make(1, 300 * KB)
@@ -159,10 +163,29 @@ def test_it_stands_aside_while_cudf_spills_by_itself(tmp_path: Path, caplog: pyt
     memory.close()
 
 
+def test_it_stands_aside_over_managed_memory(tmp_path: Path) -> None:
+    """A task may install it; pages of it are the driver's to move."""
+    worker: Any = SimpleNamespace(memory_manager=SimpleNamespace(data={}), plugins={})
+    where: list[int] = []
+    memory, _, device = device_memory(400 * KB, tmp_path, lambda: coexistence.conflict(worker, where[0]))
+    where.append(device)
+    memory.look()
+    assert memory.statistics()["stands_aside"] == ""
+    rmm.mr.set_per_device_resource(device, rmm.mr.ManagedMemoryResource())
+    memory.look()
+    assert "whose pages the driver moves" in memory.statistics()["stands_aside"]
+    assert memory.space.rests
+    rmm.mr.set_per_device_resource(device, host_memory())
+    memory.look()
+    assert memory.statistics()["stands_aside"] == ""
+    assert not memory.space.rests
+    memory.close()
+
+
 def test_a_cudf_that_is_being_imported_has_no_options_yet() -> None:
-    worker: Any = SimpleNamespace(memory_manager=SimpleNamespace(data={}))
+    worker: Any = SimpleNamespace(memory_manager=SimpleNamespace(data={}), plugins={})
     with mock.patch.dict("sys.modules", {"cudf": SimpleNamespace()}):
-        assert cuda.conflict(worker) == ""
+        assert coexistence.conflict(worker, next(_DEVICES)) == ""
 
 
 def test_memory_that_does_not_come_from_rmm_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

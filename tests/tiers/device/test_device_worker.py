@@ -10,13 +10,14 @@ from unittest import mock
 import pytest
 from distributed import Client, Scheduler, Worker, wait
 from distributed.spill import SpillBuffer
-from distributed.utils_test import async_poll_for, gen_cluster
+from distributed.utils_test import async_poll_for, captured_logger, gen_cluster
 
 from dask_gpurt.backends import cuda, device_values, rocm
 from dask_gpurt.config import Settings
 from dask_gpurt.errors import InstallError
 from dask_gpurt.extension import GpurtScheduler, on_worker
 from dask_gpurt.tiers import TierRuntime
+from dask_gpurt.tiers.device import coexistence
 from dask_gpurt.tiers.device.setup import DeviceMemory, Late
 from dask_gpurt.tiers.runtime import _left_alone
 from tests.tiers.conftest import HostSlabs
@@ -30,30 +31,51 @@ from tests.tiers.device.host_rmm import HostRmmBackend, Value, host_memory, patt
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from dask_gpurt.tiers.device.coexistence import Terms
+
 CONFIG = {"distributed.worker.memory.spill": False, "distributed.worker.memory.pause": False}
 KB = 1 << 10
 LIMIT = 1000 * KB
 BACKENDS: list[HostRmmBackend] = []
 
 
-def open_on_host_memory(worker: Any, settings: Any, host_bytes: int | None, *, serves: bool) -> DeviceMemory:
+def open_on_host_memory(worker: Any, settings: Any, host_bytes: int | None, terms: Terms) -> DeviceMemory:
     """`DeviceMemory.open` over host memory."""
+    assert terms.decision.works
     callback = Late()
     backend = HostRmmBackend(LIMIT)
     backend.callback = callback
     BACKENDS.append(backend)
-    return DeviceMemory.over(backend, backend.allocator, callback, HostSlabs(), 64 << 20, lambda: cuda.conflict(worker))
+    device = backend.allocator._device
+    return DeviceMemory.over(
+        *(backend, backend.allocator, callback, HostSlabs(), 64 << 20),
+        lambda: coexistence.conflict(worker, device),
+    )
 
 
-async def install(worker: Worker) -> tuple[TierRuntime, HostRmmBackend]:
+def found(reason: str = "") -> Any:
+    """What a probe of the stand-in says."""
+    return mock.patch.object(cuda, "probe", return_value=cuda.Probe(reason, "host memory", 1 << 30, device=999))
+
+
+async def install(worker: Worker, reason: str = "") -> tuple[TierRuntime, HostRmmBackend]:
     settings = Settings.load({"tiers.device": "auto", "tiers.disk-reserve": 0}).tiers
-    with mock.patch.object(DeviceMemory, "open", open_on_host_memory):
+    with mock.patch.object(DeviceMemory, "open", open_on_host_memory), found(reason):
         runtime = await TierRuntime.install(worker, settings)
     return runtime, BACKENDS[-1]
 
 
 def make(i: int, nbytes: int) -> Value:
     return BACKENDS[-1].make(i, nbytes)
+
+
+class DeviceHostFile(dict[Any, Any]):
+    """Stands for dask-cuda's; tests/backends/test_dask_cuda.py has the real one."""
+
+    __module__ = "dask_cuda.device_host_file"
+
+    def __init__(self) -> None:
+        self.device_buffer = mock.Mock(n=LIMIT)
 
 
 BEGAN, GO_ON = threading.Event(), threading.Event()
@@ -140,37 +162,26 @@ async def test_uninstall_keeps_what_fits_and_recomputes_the_rest(c: Client, s: S
     assert all(await c.gather(c.map(right, values, range(5))))
 
 
-def test_without_a_gpu_there_is_no_device_tier_and_a_reason() -> None:
-    found = cuda.probe()
-    if not found.reason:
+@pytest.mark.cluster
+@gen_cluster(client=True, nthreads=[("", 1)], config=CONFIG)
+async def test_without_a_gpu_there_is_no_device_tier_and_a_reason(c: Client, s: Scheduler, a: Worker) -> None:
+    reason = (await asyncio.to_thread(cuda.probe)).reason
+    if not reason:
         pytest.skip("there is a GPU")
-    settings = Settings.load({"tiers.device": "auto"}).tiers
-    assert DeviceMemory.open(None, settings, None) is None
-    assert "allocation of 256 bytes failed" in found.reason or "RMM cannot be imported" in found.reason
+    assert "allocation of 256 bytes failed" in reason or "RMM cannot be imported" in reason
+    runtime = await TierRuntime.install(a, Settings.load({"tiers.device": "auto", "tiers.disk-reserve": 0}).tiers)
+    statistics = runtime.statistics()
+    assert statistics["device_off"].startswith(reason)
+    assert "device" not in statistics
+    assert runtime.store is not None  # the other tiers are there
 
 
-def test_off_means_that_nothing_is_probed() -> None:
+@pytest.mark.cluster
+@gen_cluster(client=True, nthreads=[("", 1)], config=CONFIG)
+async def test_off_means_that_nothing_is_probed(c: Client, s: Scheduler, a: Worker) -> None:
     with mock.patch.object(cuda, "probe", side_effect=AssertionError("probed")):
-        assert DeviceMemory.open(None, Settings.load().tiers, None) is None
-
-
-def test_no_stacking_on_others() -> None:
-    worker = mock.Mock()
-    worker.memory_manager.data = DeviceHostFile()
-    assert "dask-cuda's DeviceHostFile" in cuda.conflict(worker)
-    worker.memory_manager.data = {}
-    assert cuda.conflict(worker) == ""
-    cudf = mock.Mock()
-    cudf.get_option.return_value = True
-    with mock.patch.dict("sys.modules", {"cudf": cudf}):
-        assert "cuDF's own spilling is on" in cuda.conflict(worker)
-    worker.memory_manager.data = DeviceHostFile()
-    settings = Settings.load({"tiers.device": "auto"}).tiers
-    with (
-        mock.patch.object(cuda, "probe", return_value=cuda.Probe("", "a device", 1 << 30)),
-        pytest.raises(InstallError, match=r"no device tier: worker\.data is dask-cuda's DeviceHostFile.*Remedy"),
-    ):
-        DeviceMemory.open(worker, settings, None)
+        runtime = await TierRuntime.install(a, Settings.load({"tiers.disk-reserve": 0}).tiers)
+    assert runtime.statistics()["device_off"] == ""
 
 
 def test_values_in_host_memory_are_not_taken_for_device_values() -> None:
@@ -191,21 +202,11 @@ def test_amd_gpus_are_counted_and_nothing_more(tmp_path: Path) -> None:
     assert "no AMD GPU" in rocm.reason() or "found" in rocm.reason()
 
 
-class DeviceHostFile(dict[Any, Any]):
-    """Stands for dask-cuda's, which cannot be installed without a GPU's libraries."""
-
-    __module__ = "dask_cuda.device_host_file"
-
-
-def found(reason: str = "") -> Any:
-    return mock.patch.object(cuda, "probe", return_value=cuda.Probe(reason, "a device", 1 << 30))
-
-
 @pytest.mark.cluster
 @gen_cluster(client=True, nthreads=[("", 1)], config=CONFIG, worker_kwargs={"data": DeviceHostFile})
 async def test_takes_the_place_of_dask_cudas_mapping(c: Client, s: Scheduler, a: Worker) -> None:
-    with found():
-        runtime, _ = await install(a)
+    original = a.data
+    runtime, _ = await install(a)
     assert runtime.store is not None
     assert a.data is a.state.data is runtime.store
     values = c.map(make, range(20), nbytes=100 * KB, key=[f"v{i}" for i in range(20)])
@@ -214,28 +215,44 @@ async def test_takes_the_place_of_dask_cudas_mapping(c: Client, s: Scheduler, a:
     del values
     await async_poll_for(lambda: runtime.statistics()["device"]["values"] == 0, timeout=30)
     await runtime.uninstall()
-    assert type(a.data) is SpillBuffer
-    assert a.data is a.state.data
+    assert a.data is a.state.data is original  # it had nothing, and there was nothing to put into it
     assert await c.submit(sum, [1, 2]) == 3
+
+
+@pytest.mark.cluster
+@gen_cluster(client=True, nthreads=[("", 1)], config=CONFIG, worker_kwargs={"data": DeviceHostFile})
+async def test_values_stay_readable_when_we_leave_a_worker_of_dask_cuda(c: Client, s: Scheduler, a: Worker) -> None:
+    runtime, _ = await install(a)
+    value = c.submit(make, 1, 100 * KB, key="v")
+    await wait(value)
+    with captured_logger("distributed.worker.gpurt", level="WARNING") as log:
+        await runtime.uninstall()
+    assert (
+        "holds 1 keys and stays distributed's SpillBuffer, in the place of dask-cuda's DeviceHostFile" in log.getvalue()
+    )
+    assert type(a.data) is SpillBuffer  # dask-cuda's could not take it without blocking the loop
+    assert a.data is a.state.data
+    assert await c.submit(right, value, 1)
 
 
 @pytest.mark.cluster
 @gen_cluster(client=True, nthreads=[("", 1)], config=CONFIG, worker_kwargs={"data": DeviceHostFile})
 async def test_leaves_dask_cudas_mapping_where_it_is_used_or_no_device_is(c: Client, s: Scheduler, a: Worker) -> None:
     original = a.data
-    with found("no device"):
-        runtime, _ = await install(a)
+    runtime, _ = await install(a, "no device")
     assert "DeviceHostFile" in runtime.statistics()["left_alone"]
+    assert "no device" in runtime.statistics()["device_off"]
     await runtime.uninstall()
+    settings = Settings.load({"tiers.device": "auto", "tiers.disk-reserve": 0}).tiers
     with found(), mock.patch.object(DeviceMemory, "open", side_effect=InstallError("no")), pytest.raises(InstallError):
-        await TierRuntime.install(a, Settings.load({"tiers.device": "auto", "tiers.disk-reserve": 0}).tiers)
+        await TierRuntime.install(a, settings)
     assert a.data is a.state.data is original  # put back
     x = c.submit(sum, [1, 2], key="x")
     await wait(x)
-    with found():
-        runtime, _ = await install(a)
+    runtime, _ = await install(a)
     assert a.data is a.state.data is original
     assert "gpurt.tiers.device: auto" in _left_alone(original, runtime._settings).remedy  # type: ignore[union-attr]
+    assert "holds keys already" in runtime.statistics()["device_off"]
     assert await x == 3
 
 
@@ -244,7 +261,7 @@ async def test_leaves_dask_cudas_mapping_where_it_is_used_or_no_device_is(c: Cli
 async def test_the_cluster_knows_device_values_as_such(c: Client, s: Scheduler, a: Worker) -> None:
     """Host books and gate, `where` and placement, for values on the device, below it, and in containers."""
     plugin = GpurtScheduler(Settings.load({"shuffle.enabled": False, "tiers.device": "auto", "tiers.disk-reserve": 0}))
-    with mock.patch.object(DeviceMemory, "open", open_on_host_memory):
+    with mock.patch.object(DeviceMemory, "open", open_on_host_memory), found():
         await plugin.start(s)
         s.add_plugin(plugin, name=plugin.name)
     parts = on_worker(a)
