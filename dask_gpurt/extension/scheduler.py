@@ -6,21 +6,18 @@ import asyncio
 import dataclasses
 import logging
 import traceback
-import weakref
 from typing import TYPE_CHECKING, Any
 
 from distributed import Scheduler, SchedulerPlugin
 
 from dask_gpurt._version import __version__
 from dask_gpurt.errors import InstallError, StoreError
-from dask_gpurt.extension import delivery
+from dask_gpurt.extension import delivery, told
 from dask_gpurt.extension.corrupt import CorruptFetches
 from dask_gpurt.extension.parts import NAME, Parts, versions
 from dask_gpurt.extension.worker import GpurtWorker
 from dask_gpurt.model import residence
 from dask_gpurt.observe.collect.scheduler import LedgerPlugin
-from dask_gpurt.observe.dashboard import late
-from dask_gpurt.observe.figures import history, prometheus
 from dask_gpurt.observe.journal import Journal
 from dask_gpurt.observe.runs.recorder import RunRecorder
 from dask_gpurt.observe.trace.recorder import TraceRecorder
@@ -127,7 +124,7 @@ class GpurtScheduler(SchedulerPlugin):
             self.scheduler = None
             raise
         if self.settings.observe.enabled:
-            self._show(scheduler)
+            self.plots, self.metrics = told.show(self, scheduler)
         on = [name for name, state in self.parts.state.items() if state == "on"]
         logger.info(
             "dask-gpurt %s: policy %s; took over %s; %s", __version__, self.settings.policy, ", ".join(on), versions()
@@ -210,30 +207,8 @@ class GpurtScheduler(SchedulerPlugin):
 
         return undo
 
-    def _show(self, scheduler: Scheduler) -> None:
-        """Figures for dashboard and Prometheus. Neither is worth an installation: status says what is missing."""
-        # By weak reference: both keep what they are given as long as the scheduler, which would then keep itself.
-        read = weakref.WeakMethod(self.figures)
-
-        def figures() -> dict[str, Any]:
-            method = read()
-            return {} if method is None else method()
-
-        shown = prometheus.provide_scheduler(scheduler, figures)
-        self.metrics = (
-            "on" if shown else "not available because prometheus_client is missing, or refuses them (see the log)"
-        )
-        try:
-            history.provide(scheduler, figures)
-            self.plots = late.install(scheduler)
-        except Exception as e:
-            self.plots = f"not available because {type(e).__name__}: {e}"
-        if self.plots != "on":
-            logger.info("dask-gpurt: plots: %s", self.plots)
-
     def _hide(self, scheduler: Scheduler) -> None:
-        history.withdraw(scheduler)
-        prometheus.withdraw(scheduler)
+        told.hide(scheduler)
         self.plots = self.metrics = "off"
 
     async def close(self) -> None:
@@ -396,49 +371,11 @@ class GpurtScheduler(SchedulerPlugin):
 
     def figures(self) -> dict[str, Any]:
         """What the engines tell of themselves; plain JSON values."""
-        out: dict[str, Any] = {"tier_news": {"exceptions": self.news_exceptions, "last_traceback": self.news_traceback}}
-        if self.gate is not None:
-            out["preflight"] = self.gate.statistics()
-        if self.quarantine is not None:
-            out["quarantine"] = self.quarantine.statistics()
-        if self.next_use is not None:
-            out["next_use"] = self.next_use.statistics()
-        if self.shared_copies is not None:
-            out["shared_copies"] = self.shared_copies.statistics()
-        if self.placement is not None:
-            out["placement"] = self.placement.statistics()
-        if self.shuffle is not None:
-            out["shuffle"] = self.shuffle.statistics()
-        if self.ledger is not None:
-            out["ledger"] = self.ledger.statistics()
-        if self.runs is not None:
-            out["runs"] = self.runs.statistics()
-        if self.trace is not None:
-            out["trace"] = self.trace.statistics()
-        return out
-
-    def _refused(self) -> dict[str, str]:
-        """Workers that run stock although they were sent their part: address -> why."""
-        workers = {} if self.scheduler is None else self.scheduler.workers
-        return {a: str(ws.metrics[delivery.REFUSED]) for a, ws in workers.items() if delivery.REFUSED in ws.metrics}
+        return told.figures(self)
 
     def statistics(self) -> dict[str, Any]:
         """Plain JSON values; see `dask_gpurt.status`."""
-        out: dict[str, Any] = {
-            "version": __version__,
-            "policy": self.settings.policy,
-            "parts": dict(self.parts.state) if self.parts else {},
-            "plots": self.plots,
-            "metrics": self.metrics,
-            "refused": self._refused(),
-            "safe": dict(self.safe_since),
-            **self.figures(),
-        }
-        if self.corrupt is not None:
-            out["corrupt_fetches"] = self.corrupt.statistics()
-        if self.journal is not None:
-            out["events"] = self.journal.statistics()
-        return out
+        return told.statistics(self)
 
 
 def _require_answer(bucket: Bucket, prefix: str) -> None:
