@@ -1,4 +1,4 @@
-"""What a `GpurtScheduler` tells: to dashboards and Prometheus (`show`), and as plain values (`figures`, `statistics`)."""
+"""What a `GpurtScheduler` tells: dashboards and Prometheus (`show`), and plain values (`figures`, `statistics`)."""
 
 from __future__ import annotations
 
