@@ -317,6 +317,7 @@ SCHEDULER: tuple[Figure, ...] = (
         "Times that half of the graphs of a kind were left to Dask, to compare"),
     status("placement.graph_judge.retirements", "count", "Times that graphs of a kind were left to Dask as ours lost"),
     status("placement.graph_judge.by_lot", "count", "Graphs left to Dask by lot during trials"),
+    status("placement.graph_judge.given_up", "count", "Of those, given up as Dask took far longer"),
     status("placement.graph_judge.left_to_stock", "count", "Graphs left to Dask as ours had lost"),
     status("placement.graph_judge.kinds", "count", "Kinds of graph that are known"),
     status("placement.graph_judge.idle_alarms", "count", "Times that roots were no longer held, as threads were idle"),

@@ -21,7 +21,9 @@ has the same head. States and events of a head (`GraphStanding`)::
   (`idle_alarm`). The first episode of a head imports and learns, and raises suspicion only by the alarm.
 * TRIAL: episodes go to the side that has fewer results, by lot where both have as many. On stock's side everything is
   stock's: roots, decisions, stealing, copies. Results are compared within *strata*: the same tasks, threads and bytes
-  of results. `verdict` decides as soon as it is clear, after `MOST` results of each side in any case.
+  of results. `verdict` decides as soon as it is clear, after `MOST` results of each side in any case. An episode on
+  stock's side that has taken `GIVEN_UP` times as long as ours did goes on as ours: stock may be many times slower, and
+  what it has taken so far is enough to compare.
 * RETIRED: stock's. CLEARED: placement's, not suspected again for a while. Both back-offs double, up to an hour.
 
 When `SEVERAL` heads are retired, and at least as many as are cleared, everything is stock's for a while.
@@ -52,6 +54,9 @@ TASKS_PER_THREAD = 4
 NOTABLE_SECONDS = 1.0
 #: an episode is suspicious when it takes so many times the seconds that its computing needs on all threads
 SUSPICIOUS = 1.3
+#: times ours' seconds after which an episode on stock's side of a trial is given up. More than `graph_verdict.CLEAR`, so
+#: that what was taken until then counts as a clear result
+GIVEN_UP = 1.3
 #: seconds for which a head is first retired or cleared; doubles each time
 REST_SECONDS = 60.0
 MAX_REST_SECONDS = 3600.0
@@ -84,7 +89,7 @@ class GraphStanding(enum.Enum):
 class Record:
     """What is known of one head."""
 
-    __slots__ = ("drawn", "name", "reason", "rest", "results", "runs", "standing", "tasks", "until")
+    __slots__ = ("drawn", "name", "pace", "reason", "rest", "results", "runs", "standing", "tasks", "until")
 
     def __init__(self) -> None:
         self.standing = GraphStanding.TRUSTED
@@ -95,6 +100,8 @@ class Record:
         #: episodes judged, and tasks of the newest
         self.runs = 0
         self.tasks = 0
+        #: seconds per task of the newest episode that was ours; inf: there was none
+        self.pace = math.inf
         #: episodes since the trial began, also those that could not be judged
         self.drawn = 0
         #: stratum -> results of ours, of stock; in a trial
@@ -144,6 +151,8 @@ class GraphJudge:
         #: episodes of stock's by lot, and by verdict
         self.by_lot = 0
         self.left_to_stock = 0
+        #: episodes on stock's side that were given up
+        self.given_up = 0
         self.trials = 0
         self.retirements = 0
         self.records: dict[Head, Record] = {}
@@ -159,6 +168,8 @@ class GraphJudge:
         #: why the present episode is not judged; None: it is
         self._spoiled: str | None = None
         self._alarmed = False
+        #: seconds after which the present episode, on stock's side of a trial, was given up; None: it was not
+        self._given_up: float | None = None
         #: fullest worker, as a share of its memory mark
         self._fullest = 0.0
         self._quiet = 0
@@ -247,11 +258,22 @@ class GraphJudge:
         if not self.left:
             self.close()
             return
+        if self.in_trial and self.stock:
+            self._give_up()
         self._quiet = 0 if at_work else self._quiet + 1
         if self._quiet >= QUIET_TICKS:
             self._ended = self._clock()
             self.spoil("tasks were cancelled or cannot run")
             self.close()
+
+    def _give_up(self) -> None:
+        record = self.records.get(self._head) if self._head is not None else None
+        seconds = self._clock() - self._began
+        if record is not None and seconds > max(
+            NOTABLE_SECONDS, GIVEN_UP * record.pace * max(self._total, record.tasks)
+        ):
+            self.stock, self._given_up = False, seconds
+            self.given_up += 1
 
     def forget(self) -> None:
         """End the present episode, unjudged: all tasks are gone."""
@@ -265,7 +287,7 @@ class GraphJudge:
         self._head, self._threads = head, threads
         self._tasks.clear()
         self._total = 0
-        self._spoiled, self._alarmed = None, False
+        self._spoiled, self._alarmed, self._given_up = None, False, None
         self._fullest, self._quiet = 0.0, 0
         self.compute_seconds = 0.0
         self.made_bytes = self.moved_bytes = 0
@@ -302,7 +324,7 @@ class GraphJudge:
     def close(self) -> None:
         """End the present episode and judge it."""
         head, self._head = self._head, None
-        stock, self.stock = self.stock, False
+        stock, self.stock = self.stock or self._given_up is not None, False
         trial, self.in_trial = self.in_trial, False
         self.left = 0
         if head is None:
@@ -325,6 +347,10 @@ class GraphJudge:
             record.runs += 1
             record.tasks = n
             record.name = f"{_named(self._tasks)} ({n} tasks)"
+            if not stock:
+                record.pace = seconds / n
+        if self._given_up is not None:
+            seconds = self._given_up
         if trial:
             self.by_lot += stock
             self._tried(record, stock, Outcome(seconds / n, self.moved_bytes, self._fullest) if fair else None, now)
@@ -400,6 +426,7 @@ class GraphJudge:
             "trials": self.trials,
             "retirements": self.retirements,
             "by_lot": self.by_lot,
+            "given_up": self.given_up,
             "left_to_stock": self.left_to_stock,
             "kinds": len(self.records),
             "switched_off": switched_off,

@@ -125,6 +125,43 @@ def test_what_wins_costs_two_graphs() -> None:
     assert s.judge.statistics()["cleared"]
 
 
+def test_stock_is_given_up_where_it_takes_far_longer() -> None:
+    """Ours takes 2 s, stock 8: a trial costs 1.3 times ours and the rest at ours' pace, and it counts for ours."""
+    s, costs = Script(), []
+    for _ in range(30):
+        began = s.now
+        s.judge.arrived(GRAPH, THREADS)
+        side = "stock" if s.judge.stock else "ours"
+        for _ in range(n := sum(GRAPH.values())):
+            s.now += (8.0 if s.judge.stock else 2.0) / n
+            s.judge.finished(True)
+            s.judge.compute_seconds += 0.5 * THREADS / n
+            s.judge.tick(True, 0.1)
+        s.judge.tick(False, 0.1)
+        s.sides.append(side)
+        costs.append(s.now - began)
+    told = s.judge.statistics()
+    assert (told["by_lot"], told["given_up"], told["retirements"]) == (2, 2, 0)
+    assert told["on_trial"] == {}
+    assert max(costs) < 4.2
+    assert s.record.standing is GraphStanding.CLEARED
+    assert "ours took 0.7" in s.record.reason  # of what stock had taken by then
+
+
+def test_stock_is_not_given_up_where_it_is_as_fast() -> None:
+    s = Script()
+    for _ in range(60):
+        s.judge.arrived(GRAPH, THREADS)
+        for _ in range(n := sum(GRAPH.values())):
+            s.now += s.noisy(2.0)() / n
+            s.judge.finished(True)
+            s.judge.compute_seconds += 0.5 * THREADS / n
+            s.judge.tick(True, 0.1)
+        s.judge.tick(False, 0.1)
+    assert s.judge.statistics()["by_lot"] > 1
+    assert s.judge.statistics()["given_up"] == 0
+
+
 def test_what_is_even_is_kept_or_costs_nothing() -> None:
     s = Script()
     s.times(40, s.noisy(2.0, 0.02), s.noisy(2.0, 0.02))
