@@ -63,7 +63,7 @@ def _spoil_messages(dask_worker: Worker, sender: str) -> None:
             frames = [*frames[:-1], _turned(frames[-1], random)]
         take(self, key, came_from, frames, *rest, **kwargs)
 
-    Inbox.on_message = on_message  # type: ignore[method-assign]
+    Inbox.on_message = on_message  # type: ignore[method-assign,assignment]
 
 
 def _spoil_values(dask_worker: Worker) -> None:

@@ -375,7 +375,26 @@ class GpurtScheduler(SchedulerPlugin):
 
     def statistics(self) -> dict[str, Any]:
         """Plain JSON values; see `dask_gpurt.status`."""
-        return told.statistics(self)
+        out = told.statistics(self)
+        for name, part in (("corrupt_fetches", self.corrupt), ("events", self.journal)):
+            if part is not None:
+                out[name] = part.statistics()
+        return out
+
+    @property
+    def told(self) -> dict[str, told.Part | None]:
+        """Its parts by the name that they have in `figures`; None: not installed."""
+        return {
+            "preflight": self.gate,
+            "quarantine": self.quarantine,
+            "next_use": self.next_use,
+            "shared_copies": self.shared_copies,
+            "placement": self.placement,
+            "shuffle": self.shuffle,
+            "ledger": self.ledger,
+            "runs": self.runs,
+            "trace": self.trace,
+        }
 
 
 def _require_answer(bucket: Bucket, prefix: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dask_gpurt._version import __version__
 from dask_gpurt.extension import delivery
@@ -14,12 +14,40 @@ from dask_gpurt.observe.figures import history, prometheus
 if TYPE_CHECKING:
     from distributed import Scheduler
 
-    from dask_gpurt.extension.scheduler import GpurtScheduler
+    from dask_gpurt.config import Settings
+    from dask_gpurt.extension.parts import Parts
 
 logger = logging.getLogger("distributed.scheduler.gpurt")
 
 
-def show(plugin: GpurtScheduler, scheduler: Scheduler) -> tuple[str, str]:
+class Part(Protocol):
+    """What an engine or an observer has."""
+
+    def statistics(self) -> dict[str, Any]:
+        """Plain JSON values."""
+
+
+class Teller(Protocol):
+    """What is read of a `GpurtScheduler`."""
+
+    settings: Settings
+    scheduler: Scheduler | None
+    parts: Parts | None
+    plots: str
+    metrics: str
+    safe_since: dict[str, float]
+    news_exceptions: int
+    news_traceback: str
+
+    @property
+    def told(self) -> dict[str, Part | None]:
+        """Its parts by the name that they have in `figures`; None: not installed."""
+
+    def figures(self) -> dict[str, Any]:
+        """`figures` of it."""
+
+
+def show(plugin: Teller, scheduler: Scheduler) -> tuple[str, str]:
     """Give figures to the dashboard and to Prometheus; whether each is "on", or why not.
 
     Neither is worth an installation: status says what is missing.
@@ -49,24 +77,13 @@ def hide(scheduler: Scheduler) -> None:
     prometheus.withdraw(scheduler)
 
 
-def figures(plugin: GpurtScheduler) -> dict[str, Any]:
+def figures(plugin: Teller) -> dict[str, Any]:
     """What the engines tell of themselves; plain JSON values."""
     out: dict[str, Any] = {"tier_news": {"exceptions": plugin.news_exceptions, "last_traceback": plugin.news_traceback}}
-    parts = {
-        "preflight": plugin.gate,
-        "quarantine": plugin.quarantine,
-        "next_use": plugin.next_use,
-        "shared_copies": plugin.shared_copies,
-        "placement": plugin.placement,
-        "shuffle": plugin.shuffle,
-        "ledger": plugin.ledger,
-        "runs": plugin.runs,
-        "trace": plugin.trace,
-    }
-    return out | {name: part.statistics() for name, part in parts.items() if part is not None}
+    return out | {name: part.statistics() for name, part in plugin.told.items() if part is not None}
 
 
-def statistics(plugin: GpurtScheduler) -> dict[str, Any]:
+def statistics(plugin: Teller) -> dict[str, Any]:
     """Plain JSON values; see `dask_gpurt.status`."""
     out: dict[str, Any] = {
         "version": __version__,
@@ -78,14 +95,10 @@ def statistics(plugin: GpurtScheduler) -> dict[str, Any]:
         "safe": dict(plugin.safe_since),
         **figures(plugin),
     }
-    if plugin.corrupt is not None:
-        out["corrupt_fetches"] = plugin.corrupt.statistics()
-    if plugin.journal is not None:
-        out["events"] = plugin.journal.statistics()
     return out
 
 
-def _refused(plugin: GpurtScheduler) -> dict[str, str]:
+def _refused(plugin: Teller) -> dict[str, str]:
     """Workers that run stock although they were sent their part: address -> why."""
     workers = {} if plugin.scheduler is None else plugin.scheduler.workers
     return {a: str(ws.metrics[delivery.REFUSED]) for a, ws in workers.items() if delivery.REFUSED in ws.metrics}

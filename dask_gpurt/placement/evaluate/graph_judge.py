@@ -54,8 +54,8 @@ TASKS_PER_THREAD = 4
 NOTABLE_SECONDS = 1.0
 #: an episode is suspicious when it takes so many times the seconds that its computing needs on all threads
 SUSPICIOUS = 1.3
-#: times ours' seconds after which an episode on stock's side of a trial is given up. More than `graph_verdict.CLEAR`, so
-#: that what was taken until then counts as a clear result
+#: times ours' seconds after which an episode on stock's side of a trial is given up. More than `graph_verdict.CLEAR`:
+#: what was taken until then counts as a clear result
 GIVEN_UP = 1.3
 #: seconds for which a head is first retired or cleared; doubles each time
 REST_SECONDS = 60.0
