@@ -39,6 +39,9 @@ FAULTS = ("none", "sender", "link", "slow")
 #: with joins and shuffles
 QUERIES = (3, 5, 9, 10, 18)
 RATE = 0.1
+SMALL_BYTES = 10_000
+#: attribute of a worker: whose messages it spoils
+BAD = "_benchmark_bad_sender"
 #: without an event, passes go on for so long: a slow worker is told from a busy one after a minute
 LONGEST_SECONDS = 150.0
 
@@ -50,8 +53,8 @@ def _turned(frame: Any, random: Any) -> Any:
     return out
 
 
-def _spoil_messages(dask_worker: Worker, sender: str) -> None:
-    """On a worker: turn one bit in a share of the messages of shuffles that come from this sender."""
+def _prepare(dask_worker: Worker) -> None:
+    """On a worker, before its first shuffle: be able to turn one bit in a share of the messages of one sender."""
     import numpy as np
 
     from dask_gpurt.shuffle.transport.inbox import Inbox
@@ -59,11 +62,15 @@ def _spoil_messages(dask_worker: Worker, sender: str) -> None:
     random, take = np.random.default_rng(1), Inbox.on_message
 
     def on_message(self: Any, key: Any, came_from: str, frames: list[Any], *rest: Any, **kwargs: Any) -> None:
-        if came_from == sender and random.random() < RATE:
+        if came_from == getattr(dask_worker, BAD, None) and random.random() < RATE:
             frames = [*frames[:-1], _turned(frames[-1], random)]
         take(self, key, came_from, frames, *rest, **kwargs)
 
     Inbox.on_message = on_message  # type: ignore[method-assign,assignment]
+
+
+def _spoil_messages(dask_worker: Worker, sender: str) -> None:
+    setattr(dask_worker, BAD, sender)
 
 
 def _spoil_values(dask_worker: Worker) -> None:
@@ -77,7 +84,8 @@ def _spoil_values(dask_worker: Worker) -> None:
         frames = await stock(msg, **kwargs)
         if isinstance(msg, dict) and msg.get("status") == "OK" and msg.get("data") and random.random() < RATE:
             longest = max(range(len(frames)), key=lambda i: memoryview(frames[i]).nbytes)
-            frames[longest] = _turned(frames[longest], random)
+            if memoryview(frames[longest]).nbytes > SMALL_BYTES:  # the value, not what Dask says about it
+                frames[longest] = _turned(frames[longest], random)
         return frames
 
     tcp.to_frames = to_frames
@@ -111,10 +119,10 @@ def fault(name: str, client: Client) -> Iterator[None]:
     workers = list(client.scheduler_info(n_workers=-1)["workers"])
     bad, other = workers[:2]
     if name == "sender":
-        client.run(_spoil_messages, bad, workers=[w for w in workers if w != bad])
+        client.run(_spoil_messages, sender=bad, workers=[w for w in workers if w != bad])
         client.run(_spoil_values, workers=[bad])
     elif name == "link":
-        client.run(_spoil_messages, bad, workers=[other])
+        client.run(_spoil_messages, sender=bad, workers=[other])
     elif name == "slow":
         with stuttering(client.run(os.getpid, workers=[bad])[bad]):
             yield
@@ -159,6 +167,7 @@ def measure(name: str, args: argparse.Namespace, opened: Any, expected: dict[int
         Client(cluster) as client,
     ):
         watch(cluster, events)
+        client.run(_prepare)
         one_pass(client, opened, expected, found)  # warm
         for _ in range(args.passes):
             found["seconds"]["before"].append(one_pass(client, opened, expected, found))
@@ -168,6 +177,8 @@ def measure(name: str, args: argparse.Namespace, opened: Any, expected: dict[int
                 name == "slow" and not events and time.monotonic() < start + LONGEST_SECONDS
             ):
                 found["seconds"]["after"].append(one_pass(client, opened, expected, found))
+                speeds = dask_gpurt.status(client).scheduler["placement"]["speeds"]
+                found.setdefault("slowest", []).append(round(min(speeds.values(), default=1.0), 2))
             told = dask_gpurt.hold(client)
         found["events"] = [[round(at - start, 1), text] for at, text in events]
         found["held"] = [why["cause"] for why in told.held.values()]

@@ -30,7 +30,11 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from distributed.worker_state_machine import GatherDepNetworkFailureEvent, GatherDepSuccessEvent
+from distributed.worker_state_machine import (
+    GatherDepFailureEvent,
+    GatherDepNetworkFailureEvent,
+    GatherDepSuccessEvent,
+)
 
 from dask_gpurt.extension import seam, signed
 from dask_gpurt.extension.corrupt import LIMIT, OP
@@ -103,6 +107,15 @@ class Fetches(Wrapped):
                 event = await stock(worker, to_gather, total_nbytes, stimulus_id=stimulus_id)
             finally:
                 signed.current.reset(token)
+            if isinstance(event, GatherDepFailureEvent) and not (fetch.corrupt or fetch.unreadable):
+                # What Dask adds around the values has turned. As a failure it would hang the task (dask/distributed
+                # issue 6705), and whoever gets this comm next would be answered by a sender that waits for an "OK".
+                fetch.corrupt = f"the answer does not parse, {event.exception_text}"
+                if fetch.comm is not None:
+                    fetch.comm.abort()
+                event = GatherDepNetworkFailureEvent(
+                    worker=worker, total_nbytes=total_nbytes, stimulus_id=f"gpurt-unparsed-{time.time()}"
+                )
             self._ended(worker, to_gather, fetch, event)
             return event
 
@@ -140,7 +153,9 @@ class _Ask(Wrapped):
     def _wrap(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         async def connect(*args: Any, **kwargs: Any) -> Comm:
             comm: Comm = await stock(*args, **kwargs)
-            if self._active and signed.current.get() is not None:
+            fetch = signed.current.get()
+            if self._active and fetch is not None:
+                fetch.comm = comm
                 _ask_on(comm)
             return comm
 

@@ -6,7 +6,8 @@ in place: nothing is copied, and arrays are as writeable as they were.
 
 Theory of operation. Dask splits and compresses frames after this family made them, and merges and expands them before
 it gets them back. So the checksum covers compression and the comm's own cuts as well. Around it stays what Dask adds to
-a message, some hundred bytes of keys and positions: what is flipped there mostly does not parse.
+a message, some hundred bytes of keys and positions: what is flipped there mostly does not parse, which `fetches` takes
+for corrupt too.
 
 A process that does not know a family fails the task that needs the value. So only a peer that asks gets it: a request
 has one key more, `WANTED`, which no task has. Dask leaves out keys that it does not hold, so a worker without this
@@ -61,6 +62,10 @@ class Fetch:
     verified: int = 0
     #: why one was not
     corrupt: str = ""
+    #: one with the right checksum cannot be deserialized: that is the value's own error
+    unreadable: bool = False
+    #: what the answer comes over
+    comm: Comm | None = None
 
 
 #: of this task, and of the thread in which its answer is deserialized
@@ -110,5 +115,10 @@ def _loads(header: dict[str, Any], frames: list[Any]) -> Any:
         raise CorruptTransfer(f"{why}. Dask fetches it again")
     if fetch is not None:
         fetch.verified += 1
-    inner = msgpack.loads(packed, object_hook=msgpack_decode_default, use_list=False, **msgpack_opts)
-    return deserialize(inner, frames)
+    try:
+        inner = msgpack.loads(packed, object_hook=msgpack_decode_default, use_list=False, **msgpack_opts)
+        return deserialize(inner, frames)
+    except Exception:
+        if fetch is not None:
+            fetch.unreadable = True
+        raise
