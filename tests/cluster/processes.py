@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+#: what an extended scheduler installs with the usual settings
+SCHEDULER_PARTS = ("ledger", "next-use", "placement", "preflight", "quarantine", "shuffle", "workers")
+
 
 class Processes:
     """Starts `dask` commands with their output in files; `close` ends them all."""

@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from distributed import Client, Event, Worker
+from distributed import Client, Event
 
 import dask_gpurt
 from dask_gpurt.client.diagnosis import Answer, Evidence, diagnose
@@ -230,10 +230,6 @@ def test_a_task_that_waits_for_ever_is_a_stall(client: Client) -> None:
     ]
 
 
-def _pid(dask_worker: Worker) -> int:
-    return os.getpid()
-
-
 @pytest.mark.cluster
 def test_a_stopped_worker_from_the_command_line(tmp_path: Path) -> None:
     with processes(tmp_path) as started:
@@ -242,12 +238,12 @@ def test_a_stopped_worker_from_the_command_line(tmp_path: Path) -> None:
             started.worker(address, "--name", name)
         with Client(address) as client:
             client.wait_for_workers(2)
-            pids = client.run(_pid)
+            pids = client.run(os.getpid)
             done = gpurt("diagnose", address, "--json")
             steps = json.loads(done.stdout)["steps"]
             assert done.returncode == (1 if any(step["causes"] for step in steps) else 0), done.stderr
             victim, pid = next(iter(pids.items()))
-            running = client.map(_sleep, range(4), seconds=0.2, pure=False)
+            running = client.map(time.sleep, [0.2] * 4, pure=False)  # a function that these processes can import
             with stopped(pid):
                 done = gpurt("diagnose", address, "--timeout", "2", "--stall", "1")
                 assert done.returncode == 1, (done.stdout, done.stderr)

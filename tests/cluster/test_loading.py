@@ -18,7 +18,7 @@ import dask_gpurt
 from dask_gpurt.errors import ConfigError, InstallError
 from dask_gpurt.extension import on_worker
 
-from .processes import processes, wait_text
+from .processes import SCHEDULER_PARTS, processes, wait_text
 
 pytestmark = pytest.mark.cluster
 
@@ -39,8 +39,7 @@ def _work(client: Client) -> None:
 
 def _shows_all(client: Client, workers: int) -> dict[str, Any]:
     got = dask_gpurt.status(client).to_dict()
-    parts = ("ledger", "next-use", "placement", "preflight", "shuffle", "workers")
-    assert got["scheduler"]["parts"] == dict.fromkeys(parts, "on")
+    assert got["scheduler"]["parts"] == dict.fromkeys(SCHEDULER_PARTS, "on")
     assert len(got["workers"]) == workers
     parts = ("copies", "fetches", "slots", "tiers")
     assert all(w["parts"] == dict.fromkeys(parts, "on") for w in got["workers"].values()), got["workers"]
@@ -58,7 +57,7 @@ def test_preload_on_the_scheduler_alone_is_enough(tmp_path: Path) -> None:
             got = _shows_all(client, 2)
             assert sum(got["scheduler"]["placement"]["declined"].values()) > 0  # all alike: stock decides
             log = wait_text(p.running[0][1], "dask-gpurt 0")
-            assert "took over ledger, preflight, workers, next-use, placement, shuffle" in log
+            assert "took over ledger, preflight, quarantine, workers, next-use, placement, shuffle" in log
         out = subprocess.run(
             [sys.executable, "-m", "dask", "gpurt", "status", address], capture_output=True, text=True, check=True
         ).stdout
@@ -381,11 +380,7 @@ def test_a_part_that_cannot_install(monkeypatch: pytest.MonkeyPatch) -> None:
             dask_gpurt.attach(client)
         _assert_stock(client, stock)
         got = dask_gpurt.attach(client, settings={"on-error": "stock"}).to_dict()
-        want = {
-            **dict.fromkeys(("ledger", "next-use", "placement", "preflight", "workers"), "on"),
-            "shuffle": "off: injected",
-        }
-        assert got["scheduler"]["parts"] == want
+        assert got["scheduler"]["parts"] == {**dict.fromkeys(SCHEDULER_PARTS, "on"), "shuffle": "off: injected"}
         _work(client)
 
 

@@ -15,7 +15,7 @@ from distributed import Client, LocalCluster
 import dask_gpurt
 from dask_gpurt.observe.collect.causes import CLOCK, LOCAL, UNASSIGNED, WAITS
 from dask_gpurt.observe.dashboard import hook
-from tests.cluster.processes import processes
+from tests.cluster.processes import SCHEDULER_PARTS, processes
 from tests.observe.fakes import OPTIONAL
 from tests.observe.numbers import HEARTBEAT
 
@@ -166,9 +166,7 @@ def test_without_bokeh_everything_else_works(tmp_path: Path) -> None:
             client.wait_for_workers(1, timeout=60)
             assert client.submit(sum, client.map(int, range(9))).result() == 36
             got = status_of(client)
-            assert got["parts"] == dict.fromkeys(
-                ("ledger", "next-use", "placement", "preflight", "shuffle", "workers"), "on"
-            )
+            assert got["parts"] == dict.fromkeys(SCHEDULER_PARTS, "on")
             assert got["plots"].startswith("not available because this scheduler has no dashboard")
             log = p.running[0][1].read_text()
             assert log.count("no plots") == 1
