@@ -5,9 +5,9 @@
 Four worker processes with one thread each, ``gpurt.quarantine: on`` and ``gpurt.transfers.verify: true``. A pass runs
 some queries and compares every answer with DuckDB's. After one pass a fault begins, and passes go on:
 
-- `sender`: one bit turns in a tenth of the messages of shuffles, and of the values fetched, that come from one worker;
+- `sender`: one bit turns in half of the messages of shuffles, and of the values fetched, that come from one worker;
 - `link`: the same of messages of shuffles only, from that worker to one other;
-- `slow`: one worker's process is stopped for 70 % of each 0.1 s;
+- `slow`: one worker's process is stopped for 80 % of each 0.02 s, finer than its tasks, as a throttled CPU is;
 - `none`: no fault. Nobody may be held.
 
 For each: failed queries and wrong answers, seconds from the fault to the first event of the quarantine and what it
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 FAULTS = ("none", "sender", "link", "slow")
 #: with joins and shuffles
 QUERIES = (3, 5, 9, 10, 18)
-RATE = 0.1
+#: at this scale a worker sends another three messages per shuffle: a rarer fault is one of several queries
+RATE = 0.5
 SMALL_BYTES = 10_000
 #: attribute of a worker: whose messages it spoils
 BAD = "_benchmark_bad_sender"
@@ -93,15 +94,15 @@ def _spoil_values(dask_worker: Worker) -> None:
 
 @contextlib.contextmanager
 def stuttering(pid: int) -> Iterator[None]:
-    """A process that is stopped for 70 % of the time."""
+    """A process that is stopped for 80 % of the time."""
     done = threading.Event()
 
     def run() -> None:
         while not done.is_set():
             os.kill(pid, signal.SIGSTOP)
-            done.wait(0.07)
+            done.wait(0.016)
             os.kill(pid, signal.SIGCONT)
-            done.wait(0.03)
+            done.wait(0.004)
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -149,7 +150,7 @@ def watch(cluster: LocalCluster, events: list[tuple[float, str]]) -> None:
     sink = plugin._sink
 
     def told(event: Any) -> None:
-        events.append((time.monotonic(), event.text))
+        events.append((time.monotonic(), event.message))
         sink(event)
 
     plugin._sink = told
