@@ -49,7 +49,7 @@ def test_bad_scale(scale: float) -> None:
 def test_engines() -> None:
     assert parse_engines("stock,gpurt") == ["stock", "gpurt"]
     assert parse_engines("stock,stock,stock") == ["stock", "stock#2", "stock#3"]
-    with pytest.raises(ValueError, match=r"'fast' is unknown; there are stock, stock-inf, gpurt, gpurt-stock"):
+    with pytest.raises(ValueError, match="'fast' is unknown; there are stock, stock-inf, gpurt, gpurt-stock"):
         parse_engines("stock,fast")
 
 
@@ -89,6 +89,7 @@ def test_stock_processes_do_not_get_the_extension(monkeypatch: pytest.MonkeyPatc
     assert stock["DASK_DISTRIBUTED__SCHEDULER__PRELOAD"] == "[]"
     assert "DASK_GPURT__POLICY" not in stock
     assert environment("gpurt-stock")["DASK_GPURT__POLICY"] == "stock"
+    assert environment("gpurt-verify")["DASK_GPURT__TRANSFERS__VERIFY"] == "true"
 
 
 def test_generate_refuses_a_directory_of_something_else(tmp_path: Path) -> None:

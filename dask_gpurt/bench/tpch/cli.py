@@ -52,7 +52,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     add(
         "--engines",
         default="stock,gpurt",
-        help="in turn, first is the baseline: stock, gpurt, gpurt-stock (default stock,gpurt)",
+        help="in turn, first is the baseline: stock, stock-inf, gpurt, gpurt-stock, gpurt-verify (default stock,gpurt)",
     )
     add("--runs", "--repeat", type=int, default=1, help="runs of each query on each engine; medians (default 1)")
     add("--workers", type=int, default=2, help="worker processes per cluster (default 2)")

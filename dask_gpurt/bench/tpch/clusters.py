@@ -2,12 +2,13 @@
 
 An engine is a way to start the scheduler, and nothing else differs:
 
-============  ====================================================================
-stock         ``dask scheduler``
-stock-inf     the same with ``worker-saturation: inf``: root tasks are not queued
-gpurt         ``dask scheduler --preload dask_gpurt.preload``
-gpurt-stock   the same with ``DASK_GPURT__POLICY=stock``: loaded, and told to do nothing
-============  ====================================================================
+=============  ===================================================================
+stock          ``dask scheduler``
+stock-inf      the same with ``worker-saturation: inf``: root tasks are not queued
+gpurt          ``dask scheduler --preload dask_gpurt.preload``
+gpurt-stock    the same with ``DASK_GPURT__POLICY=stock``: loaded, and told to do nothing
+gpurt-verify   the same with ``DASK_GPURT__TRANSFERS__VERIFY=true``: fetches with checksums
+=============  ===================================================================
 
 An engine may be named twice (``stock,stock``); the second is called ``stock#2``, and what differs between the two is
 the noise of the machine.
@@ -41,6 +42,10 @@ ENGINES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "stock-inf": ((), {"DASK_DISTRIBUTED__SCHEDULER__WORKER_SATURATION": "inf"}),
     "gpurt": (("--preload", "dask_gpurt.preload"), {"DASK_GPURT__POLICY": "gpurt"}),
     "gpurt-stock": (("--preload", "dask_gpurt.preload"), {"DASK_GPURT__POLICY": "stock"}),
+    "gpurt-verify": (
+        ("--preload", "dask_gpurt.preload"),
+        {"DASK_GPURT__POLICY": "gpurt", "DASK_GPURT__TRANSFERS__VERIFY": "true"},
+    ),
 }
 
 #: the folder that holds the package: the root of a checkout, or site-packages
