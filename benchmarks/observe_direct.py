@@ -2,7 +2,8 @@
 
 `observe_overhead` compares whole clusters, in which one per cent is less than the noise of a small machine. Here the
 hooks are called in a loop as the scheduler and a worker call them for one task: the stall ledger (five transitions),
-the trace recorder (the same), the meter of a worker's slots (two changes, a start and an end). The least of `--runs`
+the trace recorder (the same), the history of runs (a graph whose every key is asked for, its summary included), the
+meter of a worker's slots (two changes, a start and an end). The least of `--runs`
 loops counts, since whatever else runs can only add. Compare with the time that a task takes in a cluster: a thousand
 tiny tasks take a second or more, a millisecond each.
 
@@ -12,6 +13,7 @@ tiny tasks take a second or more, a millisecond each.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import os
 import tempfile
@@ -23,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.data import RESULTS, facts, write_json
 from dask_gpurt.observe.collect.scheduler import LedgerPlugin
 from dask_gpurt.observe.collect.slots import SlotMeter
+from dask_gpurt.observe.runs.recorder import RunRecorder
 from dask_gpurt.observe.trace.recorder import TraceRecorder
 
 if TYPE_CHECKING:
@@ -93,12 +96,19 @@ def nothing() -> float:
     return time.perf_counter() - began
 
 
-def ledger() -> float:
+def ledger(*, history: bool = False) -> float:
     scheduler = _Scheduler()
     plugin = LedgerPlugin()
     plugin.attach(scheduler)
+    runs = None
+    if history and plugin.ledger is not None:
+        runs = plugin.ledger.observer = RunRecorder(scheduler, plugin.ledger)  # type: ignore[arg-type]
     began = time.perf_counter()
+    if runs is not None:
+        plugin.update_graph(scheduler, client="c", keys=set(scheduler.tasks), annotations={})  # type: ignore[arg-type]
     _life_of_tasks(plugin, scheduler)
+    if runs is not None and len(runs.headlines()) != 1:
+        raise RuntimeError(f"the history did not do its work: {runs.statistics()}")
     seconds = time.perf_counter() - began
     if plugin.ledger is None or plugin.ledger.errors or plugin.ledger.history.tasks_seen != TASKS:
         raise RuntimeError(f"the ledger did not do its work: {plugin.statistics()}")
@@ -156,9 +166,10 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=15)
     parser.add_argument("--out", default=os.path.join(RESULTS, "observe_direct.json"))
     o = parser.parse_args()
-    base = least(nothing, o.runs)
+    base, alone = least(nothing, o.runs), least(ledger, o.runs)
     told = {
-        "stall ledger, on the scheduler": least(ledger, o.runs) - base,
+        "stall ledger, on the scheduler": alone - base,
+        "history of runs, on the scheduler": least(functools.partial(ledger, history=True), o.runs) - alone,
         "trace recorder, on the scheduler": least(recorder, o.runs) - base,
         "slot meter, on the worker": least(meter, o.runs),
     }

@@ -153,6 +153,9 @@ class Bookkeeping:
         seconds = compute_seconds(startstops)
         if seconds is not None:
             self._learn(charge, seconds, max(0, details.get("nbytes") or 0))
+        lateness, queued = self._root_dispatch.lateness, bool(tables.scheduler.queued)
+        if queued or lateness.freed:
+            lateness.ran(info, startstops, root=charge.queued or charge.root, queued=queued)
         if charge.inputs:
             learn_links(tables.links, by_address, info, charge.inputs, startstops)
 
@@ -163,6 +166,7 @@ class Bookkeeping:
             self.tables.workers.refresh(info)
             if self._groups.by_key or self.tables.scheduler.queued:
                 self._root_dispatch.finished(info)
+            self._root_dispatch.lateness.lost(info)
         self._log.finished(key, finish, details)
 
     def _learn(self, charge: Charge, seconds: float, nbytes: int) -> None:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from dask_gpurt.model.link import LinkClass
 from dask_gpurt.placement.decide.policy import WEIGHTS
 from dask_gpurt.placement.decide.root_cuts import Member
+from dask_gpurt.placement.decide.root_lateness import Lateness
 from dask_gpurt.placement.decide.root_times import RootTimes
 from dask_gpurt.placement.decide.zone_cost import under_way
 from dask_gpurt.placement.tables import worker_facts
@@ -41,15 +42,12 @@ if TYPE_CHECKING:
 MAX_AHEAD = 3
 #: a task with more inputs is not searched for missing ones, nor are the tasks of a worker that has more in hand
 MAX_LOOKED = 64
-#: a worker gets short roots ahead for so long, in seconds: a result and the next task take a few milliseconds between
-#: worker and scheduler, in which a thread with one root of a millisecond in hand idles most of the time
-AHEAD_OF_MESSAGES = 0.01
 #: a result and the next task take so long between a worker and the scheduler: two busy event loops, as measured over
 #: loopback (`topology.links.SEEDS`)
 ROUND_TRIP_SECONDS = 0.005
 #: roots ahead per thread, at most (a worker runs some 6,000 empty tasks a second), and the share of the worker's memory
 #: mark that their results may take
-MOST_AHEAD, AHEAD_SHARE = 64, 0.01
+MOST_AHEAD, AHEAD_SHARE = 64, 0.025
 #: not where a root sent ahead waits so long behind a long one, in the mean: four times what a message takes. Not less:
 #: of tasks of 50 us, one that the machine holds up for 20 ms would have stock's way taken for hundreds
 WAITED_SECONDS = 4 * ROUND_TRIP_SECONDS
@@ -94,6 +92,8 @@ class RootDispatch:
         #: of queued tasks without a block. Only what is sent ahead depends on it: of how much they need each other, and
         #: whose memory they fill, nothing is known
         self._plain = RootTimes()
+        #: how much the time of messages asks to send ahead
+        self.lateness = Lateness()
         #: workers that got or finished a task since roots were last given out, and all of whose tasks may wait for
         #: inputs
         self._fetching: dict[WorkerInfo, None] = {}
@@ -140,6 +140,7 @@ class RootDispatch:
         if removed is not None:
             for noted in (self._fetching, self._freed, self._ended):
                 noted.pop(removed, None)
+            self.lateness.lost(removed)
 
     def assigned(self, info: WorkerInfo) -> None:
         """Note that a worker with inputs to fetch got a task."""
@@ -317,10 +318,11 @@ class RootDispatch:
 
     def _ahead(self) -> int:
         """Short roots that a thread gets ahead; 0: they are not short, or some take so long that others would wait."""
-        times = self._times()
-        if not 0 < times.seconds < AHEAD_OF_MESSAGES / 2 or times.found_seconds() >= WAITED_SECONDS:
+        times, ahead = self._times(), self.lateness.seconds_ahead
+        # One in hand that takes two round trips is enough, however late the others come.
+        if not 0 < times.seconds < min(ahead, 4 * ROUND_TRIP_SECONDS) / 2 or times.found_seconds() >= WAITED_SECONDS:
             return 0
-        return min(MOST_AHEAD, int(AHEAD_OF_MESSAGES / times.seconds))
+        return min(MOST_AHEAD, int(ahead / times.seconds))
 
     def _runs_dry(self, info: WorkerInfo) -> bool:
         """Whether all that a worker has in hand is done before a message could bring it more.
