@@ -102,10 +102,10 @@ def ledger(*, history: bool = False) -> float:
     plugin.attach(scheduler)
     runs = None
     if history and plugin.ledger is not None:
-        runs = plugin.ledger.observer = RunRecorder(scheduler, plugin.ledger)  # type: ignore[arg-type]
+        runs = plugin.ledger.observer = RunRecorder(scheduler, plugin.ledger)
     began = time.perf_counter()
     if runs is not None:
-        plugin.update_graph(scheduler, client="c", keys=set(scheduler.tasks), annotations={})  # type: ignore[arg-type]
+        plugin.update_graph(scheduler, client="c", keys=set(scheduler.tasks), annotations={})
     _life_of_tasks(plugin, scheduler)
     if runs is not None and len(runs.headlines()) != 1:
         raise RuntimeError(f"the history did not do its work: {runs.statistics()}")
