@@ -65,11 +65,12 @@ def test_as_before(gap: float, root: bool, queued: bool) -> None:
 
 def test_a_long_task_on_another_thread_makes_nothing_late() -> None:
     late, info = Lateness(), _worker(2)
+    seconds = 1 / 256  # sums of it are exact: each task starts when the one before ends
     for i in range(10 * EVERY):
-        start = i * 0.003
+        start = i * seconds
         if i == 5 * EVERY:
             late.ran(info, [{"action": "compute", "start": 0.0, "stop": start}], root=True, queued=True)
-        late.ran(info, [{"action": "compute", "start": start, "stop": start + 0.003}], root=True, queued=True)
+        late.ran(info, [{"action": "compute", "start": start, "stop": start + seconds}], root=True, queued=True)
     assert late.seconds_ahead == LEAST_SECONDS
     assert len(late.freed[info]) == 2
 
