@@ -1,4 +1,4 @@
-"""NVIDIA's management library: `look` takes a `Snapshot` of the GPUs of this machine.
+"""NVIDIA's management library: `look` takes a `Snapshot` of the GPUs of this machine, `load` says how busy one is.
 
 It makes no CUDA context. `pynvml` is of the wheel nvidia-ml-py, in the extras `cu12` and `cu13`.
 What a device does not know (ECC of a desktop card, MIG of an older one) is None or empty.
@@ -16,6 +16,22 @@ if TYPE_CHECKING:
 
 #: NVML is initialised and shut down for the whole process
 _lock = threading.Lock()
+
+
+#: bytes a second of one lane of PCIe 1; each generation doubles it
+_LANE = 250e6
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """What one GPU does now. None: it cannot say, as an instance of MIG."""
+
+    #: share of the last moments (up to a second) in which a kernel ran
+    kernels: float | None = None
+    #: share of what the link to the host can carry in one direction, the busier one
+    link: float | None = None
+    #: why its clocks are not higher, as in ``nvmlClocksEventReasons``
+    clocks: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +62,7 @@ class Device:
     mig_uuids: tuple[str, ...] = ()
     #: (process id, bytes) with a context on it
     processes: tuple[tuple[int, int], ...] = ()
+    load: Load = Load()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +83,11 @@ class Snapshot:
         """From `dataclasses.asdict`, by way of JSON or not; TypeError for a name that is not known."""
         devices = [
             Device(
-                **{**d, **{name: tuple(map(_tuple, d.get(name, ()))) for name in ("nvlinks", "mig_uuids", "processes")}}
+                **{
+                    **d,
+                    **{name: tuple(map(_tuple, d.get(name, ()))) for name in ("nvlinks", "mig_uuids", "processes")},
+                    "load": Load(**d.get("load", {})),
+                }
             )
             for d in tree.get("devices", ())
         ]
@@ -102,6 +123,39 @@ def look() -> Snapshot:
                 pynvml.nvmlShutdown()
 
 
+def load(index: int) -> Load:
+    """What a GPU of `look` does now; empty where it cannot be asked. Takes 50 ms, in which its link is watched."""
+    try:
+        import pynvml
+    except Exception:
+        return Load()
+    with _lock:
+        try:
+            pynvml.nvmlInit()
+        except pynvml.NVMLError:
+            return Load()
+        try:
+            return _load(pynvml, _asker(pynvml, pynvml.nvmlDeviceGetHandleByIndex(index)))
+        except pynvml.NVMLError:
+            return Load()
+        finally:
+            with contextlib.suppress(pynvml.NVMLError):
+                pynvml.nvmlShutdown()
+
+
+def _load(pynvml: Any, ask: Callable[..., Any]) -> Load:
+    rates = ask(pynvml.nvmlDeviceGetUtilizationRates)
+    generation, lanes = ask(pynvml.nvmlDeviceGetCurrPcieLinkGeneration), ask(pynvml.nvmlDeviceGetCurrPcieLinkWidth)
+    directions = (pynvml.NVML_PCIE_UTIL_TX_BYTES, pynvml.NVML_PCIE_UTIL_RX_BYTES)
+    moved = [ask(pynvml.nvmlDeviceGetPcieThroughput, direction) for direction in directions]
+    known = generation and lanes and None not in moved
+    return Load(
+        kernels=None if rates is None else rates.gpu / 100,
+        link=1024 * max(moved) / (_LANE * 2 ** (generation - 1) * lanes) if known else None,
+        clocks=ask(pynvml.nvmlDeviceGetCurrentClocksEventReasons) or 0,
+    )
+
+
 def _runtime() -> int:
     try:
         from cuda.bindings import runtime
@@ -112,16 +166,20 @@ def _runtime() -> int:
     return 0 if error else int(version)
 
 
-def _device(pynvml: Any, index: int) -> Device:
-    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-
+def _asker(pynvml: Any, handle: Any) -> Callable[..., Any]:
     def ask(function: Callable[..., Any], *arguments: Any) -> Any:
-        """None: this device cannot say."""
+        """None: this device, or this driver, cannot say."""
         try:
             return function(handle, *arguments)
         except pynvml.NVMLError:
             return None
 
+    return ask
+
+
+def _device(pynvml: Any, index: int) -> Device:
+    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    ask = _asker(pynvml, handle)
     memory = ask(pynvml.nvmlDeviceGetMemoryInfo)
     remapped = ask(pynvml.nvmlDeviceGetRemappedRows) or (0, 0, 0, 0)
     mig = ask(pynvml.nvmlDeviceGetMigMode) or (None, None)
@@ -146,6 +204,7 @@ def _device(pynvml: Any, index: int) -> Device:
         processes=tuple(
             (int(p.pid), int(p.usedGpuMemory or 0)) for p in ask(pynvml.nvmlDeviceGetComputeRunningProcesses) or ()
         ),
+        load=_load(pynvml, ask),
     )
 
 

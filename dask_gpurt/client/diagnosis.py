@@ -185,7 +185,7 @@ def _kept_out(snapshot: Snapshot) -> Iterator[Cause]:
 def _of_check(check: Finding) -> Cause:
     """A failed check. Nodes that differ in versions or drivers, or GPUs that are not to be had there, are mistakes."""
     mistakes = {"stack": "M4", "compat": "M4", "T1": "M1", "T2": "M1", "T3": "M1", "T7": "M1", "T8": "M1", "T9": "M1"}
-    mistakes |= dict.fromkeys(_LINKS, "M3")
+    mistakes |= dict.fromkeys(_LINKS, "M3") | {"T4": "M6"}
     found = f"{check.name}: {check.found}, expected {check.expected}"
     return Cause(mistakes.get(check.id, check.id), found, check.meaning, check.remedy)
 
@@ -209,7 +209,10 @@ def _used(evidence: Evidence) -> _Looked:
 
 
 def _fed(evidence: Evidence) -> _Looked:
-    causes = [_of_check(check) for check in evidence.checks if check.state is State.FAIL and check.id in _FEEDING]
+    bad = [check for check in evidence.checks if check.state is State.FAIL and check.id in _FEEDING]
+    # Busy threads that keep nothing busy only ever warn: the tasks may be meant to wait.
+    bad += [check for check in evidence.checks if check.state is State.WARN and check.id == "T4"]
+    causes = [_of_check(check) for check in bad]
     return _with_ledger(evidence, causes, _OF_FEEDING, ("unspill", "memory", "serialisation"))
 
 

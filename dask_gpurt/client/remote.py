@@ -250,7 +250,8 @@ async def checkup(dask_worker: Worker, leaders: list[str], seconds: float) -> di
     tiers = {} if parts is None or parts.runtime is None else parts.runtime.statistics()
     fragmented = tiers.get("device", {}).get("out_of_memory", {}).get("fragmented", 0)
     leads = dask_worker.address in leaders
-    return await examine(dask_worker, settings.tiers, leads=leads, seconds=seconds, fragmented=fragmented)
+    fed = None if parts is None or parts.feed is None else parts.feed.fed()
+    return await examine(dask_worker, settings.tiers, leads=leads, seconds=seconds, fragmented=fragmented, fed=fed)
 
 
 def stack() -> dict[str, str]:

@@ -17,6 +17,7 @@ from dask_gpurt.doctor.finding import Finding, State, Verdict, findings_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from dask_gpurt.doctor.feed import Fed
     from dask_gpurt.doctor.gpus import Gpu
     from dask_gpurt.doctor.system import System
 
@@ -40,6 +41,8 @@ class Node:
     memory_limit_bytes: int | None = None
     #: allocations on the GPU that failed although there was room by the count
     fragmented: int = 0
+    #: what its tasks kept busy lately; None: nothing is known
+    fed: Fed | None = None
     #: this clock less the scheduler's
     clock_seconds: float | None = None
     #: paths of PEM files or their text

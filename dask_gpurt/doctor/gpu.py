@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 from dask_gpurt.doctor.check import Check
 from dask_gpurt.doctor.finding import fail, na, ok, warn
+from dask_gpurt.doctor.gpus import named, visible
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from dask_gpurt.backends.nvml import Device, Snapshot
+    from dask_gpurt.backends.nvml import Snapshot
     from dask_gpurt.doctor.check import Node
     from dask_gpurt.doctor.finding import Verdict
     from dask_gpurt.doctor.system import System
@@ -41,24 +42,6 @@ def is_wanted(node: Node) -> bool:
     if any(node.environ.get(name) for name in ("NVIDIA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")):
         return True
     return any(re.search(r"-cu\d\d$", d.name or "") for d in importlib.metadata.distributions())
-
-
-def visible(node: Node, snapshot: Snapshot) -> list[Device]:
-    """The devices that CUDA_VISIBLE_DEVICES leaves, in its order; all without it."""
-    setting = node.environ.get("CUDA_VISIBLE_DEVICES")
-    if setting is None:
-        return list(snapshot.devices)
-    found = (_named(word, snapshot) for word in setting.split(","))
-    return [d for d in found if d is not None]
-
-
-def _named(word: str, snapshot: Snapshot) -> Device | None:
-    """By index or by UUID, which may be shortened; a MIG instance stands for its parent."""
-    word = word.strip()
-    for d in snapshot.devices:
-        if word == str(d.index) or (len(word) > 4 and d.uuid.startswith(word)) or word in d.mig_uuids:
-            return d
-    return None
 
 
 def of_driver(judge: Callable[[Node, Snapshot], Iterator[Verdict]]) -> Callable[[Node], Iterator[Verdict]]:
@@ -88,7 +71,7 @@ def _seen(node: Node, snapshot: Snapshot) -> Iterator[Verdict]:
             remedy="look for NVRM and Xid in the kernel log (dmesg), then the driver; in a container --gpus all",
         )
     setting = node.environ.get("CUDA_VISIBLE_DEVICES")
-    missing = [w for w in (setting or "").split(",") if w.strip() and _named(w, snapshot) is None] if known else []
+    missing = [w for w in (setting or "").split(",") if w.strip() and named(w, snapshot) is None] if known else []
     if missing:
         yield fail(
             f"CUDA_VISIBLE_DEVICES={setting}, and there is no {', '.join(missing)} among {known} devices",
@@ -154,7 +137,7 @@ def _version(cuda: int) -> str:
 
 
 def _free(node: Node, snapshot: Snapshot) -> Iterator[Verdict]:
-    devices = visible(node, snapshot)
+    devices = visible(node.environ, snapshot)
     if not devices:
         yield na(snapshot.reason or "no NVIDIA GPU is visible")
     for d in devices:
@@ -214,7 +197,7 @@ def _partitioned(node: Node, snapshot: Snapshot) -> Iterator[Verdict]:
                 remedy=f"{_RESET}, or nvidia-smi -i {d.index} -mig {int(bool(d.mig))}",
             )
     setting = node.environ.get("CUDA_VISIBLE_DEVICES", "0")
-    first = _named(setting.partition(",")[0], snapshot)
+    first = named(setting.partition(",")[0], snapshot)
     if first is not None and first.mig and setting.partition(",")[0].strip() not in first.mig_uuids:
         instances = first.mig_uuids
         yield fail(

@@ -8,11 +8,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from dask_gpurt.backends import nvml
-from dask_gpurt.backends.nvml import Snapshot
+from dask_gpurt.backends.nvml import Device, Load, Snapshot
 from dask_gpurt.errors import GpurtError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 class Gpu(Protocol):
@@ -23,6 +26,10 @@ class Gpu(Protocol):
 
     def look(self) -> Snapshot:
         """What there is now. A `Snapshot` with a reason where the driver cannot be asked; never raises."""
+        ...
+
+    def load(self, device: Device) -> Load:
+        """How busy one of them is now. May take 50 ms; never raises."""
         ...
 
 
@@ -41,6 +48,10 @@ class Driver:
             if self._snapshot is None:
                 self._snapshot = nvml.look()
             return self._snapshot
+
+    def load(self, device: Device) -> Load:
+        """See `Gpu.load`."""
+        return nvml.load(device.index)
 
 
 class Recorded:
@@ -68,9 +79,31 @@ class Recorded:
         """See `Gpu.look`."""
         return self._snapshot
 
+    def load(self, device: Device) -> Load:
+        """See `Gpu.load`: as it was."""
+        return device.load
+
 
 def write(gpu: Gpu, path: str) -> None:
     """Record what is there now, as JSON."""
     with open(path, "w", encoding="utf-8") as f:
         json.dump(dataclasses.asdict(gpu.look()), f, indent=1)
         f.write("\n")
+
+
+def visible(environ: Mapping[str, str], snapshot: Snapshot) -> list[Device]:
+    """The devices that CUDA_VISIBLE_DEVICES leaves, in its order; all without it."""
+    setting = environ.get("CUDA_VISIBLE_DEVICES")
+    if setting is None:
+        return list(snapshot.devices)
+    found = (named(word, snapshot) for word in setting.split(","))
+    return [d for d in found if d is not None]
+
+
+def named(word: str, snapshot: Snapshot) -> Device | None:
+    """A device by index or by UUID, which may be shortened; a MIG instance stands for its parent."""
+    word = word.strip()
+    for d in snapshot.devices:
+        if word == str(d.index) or (len(word) > 4 and d.uuid.startswith(word)) or word in d.mig_uuids:
+            return d
+    return None

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from dask_gpurt.doctor.check import Check
 from dask_gpurt.doctor.finding import fail, na, ok, warn
-from dask_gpurt.doctor.gpu import AMD, of_driver, pci_devices, visible
+from dask_gpurt.doctor.gpu import AMD, of_driver, pci_devices
+from dask_gpurt.doctor.gpus import visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,7 +32,7 @@ def cpus_of(text: str) -> set[int]:
 
 def _look(node: Node, snapshot: Snapshot) -> Iterator[Verdict]:
     system = node.system
-    gpus = {d.pci: f"GPU {d.index}" for d in visible(node, snapshot)}
+    gpus = {d.pci: f"GPU {d.index}" for d in visible(node.environ, snapshot)}
     gpus |= {d: f"GPU {d}" for d in pci_devices(system, AMD)}
     if not gpus:
         yield na(snapshot.reason or "no GPU is visible")
@@ -40,7 +41,7 @@ def _look(node: Node, snapshot: Snapshot) -> Iterator[Verdict]:
     cards = {os.path.basename(os.path.realpath(path)): name for name, path in _cards(system)}
     for device, name in {**gpus, **cards}.items():
         yield from _width(system, device, name)
-    for d in visible(node, snapshot):
+    for d in visible(node.environ, snapshot):
         down = [i for i, up in enumerate(d.nvlinks) if not up]
         if down and len(down) < len(d.nvlinks):  # all down: it is not wired
             yield warn(

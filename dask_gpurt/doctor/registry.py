@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import dask.config
 
 from dask_gpurt.config import Settings
-from dask_gpurt.doctor import audit, compat, container, cpu, devices, disk, gpu, host, network, nic, numa, xid
+from dask_gpurt.doctor import audit, compat, container, cpu, devices, disk, gpu, host, network, nic, numa, starved, xid
 from dask_gpurt.doctor.check import Check, Node, run
 from dask_gpurt.doctor.gpus import Driver, Gpu, Recorded, write
 from dask_gpurt.doctor.system import System
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _NUMBERED = (
     *gpu.CHECKS,
     *devices.CHECKS,
-    *(module.CHECK for module in (numa, cpu, container, audit, nic, disk, network, xid)),
+    *(module.CHECK for module in (starved, numa, cpu, container, audit, nic, disk, network, xid)),
 )
 CHECKS: tuple[Check, ...] = (*sorted(_NUMBERED, key=lambda check: int(check.id[1:])), *host.CHECKS, compat.CHECK)
 

@@ -26,7 +26,7 @@ _running: weakref.WeakKeyDictionary[Worker, asyncio.Task[dict[str, Any]]] = weak
 
 
 async def examine(
-    worker: Worker, settings: TierSettings, *, leads: bool, seconds: float, fragmented: int = 0
+    worker: Worker, settings: TierSettings, *, leads: bool, seconds: float, **known: Any
 ) -> dict[str, Any]:
     """Plain values: ``findings``, as dicts; ``facts``; ``of_host``, ids of checks that are made once per host.
 
@@ -36,12 +36,12 @@ async def examine(
         Make those checks too that are the same for all workers of a host.
     seconds
         For all checks together.
-    fragmented
-        See `Node.fragmented`.
+    known
+        More fields of `Node`.
     """
     task = _running.get(worker)
     if task is None or task.done():
-        task = _running[worker] = asyncio.create_task(_examine(node_of(worker, settings, fragmented), leads, seconds))
+        task = _running[worker] = asyncio.create_task(_examine(node_of(worker, settings, **known), leads, seconds))
     return await asyncio.shield(task)
 
 
@@ -54,8 +54,8 @@ async def _examine(node: Node, leads: bool, seconds: float) -> dict[str, Any]:
     return {"findings": [dataclasses.asdict(f) for f in findings], "facts": told, "of_host": of_host}
 
 
-def node_of(worker: Worker, settings: TierSettings, fragmented: int) -> Node:
-    """A worker, for checks to look at."""
+def node_of(worker: Worker, settings: TierSettings, **known: Any) -> Node:
+    """A worker, for checks to look at; `known`: more fields."""
     security = worker.security
     return Node(
         System(),
@@ -65,9 +65,9 @@ def node_of(worker: Worker, settings: TierSettings, fragmented: int) -> Node:
         reserve_bytes=settings.disk_reserve,
         threads=worker.state.nthreads,
         memory_limit_bytes=worker.memory_manager.memory_limit,
-        fragmented=fragmented,
         clock_seconds=worker.scheduler_delay,
         certificates=tuple(str(pem) for pem in (security.tls_worker_cert, security.tls_ca_file) if pem),
+        **known,
     )
 
 

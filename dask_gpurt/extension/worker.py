@@ -18,6 +18,9 @@ from distributed.core import Status
 
 from dask_gpurt._version import __version__
 from dask_gpurt.backends import cuda, nvtx
+from dask_gpurt.doctor.feed import Feed
+from dask_gpurt.doctor.gpus import Driver
+from dask_gpurt.doctor.system import System
 from dask_gpurt.errors import GpurtError
 from dask_gpurt.extension.fetches import Fetches
 from dask_gpurt.extension.parts import NAME, Parts, versions
@@ -62,6 +65,8 @@ class WorkerParts:
         self.fetches: Fetches | None = None
         #: what its slots do; None: observation is off
         self.slots: WorkerSlots | None = None
+        #: whether its tasks keep processors and the GPU busy; None: observation is off
+        self.feed: Feed | None = None
         #: tells the scheduler of its node, and checks it
         self.preflight: Preflight | None = None
         #: what it has seen of its disk, its peers and its cards
@@ -148,7 +153,7 @@ class WorkerParts:
         """Tell the scheduler in heartbeats what is wrong with peers, disk and cards, or no more."""
         if self.health is not None:
             self.health.stop()
-        self.health = Health(self._corrupt_from, self._disk_errors) if wanted else None
+        self.health = Health(self._corrupt_from, self._disk_errors, self._slowed_clocks) if wanted else None
         if self.health is not None:
             self.health.start(self.worker.handlers)
 
@@ -156,6 +161,9 @@ class WorkerParts:
         """Peer -> messages of shuffles and fetches from it whose checksum was wrong."""
         messages = Counter(corrupt_messages(self.worker))
         return messages if self.fetches is None else messages + self.fetches.corrupt_from
+
+    def _slowed_clocks(self) -> str:
+        return "" if self.feed is None else self.feed.slowed()
 
     def _disk_errors(self) -> Mapping[str, int]:
         return {} if self.runtime is None else self.runtime.io_errors()
@@ -185,11 +193,14 @@ class WorkerParts:
     async def _add_slots(self) -> Callable[[], Awaitable[None]]:
         slots = WorkerSlots(self.worker, nvtx.find())
         slots.install()
-        self.slots = slots
+        feed = Feed(self.worker, slots.seconds, Driver(), System())
+        feed.start()
+        self.slots, self.feed = slots, feed
 
         async def undo() -> None:
+            await feed.stop()
             slots.uninstall()
-            self.slots = None
+            self.slots = self.feed = None
 
         return undo
 

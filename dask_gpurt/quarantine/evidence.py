@@ -7,7 +7,7 @@ first, and what it explains is no evidence against its peers.
 
 Errors that a card or a disk reports are a node's own. Single failures are not held against anybody for ever: memory
 flips a bit now and then. What is older than `WINDOW_SECONDS` does not count. A worker is slow when all that was
-learned for `SLOW_SECONDS` says so.
+learned for `SLOW_SECONDS` says so, or when the clocks of its card were slowed for as long by heat or lack of power.
 """
 
 from __future__ import annotations
@@ -68,6 +68,12 @@ class Evidence:
         self._hardware: dict[str, str] = {}
         #: worker -> since when it is slow, and how much
         self._slow: dict[str, tuple[float, float]] = {}
+        #: worker -> what slows the clocks of its card
+        self._clocks: dict[str, str] = {}
+        #: what is told again with every heartbeat, and no longer held against a worker: errors of its card, and slowed
+        #: clocks until they were well once
+        self._pardoned: dict[str, set[str]] = {}
+        self._pardoned_clocks: set[str] = set()
 
     # ------------------------------------------------------------------ what is told
 
@@ -92,8 +98,21 @@ class Evidence:
             self._disks.setdefault(worker, collections.deque(maxlen=8)).extend([now] * min(new, 8))
 
     def hardware(self, worker: str, what: str) -> None:
-        """The driver of a card reports an error that no program makes."""
-        self._hardware[worker] = what
+        """The driver of a card reports an error that no program makes; `what` tells it from others."""
+        if what not in self._pardoned.get(worker, ()):
+            self._hardware[worker] = what
+
+    def clocks(self, worker: str, what: str) -> None:
+        """What has slowed the clocks of its card for a minute; empty: nothing does any more."""
+        if not what:
+            self._clocks.pop(worker, None)
+            self._pardoned_clocks.discard(worker)
+        elif worker not in self._pardoned_clocks:
+            self._clocks[worker] = what
+
+    def has_slow_clocks(self, worker: str) -> bool:
+        """Whether they are slowed, by the newest word of that worker."""
+        return worker in self._clocks
 
     def speeds(self, slowness: Mapping[str, float], now: float) -> None:
         """How many times the usual time tasks take on each worker; all of those that are known."""
@@ -110,15 +129,20 @@ class Evidence:
         for pairs in (self._pairs, self._counted):
             for pair in [pair for pair in pairs if worker in pair]:
                 del pairs[pair]
-        for known in (self._disks, self._disk_counted, self._hardware, self._slow):
+        for known in (self._disks, self._disk_counted, self._hardware, self._slow, self._clocks, self._pardoned):
             known.pop(worker, None)
+        self._pardoned_clocks.discard(worker)
 
     def pardon(self, worker: str) -> None:
         """What was seen so far is no longer held against it. What it has counted stays counted."""
         for pair in [pair for pair in self._pairs if worker in pair]:
             del self._pairs[pair]
-        for known in (self._disks, self._hardware, self._slow):
-            known.pop(worker, None)
+        if what := self._hardware.pop(worker, ""):
+            self._pardoned.setdefault(worker, set()).add(what)
+        if self._clocks.pop(worker, ""):
+            self._pardoned_clocks.add(worker)
+        for times in (self._disks, self._slow):
+            times.pop(worker, None)
 
     # ------------------------------------------------------------------ verdicts
 
@@ -133,6 +157,9 @@ class Evidence:
             if count >= FAILURES:
                 found = f"{count} errors of its disk in {WINDOW_SECONDS / 60:g} minutes"
                 out.append(Suspect(worker, Cause.DISK, found, "check its disk (dmesg, smartctl), or spill elsewhere"))
+        for worker, what in self._clocks.items():
+            found = f"the clocks of its GPU were slowed {what} for {SLOW_SECONDS:.0f} s"
+            out.append(Suspect(worker, Cause.SLOW, found, "cooling, power supply (nvidia-smi -q -d PERFORMANCE)"))
         for worker, (since, factor) in self._slow.items():
             if now - since >= SLOW_SECONDS:
                 found = f"its tasks take {factor:.1f} times as long as elsewhere, for {now - since:.0f} s"

@@ -166,9 +166,7 @@ class Quarantine(SchedulerPlugin):
             return
         now = self._clock()
         for ws in scheduler.workers.values():
-            health = ws.metrics.get(_METRICS, {}).get(KEY)
-            if health:
-                self._take_in(ws.address, health, now)
+            self._take_in(ws.address, ws.metrics.get(_METRICS, {}).get(KEY, {}), now)
         # A held worker gets no tasks from which its speed could be learned anew.
         self.evidence.speeds({w: s for w, s in self._slowness().items() if w not in holds.held}, now)
         for suspect in self.evidence.suspects(now):
@@ -188,7 +186,9 @@ class Quarantine(SchedulerPlugin):
         for sender, total in health.get("corrupt", {}).items():
             if self._scheduler is not None and sender in self._scheduler.workers:
                 self.evidence.corrupt_so_far(sender, worker, int(total), now)
-        self.evidence.disk_so_far(worker, int(health.get("disk", 0)), now)
+        if disk := health.get("disk"):
+            self.evidence.disk_so_far(worker, int(disk), now)
+        self.evidence.clocks(worker, str(health.get("clocks", "")))
         if (what := health.get("hardware")) and (worker, Cause.HARDWARE, "") not in self._said:
             self.evidence.hardware(worker, str(what))
 
@@ -283,6 +283,7 @@ class Quarantine(SchedulerPlugin):
                 if worker not in self._why:
                     continue
                 well = worker in seconds and bool(usual) and seconds[worker] <= SLOW * statistics.median(usual)
+                well = well and not self.evidence.has_slow_clocks(worker)
                 self._in_time[worker] = self._in_time.get(worker, 0) + 1 if well else 0
                 if self._in_time[worker] >= WARM_UPS:
                     self._let_go(worker, f"works again: {WARM_UPS} known computations took as long as elsewhere")

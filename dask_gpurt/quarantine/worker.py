@@ -47,16 +47,20 @@ class Health:
         Gives, for each peer, how many of its messages have failed their checksum.
     disk
         Gives how many reads and writes have failed, by the kind of error (`CHECKSUM`, or as in ``errno``).
+    clocks
+        Gives what has slowed the clocks of a card for a minute; empty: nothing.
     """
 
     def __init__(
         self,
         corrupt: Callable[[], Mapping[str, int]],
         disk: Callable[[], Mapping[str, int]],
+        clocks: Callable[[], str] = str,
         system: System | None = None,
     ) -> None:
         self._corrupt = corrupt
         self._disk = disk
+        self._clocks = clocks
         self._system = System() if system is None else system
         self._handlers: dict[str, Any] = {}
         self._task: asyncio.Task[None] | None = None
@@ -85,7 +89,7 @@ class Health:
             self._task = None
 
     def heartbeat(self) -> dict[str, Any]:
-        """``{}``, or what there is of ``corrupt`` (by peer), ``disk`` (a count) and ``hardware`` (a text)."""
+        """``{}``, or what there is of ``corrupt`` (by peer), ``disk`` (a count), ``hardware``, ``clocks`` (texts)."""
         out: dict[str, Any] = {}
         if corrupt := {peer: count for peer, count in self._corrupt().items() if count}:
             out["corrupt"] = corrupt
@@ -93,6 +97,8 @@ class Health:
             out["disk"] = disk
         if self._xid:
             out["hardware"] = self._xid
+        if clocks := self._clocks():
+            out["clocks"] = clocks
         return {KEY: out} if out else {}
 
     async def known_answer(self) -> float:
@@ -132,4 +138,4 @@ class Health:
             for line in record.decode("utf-8", "replace").splitlines():
                 xid = xid_of(line)
                 if xid is not None and xid.number not in OF_PROGRAMS:
-                    self._xid = f"Xid {xid.number} of {xid.device}"
+                    self._xid = f"Xid {xid.number} of {xid.device}, {xid.seconds:.0f} s after the machine's start"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from distributed import Client, LocalCluster
 
+import dask_gpurt
 from dask_gpurt.client.checkup import checkup
 from dask_gpurt.doctor.cluster import compared, grouped
 from dask_gpurt.doctor.finding import Finding, State
@@ -178,6 +179,21 @@ def test_another_worker_looks_at_a_host_when_the_first_is_silent(tmp_path: Path)
     assert (found["answer"].state, found["answer"].workers) == (State.FAIL, (leader,))
     for id in ("T6", "T11", "swap"):
         assert found[id].workers == (other,)
+
+
+@pytest.mark.cluster
+def test_tasks_that_sleep_are_told_from_work(tmp_path: Path) -> None:
+    with (
+        LocalCluster(
+            n_workers=1, threads_per_worker=4, processes=False, dashboard_address=":0", local_directory=str(tmp_path)
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        dask_gpurt.attach(client)
+        client.gather(client.map(time.sleep, [1.0 + i / 1000 for i in range(8)]))
+        (fed,) = [f for f in checkup(client, timeout=20) if f.id == "T4"]
+        assert (fed.state, len(fed.workers)) == (State.WARN, 1)
+        assert "mostly sleep" in fed.found
 
 
 @pytest.mark.cluster

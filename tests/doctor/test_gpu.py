@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from click.testing import CliRunner
 
-from dask_gpurt.backends.nvml import Device, Snapshot
+from dask_gpurt.backends.nvml import Device, Load, Snapshot
 from dask_gpurt.cli import gpurt
 from dask_gpurt.doctor import gpu, numa
 from dask_gpurt.doctor.finding import State
@@ -278,6 +278,12 @@ int nvmlDeviceGetRemappedRows(void *h, unsigned *c, unsigned *u, unsigned *p, un
     *c = 5; *u = 6; *p = 1; *f = 0; return OK;
 }
 int nvmlDeviceGetCurrPcieLinkWidth(void *h, unsigned *w) { *w = 8; return OK; }
+int nvmlDeviceGetCurrPcieLinkGeneration(void *h, unsigned *g) { *g = 5; return OK; }
+int nvmlDeviceGetPcieThroughput(void *h, unsigned counter, unsigned *kib) {
+    *kib = counter == 1 ? 15625000 : 1000; return OK; /* 16 of 32 GB/s in */
+}
+int nvmlDeviceGetUtilizationRates(void *h, unsigned *u) { u[0] = 25; u[1] = 60; return OK; }
+int nvmlDeviceGetCurrentClocksEventReasons(void *h, unsigned long long *r) { *r = 0x44; return OK; }
 int nvmlDeviceGetMaxPcieLinkWidth(void *h, unsigned *w) { return UNSUPPORTED; }
 int nvmlDeviceGetNvLinkState(void *h, unsigned i, int *on) { *on = i != 1; return i < 3 ? OK : UNSUPPORTED; }
 int nvmlDeviceGetMigMode(void *h, unsigned *now, unsigned *then) { *now = 1; *then = 0; return OK; }
@@ -302,6 +308,7 @@ def test_the_binding_of_nvml_on_a_compiled_library(tmp_path: Path) -> None:
     code = """
     import dataclasses, json
     from dask_gpurt.backends import nvml
+    assert nvml.load(0) == nvml.look().devices[0].load
     print(json.dumps(dataclasses.asdict(nvml.look())))
     """
     got = Snapshot.from_dict(json.loads(alone(code, LD_LIBRARY_PATH=str(tmp_path))))
@@ -322,5 +329,6 @@ def test_the_binding_of_nvml_on_a_compiled_library(tmp_path: Path) -> None:
             mig_pending=False,
             mig_uuids=("MIG-m",),
             processes=((4242, 300),),
+            load=Load(kernels=0.25, link=0.5, clocks=0x44),
         ),
     )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from dask_gpurt.backends.nvml import Snapshot
+from dask_gpurt.backends.nvml import Device, Load, Snapshot
 from dask_gpurt.doctor.check import Check, Node
 from dask_gpurt.doctor.system import System
 
@@ -54,6 +54,9 @@ class Gpus:
 
     def look(self) -> Snapshot:
         return self._snapshot
+
+    def load(self, device: Device) -> Load:
+        return device.load
 
 
 NO_GPU = Gpus(Snapshot("no driver"))

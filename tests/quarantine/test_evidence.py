@@ -101,9 +101,35 @@ def test_a_pardon_holds_until_something_new() -> None:
     evidence.hardware("a", "Xid 79")
     evidence.pardon("a")
     evidence.disk_so_far("a", 5, 1.0)
+    evidence.hardware("a", "Xid 79")  # as each heartbeat tells it
     assert said(evidence, 1.0) == set()
     evidence.disk_so_far("a", 8, 1.0)
     assert said(evidence, 1.0) == {("a", "disk", "")}
+
+
+def test_a_new_error_of_a_pardoned_card() -> None:
+    evidence = Evidence()
+    evidence.hardware("a", "Xid 79, 5 s after the start")
+    evidence.pardon("a")
+    evidence.hardware("a", "Xid 79, 9 s after the start")
+    assert said(evidence) == {("a", "hardware", "")}
+
+
+def test_slowed_clocks_count_as_slow_until_they_are_well() -> None:
+    evidence = Evidence()
+    evidence.clocks("a", "by heat")
+    assert evidence.has_slow_clocks("a")
+    assert said(evidence) == {("a", "slow", "")}
+    assert "slowed by heat for 60 s" in evidence.suspects(0.0)[0].found
+    evidence.pardon("a")
+    evidence.clocks("a", "by heat")
+    assert said(evidence) == set()
+    evidence.clocks("a", "")
+    assert not evidence.has_slow_clocks("a")
+    evidence.clocks("a", "by heat")
+    assert said(evidence) == {("a", "slow", "")}
+    evidence.forget("a")
+    assert said(evidence) == set()
 
 
 def test_one_that_left_is_forgotten() -> None:

@@ -28,6 +28,7 @@ def test_nothing_to_say_takes_no_room() -> None:
 def test_what_there_is_is_told() -> None:
     health = Health(lambda: {"tcp://a": 2}, lambda: {"EIO": 2, "checksum": 1, "ENOSPC": 9})
     assert health.heartbeat() == {"health": {"corrupt": {"tcp://a": 2}, "disk": 3}}
+    assert Health(dict, dict, lambda: "by heat").heartbeat() == {"health": {"clocks": "by heat"}}
 
 
 @contextlib.contextmanager
@@ -53,7 +54,7 @@ async def _told(health: Health, expected: str | None) -> bool:
 
 async def _watch(root: Path, written: list[str], expected: str) -> None:
     with log(root) as kmsg:
-        health = Health(dict, dict, System(str(root)))
+        health = Health(dict, dict, system=System(str(root)))
         health.start({})
         try:
             await asyncio.sleep(0.05)
@@ -69,7 +70,8 @@ async def _watch(root: Path, written: list[str], expected: str) -> None:
 def test_an_error_of_the_card_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of a program is not."""
     monkeypatch.setattr(worker, "_LOOK_SECONDS", 0.02)
-    asyncio.run(_watch(tmp_path, ["6,1,7,-;usb 1-1: new device\n", xid(31), xid(79)], "Xid 79 of 0000:3b:00"))
+    written = ["6,1,7,-;usb 1-1: new device\n", xid(31), xid(79)]
+    asyncio.run(_watch(tmp_path, written, "Xid 79 of 0000:3b:00, 99000 s after the machine's start"))
 
 
 def test_no_card_and_no_log(tmp_path: Path) -> None:
@@ -78,7 +80,7 @@ def test_no_card_and_no_log(tmp_path: Path) -> None:
             root.mkdir()
             if root.name == "card":
                 Tree(root, PCI)
-            health = Health(dict, dict, System(str(root)))
+            health = Health(dict, dict, system=System(str(root)))
             health.start({})
             await asyncio.sleep(0.05)
             assert health.heartbeat() == {}

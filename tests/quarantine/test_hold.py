@@ -216,6 +216,21 @@ async def test_heartbeats_are_evidence(c: Any, s: Any, *workers: Any) -> None:
         assert quarantine.statistics()["held"][workers[0].address]["cause"] == "disk"
 
 
+@gen_cluster(client=True, nthreads=THREE, config=NO_AMM)
+async def test_a_worker_whose_card_reported_an_error_may_be_let_in_by_hand(c: Any, s: Any, *workers: Any) -> None:
+    """Its heartbeats go on to tell of the same error."""
+    async with guarded(s, "on") as quarantine:
+        bad = workers[0]
+        bad._gpurt.health._xid = "Xid 79 of 0000:3b:00, 5 s after the machine's start"
+        await bad.heartbeat()
+        quarantine.look()
+        assert quarantine.statistics()["held"][bad.address]["cause"] == "hardware"
+        assert quarantine.release([bad.address])
+        await bad.heartbeat()
+        quarantine.look()
+        assert quarantine.statistics()["held"] == {}
+
+
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 2, Worker=Nanny, config=NO_AMM)
 async def test_hardware_does_not_come_back_by_a_restart(c: Any, s: Any, a: Any, b: Any) -> None:
     async with Worker(s.address), guarded(s, "on") as quarantine:
@@ -254,6 +269,17 @@ async def test_a_slow_one_comes_back_when_it_is_as_fast_as_others(c: Any, s: Any
             assert list(quarantine.statistics()["held"]) == [slow]
             quarantine._slowness = dict
             seconds[slow] = 0.6
+            workers[0]._gpurt.health._clocks = lambda: "by heat"
+            await workers[0].heartbeat()
+            for _ in range(4):  # its processors are as fast as others', and its card is not
+                seconds[slow] = 0.2
+                now += 31
+                quarantine.look()
+                assert quarantine._trial is not None
+                await quarantine._trial
+            assert list(quarantine.statistics()["held"]) == [slow]
+            workers[0]._gpurt.health._clocks = str
+            await workers[0].heartbeat()
             for pace in (0.6, 0.2, 0.2, 0.6, 0.2, 0.2):  # never three in a row
                 seconds[slow] = pace
                 now += 31
