@@ -11,9 +11,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
-import contextlib
 import dataclasses
 import io
+import json
 import os
 import pathlib
 import socket
@@ -60,7 +60,9 @@ def _customers(i, rows=10_000):
     country = r.choice(["DE", "FR", "JP", "US"], rows)
     return pd.DataFrame({"customer": np.arange(i * rows, (i + 1) * rows), "country": country})
 
-orders, customers = dd.from_map(_orders, range(160)), dd.from_map(_customers, range(8))
+# Without meta Dask would compute it, in a scheduler that waits for this import to end.
+orders = dd.from_map(_orders, range(160), meta=_orders(0, 1))
+customers = dd.from_map(_customers, range(8), meta=_customers(0, 1))
 """
 
 
@@ -108,12 +110,15 @@ class Terminal:
             "PYTHONPATH": paths,
             "DASK_SCHEDULER_ADDRESS": f"tcp://127.0.0.1:{port}",
             "DASK_TEMPORARY_DIRECTORY": str(home),
-            "PS1": "$ ",
             "TERM": "screen",
+            "DASK_LOGGING__DISTRIBUTED": "error",
             "PYTHON_BASIC_REPL": "1",
         }
+        # The shell that tmux starts this one with passes neither of them on.
+        (home / "rc").write_text(f"PS1='$ '\nPATH='{environment['PATH']}'\n")
+        self._shell = f"bash --noprofile --rcfile {home / 'rc'}"
         size = ("-x", str(COLUMNS), "-y", str(LINES))
-        self._tmux("new-session", "-d", *size, "bash --norc --noprofile", env=environment)
+        self._tmux("new-session", "-d", *size, self._shell, env=environment)
         self._tmux("set-option", "-g", "status", "off")
         self._font = ImageFont.truetype(FONT, 14)
 
@@ -123,11 +128,12 @@ class Terminal:
         return done.stdout
 
     def press(self, *keys: str) -> None:
-        self._tmux("send-keys", *keys)
+        # A semicolon at the end of a word would end tmux's command.
+        self._tmux("send-keys", *(f"{key[:-1]}\\;" if key.endswith(";") else key for key in keys))
 
     def window(self) -> None:
         """A second terminal in front of the first."""
-        self._tmux("new-window", "bash --norc --noprofile")
+        self._tmux("new-window", self._shell)
 
     def show(self, window: int) -> None:
         self._tmux("select-window", "-t", f":{window}")
@@ -141,12 +147,12 @@ class Terminal:
             draw.text((14, BAR + 12 + 18 * i), line, fill=INK, font=self._font)
         return image
 
-    def until(self, text: str, seconds: float = 90) -> None:
-        """Wait until the last line begins like that."""
+    def until(self, prompt: str, seconds: float = 90) -> None:
+        """Wait until the last line is that prompt."""
         deadline = time.monotonic() + seconds
-        while not self.text().split("\n")[-1].startswith(text):
+        while self.text().split("\n")[-1].strip() != prompt:
             if time.monotonic() > deadline:
-                raise RuntimeError(f"no {text!r} after {seconds} s:\n{self.text()}")
+                raise RuntimeError(f"no {prompt!r} after {seconds} s:\n{self.text()}")
             time.sleep(0.1)
 
     def end(self) -> None:
@@ -177,18 +183,23 @@ async def _picture(tab: Tab) -> Image.Image:
 
 
 async def film_dashboard(film: Film, base: str, title: str, frames: int) -> None:
-    """Four plots side by side, each a page of its own."""
+    """Four plots side by side, each a page of its own in a frame."""
     width, height = WIDTH // 2, (HEIGHT - BAR) // 2
-    async with browser() as chromium, contextlib.AsyncExitStack() as stack:
-        tabs = [await stack.enter_async_context(chromium.tab()) for _ in PANELS]
-        for panel, tab in zip(PANELS, tabs, strict=True):
-            await tab.open(base + panel, width, height)
-            await tab.until("Bokeh.documents[0].roots().length > 0")
-        await asyncio.sleep(6)
+    place = "position: fixed; border: 0; left: {}px; top: {}px; width: {}px; height: {}px"
+    boxes = "".join(
+        f'<iframe src="/{panel}" style="{place.format(width * (i % 2), height * (i // 2), width, height)}"></iframe>'
+        for i, panel in enumerate(PANELS)
+    )
+    drawn = "(f => { try { return f.contentWindow.Bokeh.documents[0].roots().length > 0 } catch { return false } })"
+    async with browser() as chromium, chromium.tab() as tab:
+        await tab.open(f"{base}health", WIDTH, HEIGHT - BAR)
+        await tab.until("document.body")
+        await tab.value(f"document.body.innerHTML = {json.dumps(boxes)}")
+        await tab.until(f"[...document.querySelectorAll('iframe')].filter({drawn}).length == {len(PANELS)}")
+        await asyncio.sleep(4)
         for _ in range(frames):
             image, _ = titled(title)
-            for i, tab in enumerate(tabs):
-                image.paste(await _picture(tab), (width * (i % 2), BAR + height * (i // 2)))
+            image.paste(await _picture(tab), (0, BAR))
             film.add(image, 1.2)
             await asyncio.sleep(1.2)
 

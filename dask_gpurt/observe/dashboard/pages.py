@@ -7,10 +7,11 @@ has the scheduler at hand.
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
+from bokeh.core.properties import without_property_validation
 from distributed.dashboard import scheduler as board
-from distributed.dashboard.components import add_periodic_callback
 from distributed.dashboard.components.scheduler import BOKEH_THEME, env
 
 from dask_gpurt.observe.dashboard.matrix import LinkMatrix
@@ -111,8 +112,22 @@ def history(scheduler: Scheduler, extra: dict[str, Any], doc: Document) -> None:
 
 
 def _add(doc: Document, component: GpurtPlot | RunTable, interval_ms: int = INTERVAL_MS) -> None:
-    component.update()
-    add_periodic_callback(doc, component, interval_ms)
+    """Put a component on a page and update it from now on, on the event loop.
+
+    Bokeh from 3.10 on makes documents and calls plain functions in threads; coroutines it awaits on the loop. What is
+    shown belongs to the scheduler, and changes there only. So nothing is read before the first callback.
+    """
+    # A callback that held the component would make a circle with its document (as in `distributed.dashboard`).
+    ref = weakref.ref(component)
+    vars(doc).setdefault("gpurt_components", []).append(component)
+
+    async def update() -> None:
+        shown = ref()
+        if shown is not None:
+            without_property_validation(shown.update)()
+
+    doc.add_next_tick_callback(update)
+    doc.add_periodic_callback(update, interval_ms)
     doc.add_root(component.root)
 
 

@@ -16,6 +16,8 @@ from dask_gpurt.observe.figures.history import POINTS, USES
 from dask_gpurt.observe.figures.shuffle_progress import Progress
 from tests.observe.fakes import FakeScheduler, MiB, figures, give_feed, heartbeat
 
+from .documents import called_back
+
 
 @pytest.fixture
 def scheduler() -> FakeScheduler:
@@ -199,6 +201,7 @@ def test_the_overview_of_a_hundred_workers_is_bounded(
             clock.now += 1
         doc = Document()
         pages.overview(scheduler, {"prefix": "/", "pages": [], "plots": []}, doc)
+        called_back(doc)
         sources_of = [m for m in doc.models if type(m).__name__ == "ColumnDataSource"]
         assert not [m.text for m in doc.models if type(m).__name__ == "Title" and "not shown" in m.text]
         cells = sum(sum(len(column) for column in s.data.values()) for s in sources_of)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,13 +13,20 @@ pytest.importorskip("bokeh")
 
 from bokeh.document import Document
 from bokeh.models import HoverTool, LayoutDOM, Plot, Text
+from bokeh.server.callbacks import PeriodicCallback
 
 from dask_gpurt.observe.dashboard import component, hook, late, pages, style
 from dask_gpurt.observe.dashboard.axes import NAMED
+from dask_gpurt.observe.figures import history as feeds
 from dask_gpurt.observe.figures.shuffle_progress import Progress
+from dask_gpurt.observe.runs import recorder
 from tests.observe.fakes import Clock, FakeScheduler, MiB, figures, give_feed, heartbeat
 
+from .documents import called_back
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from dask_gpurt.observe.figures.history import Feed
 
 PLOTS = list(pages.PLOTS.values())
@@ -237,6 +245,28 @@ def test_what_did_not_change_is_not_sent(scheduler: FakeScheduler, monkeypatch: 
     assert made.bars.data is before
 
 
+def in_thread(make: Callable[[], None]) -> None:
+    """As Bokeh from 3.10 on makes documents."""
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("address", list(pages.documents()))
+def test_nothing_is_read_before_the_event_loop_has_its_turn(
+    address: str, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bokeh from 3.10 on calls all but coroutines in threads, where what the scheduler has may change meanwhile."""
+    asked: list[int] = []
+    monkeypatch.setattr(feeds, "of", lambda scheduler: asked.append(threading.get_ident()))
+    monkeypatch.setattr(recorder, "of", lambda scheduler: asked.append(threading.get_ident()))
+    doc = Document()
+    in_thread(lambda: pages.documents()[address](scheduler, {"prefix": "/", "pages": [], "plots": []}, doc))
+    assert asked == []
+    called_back(doc)
+    assert set(asked) == {threading.get_ident()}
+
+
 @pytest.mark.parametrize("address", list(pages.documents()))
 def test_documents_build_and_are_valid(
     address: str, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
@@ -245,10 +275,12 @@ def test_documents_build_and_are_valid(
     feed, clock = give_feed(scheduler, figures, monkeypatch)
     _run(feed, clock)
     doc = Document()
-    pages.documents()[address](scheduler, {"prefix": "/", "pages": [], "plots": []}, doc)
+    in_thread(lambda: pages.documents()[address](scheduler, {"prefix": "/", "pages": [], "plots": []}, doc))
+    called_back(doc)
     doc.validate()
     assert len(doc.roots) == (len(PLOTS) if address == pages.OVERVIEW else 1)
-    assert len(doc.session_callbacks) == len(doc.roots)
+    periodic = [c for c in doc.session_callbacks if isinstance(c, PeriodicCallback)]
+    assert len(periodic) == len(doc.roots)
     # The collector may find what other tests left open at any line, also at one of bokeh's.
     said = [w for w in recwarn if "bokeh" in str(w.filename) and not issubclass(w.category, ResourceWarning)]
     assert [str(w.message) for w in said] == []
