@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from tests.observe.dashboard.chromium import Tab
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-COLUMNS, LINES = 100, 28
-WIDTH, HEIGHT, BAR = 880, 560, 32
+COLUMNS, LINES = 100, 34
+WIDTH, HEIGHT, BAR = 880, 680, 32
 PAPER, INK, BAND, TITLE = "#15191d", "#e4e8ec", "#0b7a75", "#ffffff"
 FONT = "DejaVuSansMono.ttf"
 #: of a palette: the terminal needs two, plots a few
@@ -162,7 +162,7 @@ class Terminal:
 def type_in(film: Film, terminal: Terminal, title: str, line: str) -> None:
     """Type a line, a few letters a frame, and press return."""
     for i in range(0, len(line), 6):
-        terminal.press("-l", line[i : i + 6])
+        terminal.press("-l", "--", line[i : i + 6])
         time.sleep(0.06)
         film.add(terminal.frame(title), 0.15)
     film.add(terminal.frame(title), 0.5)
@@ -260,9 +260,9 @@ def shoot(home: pathlib.Path) -> Film:
         film.add(terminal.frame("5  The result"), 4)
         report = "6  What did it wait for? dask gpurt report"
         terminal.show(1)
-        terminal.press("C-c")
+        terminal.press("C-c", "Enter")
         terminal.until("$")
-        terminal.press("-l", "clear")
+        terminal.press("-l", "--", "clear")
         terminal.press("Enter")
         time.sleep(0.3)
         type_in(film, terminal, report, "dask gpurt report --out report.html")
@@ -271,7 +271,7 @@ def shoot(home: pathlib.Path) -> Film:
         film.add(terminal.frame(report), 6)
         asyncio.run(film_report(film, home / "report.html", report))
         terminal.show(0)
-        terminal.press("-l", "client.close(); cluster.close(); exit()")
+        terminal.press("-l", "--", "client.close(); cluster.close(); exit()")
         terminal.press("Enter")
         terminal.until("$")
     finally:

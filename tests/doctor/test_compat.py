@@ -31,7 +31,7 @@ GOOD = {"python": "3.11.9", "dask": "2026.8.0", "distributed": "2026.8.0", "pand
         ({}, []),
         ({"pandas": "3.10.0"}, ["pandas 3.10.0 (tested: 3.1)"]),
         ({"lz4": "1.0"}, []),
-        ({"ucxx-cu13": "0.53.1", "python": "3.13.0"}, ["python 3.13.0 (tested: 3.11)", "ucxx 0.53.1 (tested: 0.52)"]),
+        ({"ucxx-cu13": "0.53.1", "python": "3.14.0"}, ["python 3.14.0 (tested: 3.11)", "ucxx 0.53.1 (tested: 0.52)"]),
         ({"dask": "2026.7.1", "distributed": "2026.7.1"}, []),
         ({"distributed": "2026.7.1"}, ["distributed 2026.7.1 (tested: 2026.8.0)"]),  # a mixture of two sets
     ],
