@@ -61,7 +61,7 @@ def _customers(i, rows=10_000):
     return pd.DataFrame({"customer": np.arange(i * rows, (i + 1) * rows), "country": country})
 
 # Without meta Dask would compute it, in a scheduler that waits for this import to end.
-orders = dd.from_map(_orders, range(160), meta=_orders(0, 1))
+orders = dd.from_map(_orders, range(320), meta=_orders(0, 1))
 customers = dd.from_map(_customers, range(8), meta=_customers(0, 1))
 """
 
@@ -253,7 +253,7 @@ def shoot(home: pathlib.Path) -> Film:
         top = "3  In another terminal: dask gpurt top"
         terminal.until("$")
         type_in(film, terminal, top, "dask gpurt top")
-        watch(film, terminal, top, 9)
+        watch(film, terminal, top, 6)
         asyncio.run(film_dashboard(film, f"http://127.0.0.1:{board}/", "4  The dashboard", 10))
         terminal.show(0)
         terminal.until(">>>", 120)
