@@ -1,7 +1,8 @@
 """What does `dask gpurt doctor` find, and how long does it take?
 
 A node is broken for real, one mistake at a time: by the shell in namespaces of its own (mounts, network), by limits, or
-by the environment. The whole command runs in it. Then `doctor` and `audit` on the machine as it is, in turns.
+by the environment. The whole command runs in it. Two mistakes are of tasks that a cluster runs: the command asks it.
+Then `doctor` and `audit` on the machine as it is, in turns.
 ``--other PYTHON`` is an interpreter of an environment without UCX, whose audit takes turns with this one's. Needs
 unshare, and ip for the MTU.
 
@@ -18,10 +19,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from distributed import Client
+
+import dask_gpurt
 from benchmarks.compare import turns
 from benchmarks.data import RESULTS, facts, write_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _NET = (
     "ip link set lo up; ip link add v0 mtu 1400 type veth peer name v1 mtu 9000; ip addr add 10.9.0.1/24 dev v0; "
@@ -55,6 +62,52 @@ def command(arguments: list[str], *, unshare: str = "", before: str = "", **env:
     return seconds, json.loads(done.stdout)["checks"], done.returncode
 
 
+def _spin(i: int) -> int:
+    """A second of a processor, with the interpreter's lock held."""
+    until, n = time.thread_time() + 1, 0
+    while time.thread_time() < until:
+        n += 1
+    return n
+
+
+#: mistake -> function, and what each of eight tasks calls it with
+TASKS: dict[str, tuple[Callable[[Any], Any], list[Any]]] = {
+    "tasks that sleep": (time.sleep, [1.5 + i / 1000 for i in range(8)]),
+    "tasks that hold the GIL": (_spin, list(range(8))),
+}
+
+
+def of_tasks(doctor: list[str]) -> list[dict[str, Any]]:
+    """What is said about clusters with four threads that are busy, and keep no processor busy."""
+    out = []
+    for name, (function, arguments) in TASKS.items():
+        with (
+            dask_gpurt.local_cluster(n_workers=1, threads_per_worker=4, dashboard_address=":0") as cluster,
+            Client(cluster) as client,
+        ):
+            client.gather(client.map(function, arguments))
+            seconds, checks, code = command([*doctor, cluster.scheduler_address])
+        out.append(_judged(name, "T4", seconds, checks, code))
+    return out
+
+
+def _judged(name: str, expected: str, seconds: float, checks: list[dict[str, Any]], code: int) -> dict[str, Any]:
+    bad = [c for c in checks if c["state"] in ("warn", "fail")]
+    said = [c for c in bad if c["id"] == expected]
+    print(f"{'found ' if said else 'MISSED'} {name}: {said[0]['found'] if said else ''} ({seconds:.1f} s)", flush=True)
+    return {
+        "mistake": name,
+        "found": bool(said),
+        "check": expected,
+        "said": said[0]["found"] if said else "",
+        "meaning": said[0]["meaning"] if said else "",
+        "remedy": said[0]["remedy"] if said else "",
+        "others": [f"{c['id']}: {c['found']}" for c in bad if c["id"] != expected],
+        "exit_code": code,
+        "seconds": round(seconds, 2),
+    }
+
+
 def mistakes(doctor: list[str]) -> list[dict[str, Any]]:
     """What is said about each."""
     out = []
@@ -62,21 +115,7 @@ def mistakes(doctor: list[str]) -> list[dict[str, Any]]:
         with tempfile.TemporaryDirectory() as folder:
             env = {"DASK_GPURT__TIERS__DIRECTORY": folder, "FOLDER": folder, **env}
             seconds, checks, code = command(doctor, unshare=unshare, before=before, **env)
-        bad = [c for c in checks if c["state"] in ("warn", "fail")]
-        said = [c for c in bad if c["id"] == expected]
-        out.append(
-            {
-                "mistake": name,
-                "found": bool(said),
-                "check": expected,
-                "said": said[0]["found"] if said else "",
-                "remedy": said[0]["remedy"] if said else "",
-                "others": [f"{c['id']}: {c['found']}" for c in bad if c["id"] != expected],
-                "exit_code": code,
-                "seconds": round(seconds, 2),
-            }
-        )
-        print(f"{'found ' if said else 'MISSED'} {name}: {out[-1]['said']} ({seconds:.1f} s)", flush=True)
+        out.append(_judged(name, expected, seconds, checks, code))
     return out
 
 
@@ -102,7 +141,7 @@ def main() -> None:
         taken[name].append(seconds)
     result = {
         **facts(f"{os.cpu_count()} CPU cores, no GPU: GPU checks are n/a"),
-        "mistakes": mistakes(cases["doctor"]),
+        "mistakes": [*mistakes(cases["doctor"]), *of_tasks(cases["doctor"])],
         "commands": {
             name: {
                 "median_seconds": round(statistics.median(each), 2),

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from dask_gpurt.doctor.check import Check
 from dask_gpurt.doctor.finding import fail, na, ok
-from dask_gpurt.doctor.gpu import NVIDIA, is_wanted, pci_devices
+from dask_gpurt.doctor.gpu import NVIDIA, pci_devices
+from dask_gpurt.doctor.gpus import is_wanted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -83,7 +84,7 @@ def _cuda(node: Node) -> Iterator[Verdict]:
     system = node.system
     there = pci_devices(system, NVIDIA)
     numbered = [name for name in system.names("dev") if name.startswith("nvidia") and name[6:].isdigit()]
-    if "nvidiactl" not in system.names("dev") and (not there or not is_wanted(node)):
+    if "nvidiactl" not in system.names("dev") and (not there or not is_wanted(node.environ)):
         yield na("no NVIDIA GPU for this process")
         return
     toolkit = "the NVIDIA container toolkit, and --gpus all (in Kubernetes its device plugin); outside, the driver"

@@ -3,7 +3,8 @@
 Theory of operation. The worker's ledger knows for how long tasks ran code of their own. Once a second that is noted
 beside the processor time of the process, what the whole machine left unused, the kinds of tasks that run, and what the
 worker's GPU does. A minute of such notes says whether the tasks' time was work: a thread that is "busy" and computes
-nothing waits for something that no ledger of tasks can see. Costs 50 us a second, and a thread for 50 ms with a GPU.
+nothing waits for something that no ledger of tasks can see. Costs 40 us a second, and a
+thread for 50 ms where a GPU is asked.
 
 Processor time is that of the process: workers that share one (``LocalCluster(processes=False)``) look better fed than
 they are, never worse.
@@ -14,6 +15,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
+import operator
 import os
 import statistics
 import time
@@ -22,14 +25,14 @@ from typing import TYPE_CHECKING
 
 from dask.utils import key_split
 
-from dask_gpurt.backends.nvml import Load
-from dask_gpurt.doctor.gpus import visible
+from dask_gpurt.doctor.gpus import is_wanted, visible
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from distributed import Worker
 
+    from dask_gpurt.backends.nvml import Device, Load
     from dask_gpurt.doctor.gpus import Gpu
     from dask_gpurt.doctor.system import System
 
@@ -68,7 +71,8 @@ class _Note:
     machine: float
     unused: float
     kinds: Counter[str]
-    load: Load
+    #: of the GPU; None: it was not asked
+    load: Load | None
 
 
 class Feed:
@@ -101,15 +105,22 @@ class Feed:
             self._task = None
 
     async def _follow(self) -> None:
-        snapshot = await asyncio.to_thread(self._gpu.look)
-        # Of several that it sees, as dask-cuda's workers do, its own is the first.
-        devices = visible(os.environ, snapshot)[:1]
+        device = await asyncio.to_thread(self._device)
         while True:
-            load = await asyncio.to_thread(self._gpu.load, devices[0]) if devices else Load()
+            load = None
+            # Not while it is idle: a node's workers would ask one driver all the time.
+            if device is not None and self._worker.state.executing:
+                load = await asyncio.to_thread(self._gpu.load, device)
             self._notes.append(self._note(load))
             await asyncio.sleep(EVERY_SECONDS)
 
-    def _note(self, load: Load) -> _Note:
+    def _device(self) -> Device | None:
+        """The worker's own; of several that it sees, as dask-cuda's workers do, the first."""
+        if not is_wanted(os.environ):
+            return None
+        return next(iter(visible(os.environ, self._gpu.look())), None)
+
+    def _note(self, load: Load | None) -> _Note:
         seconds, used = self._slots(), os.times()
         machine, unused = _processors(self._system)
         return _Note(
@@ -130,6 +141,7 @@ class Feed:
             return None
         first, last = notes[0], notes[-1]
         ran = [note for note in notes[1:] if note.kinds]
+        loads = [note.load for note in ran if note.load is not None]
         machine = last.machine - first.machine
         return Fed(
             seconds=last.at - first.at,
@@ -139,17 +151,16 @@ class Feed:
             computed=last.computed - first.computed,
             spare=(last.unused - first.unused) / machine if machine > 0 else 1.0,
             kinds=tuple(kind for kind, _ in sum((note.kinds for note in ran), Counter()).most_common(3)),
-            kernels=_mean([note.load.kernels for note in ran]),
-            link=_mean([note.load.link for note in ran]),
+            kernels=_mean([load.kernels for load in loads]),
+            link=_mean([load.link for load in loads]),
         )
 
     def slowed(self) -> str:
-        """Why the clocks of its GPU were slowed through the whole last minute; empty: they were not."""
-        if len(self._notes) <= NOTES:
+        """Why the clocks of its GPU were slowed through the last minute, in half of which tasks ran; empty: no."""
+        loads = [note.load for note in self._notes if note.load is not None]
+        if len(self._notes) <= NOTES or len(loads) < NOTES / 2:
             return ""
-        reasons = -1
-        for note in self._notes:
-            reasons &= note.load.clocks
+        reasons = functools.reduce(operator.and_, (load.clocks for load in loads))
         return " and ".join(text for bit, text in SLOWED.items() if reasons & bit)
 
 

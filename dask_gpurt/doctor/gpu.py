@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from dask_gpurt.doctor.check import Check
 from dask_gpurt.doctor.finding import fail, na, ok, warn
-from dask_gpurt.doctor.gpus import named, visible
+from dask_gpurt.doctor.gpus import is_wanted, named, visible
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,14 +36,6 @@ def pci_devices(system: System, vendor: str) -> list[str]:
     ]
 
 
-def is_wanted(node: Node) -> bool:
-    """Whether this process is meant to have an NVIDIA GPU. In a container sysfs shows all those of the host, also to
-    workers that were given none on purpose."""
-    if any(node.environ.get(name) for name in ("NVIDIA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")):
-        return True
-    return any(re.search(r"-cu\d\d$", d.name or "") for d in importlib.metadata.distributions())
-
-
 def of_driver(judge: Callable[[Node, Snapshot], Iterator[Verdict]]) -> Callable[[Node], Iterator[Verdict]]:
     """A check of what the driver says; what is found says so where it was recorded."""
 
@@ -57,7 +49,7 @@ def of_driver(judge: Callable[[Node, Snapshot], Iterator[Verdict]]) -> Callable[
 
 def _seen(node: Node, snapshot: Snapshot) -> Iterator[Verdict]:
     there, known = pci_devices(node.system, NVIDIA), len(snapshot.devices)
-    if not known and (not there or not is_wanted(node)):
+    if not known and (not there or not is_wanted(node.environ)):
         yield na(f"no NVIDIA GPU for this process ({snapshot.reason or 'none on the PCI bus'})")
         return
     given = node.environ.get("NVIDIA_VISIBLE_DEVICES", "all")

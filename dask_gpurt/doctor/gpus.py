@@ -6,7 +6,9 @@ Checks take a `Snapshot` only, so that a recording of another machine stands for
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import json
+import re
 import threading
 from typing import TYPE_CHECKING, Protocol
 
@@ -89,6 +91,14 @@ def write(gpu: Gpu, path: str) -> None:
     with open(path, "w", encoding="utf-8") as f:
         json.dump(dataclasses.asdict(gpu.look()), f, indent=1)
         f.write("\n")
+
+
+def is_wanted(environ: Mapping[str, str]) -> bool:
+    """Whether this process is meant to have an NVIDIA GPU. In a container sysfs shows all those of the host, also to
+    workers that were given none on purpose."""
+    if any(environ.get(name) for name in ("NVIDIA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")):
+        return True
+    return any(re.search(r"-cu\d\d$", d.name or "") for d in importlib.metadata.distributions())
 
 
 def visible(environ: Mapping[str, str], snapshot: Snapshot) -> list[Device]:

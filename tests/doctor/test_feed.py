@@ -85,6 +85,7 @@ async def followed(worker: Worker, gpu: Gpu, run: Any) -> Feed:
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed, "EVERY_SECONDS", 0.02)
     monkeypatch.setattr(starved, "LEAST_SECONDS", 0.5)
+    monkeypatch.setattr(feed, "is_wanted", lambda environ: True)
 
 
 def spin(i: int) -> int:
@@ -158,13 +159,43 @@ async def test_clocks_are_slowed_when_they_were_for_the_whole_minute(c: Any, s: 
     one = Feed(a, slots.seconds, gpu, System())
     one.start()
     try:
+        running = c.submit(time.sleep, 4)
         assert one.slowed() == ""  # it has just begun
-        await until(lambda: len(one._notes) > NOTES)
+        await until(lambda: len(one._notes) > NOTES and one.slowed())
         assert one.slowed() == "by heat and by heat, in hardware"  # 0x4 is a power cap that somebody has set
         gpu.now = 0
         await until(lambda: one.slowed() == "")
+        del running
     finally:
         await one.stop()
+
+
+@gen_cluster(client=True, nthreads=[("", 1)])
+async def test_a_gpu_is_not_asked_for_nothing(c: Any, s: Any, a: Any) -> None:
+    class Asked(Gpus):
+        times = 0
+
+        def load(self, device: Device) -> Load:
+            self.times += 1
+            return Load(0.5)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(feed, "EVERY_SECONDS", 0.02)
+        for wanted in (True, False):
+            patch.setattr(feed, "is_wanted", lambda environ, wanted=wanted: wanted)
+            gpu = Asked(Snapshot(devices=(Device(0, "GPU-a", "H200", "0000:3b:00.0"),)))
+
+            async def idle() -> None:
+                await asyncio.sleep(0.2)
+
+            async def work() -> None:
+                await c.submit(time.sleep, 0.3, pure=False)
+
+            await followed(a, gpu, idle)
+            assert gpu.times == 0
+            fed = (await followed(a, gpu, work)).fed()
+            assert fed is not None
+            assert (gpu.times > 0, fed.kernels) == (wanted, 0.5 if wanted else None)
 
 
 def test_what_the_machine_left(tmp_path: Path) -> None:
