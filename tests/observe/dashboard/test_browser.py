@@ -11,6 +11,7 @@ import pytest
 from distributed import Client
 
 import dask_gpurt
+from dask_gpurt.placement import statistics
 from dask_gpurt.placement.plugin import PlacementPlugin
 from tests.observe.dashboard.chromium import Tab, browser, executable
 
@@ -18,6 +19,8 @@ pytest.importorskip("bokeh")
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from dask_gpurt.placement.engine import Engine
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -76,11 +79,20 @@ def _decide_always(dask_scheduler: Any) -> None:
     dask_scheduler.plugins[PlacementPlugin.name].engine.always = True
 
 
+_speeds = statistics.speeds
+
+
+def _drifting(engine: Engine) -> dict[str, float]:
+    """Speeds that change all the time: those of equal workers may stay at 1.00x, and their page then stands still."""
+    return {address: speed * (1 + time.monotonic() % 60 / 600) for address, speed in _speeds(engine).items()}
+
+
 @pytest.fixture(scope="module")
 def base() -> Iterator[str]:
     """Address of a dashboard whose cluster works."""
     executable()  # skip before the cluster starts
     with (
+        pytest.MonkeyPatch.context() as patch,
         dask_gpurt.local_cluster(
             n_workers=2,
             threads_per_worker=1,
@@ -90,6 +102,7 @@ def base() -> Iterator[str]:
         ) as cluster,
         Client(cluster) as client,
     ):
+        patch.setattr(statistics, "speeds", _drifting)  # the scheduler is in this process
         client.run_on_scheduler(_decide_always)
         stop, failed = threading.Event(), list[BaseException]()
 
