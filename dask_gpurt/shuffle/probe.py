@@ -34,7 +34,7 @@ def probe(version: str, codec: str = "none") -> None:
         raise SeamMismatch(
             f"this worker has dask-gpurt {__version__}, the scheduler {version}. Remedy: install one version everywhere"
         )
-    # On the event loop of every worker that comes. To import pandas takes half a second, and most tasks may not need it.
+    # On the event loop of every worker that comes. To import pandas takes half a second, and tasks may not need it.
     seam.check(pandas="pandas" in sys.modules)
     Chooser(codec, "gpurt.shuffle.codec")
 

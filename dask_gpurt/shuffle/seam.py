@@ -189,12 +189,7 @@ _HANDLERS = ("shuffle_barrier", "shuffle_get", "shuffle_get_or_create", "shuffle
 
 
 def check(*, pandas: bool = True) -> None:
-    """Compare the installed distributed with what this code relies on.
-
-    Parameters
-    ----------
-    pandas
-        Also what is used of pandas, which imports it.
+    """Compare the installed distributed, and with `pandas` that too, which imports it, with what this code relies on.
 
     Raises
     ------

@@ -464,7 +464,7 @@ async def test_never_when_annotated_or_switched_off(c: Any, s: Scheduler, a: Wor
 
 
 @three
-async def test_never_a_second_effect_without_a_slow_worker(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
+async def test_no_second_effect_without_a_slow_worker(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
     """Tasks that a program submits may have effects: on equal workers a long one runs once, as with stock."""
     plugin = await started(s)
     for w in (a, b, d):
