@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from dask_gpurt.placement.decide.steal_gain import LOOKED
 from dask_gpurt.placement.decide.steal_policy import STOCK
-from dask_gpurt.placement.engine import Engine
 from tests.placement.fakes import FakeTask, FakeWorker, assign, learn, make_engine
+
+if TYPE_CHECKING:
+    from dask_gpurt.placement.engine import Engine
 
 PARTITION = 100_000_000
 
