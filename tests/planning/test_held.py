@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[held.HeldExpressions]:
     """What this process holds; nothing before and after."""
+    planning.forget()  # an earlier test may have had a client
     one = held.HeldExpressions()
     monkeypatch.setattr(held, "HELD", one)
     monkeypatch.setattr(seam, "_kept", weakref.WeakKeyDictionary())
