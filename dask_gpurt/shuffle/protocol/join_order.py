@@ -37,7 +37,10 @@ class Node(Protocol):
 
 
 def alone_before(barrier: Node, limit: int) -> list[Node] | None:
-    """The tasks that only this barrier needs, in no order; None: they are more than `limit`, or some have begun."""
+    """A barrier and the tasks that only it needs, in no order; None: more than `limit`, or some have begun.
+
+    The barrier is among them: behind the other side's inputs it would be late, and the filter with it.
+    """
     mine: set[Any] = {barrier}
     stack = list(barrier.dependencies)
     while stack:
@@ -48,7 +51,6 @@ def alone_before(barrier: Node, limit: int) -> list[Node] | None:
             return None
         mine.add(ts)
         stack.extend(ts.dependencies)
-    mine.discard(barrier)
     return list(mine)
 
 

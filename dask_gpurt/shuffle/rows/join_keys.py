@@ -25,8 +25,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dask_gpurt.shuffle.rows.gather import is_plain
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -44,6 +42,11 @@ _HALF = _U64(32)
 #: what every null hashes like
 _NULL = _U64(0xA0761D6478BD642F)
 _Array = np.ndarray[Any, Any]
+#: pandas' own dtypes with a mask
+_MASKED = (
+    *("Int8", "Int16", "Int32", "Int64", "UInt8", "UInt16", "UInt32", "UInt64"),
+    *("Float32", "Float64", "Boolean"),
+)
 
 
 def exact(dtype: object) -> bool:
@@ -51,21 +54,14 @@ def exact(dtype: object) -> bool:
     import pandas as pd
 
     if isinstance(dtype, np.dtype):
-        return is_plain(dtype)
+        return dtype.kind in "iufbMm" and dtype.isnative and dtype.itemsize <= 8
     if isinstance(dtype, pd.StringDtype):
         return dtype.storage == "pyarrow"
     if isinstance(dtype, pd.ArrowDtype):
         return _arrow_kind(dtype.pyarrow_dtype) is not None
     if isinstance(dtype, pd.DatetimeTZDtype):
         return True
-    return isinstance(getattr(dtype, "numpy_dtype", None), np.dtype) and hasattr(dtype, "na_value") and _masked(dtype)
-
-
-def _masked(dtype: Any) -> bool:
-    """Whether it is one of pandas' own dtypes of numbers with a mask."""
-    import pandas as pd
-
-    return type(dtype).__module__.startswith("pandas.") and pd.api.types.is_any_real_numeric_dtype(dtype)
+    return isinstance(dtype, tuple(getattr(pd, f"{name}Dtype") for name in _MASKED))
 
 
 def _arrow_kind(kind: pa.DataType) -> str | None:
@@ -79,7 +75,7 @@ def _arrow_kind(kind: pa.DataType) -> str | None:
         return "bool"
     if t.is_float32(kind) or t.is_float64(kind):
         return "float"
-    if t.is_integer(kind) or t.is_date(kind) or t.is_timestamp(kind) or t.is_time(kind) or t.is_duration(kind):
+    if t.is_integer(kind) or t.is_date(kind) or t.is_timestamp(kind) or t.is_duration(kind):
         return "bits"
     return "pair" if t.is_decimal128(kind) else None
 

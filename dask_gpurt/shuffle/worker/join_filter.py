@@ -18,7 +18,7 @@ import dataclasses
 import threading
 import time
 import traceback
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from dask_gpurt.shuffle.protocol import messages
 from dask_gpurt.shuffle.rows.join_keys import Keys
@@ -224,21 +224,38 @@ class JoinRows:
         if self._collector is not None:
             self._collector.add(partition, data)
 
-    async def answer(self, message: object, offload: Callable[..., Awaitable[Any]]) -> messages.Ok | None:
-        """Answer the scheduler; None: the message is not about joins."""
-        if isinstance(message, messages.AskJoinKeys):
-            known = None if self._collector is None else self._collector.known()
-            seen = (0, 0) if self._filter is None else (self._filter.inputs, self._filter.rows)
-            known = known or messages.JoinKeys(frozenset(), 0, False, 0, -1)
-            return dataclasses.replace(known, seen_inputs=seen[0], seen_rows=seen[1])
-        if isinstance(message, messages.AskJoinBits):
-            bits = b"" if self._collector is None else await offload(self._collector.bits, message.words)
-            return messages.JoinBits(bits)
-        if isinstance(message, messages.TakeJoinFilter):
-            if self._filter is not None:
-                self._filter.take(KeyFilter(message.bits, (message.low, message.high) if message.bounded else None))
-            return messages.Ok()
-        return None
+    async def answer(self, message: object, offload: Callable[..., Awaitable[Any]]) -> messages.Ok:
+        """Answer the scheduler.
+
+        Parameters
+        ----------
+        message
+            One of those in `ANSWERS`.
+        offload
+            Calls a function in a thread.
+        """
+        return await self.ANSWERS[type(message)](self, message, offload)
+
+    async def _on_keys(self, message: messages.AskJoinKeys, offload: Callable[..., Awaitable[Any]]) -> messages.Ok:
+        keys = messages.JoinKeys(frozenset(), 0, False, 0, -1) if self._collector is None else self._collector.known()
+        if self._filter is None:
+            return keys
+        return dataclasses.replace(keys, seen_inputs=self._filter.inputs, seen_rows=self._filter.rows)
+
+    async def _on_bits(self, message: messages.AskJoinBits, offload: Callable[..., Awaitable[Any]]) -> messages.Ok:
+        return messages.JoinBits(b"" if self._collector is None else await offload(self._collector.bits, message.words))
+
+    async def _on_filter(self, message: messages.TakeJoinFilter, offload: Callable[..., Awaitable[Any]]) -> messages.Ok:
+        if self._filter is not None:
+            self._filter.take(KeyFilter(message.bits, (message.low, message.high) if message.bounded else None))
+        return messages.Ok()
+
+    #: how a message is answered, by its class
+    ANSWERS: ClassVar[dict[type, Callable[..., Awaitable[messages.Ok]]]] = {
+        messages.AskJoinKeys: _on_keys,
+        messages.AskJoinBits: _on_bits,
+        messages.TakeJoinFilter: _on_filter,
+    }
 
     def close(self) -> None:
         """The run is over."""

@@ -286,8 +286,8 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
             message = messages.parse(data)
             if isinstance(message, messages.AskHistogram):
                 return self._splitter.histogram.answer(self._sender.rate.best).to_dict()
-            if (answer := await self._join.answer(message, self.offload)) is not None:
-                return answer.to_dict()
+            if type(message) in JoinRows.ANSWERS:
+                return (await self._join.answer(message, self.offload)).to_dict()
             return self._amendment.answer(message).to_dict()
         except seam.P2PConsistencyError as e:
             return seam.error_message(e)
