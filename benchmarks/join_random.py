@@ -2,9 +2,9 @@
 
     python -m benchmarks.join_random --pure 10000 --live 300
 
-The bulk needs no cluster: both sides are cut to inputs, a filter is made of one side's as the workers make it, the other
-side drops what cannot match, and pandas' merge of what is left must be pandas' merge of everything, row by row. The rest
-runs on one live cluster of two workers and must have the rows that pandas finds.
+The bulk needs no cluster. A side is cut to inputs, and a filter is made of them as the workers make it. The other side
+drops what cannot match. pandas' merge of what is left must be pandas' merge of everything, row by row. The rest runs on
+one live cluster of two workers and must have the rows that pandas finds.
 """
 
 from __future__ import annotations

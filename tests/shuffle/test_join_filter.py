@@ -11,7 +11,7 @@ import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 import pytest
-from distributed import Event, Nanny
+from distributed import Event
 from distributed.utils_test import gen_cluster
 
 from dask_gpurt.shuffle import worker_statistics
@@ -55,7 +55,9 @@ def in_order(frame: pd.DataFrame) -> pd.DataFrame:
 
 def sums(*workers: Any) -> dict[str, float]:
     stats = [worker_statistics(w) for w in workers]
-    return {name: sum(one[name] for one in stats) for name in stats[0] if name.startswith("join_") and "given" not in name}
+    return {
+        name: sum(one[name] for one in stats) for name in stats[0] if name.startswith("join_") and "given" not in name
+    }
 
 
 @pytest.mark.cluster
@@ -119,33 +121,38 @@ async def test_off_and_in_safe_mode_there_is_none(c, s, a, b):
 
 
 @pytest.mark.cluster
-@gen_cluster(**TWO)
-async def test_keys_that_a_lost_worker_took_with_it_make_no_filter_until_they_are_back(c, s, a, b):
-    """The small side is split; one of its workers is lost before it is asked for keys."""
-    async with taken_over(s, [a, b], settings=FILTERS) as (takeover, _):
+@gen_cluster(**TWO | {"nthreads": [("127.0.0.1", 2)] * 3})
+async def test_keys_that_a_lost_worker_took_with_it_make_no_filter_until_they_are_back(c, s, *workers):
+    """The small side is split; a worker is lost before it is asked for the keys."""
+    async with taken_over(s, workers, settings=FILTERS) as (takeover, _):
         plugin = takeover._plugin
-        async with Nanny(s.address, nthreads=2) as third:
-            await until(lambda: takeover.able.get(third.worker_address) == "")
-            held = asyncio.Event()
-            sent = plugin.joins._sent
+        lost, why = asyncio.Event(), []
+        sent = plugin.joins._sent
 
-            async def late(record: Any, one: Any) -> str:
-                await held.wait()
-                return await sent(record, one)
+        async def late(record: Any, one: Any) -> str:
+            await lost.wait()
+            why.append(await sent(record, one))
+            return why[-1]
 
-            plugin.joins._sent = late
-            left, left_rows = side("l", 8, 4000, "lost-gate")
-            right, right_rows = side("r", 4, 60)
-            got = c.compute(left.merge(right, left_on="lk", right_on="rk", broadcast=False))
-            await until(lambda: any(record.join_asked for record in plugin.runs.all()))
-            await third.kill()
-        held.set()
-        plugin.joins._sent = sent
-        await until(lambda: third.worker_address not in s.workers)
+        plugin.joins._sent = late
+        left, left_rows = side("l", 8, 4000, "lost-gate")
+        right, right_rows = side("r", 4, 60)
+        got = c.compute(left.merge(right, left_on="lk", right_on="rk", broadcast=False))
+        await until(lambda: any(record.join_asked for record in plugin.runs.all()))
+        # One that holds keys, and does not wait for the event.
+        holds = [w for w in workers if worker_statistics(w)["join_keys"]]
+        waits = {ts.processing_on.address for ts in s.tasks.values() if ts.processing_on and "opened" in str(ts.key)}
+        victim = next(w for w in holds if w.address not in waits)
+        await victim.close(executor_wait=False)
+        lost.set()
+        # Its inputs are split again, the barrier is reached again, and then the keys are all there.
+        await until(lambda: len(why) == 2)
         await Event("lost-gate").set()
         result = await got
         want = left_rows.merge(right_rows, left_on="lk", right_on="rk")
         pd.testing.assert_frame_equal(in_order(result), in_order(want), check_dtype=False)
+        assert why == ["the keys of some inputs are gone", ""]
+        assert takeover.statistics()["errors"] == 0
 
 
 def test_a_partition_unlike_its_meta_is_neither_hashed_nor_filtered() -> None:

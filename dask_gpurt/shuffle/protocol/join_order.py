@@ -37,7 +37,7 @@ class Node(Protocol):
 
 
 def alone_before(barrier: Node, limit: int) -> list[Node] | None:
-    """A barrier and the tasks that only it needs, in no order; None: more than `limit`, or some have begun.
+    """A barrier and the tasks that only it needs, in no order; None: more than `limit`.
 
     The barrier is among them: behind the other side's inputs it would be late, and the filter with it.
     """
@@ -45,9 +45,10 @@ def alone_before(barrier: Node, limit: int) -> list[Node] | None:
     stack = list(barrier.dependencies)
     while stack:
         ts = stack.pop()
-        if ts in mine or not all(dependent in mine for dependent in ts.dependents):
+        # What is in memory, or was asked for by an earlier graph, has its place already.
+        if ts in mine or ts.state != "released" or not all(dependent in mine for dependent in ts.dependents):
             continue
-        if ts.state != "released" or len(mine) > limit:
+        if len(mine) > limit:
             return None
         mine.add(ts)
         stack.extend(ts.dependencies)
@@ -55,7 +56,7 @@ def alone_before(barrier: Node, limit: int) -> list[Node] | None:
 
 
 def reordered(small: Iterable[Node], large: Iterable[Node]) -> list[tuple[Node, Any]]:
-    """(task, new priority) of those that change; [] when the small side is first already, or the two cannot be compared."""
+    """(task, new priority) of those that change; [] if the small side is first already, or they cannot be compared."""
     first = sorted(small, key=lambda ts: ts.priority)
     last = sorted(large, key=lambda ts: ts.priority)
     if not first or not last or first[-1].priority < last[0].priority:

@@ -14,9 +14,9 @@ outer, others  none                       every row is
 =============  =========================  ===================================================
 
 A filter of some keys of a side says nothing: a key that is absent so far may come with the next input. So only the
-filter of *all* inputs of a side is used (`covers`), which is there once that side's barrier is reached. Whether parts of
-it came from attempts that count makes no difference: the rows of an input are the same whenever it is split, by Dask's
-contract, and more keys than there are only let more rows pass.
+filter of *all* inputs of a side is used (`covers`), which is there once that side's barrier is reached. Whether parts
+of it came from attempts that count makes no difference: the rows of an input are the same whenever it is split, by
+Dask's contract, and more keys than there are only let more rows pass.
 
 So every row that is dropped could not match. An input may be split again with another filter or with none, and its
 rows for different outputs may come from different attempts: each output has all of the rows that can match, and some
@@ -97,8 +97,8 @@ def side_of(
     keys = {join.left: _names(join.left_on), join.right: _names(join.right_on)}
     if len(keys[join.left]) != len(keys[join.right]) or not keys[join.left]:
         return None, "keys are not columns"
-    for side, names in keys.items():
-        columns = metas[side].columns
+    for name_of_side, names in keys.items():
+        columns = metas[name_of_side].columns
         if any(name not in columns or list(columns).count(name) != 1 for name in names):
             return None, "keys are not columns"
     for left, right in zip(keys[join.left], keys[join.right], strict=True):

@@ -218,16 +218,16 @@ class HistogramAnswer(Ok):
 class JoinKeys(Ok):
     """The keys of a join's side that a worker holds."""
 
-    #: input partitions whose keys it holds, all of them
-    inputs: frozenset[int] | None = decoded(_parts)
     rows: int
     #: whether all keys are integers between these two
     bounded: bool
     low: int
     high: int
     #: inputs of the run that were split there, and their rows
-    seen_inputs: int = 0
-    seen_rows: int = 0
+    seen_inputs: int
+    seen_rows: int
+    #: input partitions whose keys it holds, all of them
+    inputs: frozenset[int] = decoded(frozenset)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ def exact(dtype: object) -> bool:
 
 
 def _arrow_kind(kind: pa.DataType) -> str | None:
-    """How the values of an Arrow type are read: ``text``, ``bits``, ``bool``, ``float``, ``pair``; None: they are not."""
+    """How values of an Arrow type are read: ``text``, ``bits``, ``bool``, ``float``, ``pair``; None: they are not."""
     import pyarrow as pa
 
     t = pa.types
@@ -142,7 +142,7 @@ def _values(column: pd.Series) -> tuple[_Array, _Array | None]:
     if isinstance(dtype, pd.DatetimeTZDtype):
         return column.array.view("i8").view(_U64), None
     nulls = np.asarray(column.isna())
-    numpy_dtype = dtype.numpy_dtype  # type: ignore[union-attr]
+    numpy_dtype = dtype.numpy_dtype
     values, more = _plain(column.array.to_numpy(dtype=numpy_dtype, na_value=numpy_dtype.type(0)))
     if more is not None:
         nulls = nulls | more

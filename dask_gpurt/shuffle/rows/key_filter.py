@@ -84,9 +84,9 @@ class KeyFilter:
 
     def passing(self, data: pd.DataFrame, columns: Sequence[Any]) -> _Array:
         """Rows of a partition of the other side that may match, as a mask."""
-        if self.bounds is not None and (mine := bounds_of(data, columns)) is not None:
-            if mine[1] < self.bounds[0] or mine[0] > self.bounds[1]:
-                return np.zeros(len(data), dtype=bool)
+        mine = None if self.bounds is None else bounds_of(data, columns)
+        if self.bounds is not None and mine is not None and (mine[1] < self.bounds[0] or mine[0] > self.bounds[1]):
+            return np.zeros(len(data), dtype=bool)
         return self.holds(Keys.of(data, columns).hashes)
 
     def holds(self, hashes: _Array) -> _Array:

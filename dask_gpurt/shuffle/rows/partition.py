@@ -122,9 +122,7 @@ class RowOrder:
     offsets: np.ndarray[Any, Any]
 
 
-def locate(
-    data: pd.DataFrame, column: str, layout: OutputLayout, keep: np.ndarray[Any, Any] | None = None
-) -> RowOrder:
+def locate(data: pd.DataFrame, column: str, layout: OutputLayout, keep: np.ndarray[Any, Any] | None = None) -> RowOrder:
     """Order the rows of a frame by destination, from its column of output partition ids; `keep` is a mask of rows."""
     import pyarrow as pa
     import pyarrow.compute as pc

@@ -189,7 +189,7 @@ class JoinFilters:
             asked.append(self._calls.tell(partner, AskJoinKeys()))
         answers = await asyncio.gather(*asked)
         known, seen = ([JoinKeys.from_dict(one) for one in some or ()] for some in (*answers, [])[:2])
-        if not covers([one.inputs or () for one in known], side.inputs):
+        if not covers([one.inputs for one in known], side.inputs):
             record.join_asked = False  # a lost worker had some: again when they were split again
             return "the keys of some inputs are gone"
         rows = sum(one.rows for one in known)

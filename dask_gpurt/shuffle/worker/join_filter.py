@@ -101,7 +101,7 @@ class KeyCollector:
             highest = max((high for _, high in bounds), default=-1)
             inputs = frozenset() if self._over else frozenset(self._keys)
             rows = sum(len(keys.hashes) for keys in some)
-            return messages.JoinKeys(inputs, rows, len(bounds) == len(some), lowest, highest)
+            return messages.JoinKeys(rows, len(bounds) == len(some), lowest, highest, 0, 0, inputs)
 
     def bits(self, words: int) -> bytes:
         """The keys as bits of a filter of so many words; they are not kept any longer. b"": there are none."""
@@ -237,7 +237,8 @@ class JoinRows:
         return await self.ANSWERS[type(message)](self, message, offload)
 
     async def _on_keys(self, message: messages.AskJoinKeys, offload: Callable[..., Awaitable[Any]]) -> messages.Ok:
-        keys = messages.JoinKeys(frozenset(), 0, False, 0, -1) if self._collector is None else self._collector.known()
+        none = messages.JoinKeys(0, False, 0, -1, 0, 0, frozenset())
+        keys = none if self._collector is None else self._collector.known()
         if self._filter is None:
             return keys
         return dataclasses.replace(keys, seen_inputs=self._filter.inputs, seen_rows=self._filter.rows)

@@ -98,7 +98,7 @@ def test_the_small_side_comes_first_and_each_side_keeps_its_order() -> None:
     assert reordered(*before) == []
 
 
-def test_what_serves_others_or_has_begun_keeps_its_place() -> None:
+def test_what_serves_others_or_was_asked_for_before_keeps_its_place() -> None:
     small, large = sides([4, 5, 0, 1, 2, 3])
     shared = Task(at=50)
     for barrier in (small, large):
@@ -110,8 +110,12 @@ def test_what_serves_others_or_has_begun_keeps_its_place() -> None:
     assert shared not in found
     assert len(found) == 5
     assert alone_before(small, 3) is None
-    next(iter(small.dependencies)).state = "waiting"
-    assert alone_before(small, 100) is None
+    done = next(iter(small.dependencies))
+    done.state = "memory"
+    again = alone_before(small, 100)
+    assert again is not None
+    assert done not in again
+    assert len(again) == 3
 
 
 def test_priorities_of_two_users_are_not_mixed() -> None:

@@ -27,7 +27,7 @@ EXAMPLES = [
     messages.AskJoinKeys(),
     messages.AskJoinBits(1 << 10),
     messages.TakeJoinFilter(b"\x01" * 8, True, -5, (1 << 64) - 1),
-    messages.JoinKeys(frozenset({0, 7}), 12, False, 0, -1, 3, 400),
+    messages.JoinKeys(12, False, 0, -1, 3, 400, frozenset({0, 7})),
     messages.JoinBits(b""),
     messages.OutputOpened(True),
     messages.Ok(),
@@ -69,7 +69,9 @@ def test_a_message_is_of_the_latest_epoch():
 
 @pytest.mark.parametrize("data", [{"gpurt": "amand", "epoch": 1}, {}, {"gpurt": None}, {"gpurt": ["amend"]}])
 def test_an_unknown_message_is_an_error_that_says_so(data):
-    with pytest.raises(WireError, match=r"must be one of amend, valid, reopen, complete, histogram, join-keys, .*\. Remedy"):
+    with pytest.raises(
+        WireError, match=r"must be one of amend, valid, reopen, complete, histogram, join-keys, .*\. Remedy"
+    ):
         messages.parse(data)
 
 

@@ -34,7 +34,10 @@ def test_equal_keys_have_one_hash_wherever_they_lie(dtype: object, nulls: float)
     pieces = pd.concat([frame.iloc[:100], frame.iloc[100:]], ignore_index=True)
     assert (Keys.of(pieces, ["k"]).hashes == hashes).all()
     # As many hashes as keys: a hash that is the same for all would pass this test otherwise.
-    keys = [None if pd.isna(key) else (len(key.encode()), key[:TEXT_BYTES]) if isinstance(key, str) else key for key in frame.k]
+    keys = [
+        None if pd.isna(key) else (len(key.encode()), key[:TEXT_BYTES]) if isinstance(key, str) else key
+        for key in frame.k
+    ]
     assert len(np.unique(hashes)) == len(set(keys))
 
 

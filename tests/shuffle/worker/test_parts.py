@@ -21,10 +21,10 @@ from dask_gpurt.shuffle.rows.kinds import PandasRows
 from dask_gpurt.shuffle.rows.partition import OutputLayout, Shard, separate, split
 from dask_gpurt.shuffle.rows.slices import Slice
 from dask_gpurt.shuffle.transport.link.records import RunKey
-from dask_gpurt.shuffle.worker.join_filter import JoinRows
 from dask_gpurt.shuffle.worker import peer_calls
 from dask_gpurt.shuffle.worker.amendment import Amendment
 from dask_gpurt.shuffle.worker.flushed_buffers import FlushedBuffers
+from dask_gpurt.shuffle.worker.join_filter import JoinRows
 from dask_gpurt.shuffle.worker.message import Message, Outgoing
 from dask_gpurt.shuffle.worker.output_builder import counted
 from dask_gpurt.shuffle.worker.owners import Owners
