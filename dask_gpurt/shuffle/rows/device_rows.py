@@ -70,8 +70,10 @@ class DeviceRows:
         """Whether a partition is of the library."""
         return self._frames.owns(data)
 
-    def split(self, data: Any, input_id: int, layout: OutputLayout) -> Iterable[tuple[str, Shard]]:
-        """(worker address, shard); all of it ready."""
+    def split(
+        self, data: Any, input_id: int, layout: OutputLayout, keep: np.ndarray[Any, Any] | None = None
+    ) -> Iterable[tuple[str, Shard]]:
+        """(worker address, shard); all of it ready, and of all rows: the joins of device frames have no filter."""
         return with_room(lambda: self._split(data, input_id, layout)) if len(data) else ()
 
     def _split(self, data: Any, input_id: int, layout: OutputLayout) -> list[tuple[str, Shard]]:

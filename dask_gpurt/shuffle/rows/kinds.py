@@ -19,6 +19,7 @@ from dask_gpurt.shuffle.rows.received_chunk import ReceivedChunk
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    import numpy as np
     import pandas as pd
 
     from dask_gpurt.model import Chunk
@@ -51,8 +52,13 @@ class RowKind(Protocol):
     def owns(self, data: object) -> bool:
         """Whether it can split an input partition."""
 
-    def split(self, data: Any, input_id: int, layout: OutputLayout) -> Iterable[tuple[str, Shard]]:
-        """(worker address, shard), one or several in a row for every worker that gets rows of an input."""
+    def split(
+        self, data: Any, input_id: int, layout: OutputLayout, keep: np.ndarray[Any, Any] | None = None
+    ) -> Iterable[tuple[str, Shard]]:
+        """(worker address, shard), one or several in a row for every worker that gets rows of an input.
+
+        Rows that are not in the mask `keep` may be left out.
+        """
 
     def encoder(self) -> Callable[[Shard], list[Parcel]]:
         """Cuts and encodes shards of one input; their ids go on from the shard's."""
@@ -108,9 +114,11 @@ class PandasRows:
 
         return isinstance(data, pd.DataFrame)
 
-    def split(self, data: pd.DataFrame, input_id: int, layout: OutputLayout) -> Iterable[tuple[str, Shard]]:
+    def split(
+        self, data: pd.DataFrame, input_id: int, layout: OutputLayout, keep: np.ndarray[Any, Any] | None = None
+    ) -> Iterable[tuple[str, Shard]]:
         """See `partition.split`."""
-        return split(data, self._column, self._drop_column, input_id, layout, self._fixed)
+        return split(data, self._column, self._drop_column, input_id, layout, self._fixed, keep)
 
     def encoder(self) -> Callable[[Shard], list[Parcel]]:
         """See `RowKind`; the schema is looked up for the first shard."""

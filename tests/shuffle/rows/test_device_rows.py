@@ -252,6 +252,7 @@ def test_a_row_is_copied_no_more_often_than_it_has_to_be() -> None:
 
 def test_a_partition_of_another_library_is_refused() -> None:
     from dask_gpurt.shuffle.counters import ShuffleCounters
+    from dask_gpurt.shuffle.worker.join_filter import JoinRows
     from dask_gpurt.shuffle.worker.owners import Owners
     from dask_gpurt.shuffle.worker.splitter import Splitter
     from tests.shuffle.worker.test_parts import Host, log
@@ -262,6 +263,7 @@ def test_a_partition_of_another_library_is_refused() -> None:
         log=log(),
         column="_partitions",
         rows=kind(LazyMemory()),
+        join=JoinRows(None, None, ShuffleCounters()),
         counters=ShuffleCounters(),
     )
     assert len(splitter.split(rows(), 0).own) == 1
