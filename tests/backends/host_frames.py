@@ -12,6 +12,7 @@ Worker processes import it as ``tests.backends.host_frames``, which needs the re
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from dask_gpurt.shuffle.rows.assemble import general
 from tests.backends.lazy_memory import Block, LazyMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 #: that of this process
 MEMORY = LazyMemory()
@@ -65,6 +66,63 @@ def _frame_nonempty(x: HostFrame) -> HostFrame:
 @meta_nonempty.register(HostSeries)
 def _series_nonempty(x: HostSeries) -> HostSeries:
     return HostSeries(meta_nonempty(pd.Series(x)))
+
+
+class HostSide:
+    """`DeviceSide` over the memory of this process: UCX sends and receives blocks of it.
+
+    It computes nothing and has no context. What it finds out is whether all that is sent was waited for, and that no
+    allocation is made in the UCX thread.
+    """
+
+    def __init__(self) -> None:
+        self.sent = self.received = 0
+        #: allocations that fail, by number
+        self.fail: Callable[[int], bool] = lambda number: False
+
+    def in_use(self) -> bool:
+        """Always."""
+        return True
+
+    def enter(self) -> None:
+        """There is no context."""
+
+    def prepare(self, buffers: Sequence[Any]) -> list[Any]:
+        """The buffers; all that is to be sent is there."""
+        _beside()
+        for buffer in buffers:
+            if isinstance(buffer, Block):
+                MEMORY.whole(buffer)
+                self.sent += buffer.nbytes
+        return list(buffers)
+
+    def allocate(self, nbytes: int) -> Block:
+        """A block."""
+        _beside()
+        self.received += nbytes
+        if self.fail(self.received):
+            raise MemoryError("on purpose")
+        return MEMORY.allocate(nbytes)
+
+
+def _beside() -> None:
+    if not threading.current_thread().name.startswith("gpurt-ucx-device"):
+        MEMORY.faults.append(f"the device was waited for in {threading.current_thread().name}")
+
+
+SIDE = HostSide()
+
+
+def use_ucx() -> None:
+    """Have workers of this process find a device for UCX, before their first shuffle: `SIDE`."""
+    from dask_gpurt.backends import ucx, ucx_device
+    from dask_gpurt.shuffle.transport.select import locality
+
+    ucx_device.CudaSide = lambda: SIDE  # type: ignore[assignment,misc]
+    # Not for `ucx`: what that sets for a GPU asks for one.
+    assert not ucx.has_device()
+    ucx_device.has_device = locality.has_device = lambda: True
+    ucx_device.device_side.cache_clear()
 
 
 class HostTable:
@@ -136,6 +194,15 @@ class HostFrames:
         block = self.memory.allocate(data.nbytes)
         self.memory.write(block, data)
         return Packed(head, data.nbytes, block)
+
+    def room(self, nbytes: int) -> memoryview:
+        """Ordinary memory."""
+        return memoryview(bytearray(nbytes))
+
+    def adopt(self, head: bytes, data: Block, nbytes: int) -> Packed:
+        """A pack in a block that came."""
+        assert data.nbytes == nbytes
+        return Packed(head, nbytes, data)
 
     def unpack(self, pack: Packed) -> HostTable:
         """The table in a pack's block."""

@@ -64,6 +64,11 @@ class Block:
     def __init__(self, cell: _Cell) -> None:
         self.cell, self.nbytes = cell, cell.nbytes
 
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """By which device memory is known, and sent."""
+        return {"data": (self.cell.address, False), "shape": (self.nbytes,), "typestr": "|u1", "version": 3}
+
 
 class Stream:
     """Steps in their order."""
@@ -196,6 +201,15 @@ class LazyMemory:
             self.copied_bytes += cell.nbytes
 
         self.stream.steps.append(step)
+
+    def whole(self, block: Block) -> None:
+        """Find out whether a block could be sent now."""
+        self._check(block.cell, reads=True)
+
+    def fill(self, block: Block, data: bytes) -> None:
+        """Put bytes into a block past all streams, as a transport does."""
+        self._check(block.cell, reads=False)
+        ctypes.memmove(block.cell.address, data, len(data))
 
     def bytes_of(self, block: Block) -> bytes:
         """What a kernel finds in a block now: all copies into it must have been waited for."""

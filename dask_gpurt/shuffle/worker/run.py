@@ -130,6 +130,7 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
             log=self._log,
             column=self.column,
             rows=rows,
+            direct=lambda addresses: seam.sync(self._loop, self._sender.direct, addresses),
             counters=counters,
         )
         self._receiver = Receiver(self, key=key, store=store, rows=rows, credit=plane, counters=counters)

@@ -80,6 +80,7 @@ def outgoing(owners: Owners, ledger: SendLog[Shard]) -> Outgoing:
         log=ledger,
         column="_partitions",
         rows=rows(),
+        direct=lambda addresses: (),
         counters=ShuffleCounters(),
     )
     return splitter.split(frame(), 4)
@@ -108,6 +109,7 @@ def test_what_is_no_frame_is_refused():
         log=log(),
         column="k",
         rows=rows(),
+        direct=lambda addresses: (),
         counters=ShuffleCounters(),
     )
     with pytest.raises(TypeError, match=r"input partition 4 of shuffle s is a builtins\.list"):

@@ -1,0 +1,154 @@
+"""The ways of device frames between workers, over the stand-in: in one process, by real UCX, staged over tcp and rpc.
+
+Nothing here is a GPU: blocks are ordinary memory, of which UCX is told by the protocol of device memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from distributed import Client, LocalCluster, wait
+
+pytest.importorskip("rmm")
+
+from dask_gpurt.shuffle import ShuffleTakeover, worker_statistics
+from tests.backends import host_frames
+from tests.backends.host_frames import HostFrame
+from tests.backends.lazy_memory import LazyMemory
+from tests.shuffle.helpers import same, source, taken_over
+from tests.shuffle.test_device_frames import cluster, given_back, host, partitions, settings
+
+pytestmark = pytest.mark.cluster
+INPUTS, OUTPUTS = 6, 5
+
+
+def large(i: int, n: int = 40_000) -> pd.DataFrame:
+    """Rows of which each output of each input has more than `packed.SENT_BYTES`."""
+    rng = np.random.default_rng(i)
+    k = rng.integers(0, 1000, n)
+    return pd.DataFrame({"k": k, "a": rng.random(n), "t": pd.Series(k).astype("str")})
+
+
+def check(got: list[Any], want: list[Any]) -> None:
+    assert len(got) == len(want)
+    for x, y in zip(want, got, strict=True):
+        assert type(y) is HostFrame
+        same(x, pd.DataFrame(y))
+
+
+def links(worker: Any) -> dict[str, int]:
+    """Messages sent, by transport."""
+    out: dict[str, int] = {}
+    for link in (worker_statistics(worker)["transport"] or {"links": ()})["links"]:
+        out[link["transport"]] = out.get(link["transport"], 0) + link["messages_out"]
+    return {name: n for name, n in out.items() if n}
+
+
+def test_in_one_process_packs_are_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = LazyMemory()
+    monkeypatch.setattr(host_frames, "MEMORY", memory)
+
+    @cluster()
+    async def shuffled(c: Any, s: Any, *workers: Any) -> None:
+        stock = await partitions(c, source(large, INPUTS).shuffle("k", npartitions=OUTPUTS))
+        async with taken_over(s, workers, settings=settings(transport="auto")) as (takeover, stores):
+            got = await partitions(c, host(source(large, INPUTS)).shuffle("k", npartitions=OUTPUTS))
+            check(got, stock)
+            del got
+            await given_back(memory, stores)
+            assert [set(links(w)) for w in workers] == [{"inproc"}] * 3
+            assert takeover.statistics()["errors"] == 0
+            await takeover.uninstall()
+        # To the device, in order, into its pack, and into its output: nothing went through the host.
+        rows = sum(len(large(i)) for i in range(INPUTS))
+        assert 3.5 < memory.copied_bytes / rows / (8 + 8 + 8 + 4 + 2.9) < 4.6
+
+    shuffled()
+    assert not memory.faults
+
+
+def prepare(fail: tuple[int, int] | None) -> None:
+    host_frames.use_ucx()
+    if fail is not None:
+        host_frames.SIDE.fail = lambda number: fail[0] <= number < fail[1]
+
+
+def pid() -> int:
+    return os.getpid()
+
+
+def report(dask_worker: Any) -> dict[str, Any]:
+    side = host_frames.SIDE
+    host_frames.MEMORY.drain()
+    return {
+        "links": links(dask_worker),
+        "faults": host_frames.MEMORY.faults,
+        "sent": side.sent,
+        "received": side.received,
+        "error": worker_statistics(dask_worker)["last_error"],
+    }
+
+
+async def install(dask_scheduler: Any, on: Any) -> None:
+    await ShuffleTakeover.install(dask_scheduler, on)
+
+
+def statistics(dask_scheduler: Any) -> dict[str, Any]:
+    stats: dict[str, Any] = dask_scheduler.plugins["shuffle"].takeover.statistics()
+    return stats
+
+
+WAYS = {
+    "ucx": ("auto", None),
+    "ucx, no memory for some": ("auto", (3, 6)),
+    "tcp": ("tcp", None),
+    "rpc": ("rpc", None),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_between_processes(way: str) -> None:
+    """One worker is lost after that: its outputs are made again by the others."""
+    pytest.importorskip("ucxx")
+    transport, fail = WAYS[way]
+    on = settings(transport=transport)
+    stock = [large(i) for i in range(INPUTS)]
+    with (
+        LocalCluster(n_workers=3, threads_per_worker=1, processes=True, dashboard_address=":0") as lc,
+        Client(lc) as client,
+    ):
+        client.run_on_scheduler(install, on=on)
+        client.run(prepare, fail)
+        out = client.persist(host(source(large, INPUTS)).shuffle("k", npartitions=OUTPUTS))
+        wait(out)
+        reports = client.run(report)
+        stats = client.run_on_scheduler(statistics)
+        pids = client.run(pid)
+        os.kill(next(iter(pids.values())), signal.SIGKILL)
+        got = client.gather(client.compute(out.to_delayed()))
+    for one in reports.values():
+        assert one["faults"] == []
+        assert one["error"] == ""
+        if transport == "auto":
+            assert one["links"].pop("ucx") > 0
+            assert one["sent"] > 0
+            assert one["received"] > 0
+        else:
+            assert one["sent"] == one["received"] == 0
+            assert set(one["links"]) == {transport}
+    if fail is not None:
+        assert any(one["links"].get("rpc") for one in reports.values()), reports
+    assert (stats["runs"], stats["fallbacks"], stats["errors"]) == (1, {}, 0), stats
+    whole = pd.concat(stock)
+    parts = [pd.DataFrame(part) for part in got]
+    assert [len(part) > 0 for part in parts] == [True] * OUTPUTS
+    for part in parts:  # rows of an output are in the order of their inputs
+        keys = part["k"].unique()
+        same(whole[whole["k"].isin(keys)], part)
