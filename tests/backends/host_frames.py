@@ -161,7 +161,7 @@ class HostFrames:
         casts = to_cast(plain, meta, column)
         kept = plain[list(meta.columns)].astype(casts)
         rows = pa.Table.from_pandas(kept, preserve_index=True)
-        return self._put(rows), self._put(pa.table({"ids": frame[column].to_numpy()}))
+        return self._put(rows, "input"), self._put(pa.table({"ids": frame[column].to_numpy()}), "ids")
 
     def order(
         self, table: HostTable, ids: HostTable, code_of: np.ndarray[Any, Any], outputs: int
@@ -174,13 +174,13 @@ class HostFrames:
         codes[inside] = code_of[given[inside]]
         at = np.argsort(codes, kind="stable")
         offsets = np.searchsorted(codes[at], np.arange(outputs + 1)).astype(np.int64)
-        return self._put(self._get(table).take(pa.array(at))), offsets
+        return self._put(self._get(table).take(pa.array(at)), "gather"), offsets
 
     def pack(self, table: HostTable, ranges: Sequence[tuple[int, int]]) -> list[Packed]:
         """One block for each range."""
         self.ready()
         rows = self._get(table)
-        parts = [self._put(rows.slice(first, last - first)) for first, last in ranges]
+        parts = [self._put(rows.slice(first, last - first), "pack") for first, last in ranges]
         return [Packed(part.schema.serialize().to_pybytes(), part.block.nbytes, part.block) for part in parts]
 
     def to_host(self, packs: Sequence[Packed], target: memoryview) -> None:
@@ -192,7 +192,7 @@ class HostFrames:
     def from_host(self, head: bytes, data: memoryview) -> Packed:
         """Copy a pack from the host, at `ready`."""
         block = self.memory.allocate(data.nbytes)
-        self.memory.write(block, data)
+        self.memory.write(block, data, "from host")
         return Packed(head, data.nbytes, block)
 
     def room(self, nbytes: int) -> memoryview:
@@ -211,7 +211,7 @@ class HostFrames:
     def concat(self, tables: Sequence[HostTable]) -> HostTable:
         """Rows of several tables."""
         self.ready()
-        return self._put(pa.concat_tables([self._get(table) for table in tables]))
+        return self._put(pa.concat_tables([self._get(table) for table in tables]), "concatenate")
 
     def frame(self, table: HostTable, meta: pd.DataFrame) -> HostFrame:
         """A frame like the meta."""
@@ -221,13 +221,13 @@ class HostFrames:
         """Do what this thread has asked for."""
         self.memory.ready()
 
-    def _put(self, rows: pa.Table) -> HostTable:
+    def _put(self, rows: pa.Table, what: str) -> HostTable:
         """Rows in a block of their own, at `ready`."""
         whole = rows.combine_chunks().to_batches()
         batch = whole[0] if whole else pa.record_batch([pa.array([], f.type) for f in rows.schema], rows.schema)
         data = batch.serialize()
         block = self.memory.allocate(data.size)
-        self.memory.write(block, data)
+        self.memory.write(block, data, what)
         return HostTable(rows.schema, block)
 
     def _get(self, table: HostTable) -> pa.Table:

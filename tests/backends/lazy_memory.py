@@ -109,8 +109,8 @@ class LazyMemory:
         self.meanwhile: Callable[[], None] = lambda: None
         #: what was found
         self.faults: list[str] = []
-        #: bytes copied, by steps
-        self.copied_bytes = 0
+        #: bytes that steps have copied, by what for
+        self.copied: collections.Counter[str] = collections.Counter()
 
     # ---- streams
 
@@ -172,7 +172,12 @@ class LazyMemory:
 
         stream.steps.append(free)
 
-    def write(self, block: Block, data: Any) -> None:
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes that steps have copied."""
+        return sum(self.copied.values())
+
+    def write(self, block: Block, data: Any, what: str = "") -> None:
         """Copy from the host, at `ready`; as many bytes as the block has."""
         source = memoryview(data).cast("B")
         cell = block.cell
@@ -185,7 +190,7 @@ class LazyMemory:
             ctypes.memmove(cell.address, bytes(source), cell.nbytes)
             with self._lock:
                 cell.unwritten -= 1
-            self.copied_bytes += cell.nbytes
+                self.copied[what] += cell.nbytes
 
         self.stream.steps.append(step)
 
@@ -198,7 +203,8 @@ class LazyMemory:
         def step() -> None:
             self._check(cell, reads=True)
             target[:] = ctypes.string_at(cell.address, cell.nbytes)
-            self.copied_bytes += cell.nbytes
+            with self._lock:
+                self.copied["to host"] += cell.nbytes
 
         self.stream.steps.append(step)
 

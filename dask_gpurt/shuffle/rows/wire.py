@@ -21,8 +21,9 @@ device frames; see `packed.to_buffers`).
 
 Invariants of `unpack`: nothing is allocated by a number from the message before that number was compared with the bytes
 that are there; every byte is covered by a checksum (head by its own, each buffer by its shard's) or compared to zero
-(padding of the blob), but for what lies on a device; whatever is wrong raises `WireError`, and then nothing of the message is used. A checksum is
-against accidents, not against attackers: the comm under it authenticates peers.
+(padding of the blob), but for what lies on a device (see `packed`); whatever is wrong raises `WireError`, and then
+nothing of the message is used. A checksum is against accidents, not against attackers: the comm under it authenticates
+peers.
 
 Rejected: one IPC stream per shard (copies everything once more, into fresh memory, which costs 3-4 x the copy itself);
 pickle-5 of the table (pickles whole parents of slices).

@@ -1,7 +1,7 @@
 """Random schedules of streams, frees, allocation failures, flips and spilling, played on `DeviceRows`.
 
 `play(seed)` plays one, without a cluster: two workers split some inputs, send each other what is theirs, store it, lose
-memory, spill, and make their outputs. All of it lies in `LazyMemory`: whatever is not waited for is found, see there. At
+memory, spill, and make their outputs. All of it lies in `LazyMemory`: what is not waited for is found, see there. At
 each allocation, and before each wait, some stream may advance by some steps; the allocation may fail. Messages go by
 the host, where one may arrive damaged, or from device to device, where the receiver may have no memory.
 
@@ -61,7 +61,7 @@ class ArrowFrames(HostFrames):
     """`HostFrames` without pandas."""
 
     def apart(self, frame: Rows, column: str, meta: Any) -> tuple[HostTable, HostTable]:  # type: ignore[override]
-        return self._put(frame.table), self._put(frame.ids)
+        return self._put(frame.table, "input"), self._put(frame.ids, "ids")
 
     def frame(self, table: HostTable, meta: Any) -> Any:
         return self._get(table)

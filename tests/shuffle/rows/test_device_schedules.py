@@ -12,7 +12,7 @@ from tests.shuffle.rows import device_schedules
 from tests.shuffle.rows.device_schedules import ArrowFrames, play
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**64 - 1))
 def test_schedules(seed: int) -> None:
     play(seed)
@@ -34,8 +34,12 @@ def test_a_missing_wait_is_found(what: str, monkeypatch: pytest.MonkeyPatch) -> 
     else:
         monkeypatch.setattr(device_schedules.DeviceRows, "_split", _without_the_last_wait)
     with pytest.raises((AssertionError, OSError, ValueError)):
-        for seed in range(300):
-            play(seed)
+        _many()
+
+
+def _many() -> None:
+    for seed in range(300):
+        play(seed)
 
 
 def _without_the_last_wait(self: object, *args: object) -> object:
