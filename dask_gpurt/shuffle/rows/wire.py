@@ -152,6 +152,11 @@ def on_host(parcel: Parcel) -> Parcel:
     )
 
 
+def ready(parcel: Parcel, direct: bool) -> bool:
+    """Whether `pack` need not wait for the device: all bytes are on the host or, where they may go so, all there."""
+    return parcel.packs is None or (direct and packed.where_they_are(parcel.packs) is not None)
+
+
 def _as_it_is(parcel: Parcel) -> Parcel:
     """A parcel with its buffers, on the device if all of them are there now."""
     if parcel.packs is None:

@@ -175,7 +175,8 @@ class Sender:
         known = self._known.setdefault(address, set())
         start = time.perf_counter()
         for _ in range(1 + RESENDS):
-            if any(p.packs for p in parcels) and not self._plane.takes_device(self._key, address):
+            direct = self._plane.takes_device(self._key, address)
+            if not all(wire.ready(p, direct) for p in parcels):
                 parcels = await self._on_host(parcels)
             message = self._message(parcels, known)
             began = time.perf_counter()
