@@ -137,6 +137,7 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
             column=self.column,
             rows=rows,
             join=self._join,
+            direct=lambda addresses: seam.sync(self._loop, self._sender.direct, addresses),
             counters=counters,
         )
         self._receiver = Receiver(self, key=key, store=store, rows=rows, credit=plane, counters=counters)

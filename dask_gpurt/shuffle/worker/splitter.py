@@ -14,6 +14,8 @@ from dask_gpurt.shuffle.protocol.recovery import CUTS, shard_id
 from dask_gpurt.shuffle.worker.message import Outgoing
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
     from dask_gpurt.shuffle.counters import ShuffleCounters
     from dask_gpurt.shuffle.rows.kinds import RowKind
     from dask_gpurt.shuffle.rows.partition import Shard
@@ -42,6 +44,8 @@ class Splitter:
         Splits and encodes.
     join
         What it does with the keys of a join.
+    direct
+        Says which of some workers take rows in device memory; called for partitions that lie there.
     counters
         `inputs`, `skew_unknown`, `values_pickled` and the seconds of both steps.
     """
@@ -55,9 +59,10 @@ class Splitter:
         column: str,
         rows: RowKind,
         join: JoinRows,
+        direct: Callable[[Collection[str]], Collection[str]],
         counters: ShuffleCounters,
     ) -> None:
-        self._host = host
+        self._host, self._direct = host, direct
         self._owners, self._log = owners, log
         self._column, self._rows, self._join = column, rows, join
         self._counters = counters
@@ -86,7 +91,9 @@ class Splitter:
         # The epoch is read before the layout: so an amendment in between is noticed when the input is sent.
         out = Outgoing(partition, seam.this_key(), self._log.epoch)
         first_id = shard_id(partition, out.attempt, out.attempt)
-        shards = list(self._rows.split(data, first_id, self._owners.layout, keep))
+        layout = self._owners.layout
+        direct = () if self._rows.on_host else self._direct(layout.ranges)
+        shards = list(self._rows.split(data, first_id, layout, keep=keep, direct=direct))
         self._count(data, shards)
         self._say_pickled(data, shards)
         middle = time.perf_counter()

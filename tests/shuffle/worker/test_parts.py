@@ -82,6 +82,7 @@ def outgoing(owners: Owners, ledger: SendLog[Shard]) -> Outgoing:
         column="_partitions",
         rows=rows(),
         join=JoinRows(None, None, ShuffleCounters()),
+        direct=lambda addresses: (),
         counters=ShuffleCounters(),
     )
     return splitter.split(frame(), 4)
@@ -111,6 +112,7 @@ def test_what_is_no_frame_is_refused():
         column="k",
         rows=rows(),
         join=JoinRows(None, None, ShuffleCounters()),
+        direct=lambda addresses: (),
         counters=ShuffleCounters(),
     )
     with pytest.raises(TypeError, match=r"input partition 4 of shuffle s is a builtins\.list"):
