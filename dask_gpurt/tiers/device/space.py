@@ -89,8 +89,8 @@ class DeviceSpace:
         self.unspillable = 0
         #: loads that failed for want of memory
         self.load_failures = 0
-        #: values so far whose memory came past the allocator
-        self.outside_seen = 0
+        #: libraries of values so far whose memory came past the allocator
+        self.outside_seen: set[str] = set()
         #: values that left while the allocator got nothing back: others held the memory
         self.left_without_room = 0
         self.last_error = ""
@@ -102,7 +102,8 @@ class DeviceSpace:
         box = Box(self, key, value, self.backend.blocks(value))
         box.last_use = next(self._serial)
         box.outside = self.backend.outside(value)
-        self.outside_seen += box.outside
+        if box.outside:
+            self.outside_seen.add(type(value).__module__.partition(".")[0])
         with self._lock:
             self._boxes[id(box)] = box
             self._count(box, 1)
@@ -367,6 +368,7 @@ class DeviceSpace:
             "allocator_bytes": self.backend.allocated_bytes(),
             "outside_values": sum(b.outside and b.state in HERE for b in boxes),
             "outside_bytes": self.outside_bytes,
+            "outside_libraries": ", ".join(sorted(self.outside_seen)),
             "below_values": sum(1 for b in boxes if b.state is BoxState.BELOW),
             "left_without_room": self.left_without_room,
             "unspillable": self.unspillable,

@@ -121,9 +121,12 @@ class TieredStore(MutableMapping["Key", Any]):
         self.on_device_moved: Callable[[Key], None] = _ignored
 
     def use_device(self, device: DeviceSpace) -> None:
-        """Keep device values there from now on. Before the first value is set, or it counts as one in host memory."""
+        """Keep device values there from now on, and those that are here but for what runs or moves now."""
         self.device = device
         device.on_moved = self._moved
+        for key, entry in list(self._entries.items()):
+            if entry.state is State.RESIDENT and not entry.pins and device.backend.owns(entry.value):
+                self[key] = entry.value
 
     def drain_into(self, successor: SpillBuffer) -> None:
         """From now on keys are set in `successor`; the caller moves those that are here."""
