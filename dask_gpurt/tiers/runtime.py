@@ -27,7 +27,6 @@ from dask_gpurt.model.circuit_breaker import Guard
 from dask_gpurt.model.events import Event, Sink, null_sink
 from dask_gpurt.tiers.device import coexistence
 from dask_gpurt.tiers.device.coexistence import Terms
-from dask_gpurt.tiers.device.oom import RetryAlone
 from dask_gpurt.tiers.device.setup import DeviceMemory
 from dask_gpurt.tiers.engine.engine import Engine
 from dask_gpurt.tiers.limits import Limits, limits_of
@@ -265,7 +264,7 @@ class TierRuntime:
             seam.take_over()
             self._seam = seam
             if self._device_memory is not None:
-                self._serve_device(seam, self._device_memory)
+                seam.serve_device(self._device_memory)
             objects, lease = self._below.objects, self._below.lease
             if objects is not None and lease is not None and objects.bucket.shared:
                 self._shared = SharedCopies(self._worker, self._engine, seam.store, objects, lease, self.guard)
@@ -283,12 +282,6 @@ class TierRuntime:
             self._disk.directory,
             "" if limits.disk_limit_bytes is None else f" up to {format_bytes(limits.disk_limit_bytes)}",
         )
-
-    def _serve_device(self, seam: WorkerSeam, device: DeviceMemory) -> None:
-        # The device has victims of its own, which are chosen by next uses however much host memory is free.
-        self._engine.eviction.relaxes = False
-        self._engine.eviction.press()
-        seam.execute.retry_alone = RetryAlone(device.space, lambda: seam.execute.running)
 
     def _look_for_device(self) -> None:
         """Have a device tier where something has begun to use a device; with every heartbeat until then."""
@@ -315,7 +308,7 @@ class TierRuntime:
         self._device_memory = device
         if self._running and self._seam is not None:
             self._seam.store.use_device(device.space)
-            self._serve_device(self._seam, device)
+            self._seam.serve_device(device)
 
     def _warn_about_filesystem(self, sink: Sink) -> None:
         for message, kind in self._disk.warnings():

@@ -52,13 +52,13 @@ class Case:
 
 
 CASES = {
-    "plain": Case(),
+    "plain": Case(over="CudaMemoryResource"),
     "pool": Case(("--rmm-pool-size", "30MB", "--rmm-maximum-pool-size", "60MB"), over="PoolMemoryResource"),
     "async": Case(("--rmm-async",)),
     "async-limited": Case(("--rmm-async", "--rmm-maximum-pool-size", "60MB"), over="LimitingResourceAdaptor"),
     "tracked": Case(("--rmm-async", "--rmm-track-allocations"), over="TrackingResourceAdaptor"),
     "logged": Case(("--rmm-async", "--rmm-log-directory", "."), over="LoggingResourceAdaptor"),
-    "device-limit": Case(("--device-memory-limit", "20MB")),
+    "device-limit": Case(("--device-memory-limit", "20MB"), over="CudaMemoryResource"),
     "device-limit-and-pool": Case(
         ("--device-memory-limit", "20MB", "--rmm-pool-size", "100MB"), over="PoolMemoryResource"
     ),
@@ -217,10 +217,10 @@ def test_on_refuses_the_start_with_the_remedy(tmp_path: Path) -> None:
             client.wait_for_workers(1, timeout=60)
             sent = _address_of(client, "sent")
             got = seen(client, sent)
-            refused = dask_gpurt.status(client).scheduler["refused"]
+            shown = str(dask_gpurt.status(client))
     assert got["parts"] is None
     assert got["data"] == "DeviceHostFile"  # as stock
-    assert "gpurt.tiers.device is 'on'" in str(refused)
+    assert "gpurt.tiers.device is 'on', and there is no tier: RMM allocates managed memory" in shown
 
 
 @pytest.mark.parametrize("used", [False, True])

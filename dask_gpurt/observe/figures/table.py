@@ -122,6 +122,10 @@ WORKER: tuple[Figure, ...] = (
     # tiers
     gauge("", "tier_bytes", "bytes", "Held by the tiers", heartbeat="device_bytes", tier="device"),
     gauge("", "tier_bytes", "bytes", "Held by the tiers", heartbeat="object_bytes", tier="object"),
+    gauge("", "tier_limit_bytes", "bytes",
+        "Budget of a tier; none: no sample", heartbeat="device_limit_bytes", tier="device"),
+    gauge("", "tier_free_bytes", "bytes",
+        "Values that could come without others leaving", heartbeat="device_free_bytes", tier="device"),
     counter("", "tier_errors", "count", "Failed writes, reads, checksums and rebuilds", heartbeat="errors"),
     gauge("tiers.host_bytes", "tier_bytes", "bytes", "Held by the tiers", heartbeat="host_bytes", tier="host"),
     gauge("tiers.host_limit_bytes", "tier_limit_bytes", "bytes",

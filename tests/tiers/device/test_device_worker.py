@@ -418,3 +418,82 @@ async def test_every_heartbeat_looks_whether_the_resource_is_still_ours(c: Clien
     with mock.patch.object(DeviceMemory, "look", side_effect=RuntimeError("a library")):
         assert runtime.heartbeat()["device_bytes"] == 0
     assert runtime.statistics()["fallbacks"] == {"device": 1}
+
+
+MB = 1 << 20
+
+
+
+
+@pytest.mark.cluster
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)], config=CONFIG)
+async def test_inputs_come_back_to_the_device_ahead_of_their_tasks(c: Client, s: Scheduler, a: Worker) -> None:
+    """While a task runs, those of the next ones come into room that is there; no task then brings its own."""
+    runtime, _ = await install(a)
+    BEGAN.clear()
+    GO_ON.clear()
+    values = c.map(make, range(6), nbytes=100 * KB, key=[f"v{i}" for i in range(6)])
+    await wait(values)
+    space = runtime._device_memory.space  # type: ignore[union-attr]
+    await asyncio.to_thread(space.spill, 1 << 40)
+    assert runtime.statistics()["device"]["below_values"] == 6
+    busy = c.submit(hold, key="busy", priority=1)
+    await asyncio.to_thread(BEGAN.wait, 30)
+    later = c.map(right, values, range(6), key=[f"later-{i}" for i in range(6)])
+    await async_poll_for(lambda: runtime.statistics()["device"]["below_values"] == 0, timeout=30)
+    GO_ON.set()
+    assert all(await c.gather(later))
+    await busy
+    device = runtime.statistics()["device"]
+    assert (device["ahead_started"], device["ahead_in_time"], device["ahead_left_again"]) == (6, 6, 0)
+    assert device["ahead_started_bytes"] == 600 * KB
+    assert runtime.statistics()["fallbacks"] == {}
+
+
+def hold() -> None:
+    BEGAN.set()
+    assert GO_ON.wait(30)
+
+
+@pytest.mark.cluster
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)], config=CONFIG)
+async def test_nothing_comes_ahead_where_there_is_no_room(c: Client, s: Scheduler, a: Worker) -> None:
+    runtime, _ = await install(a)
+    BEGAN.clear()
+    GO_ON.clear()
+    values = c.map(make, range(20), nbytes=100 * KB, key=[f"v{i}" for i in range(20)])
+    await wait(values)
+    before = runtime.statistics()["device"]
+    assert before["below_values"] >= 12
+    busy = c.submit(hold, key="busy", priority=1)
+    await asyncio.to_thread(BEGAN.wait, 30)
+    later = c.map(right, values, range(20), key=[f"later-{i}" for i in range(20)])
+    await async_poll_for(lambda: len(a.state.tasks) >= 41, timeout=30)
+    during = runtime.statistics()["device"]
+    # At most what was free of the 0.8 that may be kept: no value has left to let another one in.
+    assert during["to_and_from_device"]["writes"] == before["to_and_from_device"]["writes"]
+    assert during["device_bytes"] <= 0.8 * LIMIT
+    GO_ON.set()
+    assert all(await c.gather(later))
+    await busy
+    assert runtime.statistics()["fallbacks"] == {}
+
+
+@pytest.mark.cluster
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 4)], config=CONFIG)
+async def test_tasks_that_do_not_fit_the_device_together_wait_for_each_other(
+    c: Client, s: Scheduler, a: Worker
+) -> None:
+    """Once it is known what such a task returns."""
+    with mock.patch("tests.tiers.device.test_device_worker.LIMIT", 7 * MB):
+        runtime, backend = await install(a)
+    await wait(c.submit(make, 0, 2 * MB, key="make-0"))  # from now on it is known
+    values = c.map(make, range(1, 12), nbytes=2 * MB, key=[f"make-{i}" for i in range(1, 12)])
+    assert all(await c.gather(c.map(right, values, range(1, 12))))
+    device = runtime.statistics()["device"]
+    assert device["turn_waits"] > 0
+    assert device["turns_passed_by"] == 0
+    assert device["failed"] == 0
+    assert backend.allocator.peak_bytes() <= 7 * MB
+    assert runtime.statistics()["fallbacks"] == {}
+    runtime.engine.validate()
