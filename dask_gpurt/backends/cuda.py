@@ -53,6 +53,15 @@ def has_context() -> bool:
 
 
 @functools.cache
+def possible() -> bool:
+    """Whether this process could use a CUDA device at all, by what the driver has put into /dev. Loads nothing."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if hidden is not None and hidden.strip() in ("", "-1", "NoDevFiles"):
+        return False
+    return any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/nvgpu", "/dev/nvhost-gpu", "/dev/dxg"))
+
+
+@functools.cache
 def probe() -> Probe:
     """Allocate on the current device. Creates a CUDA context: for workers only, never for nannies or the scheduler."""
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from dask_gpurt.backends import cuda
 from dask_gpurt.memory import reclaim
 from dask_gpurt.memory.pages import pages
 from dask_gpurt.tiers.engine import buffer_roots
@@ -57,6 +58,7 @@ class Figures:
             more["object_bytes"] = self.below.objects.used_bytes
         return {
             **more,
+            "device_possible": int(self.device is not None or cuda.possible()),
             "host_bytes": engine.resident_bytes,
             "host_limit_bytes": engine.budget_bytes,
             "moving_bytes": engine.moving_bytes,

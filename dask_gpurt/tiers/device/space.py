@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from dask_gpurt.tiers.storage.handle import Group, Handle
     from dask_gpurt.tiers.storage.protocol import StorageTier
 
+#: bytes of copies that make a measurement
+MEASURED_BYTES = 1 << 20
 #: for which an allocation waits at most for a value that another thread makes leave: 1 GB over a slow link
 LEAVING_SECONDS = 1.0
 
@@ -196,6 +198,13 @@ class DeviceSpace:
     def room_bytes(self) -> int:
         """Bytes of values that could come now and keep all below its limits."""
         return 0 if self.rests else max(0, -self._excess(0))
+
+    @property
+    def promotion_rate(self) -> float | None:
+        """Bytes/s at which values came back from blocks of host memory so far; None: too few to say."""
+        metrics = [tier.metrics for tier in self.below if isinstance(tier, SlabTier)]
+        nbytes, seconds = sum(m["read_bytes"] for m in metrics), sum(m["read_seconds"] for m in metrics)
+        return nbytes / seconds if nbytes >= MEASURED_BYTES and seconds > 0 else None
 
     @property
     def outside_bytes(self) -> int:
