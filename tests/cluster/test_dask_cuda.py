@@ -164,6 +164,7 @@ def test_status_says_why(cluster: tuple[str, Client]) -> None:
     [
         (("--rmm-async", "--rmm-managed-memory"), "`rmm_managed_memory` is incompatible with the `rmm_async`"),
         (("--rmm-release-threshold", "1MB"), "`rmm_release_threshold` requires `rmm_async`"),
+        (("--enable-jit-unspill",), "No such option"),
         (("--enable-nvlink", "--rmm-managed-memory"), "RMM managed memory and NVLink are currently incompatible"),
     ],
 )

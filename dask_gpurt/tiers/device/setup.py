@@ -179,8 +179,8 @@ class DeviceMemory:
         if self.space.outside_seen and not self._said_outside:
             self._said_outside = True
             logger.warning(
-                "Results of %s are in memory that does not come from RMM: they count, and leave the device by the limit "
-                "of kept values, but make no room for other libraries. Remedy: have them allocate through RMM "
+                "Results of %s are in memory that does not come from RMM: they count, and leave the device by the "
+                "limit of kept values, but make no room for other libraries. Remedy: have them allocate through RMM "
                 "(--rmm-allocator-external-lib-list cupy of dask-cuda, rmm.allocators.torch, "
                 "NUMBA_CUDA_MEMORY_MANAGER=rmm)",
                 ", ".join(sorted(self.space.outside_seen)),

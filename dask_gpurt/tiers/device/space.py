@@ -33,11 +33,9 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-import numpy
-
 from dask_gpurt.errors import CorruptData, LostData, TierFull
 from dask_gpurt.tiers.device.box import HERE, TABLE, Box, BoxState
-from dask_gpurt.tiers.device.pinned import SlabTier
+from dask_gpurt.tiers.device.pinned import SlabTier, stage
 from dask_gpurt.tiers.engine.entry import IllegalMove
 from dask_gpurt.tiers.storage.handle import DecodeError
 from dask_gpurt.tiers.storage.protocol import TierMetrics
@@ -186,10 +184,7 @@ class DeviceSpace:
         """Bytes of the allocations that kept values hold on the device."""
         return self._device_bytes
 
-    @property
-    def resident_bytes(self) -> int:
-        """See `task_admission.Memory`."""
-        return self._device_bytes
+    resident_bytes = device_bytes  # see `task_admission.Memory`
 
     #: see `task_admission.Memory`
     moving_bytes = 0
@@ -225,15 +220,7 @@ class DeviceSpace:
     def _move(self, box: Box, event: str, value: Any = None) -> int:
         """Change the state of a box, and with it its value and the byte count. Hold the lock of the box.
 
-        Returns
-        -------
-        int
-            Bytes by which kept values are less than before.
-
-        Raises
-        ------
-        IllegalMove
-            The table has no such move: a bug in this package.
+        Returns the bytes by which kept values are less. `IllegalMove`: the table has no such move, a bug in here.
         """
         before = box.state
         after = TABLE.get((before, event))
@@ -449,15 +436,3 @@ class DeviceSpace:
 
 def _ignored(box: Box) -> None:
     return None
-
-
-def stage(frame: Any) -> Any:
-    """A frame in ordinary host memory."""
-    if not hasattr(frame, "copy_to"):
-        return frame
-    out = numpy.empty(frame.nbytes, "u1").data
-    try:
-        frame.copy_to([out])
-    finally:
-        frame.finish()
-    return out

@@ -114,7 +114,10 @@ class WorkerSeam:
         self._engine.eviction.press()
         self.execute.retry_alone = RetryAlone(space, lambda: self.execute.running)
         self.execute.device_turns = Turns(
-            space, limit_bytes=lambda: device.full_bytes, process_bytes=space.backend.allocated_bytes, seceded=self._seceded
+            space,
+            limit_bytes=lambda: device.full_bytes,
+            process_bytes=space.backend.allocated_bytes,
+            seceded=self._seceded,
         )
         if not self.prefetch.share:
             return

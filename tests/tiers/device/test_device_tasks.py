@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 MB = 1 << 20
 
 
-
-
 @pytest.mark.cluster
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)], config=CONFIG)
 async def test_inputs_come_back_to_the_device_ahead_of_their_tasks(c: Client, s: Scheduler, a: Worker) -> None:

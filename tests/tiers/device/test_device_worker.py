@@ -231,7 +231,7 @@ async def test_the_tier_comes_when_something_begins_to_use_the_device(c: Client,
 
 @pytest.mark.cluster
 @gen_cluster(client=True, nthreads=[("", 1)], config=CONFIG)
-async def test_a_tier_that_cannot_be_opened_later_leaves_the_worker_as_it_is(c: Client, s: Scheduler, a: Worker) -> None:
+async def test_a_tier_that_cannot_be_opened_later_leaves_the_worker_alone(c: Client, s: Scheduler, a: Worker) -> None:
     with found(), mock.patch.object(DeviceMemory, "open", side_effect=RuntimeError("a library")):
         with mock.patch.object(cuda, "has_context", return_value=False):
             runtime = await TierRuntime.install(a, Settings.load({"tiers.disk-reserve": 0}).tiers)
