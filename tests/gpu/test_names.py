@@ -161,17 +161,3 @@ def test_a_missing_argument_is_noticed() -> None:
     assert not _takes(function, 1, (), bound=True)
     assert not _takes(function, 1, ("c", "e"), bound=True)
     assert not _takes(function, 3, ("c",), bound=True)
-
-
-def test_memory_of_cupy_that_came_from_rmm_is_known_by_its_class() -> None:
-    """`CudaBackend.outside` tells it from CuPy's own pool."""
-    memory = module("cupy.cuda.memory")
-    source = inspect.getsource(module("rmm.allocators.cupy").rmm_cupy_allocator)
-    assert "UnownedMemory(" in source
-    assert memory.UnownedMemory.__name__ == "UnownedMemory"
-    for name in ("PooledMemory", "MemoryAsync", "Memory", "ManagedMemory"):
-        assert not issubclass(memory.UnownedMemory, getattr(memory, name))
-
-
-def test_kvikio_says_whether_the_driver_has_gpudirect_storage() -> None:
-    assert module("kvikio.cufile_driver").get("is_gds_available") in (True, False)
