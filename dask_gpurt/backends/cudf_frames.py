@@ -1,7 +1,8 @@
-"""`CudfFrames`: cuDF's frames for the shuffle, by public calls of cuDF, pylibcudf and RMM 26.10.
+"""`CudfFrames`: cuDF's frames for the shuffle, by calls of cuDF, pylibcudf and RMM 26.10.
 
-`tests/backends/test_cudf_calls.py` compares every call below with the installed libraries: they can be imported without
-a GPU, so names and parameters are checked, and what only a GPU can prove are the calls' effects.
+`tests/gpu/test_names.py` compares every call below with the installed libraries, `tests/gpu/test_cudf_frames.py` runs
+what needs no kernel on cuDF's own columns in host memory. What only a GPU can prove are the effects of the others;
+`tests/gpu/unproven.txt` lists them.
 
 Theory of operation. One call each:
 
@@ -11,7 +12,7 @@ order      gather of a look-up table, stable sorted order, gather; offsets by a 
 pack       slices in one call, then ``contiguous_split.pack`` each
 to_host    RMM's copies, in RMM's default stream
 unpack     ``unpack_from_memoryviews``: no copy
-frame      ``from_pylibcudf``, then the meta's dtypes
+frame      the meta's dtypes and labels on these columns (`cudf_values.like`): no copy
 ========== ============================================================================================
 
 `partition` and `hash_partition` of libcudf leave the order within a partition undefined, hence the sort. An id that is
@@ -38,6 +39,7 @@ from pylibcudf.contiguous_split import unpack_from_memoryviews
 from rmm.pylibrmm.device_buffer import copy_ptr_to_host
 from rmm.pylibrmm.stream import DEFAULT_STREAM, PER_THREAD_DEFAULT_STREAM
 
+from dask_gpurt.backends.cudf_values import like
 from dask_gpurt.backends.frames import Packed, to_cast
 
 if TYPE_CHECKING:
@@ -58,12 +60,15 @@ class CudfFrames:
         return isinstance(frame, cudf.DataFrame)
 
     def apart(self, frame: Any, column: str, meta: Any) -> tuple[Any, Any]:
-        """(table, ids)."""
+        """(table, ids). Tables of one meta have the same types, the index included: only such can be joined."""
         casts = to_cast(frame, meta, column)
         rest = frame[list(meta.columns)]
         table, _ = (rest.astype(casts) if casts else rest).to_pylibcudf()
         ids, _ = frame[column].to_pylibcudf()
-        index, _ = frame.index.to_pylibcudf()
+        rows = frame.index
+        if rows.dtype != meta.index.dtype:
+            rows = rows.astype(meta.index.dtype)
+        index, _ = rows.to_pylibcudf()
         return plc.Table([*table.columns(), index]), ids
 
     def order(
@@ -115,11 +120,7 @@ class CudfFrames:
     def frame(self, table: Any, meta: Any) -> Any:
         """A frame like the meta."""
         *columns, index = table.columns()
-        out = cudf.DataFrame.from_pylibcudf(plc.Table(columns), {"columns": list(meta.columns)})
-        out.index = cudf.Index.from_pylibcudf(index).astype(meta.index.dtype).rename(meta.index.name)
-        out.columns = meta.columns
-        wrong = {name: dtype for name, dtype in meta.dtypes.items() if out[name].dtype != dtype}
-        return out.astype(wrong) if wrong else out
+        return like(meta, columns, index)
 
     def ready(self) -> None:
         """Wait for the stream that cuDF uses, which may be the thread's, and for that of the copies."""
