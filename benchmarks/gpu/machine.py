@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import shutil
 import subprocess
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.gpu.target import MB, NotHere
+from benchmarks.gpu.target import MB, NotHere, missing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -89,14 +91,9 @@ def pinned(target: Target) -> dict[str, Any]:
 
 def ucx_info(target: Target) -> dict[str, Any]:
     """Transports that UCX finds for device memory, by its own log: cuda_copy and cuda_ipc have to be among them."""
-    import sys
-
-    from benchmarks.gpu.target import missing
-
     missing("ucxx")
     code = "import ucxx._lib.libucxx as l; c = l.UCXContext({}); print(c.info)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     if done.returncode:
         raise NotHere(f"UCX makes no context: {done.stderr.strip()[-300:]}")
-    names = {word for word in ("cuda_copy", "cuda_ipc", "gdr_copy", "sysv", "posix", "cma", "tcp", "rc") if word in done.stdout}
-    return {"transports": sorted(names), "info": done.stdout[-2000:], "memory": done.stderr[-2000:]}
+    return {"components": re.findall(r"component \d+ +: +(\w+)", done.stdout), "info": done.stdout[-2000:], "memory": done.stderr[-2000:]}
