@@ -100,7 +100,7 @@ class TierSettings:
     object_use: str
     #: seconds of one request to it
     object_timeout: float
-    #: "off" or "auto"
+    #: "off", "auto" or "on", see `tiers.device.coexistence`
     device: str
     #: share (0, 1] of the device's memory
     device_limit: float
@@ -235,6 +235,7 @@ def _tiers(tree: Mapping[str, Any]) -> TierSettings:
         disk_reserve=_bytes(tree["disk-reserve"], "gpurt.tiers.disk-reserve"),
         # YAML takes a bare on or off for a boolean.
         direct_io={True: "on", False: "off"}.get(tree["direct-io"], tree["direct-io"]),
+        device={True: "on", False: "off"}.get(tree["device"], tree["device"]),
         codec=tree["codec"] or "none",  # Dask makes None of "none" in an environment variable
         object_timeout=float(tree["object-timeout"]),
         device_limit=float(tree["device-limit"]),

@@ -1,6 +1,7 @@
 """CUDA itself: whether there is a usable device, and what it has free.
 
 `probe` and `free_bytes` need a driver. Importing this module loads no vendor library: a nanny may import it.
+`has_context` loads and creates nothing either: it is asked on every worker, and with each heartbeat.
 
 kvikio is probed and not used: GPUDirect Storage for spilling was added to, and removed from, spark-rapids; the
 pinned path is as fast where it was measured.
@@ -8,8 +9,10 @@ pinned path is as fast where it was measured.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
+import os
 from typing import Any
 
 
@@ -27,6 +30,35 @@ class Probe:
     device: int = 0
     #: it has no memory of its own, as on a system on a chip
     integrated: bool = False
+
+
+def has_context() -> bool:
+    """Whether something in this process computes on a CUDA device: its primary context on some device is active.
+
+    Costs microseconds. Without the driver's library in the process, or before its ``cuInit``, there is none.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD)  # only if somebody has loaded it
+        count, flags, active = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
+        if driver.cuDeviceGetCount(ctypes.byref(count)):  # as before cuInit
+            return False
+        for device in range(count.value):  # an ordinal is the handle of the device
+            if driver.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active)):
+                return False
+            if active.value:
+                return True
+    except (OSError, AttributeError):
+        pass
+    return False
+
+
+@functools.cache
+def possible() -> bool:
+    """Whether this process could use a CUDA device at all, by what the driver has put into /dev. Loads nothing."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if hidden is not None and hidden.strip() in ("", "-1", "NoDevFiles"):
+        return False
+    return any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/nvgpu", "/dev/nvhost-gpu", "/dev/dxg"))
 
 
 @functools.cache

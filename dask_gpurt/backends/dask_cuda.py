@@ -80,7 +80,17 @@ class DeviceSetup:
 
 def is_store(data: MutableMapping[Any, Any]) -> bool:
     """Whether a ``worker.data`` is dask-cuda's."""
-    return type(data).__module__.partition(".")[0] == "dask_cuda"
+    return _is_of_dask_cuda(data)
+
+
+def is_here(worker: Worker, pending: Iterable[WorkerPlugin] = ()) -> bool:
+    """Whether dask-cuda has set this worker up, or is about to. Loads nothing."""
+    plugins = (*worker.plugins.values(), *pending)
+    return is_store(worker.memory_manager.data) or any(map(_is_of_dask_cuda, plugins))
+
+
+def _is_of_dask_cuda(thing: object) -> bool:
+    return type(thing).__module__.partition(".")[0] == "dask_cuda"
 
 
 def look(worker: Worker, pending: Iterable[WorkerPlugin] = (), *, device: int, integrated: bool = False) -> DeviceSetup:
@@ -104,7 +114,7 @@ def look(worker: Worker, pending: Iterable[WorkerPlugin] = (), *, device: int, i
     if store is Store.EMPTY:
         limit = getattr(getattr(data, "device_buffer", None), "n", None)
         host_limited = bool(manager.memory_limit and (manager.memory_target_fraction or manager.memory_spill_fraction))
-    coming = {type(p).__name__: p for p in pending if type(p).__module__.partition(".")[0] == "dask_cuda"}
+    coming = {type(p).__name__: p for p in pending if _is_of_dask_cuda(p)}
     allocator, spills = _planned_allocator(coming.get("RMMSetup")), getattr(coming.get("CUDFSetup"), "spill", None)
     return DeviceSetup(
         store,

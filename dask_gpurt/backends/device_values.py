@@ -8,8 +8,8 @@ Frees are ordered after the last use by waiting for the whole device (`CudaBacke
 the streams that libraries used are not known to us, and an event on the wrong one orders nothing. It is paid once per
 round of spilling, which then copies megabytes.
 
-torch and Numba have allocators of their own. Unless they are set up to use RMM, their memory is neither limited nor
-counted there, and that a value of theirs leaves makes no room for others (`CudaBackend.outside`).
+torch, Numba and CuPy have allocators of their own. Unless they are set up to use RMM, their memory is neither limited
+nor counted there, and that a value of theirs leaves makes no room for others (`CudaBackend.outside`).
 """
 
 from __future__ import annotations
@@ -93,6 +93,9 @@ class CudaBackend:
             return bool(sys.modules["torch"].cuda.get_allocator_backend() != "pluggable")
         if library == "numba":
             return os.environ.get("NUMBA_CUDA_MEMORY_MANAGER", "") != "rmm"
+        if library == "cupy":
+            # Memory that came from elsewhere, such as from RMM, is CuPy's `UnownedMemory`; all else is its own.
+            return type(value.data.mem).__name__ != "UnownedMemory"  # type: ignore[attr-defined]
         return False
 
     def encode(self, value: Any, parts: Sequence[int] | None = None) -> list[tuple[int, Sequence[Any]]]:

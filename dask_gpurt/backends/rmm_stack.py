@@ -110,7 +110,10 @@ class DeviceAllocator:
     limit_bytes
         That this worker may take; a lower limit that is there already holds instead.
     pool
-        Gives the pool of our own, for a device where nothing but ``cudaMalloc`` is installed.
+        Gives the pool of our own, for a device where nothing but ``cudaMalloc`` is installed; None: the stack is over
+        that then.
+    cupy
+        Have CuPy allocate through RMM, where it is installed; else it keeps its own pool.
     free_bytes
         What the driver has free; None: it is not asked.
     device
@@ -122,13 +125,15 @@ class DeviceAllocator:
         callback: Callable[[int], bool],
         limit_bytes: int,
         *,
-        pool: Callable[[], Any],
+        pool: Callable[[], Any] | None,
+        cupy: bool = False,
         free_bytes: Callable[[], int] | None = None,
         device: int = 0,
     ) -> None:
         self._callback = callback
         self._limit_bytes = limit_bytes
         self._pool = pool
+        self._cupy = cupy
         self._free_bytes = free_bytes
         self._device = device
         self._before: DeviceMemoryResource | None = None
@@ -146,15 +151,17 @@ class DeviceAllocator:
         return self.stacks[-1]
 
     def install(self) -> None:
-        """Stack over what is installed, and have CuPy allocate from it where it is there.
+        """Stack over what is installed.
 
         Memory that was allocated before stays with the resource it came from.
         """
         import rmm.mr
 
         self._before = rmm.mr.get_per_device_resource(self._device)
-        self._over(self._pool() if type(self._before) is rmm.mr.CudaMemoryResource else self._before)
-        self._undo_cupy = _use_rmm_in_cupy()
+        bare = type(self._before) is rmm.mr.CudaMemoryResource
+        self._over(self._pool() if bare and self._pool is not None else self._before)
+        if self._cupy:
+            self._undo_cupy = _use_rmm_in_cupy()
 
     def _over(self, base: DeviceMemoryResource) -> None:
         import rmm.mr

@@ -51,8 +51,8 @@ def local_cluster(
     Raises
     ------
     ConfigError
-        An unknown setting, or a value that is not allowed; `settings` ask for the device tier, and `kwargs` for
-        something that keeps it off. Nothing was started.
+        An unknown setting, or a value that is not allowed; `tiers.device` is "on", and `kwargs` ask for something that
+        leaves no device tier. Nothing was started.
     InstallError
         This interpreter runs without assertions (``python -O``), there is no GPU or no dask-cuda for `gpus`, a part
         could not be installed, or Dask could not start the cluster. What was started is closed.
@@ -73,8 +73,7 @@ def local_cluster(
     if gpus is None:
         _add_preload("worker", kwargs, argv)
     else:
-        # As a setting of this call; from YAML it says "where it can be had", and `status` says where it cannot.
-        if flat(settings or {}).get("tiers.device") == "auto":
+        if loaded.tiers.device == "on" and loaded.tiers.enabled:
             require_device_tier(dask_cuda.asked(kwargs))
         cluster = type("GpurtLocalCUDACluster", (GpurtLocalCluster, dask_cuda.local_cuda_cluster()), {})
         kwargs = on_gpus(gpus, kwargs)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import dask
 import distributed
 
+from dask_gpurt.backends import cuda
 from dask_gpurt.doctor import compat
 from dask_gpurt.errors import ConfigError, InstallError
 from dask_gpurt.tiers.device.coexistence import decide
@@ -79,9 +80,9 @@ def require_device_tier(setup: DeviceSetup) -> None:
     ConfigError
         It would, with the reason.
     """
-    decision = decide(setup, "auto")
+    decision = decide(setup, "on")
     if not decision.works:
-        raise ConfigError(f"gpurt.tiers.device is 'auto', and the tier would stay off: {decision}")
+        raise ConfigError(f"gpurt.tiers.device is 'on', and there would be no tier: {decision}")
 
 
 class Parts:
@@ -110,7 +111,8 @@ class Parts:
             self.state["assertions"] = f"off: {e}"
             self.logger.warning("dask-gpurt: nothing is installed (gpurt.on-error: stock). %s", e)
             return False
-        uses_gpu = self.settings.tiers.device != "off" or self.settings.shuffle.device_frames
+        settings = self.settings
+        uses_gpu = settings.tiers.device == "on" or settings.shuffle.device_frames or cuda.has_context()
         compat.warn_once(self.logger, "cuda" if uses_gpu else "cpu")
         return True
 

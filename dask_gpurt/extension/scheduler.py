@@ -234,12 +234,20 @@ class GpurtScheduler(SchedulerPlugin):
 
         return undo
 
-    def _heard(self, worker: str = "", disk: Any = (), back: Any = (), pinned: Any = (), **kwargs: Any) -> None:
+    def _heard(
+        self,
+        worker: str = "",
+        disk: Any = (),
+        back: Any = (),
+        pinned: Any = (),
+        pinned_rate: float | None = None,
+        **kwargs: Any,
+    ) -> None:
         """Take in where a worker keeps its keys. Raises nothing: an exception here would end the worker's stream."""
         if self.scheduler is None or worker not in self.scheduler.workers:
             return
         try:
-            self.residence.heard(worker, disk, back, pinned)
+            self.residence.heard(worker, disk, back, pinned, pinned_rate)
         except Exception:
             self.residence.clear()
             self.news_exceptions += 1

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from dask_gpurt.model.link import Link
     from dask_gpurt.model.views import TaskView
     from dask_gpurt.placement.decide.policy import Policy
+    from dask_gpurt.placement.tables.disk_residency import DiskResidency
     from dask_gpurt.placement.tables.workers import WorkerInfo
 
 #: weight of a decision in a worker's share of network traffic
@@ -98,7 +99,7 @@ class Engine:
 
         self.tables = tables = Tables(scheduler, clock)
         self.workers, self.durations, self.links = tables.workers, tables.durations, tables.links
-        self.zones, self.residence, self.speeds = tables.zones, tables.residence, tables.speeds
+        self.zones, self.speeds = tables.zones, tables.speeds
         self.backlog, self.budget, self.slack = tables.backlog, tables.budget, tables.slack
 
         self.log = DecisionLog()
@@ -140,6 +141,15 @@ class Engine:
             self.graph_judge,
             on_retired=lambda reason: self.on_retired(reason),
         )
+
+    @property
+    def residence(self) -> DiskResidency:
+        """Which copies must be read first. One table for all who decide; the extension sets that of its scheduler."""
+        return self.tables.residence
+
+    @residence.setter
+    def residence(self, residence: DiskResidency) -> None:
+        self.tables.residence = residence
 
     # ------------------------------------------------------------------ decisions
 
@@ -250,6 +260,7 @@ class Engine:
         picked = candidates.pick(inputs, self.workers, self.settings.candidates, valid, abroad)
         if not picked:
             return Declined.NO_CANDIDATE
+        picked = self.tables.devices.able(ts, picked)
         if too is not None and too not in picked:
             picked.append(too)
         views = candidates.views(picked, inputs, tables, ts.group.prefix.name, disk=True)
@@ -349,6 +360,7 @@ class Engine:
         self.zones.remove(address)
         self.groups.worker_removed(address)
         self.residence.worker_removed(address)
+        self.tables.devices.removed(address)
         self.durations.threads = self.scheduler.total_nthreads
         self.root_dispatch.workers_changed(info)
         self.graph_judge.spoil("workers came or left")

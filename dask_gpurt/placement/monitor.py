@@ -182,6 +182,7 @@ class Monitor:
     def _look(self, info: WorkerInfo, now: float, overdue: list[tuple[float, Any, WorkerInfo]]) -> None:
         ws = info.ws
         engine = self.engine
+        engine.tables.devices.look(ws)
         if not info.zoned:
             self._sound(info)
         late: list[float] = []

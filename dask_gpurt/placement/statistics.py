@@ -57,4 +57,5 @@ def of(engine: Engine) -> dict[str, Any]:
             "roots": len(engine.groups),
             "copies_on_disk": engine.residence.copies,
         },
+        "devices": engine.tables.devices.statistics(),
     }

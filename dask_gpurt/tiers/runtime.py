@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any
 from dask.utils import format_bytes
 from distributed.core import Status
 
-from dask_gpurt.backends import dask_cuda
+from dask_gpurt.backends import cuda, dask_cuda
 from dask_gpurt.model.circuit_breaker import Guard
 from dask_gpurt.model.events import Event, Sink, null_sink
 from dask_gpurt.tiers.device import coexistence
-from dask_gpurt.tiers.device.oom import RetryAlone
+from dask_gpurt.tiers.device.coexistence import Terms
 from dask_gpurt.tiers.device.setup import DeviceMemory
 from dask_gpurt.tiers.engine.engine import Engine
 from dask_gpurt.tiers.limits import Limits, limits_of
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from distributed.worker import Worker
 
     from dask_gpurt.config import TierSettings
-    from dask_gpurt.tiers.device.coexistence import Terms
     from dask_gpurt.tiers.stores.task_store import TieredStore
 
 logger = logging.getLogger("distributed.worker.gpurt")
@@ -106,6 +105,9 @@ class TierRuntime:
         if device_off:
             level = logging.INFO if terms.setup is None else logging.WARNING
             logger.log(level, "No device tier: %s", device_off)
+        self._terms = terms
+        #: the device tier on its way, where something began to use a device after our start
+        self._coming: asyncio.Task[None] | None = None
         self._running = True
 
     # ------------------------------------------------------------------ life
@@ -196,6 +198,8 @@ class TierRuntime:
     async def _stop(self) -> None:
         self._running = False
         self._watch.stop()
+        if self._coming is not None:
+            await asyncio.wait([self._coming])
         await self._below.before_close()
         if self._device_memory is not None:
             await self._engine.settle()
@@ -213,6 +217,9 @@ class TierRuntime:
             logger.warning("gpurt.tiers.direct-io and gpurt.tiers.codec stay as they were until the worker restarts")
         if (settings.object_store, settings.object_use) != (self._settings.object_store, self._settings.object_use):
             logger.warning("gpurt.tiers.object-store and object-use cannot change while the worker runs; they stay")
+        if settings.device != self._settings.device:
+            logger.warning("gpurt.tiers.device stays %s until the worker restarts", self._settings.device)
+            settings = dataclasses.replace(settings, device=self._settings.device)
         left = _left_alone(self._data(), settings)
         if left is not None and self._seam is not None:
             # Before the limits: with the lower budget of shards alone, values would go to our disk on their way out.
@@ -252,16 +259,12 @@ class TierRuntime:
             seam = WorkerSeam(self._worker, self._engine, self.guard, prefetch_share=settings.prefetch)
             seam.prefetch.paused = not self._read_ahead
             seam.turns.on_short = self._watch.trim
-            device = None if self._device_memory is None else self._device_memory.space
-            if device is not None:
-                seam.store.use_device(device)  # before it adopts what is here
+            if self._device_memory is not None:
+                seam.store.use_device(self._device_memory.space)  # before it adopts what is here
             seam.take_over()
             self._seam = seam
-            if device is not None:
-                # The device has victims of its own, which are chosen by next uses however much host memory is free.
-                self._engine.eviction.relaxes = False
-                self._engine.eviction.press()
-                seam.execute.retry_alone = RetryAlone(device, lambda: seam.execute.running)
+            if self._device_memory is not None:
+                seam.serve_device(self._device_memory)
             objects, lease = self._below.objects, self._below.lease
             if objects is not None and lease is not None and objects.bucket.shared:
                 self._shared = SharedCopies(self._worker, self._engine, seam.store, objects, lease, self.guard)
@@ -279,6 +282,33 @@ class TierRuntime:
             self._disk.directory,
             "" if limits.disk_limit_bytes is None else f" up to {format_bytes(limits.disk_limit_bytes)}",
         )
+
+    def _look_for_device(self) -> None:
+        """Have a device tier where something has begun to use a device; with every heartbeat until then."""
+        if self._terms.later and self._seam is not None and cuda.has_context():
+            self._terms = dataclasses.replace(self._terms, later=False)  # once
+            self._coming = asyncio.create_task(self._add_device())
+
+    async def _add_device(self) -> None:
+        try:
+            terms = await coexistence.terms_of(self._worker, self._settings, ())
+            device = None
+            if terms.decision.works and self._running:
+                budget = self._limits.budget_bytes
+                device = await asyncio.to_thread(DeviceMemory.open, self._worker, self._settings, budget, terms)
+        except Exception as e:  # the libraries that it opens raise what they like; stock has no tier either
+            self.guard.failed("device")
+            terms, device = Terms(coexistence.Decision(f"{type(e).__name__}: {e}")), None
+        self._terms = terms
+        self._figures = dataclasses.replace(self._figures, device=device, device_off=str(terms.decision))
+        if device is None:
+            logger.warning("No device tier: %s", terms.decision)
+            return
+        device.space.below.append(self._below.cascade)
+        self._device_memory = device
+        if self._running and self._seam is not None:
+            self._seam.store.use_device(device.space)
+            self._seam.serve_device(device)
 
     def _warn_about_filesystem(self, sink: Sink) -> None:
         for message, kind in self._disk.warnings():
@@ -308,11 +338,13 @@ class TierRuntime:
 
     def heartbeat(self) -> dict[str, float | int | None]:
         """Return what rides on every heartbeat: flat, and none of it costs more than a look."""
-        if self._device_memory is not None:
-            try:
+        try:
+            if self._device_memory is not None:
                 self._device_memory.look()
-            except Exception:  # the libraries that it looks at raise what they like; figures go on
-                self.guard.failed("device")
+            else:
+                self._look_for_device()
+        except Exception:  # the libraries that it looks at raise what they like; figures go on
+            self.guard.failed("device")
         return self._figures.heartbeat(self._seam)
 
     def statistics(self) -> dict[str, Any]:

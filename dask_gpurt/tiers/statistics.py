@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from dask_gpurt.backends import cuda
 from dask_gpurt.memory import reclaim
 from dask_gpurt.memory.pages import pages
 from dask_gpurt.tiers.engine import buffer_roots
@@ -49,11 +50,15 @@ class Figures:
         # Only of tiers that are there: a plot of bytes in an object store that is not set says nothing.
         more: dict[str, float | int | None] = {}
         if self.device is not None:
-            more["device_bytes"] = self.device.space.device_bytes
+            space = self.device.space
+            more["device_bytes"] = space.device_bytes
+            more["device_limit_bytes"] = space.limit_bytes
+            more["device_free_bytes"] = space.room_bytes
         if self.below.objects is not None:
             more["object_bytes"] = self.below.objects.used_bytes
         return {
             **more,
+            "device_possible": int(self.device is not None or cuda.possible()),
             "host_bytes": engine.resident_bytes,
             "host_limit_bytes": engine.budget_bytes,
             "moving_bytes": engine.moving_bytes,
@@ -104,6 +109,13 @@ class Figures:
             out["device"] = self.device.statistics()
             if seam is not None and seam.execute.retry_alone is not None:
                 out["device"].update(seam.execute.retry_alone.statistics())
+            if seam is not None and seam.execute.device_turns is not None:
+                turns = seam.execute.device_turns
+                out["device"].update(
+                    turn_waits=turns.waits, turn_wait_seconds=turns.wait_seconds, turns_passed_by=turns.passed_by
+                )
+            if seam is not None and seam.store.ahead is not None:
+                out["device"].update(seam.store.ahead.statistics())
         return out
 
     def _of_engine(self) -> dict[str, Any]:

@@ -39,7 +39,7 @@ ENVIRONMENT = {"PYTHONPATH": NO_DRIVER, "CUDA_VISIBLE_DEVICES": "0", "DASK_DISTR
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Options of ``dask cuda worker``, and what a worker has with them where `tiers.device` is auto."""
+    """Options of ``dask cuda worker``, and what a worker has with them by default, where `tiers.device` is auto."""
 
     options: tuple[str, ...] = ()
     #: of worker.data with the setting "off", which is dask-cuda's own choice
@@ -52,13 +52,13 @@ class Case:
 
 
 CASES = {
-    "plain": Case(),
+    "plain": Case(over="CudaMemoryResource"),
     "pool": Case(("--rmm-pool-size", "30MB", "--rmm-maximum-pool-size", "60MB"), over="PoolMemoryResource"),
     "async": Case(("--rmm-async",)),
     "async-limited": Case(("--rmm-async", "--rmm-maximum-pool-size", "60MB"), over="LimitingResourceAdaptor"),
     "tracked": Case(("--rmm-async", "--rmm-track-allocations"), over="TrackingResourceAdaptor"),
     "logged": Case(("--rmm-async", "--rmm-log-directory", "."), over="LoggingResourceAdaptor"),
-    "device-limit": Case(("--device-memory-limit", "20MB")),
+    "device-limit": Case(("--device-memory-limit", "20MB"), over="CudaMemoryResource"),
     "device-limit-and-pool": Case(
         ("--device-memory-limit", "20MB", "--rmm-pool-size", "100MB"), over="PoolMemoryResource"
     ),
@@ -104,7 +104,8 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """A scheduler with one setting, and a worker per case."""
     folder = tmp_path_factory.mktemp(request.param)
     with processes(folder, ENVIRONMENT) as p:
-        address = p.scheduler("--preload", "dask_gpurt.preload", "--gpurt-tiers-device", request.param)
+        setting = [] if request.param == "auto" else ["--gpurt-tiers-device", request.param]  # auto is the default
+        address = p.scheduler("--preload", "dask_gpurt.preload", *setting)
         started = {}
         for begun, (name, case) in enumerate(CASES.items(), 1):
             started[name] = _worker(p, address, name, *case.options, env=case.env)
@@ -163,6 +164,7 @@ def test_status_says_why(cluster: tuple[str, Client]) -> None:
     [
         (("--rmm-async", "--rmm-managed-memory"), "`rmm_managed_memory` is incompatible with the `rmm_async`"),
         (("--rmm-release-threshold", "1MB"), "`rmm_release_threshold` requires `rmm_async`"),
+        (("--enable-jit-unspill",), "No such option"),
         (("--enable-nvlink", "--rmm-managed-memory"), "RMM managed memory and NVLink are currently incompatible"),
     ],
 )
@@ -185,8 +187,7 @@ def test_a_preload_sees_what_dask_cudas_plugins_will_do(
     options: tuple[str, ...], off: str, env: tuple[tuple[str, str], ...], tmp_path: Path
 ) -> None:
     """It runs before them, when RMM and cuDF are as they were."""
-    auto = {"DASK_GPURT__TIERS__DEVICE": "auto"}
-    with processes(tmp_path, ENVIRONMENT | auto) as p:
+    with processes(tmp_path, ENVIRONMENT) as p:
         address = p.scheduler("--preload", "dask_gpurt.preload")
         _worker(p, address, "w", "--preload", "dask_gpurt.load", *options, env=env)
         with Client(address) as client:
@@ -197,6 +198,30 @@ def test_a_preload_sees_what_dask_cudas_plugins_will_do(
     if not off:
         assert got["good"] is True
         assert got["device"]["resource_replaced"] == 1  # by RMMSetup, and stacked over before the first task
+
+
+def test_on_refuses_the_start_with_the_remedy(tmp_path: Path) -> None:
+    """A worker that was asked by its own preload ends; one that the scheduler asks runs stock, and says so."""
+    on = {"DASK_GPURT__TIERS__DEVICE": "on"}
+    with processes(tmp_path, ENVIRONMENT) as p:
+        address = p.scheduler("--preload", "dask_gpurt.preload", "--gpurt-tiers-device", "on")
+        process, log = p.start(
+            *("cuda", "worker", address, "--host", "127.0.0.1", "--no-dashboard", "--name", "asked"),
+            *("--local-directory", str(p.directory / "asked"), "--preload", "dask_gpurt.load", "--rmm-managed-memory"),
+            env=on,
+        )
+        wait_text(log, "gpurt.tiers.device is 'on', and there is no tier: RMM allocates managed memory")
+        assert "--rmm-async or --rmm-pool-size" in log.read_text()
+        process.terminate()
+        _worker(p, address, "sent", "--rmm-managed-memory")
+        with Client(address) as client:
+            client.wait_for_workers(1, timeout=60)
+            sent = _address_of(client, "sent")
+            got = seen(client, sent)
+            shown = str(dask_gpurt.status(client))
+    assert got["parts"] is None
+    assert got["data"] == "DeviceHostFile"  # as stock
+    assert "gpurt.tiers.device is 'on', and there is no tier: RMM allocates managed memory" in shown
 
 
 @pytest.mark.parametrize("used", [False, True])
@@ -212,7 +237,7 @@ def test_attach_and_detach(used: bool, tmp_path: Path) -> None:
             if not used:
                 kept.release()
                 _until_nothing_is_kept(client)
-            dask_gpurt.attach(client, settings={"tiers.device": "auto"})
+            dask_gpurt.attach(client)
             got = seen(client, _address_of(client, "w"))
             assert got["data"] == ("DeviceHostFile" if used else "TieredStore")
             assert ("holds keys already" in got["off"]) is used
@@ -233,32 +258,38 @@ def _until_nothing_is_kept(client: Client) -> None:
 
 
 #: name -> how, arguments, settings, what is seen
-AUTO = {"tiers.device": "auto"}
+ON, OFF = {"tiers.device": "on"}, {"tiers.device": "off"}
 CLUSTERS: dict[str, tuple[str, dict[str, Any], dict[str, str], dict[str, Any]]] = {
-    "LocalCUDACluster": ("LocalCUDACluster", {}, AUTO, {"data": "TieredStore", "good": True}),
+    "LocalCUDACluster": ("LocalCUDACluster", {}, {}, {"data": "TieredStore", "good": True}),
     "LocalCUDACluster, pool": (
-        *("LocalCUDACluster", {"rmm_pool_size": "100MB"}, AUTO),
+        *("LocalCUDACluster", {"rmm_pool_size": "100MB"}, {}),
         {"data": "TieredStore", "good": True},
     ),
-    "LocalCUDACluster, async": ("LocalCUDACluster", {"rmm_async": True}, AUTO, {"data": "TieredStore", "good": True}),
+    "LocalCUDACluster, async": ("LocalCUDACluster", {"rmm_async": True}, {}, {"data": "TieredStore", "good": True}),
+    "LocalCUDACluster, on": ("LocalCUDACluster", {}, ON, {"data": "TieredStore", "good": True}),
     "LocalCUDACluster, managed": (
-        *("LocalCUDACluster", {"rmm_managed_memory": True}, AUTO),
+        *("LocalCUDACluster", {"rmm_managed_memory": True}, {}),
         {"data": "DeviceHostFile", "off": "managed memory"},
     ),
     "LocalCUDACluster, own mapping": (
-        *("LocalCUDACluster", {"data": None, "device_memory_limit": None, "memory_limit": None}, AUTO),
+        *("LocalCUDACluster", {"data": None, "device_memory_limit": None, "memory_limit": None}, {}),
         {"data": "dict", "off": "plain dict"},
     ),
-    "LocalCUDACluster, off": ("LocalCUDACluster", {"rmm_async": True}, {}, {"data": "DeviceHostFile", "off": ""}),
-    "gpus": ("local_cluster", {}, {}, {"data": "DeviceHostFile", "off": "", "kind": "GpurtLocalCUDACluster"}),
-    "gpus, device tier": ("local_cluster", {"rmm_async": True}, AUTO, {"data": "TieredStore", "good": True}),
-    "gpus, awaited": ("await local_cluster", {}, AUTO, {"data": "TieredStore", "off": ""}),
+    "LocalCUDACluster, off": ("LocalCUDACluster", {"rmm_async": True}, OFF, {"data": "DeviceHostFile", "off": ""}),
+    "gpus": ("local_cluster", {}, {}, {"data": "TieredStore", "good": True, "kind": "GpurtLocalCUDACluster"}),
+    "gpus, off": ("local_cluster", {}, OFF, {"data": "DeviceHostFile", "off": ""}),
+    "gpus, on": ("local_cluster", {"rmm_async": True}, ON, {"data": "TieredStore", "good": True}),
+    "gpus, managed": (
+        *("local_cluster", {"rmm_managed_memory": True}, {}),
+        {"data": "DeviceHostFile", "off": "managed memory"},
+    ),
+    "gpus, awaited": ("await local_cluster", {}, {}, {"data": "TieredStore", "off": ""}),
     "gpus, awaited, JIT-unspill": (
         *("await local_cluster", {"jit_unspill": True}, {}),
         {"error": "InstallError", "text": "unexpected keyword argument 'jit_unspill'"},
     ),
-    "gpus, one of them": ("local_cluster", {"gpus": [0]}, {}, {"data": "DeviceHostFile"}),
-    "gpus, all": ("local_cluster", {"gpus": "all"}, {}, {"data": "DeviceHostFile"}),
+    "gpus, one of them": ("local_cluster", {"gpus": [0]}, {}, {"data": "TieredStore"}),
+    "gpus, all": ("local_cluster", {"gpus": "all"}, {}, {"data": "TieredStore"}),
     "gpus, a number too many": ("local_cluster", {"gpus": 2}, {}, {"error": "ConfigError", "text": "sees 1 (0)"}),
     "gpus, one that is not there": ("local_cluster", {"gpus": [1]}, {}, {"error": "ConfigError", "text": "'all'"}),
     "gpus, twice said": (
@@ -266,15 +297,15 @@ CLUSTERS: dict[str, tuple[str, dict[str, Any], dict[str, str], dict[str, Any]]] 
         {"error": "ConfigError", "text": "give gpus alone"},
     ),
     "gpus, managed memory and the tier": (
-        *("local_cluster", {"rmm_managed_memory": True}, AUTO),
+        *("local_cluster", {"rmm_managed_memory": True}, ON),
         {"error": "ConfigError", "text": "Remedy: --rmm-async"},
     ),
     "gpus, cuDF's spilling and the tier": (
-        *("local_cluster", {"enable_cudf_spill": True}, AUTO),
+        *("local_cluster", {"enable_cudf_spill": True}, ON),
         {"error": "ConfigError", "text": "enable_cudf_spill=False"},
     ),
     "gpus, no limit and the tier": (
-        *("local_cluster", {"device_memory_limit": "0"}, AUTO),
+        *("local_cluster", {"device_memory_limit": "0"}, ON),
         {"error": "ConfigError", "text": "--device-memory-limit 0"},
     ),
     "gpus, what dask-cuda refuses": (

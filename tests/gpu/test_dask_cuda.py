@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import dask
 import pytest
 
 import dask_gpurt
@@ -20,11 +19,11 @@ MB = 1 << 20
 @pytest.mark.parametrize(
     ("options", "tier", "resource"),
     [
-        ({}, True, "CudaAsyncMemoryResource"),
+        ({}, True, "CudaMemoryResource"),
         ({"rmm_async": True}, True, "CudaAsyncMemoryResource"),
         ({"rmm_pool_size": "1 GiB"}, True, "PoolMemoryResource"),
         ({"rmm_async": True, "rmm_track_allocations": True}, True, "TrackingResourceAdaptor"),
-        ({"device_memory_limit": "64MB"}, True, "CudaAsyncMemoryResource"),
+        ({"device_memory_limit": "64MB"}, True, "CudaMemoryResource"),
         ({"rmm_managed_memory": True}, False, "ManagedMemoryResource"),
         ({"device_memory_limit": 0}, False, "CudaMemoryResource"),
         ({"enable_cudf_spill": True}, False, "CudaMemoryResource"),
@@ -43,8 +42,6 @@ def test_one_manages_device_memory(options: dict[str, Any], tier: bool, resource
         return bool(value.tobytes() == bytes([i]) * MB)
 
     with (
-        # Not as a setting of the call, which is refused where the tier would stay off.
-        dask.config.set({"gpurt.tiers.device": "auto"}),
         dask_gpurt.local_cluster(gpus=1, dashboard_address=None, **options) as cluster,
         cluster.get_client() as client,
     ):

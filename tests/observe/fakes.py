@@ -41,7 +41,7 @@ class Clock:
 
 
 #: sent only by workers that have that tier
-OPTIONAL = ("device_bytes", "object_bytes")
+OPTIONAL = ("device_bytes", "device_limit_bytes", "device_free_bytes", "object_bytes")
 
 
 def heartbeat(**known: Any) -> dict[str, Any]:

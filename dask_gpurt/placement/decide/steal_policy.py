@@ -31,6 +31,7 @@ from dask_gpurt.placement.decide import candidates
 from dask_gpurt.placement.decide.cost import finish_seconds
 from dask_gpurt.placement.decide.policy import WEIGHTS
 from dask_gpurt.placement.tables import worker_facts
+from dask_gpurt.placement.tables.devices import reads_device_values
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -100,7 +101,8 @@ class StealPolicy:
         home = None if victim is None else tables.workers.by_address.get(victim.address)
         prefix = tables.durations.known(ts)
         if home is None or prefix is None or prefix.seconds is None or len(ts.dependencies) > MAX_INPUTS:
-            return STOCK
+            # Dask would give it to any worker; where that may be one that cannot read its inputs, it stays.
+            return None if tables.devices.mixed and reads_device_values(ts) else STOCK
         on_disk = tables.residence.on_disk
         if on_disk and any(home.address in on_disk.get(d.key, ()) for d in ts.dependencies):
             # Its worker's disk must read for it in any case; elsewhere the value has to be sent as well.
@@ -129,6 +131,8 @@ class StealPolicy:
     ) -> WorkerState | None:
         tables = self._tables
         free = self._free(ts, thieves, in_flight, valid, home, busy)
+        if tables.devices.mixed and reads_device_values(ts):
+            free = [w for w in tables.devices.able(ts, [home, *free]) if w is not home]
         if not free:
             self.opinions["busy"] += 1
             return None

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 MAX_KEYS = 500_000
 #: bytes/s that a worker reads: an ordinary NVMe
 READ_BYTES_PER_SECOND = 2e9
-#: bytes/s from page-locked memory to a device: what PCIe 4.0 x16 gives
+#: bytes/s from page-locked memory to a device, until a worker has measured it: what PCIe 4.0 x16 gives
 PINNED_BYTES_PER_SECOND = 20e9
 
 
@@ -52,6 +52,7 @@ class DiskResidency:
         disk: Iterable[tuple[Hashable, float]],
         back: Iterable[Hashable],
         pinned: Iterable[tuple[Hashable, float]] = (),
+        pinned_rate: float | None = None,
     ) -> None:
         """Take in a worker's report, see `model.residence`.
 
@@ -65,10 +66,12 @@ class DiskResidency:
             Keys of copies that are where tasks compute on them again, or gone.
         pinned
             (key, bytes) of device values that are only in host memory there now.
+        pinned_rate
+            Bytes/s of the copies that brought such values back to its device; None: there were none.
         """
         for key in back:
             self._forget(key, address)
-        share = READ_BYTES_PER_SECOND / PINNED_BYTES_PER_SECOND
+        share = READ_BYTES_PER_SECOND / (pinned_rate or PINNED_BYTES_PER_SECOND)
         for key, nbytes in [*disk, *((key, share * nbytes) for key, nbytes in pinned)]:
             holders = self.on_disk.setdefault(key, {})
             if address not in holders:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from dask_gpurt.model.views import TaskView
 from dask_gpurt.placement.tables.backlog import Backlog
 from dask_gpurt.placement.tables.cluster_speed import ClusterSpeed
+from dask_gpurt.placement.tables.devices import Devices
 from dask_gpurt.placement.tables.disk_residency import DiskResidency
 from dask_gpurt.placement.tables.durations import Durations
 from dask_gpurt.placement.tables.overhead_budget import Budget
@@ -54,6 +55,8 @@ class Tables:
         self.zones = Zones()
         #: which copies are on disk, as the workers report it
         self.residence = DiskResidency()
+        #: which workers can have no device
+        self.devices = Devices()
         self.speeds = ClusterSpeed(self.workers, clock)
         self.slack = Slack(scheduler, self.workers, self.durations)
         self.budget = Budget()

@@ -60,6 +60,9 @@ class BoxKeeper(Protocol):
     def remove(self, box: Box) -> None:
         """Forget the value and its copy."""
 
+    def touch(self, box: Box) -> bool:
+        """Whether a pinned value is on the device."""
+
 
 class Box:
     """One device value. Fields are read and written under `lock`, but for `pins`, `last_use` and `next_use`."""
@@ -104,6 +107,11 @@ class Box:
     def get(self) -> Any:
         """The value, on the device. Blocks when it has to be brought there."""
         return self.space.load(self)
+
+    @property
+    def in_memory(self) -> bool:
+        """The value is on the device."""
+        return self.state in HERE
 
     @property
     def tier(self) -> Tier:

@@ -1,11 +1,22 @@
 """Whether a worker has our device tier beside what dask-cuda, or the user, has set up there: `RULES`, read by `decide`.
 
-Two that move values out of one memory by turns make no progress. So there is one: ours where `tiers.device` asks for it
-and nothing else was told to, else the other. Where it is the other, the rest of this package works, and `status` shows
-the reason. What changes while the worker runs is looked at with each heartbeat, see `setup.DeviceMemory.look`.
+Two that move values out of one memory by turns make no progress. So there is one. What changes while the worker runs is
+looked at with each heartbeat, see `setup.DeviceMemory.look`.
 
-Rejected: refusing the worker. Placement and shuffles need no device tier, and ``auto`` says no more than "where it
-can be had". `dask_gpurt.local_cluster` refuses, where one call asks for both.
+========  ==============================================================================================================
+setting   meaning
+========  ==============================================================================================================
+``auto``  where the device is used anyway: dask-cuda has set the worker up, or something has a CUDA context, now or at
+          a later heartbeat. Ours is then the tier unless a rule is against it. Where one is, the other keeps the
+          memory, the rest of this package works, and `status` shows why. No context is created, nothing is loaded
+          on a worker without one, and what libraries allocate from stays: we stack over it.
+``on``    the worker must have it: a context is created, CUDA's asynchronous pool serves where no pool is, CuPy
+          allocates through RMM, ``device-limit`` is a limit of the allocator. A worker that cannot have it refuses
+          its start, with the remedy. So does `dask_gpurt.local_cluster`, before it starts anything.
+``off``   never.
+========  ==============================================================================================================
+
+Rejected: refusing the worker under ``auto``. Placement and shuffles need no device tier.
 """
 
 from __future__ import annotations
@@ -16,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.backends import cuda, dask_cuda, rocm
 from dask_gpurt.backends.dask_cuda import Allocator, Store
+from dask_gpurt.errors import InstallError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -113,7 +125,7 @@ def decide(setup: DeviceSetup, device: str) -> Decision:
     Parameters
     ----------
     device
-        The setting `tiers.device`, "off" or "auto".
+        The setting `tiers.device`: "off", "auto" or "on".
     """
     if device == "off":
         return Decision("gpurt.tiers.device is off")
@@ -125,8 +137,10 @@ class Terms:
     """On which one worker has a device tier, or why it has none."""
 
     decision: Decision
-    #: the settings ask for one
+    #: there is something to say where it does not work: a device that is used, or settings that ask for the tier
     wanted: bool = True
+    #: nothing uses a device here so far, and that may change
+    later: bool = False
     #: the device, where there is one
     found: cuda.Probe | None = None
     #: what was there before us
@@ -134,22 +148,40 @@ class Terms:
 
 
 async def terms_of(worker: Worker, settings: TierSettings, pending: Iterable[WorkerPlugin]) -> Terms:
-    """Ask the settings, then the device, then what dask-cuda has set up. Creates a CUDA context if the settings allow.
+    """Ask the settings, then what is here, then the device. Creates a CUDA context only where `tiers.device` is "on".
 
     Parameters
     ----------
     pending
         Plugins of this worker that have not run yet.
+
+    Raises
+    ------
+    InstallError
+        The setting is "on", and there cannot be a tier.
     """
     if settings.device == "off" or not settings.enabled:
         return Terms(
             Decision("gpurt.tiers.device is off" if settings.enabled else "gpurt.tiers.enabled is false"), False
         )
+    if settings.device == "auto" and not cuda.has_context() and not dask_cuda.is_here(worker, pending):
+        return Terms(Decision("nothing uses a CUDA device here"), wanted=False, later=True)
     found = await asyncio.to_thread(cuda.probe)
     if found.reason:
-        return Terms(Decision(f"{found.reason}; {rocm.reason()}"))
+        return required(Terms(Decision(f"{found.reason}; {rocm.reason()}")), settings)
     setup = dask_cuda.look(worker, pending, device=found.device, integrated=found.integrated)
-    return Terms(decide(setup, settings.device), found=found, setup=setup)
+    return required(Terms(decide(setup, settings.device), found=found, setup=setup), settings)
+
+
+def required(terms: Terms, settings: TierSettings) -> Terms:
+    """The same terms; InstallError if they give no tier where the settings say "on"."""
+    if settings.device == "on" and settings.enabled and not terms.decision.works:
+        remedy = "" if terms.decision.remedy else ". Remedy: what is missing there"
+        raise InstallError(
+            f"gpurt.tiers.device is 'on', and there is no tier: {terms.decision}{remedy}, or gpurt.tiers.device: auto "
+            "for those workers that can have it"
+        )
+    return terms
 
 
 def conflict(worker: Worker, device: int) -> str:

@@ -381,3 +381,15 @@ class SlabTier:
     def close(self) -> None:
         """Give all slabs back."""
         self.pool.close()
+
+
+def stage(frame: Any) -> Any:
+    """A frame in ordinary host memory."""
+    if not hasattr(frame, "copy_to"):
+        return frame
+    out = numpy.empty(frame.nbytes, "u1").data
+    try:
+        frame.copy_to([out])
+    finally:
+        frame.finish()
+    return out

@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("distributed.worker.gpurt")
 
-#: share of the allocator's limit that kept values may take; the rest is for tasks at work
+#: share of `gpurt.tiers.device-limit` that kept values may take; the rest is for tasks at work
 _KEPT = 0.8
-#: share of the limit above which values leave before an allocation fails
+#: share of it above which values leave before an allocation fails
 _HIGH = 0.9
-#: share of the limit that is made free when an allocation fails
+#: share of it that is made free when an allocation fails
 _LOW_WATER = 1 / 16
 
 
@@ -61,10 +61,13 @@ class DeviceMemory:
         allocator: DeviceAllocator,
         callback: Late,
         conflict: Callable[[], str],
+        full_bytes: int,
     ) -> None:
         self.space = space
         self.oom = oom
         self.allocator = allocator
+        #: of which the marks are shares
+        self.full_bytes = full_bytes
         self._callback = callback
         self._conflict = conflict
         #: why values do not leave the device for now; "" if they do
@@ -86,14 +89,21 @@ class DeviceMemory:
         found, setup = terms.found, terms.setup
         assert found is not None, "no device was found"
         assert setup is not None, "no device was found"
-        limit = int(found.total_bytes * settings.device_limit)
+        share = int(found.total_bytes * settings.device_limit)
+        # "auto" must not refuse what would be had without us: what may be allocated is limited by "on" only.
+        on = settings.device == "on"
+        limit = share if on else found.total_bytes
         if setup.pool_limit_bytes is not None:
             limit = min(limit, setup.pool_limit_bytes)
         # Page-locked memory is host memory: it must leave room for values there.
         pinned = settings.pinned_limit if host_bytes is None else min(settings.pinned_limit, host_bytes // 2)
         callback = Late()
         allocator = DeviceAllocator(
-            callback, limit, pool=lambda: _pool(limit), free_bytes=cuda.free_bytes, device=found.device
+            *(callback, limit),
+            pool=(lambda: _pool(limit)) if on else None,
+            cupy=on,
+            free_bytes=cuda.free_bytes,
+            device=found.device,
         )
         allocator.install()
         try:
@@ -106,6 +116,7 @@ class DeviceMemory:
                 PinnedSlabs(),
                 pinned,
                 functools.partial(coexistence.conflict, worker, found.device),
+                full_bytes=min(share, allocator.limit_bytes),
                 kept_bytes=setup.device_limit_bytes,
             )
         except BaseException:
@@ -130,16 +141,19 @@ class DeviceMemory:
         slab_limit_bytes: int,
         conflict: Callable[[], str],
         *,
+        full_bytes: int | None = None,
         kept_bytes: int | None = None,
     ) -> DeviceMemory:
         """Over a given backend and an installed allocator, whose callback is `callback`.
 
         Parameters
         ----------
+        full_bytes
+            Of which the marks are shares; None: the allocator's limit.
         kept_bytes
             That kept values may take in all, such as dask-cuda's limit; None: as much as the allocator's limit allows.
         """
-        limit = allocator.limit_bytes
+        limit = allocator.limit_bytes if full_bytes is None else full_bytes
         low_water = int(limit * _LOW_WATER)
         pool = BlockPool(slabs, limit_bytes=slab_limit_bytes)
         # What one failed allocation makes leave finds its blocks ready; more would lock host memory in vain.
@@ -152,7 +166,7 @@ class DeviceMemory:
         )
         oom = SpillOnFailure(space, allocator.headroom_bytes, low_water_bytes=low_water)
         callback.target = oom
-        return cls(space, oom, allocator, callback, conflict)
+        return cls(space, oom, allocator, callback, conflict, limit)
 
     def look(self) -> None:
         """Whether all is as it was installed; with every heartbeat. Costs a few attributes."""
@@ -165,9 +179,11 @@ class DeviceMemory:
         if self.space.outside_seen and not self._said_outside:
             self._said_outside = True
             logger.warning(
-                "Results of torch or Numba are in memory that does not come from RMM: they count, and leave the device "
-                "by the limit of kept values, but make no room for other libraries. Remedy: have them allocate through "
-                "RMM (rmm.allocators.torch, NUMBA_CUDA_MEMORY_MANAGER=rmm)"
+                "Results of %s are in memory that does not come from RMM: they count, and leave the device by the "
+                "limit of kept values, but make no room for other libraries. Remedy: have them allocate through RMM "
+                "(--rmm-allocator-external-lib-list cupy of dask-cuda, rmm.allocators.torch, "
+                "NUMBA_CUDA_MEMORY_MANAGER=rmm)",
+                ", ".join(sorted(self.space.outside_seen)),
             )
         stands_aside = self._conflict()
         if stands_aside != self.stands_aside:

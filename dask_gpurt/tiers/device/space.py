@@ -15,7 +15,7 @@ task, inside RMM, perhaps deep in a C++ library, and room must be made there and
 deadlock: the loop may hold the allocator's lock, or be allocating. Hence:
 
 1. A box is changed under its own lock only. A thread that spills takes locks with ``blocking=False`` and goes on to the
-   next box. A thread that is inside one box never waits for another, so no order of locks is needed.
+   next box. Only where none is left does it wait, for one that another thread copies.
 2. `make_room` allocates nothing: neither on the device, which is full, nor page-locked memory, which takes long. Blocks
    are kept ready for it (`pinned.BlockPool.keep_ahead`); where none is left, a value goes to the next tier.
 3. A box that is pinned (inputs of running tasks) is not taken.
@@ -33,11 +33,9 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-import numpy
-
 from dask_gpurt.errors import CorruptData, LostData, TierFull
 from dask_gpurt.tiers.device.box import HERE, TABLE, Box, BoxState
-from dask_gpurt.tiers.device.pinned import SlabTier
+from dask_gpurt.tiers.device.pinned import SlabTier, stage
 from dask_gpurt.tiers.engine.entry import IllegalMove
 from dask_gpurt.tiers.storage.handle import DecodeError
 from dask_gpurt.tiers.storage.protocol import TierMetrics
@@ -48,6 +46,11 @@ if TYPE_CHECKING:
     from dask_gpurt.tiers.device.backend import DeviceBackend
     from dask_gpurt.tiers.storage.handle import Group, Handle
     from dask_gpurt.tiers.storage.protocol import StorageTier
+
+#: bytes of copies that make a measurement
+MEASURED_BYTES = 1 << 20
+#: for which an allocation waits at most for a value that another thread makes leave: 1 GB over a slow link
+LEAVING_SECONDS = 1.0
 
 
 class DeviceSpace:
@@ -89,8 +92,8 @@ class DeviceSpace:
         self.unspillable = 0
         #: loads that failed for want of memory
         self.load_failures = 0
-        #: values so far whose memory came past the allocator
-        self.outside_seen = 0
+        #: libraries of values so far whose memory came past the allocator
+        self.outside_seen: set[str] = set()
         #: values that left while the allocator got nothing back: others held the memory
         self.left_without_room = 0
         self.last_error = ""
@@ -102,7 +105,8 @@ class DeviceSpace:
         box = Box(self, key, value, self.backend.blocks(value))
         box.last_use = next(self._serial)
         box.outside = self.backend.outside(value)
-        self.outside_seen += box.outside
+        if box.outside:
+            self.outside_seen.add(type(value).__module__.partition(".")[0])
         with self._lock:
             self._boxes[id(box)] = box
             self._count(box, 1)
@@ -158,6 +162,16 @@ class DeviceSpace:
             self.on_moved(box)
             return value
 
+    def touch(self, box: Box) -> bool:
+        """Whether a value that is pinned is on the device, where it then stays; never blocks, unlike `load`."""
+        if not box.lock.acquire(blocking=False):
+            return False
+        try:
+            box.last_use = next(self._serial)
+            return box.state is BoxState.DEVICE  # who makes values leave looks at pins with the lock held
+        finally:
+            box.lock.release()
+
     # ------------------------------------------------------------------ leaving
 
     @property
@@ -170,33 +184,43 @@ class DeviceSpace:
         """Bytes of the allocations that kept values hold on the device."""
         return self._device_bytes
 
+    resident_bytes = device_bytes  # see `task_admission.Memory`
+
+    #: see `task_admission.Memory`
+    moving_bytes = 0
+
+    @property
+    def room_bytes(self) -> int:
+        """Bytes of values that could come now and keep all below its limits."""
+        return 0 if self.rests else max(0, -self._excess(0))
+
+    @property
+    def promotion_rate(self) -> float | None:
+        """Bytes/s at which values came back from blocks of host memory so far; None: too few to say."""
+        metrics = [tier.metrics for tier in self.below if isinstance(tier, SlabTier)]
+        nbytes, seconds = sum(m["read_bytes"] for m in metrics), sum(m["read_seconds"] for m in metrics)
+        return nbytes / seconds if nbytes >= MEASURED_BYTES and seconds > 0 else None
+
     @property
     def outside_bytes(self) -> int:
         """Bytes of values on the device whose memory came past the allocator."""
         return sum(b.nbytes for b in self._all() if b.outside and b.state in HERE)
 
     def _excess(self, coming_bytes: int) -> int:
-        excess = 0
+        """Bytes too much, once `coming_bytes` have come; negative: room. Without limits there is neither."""
         if self.rests:
-            return excess
+            return 0
+        over = []
         if self.limit_bytes is not None:
-            excess = self.device_bytes + coming_bytes - self.limit_bytes
-        if self.high_bytes is not None and self._device_bytes:
-            excess = max(excess, self.backend.allocated_bytes() + coming_bytes - self.high_bytes)
-        return excess
+            over.append(self.device_bytes - self.limit_bytes)
+        if self.high_bytes is not None:
+            over.append(self.backend.allocated_bytes() - self.high_bytes)
+        return max(over) + coming_bytes if over else 0
 
     def _move(self, box: Box, event: str, value: Any = None) -> int:
         """Change the state of a box, and with it its value and the byte count. Hold the lock of the box.
 
-        Returns
-        -------
-        int
-            Bytes by which kept values are less than before.
-
-        Raises
-        ------
-        IllegalMove
-            The table has no such move: a bug in this package.
+        Returns the bytes by which kept values are less. `IllegalMove`: the table has no such move, a bug in here.
         """
         before = box.state
         after = TABLE.get((before, event))
@@ -239,9 +263,19 @@ class DeviceSpace:
     def make_room(self, nbytes: int) -> int:
         """Make values leave until the allocator has got `nbytes` back, in this thread; the bytes that it got back.
 
-        For the allocation callback: allocates nothing, never raises, never blocks on the lock of a box.
+        For the allocation callback: allocates nothing, never raises, and waits for the lock of a box only where nothing
+        else can leave and another thread is making that one leave.
         """
-        return self._leave_until(nbytes, for_allocation=True)
+        before = self.backend.allocated_bytes()
+        left = self._leave_until(nbytes, for_allocation=True)
+        if left:
+            return left
+        # No deadlock: who waits here has no box that leaves, and who copies such a box waits for no lock.
+        for box in self._all():
+            if box.state is BoxState.SPILLING and box.lock.acquire(timeout=LEAVING_SECONDS):
+                box.lock.release()
+                break
+        return max(0, before - self.backend.allocated_bytes())
 
     def _leave_until(self, nbytes: int, *, for_allocation: bool) -> int:
         left = 0
@@ -367,6 +401,7 @@ class DeviceSpace:
             "allocator_bytes": self.backend.allocated_bytes(),
             "outside_values": sum(b.outside and b.state in HERE for b in boxes),
             "outside_bytes": self.outside_bytes,
+            "outside_libraries": ", ".join(sorted(self.outside_seen)),
             "below_values": sum(1 for b in boxes if b.state is BoxState.BELOW),
             "left_without_room": self.left_without_room,
             "unspillable": self.unspillable,
@@ -401,15 +436,3 @@ class DeviceSpace:
 
 def _ignored(box: Box) -> None:
     return None
-
-
-def stage(frame: Any) -> Any:
-    """A frame in ordinary host memory."""
-    if not hasattr(frame, "copy_to"):
-        return frame
-    out = numpy.empty(frame.nbytes, "u1").data
-    try:
-        frame.copy_to([out])
-    finally:
-        frame.finish()
-    return out

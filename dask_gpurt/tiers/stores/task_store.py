@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from dask.typing import Key
     from distributed.spill import SpillBuffer
 
+    from dask_gpurt.tiers.device.ahead import DeviceAhead
     from dask_gpurt.tiers.device.space import DeviceSpace
     from dask_gpurt.tiers.engine.engine import Engine
     from dask_gpurt.tiers.storage.handle import Handle
@@ -119,11 +120,16 @@ class TieredStore(MutableMapping["Key", Any]):
         self.device: DeviceSpace | None = None
         #: called on the loop with the key of a device value that is on another tier now; must not raise
         self.on_device_moved: Callable[[Key], None] = _ignored
+        #: brings values back to the device before they are needed; None: nothing does
+        self.ahead: DeviceAhead | None = None
 
     def use_device(self, device: DeviceSpace) -> None:
-        """Keep device values there from now on. Before the first value is set, or it counts as one in host memory."""
+        """Keep device values there from now on, and those that are here but for what runs or moves now."""
         self.device = device
         device.on_moved = self._moved
+        for key, entry in list(self._entries.items()):
+            if entry.state is State.RESIDENT and not entry.pins and device.backend.owns(entry.value):
+                self[key] = entry.value
 
     def drain_into(self, successor: SpillBuffer) -> None:
         """From now on keys are set in `successor`; the caller moves those that are here."""
@@ -214,6 +220,12 @@ class TieredStore(MutableMapping["Key", Any]):
         if entry is not None and entry.value is box:
             self._engine.log.append(entry.key, entry.state, f"to {box.tier.name.lower()}", entry.state)
             self.on_device_moved(entry.key)
+            if self.ahead is not None:
+                self.ahead.moved(box)
+
+    def device_inputs(self, entries: Iterable[Entry]) -> list[Box]:
+        """Those of the values that are the device's."""
+        return [e.value for e in entries if type(e.value) is Box]
 
     def host_bytes(self, value: Any, nbytes: int) -> int:
         """What a value whose ``sizeof`` is `nbytes` takes of host memory once it is here."""
@@ -267,8 +279,13 @@ class TieredStore(MutableMapping["Key", Any]):
 
     async def _bring(self, entry: Entry) -> None:
         """Bring a value to the device. What fails here fails again, and is reported, where the value is read."""
+        box = entry.value
+        if self.ahead is not None:
+            self.ahead.used(box)
+        if box.space.touch(box):
+            return
         try:
-            await self._engine.offload(entry.value.get)
+            await self._engine.offload(box.get)
         except LostData:
             if not entry.gone:
                 self._account.on_lost(entry)

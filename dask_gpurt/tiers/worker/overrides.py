@@ -93,6 +93,8 @@ class Execute(Override):
     def __init__(self, parts: Parts) -> None:
         #: runs a task again that failed for want of device memory; None without a device tier
         self.retry_alone: RetryAlone | None = None
+        #: which task begins now, by device memory; None without a device tier
+        self.device_turns: Turns | None = None
         #: tasks that run now
         self.running = 0
         super().__init__(parts.worker, "execute", parts)
@@ -126,9 +128,14 @@ class Execute(Override):
         parts = self._parts
         pinned: list[Entry] = []
         turn: Turn | None = None
+        device_turn: Turn | None = None
+        device_turns = self.device_turns
         try:
             try:
-                turn = await parts.turns.begin(key, parts.inputs.of(key))
+                inputs = parts.inputs.of(key)
+                turn = await parts.turns.begin(key, inputs)
+                if device_turns is not None:
+                    device_turn = await device_turns.begin(key, parts.store.device_inputs(inputs))
                 pinned = await parts.inputs.bring(key)
                 if parts.inputs.must_return(key):
                     return RescheduleEvent(key=key, stimulus_id=f"gpurt-inputs-missing-{time()}")
@@ -148,6 +155,9 @@ class Execute(Override):
             if isinstance(event, ExecuteSuccessEvent) and event.nbytes:
                 # What lies on the device needs no room in host memory.
                 parts.turns.outputs.learn(event.key, parts.store.host_bytes(event.value, event.nbytes))
+                if device_turns is not None:
+                    on_host = parts.store.device is None or not parts.store.device.backend.owns(event.value)
+                    device_turns.outputs.learn(event.key, 0 if on_host else event.nbytes)
             if retry is not None and self._wants_memory(event):
                 # The task has not ended for the state machine: it hears of the second event alone.
                 event = await retry.again(lambda: stock(key, stimulus_id=stimulus_id), self._wants_memory, with_note)
@@ -156,6 +166,8 @@ class Execute(Override):
             return event
         finally:
             parts.turns.end(turn)
+            if device_turns is not None:
+                device_turns.end(device_turn)
             parts.store.release(pinned)
 
     async def _reserve_output(self, key: Key) -> Reservation | None:

@@ -115,7 +115,9 @@ class ResidenceSender:
             elif self._reported.pop(key, None) is not None:
                 back.append(key)
         if back or any(below.values()):
-            self._worker.batched_send(message(below[True], back, below[False]))
+            device = self._store.device
+            rate = None if device is None else device.promotion_rate
+            self._worker.batched_send(message(below[True], back, below[False], rate))
             self.sent_messages += 1
             self.sent_keys += len(back) + sum(map(len, below.values()))
         if self._dirty:

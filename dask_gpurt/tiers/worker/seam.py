@@ -20,6 +20,8 @@ from distributed.worker_state_machine import FreeKeysEvent, RescheduleEvent
 
 from dask_gpurt.errors import SeamMismatch
 from dask_gpurt.model.checks import require_call, require_names
+from dask_gpurt.tiers.device.ahead import DeviceAhead
+from dask_gpurt.tiers.device.oom import RetryAlone
 from dask_gpurt.tiers.hints.pending_tasks import LocalUses
 from dask_gpurt.tiers.hints.prefetch import Prefetch
 from dask_gpurt.tiers.hints.worker import HintReceiver
@@ -32,11 +34,13 @@ from dask_gpurt.tiers.worker.small_tasks import SmallTasks
 from dask_gpurt.tiers.worker.task_admission import Turns
 
 if TYPE_CHECKING:
+    from dask.typing import Key
     from distributed import WorkerPlugin
     from distributed.spill import SpillBuffer
     from distributed.worker import Worker
 
     from dask_gpurt.model.circuit_breaker import Guard
+    from dask_gpurt.tiers.device.setup import DeviceMemory
     from dask_gpurt.tiers.engine.engine import Engine
 
 #: attributes of a Worker that the tiers use
@@ -74,6 +78,7 @@ class WorkerSeam:
     def __init__(self, worker: Worker, engine: Engine, guard: Guard, *, prefetch_share: float = 0.0) -> None:
         self._worker = worker
         self._engine = engine
+        self._guard = guard
         self._check()
         self.store = TieredStore(engine, on_lost=lambda key: self.losses.lost(key))
         #: gives up what has no valid copy left
@@ -92,7 +97,7 @@ class WorkerSeam:
             engine,
             limit_bytes=lambda: worker.memory_manager.memory_limit,
             process_bytes=lambda: worker.monitor.get_process_memory(),
-            seceded=lambda key: key in worker.state.tasks and worker.state.tasks[key].state == "long-running",
+            seceded=self._seceded,
         )
         #: brings inputs into memory
         self.inputs = Inputs(worker, self.store, self.losses)
@@ -100,6 +105,35 @@ class WorkerSeam:
         parts = Parts(worker, guard, engine, self.store, self.inputs, self.turns, small, self.local, self.hints)
         self.execute = Execute(parts)
         self._overrides: tuple[Override, ...] = (self.execute, GatherDep(parts), GetData(parts))
+
+    def serve_device(self, device: DeviceMemory) -> None:
+        """Run tasks by what the device has room for, and bring what they read back to it ahead of them."""
+        worker, space = self._worker, device.space
+        # The device has victims of its own, which are chosen by next uses however much host memory is free.
+        self._engine.eviction.relaxes = False
+        self._engine.eviction.press()
+        self.execute.retry_alone = RetryAlone(space, lambda: self.execute.running)
+        self.execute.device_turns = Turns(
+            space,
+            limit_bytes=lambda: device.full_bytes,
+            process_bytes=space.backend.allocated_bytes,
+            seceded=self._seceded,
+        )
+        if not self.prefetch.share:
+            return
+        tasks, find = worker.state.tasks, self.store.entry
+        ahead = DeviceAhead(self._engine, tasks, find, lambda: space.room_bytes, self._guard)
+        self.store.ahead = ahead
+
+        def pending(priority: tuple[float, ...], number: int, key: Key) -> None:
+            self.prefetch.pending(priority, number, key)
+            ahead.pending(priority, number, key)
+
+        self.local.on_pending = pending
+
+    def _seceded(self, key: Key) -> bool:
+        tasks = self._worker.state.tasks
+        return key in tasks and tasks[key].state == "long-running"
 
     def _check(self) -> None:
         worker = self._worker
@@ -155,6 +189,8 @@ class WorkerSeam:
         await self.hints.uninstall()
         self.local.uninstall()
         self.prefetch.uninstall()
+        if self.store.ahead is not None:
+            self.store.ahead.stop()
         for key in await self.store.unbox():
             self.losses.give_up(key)
         for key in await spill_buffer.give_back(self.store, self.original, self._engine):
@@ -166,6 +202,8 @@ class WorkerSeam:
         self._stop_listening()
         self.local.uninstall()
         self.prefetch.uninstall()
+        if self.store.ahead is not None:
+            self.store.ahead.stop()
         self._unwrap()
 
     def _restore(self) -> None:

@@ -6,8 +6,8 @@ anything is changed.
 
 Only distributed's own `SpillBuffer` is taken over. Anything else is the user's choice: a ``dict`` is what distributed
 takes when it must not spill, another mapping came with ``Worker(data=...)`` or from dask-cuda. `left_alone` says
-which. One exception: ``dask cuda worker`` gives each worker a ``DeviceHostFile``; where our device tier is switched on
-and can be had, `stand_in` puts a `SpillBuffer` in its place while it is still empty.
+which. One exception: ``dask cuda worker`` gives each worker a ``DeviceHostFile``; where our device tier can be
+had, `stand_in` puts a `SpillBuffer` in its place while it is still empty.
 
 Adoption: values on disk stay in the buffer's files and are read by our reader threads when they are needed
 (`ForeignHandle`).
@@ -115,8 +115,8 @@ def left_alone(data: MutableMapping[Key, Any]) -> LeftAlone | None:
     if dask_cuda.is_store(data):
         return LeftAlone(
             f"worker.data is a {kind}, which manages device memory itself",
-            "start the worker with gpurt.tiers.device: auto, which takes its place before the first task where nothing "
-            "is against it, or as one plain `dask worker` per GPU with CUDA_VISIBLE_DEVICES set",
+            "gpurt.tiers.device: auto or on, before the first task, where nothing is against it, see `device_off`; or "
+            "one plain `dask worker` per GPU with CUDA_VISIBLE_DEVICES set",
             logging.WARNING,
         )
     return LeftAlone(

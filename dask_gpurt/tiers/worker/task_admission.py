@@ -26,7 +26,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from dask.utils import key_split
 from distributed.metrics import time
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
     from dask.typing import Key
 
-    from dask_gpurt.tiers.engine.engine import Engine
-    from dask_gpurt.tiers.engine.entry import Entry
 
 #: of the memory limit. distributed pauses a worker there, and ends it at 0.95
 SHARE = 0.8
@@ -54,6 +52,30 @@ _LOOK_SECONDS = 0.1
 SMALL_RESULT_BYTES = LEAST_BYTES // 2
 #: prefixes whose results' size is kept
 _PREFIXES = 1000
+
+
+class Memory(Protocol):
+    """Where the values are of which tasks make and read some: host memory, or a device."""
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of values there."""
+
+    @property
+    def moving_bytes(self) -> int:
+        """Of those, bytes of values that are about to leave by themselves."""
+
+
+class Value(Protocol):
+    """A value that a task reads."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes there."""
+
+    @property
+    def in_memory(self) -> bool:
+        """It is there now."""
 
 
 class Outputs:
@@ -98,27 +120,29 @@ class Turn:
 
 
 class Turns:
-    """The tasks that run on one worker. Event loop only.
+    """The tasks that run on one worker. Event loop only. One for host memory; another where there is a device tier.
 
     Parameters
     ----------
+    memory
+        The one that is meant.
     limit_bytes
-        The worker's memory limit; None: no task waits.
+        The worker's limit of it; None: no task waits.
     process_bytes
-        Memory of the process now.
+        What the process has taken of it now.
     seceded
         Whether a task has left its thread to others.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        memory: Memory,
         *,
         limit_bytes: Callable[[], int | None],
         process_bytes: Callable[[], int],
         seceded: Callable[[Key], bool],
     ) -> None:
-        self._engine = engine
+        self._memory = memory
         self._limit_bytes = limit_bytes
         self._process_bytes = process_bytes
         self._seceded = seceded
@@ -133,7 +157,7 @@ class Turns:
         #: tasks that were not waited for any longer
         self.passed_by = 0
 
-    async def begin(self, key: Key, inputs: Iterable[Entry]) -> Turn | None:
+    async def begin(self, key: Key, inputs: Iterable[Value]) -> Turn | None:
         """Wait until the task may begin. Give what it returns to `end`, in any case."""
         inputs = list(inputs)
         nbytes = sum(e.nbytes for e in inputs)
@@ -151,11 +175,11 @@ class Turns:
         if turn is not None and self._running.pop(turn, turn) is None:
             self._ended.set()
 
-    async def _wait(self, turn: Turn, inputs: list[Entry]) -> None:
+    async def _wait(self, turn: Turn, inputs: list[Value]) -> None:
         start, waited = time(), False
         with waiting(MEMORY):
             # Also for our own writes, which always end: what they move is out of the way then.
-            while (self._waited_for() or self._engine.moving_bytes) and self._short(turn, inputs):
+            while (self._waited_for() or self._memory.moving_bytes) and self._short(turn, inputs):
                 self.waits += not waited
                 waited = True
                 if time() - start > PATIENCE_SECONDS:
@@ -172,13 +196,13 @@ class Turns:
     def _waited_for(self) -> list[Turn]:
         return [t for t in self._running if not t.passed_by and not self._seceded(t.key)]
 
-    def _short(self, turn: Turn, inputs: list[Entry]) -> bool:
+    def _short(self, turn: Turn, inputs: list[Value]) -> bool:
         limit = self._limit_bytes()
         if not limit:
             return False
         pinned = sum(t.inputs for t in self._running)
         here = sum(e.nbytes for e in inputs if e.in_memory)
         # Counted twice where tasks share inputs: towards waiting.
-        loose = max(0, self._engine.resident_bytes - pinned - here)
+        loose = max(0, self._memory.resident_bytes - pinned - here)
         coming = turn.inputs - here + turn.growth + sum(t.growth for t in self._running)
         return self._process_bytes() - loose + coming > SHARE * limit

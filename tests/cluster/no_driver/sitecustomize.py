@@ -9,6 +9,7 @@ replaced                                by
 ======================================  ==============================================================================
 NVML's count, handles, memory, affinity two devices of 1 GiB
 RMM's number of the current device      0
+``CudaMemoryResource``, as RMM begins   the same under that name, over host memory
 ``rmm.reinitialize``, the async pool    `PoolMemoryResource` over host memory; managed memory is RMM's own resource,
                                         from which nothing is allocated
 our probe, free bytes, pool, copies     of host memory
@@ -33,7 +34,7 @@ from rmm.pylibrmm.memory_resource import _memory_resource
 from dask_gpurt.backends import cuda
 from dask_gpurt.tiers.device import setup
 from tests.tiers.conftest import HostSlabs
-from tests.tiers.device.host_rmm import HostRmmBackend, host_memory
+from tests.tiers.device.host_rmm import HostRmmBackend, _allocate, _free, host_memory
 
 BYTES = 1 << 30
 
@@ -79,6 +80,15 @@ def _async(initial_pool_size: int | None = None, release_threshold: int | None =
     return host_memory()
 
 
+class CudaMemoryResource(rmm.mr.CallbackMemoryResource):  # type: ignore[misc]
+    """What stands for ``cudaMalloc``."""
+
+    def __init__(self) -> None:
+        super().__init__(_allocate, _free)
+
+
+rmm.mr.CudaMemoryResource = CudaMemoryResource
+rmm.mr.set_per_device_resource(0, CudaMemoryResource())
 rmm.reinitialize = _reinitialize
 rmm.mr.CudaAsyncMemoryResource = _async
 

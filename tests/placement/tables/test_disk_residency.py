@@ -8,7 +8,7 @@ import pytest
 
 from dask_gpurt.placement import statistics
 from dask_gpurt.placement.tables import disk_residency
-from dask_gpurt.placement.tables.disk_residency import READ_BYTES_PER_SECOND, DiskResidency
+from dask_gpurt.placement.tables.disk_residency import PINNED_BYTES_PER_SECOND, READ_BYTES_PER_SECOND, DiskResidency
 from dask_gpurt.simulate import simulate
 from dask_gpurt.simulate.shapes import build
 from tests.placement.fakes import FakeTask, FakeWorker, learn, make_engine
@@ -114,3 +114,11 @@ def test_a_page_locked_copy_costs_a_tenth_of_a_read() -> None:
     assert r.on_disk["y"] == {"a": 10.0}
     r.heard("a", (), ["x", "y"])
     assert not r.on_disk
+
+
+def test_a_copy_in_page_locked_memory_costs_what_its_worker_has_measured() -> None:
+    r = DiskResidency()
+    r.heard("a", [], (), [("x", 1000.0)])
+    assert r.on_disk["x"]["a"] == 1000.0 * READ_BYTES_PER_SECOND / PINNED_BYTES_PER_SECOND
+    r.heard("a", [], (), [("x", 1000.0)], READ_BYTES_PER_SECOND / 4)
+    assert r.on_disk["x"]["a"] == 4000.0  # a slow link: dearer than the disk

@@ -24,7 +24,7 @@ def evicts_without_us(setup: DeviceSetup) -> bool:
     return setup.cudf_spills or setup.allocator is Allocator.MANAGED or setup.store in (Store.USED, Store.UNKNOWN)
 
 
-@pytest.mark.parametrize("device", ["off", "auto"])
+@pytest.mark.parametrize("device", ["off", "auto", "on"])
 def test_every_combination(device: str) -> None:
     works = 0
     for setup in SETUPS:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import subprocess
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -29,6 +32,7 @@ import rmm.mr
 from tests.tiers.device.host_rmm import HostRmmBackend, Value, host_memory, pattern
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from dask_gpurt.tiers.device.coexistence import Terms
@@ -53,9 +57,15 @@ def open_on_host_memory(worker: Any, settings: Any, host_bytes: int | None, term
     )
 
 
-def found(reason: str = "") -> Any:
-    """What a probe of the stand-in says."""
-    return mock.patch.object(cuda, "probe", return_value=cuda.Probe(reason, "host memory", 1 << 30, device=999))
+@contextlib.contextmanager
+def found(reason: str = "", *, context: bool = True) -> Iterator[None]:
+    """What a probe of the stand-in says, and whether something uses the device."""
+    probe = cuda.Probe(reason, "host memory", 1 << 30, device=999)
+    with (
+        mock.patch.object(cuda, "probe", return_value=probe),
+        mock.patch.object(cuda, "has_context", return_value=context),
+    ):
+        yield
 
 
 async def install(worker: Worker, reason: str = "") -> tuple[TierRuntime, HostRmmBackend]:
@@ -164,23 +174,111 @@ async def test_uninstall_keeps_what_fits_and_recomputes_the_rest(c: Client, s: S
 
 @pytest.mark.cluster
 @gen_cluster(client=True, nthreads=[("", 1)], config=CONFIG)
-async def test_without_a_gpu_there_is_no_device_tier_and_a_reason(c: Client, s: Scheduler, a: Worker) -> None:
+async def test_without_a_gpu_on_refuses_and_auto_says_nothing(c: Client, s: Scheduler, a: Worker) -> None:
     reason = (await asyncio.to_thread(cuda.probe)).reason
     if not reason:
         pytest.skip("there is a GPU")
     assert "allocation of 256 bytes failed" in reason or "RMM cannot be imported" in reason
-    runtime = await TierRuntime.install(a, Settings.load({"tiers.device": "auto", "tiers.disk-reserve": 0}).tiers)
+    data = a.data
+    with pytest.raises(InstallError, match=r"'on', and there is no tier: .*Remedy: .*gpurt.tiers.device: auto"):
+        await TierRuntime.install(a, Settings.load({"tiers.device": "on", "tiers.disk-reserve": 0}).tiers)
+    assert a.data is a.state.data is data
+    with mock.patch.object(cuda, "probe", side_effect=AssertionError("probed")):
+        runtime = await TierRuntime.install(a, Settings.load({"tiers.disk-reserve": 0}).tiers)
+        runtime.heartbeat()
     statistics = runtime.statistics()
-    assert statistics["device_off"].startswith(reason)
+    assert statistics["device_off"] == ""
+    assert statistics["fallbacks"] == {}
     assert "device" not in statistics
     assert runtime.store is not None  # the other tiers are there
 
 
 @pytest.mark.cluster
 @gen_cluster(client=True, nthreads=[("", 1)], config=CONFIG)
+async def test_where_a_gpu_is_used_and_rmm_is_not_there_it_says_so(c: Client, s: Scheduler, a: Worker) -> None:
+    runtime, _ = await install(a, "RMM cannot be imported")
+    assert "RMM cannot be imported" in runtime.statistics()["device_off"]
+    assert runtime.store is not None
+
+
+@pytest.mark.cluster
+@gen_cluster(client=True, nthreads=[("", 2)], config=CONFIG)
+async def test_the_tier_comes_when_something_begins_to_use_the_device(c: Client, s: Scheduler, a: Worker) -> None:
+    settings = Settings.load({"tiers.disk-reserve": 0}).tiers
+    with mock.patch.object(DeviceMemory, "open", open_on_host_memory):
+        runtime = await TierRuntime.install(a, settings)
+        runtime.heartbeat()
+        assert "device" not in runtime.statistics()
+        elsewhere = HostRmmBackend(LIMIT)
+        BACKENDS.append(elsewhere)
+        early = c.submit(make, 7, 100 * KB, key="early")  # kept as a value of host memory
+        await wait(early)
+        with found():
+            runtime.heartbeat()
+            runtime.heartbeat()  # while it is on its way
+            await async_poll_for(lambda: "device" in runtime.statistics(), timeout=30)
+    assert runtime.statistics()["device"]["values"] == 1
+    values = c.map(make, range(20), nbytes=100 * KB, key=[f"v{i}" for i in range(20)])
+    assert all(await c.gather(c.map(right, values, range(20))))
+    assert await c.submit(right, early, 7)
+    stats = runtime.statistics()
+    assert stats["device"]["values"] == 21
+    assert stats["device"]["below_values"] > 0
+    assert stats["fallbacks"] == {}, stats["last_traceback"]
+    assert stats["device_off"] == ""
+    runtime.engine.validate()
+
+
+@pytest.mark.cluster
+@gen_cluster(client=True, nthreads=[("", 1)], config=CONFIG)
+async def test_a_tier_that_cannot_be_opened_later_leaves_the_worker_alone(c: Client, s: Scheduler, a: Worker) -> None:
+    with found(), mock.patch.object(DeviceMemory, "open", side_effect=RuntimeError("a library")):
+        with mock.patch.object(cuda, "has_context", return_value=False):
+            runtime = await TierRuntime.install(a, Settings.load({"tiers.disk-reserve": 0}).tiers)
+        runtime.heartbeat()
+        await async_poll_for(lambda: "a library" in runtime.statistics()["device_off"], timeout=30)
+        runtime.heartbeat()
+    assert runtime.statistics()["fallbacks"] == {"device": 1}
+    assert await c.submit(sum, [1, 2]) == 3
+
+
+def test_a_cpu_worker_loads_no_library_of_cuda() -> None:
+    """As started by default: no module, no shared library, and the look at each heartbeat costs next to nothing."""
+    code = """
+import sys, time
+from distributed import LocalCluster
+
+def loaded():
+    names = {"cuda", "cudf", "cupy", "numba", "rmm", "pylibcudf", "dask_cuda", "kvikio", "torch", "ucxx"}
+    return names & {m.partition(".")[0] for m in sys.modules}
+
+stock = loaded()  # distributed loads RMM where it is installed
+from dask_gpurt.backends import cuda
+from dask_gpurt.extension import on_worker
+with LocalCluster(n_workers=1, processes=False, dashboard_address=None,
+                  scheduler_kwargs={"preload": ["dask_gpurt.preload"]}) as cluster, cluster.get_client() as client:
+    assert client.submit(sum, [1, 2]).result() == 3
+    worker = next(iter(cluster.workers.values()))
+    assert on_worker(worker).runtime.store is not None
+    on_worker(worker).runtime.heartbeat()
+print(sorted(loaded() - stock))
+print([line for line in open("/proc/self/maps") if "libcuda.so" in line])
+start = time.thread_time()
+for _ in range(1000):
+    assert not cuda.has_context()
+print(time.thread_time() - start < 5)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.splitlines() == ["[]", "[]", "True"], done.stderr[-3000:]
+
+
+@pytest.mark.cluster
+@gen_cluster(client=True, nthreads=[("", 1)], config=CONFIG)
 async def test_off_means_that_nothing_is_probed(c: Client, s: Scheduler, a: Worker) -> None:
     with mock.patch.object(cuda, "probe", side_effect=AssertionError("probed")):
-        runtime = await TierRuntime.install(a, Settings.load({"tiers.disk-reserve": 0}).tiers)
+        runtime = await TierRuntime.install(a, Settings.load({"tiers.device": "off", "tiers.disk-reserve": 0}).tiers)
+        with mock.patch.object(cuda, "has_context", return_value=True):
+            runtime.heartbeat()
     assert runtime.statistics()["device_off"] == ""
 
 
@@ -251,7 +349,7 @@ async def test_leaves_dask_cudas_mapping_where_it_is_used_or_no_device_is(c: Cli
     await wait(x)
     runtime, _ = await install(a)
     assert a.data is a.state.data is original
-    assert "gpurt.tiers.device: auto" in _left_alone(original, runtime._settings).remedy  # type: ignore[union-attr]
+    assert "gpurt.tiers.device: auto or on" in _left_alone(original, runtime._settings).remedy  # type: ignore[union-attr]
     assert "holds keys already" in runtime.statistics()["device_off"]
     assert await x == 3
 

@@ -357,9 +357,11 @@ def test_other_mappings_are_left_alone(
         with log_records("distributed.worker.gpurt") as records:
             runtime = await TierRuntime.install(a, tier_settings())
             await TierRuntime.install(a, tier_settings())  # says nothing again
-        assert [r.levelname for r in records] == [level]
+        assert records[-1].levelname == level
+        # Of dask-cuda's it also says, once, why no device tier has its place.
+        assert [r.getMessage()[:14] for r in records[:-1]] == ["No device tier"] * ("dask_cuda" in reason)
         assert re.search(
-            rf"shuffles only\. .*{reason}.*To have the tiers: start the worker with", records[0].getMessage()
+            rf"shuffles only\. .*{reason}.*To have the tiers: (start the worker|gpurt)", records[-1].getMessage()
         )
         assert a.data is a.state.data is original
         assert a.execute == execute
