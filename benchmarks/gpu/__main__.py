@@ -4,8 +4,8 @@
     python -m benchmarks.gpu --case oom:storm --on stand-in        a rehearsal without one
 
 What a case found, why it failed, or why it could not run here, is a line as it comes, and one JSON file per call,
-``call-2.json``, written again after each case: with hardware, driver, versions, date and what it was exercised on. Exit:
-0 all cases ran and found what they must; 1 one failed; 4 none failed, but some could not run here.
+``call-2.json``, written again after each case: with hardware, driver, versions, date and what it ran on. Exit: 0
+all cases ran and found what they must; 1 one failed; 4 none failed, but some could not run here.
 """
 
 from __future__ import annotations
@@ -88,7 +88,12 @@ def main(argv: list[str] | None = None) -> int:
         exercised = probed["name"]
     else:
         exercised = target.exercised_on()
-    header = {**data.facts(exercised), "gpu_versions": data.versions(runs.PACKAGES), "on": args.on, "gpu": runs.hardware()}
+    header = {
+        **data.facts(exercised),
+        "gpu_versions": data.versions(runs.PACKAGES),
+        "on": args.on,
+        "gpu": runs.hardware(),
+    }
     path = os.path.join(args.out, f"{name}.json")
 
     def run(case: Case) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A frame that shares its buffers, or shows a slice of large ones, leaves the device: what RMM gives back, and how fast."""
+"""A frame that shares its buffers, or shows a slice of large ones, leaves the device: what RMM gives back."""
 
 from __future__ import annotations
 

@@ -70,7 +70,8 @@ def copies(target: Target) -> dict[str, Any]:
                         target.copy(*ends, size, leaves=leaves, wait=wait)
                     target.synchronize()
                     seconds = time.perf_counter() - start
-                    way = f"{'to host' if leaves else 'to device'}, {memory}, {size // MB} MiB, {'sync' if wait else 'async'}"
+                    where, how = "to host" if leaves else "to device", "sync" if wait else "async"
+                    way = f"{where}, {memory}, {size // MB} MiB, {how}"
                     out[way] = round(max(1, total // size) * size / seconds / 1e9, 2)
     target.release(device, pinned=False)
     target.release(page_locked, pinned=True)
@@ -96,4 +97,8 @@ def ucx_info(target: Target) -> dict[str, Any]:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     if done.returncode:
         raise NotHere(f"UCX makes no context: {done.stderr.strip()[-300:]}")
-    return {"components": re.findall(r"component \d+ +: +(\w+)", done.stdout), "info": done.stdout[-2000:], "memory": done.stderr[-2000:]}
+    return {
+        "components": re.findall(r"component \d+ +: +(\w+)", done.stdout),
+        "info": done.stdout[-2000:],
+        "memory": done.stderr[-2000:],
+    }

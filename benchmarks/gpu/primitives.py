@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +25,11 @@ def run(what: str, target: Target) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     data = pd.DataFrame({f"v{i}": rng.integers(0, 1 << 40, rows) for i in range(6)})
     if what == "text":
-        data["s"] = pd.Series([f"a text of some length {k}" for k in range(1000)], dtype="str").iloc[
-            rng.integers(0, 1000, rows)
-        ].reset_index(drop=True)
+        data["s"] = (
+            pd.Series([f"a text of some length {k}" for k in range(1000)], dtype="str")
+            .iloc[rng.integers(0, 1000, rows)]
+            .reset_index(drop=True)
+        )
     data["_partitions"] = rng.integers(0, OUTPUTS, rows)
     frame, meta = target.frame(data), target.frame(data.drop(columns="_partitions").iloc[:0])
     frames = target.device_frames()
@@ -45,7 +48,7 @@ def run(what: str, target: Target) -> dict[str, Any]:
     for _ in range(RUNS):
         table, ids = timed("apart", lambda: frames.apart(frame, "_partitions", meta))
         ordered, offsets = timed("order", lambda t=table, i=ids: frames.order(t, i, code_of, OUTPUTS))
-        ranges = [(int(a), int(b)) for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
+        ranges = [(int(a), int(b)) for a, b in itertools.pairwise(offsets)]
         packs = timed("pack", lambda o=ordered, r=ranges: frames.pack(o, r))
         nbytes = sum(pack.nbytes for pack in packs)
         pointer = target.pinned(nbytes)
@@ -87,7 +90,7 @@ def _back(frames: Any, heads: list[tuple[bytes, int]], room: memoryview) -> list
 
 
 def more(target: Target, frame: Any) -> dict[str, list[float]]:
-    """What the shuffle does not use, to compare with: libcudf's partition, and packing in chunks as spilling does it."""
+    """What the shuffle does not use, to compare with: libcudf's partition, and packing in chunks as spilling does."""
     if target.name != "gpu":
         return {}
     import pylibcudf as plc

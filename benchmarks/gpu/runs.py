@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -16,7 +17,11 @@ if TYPE_CHECKING:
 
 #: distributions that decide what a GPU does, of any CUDA version
 PACKAGES = (
-    *(f"{name}-{cuda}" for name in ("rmm", "cudf", "pylibcudf", "ucxx", "libucx", "kvikio") for cuda in ("cu13", "cu12")),
+    *(
+        f"{name}-{cuda}"
+        for name in ("rmm", "cudf", "pylibcudf", "ucxx", "libucx", "kvikio")
+        for cuda in ("cu13", "cu12")
+    ),
     *("dask-cuda", "cupy-cuda13x", "cuda-bindings", "dask", "distributed", "numpy", "pandas", "pyarrow"),
 )
 
@@ -57,15 +62,15 @@ def apart(arguments: Sequence[str], seconds: float, environment: Mapping[str, st
 
 
 def _end(group: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
 
 
 def hardware() -> list[str]:
     """What ``nvidia-smi`` says of the GPUs and their driver; one line that says why not."""
-    query = "name,driver_version,memory.total,memory.used,pcie.link.gen.current,pcie.link.width.current,compute_mode,mig.mode.current"
+    query = (
+        "name,driver_version,memory.total,memory.used,pcie.link.gen.current,pcie.link.width.current,mig.mode.current"
+    )
     try:
         done = subprocess.run(
             ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True, text=True, timeout=30

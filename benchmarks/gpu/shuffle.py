@@ -63,7 +63,12 @@ def cluster(system: str, workers: int) -> LocalCluster:
     """`workers` processes with one thread each; ours with device frames taken."""
     import dask_gpurt
 
-    where: dict[str, Any] = {"n_workers": workers, "threads_per_worker": 1, "dashboard_address": None, "processes": True}
+    where: dict[str, Any] = {
+        "n_workers": workers,
+        "threads_per_worker": 1,
+        "dashboard_address": None,
+        "processes": True,
+    }
     if system == "gpurt":
         return dask_gpurt.local_cluster(settings={"shuffle.device-frames": True}, **where)
     from distributed import LocalCluster

@@ -37,7 +37,7 @@ def cluster(system: str, limit: int) -> Iterator[Client]:
 
         share = limit / cuda.probe().total_bytes
         made: Any = dask_gpurt.local_cluster(
-            settings={"tiers.device": "auto", "tiers.device-limit": share},
+            settings={"tiers.device": "on", "tiers.device-limit": share},
             n_workers=1,
             threads_per_worker=2,
             processes=True,

@@ -229,7 +229,9 @@ def memory(limit_bytes: int, pinned_bytes: int, folder: str) -> DeviceMemory:
     from dask_gpurt.tiers.storage.disk.tier import DiskTier
 
     callback = setup.Late()
-    allocator = DeviceAllocator(callback, limit_bytes, pool=lambda: setup._pool(limit_bytes), free_bytes=cuda.free_bytes)
+    allocator = DeviceAllocator(
+        callback, limit_bytes, pool=lambda: setup._pool(limit_bytes), cupy=True, free_bytes=cuda.free_bytes
+    )
     allocator.install()
     backend = setup.CudaBackend(allocator)
     backend.prepare()

@@ -1,4 +1,4 @@
-"""The tests that need a GPU, as a case: counts, and what failed. On the stand-in, those of the same folders that do not."""
+"""The tests that need a GPU, as a case: counts, and what failed. On the stand-in, those that do not."""
 
 from __future__ import annotations
 

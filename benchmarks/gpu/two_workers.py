@@ -24,7 +24,11 @@ def run(what: str, target: Target) -> dict[str, Any]:
     size = max(MB, int(256 * MB * target.scale))
     total = int(min(cuda.free_bytes() * 1.5, 150 << 30) * (1 if target.name == "gpu" else 0.05))
     each = max(4, total // size // 2)
-    settings = {"tiers.device": "auto", "tiers.device-limit": 0.8 if target.name == "gpu" else 0.02, "tiers.pinned-limit": int(8 * 1024 * MB * target.scale)}
+    settings = {
+        "tiers.device": "on",
+        "tiers.device-limit": 0.8 if target.name == "gpu" else 0.02,
+        "tiers.pinned-limit": int(8 * 1024 * MB * target.scale),
+    }
     with (
         dask_gpurt.local_cluster(
             settings=settings, n_workers=2, threads_per_worker=2, processes=True, dashboard_address=None

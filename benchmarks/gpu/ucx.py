@@ -108,7 +108,7 @@ def _install(memory: str) -> None:
 
     limit = 8 << 30
     base = (lambda: own_pool("async", limit)) if memory == "async" else rmm.mr.CudaMemoryResource
-    DeviceAllocator(lambda nbytes: False, limit, pool=base).install()
+    DeviceAllocator(lambda nbytes: False, limit, pool=base, cupy=True).install()
 
 
 def send(connection: Connection, what: str, name: str) -> None:

@@ -48,9 +48,25 @@ _OBJECT_IS_TEXT = frozenset({"cudf"})
 #: library -> classes of its dtypes that its columns keep through a pack, and that the meta restores
 _KEPT = {
     "cudf": frozenset(
-        "ListDtype StructDtype Decimal32Dtype Decimal64Dtype Decimal128Dtype DatetimeTZDtype BooleanDtype Int8Dtype "
-        "Int16Dtype Int32Dtype Int64Dtype UInt8Dtype UInt16Dtype UInt32Dtype UInt64Dtype Float32Dtype "
-        "Float64Dtype".split()
+        [
+            "ListDtype",
+            "StructDtype",
+            "Decimal32Dtype",
+            "Decimal64Dtype",
+            "Decimal128Dtype",
+            "DatetimeTZDtype",
+            "BooleanDtype",
+            "Int8Dtype",
+            "Int16Dtype",
+            "Int32Dtype",
+            "Int64Dtype",
+            "UInt8Dtype",
+            "UInt16Dtype",
+            "UInt32Dtype",
+            "UInt64Dtype",
+            "Float32Dtype",
+            "Float64Dtype",
+        ]
     )
 }
 #: kinds of numpy's dtypes that are kept: integers, floats, booleans, timestamps and timedeltas without a time zone

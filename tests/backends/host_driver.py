@@ -54,7 +54,7 @@ class HostDriver:
     def install(self, monkeypatch: pytest.MonkeyPatch) -> HostDriver:
         """Replace the calls for one test."""
         for name in dir(self):
-            if name.startswith("cuda") or name.startswith("cuD"):
+            if name.startswith(("cuda", "cuD")):
                 monkeypatch.setattr(runtime if name.startswith("cuda") else driver, name, self._counted(name))
         import rmm.pylibrmm.stream as streams
 
@@ -90,56 +90,56 @@ class HostDriver:
             queue.pop(0)()
             most = None if most is None else most - 1
 
-    def cudaMemcpyAsync(self, target: int, source: int, nbytes: int, kind: Any, stream: int) -> None:  # noqa: N802
+    def cudaMemcpyAsync(self, target: int, source: int, nbytes: int, kind: Any, stream: int) -> None:
         assert nbytes > 0
         assert target > 0
         assert source > 0
         assert kind in tuple(runtime.cudaMemcpyKind)
         self.later(stream, lambda: ctypes.memmove(target, source, nbytes) and None)
 
-    def cudaDeviceSynchronize(self) -> None:  # noqa: N802
+    def cudaDeviceSynchronize(self) -> None:
         for stream in list(self.queues):
             self.run(stream)
 
-    def cudaEventCreateWithFlags(self, flags: int) -> int:  # noqa: N802
+    def cudaEventCreateWithFlags(self, flags: int) -> int:
         assert flags == runtime.cudaEventBlockingSync | runtime.cudaEventDisableTiming
         event = next(self._numbers)
         self.events[event] = (0, 0)
         return event
 
-    def cudaEventRecord(self, event: int, stream: int) -> None:  # noqa: N802
+    def cudaEventRecord(self, event: int, stream: int) -> None:
         self.events[event] = stream, len(self.queues.get(stream, []))
 
-    def cudaStreamWaitEvent(self, stream: int, event: int, flags: int) -> None:  # noqa: N802
+    def cudaStreamWaitEvent(self, stream: int, event: int, flags: int) -> None:
         assert flags == 0
         recorded = self.events[event]
         self.later(stream, lambda: self.run(*recorded))
 
-    def cudaEventSynchronize(self, event: int) -> None:  # noqa: N802
+    def cudaEventSynchronize(self, event: int) -> None:
         self.run(*self.events[event])
 
-    def cudaEventDestroy(self, event: int) -> None:  # noqa: N802
+    def cudaEventDestroy(self, event: int) -> None:
         del self.events[event]
 
     # ---- the device
 
-    def cudaGetDevice(self) -> int:  # noqa: N802
+    def cudaGetDevice(self) -> int:
         return 0
 
-    def cudaGetDeviceProperties(self, device: int) -> Any:  # noqa: N802
+    def cudaGetDeviceProperties(self, device: int) -> Any:
         return SimpleNamespace(name=b"host memory\0\0", integrated=0)
 
-    def cudaMemGetInfo(self) -> tuple[int, int]:  # noqa: N802
+    def cudaMemGetInfo(self) -> tuple[int, int]:
         return FREE, TOTAL
 
-    def cudaSetDevice(self, device: int) -> None:  # noqa: N802
+    def cudaSetDevice(self, device: int) -> None:
         self.active = True
 
-    def cudaFree(self, pointer: int) -> None:  # noqa: N802
+    def cudaFree(self, pointer: int) -> None:
         assert pointer == 0
 
-    def cuDeviceGet(self, device: int) -> int:  # noqa: N802
+    def cuDeviceGet(self, device: int) -> int:
         return device
 
-    def cuDevicePrimaryCtxGetState(self, device: int) -> tuple[int, int]:  # noqa: N802
+    def cuDevicePrimaryCtxGetState(self, device: int) -> tuple[int, int]:
         return 0, int(self.active)

@@ -46,7 +46,13 @@ class Made:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {"data": (self.buffer.ptr, False), "shape": (N // 4,), "typestr": "<i4", "stream": self.stream, "version": 3}
+        return {
+            "data": (self.buffer.ptr, False),
+            "shape": (N // 4,),
+            "typestr": "<i4",
+            "stream": self.stream,
+            "version": 3,
+        }
 
 
 def read(buffer: Any) -> set[int]:
@@ -126,7 +132,9 @@ def test_page_locked_memory_comes_and_goes(driver: HostDriver) -> None:
     slabs.release(slab)
     room = device_copies.pinned_room(N)
     assert room.nbytes == N
-    assert device_copies.pinned_room(2 * device_copies.STAGING_LIMIT_BYTES).nbytes == 2 * device_copies.STAGING_LIMIT_BYTES
+    assert (
+        device_copies.pinned_room(2 * device_copies.STAGING_LIMIT_BYTES).nbytes == 2 * device_copies.STAGING_LIMIT_BYTES
+    )
     assert device_copies.pinned_room(0).nbytes == 0
 
 

@@ -102,7 +102,14 @@ def test_a_machine_without_a_gpu_is_said(capsys: pytest.CaptureFixture[str], tmp
     assert "must be one of machine:facts" in capsys.readouterr().err
 
 
-REHEARSED = ["machine:facts", "machine:pinned", "oom:storm", "leaving:shared", "primitives:text", "ucx:async-one-with-ours"]
+REHEARSED = [
+    "machine:facts",
+    "machine:pinned",
+    "oom:storm",
+    "leaving:shared",
+    "primitives:text",
+    "ucx:async-one-with-ours",
+]
 
 
 @pytest.mark.slow

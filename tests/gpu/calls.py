@@ -1,7 +1,7 @@
 """What a source file calls of the libraries of a GPU, and whether the installed ones take it. Needs no GPU.
 
 `Source` finds by the syntax tree what a file names of `LIBRARIES`: by import, wherever it stands, and by
-``sys.modules[...]``. `signature_of` says what a call takes: by its signature, or by the docstring or the stub (``.pyi``)
+``sys.modules[...]``. `signature_of` says what a call takes: by its signature, or by the docstring or stub (``.pyi``)
 of what is compiled without one.
 """
 
@@ -93,7 +93,9 @@ class Source:
 def _of_sys_modules(node: ast.AST) -> str:
     """``sys.modules["x"]``, or ``sys.modules.get("x")``."""
     match node:
-        case ast.Subscript(value=ast.Attribute(value=ast.Name(id="sys"), attr="modules"), slice=ast.Constant(value=name)):
+        case ast.Subscript(
+            value=ast.Attribute(value=ast.Name(id="sys"), attr="modules"), slice=ast.Constant(value=name)
+        ):
             return str(name)
         case ast.Call(
             func=ast.Attribute(value=ast.Attribute(value=ast.Name(id="sys"), attr="modules"), attr="get"),

@@ -163,7 +163,8 @@ def made(n: int) -> Any:
     of_arrow = {
         "list": pa.array([[int(k), None] if k % 3 else [] for k in numbers], pa.list_(pa.int64())),
         "struct": pa.array(
-            [{"first": int(k), "second": f"w{k}"} for k in numbers], pa.struct({"first": pa.int64(), "second": pa.string()})
+            [{"first": int(k), "second": f"w{k}"} for k in numbers],
+            pa.struct({"first": pa.int64(), "second": pa.string()}),
         ),
         "decimal64": pa.array([decimals.Decimal(int(k)) / 100 for k in numbers], pa.decimal64(10, 2)),
         "decimal128": pa.array([decimals.Decimal(int(k)) / 100 for k in numbers], pa.decimal128(30, 2)),

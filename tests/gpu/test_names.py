@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import collections
 import functools
+import inspect
 import types
 from pathlib import Path
 from typing import Any
@@ -110,28 +111,116 @@ METHODS: dict[str, tuple[str, ...]] = {
 }
 #: what classes of the libraries have, too, but is used here of others: strings, dictionaries, our own objects
 SHARED = frozenset(
-    "__array_interface__ __cuda_array_interface__ __module__ __name__ add append buffer cast codes copy count decode "
-    "discard get head stack __mro__ nbytes info intersection isdigit items join partition keys lower name names nlevels is_unique pid pop reason resource replace "
-    "shape sort split startswith state strip sum tail to_host to_numpy total update used values view where".split()
+    [
+        "__array_interface__",
+        "__cuda_array_interface__",
+        "__module__",
+        "__name__",
+        "add",
+        "append",
+        "buffer",
+        "cast",
+        "codes",
+        "copy",
+        "count",
+        "decode",
+        "discard",
+        "get",
+        "head",
+        "stack",
+        "__mro__",
+        "nbytes",
+        "info",
+        "intersection",
+        "isdigit",
+        "items",
+        "join",
+        "partition",
+        "keys",
+        "lower",
+        "name",
+        "names",
+        "nlevels",
+        "is_unique",
+        "pid",
+        "pop",
+        "reason",
+        "resource",
+        "replace",
+        "shape",
+        "sort",
+        "split",
+        "startswith",
+        "state",
+        "strip",
+        "sum",
+        "tail",
+        "to_host",
+        "to_numpy",
+        "total",
+        "update",
+        "used",
+        "values",
+        "view",
+        "where",
+    ]
 )
 #: attributes of what a driver gives: properties, memory, infos; no class of them can be looked at without a driver
-OF_A_DRIVER = frozenset("busId gpu integrated total used usedGpuMemory pid name".split())
+OF_A_DRIVER = frozenset(["busId", "gpu", "integrated", "total", "used", "usedGpuMemory", "pid", "name"])
 #: of a Worker; of what UCX and RMM give as plain tuples or data classes; of torch, which brings no stub here
 OF_OTHERS = frozenset(
-    "memory_limit memory_manager memory_spill_fraction memory_target_fraction "
-    "allows_duplicate_labels annotate contiguous current_bytes data_ptr element_size from_address length matched numel "
-    "peak_bytes requires_grad untyped_storage".split()
+    [
+        "memory_limit",
+        "memory_manager",
+        "memory_spill_fraction",
+        "memory_target_fraction",
+        "allows_duplicate_labels",
+        "annotate",
+        "contiguous",
+        "current_bytes",
+        "data_ptr",
+        "element_size",
+        "from_address",
+        "length",
+        "matched",
+        "numel",
+        "peak_bytes",
+        "requires_grad",
+        "untyped_storage",
+    ]
 )
 #: looked at for names that escape
 CLASSES = (
-    *("cudf.DataFrame", "cudf.Series", "cudf.Index", "cudf.CategoricalDtype", "cupy.ndarray", "cupy.cuda.MemoryPointer"),
+    *(
+        "cudf.DataFrame",
+        "cudf.Series",
+        "cudf.Index",
+        "cudf.CategoricalDtype",
+        "cupy.ndarray",
+        "cupy.cuda.MemoryPointer",
+    ),
     *("pylibcudf.Table", "pylibcudf.Column", "pylibcudf.DataType", "pylibcudf.gpumemoryview", "rmm.DeviceBuffer"),
     *("pylibcudf.contiguous_split.PackedColumns", "pylibcudf.contiguous_split.ChunkedPack"),
     *(f"{_RMM}.{name}ResourceAdaptor" for name in ("Limiting", "Statistics", "FailureCallback")),
     *(f"{_RMM}.PoolMemoryResource", "rmm.pylibrmm.stream.Stream", "kvikio.CuFile"),
     *(f"{_UCXX}.UCX{name}" for name in ("Address", "Endpoint", "Worker", "Context")),
 )
-BUILTINS = (Path, str, bytes, bytearray, list, tuple, dict, set, frozenset, memoryview, type, types.ModuleType, int, np.ndarray)
+BUILTINS = (
+    Path,
+    str,
+    bytes,
+    bytearray,
+    list,
+    tuple,
+    dict,
+    set,
+    frozenset,
+    memoryview,
+    type,
+    types.ModuleType,
+    int,
+    np.ndarray,
+)
 
 SOURCES = {path: Source(path) for path in [*BACKENDS, *ON_A_GPU]}
 
@@ -248,6 +337,18 @@ def test_private_names_of_cudf_are_those_of_the_table() -> None:
         of_libraries = {path.rpartition(".")[2] for _, path in source.named()}
         used |= {name for name in of_libraries | {a.attr for a, _ in source.on_objects()} if name.startswith("_")}
     assert used == {name for _, _, name in cudf_values.PRIVATE if name.startswith("_")}
+
+
+def test_memory_of_cupy_that_came_from_rmm_is_known_by_its_class() -> None:
+    """`CudaBackend.outside` tells it from CuPy's own pool."""
+    memory = looked_up("cupy.cuda.memory")
+    assert "UnownedMemory(" in inspect.getsource(looked_up("rmm.allocators.cupy.rmm_cupy_allocator"))
+    for name in ("PooledMemory", "MemoryAsync", "Memory", "ManagedMemory"):
+        assert not issubclass(memory.UnownedMemory, getattr(memory, name))
+
+
+def test_kvikio_says_whether_the_driver_has_gpudirect_storage() -> None:
+    assert looked_up("kvikio.cufile_driver.get")("is_gds_available") in (True, False)
 
 
 # ---- the check itself

@@ -3,10 +3,10 @@
     python -m tests.gpu.unproven           compare with `unproven.txt`; exit 1 where they differ
     python -m tests.gpu.unproven --write   write it again
 
-A *line* is a statement that calls a GPU's library (`calls`).
-It is proven where a test that needs no GPU has run it to its end: with RMM over host memory, with cuDF's own
-columns over host memory, with UCX over shared memory. One that only ever raised is not. Needs Python 3.12 and the
-libraries (``ci/gpu/dry.sh``), and takes half a minute. `test_unproven.py` holds the list against the sources at all times.
+A *line* is a statement that calls a GPU's library (`calls`). It is proven where a test that needs no GPU has run it to
+its end: with RMM over host memory, with cuDF's own columns there, with UCX over shared memory, with the calls of the
+driver replaced (`tests.backends.host_driver`). One that only ever raised is not. Needs Python 3.12 and the libraries
+(``ci/gpu/dry.sh``), and takes a minute. `test_unproven.py` holds the list against the sources at all times.
 """
 
 from __future__ import annotations
@@ -33,9 +33,28 @@ FILES = ("cuda", "cudf_frames", "cudf_values", "device_copies", "device_values",
 TESTS = ("tests/gpu", "tests/backends", "tests/tiers/device", "tests/shuffle/transport/test_ucx_device.py")
 #: called on objects of the libraries; `test_names.METHODS` says of which
 _CALLED = frozenset(
-    "to_pylibcudf astype to_arrow columns num_rows release has_next next get_total_contiguous_size build_metadata "
-    "allocate deallocate synchronize __cuda_stream__ get_upstream pool_size get_allocated_bytes untyped_storage "
-    "contiguous data_ptr".split()
+    [
+        "to_pylibcudf",
+        "astype",
+        "to_arrow",
+        "columns",
+        "num_rows",
+        "release",
+        "has_next",
+        "next",
+        "get_total_contiguous_size",
+        "build_metadata",
+        "allocate",
+        "deallocate",
+        "synchronize",
+        "__cuda_stream__",
+        "get_upstream",
+        "pool_size",
+        "get_allocated_bytes",
+        "untyped_storage",
+        "contiguous",
+        "data_ptr",
+    ]
 )
 
 
@@ -46,7 +65,9 @@ def statements(path: Path) -> dict[int, tuple[int, str]]:
     lines |= {a.lineno for a, call in source.on_objects() if call is not None and a.attr in _CALLED}
     out = {}
     for node in ast.walk(source.tree):
-        if not isinstance(node, ast.stmt) or isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)):
+        if not isinstance(node, ast.stmt) or isinstance(
+            node, (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+        ):
             continue
         body = getattr(node, "body", None)
         last = body[0].lineno - 1 if body else node.end_lineno or node.lineno  # of `with`, `for`, `if`: the head
@@ -113,8 +134,8 @@ def main() -> int:
         LIST.write_text("\n".join(found) + "\n")
     known = LIST.read_text().splitlines() if LIST.exists() else []
     for word in sorted(set(found) ^ set(known)):
-        print("new, not proven:" if word in found else "proven now:", word)
-    print(f"{len(found)} lines are left to a GPU")
+        sys.stdout.write(f"{'new, not proven' if word in found else 'proven now'}: {word}\n")
+    sys.stdout.write(f"{len(found)} lines are left to a GPU\n")
     return int(found != known)
 
 
