@@ -21,7 +21,7 @@ OUTPUTS, RUNS = 64, 5
 
 def run(what: str, target: Target) -> dict[str, Any]:
     """`what`: numbers, or text (a column of about 30 characters besides)."""
-    rows = max(10_000, int(1024 * MB * target.scale / 64))
+    rows = max(5_000, int(1024 * MB * target.scale**2 / 64))
     rng = np.random.default_rng(0)
     data = pd.DataFrame({f"v{i}": rng.integers(0, 1 << 40, rows) for i in range(6)})
     if what == "text":

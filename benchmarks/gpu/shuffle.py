@@ -94,7 +94,8 @@ def run(what: str, target: Target) -> dict[str, Any]:
     rows = max(1, int(BYTES * target.scale / 4 if target.name != "gpu" else BYTES) // parts // ROW_BYTES)
     with cluster(system, workers) as made, Client(made) as client:
         client.wait_for_workers(workers, timeout=60)
-        client.run(use_async_allocator)
+        if target.name == "gpu":
+            client.run(use_async_allocator)
         meta = part(0, 3, keys, target.name).iloc[:0]
         source = dd.from_map(part, range(parts), rows=rows, keys=keys, on=target.name, meta=meta).persist()
         wait(source)
