@@ -102,7 +102,7 @@ class Gpu:
     def frame(self, frame: pd.DataFrame) -> Any:
         import cudf
 
-        return cudf.DataFrame.from_pandas(frame)
+        return cudf.from_pandas(frame)
 
     def device_frames(self) -> DeviceFrames:
         from dask_gpurt.backends.frames import load

@@ -75,13 +75,12 @@ class CudfFrames:
         self, table: Any, ids: Any, code_of: np.ndarray[Any, Any], outputs: int
     ) -> tuple[Any, np.ndarray[Any, Any]]:
         """(rows by code, offsets)."""
-        kind = plc.DataType(plc.TypeId.INT32)
         look_up = plc.Table([plc.Column.from_arrow(pa.array(code_of.astype("i4")))])
         places = plc.unary.cast(ids, plc.DataType(plc.TypeId.UINT64))
         codes = plc.copying.gather(look_up, places, plc.copying.OutOfBoundsPolicy.NULLIFY)
         at = plc.sorting.stable_sorted_order(codes, _ASCENDING, _NULLS_LAST)
         sorted_codes = plc.copying.gather(codes, at, plc.copying.OutOfBoundsPolicy.DONT_CHECK)
-        wanted = plc.Table([plc.unary.cast(plc.Column.from_arrow(pa.array(np.arange(outputs + 1, dtype="i4"))), kind)])
+        wanted = plc.Table([plc.Column.from_arrow(pa.array(np.arange(outputs + 1, dtype="i4")))])
         bounds = plc.search.lower_bound(sorted_codes, wanted, _ASCENDING, _NULLS_LAST)
         offsets = bounds.to_arrow().to_numpy(zero_copy_only=False).astype(np.int64)
         return plc.copying.gather(table, at, plc.copying.OutOfBoundsPolicy.DONT_CHECK), offsets

@@ -158,3 +158,15 @@ def test_the_fence_waits_for_all_streams(driver: HostDriver) -> None:
     backend.prepare()
     backend.fence()
     assert [read(m.buffer) for m in made] == [{1}, {2}]
+
+
+def test_cupy_allocates_through_rmm_and_gets_its_own_back() -> None:
+    cupy = pytest.importorskip("cupy", reason="CuPy is not installed; ci/gpu/dry.sh makes an environment with it")
+    from rmm.allocators.cupy import rmm_cupy_allocator
+
+    before = cupy.cuda.get_allocator()
+    allocator = DeviceAllocator(lambda nbytes: False, 1 << 24, pool=host_memory, cupy=True, device=next(_DEVICES))
+    allocator.install()
+    assert cupy.cuda.get_allocator() is rmm_cupy_allocator
+    allocator.close()
+    assert cupy.cuda.get_allocator() == before

@@ -230,6 +230,21 @@ def test_text_beyond_two_gibibytes() -> None:
     assert set(got["text"].iloc[[0, 1 << 20, (3 << 20) - 1]].to_pandas()) == {"x" * 1000}
 
 
+def test_ready_waits_for_both_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dask_gpurt.backends import cudf_frames
+
+    waited = []
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.synchronize = lambda: waited.append(name)
+
+    monkeypatch.setattr(cudf_frames, "DEFAULT_STREAM", Stream("RMM's"))
+    monkeypatch.setattr(cudf_frames, "PER_THREAD_DEFAULT_STREAM", Stream("cuDF's"))
+    CudfFrames().ready()
+    assert waited == ["cuDF's", "RMM's"]
+
+
 def test_more_rows_than_a_table_holds_is_an_error_with_a_remedy() -> None:
     class Long:
         def num_rows(self) -> int:

@@ -166,7 +166,7 @@ SHARED = frozenset(
     ]
 )
 #: attributes of what a driver gives: properties, memory, infos; no class of them can be looked at without a driver
-OF_A_DRIVER = frozenset(["busId", "gpu", "integrated", "total", "used", "usedGpuMemory", "pid", "name"])
+OF_A_DRIVER = frozenset(["cuDeviceGetCount", "cuDevicePrimaryCtxGetState", "busId", "gpu", "integrated", "total", "used", "usedGpuMemory", "pid", "name"])
 #: of a Worker; of what UCX and RMM give as plain tuples or data classes; of torch, which brings no stub here
 OF_OTHERS = frozenset(
     [
