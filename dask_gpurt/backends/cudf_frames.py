@@ -1,7 +1,8 @@
-"""`CudfFrames`: cuDF's frames for the shuffle, by public calls of cuDF, pylibcudf and RMM 26.10.
+"""`CudfFrames`: cuDF's frames for the shuffle, by calls of cuDF, pylibcudf and RMM 26.10.
 
-`tests/backends/test_cudf_calls.py` compares every call below with the installed libraries: they can be imported without
-a GPU, so names and parameters are checked, and what only a GPU can prove are the calls' effects.
+`tests/gpu/test_names.py` compares every call below with the installed libraries, `tests/gpu/test_cudf_frames.py` runs
+what needs no kernel on cuDF's own columns in host memory. What only a GPU can prove are the effects of the others;
+`tests/gpu/unproven.txt` lists them.
 
 Theory of operation. One call each:
 
@@ -12,7 +13,7 @@ pack       slices in one call, then ``contiguous_split.pack`` each
 to_host    RMM's copies, in RMM's default stream
 adopt      ``gpumemoryview`` of a buffer of RMM: no copy
 unpack     ``unpack_from_memoryviews``: no copy
-frame      ``from_pylibcudf``, then the meta's dtypes
+frame      the meta's dtypes and labels on these columns (`cudf_values.like`): no copy
 ========== ============================================================================================
 
 `partition` and `hash_partition` of libcudf leave the order within a partition undefined, hence the sort. An id that is
@@ -39,6 +40,7 @@ from pylibcudf.contiguous_split import unpack_from_memoryviews
 from rmm.pylibrmm.device_buffer import copy_ptr_to_host
 from rmm.pylibrmm.stream import DEFAULT_STREAM, PER_THREAD_DEFAULT_STREAM
 
+from dask_gpurt.backends.cudf_values import like
 from dask_gpurt.backends.device_copies import pinned_room
 from dask_gpurt.backends.frames import Packed, to_cast
 
@@ -60,25 +62,27 @@ class CudfFrames:
         return isinstance(frame, cudf.DataFrame)
 
     def apart(self, frame: Any, column: str, meta: Any) -> tuple[Any, Any]:
-        """(table, ids)."""
+        """(table, ids). Tables of one meta have the same types, the index included: only such can be joined."""
         casts = to_cast(frame, meta, column)
         rest = frame[list(meta.columns)]
         table, _ = (rest.astype(casts) if casts else rest).to_pylibcudf()
         ids, _ = frame[column].to_pylibcudf()
-        index, _ = frame.index.to_pylibcudf()
+        rows = frame.index
+        if rows.dtype != meta.index.dtype:
+            rows = rows.astype(meta.index.dtype)
+        index, _ = rows.to_pylibcudf()
         return plc.Table([*table.columns(), index]), ids
 
     def order(
         self, table: Any, ids: Any, code_of: np.ndarray[Any, Any], outputs: int
     ) -> tuple[Any, np.ndarray[Any, Any]]:
         """(rows by code, offsets)."""
-        kind = plc.DataType(plc.TypeId.INT32)
         look_up = plc.Table([plc.Column.from_arrow(pa.array(code_of.astype("i4")))])
         places = plc.unary.cast(ids, plc.DataType(plc.TypeId.UINT64))
         codes = plc.copying.gather(look_up, places, plc.copying.OutOfBoundsPolicy.NULLIFY)
         at = plc.sorting.stable_sorted_order(codes, _ASCENDING, _NULLS_LAST)
         sorted_codes = plc.copying.gather(codes, at, plc.copying.OutOfBoundsPolicy.DONT_CHECK)
-        wanted = plc.Table([plc.unary.cast(plc.Column.from_arrow(pa.array(np.arange(outputs + 1, dtype="i4"))), kind)])
+        wanted = plc.Table([plc.Column.from_arrow(pa.array(np.arange(outputs + 1, dtype="i4")))])
         bounds = plc.search.lower_bound(sorted_codes, wanted, _ASCENDING, _NULLS_LAST)
         offsets = bounds.to_arrow().to_numpy(zero_copy_only=False).astype(np.int64)
         return plc.copying.gather(table, at, plc.copying.OutOfBoundsPolicy.DONT_CHECK), offsets
@@ -125,11 +129,7 @@ class CudfFrames:
     def frame(self, table: Any, meta: Any) -> Any:
         """A frame like the meta."""
         *columns, index = table.columns()
-        out = cudf.DataFrame.from_pylibcudf(plc.Table(columns), {"columns": list(meta.columns)})
-        out.index = cudf.Index.from_pylibcudf(index).astype(meta.index.dtype).rename(meta.index.name)
-        out.columns = meta.columns
-        wrong = {name: dtype for name, dtype in meta.dtypes.items() if out[name].dtype != dtype}
-        return out.astype(wrong) if wrong else out
+        return like(meta, columns, index)
 
     def ready(self) -> None:
         """Wait for the stream that cuDF uses, which may be the thread's, and for that of the copies."""

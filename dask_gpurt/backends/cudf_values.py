@@ -320,3 +320,19 @@ def _typed(described: tuple[Any, ...], column: Any, nested: Sequence[Any]) -> An
     kind, *rest = described
     dtype = rest[0] if kind == "plain" else cudf.CategoricalDtype(nested[rest[0]], ordered=rest[1])
     return ColumnBase.create(column, dtype)
+
+
+def like(meta: Any, columns: Sequence[Any], index: Any) -> Any:
+    """A frame of `pylibcudf.Column` with labels and dtypes of an empty one, and its kind of index. Nothing is copied.
+
+    cuDF's own ``from_pylibcudf`` infers dtypes, and so loses the names of struct fields, the precision of decimals,
+    time zones and which of its two kinds text is.
+    """
+    import cudf
+    from cudf.core.column import ColumnBase
+
+    typed = {
+        i: ColumnBase.create(column, dtype) for i, (column, dtype) in enumerate(zip(columns, meta.dtypes, strict=True))
+    }
+    rows = cudf.Index._from_column(ColumnBase.create(index, meta.index.dtype), name=meta.index.name)
+    return cudf.DataFrame._from_data(typed, index=rows, columns=meta.columns)

@@ -46,6 +46,30 @@ ATTRIBUTE = "__gpurt_frames__"
 _PROVIDERS = {"cudf": "dask_gpurt.backends.cudf_frames:CudfFrames"}
 #: libraries whose columns of dtype object are text and nothing else
 _OBJECT_IS_TEXT = frozenset({"cudf"})
+#: library -> classes of its dtypes that its columns keep through a pack, and that the meta restores
+_KEPT = {
+    "cudf": frozenset(
+        [
+            "ListDtype",
+            "StructDtype",
+            "Decimal32Dtype",
+            "Decimal64Dtype",
+            "Decimal128Dtype",
+            "DatetimeTZDtype",
+            "BooleanDtype",
+            "Int8Dtype",
+            "Int16Dtype",
+            "Int32Dtype",
+            "Int64Dtype",
+            "UInt8Dtype",
+            "UInt16Dtype",
+            "UInt32Dtype",
+            "UInt64Dtype",
+            "Float32Dtype",
+            "Float64Dtype",
+        ]
+    )
+}
 #: kinds of numpy's dtypes that are kept: integers, floats, booleans, timestamps and timedeltas without a time zone
 _PLAIN_KINDS = "iufbmM"
 
@@ -169,16 +193,17 @@ def refused(meta: Any, column: str) -> str:
     ids = meta.dtypes[column]
     if getattr(ids, "kind", "O") not in "iu":
         return f"column {column} is {ids}, must be of integers"
-    text = type(meta).__module__.partition(".")[0] in _OBJECT_IS_TEXT
+    library = type(meta).__module__.partition(".")[0]
     for name, dtype in [*meta.dtypes.items(), ("the index", meta.index.dtype)]:
-        if not _kept(dtype, text):
+        if not _kept(dtype, library):
             return f"{name} is {dtype}"
     return ""
 
 
-def _kept(dtype: Any, object_is_text: bool) -> bool:
+def _kept(dtype: Any, library: str) -> bool:
     """Whether a dtype goes through a pack and comes back the same."""
-    if type(dtype).__name__ == "StringDtype":
+    object_is_text = library in _OBJECT_IS_TEXT
+    if type(dtype).__name__ == "StringDtype" or type(dtype).__name__ in _KEPT.get(library, ()):
         return True
     kind = getattr(dtype, "kind", "")
     plain = type(dtype).__module__.partition(".")[0] == "numpy"
@@ -242,4 +267,6 @@ def _goes_into(actual: Any, wanted: Any) -> bool:
 
     if isinstance(actual, np.dtype) and isinstance(wanted, np.dtype):
         return bool(np.promote_types(actual, wanted) == wanted)
+    if type(actual) is type(wanted) and hasattr(wanted, "precision"):  # a decimal
+        return bool(actual.scale == wanted.scale and actual.precision <= wanted.precision)
     return type(actual).__name__ == type(wanted).__name__ == "StringDtype"

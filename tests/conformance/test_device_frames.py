@@ -224,7 +224,9 @@ class DataFrame:
 def test_what_is_refused_is_known_from_the_meta() -> None:
     good = {"a": np.dtype("f4"), "b": np.dtype("M8[us]"), "c": np.dtype("O"), "d": np.dtype("?")}
     assert refused(DataFrame(good), "_partitions") == ""
-    for name in ("CategoricalDtype", "DatetimeTZDtype", "IntervalDtype", "StructDtype", "ListDtype", "Decimal64Dtype"):
+    for name in ("StructDtype", "ListDtype", "Decimal64Dtype", "Int64Dtype", "DatetimeTZDtype"):
+        assert refused(DataFrame({**good, "x": column(name)}), "_partitions") == ""
+    for name in ("CategoricalDtype", "IntervalDtype", "PeriodDtype"):
         assert refused(DataFrame({**good, "x": column(name)}), "_partitions").startswith("x is ")
     assert refused(DataFrame({"x": np.dtype("c16")}), "_partitions") == "x is complex128"
     assert refused(DataFrame({}, Index(column("CategoricalDtype"))), "_partitions").startswith("the index is ")
@@ -232,6 +234,7 @@ def test_what_is_refused_is_known_from_the_meta() -> None:
     many.nlevels = 2
     assert refused(DataFrame({}, many), "_partitions") == "its index is a MultiIndex"
     assert refused(DataFrame({"a": np.dtype("f4")}), "a") == "column a is float32, must be of integers"
+    assert refused(rows(1).assign(i8=pd.array([1], dtype="Int64")), "_partitions") == "i8 is Int64"
     pandas = rows(1).assign(o=pd.Series([[1]], dtype="object"))
     assert refused(pandas, "_partitions") == "o is object"  # which is anything, but for cuDF
     assert refused(rows(1).assign(i8=pd.Categorical(["x"])), "_partitions") == "i8 is category"
@@ -245,7 +248,7 @@ def test_why_stock_shuffles() -> None:
     assert reason_for_stock(meta, "_partitions", True) == ""
     off = "meta is cudf.core.dataframe.DataFrame, and gpurt.shuffle.device-frames is false"
     assert reason_for_stock(meta, "_partitions", False) == off
-    bad = DataFrame({"x": column("StructDtype")})
+    bad = DataFrame({"x": column("CategoricalDtype")})
     assert reason_for_stock(bad, "_partitions", True).startswith("meta is cudf.core.dataframe.DataFrame, and x is ")
     assert reason_for_stock([], "_partitions", True) == "meta is builtins.list"
     assert provider_of(pd.DataFrame) == ""

@@ -38,7 +38,9 @@ def memory(tmp_path: Path) -> Iterator[Callable[..., DeviceMemory]]:
 
     def make(limit: int, *, pinned: int = 256 * MB, kind: str = "async") -> DeviceMemory:
         callback = Late()
-        allocator = DeviceAllocator(callback, limit, pool=lambda: own_pool(kind, limit), free_bytes=cuda.free_bytes)
+        allocator = DeviceAllocator(
+            callback, limit, pool=lambda: own_pool(kind, limit), cupy=True, free_bytes=cuda.free_bytes
+        )
         allocator.install()
         backend = CudaBackend(allocator)
         backend.prepare()
@@ -185,7 +187,9 @@ def test_two_workers_on_one_device(tmp_path: Path) -> None:
         total = cuda.probe().total_bytes
         callback = Late()
         limit = int(0.8 * total)
-        allocator = DeviceAllocator(callback, limit, pool=lambda: own_pool("async", limit), free_bytes=cuda.free_bytes)
+        allocator = DeviceAllocator(
+            callback, limit, pool=lambda: own_pool("async", limit), cupy=True, free_bytes=cuda.free_bytes
+        )
         allocator.install()
         m = DeviceMemory.over(CudaBackend(allocator), allocator, callback, PinnedSlabs(), 64 * MB, lambda: "")
         m.space.below.append(DiskTier(str(tmp_path / "disk")))
@@ -261,7 +265,7 @@ def test_a_cluster_on_more_than_the_device_holds(times: int) -> None:
 
     limit = 1 << 30
     share = limit / cuda.probe().total_bytes
-    settings = {"tiers.device": "auto", "tiers.device-limit": share, "tiers.pinned-limit": 512 * MB}
+    settings = {"tiers.device": "on", "tiers.device-limit": share, "tiers.pinned-limit": 512 * MB}
     Settings.load(settings)
     with (
         dask_gpurt.local_cluster(

@@ -34,7 +34,7 @@ else:
 @pytest.fixture(autouse=True)
 def _stream_ordered_memory() -> Iterator[None]:
     """Values of CUDA's asynchronous pool, as on a worker: cudaMalloc orders by itself what must be ordered here."""
-    allocator = DeviceAllocator(lambda nbytes: False, 1 << 30, pool=lambda: own_pool("async", 1 << 30))
+    allocator = DeviceAllocator(lambda nbytes: False, 1 << 30, pool=lambda: own_pool("async", 1 << 30), cupy=True)
     allocator.install()
     yield
     allocator.close()

@@ -1,0 +1,172 @@
+"""The backends' calls of CUDA: their arguments, their order and what they wait for, on `HostDriver`. No GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("rmm")
+pytest.importorskip("cuda.bindings")
+
+import rmm
+
+from dask_gpurt.backends import cuda, cudf_values, device_copies, rmm_stack
+from dask_gpurt.backends.device_values import CudaBackend
+from dask_gpurt.backends.rmm_stack import DeviceAllocator
+from dask_gpurt.backends.ucx_device import POOL_LIMIT_BYTES, CudaSide
+from tests.backends.host_driver import FREE, TOTAL, HostDriver
+from tests.tiers.device.host_rmm import _DEVICES, host_memory
+
+N = 5000
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
+    cached = (cuda.probe, device_copies.leaving, device_copies._pinned_pool, cudf_values.packing_room)
+    for function in cached:
+        function.cache_clear()
+    yield HostDriver().install(monkeypatch)
+    gc.collect()
+    for function in cached:
+        function.cache_clear()
+
+
+class Made:
+    """Bytes on the "device" that a kernel of a stream will have written, by and by."""
+
+    def __init__(self, driver: HostDriver, number: int, stream: int) -> None:
+        self.buffer = rmm.DeviceBuffer(size=N, mr=host_memory())
+        ctypes.memset(self.buffer.ptr, 0, N)
+        self.stream = stream
+        driver.later(stream, lambda: ctypes.memset(self.buffer.ptr, number, N) and None)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "data": (self.buffer.ptr, False),
+            "shape": (N // 4,),
+            "typestr": "<i4",
+            "stream": self.stream,
+            "version": 3,
+        }
+
+
+def read(buffer: Any) -> set[int]:
+    return set(ctypes.string_at(buffer.ptr, buffer.size))
+
+
+def test_what_is_sent_is_there_before(driver: HostDriver) -> None:
+    """Kernels of two streams come before the copies, the copies before the return, and nothing else is waited for."""
+    side = CudaSide()
+    unrelated = Made(driver, 9, 8)
+    made = [Made(driver, 1, 5), memoryview(b"host"), Made(driver, 2, 6), Made(driver, 3, 5)]
+    out = side.prepare(made)
+    assert [read(out[i]) for i in (0, 2, 3)] == [{1}, {2}, {3}]
+    assert out[1] is made[1]
+    assert driver.events == {}
+    assert read(unrelated.buffer) == {0}
+
+
+def test_what_finds_no_room_is_sent_as_it_lies(driver: HostDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    side = CudaSide()
+    made = Made(driver, 1, 5)
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(rmm, "DeviceBuffer", full)
+    assert side.prepare([made]) == [made]
+    assert read(made.buffer) == {1}  # and was waited for
+    assert driver.events == {}
+
+
+def test_an_error_of_the_driver_is_raised_and_the_event_is_given_back(driver: HostDriver) -> None:
+    side = CudaSide()
+    driver.error = 719
+    with pytest.raises(RuntimeError, match="719"):
+        side.prepare([])
+    assert driver.events == {}
+    driver.error = 2
+    with pytest.raises(RuntimeError, match="CUDA error 2"):
+        cuda.free_bytes()
+
+
+def test_received_memory_is_used_by_nothing_before(driver: HostDriver) -> None:
+    ran = []
+    driver.later(0, lambda: ran.append(1))
+    buffer = CudaSide().allocate(N)
+    assert (buffer.size, ran) == (N, [1])
+    with pytest.raises(MemoryError):
+        CudaSide().allocate(2 * POOL_LIMIT_BYTES)
+
+
+def test_a_context_is_entered_where_there_is_one(driver: HostDriver) -> None:
+    side = CudaSide()
+    assert not side.in_use()
+    side.enter()
+    assert side.in_use()
+    assert driver.calls[-2:] == ["cuDeviceGet", "cuDevicePrimaryCtxGetState"]
+
+
+def test_copies_are_there_once_they_are_waited_for(driver: HostDriver) -> None:
+    source = np.arange(N, dtype="u1")
+    out = [bytearray(10), bytearray(), bytearray(N - 10)]
+    frame = device_copies.DeviceBytes(int(source.ctypes.data), N, source)
+    frame.copy_to([memoryview(b) for b in out])
+    assert not any(b"".join(out))
+    frame.finish()
+    assert b"".join(out) == source.tobytes()
+    back = np.zeros(N, "u1")
+    device_copies.to_device([memoryview(b) for b in out], int(back.ctypes.data))
+    assert back.tobytes() == source.tobytes()
+
+
+def test_page_locked_memory_comes_and_goes(driver: HostDriver) -> None:
+    slabs = device_copies.PinnedSlabs()
+    slab = slabs.allocate(N)
+    slab[:] = b"x" * N
+    slabs.release(slab)
+    room = device_copies.pinned_room(N)
+    assert room.nbytes == N
+    assert (
+        device_copies.pinned_room(2 * device_copies.STAGING_LIMIT_BYTES).nbytes == 2 * device_copies.STAGING_LIMIT_BYTES
+    )
+    assert device_copies.pinned_room(0).nbytes == 0
+
+
+def test_the_probe_and_the_pools(driver: HostDriver) -> None:
+    found = cuda.probe()
+    assert (found.reason, found.name, found.total_bytes, found.integrated) == ("", "host memory", TOTAL, False)
+    assert cuda.free_bytes() == FREE
+    for kind in ("async", "pool"):
+        assert rmm.DeviceBuffer(size=N, mr=rmm_stack.own_pool(kind, 1 << 24)).size == N
+    with pytest.raises(ValueError, match="kind is 'arena'"):
+        rmm_stack.own_pool("arena", 1 << 24)
+    room = cudf_values.packing_room()
+    assert room.buffer.size == cudf_values.ROOM_BYTES
+
+
+def test_the_fence_waits_for_all_streams(driver: HostDriver) -> None:
+    made = [Made(driver, 1, 5), Made(driver, 2, 6)]
+    allocator = DeviceAllocator(lambda nbytes: False, 1 << 24, pool=host_memory, device=next(_DEVICES))
+    allocator.install()
+    backend = CudaBackend(allocator)
+    backend.prepare()
+    backend.fence()
+    assert [read(m.buffer) for m in made] == [{1}, {2}]
+
+
+def test_cupy_allocates_through_rmm_and_gets_its_own_back() -> None:
+    cupy = pytest.importorskip("cupy", reason="CuPy is not installed; ci/gpu/dry.sh makes an environment with it")
+    from rmm.allocators.cupy import rmm_cupy_allocator
+
+    before = cupy.cuda.get_allocator()
+    allocator = DeviceAllocator(lambda nbytes: False, 1 << 24, pool=host_memory, cupy=True, device=next(_DEVICES))
+    allocator.install()
+    assert cupy.cuda.get_allocator() is rmm_cupy_allocator
+    allocator.close()
+    assert cupy.cuda.get_allocator() == before
