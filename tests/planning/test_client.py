@@ -42,7 +42,7 @@ print("not loaded" if held is None else (held.HELD.installed, held.HELD.failed, 
 
 @pytest.mark.parametrize(
     ("preload", "last"),
-    [("[]", "not loaded"), ("[dask_gpurt.preload]", "(True, None, True)")],
+    [("[]", "not loaded"), ("dask_gpurt.preload", "(True, None, True)")],
     ids=["stock", "preload"],
 )
 def test_the_same_answers(tmp_path: Path, preload: str, last: str) -> None:
