@@ -1,6 +1,6 @@
 """The ways of device frames between workers, over the stand-in: in one process, by real UCX, staged over tcp and rpc.
 
-Nothing here is a GPU: blocks are ordinary memory, of which UCX is told by the protocol of device memory.
+Nothing here is a GPU: blocks are ordinary memory, which UCX is given by the protocol of device memory.
 """
 
 from __future__ import annotations

@@ -311,9 +311,10 @@ def unpack(
             raise WireError(f"schema {key:x} of a shuffle message fails its checksum")
         new[key] = pa.ipc.read_schema(pa.py_buffer(bytes(raw)))
     blocks = [block_of(f) for f in frames[1:]]
-    if blocks and isinstance(blocks[0], packed.OnDevice):
+    first = blocks[0] if blocks else b""
+    if isinstance(first, packed.OnDevice):
         raise WireError("frame 1 of a shuffle message came on a device, must be in host memory")
-    blob = memoryview(blocks[0]).cast("B") if blocks else memoryview(b"")
+    blob = memoryview(first).cast("B")
     used = [0] * len(blocks)
     shards = [_shard(reader, blocks, blob, used, new, schemas, adopt) for _ in range(n_shards)]
     reader.end()

@@ -275,17 +275,17 @@ class Plane:
         other = _planes.get((process_token(), peer))
         if other is None or other.closed:
             return Receipt("the worker is gone", lost=True)
-        ended: asyncio.Future[str] = self._loop.create_future()
+        future, ended = self._outcomes.expect()
 
         def done(problem: str) -> None:
-            self._loop.call_soon_threadsafe(lambda: ended.done() or ended.set_result(problem))
+            ended(Receipt(problem))
 
         # It was not compressed, so it has no room to be expanded.
         nbytes = records.message_bytes(frames)
         await self._loop.run_in_executor(
             None, other.inbox.on_message, key, self.address, list(frames), nbytes, done, INPROC
         )
-        return Receipt(await ended)
+        return await future
 
     async def _route(self, run: RunSender, key: RunKey, peer: str) -> Route:
         future = self._routes.get((key, peer))

@@ -38,7 +38,7 @@ class Rows:
 
     def __init__(self, seed: int) -> None:
         rng = np.random.default_rng(seed)
-        n = int(rng.integers(0, 20))
+        n = int(rng.integers(0, 12))
         text = [None if i % 5 == 0 else "x" * int(i % 9) for i in range(n)]
         self.table = pa.table({"v": np.arange(n) + 100 * seed, "t": text, "i": rng.integers(0, 9, n)})
         self.table = self.table.cast(pa.schema([("v", pa.int64()), ("t", pa.string()), ("i", pa.int64())]))
@@ -49,7 +49,7 @@ class Rows:
         return len(self.parts)
 
 
-INPUTS = [Rows(i) for i in range(5)]
+INPUTS = [Rows(i) for i in range(4)]
 WANT = {
     (n, part): pa.concat_tables([d.table.filter(pa.array(d.parts == part)) for d in INPUTS[:n]])
     for n in range(1, len(INPUTS) + 1)
