@@ -80,7 +80,7 @@ def _async(initial_pool_size: int | None = None, release_threshold: int | None =
     return host_memory()
 
 
-class CudaMemoryResource(rmm.mr.CallbackMemoryResource):  # type: ignore[misc]
+class CudaMemoryResource(rmm.mr.CallbackMemoryResource):
     """What stands for ``cudaMalloc``."""
 
     def __init__(self) -> None:
