@@ -9,6 +9,7 @@ rehearses these scripts. It is no GPU: its results say so, and no figure of it i
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.util
 import os
 from typing import TYPE_CHECKING, Any, Protocol
@@ -225,9 +226,9 @@ def memory(limit_bytes: int, pinned_bytes: int, folder: str) -> DeviceMemory:
     """
     from dask_gpurt.backends import cuda
     from dask_gpurt.backends.rmm_stack import DeviceAllocator
-    from dask_gpurt.tiers.device import setup
     from dask_gpurt.tiers.storage.disk.tier import DiskTier
 
+    setup: Any = importlib.import_module("dask_gpurt.tiers.device.setup")
     callback = setup.Late()
     allocator = DeviceAllocator(
         callback, limit_bytes, pool=lambda: setup._pool(limit_bytes), cupy=True, free_bytes=cuda.free_bytes
@@ -235,7 +236,9 @@ def memory(limit_bytes: int, pinned_bytes: int, folder: str) -> DeviceMemory:
     allocator.install()
     backend = setup.CudaBackend(allocator)
     backend.prepare()
-    made = setup.DeviceMemory.over(backend, allocator, callback, setup.PinnedSlabs(), pinned_bytes, lambda: "")
+    made: DeviceMemory = setup.DeviceMemory.over(
+        backend, allocator, callback, setup.PinnedSlabs(), pinned_bytes, lambda: ""
+    )
     made.space.below.append(DiskTier(folder))
     return made
 
