@@ -37,7 +37,6 @@ _CALLED = """
     get_total_contiguous_size get_upstream has_next next num_rows pool_size release synchronize to_arrow
     to_pylibcudf untyped_storage
 """.split()
-)
 
 
 def statements(path: Path) -> dict[int, tuple[int, str]]:
