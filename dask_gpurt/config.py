@@ -127,6 +127,8 @@ class ShuffleSettings:
     codec: str = "auto"
     #: large outputs go to a less loaded worker once their sizes are known
     late_binding: bool = True
+    #: "auto" or "off": rows that cannot match are dropped from a join's larger side
+    join_filter: str = "off"
     #: frames in device memory, such as cuDF's
     device_frames: bool = False
     #: first and last port that workers listen on for rows; (0, 0): any that is free
@@ -251,6 +253,7 @@ def _shuffle(tree: Mapping[str, Any]) -> ShuffleSettings:
         receive_budget=max(1 << 16, _bytes(tree["receive-budget"], "gpurt.shuffle.receive-budget")),
         retain=float(tree["retain"]),
         codec=tree["codec"] or "none",
+        join_filter="off" if tree["join-filter"] in (False, "off") else "auto",
         listen_ports=_ports(tree["listen-ports"], "gpurt.shuffle.listen-ports"),
     )
 

@@ -1,8 +1,9 @@
 """``dask scheduler --preload dask_gpurt.preload``: what Dask calls in each kind of process.
 
 On the scheduler this is all a cluster needs: it sends the worker part to every worker that comes. On a worker it
-installs before the worker registers, hence before it holds any data. On a nanny and a client there is nothing to do:
-a worker's preload is imported in its nanny's process too, so importing this module must not touch a GPU.
+installs before the worker registers, hence before it holds any data. A client (``distributed.client.preload``) keeps
+what it has planned (`dask_gpurt.planning`). On a nanny there is nothing to do: a worker's preload is imported in its
+nanny's process too, so importing this module must not touch a GPU.
 
 Fail closed: Dask logs exceptions of a preload and goes on without it, and a policy that did not load looks exactly
 like one that did. So any error here ends the start of the server, unless ``gpurt.on-error: stock``:
@@ -22,8 +23,9 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import click
-from distributed import Scheduler, Worker
+from distributed import Client, Scheduler, Worker
 
+from dask_gpurt import planning
 from dask_gpurt.command import end_command, in_dask_command, shorten_errors
 from dask_gpurt.config import Settings, leaves, read
 from dask_gpurt.errors import ConfigError, GpurtError, InstallError
@@ -43,8 +45,8 @@ logger = logging.getLogger("distributed.preloading.gpurt")
 LEAVE_OUT = "To start without the failing part set gpurt.on-error: stock (DASK_GPURT__ON_ERROR=stock)."
 
 
-async def install(server: Server, overrides: dict[str, Any]) -> None:
-    """Install on a scheduler or worker; other servers are left alone. A second call changes nothing.
+async def install(server: Server | Client, overrides: dict[str, Any]) -> None:
+    """Install on a scheduler, worker or client; other servers are left alone. A second call changes nothing.
 
     Raises
     ------
@@ -53,14 +55,16 @@ async def install(server: Server, overrides: dict[str, Any]) -> None:
     InstallError
         A part could not be installed; the text says what to do.
     """
-    if not isinstance(server, (Scheduler, Worker)):
+    if not isinstance(server, (Scheduler, Worker, Client)):
         return
     settings = Settings.load(overrides)
     if settings.policy == "stock":
         logger.info("dask-gpurt: gpurt.policy is stock, Dask is left as it was")
         return
     try:
-        if isinstance(server, Worker):
+        if isinstance(server, Client):
+            planning.keep()
+        elif isinstance(server, Worker):
             await WorkerParts.install(server, settings)
         elif NAME not in server.plugins:
             # Late: nannies and workers import this module too.

@@ -3,8 +3,9 @@
 `probe` and `free_bytes` need a driver. Importing this module loads no vendor library: a nanny may import it.
 `has_context` loads and creates nothing either: it is asked on every worker, and with each heartbeat.
 
-kvikio is probed and not used: GPUDirect Storage for spilling was added to, and removed from, spark-rapids; the
-pinned path is as fast where it was measured.
+kvikio is probed and not used: what it moves past the host would have to be copied there for its checksum all the same.
+GPUDirect Storage for spilling was added to, and removed from, spark-rapids; the pinned path is as fast where it was
+measured.
 """
 
 from __future__ import annotations

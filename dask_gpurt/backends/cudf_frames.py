@@ -11,6 +11,7 @@ apart      ``to_pylibcudf`` of the frame and, as its table lacks it, of its inde
 order      gather of a look-up table, stable sorted order, gather; offsets by a lower bound of the codes
 pack       slices in one call, then ``contiguous_split.pack`` each
 to_host    RMM's copies, in RMM's default stream
+adopt      ``gpumemoryview`` of a buffer of RMM: no copy
 unpack     ``unpack_from_memoryviews``: no copy
 frame      the meta's dtypes and labels on these columns (`cudf_values.like`): no copy
 ========== ============================================================================================
@@ -40,6 +41,7 @@ from rmm.pylibrmm.device_buffer import copy_ptr_to_host
 from rmm.pylibrmm.stream import DEFAULT_STREAM, PER_THREAD_DEFAULT_STREAM
 
 from dask_gpurt.backends.cudf_values import like
+from dask_gpurt.backends.device_copies import pinned_room
 from dask_gpurt.backends.frames import Packed, to_cast
 
 if TYPE_CHECKING:
@@ -104,6 +106,14 @@ class CudfFrames:
         """Copy a pack to the device."""
         buffer = rmm.DeviceBuffer.to_device(data, DEFAULT_STREAM)
         return Packed(head, data.nbytes, plc.gpumemoryview(buffer))
+
+    def room(self, nbytes: int) -> memoryview:
+        """Page-locked memory, or ordinary."""
+        return pinned_room(nbytes)
+
+    def adopt(self, head: bytes, data: Any, nbytes: int) -> Packed:
+        """A pack in a buffer that came."""
+        return Packed(head, nbytes, data if isinstance(data, plc.gpumemoryview) else plc.gpumemoryview(data))
 
     def unpack(self, pack: Packed) -> Any:
         """A view."""

@@ -8,7 +8,8 @@ Theory of operation. A frame becomes a *table*, which is whatever the library co
 one with the ids of outputs, then the columns of its index. The rows of a table are put in the order of their outputs
 once (`order`). Ranges of these rows become *packs* (`pack`): one device buffer each, with a head on the host that says
 how to read it. From then on the shuffle knows rows only as packs. It keeps them on the device, copies them to the host
-(`to_host`), sends and stores these bytes, and copies them back (`from_host`). It never looks into them. An output is
+(`to_host`), sends and stores these bytes, and copies them back (`from_host`). Between workers that may, packs go from
+device to device, and what comes is one again (`adopt`). The shuffle never looks into them. An output is
 made of packs in the order of their inputs: `unpack` views each, `concat` joins them, `frame` puts names and dtypes on.
 
 Device work is asynchronous: a call may return before it is done. The contract is that of one stream per thread:
@@ -81,7 +82,7 @@ class Packed:
     head: bytes
     #: of the buffer
     nbytes: int
-    #: the buffer, as the library has it
+    #: the buffer, as the library has it; with ``__cuda_array_interface__``, by which it is sent
     data: Any
 
 
@@ -133,6 +134,13 @@ class DeviceFrames(Protocol):
 
     def from_host(self, head: bytes, data: memoryview) -> Packed:
         """The reverse, for one pack."""
+
+    def room(self, nbytes: int) -> memoryview:
+        """Host memory to copy packs to: page-locked as long as there is some."""
+
+    def adopt(self, head: bytes, data: Any, nbytes: int) -> Packed:
+        """A pack whose bytes came into device memory, ready: `data` is another worker's `Packed.data`, or a buffer of
+        `ucx_device.DeviceSide.allocate`."""
 
     def unpack(self, pack: Packed) -> Any:
         """The table of a pack: a view."""

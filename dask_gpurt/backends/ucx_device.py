@@ -47,9 +47,6 @@ class DeviceSide(Protocol):
     def allocate(self, nbytes: int) -> Any:
         """Memory that may be received into at once; MemoryError when there is none."""
 
-    def to_host(self, buffers: Sequence[Any]) -> list[Any]:
-        """The buffers of a message in host memory, for a way that knows no other."""
-
 
 def has_device() -> bool:
     """Whether there is a GPU here whose memory UCX could send from. Touches none."""
@@ -140,22 +137,6 @@ class CudaSide:
             checked(runtime.cudaEventDestroy(event))
         return out
 
-    def to_host(self, buffers: Sequence[Any]) -> list[Any]:
-        """Copies in page-locked memory of what lies on the device, after the work that made it."""
-        from rmm.pylibrmm.stream import DEFAULT_STREAM
-
-        from dask_gpurt.backends.device_copies import begin_to_host, pinned_room
-
-        ready = self.prepare(buffers)
-        out = list(buffers)
-        for i, buffer in enumerate(ready):
-            if _on_device(buffer):
-                pointer, nbytes = _extent_of(buffer)
-                out[i] = pinned_room(nbytes)
-                begin_to_host(pointer, [out[i]], DEFAULT_STREAM)
-        DEFAULT_STREAM.synchronize()
-        return out
-
 
 def _stream_of(buffer: Any) -> int:
     """The stream whose work made a buffer, by its own word; else RMM's default stream."""
@@ -181,17 +162,3 @@ def _extent_of(buffer: Any) -> tuple[int, int]:
 def device_side() -> DeviceSide | None:
     """That of this process; None where there is no GPU. Touches none."""
     return CudaSide() if has_device() else None
-
-
-def to_host(buffers: Sequence[Any]) -> list[Any]:
-    """The buffers of a message in host memory. Waits for the device.
-
-    Raises
-    ------
-    RuntimeError
-        Some lie on a device, and there is none here.
-    """
-    side = device_side()
-    if side is None:
-        raise RuntimeError("a message lies on a device, and there is none here to copy it from")
-    return side.to_host(buffers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from dask_gpurt import planning
 from dask_gpurt.client.ask import ask
 from dask_gpurt.client.connect import ANSWER_SECONDS
 from dask_gpurt.client.state import look
@@ -46,6 +47,7 @@ def attach(client: Asked, *, settings: Mapping[str, Any] | None = None) -> Statu
     loaded = Settings.load(settings)
     if loaded.policy == "stock":
         raise ConfigError("gpurt.policy is 'stock', so there is nothing to attach. Remedy: set it to 'gpurt'")
+    planning.keep()
     answer: Status = ask(client, _attach_and_look, loaded)
     return answer
 
@@ -91,6 +93,7 @@ def detach(client: Asked) -> None:
     InstallError
         A part refused to leave, as while a shuffle is running; the text says which and why.
     """
+    planning.forget()
     # Of an asynchronous client this is the awaitable.
     return ask(client, _take_out)
 

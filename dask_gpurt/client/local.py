@@ -14,6 +14,7 @@ import dask.config
 from distributed import LocalCluster
 from distributed.core import Status
 
+from dask_gpurt import planning
 from dask_gpurt.backends import dask_cuda
 from dask_gpurt.client.gpus import on_gpus
 from dask_gpurt.config import Settings, flat, write
@@ -64,6 +65,7 @@ def local_cluster(
             require_assertions()
         policy.load(loaded.policy)
         require_folders(loaded.tiers.directories)
+        planning.keep()
     argv: list[str] = []
     for key, value in flat(settings or {}).items():
         argv += ["--gpurt-" + key.replace(".", "-"), write(key, value)]

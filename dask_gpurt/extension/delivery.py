@@ -50,6 +50,9 @@ class Delivered(WorkerPlugin):
         The plugin, pickled.
     """
 
+    #: as `model.no_hook.ignored`, which may not be there
+    transition: Any = "".format
+
     def __init__(self, name: str, version: str, payload: bytes) -> None:
         self.name = name
         self.version = version

@@ -17,6 +17,7 @@ from dask_gpurt.extension.corrupt import CorruptFetches
 from dask_gpurt.extension.parts import NAME, Parts, versions
 from dask_gpurt.extension.worker import GpurtWorker
 from dask_gpurt.model import residence
+from dask_gpurt.model.no_hook import ignored
 from dask_gpurt.observe.collect.scheduler import LedgerPlugin
 from dask_gpurt.observe.journal import Journal
 from dask_gpurt.observe.runs.recorder import RunRecorder
@@ -53,6 +54,7 @@ class GpurtScheduler(SchedulerPlugin):
     """
 
     name = NAME
+    transition = ignored
 
     def __init__(self, settings: Settings, *, next_use: bool = True) -> None:
         self.settings = settings

@@ -90,7 +90,8 @@ class Bookkeeping:
         if (kind.usual or kind).brief and info is not None and not governor.open:
             self._brief = (self._brief + 1) % BRIEF_SAMPLED
             if self._brief:
-                workers.refresh(info)
+                if (len(ws.processing) - len(ws.long_running) < ws.nthreads) is not info.free:
+                    workers.refresh(info)
                 return
         row = self._log.assigned(key, address, reason)
         if governor.standing is Standing.TRIAL and key in governor.open:
@@ -129,7 +130,8 @@ class Bookkeeping:
         if self._graph_judge.left:
             self._graph_judge.finished(finish == "memory")
         tables = self.tables
-        charge = tables.backlog.settle(key)
+        backlog = tables.backlog
+        charge = backlog.settle(key) if key in backlog.charges else None
         by_address = tables.workers.by_address
         if charge is None:
             self._left_unfollowed(key, finish, details)
@@ -145,7 +147,8 @@ class Bookkeeping:
         if by_address.get(address) is not info:
             return
         tables.workers.refresh(info)
-        if self._groups.by_key or tables.scheduler.queued:
+        queued = bool(tables.scheduler.queued)
+        if queued or self._groups.by_key:
             self._root_dispatch.finished(info)
         startstops = details.get("startstops")
         if finish != "memory" or not startstops or details.get("worker") != address:
@@ -153,7 +156,7 @@ class Bookkeeping:
         seconds = compute_seconds(startstops)
         if seconds is not None:
             self._learn(charge, seconds, max(0, details.get("nbytes") or 0))
-        lateness, queued = self._root_dispatch.lateness, bool(tables.scheduler.queued)
+        lateness = self._root_dispatch.lateness
         if queued or lateness.freed:
             lateness.ran(info, startstops, root=charge.queued or charge.root, queued=queued)
         if charge.inputs:
@@ -163,10 +166,14 @@ class Bookkeeping:
         """Take in the end of a task that was not charged: a brief one, or one of an unknown worker."""
         info = self.tables.workers.by_address.get(details.get("worker", ""))
         if info is not None:
-            self.tables.workers.refresh(info)
+            ws = info.ws
+            if (len(ws.processing) - len(ws.long_running) < ws.nthreads) is not info.free:
+                self.tables.workers.refresh(info)
+            dispatch = self._root_dispatch
             if self._groups.by_key or self.tables.scheduler.queued:
-                self._root_dispatch.finished(info)
-            self._root_dispatch.lateness.lost(info)
+                dispatch.finished(info)
+            if dispatch.lateness.freed:
+                dispatch.lateness.lost(info)
         self._log.finished(key, finish, details)
 
     def _learn(self, charge: Charge, seconds: float, nbytes: int) -> None:

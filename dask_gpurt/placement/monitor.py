@@ -316,5 +316,5 @@ class Monitor:
             ((finish_seconds(task, view, far)[0], i) for i, view in enumerate(views)), key=lambda pair: pair[0]
         )
         here = prefix.seconds * home.speed.measured_slowness(name)
-        if straggler_policy.pays(run, here, there, spare):
+        if straggler_policy.pays(run, here, there, spare and not straggler_policy.named_by_program(ts)):
             copies.start(ts, free[best].ws)

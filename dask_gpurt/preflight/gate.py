@@ -41,6 +41,7 @@ from dask_gpurt.backends.system import stack
 from dask_gpurt.model.checks import require_call, require_names
 from dask_gpurt.model.circuit_breaker import Guard
 from dask_gpurt.model.events import Event, Sink, null_sink
+from dask_gpurt.model.no_hook import ignored
 from dask_gpurt.model.node_class import EXTRA, NodeClass
 from dask_gpurt.model.wrapped import Wrapped
 from dask_gpurt.preflight import judge
@@ -102,6 +103,7 @@ class Gate(SchedulerPlugin):
     """
 
     name = "gpurt-preflight"
+    transition = ignored
 
     def __init__(
         self,

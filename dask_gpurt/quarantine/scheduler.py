@@ -24,6 +24,7 @@ from distributed import SchedulerPlugin
 
 from dask_gpurt.model.circuit_breaker import Guard
 from dask_gpurt.model.events import Event, Sink, null_sink
+from dask_gpurt.model.no_hook import ignored
 from dask_gpurt.preflight.judge import SLOW
 from dask_gpurt.quarantine.evidence import Cause, Evidence, Suspect
 from dask_gpurt.quarantine.hold import Holds
@@ -75,6 +76,7 @@ class Quarantine(SchedulerPlugin):
     """
 
     name = "gpurt-quarantine"
+    transition = ignored
 
     def __init__(
         self,

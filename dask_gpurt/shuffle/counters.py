@@ -72,6 +72,18 @@ class ShuffleCounters:
     shards_resent: int = 0
     #: outputs handed over to a less loaded worker
     outputs_handed: int = 0
+    #: keys of one side of a join that were hashed for a filter of the other side
+    join_keys: int = 0
+    #: filters that came, and rows that were looked up in one
+    join_filters: int = 0
+    join_rows_in: int = 0
+    #: rows that could not match and were not sent, and their bytes in memory, about
+    join_rows_dropped: int = 0
+    join_bytes_dropped: int = 0
+    #: hashing, making filters and looking rows up
+    join_seconds: float = 0.0
+    #: filters given up here, by reason
+    join_given_up: dict[str, int] = dataclasses.field(default_factory=dict)
     #: runs that had no tier store and used a plain one in memory
     fallbacks: int = 0
     seconds_partition: float = 0.0
@@ -93,6 +105,11 @@ class ShuffleCounters:
         with self._lock:
             for name, amount in amounts.items():
                 setattr(self, name, getattr(self, name) + amount)
+
+    def gave_up(self, why: str) -> None:
+        """Count a filter of a join that was given up."""
+        with self._lock:
+            self.join_given_up[why] = self.join_given_up.get(why, 0) + 1
 
     def restarted(self, shuffle_id: str) -> int:
         """Count one more reason to restart a shuffle; returns how many there were."""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from typing import TYPE_CHECKING
 
 from dask_gpurt._version import __version__
@@ -33,7 +34,8 @@ def probe(version: str, codec: str = "none") -> None:
         raise SeamMismatch(
             f"this worker has dask-gpurt {__version__}, the scheduler {version}. Remedy: install one version everywhere"
         )
-    seam.check()
+    # On the event loop of every worker that comes. To import pandas takes half a second, and tasks may not need it.
+    seam.check(pandas="pandas" in sys.modules)
     Chooser(codec, "gpurt.shuffle.codec")
 
 

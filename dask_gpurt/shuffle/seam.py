@@ -51,6 +51,7 @@ from distributed.stealing import WorkStealing
 from distributed.utils_comm import retry
 
 from dask_gpurt.errors import SeamMismatch
+from dask_gpurt.shuffle.protocol.join_plan import Join
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterator
@@ -177,6 +178,8 @@ FIELDS: tuple[tuple[Any, str], ...] = (
     (ShuffleRunSpec, "spec"),
     (ShuffleRunSpec, "worker_for"),
 )
+#: in the order in which the task of a join's output has them
+_MERGE_PARAMETERS = tuple(inspect.signature(merge_unpack).parameters)
 #: the annotation by which `_set_restriction` remembers what an output's task was restricted to
 _RESTRICTED = "shuffle_original_restrictions"
 _SPEC_FIELDS = {"id", "disk", "npartitions", "column", "meta", "parts_out", "drop_column"}
@@ -188,8 +191,8 @@ _RUN_PARAMETERS = {
 _HANDLERS = ("shuffle_barrier", "shuffle_get", "shuffle_get_or_create", "shuffle_restrict_task")
 
 
-def check() -> None:
-    """Compare the installed distributed with what this code relies on.
+def check(*, pandas: bool = True) -> None:
+    """Compare the installed distributed, and with `pandas` that too, which imports it, with what this code relies on.
 
     Raises
     ------
@@ -212,7 +215,7 @@ def check() -> None:
     for owner, name in FIELDS:
         if name not in getattr(owner, "__dataclass_fields__", ()):
             differences.append(f"{owner.__name__} has no field {name}")
-    if not callable(_find_common_type()):
+    if pandas and not callable(_find_common_type()):
         differences.append("pandas.core.dtypes.cast.find_common_type(missing)")
     if _RESTRICTED not in _code(vars(ShuffleSchedulerPlugin).get("_set_restriction"), "co_consts"):
         differences.append(f"ShuffleSchedulerPlugin._set_restriction does not annotate {_RESTRICTED}")
@@ -252,6 +255,7 @@ def swap_plugin(
     (the workers' calls; those besides distributed's are what a plugin has as ``calls``). All three change or none does.
     """
     before = scheduler.plugins["shuffle"]
+    names = list(scheduler.plugins)
     handlers = dict(scheduler.handlers)
     extension = scheduler.extensions.get("shuffle")
     scheduler.remove_plugin("shuffle")
@@ -259,6 +263,9 @@ def swap_plugin(
         after = make()
         if scheduler.plugins.get("shuffle") is not after:
             scheduler.add_plugin(after, name="shuffle")
+        # In its place: a new graph is in order before other plugins look at it.
+        for name in names[names.index("shuffle") + 1 :]:
+            scheduler.plugins[name] = scheduler.plugins.pop(name)
         for name in _HANDLERS:
             scheduler.handlers[name] = getattr(after, name.removeprefix("shuffle_"))
         for name in getattr(before, "calls", ()):
@@ -361,6 +368,38 @@ def output_of(spec: object, shuffle_id: ShuffleId) -> int | None:
     else:
         return None
     return part if shuffle_id in of and isinstance(part, int) else None
+
+
+def join_of(spec: object) -> Join | None:
+    """The join that the task of an output makes of two shuffles; None: it makes none, or that is not plain to see."""
+    func, args = getattr(spec, "func", None), list(getattr(spec, "args", ()))
+    if func is not merge_unpack or getattr(spec, "kwargs", None):
+        return None
+    given = dict(zip(_MERGE_PARAMETERS, args, strict=False))
+    try:
+        return Join(
+            left=given["shuffle_id_left"],
+            right=given["shuffle_id_right"],
+            how=given["how"],
+            left_on=_plain_value(given["left_on"]),
+            right_on=_plain_value(given["right_on"]),
+            left_index=bool(given["left_index"]),
+            right_index=bool(given["right_index"]),
+        )
+    except KeyError:
+        return None
+
+
+def meta_of(barrier: object) -> Any:
+    """The empty input partition of a shuffle, from the task of its barrier; None: it has none."""
+    return getattr(getattr(barrier, "spec", None), "meta", None)
+
+
+def _plain_value(argument: Any) -> Any:
+    """An argument of a task: lists of values may come as a node of the graph."""
+    if isinstance(argument, list) or not hasattr(argument, "args"):
+        return argument
+    return list(argument.args)
 
 
 def order_of_outputs(scheduler: Scheduler, shuffle_id: ShuffleId) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from dask_gpurt.shuffle.transport.link.records import SECRET_BYTES
 from dask_gpurt.shuffle.worker import retained, run_lookup, shard_stores
 
 if TYPE_CHECKING:
+    from dask_gpurt.shuffle.protocol.join_plan import JoinSide
     from dask_gpurt.shuffle.rows.kinds import RowKind
 
 
@@ -33,6 +34,8 @@ class GpurtShuffleSpec(seam.DataFrameShuffleSpec):
     frames: str = dataclasses.field(default="", compare=False)
     #: output partitions in the order in which their tasks run; those that are not in it come last
     order: tuple[int, ...] = dataclasses.field(default=(), compare=False, repr=False)
+    #: the join that it is a side of, with the other side's keys once they are known; None: rows of no join are dropped
+    join: JoinSide | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @classmethod
     def of(
@@ -41,10 +44,12 @@ class GpurtShuffleSpec(seam.DataFrameShuffleSpec):
         settings: ShuffleSettings,
         order: tuple[int, ...] = (),
         frames: str = "",
+        join: JoinSide | None = None,
     ) -> GpurtShuffleSpec:
         """The same shuffle as a stock spec, with a secret of its own."""
         fields = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)}
-        return cls(**fields, settings=settings, secret=secrets.token_bytes(SECRET_BYTES), order=order, frames=frames)
+        secret = secrets.token_bytes(SECRET_BYTES)
+        return cls(**fields, settings=settings, secret=secret, order=order, frames=frames, join=join)
 
     def create_run_on_worker(
         self, run_id: int, span_id: str | None, worker_for: dict[int, str], plugin: seam.ShuffleWorkerPlugin
@@ -68,6 +73,7 @@ class GpurtShuffleSpec(seam.DataFrameShuffleSpec):
             secret=self.secret,
             memory_limit=worker.memory_manager.memory_limit,
             state=self.state,
+            join=self.join,
             budget=retained.retained_of(worker, self.settings.retain),
             column=self.column,
             meta=self.meta,

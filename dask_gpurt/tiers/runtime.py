@@ -172,6 +172,8 @@ class TierRuntime:
         async with _locks.setdefault(self._worker, asyncio.Lock()):
             if not self._running:
                 return
+            if self._coming is not None:  # before the store is given back
+                await asyncio.wait([self._coming])
             if self._shared is not None:
                 if self._worker.status in _ENDING:
                     # What is there may be adopted by others; a scheduler that listens sweeps.
@@ -198,8 +200,6 @@ class TierRuntime:
     async def _stop(self) -> None:
         self._running = False
         self._watch.stop()
-        if self._coming is not None:
-            await asyncio.wait([self._coming])
         await self._below.before_close()
         if self._device_memory is not None:
             await self._engine.settle()

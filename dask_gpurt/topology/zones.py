@@ -65,6 +65,8 @@ class Zones:
         self.round_trips: dict[str, float] = {}
         #: address -> zone
         self.by_address: dict[str, str] = {}
+        #: whether there is more than one zone
+        self.several = False
 
     def add(self, address: str, round_trip: float) -> bool:
         """A worker was measured. Returns whether there are several zones now, for the first time."""
@@ -78,16 +80,12 @@ class Zones:
             zone = f"zone-{before}"
             self.round_trips[zone] = round_trip
         self.by_address[address] = zone
-        return before == 1 and len(self.round_trips) == 2
+        self.several = len(self.round_trips) > 1
+        return before == 1 and self.several
 
     def remove(self, address: str) -> None:
         """A worker has left."""
         self.by_address.pop(address, None)
-
-    @property
-    def several(self) -> bool:
-        """Whether there is more than one zone."""
-        return len(self.round_trips) > 1
 
     @property
     def farthest(self) -> float:

@@ -12,6 +12,7 @@ Worker processes import it as ``tests.backends.host_frames``, which needs the re
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from dask_gpurt.shuffle.rows.assemble import general
 from tests.backends.lazy_memory import Block, LazyMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 #: that of this process
 MEMORY = LazyMemory()
@@ -67,6 +68,63 @@ def _series_nonempty(x: HostSeries) -> HostSeries:
     return HostSeries(meta_nonempty(pd.Series(x)))
 
 
+class HostSide:
+    """`DeviceSide` over the memory of this process: UCX sends and receives blocks of it.
+
+    It computes nothing and has no context. What it finds out is whether all that is sent was waited for, and that no
+    allocation is made in the UCX thread.
+    """
+
+    def __init__(self) -> None:
+        self.sent = self.received = 0
+        #: allocations that fail, by number
+        self.fail: Callable[[int], bool] = lambda number: False
+
+    def in_use(self) -> bool:
+        """Always."""
+        return True
+
+    def enter(self) -> None:
+        """There is no context."""
+
+    def prepare(self, buffers: Sequence[Any]) -> list[Any]:
+        """The buffers; all that is to be sent is there."""
+        _beside()
+        for buffer in buffers:
+            if isinstance(buffer, Block):
+                MEMORY.whole(buffer)
+                self.sent += buffer.nbytes
+        return list(buffers)
+
+    def allocate(self, nbytes: int) -> Block:
+        """A block."""
+        _beside()
+        self.received += nbytes
+        if self.fail(self.received):
+            raise MemoryError("on purpose")
+        return MEMORY.allocate(nbytes)
+
+
+def _beside() -> None:
+    if not threading.current_thread().name.startswith("gpurt-ucx-device"):
+        MEMORY.faults.append(f"the device was waited for in {threading.current_thread().name}")
+
+
+SIDE = HostSide()
+
+
+def use_ucx() -> None:
+    """Have workers of this process find a device for UCX, before their first shuffle: `SIDE`."""
+    from dask_gpurt.backends import ucx, ucx_device
+    from dask_gpurt.shuffle.transport.select import locality
+
+    ucx_device.CudaSide = lambda: SIDE  # type: ignore[assignment,misc]
+    # Not for `ucx`: what that sets for a GPU asks for one.
+    assert not ucx.has_device()
+    ucx_device.has_device = locality.has_device = lambda: True
+    ucx_device.device_side.cache_clear()
+
+
 class HostTable:
     """A record batch in a block."""
 
@@ -103,7 +161,7 @@ class HostFrames:
         casts = to_cast(plain, meta, column)
         kept = plain[list(meta.columns)].astype(casts)
         rows = pa.Table.from_pandas(kept, preserve_index=True)
-        return self._put(rows), self._put(pa.table({"ids": frame[column].to_numpy()}))
+        return self._put(rows, "input"), self._put(pa.table({"ids": frame[column].to_numpy()}), "ids")
 
     def order(
         self, table: HostTable, ids: HostTable, code_of: np.ndarray[Any, Any], outputs: int
@@ -116,13 +174,13 @@ class HostFrames:
         codes[inside] = code_of[given[inside]]
         at = np.argsort(codes, kind="stable")
         offsets = np.searchsorted(codes[at], np.arange(outputs + 1)).astype(np.int64)
-        return self._put(self._get(table).take(pa.array(at))), offsets
+        return self._put(self._get(table).take(pa.array(at)), "gather"), offsets
 
     def pack(self, table: HostTable, ranges: Sequence[tuple[int, int]]) -> list[Packed]:
         """One block for each range."""
         self.ready()
         rows = self._get(table)
-        parts = [self._put(rows.slice(first, last - first)) for first, last in ranges]
+        parts = [self._put(rows.slice(first, last - first), "pack") for first, last in ranges]
         return [Packed(part.schema.serialize().to_pybytes(), part.block.nbytes, part.block) for part in parts]
 
     def to_host(self, packs: Sequence[Packed], target: memoryview) -> None:
@@ -134,8 +192,17 @@ class HostFrames:
     def from_host(self, head: bytes, data: memoryview) -> Packed:
         """Copy a pack from the host, at `ready`."""
         block = self.memory.allocate(data.nbytes)
-        self.memory.write(block, data)
+        self.memory.write(block, data, "from host")
         return Packed(head, data.nbytes, block)
+
+    def room(self, nbytes: int) -> memoryview:
+        """Ordinary memory."""
+        return memoryview(bytearray(nbytes))
+
+    def adopt(self, head: bytes, data: Block, nbytes: int) -> Packed:
+        """A pack in a block that came."""
+        assert data.nbytes == nbytes
+        return Packed(head, nbytes, data)
 
     def unpack(self, pack: Packed) -> HostTable:
         """The table in a pack's block."""
@@ -144,7 +211,7 @@ class HostFrames:
     def concat(self, tables: Sequence[HostTable]) -> HostTable:
         """Rows of several tables."""
         self.ready()
-        return self._put(pa.concat_tables([self._get(table) for table in tables]))
+        return self._put(pa.concat_tables([self._get(table) for table in tables]), "concatenate")
 
     def frame(self, table: HostTable, meta: pd.DataFrame) -> HostFrame:
         """A frame like the meta."""
@@ -154,13 +221,13 @@ class HostFrames:
         """Do what this thread has asked for."""
         self.memory.ready()
 
-    def _put(self, rows: pa.Table) -> HostTable:
+    def _put(self, rows: pa.Table, what: str) -> HostTable:
         """Rows in a block of their own, at `ready`."""
         whole = rows.combine_chunks().to_batches()
         batch = whole[0] if whole else pa.record_batch([pa.array([], f.type) for f in rows.schema], rows.schema)
         data = batch.serialize()
         block = self.memory.allocate(data.size)
-        self.memory.write(block, data)
+        self.memory.write(block, data, what)
         return HostTable(rows.schema, block)
 
     def _get(self, table: HostTable) -> pa.Table:

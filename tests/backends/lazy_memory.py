@@ -64,6 +64,11 @@ class Block:
     def __init__(self, cell: _Cell) -> None:
         self.cell, self.nbytes = cell, cell.nbytes
 
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """By which device memory is known, and sent."""
+        return {"data": (self.cell.address, False), "shape": (self.nbytes,), "typestr": "|u1", "version": 3}
+
 
 class Stream:
     """Steps in their order."""
@@ -104,8 +109,8 @@ class LazyMemory:
         self.meanwhile: Callable[[], None] = lambda: None
         #: what was found
         self.faults: list[str] = []
-        #: bytes copied, by steps
-        self.copied_bytes = 0
+        #: bytes that steps have copied, by what for
+        self.copied: collections.Counter[str] = collections.Counter()
 
     # ---- streams
 
@@ -167,7 +172,12 @@ class LazyMemory:
 
         stream.steps.append(free)
 
-    def write(self, block: Block, data: Any) -> None:
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes that steps have copied."""
+        return sum(self.copied.values())
+
+    def write(self, block: Block, data: Any, what: str = "") -> None:
         """Copy from the host, at `ready`; as many bytes as the block has."""
         source = memoryview(data).cast("B")
         cell = block.cell
@@ -180,7 +190,7 @@ class LazyMemory:
             ctypes.memmove(cell.address, bytes(source), cell.nbytes)
             with self._lock:
                 cell.unwritten -= 1
-            self.copied_bytes += cell.nbytes
+                self.copied[what] += cell.nbytes
 
         self.stream.steps.append(step)
 
@@ -193,9 +203,19 @@ class LazyMemory:
         def step() -> None:
             self._check(cell, reads=True)
             target[:] = ctypes.string_at(cell.address, cell.nbytes)
-            self.copied_bytes += cell.nbytes
+            with self._lock:
+                self.copied["to host"] += cell.nbytes
 
         self.stream.steps.append(step)
+
+    def whole(self, block: Block) -> None:
+        """Find out whether a block could be sent now."""
+        self._check(block.cell, reads=True)
+
+    def fill(self, block: Block, data: bytes) -> None:
+        """Put bytes into a block past all streams, as a transport does."""
+        self._check(block.cell, reads=False)
+        ctypes.memmove(block.cell.address, data, len(data))
 
     def bytes_of(self, block: Block) -> bytes:
         """What a kernel finds in a block now: all copies into it must have been waited for."""

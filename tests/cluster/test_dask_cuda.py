@@ -218,7 +218,7 @@ def test_on_refuses_the_start_with_the_remedy(tmp_path: Path) -> None:
             client.wait_for_workers(1, timeout=60)
             sent = _address_of(client, "sent")
             got = seen(client, sent)
-            shown = str(dask_gpurt.status(client))
+            shown = " ".join(str(dask_gpurt.status(client)).split())
     assert got["parts"] is None
     assert got["data"] == "DeviceHostFile"  # as stock
     assert "gpurt.tiers.device is 'on', and there is no tier: RMM allocates managed memory" in shown

@@ -239,9 +239,9 @@ def same_rows_of(got: pd.DataFrame, want: pd.DataFrame) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["auto", "rpc", "tcp"])
-def test_worker_processes(transport: str) -> None:
-    on = settings(transport=transport)
+def test_worker_processes() -> None:
+    """By tcp; the other ways are in `test_device_ways`."""
+    on = settings(transport="tcp")
 
     async def install(dask_scheduler: Any) -> None:
         await ShuffleTakeover.install(dask_scheduler, on)

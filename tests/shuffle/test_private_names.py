@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -129,3 +131,15 @@ def test_functions_of_other_libraries_are_inspected(monkeypatch):
     monkeypatch.delattr(cast, "find_common_type")
     with pytest.raises(SeamMismatch, match="find_common_type"):
         seam.check()
+
+
+def test_a_worker_that_is_asked_does_not_import_pandas():
+    """It is asked on its event loop, as every worker is that comes; many clusters never see a frame."""
+    code = (
+        "import sys\n"
+        "from dask_gpurt._version import __version__\n"
+        "from dask_gpurt.shuffle.probe import probe\n"
+        "probe(__version__)\n"
+        "assert 'pandas' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -104,6 +104,11 @@ class ProcessCluster:
         self._client: Client | None = None
 
     @property
+    def holds_plans(self) -> bool:
+        """Whether a client of this engine has the extension's preload too."""
+        return self.engine.partition("#")[0] in ("gpurt", "gpurt-verify")
+
+    @property
     def client(self) -> Client:
         if self._client is None:
             raise RuntimeError(f"the {self.engine} cluster is not running; call start")

@@ -252,6 +252,7 @@ def _shuffles(snapshot: Snapshot) -> Iterable[str]:
         ("shuffle.resent_safe", "messages sent again"),
         ("shuffle.transport.transports.tls.handshakes_failed", "TLS handshakes failed"),
         ("shuffle.outputs_handed", "outputs handed over"),
+        ("shuffle.join_rows_dropped", "rows of joins not sent, as they match none"),
     ):
         if sums.get(name):
             text += f", {sums[name]:,.0f} {words}"

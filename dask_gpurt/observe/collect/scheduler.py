@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from distributed import SchedulerPlugin
 
 from dask_gpurt.observe import seam
-from dask_gpurt.observe.collect.stall_ledger import BARRIER, StallLedger
+from dask_gpurt.observe.collect.stall_ledger import BARRIER, ERRORS, StallLedger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -82,10 +82,13 @@ class LedgerPlugin(SchedulerPlugin):
         """A task went from one state to another."""
         # Called for every transition of every task: leave as early as possible.
         ledger = self.ledger
-        if ledger is None or start == finish:
+        if ledger is None or start == finish or ledger.errors >= ERRORS:
             return
         if start == "processing" or finish == "processing" or (type(key) is str and key.startswith(BARRIER)):
-            ledger.guarded(ledger.transition, key, start, finish, kwargs)
+            try:
+                ledger.transition(key, start, finish, kwargs)
+            except Exception:
+                ledger.failed()
 
     def update_graph(
         self,

@@ -132,8 +132,8 @@ class SlotMeter:
         self._last = clock()
         self._slots = slots
         self._executing = 0
-        #: arguments of the last `state`: most events change none of them
-        self._state: tuple[int, int, bool, int, int] | None = None
+        #: arguments of the last `state`: most events change none of them, and need not call it
+        self.now: tuple[int, int, bool, int, int] | None = None
         #: idle slots now, by `_IDLE`; and those of them that are any: (index, slots)
         self._idle = (0, 0, 0, slots)
         self._idle_now = [(len(_IDLE) - 1, slots)]
@@ -174,14 +174,11 @@ class SlotMeter:
                         self._wait_seconds[cause] = self._wait_seconds.get(cause, 0.0) + count * seconds
         return self._last
 
-    def state(self, slots: int, executing: int, *, paused: bool, waiting: int, constrained: int) -> None:
+    def state(self, slots: int, executing: int, paused: bool = False, waiting: int = 0, constrained: int = 0) -> None:
         """The state machine has changed: so many tasks execute, wait for inputs, or wait for resources."""
-        state = (slots, executing, paused, waiting, constrained)
-        if state == self._state:
-            return
         with self.lock:
             self.advance()
-            self._state = state
+            self.now = (slots, executing, paused, waiting, constrained)
             slots = max(slots, executing)
             self._slots, self._executing = slots, executing
             idle = slots - executing

@@ -154,8 +154,12 @@ class StallLedger:
         try:
             event(*args)
         except Exception:
-            self.errors += 1
-            self.last_traceback = traceback.format_exc()
+            self.failed()
+
+    def failed(self) -> None:
+        """Count the exception that is being handled."""
+        self.errors += 1
+        self.last_traceback = traceback.format_exc()
 
     def _tell(self, event: Callable[[*_Ts], None], *args: *_Ts) -> None:
         """Call one of the observer's events; with its first exception it hears no more."""
@@ -163,8 +167,7 @@ class StallLedger:
             event(*args)
         except Exception:
             self.observer = None
-            self.errors += 1
-            self.last_traceback = traceback.format_exc()
+            self.failed()
 
     def worker_added(self, ws: WorkerState) -> None:
         """A worker has come."""

@@ -107,13 +107,11 @@ class WorkerSlots:
         """The state machine may have changed."""
         state = self.worker.state
         executing = state.executing
-        self.meter.state(
-            state.nthreads,
-            len(executing),
-            paused=not state.running,
-            waiting=len(state.waiting),
-            constrained=len(state.constrained),
-        )
+        # Without resources no task waits for any, and the length of that queue is a call.
+        constrained = len(state.constrained) if state.total_resources else 0
+        counts = (state.nthreads, len(executing), not state.running, len(state.waiting), constrained)
+        if counts != self.meter.now:
+            self.meter.state(*counts)
         if self._adopted:
             now = {ts.key for ts in executing}
             for key in [key for key in self._adopted if key not in now]:

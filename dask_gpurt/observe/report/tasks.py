@@ -16,6 +16,10 @@ SIBLINGS = 3
 MEASURABLE = 1e-3
 
 
+#: the fields of a `Task`
+Row = tuple[str, str, float, float, float]
+
+
 class Task(NamedTuple):
     """One task that ended with a result. A row of `TaskHistory`; there are thousands."""
 
@@ -58,16 +62,17 @@ class Slowness:
     seconds: float
 
 
-def slowness(tasks: Iterable[Task]) -> list[Slowness]:
+def slowness(tasks: Iterable[Row]) -> list[Slowness]:
     """Slowest first; workers that had no tasks in common with others are left out.
 
     By the median of each prefix here against the median elsewhere: one large task among many small ones does not make
     a worker slow, a worker on which all of them are slow is.
     """
     by_prefix: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for task in tasks:
-        if task.seconds >= MEASURABLE:
-            by_prefix[task.prefix][task.address].append(task.seconds)
+    # By position: a property of thousands of tasks, asked for with each graph, shows on the scheduler.
+    for address, prefix, start, stop, _ in tasks:
+        if stop - start >= MEASURABLE:
+            by_prefix[prefix][address].append(stop - start)
     sums: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     for workers in by_prefix.values():
         for address, mine in workers.items():
@@ -84,13 +89,13 @@ def slowness(tasks: Iterable[Task]) -> list[Slowness]:
     return sorted(out, key=lambda s: -s.factor)
 
 
-def kinds(tasks: Iterable[Task]) -> list[Kind]:
+def kinds(tasks: Iterable[Row]) -> list[Kind]:
     """Those that took most time first."""
     seconds: defaultdict[str, list[float]] = defaultdict(list)
     fetching: defaultdict[str, float] = defaultdict(float)
-    for task in tasks:
-        seconds[task.prefix].append(task.seconds)
-        fetching[task.prefix] += task.transfer_seconds
+    for _, prefix, start, stop, transfer_seconds in tasks:
+        seconds[prefix].append(stop - start)
+        fetching[prefix] += transfer_seconds
     out = [
         Kind(prefix, len(each), sum(each), _median(each), max(each), fetching[prefix])
         for prefix, each in seconds.items()
@@ -108,7 +113,7 @@ class Digest:
     slow: tuple[Slowness, ...]
 
     @classmethod
-    def of(cls, tasks: Iterable[Task]) -> Digest:
+    def of(cls, tasks: Iterable[Row]) -> Digest:
         """Look at all tasks, in O(n log n)."""
         every = list(tasks)
         return cls(tuple(kinds(every)), tuple(slowness(every)))

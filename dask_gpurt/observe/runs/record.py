@@ -77,8 +77,10 @@ def made(
         Unix time, for a run that goes on.
     """
     workers, fetches, shuffle = _workers(run, ends)
-    tasks = [Task._make(row) for row in run.rows or ()]
+    tasks = run.rows or ()
     digest = Digest.of(tasks)
+    seconds = [stop - start for _, _, start, stop, _ in tasks]
+    longest = sorted(range(len(tasks)), key=seconds.__getitem__, reverse=True)[:TASKS]
     growth = grown(counts, run.counts)
     sizes = sorted(run.outputs, reverse=True)
     step = max(1, -(-len(sizes) // OUTPUTS))
@@ -110,7 +112,7 @@ def made(
         "engines": growth,
         "waits": run.waits.as_json(),
         "skewed": [[*where, s] for where, s in heapq.nlargest(SKEWED, run.skewed.items(), key=lambda item: item[1])],
-        "tasks": sorted(map(list, heapq.nlargest(TASKS, tasks, key=lambda task: task.seconds)), key=lambda row: row[2]),
+        "tasks": sorted((list(tasks[i]) for i in longest), key=lambda row: row[2]),
         "kinds": [dataclasses.astuple(kind) for kind in digest.kinds[:KINDS]],
         "slow": [dataclasses.astuple(slow) for slow in digest.slow[:WORKERS]],
         "outputs": sizes[::step],

@@ -12,6 +12,7 @@ that unit. So this opinion, in seconds, comes before Dask's own test, and a task
 2. At home the task counts as the last in the queue; elsewhere it needs its inputs first. Moving is charged once more as
    what it costs other tasks, as in `cost`.
 3. A task of unknown duration is left to Dask: there is nothing to compare.
+4. A task whose inputs take longer to send than moving it can gain stays (`steal_gain`).
 
 The time is bounded. At most `THIEVES` workers are compared, and one round of balancing may take `ROUND_SECONDS` in all;
 then nothing more is stolen in it.
@@ -30,6 +31,7 @@ from dask_gpurt.model.views import TaskView
 from dask_gpurt.placement.decide import candidates
 from dask_gpurt.placement.decide.cost import finish_seconds
 from dask_gpurt.placement.decide.policy import WEIGHTS
+from dask_gpurt.placement.decide.steal_gain import StealGain
 from dask_gpurt.placement.tables import worker_facts
 from dask_gpurt.placement.tables.devices import reads_device_values
 
@@ -67,8 +69,10 @@ class StealPolicy:
     def __init__(self, tables: Tables) -> None:
         self._tables = tables
         #: opinions by what they were: allowed, home (cheaper there), busy (no free thread anywhere),
-        #: disk (its inputs are on the disk there), slack (there is other work for longer than it takes there), time
+        #: disk (its inputs are on the disk there), slack (there is other work for longer than it takes there), time,
+        #: gain (its inputs take longer to send than can be gained)
         self.opinions: Counter[str] = Counter()
+        self._gain = StealGain(tables)
         self._round = 0.0
         self._spent = 0.0
 
@@ -140,7 +144,7 @@ class StealPolicy:
         task = TaskView(prefix.seconds or 0.0, prefix.output_bytes)
         far = tables.links.link(LinkClass.NETWORK)
         views = candidates.views(free, candidates.Inputs(ts.dependencies, tables.workers.by_address), tables, name)
-        best, best_seconds = None, 0.0
+        best, best_seconds, sent_bytes = None, 0.0, 0.0
         for info, view in zip(free, views, strict=True):
             finish, moved = finish_seconds(task, view, far)
             seconds = finish + WEIGHTS.moved * moved
@@ -148,7 +152,7 @@ class StealPolicy:
             if busy and coming > 0:
                 seconds += coming * task.compute_seconds * info.slowness / info.ws.nthreads
             if best is None or seconds < best_seconds:
-                best, best_seconds = info, seconds
+                best, best_seconds, sent_bytes = info, seconds, view.near_bytes + view.far_bytes
         slowness = home.speed.for_prefix(name)
         # Of brief tasks only some are charged, see `durations`. Dask's occupancy has them all.
         backlog = home.backlog_seconds
@@ -162,6 +166,13 @@ class StealPolicy:
         if best is None or best_seconds >= at_home:
             self.opinions["home"] += 1
             return None
+        # At Dask's bandwidth, which contains what packing and unpacking take at both ends.
+        sending = sent_bytes / min(tables.scheduler.bandwidth, far.bytes_per_second)
+        if sending > task.compute_seconds * slowness:
+            gain = self._gain.seconds(ts, home.ws)
+            if gain is not None and sending > gain * slowness:
+                self.opinions["gain"] += 1
+                return None
         self.opinions["allowed"] += 1
         return best.ws
 

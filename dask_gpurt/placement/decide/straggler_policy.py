@@ -18,11 +18,14 @@ task that has run for long usually goes on for long.
 The latter is a guess: the task may be a long one on any worker. And a copy that loses has a price. Its thread is taken
 until it ends, and the scheduler, which does not know that, queues other tasks behind it. So without a slow worker a
 copy is started only where nothing is queued: when all tasks left are running. On random graphs with heavy tails not one
-of 105 copies won, and three of them in one graph made it a sixth longer.
+of 105 copies won, and three of them in one graph made it a sixth longer. Nor is it made for tasks that a program names
+itself (`named_by_program`): what they do besides returning a value is not known, and to do it twice is a loss for sure.
 
 A task is never copied when it
 
 * says so: ``dask.annotate(gpurt_rerun=False)``;
+* is not pure, and Dask says so in its key: a ``delayed`` call, ``submit`` and ``map`` with ``pure=False`` have a random
+  UUID there. It may put something into a queue, count, or draw a random number;
 * writes, by its name (``to-parquet``, ``store-map``, ``process_and_upload``, ...): two copies *at the same time* may
   write into one file, which running again after a loss does not;
 * belongs to a P2P shuffle, which sends shards as it runs, or is next to its barrier;
@@ -84,6 +87,8 @@ CHANGES = frozenset(
     )
 )
 _WORDS = re.compile(r"[a-z0-9]+")
+#: `uuid.uuid4` in a key. Tokens, which are hashes of the recipe, have no hyphens
+_IMPURE = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
 #: parts of prefixes of tasks of P2P shuffles
 P2P = ("shuffle", "p2p", "rechunk-transfer", "hash-join")
 #: neighbours looked at for a barrier
@@ -118,6 +123,11 @@ def pays(run_seconds: float, here_seconds: float, there_seconds: float, spare: b
     return spare and there_seconds < REMAINS * run_seconds
 
 
+def named_by_program(ts: TaskState) -> bool:
+    """Whether a program named the task, by ``submit``, ``map`` or ``delayed``; keys of collections are tuples."""
+    return not isinstance(ts.key, tuple)
+
+
 def _is_barrier(ts: TaskState) -> bool:
     return any(c.__name__ == "P2PBarrierTask" for c in type(ts.run_spec).__mro__)
 
@@ -127,6 +137,9 @@ def forbidden(ts: TaskState) -> str | None:
     annotations = ts.annotations or {}
     if annotations.get(ANNOTATION, True) is False:
         return "annotated"
+    base = ts.key[0] if isinstance(ts.key, tuple) and ts.key else ts.key
+    if isinstance(base, str) and _IMPURE.search(base):
+        return "impure"
     if ts.actor:
         return "actor"
     if ts.resource_restrictions:

@@ -166,7 +166,9 @@ class RootQueue:
         s = self.scheduler
         queued, idle = s.queued, s.idle_task_count
         first_deal, self._first_deal = self._first_deal, False
-        if self.part.retired is not None or not queued or self._stock():
+        if not queued:  # as stock's does
+            return
+        if self.part.retired is not None or self._stock():
             self._stock_pump(stimulus_id=stimulus_id)
             return
         if not idle and self._nothing_to_give():

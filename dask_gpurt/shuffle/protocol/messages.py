@@ -11,6 +11,9 @@ message            answer                  meaning
 `Reopen`           OK                      take inputs again, after a flush
 `Complete`         OK                      the open outputs have all their rows
 `AskHistogram`     `HistogramAnswer`       how many rows does each output have?
+`AskJoinKeys`      `JoinKeys`              the keys of which inputs of a join's side do you hold?
+`AskJoinBits`      `JoinBits`              make them a filter of so many words
+`TakeJoinFilter`   OK                      drop rows that cannot match these keys
 `OPEN_OUTPUT`      `OutputOpened`          a worker's call: an output that was handed out is wanted again
 the barrier        `BarrierAnswer`         distributed's call by the barrier task
 =================  ======================  ==========================================================================
@@ -152,6 +155,36 @@ class AskHistogram(Wire):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class AskJoinKeys(Wire):
+    """Ask what keys of a join a worker holds, and what it has split; see `join_plan`."""
+
+    HEAD: ClassVar[dict[str, str]] = {KIND: "join-keys"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AskJoinBits(Wire):
+    """Make a filter of the keys of a join's side, and keep them no longer."""
+
+    HEAD: ClassVar[dict[str, str]] = {KIND: "join-bits"}
+
+    #: of 64 bits
+    words: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TakeJoinFilter(Wire):
+    """All keys of the other side; see `rows.key_filter.KeyFilter`."""
+
+    HEAD: ClassVar[dict[str, str]] = {KIND: "join-filter"}
+
+    bits: bytes
+    #: whether all keys are between these two
+    bounded: bool
+    low: int
+    high: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Ok(Wire):
     """Done."""
 
@@ -182,6 +215,30 @@ class HistogramAnswer(Ok):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class JoinKeys(Ok):
+    """The keys of a join's side that a worker holds."""
+
+    rows: int
+    #: whether all keys are integers between these two
+    bounded: bool
+    low: int
+    high: int
+    #: inputs of the run that were split there, and their rows
+    seen_inputs: int
+    seen_rows: int
+    #: input partitions whose keys it holds, all of them
+    inputs: frozenset[int] = decoded(frozenset)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JoinBits(Ok):
+    """Keys as the bits of a filter."""
+
+    #: b"": they are not held any more
+    bits: bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class OutputOpened(Ok):
     """Whether an output is opened again; else the worker has the shuffle restarted."""
 
@@ -189,7 +246,10 @@ class OutputOpened(Ok):
 
 
 #: what the scheduler sends to the workers of a run, by kind
-MESSAGES: dict[str, type[Wire]] = {one.HEAD[KIND]: one for one in (Amend, Valid, Reopen, Complete, AskHistogram)}
+MESSAGES: dict[str, type[Wire]] = {
+    one.HEAD[KIND]: one
+    for one in (Amend, Valid, Reopen, Complete, AskHistogram, AskJoinKeys, AskJoinBits, TakeJoinFilter)
+}
 
 
 def parse(data: Mapping[str, Any]) -> Any:

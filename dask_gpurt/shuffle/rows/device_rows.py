@@ -2,8 +2,8 @@
 
 Theory of operation. Rows are put in the order of their outputs once. Each output is packed, a large one in several
 packs, so that a shard is at most `cut_bytes`. What bytes a row takes is learned from earlier packs; a pack that came
-out larger is packed again in halves. The shards of other workers are staged as they are made: device memory then holds
-the input, its rows in order, and this worker's own packs.
+out larger is packed again in halves. The shards of workers that do not take device memory are staged as they are made:
+device memory then holds the input, its rows in order, this worker's own packs and those on their way.
 
 An output is one copy to the device of what came from elsewhere, and one concatenation. Inputs sort by their ids, and
 rows of an input keep their order, so outputs are the same, row by row, as those of pandas frames.
@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dask_gpurt.shuffle.rows import wire
-from dask_gpurt.shuffle.rows.packed import Pack, PackedChunk, PackedRows, stage, with_room
+from dask_gpurt.shuffle.rows.packed import SENT_BYTES, Pack, PackedChunk, PackedRows, stage, with_room
 from dask_gpurt.shuffle.rows.partition import Shard
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from dask_gpurt.backends.frames import DeviceFrames, Packed
+    from dask_gpurt.shuffle.rows.packed import OnDevice
     from dask_gpurt.shuffle.rows.partition import OutputLayout
     from dask_gpurt.shuffle.rows.wire import Parcel
 
@@ -70,11 +71,21 @@ class DeviceRows:
         """Whether a partition is of the library."""
         return self._frames.owns(data)
 
-    def split(self, data: Any, input_id: int, layout: OutputLayout) -> Iterable[tuple[str, Shard]]:
-        """(worker address, shard); all of it ready."""
-        return with_room(lambda: self._split(data, input_id, layout)) if len(data) else ()
+    def split(
+        self,
+        data: Any,
+        input_id: int,
+        layout: OutputLayout,
+        *,
+        keep: np.ndarray[Any, Any] | None = None,
+        direct: Collection[str] = (),
+    ) -> Iterable[tuple[str, Shard]]:
+        """(worker address, shard); all of it ready, and of all rows: the joins of device frames have no filter."""
+        return with_room(lambda: self._split(data, input_id, layout, direct)) if len(data) else ()
 
-    def _split(self, data: Any, input_id: int, layout: OutputLayout) -> list[tuple[str, Shard]]:
+    def _split(
+        self, data: Any, input_id: int, layout: OutputLayout, direct: Collection[str]
+    ) -> list[tuple[str, Shard]]:
         frames = self._frames
         table, ids = frames.apart(data, self._column, self._meta)
         ordered, offsets = frames.order(table, ids, layout.code_of, layout.unwanted)
@@ -85,7 +96,9 @@ class DeviceRows:
             for ranges in self._ranges(offsets, begin, end, layout):
                 for group in self._packed(ordered, ranges):
                     shard = self._shard(input_id, group)
-                    if address != self._local_address:
+                    # Many small packs are one copy to the host, and would be a message's frame each.
+                    large = shard.nbytes >= SENT_BYTES * len(group)
+                    if address != self._local_address and not (large and address in direct):
                         stage(shard.table.packs)
                     out.append((address, shard))
         frames.ready()
@@ -149,6 +162,11 @@ class DeviceRows:
     def copied(self, shard: Shard, input_id: int) -> Shard:
         """The shard under another id: packs have memory of their own."""
         return dataclasses.replace(shard, input_id=input_id)
+
+    def adopt(self, head: bytes, rows: int, came: OnDevice) -> Pack:
+        """A pack of what came on the device."""
+        device = self._frames.adopt(head, came.buffer, came.size)
+        return Pack(head, rows, device=device, frames=self._frames)
 
     def few(self, shard: Shard) -> bool:
         """Never: packs are not merged."""

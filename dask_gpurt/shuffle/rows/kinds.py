@@ -17,11 +17,13 @@ from dask_gpurt.shuffle.rows.pickled_columns import fixed_in
 from dask_gpurt.shuffle.rows.received_chunk import ReceivedChunk
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
+    import numpy as np
     import pandas as pd
 
     from dask_gpurt.model import Chunk
+    from dask_gpurt.shuffle.rows.packed import Adopt
     from dask_gpurt.shuffle.rows.partition import OutputLayout, Shard
     from dask_gpurt.shuffle.rows.wire import Parcel
 
@@ -51,14 +53,34 @@ class RowKind(Protocol):
     def owns(self, data: object) -> bool:
         """Whether it can split an input partition."""
 
-    def split(self, data: Any, input_id: int, layout: OutputLayout) -> Iterable[tuple[str, Shard]]:
-        """(worker address, shard), one or several in a row for every worker that gets rows of an input."""
+    def split(
+        self,
+        data: Any,
+        input_id: int,
+        layout: OutputLayout,
+        *,
+        keep: np.ndarray[Any, Any] | None = None,
+        direct: Collection[str] = (),
+    ) -> Iterable[tuple[str, Shard]]:
+        """(worker address, shard), one or several in a row for every worker that gets rows of an input.
+
+        Parameters
+        ----------
+        keep
+            Mask of rows; those outside of it may be left out. None: all rows.
+        direct
+            Workers that take rows in device memory, where partitions lie there.
+        """
 
     def encoder(self) -> Callable[[Shard], list[Parcel]]:
         """Cuts and encodes shards of one input; their ids go on from the shard's."""
 
     def copied(self, shard: Shard, input_id: int) -> Shard:
         """The rows of a shard in memory of their own, under another id."""
+
+    @property
+    def adopt(self) -> Adopt | None:
+        """Makes a pack of a frame that came on the device; None: none may."""
 
     def few(self, shard: Shard) -> bool:
         """Whether a received shard should wait for others to be merged with."""
@@ -90,6 +112,7 @@ class PandasRows:
 
     frame = "pandas.DataFrame"
     on_host = True
+    adopt: Adopt | None = None
     copied = staticmethod(copied)
     few = staticmethod(coalesce.worth)
     merged = staticmethod(coalesce.merged)
@@ -108,9 +131,17 @@ class PandasRows:
 
         return isinstance(data, pd.DataFrame)
 
-    def split(self, data: pd.DataFrame, input_id: int, layout: OutputLayout) -> Iterable[tuple[str, Shard]]:
+    def split(
+        self,
+        data: pd.DataFrame,
+        input_id: int,
+        layout: OutputLayout,
+        *,
+        keep: np.ndarray[Any, Any] | None = None,
+        direct: Collection[str] = (),
+    ) -> Iterable[tuple[str, Shard]]:
         """See `partition.split`."""
-        return split(data, self._column, self._drop_column, input_id, layout, self._fixed)
+        return split(data, self._column, self._drop_column, input_id, layout, self._fixed, keep)
 
     def encoder(self) -> Callable[[Shard], list[Parcel]]:
         """See `RowKind`; the schema is looked up for the first shard."""

@@ -9,10 +9,13 @@ shard, sending it again, handing an output over, writing a chunk part by part an
 group of outputs, the alternative, needs fewer kernels where outputs are small. But it can be divided on a device only,
 and would be read back from disk whole for each of its outputs.
 
-A pack is made on the device. What another worker gets is *staged*, copied to the host, when it is split. What this
-worker has for itself stays on the device until its output is made, the tiers write it, or device memory is short
-(`with_room`): then all packs of the process are staged. The tiers count a pack as host bytes wherever it is, so staging
-never takes more than they know of.
+A pack is made on the device. What this worker has for itself, and what goes to a peer that takes device memory, stays
+there until its output is made, it is sent, the tiers write it, or device memory is short (`with_room`): then all packs
+of the process are staged. What other peers get is *staged*, copied to the host, when it is split. The tiers count a
+pack as host bytes wherever it is, so staging never takes more than they know of.
+
+In a message, bytes on the device are an `OnDevice`. They have no checksum: to hash them they would have to come to the
+host. Links between devices have their own, and the heads, on the host, have one.
 
 Invariants
 - A pack has its host bytes before it gives its device buffer up: any thread may read it while another stages it.
@@ -25,15 +28,15 @@ import dataclasses
 import struct
 import threading
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from dask_gpurt.errors import CorruptData
-from dask_gpurt.memory.pages import pages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     import pyarrow as pa
 
@@ -42,9 +45,23 @@ if TYPE_CHECKING:
     from dask_gpurt.shuffle.rows.partition import Shard
 
 T = TypeVar("T")
+#: bytes of a pack that is worth a frame of a message for itself
+SENT_BYTES = 1 << 16
 _LENGTH = struct.Struct("<I")
 # input id, rows, bytes of the head, bytes of the pack
 _PIECE = struct.Struct("<qQIQ")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OnDevice:
+    """Bytes of a message that lie on the device, where others are Arrow's buffers."""
+
+    buffer: Any
+    size: int
+
+
+#: (head, rows, a buffer that came) -> the pack in it
+Adopt = Callable[[bytes, int, OnDevice], "Pack"]
 
 
 class Pack:
@@ -90,6 +107,11 @@ class Pack:
         assert self._host is not None
         return self._host
 
+    def where(self) -> OnDevice | None:
+        """Its bytes on the device; None: they are on the host. They stay there as long as the answer is kept."""
+        device = self._device  # another thread may be staging it
+        return None if device is None else OnDevice(device.data, device.nbytes)
+
     def device(self, frames: DeviceFrames) -> Packed:
         """The rows on the device: what is there, or a copy of the host's bytes."""
         device = self._device  # another thread may be staging it
@@ -133,7 +155,7 @@ def stage(packs: Iterable[Pack]) -> None:
     if not held:
         return
     frames = held[0][2]
-    target = memoryview(pages.take(sum(device.nbytes for _, device, _ in held))).cast("B")
+    target = frames.room(sum(device.nbytes for _, device, _ in held))
     frames.to_host([device for _, device, _ in held], target)
     frames.ready()
     at = 0
@@ -200,20 +222,37 @@ class PackedRows:
 
 
 def to_buffers(rows: PackedRows) -> tuple[pa.Buffer, ...]:
-    """Rows for a message: the heads in one buffer, then the bytes of each pack."""
+    """Rows for a message of host memory: the heads in one buffer, then the bytes of each pack; stages them."""
     import pyarrow as pa
 
-    heads = b"".join(_LENGTH.pack(len(pack.head)) + pack.head for pack in rows.packs)
-    return (pa.py_buffer(heads), *(pa.py_buffer(pack.host()) for pack in rows.packs))
+    stage(rows.packs)
+    return (_heads(rows), *(pa.py_buffer(pack.host()) for pack in rows.packs))
 
 
-def from_buffers(lengths: np.ndarray[Any, Any], buffers: Sequence[pa.Buffer | None]) -> PackedRows:
+def where_they_are(rows: PackedRows) -> tuple[pa.Buffer | OnDevice, ...] | None:
+    """The same with the packs on the device; None: one of them has left it."""
+    packs = [pack.where() for pack in rows.packs]
+    there = [pack for pack in packs if pack is not None]
+    return (_heads(rows), *there) if len(there) == len(packs) else None
+
+
+def _heads(rows: PackedRows) -> pa.Buffer:
+    import pyarrow as pa
+
+    return pa.py_buffer(b"".join(_LENGTH.pack(len(pack.head)) + pack.head for pack in rows.packs))
+
+
+def from_buffers(
+    lengths: np.ndarray[Any, Any], buffers: Sequence[pa.Buffer | OnDevice | None], adopt: Adopt | None = None
+) -> PackedRows:
     """The reverse; views on the buffers.
 
     Parameters
     ----------
     lengths
         Rows of each pack.
+    adopt
+        Makes a pack of a buffer that came on the device; None: none may.
 
     Raises
     ------
@@ -222,13 +261,18 @@ def from_buffers(lengths: np.ndarray[Any, Any], buffers: Sequence[pa.Buffer | No
     """
     if len(buffers) != 1 + len(lengths) or any(buffer is None for buffer in buffers):
         raise ValueError(f"{len(lengths)} packs have {len(buffers)} buffers, must have one more")
+    if type(buffers[0]) is OnDevice or (adopt is None and any(type(buffer) is OnDevice for buffer in buffers)):
+        raise ValueError("what must be in host memory came on a device")
     heads, packs = memoryview(buffers[0]).cast("B"), []  # type: ignore[arg-type]
     for rows, buffer in zip(lengths.tolist(), buffers[1:], strict=True):
         n = _LENGTH.unpack_from(heads)[0] + _LENGTH.size if len(heads) >= _LENGTH.size else len(heads) + 1
         if n > len(heads):
             raise ValueError("the heads of packs end early")
-        body = memoryview(buffer).cast("B").toreadonly()  # type: ignore[arg-type]
-        packs.append(Pack(bytes(heads[_LENGTH.size : n]), rows, host=body))
+        head = bytes(heads[_LENGTH.size : n])
+        if isinstance(buffer, OnDevice):
+            packs.append(adopt(head, rows, buffer))  # type: ignore[misc]
+        else:
+            packs.append(Pack(head, rows, host=memoryview(buffer).cast("B").toreadonly()))  # type: ignore[arg-type]
         heads = heads[n:]
     if len(heads):
         raise ValueError(f"the heads of packs have {len(heads)} bytes too many")

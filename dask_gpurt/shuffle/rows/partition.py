@@ -122,8 +122,8 @@ class RowOrder:
     offsets: np.ndarray[Any, Any]
 
 
-def locate(data: pd.DataFrame, column: str, layout: OutputLayout) -> RowOrder:
-    """Order the rows of a frame by destination, from its column of output partition ids."""
+def locate(data: pd.DataFrame, column: str, layout: OutputLayout, keep: np.ndarray[Any, Any] | None = None) -> RowOrder:
+    """Order the rows of a frame by destination, from its column of output partition ids; `keep` is a mask of rows."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -133,6 +133,10 @@ def locate(data: pd.DataFrame, column: str, layout: OutputLayout) -> RowOrder:
         codes = layout.codes(ids.to_numpy())
     else:
         rows, codes = _merged(ids, layout)
+    if keep is not None:
+        # What is left out here is neither sorted nor gathered.
+        inside = np.flatnonzero(keep if rows is None else keep[rows])
+        rows, codes = (inside if rows is None else rows[inside]), codes[inside]
     # Arrow's sort is stable and, for codes this narrow, a counting sort; what it returns are row numbers as uint64.
     at = pc.array_sort_indices(pa.array(codes), memory_pool=heap.pool)
     if len(codes) < 8 * layout.unwanted:  # few rows for many outputs: a count is cheaper than a search for each
@@ -211,6 +215,7 @@ def split(
     input_id: int,
     layout: OutputLayout,
     fixed: frozenset[str] = frozenset(),
+    keep: np.ndarray[Any, Any] | None = None,
 ) -> Iterator[tuple[str, Shard]]:
     """Yield (worker address, shard), one or several in a row for every worker that gets rows.
 
@@ -228,6 +233,8 @@ def split(
         Which worker gets which output.
     fixed
         Columns that are not pickled, see `pickled_columns.fixed_in`.
+    keep
+        A mask of the rows that are wanted; None: all.
 
     Raises
     ------
@@ -237,7 +244,7 @@ def split(
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    rows = locate(data, column, layout)
+    rows = locate(data, column, layout, keep)
     if not len(rows.order):
         return
     plain = gather.plan(data, column if drop_column else None, layout.schemas)

@@ -21,8 +21,9 @@ device frames; see `packed.to_buffers`).
 
 Invariants of `unpack`: nothing is allocated by a number from the message before that number was compared with the bytes
 that are there; every byte is covered by a checksum (head by its own, each buffer by its shard's) or compared to zero
-(padding of the blob); whatever is wrong raises `WireError`, and then nothing of the message is used. A checksum is
-against accidents, not against attackers: the comm under it authenticates peers.
+(padding of the blob), but for what lies on a device (see `packed`); whatever is wrong raises `WireError`, and then
+nothing of the message is used. A checksum is against accidents, not against attackers: the comm under it authenticates
+peers.
 
 Rejected: one IPC stream per shard (copies everything once more, into fresh memory, which costs 3-4 x the copy itself);
 pickle-5 of the table (pickles whole parents of slices).
@@ -39,6 +40,7 @@ import xxhash
 
 from dask_gpurt.errors import WireError
 from dask_gpurt.shuffle.rows import packed
+from dask_gpurt.shuffle.rows.arrival import Reader, block_of
 from dask_gpurt.shuffle.rows.arrow_buffers import arrays_of, buffers_of, stream
 from dask_gpurt.shuffle.rows.partition import Shard
 from dask_gpurt.shuffle.rows.schema import known_schema, schema_of
@@ -76,10 +78,12 @@ class Parcel:
     rows: int
     parts: np.ndarray[Any, Any]
     lengths: np.ndarray[Any, Any]
-    buffers: tuple[pa.Buffer | None, ...]
+    buffers: tuple[pa.Buffer | packed.OnDevice | None, ...]
     digest: int
     #: bytes of the buffers
     nbytes: int
+    #: packs on the device: `pack` finds out where they are by then, and until then there are no buffers
+    packs: packed.PackedRows | None = None
 
     def __sizeof__(self) -> int:  # what distributed's send buffer charges its limiter with
         return self.nbytes + self.parts.nbytes + self.lengths.nbytes + 256
@@ -120,20 +124,47 @@ def encode(shard: Shard, schema: tuple[int, bytes] | None = None) -> Parcel:
 
 
 def encode_packed(shard: Shard) -> Parcel:
-    """Make a shard of packs ready to be sent; stages them. Any thread."""
-    buffers = packed.to_buffers(shard.table)
-    return Parcel(
+    """Make a shard of packs ready to be sent. What is on the device stays there until then. Any thread."""
+    rows: packed.PackedRows = shard.table
+    parcel = Parcel(
         input_id=shard.input_id,
         kind=_PACKED,
         schema_key=0,
         schema=b"",
-        rows=shard.table.num_rows,
+        rows=rows.num_rows,
         parts=np.ascontiguousarray(shard.parts, dtype="<u4"),
         lengths=np.ascontiguousarray(shard.lengths, dtype="<u8"),
-        buffers=buffers,
-        digest=_digest(buffers),
-        nbytes=sum(b.size for b in buffers),
+        buffers=(),
+        digest=0,
+        nbytes=rows.nbytes,
+        packs=rows,
     )
+    return parcel if packed.where_they_are(rows) else on_host(parcel)
+
+
+def on_host(parcel: Parcel) -> Parcel:
+    """A parcel whose bytes are in host memory; stages its packs. Any thread."""
+    if parcel.packs is None:
+        return parcel
+    buffers = packed.to_buffers(parcel.packs)
+    return dataclasses.replace(
+        parcel, packs=None, buffers=buffers, digest=_digest(buffers), nbytes=sum(b.size for b in buffers)
+    )
+
+
+def ready(parcel: Parcel, direct: bool) -> bool:
+    """Whether `pack` need not wait for the device: all bytes are on the host or, where they may go so, all there."""
+    return parcel.packs is None or (direct and packed.where_they_are(parcel.packs) is not None)
+
+
+def _as_it_is(parcel: Parcel) -> Parcel:
+    """A parcel with its buffers, on the device if all of them are there now."""
+    if parcel.packs is None:
+        return parcel
+    buffers = packed.where_they_are(parcel.packs)
+    if buffers is None:  # device memory was short meanwhile
+        return on_host(parcel)
+    return dataclasses.replace(parcel, buffers=buffers, digest=_digest(buffers))
 
 
 def schema_bytes(schema: pa.Schema) -> tuple[int, bytes]:
@@ -144,8 +175,8 @@ def schema_bytes(schema: pa.Schema) -> tuple[int, bytes]:
 
 def pack(
     tag: int, run_id: int, sequence: int, parcels: Sequence[Parcel], known: frozenset[int] | set[int] = frozenset()
-) -> list[memoryview]:
-    """Frames of one message.
+) -> list[Any]:
+    """Frames of one message: memoryviews, and the buffers of what is on the device.
 
     Parameters
     ----------
@@ -161,13 +192,18 @@ def pack(
     schemas: dict[int, bytes] = {}
     body = bytearray()
     blob = bytearray()
-    large: list[memoryview] = []
+    large: list[Any] = []
     places: list[list[tuple[int, int, int]]] = []
+    parcels = [_as_it_is(p) for p in parcels]
     for p in parcels:
         if p.kind == _RAW and p.schema_key not in known:
             schemas[p.schema_key] = p.schema
         spots = []
         for run in _runs(p.buffers):
+            if isinstance(one := run[0], packed.OnDevice):
+                large.append(one.buffer)
+                spots.append((len(large) + 1, 0, one.size))
+                continue
             if (size := sum(b.size for b in run if b is not None)) >= SMALL:
                 large.append(_frame(run, size))
             at = 0
@@ -197,15 +233,21 @@ def pack(
     return [memoryview(head), memoryview(blob), *large]
 
 
-def _runs(buffers: Sequence[pa.Buffer | None]) -> Iterator[list[pa.Buffer | None]]:
+def _runs(buffers: Sequence[Any]) -> Iterator[list[Any]]:
     """Buffers in their order, those together that follow one another in memory.
 
     A frame is received at a multiple of 8, so what follows the first buffer of a run is as aligned there as here only
     if that first one is at a multiple of 8, too.
     """
-    run: list[pa.Buffer | None] = []
+    run: list[Any] = []
     end = None
     for buffer in buffers:
+        if isinstance(buffer, packed.OnDevice):
+            if run:
+                yield run
+            yield [buffer]
+            run, end = [], None
+            continue
         if buffer is not None:
             if end is not None and buffer.address != end:
                 yield run
@@ -226,7 +268,13 @@ def _frame(run: Sequence[pa.Buffer | None], size: int) -> memoryview:
     return memoryview(pa.foreign_buffer(some[0].address, size, base=some)).cast("B")
 
 
-def unpack(frames: Sequence[Any], tag: int, run_id: int, schemas: MutableMapping[int, pa.Schema]) -> list[Shard]:
+def unpack(
+    frames: Sequence[Any],
+    tag: int,
+    run_id: int,
+    schemas: MutableMapping[int, pa.Schema],
+    adopt: packed.Adopt | None = None,
+) -> list[Shard]:
     """Shards of one message, as views on its frames.
 
     Parameters
@@ -237,6 +285,8 @@ def unpack(frames: Sequence[Any], tag: int, run_id: int, schemas: MutableMapping
         Of the run that receives.
     schemas
         Schemas received in this run, by key; new ones are added.
+    adopt
+        Makes a pack of a frame that came on the device; None: none may.
 
     Raises
     ------
@@ -247,7 +297,7 @@ def unpack(frames: Sequence[Any], tag: int, run_id: int, schemas: MutableMapping
 
     if not frames:
         raise WireError("a shuffle message has 0 frames, must have at least 2. Remedy: the sender sends it again")
-    reader = _Reader(_checked_head(frames[0]))
+    reader = Reader(_checked_head(frames[0]))
     got_tag, got_run, _sequence, n_schemas, n_shards, n_frames = reader.unpack(_HEAD)
     if (got_tag, got_run) != (tag, run_id):
         raise WireError(f"a shuffle message is of run {got_tag:x}[{got_run}], must be of {tag:x}[{run_id}]")
@@ -260,10 +310,12 @@ def unpack(frames: Sequence[Any], tag: int, run_id: int, schemas: MutableMapping
         if xxhash.xxh3_64_intdigest(raw) != key:
             raise WireError(f"schema {key:x} of a shuffle message fails its checksum")
         new[key] = pa.ipc.read_schema(pa.py_buffer(bytes(raw)))
-    blocks = [_aligned(f) for f in frames[1:]]
+    blocks = [block_of(f) for f in frames[1:]]
+    if blocks and isinstance(blocks[0], packed.OnDevice):
+        raise WireError("frame 1 of a shuffle message came on a device, must be in host memory")
     blob = memoryview(blocks[0]).cast("B") if blocks else memoryview(b"")
     used = [0] * len(blocks)
-    shards = [_shard(reader, blocks, blob, used, new, schemas) for _ in range(n_shards)]
+    shards = [_shard(reader, blocks, blob, used, new, schemas, adopt) for _ in range(n_shards)]
     reader.end()
     for i, (block, n) in enumerate(zip(blocks, used, strict=True)):
         if block.size != n:
@@ -273,12 +325,13 @@ def unpack(frames: Sequence[Any], tag: int, run_id: int, schemas: MutableMapping
 
 
 def _shard(
-    reader: _Reader,
-    blocks: Sequence[pa.Buffer],
+    reader: Reader,
+    blocks: Sequence[Any],
     blob: memoryview,
     used: list[int],
     new: Mapping[int, pa.Schema],
     schemas: Mapping[int, pa.Schema],
+    adopt: packed.Adopt | None,
 ) -> Shard:
     """The next shard of a message.
 
@@ -294,6 +347,8 @@ def _shard(
         Bytes of each that earlier shards had; updated.
     new, schemas
         Schemas by key, of this message and of earlier ones.
+    adopt
+        See `unpack`.
     """
     import pyarrow as pa
 
@@ -317,10 +372,10 @@ def _shard(
         elif kind == _STREAM and n_buffers == 1 and buffers[0] is not None:
             table = pa.ipc.open_stream(buffers[0]).read_all()
         elif kind == _PACKED:
-            table = packed.from_buffers(lengths, buffers)
+            table = packed.from_buffers(lengths, buffers, adopt)
         else:
             raise WireError(f"input {input_id}: kind {kind} with {n_buffers} buffers is not known")
-    except (pa.ArrowException, OSError, IndexError, ValueError) as e:
+    except (pa.ArrowException, OSError, IndexError, TypeError, ValueError) as e:  # TypeError: it came on a device
         raise WireError(f"input {input_id}: {e}") from e
     if table.num_rows != rows:
         raise WireError(f"input {input_id}: has {table.num_rows} rows, its head says {rows}")
@@ -329,10 +384,10 @@ def _shard(
 
 
 def _buffers(
-    reader: _Reader, count: int, blocks: Sequence[pa.Buffer], blob: memoryview, used: list[int], input_id: int
-) -> list[pa.Buffer | None]:
+    reader: Reader, count: int, blocks: Sequence[Any], blob: memoryview, used: list[int], input_id: int
+) -> list[Any]:
     """The buffers of a shard, see `_shard`; None stands for an absent one."""
-    buffers: list[pa.Buffer | None] = []
+    buffers: list[Any] = []
     for frame, offset, length in _BUFFER.iter_unpack(reader.take(_BUFFER.size * count)):
         if frame == 0:
             buffers.append(None)
@@ -344,7 +399,13 @@ def _buffers(
         if not 0 <= gap < _ALIGN or (gap and (frame > 1 or any(blob[offset - gap : offset]))):
             raise WireError(f"input {input_id}: buffer {(frame, offset, length)} does not follow the one before it")
         used[frame - 1] = offset + length
-        buffers.append(blocks[frame - 1].slice(offset, length))
+        block = blocks[frame - 1]
+        if isinstance(block, packed.OnDevice):
+            if length != block.size:
+                raise WireError(f"input {input_id}: a buffer is a part of a frame on a device, must be all of it")
+            buffers.append(block)
+            continue
+        buffers.append(block.slice(offset, length))
     return buffers
 
 
@@ -364,43 +425,7 @@ def _checked_head(head: Buffer) -> memoryview:
     return rest
 
 
-class _Reader:
-    """Reads a head from front to back; never beyond its end."""
-
-    def __init__(self, view: memoryview) -> None:
-        self._view = view
-        self._at = 0
-
-    def take(self, n: int) -> memoryview:
-        if n > len(self._view) - self._at:
-            raise WireError(f"the head of a shuffle message ends {n - len(self._view) + self._at} bytes early")
-        self._at += n
-        return self._view[self._at - n : self._at]
-
-    def unpack(self, fields: struct.Struct) -> tuple[int, ...]:
-        return fields.unpack(self.take(fields.size))
-
-    def end(self) -> None:
-        if self._at != len(self._view):
-            raise WireError(f"the head of a shuffle message has {len(self._view) - self._at} bytes too many")
-
-
-def _aligned(frame: Buffer) -> pa.Buffer:
-    """A frame as an Arrow buffer at an address that suits 8-byte values.
-
-    distributed joins the frames of messages below 128 KiB, at any address; only these are copied.
-    """
-    import pyarrow as pa
-
-    buffer = pa.py_buffer(memoryview(frame).cast("B"))
-    if buffer.size and buffer.address % 8:
-        fresh = pa.allocate_buffer(buffer.size)
-        memoryview(fresh).cast("B")[:] = memoryview(buffer).cast("B")
-        return fresh
-    return buffer
-
-
-def _digest(buffers: Sequence[pa.Buffer | None]) -> int:
+def _digest(buffers: Sequence[Any]) -> int:
     h = xxhash.xxh3_64()
     for buffer in buffers:
         # Lengths are part of it, so that bytes cannot move from one buffer to its neighbour.
@@ -408,6 +433,6 @@ def _digest(buffers: Sequence[pa.Buffer | None]) -> int:
             h.update(_NO_BUFFER)
             continue
         h.update(_LENGTH.pack(buffer.size))
-        if buffer.size:
+        if buffer.size and type(buffer) is not packed.OnDevice:
             h.update(buffer)
     return int(h.intdigest())

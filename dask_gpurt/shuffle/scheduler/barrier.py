@@ -37,15 +37,26 @@ class Barrier:
 
     Parameters
     ----------
+    reached
+        Called with a run whose inputs are all split, before they are flushed.
     failed
         Called in an exception handler: counts an error of ours.
     """
 
-    def __init__(self, runs: Runs, calls: Calls, amender: Amender, binder: Binder, failed: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        runs: Runs,
+        calls: Calls,
+        amender: Amender,
+        binder: Binder,
+        reached: Callable[[RunRecord], None],
+        failed: Callable[[], None],
+    ) -> None:
         self._runs = runs
         self._calls = calls
         self._amender = amender
         self._binder = binder
+        self._reached = reached
         self._failed = failed
 
     async def passes(self, shuffle_id: seam.ShuffleId, run_id: int) -> bool:
@@ -57,6 +68,8 @@ class Barrier:
             As Dask's: the run is not there, is another one, or cannot be flushed.
         """
         failures = 0
+        if (record := self._processing(shuffle_id, run_id)) is not None:
+            self._reached(record)
         while (record := self._processing(shuffle_id, run_id)) is not None:
             since = record.version
             try:

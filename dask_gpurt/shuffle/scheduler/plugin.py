@@ -41,6 +41,7 @@ from dask_gpurt.shuffle.scheduler.barrier import Barrier
 from dask_gpurt.shuffle.scheduler.barrier_hold import Holder
 from dask_gpurt.shuffle.scheduler.calls import Calls
 from dask_gpurt.shuffle.scheduler.drain import Drain
+from dask_gpurt.shuffle.scheduler.join_filters import JoinFilters
 from dask_gpurt.shuffle.scheduler.rebalance import Binder
 from dask_gpurt.shuffle.scheduler.recovery import Amender
 from dask_gpurt.shuffle.scheduler.reopen import Opener
@@ -51,7 +52,7 @@ from dask_gpurt.shuffle.spec import GpurtShuffleSpec
 from dask_gpurt.shuffle.worker.rechunk import ReleasingRechunkSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection, Hashable
 
     from dask.typing import Key
     from distributed.scheduler import Scheduler, WorkerState
@@ -88,7 +89,8 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
         )
         self.drain = Drain(scheduler, self, self.runs, self.amender, failed)
         self.holder = Holder(scheduler, self.runs)
-        self.waits = Barrier(self.runs, self.shuffle_calls, self.amender, self.binder, failed)
+        self.joins = JoinFilters(scheduler, self.runs, self.shuffle_calls, takeover.no_join_filters, failed)
+        self.waits = Barrier(self.runs, self.shuffle_calls, self.amender, self.binder, self.joins.begin, failed)
         #: the scheduler's handlers besides Dask's, see `seam.swap_plugin`
         self.calls = {OPEN_OUTPUT: self.open_output}
         super().__init__(scheduler)
@@ -203,6 +205,10 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
             return False
 
     # ---- tasks and workers
+
+    def update_graph(self, scheduler: Scheduler, *, tasks: Collection[Hashable], **kwargs: Any) -> None:
+        """New tasks, none of them on its way yet."""
+        self.joins.arrange(tasks)
 
     def transition(self, key: Key, start: str, finish: str, *args: object, stimulus_id: str, **kwargs: Any) -> None:
         """As Dask's, but for the barriers of runs that go on; and what recovery has to know of tasks."""
@@ -360,7 +366,9 @@ class ShuffleTakeover:
             reason = self._reason_for_stock(spec)
             if not reason:
                 order = seam.order_of_outputs(self.scheduler, spec.id)
-                ours = GpurtShuffleSpec.of(spec, self.settings, order, provider_of(type(spec.meta)))
+                frames = provider_of(type(spec.meta))
+                join = None if self._plugin is None or frames else self._plugin.joins.side(spec.id)
+                ours = GpurtShuffleSpec.of(spec, self.settings, order, frames, join)
                 self._runs += 1
                 return ours
         except Exception:
@@ -409,6 +417,10 @@ class ShuffleTakeover:
         unable = self._unable()
         return f"{unable} workers have not said that they can" if unable else ""
 
+    def no_join_filters(self) -> bool:
+        """Whether joins have no filter: not asked for, in safe mode, or after too many errors."""
+        return self.settings.join_filter != "auto" or self.safe or bool(self._part.retired)
+
     def _unable(self) -> int:
         """Workers that have not said that they can run a spec of ours."""
         return sum(self.able.get(address, "?") != "" for address in self.scheduler.workers)
@@ -437,6 +449,7 @@ class ShuffleTakeover:
             "pinned": self._pinned,
             "recovery": {} if plugin is None else plugin.recovery_statistics(),
             "skew": self.skew.statistics(),
+            "join_filters": {} if plugin is None else plugin.joins.statistics(),
             "late_binding": {} if plugin is None else plugin.binder.statistics(),
             "errors": sum(part.fallbacks.values()),
             "last_error": part.last_traceback or "",

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from dask_gpurt.shuffle.protocol.messages import HistogramAnswer, Vouched
     from dask_gpurt.shuffle.protocol.recovery import State
+    from dask_gpurt.shuffle.rows.key_filter import KeyFilter
 
 logger = logging.getLogger("distributed.scheduler.gpurt")
 
@@ -107,6 +108,9 @@ class RunRecord:
     partner_deadline: float | None = None
     #: flushes that failed while its outputs were handed over, after its barrier
     failed_flushes: int = 0
+    #: its keys, for the other side of its join; and whether its workers were asked for them
+    join_filter: KeyFilter | None = None
+    join_asked: bool = False
     #: whether its tasks are being released, for a restart
     restarting: bool = False
     #: counts changes

@@ -18,6 +18,7 @@ is opened before a run needs it (`registry`); all of it is closed with the worke
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -26,7 +27,6 @@ import traceback
 import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dask_gpurt.backends.ucx_device import to_host
 from dask_gpurt.model import safe_mode
 from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.protocol.messages import KIND
@@ -40,7 +40,7 @@ from dask_gpurt.shuffle.transport.registry import OpenTransports
 from dask_gpurt.shuffle.transport.rpc_credit import SafeReceiver
 from dask_gpurt.shuffle.transport.select.compress import LEAST, Squeezer
 from dask_gpurt.shuffle.transport.select.locality import host_token, locality_of, process_token
-from dask_gpurt.shuffle.transport.select.selector import INPROC, SAFE, Locality, TransportChooser
+from dask_gpurt.shuffle.transport.select.selector import DEVICE, INPROC, SAFE, Locality, TransportChooser
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from dask_gpurt.config import ShuffleSettings
     from dask_gpurt.shuffle.transport.inbox import RunReceiver
     from dask_gpurt.shuffle.transport.link.records import RunKey
+
+    Safe = Callable[[], Awaitable[Any]]
 
 logger = logging.getLogger("distributed.worker.gpurt")
 
@@ -114,8 +116,6 @@ class Plane:
         self.closed = False
         #: the next messages take distributed's comms, uncompressed: safe mode
         self.only_safe = "shuffle" in safe_mode.parts_of(worker)
-        #: copies a message off the device, for the way that knows host memory only
-        self.to_host = to_host
         self.transports = OpenTransports(self.address, self._services, settings, count)
         self._squeezer = Squeezer(settings.codec, count)
         self._safe = SafeReceiver(self.gate, self._runs.__contains__)
@@ -158,7 +158,7 @@ class Plane:
         key: RunKey,
         peer: str,
         frames: Sequence[Any],
-        safe: Callable[[Sequence[Any]], Awaitable[Any]],
+        safe: Safe,
     ) -> Any:
         """Send a message; returns what the safe path's call would, once the peer has stored it or refused it.
 
@@ -166,14 +166,12 @@ class Plane:
         ----------
         run
             Asks peers for their card, and for credit.
-        key
-            Names the run on links.
-        peer
-            Address of the worker.
+        key, peer
+            The run on links, and the address of the worker.
         frames
             The message.
         safe
-            Sends frames in host memory by distributed's comms.
+            Sends it by distributed's comms; what lies on a device it copies to the host.
         """
         try:
             route = await self._route(run, key, peer)
@@ -211,20 +209,26 @@ class Plane:
             self._count(resent_safe=1)
             if receipt.lost:
                 route.chooser.lost(name, end)
+            elif device:
+                route.chooser.lost(DEVICE, end)
             self.links.problems[peer] = f"{name}: {receipt.problem}"
             logger.info("message to %s is sent again over %s: %s over %s", peer, SAFE, receipt.problem, name)
-        return await self._send_safe(run, route, peer, nbytes, device, frames, safe)
+        return await self._send_safe(run, route, peer, nbytes, device, safe)
 
-    async def _send_safe(
-        self,
-        run: RunSender,
-        route: Route,
-        peer: str,
-        nbytes: int,
-        device: bool,
-        frames: Sequence[Any],
-        safe: Callable[[Sequence[Any]], Awaitable[Any]],
-    ) -> Any:
+    async def meet(self, run: RunSender, key: RunKey, peer: str) -> Any:
+        """Learn the ways to a peer, if they are not known; what goes wrong is found out again by the first message."""
+        with contextlib.suppress(Exception):
+            await self._route(run, key, peer)
+        return {"status": "OK"}
+
+    def takes_device(self, key: RunKey, peer: str) -> bool:
+        """Whether a message in device memory would go to a peer as it is."""
+        future = self._routes.get((key, peer))
+        if self.only_safe or future is None or not future.done() or future.exception() is not None:
+            return False
+        return future.result().chooser.choose(0, True, time.monotonic()) != SAFE
+
+    async def _send_safe(self, run: RunSender, route: Route, peer: str, nbytes: int, device: bool, safe: Safe) -> Any:
         """By distributed's comms, which know no memory but the host's."""
         counters = self.links.of(peer, SAFE)
         start = time.monotonic()
@@ -234,16 +238,13 @@ class Plane:
             counters.stall_seconds += await route.safe.credit(
                 nbytes, lambda total: run.ask(peer, AskCredit(self.address, total).to_dict())
             )
-            if device:
-                frames = await self._loop.run_in_executor(None, self.to_host, frames)
-            response = await safe(frames)
+            response = await safe()
             stored = True
         finally:
             end = time.monotonic()
             route.chooser.ended(SAFE, nbytes, device, end, stored)
         route.safe.granted(response)
-        counters.messages_out += 1
-        counters.bytes_out += nbytes
+        counters.messages_out, counters.bytes_out = counters.messages_out + 1, counters.bytes_out + nbytes
         counters.seconds += end - start
         return response
 
@@ -276,12 +277,8 @@ class Plane:
             return Receipt("the worker is gone", lost=True)
         ended: asyncio.Future[str] = self._loop.create_future()
 
-        def end(problem: str) -> None:
-            if not ended.done():
-                ended.set_result(problem)
-
         def done(problem: str) -> None:
-            self._loop.call_soon_threadsafe(end, problem)
+            self._loop.call_soon_threadsafe(lambda: ended.done() or ended.set_result(problem))
 
         # It was not compressed, so it has no room to be expanded.
         nbytes = records.message_bytes(frames)

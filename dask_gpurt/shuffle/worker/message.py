@@ -12,6 +12,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.shuffle import seam
+from dask_gpurt.shuffle.transport.link import records
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
@@ -76,7 +77,7 @@ class Message:
     Parameters
     ----------
     frames
-        As `rows.wire.pack` makes them.
+        As `rows.wire.pack` makes them; distributed's comms take those of host memory alone.
     sender
         Address of the worker that made it.
     """
@@ -84,7 +85,7 @@ class Message:
     def __init__(self, frames: Sequence[Buffer], sender: str = "") -> None:
         self.frames = list(frames)
         self.sender = sender
-        self.nbytes = sum(memoryview(f).nbytes for f in self.frames)
+        self.nbytes = sum(map(records.size_of, self.frames))
 
 
 @seam.dask_serialize.register(Message)  # type: ignore[untyped-decorator]

@@ -108,7 +108,7 @@ class Receiver:
         WireError
             It does not parse, is of another run, or fails a checksum.
         """
-        return wire.unpack(frames, self._key.tag, self._key.run_id, self._schemas)
+        return wire.unpack(frames, self._key.tag, self._key.run_id, self._schemas, self._rows.adopt)
 
     async def accept(self, shards: list[Shard], nbytes: int) -> None:
         """Store the shards of a message of `nbytes`; returns when they are stored."""

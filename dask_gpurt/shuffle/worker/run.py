@@ -44,6 +44,7 @@ from dask_gpurt.shuffle.worker.amendment import Amendment
 from dask_gpurt.shuffle.worker.executor import submit
 from dask_gpurt.shuffle.worker.flushed_buffers import FlushedBuffers
 from dask_gpurt.shuffle.worker.handover import Handover
+from dask_gpurt.shuffle.worker.join_filter import JoinRows
 from dask_gpurt.shuffle.worker.output_builder import OutputBuilder
 from dask_gpurt.shuffle.worker.owners import Owners
 from dask_gpurt.shuffle.worker.peer_calls import PeerCalls
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
 
     from dask_gpurt.model import ShardStore
     from dask_gpurt.shuffle.counters import ShuffleCounters
+    from dask_gpurt.shuffle.protocol.join_plan import JoinSide
     from dask_gpurt.shuffle.rows.kinds import RowKind
     from dask_gpurt.shuffle.transport.plane import Plane
     from dask_gpurt.shuffle.worker.message import Batch, Message, Outgoing
@@ -86,6 +88,8 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         Of the worker, bytes; None: it has none.
     state
         Amendments so far; None: none.
+    join
+        The join that it is a side of; None: none.
     budget
         For what the runs of this worker retain; None: they retain nothing.
     kwargs
@@ -105,12 +109,14 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         secret: bytes,
         memory_limit: int | None = None,
         state: State | None = None,
+        join: JoinSide | None = None,
         budget: RetainBudget | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(worker_for=worker_for, disk=False, **kwargs)
         self._counters, self._plane, self._rows = counters, plane, rows
         self._key = RunKey(wire.run_tag(self.id), self.run_id)
+        self._join = JoinRows(join, self.meta, counters)
         self._make_parts(worker_for, store, state or State(), budget or RetainBudget(0))
         retained.begin(self._log, self._loop)
         plane.join(self._receiver, self._key, secret)
@@ -130,6 +136,8 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
             log=self._log,
             column=self.column,
             rows=rows,
+            join=self._join,
+            direct=lambda addresses: seam.sync(self._loop, self._sender.direct, addresses),
             counters=counters,
         )
         self._receiver = Receiver(self, key=key, store=store, rows=rows, credit=plane, counters=counters)
@@ -279,6 +287,8 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
             message = messages.parse(data)
             if isinstance(message, messages.AskHistogram):
                 return self._splitter.histogram.answer(self._sender.rate.best).to_dict()
+            if type(message) in JoinRows.ANSWERS:
+                return (await self._join.answer(message, self.offload)).to_dict()
             return self._amendment.answer(message).to_dict()
         except seam.P2PConsistencyError as e:
             return seam.error_message(e)
@@ -296,6 +306,7 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
             return
         self._counters.add(runs_closed=1)
         self._plane.leave(self._receiver, self._key)
+        self._join.close()
         await self._sender.drop()
         self._receiver.drop()
         with contextlib.ExitStack() as stack:

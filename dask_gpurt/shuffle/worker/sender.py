@@ -2,13 +2,16 @@
 
 Theory of operation. Parcels for the same outputs of one peer (a group of neighbours) wait until they are worth a
 message, charged to the budget for unsent bytes. Then distributed's send buffer takes them over, which sends several at
-a time and calls `Sender.send`. A message goes by the worker's `transport.plane.Plane`. One that the peer refuses (a
+a time and calls `Sender.send`. A message goes by the worker's `transport.plane.Plane`. Parcels on the device stay
+there, if the way to the peer is one for device memory when they are sent; else they are staged. One that the peer
+refuses (a
 wrong checksum, an unknown schema) is sent again with its schemas. What a worker has for itself goes straight to its
 receiver.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import sys
 import time
@@ -20,7 +23,7 @@ from dask_gpurt.shuffle.rows import wire
 from dask_gpurt.shuffle.worker.message import Batch, Message, groups
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
     from dask_gpurt.shuffle.counters import ShuffleCounters
     from dask_gpurt.shuffle.rows.partition import Shard
@@ -172,13 +175,14 @@ class Sender:
         known = self._known.setdefault(address, set())
         start = time.perf_counter()
         for _ in range(1 + RESENDS):
-            self._sequence += 1
-            frames = wire.pack(self._key.tag, self._key.run_id, self._sequence, parcels, known)
-            message = Message(frames, self._host.local_address)
+            direct = self._plane.takes_device(self._key, address)
+            if not all(wire.ready(p, direct) for p in parcels):
+                parcels = await self._on_host(parcels)
+            message = self._message(parcels, known)
             began = time.perf_counter()
             response: Answer = await self._plane.send(
                 *(self, self._key, address, message.frames),
-                functools.partial(self._by_comms, address, message),
+                functools.partial(self._by_comms, address, message, parcels, known),
             )
             self.rate.sent(message.nbytes, time.perf_counter() - began)
             refused = response.get("gpurt-refused")
@@ -197,9 +201,25 @@ class Sender:
         self._counters.add(seconds_send=time.perf_counter() - start)
         return response
 
-    def _by_comms(self, address: str, message: Message, frames: Sequence[Any]) -> Awaitable[Answer]:
-        """Send a message by distributed's comms: its frames, or copies of them in host memory."""
-        return self._peers.call(address, message if frames is message.frames else Message(frames, message.sender))
+    def _message(self, parcels: Sequence[Parcel], known: set[int]) -> Message:
+        self._sequence += 1
+        frames = wire.pack(self._key.tag, self._key.run_id, self._sequence, parcels, known)
+        return Message(frames, self._host.local_address)
+
+    async def _on_host(self, parcels: list[Parcel]) -> list[Parcel]:
+        return await self._host.offload(lambda: [wire.on_host(p) for p in parcels])
+
+    async def _by_comms(self, address: str, message: Message, parcels: list[Parcel], known: set[int]) -> Answer:
+        """Send a message by distributed's comms, which know no memory but the host's."""
+        if any(p.packs for p in parcels):
+            message = self._message(await self._on_host(parcels), known)
+        return await self._peers.call(address, message)
+
+    async def direct(self, addresses: Collection[str]) -> set[str]:
+        """Of some workers, those that take rows in device memory; asks them, the first time."""
+        others = [a for a in addresses if a != self._host.local_address]
+        await asyncio.gather(*(self._peers.unless_lost(a, self._plane.meet(self, self._key, a)) for a in others))
+        return {a for a in others if self._plane.takes_device(self._key, a)}
 
     async def ask(self, address: str, question: dict[str, Any]) -> Answer:
         """Ask a peer's run something by distributed's comms; see `transport.plane.Plane.answer`."""

@@ -14,10 +14,13 @@ from dask_gpurt.shuffle.protocol.recovery import CUTS, shard_id
 from dask_gpurt.shuffle.worker.message import Outgoing
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
     from dask_gpurt.shuffle.counters import ShuffleCounters
     from dask_gpurt.shuffle.rows.kinds import RowKind
     from dask_gpurt.shuffle.rows.partition import Shard
     from dask_gpurt.shuffle.worker.host import RunHost
+    from dask_gpurt.shuffle.worker.join_filter import JoinRows
     from dask_gpurt.shuffle.worker.owners import Owners
     from dask_gpurt.shuffle.worker.send_log import SendLog
 
@@ -39,6 +42,10 @@ class Splitter:
         Name of the column of output ids.
     rows
         Splits and encodes.
+    join
+        What it does with the keys of a join.
+    direct
+        Says which of some workers take rows in device memory; called for partitions that lie there.
     counters
         `inputs`, `skew_unknown`, `values_pickled` and the seconds of both steps.
     """
@@ -51,11 +58,13 @@ class Splitter:
         log: SendLog[Shard],
         column: str,
         rows: RowKind,
+        join: JoinRows,
+        direct: Callable[[Collection[str]], Collection[str]],
         counters: ShuffleCounters,
     ) -> None:
-        self._host = host
+        self._host, self._direct = host, direct
         self._owners, self._log = owners, log
-        self._column, self._rows = column, rows
+        self._column, self._rows, self._join = column, rows, join
         self._counters = counters
         #: rows of each output in the inputs that were split here
         self.histogram = Histogram(max(owners.worker_for, default=-1) + 1)
@@ -77,16 +86,21 @@ class Splitter:
                 f"input partition {partition} of shuffle {self._host.id} is a {type(data).__module__}."
                 f"{type(data).__name__}, its meta is a {self._rows.frame}. Remedy: make partitions and meta agree"
             )
+        keep = self._join.keep(data)
         start = time.perf_counter()
         # The epoch is read before the layout: so an amendment in between is noticed when the input is sent.
         out = Outgoing(partition, seam.this_key(), self._log.epoch)
         first_id = shard_id(partition, out.attempt, out.attempt)
-        shards = list(self._rows.split(data, first_id, self._owners.layout))
+        layout = self._owners.layout
+        direct = () if self._rows.on_host else self._direct(layout.ranges)
+        shards = list(self._rows.split(data, first_id, layout, keep=keep, direct=direct))
         self._count(data, shards)
         self._say_pickled(data, shards)
         middle = time.perf_counter()
         nbytes = self._encode(shards, first_id, out)
-        self._counters.add(inputs=1, seconds_partition=middle - start, seconds_encode=time.perf_counter() - middle)
+        end = time.perf_counter()
+        self._counters.add(inputs=1, seconds_partition=middle - start, seconds_encode=end - middle)
+        self._join.split(partition, data, len(data) if keep is None else int(keep.sum()), end - start)
         seam.context_meter.digest_metric("p2p-shards", nbytes, "bytes")
         seam.context_meter.digest_metric("p2p-shards", len(out.parcels) + bool(out.own), "count")
         return out

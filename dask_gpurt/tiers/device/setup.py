@@ -61,13 +61,10 @@ class DeviceMemory:
         allocator: DeviceAllocator,
         callback: Late,
         conflict: Callable[[], str],
-        full_bytes: int,
     ) -> None:
         self.space = space
         self.oom = oom
         self.allocator = allocator
-        #: of which the marks are shares
-        self.full_bytes = full_bytes
         self._callback = callback
         self._conflict = conflict
         #: why values do not leave the device for now; "" if they do
@@ -166,7 +163,7 @@ class DeviceMemory:
         )
         oom = SpillOnFailure(space, allocator.headroom_bytes, low_water_bytes=low_water)
         callback.target = oom
-        return cls(space, oom, allocator, callback, conflict, limit)
+        return cls(space, oom, allocator, callback, conflict)
 
     def look(self) -> None:
         """Whether all is as it was installed; with every heartbeat. Costs a few attributes."""

@@ -141,8 +141,10 @@ class Engine:
         if entry.gone:
             return
         self.books.remove(entry)
-        wake(entry)
-        self.loading.free_when_idle(entry)
+        if entry.waiter is not None:
+            wake(entry)
+        if entry.handle is not None:
+            self.loading.free_when_idle(entry)
         self.gate.wake()
 
     def unpin(self, entry: Entry) -> None:

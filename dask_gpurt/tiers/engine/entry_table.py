@@ -79,7 +79,8 @@ class Books:
 
     def add(self, account: Account, key: Hashable, value: object, nbytes: int) -> Entry:
         """A value in memory."""
-        nbytes = self._believed(key, nbytes)
+        if type(nbytes) is not int or nbytes < 0:
+            nbytes = self._believed(key, nbytes)
         entry = Entry(key, account, nbytes, value, last_use=self.clock())
         self.entries[entry] = None
         self.blocks.join(entry, value)
@@ -152,13 +153,14 @@ class Books:
         self.log.append(entry.key, entry.state, "remove", None)
         if self.trace is not None:
             self.trace.note("remove", entry)
-        if entry.in_memory:
-            self.blocks.leave(entry, was_moving=entry.state is State.MOVING)
+        state = entry.state
+        if state is State.RESIDENT or state is State.MOVING:
+            self.blocks.leave(entry, was_moving=state is State.MOVING)
         else:
             self.absent -= 1
-            if entry.state is not State.LOST:
+            if state is not State.LOST:
                 self._count_stored(entry, -1)
-            if entry.state is State.LOADING:
+            if state is State.LOADING:
                 self.loading_bytes -= entry.nbytes
         entry.value = None
         if self.ordered:

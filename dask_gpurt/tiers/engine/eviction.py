@@ -159,7 +159,10 @@ class Eviction:
     def balance(self, asked_bytes: int = 0) -> None:
         """Begin evictions until values are within budget, with room for `asked_bytes`, or all writers are busy."""
         if not self.pressed:
-            if self.used_bytes + asked_bytes <= self._near_bytes:
+            # `used_bytes`, without a call: each result of a task passes here.
+            books = self._books
+            used = books.blocks.resident_bytes + books.loading_bytes + self.gate.reserved_bytes
+            if used + asked_bytes <= self._near_bytes:
                 return
             self.press()
         if self._io.closed:

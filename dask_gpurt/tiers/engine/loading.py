@@ -146,7 +146,7 @@ class Loading:
         """
         if not self._io.on_loop:
             return self._get_elsewhere(entry)
-        if entry.in_memory:
+        if entry.state is State.RESIDENT or entry.state is State.MOVING:
             self._books.touch(entry)
             return entry.value
         if entry.load_error is not None:

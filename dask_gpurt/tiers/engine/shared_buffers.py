@@ -36,7 +36,12 @@ class Blocks:
 
     def join(self, entry: Entry, value: object) -> None:
         """A value is in memory now."""
-        entry.blocks = tuple(self._join(entry, root, nbytes) for root, nbytes in roots_of(value, entry.nbytes))
+        roots = roots_of(value, entry.nbytes)
+        if len(roots) == 1:  # the usual case
+            ((root, nbytes),) = roots
+            entry.blocks = (self._join(entry, root, nbytes),)
+        else:
+            entry.blocks = tuple(self._join(entry, root, nbytes) for root, nbytes in roots)
 
     def _join(self, entry: Entry, root: int, nbytes: int) -> Block:
         block = self._blocks.get(root)

@@ -37,6 +37,7 @@ from distributed.scheduler import TaskState, WorkerState
 
 from dask_gpurt.model.checks import require_call, require_names
 from dask_gpurt.model.events import Sink, null_sink
+from dask_gpurt.model.no_hook import ignored
 from dask_gpurt.tiers.hints.protocol import HEARTBEAT_FIELD, KEEP, OP, PROTOCOL, Uses, without
 from dask_gpurt.tiers.scheduler_plugin import TierPlugin, speaks
 
@@ -99,6 +100,7 @@ class NextUsePlugin(TierPlugin):
         self._transition_seconds = 0.0
         self._flushes = 0
         self._flush_seconds = 0.0
+        self._listen()
 
     # ------------------------------------------------------------------ life
 
@@ -136,6 +138,14 @@ class NextUsePlugin(TierPlugin):
     def _forget(self) -> None:
         for table in (self._dirty, self._sent, self._sorted, self._ready):
             table.clear()
+        self._listen()
+
+    def _listen(self) -> None:
+        """Hear of transitions only while a worker asks; call it when `_ready` has changed."""
+        if self._ready:
+            self.__dict__.pop("transition", None)
+        else:
+            self.__dict__["transition"] = ignored
 
     def _meet(self, scheduler: Scheduler) -> None:
         """Meet workers that ask, and end the streams of those that no longer do."""
@@ -175,9 +185,6 @@ class NextUsePlugin(TierPlugin):
 
     def transition(self, key: Key, start: str, finish: str, *args: object, stimulus_id: str, **kwargs: Any) -> None:
         """See `SchedulerPlugin.transition`; raises nothing."""
-        # Called for every transition of every task: leave as early as possible.
-        if not self._ready:
-            return
         before = time.perf_counter()
         try:
             if finish != "processing":
@@ -226,6 +233,7 @@ class NextUsePlugin(TierPlugin):
         """Forget a worker."""
         for table in (self._ready, self._streams, self._met):
             table -= {ws for ws in table if ws.address == worker}
+        self._listen()
 
     def restart(self, scheduler: Scheduler) -> None:
         """Forget all tasks."""
@@ -313,9 +321,11 @@ class NextUsePlugin(TierPlugin):
         here = scheduler is not None and scheduler.workers.get(ws.address) is ws
         if not here or not speaks(ws, HEARTBEAT_FIELD, PROTOCOL):
             self._ready.discard(ws)
+            self._listen()
             return False
         if ws not in self._ready:
             self._ready.add(ws)
+            self._listen()
             for ts in ws.has_what:
                 self._dirty[ts] = None
                 sent = self._sent.get(ts)

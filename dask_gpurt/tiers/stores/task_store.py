@@ -175,7 +175,7 @@ class TieredStore(MutableMapping["Key", Any]):
             if self.successor is not None:
                 return self.successor[key]
             raise KeyError(key)
-        if entry.in_memory:
+        if entry.state is State.RESIDENT or entry.state is State.MOVING:  # `in_memory`, without a call
             counters = self._engine.counters
             counters.memory_reads += 1
             counters.memory_read_bytes += entry.nbytes

@@ -115,7 +115,7 @@ class WorkerSeam:
         self.execute.retry_alone = RetryAlone(space, lambda: self.execute.running)
         self.execute.device_turns = Turns(
             space,
-            limit_bytes=lambda: device.full_bytes,
+            limit_bytes=lambda: device.allocator.limit_bytes,
             process_bytes=space.backend.allocated_bytes,
             seceded=self._seceded,
         )

@@ -53,9 +53,15 @@ class SmallTasks:
                 return None
             if not ts.dependencies:
                 return []
-            found = [self._store.entry(d.key) for d in ts.dependencies]
-            entries = [entry for entry in found if entry is not None]
-            if sum(e.nbytes for e in entries) >= LEAST_BYTES:
+            entries: list[Entry] = []
+            nbytes = 0
+            entry_of = self._store.entry
+            for d in ts.dependencies:
+                entry = entry_of(d.key)
+                if entry is not None:
+                    entries.append(entry)
+                    nbytes += entry.nbytes
+            if nbytes >= LEAST_BYTES:
                 return None
         except Exception:
             self._guard.failed("execute", "small task")
@@ -67,7 +73,12 @@ class SmallTasks:
     def ended(self, event: StateMachineEvent) -> None:
         """Such a task has run: learn from a result that was larger than foreseen."""
         try:
-            if type(event) is ExecuteSuccessEvent and (as_bytes(event.nbytes) or 0) >= SMALL_RESULT_BYTES:
+            if type(event) is not ExecuteSuccessEvent:
+                return
+            nbytes = event.nbytes
+            if type(nbytes) is not int:
+                nbytes = as_bytes(nbytes) or 0
+            if nbytes >= SMALL_RESULT_BYTES:
                 self._outputs.learn(event.key, self._store.host_bytes(event.value, event.nbytes))
         except Exception:
             self._guard.failed("execute", "small task")

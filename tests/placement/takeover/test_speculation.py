@@ -421,14 +421,14 @@ async def test_patrol_finds_a_straggler(c: Any, s: Scheduler, a: Worker, b: Work
     for w in (a, b, d):
         open_gate(w)
     for i in range(6):
-        await c.submit(held, pure=False, key=f"held-{i}")
+        await c.submit(held, pure=False, key=("held", i))
     GATES[a.address] = threading.Event()
-    f = c.submit(held, pure=False, key="held-77", workers=[a.address])
+    f = c.submit(held, pure=False, key=("held", 77), workers=[a.address])
     await until(lambda: a.state.executing_count == 1)
     s.tasks[f.key].worker_restrictions = None
     assert await f in (b.address, d.address)
     with dask.annotate(gpurt_rerun=False):
-        g = c.submit(held, pure=False, key="held-78", workers=[a.address])
+        g = c.submit(held, pure=False, key=("held", 78), workers=[a.address])
     assert plugin.copies is not None
     await until(lambda: plugin.engine is not None and plugin.copies is not None and plugin.copies.counts["won"])
     open_gate(a)
@@ -461,3 +461,26 @@ async def test_never_when_annotated_or_switched_off(c: Any, s: Scheduler, a: Wor
     assert off.copies is None
     assert s.stream_handlers["task-finished"] == s.handle_task_finished
     off.uninstall()
+
+
+@three
+async def test_no_second_effect_without_a_slow_worker(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
+    """Tasks that a program submits may have effects: on equal workers a long one runs once, as with stock."""
+    plugin = await started(s)
+    for w in (a, b, d):
+        open_gate(w)
+    for i in range(6):
+        await c.submit(held, i, pure=False)
+    for w in (a, b):
+        GATES[w.address] = threading.Event()
+    impure = c.submit(held, pure=False, workers=[a.address])
+    pure = c.submit(held, workers=[b.address])
+    await until(lambda: a.state.executing_count == b.state.executing_count == 1)
+    for f in (impure, pure):
+        s.tasks[f.key].worker_restrictions = None
+    await until(lambda: plugin.engine is not None and plugin.engine.forbade["impure"] > 4)
+    assert plugin.copies is not None
+    assert not plugin.copies.counts
+    for w in (a, b):
+        open_gate(w)
+    assert await c.gather([impure, pure]) == [a.address, b.address]

@@ -11,6 +11,7 @@ from dask_gpurt.errors import WireError
 from dask_gpurt.shuffle.protocol import messages
 from dask_gpurt.shuffle.protocol.recovery import State
 from dask_gpurt.shuffle.worker.amendment import Amendment
+from dask_gpurt.shuffle.worker.join_filter import JoinRows
 
 EXAMPLES = [
     messages.Amend(3, ("tcp://a",), {0: "tcp://b", 7: "tcp://c"}, {7: 2}, {7: "tcp://b"}, None),
@@ -23,6 +24,11 @@ EXAMPLES = [
     messages.Vouched(2, ((0, 0, "key"), (1, 2, ("shuffle-transfer-x", 1)))),
     messages.HistogramAnswer(b"\x01\x00", 10, (3, "k = 1 (99%)"), 0.5),
     messages.HistogramAnswer(b"", 0, None, 0.0),
+    messages.AskJoinKeys(),
+    messages.AskJoinBits(1 << 10),
+    messages.TakeJoinFilter(b"\x01" * 8, True, -5, (1 << 64) - 1),
+    messages.JoinKeys(12, False, 0, -1, 3, 400, frozenset({0, 7})),
+    messages.JoinBits(b""),
     messages.OutputOpened(True),
     messages.Ok(),
 ]
@@ -49,7 +55,7 @@ def test_they_come_back_as_they_were(message):
 
 
 def test_every_message_is_answered():
-    assert {*Amendment.ANSWERS, messages.AskHistogram} == set(messages.MESSAGES.values())
+    assert {*Amendment.ANSWERS, *JoinRows.ANSWERS, messages.AskHistogram} == set(messages.MESSAGES.values())
     assert {messages.MESSAGES[kind].HEAD[messages.KIND] for kind in messages.MESSAGES} == set(messages.MESSAGES)
 
 
@@ -63,7 +69,9 @@ def test_a_message_is_of_the_latest_epoch():
 
 @pytest.mark.parametrize("data", [{"gpurt": "amand", "epoch": 1}, {}, {"gpurt": None}, {"gpurt": ["amend"]}])
 def test_an_unknown_message_is_an_error_that_says_so(data):
-    with pytest.raises(WireError, match=r"must be one of amend, valid, reopen, complete, histogram\. Remedy"):
+    with pytest.raises(
+        WireError, match=r"must be one of amend, valid, reopen, complete, histogram, join-keys, .*\. Remedy"
+    ):
         messages.parse(data)
 
 

@@ -123,7 +123,7 @@ def test_a_split_is_ready_when_it_is_handed_over() -> None:
 def test_through_a_message(flip: int | None) -> None:
     one = kind(LazyMemory(), 3000)
     data = rows()
-    shards = numbered(one.split(data, shard_id(3, 0, 0), LAYOUT))
+    shards = numbered(one.split(data, shard_id(3, 0, 0), OutputLayout(dict.fromkeys(range(OUTPUTS), "b"))))
     parcels = [parcel for shard in shards for parcel in one.encoder()(shard)]
     frames = [bytearray(frame) for frame in wire.pack(7, 1, 1, parcels)]
     if flip is not None:
@@ -136,6 +136,62 @@ def test_through_a_message(flip: int | None) -> None:
     assert [s.parts.tolist() for s in got] == [s.parts.tolist() for s in shards]
     for part in range(OUTPUTS):
         pd.testing.assert_frame_equal(pd.DataFrame(one.assemble(pieces(got, part))), of(data, part))
+
+
+def large(seed: int = 0) -> HostFrame:
+    return rows(60_000, seed)
+
+
+def to_b(one: DeviceRows, direct: str = "b") -> list[Shard]:
+    return numbered(one.split(large(), shard_id(3, 0, 0), OutputLayout(dict.fromkeys(range(OUTPUTS), "b")), direct))
+
+
+@pytest.mark.parametrize("left", ["nothing", "one pack", "all"])
+def test_through_a_message_from_device_to_device(left: str) -> None:
+    """What memory was short for has left the device by then, and goes by the host."""
+    here, there = LazyMemory(), LazyMemory()
+    one, other = kind(here), kind(there)
+    shards = to_b(one)
+    assert all(pack.on_device for shard in shards for pack in shard.table.packs)
+    parcels = [parcel for shard in shards for parcel in one.encoder()(shard)]
+    stage(
+        {"nothing": [], "one pack": shards[0].table.packs[:1], "all": [p for s in shards for p in s.table.packs]}[left]
+    )
+    frames = wire.pack(7, 1, 1, parcels)
+    sent = [hasattr(frame, "__cuda_array_interface__") for frame in frames]
+    assert not any(sent[:2])
+    assert sum(sent) == {"nothing": OUTPUTS, "one pack": OUTPUTS - len(shards[0].parts), "all": 0}[left]
+    came = []
+    for frame, on_device in zip(frames, sent, strict=True):
+        came.append(there.allocate(frame.nbytes) if on_device else frame)
+        if on_device:
+            there.write(came[-1], here.bytes_of(frame))
+    there.ready()
+    got = wire.unpack(came, 7, 1, {}, other.adopt)
+    del frames, parcels, shards
+    for part in range(OUTPUTS):
+        pd.testing.assert_frame_equal(pd.DataFrame(other.assemble(pieces(got, part))), of(large(), part))
+    assert not here.faults
+    assert not there.faults
+
+
+def test_what_comes_on_a_device_where_it_must_not_is_refused() -> None:
+    memory = LazyMemory()
+    one = kind(memory)
+    frames = wire.pack(7, 1, 1, [parcel for shard in to_b(one) for parcel in one.encoder()(shard)])
+    with pytest.raises(WireError, match="must be in host memory came on a device"):
+        wire.unpack(frames, 7, 1, {})
+    with pytest.raises(WireError, match="must be in host memory"):
+        wire.unpack([frames[0], memory.allocate(frames[1].nbytes), *frames[2:]], 7, 1, {}, one.adopt)
+    with pytest.raises(WireError, match="must be all of it"):
+        wire.unpack([*frames[:2], memory.allocate(frames[2].nbytes * 2), *frames[3:]], 7, 1, {}, one.adopt)
+
+
+def test_only_large_packs_for_workers_that_take_them_stay_on_the_device() -> None:
+    one = kind(LazyMemory())
+    assert not any(pack.on_device for shard in to_b(one, "x") for pack in shard.table.packs)
+    small = one.split(rows(), 0, OutputLayout(dict.fromkeys(range(OUTPUTS), "b")), "b")
+    assert not any(pack.on_device for _, shard in small for pack in shard.table.packs)
 
 
 def test_heads_that_do_not_fit_are_refused() -> None:
@@ -252,6 +308,7 @@ def test_a_row_is_copied_no_more_often_than_it_has_to_be() -> None:
 
 def test_a_partition_of_another_library_is_refused() -> None:
     from dask_gpurt.shuffle.counters import ShuffleCounters
+    from dask_gpurt.shuffle.worker.join_filter import JoinRows
     from dask_gpurt.shuffle.worker.owners import Owners
     from dask_gpurt.shuffle.worker.splitter import Splitter
     from tests.shuffle.worker.test_parts import Host, log
@@ -262,6 +319,8 @@ def test_a_partition_of_another_library_is_refused() -> None:
         log=log(),
         column="_partitions",
         rows=kind(LazyMemory()),
+        join=JoinRows(None, None, ShuffleCounters()),
+        direct=lambda addresses: (),
         counters=ShuffleCounters(),
     )
     assert len(splitter.split(rows(), 0).own) == 1

@@ -33,6 +33,6 @@ def test_a_worker_that_is_stopped_restarts_the_run_and_fails_no_query() -> None:
         raise TimeoutError("no answer to 'shuffle_receive' within 60 s")
 
     calls: Any = SimpleNamespace(flush=flushed, amend=no_answer, tell=no_answer)
-    barrier = Barrier(runs, calls, SimpleNamespace(), SimpleNamespace(hear=flushed), lambda: None)  # type: ignore[arg-type]
+    barrier = Barrier(runs, calls, SimpleNamespace(), SimpleNamespace(hear=flushed), lambda record: None, lambda: None)  # type: ignore[arg-type]
     assert asyncio.run(barrier.passes("s", 1)) is False
     assert restarted == ["no answer to 'shuffle_receive' within 60 s"]

@@ -289,8 +289,7 @@ def test_every_message_that_began_ends_for_the_choice(end):
 
         plane.transports._open["tcp"] = Ways()  # type: ignore[assignment]
 
-        async def safe(frames: Any) -> Any:
-            assert frames == [b"text"]
+        async def safe() -> Any:
             if end == "safe fails":
                 raise OSError("gone")
             return {"status": "OK"}

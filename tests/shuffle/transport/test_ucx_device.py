@@ -6,24 +6,17 @@ What was read too early is poison.
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import threading
 from concurrent.futures import wait
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 
-from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.memory.pages import Pages, system
 from dask_gpurt.shuffle.transport.base import Header, Peer, ReceiveGate, Services
-from dask_gpurt.shuffle.transport.cards import Card
 from dask_gpurt.shuffle.transport.link import records
 from dask_gpurt.shuffle.transport.link.records import RunKey, is_device
-from dask_gpurt.shuffle.transport.peers import Route
-from dask_gpurt.shuffle.transport.plane import Plane
-from dask_gpurt.shuffle.transport.select.selector import Locality, TransportChooser
 from tests.shuffle.helpers import receipt_of
 
 pytest.importorskip("ucxx")
@@ -99,10 +92,6 @@ class OrdinarySide:
         if len(self.allocated) in self.fail:
             raise MemoryError("std::bad_alloc: out_of_memory")
         return filled(nbytes)
-
-    def to_host(self, buffers: Sequence[Any]) -> list[Any]:
-        self._synchronise()
-        return [memoryview(content(b)) if is_device(b) else b for b in buffers]
 
 
 class Node:
@@ -266,46 +255,6 @@ def eventually(condition: Any) -> None:
             return
         pause.wait(0.01)
     raise AssertionError("it did not happen")
-
-
-# ---------------------------------------------------------------------------------------------- the safe way
-
-
-class Worker:
-    address = "tcp://here:1"
-    security = None
-
-
-def test_the_safe_way_gets_copies_in_host_memory() -> None:
-    side = OrdinarySide()
-
-    async def main() -> None:
-        plane = Plane(Worker(), ShuffleSettings(enabled=True), lambda **counts: None, 1 << 20)
-        plane.to_host = side.to_host
-        key = RunKey(1, 1)
-        chooser = TransportChooser(Locality.HOST, [], "auto")
-        route = asyncio.get_running_loop().create_future()
-        route.set_result(
-            Route(Card(process="p", host="h", limit=0, codecs=(), endpoints={}), chooser, Header(key, bytes(16)))
-        )
-        plane._routes[key, "peer"] = route
-        got: list[Any] = []
-
-        async def safe(frames: Sequence[Any]) -> dict[str, str]:
-            got.append(frames)
-            return {"status": "OK"}
-
-        run: Any = None
-        host = [b"head", np.arange(4).data]
-        assert await plane.send(run, key, "peer", host, safe) == {"status": "OK"}
-        assert got.pop() is host  # not copied
-        assert await plane.send(run, key, "peer", [b"head", side.make(b"body" * 100)], safe) == {"status": "OK"}
-        (frames,) = got
-        assert not any(map(is_device, frames))
-        assert [bytes(f) for f in frames] == [b"head", b"body" * 100]
-        await plane.stop()
-
-    asyncio.run(main())
 
 
 def test_sizes_of_device_buffers() -> None:

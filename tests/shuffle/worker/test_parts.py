@@ -24,6 +24,7 @@ from dask_gpurt.shuffle.transport.link.records import RunKey
 from dask_gpurt.shuffle.worker import peer_calls
 from dask_gpurt.shuffle.worker.amendment import Amendment
 from dask_gpurt.shuffle.worker.flushed_buffers import FlushedBuffers
+from dask_gpurt.shuffle.worker.join_filter import JoinRows
 from dask_gpurt.shuffle.worker.message import Message, Outgoing
 from dask_gpurt.shuffle.worker.output_builder import counted
 from dask_gpurt.shuffle.worker.owners import Owners
@@ -80,6 +81,8 @@ def outgoing(owners: Owners, ledger: SendLog[Shard]) -> Outgoing:
         log=ledger,
         column="_partitions",
         rows=rows(),
+        join=JoinRows(None, None, ShuffleCounters()),
+        direct=lambda addresses: (),
         counters=ShuffleCounters(),
     )
     return splitter.split(frame(), 4)
@@ -108,6 +111,8 @@ def test_what_is_no_frame_is_refused():
         log=log(),
         column="k",
         rows=rows(),
+        join=JoinRows(None, None, ShuffleCounters()),
+        direct=lambda addresses: (),
         counters=ShuffleCounters(),
     )
     with pytest.raises(TypeError, match=r"input partition 4 of shuffle s is a builtins\.list"):

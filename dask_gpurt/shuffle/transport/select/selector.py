@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 #: always there: distributed's comms
 SAFE = "rpc"
 INPROC = "inproc"
+#: stands for device memory among the ways that are out for a while: the peer had none for a message
+DEVICE = "device"
 BACKOFF_SECONDS = 5.0
 BACKOFF_LIMIT = 300.0
 #: where the columns of `PRIOR` end
@@ -43,6 +45,8 @@ PRIOR: dict[Locality, dict[str, tuple[float, float, float]]] = {
 }
 
 
+#: ways for device buffers, the better one first
+_DEVICE_WAYS = (INPROC, "ucx")
 #: device buffers have no choice, and what they take says nothing about the others
 _DEVICE = -1
 
@@ -80,18 +84,22 @@ class TransportChooser:
         """The transport for a message of `nbytes`."""
         able = self.candidates
         if self._out:
-            able = tuple(c for c in able if c == SAFE or self._out.get(c, (0.0, 0))[0] <= now)
+            able = tuple(c for c in able if c == SAFE or not self._is_out(c, now))
+        if device:
+            ways = () if self._is_out(DEVICE, now) else _DEVICE_WAYS if self.forced == "auto" else (self.forced,)
+            return next((way for way in _DEVICE_WAYS if way in ways and way in able), SAFE)
         if self.forced != "auto":
             return self.forced if self.forced in able else SAFE
         if INPROC in able:
             return INPROC
-        if device:
-            return "ucx" if "ucx" in able else SAFE
         size = _size_class(nbytes)
         contest = self._contests.get(size)
         if contest is None:
             contest = self._contests[size] = Contest(self._priors(nbytes), self._meter, size)
         return contest.pick(able, nbytes)
+
+    def _is_out(self, name: str, now: float) -> bool:
+        return self._out.get(name, (0.0, 0))[0] > now
 
     def _priors(self, nbytes: int) -> dict[str, float]:
         column = sum(nbytes >= least for least in _COLUMNS)
@@ -133,7 +141,7 @@ class TransportChooser:
             contest.give_up(name)
 
     def lost(self, name: str, now: float) -> None:
-        """Enter that a link of this transport was lost."""
+        """Enter that a link of this transport was lost, or that the peer has no device memory (`DEVICE`)."""
         until, times = self._out.get(name, (0.0, 0))
         if until <= now:
             self._out[name] = (now + min(BACKOFF_LIMIT, BACKOFF_SECONDS * 2**times), times + 1)

@@ -248,7 +248,8 @@ class UcxInbound(_UcxEnd, InboundEnd):
 
     def _expect(self, frames: list[Any], then: Callable[[], None]) -> None:
         """Post the receives of a message's frames; `then` when all are there."""
-        requests = [(self.owner.ucx.receive(self.endpoint, f, self.tags["data"]), f) for f in frames if len(f)]
+        some = [f for f in frames if records.size_of(f)]
+        requests = [(self.owner.ucx.receive(self.endpoint, f, self.tags["data"]), f) for f in some]
         left = len(requests)
 
         def one_more() -> None:

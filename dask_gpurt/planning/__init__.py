@@ -1,0 +1,59 @@
+"""What a client's process keeps between queries, so that Dask plans the next one sooner. See `held`.
+
+`keep` begins it, `forget` ends it, `switched` says for a while whether it goes on. Importing this imports no pandas.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+logger = logging.getLogger("distributed.client.gpurt")
+
+
+def keep() -> bool:
+    """Hold expressions of queries from now on, where ``dask.dataframe`` is in use; whether that is so now.
+
+    A client that has not imported it has nothing to hold, and the import would cost it a second.
+    """
+    if "dask.dataframe" not in sys.modules:
+        return False
+    try:
+        from dask_gpurt.planning.held import HELD
+    except ImportError as e:  # a name that the seam needs; planning is Dask's then
+        logger.info("planning is left to Dask: %s", e)
+        return False
+    return HELD.install()
+
+
+def forget() -> None:
+    """Leave planning to Dask again, and let go of everything that was held."""
+    if "dask_gpurt.planning.held" in sys.modules:
+        from dask_gpurt.planning.held import HELD
+
+        HELD.uninstall()
+        HELD.clear()
+
+
+@contextlib.contextmanager
+def switched(on: bool) -> Iterator[None]:
+    """Hold, or leave planning to Dask, within the block; as before after it. Nothing that is held is let go."""
+    from dask_gpurt.planning.held import HELD
+
+    before = HELD.installed
+    if on:
+        HELD.install()
+    else:
+        HELD.uninstall()
+    try:
+        yield
+    finally:
+        if before:
+            HELD.install()
+        else:
+            HELD.uninstall()

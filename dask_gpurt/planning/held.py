@@ -1,0 +1,163 @@
+"""`HeldExpressions`: keep the expressions of queries for a while, so that planning the next query finds them again.
+
+`install` and `uninstall` change the client's process; `figures` counts. One object, `HELD`, serves a process.
+
+Dask's dataframe expressions are singletons: an expression is looked up by its name, a token of its type and operands,
+before a second one is made. What was computed for the first (its empty frame, its divisions) is found with it. But the
+table holds weak references, and most expressions of an optimisation die within it, so each query computes all of it
+again. While this is installed, expressions live on after their query. Nothing else changes: the names, the lookup and
+the results are Dask's.
+
+Why an answer cannot be wrong:
+
+1. Two expressions of one name are the same to Dask itself: it gives out the first as long as anyone keeps it. A name
+   contains paths, sizes and modification times of files that are read, so a file that was written again has another.
+2. What an expression has computed also depends on a part of Dask's configuration, on pandas' options, on whether
+   there is a client, and on the modules of users' functions (`seam.surroundings`). When one of these changes,
+   everything is let go before the next lookup.
+3. Only kinds of expressions that compute nothing by chance or by calling functions of users are held
+   (`seam.KINDS`), with plain operands, and with all that they are made of. What reads a frame in memory, futures
+   or delayed objects is not held, nor is what is built on it, so no data lives longer than its owner wants.
+
+Bounds: `limit` expressions, the least recently used go first; each keeps some empty frames. An exception in
+here lets everything go, is counted, and leaves planning to Dask from then on.
+
+Rejected: a memory of whole plans by the name of the query (it finds nothing for a query that differs in its last
+step); a copy of empty frames by name, put into new expressions (an attribute of theirs would be written).
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import threading
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.errors import SeamMismatch
+from dask_gpurt.planning import seam
+
+if TYPE_CHECKING:
+    from dask_gpurt.planning.seam import Instances
+
+logger = logging.getLogger("distributed.client.gpurt")
+
+#: expressions that are held at most, of some 11 kB each; the 22 queries of TPC-H and the steps of their plans are 4,636
+LIMIT = 5_000
+
+
+class HeldExpressions:
+    """The expressions that one process holds.
+
+    Parameters
+    ----------
+    limit
+        Expressions at most; 1 or more.
+    """
+
+    def __init__(self, limit: int = LIMIT) -> None:
+        if limit < 1:
+            raise ValueError(f"limit is {limit!r}, must be 1 or more")
+        self.limit = limit
+        #: lookups that found an expression that was held
+        self.hits = 0
+        #: expressions made anew
+        self.made = 0
+        #: times that all was let go since the surroundings had changed
+        self.cleared = 0
+        #: why nothing is held any more; None: nothing has failed
+        self.failed: str | None = None
+        # Reentrant: letting go of an expression may run finalisers, which may make others.
+        self._lock = threading.RLock()
+        #: id -> (table of its kind, name, expression); the least recently used first
+        self._held: collections.OrderedDict[int, tuple[Instances, str, Any]] = collections.OrderedDict()
+        self._tables: seam.Tables | None = None
+        self._surroundings: Any = None
+
+    @property
+    def installed(self) -> bool:
+        """Whether Dask's tables are ours now."""
+        return self._tables is not None
+
+    def install(self) -> bool:
+        """Hold from now on. What was held at the last `uninstall` is found again; False if it cannot be done here."""
+        with self._lock:
+            if self._tables is not None or self.failed is not None:
+                return self._tables is not None
+            try:
+                self._tables = seam.put(self)
+            except SeamMismatch as e:
+                self.failed = str(e)
+                logger.info("planning is left to Dask: %s", e)
+                return False
+            return True
+
+    def uninstall(self) -> None:
+        """Put Dask's own tables back. What is held stays so for the next `install`; `clear` lets it go."""
+        with self._lock:
+            tables, self._tables = self._tables, None
+            if tables is not None:
+                tables.restore()
+
+    def clear(self) -> None:
+        """Let everything go. An expression that somebody else keeps is not found again either."""
+        with self._lock:
+            held, self._held = self._held, collections.OrderedDict()
+            for table, name, _ in held.values():
+                table.pop(name, None)
+
+    def figures(self) -> dict[str, int]:
+        """Counts since the start of the process, and how many are held now."""
+        return {"held": len(self._held), "hits": self.hits, "made": self.made, "cleared": self.cleared}
+
+    # ------------------------------------------------------------------ called by the tables
+
+    def look(self) -> None:
+        """Before a lookup: let everything go if the surroundings are not what they were."""
+        try:
+            if not seam.same(self._surroundings):
+                with self._lock:
+                    if self._held:
+                        self.cleared += 1
+                    self.clear()
+                    self._surroundings = seam.surroundings()
+        except Exception as e:
+            self._fail(e)
+
+    def found(self, table: Instances, name: str, expression: Any) -> None:
+        """A lookup has found an expression."""
+        try:
+            with self._lock:
+                key = id(expression)
+                if key in self._held:
+                    self.hits += 1
+                    self._held.move_to_end(key)
+                else:
+                    self._hold(table, name, expression)
+        except Exception as e:
+            self._fail(e)
+
+    def add(self, table: Instances, name: str, expression: Any) -> None:
+        """An expression was made."""
+        try:
+            with self._lock:
+                self.made += 1
+                self._hold(table, name, expression)
+        except Exception as e:
+            self._fail(e)
+
+    def _hold(self, table: Instances, name: str, expression: Any) -> None:
+        if self.failed is None and seam.may_hold(expression):
+            self._held[id(expression)] = table, name, expression
+            while len(self._held) > self.limit:
+                self._held.popitem(last=False)
+
+    def _fail(self, error: Exception) -> None:
+        with self._lock:
+            if self.failed is None:
+                self.failed = f"{type(error).__name__}: {error}"
+                logger.warning("expressions of queries are not held any more: %s", self.failed, exc_info=error)
+            self.clear()
+
+
+#: of this process
+HELD = HeldExpressions()

@@ -1,0 +1,306 @@
+"""The private names of Dask that holding expressions needs: the tables of its singletons, looked at before each use.
+
+`put` replaces the tables, `Tables.restore` puts them back; `may_hold` says which expressions may live on, and
+`surroundings` what their results depend on beside their names.
+
+The tables are attributes of classes. There is no object of a client's own to put them on, as the expressions of a
+process are shared by all of its clients. So this is the one place that changes classes: of the client's process, and
+only their tables. Each class that exists gets one of its own, as a name is unique within a class only.
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import decimal
+import enum
+import functools
+import sys
+import types
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import dask
+import dask.config
+import numpy as np
+import pandas as pd
+from dask._task_spec import Dict
+from dask.delayed import DelayedLeaf
+from dask.utils import itemgetter, methodcaller
+from distributed.client import _get_global_client
+from pandas._config import using_string_dtype
+from pandas._config.config import _global_config
+
+from dask_gpurt.errors import SeamMismatch
+
+if TYPE_CHECKING:
+    from dask_gpurt.planning.held import HeldExpressions
+
+#: sections of Dask's configuration that planning reads
+SECTIONS = ("dataframe", "optimization", "tokenize")
+#: files of a data set above which what is known of them is not kept
+MOST_FILES = 1_000
+#: packages whose functions and classes are not loaded a second time
+LIBRARIES = frozenset(
+    ("builtins", "dask", "datetime", "decimal", "distributed", "numpy", "operator", "pandas", "pyarrow")
+)
+#: items of an operand, and characters or bytes of one of them
+MOST_ITEMS = 256
+MOST_CHARACTERS = 4_096
+_DEPTH = 10
+#: rows of a frame that only tells types; some have one or two
+MOST_ROWS = 2
+
+#: module -> kinds of expressions that may be held
+KINDS: dict[str, frozenset[str]] = {
+    f"dask.dataframe.dask_expr.{module}": frozenset(names.split())
+    for module, names in {
+        "_expr": "Add And AsType Assign ColumnsSetter Div Drop EQ Fillna Filter FinalizeComputeDF GE GT Index "
+        "Invert IsNa Isin LE LT MapPartitions Mod Mul NE NotNull Or Projection RenameFrame RenameSeries "
+        "ResetIndex Round Sub ToFrame Where XOr _DelayedExpr",
+        "_accessor": "FunctionMap PropertyMap",
+        "_groupby": "DecomposableGroupbyAggregation GroupByChunk GroupbyAggregation",
+        "_merge": "BlockwiseMerge BroadcastJoin HashJoinP2P Merge",
+        "_reductions": "Aggregate Chunk Count DropDuplicates Len Max Mean MeanAggregate Min NLargest NSmallest "
+        "ShuffleReduce Sum TreeReduce ValueCounts",
+        "_repartition": "Repartition RepartitionToFewer",
+        "_shuffle": "AssignPartitioningIndex P2PShuffle RearrangeByColumn Shuffle TaskShuffle",
+        "io.io": "FusedIO FusedParquetIO",
+        "io.parquet": "ReadParquetFSSpec ReadParquetPyarrowFS",
+    }.items()
+}
+
+_PLAIN = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    np.generic,
+    np.dtype,
+    pd.api.extensions.ExtensionDtype,
+    pd.Timestamp,
+    pd.Timedelta,
+    decimal.Decimal,
+    datetime.date,
+    datetime.time,
+    datetime.timedelta,
+    enum.Enum,
+    slice,
+    types.BuiltinFunctionType,
+    types.MethodDescriptorType,
+    np.ufunc,
+)
+
+#: operands that are known to be small whatever they are
+_KNOWN_OPERANDS = frozenset(("_dataset_info_cache", "filesystem", "fs"))
+
+
+class Instances(weakref.WeakValueDictionary[str, Any]):
+    """The table of one class: Dask's own kind, which reports lookups to `held`."""
+
+    def __init__(self, held: HeldExpressions, known: weakref.WeakValueDictionary[str, Any] | None) -> None:
+        super().__init__({} if known is None else known)
+        self._gpurt_held = held
+
+    def __contains__(self, name: object) -> bool:
+        self._gpurt_held.look()
+        return super().__contains__(name)
+
+    def __getitem__(self, name: str) -> Any:
+        expression = super().__getitem__(name)
+        self._gpurt_held.found(self, name, expression)
+        return expression
+
+    def __setitem__(self, name: str, expression: Any) -> None:
+        super().__setitem__(name, expression)
+        self._gpurt_held.add(self, name, expression)
+
+
+class Tables:
+    """The tables that were put in place, and what was there before."""
+
+    def __init__(self) -> None:
+        #: class -> (ours, the table that it had itself, if any)
+        self._put: list[tuple[type, Instances, weakref.WeakValueDictionary[str, Any] | None]] = []
+
+    def put(self, cls: type, held: HeldExpressions) -> None:
+        """Give a class a table of ours."""
+        before = vars(cls).get("_instances")
+        ours = _kept.get(cls)
+        if ours is None:
+            ours = _kept[cls] = Instances(held, before)
+        self._put.append((cls, ours, before))
+        type.__setattr__(cls, "_instances", ours)
+
+    def restore(self) -> None:
+        """Put back what was there. A table that other code has put over ours is left."""
+        for cls, ours, before in self._put:
+            if vars(cls).get("_instances") is not ours:
+                continue
+            if before is None:
+                type.__delattr__(cls, "_instances")
+            else:
+                type.__setattr__(cls, "_instances", before)
+        self._put.clear()
+
+
+#: functions of users in what may be held. A name tells where a function is, not what it does since a reload
+_functions: weakref.WeakSet[types.FunctionType] = weakref.WeakSet()
+
+#: class -> our table, which is used again by the next `put`
+_kept: weakref.WeakKeyDictionary[type, Instances] = weakref.WeakKeyDictionary()
+
+
+def put(held: HeldExpressions) -> Tables:
+    """Give each kind of expression that exists now, and may be held, a table that reports to `held`.
+
+    Raises
+    ------
+    SeamMismatch
+        Dask has no such tables; nothing was changed.
+    """
+    try:
+        from dask._expr import SingletonExpr
+        from dask.dataframe.dask_expr._expr import Expr
+    except ImportError as e:
+        raise SeamMismatch(f"Dask {dask.__version__} has no expressions that are looked up by name: {e}") from e
+    annotation = str(SingletonExpr.__annotations__.get("_instances"))
+    if "WeakValueDictionary" not in annotation or not issubclass(Expr, SingletonExpr):
+        raise SeamMismatch(
+            f"Dask {dask.__version__} keeps its expressions in {annotation or 'nothing'}, expected a "
+            "WeakValueDictionary in SingletonExpr._instances"
+        )
+    if "_instances" in vars(SingletonExpr) or "_instances" in vars(Expr):
+        raise SeamMismatch("all kinds of expressions share one table, in which names may be taken twice")
+    tables = Tables()
+    for cls in _subclasses(Expr):
+        if cls.__name__ in KINDS.get(cls.__module__, ()) and cls.__init__ is object.__init__:
+            tables.put(cls, held)
+    return tables
+
+
+def _subclasses(cls: type) -> set[type]:
+    out: set[type] = set()
+    left = [cls]
+    while left:
+        for sub in left.pop().__subclasses__():
+            if sub not in out:
+                out.add(sub)
+                left.append(sub)
+    return out
+
+
+def may_hold(expression: Any) -> bool:
+    """Whether an expression, and all that it is made of, may live on without its owner."""
+    known: bool | None = expression.__dict__.get("_gpurt_may_hold")
+    if known is None:
+        # In the dict, as the class takes attributes for operands. Dask pickles only what its own class names.
+        known = expression.__dict__["_gpurt_may_hold"] = _may_hold(expression)
+    return known
+
+
+def _may_hold(expression: Any) -> bool:
+    from dask._expr import Expr
+
+    cls = type(expression)
+    if cls.__name__ not in KINDS.get(cls.__module__, ()):
+        return False
+    if cls.__name__ == "MapPartitions" and not _has_meta(expression):
+        return False
+    names = cls._parameters
+    for i, operand in enumerate(expression.operands):
+        if isinstance(operand, Expr):
+            if not may_hold(operand):
+                return False
+        elif i < len(names) and names[i] in _KNOWN_OPERANDS:
+            # The two readers know the files by different names.
+            known = operand if isinstance(operand, dict) else {}
+            if max(len(known.get("fragments", ())), len(getattr(known.get("ds"), "files", ()))) > MOST_FILES:
+                return False
+        elif not _is_plain(operand):
+            return False
+    return True
+
+
+def _has_meta(expression: Any) -> bool:
+    """Whether the user said what the function gives; without, Dask would call it to find out."""
+    return isinstance(expression.operand("meta"), pd.DataFrame | pd.Series | pd.Index)
+
+
+def _is_plain(value: Any, depth: int = 0) -> bool:
+    """Whether an operand is small, holds nothing of a user's, and always means the same."""
+    if isinstance(value, str | bytes):
+        return len(value) <= MOST_CHARACTERS
+    if isinstance(value, _PLAIN):
+        return not isinstance(value, types.BuiltinFunctionType) or isinstance(
+            value.__self__, types.ModuleType | type | None
+        )
+    if isinstance(value, type):
+        return _is_of_a_library(value)
+    if isinstance(value, types.FunctionType):
+        if value.__closure__ is not None or not _is_plain(value.__defaults__ or (), depth + 1):
+            return False
+        if not _is_of_a_library(value):
+            if not _is_current(value):
+                return False
+            _functions.add(value)
+        return True
+    if isinstance(value, pd.DataFrame | pd.Series | pd.Index):
+        return len(value) <= MOST_ROWS
+    if depth > _DEPTH:
+        return False
+    if isinstance(value, dict):
+        return len(value) <= MOST_ITEMS and all(
+            _is_plain(k, depth + 1) and _is_plain(v, depth + 1) for k, v in value.items()
+        )
+    if isinstance(value, list | tuple | set | frozenset):
+        return len(value) <= MOST_ITEMS and all(_is_plain(v, depth + 1) for v in value)
+    if isinstance(value, functools.partial):
+        return _is_plain((value.func, value.args, value.keywords), depth + 1)
+    if isinstance(value, types.MethodType):
+        return isinstance(value.__self__, type)
+    if isinstance(value, DelayedLeaf):
+        return _is_plain(value._obj, depth + 1)
+    if isinstance(value, Dict):
+        return _is_plain(value.args, depth + 1)
+    if isinstance(value, itemgetter):
+        return _is_plain(value.index, depth + 1)
+    if isinstance(value, np.ndarray):
+        return value.size <= MOST_ITEMS and _is_plain(value.tolist(), depth + 1)
+    return isinstance(value, methodcaller)
+
+
+def _is_of_a_library(value: Any) -> bool:
+    return str(value.__module__).partition(".")[0] in LIBRARIES
+
+
+def _is_current(function: types.FunctionType) -> bool:
+    """Whether a function is what its module has under its name: not a local one, and the module was not reloaded."""
+    return getattr(sys.modules.get(function.__module__), function.__qualname__, None) is function
+
+
+def surroundings() -> tuple[Any, ...]:
+    """What planning depends on beside the expressions; a copy. Functions that are no more are forgotten."""
+    for function in list(_functions):
+        if not _is_current(function):
+            _functions.discard(function)
+    config = dask.config.config
+    return copy.deepcopy({name: config.get(name) for name in SECTIONS}), *_others()
+
+
+def same(before: tuple[Any, ...] | None) -> bool:
+    """Whether `surroundings` are as they were. Takes some 5 us, as it is asked at each lookup."""
+    if before is None:
+        return False
+    config, known = dask.config.config, before[0]
+    return (
+        all(config.get(name) == known[name] for name in SECTIONS)
+        and before[1:] == _others()
+        and all(map(_is_current, list(_functions)))
+    )
+
+
+def _others() -> tuple[Any, ...]:
+    # The dict of pandas' options, as asking for "future.infer_string" by its name warns.
+    return _get_global_client() is not None, _global_config["mode"]["string_storage"], using_string_dtype()

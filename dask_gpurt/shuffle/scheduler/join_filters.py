@@ -1,0 +1,239 @@
+"""`JoinFilters`: the keys of one side of a hash join reach the workers that split the other side. On the scheduler.
+
+Theory of operation (what may be dropped and why that is right: `protocol.join_plan`).
+
+1. `arrange`, when a graph comes: the side with clearly fewer inputs gets the lower priorities (`protocol.join_order`).
+2. `side`, when a run begins: what its workers do, by the metas of both sides. A join that is not plain to see, or that
+   some other task takes part in, has no filter.
+3. `begin`, when the barrier of a side that collects keys is reached: all its inputs are split. The workers say how many
+   keys they hold, and of which inputs. If these are all inputs, and the other side is larger and still has some to
+   come, they make bits of the keys; the union goes to the workers of the other side, and into its spec for those that
+   join later. All of that runs beside the flush, and nothing waits for it.
+
+A worker that was lost has taken keys with it. Then the inputs that are held are not all, and there is no filter until
+they were split again and the barrier is reached once more. A run that was restarted begins without keys.
+
+The scheduler receives and sends `words * 8` bytes for every worker; `BYTES` bounds that.
+
+Rejected: the keys so far before the barrier (a key that is absent may come with the next input), and a filter for each
+range of outputs (the ids of outputs are a hash of the keys, so a range has no fewer keys to look up).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import logging
+import math
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.shuffle import seam
+from dask_gpurt.shuffle.protocol.join_order import CLEARLY, alone_before, reordered
+from dask_gpurt.shuffle.protocol.join_plan import Join, JoinSide, covers, side_of
+from dask_gpurt.shuffle.protocol.messages import AskJoinBits, AskJoinKeys, JoinBits, JoinKeys, TakeJoinFilter
+from dask_gpurt.shuffle.rows.key_filter import KeyFilter, union, words_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterable
+
+    from distributed.scheduler import Scheduler, TaskState
+
+    from dask_gpurt.shuffle.scheduler.calls import Calls
+    from dask_gpurt.shuffle.scheduler.runs import RunRecord, Runs
+
+logger = logging.getLogger("distributed.scheduler.gpurt")
+
+#: bytes that one filter may make the scheduler receive, and send, all workers together
+BYTES = 64 << 20
+#: tasks of one side that are put in order
+ORDERED = 50_000
+
+
+class JoinFilters:
+    """The filters of one scheduler's joins.
+
+    Parameters
+    ----------
+    off
+        Whether joins have no filter.
+    failed
+        Called in an exception handler: counts an error of ours.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, runs: Runs, calls: Calls, off: Callable[[], bool], failed: Callable[[], None]
+    ) -> None:
+        self._scheduler = scheduler
+        self._runs = runs
+        self._calls = calls
+        self._off = off
+        self._failed = failed
+        #: filters that were sent, and their bytes, once each
+        self.sent = 0
+        self.sent_bytes = 0
+        #: joins whose sides changed places
+        self.reordered = 0
+        #: why there was no filter -> times
+        self.none: collections.Counter[str] = collections.Counter()
+
+    def statistics(self) -> dict[str, Any]:
+        """Counts; plain JSON values."""
+        return {
+            "sent": self.sent,
+            "sent_bytes": self.sent_bytes,
+            "reordered": self.reordered,
+            "none": dict(self.none),
+        }
+
+    # ---- a graph comes
+
+    def arrange(self, keys: Iterable[Hashable]) -> None:
+        """Put the smaller sides of new joins first. Before any of their tasks is on its way; never raises."""
+        if self._off():
+            return
+        try:
+            tasks = self._scheduler.tasks
+            for key in keys:
+                # Keys of partitions are tuples; barriers are few.
+                name = seam.id_from_key(key) if isinstance(key, str) else None
+                barrier = tasks.get(key) if name is not None else None
+                join = None if barrier is None else self._join_of(barrier)
+                if join is not None and join.left == name:
+                    self._arrange(join)
+        except Exception:
+            self._failed()
+
+    def _arrange(self, join: Join) -> None:
+        barriers = self._barriers(join)
+        if barriers is None or self._planned(join.left, join, barriers)[1]:
+            return
+        small, large = sorted(barriers.values(), key=lambda ts: len(ts.dependencies))
+        if len(large.dependencies) < CLEARLY * len(small.dependencies):
+            return
+        first, last = alone_before(small, ORDERED), alone_before(large, ORDERED)
+        changed = [] if first is None or last is None else reordered(first, last)
+        for ts, priority in changed:
+            ts.priority = priority
+        self.reordered += bool(changed)
+
+    # ---- a run begins
+
+    def side(self, shuffle_id: seam.ShuffleId) -> JoinSide | None:
+        """What a shuffle does as the side of a join; None: nothing. Never raises."""
+        if self._off():
+            return None
+        try:
+            barrier = self._runs.barrier_of(shuffle_id)
+            join = None if barrier is None else self._join_of(barrier)
+            barriers = None if join is None else self._barriers(join)
+            if join is None or barriers is None:
+                return None
+            side, why = self._planned(shuffle_id, join, barriers)
+            if side is None:
+                # Both sides have the same reason.
+                self.none[why] += shuffle_id == join.left
+                return None
+            partner = self._runs.get(seam.ShuffleId(side.partner))
+            side.filter = partner.join_filter if partner is not None else None
+            return side
+        except Exception:
+            self._failed()
+            return None
+
+    def _join_of(self, barrier: TaskState) -> Join | None:
+        """The join that all tasks behind a barrier make."""
+        joins = (seam.join_of(ts.run_spec) for ts in barrier.dependents)
+        first = next(joins, None)
+        return first if first is not None and all(other == first for other in joins) else None
+
+    def _barriers(self, join: Join) -> dict[str, TaskState] | None:
+        """Shuffle id -> barrier of both sides; None when other tasks take part."""
+        found = {name: self._runs.barrier_of(seam.ShuffleId(name)) for name in (join.left, join.right)}
+        barriers = {name: ts for name, ts in found.items() if ts is not None}
+        if len(barriers) < 2 or any(self._join_of(ts) != join for ts in barriers.values()):
+            return None
+        return barriers
+
+    def _planned(self, shuffle_id: str, join: Join, barriers: dict[str, TaskState]) -> tuple[JoinSide | None, str]:
+        import pandas as pd
+
+        metas = {name: seam.meta_of(ts.run_spec) for name, ts in barriers.items()}
+        if not all(type(meta) is pd.DataFrame for meta in metas.values()):
+            return None, "not pandas"
+        return side_of(join, shuffle_id, metas, {name: len(ts.dependencies) for name, ts in barriers.items()})
+
+    # ---- a barrier is reached
+
+    def begin(self, record: RunRecord) -> None:
+        """All inputs of a run are split: send its keys to the other side, if that may help. In the background."""
+        side = record.spec.join
+        if side is not None and side.builds and record.join_filter is None and not record.join_asked:
+            record.join_asked = True
+            seam.in_background(self._scheduler, self._send, record, side)
+
+    async def _send(self, record: RunRecord, side: JoinSide) -> None:
+        try:
+            if why := await self._sent(record, side):
+                self.none[why] += 1
+        except Exception:
+            # A worker that leaves, or is stopped: the filter is a help, not a part of the run.
+            self._failed()
+
+    async def _sent(self, record: RunRecord, side: JoinSide) -> str:
+        """Send the keys of a run to the other side; returns why not."""
+        if not self._to_come(side):
+            return "the other side was split first"
+        partner = self._runs.get(seam.ShuffleId(side.partner))
+        asked = [self._calls.tell(record, AskJoinKeys())]
+        if partner is not None:
+            asked.append(self._calls.tell(partner, AskJoinKeys()))
+        answers = await asyncio.gather(*asked)
+        known, seen = ([JoinKeys.from_dict(one) for one in some or ()] for some in (*answers, [])[:2])
+        if not covers([one.inputs for one in known], side.inputs):
+            record.join_asked = False  # a lost worker had some: again when they were split again
+            return "the keys of some inputs are gone"
+        rows = sum(one.rows for one in known)
+        if rows > _expected(seen, side.partner_inputs):
+            return "the other side is not larger"
+        words, workers = words_for(rows), len(record.participants)
+        if not words or words * 8 * workers > BYTES:
+            return "too many keys"
+        parts = [JoinBits.from_dict(one).bits for one in await self._calls.tell(record, AskJoinBits(words)) or ()]
+        if len(parts) != len(known) or not all(len(bits) == words * 8 for bits in parts):
+            return "the keys of some inputs are gone"
+        bits = await asyncio.get_running_loop().run_in_executor(None, union, parts)
+        some = [one for one in known if one.rows]
+        bounded = bool(some) and all(one.bounded for one in some)
+        low, high = min((one.low for one in some), default=0), max((one.high for one in some), default=-1)
+        return await self._use(record, side, KeyFilter(bits, (low, high) if bounded else None))
+
+    async def _use(self, record: RunRecord, side: JoinSide, keys: KeyFilter) -> str:
+        if not self._runs.current(record):
+            return "its run is over"
+        if not self._to_come(side):
+            return "the other side was split first"
+        record.join_filter = keys  # for a run of the other side that begins later, see `side`
+        partner = self._runs.get(seam.ShuffleId(side.partner))
+        self.sent += 1
+        self.sent_bytes += len(keys.bits)
+        if partner is None:
+            return ""
+        if partner.spec.join is None:
+            return "the other side has no filter"
+        # Workers that join the run from now on get it with the spec.
+        partner.spec.join.filter = keys
+        low, high = keys.bounds or (0, -1)
+        await self._calls.tell(partner, TakeJoinFilter(keys.bits, keys.bounds is not None, low, high))
+        return ""
+
+    def _to_come(self, side: JoinSide) -> bool:
+        """Whether the other side has inputs that are not split yet."""
+        barrier = self._runs.barrier_of(seam.ShuffleId(side.partner))
+        return barrier is not None and any(ts.state != "memory" for ts in barrier.dependencies)
+
+
+def _expected(seen: Iterable[JoinKeys], inputs: int) -> float:
+    """Rows of a side of so many inputs, by those that were split; infinite when none was."""
+    counts = [(one.seen_inputs, one.seen_rows) for one in seen]
+    split, rows = (sum(column) for column in zip(*counts, strict=True)) if counts else (0, 0)
+    return rows / split * inputs if split else math.inf

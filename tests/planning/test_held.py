@@ -1,0 +1,266 @@
+"""Expressions that live on: plans are the same, answers follow the files, and everything can be let go."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import dask
+import dask.config
+import dask.dataframe as dd
+import pandas as pd
+import pytest
+from dask._expr import FinalizeCompute, SingletonExpr
+from dask.dataframe.dask_expr._expr import Expr
+
+from dask_gpurt import planning
+from dask_gpurt.planning import held, seam
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[held.HeldExpressions]:
+    """What this process holds; nothing before and after."""
+    planning.forget()  # an earlier test may have had a client
+    one = held.HeldExpressions()
+    monkeypatch.setattr(held, "HELD", one)
+    monkeypatch.setattr(seam, "_kept", weakref.WeakKeyDictionary())
+    with dask.config.set({"scheduler": "sync", "dataframe.shuffle.method": "tasks"}):
+        yield one
+    one.uninstall()
+    one.clear()
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    write(tmp_path, 1)
+    return tmp_path
+
+
+def write(folder: Path, factor: int) -> None:
+    for i in range(3):
+        frame = pd.DataFrame({"key": [1, 2, 3], "value": [factor * i, factor, 1], "text": ["a", "b", "c"]})
+        frame.to_parquet(folder / f"part.{i}.parquet")
+
+
+def queries(folder: Path) -> dict[str, Any]:
+    t = dd.read_parquet(str(folder))
+    small = t[t.value > 0][["key", "value"]]
+    return {
+        "filter": small,
+        "join": t.merge(small, on="key", suffixes=("", "_r")),
+        "groupby": t.groupby("key").agg({"value": "sum"}).reset_index(),
+        "isin": t[t.text.isin(["a", "c"])].assign(more=t.value * 2).drop_duplicates(subset=["key"]),
+        "broadcast": t.merge(small.repartition(npartitions=1), on="key", how="left", suffixes=("", "_r")),
+        "steps": t.map_partitions(len_of, meta=pd.DataFrame({"n": [1]})).repartition(npartitions=1),
+    }
+
+
+def len_of(frame: pd.DataFrame) -> pd.DataFrame:
+    return pd.DataFrame({"n": [len(frame)]})
+
+
+def plan(query: Any) -> str:
+    return str(FinalizeCompute(query.expr).optimize()._name)
+
+
+def plans(folder: Path) -> dict[str, str]:
+    return {name: plan(query) for name, query in queries(folder).items()}
+
+
+def tables() -> dict[type, Any]:
+    return {cls: vars(cls).get("_instances") for cls in seam._subclasses(Expr)}
+
+
+def test_the_same_plans_and_answers(kept: held.HeldExpressions, files: Path) -> None:
+    theirs = plans(files)
+    answers = {name: query.compute() for name, query in queries(files).items()}
+    assert kept.install()
+    assert plans(files) == theirs
+    assert plans(files) == theirs
+    for name, query in queries(files).items():
+        columns = list(answers[name].columns)
+        pd.testing.assert_frame_equal(
+            query.compute().sort_values(columns, ignore_index=True),
+            answers[name].sort_values(columns, ignore_index=True),
+        )
+    assert kept.failed is None
+
+
+def test_the_second_time_hardly_anything_is_made(kept: held.HeldExpressions, files: Path) -> None:
+    kept.install()
+    plans(files)
+    gc.collect()
+    before, empty = kept.made, queries(files)["join"].expr._meta
+    plans(files)
+    assert kept.made == before
+    assert kept.hits > 100
+    assert queries(files)["join"].expr._meta is empty
+
+
+def test_files_that_were_written_again(kept: held.HeldExpressions, files: Path) -> None:
+    kept.install()
+    first = queries(files)["groupby"].compute()
+    assert dict(zip(first["key"], first["value"], strict=True)) == {1: 3, 2: 3, 3: 3}
+    write(files, 10)
+    second = queries(files)["groupby"].compute()
+    assert dict(zip(second["key"], second["value"], strict=True)) == {1: 30, 2: 30, 3: 3}
+    (files / "part.2.parquet").unlink()
+    assert queries(files)["filter"].npartitions == 2
+    frame = pd.read_parquet(files / "part.0.parquet").rename(columns={"text": "other"})
+    for i in range(2):
+        frame.to_parquet(files / f"part.{i}.parquet")
+    assert list(dd.read_parquet(str(files)).columns) == ["key", "value", "other"]
+
+
+@pytest.mark.parametrize("where", ["configuration", "pandas"])
+def test_other_surroundings_let_everything_go(kept: held.HeldExpressions, files: Path, where: str) -> None:
+    kept.install()
+    plans(files)
+    assert kept.figures()["held"]
+    if where == "configuration":
+        with dask.config.set({"dataframe.shuffle.method": "disk"}):
+            theirs = plans(files)
+    else:
+        with pd.option_context("mode.string_storage", "python"):
+            theirs = plans(files)
+    assert kept.cleared == 1
+    plans(files)
+    assert kept.cleared == 2
+    kept.uninstall()
+    if where == "configuration":
+        with dask.config.set({"dataframe.shuffle.method": "disk"}):
+            assert plans(files) == theirs
+
+
+def test_a_module_that_is_loaded_again(
+    kept: held.HeldExpressions, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name of an expression tells the name of a function only, so the old one must not be found."""
+    (tmp_path / "code").mkdir()
+    source = tmp_path / "code" / "of_a_user.py"
+    monkeypatch.syspath_prepend(str(source.parent))
+    kept.install()
+    answers = []
+    for step in (1, 1, 20):
+        source.write_text(f"def add(frame):\n    return frame + {step}\n")
+        importlib.invalidate_caches()
+        module = importlib.import_module("of_a_user")
+        module = importlib.reload(module) if step == 20 else module
+        t = dd.read_parquet(str(files), columns=["key"])
+        answers.append(t.map_partitions(module.add, meta=pd.DataFrame({"key": [1]})).compute().key.max())
+    assert answers == [4, 4, 23]
+    assert kept.hits
+    monkeypatch.delitem(sys.modules, "of_a_user")
+
+
+def test_no_data_lives_longer_than_its_owner(kept: held.HeldExpressions, files: Path) -> None:
+    kept.install()
+    frame = pd.DataFrame({"key": range(1000), "value": range(1000)})
+    t = dd.read_parquet(str(files))
+    big = list(range(10_000))
+
+    def closure(part: pd.DataFrame) -> pd.DataFrame:
+        return part.assign(n=len(frame))
+
+    made = [
+        dd.from_pandas(frame, npartitions=2)[["key"]],
+        t.merge(dd.from_pandas(frame, npartitions=1), on="key")[["key"]],
+        dd.from_delayed([dask.delayed(pd.DataFrame)({"a": [1]})], meta={"a": int})[["a"]],
+        t.map_partitions(closure, meta=pd.DataFrame({"key": [1]}))[["key"]],
+        t.map_partitions(lambda part: part, meta=pd.DataFrame({"key": [1]})),
+        t[["key"]].map_partitions(len_of),  # without meta: Dask calls the function to find out
+        t.key.isin(big),
+        t[["key"]].persist()[["key"]],
+    ]
+    for query in made:
+        plan(query)
+    gone = [weakref.ref(query.expr) for query in made]
+    stays = weakref.ref(t[["key"]].expr)
+    del made, query
+    gc.collect()
+    assert [r() for r in gone] == [None] * len(gone)
+    assert stays() is not None
+
+
+def test_bounded(kept: held.HeldExpressions, files: Path) -> None:
+    kept.limit = 20
+    kept.install()
+    theirs = plans(files)
+    assert kept.figures()["held"] == 20
+    assert plans(files) == theirs
+    with pytest.raises(ValueError, match="must be 1 or more"):
+        held.HeldExpressions(0)
+
+
+def test_everything_is_given_back(kept: held.HeldExpressions, files: Path) -> None:
+    plans(files)
+    before = tables()
+    kept.install()
+    assert kept.install()
+    plans(files)
+    assert tables() != before
+    kept.uninstall()
+    assert tables() == before
+    kept.uninstall()
+    made = kept.made
+    plans(files)
+    assert kept.made == made
+    kept.install()
+    plans(files)
+    assert kept.made == made  # found again
+    planning.forget()
+    assert kept.figures()["held"] == 0
+    assert tables() == before
+
+
+def test_switched_for_a_while(kept: held.HeldExpressions, files: Path) -> None:
+    with planning.switched(True):
+        plans(files)
+        made = kept.made
+        with planning.switched(False):
+            plans(files)
+        assert kept.installed
+    assert kept.made == made
+    assert not kept.installed
+    with planning.switched(True):
+        plans(files)
+    assert kept.made == made
+
+
+def test_another_version_of_dask(kept: held.HeldExpressions, monkeypatch: pytest.MonkeyPatch, files: Path) -> None:
+    before = tables()
+    monkeypatch.setitem(SingletonExpr.__annotations__, "_instances", "dict[str, Any]")
+    assert not kept.install()
+    assert "expected a WeakValueDictionary" in str(kept.failed)
+    assert tables() == before
+    assert plans(files)
+
+
+def test_a_fault_of_ours_costs_the_gain_only(
+    kept: held.HeldExpressions, monkeypatch: pytest.MonkeyPatch, files: Path
+) -> None:
+    theirs = plans(files)
+    kept.install()
+    plans(files)
+
+    def fail(expression: Any) -> bool:
+        raise KeyError("renamed")
+
+    monkeypatch.setattr(seam, "may_hold", fail)
+    write(files, 2)
+    assert plans(files).keys() == theirs.keys()
+    assert "renamed" in str(kept.failed)
+    assert kept.figures()["held"] == 0
+
+
+def test_the_kinds_are_those_of_this_dask() -> None:
+    for module, names in seam.KINDS.items():
+        there = vars(importlib.import_module(module))
+        assert sorted(n for n in names if n not in there) == []
