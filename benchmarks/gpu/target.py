@@ -19,6 +19,8 @@ import numpy as np
 from benchmarks.data import ROOT
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     import pandas as pd
 
     from dask_gpurt.backends.frames import DeviceFrames
@@ -53,6 +55,9 @@ class Target(Protocol):
 
     def frame(self, frame: pd.DataFrame) -> Any:
         """A frame on the device."""
+
+    def table(self, columns: Mapping[str, Any], words: Sequence[str]) -> Any:
+        """A frame of arrays of `arrays`; with `words`, its first column has those that it numbers."""
 
     def device_frames(self) -> DeviceFrames:
         """The shuffle's way with such frames."""
@@ -104,6 +109,15 @@ class Gpu:
         import cudf
 
         return cudf.from_pandas(frame)
+
+    def table(self, columns: Mapping[str, Any], words: Sequence[str]) -> Any:
+        import cudf
+
+        out = cudf.DataFrame(dict(columns))
+        if words:
+            first = out.columns[0]
+            out[first] = cudf.Series(list(words)).take(out[first]).reset_index(drop=True)
+        return out
 
     def device_frames(self) -> DeviceFrames:
         from dask_gpurt.backends.frames import load
@@ -186,6 +200,15 @@ class StandIn:
         from tests.backends.host_frames import HostFrame
 
         return HostFrame(frame)
+
+    def table(self, columns: Mapping[str, Any], words: Sequence[str]) -> Any:
+        import pandas as pd
+
+        out = pd.DataFrame(dict(columns))
+        if words:
+            first = out.columns[0]
+            out[first] = pd.Series(list(words), dtype="str").take(out[first]).reset_index(drop=True)
+        return self.frame(out)
 
     def device_frames(self) -> DeviceFrames:
         from tests.backends.host_frames import HostFrames

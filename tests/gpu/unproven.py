@@ -32,11 +32,12 @@ FILES = ("cuda", "cudf_frames", "cudf_values", "device_copies", "device_values",
 #: what runs them without a GPU
 TESTS = ("tests/gpu", "tests/backends", "tests/tiers/device", "tests/shuffle/transport/test_ucx_device.py")
 #: called on objects of the libraries; `test_names.METHODS` says of which
-_CALLED = """
+_CALLED_NAMES = """
     __cuda_stream__ allocate astype build_metadata columns contiguous data_ptr deallocate get_allocated_bytes
     get_total_contiguous_size get_upstream has_next next num_rows pool_size release synchronize to_arrow
     to_pylibcudf untyped_storage
-""".split()
+"""
+_CALLED = frozenset(_CALLED_NAMES.split())
 
 
 def statements(path: Path) -> dict[int, tuple[int, str]]:
