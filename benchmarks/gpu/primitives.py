@@ -36,29 +36,29 @@ def run(what: str, target: Target) -> dict[str, Any]:
     code_of = np.arange(OUTPUTS, dtype=np.uint8)
     seconds: dict[str, list[float]] = {}
 
-    def timed(name: str, call: Callable[[], Any]) -> Any:
+    def timed(name: str, call: Callable[..., Any], *arguments: Any) -> Any:
         frames.ready()
         start = time.perf_counter()
-        out = call()
+        out = call(*arguments)
         frames.ready()
         seconds.setdefault(name, []).append(time.perf_counter() - start)
         return out
 
     wrong = 0
     for _ in range(RUNS):
-        table, ids = timed("apart", lambda: frames.apart(frame, "_partitions", meta))
-        ordered, offsets = timed("order", lambda t=table, i=ids: frames.order(t, i, code_of, OUTPUTS))
+        table, ids = timed("apart", frames.apart, frame, "_partitions", meta)
+        ordered, offsets = timed("order", frames.order, table, ids, code_of, OUTPUTS)
         ranges = [(int(a), int(b)) for a, b in itertools.pairwise(offsets)]
-        packs = timed("pack", lambda o=ordered, r=ranges: frames.pack(o, r))
+        packs = timed("pack", frames.pack, ordered, ranges)
         nbytes = sum(pack.nbytes for pack in packs)
         pointer = target.pinned(nbytes)
         room = _view(pointer, nbytes)
-        timed("to_host, pinned", lambda p=packs, r=room: frames.to_host(p, r))
+        timed("to_host, pinned", frames.to_host, packs, room)
         heads = [(pack.head, pack.nbytes) for pack in packs]
         del packs, table, ordered
-        again = timed("from_host, pinned", lambda h=heads, r=room: _back(frames, h, r))
-        joined = timed("unpack and concat", lambda a=again: frames.concat([frames.unpack(pack) for pack in a]))
-        out = timed("frame", lambda j=joined: frames.frame(j, meta))
+        again = timed("from_host, pinned", _back, frames, heads, room)
+        joined = timed("unpack and concat", _joined, frames, again)
+        out = timed("frame", frames.frame, joined, meta)
         wrong += int(out["v0"].sum()) != int(data["v0"].sum()) or len(out) != rows
         del again, joined, out, room
         target.release(pointer, pinned=True)
@@ -87,6 +87,10 @@ def _back(frames: Any, heads: list[tuple[bytes, int]], room: memoryview) -> list
         out.append(frames.from_host(head, room[at : at + nbytes]))
         at += nbytes
     return out
+
+
+def _joined(frames: Any, packs: list[Any]) -> Any:
+    return frames.concat([frames.unpack(pack) for pack in packs])
 
 
 def more(target: Target, frame: Any) -> dict[str, list[float]]:

@@ -8,10 +8,10 @@ each value times the row's identity, wrapping at 2^64. So systems that mixed up 
 
 from __future__ import annotations
 
+import importlib
 import time
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pandas as pd
 
 from benchmarks.gpu.target import get, missing
@@ -24,22 +24,19 @@ if TYPE_CHECKING:
     from benchmarks.gpu.target import Target
 
 BYTES = 8_000_000_000
-VALUES = 6
+VALUES, KEYS = 6, 100_000
 #: a key, an identity and six values of eight bytes; text keys have about twelve
 ROW_BYTES = 8 * (2 + VALUES)
 
 
 def part(i: int, rows: int, keys: str, on: str) -> Any:
     """Partition `i` of the input: `rows` rows whose keys repeat across partitions."""
-    rng = np.random.default_rng(i)
-    numbers = rng.integers(0, 100_000, rows)
-    out = pd.DataFrame({"k": numbers, "id": np.arange(i * rows, (i + 1) * rows)})
-    if keys == "text":
-        words = pd.Series([f"key-{k}" for k in range(100_000)], dtype="str")
-        out["k"] = words.iloc[numbers].reset_index(drop=True)
-    for j in range(VALUES):
-        out[f"v{j}"] = rng.integers(0, 1 << 40, rows)
-    return get(on).frame(out)
+    target = get(on)
+    arrays: Any = importlib.import_module(target.arrays)
+    rng = arrays.random.default_rng(i)
+    columns = {"k": rng.integers(0, KEYS, rows), "id": arrays.arange(i * rows, (i + 1) * rows)}
+    columns |= {f"v{j}": rng.integers(0, 1 << 40, rows) for j in range(VALUES)}
+    return target.table(columns, [f"key-{k}" for k in range(KEYS)] if keys == "text" else [])
 
 
 def digest(frame: Any) -> pd.DataFrame:

@@ -9,6 +9,7 @@ rehearses these scripts. It is no GPU: its results say so, and no figure of it i
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.util
 import os
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,6 +19,8 @@ import numpy as np
 from benchmarks.data import ROOT
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     import pandas as pd
 
     from dask_gpurt.backends.frames import DeviceFrames
@@ -52,6 +55,9 @@ class Target(Protocol):
 
     def frame(self, frame: pd.DataFrame) -> Any:
         """A frame on the device."""
+
+    def table(self, columns: Mapping[str, Any], words: Sequence[str]) -> Any:
+        """A frame of arrays of `arrays`; with `words`, its first column has those that it numbers."""
 
     def device_frames(self) -> DeviceFrames:
         """The shuffle's way with such frames."""
@@ -103,6 +109,15 @@ class Gpu:
         import cudf
 
         return cudf.from_pandas(frame)
+
+    def table(self, columns: Mapping[str, Any], words: Sequence[str]) -> Any:
+        import cudf
+
+        out = cudf.DataFrame(dict(columns))
+        if words:
+            first = out.columns[0]
+            out[first] = cudf.Series(list(words)).take(out[first]).reset_index(drop=True)
+        return out
 
     def device_frames(self) -> DeviceFrames:
         from dask_gpurt.backends.frames import load
@@ -186,6 +201,15 @@ class StandIn:
 
         return HostFrame(frame)
 
+    def table(self, columns: Mapping[str, Any], words: Sequence[str]) -> Any:
+        import pandas as pd
+
+        out = pd.DataFrame(dict(columns))
+        if words:
+            first = out.columns[0]
+            out[first] = pd.Series(list(words), dtype="str").take(out[first]).reset_index(drop=True)
+        return self.frame(out)
+
     def device_frames(self) -> DeviceFrames:
         from tests.backends.host_frames import HostFrames
 
@@ -225,9 +249,9 @@ def memory(limit_bytes: int, pinned_bytes: int, folder: str) -> DeviceMemory:
     """
     from dask_gpurt.backends import cuda
     from dask_gpurt.backends.rmm_stack import DeviceAllocator
-    from dask_gpurt.tiers.device import setup
     from dask_gpurt.tiers.storage.disk.tier import DiskTier
 
+    setup: Any = importlib.import_module("dask_gpurt.tiers.device.setup")
     callback = setup.Late()
     allocator = DeviceAllocator(
         callback, limit_bytes, pool=lambda: setup._pool(limit_bytes), cupy=True, free_bytes=cuda.free_bytes
@@ -235,7 +259,9 @@ def memory(limit_bytes: int, pinned_bytes: int, folder: str) -> DeviceMemory:
     allocator.install()
     backend = setup.CudaBackend(allocator)
     backend.prepare()
-    made = setup.DeviceMemory.over(backend, allocator, callback, setup.PinnedSlabs(), pinned_bytes, lambda: "")
+    made: DeviceMemory = setup.DeviceMemory.over(
+        backend, allocator, callback, setup.PinnedSlabs(), pinned_bytes, lambda: ""
+    )
     made.space.below.append(DiskTier(folder))
     return made
 

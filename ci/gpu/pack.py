@@ -10,18 +10,22 @@ x86-64 Linux, whatever the interpreter that runs this.
 
 from __future__ import annotations
 
+import io
 import pathlib
 import shutil
 import subprocess
 import sys
 import tempfile
+import zipfile
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-#: with a checkout of 6 MiB it stays below 64 MiB
-PART = int(55.5 * 2**20)
+#: with a checkout of 9.5 MiB it stays below 64 MiB
+PART = 53 * 2**20
+#: wheels from here on to `PART` are compressed again, which leaves a third of UCX away
+LARGE = 30 * 2**20
 #: versions of glibc that a wheel may ask for; pip matches each exactly
 GLIBC = (39, 35, 34, 31, 28, 27, 24, 17)
 #: name and bytes of a wheel, or of a slice of one
@@ -43,10 +47,19 @@ def download(wanted: str, folder: pathlib.Path) -> None:
     subprocess.run([*command, "-d", str(folder), wanted], check=True)
 
 
+def smaller(data: bytes) -> bytes:
+    """A wheel compressed by LZMA, which pip unpacks as well; the files in it, and so its record, are the same."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(out, "w", zipfile.ZIP_LZMA) as new:
+        for item in old.infolist():
+            new.writestr(item.filename, old.read(item))
+    return out.getvalue()
+
+
 def cut(name: str, data: bytes, most: int) -> list[Piece]:
     """A wheel in pieces of at most `most` bytes; one that fits keeps its name."""
     if len(data) <= most:
-        return [(name, data)]
+        return [(name, smaller(data) if len(data) >= LARGE else data)]
     return [(f"{name}.{i:02d}", data[at : at + most]) for i, at in enumerate(range(0, len(data), most))]
 
 

@@ -191,7 +191,7 @@ def refused(meta: Any, column: str) -> str:
     if meta.index.nlevels > 1:
         return "its index is a MultiIndex"
     ids = meta.dtypes[column]
-    if getattr(ids, "kind", "O") not in "iu":
+    if not _is_numpys(ids) or ids.kind not in "iu":
         return f"column {column} is {ids}, must be of integers"
     library = type(meta).__module__.partition(".")[0]
     for name, dtype in [*meta.dtypes.items(), ("the index", meta.index.dtype)]:
@@ -205,9 +205,11 @@ def _kept(dtype: Any, library: str) -> bool:
     object_is_text = library in _OBJECT_IS_TEXT
     if type(dtype).__name__ == "StringDtype" or type(dtype).__name__ in _KEPT.get(library, ()):
         return True
-    kind = getattr(dtype, "kind", "")
-    plain = type(dtype).__module__.partition(".")[0] == "numpy"
-    return plain and (kind in _PLAIN_KINDS or (kind == "O" and object_is_text))
+    return _is_numpys(dtype) and (dtype.kind in _PLAIN_KINDS or (dtype.kind == "O" and object_is_text))
+
+
+def _is_numpys(dtype: Any) -> bool:
+    return type(dtype).__module__.partition(".")[0] == "numpy"
 
 
 def reason_for_stock(meta: Any, column: str, enabled: bool) -> str:

@@ -33,6 +33,11 @@ ON_A_GPU = [
     *(ROOT / "tests" / "gpu" / name for name in ("test_device.py", "test_ucx_device.py", "test_dask_cuda.py")),
 ]
 
+
+def names_of(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 _UCXX = "ucxx._lib.libucxx"
 _RMM = "rmm.pylibrmm.memory_resource._memory_resource"
 _CUDF = ("cudf.DataFrame", "cudf.Series", "cudf.Index")
@@ -110,85 +115,22 @@ METHODS: dict[str, tuple[str, ...]] = {
     "maximum_pool_size": ("dask_cuda.plugins.RMMSetup()",),
 }
 #: what classes of the libraries have, too, but is used here of others: strings, dictionaries, our own objects
-SHARED = frozenset(
-    [
-        "__array_interface__",
-        "__cuda_array_interface__",
-        "__module__",
-        "__name__",
-        "add",
-        "append",
-        "buffer",
-        "cast",
-        "codes",
-        "copy",
-        "count",
-        "decode",
-        "discard",
-        "get",
-        "head",
-        "stack",
-        "__mro__",
-        "nbytes",
-        "info",
-        "intersection",
-        "isdigit",
-        "items",
-        "join",
-        "partition",
-        "keys",
-        "lower",
-        "name",
-        "names",
-        "nlevels",
-        "is_unique",
-        "pid",
-        "pop",
-        "reason",
-        "resource",
-        "replace",
-        "shape",
-        "sort",
-        "split",
-        "startswith",
-        "state",
-        "strip",
-        "sum",
-        "tail",
-        "to_host",
-        "to_numpy",
-        "total",
-        "update",
-        "used",
-        "values",
-        "view",
-        "where",
-    ]
-)
+SHARED = names_of("""
+    __array_interface__ __cuda_array_interface__ __module__ __mro__ __name__ add append buffer cast codes copy count
+    decode discard get head info intersection is_unique isdigit items join keys kind lower name names nbytes nlevels
+    partition pid pop reason replace resource shape sort split stack startswith state strip sum tail to_host
+    to_numpy total update used values view where
+""")
 #: attributes of what a driver gives: properties, memory, infos; no class of them can be looked at without a driver
-OF_A_DRIVER = frozenset(["cuDeviceGetCount", "cuDevicePrimaryCtxGetState", "busId", "gpu", "integrated", "total", "used", "usedGpuMemory", "pid", "name"])
+OF_A_DRIVER = names_of("""
+    busId cuDeviceGetCount cuDevicePrimaryCtxGetState gpu integrated name pid total used usedGpuMemory
+""")
 #: of a Worker; of what UCX and RMM give as plain tuples or data classes; of torch, which brings no stub here
-OF_OTHERS = frozenset(
-    [
-        "memory_limit",
-        "memory_manager",
-        "memory_spill_fraction",
-        "memory_target_fraction",
-        "allows_duplicate_labels",
-        "annotate",
-        "contiguous",
-        "current_bytes",
-        "data_ptr",
-        "element_size",
-        "from_address",
-        "length",
-        "matched",
-        "numel",
-        "peak_bytes",
-        "requires_grad",
-        "untyped_storage",
-    ]
-)
+OF_OTHERS = names_of("""
+    allows_duplicate_labels annotate contiguous current_bytes data_ptr element_size from_address length matched
+    memory_limit memory_manager memory_spill_fraction memory_target_fraction numel peak_bytes requires_grad
+    untyped_storage
+""")
 #: looked at for names that escape
 CLASSES = (
     *(
@@ -327,13 +269,13 @@ def test_nothing_escapes(path: Path) -> None:
 
 
 def test_private_names_of_cudf_are_those_of_the_table() -> None:
-    from dask_gpurt.backends import cudf_frames, cudf_values
+    from dask_gpurt.backends import cudf_values
 
     for place, owner, name in cudf_values.PRIVATE:
         assert hasattr(getattr(looked_up(place), owner), name)
     used = set()
-    for module in (cudf_values, cudf_frames):
-        source = Source(Path(str(module.__file__)))
+    for name in ("cudf_values.py", "cudf_frames.py"):
+        source = SOURCES[ROOT / "dask_gpurt" / "backends" / name]
         of_libraries = {path.rpartition(".")[2] for _, path in source.named()}
         used |= {name for name in of_libraries | {a.attr for a, _ in source.on_objects()} if name.startswith("_")}
     assert used == {name for _, _, name in cudf_values.PRIVATE if name.startswith("_")}

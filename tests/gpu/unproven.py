@@ -32,30 +32,12 @@ FILES = ("cuda", "cudf_frames", "cudf_values", "device_copies", "device_values",
 #: what runs them without a GPU
 TESTS = ("tests/gpu", "tests/backends", "tests/tiers/device", "tests/shuffle/transport/test_ucx_device.py")
 #: called on objects of the libraries; `test_names.METHODS` says of which
-_CALLED = frozenset(
-    [
-        "to_pylibcudf",
-        "astype",
-        "to_arrow",
-        "columns",
-        "num_rows",
-        "release",
-        "has_next",
-        "next",
-        "get_total_contiguous_size",
-        "build_metadata",
-        "allocate",
-        "deallocate",
-        "synchronize",
-        "__cuda_stream__",
-        "get_upstream",
-        "pool_size",
-        "get_allocated_bytes",
-        "untyped_storage",
-        "contiguous",
-        "data_ptr",
-    ]
-)
+_CALLED_NAMES = """
+    __cuda_stream__ allocate astype build_metadata columns contiguous data_ptr deallocate get_allocated_bytes
+    get_total_contiguous_size get_upstream has_next next num_rows pool_size release synchronize to_arrow
+    to_pylibcudf untyped_storage
+"""
+_CALLED = frozenset(_CALLED_NAMES.split())
 
 
 def statements(path: Path) -> dict[int, tuple[int, str]]:
@@ -109,7 +91,18 @@ def run_all() -> dict[str, set[int]]:
     sys.monitoring.register_callback(tool, events.PY_RETURN, returned)
     sys.monitoring.register_callback(tool, events.RAISE, raised)
     sys.monitoring.set_events(tool, events.LINE | events.PY_RETURN | events.RAISE)
-    status = pytest.main(["-q", "-p", "no:cacheprovider", "-m", "not gpu and not cluster", "--ignore", str(LIST.with_name("test_unproven.py")), *TESTS])
+    status = pytest.main(
+        [
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            "not gpu and not cluster",
+            "--ignore",
+            str(LIST.with_name("test_unproven.py")),
+            *TESTS,
+        ]
+    )
     sys.monitoring.set_events(tool, 0)
     sys.monitoring.free_tool_id(tool)
     if status != 0:
