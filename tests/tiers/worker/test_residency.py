@@ -36,6 +36,9 @@ class Entry:
 
 
 class Store:
+    #: nothing has measured how fast values come back to it
+    device = None
+
     def __init__(self) -> None:
         self.entries: dict[Any, Entry] = {}
         self.on_device_moved: Callable[[Any], None] = lambda key: None
