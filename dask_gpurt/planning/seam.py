@@ -175,16 +175,19 @@ def put(held: HeldExpressions) -> Tables:
         raise SeamMismatch("all kinds of expressions share one table, in which names may be taken twice")
     tables = Tables()
     for cls in _subclasses(Expr):
-        if cls.__name__ in KINDS.get(cls.__module__, ()) and cls.__init__ is object.__init__:
+        # Dask makes no singletons of classes with a constructor.
+        own = any("__init__" in vars(base) for base in cls.__mro__[:-1])
+        if cls.__name__ in KINDS.get(cls.__module__, ()) and not own:
             tables.put(cls, held)
     return tables
 
 
 def _subclasses(cls: type) -> set[type]:
     out: set[type] = set()
-    left = [cls]
+    left: list[type] = [cls]
     while left:
-        for sub in left.pop().__subclasses__():
+        below: list[type] = left.pop().__subclasses__()
+        for sub in below:
             if sub not in out:
                 out.add(sub)
                 left.append(sub)
