@@ -34,12 +34,17 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 HERE = Path(__file__).parent
 NO_DRIVER = os.pathsep.join([str(HERE / "no_driver"), str(HERE.parents[1])])
 NO_CUDF = os.pathsep.join([str(HERE / "no_cudf"), NO_DRIVER])
-ENVIRONMENT = {"PYTHONPATH": NO_DRIVER, "CUDA_VISIBLE_DEVICES": "0", "DASK_DISTRIBUTED__DIAGNOSTICS__NVML": "False"}
+ENVIRONMENT = {
+    "PYTHONPATH": NO_DRIVER,
+    "CUDA_VISIBLE_DEVICES": "0",
+    "DASK_DISTRIBUTED__DIAGNOSTICS__NVML": "False",
+    "DASK_GPURT__TIERS__DEVICE": "auto",
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Options of ``dask cuda worker``, and what a worker has with them by default, where `tiers.device` is auto."""
+    """Options of ``dask cuda worker``, and what a worker has with them where `tiers.device` is auto."""
 
     options: tuple[str, ...] = ()
     #: of worker.data with the setting "off", which is dask-cuda's own choice
@@ -104,7 +109,7 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """A scheduler with one setting, and a worker per case."""
     folder = tmp_path_factory.mktemp(request.param)
     with processes(folder, ENVIRONMENT) as p:
-        setting = [] if request.param == "auto" else ["--gpurt-tiers-device", request.param]  # auto is the default
+        setting = ["--gpurt-tiers-device", request.param]
         address = p.scheduler("--preload", "dask_gpurt.preload", *setting)
         started = {}
         for begun, (name, case) in enumerate(CASES.items(), 1):
@@ -237,7 +242,7 @@ def test_attach_and_detach(used: bool, tmp_path: Path) -> None:
             if not used:
                 kept.release()
                 _until_nothing_is_kept(client)
-            dask_gpurt.attach(client)
+            dask_gpurt.attach(client, settings={"tiers.device": "auto"})
             got = seen(client, _address_of(client, "w"))
             assert got["data"] == ("DeviceHostFile" if used else "TieredStore")
             assert ("holds keys already" in got["off"]) is used
