@@ -18,7 +18,7 @@ import functools
 import sys
 import types
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import dask
 import dask.config
@@ -32,9 +32,6 @@ from pandas._config import using_string_dtype
 from pandas._config.config import _global_config
 
 from dask_gpurt.errors import SeamMismatch
-
-if TYPE_CHECKING:
-    from dask_gpurt.planning.held import HeldExpressions
 
 #: sections of Dask's configuration that planning reads
 SECTIONS = ("dataframe", "optimization", "tokenize")
@@ -96,10 +93,23 @@ _PLAIN = (
 _KNOWN_OPERANDS = frozenset(("_dataset_info_cache", "filesystem", "fs"))
 
 
+class Holder(Protocol):
+    """What the tables report to."""
+
+    def look(self) -> None:
+        """Before a lookup."""
+
+    def found(self, table: Instances, name: str, expression: Any) -> None:
+        """A lookup has found an expression."""
+
+    def add(self, table: Instances, name: str, expression: Any) -> None:
+        """An expression was made."""
+
+
 class Instances(weakref.WeakValueDictionary[str, Any]):
     """The table of one class: Dask's own kind, which reports lookups to `held`."""
 
-    def __init__(self, held: HeldExpressions, known: weakref.WeakValueDictionary[str, Any] | None) -> None:
+    def __init__(self, held: Holder, known: weakref.WeakValueDictionary[str, Any] | None) -> None:
         super().__init__({} if known is None else known)
         self._gpurt_held = held
 
@@ -124,7 +134,7 @@ class Tables:
         #: class -> (ours, the table that it had itself, if any)
         self._put: list[tuple[type, Instances, weakref.WeakValueDictionary[str, Any] | None]] = []
 
-    def put(self, cls: type, held: HeldExpressions) -> None:
+    def put(self, cls: type, held: Holder) -> None:
         """Give a class a table of ours."""
         before = vars(cls).get("_instances")
         ours = _kept.get(cls)
@@ -152,7 +162,7 @@ _functions: weakref.WeakSet[types.FunctionType] = weakref.WeakSet()
 _kept: weakref.WeakKeyDictionary[type, Instances] = weakref.WeakKeyDictionary()
 
 
-def put(held: HeldExpressions) -> Tables:
+def put(held: Holder) -> Tables:
     """Give each kind of expression that exists now, and may be held, a table that reports to `held`.
 
     Raises
