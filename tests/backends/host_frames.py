@@ -58,14 +58,16 @@ class HostFrame(pd.DataFrame):
 setattr(HostFrame, ATTRIBUTE, f"{__name__}:HostFrames")
 
 
-@meta_nonempty.register(HostFrame)
 def _frame_nonempty(x: HostFrame) -> HostFrame:
     return HostFrame(meta_nonempty(pd.DataFrame(x)))
 
 
-@meta_nonempty.register(HostSeries)
 def _series_nonempty(x: HostSeries) -> HostSeries:
     return HostSeries(meta_nonempty(pd.Series(x)))
+
+
+meta_nonempty.register(HostFrame, _frame_nonempty)
+meta_nonempty.register(HostSeries, _series_nonempty)
 
 
 class HostSide:
@@ -115,13 +117,14 @@ SIDE = HostSide()
 
 def use_ucx() -> None:
     """Have workers of this process find a device for UCX, before their first shuffle: `SIDE`."""
-    from dask_gpurt.backends import ucx, ucx_device
+    from dask_gpurt.backends import ucx_device
     from dask_gpurt.shuffle.transport.select import locality
 
-    ucx_device.CudaSide = lambda: SIDE  # type: ignore[assignment,misc]
+    vars(ucx_device)["CudaSide"] = lambda: SIDE
     # Not for `ucx`: what that sets for a GPU asks for one.
-    assert not ucx.has_device()
-    ucx_device.has_device = locality.has_device = lambda: True
+    assert not ucx_device.has_device()
+    for module in (ucx_device, locality):
+        vars(module)["has_device"] = lambda: True
     ucx_device.device_side.cache_clear()
 
 

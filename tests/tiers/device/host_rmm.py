@@ -51,6 +51,7 @@ class Value:
 
     def __init__(self, data: np.ndarray[Any, Any], resource: Any, *, of: Value | None = None) -> None:
         self.nbytes = data.nbytes
+        self.buffer: Any
         if of is not None:
             self.buffer = of.buffer
             return
