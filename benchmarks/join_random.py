@@ -34,11 +34,11 @@ EXACT: tuple[Any, ...] = (
     *("datetime64[ns]", "datetime64[us]", "timedelta64[ns]", "datetime64[us, Europe/Berlin]"),
     *("Int8", "Int64", "UInt32", "boolean", "Float64", "string[pyarrow]"),
     pd.StringDtype("pyarrow", na_value=np.nan),
-    *map(pd.ArrowDtype, (pa.int8(), pa.int32(), pa.int64(), pa.uint64(), pa.bool_(), pa.float32(), pa.float64())),
+    *map(pd.ArrowDtype, (pa.int8(), pa.int32(), pa.int64(), pa.uint64(), pa.bool_())),
     *map(pd.ArrowDtype, (pa.string(), pa.large_string(), pa.date32(), pa.timestamp("us"), pa.timestamp("ns", "UTC"))),
     *map(pd.ArrowDtype, (pa.duration("ms"), pa.decimal128(12, 2), pa.decimal128(38, 0))),
 )
-REFUSED: tuple[Any, ...] = ("object", "category", pd.StringDtype("python"))
+REFUSED: tuple[Any, ...] = ("object", "category", pd.StringDtype("python"), pd.ArrowDtype(pa.float64()))
 
 
 @dataclasses.dataclass

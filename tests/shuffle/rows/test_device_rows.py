@@ -143,7 +143,9 @@ def large(seed: int = 0) -> HostFrame:
 
 
 def to_b(one: DeviceRows, direct: str = "b") -> list[Shard]:
-    return numbered(one.split(large(), shard_id(3, 0, 0), OutputLayout(dict.fromkeys(range(OUTPUTS), "b")), direct))
+    return numbered(
+        one.split(large(), shard_id(3, 0, 0), OutputLayout(dict.fromkeys(range(OUTPUTS), "b")), direct=direct)
+    )
 
 
 @pytest.mark.parametrize("left", ["nothing", "one pack", "all"])
@@ -190,7 +192,7 @@ def test_what_comes_on_a_device_where_it_must_not_is_refused() -> None:
 def test_only_large_packs_for_workers_that_take_them_stay_on_the_device() -> None:
     one = kind(LazyMemory())
     assert not any(pack.on_device for shard in to_b(one, "x") for pack in shard.table.packs)
-    small = one.split(rows(), 0, OutputLayout(dict.fromkeys(range(OUTPUTS), "b")), "b")
+    small = one.split(rows(), 0, OutputLayout(dict.fromkeys(range(OUTPUTS), "b")), direct="b")
     assert not any(pack.on_device for _, shard in small for pack in shard.table.packs)
 
 

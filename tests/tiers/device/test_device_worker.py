@@ -184,7 +184,7 @@ async def test_without_a_gpu_on_refuses_and_auto_says_nothing(c: Client, s: Sche
         await TierRuntime.install(a, Settings.load({"tiers.device": "on", "tiers.disk-reserve": 0}).tiers)
     assert a.data is a.state.data is data
     with mock.patch.object(cuda, "probe", side_effect=AssertionError("probed")):
-        runtime = await TierRuntime.install(a, Settings.load({"tiers.disk-reserve": 0}).tiers)
+        runtime = await TierRuntime.install(a, Settings.load({"tiers.device": "auto", "tiers.disk-reserve": 0}).tiers)
         runtime.heartbeat()
     statistics = runtime.statistics()
     assert statistics["device_off"] == ""
@@ -204,7 +204,7 @@ async def test_where_a_gpu_is_used_and_rmm_is_not_there_it_says_so(c: Client, s:
 @pytest.mark.cluster
 @gen_cluster(client=True, nthreads=[("", 2)], config=CONFIG)
 async def test_the_tier_comes_when_something_begins_to_use_the_device(c: Client, s: Scheduler, a: Worker) -> None:
-    settings = Settings.load({"tiers.disk-reserve": 0}).tiers
+    settings = Settings.load({"tiers.device": "auto", "tiers.disk-reserve": 0}).tiers
     with mock.patch.object(DeviceMemory, "open", open_on_host_memory):
         runtime = await TierRuntime.install(a, settings)
         runtime.heartbeat()
@@ -234,7 +234,9 @@ async def test_the_tier_comes_when_something_begins_to_use_the_device(c: Client,
 async def test_a_tier_that_cannot_be_opened_later_leaves_the_worker_alone(c: Client, s: Scheduler, a: Worker) -> None:
     with found(), mock.patch.object(DeviceMemory, "open", side_effect=RuntimeError("a library")):
         with mock.patch.object(cuda, "has_context", return_value=False):
-            runtime = await TierRuntime.install(a, Settings.load({"tiers.disk-reserve": 0}).tiers)
+            runtime = await TierRuntime.install(
+                a, Settings.load({"tiers.device": "auto", "tiers.disk-reserve": 0}).tiers
+            )
         runtime.heartbeat()
         await async_poll_for(lambda: "a library" in runtime.statistics()["device_off"], timeout=30)
         runtime.heartbeat()

@@ -358,8 +358,7 @@ def test_other_mappings_are_left_alone(
             runtime = await TierRuntime.install(a, tier_settings())
             await TierRuntime.install(a, tier_settings())  # says nothing again
         assert records[-1].levelname == level
-        # Of dask-cuda's it also says, once, why no device tier has its place.
-        assert [r.getMessage()[:14] for r in records[:-1]] == ["No device tier"] * ("dask_cuda" in reason)
+        assert len(records) == 1
         assert re.search(
             rf"shuffles only\. .*{reason}.*To have the tiers: (start the worker|gpurt)", records[-1].getMessage()
         )
