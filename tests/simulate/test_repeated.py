@@ -136,7 +136,7 @@ def test_the_worst_policy_is_retired_within_six_graphs(shape: str) -> None:
     retired = next(n for n, j in enumerate(runs.judged) if j["retirements"])
     assert retired <= 5
     assert runs.stock[-(TIMES - retired - 1) :] == list(range(retired + 1, TIMES))
-    assert min(runs.seconds[:2]) > 1.3 * max(stock.seconds)
+    assert min(runs.seconds[:2]) > 1.2 * max(stock.seconds)
     # Left to stock it takes what stock takes: nothing of ours is in the way.
     assert statistics.median(runs.seconds[-5:]) == pytest.approx(statistics.median(stock.seconds), rel=0.03)
     assert runs.statistics is not None

@@ -174,6 +174,7 @@ class P2PBarrierTask:
 
 def candidate(**kw: Any) -> Any:
     values: dict[str, Any] = {
+        "key": ("inc-0f", 1),
         "annotations": None,
         "actor": False,
         "resource_restrictions": None,
@@ -204,6 +205,7 @@ def candidate(**kw: Any) -> Any:
         (None, {"prefix": SimpleNamespace(name="read-parquet")}),
         ("shuffle", {"prefix": SimpleNamespace(name="shuffle-transfer")}),
         ("shuffle", {"_queueable": False}),
+        ("impure", {"key": "inc-2b6e1f2a-8a0f-4c55-9d0e-3f1b7c9d2e10"}),
         ("shuffle", {"run_spec": P2PBarrierTask()}),
         ("shuffle", {"dependents": [candidate(run_spec=P2PBarrierTask())]}),
         ("shuffle", {"dependencies": [candidate(), candidate(run_spec=P2PBarrierTask())]}),
