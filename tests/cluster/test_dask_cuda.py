@@ -223,10 +223,11 @@ def test_on_refuses_the_start_with_the_remedy(tmp_path: Path) -> None:
             client.wait_for_workers(1, timeout=60)
             sent = _address_of(client, "sent")
             got = seen(client, sent)
-            shown = " ".join(str(dask_gpurt.status(client)).split())
+            refused = "gpurt.tiers.device is 'on', and there is no tier: RMM allocates managed memory"
+            # The reason comes with the worker's next heartbeat.
+            poll_for(lambda: refused in " ".join(str(dask_gpurt.status(client)).split()), timeout=30)
     assert got["parts"] is None
     assert got["data"] == "DeviceHostFile"  # as stock
-    assert "gpurt.tiers.device is 'on', and there is no tier: RMM allocates managed memory" in shown
 
 
 @pytest.mark.parametrize("used", [False, True])
