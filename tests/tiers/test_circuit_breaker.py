@@ -14,7 +14,8 @@ from dask_gpurt.extension import on_worker
 from dask_gpurt.model import circuit_breaker
 from dask_gpurt.tiers.hints.pending_tasks import NAME
 from dask_gpurt.tiers.hints.protocol import OP
-from tests.tiers.hints.test_hints_cluster import NO_WATCH, attach, make, press, runtime
+from tests.memory_watch import NO_WATCH
+from tests.tiers.hints.test_hints_cluster import attach, make, press, runtime
 from tests.tiers.hints.test_prefetch import Bench, bench
 
 if TYPE_CHECKING:

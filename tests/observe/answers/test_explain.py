@@ -25,6 +25,7 @@ from dask_gpurt.observe.answers.where import Where
 from dask_gpurt.observe.render.text import bytes_said, seconds_said
 from dask_gpurt.placement.decide.decision import Declined
 from dask_gpurt.placement.engine import Engine
+from tests.memory_watch import NO_WATCH
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -310,12 +311,13 @@ async def test_nothing_is_kept_alive(c: Client, s: Scheduler, *workers: Worker) 
         assert (await dask_gpurt.explain(c, key)).state is None
 
 
-# Without the active memory manager, which drops the replica that is looked for.
+# Without the active memory manager, which drops the replica that is looked for, and without the watch of process
+# memory: the workers live in the process of the whole suite, which pauses them when it has grown.
 @pytest.mark.cluster
 @gen_cluster(
     client=True,
     nthreads=[("127.0.0.1", 1)] * 2,
-    config=QUIET | NO_AMM,
+    config=QUIET | NO_AMM | NO_WATCH,
     worker_kwargs={"memory_limit": "1 GB"},
 )
 async def test_where_a_spilled_and_a_replicated_key_are(c: Client, s: Scheduler, a: Worker, b: Worker) -> None:

@@ -13,8 +13,9 @@ from distributed.utils_test import async_poll_for, gen_cluster
 from dask_gpurt.extension import NAME
 from dask_gpurt.tiers.engine.entry import NEVER
 from dask_gpurt.tiers.hints import pending_tasks, scheduler
+from tests.memory_watch import NO_WATCH
 from tests.tiers.conftest import beat
-from tests.tiers.hints.test_hints_cluster import NO_WATCH, SIZE, attach, entry, make, runtime
+from tests.tiers.hints.test_hints_cluster import SIZE, attach, entry, make, runtime
 
 if TYPE_CHECKING:
     from tests.tiers.conftest import Rig, RunRig

@@ -21,6 +21,7 @@ from dask_gpurt.tiers.hints import scheduler
 from dask_gpurt.tiers.hints import worker as hints_worker
 from dask_gpurt.tiers.hints.protocol import KEEP, OP
 from dask_gpurt.tiers.hints.scheduler import NextUsePlugin
+from tests.memory_watch import NO_WATCH
 from tests.tiers.conftest import beat
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.cluster
 
-NO_WATCH = {"distributed.worker.memory.spill": False, "distributed.worker.memory.pause": False}
 SIZE = 10_000
 
 

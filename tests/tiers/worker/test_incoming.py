@@ -11,10 +11,10 @@ from distributed.utils_test import gen_cluster
 from benchmarks.eviction_replay import Belady, Lru, Ours, moved, replay
 from dask_gpurt.config import Settings
 from dask_gpurt.tiers import TierRuntime
+from tests.memory_watch import NO_WATCH
 
 pytestmark = pytest.mark.cluster
 
-NO_WATCH = {"distributed.worker.memory.spill": False, "distributed.worker.memory.pause": False}
 SIZE = 10_000
 
 

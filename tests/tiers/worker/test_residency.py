@@ -19,12 +19,12 @@ from dask_gpurt.tiers.engine.entry import EventLog, State
 from dask_gpurt.tiers.stores.task_store import Place
 from dask_gpurt.tiers.worker import residency
 from dask_gpurt.tiers.worker.residency import ResidenceSender
+from tests.memory_watch import NO_WATCH
 from tests.tiers.conftest import guard
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-NO_WATCH = {"distributed.worker.memory.spill": False, "distributed.worker.memory.pause": False}
 SIZE = 100_000
 
 

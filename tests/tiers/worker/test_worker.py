@@ -27,6 +27,7 @@ from dask_gpurt.config import Settings, TierSettings
 from dask_gpurt.errors import InstallError, LostData, SeamMismatch
 from dask_gpurt.testing import ArrayChunk, check_shard_store
 from dask_gpurt.tiers import TieredStore, TierRuntime
+from tests.memory_watch import NO_WATCH
 from tests.tiers.conftest import beat, handles
 
 if TYPE_CHECKING:
@@ -72,9 +73,6 @@ async def all_stored(runtime: TierRuntime, n: int) -> None:
     store = runtime.store
     await async_poll_for(lambda: len(store.slow) >= n, timeout=30)
     runtime.engine.shrink(0)
-
-
-NO_WATCH = {"distributed.worker.memory.spill": False, "distributed.worker.memory.pause": False}
 
 
 # ---------------------------------------------------------------------------------------------- pressure
