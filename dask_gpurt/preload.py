@@ -2,8 +2,8 @@
 
 On the scheduler this is all a cluster needs: it sends the worker part to every worker that comes. On a worker it
 installs before the worker registers, hence before it holds any data. A client (``distributed.client.preload``) keeps
-what it has planned (`dask_gpurt.planning`). On a nanny there is nothing to do: a worker's preload is imported in its
-nanny's process too, so importing this module must not touch a GPU.
+what it has planned (`dask_gpurt.planning`) and sends graphs at once (`model.prompt`). On a nanny there is nothing to
+do: a worker's preload is imported in its nanny's process too, so importing this module must not touch a GPU.
 
 Fail closed: Dask logs exceptions of a preload and goes on without it, and a policy that did not load looks exactly
 like one that did. So any error here ends the start of the server, unless ``gpurt.on-error: stock``:
@@ -31,6 +31,7 @@ from dask_gpurt.config import Settings, leaves, read
 from dask_gpurt.errors import ConfigError, GpurtError, InstallError
 from dask_gpurt.extension import NAME, WorkerParts, seam
 from dask_gpurt.extension.parts import require_folders
+from dask_gpurt.model import prompt
 from dask_gpurt.observe.dashboard import hook
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ async def install(server: Server | Client, overrides: dict[str, Any]) -> None:
     try:
         if isinstance(server, Client):
             planning.keep()
+            prompt.graphs(server)
         elif isinstance(server, Worker):
             await WorkerParts.install(server, settings)
         elif NAME not in server.plugins:

@@ -24,7 +24,7 @@ from dask_gpurt.doctor.system import System
 from dask_gpurt.errors import GpurtError
 from dask_gpurt.extension.fetches import Fetches
 from dask_gpurt.extension.parts import NAME, Parts, versions
-from dask_gpurt.model import Tier, safe_mode
+from dask_gpurt.model import Tier, prompt, safe_mode
 from dask_gpurt.observe.collect.worker import WorkerSlots
 from dask_gpurt.observe.figures import prometheus
 from dask_gpurt.observe.journal import Journal
@@ -63,6 +63,8 @@ class WorkerParts:
         self.one_result: WorkerCopies | None = None
         #: spares fetches from workers that have left
         self.fetches: Fetches | None = None
+        #: sends results early; None: placement is off
+        self.results: prompt.PromptStream | None = None
         #: what its slots do; None: observation is off
         self.slots: WorkerSlots | None = None
         #: whether its tasks keep processors and the GPU busy; None: observation is off
@@ -91,6 +93,7 @@ class WorkerParts:
         await self.parts.add("tiers", self._add_tiers)
         if settings.placement.enabled:
             await self.parts.add("copies", self._add_copies)
+            await self.parts.add("messages", self._add_messages)
         # After the tiers, so that their waits are inside of what is measured.
         if settings.observe.enabled:
             await self.parts.add("slots", self._add_slots, wanted=False)
@@ -190,6 +193,16 @@ class WorkerParts:
 
         return undo
 
+    async def _add_messages(self) -> Callable[[], Awaitable[None]]:
+        self.results = prompt.results(self.worker)
+
+        async def undo() -> None:
+            if self.results is not None:
+                self.results.uninstall()
+            self.results = None
+
+        return undo
+
     async def _add_slots(self) -> Callable[[], Awaitable[None]]:
         slots = WorkerSlots(self.worker, nvtx.find())
         slots.install()
@@ -249,6 +262,8 @@ class WorkerParts:
             out["fetches"] = self.fetches.statistics()
         if self.one_result is not None:
             out["copies"] = self.one_result.statistics()
+        if self.results is not None:
+            out["messages_early"] = self.results.early
         if self.slots is not None:
             out["slots"] = self.slots.statistics()
         if self.runtime is not None:

@@ -26,6 +26,7 @@ from dask_gpurt.placement.engine import Engine
 from dask_gpurt.placement.monitor import Monitor
 from dask_gpurt.placement.takeover.fetch_sources import FetchSources
 from dask_gpurt.placement.takeover.observe_stock import watch
+from dask_gpurt.placement.takeover.prompt_messages import PromptMessages
 from dask_gpurt.placement.takeover.replica_drops import ReplicaDrops
 from dask_gpurt.placement.takeover.root_queue import RootQueue
 from dask_gpurt.placement.takeover.seam import Seam
@@ -83,6 +84,7 @@ class PlacementPlugin(SchedulerPlugin):
         #: None also when second copies are switched off
         self.copies: Speculation | None = None
         self.monitor: Monitor | None = None
+        self.messages: PromptMessages | None = None
 
     async def start(self, scheduler: Scheduler) -> None:
         """Take over. A second call for the same scheduler does nothing.
@@ -142,15 +144,16 @@ class PlacementPlugin(SchedulerPlugin):
             self.copies = Speculation(scheduler, seam)
             self.copies.on_won = engine.books.copy_won
             self.copies.install()
+        self.messages = PromptMessages(scheduler, lambda: engine.safe)
         self.monitor = Monitor(engine, seam, self.stealing, self.copies)
         self.monitor.start()
 
     def uninstall(self) -> None:
         """Give the scheduler back as it was. Safe to call at any time, also twice."""
-        for part in (self.monitor, self.copies, self.routes, self.replicas, self.stealing, self.seam):
+        for part in (self.monitor, self.messages, self.copies, self.routes, self.replicas, self.stealing, self.seam):
             if part is not None:
                 (part.stop if isinstance(part, Monitor) else part.uninstall)()
-        self.monitor = self.copies = self.routes = self.replicas = self.stealing = None
+        self.monitor = self.messages = self.copies = self.routes = self.replicas = self.stealing = None
         self.engine = None
 
     async def close(self) -> None:
@@ -189,7 +192,7 @@ class PlacementPlugin(SchedulerPlugin):
         ``governor`` (standing, reason, trials, robust predicted against actual per prefix), ``graph_judge`` (whole
         graphs: those left to stock and why, in words; see `GraphJudge.statistics`), ``shadow`` (in shadow mode:
         agreement, predicted gains), ``stealing`` (opinions, tasks asked back from slow workers), ``copies`` of
-        stragglers by what became of them, ``replicas`` named for dropping;
+        stragglers by what became of them, ``messages_early`` (to idle workers), ``replicas`` named for dropping;
         ``exceptions``, ``last_traceback``, ``retired`` (part -> reason). Only ``installed: false`` after `uninstall`.
         """
         if self.engine is None or self.seam is None:
@@ -211,6 +214,7 @@ class PlacementPlugin(SchedulerPlugin):
                 "running": 0 if self.copies is None else len(self.copies.copies),
                 "forbidden": dict(self.engine.forbade),
             },
+            "messages_early": 0 if self.messages is None else self.messages.early,
             "routes_shortened": 0 if self.routes is None else self.routes.shortened,
             "replicas": None
             if self.replicas is None or self.replicas.policy is None
@@ -300,8 +304,10 @@ class PlacementPlugin(SchedulerPlugin):
             if copies is not None and copies.copies and finish == "forgotten":
                 self._guard(copies.unwanted, key)
 
-    def update_graph(self, scheduler: Scheduler, *, tasks: Collection[Hashable], **kwargs: object) -> None:
+    def update_graph(self, scheduler: Scheduler, *, client: str, tasks: Collection[Hashable], **kwargs: object) -> None:
         """Hook of distributed: a graph arrived."""
+        if self.messages is not None:
+            self._guard(self.messages.graph_arrived, client)
         if self.engine is not None:
             self._guard(self.engine.graph_arrived, tasks)
 
@@ -318,6 +324,8 @@ class PlacementPlugin(SchedulerPlugin):
         """Hook of distributed: a worker joined."""
         if self.engine is not None:
             self._guard(self.engine.worker_added, worker)
+        if self.messages is not None:
+            self._guard(self.messages.worker_added, worker)
 
     def remove_worker(self, scheduler: Scheduler, worker: str, *, stimulus_id: str, **kwargs: object) -> None:
         """Hook of distributed: a worker left."""
@@ -325,6 +333,8 @@ class PlacementPlugin(SchedulerPlugin):
             self._guard(self.engine.worker_removed, worker)
         if self.copies is not None:
             self._guard(self.copies.worker_removed, worker)
+        if self.messages is not None:
+            self._guard(self.messages.worker_removed, worker)
 
     def restart(self, scheduler: Scheduler) -> None:
         """Hook of distributed: the scheduler has forgotten all tasks."""
