@@ -306,8 +306,10 @@ class RootDispatch:
             ws = info.ws
             if ahead:
                 most = min(ahead * ws.nthreads, int(AHEAD_SHARE * min(info.mark_bytes, 1e15) / max(1.0, nbytes)))
-                # At most two per finished task: the number in hand grows by one for each.
-                found += [ws] * min(2, most - len(ws.processing))
+                in_hand = len(ws.processing)
+                # In lots: a message costs more than a short root in it. What is in hand doubles at most.
+                if in_hand <= most / 2:
+                    found += [ws] * min(most - in_hand, max(2, in_hand))
             elif ws.processing and nbytes * ws.nthreads <= BEYOND_STOCK * info.mark_bytes and self._runs_dry(info):
                 found.append(ws)
         return found

@@ -251,6 +251,30 @@ def test_what_waits_for_a_worker_waits_behind_a_long_root() -> None:
     assert engine.root_dispatch.hungry() == [], "a few take most of the time, however short most of them are"
 
 
+def test_short_roots_go_in_lots() -> None:
+    """What a worker has in hand doubles at most, and is filled up again when half of it is done."""
+    engine, (a, *_) = rig()
+    info = engine.workers.all.items[0]
+    own(engine, a, 99)
+    engine.root_dispatch.root_done(info, 0.001, 1000)
+    most = engine.root_dispatch._ahead()
+    assert most == 10
+    given: list[FakeTask] = []
+    sizes = []
+    for done in (0, 0, 0, 0, 1, 4, 1):
+        for ts in given[:done]:
+            finish(engine, ts, 0.001)
+        del given[:done]
+        engine.root_dispatch.finished(info)
+        lot = engine.root_dispatch.hungry()
+        sizes.append(len(lot))
+        for _ in lot:
+            given.append(FakeTask(f"given-{len(sizes)}-{len(given)}"))
+            assign(engine, given[-1], a)
+    assert sizes == [2, 2, 4, 0, 0, 3, 5]
+    assert len(given) <= most
+
+
 def test_one_that_was_held_up_does_not_end_it() -> None:
     """As a pause of the garbage collector does, once in a while."""
     engine, (a, *_) = rig(memory_limit=10**9)
