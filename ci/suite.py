@@ -1,14 +1,15 @@
 """Run all tests in two halves side by side: `python ci/suite.py`, from the root of the checkout.
 
-A test with processes mostly waits for them, and one without is bound by one processor. So the tests marked `cluster`
-run in one pytest and all others in another. Each half has a cache and a log of its own, in `.pytest_cache/`. The output
+Most tests wait for processes: one pytest uses half of a processor. One half is the folders of the engines, the other is
+everything else; they take about as long. Each half has a cache and a log of its own, in `.pytest_cache/`. The output
 of the first half is printed while it runs, that of the second after it. The last lines name each test that failed. Exit
 code: 0 if both halves passed, 1 if not, 128 + the signal if it was stopped.
 
 No process stays behind. One whose parent ended becomes a child of this process (a "subreaper"), so that none is out of
 reach, whichever session it is in. What is still there in the end is killed.
 
-Rejected: pytest-xdist. Its processes are alike, and a test that needs both cores would meet another one that does.
+Rejected: pytest-xdist, which starts more processes than two cores carry, or splits files whose tests share a cluster.
+Rejected: by the mark `cluster`. Those tests take three times as long as all others.
 """
 
 from __future__ import annotations
@@ -21,12 +22,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import psutil
 
-#: name -> which tests: each test belongs to exactly one
-HALVES = {"cluster": "cluster", "rest": "not cluster"}
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+ENGINES = tuple(f"tests/{engine}" for engine in ("placement", "shuffle", "tiers", "observe"))
+#: name -> arguments for pytest; each test belongs to exactly one
+HALVES = {"engines": ENGINES, "others": tuple(f"--ignore={folder}" for folder in ENGINES)}
 LOGS = Path(".pytest_cache")
 #: seconds that a half gets to end its clusters after an interruption
 GRACE_SECONDS = 20.0
@@ -37,13 +42,12 @@ _SUMMARY = "short test summary info"
 class Half:
     """One pytest with its log."""
 
-    def __init__(self, name: str, marks: str) -> None:
-        self.name = name
+    def __init__(self, name: str, arguments: Sequence[str]) -> None:
         self.log = LOGS / f"{name}.log"
-        command = [sys.executable, "-m", "pytest", "-m", marks, "-o", f"cache_dir={LOGS / name}"]
+        command = [sys.executable, "-m", "pytest", *arguments, "-o", f"cache_dir={LOGS / name}"]
         # The summary is cut to 80 columns at lower verbosity; the rest is as without `-v`.
         command += ["-vv", "-o", "verbosity_test_cases=0", "-o", "verbosity_assertions=0"]
-        self.log.write_text(f"== pytest -m '{marks}'\n")
+        self.log.write_text(f"== pytest {' '.join(arguments)}\n")
         with self.log.open("ab") as out:
             # A session of its own: an interruption from the keyboard comes through this process only, and once.
             self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
@@ -115,8 +119,8 @@ def main() -> int:
     LOGS.mkdir(exist_ok=True)
     halves: list[Half] = []
     try:
-        for name, marks in HALVES.items():
-            halves.append(Half(name, marks))
+        for name, arguments in HALVES.items():
+            halves.append(Half(name, arguments))
         wait(halves)
     except KeyboardInterrupt as e:
         for half in halves:
