@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import dask
@@ -15,7 +16,7 @@ from distributed import Client, Event
 import dask_gpurt
 from dask_gpurt.errors import GpurtError
 
-from .processes import processes
+from .processes import processes, together
 from .test_sick import PRELOAD, gpurt, stopped
 
 if TYPE_CHECKING:
@@ -179,8 +180,8 @@ def test_a_stopped_worker_is_named_and_told_again(tmp_path: Path) -> None:
             done = gpurt("safe", address, "off", "--part", "shuffle", "--json")
             assert '"shuffle"' not in done.stdout
             assert '"placement"' in done.stdout
-            for words in ([address], [address, "maybe"], [address, "x", "on"]):
-                done = gpurt("safe", *words)
+            wrong = ([address], [address, "maybe"], [address, "x", "on"])
+            for done in together(*(partial(gpurt, "safe", *words) for words in wrong)):
                 assert done.returncode == 2
                 assert "must end with on or off" in done.stderr
             dask_gpurt.detach(client)
