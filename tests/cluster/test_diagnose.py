@@ -241,7 +241,7 @@ def test_a_stopped_worker_from_the_command_line(tmp_path: Path) -> None:
     with processes(tmp_path) as started:
         address = started.scheduler(*PRELOAD)
         for name in ("one", "two"):
-            started.worker(address, "--name", name)
+            started.worker(address, "--name", name, "--no-nanny")
         with Client(address) as client:
             client.wait_for_workers(2)
             pids = client.run(os.getpid)

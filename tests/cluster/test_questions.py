@@ -27,8 +27,8 @@ def gpurt(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_from_the_command_line(tmp_path: Path) -> None:
     with processes(tmp_path) as p:
         address = p.scheduler("--preload", "dask_gpurt.preload")
-        p.worker(address)
-        p.worker(address)
+        p.worker(address, "--no-nanny")
+        p.worker(address, "--no-nanny")
         with Client(address) as client:
             client.wait_for_workers(2, timeout=60)
             first, _ = client.scheduler_info()["workers"]

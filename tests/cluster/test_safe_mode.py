@@ -79,6 +79,15 @@ def _messages(dask_worker: Worker) -> dict[str, int]:
     return out
 
 
+def _flying(dask_worker: Worker) -> int:
+    """Messages under way: a message is counted when it has arrived."""
+    from dask_gpurt.shuffle.transport.plane import _of_worker
+
+    plane = _of_worker.get(dask_worker)
+    routes = [] if plane is None else [r.result() for r in plane._routes.values() if r.done() and not r.exception()]
+    return sum(len(route.chooser._meter._flying) for route in routes)
+
+
 def messages(client: Client) -> dict[str, int]:
     """Sent so far, by transport."""
     total: dict[str, int] = {}
@@ -142,6 +151,7 @@ def test_in_the_middle_of_a_shuffle(client: Client) -> None:
     future = shuffled(client, "first")
     until(lambda: messages(client).get("tcp", 0) > 0)
     dask_gpurt.safe(client, parts=["shuffle"])
+    until(lambda: not any(client.run(_flying).values()))
     before = messages(client)
     Event("first").set()
     assert right(future.result())
@@ -164,8 +174,8 @@ def _scheduler(client: Client) -> dict[str, Any]:
 def test_a_stopped_worker_is_named_and_told_again(tmp_path: Path) -> None:
     with processes(tmp_path) as p:
         address = p.scheduler(*PRELOAD)
-        p.worker(address, "--name", "well")
-        p.worker(address, "--name", "ill")
+        p.worker(address, "--name", "well", "--no-nanny")
+        p.worker(address, "--name", "ill", "--no-nanny")
         with Client(address) as client:
             client.wait_for_workers(2, timeout=60)
             ill = next(a for a, w in client.scheduler_info()["workers"].items() if w["name"] == "ill")

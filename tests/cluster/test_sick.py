@@ -67,8 +67,8 @@ def stopped(pid: int) -> Iterator[None]:
 def test_a_stopped_worker_is_named_and_the_others_answer(tmp_path: Path) -> None:
     with processes(tmp_path) as p:
         address = p.scheduler(*PRELOAD)
-        p.worker(address, "--name", "well")
-        p.worker(address, "--name", "ill")
+        p.worker(address, "--name", "well", "--no-nanny")
+        p.worker(address, "--name", "ill", "--no-nanny")
         with Client(address) as client:
             client.wait_for_workers(2, timeout=60)
             workers = client.scheduler_info()["workers"]
@@ -120,7 +120,7 @@ def test_a_stopped_worker_is_named_and_the_others_answer(tmp_path: Path) -> None
 def test_a_stopped_scheduler_ends_every_question(tmp_path: Path) -> None:
     with processes(tmp_path) as p:
         address = p.scheduler(*PRELOAD)
-        p.worker(address)
+        p.worker(address, "--no-nanny")
         with Client(address) as client:
             client.wait_for_workers(1, timeout=60)
             with stopped(p.running[0][0].pid):
@@ -235,7 +235,7 @@ def test_tls_by_options_and_by_configuration(tmp_path: Path) -> None:
 def test_an_address_and_an_asynchronous_client_do_for_every_question(tmp_path: Path) -> None:
     with processes(tmp_path) as p:
         address = p.scheduler(*PRELOAD)
-        p.worker(address)
+        p.worker(address, "--no-nanny")
         with Client(address, set_as_default=False) as client:
             client.wait_for_workers(1, timeout=60)
             x = client.submit(bytes, 10, key="x")
@@ -314,7 +314,7 @@ def test_a_scheduler_without_the_package(tmp_path: Path) -> None:
     env = {"PYTHONPATH": os.pathsep.join([str(theirs), os.environ.get("PYTHONPATH", "")])}
     with processes(theirs, env) as p:
         address = p.scheduler()
-        p.worker(address, "--name", "odd")
+        p.worker(address, "--name", "odd", "--no-nanny")
         with Client(address) as client:
             client.wait_for_workers(1, timeout=60)
             got = dask_gpurt.status(client)
