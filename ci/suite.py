@@ -107,7 +107,7 @@ def wait(halves: list[Half], seconds: float = float("inf")) -> None:
 
 def main() -> int:
     def on_signals(handler: Any) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, handler)
 
     def stop(number: int, frame: object) -> NoReturn:

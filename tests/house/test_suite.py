@@ -80,7 +80,7 @@ def test_a_half_that_dies_is_a_failure(tmp_path: Path) -> None:
     assert printed[-1] == "ERROR .pytest_cache/others.log - pytest ended with signal 9"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_stopping_it_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
     process = start(tmp_path, {"docs": _LASTING})
     files = [tmp_path / "pid-1", tmp_path / "pid-2"]
