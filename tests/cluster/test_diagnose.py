@@ -216,7 +216,9 @@ def test_threads_that_are_busy_have_no_cause_but_that_tasks_sleep(client: Client
     client.gather(client.map(_sleep, range(40), seconds=0.4, pure=False))
     found = dask_gpurt.diagnose(client, every=True)
     mine = [cause for step in found.steps if step.number > 1 for cause in step.causes]
-    assert {(cause.id, cause.meaning.split(":")[0]) for cause in mine} <= {("M6", "Tasks wait")}, repr(found)
+    # The second is found, and true, where other work fills the machine.
+    allowed = {("M6", "Tasks wait"), ("M6", "Threads wait for processors")}
+    assert {(cause.id, cause.meaning.split(":")[0]) for cause in mine} <= allowed, repr(found)
 
 
 @pytest.mark.cluster
