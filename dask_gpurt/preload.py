@@ -27,7 +27,8 @@ from distributed import Client, Scheduler, Worker
 
 from dask_gpurt import planning
 from dask_gpurt.command import end_command, in_dask_command, shorten_errors
-from dask_gpurt.config import Settings, leaves, read
+from dask_gpurt.config import Settings
+from dask_gpurt.config_schema import leaves, read
 from dask_gpurt.errors import ConfigError, GpurtError, InstallError
 from dask_gpurt.extension import NAME, WorkerParts, seam
 from dask_gpurt.extension.parts import require_folders

@@ -17,7 +17,8 @@ from distributed.core import Status
 from dask_gpurt import planning
 from dask_gpurt.backends import dask_cuda
 from dask_gpurt.client.gpus import on_gpus
-from dask_gpurt.config import Settings, flat, write
+from dask_gpurt.config import Settings
+from dask_gpurt.config_schema import flat, write
 from dask_gpurt.errors import ConfigError, InstallError
 from dask_gpurt.extension.parts import PRELOAD, PRELOADS, require_assertions, require_device_tier, require_folders
 from dask_gpurt.observe.dashboard import hook

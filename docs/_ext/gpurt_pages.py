@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from dask_gpurt.config import DEFAULTS, leaves
+from dask_gpurt.config import DEFAULTS
+from dask_gpurt.config_schema import leaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
+
+T = TypeVar("T")
 
 #: what an extended scheduler installs with the usual settings
 SCHEDULER_PARTS = ("ledger", "next-use", "placement", "preflight", "quarantine", "shuffle", "workers")
@@ -74,18 +77,22 @@ class Processes:
         )
 
     def close(self) -> None:
-        for process, _ in self.running:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGTERM)
-        for process, _ in self.running:
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-            # A nanny killed early can leave its worker, which is in the same session.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
+        # A worker without a nanny whose scheduler ends before it does not end at SIGTERM.
+        everything = [process for process, _ in self.running]
+        first = [process for process in everything if "--no-nanny" in process.args]  # type: ignore[operator]
+        for some in (first, [process for process in everything if process not in first]):
+            for process in some:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGTERM)
+            for process in some:
+                try:
+                    process.wait(10)
+                except subprocess.TimeoutExpired:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+                # A nanny killed early can leave its worker, which is in the same session.
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
 
 
 @contextlib.contextmanager
@@ -95,6 +102,12 @@ def processes(directory: Path, env: dict[str, str] | None = None) -> Iterator[Pr
         yield p
     finally:
         p.close()
+
+
+def together(*calls: Callable[[], T]) -> list[T]:
+    """What the calls return, in their order. Each waits for something, so they do it side by side, some at a time."""
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        return [future.result() for future in [pool.submit(call) for call in calls]]
 
 
 def wait_text(log: Path, text: str, seconds: float = 30) -> str:

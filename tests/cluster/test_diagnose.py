@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,7 +19,7 @@ from dask_gpurt.observe.answers.snapshot import Snapshot
 from dask_gpurt.observe.report.findings import advise
 from tests.observe.report.test_findings import run, tasks
 
-from .processes import processes
+from .processes import processes, together
 from .test_sick import PRELOAD, gpurt, stopped
 
 if TYPE_CHECKING:
@@ -215,7 +216,9 @@ def test_threads_that_are_busy_have_no_cause_but_that_tasks_sleep(client: Client
     client.gather(client.map(_sleep, range(40), seconds=0.4, pure=False))
     found = dask_gpurt.diagnose(client, every=True)
     mine = [cause for step in found.steps if step.number > 1 for cause in step.causes]
-    assert {(cause.id, cause.meaning.split(":")[0]) for cause in mine} <= {("M6", "Tasks wait")}, repr(found)
+    # The second is found, and true, where other work fills the machine.
+    allowed = {("M6", "Tasks wait"), ("M6", "Threads wait for processors")}
+    assert {(cause.id, cause.meaning.split(":")[0]) for cause in mine} <= allowed, repr(found)
 
 
 @pytest.mark.cluster
@@ -240,7 +243,7 @@ def test_a_stopped_worker_from_the_command_line(tmp_path: Path) -> None:
     with processes(tmp_path) as started:
         address = started.scheduler(*PRELOAD)
         for name in ("one", "two"):
-            started.worker(address, "--name", name)
+            started.worker(address, "--name", name, "--no-nanny")
         with Client(address) as client:
             client.wait_for_workers(2)
             pids = client.run(os.getpid)
@@ -250,13 +253,13 @@ def test_a_stopped_worker_from_the_command_line(tmp_path: Path) -> None:
             victim, pid = next(iter(pids.items()))
             running = client.map(time.sleep, [0.2] * 4, pure=False)  # a function that these processes can import
             with stopped(pid):
-                done = gpurt("diagnose", address, "--timeout", "2", "--stall", "1")
+                words = ("diagnose", address, "--timeout", "2", "--stall", "1")
+                done, every = together(partial(gpurt, *words), partial(gpurt, *words, "--every"))
                 assert done.returncode == 1, (done.stdout, done.stderr)
                 name = client.scheduler_info()["workers"][victim]["name"]
                 assert f"silent: {name}" in done.stdout
                 assert done.stdout.startswith("1. Is every node healthy and at work? here is a cause")
                 assert "\n2." not in done.stdout
-                every = gpurt("diagnose", address, "--timeout", "2", "--stall", "1", "--every")
                 assert "\n5. Is another backend" in every.stdout
             client.gather(running)
 

@@ -321,11 +321,11 @@ def test_attach_and_detach_with_data_in_flight() -> None:
 
         dask_gpurt.detach(client)
         dask_gpurt.detach(client)
-        _assert_stock(client, stock)
         assert client.run(_worker_state) == stock_workers
         assert client.gather(client.map(lambda x: int(x[0]), during, pure=False)) == [i + 1 for i in range(20)]
         assert client.gather(client.map(lambda x: int(x[0]), before, pure=False)) == list(range(20))
         _work(client)
+        _assert_stock(client, stock)
 
 
 @pytest.mark.parametrize("worker_kwargs", [{"memory_limit": 0}, {"data": dict}])
@@ -371,6 +371,7 @@ def test_a_part_that_cannot_install(monkeypatch: pytest.MonkeyPatch) -> None:
         raise InstallError("injected")
 
     monkeypatch.setattr(ShuffleTakeover, "install", refuse)
+    monkeypatch.setattr("dask_gpurt.extension.scheduler.LATE_SECONDS", 0.5)  # its workers run in this process
     with (
         LocalCluster(n_workers=1, threads_per_worker=1, processes=False, dashboard_address=":0") as cluster,
         Client(cluster) as client,

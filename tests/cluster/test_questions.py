@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from distributed import Client
 
-from .processes import processes
+from .processes import processes, together
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,12 +23,12 @@ def gpurt(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
 
-@pytest.mark.timeout(600)  # nine commands, each of which imports distributed
+@pytest.mark.timeout(600)  # eight commands, each of which imports distributed
 def test_from_the_command_line(tmp_path: Path) -> None:
     with processes(tmp_path) as p:
         address = p.scheduler("--preload", "dask_gpurt.preload")
-        p.worker(address)
-        p.worker(address)
+        p.worker(address, "--no-nanny")
+        p.worker(address, "--no-nanny")
         with Client(address) as client:
             client.wait_for_workers(2, timeout=60)
             first, _ = client.scheduler_info()["workers"]
@@ -36,32 +36,35 @@ def test_from_the_command_line(tmp_path: Path) -> None:
             total = client.submit(len, x, key=("total", 0))
             assert total.result() == 30_000_000
 
-            told = gpurt("explain", address, "('total', 0)")
-            assert told.returncode == 0, told.stderr
-            assert f"It ran on {first} because nothing is known that Dask does not know" in told.stdout
-            told = gpurt("explain", address, "x", "--json")
-            got = json.loads(told.stdout)
+            path = tmp_path / "report.html"
+            why, why_x, where, where_x, report, no_story, no_place, no_cluster = together(
+                lambda: gpurt("explain", address, "('total', 0)"),
+                lambda: gpurt("explain", address, "x", "--json"),
+                lambda: gpurt("where", address, "x", "('total', 0)"),
+                lambda: gpurt("where", address, "x", "--json"),
+                lambda: gpurt("report", address, "--out", str(path)),
+                lambda: gpurt("explain", address, "(nope"),
+                lambda: gpurt("where", address, "(nope"),
+                lambda: gpurt("where", "tcp://127.0.0.1:1", "x", "--timeout", "1"),
+            )
+            assert why.returncode == 0, why.stderr
+            assert f"It ran on {first} because nothing is known that Dask does not know" in why.stdout
+            got = json.loads(why_x.stdout)
             assert (got["kind"], got["reason"], got["actual"]["worker"]) == ("stock", "no inputs", first)
 
-            told = gpurt("where", address, "x", "('total', 0)")
-            assert told.returncode == 0, told.stderr
-            assert "2 keys: 2 memory" in told.stdout
-            got = json.loads(gpurt("where", address, "x", "--json").stdout)
-            (copy,) = got["keys"]["x"]["copies"]
+            assert where.returncode == 0, where.stderr
+            assert "2 keys: 2 memory" in where.stdout
+            (copy,) = json.loads(where_x.stdout)["keys"]["x"]["copies"]
             assert (copy["address"], copy["tier"]) == (first, "memory")
 
-            path = tmp_path / "report.html"
-            told = gpurt("report", address, "--out", str(path))
-            assert told.returncode == 0, told.stderr
-            assert f"Wrote {path}" in told.stdout
+            assert report.returncode == 0, report.stderr
+            assert f"Wrote {path}" in report.stdout
             assert "What the threads did" in path.read_text()
 
-            for command in ("explain", "where"):
-                told = gpurt(command, address, "(nope")
+            for told in (no_story, no_place):
                 assert told.returncode == 1
                 assert "'(nope'" in told.stderr
                 assert "Remedy" in told.stderr
                 assert "Traceback" not in told.stderr
-    told = gpurt("where", "tcp://127.0.0.1:1", "x", "--timeout", "1")
-    assert told.returncode == 1
-    assert "no scheduler answers at 'tcp://127.0.0.1:1'" in told.stderr
+            assert no_cluster.returncode == 1
+            assert "no scheduler answers at 'tcp://127.0.0.1:1'" in no_cluster.stderr

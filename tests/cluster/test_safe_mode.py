@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import dask
@@ -15,7 +16,7 @@ from distributed import Client, Event
 import dask_gpurt
 from dask_gpurt.errors import GpurtError
 
-from .processes import processes
+from .processes import processes, together
 from .test_sick import PRELOAD, gpurt, stopped
 
 if TYPE_CHECKING:
@@ -76,6 +77,15 @@ def _messages(dask_worker: Worker) -> dict[str, int]:
     for link in (statistics_of(dask_worker) or {"links": ()})["links"]:
         out[link["transport"]] = out.get(link["transport"], 0) + link["messages_out"]
     return out
+
+
+def _flying(dask_worker: Worker) -> int:
+    """Messages under way: a message is counted when it has arrived."""
+    from dask_gpurt.shuffle.transport.plane import _of_worker
+
+    plane = _of_worker.get(dask_worker)
+    routes = [] if plane is None else [r.result() for r in plane._routes.values() if r.done() and not r.exception()]
+    return sum(len(route.chooser._meter._flying) for route in routes)
 
 
 def messages(client: Client) -> dict[str, int]:
@@ -141,6 +151,7 @@ def test_in_the_middle_of_a_shuffle(client: Client) -> None:
     future = shuffled(client, "first")
     until(lambda: messages(client).get("tcp", 0) > 0)
     dask_gpurt.safe(client, parts=["shuffle"])
+    until(lambda: not any(client.run(_flying).values()))
     before = messages(client)
     Event("first").set()
     assert right(future.result())
@@ -163,8 +174,8 @@ def _scheduler(client: Client) -> dict[str, Any]:
 def test_a_stopped_worker_is_named_and_told_again(tmp_path: Path) -> None:
     with processes(tmp_path) as p:
         address = p.scheduler(*PRELOAD)
-        p.worker(address, "--name", "well")
-        p.worker(address, "--name", "ill")
+        p.worker(address, "--name", "well", "--no-nanny")
+        p.worker(address, "--name", "ill", "--no-nanny")
         with Client(address) as client:
             client.wait_for_workers(2, timeout=60)
             ill = next(a for a, w in client.scheduler_info()["workers"].items() if w["name"] == "ill")
@@ -179,8 +190,8 @@ def test_a_stopped_worker_is_named_and_told_again(tmp_path: Path) -> None:
             done = gpurt("safe", address, "off", "--part", "shuffle", "--json")
             assert '"shuffle"' not in done.stdout
             assert '"placement"' in done.stdout
-            for words in ([address], [address, "maybe"], [address, "x", "on"]):
-                done = gpurt("safe", *words)
+            wrong = ([address], [address, "maybe"], [address, "x", "on"])
+            for done in together(*(partial(gpurt, "safe", *words) for words in wrong)):
                 assert done.returncode == 2
                 assert "must end with on or off" in done.stderr
             dask_gpurt.detach(client)

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import dask.config
@@ -24,10 +25,10 @@ import dask_gpurt
 from dask_gpurt.errors import GpurtError, NoAnswer
 from dask_gpurt.observe.answers.summary import LINES, WIDTH
 
-from .processes import processes
+from .processes import processes, together
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 # Each command imports distributed, which takes long on a machine with other work.
@@ -66,8 +67,8 @@ def stopped(pid: int) -> Iterator[None]:
 def test_a_stopped_worker_is_named_and_the_others_answer(tmp_path: Path) -> None:
     with processes(tmp_path) as p:
         address = p.scheduler(*PRELOAD)
-        p.worker(address, "--name", "well")
-        p.worker(address, "--name", "ill")
+        p.worker(address, "--name", "well", "--no-nanny")
+        p.worker(address, "--name", "ill", "--no-nanny")
         with Client(address) as client:
             client.wait_for_workers(2, timeout=60)
             workers = client.scheduler_info()["workers"]
@@ -77,57 +78,70 @@ def test_a_stopped_worker_is_named_and_the_others_answer(tmp_path: Path) -> None
             assert len(x.result()) == len(y.result()) == 1000
             pid = client.run(os.getpid)[ill]
             with stopped(pid):
-                got = dask_gpurt.status(client, timeout=4)
+                path = tmp_path / "sick.html"
+
+                def report() -> Any:
+                    with dask_gpurt.report(str(path), client, timeout=4) as made:
+                        pass
+                    return made.run
+
+                got, story, places, run = together(
+                    lambda: dask_gpurt.status(client, timeout=4),
+                    lambda: dask_gpurt.explain(client, "x", timeout=4),
+                    lambda: dask_gpurt.where(client, ["x", "y"], timeout=4),
+                    report,
+                )
                 assert got.silent == {ill: "no answer within 4 s"}
                 assert list(got.having) == [a for a in workers if a != ill]
                 text = repr(got)
                 assert f"ill ({ill}): no answer within 4 s" in text
                 assert f"look at ill ({ill})" in text
                 assert len(text.splitlines()) <= LINES
-                assert dask_gpurt.explain(client, "x", timeout=4).worker == ill
-
-                places = dask_gpurt.where(client, ["x", "y"], timeout=4)
+                assert story.worker == ill
                 assert (places["x"].copies[0].tier, places["y"].copies[0].tier) == ("unknown", "memory")
                 assert f"no answer from {ill}" in repr(places)
 
-                path = tmp_path / "sick.html"
-                with dask_gpurt.report(str(path), client, timeout=4) as made:
-                    pass
-                assert made.run is not None
-                assert list(made.run.silent) == [ill]
+                assert list(run.silent) == [ill]
                 assert f"No answer from ill ({ill})" in path.read_text()
 
-                done = gpurt("status", address, "--timeout", "4")
+                done, report_done, where_done = together(
+                    lambda: gpurt("status", address, "--timeout", "4"),
+                    lambda: gpurt("report", address, "--timeout", "4", "--out", str(path)),
+                    lambda: gpurt("where", address, "x", "--timeout", "4"),
+                )
                 assert done.returncode == 1, done.stderr
                 assert f"ill ({ill}): no answer within 4 s" in done.stdout
                 assert done.stderr == ""
-                done = gpurt("report", address, "--timeout", "4", "--out", str(path))
-                assert (done.returncode, f"No answer from {ill}" in done.stderr) == (1, True)
-                done = gpurt("where", address, "x", "--timeout", "4")
-                assert (done.returncode, f"no answer from {ill}" in done.stdout) == (1, True)
+                assert (report_done.returncode, f"No answer from {ill}" in report_done.stderr) == (1, True)
+                assert (where_done.returncode, f"no answer from {ill}" in where_done.stdout) == (1, True)
             assert dask_gpurt.status(client).silent == {}
 
 
 def test_a_stopped_scheduler_ends_every_question(tmp_path: Path) -> None:
     with processes(tmp_path) as p:
         address = p.scheduler(*PRELOAD)
-        p.worker(address)
+        p.worker(address, "--no-nanny")
         with Client(address) as client:
             client.wait_for_workers(1, timeout=60)
             with stopped(p.running[0][0].pid):
-                for ask in (
+
+                def refused(ask: Callable[[], Any]) -> None:
+                    with pytest.raises(NoAnswer, match="does not answer within 1 s"):
+                        ask()
+
+                asks: tuple[Callable[[], Any], ...] = (
                     lambda: dask_gpurt.status(client, timeout=1),
                     lambda: dask_gpurt.explain(client, "x", timeout=1),
                     lambda: dask_gpurt.where(client, "x", timeout=1),
                     lambda: dask_gpurt.report(str(tmp_path / "r.html"), client, timeout=1).__enter__(),
                     lambda: dask_gpurt.record(client, tmp_path / "run.trace", timeout=1).__enter__(),
-                ):
-                    with pytest.raises(NoAnswer, match="does not answer within 1 s"):
-                        ask()
+                )
+                together(*(partial(refused, ask) for ask in asks))
                 with pytest.raises(NoAnswer, match="it accepts connections, and says nothing for 1 s"):
                     dask_gpurt.status(address, timeout=1)
-                for arguments in (("status", address), ("explain", address, "x"), ("where", address, "x")):
-                    line = one_line(gpurt(*arguments, "--timeout", "1"))
+                commands = (("status", address), ("explain", address, "x"), ("where", address, "x"))
+                for done in together(*(partial(gpurt, *command, "--timeout", "1") for command in commands)):
+                    line = one_line(done)
                     assert "it accepts connections, and says nothing for 1 s. Remedy: " in line
             assert dask_gpurt.status(client, timeout=60).installed
 
@@ -136,26 +150,33 @@ def test_a_wrong_address_is_one_line_at_once(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # not listening: refused
         closed = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
-        for address, says in (
+        wrong = (
             (closed, "nothing listens there"),
             ("tcp://no.such.host.invalid:8786", "the host 'no.such.host.invalid' is not known"),
             ("nonsense://host:1", "nonsense"),
             ("tcp://host", "port"),
             ("tls://127.0.0.1:8786", "tls:// needs certificates, and there are none"),
-        ):
-            line = one_line(gpurt("status", address, "--timeout", NEVER))
+        )
+        told = together(*(partial(gpurt, "status", address, "--timeout", NEVER) for address, _ in wrong))
+        for (address, says), done in zip(wrong, told, strict=True):
+            line = one_line(done)
             assert line.startswith(f"Error: no scheduler answers at '{address}': ")
             assert says in line
             assert "Remedy: " in line
-        for command in ("explain", "where"):
-            assert "nothing listens there" in one_line(gpurt(command, closed, "x", "--timeout", NEVER))
-        assert "nothing listens there" in one_line(gpurt("report", closed, "--timeout", NEVER))
+        commands = (("explain", closed, "x"), ("where", closed, "x"), ("report", closed))
+        for done in together(*(partial(gpurt, *command, "--timeout", NEVER) for command in commands)):
+            assert "nothing listens there" in one_line(done)
         with pytest.raises(NoAnswer, match="nothing listens there"):
             dask_gpurt.record(closed, tmp_path / "run.trace").__enter__()
         env = {"DASK_SCHEDULER_ADDRESS": closed}
-        assert f"'{closed}': nothing listens there" in one_line(gpurt("status", "--timeout", NEVER, env=env))
-        assert f"'{closed}': nothing listens there" in one_line(gpurt("where", "x", "--timeout", NEVER, env=env))
-    assert "there is no client, and no address" in one_line(gpurt("status"))
+        *configured, without = together(
+            partial(gpurt, "status", "--timeout", NEVER, env=env),
+            partial(gpurt, "where", "x", "--timeout", NEVER, env=env),
+            partial(gpurt, "status"),
+        )
+        for done in configured:
+            assert f"'{closed}': nothing listens there" in one_line(done)
+    assert "there is no client, and no address" in one_line(without)
 
 
 def test_something_else_than_a_scheduler(tmp_path: Path) -> None:
@@ -165,7 +186,7 @@ def test_something_else_than_a_scheduler(tmp_path: Path) -> None:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         with pytest.raises(NoAnswer, match="Remedy: "):
-            dask_gpurt.status(f"tcp://127.0.0.1:{server.server_address[1]}", timeout=5)
+            dask_gpurt.status(f"tcp://127.0.0.1:{server.server_address[1]}", timeout=2)
         server.shutdown()
 
 
@@ -214,7 +235,7 @@ def test_tls_by_options_and_by_configuration(tmp_path: Path) -> None:
 def test_an_address_and_an_asynchronous_client_do_for_every_question(tmp_path: Path) -> None:
     with processes(tmp_path) as p:
         address = p.scheduler(*PRELOAD)
-        p.worker(address)
+        p.worker(address, "--no-nanny")
         with Client(address, set_as_default=False) as client:
             client.wait_for_workers(1, timeout=60)
             x = client.submit(bytes, 10, key="x")
@@ -293,7 +314,7 @@ def test_a_scheduler_without_the_package(tmp_path: Path) -> None:
     env = {"PYTHONPATH": os.pathsep.join([str(theirs), os.environ.get("PYTHONPATH", "")])}
     with processes(theirs, env) as p:
         address = p.scheduler()
-        p.worker(address, "--name", "odd")
+        p.worker(address, "--name", "odd", "--no-nanny")
         with Client(address) as client:
             client.wait_for_workers(1, timeout=60)
             got = dask_gpurt.status(client)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 import yaml
 
-from dask_gpurt.config import leaves
+from dask_gpurt.config_schema import leaves
 
 from .blocks import PAGES, ROOT, Block, load, of_page
 

@@ -12,7 +12,7 @@ import pytest
 import dask_gpurt
 from dask_gpurt.bench.tpch.cli import parser as tpch_parser
 from dask_gpurt.cli import gpurt
-from dask_gpurt.config import leaves
+from dask_gpurt.config_schema import leaves
 
 from .blocks import ROOT
 

@@ -11,7 +11,7 @@ import pytest
 from gpurt_pages import reference
 
 import dask_gpurt
-from dask_gpurt.config import leaves
+from dask_gpurt.config_schema import leaves
 
 from .blocks import ROOT
 

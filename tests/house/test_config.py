@@ -11,7 +11,8 @@ import dask
 import pytest
 from distributed import Scheduler, Worker
 
-from dask_gpurt.config import DEFAULTS, Settings, leaves, read, schema, write
+from dask_gpurt.config import DEFAULTS, Settings
+from dask_gpurt.config_schema import leaves, read, schema, write
 from dask_gpurt.errors import ConfigError, InstallError
 from dask_gpurt.preload import dask_setup
 

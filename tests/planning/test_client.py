@@ -50,7 +50,7 @@ def test_the_same_answers(tmp_path: Path, preload: str, last: str) -> None:
     (tmp_path / "data").mkdir()
     with processes(tmp_path) as p:
         address = p.scheduler("--preload", "dask_gpurt.preload")
-        p.worker(address)
+        p.worker(address, "--no-nanny")
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM, address],
             env={**p.env, "DASK_DISTRIBUTED__CLIENT__PRELOAD": preload},

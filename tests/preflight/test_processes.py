@@ -154,9 +154,9 @@ def test_a_shuffle_with_a_held_worker(tmp_path: Path) -> None:
         (extra / "only_some_have_it.py").write_text("")
         has = {"PYTHONPATH": f"{extra}:{os.environ.get('PYTHONPATH', '')}"}
         address = p.scheduler(*hold(preflight_imports="['only_some_have_it']"))
-        p.worker(address)
+        p.worker(address, "--no-nanny")
         for _ in range(2):
-            p.worker(address, env=has)
+            p.worker(address, "--no-nanny", env=has)
         with Client(address) as client:
             client.wait_for_workers(2, timeout=120)
             until(client, passed=2, held=1)

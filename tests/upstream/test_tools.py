@@ -236,8 +236,14 @@ def test_a_file_runs_with_the_extension_everywhere_and_stock_without(tmp_path: P
     (place.overlay("dask") / suite.path).write_text(CASES)
     stock, ours = runner.Mode("stock", None), runner.Mode("extension", f"{runner.SUPPORT}.noop")
 
-    before, _ = runner.run_file(place, stock, suite)
-    after, _ = runner.run_file(place, ours, suite)
+    one_test = "dask.tests.test_made_up::test_gen_cluster"
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        ran = [
+            pool.submit(runner.run_file, place, stock, suite),
+            pool.submit(runner.run_file, place, ours, suite),
+            pool.submit(runner.run_file, place, ours, suite, one_test, tmp_path / "rerun"),
+        ]
+        before, after, alone = (future.result()[0] for future in ran)
     found = {d.test.rpartition("::")[2]: (d.stock.outcome, d.ours.outcome) for d in compare.differences(before, after)}
     expected = dict.fromkeys(("test_gen_cluster", "test_processes"), ("failed", "passed"))
     assert found == expected, (place.out / "extension" / f"{suite.slug}.log").read_text()
@@ -247,8 +253,7 @@ def test_a_file_runs_with_the_extension_everywhere_and_stock_without(tmp_path: P
     one = {"scheduler": 1, "worker": 2}
     assert got.setups == {f"dask.tests.test_made_up::{t}": one for t in expected}
 
-    alone, _ = runner.run_file(place, ours, suite, "dask.tests.test_made_up::test_gen_cluster", tmp_path / "rerun")
-    assert {t: r.outcome for t, r in alone.items()} == {"dask.tests.test_made_up::test_gen_cluster": "passed"}
+    assert {t: r.outcome for t, r in alone.items()} == {one_test: "passed"}
 
     (place.overlay("dask") / suite.path).write_text("def test_dies():\n    import os\n    os._exit(3)\n")
     dead, _ = runner.run_file(place, stock, suite)

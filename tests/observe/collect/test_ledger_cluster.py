@@ -6,6 +6,7 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Any
 
+import dask
 import pytest
 from distributed import Client, secede, worker_client
 
@@ -19,6 +20,7 @@ from dask_gpurt.observe.figures.figure import exported
 from dask_gpurt.observe.figures.table import SCHEDULER, WORKER
 from dask_gpurt.observe.report.charts import timeline
 from dask_gpurt.observe.report.facts import from_snapshots
+from tests.memory_watch import NO_WATCH
 from tests.observe.dashboard.chromium import browser, executable
 from tests.observe.fakes import OPTIONAL
 from tests.observe.numbers import HEARTBEAT, unknown
@@ -91,6 +93,7 @@ def test_what_was_not_read_is_not_told_as_unspilling() -> None:
     import pandas as pd
 
     with (
+        dask.config.set(NO_WATCH),
         dask_gpurt.local_cluster(
             n_workers=2, threads_per_worker=1, processes=False, memory_limit="4 GB", dashboard_address=":0"
         ) as cluster,
@@ -148,6 +151,7 @@ def test_the_causes_sum_to_the_time_there_was(settings: dict[str, Any], tmp_path
 def test_every_number_is_in_the_dictionary() -> None:
     """Remedy: add the figure to dask_gpurt/observe/figures/table.py."""
     with (
+        dask.config.set(NO_WATCH),
         dask_gpurt.local_cluster(
             n_workers=2, threads_per_worker=1, processes=False, dashboard_address=":0", memory_limit="2 GiB"
         ) as cluster,

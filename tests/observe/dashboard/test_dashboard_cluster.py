@@ -130,7 +130,7 @@ def test_stock_schedulers_list_nothing_of_ours(tmp_path: Path) -> None:
 def test_attach_and_detach(tmp_path: Path) -> None:
     with processes(tmp_path) as p:
         address = p.scheduler()
-        p.worker(address)
+        p.worker(address, "--no-nanny")
         with Client(address) as client:
             client.wait_for_workers(1, timeout=60)
             base = base_of(client)
@@ -161,7 +161,7 @@ def test_without_bokeh_everything_else_works(tmp_path: Path) -> None:
     path = os.pathsep.join([str(tmp_path / "path"), *filter(None, [os.environ.get("PYTHONPATH")])])
     with processes(tmp_path, {"PYTHONPATH": path}) as p:
         address = p.scheduler("--preload", PRELOAD)
-        p.worker(address)
+        p.worker(address, "--no-nanny")
         with Client(address) as client:
             client.wait_for_workers(1, timeout=60)
             assert client.submit(sum, client.map(int, range(9))).result() == 36

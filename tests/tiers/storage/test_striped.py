@@ -22,6 +22,7 @@ from dask_gpurt.tiers import TierRuntime
 from dask_gpurt.tiers.storage.disk.quota import InFlight, Quota
 from dask_gpurt.tiers.storage.disk.striped import AMPLE_BYTES, Directories, open_directories
 from dask_gpurt.tiers.storage.disk.tier import DiskTier
+from tests.memory_watch import NO_WATCH
 from tests.tiers.conftest import FaultyOs, enospc
 
 if TYPE_CHECKING:
@@ -246,12 +247,11 @@ def test_odd_file_systems_are_named_once(tmp_path: Path, kind: str, monkeypatch:
     assert Rig(tmp_path, 2).tier.warnings() == []
 
 
-# The limit is for its tasks' results. The process is that of all tests, and too large for it.
 @gen_cluster(
     client=True,
     nthreads=[("127.0.0.1", 2)],
     worker_kwargs={"memory_limit": "2 GiB"},
-    config={"distributed.worker.memory.pause": False},
+    config=NO_WATCH,
 )
 async def test_a_worker_spills_to_several(c: Client, s: Scheduler, a: Worker) -> None:
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as two:

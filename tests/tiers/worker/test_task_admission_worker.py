@@ -11,6 +11,7 @@ from distributed.utils_test import gen_cluster
 
 from dask_gpurt.config import Settings
 from dask_gpurt.tiers import TierRuntime
+from tests.memory_watch import NO_WATCH
 
 pytestmark = pytest.mark.cluster
 
@@ -35,7 +36,7 @@ def test_turns(process_bytes: int, patience: float, side_by_side: bool) -> None:
         client=True,
         nthreads=[("127.0.0.1", 2)],
         worker_kwargs={"memory_limit": LIMIT},
-        config={"distributed.worker.memory.spill": False, "distributed.worker.memory.pause": False},
+        config=NO_WATCH,
     )
     async def main(c: Client, s: Scheduler, a: Worker) -> None:
         runtime = await TierRuntime.install(a, Settings.load({"tiers.disk-reserve": 0}).tiers)

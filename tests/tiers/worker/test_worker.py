@@ -655,7 +655,7 @@ def test_kill_in_mid_spill_leaves_nothing(tmp_path: Any) -> None:
     ):
         client.register_plugin(Plugin(tier_settings()))
         (pid,) = client.run(os.getpid).values()
-        x = client.map(make, range(40), n=20 * MB, pure=False)
+        x = client.map(make, range(24), n=20 * MB, pure=False)
 
         def files() -> list[str]:
             return [f for d, _, fs in os.walk(tmp_path) for f in fs if d.endswith("gpurt-tiers")]
@@ -666,7 +666,7 @@ def test_kill_in_mid_spill_leaves_nothing(tmp_path: Any) -> None:
             time.sleep(0.005)
         os.kill(pid, signal.SIGKILL)
         sums = client.gather(client.map(total, x), errors="raise")
-        assert sums == [total(make(i, 20 * MB)) for i in range(40)]
+        assert sums == [total(make(i, 20 * MB)) for i in range(24)]
         del x
         deadline = time.monotonic() + 60
         while files():
