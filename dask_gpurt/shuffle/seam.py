@@ -347,15 +347,10 @@ def executor_of(plugin: ShuffleWorkerPlugin) -> ThreadPoolExecutor:
 
 
 def unpack_tasks(scheduler: Scheduler, shuffle_id: ShuffleId) -> list[tuple[TaskState, int]]:
-    """(task state, output partition) of the outputs of a shuffle whose task is nothing but the unpacking."""
-    found = []
-    for ts in scheduler.tasks[barrier_key(shuffle_id)].dependents:
-        spec = ts.run_spec
-        if getattr(spec, "func", None) is shuffle_unpack and not spec.kwargs and len(spec.args) == 3:
-            of, part, _ = spec.args
-            if of == shuffle_id and isinstance(part, int):
-                found.append((ts, part))
-    return found
+    """(task state, output partition) of the outputs of a shuffle, a join's too, where that is plain to see."""
+    dependents = scheduler.tasks[barrier_key(shuffle_id)].dependents
+    found = ((ts, output_of(ts.run_spec, shuffle_id)) for ts in dependents)
+    return [(ts, part) for ts, part in found if part is not None]
 
 
 def output_of(spec: object, shuffle_id: ShuffleId) -> int | None:

@@ -27,7 +27,7 @@ from dask_gpurt.shuffle import (
 )
 from dask_gpurt.shuffle.scheduler.plugin import FAILURES
 from dask_gpurt.shuffle.spec import GpurtShuffleSpec
-from tests.shuffle.helpers import ON, left, source, until
+from tests.shuffle.helpers import ON, left, right, source, until
 
 pytestmark = pytest.mark.cluster
 TWO = {"client": True, "nthreads": [("127.0.0.1", 1)] * 2, "timeout": 60}
@@ -237,10 +237,12 @@ async def test_outputs_go_to_their_worker_at_once(c, s, a, b):
     assert sum(map(len, await asyncio.gather(*futures))) == 480
     assert takeover.statistics()["pinned"] == 20
     assert not asked
-    # Tasks that do more than unpack find their worker as before.
-    merged = source(left).merge(source(left), on="k", shuffle_method="p2p", broadcast=False)
-    assert len(await c.compute(merged)) > 0
-    assert takeover.statistics()["pinned"] == 20
+    # So do a join's, of two shuffles or of one with itself.
+    for number, other in enumerate((source(right), source(left)), 1):
+        merged = source(left).merge(other, on="k", shuffle_method="p2p", broadcast=False)
+        assert len(await c.compute(merged)) > 0
+        assert takeover.statistics()["pinned"] == 20 + number * merged.npartitions
+    assert not asked
     assert not takeover.statistics()["errors"]
 
 

@@ -379,11 +379,12 @@ class ShuffleTakeover:
         self._fallbacks[reason] += 1
         return spec
 
-    async def pin(self, shuffle_id: seam.ShuffleId, run_id: int, plugin: seam.ShuffleSchedulerPlugin) -> None:
+    async def pin(self, shuffle_id: seam.ShuffleId, run_id: int, plugin: _SchedulerPlugin) -> None:
         """Restrict the outputs of a run to their workers before they run. Never raises.
 
-        Stock lets every output run once wherever it is sent, only to say where it belongs, and again there. What is
-        not a plain unpack task (fused with others, a join's) is left to that.
+        Stock lets every output run once wherever it is sent, only to say where it belongs, and again there. A join's
+        are restricted when the barriers of both sides have passed: until then outputs may be bound to others. What is
+        not plain to see (fused with others, a side that is Dask's own run) is left to that.
         """
         try:
             state = plugin.active_shuffles.get(shuffle_id)
@@ -395,8 +396,10 @@ class ShuffleTakeover:
                     # The loop was let go in between: the run may be over and the task with it.
                     if plugin.active_shuffles.get(shuffle_id) is not state:
                         return
-                    if self.scheduler.tasks.get(ts.key) is ts and part in state.run_spec.worker_for:
-                        seam.restrict(plugin, ts, state.run_spec.worker_for[part])
+                    if self.scheduler.tasks.get(ts.key) is not ts or seam.is_restricted(ts):
+                        continue
+                    if (owner := plugin.runs.owner(ts, part)) is not None:
+                        seam.restrict(plugin, ts, owner)
                         self._pinned += 1
                 await asyncio.sleep(0)
         except Exception:

@@ -300,6 +300,11 @@ class Runs:
             if (name := seam.id_from_key(other.key)) is not None:
                 yield name, self.get(name)
 
+    def owner(self, ts: TaskState, part: int) -> str | None:
+        """Worker of an output, by all runs that its task takes rows of; None unless all have passed and agree."""
+        owners = {None if one is None or not one.passed else one.worker_for.get(part) for _, one in self.sources(ts)}
+        return owners.pop() if len(owners) == 1 else None
+
     # ---- shuffles that share outputs: the sides of a join
 
     def partners(self, shuffle_id: seam.ShuffleId) -> list[seam.ShuffleId]:

@@ -114,6 +114,24 @@ def test_the_sides_of_a_join_wake_each_other(monkeypatch):
     assert (left.version, right.version) == (1, 2)
 
 
+def test_an_output_of_a_join_has_an_owner_once_both_sides_have_passed_and_agree(monkeypatch):
+    runs, active = registry(monkeypatch, run(1, "left"), run(2, "right"))
+    left, right = runs.all()
+    (output,) = runs.barrier_of("left").dependents
+    left.worker_for[3] = right.worker_for[3] = "a"
+    seen = [runs.owner(output, 3)]
+    for record in (left, right):
+        record.happened(RunEvent.BARRIER_PASSED)
+        seen.append(runs.owner(output, 3))
+    assert seen == [None, None, "a"]
+    assert runs.owner(output, 4) is None
+    right.worker_for[3] = "b"
+    assert runs.owner(output, 3) is None
+    right.worker_for[3] = "a"
+    del active["right"]  # over, or Dask's own
+    assert runs.owner(output, 3) is None
+
+
 def test_a_run_that_dask_dropped_has_ended(monkeypatch):
     runs, active = registry(monkeypatch, run(1, "left"))
     (record,) = runs.all()
