@@ -209,7 +209,6 @@ class JoinFilters:
         if not words or words * 8 * workers > BYTES:
             return "too many keys"
         if worth_asking(rows) and not await self._pays(record, known, seen, to_come):
-            await self._calls.tell(record, AskJoinBits(0))
             return "it would drop too few rows"
         parts = [JoinBits.from_dict(one).bits for one in await self._calls.tell(record, AskJoinBits(words)) or ()]
         if len(parts) != len(known) or not all(len(bits) == words * 8 for bits in parts):

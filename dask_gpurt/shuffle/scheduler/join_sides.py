@@ -156,6 +156,9 @@ class JoinSides:
             await self._calls.tell(record, AskJoinBits(0))
 
     def _swap(self, small: str, large: str) -> None:
+        queue = self._scheduler.queued
+        if len(queue) > 2 * ORDERED:
+            return
         barriers = [self._runs.barrier_of(seam.ShuffleId(name)) for name in (small, large)]
         first, last = (None if ts is None else alone_before(ts, ORDERED, UNSENT) for ts in barriers)
         changed: list[tuple[Any, Any]] = [] if first is None or last is None else reordered(first, last)
@@ -165,7 +168,6 @@ class JoinSides:
             ts.priority = priority
         self.changed += 1
         # The queue notes a task's priority when it is added.
-        queue = self._scheduler.queued
         tasks = list(queue)
         queue.clear()
         for ts in tasks:
