@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dask_gpurt.shuffle.rows.join_keys import CHUNK_ROWS, Keys, bounds_of
+from dask_gpurt.shuffle.rows.join_keys import CHUNK_ROWS, bounds_of, hashes_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -72,7 +72,7 @@ def union(parts: Sequence[bytes]) -> bytes:
 def found(sample: _Array, hashes: Iterable[_Array]) -> _Array:
     """Which hashes of a sample are among others, as a mask; some of the rest may be.
 
-    A tenth of what `bits_of` takes: a table of the sample's low bits leaves few of the others to compare.
+    A third of what `bits_of` takes: a table of the sample's low bits leaves few of the others to compare.
     """
     table: _Array = np.zeros(1 << 16, dtype=bool)
     table[sample & _TABLE] = True
@@ -107,7 +107,7 @@ class KeyFilter:
         """Rows of a partition of the other side that may match, as a mask."""
         if self.outside(data, columns):
             return np.zeros(len(data), dtype=bool)
-        return self.holds(Keys.of(data, columns).hashes)
+        return self.holds(hashes_of(data, columns))
 
     def holds(self, hashes: _Array) -> _Array:
         """Which of these hashes may be of a key that was put in."""

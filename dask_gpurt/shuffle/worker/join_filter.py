@@ -28,7 +28,7 @@ import numpy as np
 
 from dask_gpurt.shuffle.protocol import messages
 from dask_gpurt.shuffle.protocol.join_price import LEAST_DROPPED
-from dask_gpurt.shuffle.rows.join_keys import Keys
+from dask_gpurt.shuffle.rows.join_keys import Keys, hashes_of
 from dask_gpurt.shuffle.rows.key_filter import KeyFilter, bits_of, found
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ MOST_ROWS = 4 << 20
 #: rows of an input that stand for all of it
 SAMPLE_ROWS = 512
 #: inputs that a sample of a side is taken from
-SAMPLED_INPUTS = 8
+SAMPLED_INPUTS = 4
 
 
 class KeyCollector:
@@ -190,10 +190,11 @@ class RowFilter:
         looked, mask = 0, None
         try:
             if not _as_meta(data, self._meta, self._columns):
-                self._counters.gave_up("a partition is not like its meta")
+                if keys is not None:
+                    self._counters.gave_up("a partition is not like its meta")
                 return None
             if keys is None:
-                self._sample.append(Keys.of(_some(data, self._columns), self._columns).hashes)
+                self._sample.append(_sample(data, self._columns))
             else:
                 looked, mask = self._looked_up(keys, data)
         except Exception:
@@ -215,9 +216,9 @@ class RowFilter:
 
     def _looked_up(self, keys: KeyFilter, data: pd.DataFrame) -> tuple[int, np.ndarray[Any, Any] | None]:
         """(rows that were looked up, which rows may match; None: so many that it is no use to know)."""
-        if not keys.outside(data, self._columns):
-            some = _some(data, self._columns)
-            if len(some) < len(data) and keys.passing(some, self._columns).mean() > 1 - LEAST_DROPPED:
+        if len(data) >= 2 * SAMPLE_ROWS and not keys.outside(data, self._columns):
+            some = keys.holds(_sample(data, self._columns))
+            if some.mean() > 1 - LEAST_DROPPED:
                 return len(some), None
         return len(data), keys.passing(data, self._columns)
 
@@ -255,15 +256,14 @@ class RowFilter:
             self._counters.gave_up(why)
 
 
-def _some(data: pd.DataFrame, columns: Sequence[Any]) -> pd.DataFrame:
-    """The key columns of rows all over a partition, about `SAMPLE_ROWS`; all rows if they are not many more."""
-    step = len(data) // SAMPLE_ROWS
-    return data[list(columns)].iloc[::step] if step > 1 else data
+def _sample(data: pd.DataFrame, columns: Sequence[Any]) -> np.ndarray[Any, Any]:
+    """Hashes of rows all over a partition, `SAMPLE_ROWS` or up to twice as many; of all rows if there are not more."""
+    return hashes_of(data, columns, max(1, len(data) // SAMPLE_ROWS))
 
 
 def _as_meta(data: pd.DataFrame, meta: pd.DataFrame, columns: Sequence[Any]) -> bool:
     """Whether the key columns have the dtypes that they were promised with."""
-    return all(data.dtypes[name] == meta.dtypes[name] for name in columns)
+    return all(data[name].dtype == meta[name].dtype for name in columns)
 
 
 class JoinRows:
