@@ -86,7 +86,8 @@ def test_rows_that_match_nothing_are_not_sent(how: Any) -> None:
             assert counted["join_rows_in"] >= 500
             assert counted["join_rows_dropped"] > 0.9 * counted["join_rows_in"]
             assert counted["join_bytes_dropped"] > 0
-            assert counted["join_keys"] == 1500
+            # Of the other side, those that are split before it is known which is the smaller.
+            assert 1500 <= counted["join_keys"] <= 2500
             await until(lambda: not takeover._plugin.active_shuffles)
 
     check()

@@ -7,7 +7,7 @@ first is then the smaller side, so no more rows wait in memory than in the other
 
 Which side that is, bytes say where all inputs are in memory. Else the number of inputs says a little: of a side that
 is filtered while it is read, nothing. So one input of each side runs before all others where that needs no more than a
-few tasks (`first_input`), and the order is changed again when both were split.
+few dozen tasks (`first_input`), and the order is changed again when both were split.
 
 Only tasks that serve one side alone change places: what both sides read, and what other tasks need, keeps its priority.
 A priority decides among tasks that are ready. So where the small side waits for something, the large one runs, as
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 #: how many times the inputs, bytes or rows of one side the other must have. Less is no reason to change an order.
 CLEARLY = 1.5
-#: tasks behind one input that runs before all others, at most: a file is read, columns are made, rows are dropped
-FIRST_TASKS = 8
+#: tasks behind one input that runs before all others, at most: a file is read, columns are made, rows are dropped.
+#: Dask does not fuse them: a condition of five comparisons is a dozen
+FIRST_TASKS = 64
 #: inputs that are looked at for that
 FIRST_INPUTS = 32
 #: states of tasks that were not sent to a worker
@@ -69,7 +70,7 @@ def alone_before(barrier: Node, limit: int, states: Collection[str] = _NEW) -> l
             continue
         if states is not _NEW and any(d.state not in states for d in ts.dependencies):
             continue
-        if len(mine) > limit:
+        if len(mine) >= limit:
             return None
         mine.add(ts)
         stack.extend(ts.dependencies)

@@ -2,7 +2,7 @@
 
 Theory of operation (`protocol.join_order`). When a graph comes, the smaller side of a join is put first: by bytes, if
 all inputs of both are in memory, else by the number of inputs. Numbers of inputs may be wrong. So where either side
-might filter the other, and one input of each needs no more than a few tasks, these two run before all others, and the
+might filter the other, and one input of each needs a few dozen tasks at most, these two run before all others, and the
 keys of both sides are collected. When both inputs are split, their rows times the inputs say which side is the smaller:
 its keys are collected from then on, and what of it was not sent to a worker yet comes first. Nothing waits for that:
 meanwhile the inputs come in the order that they have.

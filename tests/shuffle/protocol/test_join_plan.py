@@ -8,7 +8,14 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from dask_gpurt.shuffle.protocol.join_order import UNSENT, alone_before, first_input, known_bytes, reordered
+from dask_gpurt.shuffle.protocol.join_order import (
+    FIRST_TASKS,
+    UNSENT,
+    alone_before,
+    first_input,
+    known_bytes,
+    reordered,
+)
 from dask_gpurt.shuffle.protocol.join_plan import DROPS, Join, covers, side_of
 from dask_gpurt.shuffle.protocol.join_price import pays, worth_asking
 
@@ -148,10 +155,16 @@ def test_one_input_of_each_side_comes_before_all_others() -> None:
 
 
 def test_an_input_that_others_need_too_or_that_needs_much_is_not_put_first() -> None:
-    deep = Task(at=0)
-    for at in range(1, 12):
-        deep = Task(deep, at=at)
-    assert first_input(Task(deep, Task(at=20), at=100)) is None
+    def chain(tasks: int) -> Task:
+        last = Task(at=0)
+        for at in range(1, tasks):
+            last = Task(last, at=at)
+        return last
+
+    assert first_input(Task(chain(FIRST_TASKS), chain(FIRST_TASKS), at=1000)) is not None
+    assert first_input(Task(chain(FIRST_TASKS + 1), chain(FIRST_TASKS + 1), at=1000)) is None
+    # Another input is not so deep.
+    assert first_input(Task(chain(FIRST_TASKS + 1), Task(at=990), at=1000)) is not None
     shared = Task(at=0)
     assert first_input(Task(Task(shared, at=1), Task(shared, at=2), at=100)) is None
     assert first_input(Task(Task(at=1), at=100)) is None
