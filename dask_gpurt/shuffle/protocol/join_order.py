@@ -29,6 +29,8 @@ CLEARLY = 1.5
 FIRST_TASKS = 64
 #: inputs that are looked at for that
 FIRST_INPUTS = 32
+#: results up to this size may wait in memory
+LIGHT_BYTES = 64 << 10
 #: states of tasks that were not sent to a worker
 UNSENT = frozenset(("released", "waiting", "queued", "no-worker"))
 _NEW = frozenset(("released",))
@@ -68,7 +70,7 @@ def alone_before(barrier: Node, limit: int, states: Collection[str] = _NEW) -> l
         ts = stack.pop()
         if ts in mine or ts.state not in states or not all(dependent in mine for dependent in ts.dependents):
             continue
-        if states is not _NEW and any(d.state not in states for d in ts.dependencies):
+        if states is not _NEW and any(_begun(d) for d in ts.dependencies):
             continue
         if len(mine) >= limit:
             return None
@@ -77,16 +79,27 @@ def alone_before(barrier: Node, limit: int, states: Collection[str] = _NEW) -> l
     return list(mine)
 
 
+def _begun(ts: Node) -> bool:
+    """Whether what needs a task's result should not wait: the result is being made, or takes memory."""
+    return ts.state == "processing" or (ts.state == "memory" and ts.nbytes > LIGHT_BYTES)
+
+
 def first_input(barrier: Node) -> list[Node] | None:
-    """The tasks of an input that may come first; None: all need many tasks, or some that other inputs need."""
+    """The tasks of an input that may come first; None: all need many tasks, or work that other inputs need."""
     inputs = sorted((ts for ts in barrier.dependencies if ts.state in _NEW), key=lambda ts: ts.priority)
     if len(inputs) < 2:  # there is nothing to be put behind it
         return None
+    found = None
     for first in inputs[:FIRST_INPUTS]:
-        tasks = alone_before(first, FIRST_TASKS)
-        if tasks is not None and all(d in tasks or d.state == "memory" for ts in tasks for d in ts.dependencies):
+        if (tasks := alone_before(first, FIRST_TASKS)) is None:
+            continue
+        others = [d for ts in tasks for d in ts.dependencies if d not in tasks and d.state != "memory"]
+        if not others:
             return tasks
-    return None
+        # Values of a condition (`isin`) are a source that all inputs share.
+        if found is None and not any(d.dependencies for d in others):
+            found = tasks
+    return found
 
 
 def known_bytes(barrier: Node) -> int | None:

@@ -165,8 +165,13 @@ def test_an_input_that_others_need_too_or_that_needs_much_is_not_put_first() -> 
     assert first_input(Task(chain(FIRST_TASKS + 1), chain(FIRST_TASKS + 1), at=1000)) is None
     # Another input is not so deep.
     assert first_input(Task(chain(FIRST_TASKS + 1), Task(at=990), at=1000)) is not None
-    shared = Task(at=0)
-    assert first_input(Task(Task(shared, at=1), Task(shared, at=2), at=100)) is None
+    shared = Task(Task(at=0), at=1)
+    assert first_input(Task(Task(shared, at=2), Task(shared, at=3), at=100)) is None
+    # But a source that all share may be the values of a condition.
+    values = Task(at=0)
+    found = first_input(Task(Task(values, at=1), Task(values, at=2), at=100))
+    assert found is not None
+    assert [ts.priority[2] for ts in found] == [1]
     assert first_input(Task(Task(at=1), at=100)) is None
     scattered = Task(at=0, state="memory")
     assert first_input(Task(Task(scattered, at=1), Task(scattered, at=2), at=100)) is not None
