@@ -1,9 +1,11 @@
 """Joins with run-time filters on and off, in turns, where a share of the larger side's rows has a partner.
 
     python -m benchmarks.join_filter --selectivity 0.01 0.3 1.0 --runs 3
+    python -m benchmarks.join_filter --selectivity 1.0 --runs 7 --fanout 1     # a side of as many rows as the other
 
 Two clusters of two workers with one thread, the whole extension on both; they differ in ``gpurt.shuffle.join-filter``.
 Inputs are persisted before the clock starts, the first run of each is left out. The results must have the same rows.
+Besides seconds, which need a quiet machine: the CPU seconds of both workers in a join, and those of the filter's code.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import dask
 import dask.dataframe as dd
 import numpy as np
 import pandas as pd
+import psutil
 from distributed import Client, wait
 
 import dask_gpurt
@@ -63,8 +66,9 @@ def cluster_for(variant: str) -> Iterator[Client]:
 
 def counted(client: Client) -> dict[str, float]:
     """Figures of both workers."""
-    each = client.run(lambda dask_worker: worker_statistics(dask_worker))
-    return {name: sum(one[name] for one in each.values()) for name in COUNTS}
+    each = client.run(lambda dask_worker: (worker_statistics(dask_worker), os.getpid()))
+    counts = {name: sum(one[name] for one, _ in each.values()) for name in COUNTS}
+    return counts | {"cpu_seconds": sum(sum(psutil.Process(pid).cpu_times()[:2]) for _, pid in each.values())}
 
 
 def one(client: Client, inputs: tuple[Any, Any]) -> tuple[float, dict[str, float], tuple[int, float]]:
@@ -79,12 +83,12 @@ def one(client: Client, inputs: tuple[Any, Any]) -> tuple[float, dict[str, float
     after = counted(client)
     del out
     time.sleep(0.5)
-    return seconds, {name: after[name] - before[name] for name in COUNTS}, (int(rows), round(float(total), 1))
+    return seconds, {name: after[name] - before[name] for name in after}, (int(rows), round(float(total), 1))
 
 
 def sweep(clients: dict[str, Client], selectivity: float, args: argparse.Namespace) -> dict[str, Any]:
     """Both variants in turns."""
-    n, keys = args.rows // args.partitions, args.rows // 10
+    n, keys = args.rows // args.partitions, args.rows // args.fanout
     parts = max(2, args.partitions // 4)
     few = max(1, int(keys * selectivity) // parts)
     inputs = {}
@@ -97,6 +101,7 @@ def sweep(clients: dict[str, Client], selectivity: float, args: argparse.Namespa
             )
             wait(inputs[variant])
     runs: dict[str, list[float]] = {variant: [] for variant in clients}
+    cpu: dict[str, list[float]] = {variant: [] for variant in clients}
     counts: dict[str, dict[str, float]] = {}
     results = set()
     for round_, variant in compare.turns(list(clients), args.runs + 1):
@@ -104,11 +109,21 @@ def sweep(clients: dict[str, Client], selectivity: float, args: argparse.Namespa
         results.add(result)
         if round_:
             runs[variant].append(seconds)
+            cpu[variant].append(counts[variant]["cpu_seconds"])
         print(f"{selectivity} {variant} {seconds:.2f} s {result}", flush=True)
     if len(results) > 1:
         raise SystemExit(f"selectivity {selectivity}: results differ: {results}")
     median = {variant: statistics.median(seconds) for variant, seconds in runs.items()}
-    return {"seconds": runs, "median": median, "auto_over_off": median["auto"] / median["off"], "counts": counts}
+    median_cpu = {variant: statistics.median(seconds) for variant, seconds in cpu.items()}
+    return {
+        "seconds": runs,
+        "median": median,
+        "auto_over_off": median["auto"] / median["off"],
+        "cpu_seconds": cpu,
+        "cpu_auto_over_off": median_cpu["auto"] / median_cpu["off"],
+        "filter_share_of_cpu": counts["auto"]["join_seconds"] / median_cpu["auto"],
+        "counts": counts,
+    }
 
 
 def main() -> None:
@@ -116,6 +131,7 @@ def main() -> None:
     parser.add_argument("--selectivity", type=float, nargs="+", default=[0.01, 0.1, 0.3, 0.6, 1.0])
     parser.add_argument("--partitions", type=int, default=24)
     parser.add_argument("--rows", type=int, default=4_000_000, help="of the larger side")
+    parser.add_argument("--fanout", type=int, default=10, help="rows of the larger side per key")
     parser.add_argument("--runs", type=int, default=5, help="after the first")
     parser.add_argument("--text", action="store_true", help="join on text, not on integers")
     parser.add_argument("--out", default=os.path.join(data.OUT, "join_filter.json"))
@@ -123,13 +139,14 @@ def main() -> None:
     prepare()
     report: dict[str, Any] = data.facts(
         f"{data.cores()} CPU cores, 2 worker processes with one thread, loopback, no GPU"
-    ) | {"rows": args.rows, "partitions": args.partitions, "text": args.text}
+    ) | {"rows": args.rows, "partitions": args.partitions, "fanout": args.fanout, "text": args.text}
     results: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
         clients = {variant: stack.enter_context(cluster_for(variant)) for variant in VARIANTS}
         for selectivity in args.selectivity:
             results[str(selectivity)] = sweep(clients, selectivity, args)
-            print(selectivity, {k: v for k, v in results[str(selectivity)].items() if k != "seconds"}, flush=True)
+            shown = {k: v for k, v in results[str(selectivity)].items() if k not in ("seconds", "cpu_seconds")}
+            print(selectivity, shown, flush=True)
             data.write_json(args.out, report | {"results": results})
 
 

@@ -191,6 +191,7 @@ def live(seeds: range, settings: dict[str, str]) -> dict[str, Any]:
 
     counts: collections.Counter[str] = collections.Counter()
     os.environ.update(settings)
+    dask.config.refresh()
     options: dict[str, Any] = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}
     with (
         dask_gpurt.local_cluster(**options) as cluster,
@@ -233,6 +234,8 @@ def live(seeds: range, settings: dict[str, str]) -> dict[str, Any]:
     for one in workers.values():
         for name in ("join_filters", "join_rows_in", "join_rows_dropped"):
             counts[name] += one[name]
+    if not status["join_filters"]["sent"]:
+        raise SystemExit(f"no filter was sent in {len(seeds)} joins, so nothing was checked: {status['join_filters']}")
     return {"joins": dict(counts), "scheduler": status["join_filters"], "errors": status["errors"]}
 
 

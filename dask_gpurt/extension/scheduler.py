@@ -37,7 +37,9 @@ from dask_gpurt.tiers.storage.object.leases import worker_prefix
 from dask_gpurt.tiers.storage.object.tier import ObjectTier
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Hashable
+    from collections.abc import Awaitable, Callable, Hashable, Iterable
+
+    from distributed.scheduler import TaskState
 
     from dask_gpurt.config import Settings
 
@@ -261,6 +263,7 @@ class GpurtScheduler(SchedulerPlugin):
         assert self.scheduler is not None
         assert self.journal is not None
         takeover = await ShuffleTakeover.install(self.scheduler, self.settings.shuffle, sink=self.journal)
+        takeover.moved = self._moved
         self.shuffle = takeover
 
         async def undo() -> None:
@@ -268,6 +271,11 @@ class GpurtScheduler(SchedulerPlugin):
             self.shuffle = None
 
         return undo
+
+    def _moved(self, tasks: Iterable[TaskState]) -> None:
+        """The shuffle has put roots of a graph in another order: placement follows."""
+        if self.placement is not None and self.placement.engine is not None:
+            self.placement.engine.groups.moved(tasks)
 
     async def _add_trace(self) -> Callable[[], Awaitable[None]]:
         assert self.scheduler is not None

@@ -80,7 +80,7 @@ class ShuffleCounters:
     #: rows that could not match and were not sent, and their bytes in memory, about
     join_rows_dropped: int = 0
     join_bytes_dropped: int = 0
-    #: hashing, making filters and looking rows up
+    #: CPU time of hashing, making filters and looking rows up
     join_seconds: float = 0.0
     #: filters given up here, by reason
     join_given_up: dict[str, int] = dataclasses.field(default_factory=dict)

@@ -90,6 +90,7 @@ def test_stock_processes_do_not_get_the_extension(monkeypatch: pytest.MonkeyPatc
     assert "DASK_GPURT__POLICY" not in stock
     assert environment("gpurt-stock")["DASK_GPURT__POLICY"] == "stock"
     assert environment("gpurt-verify")["DASK_GPURT__TRANSFERS__VERIFY"] == "true"
+    assert environment("gpurt-join")["DASK_GPURT__SHUFFLE__JOIN_FILTER"] == "auto"
 
 
 def test_generate_refuses_a_directory_of_something_else(tmp_path: Path) -> None:

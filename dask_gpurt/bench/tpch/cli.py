@@ -22,6 +22,7 @@ from dask_gpurt.bench import facts as data
 from dask_gpurt.bench.progress import Bar
 from dask_gpurt.bench.tpch import generate, queries, report, runner, verdict
 from dask_gpurt.bench.tpch.clusters import (
+    ENGINES,
     ClusterError,
     ProcessCluster,
     describe,
@@ -52,7 +53,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     add(
         "--engines",
         default="stock,gpurt",
-        help="in turn, first is the baseline: stock, stock-inf, gpurt, gpurt-stock, gpurt-verify (default stock,gpurt)",
+        help=f"in turn, first is the baseline: {', '.join(ENGINES)} (default stock,gpurt)",
     )
     add("--runs", "--repeat", type=int, default=1, help="runs of each query on each engine; medians (default 1)")
     add("--workers", type=int, default=2, help="worker processes per cluster (default 2)")

@@ -8,6 +8,7 @@ stock-inf      the same with ``worker-saturation: inf``: root tasks are not queu
 gpurt          ``dask scheduler --preload dask_gpurt.preload``
 gpurt-stock    the same with ``DASK_GPURT__POLICY=stock``: loaded, and told to do nothing
 gpurt-verify   the same with ``DASK_GPURT__TRANSFERS__VERIFY=true``: fetches with checksums
+gpurt-join     the same with ``DASK_GPURT__SHUFFLE__JOIN_FILTER=auto``: rows that cannot match are not sent
 =============  ===================================================================
 
 An engine may be named twice (``stock,stock``); the second is called ``stock#2``, and what differs between the two is
@@ -45,6 +46,10 @@ ENGINES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "gpurt-verify": (
         ("--preload", "dask_gpurt.preload"),
         {"DASK_GPURT__POLICY": "gpurt", "DASK_GPURT__TRANSFERS__VERIFY": "true"},
+    ),
+    "gpurt-join": (
+        ("--preload", "dask_gpurt.preload"),
+        {"DASK_GPURT__POLICY": "gpurt", "DASK_GPURT__SHUFFLE__JOIN_FILTER": "auto"},
     ),
 }
 
@@ -106,7 +111,7 @@ class ProcessCluster:
     @property
     def holds_plans(self) -> bool:
         """Whether a client of this engine has the extension's preload too."""
-        return self.engine.partition("#")[0] in ("gpurt", "gpurt-verify")
+        return self.engine.partition("#")[0] in ("gpurt", "gpurt-verify", "gpurt-join")
 
     @property
     def client(self) -> Client:

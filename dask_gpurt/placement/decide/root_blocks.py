@@ -366,6 +366,17 @@ class RootBlocks:
             self._forget_blocks()
         return True
 
+    def moved(self, tasks: Iterable[TaskState]) -> None:
+        """Put roots in order again, some of which have another priority than they came with. Blocks keep theirs."""
+        mine: dict[Block, dict[Hashable, Any]] = {}
+        for t in tasks:
+            if (block := self.by_key.get(t.key)) is not None:
+                mine.setdefault(block, {})[t.key] = t.priority
+        for block, priorities in mine.items():
+            # The places of those that moved, in the order of their new priorities.
+            ordered = iter(sorted(priorities, key=lambda key: priorities[key]))
+            block.keys = deque(next(ordered) if key in priorities else key for key in block.keys)
+
     def worker_removed(self, address: str) -> None:
         """Leave the blocks of a worker that is gone to others."""
         for block in self.by_owner.pop(address, ()):

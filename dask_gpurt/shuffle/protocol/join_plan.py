@@ -67,14 +67,24 @@ class JoinSide:
     partner_inputs: int
     #: its rows may be dropped
     drops: bool
-    #: its keys are collected for the other side: that has at least as many inputs, and may drop rows
+    #: its keys are collected for the other side: that may drop rows, and is not known to be the smaller one
     builds: bool
     #: the keys of the other side, once they are known
     filter: KeyFilter | None = dataclasses.field(default=None, repr=False)
 
 
+def droppers(join: Join) -> frozenset[str]:
+    """Shuffle ids of the sides that may lose rows; the others of the two may make a filter."""
+    may = DROPS.get(join.how, (False, False))
+    return frozenset(name for name, drops in zip((join.left, join.right), may, strict=True) if drops)
+
+
 def side_of(
-    join: Join, shuffle_id: str, metas: dict[str, pd.DataFrame], inputs: dict[str, int]
+    join: Join,
+    shuffle_id: str,
+    metas: dict[str, pd.DataFrame],
+    inputs: dict[str, int],
+    collecting: Collection[str] | None = None,
 ) -> tuple[JoinSide | None, str]:
     """(what a side does, "") or (None, why there is no filter).
 
@@ -86,9 +96,11 @@ def side_of(
         Shuffle id -> empty input partition, of both sides.
     inputs
         Shuffle id -> number of input partitions, of both sides.
+    collecting
+        Ids of the sides whose keys are collected, if they may be; None: those with no more inputs than the other.
     """
-    drops = dict(zip((join.left, join.right), DROPS.get(join.how, (False, False)), strict=True))
-    if not any(drops.values()):
+    drops = droppers(join)
+    if not drops:
         return None, f"{join.how} join"
     if join.left == join.right:
         return None, "joined with itself"
@@ -108,8 +120,9 @@ def side_of(
         if not exact(one):
             return None, f"keys of dtype {one}"
     partner = join.right if shuffle_id == join.left else join.left
-    builds = drops[partner] and inputs[shuffle_id] <= inputs[partner]
-    side = JoinSide(partner, keys[shuffle_id], inputs[shuffle_id], inputs[partner], drops[shuffle_id], builds)
+    small = inputs[shuffle_id] <= inputs[partner] if collecting is None else shuffle_id in collecting
+    builds = partner in drops and small
+    side = JoinSide(partner, keys[shuffle_id], inputs[shuffle_id], inputs[partner], shuffle_id in drops, builds)
     return side, ""
 
 

@@ -12,7 +12,8 @@ message            answer                  meaning
 `Complete`         OK                      the open outputs have all their rows
 `AskHistogram`     `HistogramAnswer`       how many rows does each output have?
 `AskJoinKeys`      `JoinKeys`              the keys of which inputs of a join's side do you hold?
-`AskJoinBits`      `JoinBits`              make them a filter of so many words
+`AskJoinHits`      `JoinHits`              which of these hashes may be of keys that you hold?
+`AskJoinBits`      `JoinBits`              make them a filter of so many words, and keep them no longer
 `TakeJoinFilter`   OK                      drop rows that cannot match these keys
 `OPEN_OUTPUT`      `OutputOpened`          a worker's call: an output that was handed out is wanted again
 the barrier        `BarrierAnswer`         distributed's call by the barrier task
@@ -162,12 +163,22 @@ class AskJoinKeys(Wire):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class AskJoinHits(Wire):
+    """Ask which of some keys of the other side may be among those that a worker holds."""
+
+    HEAD: ClassVar[dict[str, str]] = {KIND: "join-hits"}
+
+    #: their hashes, uint32
+    sample: bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class AskJoinBits(Wire):
     """Make a filter of the keys of a join's side, and keep them no longer."""
 
     HEAD: ClassVar[dict[str, str]] = {KIND: "join-bits"}
 
-    #: of 64 bits
+    #: of 64 bits; 0: no filter is wanted
     words: int
 
 
@@ -216,25 +227,45 @@ class HistogramAnswer(Ok):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JoinKeys(Ok):
-    """The keys of a join's side that a worker holds."""
+    """The keys of a join's side that a worker holds, and the rows that it has split."""
 
     rows: int
+    #: CPU seconds of hashing the keys
+    seconds: float
     #: whether all keys are integers between these two
     bounded: bool
     low: int
     high: int
-    #: inputs of the run that were split there, and their rows
+    #: inputs of the run that came by there, and their rows
     seen_inputs: int
     seen_rows: int
+    #: rows that were split, and the CPU seconds of splitting and encoding them
+    split_rows: int
+    split_seconds: float
+    #: hashes of some keys of the first inputs, uint32; b"": there are none, or it has a filter
+    sample: bytes
     #: input partitions whose keys it holds, all of them
     inputs: frozenset[int] = decoded(frozenset)
+
+    @classmethod
+    def none(cls) -> Self:
+        """No keys, no rows."""
+        return cls(0, 0.0, False, 0, -1, 0, 0, 0, 0.0, b"", frozenset())
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JoinHits(Ok):
+    """Which hashes of a sample may be of keys that a worker holds."""
+
+    #: a byte each: 1, or 0
+    hits: bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JoinBits(Ok):
     """Keys as the bits of a filter."""
 
-    #: b"": they are not held any more
+    #: b"": they are not held any more, or no filter was wanted
     bits: bytes
 
 
@@ -248,7 +279,7 @@ class OutputOpened(Ok):
 #: what the scheduler sends to the workers of a run, by kind
 MESSAGES: dict[str, type[Wire]] = {
     one.HEAD[KIND]: one
-    for one in (Amend, Valid, Reopen, Complete, AskHistogram, AskJoinKeys, AskJoinBits, TakeJoinFilter)
+    for one in (Amend, Valid, Reopen, Complete, AskHistogram, AskJoinKeys, AskJoinHits, AskJoinBits, TakeJoinFilter)
 }
 
 

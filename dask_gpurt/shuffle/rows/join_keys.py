@@ -1,6 +1,6 @@
 """Hashes of the keys of a join: the same for keys that pandas' merge takes for equal. Pure.
 
-`exact` says whether a dtype can be hashed, `Keys.of` hashes the key columns of a partition.
+`exact` says whether a dtype can be hashed, `hashes_of` and `Keys.of` hash the key columns of a partition.
 
 Theory of operation. Two rows match only if each of their key columns is equal, so it is enough that the hash is a
 function of what pandas compares. That holds where both sides have the same dtype, and a value of it is a few integers:
@@ -91,22 +91,28 @@ class Keys:
     @classmethod
     def of(cls, data: pd.DataFrame, columns: Sequence[Any]) -> Keys:
         """Hash the key columns of a partition; their dtypes must be `exact`."""
-        parts = [_values(data[name]) for name in columns]
-        total: _Array = np.zeros(len(data), dtype=_U64)
-        out: _Array = np.empty(len(data), dtype=np.uint32)
-        for begin in range(0, len(data), CHUNK_ROWS):
-            here = slice(begin, begin + CHUNK_ROWS)
-            h = total[here]
-            for values, nulls in parts:
-                some = values[here]
-                if nulls is not None:
-                    some = np.where(nulls[here], _NULL, some)
-                h ^= some
-                h *= _MIX[0]
-                h ^= h >> _HALF
-                h *= _MIX[1]
-            out[here] = h >> _HALF
-        return cls(out, bounds_of(data, columns))
+        return cls(hashes_of(data, columns), bounds_of(data, columns))
+
+
+def hashes_of(data: pd.DataFrame, columns: Sequence[Any], every: int = 1) -> _Array:
+    """`Keys.hashes` of a partition; with `every` n, of each n-th row."""
+    series = [data[name] if every == 1 else data[name].iloc[::every] for name in columns]
+    parts = [_values(one) for one in series]
+    rows = len(series[0])
+    out: _Array = np.empty(rows, dtype=np.uint32)
+    for begin in range(0, rows, CHUNK_ROWS):
+        here = slice(begin, begin + CHUNK_ROWS)
+        h: _Array = np.zeros(min(CHUNK_ROWS, rows - begin), dtype=_U64)
+        for values, nulls in parts:
+            some = values[here]
+            if nulls is not None:
+                some = np.where(nulls[here], _NULL, some)
+            h ^= some
+            h *= _MIX[0]
+            h ^= h >> _HALF
+            h *= _MIX[1]
+        out[here] = h >> _HALF
+    return out
 
 
 def bounds_of(data: pd.DataFrame, columns: Sequence[Any]) -> tuple[int, int] | None:

@@ -2,13 +2,15 @@
 
 Theory of operation (what may be dropped and why that is right: `protocol.join_plan`).
 
-1. `arrange`, when a graph comes: the side with clearly fewer inputs gets the lower priorities (`protocol.join_order`).
+1. `arrange`, when a graph comes: the smaller side gets the lower priorities (`join_sides`).
 2. `side`, when a run begins: what its workers do, by the metas of both sides. A join that is not plain to see, or that
    some other task takes part in, has no filter.
 3. `begin`, when the barrier of a side that collects keys is reached: all its inputs are split. The workers say how many
    keys they hold, and of which inputs. If these are all inputs, and the other side is larger and still has some to
    come, they make bits of the keys; the union goes to the workers of the other side, and into its spec for those that
    join later. All of that runs beside the flush, and nothing waits for it.
+4. Where the keys are many and the other side has split some inputs, it is asked first which keys of a sample of these
+   inputs are among them. If a filter would cost more than it saves (`protocol.join_price`), none is made.
 
 A worker that was lost has taken keys with it. Then the inputs that are held are not all, and there is no filter until
 they were split again and the barrier is reached once more. A run that was restarted begins without keys.
@@ -24,17 +26,27 @@ from __future__ import annotations
 import asyncio
 import collections
 import logging
-import math
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from dask_gpurt.shuffle import seam
-from dask_gpurt.shuffle.protocol.join_order import CLEARLY, alone_before, reordered
 from dask_gpurt.shuffle.protocol.join_plan import Join, JoinSide, covers, side_of
-from dask_gpurt.shuffle.protocol.messages import AskJoinBits, AskJoinKeys, JoinBits, JoinKeys, TakeJoinFilter
+from dask_gpurt.shuffle.protocol.join_price import pays, worth_asking
+from dask_gpurt.shuffle.protocol.messages import (
+    AskJoinBits,
+    AskJoinHits,
+    AskJoinKeys,
+    JoinBits,
+    JoinHits,
+    JoinKeys,
+    TakeJoinFilter,
+)
 from dask_gpurt.shuffle.rows.key_filter import KeyFilter, union, words_for
+from dask_gpurt.shuffle.scheduler.join_sides import JoinSides, expected
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable
+    from collections.abc import Callable, Hashable, Iterable, Sequence
 
     from distributed.scheduler import Scheduler, TaskState
 
@@ -45,8 +57,6 @@ logger = logging.getLogger("distributed.scheduler.gpurt")
 
 #: bytes that one filter may make the scheduler receive, and send, all workers together
 BYTES = 64 << 20
-#: tasks of one side that are put in order
-ORDERED = 50_000
 
 
 class JoinFilters:
@@ -56,12 +66,20 @@ class JoinFilters:
     ----------
     off
         Whether joins have no filter.
+    moved
+        Called with tasks that have another priority than they came with.
     failed
         Called in an exception handler: counts an error of ours.
     """
 
     def __init__(
-        self, scheduler: Scheduler, runs: Runs, calls: Calls, off: Callable[[], bool], failed: Callable[[], None]
+        self,
+        scheduler: Scheduler,
+        runs: Runs,
+        calls: Calls,
+        off: Callable[[], bool],
+        moved: Callable[[Iterable[TaskState]], None],
+        failed: Callable[[], None],
     ) -> None:
         self._scheduler = scheduler
         self._runs = runs
@@ -71,8 +89,7 @@ class JoinFilters:
         #: filters that were sent, and their bytes, once each
         self.sent = 0
         self.sent_bytes = 0
-        #: joins whose sides changed places
-        self.reordered = 0
+        self.sides = JoinSides(scheduler, runs, calls, moved, failed)
         #: why there was no filter -> times
         self.none: collections.Counter[str] = collections.Counter()
 
@@ -81,7 +98,8 @@ class JoinFilters:
         return {
             "sent": self.sent,
             "sent_bytes": self.sent_bytes,
-            "reordered": self.reordered,
+            "reordered": self.sides.reordered,
+            "changed": self.sides.changed,
             "none": dict(self.none),
         }
 
@@ -97,24 +115,14 @@ class JoinFilters:
                 # Keys of partitions are tuples; barriers are few.
                 name = seam.id_from_key(key) if isinstance(key, str) else None
                 barrier = tasks.get(key) if name is not None else None
-                join = None if barrier is None else self._join_of(barrier)
-                if join is not None and join.left == name:
-                    self._arrange(join)
+                join = None if barrier is None or barrier.state != "released" else self._join_of(barrier)
+                if join is None or join.left != name:
+                    continue
+                barriers = self._barriers(join)
+                if barriers is not None and not self._planned(join.left, join, barriers)[1]:
+                    self.sides.arrange(join, barriers)
         except Exception:
             self._failed()
-
-    def _arrange(self, join: Join) -> None:
-        barriers = self._barriers(join)
-        if barriers is None or self._planned(join.left, join, barriers)[1]:
-            return
-        small, large = sorted(barriers.values(), key=lambda ts: len(ts.dependencies))
-        if len(large.dependencies) < CLEARLY * len(small.dependencies):
-            return
-        first, last = alone_before(small, ORDERED), alone_before(large, ORDERED)
-        changed = [] if first is None or last is None else reordered(first, last)
-        for ts, priority in changed:
-            ts.priority = priority
-        self.reordered += bool(changed)
 
     # ---- a run begins
 
@@ -160,7 +168,8 @@ class JoinFilters:
         metas = {name: seam.meta_of(ts.run_spec) for name, ts in barriers.items()}
         if not all(type(meta) is pd.DataFrame for meta in metas.values()):
             return None, "not pandas"
-        return side_of(join, shuffle_id, metas, {name: len(ts.dependencies) for name, ts in barriers.items()})
+        inputs = {name: len(ts.dependencies) for name, ts in barriers.items()}
+        return side_of(join, shuffle_id, metas, inputs, self.sides.collecting(join))
 
     # ---- a barrier is reached
 
@@ -193,11 +202,14 @@ class JoinFilters:
             record.join_asked = False  # a lost worker had some: again when they were split again
             return "the keys of some inputs are gone"
         rows = sum(one.rows for one in known)
-        if rows > _expected(seen, side.partner_inputs):
+        to_come = expected(seen, side.partner_inputs)
+        if rows > to_come:
             return "the other side is not larger"
         words, workers = words_for(rows), len(record.participants)
         if not words or words * 8 * workers > BYTES:
             return "too many keys"
+        if worth_asking(rows) and not await self._pays(record, known, seen, to_come):
+            return "it would drop too few rows"
         parts = [JoinBits.from_dict(one).bits for one in await self._calls.tell(record, AskJoinBits(words)) or ()]
         if len(parts) != len(known) or not all(len(bits) == words * 8 for bits in parts):
             return "the keys of some inputs are gone"
@@ -206,6 +218,27 @@ class JoinFilters:
         bounded = bool(some) and all(one.bounded for one in some)
         low, high = min((one.low for one in some), default=0), max((one.high for one in some), default=-1)
         return await self._use(record, side, KeyFilter(bits, (low, high) if bounded else None))
+
+    async def _pays(
+        self, record: RunRecord, known: Sequence[JoinKeys], seen: Sequence[JoinKeys], expected_rows: float
+    ) -> bool:
+        """Whether a filter pays, by a sample of the inputs that the other side has split; without one: it does."""
+        sample = b"".join(one.sample for one in seen)
+        split = sum(one.split_rows for one in seen)
+        if not sample or not split:
+            return True
+        answers = [JoinHits.from_dict(one).hits for one in await self._calls.tell(record, AskJoinHits(sample)) or ()]
+        hits = np.zeros(len(sample) // 4, dtype=np.uint8)
+        for one in answers:
+            hits |= np.frombuffer(one, dtype=np.uint8)
+        keys = sum(one.rows for one in known)
+        return pays(
+            keys,
+            expected_rows - sum(one.seen_rows for one in seen),
+            float(hits.mean()),
+            sum(one.seconds for one in known) / max(1, keys),
+            sum(one.split_seconds for one in seen) / split,
+        )
 
     async def _use(self, record: RunRecord, side: JoinSide, keys: KeyFilter) -> str:
         if not self._runs.current(record):
@@ -230,10 +263,3 @@ class JoinFilters:
         """Whether the other side has inputs that are not split yet."""
         barrier = self._runs.barrier_of(seam.ShuffleId(side.partner))
         return barrier is not None and any(ts.state != "memory" for ts in barrier.dependencies)
-
-
-def _expected(seen: Iterable[JoinKeys], inputs: int) -> float:
-    """Rows of a side of so many inputs, by those that were split; infinite when none was."""
-    counts = [(one.seen_inputs, one.seen_rows) for one in seen]
-    split, rows = (sum(column) for column in zip(*counts, strict=True)) if counts else (0, 0)
-    return rows / split * inputs if split else math.inf

@@ -52,10 +52,10 @@ from dask_gpurt.shuffle.spec import GpurtShuffleSpec
 from dask_gpurt.shuffle.worker.rechunk import ReleasingRechunkSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Hashable
+    from collections.abc import Callable, Collection, Hashable, Iterable
 
     from dask.typing import Key
-    from distributed.scheduler import Scheduler, WorkerState
+    from distributed.scheduler import Scheduler, TaskState, WorkerState
 
     from dask_gpurt.config import ShuffleSettings
     from dask_gpurt.shuffle.scheduler.runs import RunRecord
@@ -89,7 +89,14 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
         )
         self.drain = Drain(scheduler, self, self.runs, self.amender, failed)
         self.holder = Holder(scheduler, self.runs)
-        self.joins = JoinFilters(scheduler, self.runs, self.shuffle_calls, takeover.no_join_filters, failed)
+        self.joins = JoinFilters(
+            scheduler,
+            self.runs,
+            self.shuffle_calls,
+            off=takeover.no_join_filters,
+            moved=lambda tasks: takeover.moved(tasks),
+            failed=failed,
+        )
         self.waits = Barrier(self.runs, self.shuffle_calls, self.amender, self.binder, self.joins.begin, failed)
         #: the scheduler's handlers besides Dask's, see `seam.swap_plugin`
         self.calls = {OPEN_OUTPUT: self.open_output}
@@ -282,6 +289,8 @@ class ShuffleTakeover:
         self.able: dict[str, str] = {}
         #: new shuffles are Dask's, and outputs stay where they were planned, see `model.safe_mode`
         self.safe = False
+        #: called with tasks whose priority was changed after their graph had come
+        self.moved: Callable[[Iterable[TaskState]], None] = lambda tasks: None
         self._sink = sink
         self._stock: seam.ShuffleSchedulerPlugin | None = None
         self._plugin: _SchedulerPlugin | None = None

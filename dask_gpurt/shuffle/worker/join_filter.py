@@ -1,8 +1,9 @@
 """The keys of a join on one worker: `KeyCollector` keeps those of one side, `RowFilter` drops rows of the other.
 
 Theory of operation. `KeyCollector.add` hashes the keys of every input that is split here (`rows.join_keys`); when the
-side is complete the scheduler asks for their number, then for their bits (`scheduler.join_filters`). `RowFilter` gets
-the union of all workers and says for each later input which rows may match. It never waits for one.
+side is complete the scheduler asks for their number, which of a sample they may be, and then for their bits
+(`scheduler.join_filters`). `RowFilter` gets the union of all workers and says for each later input which rows may
+match. It never waits for one. Until then it keeps a sample of the keys that come by.
 
 Both give up for themselves, and count why:
 
@@ -10,6 +11,9 @@ Both give up for themselves, and count why:
 - a side of more than `MOST_ROWS` rows here;
 - a filter that costs more than it saves, by the inputs so far: looking up a row costs what it takes, and a row that is
   dropped saves its splitting and encoding. What sending, receiving, assembling and merging it take is a margin.
+
+An input is looked up by a sample of its rows first, so that a filter that drops nothing costs next to nothing. All
+seconds are CPU seconds of the thread: what a busy machine adds says nothing about a filter.
 """
 
 from __future__ import annotations
@@ -20,14 +24,16 @@ import time
 import traceback
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+
 from dask_gpurt.shuffle.protocol import messages
-from dask_gpurt.shuffle.rows.join_keys import Keys
-from dask_gpurt.shuffle.rows.key_filter import KeyFilter, bits_of
+from dask_gpurt.shuffle.protocol.join_price import LEAST_DROPPED
+from dask_gpurt.shuffle.rows.join_keys import Keys, hashes_of
+from dask_gpurt.shuffle.rows.key_filter import KeyFilter, bits_of, found
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    import numpy as np
     import pandas as pd
 
     from dask_gpurt.shuffle.counters import ShuffleCounters
@@ -35,6 +41,10 @@ if TYPE_CHECKING:
 
 #: rows of a side whose hashes one worker keeps: 16 MB
 MOST_ROWS = 4 << 20
+#: rows of an input that stand for all of it
+SAMPLE_ROWS = 512
+#: inputs that a sample of a side is taken from
+SAMPLED_INPUTS = 4
 
 
 class KeyCollector:
@@ -56,6 +66,8 @@ class KeyCollector:
         #: input partition -> its keys; a second attempt replaces the first
         self._keys: dict[int, Keys] = {}
         self._rows = 0
+        #: CPU seconds of hashing them
+        self._seconds = 0.0
         #: keys are kept no more
         self._over = False
 
@@ -63,7 +75,7 @@ class KeyCollector:
         """Keep the keys of an input. Never raises."""
         if self._over:
             return
-        start = time.perf_counter()
+        start = time.thread_time()
         try:
             if not _as_meta(data, self._meta, self._columns):
                 self.end("a partition is not like its meta")
@@ -80,7 +92,9 @@ class KeyCollector:
             self._rows += len(keys.hashes) - (0 if before is None else len(before.hashes))
             self._keys[partition] = keys
             many = self._rows > MOST_ROWS
-        self._counters.add(join_keys=len(keys.hashes), join_seconds=time.perf_counter() - start)
+            seconds = time.thread_time() - start
+            self._seconds += seconds
+        self._counters.add(join_keys=len(keys.hashes), join_seconds=seconds)
         if many:
             self.end("more rows than are kept")
 
@@ -101,16 +115,33 @@ class KeyCollector:
             highest = max((high for _, high in bounds), default=-1)
             inputs = frozenset() if self._over else frozenset(self._keys)
             rows = sum(len(keys.hashes) for keys in some)
-            return messages.JoinKeys(rows, len(bounds) == len(some), lowest, highest, 0, 0, inputs)
+            return dataclasses.replace(
+                messages.JoinKeys.none(),
+                rows=rows,
+                seconds=self._seconds,
+                bounded=len(bounds) == len(some),
+                low=lowest,
+                high=highest,
+                inputs=inputs,
+            )
+
+    def hits(self, sample: bytes) -> bytes:
+        """Which hashes of a sample may be among the keys; see `key_filter.found`."""
+        with self._lock:
+            hashes = [keys.hashes for keys in self._keys.values()]
+        start = time.thread_time()
+        out = found(np.frombuffer(sample, dtype=np.uint32), hashes).tobytes()
+        self._counters.add(join_seconds=time.thread_time() - start)
+        return out
 
     def bits(self, words: int) -> bytes:
-        """The keys as bits of a filter of so many words; they are not kept any longer. b"": there are none."""
+        """The keys as bits of a filter of so many words, or b""; they are not kept any longer."""
         with self._lock:
             hashes = [keys.hashes for keys in self._keys.values()]
             over = self._over
-        start = time.perf_counter()
-        out = b"" if over else bits_of(hashes, words)
-        self._counters.add(join_seconds=time.perf_counter() - start)
+        start = time.thread_time()
+        out = b"" if over or not words else bits_of(hashes, words)
+        self._counters.add(join_seconds=time.thread_time() - start)
         self.end()
         return out
 
@@ -132,51 +163,83 @@ class RowFilter:
         self._columns, self._meta, self._counters = columns, meta, counters
         self._lock = threading.Lock()
         self._filter: KeyFilter | None = None
+        #: a filter was given up
+        self._over = False
         #: seconds of looking rows up, rows that were dropped
         self._spent, self._dropped = 0.0, 0
         #: seconds of splitting and encoding, and rows that were split
         self._seconds, self._split = 0.0, 0
         #: inputs and rows that came by
-        self.inputs, self.rows = 0, 0
+        self._inputs, self._rows = 0, 0
+        #: hashes of keys of the first inputs, while there is no filter
+        self._sample: list[np.ndarray[Any, Any]] = []
 
     def take(self, keys: KeyFilter | None) -> None:
         """Use the keys of the other side from now on."""
-        if keys is not None and self._filter is None:
+        if keys is not None and self._filter is None and not self._over:
             self._filter = keys
+            self._sample.clear()
             self._counters.add(join_filters=1)
 
     def keep(self, data: pd.DataFrame) -> np.ndarray[Any, Any] | None:
         """Which rows of an input may match, as a mask; None: all. Never raises."""
         keys = self._filter
-        if keys is None or not len(data):
+        if not len(data) or (keys is None and (self._over or len(self._sample) >= SAMPLED_INPUTS)):
             return None
-        start = time.perf_counter()
+        start = time.thread_time()
+        looked, mask = 0, None
         try:
             if not _as_meta(data, self._meta, self._columns):
-                self._counters.gave_up("a partition is not like its meta")
+                if keys is not None:
+                    self._counters.gave_up("a partition is not like its meta")
                 return None
-            mask = keys.passing(data, self._columns)
+            if keys is None:
+                self._sample.append(_sample(data, self._columns))
+            else:
+                looked, mask = self._looked_up(keys, data)
         except Exception:
             self._counters.last_error = traceback.format_exc()
             self._give_up("error")
             return None
-        seconds = time.perf_counter() - start
-        dropped = len(mask) - int(mask.sum())
-        with self._lock:
-            self._spent += seconds
-            self._dropped += dropped
-        self._counters.add(join_seconds=seconds, join_rows_in=len(mask))
+        seconds = time.thread_time() - start
+        dropped = 0 if mask is None else len(mask) - int(mask.sum())
+        if keys is not None:
+            with self._lock:
+                self._spent += seconds
+                self._dropped += dropped
+        self._counters.add(join_seconds=seconds, join_rows_in=looked)
         if not dropped:
             return None
-        nbytes = int(data.memory_usage(index=False).sum() * (dropped / len(mask)))
+        nbytes = int(data.memory_usage(index=False).sum() * (dropped / len(data)))
         self._counters.add(join_rows_dropped=dropped, join_bytes_dropped=nbytes)
         return mask
+
+    def _looked_up(self, keys: KeyFilter, data: pd.DataFrame) -> tuple[int, np.ndarray[Any, Any] | None]:
+        """(rows that were looked up, which rows may match; None: so many that it is no use to know)."""
+        if len(data) >= 2 * SAMPLE_ROWS and not keys.outside(data, self._columns):
+            some = keys.holds(_sample(data, self._columns))
+            if some.mean() > 1 - LEAST_DROPPED:
+                return len(some), None
+        return len(data), keys.passing(data, self._columns)
+
+    def known(self, keys: messages.JoinKeys) -> messages.JoinKeys:
+        """What there is of these rows, besides the keys of the side."""
+        with self._lock:
+            sample = b"".join(one.tobytes() for one in list(self._sample))
+            return dataclasses.replace(
+                keys,
+                seen_inputs=self._inputs,
+                seen_rows=self._rows,
+                split_rows=self._split,
+                split_seconds=self._seconds,
+                sample=sample,
+            )
 
     def note(self, rows: int, kept: int, seconds: float) -> None:
         """An input was split: its rows, those of them that were not dropped, and the seconds for these."""
         with self._lock:
-            self.inputs += 1
-            self.rows += rows
+            self._inputs += 1
+            self._rows += rows
             self._seconds += seconds
             self._split += kept
             price = self._seconds / max(1, self._split)
@@ -187,13 +250,20 @@ class RowFilter:
     def _give_up(self, why: str) -> None:
         with self._lock:
             keys, self._filter = self._filter, None
+            self._over = True
+            self._sample.clear()
         if keys is not None:
             self._counters.gave_up(why)
 
 
+def _sample(data: pd.DataFrame, columns: Sequence[Any]) -> np.ndarray[Any, Any]:
+    """Hashes of rows all over a partition, `SAMPLE_ROWS` or up to twice as many; of all rows if there are not more."""
+    return hashes_of(data, columns, max(1, len(data) // SAMPLE_ROWS))
+
+
 def _as_meta(data: pd.DataFrame, meta: pd.DataFrame, columns: Sequence[Any]) -> bool:
     """Whether the key columns have the dtypes that they were promised with."""
-    return all(data.dtypes[name] == meta.dtypes[name] for name in columns)
+    return all(data[name].dtype == meta[name].dtype for name in columns)
 
 
 class JoinRows:
@@ -237,11 +307,13 @@ class JoinRows:
         return await self.ANSWERS[type(message)](self, message, offload)
 
     async def _on_keys(self, message: messages.AskJoinKeys, offload: Callable[..., Awaitable[Any]]) -> messages.Ok:
-        none = messages.JoinKeys(0, False, 0, -1, 0, 0, frozenset())
-        keys = none if self._collector is None else self._collector.known()
-        if self._filter is None:
-            return keys
-        return dataclasses.replace(keys, seen_inputs=self._filter.inputs, seen_rows=self._filter.rows)
+        keys = messages.JoinKeys.none() if self._collector is None else self._collector.known()
+        return keys if self._filter is None else self._filter.known(keys)
+
+    async def _on_hits(self, message: messages.AskJoinHits, offload: Callable[..., Awaitable[Any]]) -> messages.Ok:
+        if self._collector is None:
+            return messages.JoinHits(bytes(len(message.sample) // 4))
+        return messages.JoinHits(await offload(self._collector.hits, message.sample))
 
     async def _on_bits(self, message: messages.AskJoinBits, offload: Callable[..., Awaitable[Any]]) -> messages.Ok:
         return messages.JoinBits(b"" if self._collector is None else await offload(self._collector.bits, message.words))
@@ -254,6 +326,7 @@ class JoinRows:
     #: how a message is answered, by its class
     ANSWERS: ClassVar[dict[type, Callable[..., Awaitable[messages.Ok]]]] = {
         messages.AskJoinKeys: _on_keys,
+        messages.AskJoinHits: _on_hits,
         messages.AskJoinBits: _on_bits,
         messages.TakeJoinFilter: _on_filter,
     }

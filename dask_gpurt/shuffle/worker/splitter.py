@@ -87,7 +87,7 @@ class Splitter:
                 f"{type(data).__name__}, its meta is a {self._rows.frame}. Remedy: make partitions and meta agree"
             )
         keep = self._join.keep(data)
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.thread_time()
         # The epoch is read before the layout: so an amendment in between is noticed when the input is sent.
         out = Outgoing(partition, seam.this_key(), self._log.epoch)
         first_id = shard_id(partition, out.attempt, out.attempt)
@@ -100,7 +100,7 @@ class Splitter:
         nbytes = self._encode(shards, first_id, out)
         end = time.perf_counter()
         self._counters.add(inputs=1, seconds_partition=middle - start, seconds_encode=end - middle)
-        self._join.split(partition, data, len(data) if keep is None else int(keep.sum()), end - start)
+        self._join.split(partition, data, len(data) if keep is None else int(keep.sum()), time.thread_time() - cpu)
         seam.context_meter.digest_metric("p2p-shards", nbytes, "bytes")
         seam.context_meter.digest_metric("p2p-shards", len(out.parcels) + bool(out.own), "count")
         return out

@@ -86,6 +86,25 @@ def test_each_worker_has_a_contiguous_block() -> None:
     assert g.cut == 2
 
 
+def test_roots_that_get_other_priorities_change_places_in_their_blocks() -> None:
+    roots = [Task(f"{name}{i}", 8 * side + i) for side, name in enumerate("xy") for i in range(8)]
+    g, tasks = arrive(roots, members("a", "b"))
+    assert pull_all(g, tasks, "a", 1) == ["x0"]
+    before = {key: block.owner for key, block in g.by_key.items()}
+    # What is left of x, but x5, changes places with y.
+    moved = [t for t in roots if t.key not in ("x0", "x5")]
+    for t, priority in zip(moved[6:] + moved[:6], sorted(t.priority or () for t in moved), strict=True):
+        t.priority = priority
+    g.moved(moved)
+    assert {key: block.owner for key, block in g.by_key.items()} == before
+    for address in "ab":
+        mine = [key for key, owner in before.items() if owner == address]
+        pulled = pull_all(g, tasks, address, len(mine))
+        assert sorted(pulled) == sorted(mine)
+        others = [key for key in pulled if key != "x5"]
+        assert others == sorted(others, key=lambda key: tasks[key].priority or ())
+
+
 def test_neighbours_in_the_graph_are_on_one_node() -> None:
     g, tasks = arrive(sums(24, 6), members("a0", "a1", "b0", "b1", nodes=2))
     of = {a: pull_all(g, tasks, a, 6) for a in ("a0", "a1", "b0", "b1")}

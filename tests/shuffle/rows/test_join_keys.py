@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.join_random import EXACT, REFUSED, column, pure
 from dask_gpurt.shuffle.rows.join_keys import TEXT_BYTES, Keys, exact
-from dask_gpurt.shuffle.rows.key_filter import MOST_ROWS, MOST_WORDS, KeyFilter, bits_of, union, words_for
+from dask_gpurt.shuffle.rows.key_filter import MOST_ROWS, MOST_WORDS, KeyFilter, bits_of, found, union, words_for
 
 
 def test_random_joins_lose_no_row() -> None:
@@ -31,6 +31,7 @@ def test_equal_keys_have_one_hash_wherever_they_lie(dtype: object, nulls: float)
     order = r.permutation(300)
     assert (Keys.of(frame.iloc[order], ["k"]).hashes == hashes[order]).all()
     assert (Keys.of(frame.iloc[37:211], ["k"]).hashes == hashes[37:211]).all()
+    assert (Keys.of(frame.iloc[5::3], ["k"]).hashes == hashes[5::3]).all()
     pieces = pd.concat([frame.iloc[:100], frame.iloc[100:]], ignore_index=True)
     assert (Keys.of(pieces, ["k"]).hashes == hashes).all()
     # As many hashes as keys: a hash that is the same for all would pass this test otherwise.
@@ -76,6 +77,16 @@ def test_a_union_holds_what_its_parts_hold_and_little_more() -> None:
     keys = KeyFilter(union([bits_of([one], words) for one in parts]), None)
     assert all(keys.holds(one).all() for one in parts)
     assert keys.holds(r.integers(0, 1 << 32, 100_000, dtype=np.uint32)).mean() < 0.05
+
+
+def test_of_a_sample_all_that_is_there_is_found_and_little_more() -> None:
+    r = np.random.default_rng(0)
+    hashes = r.integers(0, 1 << 32, 200_000, dtype=np.uint32)
+    sample = np.concatenate([hashes[::400], r.integers(0, 1 << 32, 4000, dtype=np.uint32)])
+    hits = found(sample, [hashes[:70_000], hashes[70_000:70_000], hashes[70_000:]])
+    assert (hits == np.isin(sample, hashes)).all()
+    assert hits[:500].all()
+    assert not found(sample, []).any()
 
 
 def test_sizes_are_bounded() -> None:
