@@ -191,12 +191,14 @@ class RetryAlone:
         space = self._space
         kept = space.device_bytes
         outside = space.outside_bytes
+        held = 0 if space.held is None else space.held.nbytes
         total = space.backend.allocated_bytes()
+        rest = max(0, total - kept + outside - held)
         lines = [
             (
                 f"dask-gpurt: the device has no memory for this task, even alone. Allocated {format_bytes(total)}, of "
-                f"which {format_bytes(kept - outside)} are results kept on this worker and "
-                f"{format_bytes(max(0, total - kept + outside))} belong to running tasks and libraries. "
+                f"which {format_bytes(kept - outside)} are results kept on this worker, {format_bytes(held)} rows of "
+                f"shuffles, and {format_bytes(rest)} belong to running tasks and libraries. "
                 f"{format_bytes(outside)} of results are in memory that does not come from RMM. Largest results:"
             )
         ]
@@ -219,8 +221,9 @@ def out_of_memory(event: StateMachineEvent) -> BaseException | None:
     if "bad_alloc" not in event.exception_text and "OutOfMemory" not in event.exception_text:
         return None
     error = loads(event.exception.data)
-    # torch's is a RuntimeError
-    return error if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" else None
+    # torch's is a RuntimeError. Tasks of shuffles raise one, too, with the name and text of what has failed.
+    known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return error if known or "MemoryError: std::bad_alloc" in str(error) else None
 
 
 def with_note(event: StateMachineEvent, note: str) -> StateMachineEvent:
