@@ -33,6 +33,7 @@ import dataclasses
 import itertools
 import struct
 import threading
+import traceback
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -221,12 +222,21 @@ def with_room(step: Callable[[], T]) -> T:
     """
     try:
         return step()
-    except MemoryError:
+    except MemoryError as e:
+        _let_go(e)
         if not shelf.nbytes:
             raise
-    # Not in the handler: its traceback keeps what the first try had.
     shelf.leave(1 << 62)
-    return step()
+    try:
+        return step()
+    except MemoryError as e:
+        _let_go(e)
+        raise
+
+
+def _let_go(error: MemoryError) -> None:
+    """Give up what the failed step had on the device: a task's error keeps its frames until a garbage collection."""
+    traceback.clear_frames(error.__traceback__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ second run waits `WAIT_SECONDS` at most for the others: one of them may wait for
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -176,7 +177,7 @@ class RetryAlone:
                 deadline = asyncio.get_running_loop().time() + self._wait_seconds
                 while self._others() and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)  # polled: Dask has no event for "a task has ended"
-                await asyncio.to_thread(self._space.spill, 1 << 62)
+                await asyncio.to_thread(self._free_all)
                 outcome = await run()
             finally:
                 self._entry.set()
@@ -185,6 +186,12 @@ class RetryAlone:
             return outcome
         self.failed += 1
         return annotate(outcome, self.report())
+
+    def _free_all(self) -> None:
+        # Dask's task error and its traceback refer to each other: what the failed runs had on the device stays until
+        # the next collection. It stops other threads for as long, on a worker that runs no task now.
+        gc.collect()
+        self._space.spill(1 << 62)
 
     def report(self) -> str:
         """What holds the device's memory, for people."""
