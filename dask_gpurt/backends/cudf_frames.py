@@ -16,9 +16,12 @@ unpack     ``unpack_from_memoryviews``: no copy
 frame      the meta's dtypes and labels on these columns (`cudf_values.like`): no copy
 ========== ============================================================================================
 
-`partition` and `hash_partition` of libcudf leave the order within a partition undefined, hence the sort. An id that is
-negative becomes a large one when it is read as unsigned, and the gather gives a null for what it finds outside. Nulls
-sort last. So rows that are not asked for fall off the end without a second pass.
+`partition` and `hash_partition` of libcudf leave the order within a partition undefined, hence the sort. Ids that are
+not asked for get the last code, so their rows fall off the end. An id may be anything that 64 bits hold, and a gather
+reads 32 bits of it: so ids are clamped first, as unsigned, in which negative ones are large.
+
+Text of more than 2 GiB: libcudf gives a column offsets of 64 bits then. Slice, pack, gather and concatenate take either
+width, also mixed, so packs that were cut to a message's size join to an output that is larger than 2 GiB.
 
 cuDF works in the default stream of CUDA, or in that of the thread (``CUDF_PER_THREAD_STREAM``), which CUDA orders with
 each other. So a thread's calls take effect in their order either way, and `ready` waits for both.
@@ -77,9 +80,11 @@ class CudfFrames:
         self, table: Any, ids: Any, code_of: np.ndarray[Any, Any], outputs: int
     ) -> tuple[Any, np.ndarray[Any, Any]]:
         """(rows by code, offsets)."""
-        look_up = plc.Table([plc.Column.from_arrow(pa.array(code_of.astype("i4")))])
-        places = plc.unary.cast(ids, plc.DataType(plc.TypeId.UINT64))
-        codes = plc.copying.gather(look_up, places, plc.copying.OutOfBoundsPolicy.NULLIFY)
+        wide = plc.DataType(plc.TypeId.UINT64)
+        look_up = plc.Table([plc.Column.from_arrow(pa.array(np.append(code_of, outputs).astype("i4")))])
+        first, last = plc.Scalar.from_py(0, wide), plc.Scalar.from_py(len(code_of), wide)
+        places = plc.replace.clamp(plc.unary.cast(ids, wide), first, last)
+        codes = plc.copying.gather(look_up, places, plc.copying.OutOfBoundsPolicy.DONT_CHECK)
         at = plc.sorting.stable_sorted_order(codes, _ASCENDING, _NULLS_LAST)
         sorted_codes = plc.copying.gather(codes, at, plc.copying.OutOfBoundsPolicy.DONT_CHECK)
         wanted = plc.Table([plc.Column.from_arrow(pa.array(np.arange(outputs + 1, dtype="i4")))])

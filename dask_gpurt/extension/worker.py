@@ -32,6 +32,7 @@ from dask_gpurt.placement.takeover.worker_copies import WorkerCopies
 from dask_gpurt.preflight.worker import Preflight
 from dask_gpurt.quarantine.worker import Health
 from dask_gpurt.shuffle.counters import corrupt_messages, counters_of, worker_statistics
+from dask_gpurt.shuffle.rows import packed
 from dask_gpurt.shuffle.transport import plane
 from dask_gpurt.shuffle.worker import shard_stores
 from dask_gpurt.tiers.runtime import TierRuntime
@@ -109,7 +110,7 @@ class WorkerParts:
 
     async def _add_tiers(self) -> Callable[[], Awaitable[None]]:
         worker = self.worker
-        runtime = await TierRuntime.install(worker, self.settings.tiers, sink=self.journal)
+        runtime = await TierRuntime.install(worker, self.settings.tiers, sink=self.journal, held=packed.shelf)
         self.runtime = runtime
         shard_stores.provide(worker, runtime.shard_store)
 

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from distributed.worker import Worker
 
     from dask_gpurt.config import TierSettings
+    from dask_gpurt.model.device_memory import HeldOnDevice
     from dask_gpurt.tiers.stores.task_store import TieredStore
 
 logger = logging.getLogger("distributed.worker.gpurt")
@@ -77,6 +78,7 @@ class TierRuntime:
         terms: Terms,
         undo: Callable[[], None],
         sink: Sink,
+        held: HeldOnDevice | None,
     ) -> None:
         self._worker = worker
         self._settings = settings
@@ -90,9 +92,10 @@ class TierRuntime:
         #: why worker.data is left alone; empty when it is not
         self._left_alone = ""
         self._engine = Engine(below.tier, budget_bytes=limits.budget_bytes, sink=sink)
-        self._device_memory = device
+        self._held = held
+        self._device_memory: DeviceMemory | None = None
         if device is not None:
-            device.space.below.append(below.cascade)
+            self._use(device)
         #: reports to the scheduler what of this worker can be had without it
         self._shared: SharedCopies | None = None
         self._engine.counters.listener = self._tell_metric
@@ -113,11 +116,18 @@ class TierRuntime:
     # ------------------------------------------------------------------ life
 
     @classmethod
-    async def install(cls, worker: Worker, settings: TierSettings, *, sink: Sink = null_sink) -> TierRuntime:
+    async def install(
+        cls, worker: Worker, settings: TierSettings, *, sink: Sink = null_sink, held: HeldOnDevice | None = None
+    ) -> TierRuntime:
         """Start the tiers of a worker; on one that has them, apply the new settings and return the running ones.
 
         With ``settings.enabled`` False, or where ``worker.data`` is not distributed's own, it is left alone and only
         the shard store is served.
+
+        Parameters
+        ----------
+        held
+            Device memory beside the values of tasks that leaves, too, when the device is full.
 
         Raises
         ------
@@ -150,7 +160,7 @@ class TierRuntime:
                 await below.abandon()
                 undo()
                 raise
-            runtime = cls(worker, settings, limits, below, device, terms, undo, sink)
+            runtime = cls(worker, settings, limits, below, device, terms, undo, sink, held)
             try:
                 if below.lease is not None:
                     below.lease.start()
@@ -163,6 +173,11 @@ class TierRuntime:
             worker.extensions["gpurt-tiers"] = _CloseHook(runtime)
             _runtimes[worker] = runtime
             return runtime
+
+    def _use(self, device: DeviceMemory) -> None:
+        device.space.below.append(self._below.cascade)
+        device.space.held = self._held
+        self._device_memory = device
 
     async def uninstall(self) -> None:
         """Give everything back and delete all files. Chunks of running shuffles are lost. Idempotent.
@@ -304,8 +319,7 @@ class TierRuntime:
         if device is None:
             logger.warning("No device tier: %s", terms.decision)
             return
-        device.space.below.append(self._below.cascade)
-        self._device_memory = device
+        self._use(device)
         if self._running and self._seam is not None:
             self._seam.store.use_device(device.space)
             self._seam.serve_device(device)

@@ -31,6 +31,8 @@ from tests.tiers.device.host_rmm import host_memory
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from dask_gpurt.backends.rmm_stack import Stack
+
 FREED, FRESH = 0xDD, 0xCD
 #: resources live as long as the process: buffers may die in the same collection as they
 _RESOURCES: list[Any] = []
@@ -92,13 +94,18 @@ class LazyMemory:
     ----------
     limit_bytes
         That may be allocated.
+    over
+        Allocate from this stack instead, which has a limit of its own.
     """
 
-    def __init__(self, limit_bytes: int = 1 << 30) -> None:
-        base = host_memory()
-        limiting = rmm.mr.LimitingResourceAdaptor(base, limit_bytes)
-        self._resource = rmm.mr.StatisticsResourceAdaptor(limiting)
-        _RESOURCES.extend([base, limiting, self._resource])
+    def __init__(self, limit_bytes: int = 1 << 30, over: Stack | None = None) -> None:
+        if over is None:
+            base = host_memory()
+            limiting = rmm.mr.LimitingResourceAdaptor(base, limit_bytes)
+            self._resource = self._counts = rmm.mr.StatisticsResourceAdaptor(limiting)
+            _RESOURCES.extend([base, limiting, self._resource])
+        else:
+            self._resource, self._counts = over.resource, over.statistics
         self._local = threading.local()
         self._lock = threading.RLock()
         self.streams: list[Stream] = []
@@ -234,8 +241,8 @@ class LazyMemory:
 
     def allocated_bytes(self) -> int:
         """Now, by RMM."""
-        return int(self._resource.allocation_counts.current_bytes)
+        return int(self._counts.allocation_counts.current_bytes)
 
     def peak_bytes(self) -> int:
         """The most at one time, by RMM."""
-        return int(self._resource.allocation_counts.peak_bytes)
+        return int(self._counts.allocation_counts.peak_bytes)

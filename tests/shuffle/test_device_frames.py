@@ -233,6 +233,31 @@ def test_less_device_memory_than_rows(memory: LazyMemory, monkeypatch: pytest.Mo
     assert not short.faults
 
 
+def test_an_output_that_found_no_device_memory_is_made_of_the_rows_that_were_taken(
+    memory: LazyMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    concat, failures = HostFrames.concat, iter(range(2))
+
+    def failing(self: HostFrames, tables: Any) -> Any:
+        if next(failures, None) is not None:
+            raise MemoryError("on purpose")
+        return concat(self, tables)
+
+    monkeypatch.setattr(HostFrames, "concat", failing)
+
+    @cluster()
+    async def check(c: Any, s: Any, *workers: Any) -> None:
+        async with taken_over(s, workers, settings=ON) as (takeover, _):
+            f = c.compute(host(source(left, N)).shuffle("k", npartitions=7), retries=3)
+            same_rows(pd.DataFrame(await f))
+            assert next(failures, None) is None
+            stats = takeover.statistics()
+            assert (stats["runs"], stats["errors"], stats["recovery"]["outputs_opened"]) == (1, 0, 0), stats
+            assert not any(worker_statistics(w)["restarts"] for w in workers)
+
+    check()
+
+
 def same_rows_of(got: pd.DataFrame, want: pd.DataFrame) -> None:
     got, want = ordered(pd.DataFrame(got)), ordered(want)
     pd.testing.assert_frame_equal(got, want.astype(dict(got.dtypes)))

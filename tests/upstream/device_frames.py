@@ -8,7 +8,7 @@ file that `UPSTREAM_ACTIVE_LOG` names, with ``.device`` added.
 
 from __future__ import annotations
 
-import functools
+import inspect
 import os
 import sys
 from pathlib import Path
@@ -47,14 +47,18 @@ def _say(text: str) -> None:
             f.write(text + "\n")
 
 
-@functools.wraps(GpurtShuffleSpec.of)
-def _of(spec: Any, settings: Any, order: tuple[int, ...] = (), frames: str = "") -> GpurtShuffleSpec:
-    why = refused(spec.meta, spec.column)
-    _say(why or "device frames")
-    return _made(spec, settings, order, frames if why else f"{__name__}:PlainFrames")
-
-
 if not hasattr(GpurtShuffleSpec, "_upstream"):
     _made = GpurtShuffleSpec.of
+    _SIGNATURE = inspect.signature(_made)
+
+    def _of(*args: Any, **kwargs: Any) -> GpurtShuffleSpec:
+        given = _SIGNATURE.bind(*args, **kwargs)
+        spec = given.arguments["spec"]
+        why = refused(spec.meta, spec.column)
+        _say(why or "device frames")
+        if not why:
+            given.arguments["frames"] = f"{__name__}:PlainFrames"
+        return _made(*given.args, **given.kwargs)
+
     GpurtShuffleSpec.of = staticmethod(_of)  # type: ignore[method-assign,assignment]
     GpurtShuffleSpec._upstream = True  # type: ignore[attr-defined]

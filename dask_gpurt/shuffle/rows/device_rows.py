@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dask_gpurt.shuffle.rows import wire
-from dask_gpurt.shuffle.rows.packed import SENT_BYTES, Pack, PackedChunk, PackedRows, stage, with_room
+from dask_gpurt.shuffle.rows.packed import SENT_BYTES, Pack, PackedChunk, PackedRows, shelf, stage, with_room
 from dask_gpurt.shuffle.rows.partition import Shard
 
 if TYPE_CHECKING:
@@ -102,6 +102,7 @@ class DeviceRows:
                         stage(shard.table.packs)
                     out.append((address, shard))
         frames.ready()
+        shelf.add(pack for _, shard in out for pack in shard.table.packs)
         return out
 
     def _ranges(
@@ -165,8 +166,9 @@ class DeviceRows:
 
     def adopt(self, head: bytes, rows: int, came: OnDevice) -> Pack:
         """A pack of what came on the device."""
-        device = self._frames.adopt(head, came.buffer, came.size)
-        return Pack(head, rows, device=device, frames=self._frames)
+        pack = Pack(head, rows, device=self._frames.adopt(head, came.buffer, came.size), frames=self._frames)
+        shelf.add([pack])
+        return pack
 
     def few(self, shard: Shard) -> bool:
         """Never: packs are not merged."""
@@ -183,8 +185,9 @@ class DeviceRows:
     def assemble(self, pieces: list[tuple[int, PackedRows]]) -> Any:
         """An output."""
         packs = [pack for _, rows in sorted(pieces, key=lambda piece: piece[0]) for pack in rows.packs]
-        pieces.clear()
-        return with_room(lambda: self._joined(packs)) if packs else self._meta.copy()
+        out = with_room(lambda: self._joined(packs)) if packs else self._meta.copy()
+        pieces.clear()  # not before: where it fails they are wanted again
+        return out
 
     def _joined(self, packs: list[Pack]) -> Any:
         frames = self._frames

@@ -92,7 +92,13 @@ class RowKind(Protocol):
         """A `StoredChunk` of them."""
 
     def assemble(self, pieces: list[Any], /) -> Any:
-        """An output from the pieces that chunks gave, in any order; empties the list."""
+        """An output from the pieces that chunks gave, in any order; empties the list.
+
+        Raises
+        ------
+        MemoryError
+            Of rows on a device, the list is as it was.
+        """
 
 
 class PandasRows:

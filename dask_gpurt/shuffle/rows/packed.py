@@ -10,9 +10,12 @@ group of outputs, the alternative, needs fewer kernels where outputs are small. 
 and would be read back from disk whole for each of its outputs.
 
 A pack is made on the device. What this worker has for itself, and what goes to a peer that takes device memory, stays
-there until its output is made, it is sent, the tiers write it, or device memory is short (`with_room`): then all packs
-of the process are staged. What other peers get is *staged*, copied to the host, when it is split. The tiers count a
-pack as host bytes wherever it is, so staging never takes more than they know of.
+there until its output is made, it is sent, the tiers write it, or device memory is short. What other peers get is
+*staged*, copied to the host, when it is split. The tiers count a pack as host bytes wherever it is, so staging never
+takes more than they know of, and what is on the host goes on to disk by their rules.
+
+`shelf` has the packs that take device memory. The device tier asks it for room when an allocation fails, a task's or
+one of ours (`model.device_memory`). Without a device tier nothing asks, and `with_room` stages all packs.
 
 In a message, bytes on the device are an `OnDevice`. They have no checksum: to hash them they would have to come to the
 host. Links between devices have their own, and the heads, on the host, have one.
@@ -20,13 +23,17 @@ host. Links between devices have their own, and the heads, on the host, have one
 Invariants
 - A pack has its host bytes before it gives its device buffer up: any thread may read it while another stages it.
 - Device buffers are given up after `DeviceFrames.ready`, see there.
+- A pack is on the shelf only once it is ready: another thread may stage it from then on.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import itertools
 import struct
 import threading
+import traceback
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -79,7 +86,7 @@ class Pack:
         the buffer on the device, and whose it is.
     """
 
-    __slots__ = ("__weakref__", "_device", "_frames", "_host", "head", "nbytes", "rows")
+    __slots__ = ("__weakref__", "_device", "_frames", "_host", "head", "nbytes", "rows", "serial")
 
     def __init__(
         self,
@@ -92,9 +99,9 @@ class Pack:
     ) -> None:
         self.head, self.rows = head, rows
         self._host, self._device, self._frames = host, device, frames
+        #: on the shelf; 0: it was never there
+        self.serial = 0
         self.nbytes = host.nbytes if device is None else device.nbytes  # type: ignore[union-attr]
-        if device is not None:
-            _shelf.add(self)
 
     @property
     def on_device(self) -> bool:
@@ -124,44 +131,85 @@ class Pack:
         """Its bytes are on the host."""
         self._host = host
         self._device = self._frames = None
+        if self.serial:
+            shelf.staged(self.serial)
 
 
-class _Shelf:
-    """The packs of this process that take device memory."""
+class Shelf:
+    """The packs of this process that take device memory. A `model.HeldOnDevice`; any thread."""
 
     def __init__(self) -> None:
-        self._packs: weakref.WeakSet[Pack] = weakref.WeakSet()
+        #: serial -> (pack, its bytes), in the order in which they became ready
+        self._packs: dict[int, tuple[weakref.ref[Pack], int]] = {}
+        self._nbytes = 0
+        self._serial = itertools.count(1)
+        #: serials of packs that are staged or garbage; those that say so take no lock, as the collector may be one
+        self._left: collections.deque[int] = collections.deque()
+        #: held for a moment only, and never where device memory is allocated
         self._lock = threading.Lock()
 
-    def add(self, pack: Pack) -> None:
+    def add(self, packs: Iterable[Pack]) -> None:
+        """Have packs leave if need be: they are ready."""
         with self._lock:
-            self._packs.add(pack)
+            for pack in packs:
+                if pack.on_device:
+                    pack.serial = serial = next(self._serial)
+                    gone = weakref.ref(pack, lambda _, serial=serial: self._left.append(serial))  # type: ignore[misc]
+                    self._packs[serial] = gone, pack.nbytes
+                    self._nbytes += pack.nbytes
+
+    def staged(self, serial: int) -> None:
+        """A pack takes no device memory any more."""
+        self._left.append(serial)
+
+    def _forget(self) -> None:
+        """Those that have left; hold the lock."""
+        while self._left:
+            self._nbytes -= self._packs.pop(self._left.popleft(), (None, 0))[1]
 
     def held(self) -> list[Pack]:
+        """Those that are on the device now, the oldest first."""
         with self._lock:
-            return [pack for pack in self._packs if pack.on_device]
+            self._forget()
+            return [pack for gone, _ in self._packs.values() if (pack := gone()) is not None]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the packs on the device."""
+        with self._lock:
+            self._forget()
+            return self._nbytes
+
+    def leave(self, nbytes: int) -> int:
+        """Stage about so many bytes, the newest packs first: messages go in the order in which they were made."""
+        left, packs = 0, self.held()
+        while packs and left < nbytes:
+            left += stage([packs.pop()])  # each into a block of its own, which goes with it
+        return left
 
 
-_shelf = _Shelf()
+shelf = Shelf()
 
 
-def stage(packs: Iterable[Pack]) -> None:
-    """Copy packs to the host, into one block, and give their device memory up; those that are there already stay."""
+def stage(packs: Iterable[Pack]) -> int:
+    """Copy packs to the host, into one block, and give their device memory up; returns the bytes that were copied."""
     held: list[tuple[Pack, Packed, DeviceFrames]] = []
     for pack in packs:
         device, frames = pack._device, pack._frames
         if device is not None and frames is not None:
             held.append((pack, device, frames))
     if not held:
-        return
+        return 0
     frames = held[0][2]
-    target = frames.room(sum(device.nbytes for _, device, _ in held))
+    nbytes = sum(device.nbytes for _, device, _ in held)
+    target = frames.room(nbytes)
     frames.to_host([device for _, device, _ in held], target)
     frames.ready()
     at = 0
     for pack, device, _ in held:
         pack.staged(target[at : at + device.nbytes].toreadonly())
         at += device.nbytes
+    return nbytes
 
 
 def with_room(step: Callable[[], T]) -> T:
@@ -174,14 +222,21 @@ def with_room(step: Callable[[], T]) -> T:
     """
     try:
         return step()
-    except MemoryError:
-        packs = _shelf.held()
-        if not packs:
+    except MemoryError as e:
+        _let_go(e)
+        if not shelf.nbytes:
             raise
-    # Not in the handler: its traceback keeps what the first try had.
-    while packs:
-        stage([packs.pop()])
-    return step()
+    shelf.leave(1 << 62)
+    try:
+        return step()
+    except MemoryError as e:
+        _let_go(e)
+        raise
+
+
+def _let_go(error: MemoryError) -> None:
+    """Give up what the failed step had on the device: a task's error keeps its frames until a garbage collection."""
+    traceback.clear_frames(error.__traceback__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ Invariants
   more. Should it refuse, the whole shuffle is restarted, by the way upstream restarts an inconsistent one. Shards lost
   on a tier do the same. Both happen at most `RESTARTS` times per shuffle on one worker.
 - Nothing is taken of an output that is open: only some of its rows may be there.
+- Rows that were taken are kept where a device had no memory to make the output of them: its task is run once more.
 """
 
 from __future__ import annotations
@@ -97,6 +98,8 @@ class OutputBuilder:
         self._taken: set[int] = set()
         #: output -> (weak reference to the frame it was given as, the execution that got it)
         self._given: dict[int, tuple[weakref.ref[Any], Any]] = {}
+        #: output -> its rows, of which it could not be made for want of device memory
+        self._unmade: dict[int, list[Piece]] = {}
         #: bytes of a row of the outputs, about
         self._row_bytes = 0.0
         #: number of outputs of this worker
@@ -123,6 +126,24 @@ class OutputBuilder:
         frame, execution = self._given.get(part, (None, None))
         if frame is not None and here is not None and execution == here and (df := frame()) is not None:
             return df.copy()
+        pieces = self._unmade.pop(part, None) or self._pieces(part, key)
+        start = time.perf_counter()
+        try:
+            df = self._rows.assemble(pieces)
+        except MemoryError:
+            if not self._rows.on_host:
+                self._unmade[part] = pieces
+            raise
+        self._given[part] = (weakref.ref(df), here)
+        if self._rows.on_host and len(df):
+            if not self._row_bytes:
+                self._row_bytes = float(df.memory_usage().sum()) / len(df)
+            heap.freed(int(len(df) * self._row_bytes), functools.partial(submit, self._host.executor))
+        self._counters.add(outputs=1, seconds_assemble=time.perf_counter() - start)
+        return df
+
+    def _pieces(self, part: int, key: Hashable) -> list[Piece]:
+        """The rows of an output that count, taken."""
         try:
             taken = self._sync(self._take, part)
         except LostData as e:
@@ -133,23 +154,14 @@ class OutputBuilder:
             if self._sync(self._scheduler.open_again, key):
                 raise seam.Reschedule
             self._restart(f"output {part} was asked for again")
-        start = time.perf_counter()
-        pieces = counted(self._counting.of(part), [piece for some in taken for piece in some])
-        taken.clear()
-        df = self._rows.assemble(pieces)
-        self._given[part] = (weakref.ref(df), here)
-        if self._rows.on_host and len(df):
-            if not self._row_bytes:
-                self._row_bytes = float(df.memory_usage().sum()) / len(df)
-            heap.freed(int(len(df) * self._row_bytes), functools.partial(submit, self._host.executor))
-        self._counters.add(outputs=1, seconds_assemble=time.perf_counter() - start)
-        return df
+        return counted(self._counting.of(part), [piece for some in taken for piece in some])
 
     def void(self, parts: Collection[int]) -> None:
         """Rows that came for these outputs until now count no more; on the event loop."""
         self._taken -= set(parts)
         for part in parts:
             self._given.pop(part, None)
+            self._unmade.pop(part, None)
         self._made_all(False)
 
     def _move(self, part: int, key: Hashable) -> NoReturn:

@@ -20,6 +20,7 @@ second run waits `WAIT_SECONDS` at most for the others: one of them may wait for
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -176,7 +177,7 @@ class RetryAlone:
                 deadline = asyncio.get_running_loop().time() + self._wait_seconds
                 while self._others() and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)  # polled: Dask has no event for "a task has ended"
-                await asyncio.to_thread(self._space.spill, 1 << 62)
+                await asyncio.to_thread(self._free_all)
                 outcome = await run()
             finally:
                 self._entry.set()
@@ -186,17 +187,25 @@ class RetryAlone:
         self.failed += 1
         return annotate(outcome, self.report())
 
+    def _free_all(self) -> None:
+        # Dask's task error and its traceback refer to each other: what the failed runs had on the device stays until
+        # the next collection. It stops other threads for as long, on a worker that runs no task now.
+        gc.collect()
+        self._space.spill(1 << 62)
+
     def report(self) -> str:
         """What holds the device's memory, for people."""
         space = self._space
         kept = space.device_bytes
         outside = space.outside_bytes
+        held = 0 if space.held is None else space.held.nbytes
         total = space.backend.allocated_bytes()
+        rest = max(0, total - kept + outside - held)
         lines = [
             (
                 f"dask-gpurt: the device has no memory for this task, even alone. Allocated {format_bytes(total)}, of "
-                f"which {format_bytes(kept - outside)} are results kept on this worker and "
-                f"{format_bytes(max(0, total - kept + outside))} belong to running tasks and libraries. "
+                f"which {format_bytes(kept - outside)} are results kept on this worker, {format_bytes(held)} rows of "
+                f"shuffles, and {format_bytes(rest)} belong to running tasks and libraries. "
                 f"{format_bytes(outside)} of results are in memory that does not come from RMM. Largest results:"
             )
         ]
@@ -219,8 +228,9 @@ def out_of_memory(event: StateMachineEvent) -> BaseException | None:
     if "bad_alloc" not in event.exception_text and "OutOfMemory" not in event.exception_text:
         return None
     error = loads(event.exception.data)
-    # torch's is a RuntimeError
-    return error if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" else None
+    # torch's is a RuntimeError. Tasks of shuffles raise one, too, with the name and text of what has failed.
+    known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return error if known or "MemoryError: std::bad_alloc" in str(error) else None
 
 
 def with_note(event: StateMachineEvent, note: str) -> StateMachineEvent:

@@ -8,7 +8,9 @@ of distinct allocations (`DeviceBackend.blocks`), and room is what the allocator
 value was dropped. A value whose object another still holds, or whose memory came past the allocator (`Box.outside`),
 leaves without making room there, and is not counted as if it had.
 
-Victims: values with a copy first (free of charge), then the farthest next use, then the least recently used.
+Victims: values with a copy first, free of charge. Then what others hold (`held`, rows of shuffles): no output of a
+shuffle is made before all its inputs were split, so these are used late. Then values, the farthest next use first, then
+the least recently used.
 
 This is the one part of the tiers that is not bookkeeping on the event loop. An allocation fails in the thread of a
 task, inside RMM, perhaps deep in a C++ library, and room must be made there and then. To wait for the loop could be a
@@ -16,7 +18,7 @@ deadlock: the loop may hold the allocator's lock, or be allocating. Hence:
 
 1. A box is changed under its own lock only. A thread that spills takes locks with ``blocking=False`` and goes on to the
    next box. Only where none is left does it wait, for one that another thread copies.
-2. `make_room` allocates nothing: neither on the device, which is full, nor page-locked memory, which takes long. Blocks
+2. `make_room` takes no device memory, which is full, and locks no pages for values, which takes long. Blocks
    are kept ready for it (`pinned.BlockPool.keep_ahead`); where none is left, a value goes to the next tier.
 3. A box that is pinned (inputs of running tasks) is not taken.
 4. Before the reference is dropped, the device is made to order the free after its last use (`DeviceBackend.fence`).
@@ -33,9 +35,10 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.errors import CorruptData, LostData, TierFull
+from dask_gpurt.errors import CorruptData, LostData
+from dask_gpurt.tiers.device.below import write_below
 from dask_gpurt.tiers.device.box import HERE, TABLE, Box, BoxState
-from dask_gpurt.tiers.device.pinned import SlabTier, stage
+from dask_gpurt.tiers.device.pinned import SlabTier
 from dask_gpurt.tiers.engine.entry import IllegalMove
 from dask_gpurt.tiers.storage.handle import DecodeError
 from dask_gpurt.tiers.storage.protocol import TierMetrics
@@ -43,8 +46,9 @@ from dask_gpurt.tiers.storage.protocol import TierMetrics
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
+    from dask_gpurt.model.device_memory import HeldOnDevice
     from dask_gpurt.tiers.device.backend import DeviceBackend
-    from dask_gpurt.tiers.storage.handle import Group, Handle
+    from dask_gpurt.tiers.storage.handle import Handle
     from dask_gpurt.tiers.storage.protocol import StorageTier
 
 #: bytes of copies that make a measurement
@@ -78,6 +82,10 @@ class DeviceSpace:
         self.below = list(below)
         self.limit_bytes = limit_bytes
         self.high_bytes = high_bytes
+        #: device memory beside the values that may leave, too; None: there is none
+        self.held: HeldOnDevice | None = None
+        #: that has left so far
+        self.held_left_bytes = 0
         #: something else moves values out of this memory: none leaves unasked
         self.rests = False
         self.metrics = TierMetrics()
@@ -190,6 +198,11 @@ class DeviceSpace:
     moving_bytes = 0
 
     @property
+    def fixed_bytes(self) -> int:
+        """Bytes allocated on the device, without those that others hold and can do without."""
+        return self.backend.allocated_bytes() - (0 if self.held is None else self.held.nbytes)
+
+    @property
     def room_bytes(self) -> int:
         """Bytes of values that could come now and keep all below its limits."""
         return 0 if self.rests else max(0, -self._excess(0))
@@ -208,14 +221,17 @@ class DeviceSpace:
 
     def _excess(self, coming_bytes: int) -> int:
         """Bytes too much, once `coming_bytes` have come; negative: room. Without limits there is neither."""
-        if self.rests:
-            return 0
-        over = []
-        if self.limit_bytes is not None:
-            over.append(self.device_bytes - self.limit_bytes)
-        if self.high_bytes is not None:
-            over.append(self.backend.allocated_bytes() - self.high_bytes)
+        over = [excess for excess in self._excesses() if excess is not None]
         return max(over) + coming_bytes if over else 0
+
+    def _excesses(self) -> tuple[int | None, int | None]:
+        """Bytes of kept values beyond their limit, and all allocated ones beyond the high mark; None: no such limit."""
+        if self.rests:
+            return None, None
+        return (
+            None if self.limit_bytes is None else self.device_bytes - self.limit_bytes,
+            None if self.high_bytes is None else self.backend.allocated_bytes() - self.high_bytes,
+        )
 
     def _move(self, box: Box, event: str, value: Any = None) -> int:
         """Change the state of a box, and with it its value and the byte count. Hold the lock of the box.
@@ -250,21 +266,26 @@ class DeviceSpace:
 
     def balance(self, coming_bytes: int = 0) -> int:
         """Make values leave until all is within the limits, and `coming_bytes` more; what left. For an I/O thread."""
-        excess = self._excess(coming_bytes)
-        return self.spill(excess) if excess > 0 else 0
+        left = 0
+        for mark in (0, 1):
+            excess = self._excesses()[mark]
+            if excess is not None and excess + coming_bytes > 0:
+                # What others hold is no part of the kept bytes: these are no less when it leaves.
+                left += self._leave_until(excess + coming_bytes, for_allocation=False, held=mark == 1)
+        return left
 
     def spill(self, nbytes: int) -> int:
-        """Make at least `nbytes` of kept values leave the device, in this thread; the bytes that left.
+        """Make at least `nbytes` of what is kept leave the device, in this thread; the bytes that left.
 
-        Grows the blocks that they go to. Never raises, never blocks on the lock of a box.
+        Grows the blocks that values go to. Never raises, never blocks on the lock of a box.
         """
         return self._leave_until(nbytes, for_allocation=False)
 
     def make_room(self, nbytes: int) -> int:
         """Make values leave until the allocator has got `nbytes` back, in this thread; the bytes that it got back.
 
-        For the allocation callback: allocates nothing, never raises, and waits for the lock of a box only where nothing
-        else can leave and another thread is making that one leave.
+        For the allocation callback: takes no device memory, never raises, and waits for the lock of a box only where
+        nothing else can leave and another thread is making that one leave.
         """
         before = self.backend.allocated_bytes()
         left = self._leave_until(nbytes, for_allocation=True)
@@ -277,10 +298,36 @@ class DeviceSpace:
                 break
         return max(0, before - self.backend.allocated_bytes())
 
-    def _leave_until(self, nbytes: int, *, for_allocation: bool) -> int:
+    def _leave_until(self, nbytes: int, *, for_allocation: bool, held: bool = True) -> int:
+        free: list[Box] = []
+        rest: list[Box] = []
+        for box in self._victims():
+            (rest if box.handle is None else free).append(box)
+        left = self._leave_of(free, nbytes, for_allocation)
+        if held and left < nbytes:
+            left += self._leave_held(nbytes - left, for_allocation)
+        if left < nbytes:
+            left += self._leave_of(rest, nbytes - left, for_allocation)
+        return left
+
+    def _leave_held(self, nbytes: int, for_allocation: bool) -> int:
+        """Make what others hold leave; the bytes as in `make_room` or `spill`."""
+        held, left, gone = self.held, 0, 1
+        before = self.backend.allocated_bytes()
+        try:
+            # Some may still be used by others, and makes no room as yet: so once more, until none is left.
+            while held is not None and gone and left < nbytes:
+                gone = held.leave(nbytes - left)
+                self.held_left_bytes += gone
+                left = max(0, before - self.backend.allocated_bytes()) if for_allocation else left + gone
+        except Exception as e:  # the host's memory is short, too
+            self._failed(e)
+        return left
+
+    def _leave_of(self, boxes: Sequence[Box], nbytes: int, for_allocation: bool) -> int:
         left = 0
         fenced = False
-        for box in self._victims():
+        for box in boxes:
             if left >= nbytes:
                 break
             if (for_allocation and box.outside) or not box.lock.acquire(blocking=False):
@@ -353,31 +400,12 @@ class DeviceSpace:
             self._failed(e)
             return None
         try:
-            handle = self._write(groups, grow)
+            handle = write_below(self.below, groups, grow)
         except Exception as e:
             self._failed(e)
             return None
         self.metrics.add(writes=1, written_bytes=box.nbytes, write_seconds=time.perf_counter() - start)
         return handle
-
-    def _write(self, groups: list[Group], grow: bool) -> Handle:
-        error: Exception = TierFull("there is no tier below the device")
-        staged: list[Group] | None = None
-        try:
-            for tier in self.below:
-                try:
-                    if isinstance(tier, SlabTier):  # blocks take device frames as they are
-                        return tier.write(groups, grow=grow)
-                    if staged is None:
-                        staged = [(part, [stage(b) for b in buffers]) for part, buffers in groups]
-                    return tier.write(staged)
-                except OSError as e:
-                    error = e
-            raise error
-        finally:
-            # Its traceback holds this frame, which holds it and the frames of the value: the value would stay on the
-            # device until the next garbage collection.
-            del error
 
     def _failed(self, error: BaseException) -> None:
         self.metrics.add(write_failures=1)
@@ -401,6 +429,8 @@ class DeviceSpace:
             "allocator_bytes": self.backend.allocated_bytes(),
             "outside_values": sum(b.outside and b.state in HERE for b in boxes),
             "outside_bytes": self.outside_bytes,
+            "held_bytes": 0 if self.held is None else self.held.nbytes,
+            "held_left_bytes": self.held_left_bytes,
             "outside_libraries": ", ".join(sorted(self.outside_seen)),
             "below_values": sum(1 for b in boxes if b.state is BoxState.BELOW),
             "left_without_room": self.left_without_room,

@@ -116,7 +116,7 @@ class WorkerSeam:
         self.execute.device_turns = Turns(
             space,
             limit_bytes=lambda: device.allocator.limit_bytes,
-            process_bytes=space.backend.allocated_bytes,
+            process_bytes=lambda: space.fixed_bytes,
             seceded=self._seceded,
         )
         if not self.prefetch.share:

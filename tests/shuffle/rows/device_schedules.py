@@ -97,6 +97,7 @@ class Node:
         #: (chunk, or its shell and frames by output)
         self.chunks: list[Any] = []
         self.failures = 0.0
+        self.asked = False
         self.memory.fail = self.at_allocation
         self.memory.meanwhile = self.meanwhile
 
@@ -104,6 +105,16 @@ class Node:
         """Between two steps of a thread anything may happen on the device."""
         if self.rng.random() < 0.3:
             self.rng.choice(self.streams).run(self.rng.randrange(4))
+        if not self.asked and self.rng.random() < 0.05:
+            self.others_need_room()
+
+    def others_need_room(self) -> None:
+        """An allocation of another thread fails."""
+        stream, self.asked = self.memory.stream, True
+        self.memory.use(self.rng.choice(self.streams))
+        COUNTS["bytes that left for others"] += packed.shelf.leave(self.rng.randrange(1, 2000))
+        self.memory.use(stream)
+        self.asked = False
 
     def at_allocation(self, number: int) -> bool:
         self.meanwhile()
@@ -198,7 +209,7 @@ def received(frames: list[Any], sender: Node, receiver: Node, rng: random.Random
 def play(seed: int) -> None:
     """Play a schedule; raises AssertionError, or what the code under it raised, when something is wrong."""
     rng = random.Random(seed)
-    packed._shelf = packed._Shelf()  # what others left is not to be staged here
+    packed.shelf = device_rows.shelf = packed.Shelf()  # what others left is not to be staged here
     n_inputs, cut_bytes = rng.randint(1, len(INPUTS)), rng.choice(CUTS)
     nodes = {address: Node(address, cut_bytes, rng) for address in "ab"}
     inputs = list(range(n_inputs))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -117,6 +118,43 @@ def test_a_split_is_ready_when_it_is_handed_over() -> None:
     ((_, shard),) = one.split(rows(), 0, OutputLayout(dict.fromkeys(range(OUTPUTS), "a")))
     with pytest.raises(NotReady):
         memory.bytes_of(shard.table.packs[-1]._device.data)
+
+
+def test_no_pack_leaves_before_it_is_ready() -> None:
+    """Device memory is made free in other threads, too, such as that of a task whose allocation fails."""
+    memory = LazyMemory()
+    me, left = threading.get_ident(), []
+
+    def meanwhile() -> None:
+        if threading.get_ident() == me:
+            other = threading.Thread(target=lambda: left.append(packed.shelf.leave(1 << 62)))
+            other.start()
+            other.join()
+
+    packed.shelf.leave(1 << 62)  # of other tests
+    memory.meanwhile = meanwhile
+    shards = [shard for address, shard in kind(memory).split(rows(), 0, LAYOUT) if address == "a"]
+    assert not any(left)
+    assert not memory.faults
+    memory.meanwhile = lambda: None
+    nbytes = sum(shard.nbytes for shard in shards)
+    assert packed.shelf.nbytes == nbytes
+    assert packed.shelf.leave(1) == shards[-1].table.packs[-1].nbytes  # the newest
+    assert packed.shelf.leave(1 << 62) + shards[-1].table.packs[-1].nbytes == nbytes
+    assert (packed.shelf.nbytes, packed.shelf.leave(1)) == (0, 0)
+    assert not any(pack.on_device for shard in shards for pack in shard.table.packs)
+    memory.drain()
+    assert memory.allocated_bytes() == 0
+
+
+def test_the_shelf_keeps_no_pack() -> None:
+    packed.shelf.leave(1 << 62)
+    memory = LazyMemory()
+    shards = list(kind(memory).split(rows(), 0, LAYOUT))
+    assert packed.shelf.nbytes > 0
+    del shards
+    assert packed.shelf.nbytes == 0
+    assert not packed.shelf.held()
 
 
 @pytest.mark.parametrize("flip", [None, 0, 60, -1, -1000])
@@ -277,7 +315,7 @@ def test_short_of_device_memory_packs_are_staged_and_the_step_is_tried_again() -
 def test_without_packs_to_stage_a_task_gets_its_error() -> None:
     memory = LazyMemory()
     one = kind(memory)
-    for pack in packed._shelf.held():  # of other tests
+    for pack in packed.shelf.held():  # of other tests
         stage([pack])
     memory.fail = lambda number: True
     with pytest.raises(MemoryError):

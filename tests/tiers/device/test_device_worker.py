@@ -14,6 +14,7 @@ import pytest
 from distributed import Client, Scheduler, Worker, wait
 from distributed.spill import SpillBuffer
 from distributed.utils_test import async_poll_for, captured_logger, gen_cluster
+from distributed.worker_state_machine import ExecuteFailureEvent
 
 from dask_gpurt.backends import cuda, device_values, rocm
 from dask_gpurt.config import Settings
@@ -21,6 +22,7 @@ from dask_gpurt.errors import InstallError
 from dask_gpurt.extension import GpurtScheduler, on_worker
 from dask_gpurt.tiers import TierRuntime
 from dask_gpurt.tiers.device import coexistence
+from dask_gpurt.tiers.device.oom import out_of_memory, with_note
 from dask_gpurt.tiers.device.setup import DeviceMemory, Late
 from dask_gpurt.tiers.runtime import _left_alone
 from tests.tiers.conftest import HostSlabs
@@ -158,6 +160,23 @@ async def test_a_task_too_large_fails_with_a_report_and_the_worker_lives(c: Clie
     assert all(await c.gather(c.map(right, kept, range(4))))
     device = runtime.statistics()["device"]
     assert (device["retried_alone"], device["failed"]) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "known"),
+    [
+        (MemoryError("std::bad_alloc: out_of_memory: RMM failure at: x"), True),
+        (RuntimeError("P2P s failed during unpack phase: output partition 1: MemoryError: std::bad_alloc: x"), True),
+        (MemoryError("Unable to allocate 3 GiB for an array"), False),
+        (RuntimeError("x"), False),
+    ],
+)
+def test_want_of_device_memory_is_known_from_the_error(error: Exception, known: bool) -> None:
+    event = ExecuteFailureEvent.from_exception(error, key="x", start=0.0, stop=1.0, run_id=1, stimulus_id="s")
+    found = out_of_memory(event)
+    assert (found is not None) is known
+    if known:
+        assert "a note" in str(out_of_memory(with_note(event, "a note")).__notes__)  # type: ignore[union-attr]
 
 
 @pytest.mark.cluster

@@ -249,3 +249,84 @@ def until(condition: Any) -> None:
             return
         deadline.wait(0.01)
     raise AssertionError("it did not happen")
+
+
+class Rows:
+    """A `HeldOnDevice` over values of the stand-in; one that is in use leaves without making room."""
+
+    def __init__(self, backend: HostRmmBackend, n: int) -> None:
+        self.values = [backend.make(100 + i, SIZE) for i in range(n)]
+        self.in_use: list[Any] = []
+        self.fails = False
+
+    @property
+    def nbytes(self) -> int:
+        return SIZE * len(self.values)
+
+    def leave(self, nbytes: int) -> int:
+        if self.fails:
+            raise MemoryError("of the host")
+        left = 0
+        while self.values and left < nbytes:
+            self.values.pop()
+            left += SIZE
+        return left
+
+
+def test_what_others_hold_leaves_after_copies_and_before_values(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, 8 * SIZE)
+    boxes = rig.fill(4, SIZE)
+    rig.space.spill(2 * SIZE)
+    clean = [b for b in boxes if b.state is BoxState.BELOW]
+    for box in clean:
+        box.get()
+    rig.space.held = rows = Rows(rig.backend, 4)
+    kept = [rig.backend.make(i, 2 * SIZE) for i in (50, 51)]
+    assert [b.state for b in clean] == [BoxState.BELOW] * 2  # free of charge
+    assert len(rows.values) == 2
+    assert rig.space.held_left_bytes == 2 * SIZE
+    assert rig.space.fixed_bytes == 6 * SIZE
+    kept.append(rig.backend.make(52, 2 * SIZE))
+    assert not rows.values
+    assert [b.state for b in boxes].count(BoxState.DEVICE) == 2
+    kept.append(rig.backend.make(53, SIZE))  # now values leave
+    assert [b.state for b in boxes].count(BoxState.DEVICE) == 1
+    assert rig.space.statistics()["held_left_bytes"] == 4 * SIZE
+    rig.space.held = None
+    del kept
+    rig.check(boxes, SIZE)
+
+
+def test_what_is_in_use_makes_no_room_and_ends(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, 4 * SIZE)
+    rig.space.held = rows = Rows(rig.backend, 4)
+    rows.in_use = rows.values[1:]
+    assert rig.oom(2 * SIZE) is True
+    assert rig.oom.made_bytes == SIZE  # of four that left, the allocator got back one
+    assert not rows.values
+    assert rig.oom(SIZE) is False  # RMM must not try again
+
+
+def test_that_others_cannot_let_go_is_no_error_of_an_allocation(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, 4 * SIZE)
+    boxes = rig.fill(2, SIZE)
+    rig.space.held = rows = Rows(rig.backend, 2)
+    rows.fails = True
+    rig.backend.make(9, SIZE)
+    assert [b.state for b in boxes].count(BoxState.BELOW) == 1
+    assert (rig.oom.exceptions, rig.space.last_error) == (0, "MemoryError: of the host")
+    assert len(rows.values) == 2
+
+
+def test_the_limit_of_kept_values_is_none_of_what_others_hold(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, 10 * SIZE, soft=2 * SIZE)
+    boxes = rig.fill(3, SIZE)
+    rig.space.held = rows = Rows(rig.backend, 4)
+    rig.space.balance()
+    assert ([b.state for b in boxes].count(BoxState.BELOW), len(rows.values)) == (1, 4)
+    rig.space.high_bytes = 4 * SIZE
+    rig.space.balance()
+    assert ([b.state for b in boxes].count(BoxState.BELOW), len(rows.values)) == (1, 2)
+    rig.space.rests = True
+    rig.space.high_bytes = 0
+    assert rig.space.balance() == 0
