@@ -1,4 +1,4 @@
-"""For all tests: the rule about GPUs, and an S3 server."""
+"""For all tests: the rule about GPUs, an S3 server, and patience with workers that start again."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ import os
 import urllib.request
 from typing import TYPE_CHECKING, Any
 
+import dask
 import pytest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+# A LocalCluster closes a nanny for good whose worker is away for longer, also while it restarts. Dask's 15 s are too
+# short on a busy machine.
+dask.config.set({"distributed.deploy.lost-worker-timeout": "120 s"})
 
 
 def gpu_missing() -> str:

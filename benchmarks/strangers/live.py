@@ -36,6 +36,9 @@ RESULT = os.path.join(data.RESULTS, "strangers_live.json")
 ROUNDING = 1e-6
 #: at the start of each cluster, not counted: workers import what they need
 WARM = "standardise"
+#: a `LocalCluster` closes a nanny for good whose worker is away for longer, also while it restarts; Dask's 15 s are too
+#: short on a busy machine
+AWAY = "120 s"
 
 
 class TooLong(Exception):
@@ -195,6 +198,7 @@ def run(args: argparse.Namespace) -> None:
     head = "stock s, inf s, ours s, ratio [range], moved, peak, noise of stock"
     print(f"{len(chosen)} programs; {head}; commit {data.commit()}", flush=True)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(dask.config.set({"distributed.deploy.lost-worker-timeout": AWAY}))
         clients = {p: stack.enter_context(cluster(p, args.workers, args.memory)) for p in POLICIES}
         for client in clients.values():
             once(client, WARM, scale, args.limit)

@@ -6,7 +6,8 @@ them, and `restored` gives the values back.
 
 Theory of operation. Dask's own P2P fails for a column of Python objects without a common Arrow type
 (dask/distributed#8310, dask/dask#10014). As bytes such a column is gathered, merged, cut, spilled and sent like any
-other. Only a column that Arrow refuses is pickled, so everything that Dask's P2P can do is done as it does it.
+other. Only a column that Arrow refuses, or of a type that no receiver can read (categories that are intervals), is
+pickled, so everything that Dask's P2P can do is done as it does it.
 
 Whether Arrow holds a column is found per input partition. One partition may have numbers and the next one words, or one
 may need pickle and the next one not. Where an output joins such tables, the column is pickled in all of them.
@@ -83,6 +84,10 @@ def table_of(data: pd.DataFrame, convert: Callable[..., pa.Table], fixed: frozen
         _check_allowed(data, odd, fixed, e)
     else:
         odd, levels = _mixed_bytes(data, table, fixed)
+        unread = unreadable(table.schema)
+        if unread:
+            odd += [i for i, name in enumerate(data.columns) if str(name) in unread]
+            levels += [i for i, name in enumerate(index_names(table)) if name in unread]
         if not odd and not levels:
             return table
     plain = data.copy(deep=False)
@@ -92,6 +97,27 @@ def table_of(data: pd.DataFrame, convert: Callable[..., pa.Table], fixed: frozen
         plain.index = _index([_level(data, i, i in levels) for i in range(data.index.nlevels)], data.index)
     table = convert(plain, preserve_index=True)
     return _marked(table, [str(data.columns[at]) for at in odd] + [index_names(table)[i] for i in levels])
+
+
+def unreadable(schema: pa.Schema) -> frozenset[str]:
+    """Names of the fields whose type Arrow writes but cannot read, such as a dictionary of pandas' intervals."""
+    import pyarrow as pa
+
+    if _is_readable(schema):
+        return frozenset()
+    return frozenset(field.name for field in schema if not _is_readable(pa.schema([field])))
+
+
+def _is_readable(schema: pa.Schema) -> bool:
+    import pyarrow as pa
+
+    try:
+        pa.ipc.read_schema(schema.serialize())
+    except MemoryError:
+        raise
+    except Exception:  # of an extension type's own code: anything
+        return False
+    return True
 
 
 def _check_allowed(data: pd.DataFrame, odd: Iterable[int], fixed: frozenset[str], cause: Exception) -> None:

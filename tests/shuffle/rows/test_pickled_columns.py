@@ -187,6 +187,16 @@ def test_categories_of_objects() -> None:
         assert set(out["c"].cat.categories) <= {1, "a"}
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_categories_that_are_intervals(known: bool) -> None:
+    """Arrow writes their type and cannot read it."""
+    frames = [pd.DataFrame({"p": np.arange(6) % 2, "c": pd.cut(np.arange(6) * 1.5, [-1, 2, 4, 10])})] * 2
+    outputs = check(frames, None if known else frames[0].iloc[:0].assign(c=pd.Categorical([])))
+    assert not known or [out["c"].dtype for out in outputs] == [frames[0]["c"].dtype] * 2
+    check([frame.set_index("c") for frame in frames])
+    check([frame.set_index(["c", np.arange(6)]) for frame in frames])
+
+
 def test_categories_of_numbers_and_of_text() -> None:
     frames = [
         pd.DataFrame({"p": [0, 1, 0, 1], "c": pd.Categorical(values)}) for values in ([1, 2, 1, None], list("abab"))
