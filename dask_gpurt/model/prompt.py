@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("distributed.gpurt")
 
+#: what is used of a stream
+ATTRIBUTES = ("buffer", "loop", "next_deadline", "waker")
 #: messages of a worker that may bring its idle threads something to do
 OPENING = frozenset(("long-running", "request-refresh-who-has", "reschedule", "task-erred", "task-finished"))
 
@@ -62,6 +64,13 @@ class PromptStream(Wrapped):
         #: messages sent before Dask's interval was over
         self.early = 0
         super().__init__(stream, "send")
+
+    def install(self) -> None:
+        """Send early from now on. A version of Dask whose streams are others keeps its intervals."""
+        if missing := [name for name in ATTRIBUTES if not hasattr(self._stream, name)]:
+            logger.info("messages wait for Dask's interval: a stream has no %s", ", ".join(missing))
+            return
+        super().install()
 
     def _wrap(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         stream = self._stream

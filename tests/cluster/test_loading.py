@@ -41,7 +41,7 @@ def _shows_all(client: Client, workers: int) -> dict[str, Any]:
     got = dask_gpurt.status(client).to_dict()
     assert got["scheduler"]["parts"] == dict.fromkeys(SCHEDULER_PARTS, "on")
     assert len(got["workers"]) == workers
-    parts = ("copies", "fetches", "slots", "tiers")
+    parts = ("copies", "fetches", "messages", "slots", "tiers")
     assert all(w["parts"] == dict.fromkeys(parts, "on") for w in got["workers"].values()), got["workers"]
     return got
 

@@ -136,6 +136,14 @@ async def test_a_rule_that_raises_leaves_the_stream_to_dask(c: Client, s: Schedu
     def broken(_: object) -> bool:
         raise RuntimeError("broken on purpose")
 
+    class Other:
+        """A stream of another version."""
+
+        def send(self, *messages: object) -> None: ...
+
+    other = PromptStream(Other(), broken)  # type: ignore[arg-type]
+    other.install()
+    assert "send" not in vars(other._stream)
     stream = PromptStream(s.stream_comms[a.address], broken)
     stream.install()
     for i in range(5):

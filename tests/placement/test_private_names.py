@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from distributed import Scheduler
+from distributed import Client, Scheduler
 from distributed.scheduler import TaskState, WorkerState
 from distributed.stealing import WorkStealing
 
@@ -84,4 +84,4 @@ def test_without_one_of_them_nothing_is_installed(owner: type, name: str, monkey
 
 def test_with_all_of_them_it_is() -> None:
     seam.Seam(object.__new__(Scheduler)).check()
-    assert {TaskState, WorkerState} == set(seam.ATTRIBUTES)
+    assert {Client, TaskState, WorkerState} == set(seam.ATTRIBUTES)

@@ -306,7 +306,7 @@ class RootDispatch:
             ws = info.ws
             if ahead:
                 most = min(ahead * ws.nthreads, int(AHEAD_SHARE * min(info.mark_bytes, 1e15) / max(1.0, nbytes)))
-                in_hand = len(ws.processing)
+                in_hand = len(ws.processing) - len(ws.long_running)
                 # In lots: a message costs more than a short root in it. What is in hand doubles at most.
                 if in_hand <= most / 2:
                     found += [ws] * min(most - in_hand, max(2, in_hand))

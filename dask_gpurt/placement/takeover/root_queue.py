@@ -177,7 +177,7 @@ class RootQueue:
         if self._pending():
             for ws in self._order(first_deal or s.validate) if idle else ():
                 while ws in idle and queued and self._wanted(ws):
-                    if first_deal and len(ws.processing) >= ws.nthreads:
+                    if first_deal and len(ws.processing) - len(ws.long_running) >= ws.nthreads:
                         break
                     ts = self._offer(ws)
                     if ts is None or not self._send(ts, ws, stimulus_id):

@@ -33,6 +33,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import distributed
+from distributed import Client
 from distributed.core import Status
 from distributed.scheduler import TaskState, WorkerState
 from distributed.stealing import WorkStealing
@@ -63,8 +64,9 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
 STEALING: dict[str, tuple[str, ...]] = {"_get_thief": ("self", "scheduler", "ts", "potential_thieves", "occupancies")}
 #: entries of `_TRANSITIONS_TABLE` that are hidden, and their parameters
 ENTRIES: dict[tuple[str, str], tuple[str, ...]] = {("waiting", "processing"): ("self", "key", "stimulus_id")}
-#: slots that must exist
+#: attributes and slots that must exist
 ATTRIBUTES: dict[type, tuple[str, ...]] = {
+    Client: ("_instances",),
     WorkerState: (
         "_network_occ",
         "address",
