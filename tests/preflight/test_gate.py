@@ -298,8 +298,8 @@ def test_when_all_are_held_it_says_so_and_lets_them_go(
             async with workers(s, tmp_path / f"a-{BAD}", tmp_path / f"b-{BAD}"):
                 f = c.submit(inc, 1)
                 await until(lambda: phases(gate) == ["held", "held"])
-                await until(lambda: heard)
-                assert "all 2 workers failed their checks" in heard[-1]
+                # The first of them was all that there was, for a moment.
+                await until(lambda: heard and "all 2 workers failed their checks" in heard[-1])
                 assert "disk: read-only, expected a writable one. Remedy: mount it" in heard[-1]
                 clock.now += gate_module.LIMIT_SECONDS - 1
                 gate.look()

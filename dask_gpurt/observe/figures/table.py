@@ -345,6 +345,7 @@ SCHEDULER: tuple[Figure, ...] = (
     status("placement.stealing.rescued", "count", "Tasks asked back from slow workers"),
     status("placement.copies.*", "count", "Second copies of stragglers, by what became of them"),
     status("placement.copies.forbidden.*", "count", "Stragglers that must not run twice, by reason"),
+    status("placement.messages_early", "count", "Messages to idle workers that did not wait for Dask's interval"),
     status("placement.routes_shortened", "count", "Tasks sent with near holders only"),
     status("placement.replicas.named", "count", "Replicas named for dropping"),
     status("placement.replicas.not_the_fullest", "count", "Of those, by other reasons than the fullest worker"),
