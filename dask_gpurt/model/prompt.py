@@ -10,7 +10,7 @@ which 2 are work. So a message is sent early if its receiver, or a thread of its
 
 * a task, if the worker has a thread that nothing in its hands will use;
 * a result or an error, if a thread of the worker idles;
-* a graph, always.
+* a graph, always; and the wish to cancel, which must not fall behind the graph.
 
 Early is not at once: only in the next turn of the event loop, so that all that follows from one event goes along.
 
@@ -43,6 +43,8 @@ logger = logging.getLogger("distributed.gpurt")
 ATTRIBUTES = ("buffer", "loop", "next_deadline", "waker")
 #: messages of a worker that may bring its idle threads something to do
 OPENING = frozenset(("long-running", "request-refresh-who-has", "reschedule", "task-erred", "task-finished"))
+#: messages of a client that somebody has asked for now
+ASKING = frozenset(("cancel-keys", "update-graph"))
 
 
 class PromptStream(Wrapped):
@@ -127,13 +129,13 @@ def results(worker: Worker) -> PromptStream:
 
 
 def graphs(client: Client) -> PromptStream | None:
-    """Send a client's graphs at once; None if it is not connected, or this has been done."""
+    """Send a client's graphs, and what it cancels, at once; None if it is not connected, or this has been done."""
     stream = client.scheduler_comm
     if stream is None or "send" in vars(stream):
         return None
 
     def urgent(messages: tuple[Mapping[str, Any], ...]) -> bool:
-        return any(message["op"] == "update-graph" for message in messages)
+        return any(message["op"] in ASKING for message in messages)
 
     return _installed(PromptStream(stream, urgent))
 
