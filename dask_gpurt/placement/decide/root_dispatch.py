@@ -302,14 +302,16 @@ class RootDispatch:
             return []
         found = [info.ws for info in looked if self._starves(info)]
         ahead, nbytes = self._ahead(), self._times().nbytes
+        half_share = len(self._tables.scheduler.queued) // (2 * max(1, len(self._tables.workers.all.items)))
         for info in ended:
             ws = info.ws
             if ahead:
                 most = min(ahead * ws.nthreads, int(AHEAD_SHARE * min(info.mark_bytes, 1e15) / max(1.0, nbytes)))
                 in_hand = len(ws.processing) - len(ws.long_running)
-                # In lots: a message costs more than a short root in it. What is in hand doubles at most.
+                # In lots: a message costs more than a short root in it. What is in hand doubles at most, and no lot is
+                # more than half of an even share of the queue: the last roots stay where every worker can get them.
                 if in_hand <= most / 2:
-                    found += [ws] * min(most - in_hand, max(2, in_hand))
+                    found += [ws] * min(most - in_hand, max(2, min(in_hand, half_share)))
             elif ws.processing and nbytes * ws.nthreads <= BEYOND_STOCK * info.mark_bytes and self._runs_dry(info):
                 found.append(ws)
         return found

@@ -273,6 +273,12 @@ def test_short_roots_go_in_lots() -> None:
             assign(engine, given[-1], a)
     assert sizes == [2, 2, 4, 0, 0, 3, 5]
     assert len(given) <= most
+    for ts in given[:5]:
+        finish(engine, ts, 0.001)
+    engine.scheduler.queued.clear()
+    engine.scheduler.queued.extend([FakeTask(f"last-{i}") for i in range(8)])
+    engine.root_dispatch.finished(info)
+    assert len(engine.root_dispatch.hungry()) == 2, "the last roots stay where every worker can get them"
 
 
 def test_one_that_was_held_up_does_not_end_it() -> None:
