@@ -61,10 +61,10 @@ def test_from_the_command_line(tmp_path: Path) -> None:
             assert f"Wrote {path}" in report.stdout
             assert "What the threads did" in path.read_text()
 
-            for told in (no_story, no_place):
-                assert told.returncode == 1
-                assert "'(nope'" in told.stderr
-                assert "Remedy" in told.stderr
-                assert "Traceback" not in told.stderr
+            for answer in (no_story, no_place):
+                assert answer.returncode == 1
+                assert "'(nope'" in answer.stderr
+                assert "Remedy" in answer.stderr
+                assert "Traceback" not in answer.stderr
             assert no_cluster.returncode == 1
             assert "no scheduler answers at 'tcp://127.0.0.1:1'" in no_cluster.stderr

@@ -157,8 +157,8 @@ def test_a_wrong_address_is_one_line_at_once(tmp_path: Path) -> None:
             ("tcp://host", "port"),
             ("tls://127.0.0.1:8786", "tls:// needs certificates, and there are none"),
         )
-        told = together(*(partial(gpurt, "status", address, "--timeout", NEVER) for address, _ in wrong))
-        for (address, says), done in zip(wrong, told, strict=True):
+        answers = together(*(partial(gpurt, "status", address, "--timeout", NEVER) for address, _ in wrong))
+        for (address, says), done in zip(wrong, answers, strict=True):
             line = one_line(done)
             assert line.startswith(f"Error: no scheduler answers at '{address}': ")
             assert says in line

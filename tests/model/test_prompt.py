@@ -84,10 +84,22 @@ async def test_what_fills_the_last_thread_is_sent_and_more_is_not(c: Client, s: 
         stream = s.stream_comms[a.address]
         assert [m["key"] for m in stream.buffer if m["op"] == "compute-task"] == ["more"]
         await go.set()
-        # A thread becomes free: what the worker has done is told at once; its answer, which may have come before, too.
+        # A thread becomes free: what the worker has done is reported at once, and what waits for that thread is sent.
         await wait(held)
         assert await c.submit(inc, 5, key="then") == 6
         assert await more == 2
+
+
+@pytest.mark.cluster
+@gen_cluster(client=True, nthreads=ONE, config=QUIET)
+async def test_a_wish_to_cancel_too(c: Client, s: Scheduler, a: Worker) -> None:
+    async with extension(s):
+        await c.submit(inc, 0, key="first")
+        slow_down(c, s, a)
+        unwanted = c.submit(inc, 1, key="unwanted", workers=["nowhere"])
+        await async_poll_for(lambda: "unwanted" in s.tasks, timeout=10)
+        await c.cancel([unwanted])
+        await async_poll_for(lambda: "unwanted" not in s.tasks, timeout=10)
 
 
 @pytest.mark.cluster

@@ -6,6 +6,7 @@ load the preload.
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 from distributed import Client
@@ -36,7 +37,8 @@ class PromptMessages:
         self._scheduler = scheduler
         self._safe = safe
         self._streams: dict[str, PromptStream] = {}
-        self._clients: list[PromptStream] = []
+        #: each lives as long as the stream of its client
+        self._clients: weakref.WeakSet[PromptStream] = weakref.WeakSet()
         self._early = 0
         for address in scheduler.workers:
             self.worker_added(address)
@@ -64,14 +66,14 @@ class PromptMessages:
         """Have the client that has sent a graph, if it is one of this process, send the next ones at once."""
         for known in list(Client._instances):
             if known.id == client:
-                stream = prompt.graphs(known)
+                stream = prompt.graphs(known, self._safe)
                 if stream is not None:
-                    self._clients.append(stream)
+                    self._clients.add(stream)
 
     def uninstall(self) -> None:
         """Give all streams back."""
         for address in list(self._streams):
             self.worker_removed(address)
-        for stream in self._clients:
+        for stream in list(self._clients):
             stream.uninstall()
         self._clients.clear()
