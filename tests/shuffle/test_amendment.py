@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import threading
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import dask.dataframe as dd
 import pandas as pd
 import pytest
 from distributed import SchedulerPlugin, futures_of
+from distributed.comm import CommClosedError
+from distributed.core import ConnectionPool
 from distributed.utils_test import NO_AMM, gen_cluster
 
 from dask_gpurt.config import ShuffleSettings
@@ -20,6 +24,8 @@ from dask_gpurt.shuffle.scheduler.calls import Calls
 from dask_gpurt.shuffle.scheduler.recovery import Amender
 from dask_gpurt.shuffle.scheduler.reopen import NOWHERE, Opener
 from dask_gpurt.shuffle.scheduler.runs import RecoveryCounters, RunRecord
+from dask_gpurt.shuffle.worker.owners import Owners
+from dask_gpurt.shuffle.worker.peer_calls import PeerCalls
 from dask_gpurt.shuffle.worker.run import GpurtShuffleRun
 from tests.shuffle.helpers import left, ordered, source, taken_over, went_on, whole
 
@@ -394,3 +400,63 @@ async def test_the_only_thread_left_is_not_kept_by_the_barrier(c, s, a, b):
         same_rows(await f)
         stats = went_on(takeover)
         assert stats["recovery"]["amended"] == 1
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 3, timeout=60, config=THREE["config"])
+async def test_inputs_that_run_again_before_the_survivors_hear_of_the_loss(c, s, *workers):
+    """The barrier ran on the lost worker: Dask runs what that had split at once, in workers that have flushed."""
+    async with taken_over(s, workers) as (takeover, _):
+        plugin = s.plugins["shuffle"]
+        reached, inner, amend = asyncio.Event(), plugin.waits.passes, plugin.amender._calls.amend
+        first = []
+
+        async def barrier(shuffle_id, run_id):
+            if not first:
+                first.append(s.tasks["shuffle-barrier-" + shuffle_id].processing_on.address)
+                await plugin.shuffle_calls.flush(plugin.runs.get(shuffle_id), list(s.workers))
+                reached.set()
+                await until(lambda: len(s.workers) == 2)
+            return await inner(shuffle_id, run_id)
+
+        async def late(record):
+            await asyncio.sleep(0.5)
+            return await amend(record)
+
+        plugin.waits.passes, plugin.amender._calls.amend = barrier, late
+        f = c.compute(source(left, N).shuffle("k", npartitions=5))
+        await asyncio.wait_for(reached.wait(), 30)
+        await lose(next(w for w in workers if w.address == first[0]))
+        same_rows(await f)
+        assert went_on(takeover)["recovery"]["amended"] == 1
+
+
+@gen_cluster(**THREE)
+async def test_a_run_that_cannot_be_amended_to_the_end_is_restarted(c, s, *workers):
+    async with taken_over(s, workers) as (takeover, _):
+        g, d = gate(6)
+        f = c.compute(d.shuffle("k", npartitions=7))
+        await until(lambda: g.begun == g.first + 3 and transferred(s) >= 1)
+        victim = max(workers, key=vouched)
+        with mock.patch.object(Owners, "move", side_effect=OSError("no way")) as move:
+            await lose(victim)
+            await until(lambda: move.called)
+        await until(lambda: takeover.statistics()["recovery"]["restarted"] == 1)
+        g.go.set()
+        same_rows(await f)
+
+
+@gen_cluster(nthreads=[])
+async def test_a_lost_peer_is_disconnected_by_two_runs_at_once(s):
+    """While a connect to it is under way, which Dask's pool ends once and no second time."""
+    silent = socket.create_server(("127.0.0.1", 0))
+    address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+    pool = await ConnectionPool()
+    connects = [asyncio.create_task(pool.connect(address)) for _ in range(2)]
+    await until(lambda: address in pool._connecting and len(pool._connecting[address]) == 2)
+    for _ in range(2):
+        PeerCalls(SimpleNamespace(rpc=pool), set()).disconnect([address])
+        await asyncio.sleep(0)  # the connects are being ended
+    ends = await asyncio.wait_for(asyncio.gather(*connects, return_exceptions=True), 10)
+    assert [type(end) for end in ends] == [CommClosedError] * 2
+    await pool.close()
+    silent.close()

@@ -262,4 +262,5 @@ class JoinFilters:
     def _to_come(self, side: JoinSide) -> bool:
         """Whether the other side has inputs that are not split yet."""
         barrier = self._runs.barrier_of(seam.ShuffleId(side.partner))
-        return barrier is not None and any(ts.state != "memory" for ts in barrier.dependencies)
+        # Behind a barrier that was reached the inputs are released: they are not to come again.
+        return barrier is not None and barrier.state == "waiting"

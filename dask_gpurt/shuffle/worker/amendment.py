@@ -92,6 +92,8 @@ class Amendment:
         self._settled = asyncio.Event()
         if not state.epoch or (state.validity is not None and state.validity.epoch == state.epoch):
             self._settled.set()
+        #: an amendment has begun, and did not end
+        self._half_way = False
         #: sends of rows that have new owners
         self._resending: set[asyncio.Task[None]] = set()
 
@@ -160,8 +162,13 @@ class Amendment:
         return self.ANSWERS[type(message)](self, message)
 
     def _on_amend(self, message: messages.Amend) -> messages.Vouched:
+        if self._half_way:
+            # Asked again it would not do the other half: the scheduler restarts the run.
+            raise RuntimeError(f"{self._host} has failed to amend")
         if message.epoch > self._log.epoch:
+            self._half_way = True
             self._amend(message)
+            self._half_way = False
         return messages.Vouched(self._log.epoch, self._log.vouched())
 
     def _on_valid(self, message: messages.Valid) -> messages.Ok:

@@ -27,6 +27,8 @@ NEWS_SECONDS = 30.0
 #: and if its error does not look like a lost peer. A worker that closes may answer with anything: what it needs for an
 #: answer is closed already
 ODD_SECONDS = 3.0
+#: until the connections to a lost peer are closed once more
+AGAIN_SECONDS = 0.1
 
 #: an answer of distributed's comms: its "status" is "OK" or "error"
 Answer = dict[str, Any]
@@ -108,7 +110,12 @@ class PeerCalls:
         Else what is on its way there would connect for as long as Dask does, with its rows in memory.
         """
         for address in addresses:
-            self._host.rpc.remove(address)
+            try:
+                self._host.rpc.remove(address)
+            except RuntimeError:
+                # A connect that another run of this worker has ended is not over yet: the pool cannot end it twice, and
+                # has left out those that come after it.
+                asyncio.get_running_loop().call_later(AGAIN_SECONDS, self.disconnect, [address])
 
     def end(self, addresses: Iterable[str] | None = None) -> None:
         """End the sends to lost workers; None: to all, since the run closes."""

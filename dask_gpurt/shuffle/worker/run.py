@@ -29,6 +29,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import time
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.memory.malloc import heap
@@ -47,7 +48,7 @@ from dask_gpurt.shuffle.worker.handover import Handover
 from dask_gpurt.shuffle.worker.join_filter import JoinRows
 from dask_gpurt.shuffle.worker.output_builder import OutputBuilder
 from dask_gpurt.shuffle.worker.owners import Owners
-from dask_gpurt.shuffle.worker.peer_calls import PeerCalls
+from dask_gpurt.shuffle.worker.peer_calls import NEWS_SECONDS, PeerCalls
 from dask_gpurt.shuffle.worker.phases import phase
 from dask_gpurt.shuffle.worker.receiver import Receiver
 from dask_gpurt.shuffle.worker.resend import Resender
@@ -65,6 +66,9 @@ if TYPE_CHECKING:
     from dask_gpurt.shuffle.rows.kinds import RowKind
     from dask_gpurt.shuffle.transport.plane import Plane
     from dask_gpurt.shuffle.worker.message import Batch, Message, Outgoing
+
+#: between two looks whether a run takes inputs again
+REOPEN_SECONDS = 0.02
 
 
 class GpurtShuffleRun(seam.DataFrameShuffleRun):
@@ -198,7 +202,7 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         with phase(self, "transfer", f"input partition {partition_id}"):
             self.raise_if_closed()
             if self.transferred:
-                raise RuntimeError(f"Cannot add more partitions to {self}")
+                seam.sync(self._loop, self._takes_inputs)
             self.validate_data(data)
             with self._capture_metrics("foreground"):
                 with (
@@ -208,6 +212,21 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
                     shards = self._shard_partition(data, partition_id)
                 seam.sync(self._loop, self._write_to_comm, shards)
         return self.run_id
+
+    async def _takes_inputs(self) -> None:
+        """Wait for the message that opens the run: what a lost worker had split may run again before it comes.
+
+        Raises
+        ------
+        RuntimeError
+            It does not come within `NEWS_SECONDS`.
+        """
+        deadline = time.monotonic() + NEWS_SECONDS
+        while self.transferred:
+            self.raise_if_closed()
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"Cannot add more partitions to {self}")
+            await asyncio.sleep(REOPEN_SECONDS)
 
     def _shard_partition(self, data: Any, partition_id: int, **kwargs: Any) -> Outgoing:
         return self._splitter.split(data, partition_id)
