@@ -7,8 +7,11 @@ Dask moves a task when occupancies differ enough. Its unit is prefix mean times 
 knows neither the speed of a worker nor the cost of a link, and `steal_cost` explains why seconds must not be mixed into
 that unit. So this opinion, in seconds, comes before Dask's own test, and a task moves only when both agree.
 
-1. A worker without a free thread is no thief. The exception is a slow victim (`busy`): tasks that wait there are better
-   off in the queue of a fast worker.
+1. A worker without a free thread is no thief. The exceptions are a slow victim (`busy`), as tasks that wait there are
+   better off in the queue of a fast worker, and a task whose inputs are sent in next to no time (`LIGHT`): of those a
+   thief gets what its threads have to do until the next round of balancing. One only, of many short tasks that wait
+   behind one small input, would leave it idle for most of the round. More than that were slower in simulations (LU,
+   reductions of uneven chunks): what waits at a thief is not where its next inputs are made.
 2. At home the task counts as the last in the queue; elsewhere it needs its inputs first. Moving is charged once more as
    what it costs other tasks, as in `cost`.
 3. A task of unknown duration is left to Dask: there is nothing to compare.
@@ -20,11 +23,15 @@ then nothing more is stolen in it.
 
 from __future__ import annotations
 
+import math
 import operator
 import time
 from collections import Counter
 from itertools import islice
 from typing import TYPE_CHECKING, Any
+
+import dask
+from dask.utils import parse_timedelta
 
 from dask_gpurt.model import LinkClass
 from dask_gpurt.model.views import TaskView
@@ -48,6 +55,8 @@ if TYPE_CHECKING:
 THIEVES = 8
 #: inputs above which Dask decides
 MAX_INPUTS = 64
+#: of the time of a task: what sending its inputs takes at most where a worker may queue it
+LIGHT = 0.1
 #: time of one round of balancing, and what counts as one round
 ROUND_SECONDS = 0.02
 ROUND = 0.2
@@ -73,6 +82,8 @@ class StealPolicy:
         #: gain (its inputs take longer to send than can be gained)
         self.opinions: Counter[str] = Counter()
         self._gain = StealGain(tables)
+        #: seconds between Dask's rounds of balancing
+        self._interval = parse_timedelta(dask.config.get("distributed.scheduler.work-stealing-interval"), default="ms")
         self._round = 0.0
         self._spent = 0.0
 
@@ -134,25 +145,30 @@ class StealPolicy:
         busy: bool,
     ) -> WorkerState | None:
         tables = self._tables
-        free = self._free(ts, thieves, in_flight, valid, home, busy)
+        far = tables.links.link(LinkClass.NETWORK)
+        # At Dask's bandwidth, which contains what packing and unpacking take at both ends.
+        bandwidth = min(tables.scheduler.bandwidth, far.bytes_per_second)
+        seconds = prefix.seconds or 0.0
+        light = bool(ts.dependencies) and sum(d.get_nbytes() for d in ts.dependencies) < LIGHT * seconds * bandwidth
+        lasting = math.inf if busy else self._interval if light else 0.0
+        free = self._free(ts, thieves, in_flight, valid, home, seconds, lasting)
         if tables.devices.mixed and reads_device_values(ts):
             free = [w for w in tables.devices.able(ts, [home, *free]) if w is not home]
         if not free:
             self.opinions["busy"] += 1
             return None
         name = ts.prefix.name
-        task = TaskView(prefix.seconds or 0.0, prefix.output_bytes)
-        far = tables.links.link(LinkClass.NETWORK)
+        task = TaskView(seconds, prefix.output_bytes)
         views = candidates.views(free, candidates.Inputs(ts.dependencies, tables.workers.by_address), tables, name)
         best, best_seconds, sent_bytes = None, 0.0, 0.0
         for info, view in zip(free, views, strict=True):
             finish, moved = finish_seconds(task, view, far)
-            seconds = finish + WEIGHTS.moved * moved
+            elsewhere = finish + WEIGHTS.moved * moved
             coming = in_flight.get(info.ws, 0)
-            if busy and coming > 0:
-                seconds += coming * task.compute_seconds * info.slowness / info.ws.nthreads
-            if best is None or seconds < best_seconds:
-                best, best_seconds, sent_bytes = info, seconds, view.near_bytes + view.far_bytes
+            if lasting and coming > 0:
+                elsewhere += coming * task.compute_seconds * info.slowness / info.ws.nthreads
+            if best is None or elsewhere < best_seconds:
+                best, best_seconds, sent_bytes = info, elsewhere, view.near_bytes + view.far_bytes
         slowness = home.speed.for_prefix(name)
         # Of brief tasks only some are charged, see `durations`. Dask's occupancy has them all.
         backlog = home.backlog_seconds
@@ -166,8 +182,7 @@ class StealPolicy:
         if best is None or best_seconds >= at_home:
             self.opinions["home"] += 1
             return None
-        # At Dask's bandwidth, which contains what packing and unpacking take at both ends.
-        sending = sent_bytes / min(tables.scheduler.bandwidth, far.bytes_per_second)
+        sending = sent_bytes / bandwidth
         if sending > task.compute_seconds * slowness:
             gain = self._gain.seconds(ts, home.ws)
             if gain is not None and sending > gain * slowness:
@@ -183,9 +198,13 @@ class StealPolicy:
         in_flight: Mapping[WorkerState, int],
         valid: Collection[WorkerState] | None,
         home: WorkerInfo,
-        busy: bool,
+        seconds: float,
+        lasting: float,
     ) -> list[WorkerInfo]:
-        """At most `THIEVES` workers other than `home` that may take the task, see `choose`."""
+        """At most `THIEVES` workers other than `home` that may take a task of so many seconds, see `choose`.
+
+        They have a free thread, or what they have and what comes lasts for less than `lasting`.
+        """
         tables = self._tables
         by_address = tables.workers.by_address
         # Sets are in another order in every process; the same events must give the same decisions.
@@ -207,7 +226,10 @@ class StealPolicy:
                 and info is not home
                 and worker_facts.is_running(ws)
                 and (valid is None or ws in valid)
-                and (busy or len(ws.processing) - len(ws.long_running) + in_flight.get(ws, 0) < ws.nthreads)
+                and (
+                    len(ws.processing) - len(ws.long_running) + (coming := in_flight.get(ws, 0)) < ws.nthreads
+                    or info.backlog_seconds + max(0, coming) * seconds < lasting * ws.nthreads
+                )
             ):
                 free.append(info)
                 if len(free) >= THIEVES:
