@@ -150,7 +150,10 @@ def is_crash(results: Mapping[str, Result]) -> bool:
 
 
 def load_entries(path: Path, distributed_version: str, extension: str) -> list[Entry]:
-    """The allowed differences of this version with this extension. Raises ValueError with the entry and the remedy for a bad one."""
+    """The allowed differences of this version with this extension.
+
+    Raises ValueError with the entry and the remedy for a bad one.
+    """
     try:
         raw = tomllib.loads(path.read_text())
     except tomllib.TOMLDecodeError as bad:
