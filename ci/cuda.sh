@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Who manages device memory beside dask-cuda: its real command, clusters, plugins and mapping with ours (3 minutes).
+# Who manages device memory beside dask-cuda: its real command, clusters, plugins and mapping with ours (4 minutes).
 #
 #   bash ci/cuda.sh [arguments for pytest]
 #

@@ -48,9 +48,11 @@ from dask_gpurt.backends.device_copies import pinned_room
 from dask_gpurt.backends.frames import Packed, to_cast
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 _ASCENDING, _NULLS_LAST = [plc.types.Order.ASCENDING], [plc.types.NullOrder.AFTER]
+#: holds every id of an output
+_WIDE = plc.DataType(plc.TypeId.UINT64)
 #: rows of a table, at most
 _MOST_ROWS = 2**31 - 1
 
@@ -80,10 +82,9 @@ class CudfFrames:
         self, table: Any, ids: Any, code_of: np.ndarray[Any, Any], outputs: int
     ) -> tuple[Any, np.ndarray[Any, Any]]:
         """(rows by code, offsets)."""
-        wide = plc.DataType(plc.TypeId.UINT64)
         look_up = plc.Table([plc.Column.from_arrow(pa.array(np.append(code_of, outputs).astype("i4")))])
-        first, last = plc.Scalar.from_py(0, wide), plc.Scalar.from_py(len(code_of), wide)
-        places = plc.replace.clamp(plc.unary.cast(ids, wide), first, last)
+        first, last = plc.Scalar.from_py(0, _WIDE), plc.Scalar.from_py(len(code_of), _WIDE)
+        places = plc.replace.clamp(plc.unary.cast(ids, _WIDE), first, last)
         codes = plc.copying.gather(look_up, places, plc.copying.OutOfBoundsPolicy.DONT_CHECK)
         at = plc.sorting.stable_sorted_order(codes, _ASCENDING, _NULLS_LAST)
         sorted_codes = plc.copying.gather(codes, at, plc.copying.OutOfBoundsPolicy.DONT_CHECK)
@@ -129,7 +130,9 @@ class CudfFrames:
         rows = sum(table.num_rows() for table in tables)
         if rows > _MOST_ROWS:
             raise OverflowError(f"an output has {rows} rows, a cuDF table holds {_MOST_ROWS}. Remedy: more partitions")
-        return tables[0] if len(tables) == 1 else plc.concatenate.concatenate(list(tables))
+        if len(tables) == 1:
+            return tables[0]
+        return plc.concatenate.concatenate(_alike(tables))
 
     def frame(self, table: Any, meta: Any) -> Any:
         """A frame like the meta."""
@@ -140,3 +143,21 @@ class CudfFrames:
         """Wait for the stream that cuDF uses, which may be the thread's, and for that of the copies."""
         PER_THREAD_DEFAULT_STREAM.synchronize()
         DEFAULT_STREAM.synchronize()
+
+
+def _alike(tables: Sequence[Any]) -> list[Any]:
+    """Tables of one type: numbers in the common type of all, as a partition may have others than the meta."""
+    parts = [list(table.columns()) for table in tables]
+    for i in range(len(parts[0])):
+        types = {columns[i].type() for columns in parts}
+        if len(types) > 1:
+            wanted = _common(types)
+            for columns in parts:
+                columns[i] = plc.unary.cast(columns[i], wanted)
+    return [plc.Table(columns) for columns in parts]
+
+
+def _common(types: Iterable[Any]) -> Any:
+    """The type that numpy gives numbers of these types."""
+    common = np.result_type(*(np.dtype(one.typestr) for one in types))
+    return plc.DataType.from_arrow(pa.from_numpy_dtype(common))

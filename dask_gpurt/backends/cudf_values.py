@@ -24,6 +24,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.backends.device_copies import DeviceBytes, begin_to_host, leaving
+from dask_gpurt.backends.frames import is_number
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
@@ -325,14 +326,18 @@ def _typed(described: tuple[Any, ...], column: Any, nested: Sequence[Any]) -> An
 def like(meta: Any, columns: Sequence[Any], index: Any) -> Any:
     """A frame of `pylibcudf.Column` with labels and dtypes of an empty one, and its kind of index. Nothing is copied.
 
+    Numbers keep the type of their column: those of a shuffle may be wider than its meta says.
+
     cuDF's own ``from_pylibcudf`` infers dtypes, and so loses the names of struct fields, the precision of decimals,
     time zones and which of its two kinds text is.
     """
     import cudf
+    import numpy as np
     from cudf.core.column import ColumnBase
 
     typed = {
-        i: ColumnBase.create(column, dtype) for i, (column, dtype) in enumerate(zip(columns, meta.dtypes, strict=True))
+        i: ColumnBase.create(column, np.dtype(column.type().typestr) if is_number(dtype) else dtype)
+        for i, (column, dtype) in enumerate(zip(columns, meta.dtypes, strict=True))
     }
     rows = cudf.Index._from_column(ColumnBase.create(index, meta.index.dtype), name=meta.index.name)
     return cudf.DataFrame._from_data(typed, index=rows, columns=meta.columns)

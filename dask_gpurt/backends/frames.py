@@ -22,7 +22,8 @@ Device work is asynchronous: a call may return before it is done. The contract i
 - A call that finds no memory raises MemoryError, and has changed nothing. Packs that were made before stay good.
 
 Names, dtypes and the kind of the index are no part of a pack. They come from the meta: `apart` refuses a frame that
-differs from it, `frame` restores what the library cannot infer.
+differs from it, `frame` restores what the library cannot infer. Numbers alone may be wider than the meta says, such as
+floats in a column of integers. They stay so, and an output has the common type of its partitions, as with stock Dask.
 
 The scheduler decides from the meta alone, by the names of types, and imports no library of a device. What is refused
 runs as stock Dask runs it. That is every dtype which the public calls of cuDF are not known to keep through a pack: the
@@ -146,7 +147,7 @@ class DeviceFrames(Protocol):
         """The table of a pack: a view."""
 
     def concat(self, tables: Sequence[Any]) -> Any:
-        """One table of the rows of several, in their order; at least one.
+        """One table of the rows of several, in their order; at least one. Numbers get their common type.
 
         Raises
         ------
@@ -155,7 +156,7 @@ class DeviceFrames(Protocol):
         """
 
     def frame(self, table: Any, meta: Any) -> Any:
-        """A frame with names, dtypes and index as in an empty one; the table is ready."""
+        """A frame with names, dtypes and index as in an empty one, numbers as in the table, which is ready."""
 
     def ready(self) -> None:
         """Wait for what this thread has begun."""
@@ -234,6 +235,8 @@ def reason_for_stock(meta: Any, column: str, enabled: bool) -> str:
 def to_cast(frame: Any, meta: Any, column: str) -> dict[Any, Any]:
     """Column -> dtype of the meta, where a frame has another one that it goes into; for `apart`.
 
+    Numbers that do not go into the meta's are left as they are; see `DeviceFrames.concat`.
+
     Parameters
     ----------
     column
@@ -242,7 +245,7 @@ def to_cast(frame: Any, meta: Any, column: str) -> dict[Any, Any]:
     Raises
     ------
     TypeError
-        The columns are others, or a dtype does not go into the meta's.
+        The columns are others, or a dtype that is not of numbers does not go into the meta's.
     """
     if set(frame.columns) - {column} != set(meta.columns) - {column}:
         raise TypeError(
@@ -255,12 +258,19 @@ def to_cast(frame: Any, meta: Any, column: str) -> dict[Any, Any]:
         if name == column or actual == wanted:
             continue
         if not _goes_into(actual, wanted):
+            if is_number(actual) and is_number(wanted):
+                continue
             raise TypeError(
                 f"column {name} of a partition is {actual}, in its meta it is {wanted}. Remedy: make partitions and "
                 "meta agree, or set gpurt.shuffle.device-frames: false"
             )
         out[name] = wanted
     return out
+
+
+def is_number(dtype: Any) -> bool:
+    """Whether a dtype is one of numpy's for integers or floats."""
+    return _is_numpys(dtype) and dtype.kind in "iuf"
 
 
 def _goes_into(actual: Any, wanted: Any) -> bool:

@@ -210,7 +210,7 @@ def check(*, pandas: bool = True) -> None:
         if found != wanted:
             differences.append(f"{owner.__name__}.{name}({', '.join(found) if found is not None else 'missing'})")
     for owner, method, name in ATTRIBUTES:
-        if name not in _code(vars(owner).get(method), "co_names"):
+        if not _sets(owner, method, name):
             differences.append(f"{owner.__name__}.{name} is not set by {method}")
     for owner, name in FIELDS:
         if name not in getattr(owner, "__dataclass_fields__", ()):
@@ -244,6 +244,16 @@ def _parameters(function: object) -> tuple[str, ...] | None:
 def _code(function: Callable[..., object] | None, table: str) -> tuple[Any, ...]:
     """A table of the bytecode of a function; empty when it is not a Python function."""
     return tuple(getattr(getattr(inspect.unwrap(function), "__code__", None), table, ())) if function else ()
+
+
+def _sets(owner: type, method: str, name: str) -> bool:
+    """Whether a method names an attribute: that of the class itself, or one of a base class that it calls."""
+    for cls in owner.__mro__:
+        if method in vars(cls):
+            names = _code(vars(cls)[method], "co_names")
+            if name in names or "super" not in names:
+                return name in names
+    return False
 
 
 def swap_plugin(

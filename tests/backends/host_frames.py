@@ -214,7 +214,8 @@ class HostFrames:
     def concat(self, tables: Sequence[HostTable]) -> HostTable:
         """Rows of several tables."""
         self.ready()
-        return self._put(pa.concat_tables([self._get(table) for table in tables]), "concatenate")
+        rows = pa.concat_tables([self._get(table) for table in tables], promote_options="permissive")
+        return self._put(rows, "concatenate")
 
     def frame(self, table: HostTable, meta: pd.DataFrame) -> HostFrame:
         """A frame like the meta."""

@@ -17,6 +17,7 @@ pytest.importorskip("cudf", reason="cuDF is not installed")
 import cudf
 import pylibcudf as plc
 
+from dask_gpurt.backends import cudf_frames
 from dask_gpurt.backends import frames as device_frames
 from dask_gpurt.backends.cudf_frames import CudfFrames
 from dask_gpurt.backends.frames import refused
@@ -104,6 +105,26 @@ def test_a_dtype_comes_back_as_it_was(name: str) -> None:
         assert mine == theirs
     assert got.index.name == "idx"
     assert got.index.dtype == value.index.dtype
+
+
+def test_wider_numbers_than_the_metas_stay() -> None:
+    meta = Meta(frame({"a": KINDS["int32"]}))
+    for name in ("int64", "float"):
+        table, _ = CudfFrames().apart(frame({"a": KINDS[name]}), "_partitions", meta)
+        got = CudfFrames().frame(CudfFrames().concat([table]), meta)
+        assert content(got) == content(frame({"a": KINDS[name]}))
+        assert got.dtypes["a"] == KINDS[name][1]
+
+
+def test_tables_of_one_type_are_joined_as_they_are() -> None:
+    value = frame({name: KINDS[name] for name in KINDS if not name.startswith("nullable")})
+    table, _ = CudfFrames().apart(value, "_partitions", Meta(value))
+    for got in cudf_frames._alike([table, table]):
+        assert [c.type() for c in got.columns()] == [c.type() for c in table.columns()]
+        assert content(CudfFrames().frame(got, Meta(value))) == content(value)
+    kinds = [KINDS["int32"][0].type(), KINDS["int64"][0].type(), KINDS["float"][0].type()]
+    assert cudf_frames._common(kinds[:2]).id() == plc.TypeId.INT64
+    assert cudf_frames._common(kinds).id() == plc.TypeId.FLOAT64
 
 
 @pytest.mark.parametrize("name", LEFT)

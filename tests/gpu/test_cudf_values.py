@@ -155,7 +155,7 @@ def test_frames_under_the_device_tier(backend: Any) -> None:
     boxes = [space.put(i, make()) for i, make in enumerate(MAKERS)]
     split = space.put("split", {0: frame(), 1: (series(), None)})
     assert space.spill(1 << 40) > 0
-    assert space.unspillable == 0, space.last_error
+    assert space.copies.unspillable == 0, space.copies.last_error
     for box, make in zip(boxes, MAKERS, strict=True):
         assert box.state is BoxState.BELOW
         same(box.get(), make())

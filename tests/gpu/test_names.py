@@ -74,6 +74,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "data": ("pylibcudf.Column", "cupy.ndarray"),
     "size": ("pylibcudf.Column", "rmm.DeviceBuffer"),
     "id": ("pylibcudf.DataType",),
+    "typestr": ("pylibcudf.DataType",),
     "ptr": ("pylibcudf.gpumemoryview", "rmm.DeviceBuffer", "cupy.cuda.MemoryPointer"),
     "nbytes": ("pylibcudf.gpumemoryview", "cupy.ndarray"),
     "release": ("pylibcudf.contiguous_split.PackedColumns",),

@@ -86,8 +86,14 @@ def plain(i: int, n: int = 200) -> pd.DataFrame:
     return out.set_index(pd.Index(ints[::-1] * 0.5, name="idx")) if n else out
 
 
+def wider(i: int) -> pd.DataFrame:
+    """Numbers that are wider than in the meta, which is that of the first partition."""
+    return plain(i).astype({"i1": "f8", "u2": "i4"} if i in (2, 3) else {})
+
+
 BUILDS = {
     "every dtype": (lambda s: s(plain).shuffle("k", npartitions=7), True),
+    "wider numbers": (lambda s: s(wider).shuffle("k", npartitions=40), True),
     "some outputs": (lambda s: s(plain).shuffle("k", npartitions=7).partitions[[1, 4]], True),
     "some empty": (lambda s: s(lambda i: left(i).iloc[: 0 if i % 2 else 80]).shuffle("k", npartitions=7), True),
     "all empty": (lambda s: s(lambda i: left(i).iloc[:0]).shuffle("k", npartitions=3), True),

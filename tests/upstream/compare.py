@@ -82,6 +82,8 @@ class Entry:
     versions: SpecifierSet
     #: Seen in some runs only, so its absence is not stale.
     sometimes: bool = False
+    #: The only extension it holds for; "" for all.
+    extension: str = ""
 
     def covers(self, test: str) -> bool:
         """Whether the id of ``test`` fits the pattern."""
@@ -147,15 +149,18 @@ def is_crash(results: Mapping[str, Result]) -> bool:
     return any(test.endswith(f"::{PROCESS}") for test in results)
 
 
-def load_entries(path: Path, distributed_version: str) -> list[Entry]:
-    """The allowed differences of this version. Raises ValueError with the entry and the remedy for a bad one."""
+def load_entries(path: Path, distributed_version: str, extension: str) -> list[Entry]:
+    """The allowed differences of this version with this extension.
+
+    Raises ValueError with the entry and the remedy for a bad one.
+    """
     try:
         raw = tomllib.loads(path.read_text())
     except tomllib.TOMLDecodeError as bad:
         raise ValueError(f"{path}: {bad}") from bad
     if unknown := sorted(set(raw) - {"difference"}):
         raise ValueError(f"{path}: unknown tables {unknown}; only [[difference]] is allowed")
-    need, may = {"test", "stock", "ours", "reason", "versions"}, {"sometimes"}
+    need, may = {"test", "stock", "ours", "reason", "versions"}, {"sometimes", "extension"}
     entries = []
     for i, e in enumerate(raw.get("difference", []), 1):
         where = f"{path}: difference {i} ({e.get('test', 'no test')!r})"
@@ -178,9 +183,10 @@ def load_entries(path: Path, distributed_version: str) -> list[Entry]:
             raise ValueError(
                 f"{where}: versions = {e['versions']!r} is no version specifier such as '>=2026.7'"
             ) from bad
-        if versions.contains(Version(distributed_version), prereleases=True):
+        of = str(e.get("extension", ""))
+        if versions.contains(Version(distributed_version), prereleases=True) and of in ("", extension):
             sometimes = bool(e.get("sometimes", False))
-            entries.append(Entry(e["test"], e["stock"], e["ours"], e["reason"], versions, sometimes))
+            entries.append(Entry(e["test"], e["stock"], e["ours"], e["reason"], versions, sometimes, of))
     return entries
 
 

@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
         raise ValueError(f"--jobs {args.jobs}: at least 1 file must run at a time")
     chosen = choose(args, notes)
     versions = suites.versions()
-    entries = compare.load_entries(args.differences, versions["distributed"])
+    entries = compare.load_entries(args.differences, versions["distributed"], args.extension)
     if importlib.util.find_spec("crick") is not None:
         notes.append("crick is installed: distributed then keeps digests for every span, and memory tests may fail.")
 

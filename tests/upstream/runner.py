@@ -99,7 +99,8 @@ def _command(place: Place, mode: Mode, suite: Suite, target: str, junit: Path) -
         *isolate,
         *(sys.executable, "-m", "pytest", "-c", str(overlay / ini), f"--rootdir={overlay}", f"--confcutdir={overlay}"),
         *(x for p in plugins for x in ("-p", p)),
-        *("--override-ini=addopts=", "-q", "-rfE", "--tb=short", f"--junitxml={junit}"),
+        # Python's own tracebacks: pytest's parse the sources, in which Python 3.11 may fail, and that ends the process.
+        *("--override-ini=addopts=", "-q", "-rfE", "--tb=native", f"--junitxml={junit}"),
         *("-p", "no:asyncio", "-p", "no:cacheprovider"),
         *(["-p", "no:legacypath"] if suite.package == "distributed" else []),  # dask's use the fixture tmpdir
         *(f"--timeout={TEST_LIMIT_SECONDS}", "--timeout-method=signal"),

@@ -28,10 +28,10 @@ def junit(path: Path, cases: dict[str, str]) -> Path:
     return path
 
 
-def entries(tmp_path: Path, *rows: str, version: str = "2026.7.1") -> list[compare.Entry]:
+def entries(tmp_path: Path, *rows: str, version: str = "2026.7.1", extension: str = "ext") -> list[compare.Entry]:
     path = tmp_path / "differences.toml"
     path.write_text("\n".join(f"[[difference]]\n{r}" for r in rows))
-    return compare.load_entries(path, version)
+    return compare.load_entries(path, version, extension)
 
 
 def row(test: str, stock: str = "passed", ours: str = "failed", versions: str = ">=2026.7", more: str = "") -> str:
@@ -189,10 +189,16 @@ def test_bad_entries_are_refused(tmp_path: Path, text: str, message: str) -> Non
         entries(tmp_path, text)
 
 
+def test_an_entry_may_be_of_one_extension(tmp_path: Path) -> None:
+    rows = row("m::t"), row("m::u", more='extension = "other"')
+    assert [e.test for e in entries(tmp_path, *rows)] == ["m::t"]
+    assert [e.test for e in entries(tmp_path, *rows, extension="other")] == ["m::t", "m::u"]
+
+
 def test_the_shipped_list_is_valid() -> None:
     path = Path(__file__).with_name("differences.toml")
     for version in ("2026.7.1", "2026.8.0"):
-        listed = compare.load_entries(path, version)
+        listed = compare.load_entries(path, version, "dask_gpurt.preload")
         assert any(e.test.endswith("::test_bad_disk") for e in listed)
         assert all(len(e.reason) > 40 for e in listed)
 

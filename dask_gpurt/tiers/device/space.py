@@ -32,27 +32,21 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.errors import CorruptData, LostData
-from dask_gpurt.tiers.device.below import write_below
+from dask_gpurt.errors import LostData
+from dask_gpurt.tiers.device.blocks import KeptBlocks
 from dask_gpurt.tiers.device.box import HERE, TABLE, Box, BoxState
-from dask_gpurt.tiers.device.pinned import SlabTier
+from dask_gpurt.tiers.device.copies import Copies
 from dask_gpurt.tiers.engine.entry import IllegalMove
-from dask_gpurt.tiers.storage.handle import DecodeError
-from dask_gpurt.tiers.storage.protocol import TierMetrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
     from dask_gpurt.model.device_memory import HeldOnDevice
     from dask_gpurt.tiers.device.backend import DeviceBackend
-    from dask_gpurt.tiers.storage.handle import Handle
     from dask_gpurt.tiers.storage.protocol import StorageTier
 
-#: bytes of copies that make a measurement
-MEASURED_BYTES = 1 << 20
 #: for which an allocation waits at most for a value that another thread makes leave: 1 GB over a slow link
 LEAVING_SECONDS = 1.0
 
@@ -80,6 +74,7 @@ class DeviceSpace:
     ) -> None:
         self.backend = backend
         self.below = list(below)
+        self.copies = Copies(backend, self.below)
         self.limit_bytes = limit_bytes
         self.high_bytes = high_bytes
         #: device memory beside the values that may leave, too; None: there is none
@@ -88,23 +83,17 @@ class DeviceSpace:
         self.held_left_bytes = 0
         #: something else moves values out of this memory: none leaves unasked
         self.rests = False
-        self.metrics = TierMetrics()
+        #: of `_boxes` and `_blocks`
         self._lock = threading.Lock()
         self._boxes: dict[int, Box] = {}
-        #: allocations of values on the device: how many values hold it, and its bytes
-        self._blocks: dict[Hashable, tuple[int, int]] = {}
-        self._device_bytes = 0
+        self._blocks = KeptBlocks()
         self._serial = itertools.count(1)
         #: called with a box whose value has left the device or come back, in any thread, its lock held; must not raise
         self.on_moved: Callable[[Box], None] = _ignored
-        self.unspillable = 0
-        #: loads that failed for want of memory
-        self.load_failures = 0
         #: libraries of values so far whose memory came past the allocator
         self.outside_seen: set[str] = set()
         #: values that left while the allocator got nothing back: others held the memory
         self.left_without_room = 0
-        self.last_error = ""
 
     # ------------------------------------------------------------------ values
 
@@ -117,7 +106,7 @@ class DeviceSpace:
             self.outside_seen.add(type(value).__module__.partition(".")[0])
         with self._lock:
             self._boxes[id(box)] = box
-            self._count(box, 1)
+            self._blocks.count(box.blocks, 1)
         return box
 
     def remove(self, box: Box) -> None:
@@ -137,7 +126,7 @@ class DeviceSpace:
         Raises
         ------
         LostData
-            It was removed, or its copy cannot be read. (A copy that is damaged is noticed, see `handle`.)
+            It was removed, or its copy cannot be read.
         MemoryError
             The device has no room for it, even after all others that could leave have left.
         """
@@ -147,26 +136,10 @@ class DeviceSpace:
                 raise LostData(f"{box.key!r} was removed")
             if box.state is not BoxState.BELOW:
                 return box.value
-            assert box.handle is not None
-            start = time.perf_counter()
-            try:
-                # May call back into `make_room`, on this thread: that finds this box locked and takes another.
-                value, _ = box.handle.load(self.backend)
-            except MemoryError:
-                self.load_failures += 1
-                raise
-            except DecodeError as e:
-                if not isinstance(e.__cause__, MemoryError):
-                    raise
-                self.load_failures += 1
-                raise e.__cause__ from None
-            except (CorruptData, OSError) as e:
-                self.metrics.add(read_failures=1)
-                raise LostData(f"the copy of {box.key!r} below the device could not be read: {e}") from e
-            box.blocks = self.backend.blocks(value)  # others than before; so may be their sizes
+            # May call back into `make_room`, on this thread: that finds this box locked and takes another.
+            value, box.blocks = self.copies.read(box)  # others than before; so may be their sizes
             box.nbytes = sum(n for _, n in box.blocks)
             self._move(box, "load", value)
-            self.metrics.add(reads=1, read_bytes=box.nbytes, read_seconds=time.perf_counter() - start)
             self.on_moved(box)
             return value
 
@@ -190,7 +163,7 @@ class DeviceSpace:
     @property
     def device_bytes(self) -> int:
         """Bytes of the allocations that kept values hold on the device."""
-        return self._device_bytes
+        return self._blocks.nbytes
 
     resident_bytes = device_bytes  # see `task_admission.Memory`
 
@@ -206,13 +179,6 @@ class DeviceSpace:
     def room_bytes(self) -> int:
         """Bytes of values that could come now and keep all below its limits."""
         return 0 if self.rests else max(0, -self._excess(0))
-
-    @property
-    def promotion_rate(self) -> float | None:
-        """Bytes/s at which values came back from blocks of host memory so far; None: too few to say."""
-        metrics = [tier.metrics for tier in self.below if isinstance(tier, SlabTier)]
-        nbytes, seconds = sum(m["read_bytes"] for m in metrics), sum(m["read_seconds"] for m in metrics)
-        return nbytes / seconds if nbytes >= MEASURED_BYTES and seconds > 0 else None
 
     @property
     def outside_bytes(self) -> int:
@@ -249,20 +215,7 @@ class DeviceSpace:
         box.value = value
         # Never held where device memory is allocated: the callback cannot meet its own thread in it.
         with self._lock:
-            return self._count(box, change)
-
-    def _count(self, box: Box, sign: int) -> int:
-        """Count the allocations of a value in or out; hold `_lock`. Returns the bytes that kept values are less."""
-        before = self._device_bytes
-        for block, nbytes in box.blocks:
-            holders, known = self._blocks.get(block, (0, 0))
-            largest = max(known, nbytes)
-            if holders + sign:
-                self._blocks[block] = holders + sign, largest
-            else:
-                self._blocks.pop(block, None)
-            self._device_bytes += (largest if holders + sign else 0) - (known if holders else 0)
-        return before - self._device_bytes
+            return self._blocks.count(box.blocks, change)
 
     def balance(self, coming_bytes: int = 0) -> int:
         """Make values leave until all is within the limits, and `coming_bytes` more; what left. For an I/O thread."""
@@ -321,7 +274,7 @@ class DeviceSpace:
                 self.held_left_bytes += gone
                 left = max(0, before - self.backend.allocated_bytes()) if for_allocation else left + gone
         except Exception as e:  # the host's memory is short, too
-            self._failed(e)
+            self.copies.failed(e)
         return left
 
     def _leave_of(self, boxes: Sequence[Box], nbytes: int, for_allocation: bool) -> int:
@@ -372,7 +325,7 @@ class DeviceSpace:
         if box.handle is None:
             self._move(box, "copy")
             try:
-                box.handle = self._copy(box, grow)
+                box.handle = self.copies.write(box, grow)
             finally:
                 if box.handle is None:
                     self._move(box, "copy-failed")
@@ -386,30 +339,6 @@ class DeviceSpace:
         self.left_without_room += not room
         self.on_moved(box)
         return kept, room
-
-    def _copy(self, box: Box, grow: bool) -> Handle | None:
-        start = time.perf_counter()
-        try:
-            groups = self.backend.encode(box.value)
-        except MemoryError as e:  # of the host, or of what the backend keeps apart for this: another one may need less
-            self._failed(e)
-            return None
-        except Exception as e:
-            box.unspillable = True
-            self.unspillable += 1
-            self._failed(e)
-            return None
-        try:
-            handle = write_below(self.below, groups, grow)
-        except Exception as e:
-            self._failed(e)
-            return None
-        self.metrics.add(writes=1, written_bytes=box.nbytes, write_seconds=time.perf_counter() - start)
-        return handle
-
-    def _failed(self, error: BaseException) -> None:
-        self.metrics.add(write_failures=1)
-        self.last_error = f"{type(error).__name__}: {error}"
 
     # ------------------------------------------------------------------ inspection
 
@@ -434,20 +363,13 @@ class DeviceSpace:
             "outside_libraries": ", ".join(sorted(self.outside_seen)),
             "below_values": sum(1 for b in boxes if b.state is BoxState.BELOW),
             "left_without_room": self.left_without_room,
-            "unspillable": self.unspillable,
-            "load_failures": self.load_failures,
-            "last_error": self.last_error,
-            "to_and_from_device": self.metrics.to_dict(),
-            "below": {
-                tier.tier.name.lower(): tier.metrics.to_dict() for tier in self.below if hasattr(tier, "metrics")
-            },
+            **self.copies.statistics(),
         }
 
     def validate(self) -> None:
         """Check every invariant; AssertionError names what is broken. Nothing may be under way."""
         here = [b for b in self._all() if b.state is BoxState.DEVICE]
-        assert set(self._blocks) == {block for b in here for block, _ in b.blocks}
-        assert self._device_bytes == sum(n for _, n in self._blocks.values())
+        self._blocks.validate(block for b in here for block, _ in b.blocks)
         for box in self._all():
             assert not box.lock.locked(), box.key
             assert box.state in (BoxState.DEVICE, BoxState.BELOW), (box.key, box.state)
@@ -456,12 +378,10 @@ class DeviceSpace:
             assert box.pins >= 0, box.key
 
     def close(self) -> None:
-        """Forget all values, and close the tiers that are ours alone (blocks of memory)."""
+        """Forget all values, and close the tiers that are the device's alone."""
         for box in self._all():
             self.remove(box)
-        for tier in self.below:
-            if isinstance(tier, SlabTier):
-                tier.close()
+        self.copies.close()
 
 
 def _ignored(box: Box) -> None:

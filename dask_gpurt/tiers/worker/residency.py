@@ -116,7 +116,7 @@ class ResidenceSender:
                 back.append(key)
         if back or any(below.values()):
             device = self._store.device
-            rate = None if device is None else device.promotion_rate
+            rate = None if device is None else device.copies.promotion_rate
             self._worker.batched_send(message(below[True], back, below[False], rate))
             self.sent_messages += 1
             self.sent_keys += len(back) + sum(map(len, below.values()))

@@ -26,7 +26,7 @@ class ContainerRig(Rig):
 
     def __init__(self, tmp_path: Path, limit: int, **more: Any) -> None:
         super().__init__(tmp_path, limit, **more)
-        self.space.backend = WithContainers(self.backend)
+        self.space.backend = self.space.copies.backend = WithContainers(self.backend)
 
 
 def same(value: Any, i: int) -> bool:
@@ -54,7 +54,7 @@ def test_the_outputs_of_a_split_leave_and_come_back(tmp_path: Path, blocks: int 
     assert got["l"] == []
     assert (got["host"] == np.arange(10)).all()
     rig.space.validate()
-    assert rig.space.unspillable == 0
+    assert rig.space.copies.unspillable == 0
 
 
 @pytest.mark.parametrize("wrap", [lambda v: v, lambda v: [v], lambda v: (v, 1), lambda v: {"a": v}, lambda v: [(v,)]])

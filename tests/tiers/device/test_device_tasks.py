@@ -182,7 +182,7 @@ async def test_what_reads_device_values_stays_on_workers_that_can_have_a_device(
 async def test_promotion_is_priced_by_what_was_measured(c: Client, s: Scheduler, a: Worker) -> None:
     runtime, _ = await install(a)
     space = runtime._device_memory.space  # type: ignore[union-attr]
-    assert space.promotion_rate is None
+    assert space.copies.promotion_rate is None
     values = c.map(make, range(6), nbytes=100 * KB, key=[f"v{i}" for i in range(6)])
     await wait(values)
     for _ in range(3):
@@ -190,4 +190,4 @@ async def test_promotion_is_priced_by_what_was_measured(c: Client, s: Scheduler,
         assert all(await c.gather(c.map(right, values, range(6), pure=False)))
     metrics = space.below[0].metrics
     assert metrics["reads"] >= 18
-    assert space.promotion_rate == metrics["read_bytes"] / metrics["read_seconds"]
+    assert space.copies.promotion_rate == metrics["read_bytes"] / metrics["read_seconds"]

@@ -314,7 +314,7 @@ def test_that_others_cannot_let_go_is_no_error_of_an_allocation(tmp_path: Path) 
     rows.fails = True
     rig.backend.make(9, SIZE)
     assert [b.state for b in boxes].count(BoxState.BELOW) == 1
-    assert (rig.oom.exceptions, rig.space.last_error) == (0, "MemoryError: of the host")
+    assert (rig.oom.exceptions, rig.space.copies.last_error) == (0, "MemoryError: of the host")
     assert len(rows.values) == 2
 
 

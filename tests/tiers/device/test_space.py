@@ -209,8 +209,8 @@ def test_what_cannot_be_packed_stays_and_is_not_tried_again(tmp_path: Path) -> N
     for i in range(6):
         rig.backend.make(i, size)
     assert boxes[0].unspillable
-    assert rig.space.unspillable == 1
-    assert "cannot be packed" in rig.space.last_error
+    assert rig.space.copies.unspillable == 1
+    assert "cannot be packed" in rig.space.copies.last_error
     rig.check(boxes, size)
 
 
@@ -226,7 +226,7 @@ def test_nothing_below_takes_it(tmp_path: Path) -> None:
     with pytest.raises(MemoryError):
         rig.backend.make(9, 100 * KB)
     assert all(b.state is BoxState.DEVICE for b in boxes)
-    assert rig.space.metrics["write_failures"] == 4
+    assert rig.space.copies.metrics["write_failures"] == 4
     rig.check(boxes, 100 * KB)
 
 
