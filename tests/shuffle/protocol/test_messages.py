@@ -19,6 +19,7 @@ EXAMPLES = [
     messages.Amend(255, ("a", "b"), {1: "c"}, {}, {}, frozenset({5, 1, 9})),
     messages.Valid(2, {0: 0, 5: 2}),
     messages.Reopen(4),
+    messages.Flush(3),
     messages.Complete(9),
     messages.AskHistogram(),
     messages.Vouched(2, ((0, 0, "key"), (1, 2, ("shuffle-transfer-x", 1)))),
@@ -57,7 +58,7 @@ def test_they_come_back_as_they_were(message):
 
 
 def test_every_message_is_answered():
-    assert {*Amendment.ANSWERS, *JoinRows.ANSWERS, messages.AskHistogram} == set(messages.MESSAGES.values())
+    assert {*Amendment.ANSWERS, *JoinRows.ANSWERS, messages.AskHistogram, messages.Flush} == set(messages.MESSAGES.values())
     assert {messages.MESSAGES[kind].HEAD[messages.KIND] for kind in messages.MESSAGES} == set(messages.MESSAGES)
 
 
