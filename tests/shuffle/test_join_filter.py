@@ -12,7 +12,7 @@ import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 import pytest
-from distributed import Event, Worker
+from distributed import Event
 from distributed.utils_test import gen_cluster
 
 from dask_gpurt.shuffle import worker_statistics
@@ -216,39 +216,6 @@ async def test_keys_that_a_lost_worker_took_with_it_make_no_filter_until_they_ar
         # The large side has keys too when the worker was lost before the sides were compared: too late to be of use.
         assert why[2:] in ([], [(8, "the other side was split first")])
         assert takeover.statistics()["errors"] == 0
-
-
-@pytest.mark.cluster
-@gen_cluster(**TWO)
-async def test_a_worker_that_takes_the_place_of_a_lost_one_has_no_keys_for_a_filter(c, s, a, b):
-    """As many workers answer with their bits as had said what they hold; they are not the same."""
-    async with taken_over(s, [a, b], settings=FILTERS) as (takeover, _):
-        plugin = takeover._plugin
-        calls, lost, third = plugin.joins._calls, [], []
-        tell = calls.tell
-
-        async def late(record: Any, message: Any) -> Any:
-            if isinstance(message, messages.AskJoinBits) and not lost:
-                waits = {ts.processing_on.address for ts in s.tasks.values() if ts.processing_on and "opened" in str(ts.key)}
-                lost.append(next(w for w in (a, b) if w.address not in waits))
-                third.append(await Worker(s.address, nthreads=2))
-                await until(lambda: takeover.able.get(third[0].address) == "")
-                await lost[0].close(executor_wait=False)
-                await until(lambda: third[0].address in record.participants)
-            return await tell(record, message)
-
-        with mock.patch.object(calls, "tell", late):
-            left, left_rows = side("l", 8, 4000, "place-gate")
-            right, right_rows = side("r", 4, 60)
-            got = c.compute(left.merge(right, left_on="lk", right_on="rk", broadcast=False))
-            await until(lambda: plugin.joins.none or plugin.joins.sent)
-            await Event("place-gate").set()
-            result = await got
-        want = left_rows.merge(right_rows, left_on="lk", right_on="rk")
-        pd.testing.assert_frame_equal(in_order(result), in_order(want), check_dtype=False)
-        assert lost
-        assert takeover.statistics()["errors"] == 0
-        await third[0].close(executor_wait=False)
 
 
 def test_a_partition_unlike_its_meta_is_neither_hashed_nor_filtered() -> None:
