@@ -460,3 +460,61 @@ async def test_a_lost_peer_is_disconnected_by_two_runs_at_once(s):
     assert [type(end) for end in ends] == [CommClosedError] * 2
     await pool.close()
     silent.close()
+
+
+@gen_cluster(**THREE)
+async def test_a_flush_that_comes_late_does_not_close_a_run_that_was_amended(c, s, *workers):
+    """The survivors hear of the loss first, then of the flush of before it: what is split again must not wait."""
+    async with taken_over(s, workers) as (takeover, _):
+        plugin = s.plugins["shuffle"]
+        flushing, late, flushed = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        inner, amend = s.broadcast, plugin.amender._calls.amend
+
+        async def broadcast(*, msg, workers, **kwargs):
+            if isinstance(msg.get("data"), dict) and msg["data"].get("gpurt") == "flush" and not flushing.is_set():
+                flushing.set()
+                await late.wait()
+                answers = await inner(msg=msg, workers=[w for w in workers if w in s.workers], **kwargs)
+                flushed.set()
+                return answers
+            return await inner(msg=msg, workers=workers, **kwargs)
+
+        async def then_flush(record):
+            answers = await amend(record)
+            late.set()
+            await flushed.wait()
+            return answers
+
+        s.broadcast, plugin.amender._calls.amend = broadcast, then_flush
+        f = c.compute(source(left, N).shuffle("k", npartitions=5))
+        await asyncio.wait_for(flushing.wait(), 30)
+        barrier = next(ts for ts in s.tasks.values() if str(ts.key).startswith("shuffle-barrier"))
+        await lose(max((w for w in workers if w.address != barrier.processing_on.address), key=vouched))
+        same_rows(await asyncio.wait_for(f, 20))
+        stats = went_on(takeover)
+        assert stats["recovery"]["amended"] == 1
+        assert stats["recovery"]["transfers_again"] >= 1
+
+
+FAILS = threading.Event()
+
+
+def fails_later(i: int) -> pd.DataFrame:
+    if FAILS.is_set():
+        raise OSError("the file is gone")
+    return left(i)
+
+
+@gen_cluster(**THREE)
+async def test_an_input_that_fails_when_it_is_made_again_fails_the_outputs_that_wait_for_it(c, s, *workers):
+    FAILS.clear()
+    settings = ShuffleSettings(enabled=True, transport="rpc", retain=0.0)
+    async with taken_over(s, workers, settings=settings) as (takeover, _):
+        async with after_the_barrier(c, s, source(fails_later, N).shuffle("k", npartitions=9)) as (out, keys):
+            victim, _kept = whose(s, keys)
+            FAILS.set()
+            await lose(next(w for w in workers if w.address == victim))
+        with pytest.raises(OSError, match="the file is gone"):
+            await asyncio.wait_for(c.compute(out), 30)
+        assert takeover.statistics()["errors"] == 0, takeover.statistics()["last_error"]
+        await until(lambda: not takeover.statistics()["recovery"]["amending"])

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+from unittest import mock
 
 import dask
 import dask.dataframe as dd
@@ -130,6 +131,22 @@ async def test_every_message_delivered_twice(c, s, a, b):
         await drained(stores)
         counts = [worker_statistics(w) for w in (a, b)]
         assert sum(x["duplicates"] for x in counts) == 2 * sum(x["shards_sent"] for x in counts) > 0
+
+
+@gen_cluster(**TWO)
+async def test_every_input_split_twice_by_its_worker(c, s, a, b):
+    """As when its task is released, and comes back to the worker: both copies of a shard are in one message."""
+    add = GpurtShuffleRun.add_partition
+
+    def twice(self, *args, **kwargs):
+        add(self, *args, **kwargs)
+        return add(self, *args, **kwargs)
+
+    with mock.patch.object(GpurtShuffleRun, "add_partition", twice):
+        async with taken_over(s, [a, b]):
+            same_rows(await c.compute(source(left).shuffle("k", npartitions=5)), left, 6)
+            counts = [worker_statistics(w) for w in (a, b)]
+            assert sum(x["duplicates"] for x in counts) > sum(x["inputs"] for x in counts) / 2
 
 
 class SlowStore(MemoryShardStore):

@@ -9,6 +9,7 @@ message            answer                  meaning
 `Amend`            `Vouched`               an epoch has begun: outputs have new owners; which inputs are vouched for?
 `Valid`            OK                      these attempts count in the epoch
 `Reopen`           OK                      take inputs again, after a flush
+`Flush`            OK                      all inputs of the epoch are split: send the rest, answer when it is sent
 `Complete`         OK                      the open outputs have all their rows
 `AskHistogram`     `HistogramAnswer`       how many rows does each output have?
 `AskJoinKeys`      `JoinKeys`              the keys of which inputs of a join's side do you hold?
@@ -135,6 +136,15 @@ class Reopen(Wire):
     """Take inputs again: some are split again after a flush."""
 
     HEAD: ClassVar[dict[str, str]] = {KIND: "reopen"}
+
+    epoch: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Flush(Wire):
+    """All inputs are split: send the rest. One of an epoch that is over may come late, and changes nothing."""
+
+    HEAD: ClassVar[dict[str, str]] = {KIND: "flush"}
 
     epoch: int
 
@@ -279,7 +289,10 @@ class OutputOpened(Ok):
 #: what the scheduler sends to the workers of a run, by kind
 MESSAGES: dict[str, type[Wire]] = {
     one.HEAD[KIND]: one
-    for one in (Amend, Valid, Reopen, Complete, AskHistogram, AskJoinKeys, AskJoinHits, AskJoinBits, TakeJoinFilter)
+    for one in (
+        *(Amend, Valid, Reopen, Flush, Complete, AskHistogram),
+        *(AskJoinKeys, AskJoinHits, AskJoinBits, TakeJoinFilter),
+    )
 }
 
 

@@ -7,7 +7,7 @@ import math
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dask_gpurt.shuffle.protocol.messages import Amend, AskHistogram, HistogramAnswer, Vouched
+from dask_gpurt.shuffle.protocol.messages import Amend, AskHistogram, Flush, HistogramAnswer, Vouched
 from dask_gpurt.shuffle.scheduler.runs import PATIENCE, PATIENCE_SECONDS, RECHECK_SECONDS
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Calls:
             answers = await self.broadcast(msg, workers, TELL_SECONDS)
             if answers is None:
                 return None
-            bad = {a: r for a, r in answers.items() if not isinstance(r, dict) or r.get("status") != "OK"}
+            bad = {a: r for a, r in answers.items() if not _good(r)}
             good += [answers[a] for a in workers if a not in bad]
             workers = list(bad)
             if bad:
@@ -133,13 +133,16 @@ class Calls:
 
     async def flush(self, record: RunRecord, workers: list[str]) -> list[Any] | None:
         """Have workers send what they have for a run; errors of those that cannot. None: one of them is gone."""
-        msg = {"op": "shuffle_inputs_done", "shuffle_id": record.id, "run_id": record.run.run_id}
-        results = await self.broadcast(msg, workers)
-        return None if results is None else [r for r in results.values() if r is not None]
+        results = await self.broadcast(_receive(record, Flush(record.amendments.epoch)), workers)
+        return None if results is None else [r for r in results.values() if not _good(r)]
 
     def workers_of(self, record: RunRecord) -> list[str]:
         """Addresses of those that take part in a run and are there."""
         return [address for address in record.participants if address in self._scheduler.workers]
+
+
+def _good(answer: Any) -> bool:
+    return isinstance(answer, dict) and answer.get("status") == "OK"
 
 
 def _receive(record: RunRecord, message: Message) -> dict[str, Any]:

@@ -192,6 +192,7 @@ class JoinFilters:
         """Send the keys of a run to the other side; returns why not."""
         if not self._to_come(side):
             return "the other side was split first"
+        epoch, holders = record.amendments.epoch, set(self._calls.workers_of(record))
         partner = self._runs.get(seam.ShuffleId(side.partner))
         asked = [self._calls.tell(record, AskJoinKeys())]
         if partner is not None:
@@ -211,7 +212,9 @@ class JoinFilters:
         if worth_asking(rows) and not await self._pays(record, known, seen, to_come):
             return "it would drop too few rows"
         parts = [JoinBits.from_dict(one).bits for one in await self._calls.tell(record, AskJoinBits(words)) or ()]
-        if len(parts) != len(known) or not all(len(bits) == words * 8 for bits in parts):
+        # As many answers are not enough: another worker may have taken the place of a lost one, whose keys are gone.
+        same = record.amendments.epoch == epoch and set(self._calls.workers_of(record)) == holders
+        if not same or len(parts) != len(known) or not all(len(bits) == words * 8 for bits in parts):
             return "the keys of some inputs are gone"
         bits = await asyncio.get_running_loop().run_in_executor(None, union, parts)
         some = [one for one in known if one.rows]

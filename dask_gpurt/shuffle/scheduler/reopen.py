@@ -311,6 +311,8 @@ class Opener:
         if answers is None or not same():
             return Step.WAIT
         _, keys = record.agreed(answers)
+        if failed := next((ts for ts in barrier.dependencies if ts.state == "erred" and ts.key not in keys), None):
+            return self._fail(record, barrier, failed)
         if self.run_again(record, keys, f"gpurt-open-{record.id}-{epoch}"):
             self._under_way(record, barrier)
             return Step.WAIT
@@ -326,6 +328,20 @@ class Opener:
         record.happened(RunEvent.OUTPUTS_COMPLETE)
         self._let_go(record, barrier, opened)
         return Step.DONE
+
+    def _fail(self, record: RunRecord, barrier: TaskState, failed: TaskState) -> Step:
+        """A transfer task has failed: so do the tasks of open outputs, which the barrier's result keeps from it."""
+        opened = record.amendments.opened or frozenset()
+        tasks = [ts for ts in barrier.dependents if seam.output_of(ts.run_spec, record.id) in opened]
+        stimulus_id = f"gpurt-failed-{record.id}-{record.amendments.epoch}"
+        cause = (failed.exception_blame or failed).key
+        recommendations: dict[Any, Any] = {}
+        for ts in tasks:
+            if ts.state == "no-worker":
+                recommendations |= self._scheduler.transition(ts.key, "erred", stimulus_id=stimulus_id, cause=cause)
+        self._scheduler.transitions(recommendations, stimulus_id=stimulus_id)
+        # One that a worker has comes back, and is parked.
+        return Step.WAIT if any(ts.state == "processing" for ts in tasks) else Step.DONE
 
     def _over(self, record: RunRecord, barrier: TaskState | None) -> bool:
         """Whether there is nothing to complete any more: the run, or its barrier's result, is gone."""

@@ -143,7 +143,8 @@ class Receiver:
 
     async def keep(self, shards: list[Shard], nbytes: int) -> None:
         """Store shards that are new; return when every one of them, and every earlier copy of it, is stored."""
-        fresh = [s for s in shards if s.input_id not in self._arrivals]
+        # An input that was split twice by one worker (its task was released and came back) may be twice in one message.
+        fresh = list({s.input_id: s for s in shards if s.input_id not in self._arrivals}.values())
         earlier = {f for s in shards if (f := self._arrivals.get(s.input_id)) is not None}
         if duplicates := len(shards) - len(fresh):
             self._counters.add(duplicates=duplicates)

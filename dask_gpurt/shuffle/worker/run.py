@@ -306,6 +306,10 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
             message = messages.parse(data)
             if isinstance(message, messages.AskHistogram):
                 return self._splitter.histogram.answer(self._sender.rate.best).to_dict()
+            if isinstance(message, messages.Flush):
+                if message.epoch >= self._log.epoch:
+                    await self.inputs_done()
+                return messages.Ok().to_dict()
             if type(message) in JoinRows.ANSWERS:
                 return (await self._join.answer(message, self.offload)).to_dict()
             return self._amendment.answer(message).to_dict()

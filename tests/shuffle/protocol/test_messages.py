@@ -19,6 +19,7 @@ EXAMPLES = [
     messages.Amend(255, ("a", "b"), {1: "c"}, {}, {}, frozenset({5, 1, 9})),
     messages.Valid(2, {0: 0, 5: 2}),
     messages.Reopen(4),
+    messages.Flush(3),
     messages.Complete(9),
     messages.AskHistogram(),
     messages.Vouched(2, ((0, 0, "key"), (1, 2, ("shuffle-transfer-x", 1)))),
@@ -57,7 +58,8 @@ def test_they_come_back_as_they_were(message):
 
 
 def test_every_message_is_answered():
-    assert {*Amendment.ANSWERS, *JoinRows.ANSWERS, messages.AskHistogram} == set(messages.MESSAGES.values())
+    answered = {*Amendment.ANSWERS, *JoinRows.ANSWERS, messages.AskHistogram, messages.Flush}
+    assert answered == set(messages.MESSAGES.values())
     assert {messages.MESSAGES[kind].HEAD[messages.KIND] for kind in messages.MESSAGES} == set(messages.MESSAGES)
 
 
@@ -72,7 +74,7 @@ def test_a_message_is_of_the_latest_epoch():
 @pytest.mark.parametrize("data", [{"gpurt": "amand", "epoch": 1}, {}, {"gpurt": None}, {"gpurt": ["amend"]}])
 def test_an_unknown_message_is_an_error_that_says_so(data):
     with pytest.raises(
-        WireError, match=r"must be one of amend, valid, reopen, complete, histogram, join-keys, .*\. Remedy"
+        WireError, match=r"must be one of amend, valid, reopen, flush, complete, histogram, join-keys, .*\. Remedy"
     ):
         messages.parse(data)
 
