@@ -225,6 +225,8 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
             if finish == "released":
                 if self.active_shuffles:
                     self.amender.released(key, stimulus_id)
+                    if start == "processing":
+                        self.opener.left()
                 if start in _RUNS_AGAIN and self._runs_again(seam.id_from_key(key), start):
                     return
             elif finish == "memory" and start == "processing" and self.active_shuffles:
