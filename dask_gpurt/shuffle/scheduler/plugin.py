@@ -142,6 +142,7 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
         record = self.runs.get(id)
         super()._clean_on_scheduler(id, stimulus_id)
         if record is not None:
+            self.holder.ended(record)
             self.runs.dropped(record)
             self.runs.changed(record)
 
