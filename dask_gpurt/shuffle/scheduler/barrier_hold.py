@@ -127,6 +127,7 @@ class Holder:
 
     async def _copy(self, record: RunRecord, barrier: TaskState, addresses: list[str]) -> None:
         for address in addresses:
+            record.copied_to.add(address)
             who_has = {barrier.key: [ws.address for ws in barrier.who_has or ()]}
             copying = asyncio.ensure_future(self._scheduler.gather_on_worker(address, who_has))
             copying.add_done_callback(functools.partial(self._copied, record, barrier, address))
@@ -149,7 +150,19 @@ class Holder:
             return
         if ws in holders:
             self._scheduler.remove_replica(barrier, ws)
-        message = {"op": "free-keys", "keys": [barrier.key], "stimulus_id": f"{HOLDER}-{barrier.key}"}
+        self._forget(barrier.key, address)
+
+    def ended(self, record: RunRecord) -> None:
+        """A run is over: every worker that copied its barrier's result forgets that before there can be another.
+
+        The scheduler may have lost sight of a copy. A worker that dropped an earlier one says so in a stream of
+        messages, and the copy is asked for by a call, which may overtake that.
+        """
+        for address in record.copied_to & self._scheduler.workers.keys():
+            self._forget(seam.barrier_key(record.id), address)
+
+    def _forget(self, key: Hashable, address: str) -> None:
+        message = {"op": "free-keys", "keys": [key], "stimulus_id": f"{HOLDER}-{key}"}
         self._scheduler.worker_send(address, message)
 
     def _release(self, key: Hashable, record: RunRecord) -> None:

@@ -142,6 +142,7 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
         record = self.runs.get(id)
         super()._clean_on_scheduler(id, stimulus_id)
         if record is not None:
+            self.holder.ended(record)
             self.runs.dropped(record)
             self.runs.changed(record)
 
@@ -225,6 +226,8 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
             if finish == "released":
                 if self.active_shuffles:
                     self.amender.released(key, stimulus_id)
+                    if start == "processing":
+                        self.opener.left()
                 if start in _RUNS_AGAIN and self._runs_again(seam.id_from_key(key), start):
                     return
             elif finish == "memory" and start == "processing" and self.active_shuffles:

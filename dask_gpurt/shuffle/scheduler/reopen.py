@@ -66,6 +66,22 @@ class Opener:
         self._plugin = plugin
         self._runs = runs
         self._calls = calls
+        #: queued tasks get free slots in the next turn of the loop
+        self._filling = False
+
+    def left(self) -> None:
+        """A task has left its worker without an end, as one that is parked: others get its slot.
+
+        Dask fills slots when tasks end. No end need follow here: an output may wait for inputs that are queued.
+        """
+        if not self._filling:
+            self._filling = True
+            # Not here: tasks are being moved.
+            self._scheduler.loop.add_callback(self._fill)
+
+    def _fill(self) -> None:
+        self._filling = False
+        self._scheduler.stimulus_queue_slots_maybe_opened(stimulus_id=f"gpurt-left-{time.time()}")
 
     def made(self, key: Hashable) -> None:
         """A task has ended well: notes which output that was."""

@@ -111,6 +111,8 @@ class RunRecord:
     #: its keys, for the other side of its join; and whether its workers were asked for them
     join_filter: KeyFilter | None = None
     join_asked: bool = False
+    #: workers that were asked to copy its barrier's result
+    copied_to: set[str] = dataclasses.field(default_factory=set)
     #: whether its tasks are being released, for a restart
     restarting: bool = False
     #: counts changes

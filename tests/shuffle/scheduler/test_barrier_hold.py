@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 from types import SimpleNamespace
+from unittest import mock
 
 import dask.dataframe as dd
 import pandas as pd
@@ -202,6 +203,41 @@ async def test_a_copy_of_a_barrier_that_is_lost_meanwhile_is_dropped(c, s, *work
         got = ordered(await f)
         want = ordered(whole(left, 4).merge(whole(left, 2), on="k", how="inner"))
         pd.testing.assert_frame_equal(got, want.astype(dict(got.dtypes)))
+        assert takeover.statistics()["errors"] == 0
+
+
+@gen_cluster(**(TWICE | NO_DROPS))
+async def test_a_copy_that_the_scheduler_has_lost_sight_of_ends_with_its_run(c, s, *workers):
+    """A worker says that it dropped its copy; that comes when the scheduler has just had it make another.
+
+    Else its outputs of the next run take the number of the old run, and fail.
+    """
+    async with taken_over(s, workers) as (takeover, _), contextlib.AsyncExitStack() as stack:
+        d = source(left, N).shuffle("k", npartitions=9)
+        async with all_made(c, s, workers, d) as (out, _keys, end, _where):
+            barrier = barrier_of(s)
+            await until(lambda: len(barrier.who_has) == 3)
+            receiver = next(w for w in workers if w.state.tasks[barrier.key].state == "memory")
+            held, send = [], receiver.batched_stream.send
+
+            def late(*msgs):
+                held.extend(msg for msg in msgs if msg["op"] == "release-worker-data")
+                send(*(msg for msg in msgs if msg["op"] != "release-worker-data"))
+
+            with mock.patch.object(receiver.batched_stream, "send", late):
+                s.request_remove_replicas(receiver.address, [barrier.key], stimulus_id="test")
+                await until(lambda: held)
+                await until(lambda: s.workers[receiver.address] in barrier.who_has)
+            assert [msg["key"] for msg in held] == [barrier.key]
+            stack.enter_context(mock.patch.object(barrier_hold.Holder, "_without", return_value=[]))
+            send(*held)
+            await until(lambda: s.workers[receiver.address] not in barrier.who_has)
+            assert barrier.key in receiver.data
+        assert await end > 0
+        del out, end
+        await until(lambda: not s.tasks)
+        same_rows(await c.compute(d))
+        assert takeover.statistics()["runs"] == 2
         assert takeover.statistics()["errors"] == 0
 
 

@@ -1,0 +1,45 @@
+"""Outputs that are opened after the barrier leave their workers, and inputs that run again take their place."""
+
+from __future__ import annotations
+
+import asyncio
+from unittest import mock
+
+import pytest
+from distributed import futures_of
+from distributed.utils_test import NO_AMM, gen_cluster
+
+from dask_gpurt.config import ShuffleSettings
+from dask_gpurt.shuffle.worker.scheduler_calls import SchedulerCalls
+from tests.shuffle.helpers import left, source, taken_over, until, went_on
+from tests.shuffle.test_amendment import N, same_rows
+
+pytestmark = pytest.mark.cluster
+#: a worker gets no more tasks than it has threads
+ONE_SLOT = {"distributed.scheduler.worker-saturation": 1.0}
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)], timeout=60, config=NO_AMM | ONE_SLOT)
+async def test_an_output_that_is_parked_makes_room_for_the_inputs_that_it_waits_for(c, s, a):
+    """The only thread is the output's when inputs are to run again: they are queued, and no task's end follows."""
+    settings = ShuffleSettings(enabled=True, transport="rpc", retain=0.0)
+    ask = SchedulerCalls.open_again
+
+    async def then_wait(self, key):
+        opened = await ask(self, key)
+        await until(lambda: s.queued)
+        return opened
+
+    async with taken_over(s, [a], settings=settings) as (takeover, _):
+        d = source(left, N).shuffle("k", npartitions=3)
+        made = futures_of(c.persist(d))
+        # The run is held as long as this waits, which takes no thread.
+        waits = c.submit(len, made[0], workers=["tcp://127.0.0.1:1"])
+        await until(lambda: all(f.status == "finished" for f in made) and s.unrunnable)
+        again = made[1].key
+        made[1].release()
+        await until(lambda: again not in s.tasks)
+        with mock.patch.object(SchedulerCalls, "open_again", then_wait):
+            same_rows(await asyncio.wait_for(c.compute(d), 30))
+        assert went_on(takeover)["recovery"]["outputs_void"] == 1
+        waits.release()
