@@ -9,11 +9,12 @@ import time
 from unittest import mock
 
 import dask
+import dask.array as da
 import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 import pytest
-from distributed import Client, LocalCluster
+from distributed import Client, LocalCluster, SchedulerPlugin
 from distributed.utils_test import gen_cluster
 
 from dask_gpurt.errors import LostData
@@ -405,3 +406,33 @@ async def test_memory_of_a_run_is_gone_when_its_outputs_are(c, s, a, b):
         await until(lambda: pa.total_allocated_bytes() < before + 1.2 * 24 * 20 * 2000)
         del out
         await until(lambda: pa.total_allocated_bytes() < before + (1 << 16))
+
+
+class Leave(SchedulerPlugin):
+    """Another worker of the rechunk is lost as soon as its transfer is done, and the alias of that is not."""
+
+    def __init__(self, scheduler):
+        self.scheduler = scheduler
+        self.left = 0
+
+    def transition(self, key, start, finish, *args, worker=None, **kwargs):
+        if "rechunk-merge-rechunk-transfer" in str(key) and finish == "memory" and not self.left:
+            self.left += 1
+            self.leaving = asyncio.ensure_future(self.leave(worker))
+
+    async def leave(self, holder):
+        (run,) = self.scheduler.plugins["shuffle"].active_shuffles.values()
+        await until(lambda: run.participating_workers > {holder})
+        await self.scheduler.remove_worker(min(run.participating_workers - {holder}), stimulus_id="leaves")
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 4, timeout=60)
+async def test_a_rechunk_whose_transfer_is_behind_an_alias_is_restarted_whole(c, s, *workers):
+    """Dask's own restart leaves the transfer in memory, with the number of the run that has ended."""
+    async with taken_over(s, workers) as (takeover, _):
+        plugin = Leave(s)
+        s.add_plugin(plugin)
+        x = da.ones((24, 24), chunks=(4, 24)).rechunk((24, 4), method="p2p")
+        assert (await c.compute(x)).sum() == 24 * 24
+        assert plugin.left
+        assert takeover.statistics()["errors"] == 0

@@ -45,7 +45,7 @@ from dask_gpurt.shuffle.scheduler.join_filters import JoinFilters
 from dask_gpurt.shuffle.scheduler.rebalance import Binder
 from dask_gpurt.shuffle.scheduler.recovery import Amender
 from dask_gpurt.shuffle.scheduler.reopen import Opener
-from dask_gpurt.shuffle.scheduler.restart import for_the_rest, keep_outputs
+from dask_gpurt.shuffle.scheduler.restart import for_the_rest, keep_outputs, release_behind_aliases
 from dask_gpurt.shuffle.scheduler.runs import Runs
 from dask_gpurt.shuffle.scheduler.skew import SkewReport
 from dask_gpurt.shuffle.spec import GpurtShuffleSpec
@@ -120,11 +120,12 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
 
     def _restart_recommendations(self, id: seam.ShuffleId) -> dict[Key, str]:
         recommendations = super()._restart_recommendations(id)
-        if any(type(run.run_spec.spec) is GpurtShuffleSpec for run in self._shuffles.get(id, ())):
-            try:
+        try:
+            release_behind_aliases(self.runs, id, recommendations)
+            if any(type(run.run_spec.spec) is GpurtShuffleSpec for run in self._shuffles.get(id, ())):
                 keep_outputs(self.runs, id, recommendations)
-            except Exception:
-                self.takeover.failed()
+        except Exception:
+            self.takeover.failed()
         return recommendations
 
     def _restart_shuffle(self, id: seam.ShuffleId, scheduler: Scheduler, *, stimulus_id: str) -> None:

@@ -1,13 +1,17 @@
-"""What a restart of a shuffle leaves as it is: outputs that are in memory. On the scheduler.
+"""What a restart of a shuffle leaves as it is, and what Dask's leaves that must go. On the scheduler.
 
 Dask restarts a shuffle by releasing its outputs, its barrier and its transfer tasks. `keep_outputs` takes outputs that
 are in memory out of that, and `for_the_rest` gives the new run a spec for the outputs that are still to be made.
+`release_behind_aliases` adds transfer tasks that Dask does not see, also of array rechunks, which are Dask's own in all
+else (docs/upstream.md).
 """
 
 from __future__ import annotations
 
 import dataclasses
 from typing import TYPE_CHECKING, Any
+
+from dask._task_spec import Alias
 
 from dask_gpurt.shuffle import seam
 
@@ -29,6 +33,18 @@ def keep_outputs(runs: Runs, shuffle_id: seam.ShuffleId, recommendations: dict[K
     for ts in barrier.dependents:
         if ts.state == "memory" and recommendations.pop(ts.key, None) is not None:
             runs.counters.outputs_kept += 1
+
+
+def release_behind_aliases(runs: Runs, shuffle_id: seam.ShuffleId, recommendations: dict[Key, str]) -> None:
+    """Release the transfers whose results the barrier gets by another name, as of fused array graphs.
+
+    Their results are the number of the run that has ended: with one left in memory, the barrier of the next run fails.
+    """
+    barrier = runs.barrier_of(shuffle_id)
+    for ts in () if barrier is None else barrier.dependencies:
+        while ts.key in recommendations and isinstance(ts.run_spec, Alias) and len(ts.dependencies) == 1:
+            (ts,) = ts.dependencies
+            recommendations[ts.key] = "released"
 
 
 def for_the_rest(runs: Runs, spec: GpurtShuffleSpec) -> GpurtShuffleSpec:
