@@ -23,7 +23,7 @@ from distributed import Client, LocalCluster
 import dask_gpurt
 from benchmarks import data
 from benchmarks.compare import turns
-from benchmarks.strangers import cases, ports
+from benchmarks.strangers import cases, everyday, ports  # noqa: F401 (everyday adds to the ports)
 from benchmarks.strangers.catalogue import PROGRAMS, SETS, Scale
 from benchmarks.strangers.sim import FULLER, POLICIES, SLOWER
 

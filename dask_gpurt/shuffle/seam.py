@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
 import distributed
 import numpy as np
+from dask._task_spec import Alias
 from dask.context import thread_state
 from distributed.core import Server, error_message
 from distributed.diagnostics.plugin import SchedulerPlugin
@@ -68,6 +69,7 @@ Ts = TypeVarTuple("Ts")
 
 #: handed on to the other modules
 __all__ = [
+    "Alias",
     "ArrayRechunkSpec",
     "CommShardsBuffer",
     "DataFrameShuffleRun",

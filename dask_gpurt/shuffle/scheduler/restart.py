@@ -11,8 +11,6 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from dask._task_spec import Alias
-
 from dask_gpurt.shuffle import seam
 
 if TYPE_CHECKING:
@@ -42,7 +40,7 @@ def release_behind_aliases(runs: Runs, shuffle_id: seam.ShuffleId, recommendatio
     """
     barrier = runs.barrier_of(shuffle_id)
     for ts in () if barrier is None else barrier.dependencies:
-        while ts.key in recommendations and isinstance(ts.run_spec, Alias) and len(ts.dependencies) == 1:
+        while ts.key in recommendations and isinstance(ts.run_spec, seam.Alias) and len(ts.dependencies) == 1:
             (ts,) = ts.dependencies
             recommendations[ts.key] = "released"
 

@@ -241,7 +241,7 @@ def test_what_is_cheaper_at_home_stays() -> None:
 
 
 def test_not_from_the_busy_to_the_busy() -> None:
-    engine, workers, tasks = waiting(5)
+    engine, workers, tasks = waiting(5, nbytes=2_000_000)
     for i, ws in enumerate(workers[1:]):
         assign(engine, FakeTask(f"f-other{i}"), ws)
     assert engine.thief(tasks[-1], set(workers[1:]), {}, None) is None
@@ -250,7 +250,7 @@ def test_not_from_the_busy_to_the_busy() -> None:
 
 
 def test_a_task_on_its_way_counts() -> None:
-    engine, workers, tasks = waiting(5)
+    engine, workers, tasks = waiting(5, nbytes=2_000_000)
     assert engine.thief(tasks[-1], {workers[1]}, {workers[1]: 1}, None) is None
 
 
