@@ -10,8 +10,7 @@ that unit. So this opinion, in seconds, comes before Dask's own test, and a task
 1. A worker without a free thread is no thief. The exceptions are a slow victim (`busy`), as tasks that wait there are
    better off in the queue of a fast worker, and a task whose inputs are sent in next to no time (`LIGHT`): of those a
    thief gets what its threads have to do until the next round of balancing. One only, of many short tasks that wait
-   behind one small input, would leave it idle for most of the round. More than that were slower in simulations (LU,
-   reductions of uneven chunks): what waits at a thief is not where its next inputs are made.
+   behind one small input, would leave it idle for most of the round. More is not needed: the next round knows better.
 2. At home the task counts as the last in the queue; elsewhere it needs its inputs first. Moving is charged once more as
    what it costs other tasks, as in `cost`.
 3. A task of unknown duration is left to Dask: there is nothing to compare.
