@@ -67,6 +67,9 @@ FAILURES, FAILURES_SECONDS = 10, 600.0
 _PIN_TASKS = 500
 #: states of a barrier's task that may run again when it is released
 _RUNS_AGAIN = ("processing", "queued", "no-worker", "memory")
+#: how the stimulus begins by which a barrier is released that its worker has ended for an earlier run: the task was
+#: released and sent there once more while the worker still waited for the end of that run's flush
+_LATE_ANSWER = ("task-erred-", "task-finished-")
 #: the part of our code whose failures are counted, in events and statistics
 _PART = "scheduler"
 
@@ -229,7 +232,7 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
                     self.amender.released(key, stimulus_id)
                     if start == "processing":
                         self.opener.left()
-                if start in _RUNS_AGAIN and self._runs_again(seam.id_from_key(key), start):
+                if start in _RUNS_AGAIN and self._runs_again(seam.id_from_key(key), start, stimulus_id):
                     return
             elif finish == "memory" and start == "processing" and self.active_shuffles:
                 self.runs.ended(key, kwargs.get("startstops") or ())
@@ -239,14 +242,16 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
             self.takeover.failed()
         super().transition(key, start, finish, *args, stimulus_id=stimulus_id, **kwargs)
 
-    def _runs_again(self, shuffle_id: seam.ShuffleId | None, start: str) -> bool:
+    def _runs_again(self, shuffle_id: seam.ShuffleId | None, start: str, stimulus_id: str) -> bool:
         """Whether a barrier that was released will run again, since its run goes on.
 
         It has not passed: its worker was lost, or transfers run again. A cancelled query forgets it next, and then the
-        run ends.
+        run ends. A run of Dask's own goes on if its barrier came to nothing because of an answer of the run before.
         """
         record = self.runs.get(shuffle_id) if shuffle_id else None
-        if record is None or record.restarting or (start == "memory" and record.passed):
+        if record is None:
+            return shuffle_id in self.active_shuffles and start == "processing" and stimulus_id.startswith(_LATE_ANSWER)
+        if record.restarting or (start == "memory" and record.passed):
             return False
         self.runs.changed(record)
         return True
