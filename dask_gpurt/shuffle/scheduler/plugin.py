@@ -46,7 +46,7 @@ from dask_gpurt.shuffle.scheduler.rebalance import Binder
 from dask_gpurt.shuffle.scheduler.recovery import Amender
 from dask_gpurt.shuffle.scheduler.reopen import Opener
 from dask_gpurt.shuffle.scheduler.restart import for_the_rest, keep_outputs, release_behind_aliases
-from dask_gpurt.shuffle.scheduler.runs import Runs
+from dask_gpurt.shuffle.scheduler.runs import PATIENCE, PATIENCE_SECONDS, Runs
 from dask_gpurt.shuffle.scheduler.skew import SkewReport
 from dask_gpurt.shuffle.spec import GpurtShuffleSpec
 from dask_gpurt.shuffle.worker.rechunk import ReleasingRechunkSpec
@@ -175,7 +175,7 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
         record = self.runs.get(id)
         if not consistent or record is None:
             others = self._passed_partners(id) if record is not None else []
-            await super().barrier(id, run_id, consistent)
+            await self._dasks_barrier(id, run_id, consistent)
             # What the tasks of a join have taken of the other side is gone as well. Were that found out one side after
             # the other, each would cost the other what was taken of it meanwhile, and they would take turns at it.
             for other in others:
@@ -190,6 +190,19 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
             # Not awaited: outputs need not wait for what is said about them.
             seam.in_background(self.scheduler, self.takeover.skew.look, record)
         return BarrierAnswer.PASSED.value
+
+    async def _dasks_barrier(self, id: seam.ShuffleId, run_id: int, consistent: bool) -> None:
+        """As inherited, but an error waits until a worker that closes has left, which restarts the shuffle."""
+        run = self.active_shuffles.get(id)
+        try:
+            await super().barrier(id, run_id, consistent)
+        except RuntimeError as e:
+            # It ends its runs before it leaves. Dask's error comes before Dask's restart, and fails the query.
+            tries = PATIENCE if seam.ShuffleClosedError.__name__ in str(e) else 0
+            while tries and self.active_shuffles.get(id) is run:
+                await asyncio.sleep(PATIENCE_SECONDS)
+                tries -= 1
+            raise
 
     def _passed_partners(self, shuffle_id: seam.ShuffleId) -> list[seam.ShuffleId]:
         """Shuffles of ours that share outputs with this one, and whose barrier's result is there."""

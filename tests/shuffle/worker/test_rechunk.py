@@ -131,3 +131,28 @@ async def test_a_barrier_of_an_earlier_run_that_fails_late_does_not_end_the_next
         assert (await c.compute(x) == np.arange(576).reshape(24, 24)).all()
     assert restarted
     assert takeover.statistics()["errors"] == 0
+
+
+@gen_cluster(**TWO)
+async def test_a_worker_that_closes_while_a_barrier_flushes_fails_no_rechunk(c, s, a, b):
+    await ShuffleTakeover.install(s, ON)
+    broadcast, left = s.broadcast, []
+
+    async def leave(worker: str) -> None:
+        await asyncio.sleep(0.3)  # an error that does not wait is there by then
+        await s.remove_worker(worker, stimulus_id="leaves")
+
+    async def one_closes(*, msg: dict[str, Any], workers: list[str], **kwargs: Any) -> dict[str, Any]:
+        if msg["op"] != "shuffle_inputs_done" or left:
+            return await broadcast(msg=msg, workers=workers, **kwargs)
+        barrier = s.tasks[seam.barrier_key(msg["shuffle_id"])]
+        (worker,) = set(workers) - {barrier.processing_on.address}
+        left.append(asyncio.create_task(leave(worker)))
+        # What a worker answers that has ended its runs and has not closed its stream yet.
+        return {w: Exception("ShuffleClosedError('closed')") if w == worker else None for w in workers}
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(s, "broadcast", one_closes)
+        x = da.from_array(np.arange(576).reshape(24, 24), chunks=(4, 24)).rechunk((24, 4), method="p2p")
+        assert (await c.compute(x) == np.arange(576).reshape(24, 24)).all()
+    assert left
