@@ -1,9 +1,11 @@
 """Plays random work with losses and slow messages on clusters in this process: `tests/stress/play.py`.
 
     python ci/stress.py FIRST [COUNT] [--repeat N] [--seconds S] [--stock] [--works a,b] [--events a,b]
+                        [--set NAME=VALUE]
 
-Prints every failure with its seed, what it did, and the end of the log. ``--stock`` plays the same without the
-extension: does Dask fail as well? Exit: 0 when none failed, else 1.
+Prints every failure with its seed, what it did, and the end of the log; at the end what all plays together have
+counted, which says what was played at all. ``--stock`` plays the same without the extension: does Dask fail as well?
+``--set shuffle.join-filter=auto`` is a setting instead of the seed's. Exit: 0 when none failed, else 1.
 """
 
 from __future__ import annotations
@@ -17,6 +19,9 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -44,16 +49,23 @@ def names(text: str) -> tuple[str, ...]:
     return tuple(name for name in text.split(",") if name)
 
 
-def failed(seed: int, planned: Plan, stock: bool, log: Lines) -> bool:
+def setting(text: str) -> tuple[str, Any]:
+    """Name and value of ``NAME=VALUE``."""
+    name, _, value = text.partition("=")
+    return name, yaml.safe_load(value)
+
+
+def failed(seed: int, planned: Plan, stock: bool, log: Lines, counted: collections.Counter[str]) -> bool:
     """Play once; whether it failed, which is printed."""
     log.lines.clear()
     try:
-        asyncio.run(play(seed, planned, stock=stock))
+        counted.update(asyncio.run(play(seed, planned, stock=stock)))
     except Exception:
         kept = "\n".join(f"    | {line[:600]}" for line in log.lines)
         sys.stdout.write(
             f"FAILED seed {seed}{' stock' if stock else ''}: {planned}\n{kept}\n{traceback.format_exc()}\n"
         )
+        sys.stdout.flush()
         return True
     return False
 
@@ -68,17 +80,21 @@ def main() -> int:
     p.add_argument("--stock", action="store_true", help="without the extension")
     p.add_argument("--works", type=names, default=(), help="instead of the seed's")
     p.add_argument("--events", type=names, default=(), help="instead of the seed's")
+    p.add_argument("--set", type=setting, action="append", default=[], help="NAME=VALUE instead of the seed's setting")
     args = p.parse_args()
     log = Lines()
     logging.getLogger("distributed").handlers = [log]
     logging.getLogger("distributed").propagate = False
     end, played, failures = time.monotonic() + args.seconds, 0, 0
+    counted: collections.Counter[str] = collections.Counter()
     for seed in range(args.first, args.first + args.count):
         for _ in range(args.repeat):
             if time.monotonic() < end:
-                failures += failed(seed, plan(seed, args.works, args.events), args.stock, log)
+                planned = plan(seed, args.works, args.events)
+                planned = planned._replace(settings={**planned.settings, **dict(args.set)})
+                failures += failed(seed, planned, args.stock, log, counted)
                 played += 1
-    sys.stdout.write(f"{played} played, {failures} failed\n")
+    sys.stdout.write(f"{played} played, {failures} failed; {dict(counted)}\n")
     sys.stdout.flush()
     # Threads of tasks that belong to closed workers would be waited for.
     os._exit(1 if failures else 0)

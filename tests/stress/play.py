@@ -4,8 +4,9 @@ A seed gives the work, the settings, the delays of messages and the events. Whic
 the machine, so a seed that fails may pass the next time: play it many times.
 
 Events: ``close``, ``kill`` (the worker's stream is cut first), ``remove`` (by the scheduler), ``drop`` (the stream is
-cut and the worker stays), ``retire``, ``pause``, ``add`` a worker, ``cancel`` the same work of another client. Each
-comes at a moment of the scheduler: the n-th transition of some kind.
+cut and the worker stays), ``retire``, ``pause``, ``add`` a worker. Another client may ``cancel`` the same work, want
+its answer ``again``, or ``release`` other work half-way and compute it anew. Each comes at a moment of the scheduler:
+the n-th transition of some kind.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from distributed.core import Status
 
 from dask_gpurt.config import Settings
 from dask_gpurt.extension.scheduler import GpurtScheduler
+from dask_gpurt.shuffle.counters import counters_of
+from dask_gpurt.shuffle.protocol import rebalance_plan
+from dask_gpurt.shuffle.scheduler import rebalance
 from tests.stress.works import LAG, WORKS, Work, check, make
 
 if TYPE_CHECKING:
@@ -30,6 +34,8 @@ if TYPE_CHECKING:
 EVENTS = (
     *(("close",), ("kill",), ("remove",), ("drop",), ("retire",), ("pause",), ("add",), ("cancel", "kill")),
     *(("close", "add"), ("kill", "kill"), ("close", "close"), ("retire", "add"), ("kill", "add", "kill")),
+    *(("release",), ("release", "kill"), ("again", "kill"), ("again", "retire"), ("release", "close", "add")),
+    *(("pause", "kill"), ("retire", "kill"), ("retire", "release"), ("add", "kill"), ("drop", "again")),
 )
 #: part of a key, and the state that a task comes to
 MOMENTS = (
@@ -53,6 +59,8 @@ class Plan(NamedTuple):
     threads: int
     settings: dict[str, Any]
     config: dict[str, Any]
+    #: outputs change hands whenever that levels their bytes
+    eager: bool = False
 
 
 def plan(seed: int, works: tuple[str, ...] = (), events: tuple[str, ...] = ()) -> Plan:
@@ -73,6 +81,8 @@ def plan(seed: int, works: tuple[str, ...] = (), events: tuple[str, ...] = ()) -
             "shuffle.retain": r.choice([0.1, 0.1, 0.0]),
             "shuffle.receive-budget": r.choice([64 << 20, 1 << 16]),
             "transfers.verify": r.random() < 0.2,
+            # The least is 4 kB of a worker's 4 GiB: nearly all goes to disk.
+            "tiers.host-limit": r.choice([0.6, 0.6, 1e-6]),
         },
         {
             "dataframe.shuffle.method": "p2p",
@@ -80,6 +90,7 @@ def plan(seed: int, works: tuple[str, ...] = (), events: tuple[str, ...] = ()) -
             "distributed.scheduler.allowed-failures": 10,
             "distributed.scheduler.worker-saturation": r.choice([1.1, 1.1, "inf", 1.0]),
         },
+        r.random() < 0.4,
     )
 
 
@@ -102,6 +113,21 @@ def slow_messages(seed: int, planned: Plan) -> Iterator[None]:
         begin(self, f"{r.choice(planned.intervals)}ms", *args, **kwargs)
 
     with mock.patch.object(core, "send_recv", late), mock.patch.object(batched.BatchedSend, "__init__", own):
+        yield
+
+
+@contextlib.contextmanager
+def late_binding(eager: bool) -> Iterator[None]:
+    """Have small outputs change hands, at no price."""
+    if not eager:
+        yield
+        return
+    free = rebalance_plan.Prices(1 / 1e3, 1 / 1e9, 1 / 1e9, 0.0)
+    with (
+        mock.patch.object(rebalance_plan, "LEAST_BYTES", 256),
+        mock.patch.object(rebalance, "FIXED_SECONDS", 0.0),
+        mock.patch.object(rebalance.Binder, "_prices", return_value=free),
+    ):
         yield
 
 
@@ -153,6 +179,16 @@ class _Cluster:
             future = client.compute(r.choice(works).collection)
             await asyncio.sleep(r.random() * 0.3)
             del future
+        elif kind == "again":
+            work = r.choice(works)
+            check(await client.compute(work.collection), work.want)
+        elif kind == "release":
+            work = make(r.choice(list(WORKS)), r)
+            future = client.compute(work.collection)
+            await asyncio.sleep(r.random() * 0.6)
+            future.release()
+            await asyncio.sleep(r.choice([0.0, 0.01, 0.2]))
+            check(await client.compute(work.collection), work.want)
         elif (worker := self.victim()) is not None:
             self.happened[-1] += f" {worker.address}"
             if kind in ("kill", "drop"):
@@ -171,7 +207,7 @@ class _Cluster:
 
 
 async def play(seed: int, planned: Plan, *, stock: bool = False) -> dict[str, Any]:
-    """Play a seed; the statistics of the shuffles' recovery ({} without the extension).
+    """Play a seed; what was counted of the shuffles' recovery, moves and join filters ({} without the extension).
 
     Raises
     ------
@@ -182,7 +218,7 @@ async def play(seed: int, planned: Plan, *, stock: bool = False) -> dict[str, An
     Exception
         What the work has failed with.
     """
-    with slow_messages(seed, planned), dask.config.set(planned.config):
+    with slow_messages(seed, planned), late_binding(planned.eager), dask.config.set(planned.config):
         return await asyncio.wait_for(_play(seed, planned, stock), HANG_SECONDS)
 
 
@@ -223,10 +259,10 @@ async def _play(seed: int, planned: Plan, stock: bool) -> dict[str, Any]:
         await asyncio.gather(*events, *(run(work, r.choice([0, 0, 0.05, 0.3])) for work in works))
         if r.random() < 0.4:
             await run(works[0], 0)
-        return {} if extension is None else await _checked(s, extension)
+        return {} if extension is None else await _checked(s, extension, cluster.workers)
 
 
-async def _checked(s: Scheduler, extension: GpurtScheduler) -> dict[str, Any]:
+async def _checked(s: Scheduler, extension: GpurtScheduler, workers: list[Worker]) -> dict[str, Any]:
     statistics = extension.statistics()
     assert not (bad := list(errors(statistics))), bad
     for _ in range(500):
@@ -234,8 +270,13 @@ async def _checked(s: Scheduler, extension: GpurtScheduler) -> dict[str, Any]:
             break
         await asyncio.sleep(0.02)
     assert not s.tasks, f"left: {list(s.tasks.values())[:5]}"
-    recovery: dict[str, Any] = statistics["shuffle"]["recovery"]
-    return recovery
+    shuffle = statistics["shuffle"]
+    return {
+        **shuffle["recovery"],
+        "outputs_moved": shuffle["late_binding"]["outputs"],
+        "filters": shuffle["join_filters"]["sent"],
+        "rows_dropped": sum(counters_of(worker).join_rows_dropped for worker in workers),
+    }
 
 
 def errors(statistics: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:

@@ -73,6 +73,13 @@ def _merge(r: random.Random) -> tuple[Any, Any]:
     return out, _whole(left, n).merge(_whole(right, m), on="k", how=how)
 
 
+def _merge_few(r: random.Random) -> tuple[Any, Any]:
+    """A small side that is split long before the other, so that a join filter comes in time."""
+    n, m, how = r.randint(8, 16), r.randint(1, 3), r.choice(["inner", "inner", "right"])
+    out = _frame(left, n).merge(_frame(right, m), on="k", how=how, shuffle_method="p2p", npartitions=r.randint(3, 8))
+    return out, _whole(left, n).merge(_whole(right, m), on="k", how=how)
+
+
 def _merge_sum(r: random.Random) -> tuple[Any, Any]:
     n, m = r.randint(4, 12), r.randint(4, 12)
     out = _frame(left, n).merge(_frame(right, m), on="k", shuffle_method="p2p").groupby("k").a.sum()
@@ -132,6 +139,7 @@ def _sum(*values: int) -> int:
 WORKS: dict[str, Callable[[random.Random], tuple[Any, Any]]] = {
     "shuffle": _shuffle,
     "merge": _merge,
+    "merge-few": _merge_few,
     "merge-sum": _merge_sum,
     "set-index": _set_index,
     "groupby": _groupby,

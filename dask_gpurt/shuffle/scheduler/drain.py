@@ -36,7 +36,7 @@ _NAMES = frozenset(status.name for status in LEAVING)
 
 
 def worker_for(scheduler: Scheduler, runs: Runs, spec: Any, shift: int) -> dict[Any, str] | None:
-    """Output -> owner of a new run of any kind, without workers that do not run; None: as Dask has it.
+    """Output -> owner of a new run of any kind, without workers that do not run, or left; None: as Dask has it.
 
     Parameters
     ----------
@@ -48,12 +48,15 @@ def worker_for(scheduler: Scheduler, runs: Runs, spec: Any, shift: int) -> dict[
     barrier = runs.barrier_of(spec.id)
     allowed = list((barrier.worker_restrictions if barrier is not None else None) or scheduler.workers)
     workers = running(scheduler.workers, allowed)
-    if len(workers) == len(allowed):
+    # Both sides of a join are made by one task: the second side follows the first, also to workers that do not run. Not
+    # to one that has left, as it has when what it owned was not wanted: no flush would end. Should that be wanted now,
+    # the first side is restarted.
+    partner = runs.partner_owners(spec.id)
+    there = {part: owner for part, owner in partner.items() if owner in scheduler.workers}
+    if len(workers) == len(allowed) and len(there) == len(partner):
         return None
     workers = workers[shift % len(workers) :] + workers[: shift % len(workers)]
-    # Both sides of a join are made by one task: whatever has become of the first side's workers, the second follows.
-    partner = runs.partner_owners(spec.id)
-    return {part: partner.get(part) or spec.pick_worker(part, workers) for part in spec.output_partitions}
+    return {part: there.get(part) or spec.pick_worker(part, workers) for part in spec.output_partitions}
 
 
 class Drain:

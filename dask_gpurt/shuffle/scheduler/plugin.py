@@ -46,7 +46,7 @@ from dask_gpurt.shuffle.scheduler.rebalance import Binder
 from dask_gpurt.shuffle.scheduler.recovery import Amender
 from dask_gpurt.shuffle.scheduler.reopen import Opener
 from dask_gpurt.shuffle.scheduler.restart import for_the_rest, keep_outputs, release_behind_aliases
-from dask_gpurt.shuffle.scheduler.runs import Runs
+from dask_gpurt.shuffle.scheduler.runs import PATIENCE, PATIENCE_SECONDS, Runs
 from dask_gpurt.shuffle.scheduler.skew import SkewReport
 from dask_gpurt.shuffle.spec import GpurtShuffleSpec
 from dask_gpurt.shuffle.worker.rechunk import ReleasingRechunkSpec
@@ -67,6 +67,9 @@ FAILURES, FAILURES_SECONDS = 10, 600.0
 _PIN_TASKS = 500
 #: states of a barrier's task that may run again when it is released
 _RUNS_AGAIN = ("processing", "queued", "no-worker", "memory")
+#: how the stimulus begins by which a barrier is released that its worker has ended for an earlier run: the task was
+#: released and sent there once more while the worker still waited for the end of that run's flush
+_LATE_ANSWER = ("task-erred-", "task-finished-")
 #: the part of our code whose failures are counted, in events and statistics
 _PART = "scheduler"
 
@@ -172,7 +175,7 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
         record = self.runs.get(id)
         if not consistent or record is None:
             others = self._passed_partners(id) if record is not None else []
-            await super().barrier(id, run_id, consistent)
+            await self._dasks_barrier(id, run_id, consistent)
             # What the tasks of a join have taken of the other side is gone as well. Were that found out one side after
             # the other, each would cost the other what was taken of it meanwhile, and they would take turns at it.
             for other in others:
@@ -187,6 +190,19 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
             # Not awaited: outputs need not wait for what is said about them.
             seam.in_background(self.scheduler, self.takeover.skew.look, record)
         return BarrierAnswer.PASSED.value
+
+    async def _dasks_barrier(self, id: seam.ShuffleId, run_id: int, consistent: bool) -> None:
+        """As inherited, but an error waits until a worker that closes has left, which restarts the shuffle."""
+        run = self.active_shuffles.get(id)
+        try:
+            await super().barrier(id, run_id, consistent)
+        except RuntimeError as e:
+            # It ends its runs before it leaves. Dask's error comes before Dask's restart, and fails the query.
+            tries = PATIENCE if seam.ShuffleClosedError.__name__ in str(e) else 0
+            while tries and self.active_shuffles.get(id) is run:
+                await asyncio.sleep(PATIENCE_SECONDS)
+                tries -= 1
+            raise
 
     def _passed_partners(self, shuffle_id: seam.ShuffleId) -> list[seam.ShuffleId]:
         """Shuffles of ours that share outputs with this one, and whose barrier's result is there."""
@@ -229,7 +245,7 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
                     self.amender.released(key, stimulus_id)
                     if start == "processing":
                         self.opener.left()
-                if start in _RUNS_AGAIN and self._runs_again(seam.id_from_key(key), start):
+                if start in _RUNS_AGAIN and self._runs_again(seam.id_from_key(key), start, stimulus_id):
                     return
             elif finish == "memory" and start == "processing" and self.active_shuffles:
                 self.runs.ended(key, kwargs.get("startstops") or ())
@@ -239,14 +255,16 @@ class _SchedulerPlugin(seam.ShuffleSchedulerPlugin):
             self.takeover.failed()
         super().transition(key, start, finish, *args, stimulus_id=stimulus_id, **kwargs)
 
-    def _runs_again(self, shuffle_id: seam.ShuffleId | None, start: str) -> bool:
+    def _runs_again(self, shuffle_id: seam.ShuffleId | None, start: str, stimulus_id: str) -> bool:
         """Whether a barrier that was released will run again, since its run goes on.
 
         It has not passed: its worker was lost, or transfers run again. A cancelled query forgets it next, and then the
-        run ends.
+        run ends. A run of Dask's own goes on if its barrier came to nothing because of an answer of the run before.
         """
         record = self.runs.get(shuffle_id) if shuffle_id else None
-        if record is None or record.restarting or (start == "memory" and record.passed):
+        if record is None:
+            return shuffle_id in self.active_shuffles and start == "processing" and stimulus_id.startswith(_LATE_ANSWER)
+        if record.restarting or (start == "memory" and record.passed):
             return False
         self.runs.changed(record)
         return True

@@ -104,3 +104,55 @@ async def test_stock_where_a_worker_cannot(c, s, a, b):
     assert (ours.id, ours.disk, ours.new, ours.old) == ("x", True, ((4,),), ((2, 2),))
     takeover.able[b.address] = "no such package"
     assert takeover.choose(spec) is spec
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 2)], timeout=60)
+async def test_a_barrier_of_an_earlier_run_that_fails_late_does_not_end_the_next(c, s, a):
+    takeover = await ShuffleTakeover.install(s, ON)
+    plugin = s.plugins["shuffle"]
+    broadcast, restarted = s.broadcast, []
+
+    async def restart_meanwhile(*, msg: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        if msg["op"] != "shuffle_inputs_done" or restarted:
+            return await broadcast(msg=msg, **kwargs)
+        # The barrier's task holds one thread of the worker. The other one splits the inputs again, then the task is
+        # sent there once more, and the worker takes the call under way for it.
+        restarted.append(msg["run_id"])
+        barrier = s.tasks[seam.barrier_key(msg["shuffle_id"])]
+        first = barrier.run_id
+        seam.restart_run(plugin, s, plugin.active_shuffles[msg["shuffle_id"]], "the test says so")
+        await until(lambda: barrier.state == "processing" and barrier.run_id != first)
+        await until(lambda: a.state.tasks[barrier.key].run_id == barrier.run_id)
+        return {a.address: RuntimeError("a worker flushed a run that is over")}
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(s, "broadcast", restart_meanwhile)
+        x = da.from_array(np.arange(576).reshape(24, 24), chunks=(4, 24)).rechunk((24, 4), method="p2p")
+        assert (await c.compute(x) == np.arange(576).reshape(24, 24)).all()
+    assert restarted
+    assert takeover.statistics()["errors"] == 0
+
+
+@gen_cluster(**TWO)
+async def test_a_worker_that_closes_while_a_barrier_flushes_fails_no_rechunk(c, s, a, b):
+    await ShuffleTakeover.install(s, ON)
+    broadcast, left = s.broadcast, []
+
+    async def leave(worker: str) -> None:
+        await asyncio.sleep(0.3)  # an error that does not wait is there by then
+        await s.remove_worker(worker, stimulus_id="leaves")
+
+    async def one_closes(*, msg: dict[str, Any], workers: list[str], **kwargs: Any) -> dict[str, Any]:
+        if msg["op"] != "shuffle_inputs_done" or left:
+            return await broadcast(msg=msg, workers=workers, **kwargs)
+        barrier = s.tasks[seam.barrier_key(msg["shuffle_id"])]
+        (worker,) = set(workers) - {barrier.processing_on.address}
+        left.append(asyncio.create_task(leave(worker)))
+        # What a worker answers that has ended its runs and has not closed its stream yet.
+        return {w: Exception("ShuffleClosedError('closed')") if w == worker else None for w in workers}
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(s, "broadcast", one_closes)
+        x = da.from_array(np.arange(576).reshape(24, 24), chunks=(4, 24)).rechunk((24, 4), method="p2p")
+        assert (await c.compute(x) == np.arange(576).reshape(24, 24)).all()
+    assert left
