@@ -7,6 +7,7 @@ The same names everywhere: ``gpurt.tiers.host-limit`` in YAML, ``DASK_GPURT__TIE
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import warnings
 from collections.abc import Mapping
@@ -26,7 +27,11 @@ DEFAULTS: dict[str, Any] = load("gpurt.yaml")
 def _register() -> None:
     """Put our defaults below Dask's configuration. What is no mapping stays, so that `Settings.load` refuses it."""
     found = dask.config.config.get("gpurt")
+    sections = dict(found) if isinstance(found, Mapping) else {}
     dask.config.update_defaults(DEFAULTS)  # it would replace a value such as that of DASK_GPURT=1
+    for name, value in canonical(sections).items():
+        if isinstance(DEFAULTS["gpurt"].get(name), Mapping) and not isinstance(value, (Mapping, type(None))):
+            dask.config.config["gpurt"][name] = value  # such as that of DASK_GPURT__TIERS=False
     if not (found is None or isinstance(found, Mapping)):
         dask.config.config["gpurt"] = found
         # Without a preload nothing is loaded that could refuse.
@@ -182,6 +187,10 @@ class Settings:
         ConfigError
             An unknown key or a value that is not allowed.
         """
+        if not (overrides is None or isinstance(overrides, Mapping)):
+            raise ConfigError(
+                f"the settings are {overrides!r}, must be a mapping of keys to values, such as {{'policy': 'stock'}}"
+            )
         tree = _merged(overrides or {})
         check(tree, schema()["properties"]["gpurt"], "gpurt")
         return cls(
@@ -258,6 +267,13 @@ def _merged(overrides: Mapping[str, Any]) -> dict[str, Any]:
         tree = {}
     if not isinstance(tree, Mapping):
         raise ConfigError(_no_mapping(tree))
+    for name in dask.config.config:
+        if str(name).replace("_", "-").startswith("gpurt-"):
+            variable = f"DASK_{str(name).upper().replace('-', '_')}"
+            raise ConfigError(
+                f"{name} is no setting. Remedy: unset {variable}, or write DASK_GPURT__ with two underscores, as in "
+                "DASK_GPURT__POLICY=stock"
+            )
     # Over the defaults: what resets Dask's configuration (distributed's own test tools do) drops ours with it.
     merged: dict[str, Any] = dask.config.merge(DEFAULTS["gpurt"], canonical(tree))
     for dotted, value in flat(overrides).items():
@@ -286,13 +302,21 @@ def _prices(value: Any) -> float | dict[str, float] | None:
 
 
 def _folders(value: Any) -> tuple[str, ...]:
-    return () if value is None else (value,) if isinstance(value, str) else tuple(value)
+    folders = () if value is None else (value,) if isinstance(value, str) else tuple(value)
+    for folder in folders:
+        if "://" in str(folder):
+            raise ConfigError(
+                f"gpurt.tiers.directory is {folder!r}, must be a folder of the worker. Remedy: "
+                "gpurt.tiers.object-store takes an address"
+            )
+    return tuple(os.path.expanduser(folder) for folder in folders)
 
 
 def _bytes(value: Any, where: str) -> int:
     try:
-        n = int(dask.utils.parse_bytes(value))
-    except (ValueError, TypeError):
+        # Of an empty text Dask makes 1 byte.
+        n = -1 if isinstance(value, str) and not value.strip() else int(dask.utils.parse_bytes(value))
+    except (ValueError, TypeError, OverflowError):
         n = -1
     if n < 0:
         raise ConfigError(f"{where} is {value!r}, must be a number of bytes >= 0, such as 1000000 or '200 GiB'")

@@ -87,9 +87,13 @@ def ask(client: Asked, function: Callable[..., Any], *args: Any, timeout: float 
     ------
     GpurtError, TypeError
         See `found`.
+    ValueError
+        `timeout` is no number above 0.
     NoAnswer
         No scheduler answers at that address.
     """
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
+        raise ValueError(f"timeout is {timeout!r}, must be a number of seconds above 0")
     target = found(client)
     if isinstance(target, Client):
         return target.sync(function, target, *args)

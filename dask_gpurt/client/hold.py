@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.client import remote
@@ -12,8 +13,6 @@ from dask_gpurt.client.connect import ANSWER_SECONDS
 from dask_gpurt.errors import GpurtError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from distributed import Client
 
     from dask_gpurt.client.ask import Asked
@@ -53,7 +52,7 @@ class Quarantined:
 
 
 def hold(
-    client: Asked = None, workers: Iterable[str] = (), *, why: str = "as asked", timeout: float = ANSWER_SECONDS
+    client: Asked = None, workers: Iterable[str | int] = (), *, why: str = "as asked", timeout: float = ANSWER_SECONDS
 ) -> Quarantined:
     """Give workers no more tasks and move their data away; they stay in the cluster. Or say which are out.
 
@@ -73,19 +72,28 @@ def hold(
     ------
     ValueError
         There is no such worker.
+    TypeError
+        `workers` is no list.
     NoAnswer
         The scheduler cannot be reached, or does not answer in time.
     GpurtError
         The extension is not in that cluster, or ``gpurt.quarantine`` is ``off``.
     """
-    answer: Quarantined = ask(client, _change, list(workers), [], why, timeout, timeout=timeout)
+    answer: Quarantined = ask(client, _change, _words(workers), [], why, timeout, timeout=timeout)
     return answer
 
 
-def release(client: Asked, workers: Iterable[str], *, timeout: float = ANSWER_SECONDS) -> Quarantined:
+def release(client: Asked, workers: Iterable[str | int], *, timeout: float = ANSWER_SECONDS) -> Quarantined:
     """Let workers have tasks again. Arguments and errors are those of `hold`."""
-    answer: Quarantined = ask(client, _change, [], list(workers), "", timeout, timeout=timeout)
+    answer: Quarantined = ask(client, _change, [], _words(workers), "", timeout, timeout=timeout)
     return answer
+
+
+def _words(workers: Iterable[str | int]) -> list[str]:
+    """Addresses and names as text: names of a `LocalCluster` are numbers."""
+    if isinstance(workers, str) or not isinstance(workers, Iterable):
+        raise TypeError(f"workers is {workers!r}, must be a list of addresses or names. The client comes first")
+    return [str(worker) for worker in workers]
 
 
 async def _change(client: Client, out: list[str], back: list[str], why: str, timeout: float) -> Quarantined:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dask.base import is_dask_collection
-from dask.core import flatten
-from distributed import Future
+from dask.core import flatten, validate_key
+from distributed import Client, Future
 from distributed.client import futures_of
 
 from dask_gpurt.client import remote
@@ -18,7 +18,6 @@ from dask_gpurt.observe.answers.where import Where
 
 if TYPE_CHECKING:
     from dask.typing import Key
-    from distributed import Client
 
     from dask_gpurt.client.ask import Asked
 
@@ -141,9 +140,17 @@ def _keys(given: Any) -> list[Any]:
     """The keys of what a user gave, each once."""
     if isinstance(given, Future):
         return [given.key]
+    if isinstance(given, Client):
+        raise TypeError(f"the key is {given!r}. Remedy: the client comes first, then the key")
     if is_dask_collection(given):
         futures = futures_of(given)
         return list(dict.fromkeys([f.key for f in futures] if futures else flatten(given.__dask_keys__())))
     if isinstance(given, (list, set, frozenset)):
         return list(dict.fromkeys(key for one in given for key in _keys(one)))
+    try:
+        validate_key(given)
+    except TypeError as e:
+        raise TypeError(
+            f"the key is {given!r} ({type(given).__name__}), must be a key, a future, a collection, or a list of these"
+        ) from e
     return [given]

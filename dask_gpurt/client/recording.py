@@ -18,6 +18,7 @@ from distributed import Client
 
 from dask_gpurt.client.ask import Session, ask_scheduler, found, is_asynchronous
 from dask_gpurt.errors import GpurtError, TraceError
+from dask_gpurt.observe.render.output_file import replaceable
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -59,6 +60,8 @@ class record:
     ------
     FileNotFoundError
         `path` is in a directory that does not exist. Nothing was recorded.
+    ValueError, IsADirectoryError, FileExistsError
+        `path` is not that of a file. Nothing was recorded.
     NoAnswer
         The scheduler cannot be reached, or does not answer in time.
     GpurtError
@@ -66,8 +69,10 @@ class record:
     """
 
     def __init__(self, client: Asked, path: str | os.PathLike[str], *, timeout: float = ANSWER_SECONDS) -> None:
+        if not isinstance(path, (str, os.PathLike)):
+            raise TypeError(f"the path is {path!r}, must be where the file goes. The client comes first")
         self.client = client
-        self.path = os.path.abspath(path)
+        self.path = replaceable(path)
         self._timeout = timeout
         self._session: Session | None = None
         self._name = f"gpurt-trace-{uuid.uuid4().hex[:12]}"

@@ -6,6 +6,7 @@ what the scheduler knows of them is of now. Of a run that is over the scheduler 
 
 from __future__ import annotations
 
+import os
 import re
 from typing import TYPE_CHECKING, Any, overload
 
@@ -14,6 +15,7 @@ from dask_gpurt.client.ask import ask, ask_scheduler, ask_workers, found, is_asy
 from dask_gpurt.client.connect import ANSWER_SECONDS
 from dask_gpurt.client.runs import report_of, whole
 from dask_gpurt.errors import GpurtError
+from dask_gpurt.observe.render.output_file import replaceable
 from dask_gpurt.observe.report.facts import Run, from_snapshots
 from dask_gpurt.observe.report.page import write
 
@@ -30,15 +32,21 @@ _ADDRESS = re.compile(r"[a-z]+://|[\w.-]+:\d+$")
 
 
 @overload
-def report(path: str, client: Asked = None, *, timeout: float = ANSWER_SECONDS) -> ReportBlock: ...
+def report(path: str | os.PathLike[str], client: Asked = None, *, timeout: float = ANSWER_SECONDS) -> ReportBlock: ...
 
 
 @overload
-def report(path: Asked = None, client: Asked = None, *, run: int, timeout: float = ANSWER_SECONDS) -> RunReport: ...
+def report(
+    path: Asked | os.PathLike[str] = None, client: Asked = None, *, run: int, timeout: float = ANSWER_SECONDS
+) -> RunReport: ...
 
 
 def report(
-    path: Asked = None, client: Asked = None, *, run: int | None = None, timeout: float = ANSWER_SECONDS
+    path: Asked | os.PathLike[str] = None,
+    client: Asked = None,
+    *,
+    run: int | None = None,
+    timeout: float = ANSWER_SECONDS,
 ) -> ReportBlock | RunReport:
     """Report what a run did and what it waited for: of a ``with`` block, or of a run that is over.
 
@@ -71,6 +79,8 @@ def report(
         There is no such run, or it is not kept any more.
     GpurtError
         The extension is not in that cluster, or its observation is off.
+    TypeError, ValueError, IsADirectoryError, FileExistsError
+        `path` is not that of a file.
 
     Examples
     --------
@@ -78,9 +88,11 @@ def report(
     ...     ddf.groupby("x").y.mean().compute()
     >>> dask_gpurt.report(client, run=-1)  # doctest: +SKIP
     """
+    if isinstance(path, os.PathLike):
+        path = os.fspath(path)
     if run is not None:
         return _report_of(path, client, whole(run), timeout)
-    if not isinstance(path, str):
+    if not isinstance(path, str) or _ADDRESS.match(path):
         raise TypeError(
             f"the path is {path!r} ({type(path).__name__}), must be where the HTML file goes. Remedy: "
             '`with dask_gpurt.report("run.html", client)`, or report(client, run=-1) for the newest run'
@@ -109,6 +121,7 @@ class ReportBlock:
     """What `report` returns for a ``with`` block; ``run`` has the facts afterwards."""
 
     def __init__(self, path: str, client: Asked = None, *, timeout: float = ANSWER_SECONDS) -> None:
+        replaceable(path)  # before the work, not after it
         self.path = path
         self._client: Asked = client
         self._timeout = timeout

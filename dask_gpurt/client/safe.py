@@ -81,13 +81,17 @@ def safe(
     ------
     ValueError
         There is no such part.
+    TypeError
+        `on` is neither True nor False.
     NoAnswer
         The scheduler cannot be reached, or does not answer in time.
     GpurtError
         The extension is not in that cluster.
     """
+    if not isinstance(on, bool):  # bool("off") would be True
+        raise TypeError(f"on is {on!r}, must be True or False")
     chosen = safe_mode.chosen(parts)
-    answer: SafeMode = ask(client, _switch, list(chosen), bool(on), timeout, timeout=timeout)
+    answer: SafeMode = ask(client, _switch, list(chosen), on, timeout, timeout=timeout)
     return answer
 
 

@@ -20,6 +20,7 @@ from dask_gpurt.model import residence
 from dask_gpurt.model.no_hook import ignored
 from dask_gpurt.observe.collect.scheduler import LedgerPlugin
 from dask_gpurt.observe.journal import Journal
+from dask_gpurt.observe.render.output_file import replaceable
 from dask_gpurt.observe.runs.recorder import RunRecorder
 from dask_gpurt.observe.trace.recorder import TraceRecorder
 from dask_gpurt.placement.decide import policy
@@ -283,8 +284,9 @@ class GpurtScheduler(SchedulerPlugin):
         scheduler = self.scheduler
         recorder = TraceRecorder(self.settings.trace.path, decision=self.decision)
         try:
+            replaceable(recorder.path)  # of a folder or a device it would make a sibling
             recorder.open(scheduler, dataclasses.asdict(self.settings))
-        except OSError as e:
+        except (OSError, ValueError) as e:
             raise InstallError(
                 f"gpurt.trace.path is {self.settings.trace.path!r}, where no new file can be made: {e}. Remedy: a path "
                 "in a directory that exists and that the scheduler may write to"

@@ -198,6 +198,7 @@ def test_local_cluster_says_what_failed_on_a_worker(
     ("options", "says"),
     [
         ({"settings": {"trace.path": "/proc/none/t"}}, r"^dask-gpurt: gpurt\.trace\.path is '/proc/none/t'.*Remedy"),
+        ({"settings": {"trace.path": "/dev"}}, r"^dask-gpurt: gpurt\.trace\.path is '/dev'.*folder.*Remedy"),
         ({"scheduler_port": "taken"}, r"^the cluster did not start: .*in use"),
         ({"protocol": "tls://"}, r"^the cluster did not start: .*TLS"),
     ],

@@ -59,9 +59,13 @@ def test_every_key_is_an_argument_of_the_preload() -> None:
         ({"tiers.host-limit": "half"}, ["'half'", "a number"]),
         ({"tiers.disk-limit": "many"}, ["'many'", "200 GiB"]),
         ({"tiers.disk-reserve": -1}, ["-1", ">= 0"]),
+        ({"tiers.disk-limit": " "}, ["gpurt.tiers.disk-limit is ' '", "200 GiB"]),
+        ({"tiers.disk-reserve": "1e400"}, ["'1e400'", "200 GiB"]),
+        ({"tiers.directory": ["/tmp", "s3://bucket/x"]}, ["'s3://bucket/x'", "gpurt.tiers.object-store"]),
         ({"tiers.enabled": 1}, ["true or false"]),
         ({"placement.candidates": True}, ["a integer"]),
         ({"placement.candidates": 1000}, [">= 2 and <= 64"]),
+        ("tiers", ["'tiers', must be a mapping of keys to values"]),
         ({"tiers": "on"}, ["'on'", "mapping"]),
         ({"tiers": {"host-limt": 0.5}}, ["gpurt.tiers.host-limt", "Did you mean gpurt.tiers.host-limit?"]),
         ({"gpurt.tiers.host-limt": 0.5}, ["unknown key gpurt.tiers.host-limt", "Did you mean gpurt.tiers.host-limit?"]),
@@ -70,7 +74,7 @@ def test_every_key_is_an_argument_of_the_preload() -> None:
         ({"tiers.object-store": "mybucket"}, ["is 'mybucket', must be one like 's3://bucket/prefix'"]),
     ],
 )
-def test_bad_settings_say_value_allowed_and_nearest(overrides: dict[str, Any], says: list[str]) -> None:
+def test_bad_settings_say_value_allowed_and_nearest(overrides: Any, says: list[str]) -> None:
     with pytest.raises(ConfigError) as e:
         Settings.load(overrides)
     for text in says:
@@ -239,6 +243,33 @@ def test_a_value_where_settings_belong_is_refused() -> None:
         "    dask.config.refresh()\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "DASK_GPURT": "1"})
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "says"),
+    [
+        ("DASK_GPURT__TIERS", "False", "gpurt.tiers is False"),
+        ("DASK_GPURT_POLICY", "stock", "write DASK_GPURT__ with two underscores"),
+    ],
+)
+def test_variables_that_set_nothing_are_refused(variable: str, value: str, says: str) -> None:
+    program = (
+        "import dask, sys\n"
+        "from dask_gpurt.config import Settings\n"
+        "for _ in range(2):\n"
+        "    try:\n"
+        "        Settings.load()\n"
+        "    except ValueError as e:\n"
+        "        assert sys.argv[1] in str(e), e\n"
+        "    else:\n"
+        "        raise SystemExit('accepted')\n"
+        "    dask.config.refresh()\n"
+    )
+    subprocess.run([sys.executable, "-c", program, says], check=True, env={**os.environ, variable: value})
+
+
+def test_a_folder_of_the_user_is_found() -> None:
+    assert Settings.load({"tiers.directory": "~/spill"}).tiers.directories == (os.path.expanduser("~/spill"),)
 
 
 def test_a_section_with_nothing_in_it_is_the_defaults() -> None:

@@ -8,12 +8,15 @@ bar has its figure written beside it, so that colour carries nothing alone.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import html
 import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from dask_gpurt.observe.render.output_file import replaceable
 
 _CSS = """
 :root { color-scheme: light dark; --ink: #1c2126; --dim: #5d6873; --line: #d8dde2; --paper: #ffffff; --band: #f4f6f8;
@@ -164,11 +167,17 @@ class Page:
         )
 
     def write(self, path: str) -> str:
-        """Write the document to `path` in one step and return `path`."""
-        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        with open(path + ".new", "w", encoding="utf-8") as f:
-            f.write(self.render())
-        os.replace(path + ".new", path)
+        """Write the document to `path` in one step and return `path`. Errors: see `replaceable`."""
+        full = replaceable(path)
+        os.makedirs(os.path.dirname(full), exist_ok=True)
+        try:
+            with open(full + ".new", "w", encoding="utf-8") as f:
+                f.write(self.render())
+            os.replace(full + ".new", full)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(full + ".new")
+            raise
         return path
 
 

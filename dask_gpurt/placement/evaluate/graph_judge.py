@@ -17,8 +17,9 @@ has the same head. States and events of a head (`GraphStanding`)::
                              \\--ours does not lose--> CLEARED --back-off over--> TRUSTED
 
 * TRUSTED: placement's. An episode raises suspicion when it takes `SUSPICIOUS` times the bound that its own computing
-  sets (total seconds over threads), fills a worker beyond its memory mark, or raises the alarm of idle threads
-  (`idle_alarm`). The first episode of a head imports and learns, and raises suspicion only by the alarm.
+  sets (total seconds over threads, or a scheduler's time for so many tasks if that is more), fills a worker beyond its
+  memory mark, or raises the alarm of idle threads (`idle_alarm`). The first episode of a head imports and
+  learns, and raises suspicion only by the alarm.
 * TRIAL: episodes go to the side that has fewer results, by lot where both have as many. On stock's side everything is
   stock's: roots, decisions, stealing, copies. Results are compared within *strata*: the same tasks, threads and bytes
   of results. `verdict` decides as soon as it is clear, after `MOST` results of each side in any case. An episode on
@@ -52,8 +53,11 @@ if TYPE_CHECKING:
 #: episodes with fewer tasks per thread, or shorter in seconds, are not judged
 TASKS_PER_THREAD = 4
 NOTABLE_SECONDS = 1.0
-#: an episode is suspicious when it takes so many times the seconds that its computing needs on all threads
+#: an episode is suspicious when it takes so many times the seconds that its tasks need on all threads
 SUSPICIOUS = 1.3
+#: a scheduler's time for one task, at least. Without it each graph of tiny tasks would be suspicious, and half of them
+#: stock's, which takes two or three times as long for them
+TASK_SECONDS = 0.4e-3
 #: times ours' seconds after which an episode on stock's side of a trial is given up. More than `graph_verdict.CLEAR`:
 #: what was taken until then counts as a clear result
 GIVEN_UP = 1.3
@@ -360,11 +364,11 @@ class GraphJudge:
             self._watch(record, seconds)
 
     def _watch(self, record: Record, seconds: float) -> None:
-        bound = self.compute_seconds / max(1, self._threads)
+        bound = max(self.compute_seconds / max(1, self._threads), TASK_SECONDS * record.tasks)
         if self._alarmed:
             self._try(record, "threads were idle while tasks were queued for other workers")
         elif record.runs > 1 and seconds > SUSPICIOUS * bound:
-            self._try(record, f"it took {seconds:.2g} s, and its computing needs {bound:.2g} s on all threads")
+            self._try(record, f"it took {seconds:.2g} s, and its tasks need {bound:.2g} s on all threads")
         elif record.runs > 1 and self._fullest > 1.0:
             self._try(record, f"a worker held {self._fullest:.2g} times what it may before it spills")
 

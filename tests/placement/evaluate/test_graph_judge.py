@@ -87,6 +87,14 @@ def test_what_is_near_its_bound_is_left_alone() -> None:
     assert json.loads(json.dumps(told)) == told
 
 
+def test_a_scheduler_has_to_take_its_time_for_tiny_tasks() -> None:
+    tiny, s = {"increment": 5000}, Script()
+    s.times(20, 1.2 * 5000 * graph_judge.TASK_SECONDS, 1.0, tiny, needs=0.1)
+    assert set(s.sides) == {"ours"}
+    s.times(2, 1.4 * 5000 * graph_judge.TASK_SECONDS, 1.0, tiny, needs=0.1)
+    assert s.judge.statistics()["trials"] == 1, "far more than that is suspicious all the same"
+
+
 def test_what_loses_is_left_to_stock_within_six_graphs() -> None:
     s = Script()
     s.times(10, s.noisy(4.0), s.noisy(2.8))
