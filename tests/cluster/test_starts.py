@@ -202,7 +202,7 @@ def test_local_cluster_says_what_failed_on_a_worker(
         ({"scheduler_port": "taken"}, r"^the cluster did not start: .*in use"),
         ({"protocol": "tls://"}, r"^the cluster did not start: .*TLS"),
     ],
-    ids=["trace", "port taken", "TLS without certificates"],
+    ids=["trace", "trace at a folder", "port taken", "TLS without certificates"],
 )
 def test_local_cluster_says_what_failed_on_the_scheduler(options: dict[str, Any], says: str) -> None:
     import socket
