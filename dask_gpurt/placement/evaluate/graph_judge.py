@@ -55,8 +55,8 @@ TASKS_PER_THREAD = 4
 NOTABLE_SECONDS = 1.0
 #: an episode is suspicious when it takes so many times the seconds that its tasks need on all threads
 SUSPICIOUS = 1.3
-#: a scheduler's time for one task, messages and client with it: 0.4 to 0.8 ms with stock on two cores where roots are not
-#: queued, 1.5 to 2 ms where they are. Without it each graph of tiny tasks would be suspicious, and half of them stock's
+#: a scheduler's time for one task, messages and client with it: stock on two cores takes 0.4 to 0.8 ms where roots are
+#: not queued, 1.5 to 2 ms where they are. Without it each graph of tiny tasks is suspicious, and half of them stock's
 TASK_SECONDS = 0.6e-3
 #: times ours' seconds after which an episode on stock's side of a trial is given up. More than `graph_verdict.CLEAR`:
 #: what was taken until then counts as a clear result
