@@ -29,7 +29,8 @@ def _register() -> None:
     found = dask.config.config.get("gpurt")
     sections = dict(found) if isinstance(found, Mapping) else {}
     dask.config.update_defaults(DEFAULTS)  # it would replace a value such as that of DASK_GPURT=1
-    for name, value in canonical(sections).items():
+    for name, value in sections.items():
+        name = name.replace("_", "-")
         if isinstance(DEFAULTS["gpurt"].get(name), Mapping) and not isinstance(value, (Mapping, type(None))):
             dask.config.config["gpurt"][name] = value  # such as that of DASK_GPURT__TIERS=False
     if not (found is None or isinstance(found, Mapping)):

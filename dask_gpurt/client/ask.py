@@ -63,6 +63,12 @@ def found(client: Asked) -> Client | Cluster | str:
     )
 
 
+def checked_seconds(timeout: float) -> None:
+    """Refuse what is no number of seconds above 0 with a `ValueError`."""
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
+        raise ValueError(f"timeout is {timeout!r}, must be a number of seconds above 0")
+
+
 def is_asynchronous(client: Client | Cluster | str) -> bool:
     """Whether answers of what `found` returned are to be awaited."""
     return bool(getattr(client, "asynchronous", False))
@@ -92,8 +98,7 @@ def ask(client: Asked, function: Callable[..., Any], *args: Any, timeout: float 
     NoAnswer
         No scheduler answers at that address.
     """
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
-        raise ValueError(f"timeout is {timeout!r}, must be a number of seconds above 0")
+    checked_seconds(timeout)
     target = found(client)
     if isinstance(target, Client):
         return target.sync(function, target, *args)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from dask.base import is_dask_collection
 from dask.core import flatten, validate_key
-from distributed import Client, Future
+from distributed import Future
 from distributed.client import futures_of
 
 from dask_gpurt.client import remote
@@ -18,6 +18,7 @@ from dask_gpurt.observe.answers.where import Where
 
 if TYPE_CHECKING:
     from dask.typing import Key
+    from distributed import Client
 
     from dask_gpurt.client.ask import Asked
 
@@ -140,8 +141,6 @@ def _keys(given: Any) -> list[Any]:
     """The keys of what a user gave, each once."""
     if isinstance(given, Future):
         return [given.key]
-    if isinstance(given, Client):
-        raise TypeError(f"the key is {given!r}. Remedy: the client comes first, then the key")
     if is_dask_collection(given):
         futures = futures_of(given)
         return list(dict.fromkeys([f.key for f in futures] if futures else flatten(given.__dask_keys__())))
@@ -151,6 +150,7 @@ def _keys(given: Any) -> list[Any]:
         validate_key(given)
     except TypeError as e:
         raise TypeError(
-            f"the key is {given!r} ({type(given).__name__}), must be a key, a future, a collection, or a list of these"
+            f"the key is {given!r} ({type(given).__name__}), must be a key, a future, a collection, or a list of "
+            "these. The client comes first"
         ) from e
     return [given]

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from distributed import Client
 
-from dask_gpurt.client.ask import Session, ask_scheduler, found, is_asynchronous
+from dask_gpurt.client.ask import Session, ask_scheduler, checked_seconds, found, is_asynchronous
 from dask_gpurt.errors import GpurtError, TraceError
-from dask_gpurt.observe.render.output_file import replaceable
+from dask_gpurt.observe.output_file import replaceable
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -61,7 +61,7 @@ class record:
     FileNotFoundError
         `path` is in a directory that does not exist. Nothing was recorded.
     ValueError, IsADirectoryError, FileExistsError
-        `path` is not that of a file. Nothing was recorded.
+        `path` is not that of a file, or `timeout` is no number above 0. Nothing was recorded.
     NoAnswer
         The scheduler cannot be reached, or does not answer in time.
     GpurtError
@@ -72,6 +72,7 @@ class record:
         if not isinstance(path, (str, os.PathLike)):
             raise TypeError(f"the path is {path!r}, must be where the file goes. The client comes first")
         self.client = client
+        checked_seconds(timeout)
         self.path = replaceable(path)
         self._timeout = timeout
         self._session: Session | None = None

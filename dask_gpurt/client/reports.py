@@ -11,11 +11,11 @@ import re
 from typing import TYPE_CHECKING, Any, overload
 
 from dask_gpurt.client import remote
-from dask_gpurt.client.ask import ask, ask_scheduler, ask_workers, found, is_asynchronous
+from dask_gpurt.client.ask import ask, ask_scheduler, ask_workers, checked_seconds, found, is_asynchronous
 from dask_gpurt.client.connect import ANSWER_SECONDS
 from dask_gpurt.client.runs import report_of, whole
 from dask_gpurt.errors import GpurtError
-from dask_gpurt.observe.render.output_file import replaceable
+from dask_gpurt.observe.output_file import replaceable
 from dask_gpurt.observe.report.facts import Run, from_snapshots
 from dask_gpurt.observe.report.page import write
 
@@ -80,7 +80,7 @@ def report(
     GpurtError
         The extension is not in that cluster, or its observation is off.
     TypeError, ValueError, IsADirectoryError, FileExistsError
-        `path` is not that of a file.
+        `path` is not that of a file, or `timeout` is no number above 0.
 
     Examples
     --------
@@ -121,7 +121,9 @@ class ReportBlock:
     """What `report` returns for a ``with`` block; ``run`` has the facts afterwards."""
 
     def __init__(self, path: str, client: Asked = None, *, timeout: float = ANSWER_SECONDS) -> None:
-        replaceable(path)  # before the work, not after it
+        # Before the work, not after it.
+        checked_seconds(timeout)
+        replaceable(path)
         self.path = path
         self._client: Asked = client
         self._timeout = timeout

@@ -20,7 +20,7 @@ from dask_gpurt.model import residence
 from dask_gpurt.model.no_hook import ignored
 from dask_gpurt.observe.collect.scheduler import LedgerPlugin
 from dask_gpurt.observe.journal import Journal
-from dask_gpurt.observe.render.output_file import replaceable
+from dask_gpurt.observe.output_file import replaceable
 from dask_gpurt.observe.runs.recorder import RunRecorder
 from dask_gpurt.observe.trace.recorder import TraceRecorder
 from dask_gpurt.placement.decide import policy
@@ -30,7 +30,7 @@ from dask_gpurt.preflight.gate import Gate
 from dask_gpurt.preflight.members import Mode
 from dask_gpurt.quarantine.scheduler import Mode as QuarantineMode
 from dask_gpurt.quarantine.scheduler import Quarantine
-from dask_gpurt.shuffle.scheduler.plugin import ShuffleTakeover
+from dask_gpurt.shuffle.scheduler.takeover import ShuffleTakeover
 from dask_gpurt.tiers.hints.scheduler import NextUsePlugin
 from dask_gpurt.tiers.shared.scheduler import SharedCopiesPlugin
 from dask_gpurt.tiers.storage.object.client import Bucket

@@ -8,7 +8,7 @@ from dask_gpurt.shuffle.counters import worker_statistics
 from dask_gpurt.shuffle.worker.shard_stores import MemoryShardStore, provide, store_of, withdraw
 
 if TYPE_CHECKING:
-    from dask_gpurt.shuffle.scheduler.plugin import ShuffleTakeover
+    from dask_gpurt.shuffle.scheduler.takeover import ShuffleTakeover
 
 __all__ = ["MemoryShardStore", "ShuffleTakeover", "provide", "store_of", "withdraw", "worker_statistics"]
 
@@ -16,7 +16,7 @@ __all__ = ["MemoryShardStore", "ShuffleTakeover", "provide", "store_of", "withdr
 def __getattr__(name: str) -> Any:
     # Late: it is the scheduler's, and brings all that a run needs; a worker imports that with its first run.
     if name == "ShuffleTakeover":
-        from dask_gpurt.shuffle.scheduler.plugin import ShuffleTakeover
+        from dask_gpurt.shuffle.scheduler.takeover import ShuffleTakeover
 
         return ShuffleTakeover
     raise AttributeError(f"module 'dask_gpurt.shuffle' has no attribute {name!r}")

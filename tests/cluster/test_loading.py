@@ -365,7 +365,7 @@ def test_attach_says_when_policy_is_stock() -> None:
 
 def test_a_part_that_cannot_install(monkeypatch: pytest.MonkeyPatch) -> None:
     """All or nothing; with on-error: stock only the failing part stays out."""
-    from dask_gpurt.shuffle.scheduler.plugin import ShuffleTakeover
+    from dask_gpurt.shuffle.scheduler.takeover import ShuffleTakeover
 
     async def refuse(*args: Any, **kwargs: Any) -> Any:
         raise InstallError("injected")

@@ -63,7 +63,7 @@ def test_safe_mode_takes_no_words(on: Any, client: Client) -> None:
 
 def test_the_client_comes_first(client: Client) -> None:
     for ask in (dask_gpurt.explain, dask_gpurt.where):
-        with pytest.raises(TypeError, match="the client comes first, then the key"):
+        with pytest.raises(TypeError, match=r"must be a key, .* The client comes first"):
             ask("x", client)
         with pytest.raises(TypeError, match="must be a key, a future, a collection"):
             ask(client, {"x": 1})
@@ -86,3 +86,7 @@ def test_a_timeout_is_seconds(timeout: Any, client: Client) -> None:
         dask_gpurt.status(client, timeout=timeout)
     with pytest.raises(ValueError, match="timeout is"):
         dask_gpurt.explain(client, "x", timeout=timeout)
+    with pytest.raises(ValueError, match="timeout is"):
+        dask_gpurt.report("x.html", client, timeout=timeout)
+    with pytest.raises(ValueError, match="timeout is"):
+        dask_gpurt.record(client, "x.trace", timeout=timeout)

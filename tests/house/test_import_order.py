@@ -121,7 +121,7 @@ def test_a_worker_imports_its_own_half_alone(module: str) -> None:
         f"import sys, distributed.cli.dask_worker; stock = set(sys.modules); import {module};"
         "ours = set(sys.modules) - stock;"
         "heavy = {'pyarrow', 'pandas', 'bokeh', 'dask.dataframe', 'dask_gpurt.extension.scheduler',"
-        " 'dask_gpurt.shuffle.scheduler.plugin', 'dask_gpurt.shuffle.worker.run',"
+        " 'dask_gpurt.shuffle.scheduler.takeover', 'dask_gpurt.shuffle.worker.run',"
         " 'dask_gpurt.placement.plugin', 'dask_gpurt.observe.collect.stall_ledger'} & ours;"
         "assert not heavy, heavy"
     )

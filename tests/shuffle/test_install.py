@@ -25,7 +25,7 @@ from dask_gpurt.shuffle import (
     withdraw,
     worker_statistics,
 )
-from dask_gpurt.shuffle.scheduler.plugin import FAILURES
+from dask_gpurt.shuffle.scheduler.takeover import FAILURES
 from dask_gpurt.shuffle.spec import GpurtShuffleSpec
 from tests.shuffle.helpers import ON, left, right, source, until
 

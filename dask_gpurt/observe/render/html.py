@@ -16,7 +16,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dask_gpurt.observe.render.output_file import replaceable
+from dask_gpurt.observe.output_file import replaceable
 
 _CSS = """
 :root { color-scheme: light dark; --ink: #1c2126; --dim: #5d6873; --line: #d8dde2; --paper: #ffffff; --band: #f4f6f8;

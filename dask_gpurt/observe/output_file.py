@@ -1,4 +1,4 @@
-"""`replaceable`: the path of a file that is written beside its place and then moved there, replacing what is there."""
+"""`replaceable`: check where a file is to go, before the work whose result it will hold."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 def replaceable(path: str | os.PathLike[str]) -> str:
     """The path as text, absolute.
 
-    Asked before the work whose result goes there: moving a file replaces devices too, and fails on folders.
+    Files are written beside their place and moved there in one step. That replaces devices too, and fails on folders.
 
     Raises
     ------
@@ -26,5 +26,7 @@ def replaceable(path: str | os.PathLike[str]) -> str:
     if os.path.isdir(full):
         raise IsADirectoryError(f"the path is {text!r}, which is a folder. Remedy: the name of a file in it")
     if os.path.exists(full) and not os.path.isfile(full):
-        raise FileExistsError(f"the path is {text!r}, which is a device, a socket or a pipe and would be replaced")
+        raise FileExistsError(
+            f"the path is {text!r}, which is a device, a socket or a pipe. Remedy: the name of a file"
+        )
     return full
