@@ -257,7 +257,9 @@ def test_beside_preloads_with_arguments_of_their_own(tmp_path: Path) -> None:
         _, log = workers.worker(address)
         with Client(address) as client:
             client.wait_for_workers(1, timeout=60)
-            text = wait_text(log, "OTHER SAW 1")
+            # The worker writes so only once the scheduler's answer is there, later than the client counts it.
+            text = wait_text(log, "Registered to")
+            assert "OTHER SAW 1" in text
             # Before it registers: by its own preload, in spite of arguments that are another's.
             assert text.index("dask-gpurt 0") < text.index("Registered to")
             status = dask_gpurt.status(client)
