@@ -189,6 +189,6 @@ def pyramid(s: Scale) -> Any:
     x = square(s, 6)
     total = x.mean()
     for _ in range(3):
-        x = da.coarsen(np.mean, x, {0: 2, 1: 2})
+        x = da.coarsen(np.mean, x, {0: 2, 1: 2}, trim_excess=True)
         total = total + x.std()
     return total.compute()

@@ -122,6 +122,7 @@ class PlacementPlugin(SchedulerPlugin):
         dispatch = engine.root_dispatch
         RootQueue(
             seam,
+            at_once=dispatch.tiny.worker,
             waits=engine.groups.waits,
             pull=engine.pull,
             pending=engine.groups.__len__,

@@ -26,6 +26,7 @@ from dask_gpurt.placement.decide.policy import WEIGHTS
 from dask_gpurt.placement.decide.root_cuts import Member
 from dask_gpurt.placement.decide.root_lateness import Lateness
 from dask_gpurt.placement.decide.root_times import RootTimes
+from dask_gpurt.placement.decide.tiny_roots import TinyRoots
 from dask_gpurt.placement.decide.zone_cost import under_way
 from dask_gpurt.placement.tables import worker_facts
 
@@ -88,6 +89,8 @@ class RootDispatch:
         self._tables = tables
         self._groups = groups
         self._retired = retired
+        #: which roots are not queued at all
+        self.tiny = TinyRoots(tables, groups)
         self._owned = RootTimes()
         #: of queued tasks without a block. Only what is sent ahead depends on it: of how much they need each other, and
         #: whose memory they fill, nothing is known
@@ -110,6 +113,7 @@ class RootDispatch:
 
     def graph_arrived(self, fresh: Collection[TaskState]) -> None:
         """Cut the roots of a graph, by its tasks that are still to run, into blocks. Call before their transitions."""
+        self.tiny.graph_arrived()
         s = self._tables.scheduler
         known: dict[Any, bool] = {}
 
@@ -167,6 +171,7 @@ class RootDispatch:
 
     def clear(self) -> None:
         """Drop what was noted: the scheduler has forgotten all tasks."""
+        self.tiny.clear()
         for noted in (self._fetching, self._freed, self._ended):
             noted.clear()
 

@@ -17,9 +17,8 @@ has the same head. States and events of a head (`GraphStanding`)::
                              \\--ours does not lose--> CLEARED --back-off over--> TRUSTED
 
 * TRUSTED: placement's. An episode raises suspicion when it takes `SUSPICIOUS` times the bound that its own computing
-  sets (total seconds over threads, or a scheduler's time for so many tasks if that is more), fills a worker beyond its
-  memory mark, or raises the alarm of idle threads (`idle_alarm`). The first episode of a head imports and
-  learns, and raises suspicion only by the alarm.
+  sets (`_bound`), fills a worker beyond its memory mark, or raises the alarm of idle threads (`idle_alarm`). The first
+  episode of a head imports and learns, and raises suspicion only by the alarm.
 * TRIAL: episodes go to the side that has fewer results, by lot where both have as many. On stock's side everything is
   stock's: roots, decisions, stealing, copies. Results are compared within *strata*: the same tasks, threads and bytes
   of results. `verdict` decides as soon as it is clear, after `MOST` results of each side in any case. An episode on
@@ -42,6 +41,7 @@ from __future__ import annotations
 import enum
 import math
 import random
+import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -55,9 +55,9 @@ TASKS_PER_THREAD = 4
 NOTABLE_SECONDS = 1.0
 #: an episode is suspicious when it takes so many times the seconds that its tasks need on all threads
 SUSPICIOUS = 1.3
-#: a scheduler's time for one task, messages and client with it: stock on two cores takes 0.4 to 0.8 ms where roots are
-#: not queued, 1.5 to 2 ms where they are. Without it each graph of tiny tasks is suspicious, and half of them stock's
-TASK_SECONDS = 0.6e-3
+#: seconds of an episode for each second that the scheduler's event loop is at work in it: workers and clients handle
+#: the same messages, and the loop waits for a processor that it shares. Stock takes 1.2 to 1.8 with empty tasks
+LOOP_SHARE = 1.5
 #: times ours' seconds after which an episode on stock's side of a trial is given up. More than `graph_verdict.CLEAR`:
 #: what was taken until then counts as a clear result
 GIVEN_UP = 1.3
@@ -128,6 +128,8 @@ class GraphJudge:
         False: everything is placement's, and nothing is observed.
     seed
         Of the random generator that draws lots.
+    loop_seconds
+        Processor seconds of the scheduler's event loop until now.
     """
 
     def __init__(
@@ -137,6 +139,7 @@ class GraphJudge:
         *,
         enabled: bool = True,
         seed: int = 0,
+        loop_seconds: Callable[[], float] = time.thread_time,
     ) -> None:
         self.enabled = enabled
         #: whether everything is stock's now. Read on the path of every decision
@@ -163,12 +166,15 @@ class GraphJudge:
         self._clock = clock
         self._retired = retired
         self._lot = random.Random(seed).random
+        self._loop_seconds = loop_seconds
         #: the present episode; None: none
         self._head: Head | None = None
         self._tasks: Counter[str] = Counter()
         self._total = 0
         self._threads = 0
         self._began = self._ended = 0.0
+        #: when its last graph arrived; the loop's seconds at its begin, and in it
+        self._arrived = self._loop_began = self._loop_took = 0.0
         #: why the present episode is not judged; None: it is
         self._spoiled: str | None = None
         self._alarmed = False
@@ -219,6 +225,7 @@ class GraphJudge:
             if stock is not self.stock:
                 self.stock = stock
                 spoiled = spoiled or "its side changed"
+        self._arrived = self._clock()
         self.left += n
         self._total += n
         if len(self._tasks) > MAX_KINDS:
@@ -235,7 +242,7 @@ class GraphJudge:
         if not computed:
             self.spoil("a task had no result")
         if not self.left:
-            self._ended = self._clock()
+            self._done()
 
     def spoil(self, reason: str) -> None:
         """Do not judge the present episode, for this reason."""
@@ -266,7 +273,7 @@ class GraphJudge:
             self._give_up()
         self._quiet = 0 if at_work else self._quiet + 1
         if self._quiet >= QUIET_TICKS:
-            self._ended = self._clock()
+            self._done()
             self.spoil("tasks were cancelled or cannot run")
             self.close()
 
@@ -296,6 +303,7 @@ class GraphJudge:
         self.compute_seconds = 0.0
         self.made_bytes = self.moved_bytes = 0
         self._began = now = self._clock()
+        self._loop_began = self._loop_seconds()
         record = self.records.get(head)
         if self._is_retired(record, now):
             self.stock = True
@@ -305,6 +313,10 @@ class GraphJudge:
             if record.standing is GraphStanding.TRIAL:
                 self.in_trial = True
                 self.stock = self._by_lot(record)
+
+    def _done(self) -> None:
+        self._ended = self._clock()
+        self._loop_took = self._loop_seconds() - self._loop_began
 
     def _outgrown(self, n: int) -> bool:
         """Whether the present episode's side must not hold for `n` tasks more."""
@@ -364,13 +376,25 @@ class GraphJudge:
             self._watch(record, seconds)
 
     def _watch(self, record: Record, seconds: float) -> None:
-        bound = max(self.compute_seconds / max(1, self._threads), TASK_SECONDS * record.tasks)
+        bound = self._bound()
         if self._alarmed:
             self._try(record, "threads were idle while tasks were queued for other workers")
         elif record.runs > 1 and seconds > SUSPICIOUS * bound:
             self._try(record, f"it took {seconds:.2g} s, and its tasks need {bound:.2g} s on all threads")
         elif record.runs > 1 and self._fullest > 1.0:
             self._try(record, f"a worker held {self._fullest:.2g} times what it may before it spills")
+
+    def _bound(self) -> float:
+        """Seconds that the present episode needs, wherever its tasks run.
+
+        The most of what its tasks take on all threads, what the scheduler and its messages take, and how long the
+        client went on sending graphs. Without the latter two, tasks that do nothing are suspicious: stock gets half.
+        """
+        return max(
+            self.compute_seconds / max(1, self._threads),
+            LOOP_SHARE * self._loop_took,
+            self._arrived - self._began,
+        )
 
     def _try(self, record: Record, reason: str) -> None:
         record.standing = GraphStanding.TRIAL

@@ -4,9 +4,10 @@
 `decide.root_dispatch`. Everything else of queuing stays *stock*, that is Dask's own: how many tasks a worker gets, when
 free slots are filled, the transitions.
 
-1. ``waiting -> processing`` (table entry). A root that `waits` becomes ``queued`` although workers are idle. Slots are
-   filled in the next turn of the event loop, when the whole graph has arrived. Not with ``validate=True``: distributed
-   then asserts that nothing is queued while a worker is idle, and exactly that is relaxed here for one turn.
+1. ``waiting -> processing`` (table entry). A root for which `at_once` names a worker goes there, unqueued. One that
+   `waits` becomes ``queued`` although workers are idle. Slots are filled in the next turn of the event loop, when the
+   whole graph has arrived. Not with ``validate=True``: distributed then asserts that nothing is queued while a worker
+   is idle, and exactly that is relaxed here for one turn.
 2. ``stimulus_queue_slots_maybe_opened``. A worker with a free slot is offered the task that `pull` names, through
    stock's own transition. What is left goes as in stock: the head of the queue to the least busy worker, unless that
    head is `held`. With ``validate=True`` stock's own method does the latter, as it asserts that a free slot is used.
@@ -56,6 +57,8 @@ class RootQueue:
     ----------
     seam
         Counts failures, and restores the names.
+    at_once
+        ``(ts) -> WorkerState | None``: the worker that gets a ready root without queuing; None: it may be queued.
     waits
         ``(ts) -> bool``: whether a ready root is to be queued for a particular worker.
     pull
@@ -85,6 +88,7 @@ class RootQueue:
         self,
         seam: Seam,
         *,
+        at_once: Callable[[TaskState], WorkerState | None],
         waits: Callable[[TaskState], bool],
         pull: Callable[[WorkerState, bool], TaskState | None],
         pending: Callable[[], int],
@@ -99,6 +103,7 @@ class RootQueue:
         self.scheduler: Scheduler = seam.scheduler
         self.seam = seam
         self.part = seam.part("roots")
+        self._at_once = at_once
         self._waits, self._pull, self._pending, self._worth = waits, pull, pending, worth
         self._held, self._hungry, self._first, self._takers = held, hungry, first, takers
         self._quiet, self._stock = quiet, stock
@@ -142,16 +147,18 @@ class RootQueue:
         ts = state.tasks.get(key)
         if self.part.retired is None and not state.validate:
             try:
+                ws = self._at_once(ts)
                 if (
-                    self._waits(ts)
-                    and state.idle_task_count
+                    (ws is not None or (self._waits(ts) and state.idle_task_count))
                     and ts._queueable
                     and not math.isinf(state.WORKER_SATURATION)
                     and state.is_rootish(ts)
                     and not self._stock()
-                    and self._deal_soon()
                 ):
-                    return {key: "queued"}, {}, {}
+                    if ws is not None:
+                        self._chosen.append(ws)
+                    elif self._deal_soon():
+                        return {key: "queued"}, {}, {}
             except Exception:
                 self.seam.failed(self.part.name)
         # Stock's decider, which this may call, has no argument for the task.
@@ -160,6 +167,7 @@ class RootQueue:
             return self._stock_ready(state, key, stimulus_id, **kwargs)
         finally:
             self._deciding = None
+            self._chosen.clear()
 
     def _slots_opened(self, *, stimulus_id: str) -> None:
         # Called after every task: leave early where a cheap test allows it.

@@ -28,7 +28,9 @@ class Script:
     def __init__(self, **kw: Any) -> None:
         self.now = 1000.0
         self.told: list[str] = []
-        self.judge = GraphJudge(lambda: self.now, self.told.append, **kw)
+        #: processor seconds of the scheduler's event loop
+        self.loop = 0.0
+        self.judge = GraphJudge(lambda: self.now, self.told.append, loop_seconds=lambda: self.loop, **kw)
         self.sides: list[str] = []
         self.rnd = random.Random(1)
 
@@ -39,13 +41,14 @@ class Script:
         tasks: Mapping[str, int] = GRAPH,
         *,
         needs: float = 0.5,
+        loop: float = 0.0,
         moved: tuple[float, float] = (0.0, 0.0),
         fullest: tuple[float, float] = (0.1, 0.1),
         made: int = 1000,
         computed: bool = True,
         during: Callable[[], None] = lambda: None,
     ) -> bool:
-        """One graph. `needs`: computing over threads. Returns whether it was stock's."""
+        """One graph; whether it was stock's. `needs`: computing over threads; `loop`: the event loop's seconds."""
         judge = self.judge
         judge.arrived(tasks, THREADS)
         n = sum(tasks.values())
@@ -54,6 +57,7 @@ class Script:
         seconds = stock if side else ours
         judge.tick(True, fullest[side])
         during()
+        self.loop += loop
         took = seconds if isinstance(seconds, (int, float)) else seconds()
         for i in range(n):
             self.now += took / n
@@ -89,10 +93,27 @@ def test_what_is_near_its_bound_is_left_alone() -> None:
 
 def test_a_scheduler_has_to_take_its_time_for_tiny_tasks() -> None:
     tiny, s = {"increment": 5000}, Script()
-    s.times(20, 1.2 * 5000 * graph_judge.TASK_SECONDS, 1.0, tiny, needs=0.1)
+    s.times(20, 1.2 * graph_judge.LOOP_SHARE * 2.0, 1.0, tiny, needs=0.1, loop=2.0)
     assert set(s.sides) == {"ours"}
-    s.times(2, 1.4 * 5000 * graph_judge.TASK_SECONDS, 1.0, tiny, needs=0.1)
+    s.times(2, 1.4 * graph_judge.LOOP_SHARE * 2.0, 1.0, tiny, needs=0.1, loop=2.0)
     assert s.judge.statistics()["trials"] == 1, "far more than that is suspicious all the same"
+
+
+def test_a_client_may_take_its_time_to_send_graphs() -> None:
+    s = Script()
+
+    def sends() -> None:
+        s.now += 3.0
+        s.judge.arrived({"late": 1}, THREADS)
+
+    for _ in range(20):
+        s.run(0.5, 0.5, needs=0.1, during=sends)
+        s.judge.finished(True)
+        s.judge.tick(False, 0.1)
+    assert set(s.sides) == {"ours"}
+    told = s.judge.statistics()
+    assert told["judged"] == 20
+    assert told["trials"] == 0
 
 
 def test_what_loses_is_left_to_stock_within_six_graphs() -> None:

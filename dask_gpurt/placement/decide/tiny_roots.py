@@ -1,0 +1,145 @@
+"""`TinyRoots`: which groups of roots are given out at once, as with ``worker-saturation: inf``, and not queued.
+
+A queue balances roots and bounds their results in memory. It costs the scheduler one transition more per root, and each
+worker a message to and fro before it knows that roots are short. Where tasks do next to nothing the scheduler is what
+all wait for: then there is nothing to balance, and that cost is all. With 6,000 empty tasks on four workers it is a
+fifth of the time; with 300 it is a third.
+
+Nothing tells that roots are tiny before they have run, so a group is queued unless all of this holds:
+
+1. The last group of the same prefix and size (rounded to a power of two) was computed to its end, without an error.
+2. Its tasks took less than `HANDED_SECONDS` times the cluster's threads in the mean: the scheduler cannot hand out such
+   tasks as fast as the workers run them. The mean, as one long task among many short ones is a reason to balance.
+3. As many results again fit in `SHARE` of the memory marks.
+4. No worker has anything else in hand: a root must not wait behind a long task.
+
+Rejected: durations of the prefix alone. ``lambda`` or ``process`` may be tiny in one graph and load files in the next;
+a group of about as many tasks is a better sign of a computation that is repeated.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from dask_gpurt.placement.tables import worker_facts
+
+if TYPE_CHECKING:
+    from distributed.scheduler import TaskGroup, TaskState, WorkerState
+
+    from dask_gpurt.placement.decide.root_blocks import RootBlocks
+    from dask_gpurt.placement.tables.tables import Tables
+
+#: a scheduler's time to hand out one task and take its result
+HANDED_SECONDS = 200e-6
+#: of the memory marks of all workers that results may take
+SHARE = 0.025
+#: kinds of group kept; the oldest is forgotten
+MAX_KINDS = 1024
+
+
+class Looked(NamedTuple):
+    """A group of roots when its first one became ready. It may have older tasks, which are done but not forgotten."""
+
+    prefix: str
+    #: tasks that were still to run
+    size: int
+    at_once: bool
+    #: results of the prefix, compute seconds and bytes of the group by then
+    results: int
+    seconds: float
+    nbytes: int
+
+    @property
+    def kind(self) -> tuple[str, int]:
+        """By which such groups are told from others."""
+        return self.prefix, self.size.bit_length()
+
+
+class TinyRoots:
+    """Of one scheduler.
+
+    Parameters
+    ----------
+    tables, groups
+        Read only.
+    """
+
+    def __init__(self, tables: Tables, groups: RootBlocks) -> None:
+        self._tables = tables
+        self._groups = groups
+        #: (prefix, bits of the size) -> seconds and bytes of a task of the last such group
+        self._known: dict[tuple[str, int], tuple[float, float]] = {}
+        #: groups that were not done when the newest graph arrived. Not for longer: groups refer to those they depend
+        #: on, so that keeping the last of an iteration would keep all
+        self._looked: dict[TaskGroup, Looked] = {}
+        #: roots given out at once since then
+        self._recent = 0
+        #: the same since the start
+        self.given = 0
+
+    def graph_arrived(self) -> None:
+        """Learn from groups that are done."""
+        for group, looked in [*self._looked.items()]:
+            if group.done:
+                del self._looked[group]
+                self._learn(group, looked)
+        self._recent = 0
+
+    def _learn(self, group: TaskGroup, looked: Looked) -> None:
+        kind, n = looked.kind, looked.size
+        self._known.pop(kind, None)
+        # Fewer results than tasks: some were cancelled.
+        if group.states["erred"] or group.prefix.state_counts["memory"] - looked.results < n:
+            return
+        if len(self._known) >= MAX_KINDS:
+            del self._known[next(iter(self._known))]
+        seconds = group.all_durations["compute"] - looked.seconds
+        self._known[kind] = seconds / n, (group.nbytes_total - looked.nbytes) / n
+
+    def worker(self, ts: TaskState) -> WorkerState | None:
+        """The worker that gets a ready root at once: the owner of its block, else Dask's choice; None: it is queued."""
+        group = ts.group
+        looked = self._looked.get(group)
+        if looked is None:
+            looked = self._look(ts, group)
+        if looked is None or not looked.at_once:
+            return None
+        self._recent += 1
+        self.given += 1
+        owner = self._groups.owner(ts.key)
+        info = None if owner is None else self._tables.workers.by_address.get(owner)
+        if info is not None and worker_facts.is_running(info.ws):
+            return info.ws
+        return self._tables.scheduler.decide_worker_rootish_queuing_disabled(ts)
+
+    def _look(self, ts: TaskState, group: TaskGroup) -> Looked | None:
+        scheduler = self._tables.scheduler
+        states = group.states
+        n = states["released"] + states["waiting"]
+        # What `is_rootish` asks first. Small groups, of which there may be thousands, are not kept.
+        if n <= 2 * scheduler.total_nthreads or not scheduler.is_rootish(ts):
+            return None
+        prefix = group.prefix
+        seconds, results = group.all_durations["compute"], prefix.state_counts["memory"]
+        looked = Looked(prefix.name, n, False, results, seconds, group.nbytes_total)
+        if self._is_tiny(looked) and self._nothing_else():
+            looked = looked._replace(at_once=True)
+        self._looked[group] = looked
+        return looked
+
+    def _is_tiny(self, looked: Looked) -> bool:
+        known = self._known.get(looked.kind)
+        if known is None:
+            return False
+        seconds, nbytes = known
+        tables = self._tables
+        mark = sum(info.mark_bytes for info in tables.workers.all.items)
+        return seconds < HANDED_SECONDS * tables.scheduler.total_nthreads and nbytes * looked.size < SHARE * mark
+
+    def _nothing_else(self) -> bool:
+        """Whether workers have nothing in hand but roots given out at once."""
+        return sum(len(ws.processing) for ws in self._tables.scheduler.workers.values()) <= self._recent
+
+    def clear(self) -> None:
+        """Drop the groups at work: the scheduler has forgotten all tasks."""
+        self._looked.clear()

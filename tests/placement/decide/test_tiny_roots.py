@@ -1,0 +1,177 @@
+"""`TinyRoots`: groups of roots that are given out at once, by scripted groups and on a live cluster."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from distributed.utils_test import gen_cluster
+
+from dask_gpurt.placement.decide.root_blocks import RootBlocks
+from dask_gpurt.placement.decide.tiny_roots import HANDED_SECONDS, SHARE, TinyRoots
+from tests.placement.clusters import FOUR, install
+from tests.placement.fakes import FakeWorker, make_engine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from distributed import Worker
+    from distributed.scheduler import Scheduler
+
+N = 100
+
+
+class Group:
+    """What is read of a TaskGroup, of N tasks that have not begun."""
+
+    def __init__(self, prefix: Any, n: int = N) -> None:
+        self.prefix = prefix
+        self.states: defaultdict[str, int] = defaultdict(int, released=n)
+        self.all_durations: defaultdict[str, float] = defaultdict(float)
+        self.nbytes_total = 0
+
+    @property
+    def done(self) -> bool:
+        return not self.states["processing"]  # as Dask's: also while tasks have not begun
+
+    def end(self, seconds: float, nbytes: int = 8, state: str = "memory") -> None:
+        """All tasks are done and took so long, and made so much, each."""
+        n = self.states.pop("released")
+        self.states[state] += n
+        self.all_durations["compute"] += n * seconds
+        self.nbytes_total += n * nbytes
+        self.prefix.state_counts[state] += n
+
+
+class Prefix:
+    def __init__(self, name: str = "increment") -> None:
+        self.name = name
+        self.state_counts: defaultdict[str, int] = defaultdict(int)
+
+
+class Task:
+    def __init__(self, group: Group) -> None:
+        self.key = object()
+        self.group = group
+
+
+class Script:
+    """A scheduler of four threads to which graphs of one group arrive."""
+
+    def __init__(self) -> None:
+        self.workers = [FakeWorker(i, memory_limit=10**9) for i in range(4)]
+        self.engine = make_engine(self.workers)
+        s: Any = self.engine.scheduler
+        s.total_nthreads = 4
+        s.is_rootish = lambda ts: True
+        s.decide_worker_rootish_queuing_disabled = lambda ts: self.workers[0]
+        self.tiny = TinyRoots(self.engine.tables, RootBlocks())
+
+    def arrives(self, group: Group) -> bool:
+        """Whether the group is given out at once."""
+        self.tiny.graph_arrived()
+        return self.tiny.worker(Task(group)) is not None  # type: ignore[arg-type]
+
+
+SHORT = HANDED_SECONDS * 4 * 0.9
+
+
+def test_what_is_repeated_and_tiny_goes_at_once() -> None:
+    s, prefix = Script(), Prefix()
+    for answer in (False, True, True):
+        group = Group(prefix)
+        assert s.arrives(group) is answer
+        group.end(SHORT)
+    assert s.tiny.given == 2
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda g: g.end(SHORT / 0.8),
+        lambda g: g.end(SHORT, 10**9),
+        lambda g: g.end(SHORT, state="erred"),
+        lambda g: g.end(SHORT, state="forgotten"),
+        lambda g: g.states.update(processing=1),
+    ],
+    ids=["long", "large", "erred", "cancelled", "at work"],
+)
+def test_otherwise_it_is_queued(end: Callable[[Group], None]) -> None:
+    s, prefix = Script(), Prefix()
+    group = Group(prefix)
+    assert not s.arrives(group)
+    end(group)
+    assert not s.arrives(Group(prefix))
+
+
+def test_another_prefix_or_size_is_no_evidence() -> None:
+    s, prefix = Script(), Prefix()
+    group = Group(prefix)
+    s.arrives(group)
+    group.end(SHORT)
+    assert not s.arrives(Group(Prefix("load")))
+    assert not s.arrives(Group(prefix, 4 * N))
+    assert s.arrives(Group(prefix, N + 1))
+
+
+def test_results_of_all_tasks_count() -> None:
+    s, prefix = Script(), Prefix()
+    mark = sum(info.mark_bytes for info in s.engine.tables.workers.all.items)
+    for factor, answer in ((0.9, False), (1.1, True), (0.9, False)):
+        group = Group(prefix)
+        assert s.arrives(group) is answer
+        group.end(SHORT, int(factor * SHARE * mark / N))
+
+
+def test_not_behind_other_work() -> None:
+    s, prefix = Script(), Prefix()
+    group = Group(prefix)
+    s.arrives(group)
+    group.end(SHORT)
+    s.workers[3].processing.add("long")
+    assert not s.arrives(Group(prefix))
+
+
+def test_a_group_that_goes_on_is_judged_by_its_new_tasks() -> None:
+    """Where the futures of the last call are released after the next call, both are one group."""
+    s, prefix = Script(), Prefix()
+    group = Group(prefix)
+    assert not s.arrives(group)
+    group.end(SHORT)
+    for seconds, answer in ((SHORT, True), (10 * SHORT, True), (SHORT, False)):
+        group.states["released"] += N
+        # The graph's tasks are there when the hook is called.
+        assert s.arrives(group) is answer
+        group.end(seconds)
+
+
+def test_small_groups_are_not_kept() -> None:
+    s = Script()
+    for _ in range(10):
+        assert not s.arrives(Group(Prefix(), 8))
+    assert not s.tiny._looked
+
+
+@pytest.mark.cluster
+def test_a_map_that_is_repeated_is_not_queued() -> None:
+    @gen_cluster(client=True, nthreads=FOUR)
+    async def run(c: Any, s: Scheduler, *workers: Worker) -> None:
+        # Placement queues by itself only without validation, and so do roots that are not queued.
+        s.validate = False
+        plugin = await install(s)
+        tiny = plugin.engine.root_dispatch.tiny
+        queued = []
+        for _ in range(3):
+            futures = c.map(lambda i: i + 1, range(200), pure=False)
+            assert sum(await c.gather(futures)) == 20100
+            stories = [s.story(f.key) for f in futures]
+            queued.append(sum(any("queued" in event for event in story) for story in stories))
+            assert len({ws for f in futures for ws in s.tasks[f.key].who_has}) == len(workers)
+            del futures
+        assert queued[0] > 0
+        assert queued[1:] == [0, 0]
+        assert tiny.given == 400
+        plugin.uninstall()
+
+    run()
