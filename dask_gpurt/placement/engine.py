@@ -191,7 +191,8 @@ class Engine:
             # A kind of task without measurements could not be predicted. A task covered by slack may take longer where
             # its inputs are than where Dask would have put it, but not if bytes were moved for it.
             excused = task.slack_seconds and not (view.near_fetches or view.far_fetches)
-            if known is not None and not excused:
+            # Nor one that waits for event loops, which no decision makes faster.
+            if known is not None and not excused and not (known.usual or known).brief:
                 governor_samples.report_decision(self.governor, ts, ours, decision)
         if not ours:
             self.leave(ts, Declined.TRIAL)

@@ -103,6 +103,17 @@ def test_the_governor_sees_its_share_of_them() -> None:
     assert len(weighed) == 4
 
 
+def test_the_governor_does_not_judge_what_waits_for_event_loops() -> None:
+    """It would see tasks that take a hundred times as long as predicted, whoever decides."""
+    engine, (a, b, *_) = cluster(slack=0.0)
+    for i, brief in enumerate((False, True)):
+        engine.durations.prefix("f").brief = brief
+        for k in range(4 * OBSERVED):
+            inputs = [FakeTask(f"x-{i}-{k}-{w}", nbytes=10**6, on=(w,)) for w in (a, b)]
+            engine.decide(FakeTask(f"f-{i}-{k}", *inputs), None)
+    assert {key.split("-")[1] for key in engine.governor.open} == {"0"}
+
+
 def test_a_task_is_weighed_when_somebody_waits_for_it() -> None:
     engine, (a, *_) = cluster(slack=0.5 * COMPUTE)
     engine.decide(FakeTask("f-1", FakeTask("x", nbytes=10**9, on=(a,))), None)
