@@ -10,15 +10,17 @@ import pytest
 from distributed import WorkerPlugin
 from distributed.utils_test import gen_cluster
 
+from dask_gpurt.shuffle.scheduler import barrier
 from dask_gpurt.shuffle.scheduler.calls import Calls
 from dask_gpurt.shuffle.worker.peer_calls import PeerCalls
 from tests.shuffle.helpers import left, ordered, source, taken_over, until, went_on, whole
 
 N = 12
+PATIENCE = 2
 
 
 class Lingers(WorkerPlugin):
-    """A worker that has closed its runs stays connected, as it does while its tasks end."""
+    """A worker that has ended its runs stays connected, as it does while tasks in its threads end."""
 
     def __init__(self, until: asyncio.Event) -> None:
         self.until = until
@@ -28,34 +30,44 @@ class Lingers(WorkerPlugin):
 
 
 @pytest.mark.cluster
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 2, timeout=180)
-async def test_rows_under_way_from_a_worker_that_closes_are_not_there(c, s, a, b):
-    held, go, answered = asyncio.Event(), asyncio.Event(), asyncio.Event()
-    once, flush = PeerCalls._once, Calls.flush
-    await a.plugin_add(Lingers(answered))
+@pytest.mark.parametrize("flushes", [1, PATIENCE + 3])
+def test_rows_under_way_from_a_worker_that_closes_are_not_there(flushes, monkeypatch):
+    @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 2, timeout=180)
+    async def check(c: Any, s: Any, a: Any, b: Any) -> None:
+        held, go, leave = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        once, flush, answers = PeerCalls._once, Calls.flush, []
+        await a.plugin_add(Lingers(leave))
 
-    async def late(self: Any, address: str, data: Any) -> Any:
-        if self._host.local_address == a.address:
-            held.set()
-            await go.wait()
-        return await once(self, address, data)
+        async def late(self: Any, address: str, data: Any) -> Any:
+            if self._host.local_address == a.address:
+                held.set()
+                await go.wait()
+            return await once(self, address, data)
 
-    async def heard(self: Any, *args: Any) -> Any:
-        answer = await flush(self, *args)
-        answered.set()
-        return answer
+        async def heard(self: Any, *args: Any) -> Any:
+            answers.append(await flush(self, *args))
+            if len(answers) == flushes:
+                leave.set()
+            return answers[-1]
 
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(PeerCalls, "_once", late)
-        patched.setattr(Calls, "flush", heard)
+        monkeypatch.setattr(barrier, "PATIENCE", PATIENCE)
+        monkeypatch.setattr(PeerCalls, "_once", late)
+        monkeypatch.setattr(Calls, "flush", heard)
         async with taken_over(s, (a, b)) as (takeover, _):
             f = c.compute(source(left, N).shuffle("k", npartitions=6))
             await held.wait()
             (run,) = a.plugins["shuffle"].shuffle_runs._active_runs.values()
             await until(lambda: run.transferred)  # it flushes
-            await a.close(executor_wait=False)
-            assert run.closed
-            go.set()
-            got = ordered(await f)
-            pd.testing.assert_frame_equal(got, ordered(whole(left, N)).astype(dict(got.dtypes)))
-            assert went_on(takeover)["recovery"]["amended"] == 1
+            closing = asyncio.create_task(a.close(executor_wait=False))
+            try:
+                await until(lambda: run.closed)
+                go.set()
+                got = ordered(await f)
+                pd.testing.assert_frame_equal(got, ordered(whole(left, N)).astype(dict(got.dtypes)))
+                assert went_on(takeover)["recovery"]["amended"] == 1
+                assert len(answers) > flushes
+            finally:
+                leave.set()
+                await closing
+
+    check()
