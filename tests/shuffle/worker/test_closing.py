@@ -13,6 +13,7 @@ from distributed.utils_test import gen_cluster
 from dask_gpurt.shuffle.scheduler import barrier
 from dask_gpurt.shuffle.scheduler.calls import Calls
 from dask_gpurt.shuffle.worker.peer_calls import PeerCalls
+from dask_gpurt.shuffle.worker.run import GpurtShuffleRun
 from tests.shuffle.helpers import left, ordered, source, taken_over, until, went_on, whole
 
 N = 12
@@ -34,15 +35,23 @@ class Lingers(WorkerPlugin):
 def test_rows_under_way_from_a_worker_that_closes_are_not_there(flushes, monkeypatch):
     @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 2, timeout=180)
     async def check(c: Any, s: Any, a: Any, b: Any) -> None:
-        held, go, leave = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        once, flush, answers = PeerCalls._once, Calls.flush, []
-        await a.plugin_add(Lingers(leave))
+        leave = asyncio.Event()
+        once, inputs_done, flush = PeerCalls._once, GpurtShuffleRun.inputs_done, Calls.flush
+        sends = {w.address: asyncio.Event() for w in (a, b)}
+        flushing: dict[str, GpurtShuffleRun] = {}
+        flushed: list[str] = []
+        answers: list[Any] = []
+        for worker in (a, b):
+            await worker.plugin_add(Lingers(leave))
 
         async def late(self: Any, address: str, data: Any) -> Any:
-            if self._host.local_address == a.address:
-                held.set()
-                await go.wait()
+            await sends[self._host.local_address].wait()
             return await once(self, address, data)
+
+        async def noted(self: Any) -> None:
+            flushing[self.local_address] = self
+            await inputs_done(self)
+            flushed.append(self.local_address)
 
         async def heard(self: Any, *args: Any) -> Any:
             answers.append(await flush(self, *args))
@@ -52,16 +61,21 @@ def test_rows_under_way_from_a_worker_that_closes_are_not_there(flushes, monkeyp
 
         monkeypatch.setattr(barrier, "PATIENCE", PATIENCE)
         monkeypatch.setattr(PeerCalls, "_once", late)
+        monkeypatch.setattr(GpurtShuffleRun, "inputs_done", noted)
         monkeypatch.setattr(Calls, "flush", heard)
         async with taken_over(s, (a, b)) as (takeover, _):
             f = c.compute(source(left, N).shuffle("k", npartitions=6))
-            await held.wait()
-            (run,) = a.plugins["shuffle"].shuffle_runs._active_runs.values()
-            await until(lambda: run.transferred)  # it flushes
-            closing = asyncio.create_task(a.close(executor_wait=False))
+            await until(lambda: len(flushing) == 2)
+            here = next(ts.processing_on.address for key, ts in s.tasks.items() if "barrier" in str(key))
+            victim = a if here == b.address else b
+            # The other one delivers its rows first: else it would wait for what becomes of the victim.
+            sends[here].set()
+            await until(lambda: here in flushed)
+            assert victim.address not in flushed
+            closing = asyncio.create_task(victim.close(executor_wait=False))
             try:
-                await until(lambda: run.closed)
-                go.set()
+                await until(lambda: flushing[victim.address].closed)
+                sends[victim.address].set()
                 got = ordered(await f)
                 pd.testing.assert_frame_equal(got, ordered(whole(left, N)).astype(dict(got.dtypes)))
                 assert went_on(takeover)["recovery"]["amended"] == 1
