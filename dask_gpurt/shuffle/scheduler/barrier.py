@@ -75,7 +75,7 @@ class Barrier:
             try:
                 step = await self._once(record)
             except FlushFailed as e:
-                failures += 1
+                failures += not self._calls.closing(record.participants)
                 if failures > PATIENCE and record.amendments.handing:
                     self._runs.restart(record, f"outputs cannot be handed over: {e}")
                     return False

@@ -7,10 +7,14 @@ import math
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
+from distributed import Status
+
 from dask_gpurt.shuffle.protocol.messages import Amend, AskHistogram, Flush, HistogramAnswer, Vouched
 from dask_gpurt.shuffle.scheduler.runs import PATIENCE, PATIENCE_SECONDS, RECHECK_SECONDS
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from distributed.scheduler import Scheduler
 
     from dask_gpurt.shuffle.scheduler.runs import RunRecord
@@ -139,6 +143,11 @@ class Calls:
     def workers_of(self, record: RunRecord) -> list[str]:
         """Addresses of those that take part in a run and are there."""
         return [address for address in record.participants if address in self._scheduler.workers]
+
+    def closing(self, addresses: Iterable[str]) -> bool:
+        """Whether one of these closes: it has ended its runs, and leaves once the tasks in its threads have ended."""
+        workers = [self._scheduler.workers.get(address) for address in addresses]
+        return any(ws is not None and ws.status is Status.closing for ws in workers)
 
 
 def _good(answer: Any) -> bool:

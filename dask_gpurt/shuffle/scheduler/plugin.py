@@ -182,9 +182,9 @@ class GpurtShufflePlugin(seam.ShuffleSchedulerPlugin):
         except RuntimeError as e:
             # It ends its runs before it leaves. Dask's error comes before Dask's restart, and fails the query.
             tries = PATIENCE if seam.ShuffleClosedError.__name__ in str(e) else 0
-            while tries and self.active_shuffles.get(id) is run:
+            while tries and run is not None and self.active_shuffles.get(id) is run:
                 await asyncio.sleep(PATIENCE_SECONDS)
-                tries -= 1
+                tries -= not self.shuffle_calls.closing(run.participating_workers)
             raise
 
     def _passed_partners(self, shuffle_id: seam.ShuffleId) -> list[seam.ShuffleId]:

@@ -161,6 +161,8 @@ class Binder:
                     return None if now < record.partner_deadline else []
                 if its.state != "memory" or not one.spec.settings.late_binding:
                     return []
+                if one.made:
+                    return []  # by an earlier query: its workers have no rows of these any more
             state = one.amendments
             busy = state.opened is not None or state.handing or one.failed or one.telling is not None
             if busy or state.epoch + 1 >= EPOCHS or one.histograms is None or set(its.dependents) != dependents:

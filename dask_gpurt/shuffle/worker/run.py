@@ -122,6 +122,8 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         self._key = RunKey(wire.run_tag(self.id), self.run_id)
         self._join = JoinRows(join, self.meta, counters)
         self._make_parts(worker_for, store, state or State(), budget or RetainBudget(0))
+        #: set before `closed` is, which inherited `close` sets last
+        self._closing = False
         retained.begin(self._log, self._loop)
         plane.join(self._receiver, self._key, secret)
         counters.add(runs=1)
@@ -294,6 +296,9 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
             raise self._exception
         await super().inputs_done()
         await self._flushed.flush()
+        if self._closing:
+            # What was staged is gone, and sends have ended as if all had arrived: the barrier must not pass on this.
+            raise seam.ShuffleClosedError(f"{self} closes")
 
     async def receive(self, data: Message | dict[str, Any]) -> Any:
         """Answer a peer's message or question, or a message of the scheduler."""
@@ -327,6 +332,7 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
         if self.closed:
             await super().close()
             return
+        self._closing = True
         self._counters.add(runs_closed=1)
         self._plane.leave(self._receiver, self._key)
         self._join.close()

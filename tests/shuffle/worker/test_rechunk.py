@@ -11,10 +11,12 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
+from distributed import Status
 from distributed.shuffle._rechunk import ArrayRechunkRun, ArrayRechunkSpec
 from distributed.utils_test import gen_cluster
 
 from dask_gpurt.shuffle import ShuffleTakeover, seam
+from dask_gpurt.shuffle.scheduler import plugin
 from dask_gpurt.shuffle.worker.rechunk import ReleasingRechunkSpec, release_sent
 from tests.shuffle.helpers import ON, until
 
@@ -147,12 +149,16 @@ async def test_a_worker_that_closes_while_a_barrier_flushes_fails_no_rechunk(c, 
             return await broadcast(msg=msg, workers=workers, **kwargs)
         barrier = s.tasks[seam.barrier_key(msg["shuffle_id"])]
         (worker,) = set(workers) - {barrier.processing_on.address}
+        s.workers[worker].status = Status.closing
         left.append(asyncio.create_task(leave(worker)))
         # What a worker answers that has ended its runs and has not closed its stream yet.
         return {w: Exception("ShuffleClosedError('closed')") if w == worker else None for w in workers}
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(s, "broadcast", one_closes)
+        # As long as it says that it closes, no patience is used up.
+        patched.setattr(plugin, "PATIENCE", 1)
+        patched.setattr(plugin, "PATIENCE_SECONDS", 0.05)
         x = da.from_array(np.arange(576).reshape(24, 24), chunks=(4, 24)).rechunk((24, 4), method="p2p")
         assert (await c.compute(x) == np.arange(576).reshape(24, 24)).all()
     assert left
