@@ -37,9 +37,22 @@ __all__ = [
     "WireError",
 ]
 
+#: characters of a message; of a longer one the begin and the end stay: the setting, and what is allowed with the remedy
+_MOST, _BEGIN, _END = 2000, 600, 1000
+
+
+def _bounded(text: str) -> str:
+    """A value of any length may be in the middle of a message. Whoever reads a log needs what stands around it."""
+    if len(text) <= _MOST:
+        return text
+    return f"{text[:_BEGIN]} ... ({len(text) - _BEGIN - _END} characters) ... {text[-_END:]}"
+
 
 class GpurtError(Exception):
-    """Root of everything raised on purpose by this package."""
+    """Root of everything raised on purpose by this package. Its message is bounded, whatever value it names."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(_bounded(a) if isinstance(a, str) else a for a in args))
 
 
 class ConfigError(GpurtError, ValueError):

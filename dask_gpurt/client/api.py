@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from dask_gpurt import planning
 from dask_gpurt.client.ask import ask
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
 
     from dask_gpurt.client.ask import Asked
     from dask_gpurt.observe.answers.status import Status
+
+#: of each scheduler: whose turn it is. Both functions wait for workers in between, and rely on what they found before
+_turns: WeakKeyDictionary[Scheduler, asyncio.Lock] = WeakKeyDictionary()
 
 
 def attach(client: Asked, *, settings: Mapping[str, Any] | None = None) -> Status:
@@ -66,15 +71,16 @@ async def _attach(dask_scheduler: Scheduler, settings: Settings) -> str | None:
     """Runs on the scheduler. Failures come back as text: a class of ours may not unpickle in another version."""
     from dask_gpurt.extension import NAME, GpurtScheduler
 
-    if NAME in dask_scheduler.plugins:
+    async with _turns.setdefault(dask_scheduler, asyncio.Lock()):
+        if NAME in dask_scheduler.plugins:
+            return None
+        plugin = GpurtScheduler(settings)
+        try:
+            await plugin.start(dask_scheduler)
+        except (ConfigError, InstallError) as e:  # ConfigError: a policy that the scheduler cannot import
+            return str(e)
+        dask_scheduler.add_plugin(plugin, name=plugin.name)
         return None
-    plugin = GpurtScheduler(settings)
-    try:
-        await plugin.start(dask_scheduler)
-    except (ConfigError, InstallError) as e:  # ConfigError: a policy that the scheduler cannot import
-        return str(e)
-    dask_scheduler.add_plugin(plugin, name=plugin.name)
-    return None
 
 
 def detach(client: Asked) -> None:
@@ -108,13 +114,14 @@ async def _detach(dask_scheduler: Scheduler) -> str | None:
     """Runs on the scheduler."""
     from dask_gpurt.extension import NAME, GpurtScheduler
 
-    plugin = dask_scheduler.plugins.get(NAME)
-    if not isinstance(plugin, GpurtScheduler):
+    async with _turns.setdefault(dask_scheduler, asyncio.Lock()):
+        plugin = dask_scheduler.plugins.get(NAME)
+        if not isinstance(plugin, GpurtScheduler):
+            return None
+        try:
+            await plugin.uninstall()
+        except InstallError as e:
+            return str(e)
+        except ExceptionGroup as e:
+            return "; ".join(str(one) for one in e.exceptions)
         return None
-    try:
-        await plugin.uninstall()
-    except InstallError as e:
-        return str(e)
-    except ExceptionGroup as e:
-        return "; ".join(str(one) for one in e.exceptions)
-    return None

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from distributed import Client
 from distributed.comm import get_address_host_port, parse_address
+from distributed.comm.inproc import global_manager
 from distributed.comm.registry import get_backend
 from distributed.security import Security
 
@@ -107,8 +108,11 @@ def no_answer(address: str, reason: str, remedy: str) -> NoAnswer:
 def _checked(address: str, security: Security | dict[str, str] | None) -> tuple[str, int]:
     """Host and port of a socket; an empty host for addresses of other kinds, which are left to distributed."""
     try:
-        scheme, _ = parse_address(address)
+        scheme, place = parse_address(address)
         get_backend(scheme)
+        # Dask tries one that has been closed again and again, and there is no port to knock at.
+        if scheme == "inproc" and global_manager.get_listener_for(place) is None:
+            raise no_answer(address, "nothing listens there in this process", "a cluster that is not closed")
         host, port = get_address_host_port(address) if scheme in _SOCKETS else ("", 0)
     except ValueError as e:
         raise no_answer(address, str(e), "an address such as 'tcp://host:8786'") from e

@@ -37,6 +37,14 @@ def speaks(ws: WorkerState, field: str, protocol: int) -> bool:
     return isinstance(ours, dict) and ours.get(field) == protocol
 
 
+def unsay(scheduler: Scheduler, field: str) -> None:
+    """Forget what workers said of this protocol so far: where its part has left since, they do not listen any more."""
+    for ws in scheduler.workers.values():
+        ours = ws.metrics.get(HEARTBEAT_NAME)
+        if isinstance(ours, dict):
+            ours.pop(field, None)
+
+
 class TierPlugin(SchedulerPlugin):
     """A part of the tiers on one scheduler.
 

@@ -18,7 +18,7 @@ import dask_gpurt
 from dask_gpurt.errors import ConfigError, InstallError
 from dask_gpurt.extension import on_worker
 
-from .processes import SCHEDULER_PARTS, processes, wait_text
+from .processes import SCHEDULER_PARTS, processes, together, wait_text
 
 pytestmark = pytest.mark.cluster
 
@@ -324,6 +324,25 @@ def test_attach_and_detach_with_data_in_flight() -> None:
         assert client.run(_worker_state) == stock_workers
         assert client.gather(client.map(lambda x: int(x[0]), during, pure=False)) == [i + 1 for i in range(20)]
         assert client.gather(client.map(lambda x: int(x[0]), before, pure=False)) == list(range(20))
+        _work(client)
+        _assert_stock(client, stock)
+
+
+def test_two_who_attach_and_detach_at_once() -> None:
+    """They take turns: what one has begun, the other neither finds half done nor takes out."""
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+        Client(cluster, set_as_default=False) as other,
+    ):
+        stock, stock_workers = client.run_on_scheduler(_state), client.run(_worker_state)
+        both = together(lambda: dask_gpurt.attach(client), lambda: dask_gpurt.attach(other))
+        assert all(status.installed for status in both)
+        _shows_all(client, 2)
+        _work(client)
+
+        together(lambda: dask_gpurt.detach(client), lambda: dask_gpurt.detach(other))
+        assert client.run(_worker_state) == stock_workers
         _work(client)
         _assert_stock(client, stock)
 

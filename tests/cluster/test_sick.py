@@ -284,6 +284,16 @@ def test_an_asynchronous_cluster(tmp_path: Path) -> None:
     asyncio.run(questions())
 
 
+def test_a_cluster_of_this_process_that_is_closed() -> None:
+    """Dask tries its address until the time is over."""
+    with LocalCluster(n_workers=0, processes=False, dashboard_address=":0") as cluster:
+        pass
+    with pytest.raises(NoAnswer, match="nothing listens there in this process"):
+        dask_gpurt.status(cluster, timeout=1)
+    with pytest.raises(NoAnswer, match="does not match host"):
+        dask_gpurt.status("inproc://192.0.2.9/1/1", timeout=1)
+
+
 def test_top_looks_again(tmp_path: Path) -> None:
     with processes(tmp_path) as p:
         address = p.scheduler(*PRELOAD)

@@ -72,6 +72,7 @@ def test_every_key_is_an_argument_of_the_preload() -> None:
         ({"tiers.host-limit": float("nan")}, ["is nan", "> 0 and <= 1"]),
         ({"tiers.object-timeout": float("inf")}, ["is inf", "a number > 0"]),
         ({"tiers.object-store": "mybucket"}, ["is 'mybucket', must be one like 's3://bucket/prefix'"]),
+        ({"preflight-imports": [""]}, ["gpurt.preflight-imports[0] is '', must be one like 'numpy', 'package.module'"]),
     ],
 )
 def test_bad_settings_say_value_allowed_and_nearest(overrides: Any, says: list[str]) -> None:
@@ -79,6 +80,19 @@ def test_bad_settings_say_value_allowed_and_nearest(overrides: Any, says: list[s
         Settings.load(overrides)
     for text in says:
         assert text in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "key", ["policy", "tiers.disk-limit", "tiers.object-store", "shuffle.listen-ports", "x" * 9000]
+)
+def test_a_value_of_any_length_leaves_a_message_that_can_be_read(key: str) -> None:
+    with pytest.raises(ConfigError) as e:
+        Settings.load({key: "y" * 10_000})
+    said = str(e.value)
+    assert len(said) < 2000
+    assert said.startswith(("gpurt.", "unknown key gpurt."))
+    assert "must be" in said or "Allowed here" in said
+    assert str(pickle.loads(pickle.dumps(e.value))) == said
 
 
 def _set(tree: dict[str, Any], dotted: str, value: Any) -> None:

@@ -17,9 +17,9 @@ looks for workers that begin or end to ask.
 A worker takes away by itself the uses that it executes. `_sent` follows what each worker believes. A message is due
 only when the soonest use it believes in is not the right one, or when it is about to run out of uses.
 
-An unknown op closes a worker. So only those get messages whose last heartbeat carried our `PROTOCOL`. A worker may
-remove its part, on the word of another connection, while messages are under way. So `stop` ends the stream of each
-worker that has ever asked with a message that the worker waits for.
+An unknown op closes a worker. So only those get messages whose last heartbeat, since the start, carried our `PROTOCOL`.
+A worker may remove its part, on the word of another connection, while messages are under way. So `stop` ends the stream
+of each worker that has ever asked with a message that the worker waits for.
 
 Public names only: ``worker_send``, ``waiters``, ``priority``, ``who_has``, ``metrics``.
 
@@ -39,7 +39,7 @@ from dask_gpurt.model.checks import require_call, require_names
 from dask_gpurt.model.events import Sink, null_sink
 from dask_gpurt.model.no_hook import ignored
 from dask_gpurt.tiers.hints.protocol import HEARTBEAT_FIELD, KEEP, OP, PROTOCOL, Uses, without
-from dask_gpurt.tiers.scheduler_plugin import TierPlugin, speaks
+from dask_gpurt.tiers.scheduler_plugin import TierPlugin, speaks, unsay
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -110,6 +110,8 @@ class NextUsePlugin(TierPlugin):
             require_names(*names)
         require_names(scheduler, "Scheduler", ("tasks", "workers"))
         self._loop = asyncio.get_running_loop()
+        # A worker that asked before a detach asks anew, in a heartbeat. Until then it would close at our first message.
+        unsay(scheduler, HEARTBEAT_FIELD)
 
     def stop(self) -> None:
         """End, and tell the workers that nothing follows. A second call does nothing."""

@@ -438,6 +438,29 @@ async def test_detach_under_traffic(
 
 
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)], config=NO_WATCH)
+async def test_what_was_asked_before_a_detach_is_not_answered_after_it(c: Client, s: Scheduler, a: Worker) -> None:
+    """No heartbeat in between: what is on the worker now has not asked, and does not wait for a last message."""
+    x = c.map(make, range(10), pure=False)
+    await wait(x)
+    first = await attach(s, a)
+    await first.uninstall()
+    sent: list[str] = []
+    real = s.worker_send
+
+    def spy(worker: str, msg: dict[str, Any]) -> None:
+        if msg["op"] == OP:
+            sent.append(worker)
+        real(worker, msg)
+
+    s.worker_send = spy  # type: ignore[method-assign]
+    second = await attach(s)
+    y = c.map(lambda v: int(v[0]), x, pure=False)
+    assert await c.gather(y) == list(range(10))
+    await second.uninstall()
+    assert sent == [], "one that comes late closes the worker"
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)], config=NO_WATCH)
 async def test_only_with_tiers(c: Client, s: Scheduler, a: Worker) -> None:
     plugin = await attach(s, a, **{"tiers.enabled": False})
     assert plugin.next_use is None
