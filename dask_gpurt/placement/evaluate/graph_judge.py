@@ -56,8 +56,8 @@ NOTABLE_SECONDS = 1.0
 #: an episode is suspicious when it takes so many times the seconds that its tasks need on all threads
 SUSPICIOUS = 1.3
 #: seconds of an episode for each second that the scheduler's event loop is at work in it: workers and clients handle
-#: the same messages, and the loop waits for a processor that it shares. 1.7 to 2.4 with empty tasks, whoever decides
-LOOP_SHARE = 2.0
+#: the same messages, and the loop waits for a processor that it shares. 1.7 to 2.6 with empty tasks, whoever decides
+LOOP_SHARE = 2.5
 #: times ours' seconds after which an episode on stock's side of a trial is given up. More than `graph_verdict.CLEAR`:
 #: what was taken until then counts as a clear result
 GIVEN_UP = 1.3
