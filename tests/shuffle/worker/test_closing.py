@@ -31,7 +31,7 @@ class Lingers(WorkerPlugin):
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("flushes", [1, PATIENCE + 3])
+@pytest.mark.parametrize("flushes", [2, PATIENCE + 3])
 def test_rows_under_way_from_a_worker_that_closes_are_not_there(flushes, monkeypatch):
     @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 2, timeout=180)
     async def check(c: Any, s: Any, a: Any, b: Any) -> None:
@@ -55,8 +55,6 @@ def test_rows_under_way_from_a_worker_that_closes_are_not_there(flushes, monkeyp
 
         async def heard(self: Any, *args: Any) -> Any:
             answers.append(await flush(self, *args))
-            if len(answers) == flushes:
-                leave.set()
             return answers[-1]
 
         monkeypatch.setattr(barrier, "PATIENCE", PATIENCE)
@@ -66,7 +64,8 @@ def test_rows_under_way_from_a_worker_that_closes_are_not_there(flushes, monkeyp
         async with taken_over(s, (a, b)) as (takeover, _):
             f = c.compute(source(left, N).shuffle("k", npartitions=6))
             await until(lambda: len(flushing) == 2)
-            here = next(ts.processing_on.address for key, ts in s.tasks.items() if "barrier" in str(key))
+            task = next(ts for key, ts in s.tasks.items() if "barrier" in str(key))
+            here = task.processing_on.address
             victim = a if here == b.address else b
             # The other one delivers its rows first: else it would wait for what becomes of the victim.
             sends[here].set()
@@ -76,10 +75,11 @@ def test_rows_under_way_from_a_worker_that_closes_are_not_there(flushes, monkeyp
             try:
                 await until(lambda: flushing[victim.address].closed)
                 sends[victim.address].set()
+                await until(lambda: len(answers) >= flushes or task.state != "processing")
+                leave.set()
                 got = ordered(await f)
                 pd.testing.assert_frame_equal(got, ordered(whole(left, N)).astype(dict(got.dtypes)))
                 assert went_on(takeover)["recovery"]["amended"] == 1
-                assert len(answers) > flushes
             finally:
                 leave.set()
                 await closing
