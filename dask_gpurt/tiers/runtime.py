@@ -62,6 +62,7 @@ class _CloseHook:
         self._runtime = runtime
 
     async def close(self) -> None:
+        self._runtime.closing = True
         await self._runtime.uninstall()
 
 
@@ -112,6 +113,8 @@ class TierRuntime:
         #: the device tier on its way, where something began to use a device after our start
         self._coming: asyncio.Task[None] | None = None
         self._running = True
+        #: the worker closes, whatever its status is: a scheduler that cannot retire it sets that to running again
+        self.closing = False
 
     # ------------------------------------------------------------------ life
 
@@ -190,14 +193,14 @@ class TierRuntime:
             if self._coming is not None:  # before the store is given back
                 await asyncio.wait([self._coming])
             if self._shared is not None:
-                if self._worker.status in _ENDING:
+                if self._ends():
                     # What is there may be adopted by others; a scheduler that listens sweeps.
                     assert self._below.objects is not None
                     self._below.objects.leave_objects = self._shared.heard
                 else:
                     self._shared.uninstall()
             if self._seam is not None:
-                if self._worker.status in _ENDING:
+                if self._ends():
                     self._seam.abandon()
                 else:
                     self._watch.stop()  # distributed's own takes over with the first key given back
@@ -209,8 +212,11 @@ class TierRuntime:
                 del _runtimes[self._worker]
             hook = self._worker.extensions.get("gpurt-tiers")
             # While the worker closes it iterates over its extensions; they must not change then.
-            if self._worker.status not in _ENDING and isinstance(hook, _CloseHook):
+            if isinstance(hook, _CloseHook) and not self._ends():
                 del self._worker.extensions["gpurt-tiers"]
+
+    def _ends(self) -> bool:
+        return self.closing or self._worker.status in _ENDING
 
     async def _stop(self) -> None:
         self._running = False

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from distributed import WorkerPlugin
 from distributed.utils_test import gen_cluster
 
 from dask_gpurt.config import Settings
@@ -54,6 +55,23 @@ async def test_a_worker_that_was_detached_keeps_no_memory_for_later(s: Scheduler
         assert a.data["x"].sum() == 0
         del a.data["x"]
         assert pages.idle_bytes == 0
+
+
+class SetToRunning(WorkerPlugin):
+    """What a scheduler says that could not retire a worker, in the middle of its close."""
+
+    def teardown(self, worker: Worker) -> None:
+        worker.handle_worker_status_change("running", "late")
+
+
+@pytest.mark.cluster
+@gen_cluster(nthreads=[("", 1)])
+async def test_a_worker_closes_whatever_its_status_is_meanwhile(s: Scheduler, a: Worker) -> None:
+    """One with a lifetime closes also where nobody can take its data. Its close failed half way, and it stayed on."""
+    await TierRuntime.install(a, Settings.load().tiers)
+    await a.plugin_add(SetToRunning(), name="late")
+    assert await a.close() == "OK"
+    assert a.status.name == "closed"
 
 
 def test_the_end_of_a_tier_does_not_delete_what_comes_in_its_place(
