@@ -52,7 +52,6 @@ def attach(client: Asked, *, settings: Mapping[str, Any] | None = None) -> Statu
     loaded = Settings.load(settings)
     if loaded.policy == "stock":
         raise ConfigError("gpurt.policy is 'stock', so there is nothing to attach. Remedy: set it to 'gpurt'")
-    planning.keep()
     answer: Status = ask(client, _attach_and_look, loaded)
     return answer
 
@@ -64,6 +63,7 @@ async def _attach_and_look(client: Client, settings: Settings) -> Status:
         raise InstallError(f"the scheduler cannot import dask_gpurt ({e}). Remedy: install dask-gpurt there") from e
     if reply is not None:
         raise InstallError(reply)
+    planning.keep()
     return await look(client, ANSWER_SECONDS)
 
 
@@ -99,7 +99,6 @@ def detach(client: Asked) -> None:
     InstallError
         A part refused to leave, as while a shuffle is running; the text says which and why.
     """
-    planning.forget()
     # Of an asynchronous client this is the awaitable.
     return ask(client, _take_out)
 
@@ -108,6 +107,7 @@ async def _take_out(client: Client) -> None:
     reply = await client.run_on_scheduler(_detach)
     if reply is not None:
         raise InstallError(reply)
+    planning.forget()
 
 
 async def _detach(dask_scheduler: Scheduler) -> str | None:

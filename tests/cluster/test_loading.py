@@ -15,8 +15,10 @@ import pytest
 from distributed import Client, LocalCluster
 
 import dask_gpurt
+from dask_gpurt import planning
 from dask_gpurt.errors import ConfigError, InstallError
 from dask_gpurt.extension import on_worker
+from dask_gpurt.planning.held import HELD
 
 from .processes import SCHEDULER_PARTS, processes, together, wait_text
 
@@ -345,6 +347,20 @@ def test_two_who_attach_and_detach_at_once() -> None:
         assert client.run(_worker_state) == stock_workers
         _work(client)
         _assert_stock(client, stock)
+
+
+def test_planning_follows_what_the_scheduler_agreed_to() -> None:
+    planning.forget()  # an earlier test may have had a client
+    with LocalCluster(n_workers=0, processes=False, dashboard_address=":0") as cluster, Client(cluster) as client:
+        cluster.scheduler.decide_worker_rootish_queuing_enabled = lambda: None
+        with pytest.raises(InstallError, match="already overridden"):
+            dask_gpurt.attach(client)
+        assert not HELD.installed
+        del cluster.scheduler.decide_worker_rootish_queuing_enabled
+        dask_gpurt.attach(client)
+        assert HELD.installed
+        dask_gpurt.detach(client)
+        assert not HELD.installed
 
 
 @pytest.mark.parametrize("worker_kwargs", [{"memory_limit": 0}, {"data": dict}])
