@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from dask.dataframe.shuffle import partitioning_index
-from distributed import futures_of, wait
+from distributed import Reschedule, futures_of, wait
 from distributed.shuffle._shuffle import DataFrameShuffleSpec
 from distributed.utils_test import gen_cluster
 
@@ -21,13 +21,14 @@ from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.shuffle import MemoryShardStore, worker_statistics
 from dask_gpurt.shuffle.protocol import rebalance_plan
 from dask_gpurt.shuffle.protocol.rebalance_plan import Output
-from dask_gpurt.shuffle.scheduler import rebalance
+from dask_gpurt.shuffle.scheduler import barrier_hold, rebalance
 from dask_gpurt.shuffle.scheduler.phases import RunEvent
 from dask_gpurt.shuffle.scheduler.runs import Runs
 from dask_gpurt.shuffle.spec import GpurtShuffleSpec
 from dask_gpurt.shuffle.worker.handover import Handover
 from dask_gpurt.shuffle.worker.resend import Resender
 from dask_gpurt.shuffle.worker.run import GpurtShuffleRun
+from dask_gpurt.shuffle.worker.scheduler_calls import SchedulerCalls
 from dask_gpurt.shuffle.worker.sender import Sender
 from tests.shuffle.helpers import NastyStore, ordered, taken_over, until, whole
 
@@ -213,6 +214,34 @@ async def test_the_sides_of_a_join_move_together(c, s, a, b):
         # A worker that is lost from now on costs no more than else.
         assert all(state.moves and not state.handing for state in states)
         assert worker_statistics(a)["outputs_handed"] + worker_statistics(b)["outputs_handed"] == 2
+
+
+@gen_cluster(**options(2))
+async def test_what_an_earlier_query_made_of_a_join_does_not_move(c, s, a, b):
+    """One side was Dask's then, so that nothing moved; the other is still held, and its rows are gone."""
+    async with taken_over(s, [a, b]) as (takeover, _):
+        choose, left_to_dask, ask = takeover.choose, [True], SchedulerCalls.open_again
+        takeover.choose = lambda spec: spec if "w" in spec.meta and left_to_dask else choose(spec)
+        d = rows().merge(others(), on="k", how="inner", shuffle_method="p2p", npartitions=OUTPUTS, broadcast=False)
+        want = ordered(whole(hot, N).merge(whole(other, 5), on="k"))
+
+        async def later(self: Any, key: Any) -> bool:
+            """Were an output moved, its task would be the first; what others ask for has all rows sent once more."""
+            joins = [ts for ts in s.tasks.values() if ts.key[0] == key[0]]
+            if takeover._plugin.binder.moved and not any(ts.state == "memory" for ts in joins):
+                raise Reschedule
+            return await ask(self, key)
+
+        held = patch.object(barrier_hold, "LOOK_SECONDS", 60.0)
+        with held, patch.object(SchedulerCalls, "open_again", later):
+            for _ in range(2):
+                f = c.compute(d)
+                got, key = ordered(await f), f.key
+                pd.testing.assert_frame_equal(got, want.astype(dict(got.dtypes)))
+                del f
+                await until(lambda key=key: key not in s.tasks)
+                left_to_dask.clear()
+        assert not takeover._plugin.binder.moved
 
 
 @gen_cluster(**options(3))
