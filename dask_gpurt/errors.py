@@ -42,7 +42,7 @@ _MOST, _BEGIN, _END = 2000, 600, 1000
 
 
 def _bounded(text: str) -> str:
-    """A value of any length may be in the middle of a message. Whoever reads a log needs what stands around it."""
+    """The begin and the end of a message that is too long: the value in the middle may have any length."""
     if len(text) <= _MOST:
         return text
     return f"{text[:_BEGIN]} ... ({len(text) - _BEGIN - _END} characters) ... {text[-_END:]}"

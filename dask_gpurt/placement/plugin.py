@@ -122,7 +122,8 @@ class PlacementPlugin(SchedulerPlugin):
         dispatch = engine.root_dispatch
         RootQueue(
             seam,
-            at_once=dispatch.tiny.worker,
+            at_once=dispatch.tiny.at_once,
+            choose=dispatch.tiny.worker,
             waits=engine.groups.waits,
             pull=engine.pull,
             pending=engine.groups.__len__,

@@ -25,7 +25,7 @@ from dask_gpurt.model.link import LinkClass
 from dask_gpurt.placement.decide.policy import WEIGHTS
 from dask_gpurt.placement.decide.root_cuts import Member
 from dask_gpurt.placement.decide.root_lateness import Lateness
-from dask_gpurt.placement.decide.root_times import RootTimes
+from dask_gpurt.placement.decide.root_times import AHEAD_SHARE, RootTimes
 from dask_gpurt.placement.decide.tiny_roots import TinyRoots
 from dask_gpurt.placement.decide.zone_cost import under_way
 from dask_gpurt.placement.tables import worker_facts
@@ -46,9 +46,8 @@ MAX_LOOKED = 64
 #: a result and the next task take so long between a worker and the scheduler: two busy event loops, as measured over
 #: loopback (`topology.links.SEEDS`)
 ROUND_TRIP_SECONDS = 0.005
-#: roots ahead per thread, at most (a worker runs some 6,000 empty tasks a second), and the share of the worker's memory
-#: mark that their results may take
-MOST_AHEAD, AHEAD_SHARE = 64, 0.025
+#: roots ahead per thread, at most: a worker runs some 6,000 empty tasks a second
+MOST_AHEAD = 64
 #: not where a root sent ahead waits so long behind a long one, in the mean: four times what a message takes. Not less:
 #: of tasks of 50 us, one that the machine holds up for 20 ms would have stock's way taken for hundreds
 WAITED_SECONDS = 4 * ROUND_TRIP_SECONDS

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+#: share of a worker's memory mark that the results of roots sent ahead may take
+AHEAD_SHARE = 0.025
 #: weight of a root in the averages
 ROOT_GAIN = 0.05
 

@@ -8,10 +8,10 @@ fifth of the time; with 300 it is a third.
 Nothing tells that roots are tiny before they have run, so a group is queued unless all of this holds:
 
 1. The last group of the same prefix and size (rounded to a power of two) was computed to its end, without an error.
-2. Its tasks took less than `HANDED_SECONDS` times the cluster's threads in the mean: the scheduler cannot hand out such
+2. Its tasks took less than `BRIEF_SECONDS` times the cluster's threads in the mean: the scheduler cannot hand out such
    tasks as fast as the workers run them. The mean, as one long task among many short ones is a reason to balance.
-3. As many results again fit in `SHARE` of the memory marks.
-4. No worker has anything else in hand: a root must not wait behind a long task.
+3. As many results again fit in `AHEAD_SHARE` of the memory marks.
+4. When its first root is ready, no worker has anything in hand but such roots: none must wait behind a long task.
 
 Rejected: durations of the prefix alone. ``lambda`` or ``process`` may be tiny in one graph and load files in the next;
 a group of about as many tasks is a better sign of a computation that is repeated.
@@ -21,7 +21,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from dask_gpurt.placement.decide.root_times import AHEAD_SHARE
 from dask_gpurt.placement.tables import worker_facts
+from dask_gpurt.placement.tables.durations import BRIEF_SECONDS
 
 if TYPE_CHECKING:
     from distributed.scheduler import TaskGroup, TaskState, WorkerState
@@ -29,10 +31,6 @@ if TYPE_CHECKING:
     from dask_gpurt.placement.decide.root_blocks import RootBlocks
     from dask_gpurt.placement.tables.tables import Tables
 
-#: a scheduler's time to hand out one task and take its result
-HANDED_SECONDS = 200e-6
-#: of the memory marks of all workers that results may take
-SHARE = 0.025
 #: kinds of group kept; the oldest is forgotten
 MAX_KINDS = 1024
 
@@ -51,7 +49,7 @@ class Looked(NamedTuple):
 
     @property
     def kind(self) -> tuple[str, int]:
-        """By which such groups are told from others."""
+        """Prefix and bits of the size: groups of one kind are expected to be alike."""
         return self.prefix, self.size.bit_length()
 
 
@@ -72,9 +70,7 @@ class TinyRoots:
         #: groups that were not done when the newest graph arrived. Not for longer: groups refer to those they depend
         #: on, so that keeping the last of an iteration would keep all
         self._looked: dict[TaskGroup, Looked] = {}
-        #: roots given out at once since then
-        self._recent = 0
-        #: the same since the start
+        #: roots given out at once since the start
         self.given = 0
 
     def graph_arrived(self) -> None:
@@ -83,7 +79,6 @@ class TinyRoots:
             if group.done:
                 del self._looked[group]
                 self._learn(group, looked)
-        self._recent = 0
 
     def _learn(self, group: TaskGroup, looked: Looked) -> None:
         kind, n = looked.kind, looked.size
@@ -96,15 +91,14 @@ class TinyRoots:
         seconds = group.all_durations["compute"] - looked.seconds
         self._known[kind] = seconds / n, (group.nbytes_total - looked.nbytes) / n
 
-    def worker(self, ts: TaskState) -> WorkerState | None:
-        """The worker that gets a ready root at once: the owner of its block, else Dask's choice; None: it is queued."""
+    def at_once(self, ts: TaskState) -> bool:
+        """Whether a ready task is of a group that is given out at once."""
         group = ts.group
-        looked = self._looked.get(group)
-        if looked is None:
-            looked = self._look(ts, group)
-        if looked is None or not looked.at_once:
-            return None
-        self._recent += 1
+        looked = self._looked.get(group) or self._look(ts, group)
+        return looked is not None and looked.at_once
+
+    def worker(self, ts: TaskState) -> WorkerState | None:
+        """The worker that gets such a root: the owner of its block, else Dask's choice; None: no worker is there."""
         self.given += 1
         owner = self._groups.owner(ts.key)
         info = None if owner is None else self._tables.workers.by_address.get(owner)
@@ -134,11 +128,12 @@ class TinyRoots:
         seconds, nbytes = known
         tables = self._tables
         mark = sum(info.mark_bytes for info in tables.workers.all.items)
-        return seconds < HANDED_SECONDS * tables.scheduler.total_nthreads and nbytes * looked.size < SHARE * mark
+        return seconds < BRIEF_SECONDS * tables.scheduler.total_nthreads and nbytes * looked.size < AHEAD_SHARE * mark
 
     def _nothing_else(self) -> bool:
         """Whether workers have nothing in hand but roots given out at once."""
-        return sum(len(ws.processing) for ws in self._tables.scheduler.workers.values()) <= self._recent
+        tiny = sum(group.states["processing"] for group, looked in self._looked.items() if looked.at_once)
+        return sum(len(ws.processing) for ws in self._tables.scheduler.workers.values()) <= tiny
 
     def clear(self) -> None:
         """Drop the groups at work: the scheduler has forgotten all tasks."""

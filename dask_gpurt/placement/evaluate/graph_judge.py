@@ -56,7 +56,7 @@ NOTABLE_SECONDS = 1.0
 #: an episode is suspicious when it takes so many times the seconds that its tasks need on all threads
 SUSPICIOUS = 1.3
 #: seconds of an episode for each second that the scheduler's event loop is at work in it: workers and clients handle
-#: the same messages, and the loop waits for a processor that it shares. 1.7 to 2.6 with empty tasks, whoever decides
+#: the same messages, and the loop waits for a processor that it shares. 1.7 to 2.6 with empty tasks, also of stock's
 LOOP_SHARE = 2.5
 #: times ours' seconds after which an episode on stock's side of a trial is given up. More than `graph_verdict.CLEAR`:
 #: what was taken until then counts as a clear result
@@ -380,7 +380,7 @@ class GraphJudge:
         if self._alarmed:
             self._try(record, "threads were idle while tasks were queued for other workers")
         elif record.runs > 1 and seconds > SUSPICIOUS * bound:
-            self._try(record, f"it took {seconds:.2g} s, and its tasks need {bound:.2g} s on all threads")
+            self._try(record, f"it took {seconds:.2g} s, and needs {bound:.2g} s wherever its tasks run")
         elif record.runs > 1 and self._fullest > 1.0:
             self._try(record, f"a worker held {self._fullest:.2g} times what it may before it spills")
 

@@ -4,10 +4,10 @@
 `decide.root_dispatch`. Everything else of queuing stays *stock*, that is Dask's own: how many tasks a worker gets, when
 free slots are filled, the transitions.
 
-1. ``waiting -> processing`` (table entry). A root for which `at_once` names a worker goes there, unqueued. One that
-   `waits` becomes ``queued`` although workers are idle. Slots are filled in the next turn of the event loop, when the
-   whole graph has arrived. Not with ``validate=True``: distributed then asserts that nothing is queued while a worker
-   is idle, and exactly that is relaxed here for one turn.
+1. ``waiting -> processing`` (table entry). A root that is given out `at_once` is not queued, `choose` names its worker.
+   One that `waits` becomes ``queued`` although workers are idle. Slots are filled in the next turn of the event loop,
+   when the whole graph has arrived. Not with ``validate=True``: distributed then asserts that nothing is queued while a
+   worker is idle, and exactly that is relaxed here for one turn.
 2. ``stimulus_queue_slots_maybe_opened``. A worker with a free slot is offered the task that `pull` names, through
    stock's own transition. What is left goes as in stock: the head of the queue to the least busy worker, unless that
    head is `held`. With ``validate=True`` stock's own method does the latter, as it asserts that a free slot is used.
@@ -58,7 +58,9 @@ class RootQueue:
     seam
         Counts failures, and restores the names.
     at_once
-        ``(ts) -> WorkerState | None``: the worker that gets a ready root without queuing; None: it may be queued.
+        ``(ts) -> bool``: whether a ready root is not to be queued at all.
+    choose
+        ``(ts) -> WorkerState | None``: the worker that gets such a root; None: it is queued after all.
     waits
         ``(ts) -> bool``: whether a ready root is to be queued for a particular worker.
     pull
@@ -88,7 +90,8 @@ class RootQueue:
         self,
         seam: Seam,
         *,
-        at_once: Callable[[TaskState], WorkerState | None],
+        at_once: Callable[[TaskState], bool],
+        choose: Callable[[TaskState], WorkerState | None],
         waits: Callable[[TaskState], bool],
         pull: Callable[[WorkerState, bool], TaskState | None],
         pending: Callable[[], int],
@@ -103,7 +106,7 @@ class RootQueue:
         self.scheduler: Scheduler = seam.scheduler
         self.seam = seam
         self.part = seam.part("roots")
-        self._at_once = at_once
+        self._at_once, self._choose = at_once, choose
         self._waits, self._pull, self._pending, self._worth = waits, pull, pending, worth
         self._held, self._hungry, self._first, self._takers = held, hungry, first, takers
         self._quiet, self._stock = quiet, stock
@@ -147,17 +150,17 @@ class RootQueue:
         ts = state.tasks.get(key)
         if self.part.retired is None and not state.validate:
             try:
-                ws = self._at_once(ts)
+                at_once = self._at_once(ts)
                 if (
-                    (ws is not None or (self._waits(ts) and state.idle_task_count))
+                    (at_once or (self._waits(ts) and state.idle_task_count))
                     and ts._queueable
                     and not math.isinf(state.WORKER_SATURATION)
                     and state.is_rootish(ts)
                     and not self._stock()
                 ):
-                    if ws is not None:
+                    if at_once and (ws := self._choose(ts)) is not None:
                         self._chosen.append(ws)
-                    elif self._deal_soon():
+                    elif not at_once and self._deal_soon():
                         return {key: "queued"}, {}, {}
             except Exception:
                 self.seam.failed(self.part.name)

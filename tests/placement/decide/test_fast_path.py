@@ -104,7 +104,7 @@ def test_the_governor_sees_its_share_of_them() -> None:
 
 
 def test_the_governor_does_not_judge_what_waits_for_event_loops() -> None:
-    """It would see tasks that take a hundred times as long as predicted, whoever decides."""
+    """It would see tasks that take a hundred times as long as predicted, under placement and stock alike."""
     engine, (a, b, *_) = cluster(slack=0.0)
     for i, brief in enumerate((False, True)):
         engine.durations.prefix("f").brief = brief

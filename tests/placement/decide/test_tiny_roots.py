@@ -9,7 +9,9 @@ import pytest
 from distributed.utils_test import gen_cluster
 
 from dask_gpurt.placement.decide.root_blocks import RootBlocks
-from dask_gpurt.placement.decide.tiny_roots import HANDED_SECONDS, SHARE, TinyRoots
+from dask_gpurt.placement.decide.root_times import AHEAD_SHARE
+from dask_gpurt.placement.decide.tiny_roots import TinyRoots
+from dask_gpurt.placement.tables.durations import BRIEF_SECONDS
 from tests.placement.clusters import FOUR, install
 from tests.placement.fakes import FakeWorker, make_engine
 
@@ -71,10 +73,11 @@ class Script:
     def arrives(self, group: Group) -> bool:
         """Whether the group is given out at once."""
         self.tiny.graph_arrived()
-        return self.tiny.worker(Task(group)) is not None  # type: ignore[arg-type]
+        task: Any = Task(group)
+        return self.tiny.at_once(task) and self.tiny.worker(task) is self.workers[0]
 
 
-SHORT = HANDED_SECONDS * 4 * 0.9
+SHORT = BRIEF_SECONDS * 4 * 0.9
 
 
 def test_what_is_repeated_and_tiny_goes_at_once() -> None:
@@ -121,7 +124,7 @@ def test_results_of_all_tasks_count() -> None:
     for factor, answer in ((0.9, False), (1.1, True), (0.9, False)):
         group = Group(prefix)
         assert s.arrives(group) is answer
-        group.end(SHORT, int(factor * SHARE * mark / N))
+        group.end(SHORT, int(factor * AHEAD_SHARE * mark / N))
 
 
 def test_not_behind_other_work() -> None:
@@ -131,6 +134,22 @@ def test_not_behind_other_work() -> None:
     group.end(SHORT)
     s.workers[3].processing.add("long")
     assert not s.arrives(Group(prefix))
+
+
+def test_behind_other_tiny_roots() -> None:
+    s = Script()
+    one, other = Prefix("one"), Prefix("other")
+    for prefix in (one, other):
+        group = Group(prefix)
+        s.arrives(group)
+        group.end(SHORT)
+    first, second, third = Group(one), Group(other), Group(one)
+    assert s.arrives(first)
+    first.states["processing"] = first.states.pop("released")
+    s.workers[0].processing.update(range(N))
+    assert s.arrives(second)
+    s.workers[3].processing.add("long")
+    assert not s.arrives(third), "those that are done do not count"
 
 
 def test_a_group_that_goes_on_is_judged_by_its_new_tasks() -> None:

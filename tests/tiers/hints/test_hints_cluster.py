@@ -123,6 +123,20 @@ async def settled(s: Scheduler, *workers: Worker) -> None:
 
 
 # Without the active memory manager: on a slow machine it drops the copies that the test looks for.
+def hints_sent(s: Scheduler) -> list[str]:
+    """Addresses to which the scheduler sends hints from now on, one for each message."""
+    sent: list[str] = []
+    real = s.worker_send
+
+    def spy(worker: str, msg: dict[str, Any]) -> None:
+        if msg["op"] == OP:
+            sent.append(worker)
+        real(worker, msg)
+
+    s.worker_send = spy  # type: ignore[method-assign]
+    return sent
+
+
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 30)] * 2, config=NO_WATCH | NO_AMM, timeout=120)
 async def test_hints_are_right_at_every_stage(c: Client, s: Scheduler, a: Worker, b: Worker) -> None:
     """Against the scheduler's graph: after computing, as uses pass, with replicas, many dependents, and none."""
@@ -234,15 +248,7 @@ async def test_a_worker_that_does_not_ask_gets_nothing(c: Client, s: Scheduler, 
     plugin = NextUsePlugin()
     await plugin.start(s)
     s.add_plugin(plugin)
-    sent: list[str] = []
-    real = s.worker_send
-
-    def spy(worker: str, msg: dict[str, Any]) -> None:
-        if msg["op"] == OP:
-            sent.append(worker)
-        real(worker, msg)
-
-    s.worker_send = spy  # type: ignore[method-assign]
+    sent = hints_sent(s)
     x = [c.submit(make, i, key=f"x{i}", workers=[w.address]) for i in range(10) for w in ((a, b)[i % 2],)]
     await wait(x)
     await async_poll_for(lambda: not plugin.statistics()["tables"]["dirty"], timeout=10)
@@ -444,15 +450,7 @@ async def test_what_was_asked_before_a_detach_is_not_answered_after_it(c: Client
     await wait(x)
     first = await attach(s, a)
     await first.uninstall()
-    sent: list[str] = []
-    real = s.worker_send
-
-    def spy(worker: str, msg: dict[str, Any]) -> None:
-        if msg["op"] == OP:
-            sent.append(worker)
-        real(worker, msg)
-
-    s.worker_send = spy  # type: ignore[method-assign]
+    sent = hints_sent(s)
     second = await attach(s)
     y = c.map(lambda v: int(v[0]), x, pure=False)
     assert await c.gather(y) == list(range(10))
