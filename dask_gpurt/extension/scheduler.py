@@ -16,6 +16,7 @@ from dask_gpurt.extension import delivery, told
 from dask_gpurt.extension.corrupt import CorruptFetches
 from dask_gpurt.extension.parts import NAME, Parts, versions
 from dask_gpurt.extension.worker import GpurtWorker
+from dask_gpurt.memory import frozen
 from dask_gpurt.model import residence
 from dask_gpurt.model.no_hook import ignored
 from dask_gpurt.observe.collect.scheduler import LedgerPlugin
@@ -130,6 +131,7 @@ class GpurtScheduler(SchedulerPlugin):
             raise
         if self.settings.observe.enabled:
             self.plots, self.metrics = told.show(self, scheduler)
+        frozen.freeze(scheduler, len(scheduler.tasks))
         on = [name for name, state in self.parts.state.items() if state == "on"]
         logger.info(
             "dask-gpurt %s: policy %s; took over %s; %s", __version__, self.settings.policy, ", ".join(on), versions()
@@ -219,6 +221,7 @@ class GpurtScheduler(SchedulerPlugin):
     async def close(self) -> None:
         """The scheduler closes."""
         if self.scheduler is not None:
+            frozen.thaw(self.scheduler)
             self._hide(self.scheduler)
 
     async def _add_placement(self) -> Callable[[], Awaitable[None]]:
@@ -384,6 +387,7 @@ class GpurtScheduler(SchedulerPlugin):
         self._removed(scheduler)
 
     def _removed(self, scheduler: Scheduler) -> None:
+        frozen.thaw(scheduler)
         self._hide(scheduler)
         self.scheduler = None
         scheduler.plugins.pop(NAME, None)

@@ -24,6 +24,7 @@ from dask_gpurt.doctor.system import System
 from dask_gpurt.errors import GpurtError
 from dask_gpurt.extension.fetches import Fetches
 from dask_gpurt.extension.parts import NAME, Parts, versions
+from dask_gpurt.memory import frozen
 from dask_gpurt.model import Tier, prompt, safe_mode
 from dask_gpurt.observe.collect.worker import WorkerSlots
 from dask_gpurt.observe.figures import prometheus
@@ -105,6 +106,7 @@ class WorkerParts:
         if settings.observe.enabled:
             seen = weakref.ref(worker)
             prometheus.provide_worker(worker, lambda: {} if (w := seen()) is None else _heartbeat(w))
+        frozen.freeze(worker, len(worker.state.tasks))
         logger.info("dask-gpurt %s: %s; %s", __version__, self.summary(), versions())
         return self
 
@@ -220,6 +222,7 @@ class WorkerParts:
 
     async def uninstall(self) -> None:
         """Give the worker back to stock Dask; every key stays readable throughout."""
+        frozen.thaw(self.worker)
         self.stop_proving()
         self.watch(False)
         vars(self.worker).pop(ATTRIBUTE, None)
@@ -371,6 +374,7 @@ class GpurtWorker(WorkerPlugin):
         """Give the worker back, unless it is closing."""
         parts = on_worker(worker)
         prometheus.withdraw(worker)
+        frozen.thaw(worker)
         if parts is not None:
             parts.stop_proving()
             parts.watch(False)
