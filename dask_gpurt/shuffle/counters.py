@@ -98,7 +98,8 @@ class ShuffleCounters:
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        self._reasons: collections.Counter[str] = collections.Counter()
+        #: shuffle -> its runs that this worker had restarted
+        self._restarted: collections.defaultdict[str, set[int]] = collections.defaultdict(set)
 
     def add(self, **amounts: float) -> None:
         """Add to counters; from any thread."""
@@ -111,11 +112,12 @@ class ShuffleCounters:
         with self._lock:
             self.join_given_up[why] = self.join_given_up.get(why, 0) + 1
 
-    def restarted(self, shuffle_id: str) -> int:
-        """Count one more reason to restart a shuffle; returns how many there were."""
+    def restarted(self, shuffle_id: str, run_id: int) -> int:
+        """Count a run that has to be restarted, once for all threads that say so; how many of its shuffle there were."""
         with self._lock:
-            self._reasons[shuffle_id] += 1
-            return self._reasons[shuffle_id]
+            runs = self._restarted[shuffle_id]
+            runs.add(run_id)
+            return len(runs)
 
     def heartbeat(self) -> dict[str, int]:
         """Figures for every heartbeat: flat, and cheap to get."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 import time
 from unittest import mock
 
@@ -248,6 +249,37 @@ async def check_both_sides(c, s, a, b, refused):
             assert sum(worker_statistics(w)["restarts"] for w in (a, b)) == refused
     finally:
         Assembler.__call__ = assemble
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_outputs_of_many_threads_fail_at_once(refused, monkeypatch):
+    """One restart serves all threads of a worker, and an output counts only what it asks for itself."""
+    if refused:
+        monkeypatch.setattr(reopen, "ASKED", 0)
+    gen_cluster(**TWO | {"nthreads": [("127.0.0.1", 12)] * 2})(check_many_threads)(refused)
+
+
+async def check_many_threads(c, s, a, b, refused):
+    came, all_there = [], threading.Event()
+    assemble = Assembler.__call__
+
+    def fails_at_first(self, pieces):
+        df = assemble(self, pieces)
+        if all_there.is_set():
+            return df
+        came.append(1)
+        if len(came) == 24:
+            all_there.set()
+        assert all_there.wait(60)
+        raise MemoryError("once")
+
+    with mock.patch.object(Assembler, "__call__", fails_at_first):
+        async with taken_over(s, [a, b]) as (takeover, _):
+            got = await c.compute(source(left).shuffle("k", npartitions=24), retries=3)
+            same_rows(got, left, 6)
+            restarts = [worker_statistics(w)["restarts"] for w in (a, b)]
+            assert (max(restarts) > output_builder.RESTARTS) if refused else not any(restarts)
+            assert takeover.statistics()["runs"] == (2 if refused else 1)
 
 
 @gen_cluster(**TWO)

@@ -35,10 +35,9 @@ MAX_INPUTS = 32
 def certain_inputs(ts: TaskState, ws: WorkerState) -> tuple[Any, ...]:
     """The TaskStates on their way to `ws` if all of them are inputs of `ts`, just assigned to it; else ()."""
     needs = ws.needs_what
-    if len(needs) <= MAX_INPUTS:
-        deps = ts.dependencies
-        if all(d in deps for d in needs):
-            return tuple(needs)
+    deps = ts.dependencies
+    if len(needs) <= min(MAX_INPUTS, len(deps)) and all(d in deps for d in needs):
+        return tuple(needs)
     return ()
 
 

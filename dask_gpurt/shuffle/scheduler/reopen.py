@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 NOWHERE = "gpurt://output-is-not-complete"
 #: states of a transfer task that will end
 _UNDER_WAY = ("waiting", "queued", "no-worker", "processing")
-#: how often outputs of one run are opened because a task asks for one; then the run is restarted
+#: how often an output is opened because its task asks for it; then the run is restarted
 ASKED = 5
 
 
@@ -101,14 +101,14 @@ class Opener:
         records = [one for _, one in self._runs.sources(ts) if one is not None and one.passed]
         if record not in records or len(records) < len(ts.dependencies):
             return [], False
-        if any(one.asked >= ASKED or part not in one.worker_for for one in records):
+        if any(one.asked[part] >= ASKED or part not in one.worker_for for one in records):
             return [], False
         begun: list[RunRecord] = []
         for one in records:
             if part in (one.amendments.opened or ()):
                 continue
             one.made.add(part)
-            one.asked += 1
+            one.asked[part] += 1
             barrier = self._runs.barrier_of(one.id)
             if barrier is None or self.begin(one, barrier, None) is not Begun.EPOCH:
                 return begun, False

@@ -18,6 +18,7 @@ Record and registry are used on the scheduler's event loop.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import enum
@@ -96,8 +97,8 @@ class RunRecord:
     least: dict[Hashable, int] = dataclasses.field(default_factory=dict)
     #: outputs that were made since they were opened last
     made: set[int] = dataclasses.field(default_factory=set)
-    #: how often its tasks have asked for an output that was handed out before
-    asked: int = 0
+    #: output -> how often its task has asked for it, as it was handed out before
+    asked: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     #: tells the workers of the latest epoch; None: they know it
     telling: asyncio.Task[None] | None = None
     #: what its workers counted; None: not known

@@ -7,7 +7,7 @@ Invariants
 - Any other output that is asked for again (its task failed after the take and is retried) is not there, and an empty
   answer would be silently wrong. The scheduler is asked to open it again (`reopen`), for all of its rows to come once
   more. Should it refuse, the whole shuffle is restarted, by the way upstream restarts an inconsistent one. Shards lost
-  on a tier do the same. Both happen at most `RESTARTS` times per shuffle on one worker.
+  on a tier do the same. At most `RESTARTS` runs of a shuffle end so on one worker.
 - Nothing is taken of an output that is open: only some of its rows may be there.
 - Rows that were taken are kept where a device had no memory to make the output of them: its task is run once more.
 """
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from dask_gpurt.shuffle.worker.receiver import Receiver
     from dask_gpurt.shuffle.worker.scheduler_calls import SchedulerCalls
 
-#: restarts of one shuffle asked for by this worker; then the error is the user's
+#: runs of one shuffle that this worker has restarted; then the error is the user's
 RESTARTS = 5
 
 
@@ -172,7 +172,7 @@ class OutputBuilder:
         """Have the scheduler start this shuffle anew (run id + 1), and this task again."""
         host = self._host
         self._counters.last_error = f"{host}: {why}"
-        if self._counters.restarted(host.id) > RESTARTS:
+        if self._counters.restarted(host.id, host.run_id) > RESTARTS:
             raise RuntimeError(f"{host} was restarted {RESTARTS} times by this worker: {why}") from cause
         self._counters.add(restarts=1)
         self._sync(self._scheduler.restart)

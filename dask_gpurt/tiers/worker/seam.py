@@ -98,10 +98,11 @@ class WorkerSeam:
             limit_bytes=lambda: worker.memory_manager.memory_limit,
             process_bytes=lambda: worker.monitor.get_process_memory(),
             seceded=self._seceded,
+            threads=lambda: worker.state.nthreads,
         )
         #: brings inputs into memory
         self.inputs = Inputs(worker, self.store, self.losses)
-        small = SmallTasks(worker, engine, self.store, self.turns.outputs, guard)
+        small = SmallTasks(worker, engine, self.store, self.turns, guard)
         parts = Parts(worker, guard, engine, self.store, self.inputs, self.turns, small, self.local, self.hints)
         self.execute = Execute(parts)
         self._overrides: tuple[Override, ...] = (self.execute, GatherDep(parts), GetData(parts))
@@ -118,6 +119,7 @@ class WorkerSeam:
             limit_bytes=lambda: device.allocator.limit_bytes,
             process_bytes=lambda: space.fixed_bytes,
             seceded=self._seceded,
+            threads=lambda: worker.state.nthreads,
         )
         if not self.prefetch.share:
             return

@@ -1,7 +1,8 @@
 """`SmallTasks`: the short way for tasks that have nothing to wait for, which are most tasks of most graphs.
 
-While memory is relaxed (`eviction`) all values are in memory. A task that reads and returns little then needs neither a
-turn (`task_admission`) nor room (`memory_gate`): its inputs are pinned, and it runs. Nothing is awaited.
+While memory is relaxed (`eviction`) all values are in memory. A task that reads and returns little, by
+`Turns.least_bytes`, then needs neither a turn (`task_admission`) nor room (`memory_gate`): its inputs are pinned, and it
+runs. Nothing is awaited.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 from distributed.worker_state_machine import ExecuteSuccessEvent
 
 from dask_gpurt.tiers.engine.buffer_roots import as_bytes
-from dask_gpurt.tiers.worker.task_admission import LEAST_BYTES, SMALL_RESULT_BYTES
+from dask_gpurt.tiers.worker.task_admission import SMALL_RESULT_BYTES
 
 if TYPE_CHECKING:
     from dask.typing import Key
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from dask_gpurt.tiers.engine.engine import Engine
     from dask_gpurt.tiers.engine.entry import Entry
     from dask_gpurt.tiers.stores.task_store import TieredStore
-    from dask_gpurt.tiers.worker.task_admission import Outputs
+    from dask_gpurt.tiers.worker.task_admission import Turns
 
 
 class SmallTasks:
@@ -30,17 +31,17 @@ class SmallTasks:
 
     Parameters
     ----------
-    outputs
-        What tasks return, by prefix.
+    turns
+        Which tasks may have to wait, and what tasks return.
     guard
         Counts failures in here, as those of ``execute``.
     """
 
-    def __init__(self, worker: Worker, engine: Engine, store: TieredStore, outputs: Outputs, guard: Guard) -> None:
+    def __init__(self, worker: Worker, engine: Engine, store: TieredStore, turns: Turns, guard: Guard) -> None:
         self._worker = worker
         self._engine = engine
         self._store = store
-        self._outputs = outputs
+        self._turns = turns
         self._guard = guard
 
     def hold(self, key: Key) -> list[Entry] | None:
@@ -49,7 +50,12 @@ class SmallTasks:
             return None
         try:
             ts = self._worker.state.tasks.get(key)
-            if ts is None or not self._outputs.small(ts.prefix):
+            if ts is None:
+                return None
+            turns = self._turns
+            least = turns.least_bytes
+            # What is allocated for a result is twice its bytes, see `task_admission`.
+            if not turns.outputs.small(ts.prefix, least / 2):
                 return None
             if not ts.dependencies:
                 return []
@@ -61,7 +67,7 @@ class SmallTasks:
                 if entry is not None:
                     entries.append(entry)
                     nbytes += entry.nbytes
-            if nbytes >= LEAST_BYTES:
+            if nbytes >= least:
                 return None
         except Exception:
             self._guard.failed("execute", "small task")
@@ -79,6 +85,6 @@ class SmallTasks:
             if type(nbytes) is not int:
                 nbytes = as_bytes(nbytes) or 0
             if nbytes >= SMALL_RESULT_BYTES:
-                self._outputs.learn(event.key, self._store.host_bytes(event.value, event.nbytes))
+                self._turns.outputs.learn(event.key, self._store.host_bytes(event.value, event.nbytes))
         except Exception:
             self._guard.failed("execute", "small task")

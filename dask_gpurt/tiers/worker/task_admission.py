@@ -7,7 +7,7 @@ set does not fit beside those that run waits until one of them has ended.
 or as much as the inputs, whichever is more; else as much as the inputs. A task begins when two sums together stay below
 `SHARE` of the memory limit: the memory of the process without the values that could leave, and what the running tasks
 and the new one allocate. (What the running tasks have allocated already is in both sums. That errs towards waiting, and
-only where memory is short.)
+only where memory is short.) A task that allocates little neither waits nor counts: `Turns.least_bytes`.
 
 A running task may wait for the very one that waits here: ``worker_client`` secedes first, other ways do not. So a task
 that has seceded is never waited for, and no other longer than `PATIENCE_SECONDS`. A task that did not end by then is
@@ -46,9 +46,12 @@ SHARE = 0.8
 PATIENCE_SECONDS = 10.0
 #: a task that allocates less does not wait, in bytes
 LEAST_BYTES = 1 << 20
+#: nor one that allocates less than its thread's part of this share of the limit: that is all that is not counted. The
+#: look at the process takes longer than many such tasks do
+LEAST_SHARE = 1 / 64
 #: between two looks at the process while a task waits
 _LOOK_SECONDS = 0.1
-#: a result below this makes no working set that has to wait, in bytes
+#: a result below this is not remembered, in bytes: its task never waits for it
 SMALL_RESULT_BYTES = LEAST_BYTES // 2
 #: prefixes whose results' size is kept
 _PREFIXES = 1000
@@ -101,9 +104,9 @@ class Outputs:
         nbytes = self._nbytes.get(key_split(key))
         return None if nbytes is None else int(nbytes)
 
-    def small(self, prefix: str) -> bool:
-        """Whether no large result of this prefix is known."""
-        return self._nbytes.get(prefix, 0) < SMALL_RESULT_BYTES
+    def small(self, prefix: str, below: float) -> bool:
+        """Whether no result of this prefix is known that takes so many bytes."""
+        return self._nbytes.get(prefix, 0) < below
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -132,6 +135,8 @@ class Turns:
         What the process has taken of it now.
     seceded
         Whether a task has left its thread to others.
+    threads
+        How many tasks run at a time.
     """
 
     def __init__(
@@ -141,11 +146,13 @@ class Turns:
         limit_bytes: Callable[[], int | None],
         process_bytes: Callable[[], int],
         seceded: Callable[[Key], bool],
+        threads: Callable[[], int],
     ) -> None:
         self._memory = memory
         self._limit_bytes = limit_bytes
         self._process_bytes = process_bytes
         self._seceded = seceded
+        self._threads = threads
         self._running: dict[Turn, None] = {}
         self._ended: asyncio.Event = asyncio.Event()
         self.outputs = Outputs()
@@ -157,13 +164,18 @@ class Turns:
         #: tasks that were not waited for any longer
         self.passed_by = 0
 
+    @property
+    def least_bytes(self) -> float:
+        """A task that allocates less does not wait."""
+        return max(LEAST_BYTES, LEAST_SHARE * (self._limit_bytes() or 0) / self._threads())
+
     async def begin(self, key: Key, inputs: Iterable[Value]) -> Turn | None:
         """Wait until the task may begin. Give what it returns to `end`, in any case."""
         inputs = list(inputs)
         nbytes = sum(e.nbytes for e in inputs)
         known = self.outputs.expected(key)
         turn = Turn(key, nbytes, max(nbytes, 2 * (known or 0)))
-        if turn.growth < LEAST_BYTES:
+        if turn.growth < self.least_bytes:
             return None
         if self._short(turn, inputs):
             await self._wait(turn, inputs)

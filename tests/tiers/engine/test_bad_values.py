@@ -119,7 +119,8 @@ def test_a_small_task_with_a_size_that_cannot_be_is_no_failure(said: Any) -> Non
     counted, outputs = guard(), Outputs()
     nothing: Any = None
     store: Any = types.SimpleNamespace(host_bytes=lambda value, nbytes: nbytes)
-    small = SmallTasks(nothing, nothing, store, outputs, counted)
+    turns: Any = types.SimpleNamespace(outputs=outputs)
+    small = SmallTasks(nothing, nothing, store, turns, counted)
     fields: dict[str, Any] = {"run_id": 1, "value": 1, "start": 0, "stop": 1, "type": Liar, "stimulus_id": "s"}
     small.ended(ExecuteSuccessEvent(key="a-1", nbytes=said, **fields))
     assert counted.part("execute").failures == 0

@@ -32,6 +32,7 @@ class Case:
             limit_bytes=lambda: self.limit_bytes,
             process_bytes=lambda: self.process_bytes,
             seceded=self.seceded.__contains__,
+            threads=lambda: 2,
         )
 
     async def begun(self, key: str, nbytes: int, *, in_memory: bool = True) -> Turn:
@@ -131,6 +132,25 @@ def test_twice_the_result_counts_where_it_is_known() -> None:
         assert await case.turns.begin("unknown", []) is None  # nor does a small one wait
         case.turns.outputs.learn("small", LEAST_BYTES // 4)
         assert await case.turns.begin("small", []) is None
+
+    run(main())
+
+
+def test_what_a_thread_may_allocate_besides_does_not_wait() -> None:
+    """Of 1,000 MB two threads may take a 64th together without being counted: 7.8 MB each."""
+
+    async def main() -> None:
+        case = Case()
+        await case.begun("a-1", 100 * MB)
+        case.process_bytes = LIMIT
+        entry: Any = SimpleNamespace(nbytes=7 * MB, in_memory=True)
+        assert await case.turns.begin("b-1", [entry]) is None
+        more = asyncio.ensure_future(case.turns.begin("b-1", [entry, entry]))
+        await waits(case)
+        assert not more.done()
+        more.cancel()
+        case.limit_bytes = None
+        assert case.turns.least_bytes == LEAST_BYTES
 
     run(main())
 

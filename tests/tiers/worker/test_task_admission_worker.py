@@ -41,7 +41,7 @@ def test_turns(process_bytes: int, patience: float, side_by_side: bool) -> None:
     async def main(c: Client, s: Scheduler, a: Worker) -> None:
         runtime = await TierRuntime.install(a, Settings.load({"tiers.disk-reserve": 0}).tiers)
         a.monitor.get_process_memory = lambda: process_bytes  # type: ignore[method-assign]
-        values = c.map(lambda i: bytes(2 * MB), range(2), pure=False)
+        values = c.map(lambda i: bytes(20 * MB), range(2), pure=False)
         await wait(values)
         met: list[Any] = await c.gather(c.map(together, values, patience=patience, pure=False))
         assert met == [side_by_side] * 2
