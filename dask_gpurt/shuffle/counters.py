@@ -113,7 +113,7 @@ class ShuffleCounters:
             self.join_given_up[why] = self.join_given_up.get(why, 0) + 1
 
     def restarted(self, shuffle_id: str, run_id: int) -> int:
-        """Count a run that has to be restarted, once for all threads that say so; how many of its shuffle there were."""
+        """Count a run that has to be restarted, once for all threads; how many of its shuffle there were."""
         with self._lock:
             runs = self._restarted[shuffle_id]
             runs.add(run_id)

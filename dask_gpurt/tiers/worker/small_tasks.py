@@ -1,8 +1,8 @@
 """`SmallTasks`: the short way for tasks that have nothing to wait for, which are most tasks of most graphs.
 
 While memory is relaxed (`eviction`) all values are in memory. A task that reads and returns little, by
-`Turns.least_bytes`, then needs neither a turn (`task_admission`) nor room (`memory_gate`): its inputs are pinned, and it
-runs. Nothing is awaited.
+`Turns.least_bytes`, then needs neither a turn (`task_admission`) nor room (`memory_gate`): its inputs are pinned, and
+it runs. Nothing is awaited.
 """
 
 from __future__ import annotations
