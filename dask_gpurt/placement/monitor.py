@@ -22,6 +22,7 @@ that they take about one percent of the event loop. A round stops after `LIMIT_S
 from __future__ import annotations
 
 import asyncio
+import heapq
 import math
 import statistics
 import time
@@ -63,6 +64,8 @@ NOTABLE_SECONDS = 0.05
 SURPRISE = 1.5
 #: tasks asked back, and copies started, per round
 MOVES = 16
+#: tasks of one slow worker that are looked at per round: it may have thousands in hand
+LOOKED = 4 * MOVES
 #: idle workers looked at for one task
 IDLE = 8
 #: rounds in which the round trip of a new worker is asked for, and then only every so many-th: ``inproc://`` has none
@@ -252,10 +255,9 @@ class Monitor:
             others = [w.ws for w in {**dict.fromkeys(self._some(home, idle=True)), **dict.fromkeys(self._some(home))}]
             if not others:
                 continue
-            waiting = [t for t in ws.processing if t not in ws.executing and t not in ws.long_running]
+            waiting = (t for t in ws.processing if t not in ws.executing and t not in ws.long_running)
             # The task that its worker would run last goes first.
-            waiting.sort(key=lambda t: t.priority, reverse=True)
-            for ts in waiting:
+            for ts in heapq.nlargest(LOOKED, waiting, key=lambda t: t.priority):
                 if moves >= MOVES:
                     return
                 valid = engine.scheduler.valid_workers(ts)

@@ -11,7 +11,8 @@ Nothing tells that roots are tiny before they have run, so a group is queued unl
 2. Its tasks took less than `BRIEF_SECONDS` times the cluster's threads in the mean: the scheduler cannot hand out such
    tasks as fast as the workers run them. The mean, as one long task among many short ones is a reason to balance.
 3. As many results again fit in `AHEAD_SHARE` of the memory marks.
-4. When its first root is ready, no worker has anything in hand but such roots: none must wait behind a long task.
+4. When its first root is ready, no worker has anything in hand but such roots, and tasks that have seceded: none must
+   wait behind a long task.
 
 Rejected: durations of the prefix alone. ``lambda`` or ``process`` may be tiny in one graph and load files in the next;
 a group of about as many tasks is a better sign of a computation that is repeated.
@@ -133,7 +134,8 @@ class TinyRoots:
     def _nothing_else(self) -> bool:
         """Whether workers have nothing in hand but roots given out at once."""
         tiny = sum(group.states["processing"] for group, looked in self._looked.items() if looked.at_once)
-        return sum(len(ws.processing) for ws in self._tables.scheduler.workers.values()) <= tiny
+        workers = self._tables.scheduler.workers.values()
+        return sum(len(ws.processing) - len(ws.long_running) for ws in workers) <= tiny
 
     def clear(self) -> None:
         """Drop the groups at work: the scheduler has forgotten all tasks."""

@@ -136,6 +136,17 @@ def test_not_behind_other_work() -> None:
     assert not s.arrives(Group(prefix))
 
 
+def test_beside_a_task_that_has_seceded() -> None:
+    """As one that submits work of its own, and waits for it."""
+    s, prefix = Script(), Prefix()
+    group = Group(prefix)
+    s.arrives(group)
+    group.end(SHORT)
+    s.workers[3].processing.add("submits")
+    s.workers[3].long_running.add("submits")
+    assert s.arrives(Group(prefix))
+
+
 def test_behind_other_tiny_roots() -> None:
     s = Script()
     one, other = Prefix("one"), Prefix("other")
