@@ -34,6 +34,7 @@ ALLOWED: dict[str, set[str]] = {
         "config",
         "backends",
         "doctor",
+        "memory",
         "observe",
         "placement",
         "preflight",
