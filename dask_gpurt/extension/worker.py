@@ -222,7 +222,6 @@ class WorkerParts:
 
     async def uninstall(self) -> None:
         """Give the worker back to stock Dask; every key stays readable throughout."""
-        frozen.thaw(self.worker)
         self.stop_proving()
         self.watch(False)
         vars(self.worker).pop(ATTRIBUTE, None)

@@ -3,7 +3,7 @@
 `freeze` keeps them out of all collections, `thaw` puts them back. A full collection looks at every object that can be
 in a cycle. A worker that has imported what it needs has 165,000 of them, a scheduler 185,000: functions, classes and
 tables of modules, which never die. Looking at them takes 0.1 to 0.25 s, and the event loop waits. Thousands of small
-tasks cause some collections a second, so this was a fifth of a scheduler's processor time.
+tasks cause a few full collections per graph: they were a fifth of the processor time of a scheduler and its client.
 
 What is frozen and becomes garbage in a cycle stays until `thaw`. Hence a process is frozen only while it holds nothing
 of its user's: before the first task, and while it is small, as it may be the user's own (`LocalCluster`).
@@ -38,8 +38,8 @@ def freeze(owner: Server, tasks: int) -> None:
     owner
         A scheduler or worker of this process.
     tasks
-        How many it has. Their values, and cycles of the tasks themselves, would stay for ever: with any, nothing is
-        done. Nor is it where the process is large, the collector is off, or somebody has frozen objects already.
+        How many it has. What they refer to in cycles would stay as long: with any, nothing is done. Nor is it where
+        the process is large, the collector is off, or somebody has frozen objects already.
     """
     if not _owners and (tasks or gc.get_freeze_count() or not gc.isenabled() or _rss() > SMALL_BYTES):
         return

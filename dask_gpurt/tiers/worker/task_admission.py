@@ -46,8 +46,8 @@ SHARE = 0.8
 PATIENCE_SECONDS = 10.0
 #: a task that allocates less does not wait, in bytes
 LEAST_BYTES = 1 << 20
-#: nor one that allocates less than its thread's part of this share of the limit: that is all that is not counted. The
-#: look at the process takes longer than many such tasks do
+#: nor one that allocates less than its thread's part of this share of the limit. So tasks that are not counted take no
+#: more than this together; and they need no look at the process, which takes longer than many of them do
 LEAST_SHARE = 1 / 64
 #: between two looks at the process while a task waits
 _LOOK_SECONDS = 0.1
@@ -166,7 +166,7 @@ class Turns:
 
     @property
     def least_bytes(self) -> float:
-        """A task that allocates less does not wait."""
+        """A task that allocates less does not wait, nor is it counted; on a worker of 1 GiB and one thread 16 MiB."""
         return max(LEAST_BYTES, LEAST_SHARE * (self._limit_bytes() or 0) / self._threads())
 
     async def begin(self, key: Key, inputs: Iterable[Value]) -> Turn | None:
