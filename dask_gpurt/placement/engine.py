@@ -110,7 +110,7 @@ class Engine:
         #: what would have been decided; filled in shadow mode only
         self.shadowed = ShadowStats(tables, self.log, self.weigh)
 
-        self.groups = RootBlocks()
+        self.groups = RootBlocks(tables.durations.seconds_of)
         self.root_dispatch = RootDispatch(tables, self.groups, lambda: self.retired)
         self.steal_policy = StealPolicy(tables)
         self.steal_cost = StealCost(tables)

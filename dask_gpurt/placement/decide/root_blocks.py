@@ -109,9 +109,16 @@ class Phase:
 
 
 class RootBlocks:
-    """All blocks with roots to be assigned, on one scheduler."""
+    """All blocks with roots to be assigned, on one scheduler.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    seconds
+        ``(ts) -> s`` that a task is expected to take; None: not known.
+    """
+
+    def __init__(self, seconds: Callable[[TaskState], float | None] = lambda ts: None) -> None:
+        self._seconds = seconds
         self.by_key: dict[Hashable, Block] = {}
         #: roots of phases that have not begun
         self.later: dict[Hashable, Phase] = {}
@@ -201,7 +208,7 @@ class RootBlocks:
         pieces, borders = share_out(ordered, roots, members)
         if len(ordered) > len(roots):
             owner = {t: i for i, piece in enumerate(pieces) for t in piece}
-            if serialises(ordered, owner, [m.weight for m in members], later):
+            if serialises(ordered, owner, [m.weight for m in members], later, self._seconds):
                 self.declined += 1
                 return
         self.beyond = max(self.beyond, beyond_even(roots, pieces))

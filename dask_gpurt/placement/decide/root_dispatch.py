@@ -25,7 +25,7 @@ from dask_gpurt.model.link import LinkClass
 from dask_gpurt.placement.decide.policy import WEIGHTS
 from dask_gpurt.placement.decide.root_cuts import Member
 from dask_gpurt.placement.decide.root_lateness import Lateness
-from dask_gpurt.placement.decide.root_times import AHEAD_SHARE, RootTimes
+from dask_gpurt.placement.decide.root_times import AHEAD_SHARE, ROUND_TRIP_SECONDS, RootTimes
 from dask_gpurt.placement.decide.tiny_roots import TinyRoots
 from dask_gpurt.placement.decide.zone_cost import under_way
 from dask_gpurt.placement.tables import worker_facts
@@ -43,9 +43,6 @@ if TYPE_CHECKING:
 MAX_AHEAD = 3
 #: a task with more inputs is not searched for missing ones, nor are the tasks of a worker that has more in hand
 MAX_LOOKED = 64
-#: a result and the next task take so long between a worker and the scheduler: two busy event loops, as measured over
-#: loopback (`topology.links.SEEDS`)
-ROUND_TRIP_SECONDS = 0.005
 #: roots ahead per thread, at most: a worker runs some 6,000 empty tasks a second
 MOST_AHEAD = 64
 #: not where a root sent ahead waits so long behind a long one, in the mean: four times what a message takes. Not less:
@@ -337,16 +334,16 @@ class RootDispatch:
 
         Slots count tasks. Two short tasks, such as those that follow roots, fill the slots of a thread for no time.
         """
-        known = self._tables.durations.known
+        seconds_of = self._tables.durations.seconds_of
         ws = info.ws
         left = ROUND_TRIP_SECONDS * ws.nthreads
         if len(ws.processing) > MAX_LOOKED:  # asked after each task: with unlimited slots it would be all of thousands
             return False
         for ts in ws.processing:
-            kind = known(ts)
-            if kind is None or kind.seconds is None:
+            seconds = seconds_of(ts)
+            if seconds is None:
                 return False
-            left -= kind.seconds
+            left -= seconds
             if left <= 0:
                 return False
         return bool(ws.processing)  # without any, it has a free slot

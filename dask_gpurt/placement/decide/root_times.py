@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+#: a result and the next task take so long between a worker and the scheduler: two busy event loops, as measured over
+#: loopback (`topology.links.SEEDS`)
+ROUND_TRIP_SECONDS = 0.005
 #: share of a worker's memory mark that the results of roots sent ahead may take
 AHEAD_SHARE = 0.025
 #: weight of a root in the averages

@@ -263,6 +263,11 @@ class Durations:
                 return None
         return found
 
+    def seconds_of(self, ts: TaskState) -> float | None:
+        """Seconds that a TaskState is expected to take on a worker of slowness 1; None: not known."""
+        kind = self.known(ts)
+        return None if kind is None else kind.seconds
+
     def learn(self, kind: Prefix, worker: WorkerInfo, seconds: float, nbytes: float) -> None:
         """Learn from a task that has computed, about its kind and about its worker.
 

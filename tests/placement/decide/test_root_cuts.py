@@ -151,6 +151,21 @@ def test_blocks_are_not_cut_where_they_serialise_the_graph() -> None:
     assert g.declined == 1
 
 
+@pytest.mark.parametrize(("seconds", "contiguous"), [(0.001, True), (0.1, False), (None, False)])
+def test_waiting_that_is_shorter_than_messages_is_no_reason(seconds: float | None, contiguous: bool) -> None:
+    roots, tasks = scan(16)
+    g = RootBlocks(lambda ts: seconds)
+    g.arrived(tasks, lambda: members("a", "b", "c", "d"))
+    assert owners(g, roots) == ([w for w in "abcd" for _ in range(4)] if contiguous else [None] * 16)
+
+
+def test_of_one_task_without_a_known_time_nothing_is_concluded() -> None:
+    roots, tasks = scan(16)
+    g = RootBlocks(lambda ts: None if ts.key == "add9" else 0.001)
+    g.arrived(tasks, lambda: members("a", "b", "c", "d"))
+    assert g.declined == 1
+
+
 def test_sums_of_neighbours_are_not_serial() -> None:
     roots = [Task(f"root{i}", 10 * i) for i in range(16)]
     sums = [Task(f"sum{i}", 10 * i + 35, *roots[i : i + 4]) for i in range(0, 16, 4)]
