@@ -160,7 +160,7 @@ def test_waiting_that_is_shorter_than_messages_is_no_reason(seconds: float | Non
 
 
 def test_of_one_task_without_a_known_time_nothing_is_concluded() -> None:
-    roots, tasks = scan(16)
+    _, tasks = scan(16)
     g = RootBlocks(lambda ts: None if ts.key == "add9" else 0.001)
     g.arrived(tasks, lambda: members("a", "b", "c", "d"))
     assert g.declined == 1
