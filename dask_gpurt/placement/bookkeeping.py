@@ -185,6 +185,9 @@ class Bookkeeping:
         judge = self._graph_judge
         judge.compute_seconds += times * seconds
         judge.made_bytes += times * nbytes
+        tiny = self._root_dispatch.tiny
+        if tiny.times:
+            tiny.ran(kind, seconds)
         if charge.queued or charge.root:
             self._root_dispatch.root_done(info, seconds, nbytes, owned=charge.root)
         if first:

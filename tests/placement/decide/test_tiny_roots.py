@@ -29,6 +29,7 @@ class Group:
 
     def __init__(self, prefix: Any, n: int = N) -> None:
         self.prefix = prefix
+        self.name = f"{prefix.name}-{id(self)}"
         self.states: defaultdict[str, int] = defaultdict(int, released=n)
         self.all_durations: defaultdict[str, float] = defaultdict(float)
         self.nbytes_total = 0
@@ -76,6 +77,15 @@ class Script:
         task: Any = Task(group)
         return self.tiny.at_once(task) and self.tiny.worker(task) is self.workers[0]
 
+    def runs(self, group: Group, *seconds: float) -> None:
+        """All tasks of a group run to their end and take so long, in turn."""
+        task: Any = Task(group)
+        kind = self.engine.tables.durations.kind(task)
+        n = group.states["released"]
+        for i in range(n):
+            self.tiny.ran(kind, seconds[i % len(seconds)])
+        group.end(sum(seconds) / len(seconds))
+
 
 SHORT = BRIEF_SECONDS * 4 * 0.9
 
@@ -106,6 +116,35 @@ def test_otherwise_it_is_queued(end: Callable[[Group], None]) -> None:
     assert not s.arrives(group)
     end(group)
     assert not s.arrives(Group(prefix))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "n", "answer"),
+    [
+        ((0.003,), 40, True),
+        ((0.003,), 4000, False),
+        ((0.001, 0.005), 40, True),
+        ((*[0.001] * 9, 0.05), 40, False),
+    ],
+    ids=["few and short", "many", "uneven", "a few are long"],
+)
+def test_a_short_phase_goes_at_once_where_an_even_deal_is_hardly_late(
+    seconds: tuple[float, ...], n: int, answer: bool
+) -> None:
+    s, prefix = Script(), Prefix()
+    group = Group(prefix, n)
+    s.arrives(group)
+    s.runs(group, *seconds)
+    assert s.arrives(Group(prefix, n)) is answer
+
+
+def test_a_short_phase_is_queued_where_a_worker_is_slow() -> None:
+    s, prefix = Script(), Prefix()
+    group = Group(prefix, 40)
+    s.arrives(group)
+    s.runs(group, 0.003)
+    s.engine.tables.workers.all.items[2].slowness = 2.0
+    assert not s.arrives(Group(prefix, 40))
 
 
 def test_another_prefix_or_size_is_no_evidence() -> None:
@@ -174,6 +213,33 @@ def test_a_group_that_goes_on_is_judged_by_its_new_tasks() -> None:
         # The graph's tasks are there when the hook is called.
         assert s.arrives(group) is answer
         group.end(seconds)
+
+
+def test_a_group_that_gets_more_tasks_while_it_runs_is_looked_at_anew() -> None:
+    """As by two calls of ``map`` with functions of one name: how many and how large the second are is not known."""
+    s, prefix = Script(), Prefix()
+    group = Group(prefix)
+    s.arrives(group)
+    group.end(SHORT)
+    group = Group(prefix)
+    assert s.arrives(group)
+    group.states["processing"] = group.states.pop("released")
+    s.workers[0].processing.update(range(N))
+    group.states["released"] = 4 * N
+    assert not s.arrives(group), "of so many nothing is known"
+    group.states["memory"] = group.states.pop("processing")
+    s.workers[0].processing.clear()
+    group.end(SHORT)
+    assert s.arrives(Group(prefix, 4 * N))
+
+
+def test_tasks_that_join_a_group_count_for_its_mean() -> None:
+    s, prefix = Script(), Prefix()
+    group = Group(prefix)
+    s.arrives(group)
+    group.states["released"] += 3 * N
+    s.runs(group, SHORT)
+    assert s.arrives(Group(prefix)), "four times the seconds, of four times the tasks"
 
 
 def test_small_groups_are_not_kept() -> None:
