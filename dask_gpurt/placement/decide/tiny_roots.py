@@ -123,6 +123,7 @@ class TinyRoots:
         for group, looked in [*self._looked.items()]:
             if group.done:
                 del self._looked[group]
+                self._grown.discard(group)
                 self._learn(group, looked, self.times.pop(looked.durations, _NONE))
             elif group.states["released"]:
                 self._grown.add(group)
@@ -138,13 +139,15 @@ class TinyRoots:
     def _learn(self, group: TaskGroup, looked: Looked, times: _Times) -> None:
         kind, n = looked.kind, looked.size
         self._known.pop(kind, None)
+        results = group.prefix.state_counts["memory"] - looked.results
         # Fewer results than tasks: some were cancelled.
-        if group.states["erred"] or group.prefix.state_counts["memory"] - looked.results < n:
+        if group.states["erred"] or results < n:
             return
         if len(self._known) >= MAX_KINDS:
             del self._known[next(iter(self._known))]
         seconds = group.all_durations["compute"] - looked.seconds
-        n += sum(group.states.values()) - looked.total  # it got more tasks while it ran
+        # It may have got more tasks while it ran, or just now. Other groups of the prefix may have run beside it.
+        n = min(n + sum(group.states.values()) - looked.total, results)
         self._known[kind] = Known(seconds / n, times.spread_seconds(), (group.nbytes_total - looked.nbytes) / n)
 
     def at_once(self, ts: TaskState) -> bool:
