@@ -187,7 +187,7 @@ class Bookkeeping:
         judge.made_bytes += times * nbytes
         tiny = self._root_dispatch.tiny
         if tiny.times:
-            tiny.ran(kind, seconds)
+            tiny.ran(kind, seconds, times)
         if charge.queued or charge.root:
             self._root_dispatch.root_done(info, seconds, nbytes, owned=charge.root)
         if first:

@@ -3,22 +3,24 @@
 A queue balances roots and bounds their results in memory. It costs the scheduler one transition more per root, and each
 worker a message to and fro before it knows that roots are short. Where tasks do next to nothing the scheduler is what
 all wait for: then there is nothing to balance, and that cost is all. With 6,000 empty tasks on four workers it is a
-fifth of the time; with 300 it is a third. Where all roots together take some tens of milliseconds there is hardly time
-to balance anything: 40 tasks of 3 ms on four workers took 0.26 s queued and 0.20 s at once.
+fifth of the time; with 300 it is a third; 40 tasks of 3 ms took 0.26 s queued and 0.20 s at once.
 
-Nothing tells that roots are tiny before they have run, so a group is queued unless all of this holds:
+What a queue costs depends on the machine, so it is measured. While a group is queued, threads idle for some time
+(`_Times.idle_seconds`). An even deal at once spares most of that, and may end late (`_late_seconds`). Nothing is known
+of roots before they have run, so a group is queued unless all of this holds:
 
 1. The last group of the same prefix and size (rounded to a power of two) was computed to its end, without an error.
 2. As many results again fit in `AHEAD_SHARE` of the memory marks.
-3. Its tasks took less than `BRIEF_SECONDS` times the cluster's threads in the mean: the scheduler cannot hand out such
-   tasks as fast as the workers run them. The mean, as one long task among many short ones is a reason to balance.
-   Or an even deal makes the last thread less late (`_late_seconds`) than a queue does, for whose messages it waits
-   (`QUEUE_SECONDS`), and which ends as unevenly as one task is long.
-4. When its first root is ready, no worker has anything in hand but such roots, and tasks that have seceded: none must
+3. An even deal would be late by less than half of the time that each thread idled when such a group was last queued.
+   No worker is known to be `SLOW`.
+4. It has not been slower at once than queued (`STRIKES`).
+5. When its first root is ready, no worker has anything in hand but such roots, and tasks that have seceded: none must
    wait behind a long task.
 
 Rejected: durations of the prefix alone. ``lambda`` or ``process`` may be tiny in one graph and load files in the next;
-a group of about as many tasks is a better sign of a computation that is repeated.
+a group of about as many tasks is a better sign of a computation that is repeated. Also rejected: constants for what a
+queue costs (0.2 ms of the scheduler a task, four messages a phase). On a machine that is half as fast, 400 tasks of
+0.4 ms were just not tiny by them and took 1.6 times as long as at once.
 """
 
 from __future__ import annotations
@@ -26,9 +28,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from dask_gpurt.placement.decide.root_times import AHEAD_SHARE, ROUND_TRIP_SECONDS
+from dask_gpurt.placement.decide.root_times import AHEAD_SHARE
 from dask_gpurt.placement.tables import worker_facts
-from dask_gpurt.placement.tables.durations import BRIEF_SECONDS
 
 if TYPE_CHECKING:
     from distributed.scheduler import TaskGroup, TaskState, WorkerState
@@ -39,10 +40,10 @@ if TYPE_CHECKING:
 
 #: kinds of group kept; the oldest is forgotten
 MAX_KINDS = 1024
-#: a thread waits so long until a queue has given it enough: one root, then twice as many with each message
-QUEUE_SECONDS = 4 * ROUND_TRIP_SECONDS
 #: how much slower than the others a worker may turn out to be, about which nothing is known; and who is known to be
 DOUBT, SLOW = 0.1, 1.5
+#: slower at once than queued by `WORSE`, so many times in a row: so many such groups are queued
+WORSE, STRIKES, BANNED = 1.1, 2, 16
 
 
 class Looked(NamedTuple):
@@ -68,27 +69,40 @@ class Looked(NamedTuple):
 
 
 class Known(NamedTuple):
-    """What a task of the last group of a kind took: mean and standard deviation in seconds, bytes of its result."""
+    """What the last group of a kind took."""
 
+    #: of a task: mean, standard deviation, bytes of its result
     seconds: float
     spread_seconds: float
     nbytes: float
+    #: that each thread idled, and from the first root to the end of the last per root, when last queued
+    idle_seconds: float
+    queued_seconds: float
+    #: how many times in a row it was slower at once; from `STRIKES` on it is not tried
+    strikes: int = 0
 
 
 class _Times:
-    """Sums over the tasks of a group that were followed."""
+    """Durations of a group's tasks, as far as they were followed, and what all threads did meanwhile."""
 
-    __slots__ = ("n", "seconds", "squares")
+    __slots__ = ("began", "busy_before", "busy_seconds", "ended", "n", "seconds", "squares")
 
-    def __init__(self) -> None:
+    def __init__(self, began: float = 0.0, busy_before: float = 0.0) -> None:
+        #: when its first root was ready, when its last task was done, and `TinyRoots.busy_seconds` at both
+        self.began = self.ended = began
+        self.busy_before = self.busy_seconds = busy_before
         self.n, self.seconds, self.squares = 0, 0.0, 0.0
 
     def spread_seconds(self) -> float:
-        """Standard deviation; infinite where too few were followed."""
+        """Standard deviation of a duration; infinite where too few were followed."""
         if self.n < 2:
             return math.inf
         mean = self.seconds / self.n
         return math.sqrt(max(0.0, self.squares / self.n - mean * mean))
+
+    def idle_seconds(self, threads: int) -> float:
+        """For how long each thread did nothing, in the mean."""
+        return max(0.0, self.ended - self.began - (self.busy_seconds - self.busy_before) / max(1, threads))
 
 
 _NONE = _Times()
@@ -115,6 +129,8 @@ class TinyRoots:
         self.times: dict[Prefix, _Times] = {}
         #: those that have got more tasks since
         self._grown: set[TaskGroup] = set()
+        #: compute seconds of all tasks while there are `times`
+        self.busy_seconds = 0.0
         #: roots given out at once since the start
         self.given = 0
 
@@ -128,27 +144,40 @@ class TinyRoots:
             elif group.states["released"]:
                 self._grown.add(group)
 
-    def ran(self, kind: Prefix, seconds: float) -> None:
-        """Take in a task that has run. Call while there are `times`."""
+    def ran(self, kind: Prefix, seconds: float, stands_for: int = 1) -> None:
+        """Take in a task that has run; it may stand for others that are not followed. Call while there are `times`."""
+        self.busy_seconds += stands_for * seconds
         times = self.times.get(kind)
         if times is not None:
             times.n += 1
             times.seconds += seconds
             times.squares += seconds * seconds
+            times.ended = self._tables.clock()
+            times.busy_seconds = self.busy_seconds
 
     def _learn(self, group: TaskGroup, looked: Looked, times: _Times) -> None:
         kind, n = looked.kind, looked.size
-        self._known.pop(kind, None)
+        before = self._known.pop(kind, None)
         results = group.prefix.state_counts["memory"] - looked.results
         # Fewer results than tasks: some were cancelled.
         if group.states["erred"] or results < n:
             return
         if len(self._known) >= MAX_KINDS:
             del self._known[next(iter(self._known))]
-        seconds = group.all_durations["compute"] - looked.seconds
         # It may have got more tasks while it ran, or just now. Other groups of the prefix may have run beside it.
         n = min(n + sum(group.states.values()) - looked.total, results)
-        self._known[kind] = Known(seconds / n, times.spread_seconds(), (group.nbytes_total - looked.nbytes) / n)
+        seconds = (group.all_durations["compute"] - looked.seconds) / n
+        nbytes = (group.nbytes_total - looked.nbytes) / n
+        each = (times.ended - times.began) / n
+        if looked.at_once and before is not None:
+            strikes = before.strikes + 1 if each > WORSE * before.queued_seconds else 0
+            if strikes >= STRIKES:
+                strikes += BANNED
+            idle, each = before.idle_seconds, before.queued_seconds
+        else:
+            strikes = 0 if before is None else max(0, before.strikes - 1)
+            idle = times.idle_seconds(self._tables.scheduler.total_nthreads)
+        self._known[kind] = Known(seconds, times.spread_seconds(), nbytes, idle, each, strikes)
 
     def at_once(self, ts: TaskState) -> bool:
         """Whether a ready task is of a group that is given out at once."""
@@ -182,22 +211,19 @@ class TinyRoots:
         if self._is_tiny(looked) and self._nothing_else():
             looked = looked._replace(at_once=True)
         self._looked[group] = looked
-        self.times.setdefault(durations, _Times())
+        self.times[durations] = _Times(self._tables.clock(), self.busy_seconds)
         return looked
 
     def _is_tiny(self, looked: Looked) -> bool:
         known = self._known.get(looked.kind)
-        if known is None:
+        if known is None or known.strikes >= STRIKES:
             return False
         tables = self._tables
         workers = tables.workers.all.items
         if known.nbytes * looked.size >= AHEAD_SHARE * sum(info.mark_bytes for info in workers):
             return False
-        threads = tables.scheduler.total_nthreads
-        if known.seconds < BRIEF_SECONDS * threads:
-            return True
-        late = _late_seconds(known, looked.size / threads)
-        return late < QUEUE_SECONDS + known.seconds and all(w.slowness < SLOW for w in workers)
+        late = _late_seconds(known, looked.size / tables.scheduler.total_nthreads)
+        return late < known.idle_seconds / 2 and all(info.slowness < SLOW for info in workers)
 
     def _nothing_else(self) -> bool:
         """Whether workers have nothing in hand but roots given out at once."""

@@ -57,6 +57,7 @@ class Tables:
         self.residence = DiskResidency()
         #: which workers can have no device
         self.devices = Devices()
+        self.clock = clock
         self.speeds = ClusterSpeed(self.workers, clock)
         self.slack = Slack(scheduler, self.workers, self.durations)
         self.budget = Budget()
