@@ -11,8 +11,8 @@ of roots before they have run, so a group is queued unless all of this holds:
 
 1. The last group of the same prefix and size (rounded to a power of two) was computed to its end, without an error.
 2. As many results again fit in `AHEAD_SHARE` of the memory marks.
-3. An even deal would be late by less than half of the time that each thread idled when such a group was last queued.
-   No worker is known to be `SLOW`.
+3. An even deal would be late by less than half of the time that each thread idled when such a group was last queued,
+   as far as a message per root explains it. No worker is known to be `SLOW`.
 4. It has not been slower at once than queued (`STRIKES`).
 5. When its first root is ready, no worker has anything in hand but such roots, and tasks that have seceded: none must
    wait behind a long task.
@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from dask_gpurt.placement.decide.root_times import AHEAD_SHARE
+from dask_gpurt.placement.decide.root_times import AHEAD_SHARE, ROUND_TRIP_SECONDS
 from dask_gpurt.placement.tables import worker_facts
 
 if TYPE_CHECKING:
@@ -222,8 +222,10 @@ class TinyRoots:
         workers = tables.workers.all.items
         if known.nbytes * looked.size >= AHEAD_SHARE * sum(info.mark_bytes for info in workers):
             return False
-        late = _late_seconds(known, looked.size / tables.scheduler.total_nthreads)
-        return late < known.idle_seconds / 2 and all(info.slowness < SLOW for info in workers)
+        each = looked.size / tables.scheduler.total_nthreads
+        # A message for each root explains no more. Other idle time, as of threads without an own block, is no queue's.
+        idle = min(known.idle_seconds, each * ROUND_TRIP_SECONDS)
+        return _late_seconds(known, each) < idle / 2 and all(info.slowness < SLOW for info in workers)
 
     def _nothing_else(self) -> bool:
         """Whether workers have nothing in hand but roots given out at once."""
