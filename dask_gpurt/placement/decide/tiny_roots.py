@@ -12,7 +12,7 @@ of roots before they have run, so a group is queued unless all of this holds:
 1. The last group of the same prefix and size (rounded to a power of two) was computed to its end, without an error.
 2. As many results again fit in `AHEAD_SHARE` of the memory marks.
 3. An even deal would be late by less than half of the time that each thread idled when such a group was last queued,
-   as far as a message per root explains it. No worker is known to be `SLOW`.
+   as far as a message per root explains it. No worker is known to be slow (`ClusterSpeed.uneven`).
 4. It has not been slower at once than queued (`STRIKES`).
 5. When its first root is ready, no worker has anything in hand but such roots, and tasks that have seceded: none must
    wait behind a long task.
@@ -40,32 +40,10 @@ if TYPE_CHECKING:
 
 #: kinds of group kept; the oldest is forgotten
 MAX_KINDS = 1024
-#: how much slower than the others a worker may turn out to be, about which nothing is known; and who is known to be
-DOUBT, SLOW = 0.1, 1.5
-#: slower at once than queued by `WORSE`, so many times in a row: so many such groups are queued
+#: by how much a worker may turn out to be slower than the others, although it is not known to be
+DOUBT = 0.1
+#: After `STRIKES` groups of a kind in a row that took `WORSE` times as long at once as queued, `BANNED` are queued
 WORSE, STRIKES, BANNED = 1.1, 2, 16
-
-
-class Looked(NamedTuple):
-    """A group of roots when its first one became ready. It may have older tasks, which are done but not forgotten."""
-
-    prefix: str
-    #: tasks that were still to run
-    size: int
-    #: all tasks that it ever had
-    total: int
-    at_once: bool
-    #: what is known of the durations of its tasks
-    durations: Prefix
-    #: results of the prefix, compute seconds and bytes of the group by then
-    results: int
-    seconds: float
-    nbytes: int
-
-    @property
-    def kind(self) -> tuple[str, int]:
-        """Prefix and bits of the size: groups of one kind are expected to be alike."""
-        return self.prefix, self.size.bit_length()
 
 
 class Known(NamedTuple):
@@ -75,7 +53,7 @@ class Known(NamedTuple):
     seconds: float
     spread_seconds: float
     nbytes: float
-    #: that each thread idled, and from the first root to the end of the last per root, when last queued
+    #: when such a group was last queued: for how long each thread did nothing, and the time of the group per task
     idle_seconds: float
     queued_seconds: float
     #: how many times in a row it was slower at once; from `STRIKES` on it is not tried
@@ -85,9 +63,11 @@ class Known(NamedTuple):
 class _Times:
     """Durations of a group's tasks, as far as they were followed, and what all threads did meanwhile."""
 
-    __slots__ = ("began", "busy_before", "busy_seconds", "ended", "n", "seconds", "squares")
+    __slots__ = ("began", "busy_before", "busy_seconds", "ended", "kind", "n", "seconds", "squares")
 
-    def __init__(self, began: float = 0.0, busy_before: float = 0.0) -> None:
+    def __init__(self, kind: Prefix, began: float, busy_before: float) -> None:
+        #: what `Durations.kind` says of its tasks
+        self.kind = kind
         #: when its first root was ready, when its last task was done, and `TinyRoots.busy_seconds` at both
         self.began = self.ended = began
         self.busy_before = self.busy_seconds = busy_before
@@ -105,7 +85,25 @@ class _Times:
         return max(0.0, self.ended - self.began - (self.busy_seconds - self.busy_before) / max(1, threads))
 
 
-_NONE = _Times()
+class Looked(NamedTuple):
+    """A group of roots when its first one became ready. It may have older tasks, which are done but not forgotten."""
+
+    prefix: str
+    #: tasks that were still to run
+    size: int
+    #: all tasks that it had had
+    total: int
+    at_once: bool
+    times: _Times
+    #: results of the prefix, compute seconds and bytes of the group by then
+    results: int
+    seconds: float
+    nbytes: int
+
+    @property
+    def kind(self) -> tuple[str, int]:
+        """Prefix and bits of the size: groups of one kind are expected to be alike."""
+        return self.prefix, self.size.bit_length()
 
 
 class TinyRoots:
@@ -125,9 +123,9 @@ class TinyRoots:
         #: groups that were not done when the newest graph arrived. Not for longer: groups refer to those they depend
         #: on, so that keeping the last of an iteration would keep all
         self._looked: dict[TaskGroup, Looked] = {}
-        #: durations of these groups, by what `Durations.kind` says of their tasks
+        #: of these groups, by what `Durations.kind` says of their tasks
         self.times: dict[Prefix, _Times] = {}
-        #: those that have got more tasks since
+        #: those of these groups that have got more tasks since
         self._grown: set[TaskGroup] = set()
         #: compute seconds of all tasks while there are `times`
         self.busy_seconds = 0.0
@@ -140,7 +138,8 @@ class TinyRoots:
             if group.done:
                 del self._looked[group]
                 self._grown.discard(group)
-                self._learn(group, looked, self.times.pop(looked.durations, _NONE))
+                self.times.pop(looked.times.kind, None)
+                self._learn(group, looked)
             elif group.states["released"]:
                 self._grown.add(group)
 
@@ -155,8 +154,8 @@ class TinyRoots:
             times.ended = self._tables.clock()
             times.busy_seconds = self.busy_seconds
 
-    def _learn(self, group: TaskGroup, looked: Looked, times: _Times) -> None:
-        kind, n = looked.kind, looked.size
+    def _learn(self, group: TaskGroup, looked: Looked) -> None:
+        kind, n, times = looked.kind, looked.size, looked.times
         before = self._known.pop(kind, None)
         results = group.prefix.state_counts["memory"] - looked.results
         # Fewer results than tasks: some were cancelled.
@@ -206,12 +205,12 @@ class TinyRoots:
             return None
         prefix = group.prefix
         seconds, results = group.all_durations["compute"], prefix.state_counts["memory"]
-        durations = self._tables.durations.kind(ts)
-        looked = Looked(prefix.name, n, sum(states.values()), False, durations, results, seconds, group.nbytes_total)
+        kind = self._tables.durations.kind(ts)
+        times = self.times[kind] = _Times(kind, self._tables.clock(), self.busy_seconds)
+        looked = Looked(prefix.name, n, sum(states.values()), False, times, results, seconds, group.nbytes_total)
         if self._is_tiny(looked) and self._nothing_else():
             looked = looked._replace(at_once=True)
         self._looked[group] = looked
-        self.times[durations] = _Times(self._tables.clock(), self.busy_seconds)
         return looked
 
     def _is_tiny(self, looked: Looked) -> bool:
@@ -219,13 +218,13 @@ class TinyRoots:
         if known is None or known.strikes >= STRIKES:
             return False
         tables = self._tables
-        workers = tables.workers.all.items
-        if known.nbytes * looked.size >= AHEAD_SHARE * sum(info.mark_bytes for info in workers):
+        mark = sum(info.mark_bytes for info in tables.workers.all.items)
+        if tables.speeds.uneven or known.nbytes * looked.size >= AHEAD_SHARE * mark:
             return False
         each = looked.size / tables.scheduler.total_nthreads
         # A message for each root explains no more. Other idle time, as of threads without an own block, is no queue's.
         idle = min(known.idle_seconds, each * ROUND_TRIP_SECONDS)
-        return _late_seconds(known, each) < idle / 2 and all(info.slowness < SLOW for info in workers)
+        return _late_seconds(known, each) < idle / 2
 
     def _nothing_else(self) -> bool:
         """Whether workers have nothing in hand but roots given out at once."""

@@ -165,7 +165,9 @@ def test_a_short_phase_is_queued_where_a_worker_is_slow() -> None:
     group = Group(prefix, 40)
     s.arrives(group)
     s.runs(group, 0.003, per_task=0.003)
-    s.engine.tables.workers.all.items[2].slowness = 2.0
+    slow = s.engine.tables.workers.all.items[2]
+    slow.slowness = 2.0
+    s.engine.tables.speeds.learned(slow)
     assert not s.arrives(Group(prefix, 40))
 
 
