@@ -11,7 +11,7 @@ of roots before they have run, so a group is queued unless all of this holds:
 
 1. The last group of the same prefix and size (rounded to a power of two) was computed to its end, without an error.
 2. As many results again fit in `AHEAD_SHARE` of the memory marks.
-3. An even deal would be late by less than half of the time that each thread idled when such a group was last queued,
+3. An even deal would be late by less than half of the time that each thread idled when such groups were queued,
    as far as a message per root explains it. No worker is known to be slow (`ClusterSpeed.uneven`).
 4. It has not been slower at once than queued (`STRIKES`).
 5. When its first root is ready, no worker has anything in hand but such roots, and tasks that have seceded: none must
@@ -42,8 +42,11 @@ if TYPE_CHECKING:
 MAX_KINDS = 1024
 #: by how much a worker may turn out to be slower than the others, although it is not known to be
 DOUBT = 0.1
-#: After `STRIKES` groups of a kind in a row that took `WORSE` times as long at once as queued, `BANNED` are queued
-WORSE, STRIKES, BANNED = 1.1, 2, 16
+#: After `STRIKES` groups of a kind in a row that took `WORSE` times as long at once as queued, `BANNED` are queued. One
+#: group of 30 empty tasks takes half to twice as long as another, so less is no evidence
+WORSE, STRIKES, BANNED = 1.25, 3, 16
+#: weight of a queued group in what is known of queuing
+GAIN = 0.25
 
 
 class Known(NamedTuple):
@@ -53,7 +56,7 @@ class Known(NamedTuple):
     seconds: float
     spread_seconds: float
     nbytes: float
-    #: when such a group was last queued: for how long each thread did nothing, and the time of the group per task
+    #: moving averages over groups that were queued: how long each thread did nothing, and the group's time per task
     idle_seconds: float
     queued_seconds: float
     #: how many times in a row it was slower at once; from `STRIKES` on it is not tried
@@ -176,6 +179,9 @@ class TinyRoots:
         else:
             strikes = 0 if before is None else max(0, before.strikes - 1)
             idle = times.idle_seconds(self._tables.scheduler.total_nthreads)
+            if before is not None:
+                idle = before.idle_seconds + GAIN * (idle - before.idle_seconds)
+                each = before.queued_seconds + GAIN * (each - before.queued_seconds)
         self._known[kind] = Known(seconds, times.spread_seconds(), nbytes, idle, each, strikes)
 
     def at_once(self, ts: TaskState) -> bool:
