@@ -119,8 +119,8 @@ async def test_the_first_wins(c: Any, s: Scheduler, a: Worker, b: Worker, d: Wor
 
 @three
 async def test_the_second_wins(c: Any, s: Scheduler, a: Worker, b: Worker, d: Worker) -> None:
-    plugin, copies, f = await twice(c, s, a, b)
     WorkerCopies(a).install()  # the dependent may come before the losing copy ends
+    plugin, copies, f = await twice(c, s, a, b)
     open_gate(b)
     assert await f == b.address
     assert {ws.address for ws in s.tasks[f.key].who_has or ()} == {b.address}
