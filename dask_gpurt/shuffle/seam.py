@@ -52,7 +52,6 @@ from distributed.stealing import WorkStealing
 from distributed.utils_comm import retry
 
 from dask_gpurt.errors import SeamMismatch
-from dask_gpurt.shuffle.protocol.join_plan import Join
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterator
@@ -91,8 +90,10 @@ __all__ = [
     "dask_serialize",
     "error_message",
     "id_from_key",
+    "merge_unpack",
     "retry",
     "serialize",
+    "shuffle_unpack",
     "thread_time",
 ]
 
@@ -180,8 +181,6 @@ FIELDS: tuple[tuple[Any, str], ...] = (
     (ShuffleRunSpec, "spec"),
     (ShuffleRunSpec, "worker_for"),
 )
-#: in the order in which the task of a join's output has them
-_MERGE_PARAMETERS = tuple(inspect.signature(merge_unpack).parameters)
 #: the annotation by which `_set_restriction` remembers what an output's task was restricted to
 _RESTRICTED = "shuffle_original_restrictions"
 _SPEC_FIELDS = {"id", "disk", "npartitions", "column", "meta", "parts_out", "drop_column"}
@@ -190,7 +189,6 @@ _RUN_PARAMETERS = {
     *("worker_for", "column", "meta", "id", "run_id", "span_id", "local_address", "directory", "executor", "rpc"),
     *("digest_metric", "scheduler", "memory_limiter_disk", "memory_limiter_comms", "disk", "drop_column", "loop"),
 }
-_HANDLERS = ("shuffle_barrier", "shuffle_get", "shuffle_get_or_create", "shuffle_restrict_task")
 
 
 def check(*, pandas: bool = True) -> None:
@@ -258,43 +256,6 @@ def _sets(owner: type, method: str, name: str) -> bool:
     return False
 
 
-def swap_plugin(
-    scheduler: Scheduler, make: Callable[[], ShuffleSchedulerPlugin]
-) -> tuple[ShuffleSchedulerPlugin, ShuffleSchedulerPlugin]:
-    """Replace the scheduler plugin named ``shuffle``; returns (what was there, what is there now).
-
-    The plugin sits in three places: `plugins` (transitions), `extensions` (heartbeats of the workers) and `handlers`
-    (the workers' calls; those besides distributed's are what a plugin has as ``calls``). All three change or none does.
-    """
-    before = scheduler.plugins["shuffle"]
-    names = list(scheduler.plugins)
-    handlers = dict(scheduler.handlers)
-    extension = scheduler.extensions.get("shuffle")
-    scheduler.remove_plugin("shuffle")
-    try:
-        after = make()
-        if scheduler.plugins.get("shuffle") is not after:
-            scheduler.add_plugin(after, name="shuffle")
-        # In its place: a new graph is in order before other plugins look at it.
-        for name in names[names.index("shuffle") + 1 :]:
-            scheduler.plugins[name] = scheduler.plugins.pop(name)
-        for name in _HANDLERS:
-            scheduler.handlers[name] = getattr(after, name.removeprefix("shuffle_"))
-        for name in getattr(before, "calls", ()):
-            scheduler.handlers.pop(name, None)
-        scheduler.handlers.update(getattr(after, "calls", {}))
-        if extension is not None:
-            scheduler.extensions["shuffle"] = after
-    except BaseException:
-        scheduler.plugins["shuffle"] = before
-        scheduler.handlers.clear()
-        scheduler.handlers.update(handlers)
-        if extension is not None:
-            scheduler.extensions["shuffle"] = extension
-        raise
-    return before, after
-
-
 def in_background(server: Server, function: Callable[[*Ts], Coroutine[Any, Any, object]], *args: *Ts) -> None:
     """Have a scheduler or a worker run a coroutine soon; it is cancelled when the server closes."""
     server._ongoing_background_tasks.call_soon(function, *args)
@@ -356,68 +317,6 @@ def accepts_input(buffer: ShardsBuffer) -> bool:
 def executor_of(plugin: ShuffleWorkerPlugin) -> ThreadPoolExecutor:
     """The threads of a worker's shuffle plugin."""
     return plugin._executor
-
-
-def unpack_tasks(scheduler: Scheduler, shuffle_id: ShuffleId) -> list[tuple[TaskState, int]]:
-    """(task state, output partition) of the outputs of a shuffle, a join's too, where that is plain to see."""
-    dependents = scheduler.tasks[barrier_key(shuffle_id)].dependents
-    found = ((ts, output_of(ts.run_spec, shuffle_id)) for ts in dependents)
-    return [(ts, part) for ts, part in found if part is not None]
-
-
-def output_of(spec: object, shuffle_id: ShuffleId) -> int | None:
-    """The output partition that a dependent of a barrier unpacks; None when that is not plain to see."""
-    func, args = getattr(spec, "func", None), list(getattr(spec, "args", ()))
-    if func is shuffle_unpack and len(args) == 3:
-        of, part = args[:1], args[1]
-    elif func is merge_unpack and len(args) >= 3:
-        of, part = args[:2], args[2]
-    else:
-        return None
-    return part if shuffle_id in of and isinstance(part, int) else None
-
-
-def join_of(spec: object) -> Join | None:
-    """The join that the task of an output makes of two shuffles; None: it makes none, or that is not plain to see."""
-    func, args = getattr(spec, "func", None), list(getattr(spec, "args", ()))
-    if func is not merge_unpack or getattr(spec, "kwargs", None):
-        return None
-    given = dict(zip(_MERGE_PARAMETERS, args, strict=False))
-    try:
-        return Join(
-            left=given["shuffle_id_left"],
-            right=given["shuffle_id_right"],
-            how=given["how"],
-            left_on=_plain_value(given["left_on"]),
-            right_on=_plain_value(given["right_on"]),
-            left_index=bool(given["left_index"]),
-            right_index=bool(given["right_index"]),
-        )
-    except KeyError:
-        return None
-
-
-def meta_of(barrier: object) -> Any:
-    """The empty input partition of a shuffle, from the task of its barrier; None: it has none."""
-    return getattr(getattr(barrier, "spec", None), "meta", None)
-
-
-def _plain_value(argument: Any) -> Any:
-    """An argument of a task: lists of values may come as a node of the graph."""
-    if isinstance(argument, list) or not hasattr(argument, "args"):
-        return argument
-    return list(argument.args)
-
-
-def order_of_outputs(scheduler: Scheduler, shuffle_id: ShuffleId) -> tuple[int, ...]:
-    """Output partitions by the priority of the tasks that unpack them, the first to run first."""
-    found = []
-    barrier = scheduler.tasks.get(barrier_key(shuffle_id))
-    for ts in () if barrier is None else barrier.dependents:
-        part = output_of(ts.run_spec, shuffle_id)
-        if part is not None and ts.priority is not None:
-            found.append((ts.priority, part))
-    return tuple(dict.fromkeys(part for _, part in sorted(found)))
 
 
 def sync(loop: IOLoop, function: Callable[[*Ts], Coroutine[Any, Any, T]], *args: *Ts) -> T:

@@ -25,6 +25,8 @@ from dask_gpurt.shuffle import (
     withdraw,
     worker_statistics,
 )
+from dask_gpurt.shuffle.scheduler import output_tasks
+from dask_gpurt.shuffle.scheduler.plugin_swap import swap_plugin
 from dask_gpurt.shuffle.scheduler.takeover import FAILURES
 from dask_gpurt.shuffle.spec import GpurtShuffleSpec
 from tests.shuffle.helpers import ON, left, right, source, until
@@ -109,7 +111,7 @@ async def test_a_failing_swap_changes_nothing(c, s, a, b):
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        seam.swap_plugin(s, make)
+        swap_plugin(s, make)
     assert s.plugins["shuffle"] is s.extensions["shuffle"] is stock
     assert {op: s.handlers[op] for op in OPS} == handlers
 
@@ -253,11 +255,11 @@ async def test_an_error_while_pinning_leaves_it_to_stock(c, s, a, b):
     def fails(scheduler, shuffle_id):
         raise ValueError("no such task")
 
-    before, seam.unpack_tasks = seam.unpack_tasks, fails
+    before, output_tasks.unpack_tasks = output_tasks.unpack_tasks, fails
     try:
         assert len(await c.compute(source(left).shuffle("k", npartitions=20))) == 480
     finally:
-        seam.unpack_tasks = before
+        output_tasks.unpack_tasks = before
     stats = takeover.statistics()
     assert (stats["errors"], stats["pinned"]) == (1, 0)
     assert "no such task" in stats["last_error"]

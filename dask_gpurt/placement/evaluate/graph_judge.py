@@ -38,13 +38,21 @@ trial half of the episodes are stock's, at most `MOST` per head.
 
 from __future__ import annotations
 
-import enum
 import math
 import random
 import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from dask_gpurt.placement.evaluate.graph_record import (
+    MAX_REST_SECONDS,
+    REST_SECONDS,
+    GraphStanding,
+    Head,
+    Record,
+    head_of,
+    named,
+)
 from dask_gpurt.placement.evaluate.graph_verdict import MOST, Outcome, verdict
 
 if TYPE_CHECKING:
@@ -61,9 +69,6 @@ LOOP_SHARE = 2.5
 #: times ours' seconds after which an episode on stock's side of a trial is given up. More than `graph_verdict.CLEAR`:
 #: what was taken until then counts as a clear result
 GIVEN_UP = 1.3
-#: seconds for which a head is first retired or cleared; doubles each time
-REST_SECONDS = 60.0
-MAX_REST_SECONDS = 3600.0
 #: episodes of a trial, also those that could not be compared; then it ends
 MOST_DRAWN = 4 * MOST
 #: heads that lose before everything is left to stock
@@ -74,45 +79,6 @@ MAX_HEADS = 256
 MAX_KINDS = 1024
 #: ticks without anything assigned or queued after which tasks that are missing will not come
 QUIET_TICKS = 3
-#: prefixes named in a text
-NAMED = 3
-
-#: kinds of task and threads, both rounded
-Head = tuple[int, frozenset[tuple[str, int]]]
-
-
-class GraphStanding(enum.Enum):
-    """The state of a head, see the module."""
-
-    TRUSTED = "trusted"
-    TRIAL = "trial"
-    RETIRED = "retired"
-    CLEARED = "cleared"
-
-
-class Record:
-    """What is known of one head."""
-
-    __slots__ = ("drawn", "name", "pace", "reason", "rest", "results", "runs", "standing", "tasks", "until")
-
-    def __init__(self) -> None:
-        self.standing = GraphStanding.TRUSTED
-        #: the head in words
-        self.name = ""
-        #: why it has this standing
-        self.reason = ""
-        #: episodes judged, and tasks of the newest
-        self.runs = 0
-        self.tasks = 0
-        #: seconds per task of the newest episode that was ours; inf: there was none
-        self.pace = math.inf
-        #: episodes since the trial began, also those that could not be judged
-        self.drawn = 0
-        #: stratum -> results of ours, of stock; in a trial
-        self.results: dict[Any, tuple[list[Outcome], list[Outcome]]] = {}
-        self.rest = REST_SECONDS
-        #: when the back-off ends
-        self.until = -math.inf
 
 
 class GraphJudge:
@@ -219,9 +185,9 @@ class GraphJudge:
         if self._head is not None and not self.left:
             self.close()
         if self._head is None:
-            self._begin(_head(tasks, threads), threads, spoiled is None)
+            self._begin(head_of(tasks, threads), threads, spoiled is None)
         elif self._outgrown(n):
-            stock = self._is_retired(self.records.get(_head(tasks, threads)), self._clock())
+            stock = self._is_retired(self.records.get(head_of(tasks, threads)), self._clock())
             if stock is not self.stock:
                 self.stock = stock
                 spoiled = spoiled or "its side changed"
@@ -362,7 +328,7 @@ class GraphJudge:
             self.judged += 1
             record.runs += 1
             record.tasks = n
-            record.name = f"{_named(self._tasks)} ({n} tasks)"
+            record.name = f"{named(self._tasks)} ({n} tasks)"
             if not stock:
                 record.pace = seconds / n
         if self._given_up is not None:
@@ -397,10 +363,7 @@ class GraphJudge:
         )
 
     def _try(self, record: Record, reason: str) -> None:
-        record.standing = GraphStanding.TRIAL
-        record.reason = reason
-        record.results = {}
-        record.drawn = 0
+        record.on_trial(reason)
         self.trials += 1
 
     def _tried(self, record: Record, stock: bool, outcome: Outcome | None, now: float) -> None:
@@ -415,18 +378,12 @@ class GraphJudge:
             if record.drawn < MOST_DRAWN:
                 return
             loses, reason = False, f"no two sides to compare after {record.drawn} graphs"
-        record.results = {}
-        before = record.reason
-        record.reason = f"{reason}. Suspected because {before}" if loses else reason
-        record.until = now + record.rest
+        rest = record.rest
+        record.decided(loses, reason, now)
         if not loses:
-            record.standing = GraphStanding.CLEARED
-            record.rest = min(2 * record.rest, MAX_REST_SECONDS)
             return
-        record.standing = GraphStanding.RETIRED
         self.retirements += 1
-        self._retired(f"for graphs of {record.name}: {record.reason}. Tried again in {record.rest:g} s")
-        record.rest = min(2 * record.rest, MAX_REST_SECONDS)
+        self._retired(f"for graphs of {record.name}: {record.reason}. Tried again in {rest:g} s")
         standings = Counter(r.standing for r in self.records.values())
         lost = standings[GraphStanding.RETIRED]
         if lost >= SEVERAL and lost >= standings[GraphStanding.CLEARED]:
@@ -441,8 +398,7 @@ class GraphJudge:
         now = self._clock()
         said: dict[GraphStanding, dict[str, str]] = {s: {} for s in GraphStanding}
         for r in self.records.values():
-            wait = f" (for {r.until - now:.0f} s more)" if r.standing is GraphStanding.RETIRED and r.until > now else ""
-            said[r.standing][r.name] = r.reason + wait
+            said[r.standing][r.name] = r.said(now)
         switched_off = said[GraphStanding.RETIRED]
         if now < self._until:
             everything = f"several kinds of graph lost (for {self._until - now:.0f} s more)"
@@ -461,12 +417,3 @@ class GraphJudge:
             "on_trial": said[GraphStanding.TRIAL],
             "cleared": said[GraphStanding.CLEARED],
         }
-
-
-def _head(tasks: Mapping[str, int], threads: int) -> Head:
-    return threads.bit_length(), frozenset((prefix, n.bit_length()) for prefix, n in tasks.items())
-
-
-def _named(tasks: Counter[str]) -> str:
-    names = [name for name, _ in tasks.most_common(NAMED)]
-    return ", ".join(names) + (", ..." if len(tasks) > NAMED else "")

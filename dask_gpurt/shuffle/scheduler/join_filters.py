@@ -43,6 +43,7 @@ from dask_gpurt.shuffle.protocol.messages import (
     TakeJoinFilter,
 )
 from dask_gpurt.shuffle.rows.key_filter import KeyFilter, union, words_for
+from dask_gpurt.shuffle.scheduler import output_tasks
 from dask_gpurt.shuffle.scheduler.join_sides import JoinSides, expected
 
 if TYPE_CHECKING:
@@ -150,7 +151,7 @@ class JoinFilters:
 
     def _join_of(self, barrier: TaskState) -> Join | None:
         """The join that all tasks behind a barrier make."""
-        joins = (seam.join_of(ts.run_spec) for ts in barrier.dependents)
+        joins = (output_tasks.join_of(ts.run_spec) for ts in barrier.dependents)
         first = next(joins, None)
         return first if first is not None and all(other == first for other in joins) else None
 
@@ -165,7 +166,7 @@ class JoinFilters:
     def _planned(self, shuffle_id: str, join: Join, barriers: dict[str, TaskState]) -> tuple[JoinSide | None, str]:
         import pandas as pd
 
-        metas = {name: seam.meta_of(ts.run_spec) for name, ts in barriers.items()}
+        metas = {name: output_tasks.meta_of(ts.run_spec) for name, ts in barriers.items()}
         if not all(type(meta) is pd.DataFrame for meta in metas.values()):
             return None, "not pandas"
         inputs = {name: len(ts.dependencies) for name, ts in barriers.items()}

@@ -84,7 +84,7 @@ class GpurtShufflePlugin(seam.ShuffleSchedulerPlugin):
             failed=failed,
         )
         self.waits = Barrier(self.runs, self.shuffle_calls, self.amender, self.binder, self.joins.begin, failed)
-        #: the scheduler's handlers besides Dask's, see `seam.swap_plugin`
+        #: the scheduler's handlers besides Dask's, see `swap_plugin`
         self.calls = {OPEN_OUTPUT: self.open_output}
         super().__init__(scheduler)
 

@@ -24,11 +24,11 @@ import math
 import time
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.protocol import rebalance_plan
 from dask_gpurt.shuffle.protocol.histogram import add_up
 from dask_gpurt.shuffle.protocol.rebalance_plan import Output, Plan, Prices, Room, choose
 from dask_gpurt.shuffle.protocol.recovery import EPOCHS, MOVES, NUMBERS
+from dask_gpurt.shuffle.scheduler.output_tasks import output_of
 from dask_gpurt.shuffle.scheduler.restart import NOT_WANTED
 from dask_gpurt.shuffle.scheduler.runs import LISTENED, PATIENCE, PATIENCE_SECONDS, Step
 
@@ -177,7 +177,7 @@ class Binder:
         tasks: dict[int, list[TaskState]] = {}
         barrier = self._runs.barrier_of(group[0].id)
         for ts in () if barrier is None else barrier.dependents:
-            part, *others = {seam.output_of(ts.run_spec, one.id) for one in group}
+            part, *others = {output_of(ts.run_spec, one.id) for one in group}
             if part is None or others:
                 return Plan()
             tasks.setdefault(part, []).append(ts)

@@ -27,10 +27,10 @@ import functools
 import traceback
 from typing import TYPE_CHECKING, Protocol
 
-from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.protocol.messages import Valid
 from dask_gpurt.shuffle.protocol.recovery import EPOCHS, Validity, reassign, undone
 from dask_gpurt.shuffle.scheduler.candidates import leaves, running
+from dask_gpurt.shuffle.scheduler.output_tasks import output_of
 from dask_gpurt.shuffle.scheduler.phases import RunEvent
 from dask_gpurt.shuffle.scheduler.restart import NOT_WANTED
 from dask_gpurt.shuffle.scheduler.runs import Begun
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from distributed.scheduler import Scheduler, TaskState
 
+    from dask_gpurt.shuffle import seam
     from dask_gpurt.shuffle.scheduler.calls import Calls
     from dask_gpurt.shuffle.scheduler.runs import RunRecord, Runs
 
@@ -213,7 +214,7 @@ class Amender:
         state, worker_for, workers = record.amendments, record.worker_for, self._scheduler.workers
         there = record.owners_there(workers) - {lost}
         takers = running(workers, [a for a in barrier.worker_restrictions or there if a in there])
-        needed = [seam.output_of(ts.run_spec, record.id) for ts in barrier.dependents if ts.state != "memory"]
+        needed = [output_of(ts.run_spec, record.id) for ts in barrier.dependents if ts.state != "memory"]
         if not takers or state.epoch >= EPOCHS or not all(part is None or part in worker_for for part in needed):
             return Begun.IMPOSSIBLE
         moved = reassign(worker_for, there, self._runs.partner_owners(record.id), takers)

@@ -38,6 +38,7 @@ from dask_gpurt.shuffle.protocol.messages import Complete
 from dask_gpurt.shuffle.protocol.recovery import EPOCHS, lost_outputs, reassign
 from dask_gpurt.shuffle.scheduler.calls import FlushFailed
 from dask_gpurt.shuffle.scheduler.candidates import keepers, running
+from dask_gpurt.shuffle.scheduler.output_tasks import output_of
 from dask_gpurt.shuffle.scheduler.phases import RunEvent
 from dask_gpurt.shuffle.scheduler.restart import NOT_WANTED
 from dask_gpurt.shuffle.scheduler.runs import PATIENCE, PATIENCE_SECONDS, Begun, Step
@@ -89,13 +90,13 @@ class Opener:
         if ts is None or len(ts.dependencies) > 2:
             return
         for name, record in self._runs.sources(ts):
-            if record is not None and (part := seam.output_of(ts.run_spec, name)) is not None:
+            if record is not None and (part := output_of(ts.run_spec, name)) is not None:
                 record.made.add(part)
 
     def ask(self, record: RunRecord, key: Hashable) -> tuple[list[RunRecord], bool]:
         """An output's task asks for what was handed out: (runs that began an epoch, whether it is opened again)."""
         ts = self._scheduler.tasks.get(key)
-        part = None if ts is None else seam.output_of(ts.run_spec, record.id)
+        part = None if ts is None else output_of(ts.run_spec, record.id)
         if ts is None or part is None:
             return [], False
         records = [one for _, one in self._runs.sources(ts) if one is not None and one.passed]
@@ -220,7 +221,7 @@ class Opener:
     def place(self, record: RunRecord, key: Hashable) -> bool:
         """An output's task asks where it belongs; whether that was answered here."""
         ts = self._scheduler.tasks.get(key)
-        part = None if ts is None else seam.output_of(ts.run_spec, record.id)
+        part = None if ts is None else output_of(ts.run_spec, record.id)
         if ts is None or part is None:
             return False
         state = record.amendments
@@ -244,7 +245,7 @@ class Opener:
         stimulus_id = f"gpurt-complete-{record.id}-{record.amendments.epoch}"
         recommendations: dict[Any, Any] = {}
         for ts in barrier.dependents:
-            part = seam.output_of(ts.run_spec, record.id)
+            part = output_of(ts.run_spec, record.id)
             if part not in opened or any(part in others for others in self._others(ts, record)):
                 continue  # of a join, and open in the other shuffle: that will let it go
             if ts.worker_restrictions == {NOWHERE}:
@@ -348,7 +349,7 @@ class Opener:
     def _fail(self, record: RunRecord, barrier: TaskState, failed: TaskState) -> Step:
         """A transfer task has failed: so do the tasks of open outputs, which the barrier's result keeps from it."""
         opened = record.amendments.opened or frozenset()
-        tasks = [ts for ts in barrier.dependents if seam.output_of(ts.run_spec, record.id) in opened]
+        tasks = [ts for ts in barrier.dependents if output_of(ts.run_spec, record.id) in opened]
         stimulus_id = f"gpurt-failed-{record.id}-{record.amendments.epoch}"
         cause = (failed.exception_blame or failed).key
         recommendations: dict[Any, Any] = {}
@@ -378,7 +379,7 @@ def _parts(record: RunRecord, barrier: TaskState) -> dict[TaskState, int] | None
         return None
     parts: dict[TaskState, int] = {}
     for ts in barrier.dependents:
-        part = seam.output_of(ts.run_spec, record.id)
+        part = output_of(ts.run_spec, record.id)
         if part is None:
             return None
         parts[ts] = part

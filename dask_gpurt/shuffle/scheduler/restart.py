@@ -12,6 +12,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.shuffle import seam
+from dask_gpurt.shuffle.scheduler.output_tasks import output_of
 
 if TYPE_CHECKING:
     from dask.typing import Key
@@ -26,7 +27,7 @@ NOT_WANTED = ("memory", "released", "forgotten")
 def keep_outputs(runs: Runs, shuffle_id: seam.ShuffleId, recommendations: dict[Key, str]) -> None:
     """Take outputs that are in memory out of the recommendations of a restart."""
     barrier = runs.barrier_of(shuffle_id)
-    if barrier is None or any(seam.output_of(ts.run_spec, shuffle_id) is None for ts in barrier.dependents):
+    if barrier is None or any(output_of(ts.run_spec, shuffle_id) is None for ts in barrier.dependents):
         return
     for ts in barrier.dependents:
         if ts.state == "memory" and recommendations.pop(ts.key, None) is not None:
@@ -57,7 +58,7 @@ def _wanted(runs: Runs, spec: GpurtShuffleSpec) -> tuple[int, ...] | None:
     barrier = runs.barrier_of(spec.id)
     parts: set[int] = set()
     for ts in () if barrier is None else barrier.dependents:
-        part = seam.output_of(ts.run_spec, spec.id)
+        part = output_of(ts.run_spec, spec.id)
         if part is None:
             return None
         if ts.state not in NOT_WANTED:

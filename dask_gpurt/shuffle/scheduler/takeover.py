@@ -32,7 +32,9 @@ from dask_gpurt.model import Event, Sink, null_sink
 from dask_gpurt.model.circuit_breaker import Guard, Part
 from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.probe import probe_workers
+from dask_gpurt.shuffle.scheduler import output_tasks
 from dask_gpurt.shuffle.scheduler.plugin import GpurtShufflePlugin
+from dask_gpurt.shuffle.scheduler.plugin_swap import swap_plugin
 from dask_gpurt.shuffle.scheduler.skew import SkewReport
 from dask_gpurt.shuffle.spec import GpurtShuffleSpec
 from dask_gpurt.shuffle.worker.rechunk import ReleasingRechunkSpec
@@ -108,7 +110,7 @@ class ShuffleTakeover:
             )
         _refuse_active(stock, "install")
         self = cls(scheduler, settings, sink)
-        self._stock, self._plugin = seam.swap_plugin(scheduler, lambda: GpurtShufflePlugin(scheduler, self))
+        self._stock, self._plugin = swap_plugin(scheduler, lambda: GpurtShufflePlugin(scheduler, self))
         await self.ask(list(scheduler.workers))
         sink(Event("shuffle.installed", "the plugin named shuffle was taken over", {"workers": len(self.able)}))
         return self
@@ -126,7 +128,7 @@ class ShuffleTakeover:
             return
         plugin.holder.let_go()
         _refuse_active(plugin, "uninstall")
-        seam.swap_plugin(self.scheduler, lambda: self._stock)
+        swap_plugin(self.scheduler, lambda: self._stock)
         self._sink(Event("shuffle.uninstalled", "stock's plugin named shuffle was put back"))
 
     async def ask(self, workers: list[str]) -> None:
@@ -153,7 +155,7 @@ class ShuffleTakeover:
                 return ReleasingRechunkSpec.of(spec) if ours else spec
             reason = self._reason_for_stock(spec)
             if not reason:
-                order = seam.order_of_outputs(self.scheduler, spec.id)
+                order = output_tasks.order_of_outputs(self.scheduler, spec.id)
                 frames = provider_of(type(spec.meta))
                 join = None if self._plugin is None or frames else self._plugin.joins.side(spec.id)
                 ours = GpurtShuffleSpec.of(spec, self.settings, order, frames, join)
@@ -178,7 +180,7 @@ class ShuffleTakeover:
             state = plugin.active_shuffles.get(shuffle_id)
             if state is None or state.run_id != run_id or type(state.run_spec.spec) is not GpurtShuffleSpec:
                 return
-            outputs = seam.unpack_tasks(self.scheduler, shuffle_id)
+            outputs = output_tasks.unpack_tasks(self.scheduler, shuffle_id)
             for first in range(0, len(outputs), _PIN_TASKS):
                 for ts, part in outputs[first : first + _PIN_TASKS]:
                     # The loop was let go in between: the run may be over and the task with it.

@@ -10,7 +10,8 @@ import pytest
 from distributed.core import Status
 
 from dask_gpurt.placement.evaluate import graph_judge, graph_verdict, idle_alarm
-from dask_gpurt.placement.evaluate.graph_judge import GraphJudge, GraphStanding
+from dask_gpurt.placement.evaluate.graph_judge import GraphJudge
+from dask_gpurt.placement.evaluate.graph_record import REST_SECONDS, GraphStanding, Record
 from dask_gpurt.placement.evaluate.graph_verdict import Outcome, verdict
 from dask_gpurt.placement.evaluate.idle_alarm import IdleAlarm
 from tests.placement.fakes import FakeTask, FakeWorker, assign, make_engine
@@ -77,7 +78,7 @@ class Script:
         return lambda: middle * self.rnd.lognormvariate(0, spread)
 
     @property
-    def record(self) -> graph_judge.Record:
+    def record(self) -> Record:
         (record,) = self.judge.records.values()
         return record
 
@@ -135,11 +136,11 @@ def test_what_loses_is_left_to_stock_within_six_graphs() -> None:
 def test_it_is_tried_again_and_rests_longer() -> None:
     s = Script()
     s.times(6, 4.0, 2.8)
-    s.now += graph_judge.REST_SECONDS
+    s.now += REST_SECONDS
     s.times(4, 4.0, 2.8)
     assert s.judge.retirements == 2
-    assert s.record.rest == 4 * graph_judge.REST_SECONDS
-    s.now += 2 * graph_judge.REST_SECONDS
+    assert s.record.rest == 4 * REST_SECONDS
+    s.now += 2 * REST_SECONDS
     s.times(4, 2.0, 2.8)  # it has become better
     assert s.record.standing is GraphStanding.CLEARED
     s.times(20, 2.0, 2.8)
@@ -217,7 +218,7 @@ def test_several_that_lose_retire_everything() -> None:
     assert s.run(4.0, 2.0, {"new": 40})
     assert s.run(0.01, 0.01, {"small": 1})
     assert "everything" in s.judge.statistics()["switched_off"]
-    s.now += graph_judge.REST_SECONDS
+    s.now += REST_SECONDS
     assert not s.run(4.0, 2.0, {"newer": 40})
 
 
