@@ -45,8 +45,8 @@ def q17(t: Tables) -> Any:
 
 
 def q18(t: Tables) -> Any:
-    """Large volume customer."""
-    sums = t.lineitem.groupby("l_orderkey").agg({"l_quantity": "sum"}).reset_index()
+    """Large volume customer. A group per order: ``split_out`` as in `q21`."""
+    sums = t.lineitem.groupby("l_orderkey").agg({"l_quantity": "sum"}, split_out=True).reset_index()
     sums = sums.rename(columns={"l_quantity": "sum_qty"})
     large = sums[sums.sum_qty > 300]
     orders = t.orders[["o_orderkey", "o_custkey", "o_orderdate", "o_totalprice"]]
