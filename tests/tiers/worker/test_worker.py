@@ -84,12 +84,17 @@ def test_three_times_the_memory() -> None:
     """Real processes, real pressure: right answers, no synchronous read, no loss, nothing left on disk."""
     with (
         LocalCluster(
-            n_workers=2, threads_per_worker=2, processes=True, memory_limit="300 MiB", dashboard_address=None
+            # On Python 3.13 the modules alone take 227 MiB, 41 more than on 3.11.
+            n_workers=2,
+            threads_per_worker=2,
+            processes=True,
+            memory_limit="360 MiB",
+            dashboard_address=None,
         ) as cluster,
         Client(cluster) as client,
     ):
         client.register_plugin(Plugin(tier_settings()))
-        n, size = 60, 20 * MB
+        n, size = 72, 20 * MB
         blocks = client.map(make, range(n), n=size, pure=False)
         wait(blocks)
         sums = client.gather(client.map(total, blocks, blocks[::-1]))
