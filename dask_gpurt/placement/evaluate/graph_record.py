@@ -23,7 +23,7 @@ Head = tuple[int, frozenset[tuple[str, int]]]
 
 
 class GraphStanding(enum.Enum):
-    """The state of a head, see the module."""
+    """The state of a kind of graph, see `graph_judge`."""
 
     TRUSTED = "trusted"
     TRIAL = "trial"
@@ -77,9 +77,11 @@ class Record:
 
 
 def head_of(tasks: Mapping[str, int], threads: int) -> Head:
+    """The head of a graph, from the number of its tasks by prefix and the threads of all workers."""
     return threads.bit_length(), frozenset((prefix, n.bit_length()) for prefix, n in tasks.items())
 
 
 def named(tasks: Counter[str]) -> str:
+    """The most frequent prefixes in words."""
     names = [name for name, _ in tasks.most_common(NAMED)]
     return ", ".join(names) + (", ..." if len(tasks) > NAMED else "")
