@@ -47,7 +47,7 @@ def q17(t: Tables) -> Any:
 def q18(t: Tables) -> Any:
     """Large volume customer.
 
-    Dask puts the groups of fifteen partitions into one. At scale 1 stock takes half as long that way, and at 10 it fits.
+    Dask puts the groups of fifteen partitions into one. At scale 1 stock takes half as long that way; at 10 it fits.
     At 30 stock's workers of 4 GiB die of it, as there is a group for every fourth row.
     """
     apart = {"split_out": True} if t.scale > 10 else {}
