@@ -1,8 +1,8 @@
-"""The run on a GPU: thirty minutes, in calls of at most ten, each a list of cases with a limit of time.
+"""The run on a GPU: a quarter of an hour, in four calls, each a list of cases with a limit of time.
 
-A *case* is a process of its own, so that a fault, a hang or what a library has set up ends with it. Calls are in the
-order of worth: when time runs out, what is left is worth least. Calls 1 to 6 each bring one part of cuDF's wheels
-(`ci/gpu/pack.py`), which are installed before call 7.
+A *case* is a process of its own, so that a fault, a hang or what a library has set up ends with it. Cases that only ask
+whether something works run side by side, first; those that measure run *alone*, after them. Calls are in the order of
+worth: when time runs out, what is left is worth least. Calls 0 and 1 need no cuDF.
 """
 
 from __future__ import annotations
@@ -22,50 +22,64 @@ class Case:
         What of it, for its `run`.
     seconds
         After which it is ended.
+    alone
+        It measures, or takes most of the device's memory: no other case runs meanwhile.
     """
 
     experiment: str
     name: str
     seconds: int = 60
+    alone: bool = False
 
     def __str__(self) -> str:
         return f"{self.experiment}:{self.name}"
 
 
-def _cases(experiment: str, names: str, seconds: int = 60) -> list[Case]:
-    return [Case(experiment, name, seconds) for name in names.split()]
+def _cases(experiment: str, names: str, seconds: int = 60, *, alone: bool = False) -> list[Case]:
+    return [Case(experiment, name, seconds, alone) for name in names.split()]
 
 
 #: of `benchmarks.gpu.ucx`: memory, processes, context of UCX's thread, who orders
-_UCX = [
+_UCX = " ".join(
     f"{memory}-{processes}-{context}-{order}"
     for memory in ("malloc", "async")
     for processes in ("one", "two")
     for context in ("with", "without")
     for order in ("ours", "raw")
-]
+)
+_SHUFFLES = " ".join(
+    f"{system}-{keys}-{workers}"
+    for workers in (1, 2)
+    for keys in ("integers", "text")
+    for system in ("gpurt", "p2p", "tasks", "tasks-ucx")
+)
 
 #: number of a call -> its cases
 CALLS: dict[int, list[Case]] = {
-    0: _cases("machine", "facts copies pinned ucx_info", 90),
-    1: [Case("tests", "core", 300)],
-    2: [Case("ucx", name, 30) for name in _UCX],
-    3: _cases("dask_cuda", "plain rmm-async rmm-pool", 60),
-    4: _cases("oom", "storm", 120),
-    5: _cases("two_workers", "share", 120),
-    6: _cases("spill", "gpurt-cupy-2 device-host-file-cupy-2 gpurt-cupy-4 device-host-file-cupy-4", 90),
-    7: [
-        Case("tests", "cudf", 180),
-        *_cases("leaving", "shared sliced", 60),
-        *_cases("primitives", "numbers text", 90),
-        *_cases("spill", "gpurt-cudf-2 device-host-file-cudf-2 cudf-spill-cudf-2", 60),
+    0: [
+        *_cases("tests", "core", 120),
+        *_cases("machine", "facts ucx_info"),
+        *_cases("oom", "storm", 90),
+        *_cases("dask_cuda", "plain rmm-async rmm-pool", 60),
+        *_cases("ucx", _UCX, 40),
     ],
-    8: [
-        Case("shuffle", f"{system}-{keys}-{workers}", 60)
-        for workers in (1, 2)
-        for keys in ("integers", "text")
-        for system in ("gpurt", "p2p", "tasks", "tasks-ucx")
+    1: [
+        *_cases("machine", "copies pinned", 60, alone=True),
+        *_cases("tests", "alone", 60, alone=True),
+        *_cases("ucx", "malloc-two-with-ours-alone async-two-with-ours-alone", 30, alone=True),
+        *_cases("spill", "gpurt-cupy-2 device-host-file-cupy-2 gpurt-cupy-4 device-host-file-cupy-4", 60, alone=True),
+        *_cases("two_workers", "share", 120, alone=True),
+    ],
+    2: [
+        *_cases("tests", "cudf", 150),
+        *_cases("leaving", "shared sliced", 60),
+        *_cases("operations", "shuffle merge set_index sort_values groupby drop_duplicates", 90),
+    ],
+    3: [
+        *_cases("primitives", "numbers text", 60, alone=True),
+        *_cases("shuffle", _SHUFFLES, 60, alone=True),
+        *_cases("spill", "gpurt-cudf-2 device-host-file-cudf-2 cudf-spill-cudf-2", 60, alone=True),
     ],
 }
-#: cuDF's part that a call brings; call 7 needs all of them
-PARTS = {call: call - 1 for call in range(1, 8)}
+#: part of the wheels (`ci/gpu/pack.py`) that a call brings
+PARTS = {0: 0, 2: 1}

@@ -47,18 +47,23 @@ def apart(arguments: Sequence[str], seconds: float, environment: Mapping[str, st
             except subprocess.TimeoutExpired:
                 errors = ""
             _end(process.pid)
-            return {"failed": f"not done within {seconds:g} s", "errors": errors[-3000:]}
+            return {"failed": f"not done within {seconds:g} s", "errors": _said(errors)}
         finally:
             _end(process.pid)  # workers that outlived it
     lines = out.splitlines()
     if process.returncode or not lines:
         last = (errors.strip().splitlines() or ["nothing was said"])[-1]
-        return {"failed": f"exit {process.returncode}: {last[:300]}", "errors": errors[-3000:]}
+        return {"failed": f"exit {process.returncode}: {last[:300]}", "errors": _said(errors)}
     try:
         result: dict[str, Any] = json.loads(lines[-1])
     except ValueError:
-        return {"failed": f"its last line is no JSON: {lines[-1][:300]}", "errors": errors[-3000:]}
+        return {"failed": f"its last line is no JSON: {lines[-1][:300]}", "errors": _said(errors)}
     return result
+
+
+def _said(errors: str) -> str:
+    """The end of what was said, without the modules that faulthandler lists after its stacks."""
+    return "\n".join(line for line in errors.splitlines() if not line.startswith("Extension modules:"))[-8000:]
 
 
 def _end(group: int) -> None:

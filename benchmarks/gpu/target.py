@@ -74,6 +74,12 @@ class Target(Protocol):
     def release(self, pointer: int, *, pinned: bool) -> None:
         """Give up what one of the two gave."""
 
+    def register(self, pointer: int, nbytes: int) -> None:
+        """Lock the pages of host memory, for the device."""
+
+    def unregister(self, pointer: int) -> None:
+        """Give up what `register` did."""
+
     def copy(self, target: int, source: int, nbytes: int, *, leaves: bool, wait: bool) -> None:
         """Copy between device and host; without `wait` on a stream, `synchronize` waits."""
 
@@ -147,6 +153,20 @@ class Gpu:
         from dask_gpurt.backends.cuda import checked
 
         checked(runtime.cudaFreeHost(pointer) if pinned else runtime.cudaFree(pointer))
+
+    def register(self, pointer: int, nbytes: int) -> None:
+        from cuda.bindings import runtime
+
+        from dask_gpurt.backends.cuda import checked
+
+        checked(runtime.cudaHostRegister(pointer, nbytes, runtime.cudaHostRegisterDefault))
+
+    def unregister(self, pointer: int) -> None:
+        from cuda.bindings import runtime
+
+        from dask_gpurt.backends.cuda import checked
+
+        checked(runtime.cudaHostUnregister(pointer))
 
     def copy(self, target: int, source: int, nbytes: int, *, leaves: bool, wait: bool) -> None:
         from cuda.bindings import runtime
@@ -228,6 +248,12 @@ class StandIn:
 
     def release(self, pointer: int, *, pinned: bool) -> None:
         ctypes.CDLL(None).free(ctypes.c_void_p(pointer))
+
+    def register(self, pointer: int, nbytes: int) -> None:
+        """It is ordinary memory."""
+
+    def unregister(self, pointer: int) -> None:
+        """It is ordinary memory."""
 
     def copy(self, target: int, source: int, nbytes: int, *, leaves: bool, wait: bool) -> None:
         ctypes.memmove(target, source, nbytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -15,20 +16,27 @@ if TYPE_CHECKING:
     from benchmarks.gpu.target import Target
 
 #: what -> (folders and files, what of them by name)
+_ALONE = "test_two_workers_on_one_device"
+_CORE = ["tests/gpu/test_device.py", "tests/gpu/test_ucx_device.py", "tests/gpu/test_dask_cuda.py"]
 SUITES = {
-    "core": (["tests/gpu/test_device.py", "tests/gpu/test_ucx_device.py", "tests/gpu/test_dask_cuda.py"], "not cudf"),
+    "core": (_CORE, f"not cudf and not {_ALONE}"),
+    "alone": (_CORE, _ALONE),
     "cudf": (["tests/gpu", "tests/conformance/test_device_frames.py"], "cudf"),
 }
+#: processes that share the tests of a suite, where pytest-xdist is installed
+PROCESSES = 6
 
 
 def run(what: str, target: Target) -> dict[str, Any]:
-    """`what`: core, before cuDF is installed; cudf."""
+    """`what`: core, without cuDF; alone, the test that takes most of the device's memory; cudf."""
     paths, names = SUITES[what]
     on_gpu = target.name == "gpu"
     with tempfile.TemporaryDirectory() as folder:
         report = os.path.join(folder, "tests.xml")
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=60"]
         command += ["--junitxml", report]
+        if what != "alone" and importlib.util.find_spec("xdist") is not None:
+            command += ["-n", str(PROCESSES), "--dist", "worksteal"]
         command += ["-m", "gpu", "-k", names, *paths] if on_gpu else ["-m", "not gpu and not cluster", "tests/gpu"]
         environment = {**os.environ, "GPURT_REQUIRE_GPU": "1"} if on_gpu else dict(os.environ)
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -46,7 +54,7 @@ def read(report: str, status: int) -> dict[str, Any]:
         left = [child for child in case if child.tag == "skipped"]
         counts["tests_failed" if bad else "tests_skipped" if left else "tests_passed"] += 1
         name = f"{case.get('classname')}::{case.get('name')}"
-        failures += [f"{name}: {(child.get('message') or '')[:500]}" for child in bad]
+        failures += [f"{name}: {(child.text or child.get('message') or '')[-1500:]}" for child in bad]
         skipped += [f"{name}: {(child.get('message') or '')[:120]}" for child in left]
     out: dict[str, Any] = {**counts, "failures": failures, "left_out": skipped[:40]}
     if counts["tests_failed"] or status not in (0, 5):

@@ -1,98 +1,120 @@
 #!/usr/bin/env python3
-"""Lay out the wheels of a list in parts, for a GPU machine that reaches no package registry.
+"""Lay out RAPIDS' wheels in archives, for a GPU machine that reaches no package registry and is lent for minutes.
 
-    python ci/gpu/pack.py ci/gpu/wheels-core.txt OUT      ->  OUT/part-00, OUT/part-01, ...
+    python ci/gpu/pack.py OUT [ARCHITECTURE]      ->  OUT/part-00/site.tar.xz, OUT/part-01/libcudf.so.tar.xz
 
-Each part is a folder of at most `PART` bytes; they are carried over one by one, in any order, and `ci/gpu/unpack.sh`
-puts them together. A wheel larger than a part is cut into NAME.whl.00, NAME.whl.01, ... Wheels are for CPython 3.12 on
-x86-64 Linux, whatever the interpreter that runs this.
+The archives hold what `pip install --target` makes of ``wheels-*.txt``, for CPython 3.12 on x86-64 Linux, whatever the
+interpreter that runs this. `ci/gpu/unpack.sh` unpacks them, in any order; part 0 alone does for what needs no cuDF.
+Of the machine code for GPUs only that for ARCHITECTURE stays (default 90: Hopper). cuDF's goes from 370 MB to 47 MB so,
+and the lot fits two transfers of 64 MiB with a checkout in each; they were eight.
 """
 
 from __future__ import annotations
 
-import io
+import lzma
 import pathlib
 import shutil
+import struct
 import subprocess
 import sys
+import tarfile
 import tempfile
-import zipfile
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-#: with a checkout of 9.5 MiB it stays below 64 MiB
-PART = 53 * 2**20
-#: wheels from here on to `PART` are compressed again, which leaves a third of UCX away
-LARGE = 30 * 2**20
+#: with a checkout of 9.8 MiB it stays below 64 MiB
+PART = 54 * 2**20
+#: a file of this size has an archive, and a part, of its own
+LARGE = 100 * 2**20
 #: versions of glibc that a wheel may ask for; pip matches each exactly
 GLIBC = (39, 35, 34, 31, 28, 27, 24, 17)
-#: name and bytes of a wheel, or of a slice of one
-Piece = tuple[str, bytes]
+#: what nothing here reads: headers of C++ libraries, tests of others, UCX's own benchmarks
+UNREAD = ("lib*/include", "lib*/lib*/cmake", "lib*/**/*.a", "**/tests", "libucx/lib/ucx/*perftest*", "bin")
+#: magic number of a fat binary, and of its entries the kind that is machine code
+FAT_BINARY, MACHINE_CODE = 0xBA55ED50, 2
 
 
-def requirements(path: pathlib.Path) -> list[str]:
-    """The lines of a list that are no comments."""
-    lines = (line.strip() for line in path.read_text().splitlines())
-    return [line for line in lines if line and not line.startswith("#")]
-
-
-def download(wanted: str, folder: pathlib.Path) -> None:
-    """Fetch one wheel, without what it needs."""
+def install(lists: list[pathlib.Path], site: pathlib.Path) -> None:
+    """Wheels of the lists, without what they need."""
     platforms = [f"manylinux_2_{v}_x86_64" for v in GLIBC] + ["manylinux2014_x86_64", "manylinux1_x86_64"]
-    command = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps"]
-    command += ["--only-binary=:all:", "--python-version", "3.12", "--implementation", "cp"]
+    command = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps", "--no-compile"]
+    command += ["--only-binary=:all:", "--python-version", "3.12", "--implementation", "cp", "--target", str(site)]
     command += [word for platform in platforms for word in ("--platform", platform)]
-    subprocess.run([*command, "-d", str(folder), wanted], check=True)
+    command += [word for path in lists for word in ("-r", str(path))]
+    subprocess.run(command, check=True)
 
 
-def smaller(data: bytes) -> bytes:
-    """A wheel compressed by LZMA, which pip unpacks as well; the files in it, and so its record, are the same."""
-    out = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(out, "w", zipfile.ZIP_LZMA) as new:
-        for item in old.infolist():
-            new.writestr(item.filename, old.read(item))
-    return out.getvalue()
+def leave_out_unread(site: pathlib.Path) -> None:
+    """Remove `UNREAD`, and make files that are copies of another of their folder links to it."""
+    for pattern in UNREAD:
+        for path in sorted(site.glob(pattern)):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+    for path in sorted(site.rglob("*.so.*"), key=lambda p: -len(p.name)):
+        for other in sorted(path.parent.glob(path.name.partition(".so")[0] + ".so*")):
+            if len(other.name) < len(path.name) and not other.is_symlink() and other.read_bytes() == path.read_bytes():
+                other.unlink()
+                other.symlink_to(path.name)
 
 
-def cut(name: str, data: bytes, most: int) -> list[Piece]:
-    """A wheel in pieces of at most `most` bytes; one that fits keeps its name."""
-    if len(data) <= most:
-        return [(name, smaller(data) if len(data) >= LARGE else data)]
-    return [(f"{name}.{i:02d}", data[at : at + most]) for i, at in enumerate(range(0, len(data), most))]
+def for_one_gpu(path: pathlib.Path, architecture: int) -> bool:
+    """Overwrite machine code for other GPUs, and PTX, by zeros; whether there was any of a GPU.
+
+    Sizes and offsets stay, so the driver finds the entry of its own GPU where it was, and loads no other.
+    """
+    data = bytearray(path.read_bytes())
+    start = struct.pack("<I", FAT_BINARY)
+    at, found = data.find(start), False
+    while at >= 0:
+        _, version, header, size = struct.unpack_from("<IHHQ", data, at)
+        if version != 1 or header != 16 or at + header + size > len(data):  # four bytes like it, in something else
+            at = data.find(start, at + 4)
+            continue
+        entry, end = at + header, at + header + size
+        while entry < end:
+            kind, _, entry_header, entry_size = struct.unpack_from("<HHIQ", data, entry)
+            (target,) = struct.unpack_from("<I", data, entry + 28)
+            found = True
+            if kind != MACHINE_CODE or target != architecture:
+                data[entry + entry_header : entry + entry_header + entry_size] = bytes(entry_size)
+            entry += entry_header + entry_size
+        at = data.find(start, end)
+    if found:
+        path.write_bytes(data)
+    return found
 
 
-def fill(pieces: Sequence[Piece], most: int) -> list[list[Piece]]:
-    """Parts of at most `most` bytes: first fit, largest first."""
-    parts: list[list[Piece]] = []
-    for name, data in sorted(pieces, key=lambda piece: -len(piece[1])):
-        for part in parts:
-            if sum(len(d) for _, d in part) + len(data) <= most:
-                part.append((name, data))
-                break
-        else:
-            parts.append([(name, data)])
-    return parts
+def archive(site: pathlib.Path, files: list[pathlib.Path], target: pathlib.Path) -> None:
+    """One compressed archive."""
+    target.parent.mkdir(parents=True)
+    with lzma.open(target, "wb", preset=9 | lzma.PRESET_EXTREME) as out, tarfile.open(fileobj=out, mode="w|") as tar:
+        for path in files:
+            tar.add(path, arcname=path.relative_to(site))
+    size = target.stat().st_size
+    print(target, f"{size / 2**20:.1f} MiB, {len(files)} files", flush=True)
+    if size > PART:
+        raise SystemExit(f"{target} has {size} bytes, a part may have {PART}. Remedy: leave out more (`UNREAD`)")
 
 
-def main(wheels: str, out: str) -> None:
+def main(out: str, architecture: int = 90) -> None:
     target = pathlib.Path(out)
     shutil.rmtree(target, ignore_errors=True)
+    lists = sorted(pathlib.Path(__file__).parent.glob("wheels-*.txt"))
     with tempfile.TemporaryDirectory() as tmp:
-        folder = pathlib.Path(tmp)
-        for wanted in requirements(pathlib.Path(wheels)):
-            download(wanted, folder)
-        pieces = [piece for w in sorted(folder.glob("*.whl")) for piece in cut(w.name, w.read_bytes(), PART)]
-    for i, part in enumerate(fill(pieces, PART)):
-        where = target / f"part-{i:02d}"
-        where.mkdir(parents=True)
-        for name, data in part:
-            (where / name).write_bytes(data)
-        print(where, f"{sum(len(d) for _, d in part) / 2**20:.1f} MiB", len(part), "files")
+        site = pathlib.Path(tmp)
+        install(lists, site)
+        leave_out_unread(site)
+        for path in sorted(site.rglob("*.so*")):
+            if not path.is_symlink() and for_one_gpu(path, architecture):
+                print(f"of {path.name} the machine code for sm_{architecture} stays")
+        files = sorted(path for path in site.rglob("*") if path.is_symlink() or path.is_file())
+        large = [path for path in files if not path.is_symlink() and path.stat().st_size >= LARGE]
+        archive(site, [path for path in files if path not in large], target / "part-00" / "site.tar.xz")
+        for i, path in enumerate(large, start=1):
+            archive(site, [path], target / f"part-{i:02d}" / f"{path.name}.tar.xz")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
+    if len(sys.argv) not in (2, 3):
         sys.exit(__doc__)
-    main(*sys.argv[1:])
+    main(sys.argv[1], *map(int, sys.argv[2:]))

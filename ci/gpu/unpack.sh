@@ -1,34 +1,13 @@
 #!/usr/bin/env bash
-# On a GPU machine without a package registry: collect the parts that ci/gpu/pack.py made, then install them.
+# On a GPU machine without a package registry: unpack a part that ci/gpu/pack.py made; parts come in any order.
 #
-#   bash ci/gpu/unpack.sh collect PART      copy the wheels of a part, which may come in any order
-#   bash ci/gpu/unpack.sh install SITE      join what was cut, install all wheels so far into SITE: it goes on PYTHONPATH
-#
-# Wheels wait in $GPURT_WHEELS (default ~/gpurt-wheels). python3 must be the interpreter that is used afterwards.
+#   bash ci/gpu/unpack.sh PART SITE      SITE goes on PYTHONPATH; python3 must be the interpreter that is used afterwards
 set -euo pipefail
-store=${GPURT_WHEELS:-$HOME/gpurt-wheels}
-case "${1:-} ${2:+with}" in
-    "collect with")
-        mkdir -p "$store"
-        cp "$2"/*.whl* "$store"/
-        ;;
-    "install with")
-        site=$2
-        for first in "$store"/*.whl.00; do
-            [ -e "$first" ] || continue
-            whole=${first%.00}
-            cat "$whole".[0-9][0-9] >"$whole"
-            rm "$whole".[0-9][0-9]
-        done
-        # --no-deps: what is missing is found by the imports of the first experiment, in seconds, not by a resolver.
-        python3 -m pip install -q --disable-pip-version-check --no-index --no-deps --no-compile --no-cache-dir --upgrade \
-            --target "$site" "$store"/*.whl
-        # .pth files count in a site's folder only: numba-cuda's makes `numba.cuda` its own, RAPIDS' adapts Dask.
-        echo "import site; site.addsitedir('$site')" >"$(python3 -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/gpurt.pth"
-        rm -rf "$store"
-        ;;
-    *)
-        sed -n '2,7p' "$0" >&2
-        exit 2
-        ;;
-esac
+[ $# = 2 ] || { sed -n '2,4p' "$0" >&2; exit 2; }
+mkdir -p "$2"
+for archive in "$1"/*.tar.xz; do
+    python3 -c 'import sys, tarfile; tarfile.open(sys.argv[1]).extractall(sys.argv[2], filter="fully_trusted")' "$archive" "$2" &
+done
+wait
+# .pth files count in a site's folder only: numba-cuda's makes `numba.cuda` its own, RAPIDS' adapts Dask.
+echo "import site; site.addsitedir('$2')" >"$(python3 -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/gpurt.pth"

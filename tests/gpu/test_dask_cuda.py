@@ -26,7 +26,7 @@ MB = 1 << 20
         ({"device_memory_limit": "64MB"}, True, "CudaMemoryResource"),
         ({"rmm_managed_memory": True}, False, "ManagedMemoryResource"),
         ({"device_memory_limit": 0}, False, "CudaMemoryResource"),
-        ({"enable_cudf_spill": True}, False, "CudaMemoryResource"),
+        pytest.param({"enable_cudf_spill": True}, False, "CudaMemoryResource", id="cudf-spill"),
     ],
 )
 def test_one_manages_device_memory(options: dict[str, Any], tier: bool, resource: str) -> None:
@@ -42,7 +42,9 @@ def test_one_manages_device_memory(options: dict[str, Any], tier: bool, resource
         return bool(value.tobytes() == bytes([i]) * MB)
 
     with (
-        dask_gpurt.local_cluster(gpus=1, dashboard_address=None, **options) as cluster,
+        dask_gpurt.local_cluster(
+            gpus=1, dashboard_address=None, settings={"tiers.device": "auto"}, **options
+        ) as cluster,
         cluster.get_client() as client,
     ):
         values = client.map(make, range(200))

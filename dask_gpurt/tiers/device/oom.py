@@ -6,9 +6,9 @@
     task fails with it ── `RetryAlone`: wait until no other task runs here, spill all ── run it once more ── report
 
 `SpillOnFailure` is the callback. RMM calls it in the thread that allocates, and tries again as long as it returns True,
-without a limit of its own. So it returns True only if the allocator got memory back, which ends by itself. Where the
-allocator's count shows room and still it fails (fragmentation), it does so at most `MAX_FRAGMENTED` times in a row. It
-never raises: an exception would travel through C++ that does not expect it.
+without a limit of its own. So it returns True only if the allocator got memory back, which ends by itself: also where
+the count shows room and no piece of it is long enough (fragmentation), which a pool of a fixed size has all the time.
+It never raises: an exception would travel through C++ that does not expect it.
 
 Each call waits for the whole device once. So it makes more room than was asked for, down to a low-water mark: the next
 allocations find it.
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
 #: how a task ended
 Outcome = TypeVar("Outcome")
-#: attempts of one allocation for which there seems to be room
-MAX_FRAGMENTED = 8
 #: to wait for other tasks before a task is run alone
 WAIT_SECONDS = 60.0
 
@@ -95,19 +93,12 @@ class SpillOnFailure:
 
     def _make_room(self, nbytes: int) -> bool:
         self.calls += 1
-        local = self._local
         headroom = self._headroom_bytes()
         need = nbytes
         if headroom is not None and headroom < nbytes:
             need = nbytes - headroom
-            local.fragmented = 0
         elif headroom is not None:
             self.fragmented += 1
-            local.fragmented = getattr(local, "fragmented", 0) + 1
-            if local.fragmented > MAX_FRAGMENTED:
-                local.fragmented = 0
-                self.given_up += 1
-                return False
         made = self._space.make_room(max(need, self._low_water_bytes))
         self.made_bytes += made
         if not made:

@@ -12,7 +12,7 @@ import pytest
 
 from dask_gpurt.errors import LostData, TierFull
 from dask_gpurt.tiers.device.box import TABLE, BoxState
-from dask_gpurt.tiers.device.oom import MAX_FRAGMENTED, RetryAlone, SpillOnFailure
+from dask_gpurt.tiers.device.oom import RetryAlone, SpillOnFailure
 from dask_gpurt.tiers.device.pinned import BlockPool, SlabTier
 from dask_gpurt.tiers.device.space import DeviceSpace
 from dask_gpurt.tiers.engine.entry import IllegalMove
@@ -249,9 +249,30 @@ def test_room_that_cannot_be_used_ends_the_attempts(tmp_path: Path) -> None:
     rig = Rig(tmp_path, 4000 * KB)
     rig.fill(30, 100 * KB)
     oom = SpillOnFailure(rig.space, lambda: 1 << 40)
-    answers = [oom(10 * KB) for _ in range(MAX_FRAGMENTED + 1)]
-    assert answers == [True] * MAX_FRAGMENTED + [False]
-    assert oom.given_up == 1
+    answers = [oom(10 * KB) for _ in range(31)]
+    assert answers == [True] * 30 + [False]
+    assert (oom.fragmented, oom.given_up) == (31, 1)
+
+
+def test_a_pool_in_pieces_takes_as_many_values_as_come(tmp_path: Path) -> None:
+    """Every second block is free: there is room by the count each time, and no piece that is long enough."""
+    import rmm.mr
+
+    size, n = 64 * KB, 128
+    rig = Rig(
+        tmp_path,
+        n * size,
+        base=lambda: rmm.mr.PoolMemoryResource(host_memory(), initial_pool_size=n * size, maximum_pool_size=n * size),
+    )
+    boxes = rig.fill(n, size)
+    for box in boxes[::2]:
+        rig.space.remove(box)
+    left = boxes[1::2]
+    longer = [rig.space.put(i, rig.backend.make(i, 2 * size)) for i in range(40)]
+    assert rig.oom.fragmented > 8
+    assert rig.oom.given_up == 0
+    assert all((box.get().array() == pattern(2 * i + 1, size)).all() for i, box in enumerate(left))
+    rig.check(longer, 2 * size)
 
 
 def test_a_pool_below_the_limit(tmp_path: Path) -> None:
