@@ -90,8 +90,8 @@ class TierSettings:
     device: str
     #: share (0, 1] of the device's memory
     device_limit: float
-    #: bytes of page-locked host memory for what leaves the device
-    pinned_limit: int
+    #: bytes of page-locked host memory for what leaves the device; None: half of what values may take in host memory
+    pinned_limit: int | None
     #: share [0, 1] of the host budget for values read ahead; 0: none
     prefetch: float
 
@@ -231,7 +231,7 @@ def _tiers(tree: Mapping[str, Any]) -> TierSettings:
         codec=tree["codec"] or "none",  # Dask makes None of "none" in an environment variable
         object_timeout=float(tree["object-timeout"]),
         device_limit=float(tree["device-limit"]),
-        pinned_limit=_bytes(tree["pinned-limit"], "gpurt.tiers.pinned-limit"),
+        pinned_limit=_bytes_or_auto(tree["pinned-limit"], "gpurt.tiers.pinned-limit"),
         prefetch=float(tree["prefetch"]),
     )
 
@@ -313,12 +313,16 @@ def _folders(value: Any) -> tuple[str, ...]:
     return tuple(os.path.expanduser(folder) for folder in folders)
 
 
-def _bytes(value: Any, where: str) -> int:
+def _bytes_or_auto(value: Any, where: str) -> int | None:
+    return None if value == "auto" else _bytes(value, where, "'auto' or ")
+
+
+def _bytes(value: Any, where: str, also: str = "") -> int:
     try:
         # Of an empty text Dask makes 1 byte.
         n = -1 if isinstance(value, str) and not value.strip() else int(dask.utils.parse_bytes(value))
     except (ValueError, TypeError, OverflowError):
         n = -1
     if n < 0:
-        raise ConfigError(f"{where} is {value!r}, must be a number of bytes >= 0, such as 1000000 or '200 GiB'")
+        raise ConfigError(f"{where} is {value!r}, must be {also}a number of bytes >= 0, such as 1000000 or '200 GiB'")
     return n

@@ -49,9 +49,9 @@ _UCX = " ".join(
 )
 _SHUFFLES = " ".join(
     f"{system}-{keys}-{workers}"
-    for workers in (1, 2)
-    for keys in ("integers", "text")
-    for system in ("gpurt", "p2p", "tasks", "tasks-ucx")
+    for workers, keys in ((2, "text"), (1, "integers"))
+    for system in ("gpurt", "gpurt-ucx", "tasks", "p2p", "tasks-ucx")
+    if workers > 1 or not system.endswith("ucx")
 )
 
 #: number of a call -> its cases
@@ -64,11 +64,11 @@ CALLS: dict[int, list[Case]] = {
         *_cases("ucx", _UCX, 40),
     ],
     1: [
-        *_cases("machine", "copies pinned", 60, alone=True),
         *_cases("tests", "alone", 60, alone=True),
+        *_cases("two_workers", "share", 120, alone=True),
         *_cases("ucx", "malloc-two-with-ours-alone async-two-with-ours-alone", 30, alone=True),
         *_cases("spill", "gpurt-cupy-2 device-host-file-cupy-2 gpurt-cupy-4 device-host-file-cupy-4", 60, alone=True),
-        *_cases("two_workers", "share", 120, alone=True),
+        *_cases("machine", "copies pinned", 60, alone=True),
     ],
     2: [
         *_cases("tests", "cudf", 150),
@@ -76,9 +76,9 @@ CALLS: dict[int, list[Case]] = {
         *_cases("operations", "shuffle merge set_index sort_values groupby drop_duplicates", 90),
     ],
     3: [
-        *_cases("primitives", "numbers text", 60, alone=True),
-        *_cases("shuffle", _SHUFFLES, 60, alone=True),
+        *_cases("shuffle", _SHUFFLES, 80, alone=True),
         *_cases("spill", "gpurt-cudf-2 device-host-file-cudf-2 cudf-spill-cudf-2", 60, alone=True),
+        *_cases("primitives", "numbers text", 60, alone=True),
     ],
 }
 #: part of the wheels (`ci/gpu/pack.py`) that a call brings

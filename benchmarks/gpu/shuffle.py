@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 BYTES = 2_000_000_000
 #: runs of a shuffle on one cluster, and the seconds after which no other is begun
 RUNS, SECONDS = 6, 20.0
+#: for one of them
+PATIENCE_SECONDS = 40.0
 VALUES, KEYS = 6, 100_000
 #: a key, an identity and six values of eight bytes; text keys have about twelve
 ROW_BYTES = 8 * (2 + VALUES)
@@ -69,8 +71,9 @@ def cluster(system: str, workers: int) -> LocalCluster:
         "dashboard_address": None,
         "processes": True,
     }
-    if system == "gpurt":
-        return dask_gpurt.local_cluster(settings={"shuffle.device-frames": True}, **where)
+    if system.startswith("gpurt"):
+        ways = {"shuffle.device-frames": True, "shuffle.transport": "ucx" if system == "gpurt-ucx" else "auto"}
+        return dask_gpurt.local_cluster(settings=ways, **where)
     from distributed import LocalCluster
 
     if system == "tasks-ucx":
@@ -110,7 +113,13 @@ def run(what: str, target: Target) -> dict[str, Any]:
             client.run(_idle)  # what the run before left has been given back
             start = time.perf_counter()
             out = source.shuffle("k", npartitions=parts, shuffle_method=method).persist()
-            wait(out)
+            try:
+                wait(out, timeout=PATIENCE_SECONDS)
+            except TimeoutError:
+                found = {"problem": f"a shuffle did not end in {PATIENCE_SECONDS:g} s", "all_seconds": all_seconds}
+                if system.startswith("gpurt"):
+                    found["on_workers"] = client.run(_counters)
+                return {**found, "stacks": client.call_stack()}
             all_seconds.append(time.perf_counter() - start)
         seconds = statistics.median(all_seconds[1:] or all_seconds)
         empty = pd.DataFrame({name: pd.Series([], dtype="i8") for name in _COLUMNS})
@@ -125,7 +134,7 @@ def run(what: str, target: Target) -> dict[str, Any]:
         }
         if not same or result["rows"] != parts * rows:
             result["problem"] = "the rows are not those of the input"
-        if system == "gpurt":
+        if system.startswith("gpurt"):
             result["on_workers"] = client.run(_counters)
             ours = client.run_on_scheduler(give_back)
             if ours["runs"] != len(all_seconds) or ours["fallbacks"]:

@@ -8,8 +8,9 @@ library. Why each of them is needed:
 * UCX asks for events of the current context in its own thread. A thread without one has crashed there
   (`DeviceSide.enter`). A context takes hundreds of megabytes of the device, so it is entered only where this process
   has one.
-* Memory of CUDA's asynchronous pool cannot be opened by another process: UCX would copy it through the host. So
-  messages are sent from, and received into, a small pool of ``cudaMalloc``.
+* Memory of CUDA's asynchronous pool cannot be opened by another process: UCX would copy it through the host, at 0.02 to
+  0.6 GB/s on an H200, where a pool of ``cudaMalloc`` had 250. So messages are sent from, and received into, a small
+  pool of that kind. They do not stay in it (`DeviceSide.keep`): it has to have room for those that come after.
 
 Calls that wait or allocate are for threads that may: an allocation that fails calls back, and may spill.
 """
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from dask_gpurt.backends.cuda import checked
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 _DEVICE_NODE = "/dev/nvidiactl"
 #: of the pool that messages are sent from and received into, at its start and at most
@@ -46,6 +47,9 @@ class DeviceSide(Protocol):
 
     def allocate(self, nbytes: int) -> Any:
         """Memory that may be received into at once; MemoryError when there is none."""
+
+    def keep(self, buffers: Sequence[Any]) -> list[Any]:
+        """What was received into such memory, in memory for values; MemoryError when there is none."""
 
 
 def has_device() -> bool:
@@ -103,39 +107,62 @@ class CudaSide:
         return buffer
 
     def prepare(self, buffers: Sequence[Any]) -> list[Any]:
-        """Copies in the pool of what lies on the device, after the work that made it; where it is full, the same."""
-        import rmm
-        from cuda.bindings import runtime
-        from rmm.pylibrmm.stream import DEFAULT_STREAM
+        """Copies of what lies on the device, after the work that made it: in the pool, else in host memory."""
+        from dask_gpurt.backends.device_copies import begin_to_host, pinned_room
 
-        from dask_gpurt.backends.device_copies import handle_of
+        def copy(pointer: int, nbytes: int, default: Any) -> Any:
+            try:
+                return _copied(pointer, nbytes, default, self._pooled())
+            except MemoryError:
+                room = pinned_room(nbytes)
+                begin_to_host(pointer, [room], default)
+                return room
 
-        out = list(buffers)
-        default = handle_of(DEFAULT_STREAM)
-        # Waits without spinning, and is the only wait: what other streams do comes before it on the default one.
-        event = checked(
-            runtime.cudaEventCreateWithFlags(runtime.cudaEventBlockingSync | runtime.cudaEventDisableTiming)
-        )
+        return _copies(buffers, copy)
+
+    def keep(self, buffers: Sequence[Any]) -> list[Any]:
+        """Copies in the memory that values are allocated from."""
+        return _copies(buffers, lambda pointer, nbytes, default: _copied(pointer, nbytes, default, None))
+
+
+def _copied(pointer: int, nbytes: int, stream: Any, resource: Any) -> Any:
+    """Begin to copy within the device; MemoryError when `resource` has no room."""
+    import rmm
+    from cuda.bindings import runtime
+
+    from dask_gpurt.backends.device_copies import handle_of
+
+    copy = rmm.DeviceBuffer(size=nbytes) if resource is None else rmm.DeviceBuffer(size=nbytes, mr=resource)
+    kind = runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice
+    checked(runtime.cudaMemcpyAsync(copy.ptr, pointer, nbytes, kind, handle_of(stream)))
+    return copy
+
+
+def _copies(buffers: Sequence[Any], copy: Callable[[int, int, Any], Any]) -> list[Any]:
+    """`copy` of each buffer on the device, which begins it on RMM's default stream; returns when all are there."""
+    from cuda.bindings import runtime
+    from rmm.pylibrmm.stream import DEFAULT_STREAM
+
+    from dask_gpurt.backends.device_copies import handle_of
+
+    out = list(buffers)
+    default = handle_of(DEFAULT_STREAM)
+    # Waits without spinning, and is the only wait: what other streams do comes before it on the default one.
+    event = checked(runtime.cudaEventCreateWithFlags(runtime.cudaEventBlockingSync | runtime.cudaEventDisableTiming))
+    try:
+        for stream in {_stream_of(b) for b in out if _on_device(b)} - {default}:
+            checked(runtime.cudaEventRecord(event, stream))
+            checked(runtime.cudaStreamWaitEvent(default, event, 0))
         try:
-            for stream in {_stream_of(b) for b in out if _on_device(b)} - {default}:
-                checked(runtime.cudaEventRecord(event, stream))
-                checked(runtime.cudaStreamWaitEvent(default, event, 0))
-            for i, buffer in enumerate(out):
-                if not _on_device(buffer):
-                    continue
-                pointer, nbytes = _extent_of(buffer)
-                try:
-                    copy = rmm.DeviceBuffer(size=nbytes, mr=self._pooled())
-                except MemoryError:
-                    continue
-                kind = runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice
-                checked(runtime.cudaMemcpyAsync(copy.ptr, pointer, nbytes, kind, default))
-                out[i] = copy
+            for i, buffer in enumerate(buffers):
+                if _on_device(buffer):
+                    out[i] = copy(*_extent_of(buffer), DEFAULT_STREAM)
+        finally:  # copies that were begun read buffers that may go when this returns, or raises
             checked(runtime.cudaEventRecord(event, default))
             checked(runtime.cudaEventSynchronize(event))
-        finally:
-            checked(runtime.cudaEventDestroy(event))
-        return out
+    finally:
+        checked(runtime.cudaEventDestroy(event))
+    return out
 
 
 def _stream_of(buffer: Any) -> int:

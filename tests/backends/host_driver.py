@@ -45,6 +45,8 @@ class HostDriver:
     def __init__(self) -> None:
         self.queues: dict[int, list[Callable[[], None]]] = {}
         self.events: dict[int, tuple[int, int]] = {}
+        #: pointer -> bytes of host memory that is page-locked
+        self.registered: dict[int, int] = {}
         self._numbers = itertools.count(1)
         self.active = False
         #: the next call fails with this
@@ -96,6 +98,14 @@ class HostDriver:
         assert source > 0
         assert kind in tuple(runtime.cudaMemcpyKind)
         self.later(stream, lambda: ctypes.memmove(target, source, nbytes) and None)
+
+    def cudaHostRegister(self, pointer: int, nbytes: int, flags: int) -> None:
+        assert pointer > 0
+        assert flags == runtime.cudaHostRegisterDefault
+        self.registered[pointer] = nbytes
+
+    def cudaHostUnregister(self, pointer: int) -> None:
+        del self.registered[pointer]
 
     def cudaDeviceSynchronize(self) -> None:
         for stream in list(self.queues):

@@ -18,6 +18,7 @@ from dask_gpurt.backends import cuda, cudf_values, device_copies, rmm_stack
 from dask_gpurt.backends.device_values import CudaBackend
 from dask_gpurt.backends.rmm_stack import DeviceAllocator
 from dask_gpurt.backends.ucx_device import POOL_LIMIT_BYTES, CudaSide
+from dask_gpurt.memory.touched import HUGE_PAGE
 from tests.backends.host_driver import FREE, TOTAL, HostDriver
 from tests.tiers.device.host_rmm import _DEVICES, host_memory
 
@@ -71,16 +72,35 @@ def test_what_is_sent_is_there_before(driver: HostDriver) -> None:
     assert read(unrelated.buffer) == {0}
 
 
-def test_what_finds_no_room_is_sent_as_it_lies(driver: HostDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_finds_no_room_is_sent_from_the_host(driver: HostDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     side = CudaSide()
-    made = Made(driver, 1, 5)
+    made = [Made(driver, 1, 5), Made(driver, 2, 6)]
+    room_for_one = iter([rmm.DeviceBuffer])
 
-    def full(*args: object, **kwargs: object) -> None:
+    def full(*args: Any, **kwargs: Any) -> Any:
+        for make in room_for_one:
+            return make(*args, **kwargs)
         raise MemoryError
 
     monkeypatch.setattr(rmm, "DeviceBuffer", full)
-    assert side.prepare([made]) == [made]
-    assert read(made.buffer) == {1}  # and was waited for
+    first, second = side.prepare(made)
+    assert read(first) == {1}
+    assert bytes(second) == b"\2" * N
+    assert driver.events == {}
+    with pytest.raises(MemoryError):
+        side.keep([first, second])
+    assert driver.events == {}
+
+
+def test_what_came_leaves_the_memory_of_messages(driver: HostDriver) -> None:
+    side = CudaSide()
+    came = [side.allocate(N), memoryview(b"host")]
+    ctypes.memset(came[0].ptr, 7, N)
+    rmm.mr.set_current_device_resource(host_memory())
+    kept, host = side.keep(came)
+    assert kept.ptr != came[0].ptr
+    del came[0]
+    assert (read(kept), host) == ({7}, memoryview(b"host"))
     assert driver.events == {}
 
 
@@ -128,14 +148,35 @@ def test_copies_are_there_once_they_are_waited_for(driver: HostDriver) -> None:
 def test_page_locked_memory_comes_and_goes(driver: HostDriver) -> None:
     slabs = device_copies.PinnedSlabs()
     slab = slabs.allocate(N)
+    assert (slab.nbytes, bytes(slab)) == (N, bytes(N))
     slab[:] = b"x" * N
+    ((pointer, nbytes),) = driver.registered.items()
+    assert (pointer % HUGE_PAGE, nbytes) == (0, N)
     slabs.release(slab)
+    assert driver.registered == {}
     room = device_copies.pinned_room(N)
     assert room.nbytes == N
     assert (
         device_copies.pinned_room(2 * device_copies.STAGING_LIMIT_BYTES).nbytes == 2 * device_copies.STAGING_LIMIT_BYTES
     )
     assert device_copies.pinned_room(0).nbytes == 0
+
+
+def test_a_block_that_is_looked_at_outlives_its_slab(driver: HostDriver) -> None:
+    slabs = device_copies.PinnedSlabs()
+    slab = slabs.allocate(N)
+    slab[:] = b"x" * N
+    view = np.frombuffer(slab, "u1")[10:20]
+    slabs.release(slab)
+    assert driver.registered == {}
+    assert view.tobytes() == b"x" * 10
+
+
+def test_memory_that_may_not_be_locked_is_none(driver: HostDriver) -> None:
+    driver.error = 801
+    with pytest.raises(MemoryError, match="5000 bytes of host memory cannot be locked: CUDA error 801"):
+        device_copies.PinnedSlabs().allocate(N)
+    assert driver.registered == {}
 
 
 def test_the_probe_and_the_pools(driver: HostDriver) -> None:

@@ -21,7 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "memory": set(),
     "topology": set(),
     "planning": set(),
-    "backends": set(),
+    "backends": {"memory"},
     "placement": {"config", "topology"},
     "tiers": {"config", "backends", "memory"},
     "shuffle": {"config", "backends", "memory"},

@@ -1,9 +1,10 @@
 """`DeviceRows`: the `RowKind` of frames in device memory, over a `DeviceFrames`.
 
 Theory of operation. Rows are put in the order of their outputs once. Each output is packed, a large one in several
-packs, so that a shard is at most `cut_bytes`. What bytes a row takes is learned from earlier packs; a pack that came
-out larger is packed again in halves. The shards of workers that do not take device memory are staged as they are made:
-device memory then holds the input, its rows in order, this worker's own packs and those on their way.
+packs, so that a shard is at most `cut_bytes`; what stays here is no message, and may be `LOCAL_CUTS` times as much, as
+a pack takes a third of a millisecond however small it is. What bytes a row takes is learned from earlier packs; a pack
+that came out larger is packed again in halves. The shards of workers that do not take device memory are staged as they
+are made: device memory then holds the input, its rows in order, this worker's own packs and those on their way.
 
 An output is one copy to the device of what came from elsewhere, and one concatenation. Inputs sort by their ids, and
 rows of an input keep their order, so outputs are the same, row by row, as those of pandas frames.
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 #: (output, first row, one past the last) in the order of outputs
 Range = tuple[int, int, int]
+#: `cut_bytes` for what stays on this worker. Not more: it may be staged, and sent after all when an output moves
+LOCAL_CUTS = 8
 #: packs of fewer bytes say nothing of the bytes of a row: each buffer of theirs is padded
 _TELLING_BYTES = 1 << 16
 
@@ -93,8 +96,9 @@ class DeviceRows:
         del table, ids
         out: list[tuple[str, Shard]] = []
         for address, (begin, end) in layout.ranges.items():
-            for ranges in self._ranges(offsets, begin, end, layout):
-                for group in self._packed(ordered, ranges):
+            cut = self._cut_bytes * (LOCAL_CUTS if address == self._local_address else 1)
+            for ranges in self._ranges(offsets, begin, end, layout, cut):
+                for group in self._packed(ordered, ranges, cut):
                     shard = self._shard(input_id, group)
                     # Many small packs are one copy to the host, and would be a message's frame each.
                     large = shard.nbytes >= SENT_BYTES * len(group)
@@ -106,7 +110,7 @@ class DeviceRows:
         return out
 
     def _ranges(
-        self, offsets: np.ndarray[Any, Any], begin: int, end: int, layout: OutputLayout
+        self, offsets: np.ndarray[Any, Any], begin: int, end: int, layout: OutputLayout, cut: int
     ) -> Iterator[list[Range]]:
         """Ranges of rows for about a shard at a time, each output in it once."""
         some: list[Range] = []
@@ -114,7 +118,7 @@ class DeviceRows:
         for code in (begin + np.flatnonzero(np.diff(offsets[begin : end + 1]))).tolist():
             part, at, last = int(layout.part_of[code]), int(offsets[code]), int(offsets[code + 1])
             while at < last:
-                most = max(1, int(self._cut_bytes / self._row_bytes))
+                most = max(1, int(cut / self._row_bytes))
                 stop = min(at + most, last)
                 if some and (rows + stop - at > most or some[-1][0] == part):
                     yield some
@@ -125,8 +129,8 @@ class DeviceRows:
         if some:
             yield some
 
-    def _packed(self, table: Any, ranges: Sequence[Range]) -> Iterator[list[tuple[Range, Packed]]]:
-        """Pack ranges, in groups of `cut_bytes`."""
+    def _packed(self, table: Any, ranges: Sequence[Range], cut: int) -> Iterator[list[tuple[Range, Packed]]]:
+        """Pack ranges, in groups of `cut` bytes."""
         packs = self._frames.pack(table, [(first, last) for _, first, last in ranges])
         nbytes = sum(pack.nbytes for pack in packs)
         if nbytes >= _TELLING_BYTES:
@@ -135,13 +139,13 @@ class DeviceRows:
         size = 0
         for one, pack in zip(ranges, packs, strict=True):
             part, first, last = one
-            if group and size + pack.nbytes > self._cut_bytes:
+            if group and size + pack.nbytes > cut:
                 yield group
                 group, size = [], 0
-            if pack.nbytes > self._cut_bytes and last - first > 1:
+            if pack.nbytes > cut and last - first > 1:
                 middle = (first + last) // 2
-                yield from self._packed(table, [(part, first, middle)])
-                yield from self._packed(table, [(part, middle, last)])
+                yield from self._packed(table, [(part, first, middle)], cut)
+                yield from self._packed(table, [(part, middle, last)], cut)
                 continue
             group.append((one, pack))
             size += pack.nbytes

@@ -41,14 +41,8 @@ class Copies:
         self.load_failures = 0
         self.last_error = ""
 
-    def write(self, box: Box, grow: bool) -> Handle | None:
-        """Copy the value of a box; None: it could not be, and is on the device as before.
-
-        Parameters
-        ----------
-        grow
-            Whether blocks may be allocated for it.
-        """
+    def write(self, box: Box) -> Handle | None:
+        """Copy the value of a box; None: it could not be, and is on the device as before."""
         start = time.perf_counter()
         try:
             groups = self.backend.encode(box.value)
@@ -61,7 +55,7 @@ class Copies:
             self.failed(e)
             return None
         try:
-            handle = write_below(self.below, groups, grow)
+            handle = write_below(self.below, groups)
         except Exception as e:
             self.failed(e)
             return None
@@ -129,13 +123,8 @@ class Copies:
                 tier.close()
 
 
-def write_below(below: Sequence[StorageTier], groups: list[Group], grow: bool) -> Handle:
+def write_below(below: Sequence[StorageTier], groups: list[Group]) -> Handle:
     """The copy, on the first of `below` that has room.
-
-    Parameters
-    ----------
-    grow
-        Whether blocks may be allocated for it.
 
     Raises
     ------
@@ -148,7 +137,7 @@ def write_below(below: Sequence[StorageTier], groups: list[Group], grow: bool) -
         for tier in below:
             try:
                 if isinstance(tier, SlabTier):  # blocks take device frames as they are
-                    return tier.write(groups, grow=grow)
+                    return tier.write(groups)
                 if staged is None:
                     staged = [(part, [stage(b) for b in buffers]) for part, buffers in groups]
                 return tier.write(staged)

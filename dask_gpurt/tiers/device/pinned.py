@@ -6,7 +6,7 @@
 Page-locked memory takes copies from a GPU at several times the rate of ordinary memory, but to lock it takes as long as
 many copies. So it is allocated in *slabs* that are kept, each cut into *blocks* of 1 to 4 MB, grown lazily up to a
 limit. A value takes as many blocks as it needs, wherever they are: there is no fragmentation, and at most one block per
-value is partly unused. Where a value must not wait for a slab, `BlockPool.keep_ahead` has blocks ready.
+value is partly unused. `BlockPool.keep_ahead` has blocks ready for those that should not wait for a slab.
 
 Frames are copied into blocks, device frames (`backend.DeviceFrame`) by their own ``copy_to``: all copies are begun,
 then all are waited for. Neighbouring blocks are one target, as few long copies take less than many short ones. Reading
@@ -104,7 +104,7 @@ class BlockPool:
             return len(self._free) * self.block_bytes
 
     def keep_ahead(self, nbytes: int) -> None:
-        """Have a thread keep so many bytes free, as far as the limit allows, for those that cannot wait for a slab."""
+        """Have a thread keep so many bytes free, as far as the limit allows, for those that should not wait."""
         self._ahead = -(-nbytes // self.block_bytes)
         self._look.set()
         if self._keeper is None:
@@ -126,19 +126,13 @@ class BlockPool:
             if self._closed:
                 return
 
-    def take(self, nbytes: int, *, grow: bool = True) -> list[tuple[int, int]]:
+    def take(self, nbytes: int) -> list[tuple[int, int]]:
         """Blocks for so many bytes.
-
-        Parameters
-        ----------
-        grow
-            False: of the blocks that are there already.
 
         Raises
         ------
         TierFull
-            The limit would be passed, or the system has no such memory, or no slab may be allocated for it. Nothing
-            was taken.
+            The limit would be passed, or the system has no such memory. Nothing was taken.
         """
         need = -(-nbytes // self.block_bytes)
         if not need:
@@ -150,9 +144,6 @@ class BlockPool:
                     short = len(self._free) < self._ahead
                     break
                 have = len(self._slabs)
-            if not grow:
-                self._look.set()
-                raise TierFull(f"fewer than {need} {self.source.tier.name.lower()} blocks are ready")
             self._grow(have)
         if short:
             self._look.set()
@@ -298,8 +289,8 @@ class SlabTier:
         """Bytes of all blocks; None: no limit."""
         return self.pool.limit_bytes
 
-    def write(self, groups: Sequence[tuple[int, Sequence[Buffer | DeviceFrame]]], *, grow: bool = True) -> SlabHandle:
-        """See `StorageTier.write`; frames may be `DeviceFrame`. With `grow` False no slab is allocated for it."""
+    def write(self, groups: Sequence[tuple[int, Sequence[Buffer | DeviceFrame]]]) -> SlabHandle:
+        """See `StorageTier.write`; frames may be `DeviceFrame`."""
         start = time.perf_counter()
         sources: list[Any] = []
         frames: list[tuple[int, int]] = []
@@ -309,7 +300,7 @@ class SlabTier:
                 sources.append(source)
                 frames.append((part, source.nbytes))
         total = sum(n for _, n in frames)
-        blocks = self.pool.take(total, grow=grow)
+        blocks = self.pool.take(total)
         nbytes = len(blocks) * self.pool.block_bytes
         with self._lock:
             self._used_bytes += nbytes

@@ -41,6 +41,8 @@ _KEPT = 0.8
 _HIGH = 0.9
 #: share of it that is made free when an allocation fails
 _LOW_WATER = 1 / 16
+#: bytes of page-locked memory where nothing says how much host memory there is
+_PINNED = 1 << 30
 
 
 class DeviceMemory:
@@ -92,8 +94,10 @@ class DeviceMemory:
         limit = share if on else found.total_bytes
         if setup.pool_limit_bytes is not None:
             limit = min(limit, setup.pool_limit_bytes)
-        # Page-locked memory is host memory: it must leave room for values there.
-        pinned = settings.pinned_limit if host_bytes is None else min(settings.pinned_limit, host_bytes // 2)
+        # Page-locked memory is host memory, of which values keep half at the least: `Eviction` counts it as the rest of
+        # the process, and leaves them that.
+        limits = (settings.pinned_limit, None if host_bytes is None else host_bytes // 2)
+        pinned = min((n for n in limits if n is not None), default=_PINNED)
         callback = Late()
         allocator = DeviceAllocator(
             *(callback, limit),

@@ -18,8 +18,8 @@ deadlock: the loop may hold the allocator's lock, or be allocating. Hence:
 
 1. A box is changed under its own lock only. A thread that spills takes locks with ``blocking=False`` and goes on to the
    next box. Only where none is left does it wait, for one that another thread copies.
-2. `make_room` takes no device memory, which is full, and locks no pages for values, which takes long. Blocks
-   are kept ready for it (`pinned.BlockPool.keep_ahead`); where none is left, a value goes to the next tier.
+2. `make_room` takes no device memory, which is full. Blocks are kept ready for it (`pinned.BlockPool.keep_ahead`);
+   where none is left, it locks pages: that is several times as fast as to write to a disk.
 3. A box that is pinned (inputs of running tasks) is not taken.
 4. Before the reference is dropped, the device is made to order the free after its last use (`DeviceBackend.fence`).
    Memory belongs to the stream it was allocated on; a kernel on another stream may still read it.
@@ -230,7 +230,7 @@ class DeviceSpace:
     def spill(self, nbytes: int) -> int:
         """Make at least `nbytes` of what is kept leave the device, in this thread; the bytes that left.
 
-        Grows the blocks that values go to. Never raises, never blocks on the lock of a box.
+        Never raises, never blocks on the lock of a box.
         """
         return self._leave_until(nbytes, for_allocation=False)
 
@@ -293,7 +293,7 @@ class DeviceSpace:
                     # work needs a pin, and pinned boxes are not taken.
                     self.backend.fence()
                     fenced = True
-                kept, room = self._leave(box, grow=not for_allocation)
+                kept, room = self._leave(box)
                 left += room if for_allocation else kept
             finally:
                 box.lock.release()
@@ -313,7 +313,7 @@ class DeviceSpace:
         # A copy, without the lock: the callback may interrupt the thread that holds it. (C code, atomic under the GIL.)
         return list(self._boxes.values())
 
-    def _leave(self, box: Box, *, grow: bool) -> tuple[int, int]:
+    def _leave(self, box: Box) -> tuple[int, int]:
         """Move the value of a box off the device. Hold the lock of the box.
 
         Returns
@@ -325,7 +325,7 @@ class DeviceSpace:
         if box.handle is None:
             self._move(box, "copy")
             try:
-                box.handle = self.copies.write(box, grow)
+                box.handle = self.copies.write(box)
             finally:
                 if box.handle is None:
                     self._move(box, "copy-failed")

@@ -46,6 +46,12 @@ def content(frame: Any) -> bytes:
     return ctypes.string_at(frame.ptr, frame.size) if is_device(frame) else bytes(frame)
 
 
+def filled_with(text: bytes) -> Any:
+    buffer = filled(len(text))
+    ctypes.memmove(buffer.ptr, text, len(text))
+    return buffer
+
+
 class OrdinarySide:
     """Stands in for `ucx_device.CudaSide`, with ordinary memory."""
 
@@ -62,6 +68,8 @@ class OrdinarySide:
         #: allocations that fail, by number
         self.fail: set[int] = set()
         self.broken = False
+        self.kept: list[str] = []
+        self.keep_fails = False
 
     def make(self, text: bytes) -> Any:
         """A device buffer whose bytes come when the stream is waited for."""
@@ -92,6 +100,13 @@ class OrdinarySide:
         if len(self.allocated) in self.fail:
             raise MemoryError("std::bad_alloc: out_of_memory")
         return filled(nbytes)
+
+    def keep(self, buffers: Sequence[Any]) -> list[Any]:
+        self.kept.append(threading.current_thread().name)
+        if self.keep_fails:
+            raise MemoryError("std::bad_alloc: out_of_memory")
+        self._synchronise()
+        return [filled_with(content(b)) if is_device(b) else b for b in buffers]
 
 
 class Node:
@@ -161,7 +176,7 @@ def test_what_waits_or_allocates_is_beside_the_ucx_thread_which_has_a_context(pa
     assert a.side.entered == b.side.entered == []
     peer = b.peer_for("a")
     assert problems(send(a, peer, [a.side.make(b"x" * 100)], [a.side.make(b"y" * 100)])) == ["", ""]
-    for names in (a.side.prepared, b.side.allocated):
+    for names in (a.side.prepared, b.side.allocated, b.side.kept):
         assert names
         assert all(name.startswith("gpurt-ucx-device") for name in names)
     assert a.side.entered == b.side.entered == ["gpurt-ucx"]
@@ -209,6 +224,19 @@ def test_where_the_device_has_no_memory_the_message_is_refused_and_the_link_live
     assert "bad_alloc" in receipt.problem
     assert not receipt.lost
     assert sorted(b.texts()) == [b"1" * 2000, b"3" * 2000, b"host"]
+    assert b.gate.statistics()["held_bytes"] == 0
+    assert (a.losses, b.losses) == ([], [])
+
+
+def test_where_it_has_no_memory_to_keep_a_message_the_same(pair: tuple[Node, Node]) -> None:
+    a, b = pair
+    peer = b.peer_for("a")
+    b.side.keep_fails = True
+    (problem,) = problems(send(a, peer, [b"head", a.side.make(b"1" * 2000)]))
+    assert "no device memory to keep" in problem
+    b.side.keep_fails = False
+    assert problems(send(a, peer, [a.side.make(b"2" * 2000)])) == [""]
+    assert b.texts() == [b"2" * 2000]
     assert b.gate.statistics()["held_bytes"] == 0
     assert (a.losses, b.losses) == ([], [])
 

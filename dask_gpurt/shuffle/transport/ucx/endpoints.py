@@ -300,7 +300,7 @@ class UcxInbound(_UcxEnd, InboundEnd):
             if not problem:
                 owner.enter_device()
             frames = [owner.pool.take(n) if r is None else r for r, (n, _) in zip(room, lengths, strict=True)]
-            self._expect(frames, lambda: self._whole(record, table[:0], frames, fresh, problem))
+            self._expect(frames, lambda: self._keep(record, table, frames, fresh, problem))
             behind, self._behind = self._behind, None
             while behind:
                 if self._behind is not None:
@@ -309,6 +309,31 @@ class UcxInbound(_UcxEnd, InboundEnd):
                 self.arrived(*behind.popleft())
 
         owner.beside(allocate).add_done_callback(allocated)
+
+    def _keep(self, record: LinkRecord, table: memoryview, frames: list[Any], fresh: bool, problem: str) -> None:
+        """Pass a message on that came on the device, out of the memory that it was received into."""
+        owner = self.owner
+
+        def keep() -> tuple[list[Any], str]:
+            if problem or owner.device is None:
+                return frames, problem
+            try:
+                return owner.device.keep(frames), ""
+            except MemoryError as e:
+                return frames, f"no device memory to keep {record.length} bytes in: {e}"
+
+        def kept(future: Future[tuple[list[Any], str]]) -> None:
+            owner.sending.call(
+                lambda: (
+                    None
+                    if self.closed
+                    else self.guarded(
+                        lambda: self._whole(record, table[:0], future.result()[0], fresh, future.result()[1])
+                    )
+                )
+            )
+
+        owner.beside(keep).add_done_callback(kept)
 
     def put(self, send: lk.Send) -> None:
         """Write a record."""
