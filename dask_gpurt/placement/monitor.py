@@ -9,7 +9,9 @@ this order:
 2. *Stealing*: while workers are idle and no root is queued, run stock's own balancing. By itself that happens once a
    second, which is longer than the end of most graphs: a cross-validation of 1.4 s takes 0.95 s.
 3. *Rescue*: ask back tasks that wait on a slow worker and would be done sooner in the queue of a faster one, by means
-   of work stealing. Stock only sees that the slow worker has little to do.
+   of work stealing. Stock only sees that the slow worker has little to do. *Stuck*: ask back short tasks that wait
+   behind a long one on any worker, while others are idle. Stock moves none that it expects to take less than 5 ms,
+   and we have sent them ahead.
 4. *Stragglers*: start a second copy of overdue tasks on idle workers, see `straggler_policy`.
 5. *The queue*: fill slots again when a slow worker was refused a root task. This is the safety net of `cluster_speed`.
 
@@ -106,6 +108,8 @@ class Monitor:
         # Looked up at each call, so that a simulator can exchange it.
         self._clock = clock or (lambda: time.time())
         self._at = 0
+        #: workers with more in hand than they run -> tasks that they had done when the last round looked
+        self._done: dict[WorkerInfo, int] = {}
         self._callback: PeriodicCallback | None = None
 
     def start(self) -> None:
@@ -171,6 +175,7 @@ class Monitor:
             self.stealing.balance()
         if engine.speeds.uneven:
             self._rescue()
+        self._unstick()
         if overdue and self.copies is not None and engine.workers.idle.items:
             overdue.sort(key=lambda o: -o[0])
             at_work = sum(min(len(info.ws.processing), info.ws.nthreads) for info in workers)
@@ -264,6 +269,31 @@ class Monitor:
                 thief = engine.steal_policy.choose(ts, others, self.stealing.in_flight, valid, busy=True)
                 if thief is not None and thief is not STOCK and self.stealing.request(ts, thief):
                     moves += 1
+
+    def _unstick(self) -> None:
+        """Give short tasks to idle workers that wait on one which has done nothing since the round before."""
+        before, self._done = self._done, {}
+        engine = self.engine
+        if engine.scheduler.queued or not engine.workers.idle.items:
+            return
+        for home in engine.workers.all.items:
+            ws = home.ws
+            if len(ws.processing) - len(ws.long_running) <= ws.nthreads:
+                continue
+            done = self._done[home] = home.speed_samples + home.passed_over
+            if before.get(home) == done:
+                self._give_away(home)
+
+    def _give_away(self, home: WorkerInfo) -> None:
+        ws, engine = home.ws, self.engine
+        thieves = [w.ws for w in self._some(home, idle=True)]
+        waiting = (t for t in ws.processing if t not in ws.executing and t not in ws.long_running)
+        moves = 0
+        for ts in heapq.nlargest(LOOKED, waiting, key=lambda t: t.priority) if thieves else ():
+            thief = thieves[moves % len(thieves)]
+            # What needs an input from elsewhere may wait for it rather than for a thread.
+            if all(thief in d.who_has for d in ts.dependencies) and engine.scheduler.valid_workers(ts) is None:
+                moves += self.stealing.request_short(ts, thief)
 
     def _some(self, home: WorkerInfo, idle: bool = False) -> list[WorkerInfo]:
         """A few other workers: those with a free thread (`idle`), or faster ones."""
