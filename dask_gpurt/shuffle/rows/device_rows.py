@@ -2,7 +2,7 @@
 
 Theory of operation. Rows are put in the order of their outputs once. Each output is packed, a large one in several
 packs, so that a shard is at most `cut_bytes`; what stays here is no message, and may be `LOCAL_CUTS` times as much, as
-a pack takes a third of a millisecond however small it is. What bytes a row takes is learned from earlier packs; a pack
+a pack takes half a millisecond however small it is. What bytes a row takes is learned from earlier packs; a pack
 that came out larger is packed again in halves. The shards of workers that do not take device memory are staged as they
 are made: device memory then holds the input, its rows in order, this worker's own packs and those on their way.
 
