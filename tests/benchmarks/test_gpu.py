@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
+import struct
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,9 +19,7 @@ from benchmarks.gpu import __main__ as main
 from benchmarks.gpu import plan, runs, shuffle, tests
 from benchmarks.gpu.target import NotHere, get, missing
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
+ROOT = Path(__file__).parents[2]
 CASES = [case for cases in plan.CALLS.values() for case in cases]
 
 
@@ -118,6 +119,32 @@ def test_a_machine_without_a_gpu_is_said(capsys: pytest.CaptureFixture[str], tmp
     with pytest.raises(SystemExit):
         main.main(["--case", "machine:all"])
     assert "must be one of tests:core" in capsys.readouterr().err
+
+
+def test_machine_code_of_other_gpus_is_left_out_of_the_wheels(tmp_path: Path) -> None:
+    """Sizes and places stay; what only looks like the beginning of a fat binary is left as it is."""
+    spec = importlib.util.spec_from_file_location("pack", ROOT / "ci" / "gpu" / "pack.py")
+    assert spec is not None
+    assert spec.loader is not None
+    pack = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(pack)
+
+    def entry(kind: int, architecture: int, body: bytes) -> bytes:
+        head = struct.pack("<HHIQIIHHI", kind, 0x101, 64, len(body), 0, 0, 0, 0, architecture)
+        return head.ljust(64, b"h") + body
+
+    entries = entry(2, 80, b"a" * 24) + entry(2, 90, b"b" * 16) + entry(1, 120, b"c" * 8)
+    binary = struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(entries)) + entries
+    lookalike = struct.pack("<IHHQ", 0xBA55ED50, 7, 16, 8) + b"d" * 8
+    path = tmp_path / "lib.so"
+    before = b"code" + lookalike + binary + b"more" + binary
+    path.write_bytes(before)
+    assert pack.for_one_gpu(path, 90)
+    after = path.read_bytes()
+    assert len(after) == len(before)
+    assert after == before.replace(b"a" * 24, bytes(24)).replace(b"c" * 8, bytes(8))
+    path.write_bytes(b"no code of a GPU" + lookalike)
+    assert not pack.for_one_gpu(path, 90)
 
 
 REHEARSED = ["machine:pinned", "oom:storm", "leaving:shared", "primitives:text"]
