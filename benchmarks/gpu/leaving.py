@@ -25,12 +25,12 @@ def run(what: str, target: Target) -> dict[str, Any]:
     nbytes = int(1024 * MB * target.scale)
     with tempfile.TemporaryDirectory() as folder:
         device = memory(8 * nbytes, 4 * nbytes, folder)
-        out: dict[str, Any] = {time_: once(device, what, target, nbytes) for time_ in ("first", "again")}
+        out: dict[str, Any] = {turn: once(device, what, target, nbytes) for turn in ("first", "again")}
         statistics = device.statistics()
         device.space.validate()
         device.close()
     out |= {"below": statistics["below"], "unspillable": statistics["unspillable"]}
-    stayed = [out[time_]["after_bytes"] for time_ in ("first", "again")]
+    stayed = [out[turn]["after_bytes"] for turn in ("first", "again")]
     if max(stayed) > 0.02 * nbytes or statistics["unspillable"]:
         out["problem"] = f"{stayed} of {nbytes} bytes did not leave: {statistics['last_error']}"
     return out

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import mmap
 import os
 import re
 import resource
@@ -11,12 +9,12 @@ import shutil
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from benchmarks.gpu.target import MB, NotHere, missing
+from dask_gpurt.memory.touched import Touched
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -84,20 +82,29 @@ def copies(target: Target) -> dict[str, Any]:
 def pinned(target: Target) -> dict[str, Any]:
     """What it costs to lock pages: the reason that slabs are kept ready."""
     size = max(2 * MB, int(64 * MB * target.scale))
-    return {
+    areas: list[Touched] = []
+
+    def locked(*, keep: bool) -> None:
+        area = Touched(size)
+        target.register(area.address, size)
+        if keep:
+            areas.append(area)
+        else:
+            target.unregister(area.address)
+            area.end()
+
+    out = {
         "bytes": size,
         "milliseconds": {
             "cudaHostAlloc": _timed(lambda: target.release(target.pinned(size), pinned=True)),
-            **{
-                f"mmap, {p}, {n} threads, register": _timed(functools.partial(_locked, target, size, p, n))
-                for p in ("huge pages", "pages")
-                for n in (1, 4)
-            },
-            "of that, with huge pages and 4 threads, without registering": _timed(
-                lambda: _locked(target, size, "huge pages", 4, register=False)
-            ),
+            "as the device tier does it, the same memory again": _timed(lambda: locked(keep=False)),
+            "as the device tier does it, other memory each time": _timed(lambda: locked(keep=True)),
         },
     }
+    for area in areas:
+        target.unregister(area.address)
+        area.end()
+    return out
 
 
 def _timed(once: Callable[[], None]) -> list[float]:
@@ -107,20 +114,6 @@ def _timed(once: Callable[[], None]) -> list[float]:
         once()
         seconds.append(time.perf_counter() - start)
     return [round(1000 * s, 3) for s in seconds]
-
-
-def _locked(target: Target, size: int, pages: str, threads: int, *, register: bool = True) -> None:
-    """Map, fault in by several threads, register with the driver; and back."""
-    area = mmap.mmap(-1, size + 2 * MB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    area.madvise(mmap.MADV_HUGEPAGE if pages == "huge pages" else mmap.MADV_NOHUGEPAGE)
-    data = np.frombuffer(area, "u1")
-    at = -data.ctypes.data % (2 * MB)
-    data = data[at : at + size]
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(lambda part: part.fill(0), np.array_split(data, threads)))
-    if register:
-        target.register(data.ctypes.data, size)
-        target.unregister(data.ctypes.data)
 
 
 def ucx_info(target: Target) -> dict[str, Any]:

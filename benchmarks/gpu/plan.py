@@ -39,13 +39,15 @@ def _cases(experiment: str, names: str, seconds: int = 60, *, alone: bool = Fals
     return [Case(experiment, name, seconds, alone) for name in names.split()]
 
 
-#: of `benchmarks.gpu.ucx`: memory, processes, context of UCX's thread, who orders
+#: of `benchmarks.gpu.ucx`: memory, processes, context of UCX's thread, who orders. These are as workers have it
+_UCX_MEASURED = "malloc-two-with-ours async-two-with-ours"
 _UCX = " ".join(
     f"{memory}-{processes}-{context}-{order}"
     for memory in ("malloc", "async")
     for processes in ("one", "two")
     for context in ("with", "without")
     for order in ("ours", "raw")
+    if f"{memory}-{processes}-{context}-{order}" not in _UCX_MEASURED.split()
 )
 _SHUFFLES = " ".join(
     f"{system}-{keys}-{workers}"
@@ -66,7 +68,7 @@ CALLS: dict[int, list[Case]] = {
     1: [
         *_cases("tests", "alone", 60, alone=True),
         *_cases("two_workers", "share", 120, alone=True),
-        *_cases("ucx", "malloc-two-with-ours-alone async-two-with-ours-alone", 30, alone=True),
+        *_cases("ucx", _UCX_MEASURED, 30, alone=True),
         *_cases("spill", "gpurt-cupy-2 device-host-file-cupy-2 gpurt-cupy-4 device-host-file-cupy-4", 60, alone=True),
         *_cases("machine", "copies pinned", 60, alone=True),
     ],

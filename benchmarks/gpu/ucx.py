@@ -1,6 +1,6 @@
 """Device messages by UCX: whole or not, and GB/s, for memory, processes, context and order of each kind.
 
-A case is MEMORY-PROCESSES-CONTEXT-ORDER, and "-alone" where its rate is to count:
+A case is MEMORY-PROCESSES-CONTEXT-ORDER:
 
 * *malloc* or *async*: messages lie in memory of ``cudaMalloc``, or of CUDA's asynchronous pool;
 * *one* or *two* processes;
@@ -51,7 +51,7 @@ class _HostSide:
 def run(what: str, target: Target) -> dict[str, Any]:
     """A receiver here, and a sender in a thread or a process."""
     missing("ucxx")
-    _, processes, _, order = what.split("-")[:4]
+    _, processes, _, order = what.split("-")
     here, there = multiprocessing.get_context("spawn").Pipe()
     arguments = (there, what, target.name)
     if processes == "one":
@@ -72,7 +72,7 @@ class _End:
     def __init__(self, connection: Connection, what: str, target: Target, *, setup: bool) -> None:
         from dask_gpurt.backends.ucx import UcxWorker
 
-        memory, _, context, order = what.split("-")[:4]
+        memory, _, context, order = what.split("-")
         self.arrays: Any = importlib.import_module(target.arrays)
         self.sizes = [max(1, int(size * target.scale)) for size in SIZES]
         self.ordered = order == "ours"

@@ -45,7 +45,7 @@ from dask_gpurt.topology.zones import round_trip_seconds
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from distributed.scheduler import TaskState
+    from distributed.scheduler import TaskState, WorkerState
 
     from dask_gpurt.placement.engine import Engine
     from dask_gpurt.placement.tables.workers import WorkerInfo
@@ -66,7 +66,7 @@ NOTABLE_SECONDS = 0.05
 SURPRISE = 1.5
 #: tasks asked back, and copies started, per round
 MOVES = 16
-#: tasks of one slow worker that are looked at per round: it may have thousands in hand
+#: tasks of one slow worker that are looked at per round, as it may have thousands in hand; short ones asked back
 LOOKED = 4 * MOVES
 #: idle workers looked at for one task
 IDLE = 8
@@ -260,9 +260,7 @@ class Monitor:
             others = [w.ws for w in {**dict.fromkeys(self._some(home, idle=True)), **dict.fromkeys(self._some(home))}]
             if not others:
                 continue
-            waiting = (t for t in ws.processing if t not in ws.executing and t not in ws.long_running)
-            # The task that its worker would run last goes first.
-            for ts in heapq.nlargest(LOOKED, waiting, key=lambda t: t.priority):
+            for ts in _waiting(ws):
                 if moves >= MOVES:
                     return
                 valid = engine.scheduler.valid_workers(ts)
@@ -276,24 +274,27 @@ class Monitor:
         engine = self.engine
         if engine.scheduler.queued or not engine.workers.idle.items:
             return
+        began, moves = time.perf_counter(), 0
         for home in engine.workers.all.items:
             ws = home.ws
             if len(ws.processing) - len(ws.long_running) <= ws.nthreads:
                 continue
             done = self._done[home] = home.speed_samples + home.passed_over
-            if before.get(home) == done:
-                self._give_away(home)
+            if before.get(home) == done and moves < LOOKED and time.perf_counter() - began < LIMIT_SECONDS:
+                moves += self._give_away(home, LOOKED - moves)
 
-    def _give_away(self, home: WorkerInfo) -> None:
-        ws, engine = home.ws, self.engine
+    def _give_away(self, home: WorkerInfo, most: int) -> int:
+        """Ask back short tasks of one worker, `most` at most; how many."""
         thieves = [w.ws for w in self._some(home, idle=True)]
-        waiting = (t for t in ws.processing if t not in ws.executing and t not in ws.long_running)
         moves = 0
-        for ts in heapq.nlargest(LOOKED, waiting, key=lambda t: t.priority) if thieves else ():
+        for ts in _waiting(home.ws) if thieves else ():
+            if moves >= most:
+                break
             thief = thieves[moves % len(thieves)]
             # What needs an input from elsewhere may wait for it rather than for a thread.
-            if all(thief in d.who_has for d in ts.dependencies) and engine.scheduler.valid_workers(ts) is None:
+            if all(thief in d.who_has for d in ts.dependencies) and self.engine.scheduler.valid_workers(ts) is None:
                 moves += self.stealing.request_short(ts, thief)
+        return moves
 
     def _some(self, home: WorkerInfo, idle: bool = False) -> list[WorkerInfo]:
         """A few other workers: those with a free thread (`idle`), or faster ones."""
@@ -350,3 +351,9 @@ class Monitor:
         here = prefix.seconds * home.speed.measured_slowness(name)
         if straggler_policy.pays(run, here, there, spare and not straggler_policy.named_by_program(ts)):
             copies.start(ts, free[best].ws)
+
+
+def _waiting(ws: WorkerState) -> list[TaskState]:
+    """Some tasks in a worker's hand that it does not run yet; first the one that it would run last."""
+    waiting = (t for t in ws.processing if t not in ws.executing and t not in ws.long_running)
+    return heapq.nlargest(LOOKED, waiting, key=lambda t: t.priority)

@@ -312,26 +312,23 @@ class UcxInbound(_UcxEnd, InboundEnd):
 
     def _keep(self, record: LinkRecord, table: memoryview, frames: list[Any], fresh: bool, problem: str) -> None:
         """Pass a message on that came on the device, out of the memory that it was received into."""
-        owner = self.owner
+        owner, device = self.owner, self.owner.device
+        if problem or device is None:
+            self._whole(record, table[:0], frames, fresh, problem)
+            return
 
         def keep() -> tuple[list[Any], str]:
-            if problem or owner.device is None:
-                return frames, problem
             try:
-                return owner.device.keep(frames), ""
+                return device.keep(frames), ""
             except MemoryError as e:
                 return frames, f"no device memory to keep {record.length} bytes in: {e}"
 
         def kept(future: Future[tuple[list[Any], str]]) -> None:
-            owner.sending.call(
-                lambda: (
-                    None
-                    if self.closed
-                    else self.guarded(
-                        lambda: self._whole(record, table[:0], future.result()[0], fresh, future.result()[1])
-                    )
-                )
-            )
+            def pass_on() -> None:
+                apart, why = future.result()
+                self._whole(record, table[:0], apart, fresh, why)
+
+            owner.sending.call(lambda: None if self.closed else self.guarded(pass_on))
 
         owner.beside(keep).add_done_callback(kept)
 
