@@ -9,9 +9,7 @@ this order:
 2. *Stealing*: while workers are idle and no root is queued, run stock's own balancing. By itself that happens once a
    second, which is longer than the end of most graphs: a cross-validation of 1.4 s takes 0.95 s.
 3. *Rescue*: ask back tasks that wait on a slow worker and would be done sooner in the queue of a faster one, by means
-   of work stealing. Stock only sees that the slow worker has little to do. *Stuck*: ask back short tasks that wait
-   behind a long one on any worker, while others are idle. Stock moves none that it expects to take less than 5 ms,
-   and we have sent them ahead.
+   of work stealing. Stock only sees that the slow worker has little to do.
 4. *Stragglers*: start a second copy of overdue tasks on idle workers, see `straggler_policy`.
 5. *The queue*: fill slots again when a slow worker was refused a root task. This is the safety net of `cluster_speed`.
 
@@ -45,7 +43,7 @@ from dask_gpurt.topology.zones import round_trip_seconds
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from distributed.scheduler import TaskState, WorkerState
+    from distributed.scheduler import TaskState
 
     from dask_gpurt.placement.engine import Engine
     from dask_gpurt.placement.tables.workers import WorkerInfo
@@ -66,7 +64,7 @@ NOTABLE_SECONDS = 0.05
 SURPRISE = 1.5
 #: tasks asked back, and copies started, per round
 MOVES = 16
-#: tasks of one slow worker that are looked at per round, as it may have thousands in hand; short ones asked back
+#: tasks of one slow worker that are looked at per round: it may have thousands in hand
 LOOKED = 4 * MOVES
 #: idle workers looked at for one task
 IDLE = 8
@@ -108,8 +106,6 @@ class Monitor:
         # Looked up at each call, so that a simulator can exchange it.
         self._clock = clock or (lambda: time.time())
         self._at = 0
-        #: workers with more in hand than they run -> tasks that they had done when the last round looked
-        self._done: dict[WorkerInfo, int] = {}
         self._callback: PeriodicCallback | None = None
 
     def start(self) -> None:
@@ -175,7 +171,6 @@ class Monitor:
             self.stealing.balance()
         if engine.speeds.uneven:
             self._rescue()
-        self._unstick()
         if overdue and self.copies is not None and engine.workers.idle.items:
             overdue.sort(key=lambda o: -o[0])
             at_work = sum(min(len(info.ws.processing), info.ws.nthreads) for info in workers)
@@ -260,41 +255,15 @@ class Monitor:
             others = [w.ws for w in {**dict.fromkeys(self._some(home, idle=True)), **dict.fromkeys(self._some(home))}]
             if not others:
                 continue
-            for ts in _waiting(ws):
+            waiting = (t for t in ws.processing if t not in ws.executing and t not in ws.long_running)
+            # The task that its worker would run last goes first.
+            for ts in heapq.nlargest(LOOKED, waiting, key=lambda t: t.priority):
                 if moves >= MOVES:
                     return
                 valid = engine.scheduler.valid_workers(ts)
                 thief = engine.steal_policy.choose(ts, others, self.stealing.in_flight, valid, busy=True)
                 if thief is not None and thief is not STOCK and self.stealing.request(ts, thief):
                     moves += 1
-
-    def _unstick(self) -> None:
-        """Give short tasks to idle workers that wait on one which has done nothing since the round before."""
-        before, self._done = self._done, {}
-        engine = self.engine
-        if engine.scheduler.queued or not engine.workers.idle.items:
-            return
-        began, moves = time.perf_counter(), 0
-        for home in engine.workers.all.items:
-            ws = home.ws
-            if len(ws.processing) - len(ws.long_running) <= ws.nthreads:
-                continue
-            done = self._done[home] = home.speed_samples + home.passed_over
-            if before.get(home) == done and moves < LOOKED and time.perf_counter() - began < LIMIT_SECONDS:
-                moves += self._give_away(home, LOOKED - moves)
-
-    def _give_away(self, home: WorkerInfo, most: int) -> int:
-        """Ask back short tasks of one worker, `most` at most; how many."""
-        thieves = [w.ws for w in self._some(home, idle=True)]
-        moves = 0
-        for ts in _waiting(home.ws) if thieves else ():
-            if moves >= most:
-                break
-            thief = thieves[moves % len(thieves)]
-            # What needs an input from elsewhere may wait for it rather than for a thread.
-            if all(thief in d.who_has for d in ts.dependencies) and self.engine.scheduler.valid_workers(ts) is None:
-                moves += self.stealing.request_short(ts, thief)
-        return moves
 
     def _some(self, home: WorkerInfo, idle: bool = False) -> list[WorkerInfo]:
         """A few other workers: those with a free thread (`idle`), or faster ones."""
@@ -351,9 +320,3 @@ class Monitor:
         here = prefix.seconds * home.speed.measured_slowness(name)
         if straggler_policy.pays(run, here, there, spare and not straggler_policy.named_by_program(ts)):
             copies.start(ts, free[best].ws)
-
-
-def _waiting(ws: WorkerState) -> list[TaskState]:
-    """Some tasks in a worker's hand that it does not run yet; first the one that it would run last."""
-    waiting = (t for t in ws.processing if t not in ws.executing and t not in ws.long_running)
-    return heapq.nlargest(LOOKED, waiting, key=lambda t: t.priority)

@@ -343,7 +343,7 @@ SCHEDULER: tuple[Figure, ...] = (
         "What the model expects to gain, time to the results"),
     status("placement.shadow.predicted_moved_bytes", "bytes", "What the model expects to save"),
     status("placement.stealing.opinions.*", "count", "Second opinions on stealing, by what they were"),
-    status("placement.stealing.rescued", "count", "Tasks asked back from workers that are slow, or run one long task"),
+    status("placement.stealing.rescued", "count", "Tasks asked back from slow workers"),
     status("placement.copies.*", "count", "Second copies of stragglers, by what became of them"),
     status("placement.copies.forbidden.*", "count", "Stragglers that must not run twice, by reason"),
     status("placement.messages_early", "count", "Messages to idle workers that did not wait for Dask's interval"),

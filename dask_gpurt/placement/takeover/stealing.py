@@ -113,18 +113,8 @@ class Stealing:
     def request(self, ts: TaskState, thief: WorkerState) -> bool:
         """Ask the worker of a task to give it up for another; False when stealing may not touch it."""
         extension = self._extension
-        return extension is not None and ts in extension.key_stealable and self._request(ts, thief)
-
-    def request_short(self, ts: TaskState, thief: WorkerState) -> bool:
-        """The same for a task that stock's balancing leaves where it is, as it should not take long."""
-        extension = self._extension
-        if extension is None or not self._wanted or ts in extension.key_stealable or ts.actor:
-            return False
-        return self._request(ts, thief)
-
-    def _request(self, ts: TaskState, thief: WorkerState) -> bool:
-        extension, victim = self._extension, ts.processing_on
-        if extension is None or victim is None or ts in extension.in_flight:
+        victim = ts.processing_on
+        if extension is None or victim is None or ts in extension.in_flight or ts not in extension.key_stealable:
             return False
         extension.move_task_request(ts, victim, thief)
         self.requested += 1

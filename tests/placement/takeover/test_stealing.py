@@ -74,29 +74,3 @@ def test_an_additional_round_that_raises_is_over() -> None:
     extension.tasks = [task(MAX_INPUTS + 1)]
     extension.balance()
     assert extension.thieves == ["stock's"]
-
-
-def test_short_tasks_are_asked_for_only_where_stock_would_not_move_them() -> None:
-    class Asked(Extension):
-        def move_task_request(self, ts: Any, victim: Any, thief: Any) -> None:
-            self.thieves.append((ts.name, victim, thief))
-
-    def one(name: str, *, actor: bool = False, on: str | None = "home") -> Any:
-        return types.SimpleNamespace(name=name, actor=actor, processing_on=on)
-
-    class Hashed(types.SimpleNamespace):
-        __hash__ = object.__hash__
-
-    long, short, moving, actor, gone = (
-        Hashed(**vars(t)) for t in (one("l"), one("s"), one("m"), one("a", actor=True), one("g", on=None))
-    )
-    stealing, _ = rig(lambda *args: STOCK, [])
-    extension = stealing._extension = Asked([])  # type: ignore[assignment]
-    extension.key_stealable[long] = 1
-    extension.in_flight[moving] = {}
-    assert [stealing.request_short(t, "x") for t in (long, short, moving, actor, gone)] == [False, True] + [False] * 3
-    assert [stealing.request(t, "y") for t in (long, short)] == [True, False]
-    assert extension.thieves == [("s", "home", "x"), ("l", "home", "y")]
-    assert stealing.requested == 2
-    stealing._wanted = False
-    assert not stealing.request_short(short, "x")
