@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import dask
 import pytest
 from distributed import Client, LocalCluster
 
@@ -305,13 +306,16 @@ def test_attach_and_detach_with_data_in_flight() -> None:
     import numpy as np
 
     with (
-        LocalCluster(n_workers=2, threads_per_worker=1, memory_limit="400MB", dashboard_address=":0") as cluster,
+        # A share this low spills with room to spare: at 0.6 of 400 MB the nanny ended a worker before we came.
+        dask.config.set({"distributed.worker.memory.target": 0.15}),
+        LocalCluster(n_workers=2, threads_per_worker=1, memory_limit="800MB", dashboard_address=":0") as cluster,
         Client(cluster) as client,
     ):
         # 2 workers, 20 x 20 MB: part of it is spilled by stock already when we come.
         before = client.map(lambda i: np.full(2_500_000, i), range(20), pure=False)
         sums = client.map(lambda x: int(x.sum()), before)
         client.gather(sums)
+        assert any(client.run(lambda dask_worker: len(dask_worker.data.slow)).values())
         stock, stock_workers = client.run_on_scheduler(_state), client.run(_worker_state)
 
         assert dask_gpurt.attach(client).installed
