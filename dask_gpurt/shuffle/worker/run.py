@@ -270,7 +270,10 @@ class GpurtShuffleRun(seam.DataFrameShuffleRun):
     async def _flush_comm(self) -> None:
         self.raise_if_closed()
         await self._sender.flush()
-        await super()._flush_comm()
+        # Not set any more: a worker was lost meanwhile, and the run takes inputs again (`_reopen`). The buffer, which
+        # was open then and was kept, has to stay open for them; the flush of the new epoch closes it.
+        if self.transferred:
+            await super()._flush_comm()
 
     async def send(self, address: str, shards: list[Batch]) -> Any:
         """Send batches to a peer; distributed's send buffer calls it."""

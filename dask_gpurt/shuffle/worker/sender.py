@@ -109,6 +109,12 @@ class Sender:
         #: groups of one peer's outputs. What a message brings stays until the last of its outputs is taken, so rows for
         #: outputs that are made at about the same time travel together
         self._n_groups = owners.layout.groups(STAGED_GROUPS)
+        #: calls that hand over what they have taken from `_staged`; set while there is none
+        self._handing = 0
+        self._handed = asyncio.Event()
+        self._handed.set()
+        #: the run closes
+        self._over = False
         self._sequence = 0
         self.rate = MessageRate()
 
@@ -136,21 +142,48 @@ class Sender:
     async def flush(self) -> None:
         """Hand all that is staged to the send buffer."""
         await self._unstage(list(self._staged))
+        # The buffer is closed next. Another flush, which a loss has overtaken, or a task may wait for room with rows
+        # that it has taken: the closed buffer would refuse them, and no later flush would find them.
+        await self._handed.wait()
 
     async def drop(self) -> None:
         """Forget what is staged: the run closes."""
+        self._over = True
         nbytes = sum(batch.nbytes for batch in self._staged.values())
         self._staged.clear()
         await self._limiter.decrease(nbytes)
 
     async def _unstage(self, places: list[tuple[str, int]]) -> None:
         """Hand what is staged there to the send buffer; what it is charged moves along."""
-        full = [(place[0], batch) for place in places if (batch := self._staged.pop(place, None)) is not None]
-        # All of it first: what is staged cannot be sent, so nothing may wait for room that only it would give.
-        await self._limiter.decrease(sum(batch.nbytes for _, batch in full))
-        for address, batch in full:
-            with waiting(NETWORK):  # until the budget for unsent bytes has room
-                await self._write({address: batch})
+        full = [(place, batch) for place in places if (batch := self._staged.pop(place, None)) is not None]
+        full.reverse()
+        self._handing += 1
+        self._handed.clear()
+        try:
+            # All of it first: what is staged cannot be sent, so nothing may wait for room that only it would give.
+            await self._limiter.decrease(sum(batch.nbytes for _, batch in full))
+            while full:
+                place, batch = full[-1]
+                with waiting(NETWORK):  # until the budget for unsent bytes has room
+                    await self._write({place[0]: batch})
+                full.pop()
+        except Exception:
+            # Refused. A flush that is tried again must not pass without these rows.
+            self._stage_again(full)
+            raise
+        finally:
+            self._handing -= 1
+            if not self._handing:
+                self._handed.set()
+
+    def _stage_again(self, full: list[tuple[tuple[str, int], Batch]]) -> None:
+        if self._over:
+            return  # nothing takes them, nor their charge, out again
+        for place, batch in full:
+            self._limiter.increase(batch.nbytes)
+            staged = self._staged.setdefault(place, Batch())
+            for parcel in batch.parcels:
+                staged.append(parcel)
 
     async def send(self, address: str, batches: list[Batch]) -> Answer:
         """Send batches to a peer; the send buffer calls it. Done when the peer has stored them, or is lost."""

@@ -167,6 +167,56 @@ def test_what_is_staged_is_charged_until_it_is_handed_over_or_dropped():
     asyncio.run(check())
 
 
+def test_a_flush_ends_when_all_is_handed_over_that_another_one_has_taken():
+    """The first one waits for room when a worker is lost; the second must not close the buffer before it."""
+
+    async def check() -> None:
+        go, written = asyncio.Event(), []
+        one = sender(Host(), ResourceLimiter(1 << 20), [], [])
+
+        async def slowly(batches: dict[str, Any]) -> None:
+            await go.wait()
+            written.append(batches)
+
+        one._write = slowly
+        await one.stage(outgoing(Owners("a", OWNERS, None), log()).parcels, [])
+        first = asyncio.create_task(one.flush())
+        await asyncio.sleep(0)
+        second = asyncio.create_task(one.flush())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not second.done()
+        go.set()
+        await asyncio.gather(first, second)
+        assert len(written) == 1
+
+    asyncio.run(check())
+
+
+def test_rows_that_the_buffer_refuses_stay_staged():
+    """A flush that is tried again would pass without them."""
+
+    async def check() -> None:
+        limiter, written = ResourceLimiter(1 << 20), []
+        one = sender(Host(), limiter, written, [])
+        write = one._write
+
+        async def closed(batches: dict[str, Any]) -> None:
+            raise RuntimeError("Trying to put data in closed buffer")
+
+        one._write = closed
+        await one.stage(outgoing(Owners("a", OWNERS, None), log()).parcels, [])
+        with pytest.raises(RuntimeError, match="closed buffer"):
+            await one.flush()
+        assert not limiter.empty
+        one._write = write
+        await one.flush()
+        assert limiter.empty
+        assert [[p.rows for p in batch.parcels] for one in written for batch in one.values()] == [[30]]
+
+    asyncio.run(check())
+
+
 def test_more_messages_than_there_are_numbers_are_refused():
     async def check() -> None:
         host = Host()
