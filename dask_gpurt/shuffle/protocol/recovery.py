@@ -99,7 +99,10 @@ def reassign(
     partner: Mapping[int, str] | None = None,
     takers: Collection[str] | None = None,
 ) -> dict[int, str]:
-    """New owners of the outputs whose owner is gone: spread over all that can take them.
+    """New owners of the outputs whose owner is gone: spread over all that can take them, neighbours together.
+
+    What is sent again of an input is a piece for each row of neighbours with one owner. Were they dealt out in turns,
+    every output would be a piece of its own, each with its cost on the event loops.
 
     Parameters
     ----------
@@ -113,7 +116,9 @@ def reassign(
     partner = partner or {}
     lost = sorted(part for part, owner in worker_for.items() if owner not in there)
     order = sorted(there if takers is None else takers)
-    return {part: partner[part] if partner.get(part) in there else order[i % len(order)] for i, part in enumerate(lost)}
+    free = [part for part in lost if partner.get(part) not in there]
+    moved = {part: order[i * len(order) // len(free)] for i, part in enumerate(free)}
+    return {part: moved[part] if part in moved else partner[part] for part in lost}
 
 
 def lost_outputs(wanted: Iterable[int], worker_for: Mapping[int, str], there: Collection[str]) -> frozenset[int]:

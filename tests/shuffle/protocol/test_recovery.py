@@ -29,6 +29,13 @@ def test_lost_outputs_are_spread_and_follow_the_partner():
     assert reassign(owners, ["a", "b", "c"]) == {}
 
 
+def test_lost_outputs_that_are_neighbours_stay_together():
+    owners = dict.fromkeys(range(7), "a") | {7: "b", 8: "c"}
+    assert "".join(reassign(owners, ["b", "c"]).values()) == "bbbbccc"
+    assert "".join(reassign(owners, ["b", "c"], {1: "c", 3: "a"}).values()) == "bcbbccc"
+    assert reassign({0: "a", 1: "a"}, list("bcde")) == {0: "b", 1: "d"}
+
+
 def test_validity():
     v = Validity(2, {5: 0, 6: 1})
     assert v.valid(shard_id(5, 0, 2))
