@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.protocol.messages import Reopen
-from dask_gpurt.shuffle.scheduler.calls import FlushFailed
+from dask_gpurt.shuffle.scheduler.calls import AnswersFailed, FlushFailed
 from dask_gpurt.shuffle.scheduler.phases import RunEvent
 from dask_gpurt.shuffle.scheduler.runs import PATIENCE, PATIENCE_SECONDS, Step
 
@@ -83,8 +83,9 @@ class Barrier:
                     raise RuntimeError(f"Unexpected error encountered during P2P barrier: {e}") from e
                 await asyncio.sleep(PATIENCE_SECONDS)
                 continue
-            except TimeoutError as e:
-                # A worker that is stopped, not gone: Dask would wait for it, so the query must not fail here.
+            except (TimeoutError, AnswersFailed) as e:
+                # A worker that is stopped, or closes and waits for its threads, but is not gone. Dask asks nothing
+                # here, so the query must not fail. Such calls follow a loss, so restarts do not go on for ever.
                 self._runs.restart(record, str(e))
                 return False
             if step is Step.DONE:

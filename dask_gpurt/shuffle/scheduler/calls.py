@@ -29,6 +29,10 @@ class FlushFailed(Exception):
     """Workers answered a flush with errors; holds the first one."""
 
 
+class AnswersFailed(RuntimeError):
+    """Workers went on answering a message with errors."""
+
+
 class Message(Protocol):
     """A message of `protocol.messages`."""
 
@@ -96,7 +100,7 @@ class Calls:
 
         Raises
         ------
-        RuntimeError
+        AnswersFailed
             One of them answered with errors more than `PATIENCE` times.
         TimeoutError
             One of them did not answer within `TELL_SECONDS`.
@@ -115,7 +119,7 @@ class Calls:
             if bad:
                 failures += 1
                 if failures > PATIENCE:
-                    raise RuntimeError(f"answers to {message!r}: {bad!r}")
+                    raise AnswersFailed(f"answers to {message!r}: {bad!r}")
                 await asyncio.sleep(PATIENCE_SECONDS)
         return good
 

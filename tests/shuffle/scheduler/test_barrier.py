@@ -6,10 +6,14 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from dask_gpurt.shuffle.scheduler.barrier import Barrier
+from dask_gpurt.shuffle.scheduler.calls import AnswersFailed
 
 
-def test_a_worker_that_is_stopped_restarts_the_run_and_fails_no_query() -> None:
+@pytest.mark.parametrize("error", [TimeoutError("no answer"), AnswersFailed("it closes")])
+def test_a_worker_that_is_stopped_or_closes_restarts_the_run_and_fails_no_query(error: Exception) -> None:
     restarted: list[str] = []
     record = SimpleNamespace(
         id="s",
@@ -30,9 +34,9 @@ def test_a_worker_that_is_stopped_restarts_the_run_and_fails_no_query() -> None:
         return []
 
     async def no_answer(*args: Any) -> Any:
-        raise TimeoutError("no answer to 'shuffle_receive' within 60 s")
+        raise error
 
     calls: Any = SimpleNamespace(flush=flushed, amend=no_answer, tell=no_answer)
     barrier = Barrier(runs, calls, SimpleNamespace(), SimpleNamespace(hear=flushed), lambda record: None, lambda: None)  # type: ignore[arg-type]
     assert asyncio.run(barrier.passes("s", 1)) is False
-    assert restarted == ["no answer to 'shuffle_receive' within 60 s"]
+    assert restarted == [str(error)]
