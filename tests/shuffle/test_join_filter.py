@@ -18,6 +18,7 @@ from distributed.utils_test import gen_cluster
 from dask_gpurt.shuffle import worker_statistics
 from dask_gpurt.shuffle.protocol import messages
 from dask_gpurt.shuffle.scheduler import join_filters
+from dask_gpurt.shuffle.scheduler.calls import AnswersFailed, Calls
 from dask_gpurt.shuffle.worker.join_filter import SAMPLE_ROWS, KeyCollector, RowFilter
 from tests.shuffle.helpers import ON, taken_over, until
 
@@ -216,6 +217,37 @@ async def test_keys_that_a_lost_worker_took_with_it_make_no_filter_until_they_ar
         # The large side has keys too when the worker was lost before the sides were compared: too late to be of use.
         assert why[2:] in ([], [(8, "the other side was split first")])
         assert takeover.statistics()["errors"] == 0
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("error", [AnswersFailed("it closes"), TimeoutError("it is stopped")])
+def test_a_worker_that_does_not_answer_is_no_error_of_ours(error: Exception) -> None:
+    """A few of these would leave all shuffles to Dask."""
+    tell = Calls.tell
+
+    async def no_answer(self: Any, record: Any, message: Any) -> Any:
+        if isinstance(message, messages.AskJoinKeys):
+            raise error
+        return await tell(self, record, message)
+
+    @gen_cluster(**TWO)
+    async def check(c, s, a, b):
+        async with taken_over(s, [a, b], settings=FILTERS) as (takeover, _):
+            left, left_rows = side("l", 8, 4000, "never-answers")
+            right, right_rows = side("r", 3, 60)
+            with mock.patch.object(Calls, "tell", no_answer):
+                got = c.compute(left.merge(right, left_on="lk", right_on="rk", broadcast=False))
+                await until(lambda: takeover.statistics()["join_filters"]["none"] or takeover.statistics()["errors"])
+                await Event("never-answers", client=c).set()
+                result = await got
+            pd.testing.assert_frame_equal(
+                in_order(result), in_order(left_rows.merge(right_rows, left_on="lk", right_on="rk")), check_dtype=False
+            )
+            stats = takeover.statistics()
+            assert stats["errors"] == 0, stats["last_error"]
+            assert stats["join_filters"]["none"]["a worker did not answer"] == 1
+
+    check()
 
 
 def test_a_partition_unlike_its_meta_is_neither_hashed_nor_filtered() -> None:

@@ -44,6 +44,7 @@ from dask_gpurt.shuffle.protocol.messages import (
 )
 from dask_gpurt.shuffle.rows.key_filter import KeyFilter, union, words_for
 from dask_gpurt.shuffle.scheduler import output_tasks
+from dask_gpurt.shuffle.scheduler.calls import AnswersFailed
 from dask_gpurt.shuffle.scheduler.join_sides import JoinSides, expected
 
 if TYPE_CHECKING:
@@ -185,8 +186,11 @@ class JoinFilters:
         try:
             if why := await self._sent(record, side):
                 self.none[why] += 1
+        except (AnswersFailed, TimeoutError):
+            # One closes, or is stopped. The filter is a help, not a part of the run. And it is no error of ours: a few
+            # of those leave all shuffles to Dask.
+            self.none["a worker did not answer"] += 1
         except Exception:
-            # A worker that leaves, or is stopped: the filter is a help, not a part of the run.
             self._failed()
 
     async def _sent(self, record: RunRecord, side: JoinSide) -> str:

@@ -32,6 +32,7 @@ from dask_gpurt.shuffle.protocol.join_order import (
 )
 from dask_gpurt.shuffle.protocol.join_plan import droppers
 from dask_gpurt.shuffle.protocol.messages import AskJoinBits, AskJoinKeys, JoinKeys
+from dask_gpurt.shuffle.scheduler.calls import AnswersFailed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
@@ -145,8 +146,10 @@ class JoinSides:
                 await self._collect_no_more(record)
             if rows[large] >= CLEARLY * rows[small]:
                 self._swap(small, large)
+        except (AnswersFailed, TimeoutError):
+            # A worker closes, or is stopped: the sides stay as they are.
+            logger.info("gpurt: the sides of the join %s stay in their order: a worker did not answer", join.left)
         except Exception:
-            # A worker that leaves, or is stopped: the filter is a help, not a part of the run.
             self._failed()
 
     async def _collect_no_more(self, record: RunRecord) -> None:
