@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("distributed.gpurt")
 
 #: what is used of a stream
-ATTRIBUTES = ("buffer", "loop", "next_deadline", "waker")
+ATTRIBUTES = ("batch_count", "buffer", "loop", "next_deadline", "waker")
 #: messages of a worker that may bring its idle threads something to do
 OPENING = frozenset(("long-running", "request-refresh-who-has", "reschedule", "task-erred", "task-finished"))
 #: messages of a client that somebody has asked for now
@@ -104,13 +104,20 @@ class PromptStream(Wrapped):
 def tasks(scheduler: Scheduler, ws: WorkerState, safe: Callable[[], bool]) -> PromptStream:
     """Send tasks to a worker as soon as it has a thread for them, but not while `safe`."""
     stream = scheduler.stream_comms[ws.address]
+    #: of the messages that wait since batch `sent`: how many were looked at, and how many of them are tasks. Each is
+    #: looked at once: a client that lets go of 50,000 futures has as many messages sent in one turn of the loop
+    sent = looked = fresh = 0
 
     def urgent(messages: tuple[Mapping[str, Any], ...]) -> bool:
+        nonlocal sent, looked, fresh
         in_hand = len(ws.processing) - len(ws.long_running)
         waiting = stream.buffer
         if in_hand - len(waiting) >= ws.nthreads:
             return False
-        fresh = sum(message["op"] == "compute-task" for message in waiting)
+        if stream.batch_count != sent or len(waiting) < looked:
+            sent, looked, fresh = stream.batch_count, 0, 0
+        fresh += sum(message["op"] == "compute-task" for message in waiting[looked:])
+        looked = len(waiting)
         return fresh > 0 and in_hand - fresh < ws.nthreads and not safe()
 
     return _installed(PromptStream(stream, urgent))

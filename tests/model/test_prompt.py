@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,6 +15,7 @@ from dask_gpurt.extension import GpurtScheduler
 from dask_gpurt.extension import safe as switch
 from dask_gpurt.extension.parts import NAME
 from dask_gpurt.extension.worker import on_worker
+from dask_gpurt.model import prompt
 from dask_gpurt.model.prompt import PromptStream
 
 if TYPE_CHECKING:
@@ -163,3 +165,42 @@ async def test_a_rule_that_raises_leaves_the_stream_to_dask(c: Client, s: Schedu
     assert stream.early == 0
     stream.uninstall()
     assert "send" not in vars(s.stream_comms[a.address])
+
+
+class Stream:
+    """A stream whose messages wait until they are taken."""
+
+    def __init__(self) -> None:
+        self.batch_count, self.next_deadline = 0, LONG
+        self.loop = self.waker = None
+        self.buffer: list[Any] = []
+
+    def send(self, *messages: Any) -> None:
+        self.buffer.extend(messages)
+
+
+class Message(dict[str, Any]):
+    looked_at = 0
+
+    def __getitem__(self, name: str) -> Any:
+        Message.looked_at += 1
+        return super().__getitem__(name)
+
+
+def test_each_message_is_looked_at_once_however_many_wait() -> None:
+    # One message for each future that a client lets go of, all in one turn of the event loop.
+    stream = Stream()
+    ws = SimpleNamespace(address="a", processing=set(), long_running=set(), nthreads=1)
+    scheduler: Any = SimpleNamespace(stream_comms={"a": stream})
+    sender = prompt.tasks(scheduler, ws, lambda: False)
+    for _ in range(100):
+        stream.send(Message(op="free-keys"))
+    assert Message.looked_at <= 200
+    # A task among them is found, also when an earlier batch was longer.
+    stream.buffer, stream.batch_count = [], 1
+    stream.send(Message(op="free-keys"))
+    assert not sender._urgent(())
+    ws.processing.add("x")
+    stream.buffer.append(Message(op="compute-task"))
+    assert sender._urgent(())
+    assert not prompt.tasks(scheduler, SimpleNamespace(**{**vars(ws), "nthreads": 0}), lambda: False)._urgent(())
