@@ -61,6 +61,8 @@ if TYPE_CHECKING:
 
 #: a root with more dependents than this belongs to no block: it runs first, wherever there is a slot
 MAX_DEPENDENTS = 64
+#: blocks that are used up and kept beside as many that are not; for less it is not worth to look at all of them
+KEPT = 64
 #: sources that the roots of a graph may share, and bytes of all of them that cost no more than a message
 MAX_SOURCES, LIGHT_BYTES = 8, 64 * 2**10
 
@@ -141,6 +143,8 @@ class RootBlocks:
         #: node (None: all) -> heap of (-left when noted, number, block); the true `left` may be less by now
         self._longest: dict[str | None, list[tuple[int, int, Block]]] = {}
         self._number = itertools.count()
+        #: blocks in `by_owner` and `unowned` by the last count, and how many of them were used up since
+        self._blocks = self._used_up = 0
 
     def arrived(
         self,
@@ -218,14 +222,26 @@ class RootBlocks:
                 self._list(Block([t.key for t in piece], member.address, member.node))
 
     def _list(self, block: Block) -> None:
+        if 2 * self._used_up > self._blocks + KEPT:
+            self._sweep()
         for key in block.keys:
             self.by_key[key] = block
         self.cut += 1
+        self._blocks += 1
         if block.owner is None:
             self.unowned.append(block)
             return
         self.by_owner.setdefault(block.owner, deque()).append(block)
         self._note(block)
+
+    def _sweep(self) -> None:
+        """Drop blocks that are used up. They pile up behind one of a graph that goes on for days beside others."""
+        of = {address: deque(b for b in blocks if b.left) for address, blocks in self.by_owner.items()}
+        self.by_owner = {address: blocks for address, blocks in of.items() if blocks}
+        self.unowned = deque(block for block in self.unowned if block.left)
+        heaps = {node: sorted(entry for entry in heap if entry[2].left) for node, heap in self._longest.items()}
+        self._longest = {node: heap for node, heap in heaps.items() if heap}
+        self._blocks, self._used_up = len(self.unowned) + sum(map(len, self.by_owner.values())), 0
 
     def _note(self, block: Block) -> None:
         entry = (-block.left, next(self._number), block)
@@ -290,14 +306,12 @@ class RootBlocks:
         """The first root of a block if it is queued; drops those that are gone. It is left in the block."""
         while block.keys:
             key = block.keys[0]
-            if self.by_key.get(key) is block:
-                ts = tasks.get(key)
-                if ts is not None and ts.state == "queued":
-                    return ts
-                if ts is not None and ts.state == "waiting":
-                    return None
-                self.gone(key)
+            mine = self.by_key.get(key) is block
+            if mine and (ts := tasks.get(key)) is not None and ts.state in ("queued", "waiting"):
+                return ts if ts.state == "queued" else None
             block.keys.popleft()
+            if mine:
+                self.gone(key)
         block.left = 0
         return None
 
@@ -371,6 +385,9 @@ class RootBlocks:
         self._borders.discard(key)
         if not self.by_key:
             self._forget_blocks()
+        elif not found.left:
+            self._used_up += 1
+            found.keys.clear()
         return True
 
     def moved(self, tasks: Iterable[TaskState]) -> None:
@@ -415,3 +432,4 @@ class RootBlocks:
         self.unowned.clear()
         self._borders.clear()
         self._longest.clear()
+        self._blocks = self._used_up = 0

@@ -252,6 +252,23 @@ def test_more_urgent_tasks_go_first(before: tuple[int, ...]) -> None:
     assert pull_all(g, tasks, "w", 3) == ["r1", "r2", "r3"]
 
 
+def test_blocks_of_graphs_that_are_done_do_not_pile_up_behind_one_that_is_not() -> None:
+    """A graph of low priority waits for days while others come and go; they never reach the front of the blocks."""
+    who = members("a", "b")
+    g, tasks = arrive(sums(8, 4), who)
+    for n in range(400):
+        graph = [Task(f"x{n}-{i}", i) for i in range(4)]
+        g.arrived(graph, lambda: who)
+        for t in graph:
+            assert g.gone(t.key)
+    assert len(g) == 8
+    assert sum(map(len, g.by_owner.values())) <= 128
+    assert max(map(len, g._longest.values())) <= 128
+    assert sum(len(block.keys) for blocks in g.by_owner.values() for block in blocks) == 8
+    assert len(pull_all(g, tasks, "a", 8)) == 8, "what is left is found"
+    assert not g.by_owner
+
+
 def test_the_same_graph_again() -> None:
     tasks = sums(8, 4)
     g, _ = arrive(tasks, members("a", "b"))
