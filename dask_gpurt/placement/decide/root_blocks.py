@@ -61,6 +61,9 @@ if TYPE_CHECKING:
 
 #: a root with more dependents than this belongs to no block: it runs first, wherever there is a slot
 MAX_DEPENDENTS = 64
+#: tasks that are looked at to cut the phases of one graph by the whole of it; phases beyond that are cut by themselves.
+#: With an array object for each variable of each file there may be hundreds
+LOOKED = 2**19
 #: blocks that are used up and kept beside as many that are not; for less it is not worth to look at all of them
 KEPT = 64
 #: sources that the roots of a graph may share, and bytes of all of them that cost no more than a message
@@ -97,7 +100,7 @@ class Phase:
     def __init__(self, roots: list[TaskState], members: Callable[[], Sequence[Member]], graph: list[TaskState]) -> None:
         self.roots = roots
         self.members = members
-        #: all tasks of the graph by priority; empty: the roots wait for more than a few sources
+        #: all tasks of the graph by priority; empty: they wait for more than a few sources, or there are many phases
         self.graph = graph if self._begins() else []
 
     def _begins(self) -> bool:
@@ -179,9 +182,10 @@ class RootBlocks:
         workers = members()
         least = max(2, len(workers))
         fresh.sort(key=by_priority)
-        for waiting in later.values():
+        wholes = max(1, LOOKED // len(fresh))
+        for number, waiting in enumerate(later.values()):
             if len(waiting) >= least:
-                phase = Phase(waiting, members, fresh)
+                phase = Phase(waiting, members, fresh if number < wholes else [])
                 self.later.update((t.key, phase) for t in waiting)
         if len(now) < least:
             return

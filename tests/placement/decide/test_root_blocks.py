@@ -218,6 +218,30 @@ def test_roots_that_read_one_light_source_begin_their_graph(nbytes: int, shared:
     assert owners == (["a"] * 20 + ["b"] * 24 if shared else [None] * 44), "cut by what the whole graph joins"
 
 
+def test_a_graph_is_not_looked_through_for_each_of_very_many_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+    cut = root_blocks.share_out
+    monkeypatch.setattr(root_blocks, "share_out", lambda *args: looked.append(len(args[0])) or cut(*args))
+    monkeypatch.setattr(root_blocks, "LOOKED", 300, raising=False)
+    sources = [Task(f"source-{name}", 5 * n) for n, name in enumerate("abcdefghij")]
+    reads = [[Task(f"read-{s.key}-{i}", 5 * n + i + 1, s) for i in range(4)] for n, s in enumerate(sources)]
+    for n, mine in enumerate(reads):
+        sources[n].get_nbytes = lambda: 1000  # type: ignore[attr-defined]
+        sources[n].group = f"source{n}"
+        for t in mine:
+            t.group = f"read{n}"
+    g = RootBlocks()
+    tasks = [*sources, *(t for mine in reads for t in mine)]
+    g.arrived(tasks, lambda: members("a", "b"), is_root=lambda t: t.group.startswith("read"))
+    for source, mine in zip(sources, reads, strict=True):
+        source.state = "memory"
+        for t in mine:
+            t.state = "waiting"
+        g.waits(mine[0])
+    assert sum(looked) <= 300
+    assert g.waits(reads[0][1]), "the first of them are"
+
+
 def test_what_waits_for_computed_data_is_no_beginning() -> None:
     source = Task("source", 0)
     model = Task("model", 1, source)
