@@ -11,7 +11,7 @@ this order:
 3. *Rescue*: ask back tasks that wait on a slow worker and would be done sooner in the queue of a faster one, by means
    of work stealing. Stock only sees that the slow worker has little to do.
 4. *Stragglers*: start a second copy of overdue tasks on idle workers, see `straggler_policy`.
-5. *The queue*: fill slots again when a slow worker was refused a root task. This is the safety net of `cluster_speed`.
+5. *The queue*: fill slots again when a slow worker was refused a root task, or one was held for its owner for long.
 
 Before them, the bookkeeping and the judge of *whole graphs* get their look, see `graph_samples`.
 
@@ -177,7 +177,7 @@ class Monitor:
             spare = engine.graph_judge.left <= at_work
             for run, ts, info in overdue[:MOVES]:
                 self._copy(run, ts, info, spare)
-        if engine.speeds.refusing and scheduler.queued:
+        if scheduler.queued and (engine.speeds.refusing or engine.root_dispatch.impatient):
             scheduler.stimulus_queue_slots_maybe_opened(stimulus_id=f"gpurt-patrol-{now}")
 
     # ------------------------------------------------------------------ 1: suspicions

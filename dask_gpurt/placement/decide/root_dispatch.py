@@ -60,6 +60,8 @@ CHEAP = 0.25
 MOSTLY = 0.75
 #: a worker that takes so many times as long as usual is not waited for
 SLOW = 1.5
+#: a root is held for so long at most, in seconds, or as many roots as this take, if that is longer
+PATIENCE_SECONDS, PATIENCE = 5.0, 4.0
 #: dependents of a root that are looked at
 FOLLOWERS = 4
 #: idle workers looked at, to find whether all are too full, and which is the least busy
@@ -102,6 +104,8 @@ class RootDispatch:
         self._ended: dict[WorkerInfo, None] = {}
         #: roots that a worker was not given because it would have spilled their results
         self.spared = 0
+        #: key of the root that was held last, and since when
+        self._waiting: tuple[Any, float] = None, 0.0
         #: workers in the order in which blocks are given out; None: to be sorted anew
         self._members: list[WorkerInfo] | None = None
 
@@ -181,8 +185,12 @@ class RootDispatch:
             self.spared += 1
             return None
         node = None if info is None else info.node.name
-        scheduler = tables.scheduler
-        ts = self._groups.pull(ws.address, scheduler.tasks, scheduler.queued.peek(), node, self.may_take)
+        scheduler, pull = tables.scheduler, self._groups.pull
+        head = scheduler.queued.peek()
+        ts = pull(ws.address, scheduler.tasks, head, node, self.may_take)
+        if ts is None and self.held(head):
+            # What waits for a busy owner keeps nobody else from their own roots, though it is more urgent.
+            ts = pull(ws.address, scheduler.tasks, None, node, self.may_take)
         return None if ts is None or self._crosses_again(ts, info) else ts
 
     def pull_ahead(self, ws: WorkerState) -> Any:
@@ -220,10 +228,22 @@ class RootDispatch:
         info = None if owner is None else by_address.get(owner)
         if info is None:
             return False
-        return (self._at_work(info) and not self._cheap()) or all(
+        if not (self._at_work(info) and not self._cheap()) and not all(
             (w := by_address.get(ws.address)) is not None and self._too_full(w)
             for ws in islice(tables.scheduler.idle_task_count, LOOKED_AT)
-        )
+        ):
+            return False
+        # All that is behind the head of the queue waits with it, so not for ever: what its owner runs may take hours.
+        now = tables.clock()
+        if self._waiting[0] != ts.key:
+            self._waiting = ts.key, now
+        return now - self._waiting[1] < max(PATIENCE_SECONDS, PATIENCE * self._owned.found_seconds())
+
+    @property
+    def impatient(self) -> bool:
+        """Whether a root was held for too long: slots are to be filled although no task ends."""
+        key, since = self._waiting
+        return key in self._groups.by_key and self._tables.clock() - since >= PATIENCE_SECONDS
 
     def better_left(self, ws: WorkerState) -> bool:
         """Whether this worker would only queue a root, so that the root had better stay in the scheduler's queue.

@@ -58,6 +58,43 @@ def test_a_root_is_left_to_an_owner_at_work() -> None:
     assert engine.root_dispatch.may_take(a.address, 2)
 
 
+def test_a_held_root_keeps_nobody_from_their_own() -> None:
+    """The rest of a more urgent graph waits for its owner; workers that have roots of the next graph go on."""
+    engine, (a, b, *_) = rig()
+    (root,) = own(engine, a, 1)
+    mine = own(engine, b, 2)
+    for t in mine:
+        t.priority = (0, 2, 0)  # type: ignore[attr-defined]
+    engine.scheduler.idle_task_count = {b}
+    assert engine.pull(b) is None, "its owner does nothing: the more urgent one goes first"
+    assign(engine, FakeTask("busy"), a)
+    assert engine.held(root)
+    assert engine.pull(b) is mine[0]
+
+
+def test_a_root_is_not_held_for_ever() -> None:
+    """Its owner may run a task of hours, and all that is queued behind it would wait as well."""
+    engine, (a, b, *_) = rig()
+    now = [0.0]
+    engine.tables.clock = lambda: now[0]
+    (root,) = own(engine, a, 1)
+    assign(engine, FakeTask("hours"), a)
+    engine.scheduler.idle_task_count = {b}
+    assert engine.held(root)
+    assert not engine.root_dispatch.impatient
+    now[0] = 4.0
+    assert engine.held(root)
+    now[0] = 6.0
+    assert not engine.held(root)
+    assert engine.root_dispatch.impatient, "no task may end that would have slots filled"
+    engine.root_dispatch.root_done(engine.workers.all.items[0], 2.0, GB)
+    assert engine.held(root), "four of them take longer"
+    now[0] = 9.0
+    assert not engine.held(root)
+    engine.groups.gone(root.key)
+    assert not engine.root_dispatch.impatient
+
+
 def test_a_slow_owner_is_not_waited_for() -> None:
     engine, (a, b, *_) = rig()
     (root,) = own(engine, a, 1)
