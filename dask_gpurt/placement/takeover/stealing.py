@@ -33,6 +33,8 @@ NAME = "stealing._get_thief"
 #: attributes of the extension that are used
 USED = ("_get_thief", "balance", "in_flight", "in_flight_tasks", "key_stealable", "move_task_request")
 PARAMETERS = ("scheduler", "ts", "potential_thieves", "occupancies")
+#: waiting tasks that an additional round looks at; after one that looked at more, so many times as many are left out
+LOOKED = 2000
 
 
 class Stealing:
@@ -47,6 +49,8 @@ class Stealing:
         self._ours: Callable[..., object] | None = None
         #: a round of balancing that stock would not have made goes on
         self._additional = False
+        #: tasks that this round has looked at, and additional rounds that are left out
+        self._looked = self._rest = 0
         self._wanted = bool(dask.config.get("distributed.scheduler.work-stealing"))
 
     @property
@@ -75,6 +79,7 @@ class Stealing:
             *,
             occupancies: dict[WorkerState, float],
         ) -> WorkerState | None:
+            self._looked += 1
             if part.retired is None:
                 try:
                     valid = scheduler.valid_workers(ts)
@@ -123,14 +128,20 @@ class Stealing:
     def balance(self) -> None:
         """Run a round of Dask's balancing now. It moves no tasks with very many inputs.
 
-        Does nothing where the user has switched stealing off.
+        Does nothing where the user has switched stealing off, and is left out as often as the last one was too long. A
+        round looks at every task that waits on a full worker: of 100,000 that may run on that worker only, ten rounds a
+        second would leave the event loop no time for anything else.
         """
-        if self._extension is not None and self._wanted:
-            self._additional = True
-            try:
-                self._extension.balance()
-            finally:
-                self._additional = False
+        if self._extension is None or not self._wanted:
+            return
+        if self._rest:
+            self._rest -= 1
+            return
+        self._additional, self._looked = True, 0
+        try:
+            self._extension.balance()
+        finally:
+            self._additional, self._rest = False, self._looked // LOOKED
 
     @property
     def in_flight(self) -> Any:

@@ -10,6 +10,7 @@ import pytest
 
 from dask_gpurt.model.circuit_breaker import Guard
 from dask_gpurt.placement.decide.steal_policy import MAX_INPUTS, STOCK
+from dask_gpurt.placement.takeover import stealing as takeover
 from dask_gpurt.placement.takeover.stealing import Stealing
 
 
@@ -23,11 +24,13 @@ class Extension:
         self.tasks = tasks
         self.thieves: list[Any] = []
         self.scheduler: Any = None
+        self.rounds = 0
 
     def _get_thief(self, scheduler: Any, ts: Any, potential_thieves: set[Any], *, occupancies: dict[Any, float]) -> Any:
         return "stock's"
 
     def balance(self) -> None:
+        self.rounds += 1
         self.thieves = [self._get_thief(self.scheduler, ts, {"ours", "stock's"}, occupancies={}) for ts in self.tasks]
 
     def move_task_request(self, ts: Any, victim: Any, thief: Any) -> None:
@@ -64,6 +67,22 @@ def test_an_opinion_goes_first_in_every_round() -> None:
     for balance in (extension.balance, stealing.balance):
         balance()
         assert extension.thieves == ["ours", None]
+
+
+def test_additional_rounds_that_look_at_very_many_tasks_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a hundred thousand that may run on one worker only; stock's own rounds are made as before."""
+    monkeypatch.setattr(takeover, "LOOKED", 10, raising=False)
+    few = [task(1)] * 9
+    stealing, extension = rig(lambda *args: None, few)
+    for _ in range(10):
+        stealing.balance()
+    assert extension.rounds == 10
+    extension.tasks = few * 10
+    for _ in range(30):
+        stealing.balance()
+    assert extension.rounds == 13
+    extension.balance()
+    assert extension.rounds == 14
 
 
 def test_an_additional_round_that_raises_is_over() -> None:
