@@ -66,6 +66,8 @@ SURPRISE = 1.5
 MOVES = 16
 #: tasks of one slow worker that are looked at per round: it may have thousands in hand
 LOOKED = 4 * MOVES
+#: tasks of one slow worker of which the last are sought in each round; of more, more rarely
+MANY = 4096
 #: idle workers looked at for one task
 IDLE = 8
 #: rounds in which the round trip of a new worker is asked for, and then only every so many-th: ``inproc://`` has none
@@ -252,6 +254,8 @@ class Monitor:
             ws = home.ws
             if len(ws.processing) - len(ws.long_running) <= ws.nthreads:
                 continue
+            if self.rounds % (1 + len(ws.processing) // MANY):
+                continue  # all of them are looked at to find the last: of 100,000 in every 25th round
             others = [w.ws for w in {**dict.fromkeys(self._some(home, idle=True)), **dict.fromkeys(self._some(home))}]
             if not others:
                 continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from dask_gpurt.placement import monitor
 from dask_gpurt.placement.monitor import LOOKED, MOVES, Monitor
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ class Other:
 class Script:
     """A slow worker with a thousand tasks in hand, and one other worker."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, answer: Any, rounds: int = 1) -> None:
         self.tasks = [Task(i) for i in range(1000)]
         self.asked: list[Task] = []
         self.moved: list[Task] = []
@@ -49,15 +50,23 @@ class Script:
         )
         stealing: Any = SimpleNamespace(in_flight={}, request=request)
         nothing: Any = None
-        monitor = Monitor(engine, nothing, stealing, None)
-        monkeypatch.setattr(monitor, "_some", lambda home, idle=False: [Other()])
-        monitor._rescue()
+        patrol = Monitor(engine, nothing, stealing, None)
+        monkeypatch.setattr(patrol, "_some", lambda home, idle=False: [Other()])
+        for _ in range(rounds):
+            patrol.rounds += 1
+            patrol._rescue()
 
 
 def test_so_many_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     s = Script(monkeypatch, None)
     assert s.asked == s.tasks[-3 : -3 - LOOKED : -1], "neither the one that runs nor the one that has seceded"
     assert not s.moved
+
+
+def test_the_end_of_a_very_long_queue_is_sought_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor, "MANY", 100, raising=False)
+    s = Script(monkeypatch, None, rounds=22)
+    assert s.asked == 2 * s.tasks[-3 : -3 - LOOKED : -1]
 
 
 def test_so_many_are_asked_back(monkeypatch: pytest.MonkeyPatch) -> None:
