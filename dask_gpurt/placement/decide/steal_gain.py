@@ -88,7 +88,8 @@ class StealGain:
                     if d not in found:
                         found.add(d)
                         left.append(d)
-                if len(found) > LOOKED:
-                    found = None
+                        if len(found) > LOOKED:  # of a task with a million followers not all of these are looked at
+                            found = None
+                            break
             self._last, self._following = at, found
         return self._following

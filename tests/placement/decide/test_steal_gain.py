@@ -89,6 +89,22 @@ def test_without_a_bound_nothing_changes(case: str) -> None:
     assert end.thief(end.columns[0][0]) is end.idle
 
 
+def test_not_all_of_a_million_followers_are_looked_at() -> None:
+    class Followers(list[FakeTask]):
+        looked_at = 0
+
+        def __iter__(self) -> Any:
+            for one in super().__iter__():
+                self.looked_at += 1
+                yield one
+
+    end = End()
+    followers = Followers(FakeTask(f"sum-{i + 2}") for i in range(10 * LOOKED))
+    end.reading.dependents = followers  # type: ignore[assignment]
+    assert end.thief(end.columns[0][0]) is end.idle
+    assert 0 < followers.looked_at <= LOOKED + 1
+
+
 def test_a_task_of_unknown_duration_is_left_to_dask() -> None:
     end = End()
     unknown = FakeTask("unknown", *end.columns[0][0].dependencies)
