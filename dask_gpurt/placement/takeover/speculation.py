@@ -136,7 +136,8 @@ class Speculation:
             kept = keys
             if addr in self.per_worker:
                 try:
-                    kept = [key for key in keys if not self._needed(addr, key)]
+                    needed = {d.key for c in self.copies.values() if c.address == addr for d in c.ts.dependencies}
+                    kept = [key for key in keys if key not in needed]
                     self.counts["inputs kept"] += len(keys) - len(kept)
                 except Exception:
                     self.guard.failed(part.name)
@@ -145,10 +146,6 @@ class Speculation:
 
         self._remove = request_remove_replicas
         self.scheduler.request_remove_replicas = request_remove_replicas
-
-    def _needed(self, address: str, key: Hashable) -> bool:
-        """Whether a copy that runs on a worker has a key among its inputs."""
-        return any(c.address == address and any(d.key == key for d in c.ts.dependencies) for c in self.copies.values())
 
     def uninstall(self) -> None:
         """Cancel all copies and restore the scheduler's handlers. An override put over ours since is left."""
