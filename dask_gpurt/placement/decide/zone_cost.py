@@ -15,6 +15,8 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from dask_gpurt.placement.tables.worker_facts import is_running
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
@@ -67,7 +69,8 @@ def under_way(inputs: Iterable[Any], info: WorkerInfo, far: Link, by_address: Ma
         holders = d.who_has or ()
         if ws in holders or d in ws.needs_what or far.seconds(max(0, d.nbytes), 1) < NOTABLE_SECONDS:
             continue
-        if any(d in w.ws.needs_what for w in islice(node.workers.items, LOOKED)) and not any(
+        # A paused worker fetches nothing, perhaps for ever.
+        if any(d in w.ws.needs_what and is_running(w.ws) for w in islice(node.workers.items, LOOKED)) and not any(
             (w := by_address.get(h.address)) is not None and w.node is node for h in islice(holders, LOOKED)
         ):
             return True

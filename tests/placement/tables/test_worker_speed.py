@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from distributed.core import Status
 
 from dask_gpurt.model.link import LinkClass
 from dask_gpurt.placement.decide import straggler_policy
@@ -364,6 +365,9 @@ def test_a_root_waits_for_what_is_crossing_already() -> None:
     assert engine.root_dispatch.pull(workers[2]) is roots[4], "nobody there fetches it yet"
     assign(engine, roots[4], workers[2])
     assert engine.root_dispatch.pull(workers[3]) is None
+    workers[2].status = Status.paused
+    assert engine.root_dispatch.pull(workers[3]) is roots[6], "a paused worker does not go on fetching"
+    workers[2].status = Status.running
     nobodys = FakeTask("q-0", x)
     assert workers[3] not in engine.root_dispatch.takers(nobodys)
     assert workers[1] in engine.root_dispatch.takers(nobodys)
