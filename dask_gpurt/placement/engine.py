@@ -36,6 +36,7 @@ from dask_gpurt.placement.evaluate.graph_samples import GraphSamples
 from dask_gpurt.placement.evaluate.idle_alarm import IdleAlarm
 from dask_gpurt.placement.evaluate.shadow_stats import ShadowStats
 from dask_gpurt.placement.tables.tables import Tables
+from dask_gpurt.placement.tables.workers import node_of
 from dask_gpurt.topology.links import SEEDS
 from dask_gpurt.topology.zones import seed
 
@@ -358,7 +359,12 @@ class Engine:
         info = self.workers.remove(address)
         if info is not None:
             self.speeds.removed(info)
-        self.zones.remove(address)
+        if self.zones.remove(address):
+            # A worker that was far for a while, or seemed so, must not leave a cluster without hosts for good.
+            self.workers.zoned = False
+            self.links.reseed(LinkClass.NETWORK, SEEDS[LinkClass.NETWORK])
+            for other in self.workers.all.items:
+                self.workers.move(other, *node_of(other.address, other.ws.host))
         self.groups.worker_removed(address)
         self.residence.worker_removed(address)
         self.tables.devices.removed(address)

@@ -77,15 +77,20 @@ class Zones:
             None,
         )
         if zone is None:
-            zone = f"zone-{before}"
+            zone = next(name for n in range(before + 1) if (name := f"zone-{n}") not in self.round_trips)
             self.round_trips[zone] = round_trip
         self.by_address[address] = zone
         self.several = len(self.round_trips) > 1
         return before == 1 and self.several
 
-    def remove(self, address: str) -> None:
-        """A worker has left."""
-        self.by_address.pop(address, None)
+    def remove(self, address: str) -> bool:
+        """A worker has left, and a zone with its last one. Returns whether there are several no more."""
+        zone = self.by_address.pop(address, None)
+        if zone is None or zone in self.by_address.values():
+            return False
+        del self.round_trips[zone]
+        before, self.several = self.several, len(self.round_trips) > 1
+        return before and not self.several
 
     @property
     def farthest(self) -> float:

@@ -28,8 +28,25 @@ def test_two_racks() -> None:
     assert not z.add("d", 90e-3)
     assert [z.by_address[x] for x in "abcd"] == ["zone-0", "zone-1", "zone-1", "zone-2"]
     assert z.farthest == pytest.approx(90e-3)
-    z.remove("a")
-    assert z.statistics()["zone-0"]["workers"] == 0
+    assert not z.remove("c")
+    assert z.statistics()["zone-1"]["workers"] == 1
+
+
+def test_a_zone_leaves_with_its_last_worker() -> None:
+    z = Zones()
+    for address, trip in (("a", 20e-6), ("b", 20e-3), ("c", 90e-3)):
+        z.add(address, trip)
+    assert not z.remove("b")
+    assert not z.remove("b")
+    assert list(z.statistics()) == ["zone-0", "zone-2"]
+    assert z.remove("c")
+    assert not z.several
+    assert z.add("d", 20e-3), "as if for the first time"
+    assert z.by_address == {"a": "zone-0", "d": "zone-1"}
+    assert z.remove("a")
+    assert not z.remove("d")
+    assert not z.add("e", 20e-6)
+    assert z.statistics() == {"zone-0": {"round_trip_seconds": NEAR_SECONDS, "workers": 1}}
 
 
 def test_seed() -> None:

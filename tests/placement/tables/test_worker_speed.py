@@ -323,6 +323,30 @@ def test_two_racks_are_known_by_their_round_trips() -> None:
     assert late.address not in engine.zones.by_address
 
 
+def test_hosts_count_again_when_the_far_workers_have_left() -> None:
+    """An adaptive cluster that had a far worker once, or one that seemed so, would have one node only for good."""
+    workers = [FakeWorker(i, host=f"10.0.0.{i // 2}") for i in range(5)]
+    engine = make_engine(workers)
+    hosts = [engine.workers.by_address[w.address].node.name for w in workers]
+    near = engine.links.link(LinkClass.NETWORK)
+    for ws in workers:
+        engine.measured(engine.workers.by_address[ws.address], 2e-2 if ws is workers[4] else 1e-5)
+    assert engine.workers.zoned
+    assert len(engine.workers.nodes) == 2
+    del engine.scheduler.workers[workers[4].address]
+    engine.worker_removed(workers[4].address)
+    assert not engine.workers.zoned
+    assert [engine.workers.by_address[w.address].node.name for w in workers[:4]] == hosts[:4]
+    assert set(engine.workers.nodes) == set(hosts[:4])
+    assert engine.links.link(LinkClass.NETWORK) == near
+    # Those that come are measured as before.
+    late = FakeWorker(9)
+    engine.scheduler.workers[late.address] = late
+    engine.worker_added(late.address)
+    engine.measured(engine.workers.by_address[late.address], 2e-2)
+    assert {n.name for n in engine.workers.nodes.values()} == {"zone-0", "zone-1"}
+
+
 def test_pairs_stay_in_their_rack() -> None:
     engine, workers = zoned()
     learn(engine, "f", 0.1)
