@@ -132,16 +132,17 @@ class Bookkeeping:
         tables = self.tables
         backlog = tables.backlog
         charge = backlog.settle(key) if key in backlog.charges else None
+        # Also of a task that was never sent, as Dask fails one whose inputs fit into no worker: it would wait for ever.
+        if self._governor.open:
+            retired = self._governor.finished(key, finish == "memory")
+            if retired is not None:
+                self._on_retired(retired)
         by_address = tables.workers.by_address
         if charge is None:
             self._left_unfollowed(key, finish, details)
             return
         if charge.row is not None:
             self._log.ended(charge.row, finish, details)
-        if self._governor.open:
-            retired = self._governor.finished(key, finish == "memory")
-            if retired is not None:
-                self._on_retired(retired)
         info = charge.info
         address = info.address
         if by_address.get(address) is not info:

@@ -11,6 +11,7 @@ from dask_gpurt.placement.evaluate import governor
 from dask_gpurt.placement.evaluate.governor import Governor, Standing, compare
 from dask_gpurt.placement.tables import overhead_budget
 from dask_gpurt.placement.tables.overhead_budget import Budget
+from tests.placement.fakes import FakeWorker, make_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -132,6 +133,15 @@ def test_open_decisions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert s.governor.statistics()["open"] == 3
     s.governor.forget()
     assert s.governor.statistics()["open"] == 0
+
+
+def test_a_task_that_is_never_sent_does_not_stay_open() -> None:
+    """Dask decides on a worker for a task, and fails it at once where its inputs do not fit into that worker."""
+    a = FakeWorker(0)
+    engine = make_engine([a])
+    engine.governor.decided("f-0", "f", True, 1.0, 1.0, 0.0, 0.0)
+    engine.books.left("f-0", "erred", {"worker": a.address})
+    assert not engine.governor.open
 
 
 def test_equally_good_policies_are_seldom_retired() -> None:
