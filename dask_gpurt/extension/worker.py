@@ -377,6 +377,8 @@ class GpurtWorker(WorkerPlugin):
         if parts is not None:
             parts.stop_proving()
             parts.watch(False)
+            if parts.feed is not None:  # it would go on for as long as the process, and keep the worker with its data
+                await parts.feed.stop()
         if parts is None or worker.status in (Status.closing, Status.closing_gracefully, Status.closed):
             return
         await parts.uninstall()

@@ -5,7 +5,8 @@ connected by `provide(worker, store)`, once per worker. A run asks `store_of(wor
 store to its end, so `withdraw` never moves a run's shards. Without a provided store a worker gets a `MemoryShardStore`,
 whose shards cannot leave memory; such runs are counted.
 
-Workers are keyed weakly: many live and die in one process in tests and with in-process clusters.
+Many workers live and die in one process in tests and with in-process clusters. A store that was provided refers to its
+worker, so it is kept in an attribute of that worker: a table of them, weakly keyed by worker, would keep both for good.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ class MemoryShardStore:
             del self._dropped[next(iter(self._dropped))]
 
 
-_stores: weakref.WeakKeyDictionary[Worker, ShardStore] = weakref.WeakKeyDictionary()
+#: where a worker has the store that was provided
+_ATTRIBUTE = "_gpurt_shard_store"
 _plain: weakref.WeakKeyDictionary[Worker, MemoryShardStore] = weakref.WeakKeyDictionary()
 
 
@@ -96,17 +98,17 @@ def provide(worker: Worker, store: ShardStore) -> None:
             f"store is {type(store).__name__}, must be a dask_gpurt.model.ShardStore (put, take, drop). "
             "Remedy: pass the tier's shard store"
         )
-    _stores[worker] = store
+    setattr(worker, _ATTRIBUTE, store)
 
 
 def withdraw(worker: Worker) -> None:
     """Forget a worker's store; future runs use a plain one in memory. No error when there is none."""
-    _stores.pop(worker, None)
+    vars(worker).pop(_ATTRIBUTE, None)
 
 
 def store_of(worker: Worker) -> tuple[ShardStore, bool]:
     """The store for a new run of this worker, and whether it is the plain one."""
-    store = _stores.get(worker)
+    store: ShardStore | None = getattr(worker, _ATTRIBUTE, None)
     if store is not None:
         return store, False
     return _plain.setdefault(worker, MemoryShardStore()), True

@@ -1,0 +1,35 @@
+"""Workers come and go in one process, as with in-process clusters that adapt: nothing of the extension keeps them."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+
+import pytest
+from distributed import Client, Scheduler, Worker, core
+from distributed.utils_test import gen_cluster, inc
+
+from dask_gpurt.config import Settings
+from dask_gpurt.extension import NAME, GpurtScheduler, on_worker
+
+
+@pytest.mark.cluster
+@gen_cluster(client=True, nthreads=[])
+async def test_a_worker_that_has_closed_is_not_kept(c: Client, s: Scheduler) -> None:
+    plugin = GpurtScheduler(Settings.load({}))
+    await plugin.start(s)
+    s.add_plugin(plugin, name=NAME)
+    closed = []
+    for _ in range(3):
+        async with Worker(s.address, nthreads=1) as w:
+            assert await c.submit(inc, 1, pure=False) == 2
+            assert on_worker(w) is not None
+            assert len([t for t in asyncio.all_tasks() if t.get_name() == "gpurt-feed"]) == 1
+        closed.append(weakref.ref(w))
+        del w
+    assert not [t for t in asyncio.all_tasks() if t.get_name() == "gpurt-feed"]
+    core._expects_comm.cache_clear()  # Dask itself keeps the newest workers in there, by their handlers
+    gc.collect()
+    assert [ref() for ref in closed[:-1]] == [None, None], "the last one may still be in a frame"
+    await plugin.uninstall()
