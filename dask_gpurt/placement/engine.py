@@ -22,7 +22,6 @@ from dask_gpurt.model import LinkClass
 from dask_gpurt.placement.bookkeeping import Bookkeeping
 from dask_gpurt.placement.decide import candidates
 from dask_gpurt.placement.decide.decision import Decision, Declined
-from dask_gpurt.placement.decide.fast_path import stays
 from dask_gpurt.placement.decide.policy import Cheapest
 from dask_gpurt.placement.decide.root_blocks import RootBlocks
 from dask_gpurt.placement.decide.root_dispatch import RootDispatch
@@ -176,12 +175,6 @@ class Engine:
         task = self.tables.task_view(ts)
         far = self.links.link(LinkClass.NETWORK)
         self._turn = (self._turn + 1) % OBSERVED
-        # The fast path is not for a user's policy or a trial. One task in `OBSERVED` is weighed all the same: the
-        # governor has to see its share of them, to notice when the policy loses by them.
-        if self._turn and valid is None and self.governor.standing is Standing.TRUSTED:
-            home = self._stays(ts, task, far, began)
-            if home is not None:
-                return home
         decision = self.weigh(ts, valid, began, task, far)
         if isinstance(decision, Declined):
             self.leave(ts, decision)
@@ -211,19 +204,6 @@ class Engine:
         if not (ts.dependencies or self.speeds.uneven):
             return Declined.NO_INPUTS
         return Declined.GRAPH_JUDGE if self.graph_judge.stock else None
-
-    def _stays(self, ts: TaskState, task: TaskView, far: Link, began: int) -> WorkerState | None:
-        """The worker on which a task stays with its inputs, without a comparison; None: it has to be weighed."""
-        home = None if self._weights is None else stays(self.tables, ts, task, far, self._weights)
-        if home is None:
-            return None
-        info, numbers, nbytes = home
-        near = self.links.link(info.node.link_class)
-        count, workers = len(ts.dependencies), len(self.workers.all.items)
-        self.decided["local"] += 1
-        self.log.stayed(ts.key, info, numbers, task, near, far, nbytes, count, workers)
-        self.budget.record((time.perf_counter_ns() - began) * 1e-9)
-        return info.ws
 
     def weigh(
         self,

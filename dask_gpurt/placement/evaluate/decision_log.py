@@ -1,6 +1,6 @@
 """`DecisionLog`: the newest decisions. What was compared, what was chosen and why, and what came of it.
 
-The scheduler's event loop writes (`chosen`, `stayed`, `group`, `left`, `failed`, `assigned`, `finished`).
+The scheduler's event loop writes (`chosen`, `group`, `left`, `failed`, `assigned`, `finished`).
 `story`, `brief`, `matches` and `calibration` read. *Stock* means Dask's own choice.
 
 1. A decision adds a row: by cost, for the owner of a root group, or left to stock with the reason. When a decision
@@ -43,7 +43,6 @@ from dask_gpurt.placement.evaluate.decision_record import (
     QUEUE,
     REPORT,
     SHADOW,
-    STAYS,
     STOCK,
     STOLEN_BYTES,
     TIME,
@@ -51,17 +50,13 @@ from dask_gpurt.placement.evaluate.decision_record import (
     WORKER,
     Detail,
     pack,
-    pack_one,
     transfer_seconds,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping
 
-    from dask_gpurt.model.link import Link
-    from dask_gpurt.model.views import TaskView
     from dask_gpurt.placement.decide.decision import Decision
-    from dask_gpurt.placement.tables.workers import WorkerInfo
 
 #: decisions kept
 LIMIT = 10_000
@@ -115,38 +110,6 @@ class DecisionLog:
         packed = pack(addresses, views, choice, task, far, total_bytes, count, restricted, workers)
         kind = SHADOW if shadow else COST
         self._add([key, kind, _time(), None, None, None, None, None, None, None, None, *packed])
-
-    def stayed(
-        self,
-        key: Hashable,
-        info: WorkerInfo,
-        numbers: tuple[float, ...],
-        task: TaskView,
-        near: Link,
-        far: Link,
-        total_bytes: float,
-        count: int,
-        workers: int,
-    ) -> None:
-        """Add a task that stays with its inputs, see `fast_path.stays`.
-
-        Parameters
-        ----------
-        key
-            Of the task.
-        info, numbers
-            The worker, and what is known of it as `fast_path.stays` returns it.
-        task
-            What is expected of the task.
-        near, far
-            Links within the worker's node and between nodes.
-        total_bytes, count
-            Of the inputs.
-        workers
-            How many there are in all.
-        """
-        packed = pack_one(info.address, numbers, task, near, far, total_bytes, count, workers)
-        self._add([key, COST, _time(), STAYS, None, None, None, None, None, None, None, *packed])
 
     def group(self, key: Hashable, address: str) -> None:
         """Add a queued root task that goes to the owner of its block."""

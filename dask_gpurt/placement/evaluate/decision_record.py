@@ -1,6 +1,6 @@
 """The record of one decision: its layout in a row of `decision_log`, and how it is read.
 
-`pack` and `pack_one` write it on the hot path. `Detail`, `candidates`, `predicted` and `actual` read it on request.
+`pack` writes it on the hot path. `Detail`, `candidates`, `predicted` and `actual` read it on request.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ STOCK = "stock"
 #: what the cost would have chosen; stock, Dask's own choice, was followed
 SHADOW = "shadow"
 FALLBACK = "fallback"
-#: reason of a decision without a comparison, see `fast_path`
-STAYS = "it stays where all of its inputs are"
 #: reason of a row that only began when stock's queue assigned the task
 QUEUE = "queue"
 
@@ -98,27 +96,6 @@ def pack(
         _doubles(len(numbers)).pack(*numbers),
         *addresses,
     )
-
-
-#: of a task and one candidate
-_ONE = struct.Struct(f"{_TASK + _FIELDS}d")
-
-
-def pack_one(
-    address: str,
-    numbers: tuple[float, ...],
-    task: TaskView,
-    near: Link,
-    far: Link,
-    total_bytes: float,
-    count: int,
-    workers: int,
-) -> tuple[Any, ...]:
-    """As `pack`, for a task that stays where its inputs are; `numbers` is what `fast_path.stays` returned."""
-    queue, pending, slowness, room, held = numbers
-    compute, output, slack = task
-    packed = _ONE.pack(compute, output, slack, queue, pending, 0.0, 0.0, 0.0, 0.0, slowness, room, held, 0.0, 1.0, 0.0)
-    return 0, far, total_bytes, count, False, workers, near, packed, address
 
 
 def transfer_seconds(startstops: Iterable[Mapping[str, Any]]) -> float | None:

@@ -8,7 +8,7 @@ import pytest
 
 from dask_gpurt.model import LinkClass
 from dask_gpurt.placement.evaluate.decision_record import Detail
-from tests.placement.fakes import FakeTask, FakeWorker, learn, make_engine
+from tests.placement.fakes import FakeTask, FakeWorker, assign, learn, make_engine
 
 if TYPE_CHECKING:
     from dask_gpurt.placement.engine import Engine
@@ -67,3 +67,16 @@ def test_none_of_the_holders_runs() -> None:
     for ws in workers[:HOLDERS]:
         ws.status = "closing"  # type: ignore[assignment]
     assert engine.decide(FakeTask("f-1", *inputs), None) in workers[HOLDERS:]
+
+
+def test_a_small_input_does_not_hold_a_burst() -> None:
+    workers = [FakeWorker(i, memory_limit=10**10) for i in range(6)]
+    engine = make_engine(workers)
+    learn(engine, "f", COMPUTE, 1000)
+    engine.slack.seconds = lambda: 100.0  # type: ignore[method-assign]
+    key = FakeTask("key", nbytes=10, on=(workers[0],))
+    for i in range(12):
+        task = FakeTask(f"f-{i}", key)
+        ws = engine.decide(task, None)
+        assign(engine, task, ws)
+    assert max(len(ws.processing) for ws in workers) < 12

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from dask_gpurt.placement.engine import OBSERVED
 from dask_gpurt.placement.evaluate import governor
 from dask_gpurt.placement.evaluate.governor import Governor, Standing, compare
 from dask_gpurt.placement.tables import overhead_budget
 from dask_gpurt.placement.tables.overhead_budget import Budget
-from tests.placement.fakes import FakeWorker, make_engine
+from tests.placement.fakes import FakeTask, FakeWorker, learn, make_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -142,6 +143,19 @@ def test_a_task_that_is_never_sent_does_not_stay_open() -> None:
     engine.governor.decided("f-0", "f", True, 1.0, 1.0, 0.0, 0.0)
     engine.books.left("f-0", "erred", {"worker": a.address})
     assert not engine.governor.open
+
+
+def test_what_waits_for_event_loops_is_not_judged() -> None:
+    """It would see tasks that take a hundred times as long as predicted, under placement and stock alike."""
+    a, b = workers = [FakeWorker(i) for i in range(2)]
+    engine = make_engine(workers)
+    learn(engine, "f", 1.0, 1000)
+    for i, brief in enumerate((False, True)):
+        engine.durations.prefix("f").brief = brief
+        for k in range(4 * OBSERVED):
+            inputs = [FakeTask(f"x-{i}-{k}-{w}", nbytes=10**6, on=(w,)) for w in (a, b)]
+            engine.decide(FakeTask(f"f-{i}-{k}", *inputs), None)
+    assert {key.split("-")[1] for key in engine.governor.open} == {"0"}
 
 
 def test_equally_good_policies_are_seldom_retired() -> None:
