@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 #: kinds of group kept; the oldest is forgotten
 MAX_KINDS = 1024
+#: groups at work that are followed: all are looked through when a graph arrives, and beside so many none is alone
+MAX_LOOKED = 256
 #: by how much a worker may turn out to be slower than the others, although it is not known to be
 DOUBT = 0.1
 #: After `STRIKES` groups of a kind in a row that took `WORSE` times as long at once as queued, `BANNED` are queued. One
@@ -207,7 +209,7 @@ class TinyRoots:
         states = group.states
         n = states["released"] + states["waiting"]
         # What `is_rootish` asks first. Small groups, of which there may be thousands, are not kept.
-        if n <= 2 * scheduler.total_nthreads or not scheduler.is_rootish(ts):
+        if n <= 2 * scheduler.total_nthreads or len(self._looked) >= MAX_LOOKED or not scheduler.is_rootish(ts):
             return None
         prefix = group.prefix
         seconds, results = group.all_durations["compute"], prefix.state_counts["memory"]

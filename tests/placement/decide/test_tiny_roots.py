@@ -102,6 +102,19 @@ def test_what_is_repeated_and_tiny_goes_at_once() -> None:
     assert s.tiny.given == 2
 
 
+def test_of_very_many_groups_at_work_not_all_are_followed() -> None:
+    """Thousands of persisted arrays that wait: each graph that arrives would look through all of them."""
+    s = Script()
+    groups = [Group(Prefix(f"p{i}")) for i in range(600)]
+    for group in groups:
+        s.arrives(group)
+        group.states["processing"] = 1  # it does not end
+    assert len(s.tiny._looked) == 256
+    groups[0].states["processing"] = 0
+    assert not s.arrives(late := Group(Prefix("late")))
+    assert late in s.tiny._looked, "as soon as one is done"
+
+
 @pytest.mark.parametrize(
     "end",
     [
