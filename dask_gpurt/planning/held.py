@@ -18,6 +18,8 @@ Why an answer cannot be wrong:
 3. Only kinds of expressions that compute nothing by chance or by calling functions of users are held
    (`seam.KINDS`), with plain operands, and with all that they are made of. What reads a frame in memory, futures
    or delayed objects is not held, nor is what is built on it, so no data lives longer than its owner wants.
+4. Operands that can change, such as a list of a user's, are replaced by copies. So an expression stays what its name
+   tells when a user changes the list in place.
 
 Bounds: `limit` expressions, the least recently used go first; each keeps some empty frames. An exception in
 here lets everything go, is counted, and leaves planning to Dask from then on.
@@ -141,12 +143,12 @@ class HeldExpressions:
         try:
             with self._lock:
                 self.made += 1
-                self._hold(table, name, expression)
+                self._hold(table, name, expression, new=True)
         except Exception as e:
             self._fail(e)
 
-    def _hold(self, table: Instances, name: str, expression: Any) -> None:
-        if self.failed is None and seam.may_hold(expression):
+    def _hold(self, table: Instances, name: str, expression: Any, *, new: bool = False) -> None:
+        if self.failed is None and seam.may_hold(expression, new=new):
             self._held[id(expression)] = table, name, expression
             while len(self._held) > self.limit:
                 self._held.popitem(last=False)

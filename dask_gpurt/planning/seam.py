@@ -89,6 +89,12 @@ _PLAIN = (
     np.ufunc,
 )
 
+#: operands that can change, or hold something that can
+_CHANGING = (
+    *(dict, list, tuple, set, np.ndarray, pd.DataFrame, pd.Series, pd.Index),
+    *(functools.partial, itemgetter, Dict),
+)
+
 #: operands that are known to be small whatever they are
 _KNOWN_OPERANDS = frozenset(("_dataset_info_cache", "filesystem", "fs"))
 
@@ -204,13 +210,25 @@ def _subclasses(cls: type) -> set[type]:
     return out
 
 
-def may_hold(expression: Any) -> bool:
-    """Whether an expression, and all that it is made of, may live on without its owner."""
+def may_hold(expression: Any, *, new: bool = False) -> bool:
+    """Whether an expression, and all that it is made of, may live on without its owner. `new`: it was just made."""
     known: bool | None = expression.__dict__.get("_gpurt_may_hold")
     if known is None:
         # In the dict, as the class takes attributes for operands. Dask pickles only what its own class names.
-        known = expression.__dict__["_gpurt_may_hold"] = _may_hold(expression)
+        known = expression.__dict__["_gpurt_may_hold"] = (new or _is_as_named(expression)) and _may_hold(expression)
     return known
+
+
+def _is_as_named(expression: Any) -> bool:
+    """Whether the operands of an expression that was made before us are still those that its name tells."""
+    if any(isinstance(operand, DelayedLeaf) for operand in expression.operands):
+        return False  # its key says nothing of what it holds now
+    token = expression.deterministic_token
+    expression._determ_token = None
+    try:
+        return bool(expression.deterministic_token == token)
+    finally:
+        expression._determ_token = token
 
 
 def _may_hold(expression: Any) -> bool:
@@ -233,7 +251,24 @@ def _may_hold(expression: Any) -> bool:
                 return False
         elif not _is_plain(operand):
             return False
+    _take(expression)
     return True
+
+
+def _take(expression: Any) -> None:
+    """Give an expression copies of the operands that can change.
+
+    They may be a user's own list or dict. Changed in place, it would no longer be what the name tells, and the next
+    query that asks for that name would get the changed one.
+    """
+    for i, operand in enumerate(expression.operands):
+        if i < len(expression._parameters) and expression._parameters[i] in _KNOWN_OPERANDS:
+            continue
+        if isinstance(operand, DelayedLeaf):
+            leaf = DelayedLeaf(copy.deepcopy(operand._obj), operand.key, pure=operand._pure, nout=operand._nout)
+            expression.operands[i] = leaf
+        elif isinstance(operand, _CHANGING):
+            expression.operands[i] = copy.deepcopy(operand)
 
 
 def _has_meta(expression: Any) -> bool:
@@ -274,7 +309,7 @@ def _is_plain(value: Any, depth: int = 0) -> bool:
     if isinstance(value, types.MethodType):
         return isinstance(value.__self__, type)
     if isinstance(value, DelayedLeaf):
-        return _is_plain(value._obj, depth + 1)
+        return depth == 0 and _is_plain(value._obj, depth + 1)  # deeper down `_take` would not look for it
     if isinstance(value, Dict):
         return _is_plain(value.args, depth + 1)
     if isinstance(value, itemgetter):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import sys
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import dask
 import dask.config
 import dask.dataframe as dd
+import numpy as np
 import pandas as pd
 import pytest
 from dask._expr import FinalizeCompute, SingletonExpr
@@ -20,7 +22,7 @@ from dask_gpurt import planning
 from dask_gpurt.planning import held, seam
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 
@@ -189,6 +191,73 @@ def test_no_data_lives_longer_than_its_owner(kept: held.HeldExpressions, files: 
     assert stays() is not None
 
 
+def rows_with(frame: pd.DataFrame, values: Any) -> pd.DataFrame:
+    return frame[frame.key.isin(list(values))]
+
+
+#: what a user may change in place after a query was made of it: the argument, the query, the change
+CHANGED: dict[str, tuple[Callable[[], Any], Callable[[Any, Any], Any], Callable[[Any], Any]]] = {
+    "list": (lambda: [1], lambda t, a: t.map_partitions(rows_with, a, meta=t._meta), lambda a: a.append(2)),
+    "array": (
+        lambda: np.array([1]),
+        lambda t, a: t.map_partitions(rows_with, a, meta=t._meta),
+        lambda a: a.__setitem__(0, 2),
+    ),
+    "dict": (
+        lambda: {"key": "sum"},
+        lambda t, a: t.groupby("text").agg(a),
+        lambda a: a.__setitem__("key", "max"),
+    ),
+    "nested": (
+        lambda: {"key": ["sum"]},
+        lambda t, a: t.groupby("text").agg(a),
+        lambda a: a["key"].append("max"),
+    ),
+    "partial": (
+        lambda: functools.partial(rows_with, values=[1]),
+        lambda t, a: t.map_partitions(a, meta=t._meta),
+        lambda a: a.keywords["values"].append(2),
+    ),
+    "names": (lambda: {"key": "k"}, lambda t, a: t.rename(columns=a), lambda a: a.__setitem__("key", "other")),
+    "delayed": (
+        lambda: {"key": [1]},
+        lambda t, a: t[["key"]].isin(a).rename(columns={"key": "there"}),
+        lambda a: a["key"].append(2),
+    ),
+}
+
+
+@pytest.mark.parametrize("installed", ["before", "after"])
+@pytest.mark.parametrize("case", CHANGED)
+def test_arguments_that_a_user_changes_in_place(
+    kept: held.HeldExpressions, files: Path, case: str, installed: str
+) -> None:
+    """The query of the old arguments is asked for again: it is not the one whose arguments were changed."""
+    given, query, change = CHANGED[case]
+    if installed == "before":
+        kept.install()
+    t = dd.read_parquet(str(files))
+    argument = given()
+    first = query(t, argument)
+    expected = first.compute()
+    change(argument)
+    kept.install()
+    if installed == "after":
+        query(t, given())  # Dask finds `first`, which says something else now; it must not live on
+    del first
+    gc.collect()
+    pd.testing.assert_frame_equal(query(t, given()).compute(), expected)
+
+
+def test_what_was_made_before_is_held(kept: held.HeldExpressions, files: Path) -> None:
+    t = dd.read_parquet(str(files))
+    kept.install()
+    expression = weakref.ref(t.assign(more=[1][0]).expr)
+    del t
+    gc.collect()
+    assert expression() is not None
+
+
 def test_bounded(kept: held.HeldExpressions, files: Path) -> None:
     kept.limit = 20
     kept.install()
@@ -250,7 +319,7 @@ def test_a_fault_of_ours_costs_the_gain_only(
     kept.install()
     plans(files)
 
-    def fail(expression: Any) -> bool:
+    def fail(expression: Any, **kwargs: Any) -> bool:
         raise KeyError("renamed")
 
     monkeypatch.setattr(seam, "may_hold", fail)
