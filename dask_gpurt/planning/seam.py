@@ -16,6 +16,7 @@ import decimal
 import enum
 import functools
 import sys
+import threading
 import types
 import weakref
 from typing import Any, Protocol
@@ -116,15 +117,20 @@ class Instances(weakref.WeakValueDictionary[str, Any]):
     """The table of one class: Dask's own kind, which reports lookups to `held`."""
 
     def __init__(self, held: Holder, known: weakref.WeakValueDictionary[str, Any] | None) -> None:
-        super().__init__({} if known is None else known)
+        super().__init__()
+        _copy(known, self)
         self._gpurt_held = held
+        self._gpurt_asked = threading.local()
 
-    def __contains__(self, name: object) -> bool:
+    def __contains__(self, name: Any) -> bool:
         self._gpurt_held.look()
-        return super().__contains__(name)
+        # Dask asks for it next. Until then another thread may let it go, so this thread keeps it.
+        self._gpurt_asked.expression = found = self.get(name)
+        return found is not None
 
     def __getitem__(self, name: str) -> Any:
-        expression = super().__getitem__(name)
+        asked = vars(self._gpurt_asked).pop("expression", None)
+        expression = asked if asked is not None and asked._name == name else super().__getitem__(name)
         self._gpurt_held.found(self, name, expression)
         return expression
 
@@ -134,31 +140,38 @@ class Instances(weakref.WeakValueDictionary[str, Any]):
 
 
 class Tables:
-    """The tables that were put in place, and what was there before."""
+    """The tables that were put in place."""
 
     def __init__(self) -> None:
-        #: class -> (ours, the table that it had itself, if any)
-        self._put: list[tuple[type, Instances, weakref.WeakValueDictionary[str, Any] | None]] = []
+        self._put: list[tuple[type, Instances]] = []
 
     def put(self, cls: type, held: Holder) -> None:
         """Give a class a table of ours."""
-        before = vars(cls).get("_instances")
         ours = _kept.get(cls)
         if ours is None:
-            ours = _kept[cls] = Instances(held, before)
-        self._put.append((cls, ours, before))
+            ours = _kept[cls] = Instances(held, vars(cls).get("_instances"))
+        self._put.append((cls, ours))
         type.__setattr__(cls, "_instances", ours)
 
     def restore(self) -> None:
-        """Put back what was there. A table that other code has put over ours is left."""
-        for cls, ours, before in self._put:
-            if vars(cls).get("_instances") is not ours:
-                continue
-            if before is None:
-                type.__delattr__(cls, "_instances")
-            else:
-                type.__setattr__(cls, "_instances", before)
+        """Give each class a table of Dask's kind, with what is in ours. One that other code has put over ours is left.
+
+        Also a class that had none before: another thread may be making an expression of it, and has seen ours.
+        """
+        for cls, ours in self._put:
+            if vars(cls).get("_instances") is ours:
+                table: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+                _copy(ours, table)
+                type.__setattr__(cls, "_instances", table)
         self._put.clear()
+
+
+def _copy(source: weakref.WeakValueDictionary[str, Any] | None, target: weakref.WeakValueDictionary[str, Any]) -> None:
+    # By a list that is made in one step: other threads may change the table meanwhile.
+    for ref in () if source is None else source.valuerefs():
+        expression = ref()
+        if expression is not None:
+            weakref.WeakValueDictionary.__setitem__(target, expression._name, expression)
 
 
 #: functions of users in what may be held. A name tells where a function is, not what it does since a reload

@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from dask._expr import FinalizeCompute, SingletonExpr
-from dask.dataframe.dask_expr._expr import Expr
+from dask.dataframe.dask_expr._expr import Expr, MapPartitions
 
 from dask_gpurt import planning
 from dask_gpurt.planning import held, seam
@@ -76,8 +76,8 @@ def plans(folder: Path) -> dict[str, str]:
     return {name: plan(query) for name, query in queries(folder).items()}
 
 
-def tables() -> dict[type, Any]:
-    return {cls: vars(cls).get("_instances") for cls in seam._subclasses(Expr)}
+def kinds_of_tables() -> set[type]:
+    return {type(vars(cls).get("_instances")) for cls in seam._subclasses(Expr)}
 
 
 def test_the_same_plans_and_answers(kept: held.HeldExpressions, files: Path) -> None:
@@ -270,13 +270,12 @@ def test_bounded(kept: held.HeldExpressions, files: Path) -> None:
 
 def test_everything_is_given_back(kept: held.HeldExpressions, files: Path) -> None:
     plans(files)
-    before = tables()
     kept.install()
     assert kept.install()
     plans(files)
-    assert tables() != before
+    assert seam.Instances in kinds_of_tables()
     kept.uninstall()
-    assert tables() == before
+    assert kinds_of_tables() == {weakref.WeakValueDictionary, type(None)}
     kept.uninstall()
     made = kept.made
     plans(files)
@@ -286,7 +285,37 @@ def test_everything_is_given_back(kept: held.HeldExpressions, files: Path) -> No
     assert kept.made == made  # found again
     planning.forget()
     assert kept.figures()["held"] == 0
-    assert tables() == before
+    assert kinds_of_tables() == {weakref.WeakValueDictionary, type(None)}
+
+
+def test_let_go_by_another_thread_in_the_middle_of_a_lookup(kept: held.HeldExpressions, files: Path) -> None:
+    """Dask asks whether a name is there, and then for it."""
+    kept.install()
+    name, table = (e := dd.read_parquet(str(files)).assign(one=1).expr)._name, type(e)._instances
+    del e
+    gc.collect()
+    assert name in table
+    kept.clear()
+    gc.collect()
+    assert table[name]._name == name
+    gc.collect()
+    assert name not in table
+
+
+def test_uninstalled_by_another_thread_while_an_expression_is_made(
+    kept: held.HeldExpressions, files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(MapPartitions, "_instances", raising=False)
+    kept.install()
+
+    class Argument:
+        def __dask_tokenize__(self) -> str:
+            kept.uninstall()
+            return "argument"
+
+    t = dd.read_parquet(str(files))
+    assert t.map_partitions(rows_with, Argument(), meta=t._meta).expr._name
+    assert not kept.installed
 
 
 def test_switched_for_a_while(kept: held.HeldExpressions, files: Path) -> None:
@@ -304,11 +333,10 @@ def test_switched_for_a_while(kept: held.HeldExpressions, files: Path) -> None:
 
 
 def test_another_version_of_dask(kept: held.HeldExpressions, monkeypatch: pytest.MonkeyPatch, files: Path) -> None:
-    before = tables()
     monkeypatch.setitem(SingletonExpr.__annotations__, "_instances", "dict[str, Any]")
     assert not kept.install()
     assert "expected a WeakValueDictionary" in str(kept.failed)
-    assert tables() == before
+    assert seam.Instances not in kinds_of_tables()
     assert plans(files)
 
 
