@@ -68,21 +68,31 @@ def slowness(tasks: Iterable[Row]) -> list[Slowness]:
     By the median of each prefix here against the median elsewhere: one large task among many small ones does not make
     a worker slow, a worker on which all of them are slow is.
     """
-    by_prefix: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    by_prefix: defaultdict[str, list[tuple[float, str]]] = defaultdict(list)
     # By position: a property of thousands of tasks, asked for with each graph, shows on the scheduler.
     for address, prefix, start, stop, _ in tasks:
         if stop - start >= MEASURABLE:
-            by_prefix[prefix][address].append(stop - start)
+            by_prefix[prefix].append((stop - start, address))
     sums: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-    for workers in by_prefix.values():
-        for address, mine in workers.items():
-            others = [seconds for a, theirs in workers.items() if a != address for seconds in theirs]
-            if len(others) < SIBLINGS or len(mine) < SIBLINGS:
+    for every in by_prefix.values():
+        every.sort()
+        places: defaultdict[str, list[int]] = defaultdict(list)
+        for i, (_, address) in enumerate(every):
+            places[address].append(i)
+        for address, mine in places.items():
+            n = len(every) - len(mine)
+            if n < SIBLINGS or len(mine) < SIBLINGS:
                 continue
-            total = sum(mine)
+            # The median of the others, without a list of them for each worker: its place moves up past each of ours.
+            middle = n // 2
+            for place in mine:
+                if place > middle:
+                    break
+                middle += 1
+            total = sum(every[place][0] for place in mine)
             s = sums[address]
             # Weighted by time: what takes long is what matters, and what is measured well.
-            s[0] += total * math.log(_median(mine) / _median(others))
+            s[0] += total * math.log(every[mine[len(mine) // 2]][0] / every[middle][0])
             s[1] += total
             s[2] += len(mine)
     out = [Slowness(a, math.exp(s[0] / s[1]), int(s[2]), s[1]) for a, s in sums.items()]

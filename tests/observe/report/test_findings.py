@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import random
 from typing import Any
 
 import pytest
@@ -82,6 +84,38 @@ def test_one_large_task_does_not_make_a_worker_slow() -> None:
     assert first.cause == "skew"
     assert "f on b, 5 s against a median of 0.1 s" in first.text
     assert "50 times the median" in first.text
+
+
+class Counted(float):
+    """Seconds that count how often they are compared."""
+
+    compared = 0
+
+    def __sub__(self, other: float) -> Counted:
+        return Counted(float(self) - other)
+
+    def __lt__(self, other: float) -> bool:
+        Counted.compared += 1
+        return float(self) < other
+
+
+def test_slowness_does_not_sort_all_tasks_for_each_worker() -> None:
+    """It is made on the scheduler's event loop, of 10,000 tasks and any number of workers."""
+    draw = random.Random(1)
+    seconds = [Counted(draw.choice((0.1, 0.2, draw.random()))) for _ in range(3000)]
+    rows = [(f"w{i % 100}", f"f{i % 3}", 0.0, s, 0.0) for i, s in enumerate(seconds)]
+    Counted.compared = 0
+    found = {s.address: s for s in slowness(rows)}
+    assert Counted.compared < 100_000
+    assert len(found) == 100
+    for address, one in found.items():
+        logs = total = 0.0
+        for prefix in ("f0", "f1", "f2"):
+            mine = sorted(float(r[3]) for r in rows if r[1] == prefix and r[0] == address and r[3] >= 1e-3)
+            others = sorted(float(r[3]) for r in rows if r[1] == prefix and r[0] != address and r[3] >= 1e-3)
+            logs += sum(mine) * math.log(mine[len(mine) // 2] / others[len(others) // 2])
+            total += sum(mine)
+        assert (one.factor, one.seconds) == (pytest.approx(math.exp(logs / total)), pytest.approx(total))
 
 
 def test_links() -> None:
