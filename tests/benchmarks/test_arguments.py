@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -12,7 +13,13 @@ from click.testing import CliRunner
 
 from benchmarks import compare, data
 from dask_gpurt.bench.tpch import cli, generate, queries, reference
-from dask_gpurt.bench.tpch.clusters import environment, memory_limit_bytes, parse_engines
+from dask_gpurt.bench.tpch.clusters import (
+    ClusterError,
+    ProcessCluster,
+    environment,
+    memory_limit_bytes,
+    parse_engines,
+)
 from dask_gpurt.cli import gpurt
 
 
@@ -98,6 +105,37 @@ def test_generate_refuses_a_directory_of_something_else(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not a data directory"):
         generate.ensure(str(tmp_path), 0.01)
     assert (tmp_path / "photo.jpg").exists()
+
+
+def test_generate_removes_only_what_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's own TPC-H has folders of the same names, and nothing else."""
+    theirs = tmp_path / "lineitem" / "part.0.parquet"
+    theirs.parent.mkdir()
+    theirs.write_text("x")
+    with pytest.raises(ValueError, match="is not a data directory"):
+        generate.ensure(str(tmp_path), 0.01)
+    assert theirs.exists()
+
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate, "_generate", interrupted)
+    ours = tmp_path / "ours"
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            generate.ensure(str(ours), 0.01)
+        (ours / "lineitem").mkdir()
+    assert sorted(os.listdir(ours)) == ["begun", "lineitem", "raw"]
+
+
+def test_a_cluster_empties_only_a_directory_of_its_own(tmp_path: Path) -> None:
+    theirs = tmp_path / "stock" / "prices.parquet"
+    theirs.parent.mkdir()
+    theirs.write_text("x")
+    cluster = ProcessCluster("stock", workers=0, threads=1, memory_limit_bytes=2**29, directory=str(theirs.parent))
+    with pytest.raises(ClusterError, match="is not a directory of this benchmark"):
+        cluster.launch()
+    assert theirs.exists()
 
 
 def test_generate_refuses_another_scale(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ class ProcessCluster:
     workers
         Number of worker processes, each with `threads` threads and `memory_limit_bytes`.
     directory
-        For logs, scratch and spill files; emptied at start.
+        For logs, scratch and spill files; emptied at start, if it is of an earlier run.
     """
 
     def __init__(self, engine: str, *, workers: int, threads: int, memory_limit_bytes: int, directory: str) -> None:
@@ -140,9 +140,22 @@ class ProcessCluster:
         return self.join()
 
     def launch(self) -> None:
-        """Start all processes and return at once; several clusters come up faster together."""
-        shutil.rmtree(self.directory, ignore_errors=True)
-        os.makedirs(self.directory)
+        """Start all processes and return at once; several clusters come up faster together.
+
+        Raises
+        ------
+        ClusterError
+            The directory holds something else; it is as it was.
+        """
+        if os.path.isdir(self.directory) and os.listdir(self.directory):
+            # Whose it is, its name does not say: "stock" may be data of a user's.
+            if not os.path.exists(os.path.join(self.directory, "scheduler.log")):
+                raise ClusterError(
+                    f"{self.directory} is not a directory of this benchmark (no scheduler.log). Remedy: another --out, "
+                    "or remove it"
+                )
+            shutil.rmtree(self.directory)
+        os.makedirs(self.directory, exist_ok=True)
         arguments, _ = ENGINES[self.engine.partition("#")[0]]
         scheduler_file = os.path.join(self.directory, "scheduler.json")
         try:

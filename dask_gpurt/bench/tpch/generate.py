@@ -39,6 +39,8 @@ MAX_SCALE = 1000.0
 
 #: what is written beside the tables when they are complete
 _STAMP = "complete.json"
+#: what is there until then
+_BEGUN = "begun"
 #: changes when the layout changes, so that an old cache is not taken for a new one
 _LAYOUT = 2
 
@@ -80,11 +82,16 @@ def ensure(
             f"{directory} holds TPC-H at scale {have.get('scale')!r} (layout {have.get('layout')!r}), "
             f"wanted scale {scale!r} (layout {_LAYOUT}). Remedy: another --data, or remove that directory"
         )
-    if os.path.isdir(directory) and any(name not in (*TABLES, "raw") for name in os.listdir(directory)):
+    begun = os.path.join(directory, _BEGUN)
+    # Folders with the names of the tables may be a user's own TPC-H: only what we have begun is removed.
+    if os.path.isdir(directory) and os.listdir(directory) and not os.path.exists(begun):
         raise ValueError(
             f"{directory} exists and is not a data directory of this benchmark (no {_STAMP}). "
             f"Remedy: give an empty or a new directory"
         )
+    os.makedirs(directory, exist_ok=True)
+    with open(begun, "w"):
+        pass
     raw = os.path.join(directory, "raw")
     # Left by an interrupted run: a part may be torn.
     for name in (*TABLES, "raw"):
@@ -96,6 +103,7 @@ def ensure(
     with open(stamp + ".new", "w") as f:
         json.dump(want, f)
     os.replace(stamp + ".new", stamp)
+    os.remove(begun)
     return directory
 
 
