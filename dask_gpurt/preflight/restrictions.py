@@ -20,7 +20,7 @@ from distributed.comm import get_address_host
 from distributed.core import Status
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from dask.typing import Key
     from distributed import Scheduler
@@ -45,6 +45,20 @@ class _Asked:
     def allows(self, address: str, node: NodeClass) -> bool:
         named = not (self.workers or self.hosts) or address in self.workers or get_address_host(address) in self.hosts
         return named and any(map(node.matches, self.patterns))
+
+
+class _Changed:
+    """Sets with one change, made once for all tasks that have the same set."""
+
+    def __init__(self, change: Callable[[set[str]], set[str]]) -> None:
+        self._change = change
+        #: id -> the old set, which must live on for its id to mean it, and the new one
+        self._made: dict[int, tuple[set[str], set[str]]] = {}
+
+    def of(self, old: set[str]) -> set[str]:
+        if id(old) not in self._made:
+            self._made[id(old)] = old, self._change(old)
+        return self._made[id(old)][1]
 
 
 class ClassRestrictions:
@@ -85,16 +99,25 @@ class ClassRestrictions:
         """
         assert self._scheduler is not None
         wrong: dict[str, None] = {}
+        # Tasks that ask for the same have one set: 100,000 of 500 addresses each would take seconds, and gigabytes.
+        # It is never changed in place: Dask sets another one, too.
+        allowed: dict[tuple[Any, ...], set[str]] = {}
         for key, value in annotations.items():
             patterns, problem = _patterns(value)
             if problem:
                 wrong[problem] = None
             ts = self._scheduler.tasks.get(key)
             if patterns and ts is not None:
-                self._restrict(ts, patterns, nodes)
+                asked = self._take(ts, patterns)
+                ts.host_restrictions = None  # Dask would add these workers, rather than choose among them
+                what = asked.patterns, asked.workers, asked.hosts
+                found = allowed.get(what)
+                if found is None:
+                    found = allowed[what] = {a for a, node in nodes.items() if asked.allows(a, node)} or {NOWHERE}
+                ts.worker_restrictions = found
         return list(wrong)
 
-    def _restrict(self, ts: TaskState, patterns: tuple[str, ...], nodes: Mapping[str, NodeClass]) -> None:
+    def _take(self, ts: TaskState, patterns: tuple[str, ...]) -> _Asked:
         assert self._scheduler is not None
         asked = self._asked.get(ts.key)
         if asked is None or asked.task() is not ts:  # else its graph was submitted again
@@ -104,8 +127,7 @@ class ClassRestrictions:
                 frozenset(ts.worker_restrictions or ()),
                 frozenset(map(self._scheduler.coerce_hostname, ts.host_restrictions or ())),
             )
-        ts.host_restrictions = None  # Dask would add these workers, rather than choose among them
-        ts.worker_restrictions = {a for a, node in nodes.items() if asked.allows(a, node)} or {NOWHERE}
+        return asked
 
     def _forget(self, key: Key) -> Any:
         def forget(gone: weakref.ref[TaskState]) -> None:
@@ -125,9 +147,14 @@ class ClassRestrictions:
         """A worker has told its class: tasks that wait for it begin, if it works already."""
         assert self._scheduler is not None
         added = False
+        allows: dict[tuple[Any, ...], bool] = {}
+        changed = _Changed(lambda old: (old | {address}) - {NOWHERE})
         for ts, asked in self._tasks():
-            if asked.allows(address, node):
-                ts.worker_restrictions = (set(ts.worker_restrictions or ()) | {address}) - {NOWHERE}
+            what = asked.patterns, asked.workers, asked.hosts
+            if what not in allows:
+                allows[what] = asked.allows(address, node)
+            if allows[what]:
+                ts.worker_restrictions = changed.of(ts.worker_restrictions or set())
                 added = True
         ws = self._scheduler.workers.get(address)
         if added and ws is not None and ws.status is Status.running:
@@ -141,16 +168,18 @@ class ClassRestrictions:
 
     def left(self, address: str) -> None:
         """A worker has gone; another one may come at its address."""
+        changed = _Changed(lambda old: old - {address} or {NOWHERE})
         for ts, _ in self._tasks():
             if ts.worker_restrictions and address in ts.worker_restrictions:
-                ts.worker_restrictions = set(ts.worker_restrictions) - {address} or {NOWHERE}
+                ts.worker_restrictions = changed.of(ts.worker_restrictions)
 
     def waiting(self, nodes: Mapping[str, NodeClass]) -> dict[str, int]:
         """Pattern -> tasks that wait for it, where no worker fits."""
         if self._scheduler is None:
             return {}
-        unrunnable = self._scheduler.unrunnable
-        counts = collections.Counter(p for ts, asked in self._tasks() if ts in unrunnable for p in asked.patterns)
+        # Not all that ask: there may be 100,000 that run, and pages look each second.
+        found = ((ts, self._asked.get(ts.key)) for ts in self._scheduler.unrunnable)
+        counts = collections.Counter(p for ts, asked in found if asked and asked.task() is ts for p in asked.patterns)
         return {p: n for p, n in counts.items() if not any(node.matches(p) for node in nodes.values())}
 
 
