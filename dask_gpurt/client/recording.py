@@ -136,7 +136,7 @@ class record:
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(partial)
-            await ask_scheduler(client, _remove, timeout=self._timeout, path=source)
+            await ask_scheduler(client, _remove, timeout=self._timeout, name=self._name, path=source)
 
 
 def _append(path: str, piece: bytes) -> None:
@@ -169,7 +169,8 @@ async def _end(dask_scheduler: Scheduler, name: str) -> dict[str, Any]:
     """Runs on the scheduler."""
     from dask_gpurt.observe.trace.recorder import TraceRecorder
 
-    recorder = dask_scheduler.plugins.pop(name, None)
+    # It stays a plugin until the file was fetched: a client that leaves before takes the file along.
+    recorder = dask_scheduler.plugins.get(name)
     writer = recorder.stop() if isinstance(recorder, TraceRecorder) else None
     if writer is None:
         return {}
@@ -194,7 +195,8 @@ def _read(path: str, offset: int) -> bytes:
         return file.read(PIECE_BYTES)
 
 
-def _remove(dask_scheduler: Scheduler, path: str) -> None:
+def _remove(dask_scheduler: Scheduler, name: str, path: str) -> None:
     """Runs on the scheduler."""
+    dask_scheduler.plugins.pop(name, None)
     os.unlink(path)
     os.rmdir(os.path.dirname(path))

@@ -11,6 +11,7 @@ rest of the extension, so that a run of stock Dask can be recorded and replayed 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -49,10 +50,12 @@ _time = time.time
 _Ts = TypeVarTuple("_Ts")
 
 
-def _discard(writer: Writer, last: Callable[[int, int], list[Any]]) -> None:
-    writer.close(last)
-    os.unlink(writer.path)
-    os.rmdir(os.path.dirname(writer.path))
+def _discard(path: str, writer: Writer | None, last: Callable[[int, int], list[Any]]) -> None:
+    if writer is not None:
+        writer.close(last)
+    with contextlib.suppress(FileNotFoundError):  # the client has just fetched it
+        os.unlink(path)
+        os.rmdir(os.path.dirname(path))
 
 
 def _disk(scheduler: Scheduler) -> dict[str, float]:
@@ -222,10 +225,12 @@ class TraceRecorder(SchedulerPlugin):
             self._add([int(Kind.WORKER_GONE), number, self._now()])
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
-        """A client has left. The trace that it asked for ends: nothing could fetch the file."""
-        if client == self.client and (writer := self.stop()) is not None:
+        """A client has left. The trace that it asked for ends, if it has not: nothing could fetch the file."""
+        if client == self.client:
             scheduler.plugins.pop(self.name, None)
-            threading.Thread(target=_discard, args=(writer, self.last), name="gpurt-trace-end", daemon=True).start()
+            threading.Thread(
+                target=_discard, args=(self.path, self.stop(), self.last), name="gpurt-trace-end", daemon=True
+            ).start()
 
     # ------------------------------------------------------------------ records
 

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 from dask_gpurt import local_cluster, record
 from dask_gpurt.cli import gpurt
+from dask_gpurt.client.recording import _end
 from dask_gpurt.errors import TraceError
 from dask_gpurt.observe.trace import format as format_module
 from dask_gpurt.observe.trace import writer as writer_module
@@ -393,10 +394,13 @@ def test_a_trace_that_cannot_be_made_is_told_at_the_start(tmp_path: Path) -> Non
 
 
 @pytest.mark.cluster
-def test_a_client_that_leaves_takes_its_recording_along(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ended", [False, True], ids=["recording", "fetching"])
+def test_a_client_that_leaves_takes_its_recording_along(tmp_path: Path, ended: bool) -> None:
     with LocalCluster(n_workers=1, processes=False, dashboard_address=":0") as cluster:
         with Client(cluster) as c:
-            record(c, tmp_path / "t").__enter__()
+            recording = record(c, tmp_path / "t").__enter__()
+            if ended:
+                assert c.run_on_scheduler(_end, name=recording._name)["bytes"]
             assert list(Path(cluster.scheduler.local_directory).glob("trace-*"))
         deadline = time.monotonic() + 30
         while list(Path(cluster.scheduler.local_directory).glob("trace-*")):
