@@ -60,7 +60,7 @@ def asks(command: Callable[..., None]) -> Callable[..., None]:
         with dask.config.set({f"distributed.comm.tls.{key}": path for key, path in given.items() if path}):
             try:
                 command(**kwargs)
-            except (GpurtError, OSError) as e:
+            except (GpurtError, OSError, ValueError) as e:  # ValueError: a worker or a path that is none
                 raise click.ClickException(" ".join(str(e).split())) from e
 
     file = click.Path(exists=True, dir_okay=False, resolve_path=True)

@@ -31,8 +31,11 @@ def trace(file: str, chrome: str | None, damaged: bool) -> None:
         raise click.ClickException(str(e)) from e
     click.echo(summary(loaded))
     if chrome is not None:
-        with open(chrome, "w", encoding="utf-8") as out:
-            write(loaded, out)
+        try:
+            with open(chrome, "w", encoding="utf-8") as out:
+                write(loaded, out)
+        except OSError as e:
+            raise click.ClickException(str(e)) from e
         click.echo(f"Wrote {chrome}; open it at https://ui.perfetto.dev or chrome://tracing")
 
 

@@ -125,7 +125,7 @@ def enable() -> None:
 
     try:
         path = switch.enable()
-    except GpurtError as e:
+    except (GpurtError, OSError) as e:
         raise click.ClickException(str(e)) from e
     click.echo(f"Enabled for this user: wrote {path}")
     click.echo(

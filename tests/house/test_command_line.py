@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 from click.testing import CliRunner
 
 from dask_gpurt.cli import gpurt
+from dask_gpurt.observe.trace.reader import Trace
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def test_the_help_has_examples_and_whole_summaries() -> None:
@@ -34,3 +40,22 @@ def test_one_key_is_explained() -> None:
     got = CliRunner().invoke(gpurt, ["explain", "tcp://host:1", "a", "b"])
     assert got.exit_code == 2
     assert "one key is explained at a time, got 2" in got.output
+
+
+def test_wrong_input_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise ValueError("no worker x. Must be an address or a name")
+
+    monkeypatch.setattr("dask_gpurt.client.hold.release", refuse)
+    monkeypatch.setattr("dask_gpurt.observe.trace.reader.Trace.load", lambda *args, **kwargs: Trace("run.trace"))
+    monkeypatch.setenv("DASK_CONFIG", "/proc/none/dask")
+    (tmp_path / "run.trace").touch()
+    for arguments, said in (
+        (["release", "tcp://host:1", "x"], "Error: no worker x."),
+        (["trace", str(tmp_path / "run.trace"), "--chrome", str(tmp_path / "none" / "x.json")], "Error: [Errno 2]"),
+        (["enable"], "Error: [Errno 2]"),
+    ):
+        got = CliRunner().invoke(gpurt, arguments)
+        assert isinstance(got.exception, SystemExit), (arguments, got.exception)
+        assert got.exit_code == 1
+        assert said in got.output

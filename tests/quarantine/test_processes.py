@@ -70,6 +70,7 @@ def test_from_the_command_line(client: Client) -> None:
     wrong = gpurt("release", address, "nobody")
     assert wrong.returncode == 1
     assert "no worker nobody. Must be an address or a name of one of: tcp://" in wrong.stderr
+    assert "Traceback" not in wrong.stderr
     assert f"{first} gets tasks again" in gpurt("release", address, first).stdout
     assert not dask_gpurt.hold(client).held
     assert dask_gpurt.hold(client, [second], why="test").held[second]["cause"] == "asked"
