@@ -20,6 +20,7 @@ that reports are made of (`task_history`).
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import time
 import traceback
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 NEWEST_OUTPUTS = 200
 #: running tasks looked at for skew: with more than that, it is not one task that the others wait for
 LOOKED_AT = 64
+#: pairs of prefix and worker that skew is counted for; with more, the half that cost least is forgotten
+SKEWED = 1000
 #: exceptions of our own until nothing is written any more
 ERRORS = 10
 
@@ -351,6 +354,9 @@ class StallLedger:
             if skew > 0 and self._last_skewed is not None:
                 self.skewed[self._last_skewed] += skew
                 skewed = (self._last_skewed, skew)
+                if len(self.skewed) > SKEWED:  # workers that come and go have ever new addresses
+                    largest = heapq.nlargest(SKEWED // 2, self.skewed.items(), key=lambda item: item[1])
+                    self.skewed = defaultdict(float, largest)
         account.reported = figures or {}
         if observer is not None and before is not None:
             self._tell(observer.heard, ws, before, account.reading(), more, skewed)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 #: tasks remembered for timelines
 ROWS = 10_000
-#: prefixes whose durations are kept; the rest has none
+#: prefixes whose durations are kept; the first seen goes first
 PREFIXES = 1000
 #: outputs of shuffles whose size is remembered
 OUTPUTS = 5000
@@ -74,7 +74,8 @@ class TaskHistory:
         prefix = self.prefixes.get(name)
         if prefix is None:
             if len(self.prefixes) >= PREFIXES:
-                return
+                # The oldest: else a scheduler of weeks would learn nothing of what runs now.
+                del self.prefixes[next(iter(self.prefixes))]
             prefix = self.prefixes[name] = PrefixDurations()
         seconds = max(0.0, end - begin)
         prefix.count += 1

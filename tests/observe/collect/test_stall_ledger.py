@@ -194,5 +194,20 @@ def test_everything_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         s.start("x", "a", f"p{i}")
         s.end("x")
     assert len(s.ledger.history.rows) == task_history.ROWS
-    assert len(s.ledger.history.prefixes) == 5
+    assert list(s.ledger.history.prefixes) == [f"p{task_history.ROWS + i}" for i in range(5, 10)], "the newest"
     assert s.ledger._running == {}
+
+
+def test_skew_of_workers_that_come_and_go_is_bounded() -> None:
+    s = Scheduler()
+    s.ledger.skewed.update({("f", f"tcp://gone:{i}"): 1.0 + i for i in range(module.SKEWED)})
+    for i in range(3):
+        s.start(f"x{i}", "a", "g")
+        s.end(f"x{i}", 0.1)
+    s.start("hot", "b", "g")
+    s.move(1)
+    s.beat()
+    s.move(5)
+    s.beat()
+    assert len(s.ledger.skewed) <= module.SKEWED
+    assert s.ledger.details()["skewed"][0] == ["f", f"tcp://gone:{module.SKEWED - 1}", float(module.SKEWED)]
