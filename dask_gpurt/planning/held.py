@@ -21,8 +21,9 @@ Why an answer cannot be wrong:
 4. Operands that can change, such as a list of a user's, are replaced by copies. So an expression stays what its name
    tells when a user changes the list in place.
 
-Bounds: `limit` expressions, the least recently used go first; each keeps some empty frames. An exception in
-here lets everything go, is counted, and leaves planning to Dask from then on.
+Bounds: `limit` expressions, the least recently used go first; each keeps some empty frames of at most
+`seam.MOST_COLUMNS` columns. An exception in here lets everything go, is counted, and leaves planning to Dask from
+then on.
 
 Rejected: a memory of whole plans by the name of the query (it finds nothing for a query that differs in its last
 step); a copy of empty frames by name, put into new expressions (an attribute of theirs would be written).

@@ -48,6 +48,8 @@ MOST_CHARACTERS = 4_096
 _DEPTH = 10
 #: rows of a frame that only tells types; some have one or two
 MOST_ROWS = 2
+#: columns of one; each takes 0.4 kB in every expression
+MOST_COLUMNS = 100
 
 #: module -> kinds of expressions that may be held
 KINDS: dict[str, frozenset[str]] = {
@@ -174,8 +176,9 @@ def _copy(source: weakref.WeakValueDictionary[str, Any] | None, target: weakref.
             weakref.WeakValueDictionary.__setitem__(target, expression._name, expression)
 
 
-#: functions of users in what may be held. A name tells where a function is, not what it does since a reload
-_functions: weakref.WeakSet[types.FunctionType] = weakref.WeakSet()
+#: functions of users in what may be held, by id. A name tells where a function is, not what it does since a reload.
+#: No WeakSet: one thread cannot walk over it while another adds to it.
+_functions: weakref.WeakValueDictionary[int, types.FunctionType] = weakref.WeakValueDictionary()
 
 #: class -> our table, which is used again by the next `put`
 _kept: weakref.WeakKeyDictionary[type, Instances] = weakref.WeakKeyDictionary()
@@ -262,6 +265,8 @@ def _may_hold(expression: Any) -> bool:
             known = operand if isinstance(operand, dict) else {}
             if max(len(known.get("fragments", ())), len(getattr(known.get("ds"), "files", ()))) > MOST_FILES:
                 return False
+            if known and expression.operand("columns") is None and not _is_small(known["base_meta"]):
+                return False
         elif not _is_plain(operand):
             return False
     _take(expression)
@@ -305,10 +310,10 @@ def _is_plain(value: Any, depth: int = 0) -> bool:
         if not _is_of_a_library(value):
             if not _is_current(value):
                 return False
-            _functions.add(value)
+            _functions[id(value)] = value
         return True
     if isinstance(value, pd.DataFrame | pd.Series | pd.Index):
-        return len(value) <= MOST_ROWS
+        return _is_small(value)
     if depth > _DEPTH:
         return False
     if isinstance(value, dict):
@@ -332,6 +337,11 @@ def _is_plain(value: Any, depth: int = 0) -> bool:
     return isinstance(value, methodcaller)
 
 
+def _is_small(frame: Any) -> bool:
+    """Whether a frame has few rows, and so few columns that it can be had for each expression that is held."""
+    return len(frame) <= MOST_ROWS and (frame.ndim < 2 or frame.shape[1] <= MOST_COLUMNS)
+
+
 def _is_of_a_library(value: Any) -> bool:
     return str(value.__module__).partition(".")[0] in LIBRARIES
 
@@ -343,9 +353,9 @@ def _is_current(function: types.FunctionType) -> bool:
 
 def surroundings() -> tuple[Any, ...]:
     """What planning depends on beside the expressions; a copy. Functions that are no more are forgotten."""
-    for function in list(_functions):
+    for function in _used():
         if not _is_current(function):
-            _functions.discard(function)
+            _functions.pop(id(function), None)
     config = dask.config.config
     return copy.deepcopy({name: config.get(name) for name in SECTIONS}), *_others()
 
@@ -358,8 +368,12 @@ def same(before: tuple[Any, ...] | None) -> bool:
     return (
         all(config.get(name) == known[name] for name in SECTIONS)
         and before[1:] == _others()
-        and all(map(_is_current, list(_functions)))
+        and all(map(_is_current, _used()))
     )
+
+
+def _used() -> list[types.FunctionType]:
+    return [function for ref in _functions.valuerefs() if (function := ref()) is not None]
 
 
 def _others() -> tuple[Any, ...]:

@@ -268,6 +268,22 @@ def test_bounded(kept: held.HeldExpressions, files: Path) -> None:
         held.HeldExpressions(0)
 
 
+def test_wide_tables_are_not_held(kept: held.HeldExpressions, tmp_path: Path) -> None:
+    """5,000 expressions with empty frames of 2,000 columns would be gigabytes; some columns of them are held."""
+    wide = pd.DataFrame({f"c{i}": [1] for i in range(seam.MOST_COLUMNS + 1)})
+    wide.to_parquet(tmp_path / "part.0.parquet")
+    kept.install()
+    t = dd.read_parquet(str(tmp_path))
+    narrow = dd.read_parquet(str(tmp_path), columns=["c0", "c1"])
+    steps = narrow.map_partitions(len_of, meta=wide)
+    gone = [weakref.ref(e.expr) for e in (t, t[t.c0 > 0], t.assign(more=1), steps)]
+    stays = weakref.ref(narrow.expr)
+    del t, steps, narrow
+    gc.collect()
+    assert [r() for r in gone] == [None] * len(gone)
+    assert stays() is not None
+
+
 def test_everything_is_given_back(kept: held.HeldExpressions, files: Path) -> None:
     plans(files)
     kept.install()
