@@ -325,7 +325,7 @@ def _is_plain(value: Any, depth: int = 0) -> bool:
     if isinstance(value, functools.partial):
         return _is_plain((value.func, value.args, value.keywords), depth + 1)
     if isinstance(value, types.MethodType):
-        return isinstance(value.__self__, type)
+        return isinstance(value.__self__, type) and _is_of_a_library(value.__self__)
     if isinstance(value, DelayedLeaf):
         return depth == 0 and _is_plain(value._obj, depth + 1)  # deeper down `_take` would not look for it
     if isinstance(value, Dict):

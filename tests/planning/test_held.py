@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+import operator
 import sys
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -141,25 +142,35 @@ def test_other_surroundings_let_everything_go(kept: held.HeldExpressions, files:
             assert plans(files) == theirs
 
 
+@pytest.mark.parametrize(
+    ("code", "name"),
+    [
+        ("def add(frame):\n    return frame + {}\n", "add"),
+        ("class A:\n    @classmethod\n    def add(cls, frame):\n        return frame + {}\n", "A.add"),
+        ("class A:\n    @staticmethod\n    def add(frame):\n        return frame + {}\n", "A.add"),
+    ],
+    ids=["function", "classmethod", "staticmethod"],
+)
 def test_a_module_that_is_loaded_again(
-    kept: held.HeldExpressions, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kept: held.HeldExpressions, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, name: str
 ) -> None:
     """The name of an expression tells the name of a function only, so the old one must not be found."""
     (tmp_path / "code").mkdir()
     source = tmp_path / "code" / "of_a_user.py"
     monkeypatch.syspath_prepend(str(source.parent))
+    sys.modules.pop("of_a_user", None)
     kept.install()
     answers = []
     for step in (1, 1, 20):
-        source.write_text(f"def add(frame):\n    return frame + {step}\n")
+        source.write_text(code.format(step))
         importlib.invalidate_caches()
         module = importlib.import_module("of_a_user")
         module = importlib.reload(module) if step == 20 else module
         t = dd.read_parquet(str(files), columns=["key"])
-        answers.append(t.map_partitions(module.add, meta=pd.DataFrame({"key": [1]})).compute().key.max())
+        add = operator.attrgetter(name)(module)
+        answers.append(t.map_partitions(add, meta=pd.DataFrame({"key": [1]})).compute().key.max())
     assert answers == [4, 4, 23]
     assert kept.hits
-    monkeypatch.delitem(sys.modules, "of_a_user")
 
 
 def test_no_data_lives_longer_than_its_owner(kept: held.HeldExpressions, files: Path) -> None:
