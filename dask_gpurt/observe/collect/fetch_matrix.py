@@ -135,16 +135,22 @@ def matrix(workers: Iterable[tuple[str, str, Mapping[str, Any]]]) -> Matrix:
         speed = figures.get("nic_bytes_per_second")
         if speed:
             nominal[place] = min(speed, nominal.get(place, speed))
+    # 17,000 rows for 500 workers, each second and for each open page: each name is looked into once, and adding is no
+    # call.
+    sources: dict[str, str] = {}
     for _, address, figures in rows:
         target = host_of(address) if by_host else address
         for told_as, sums in (figures.get("fetched") or {}).items():
-            if by_host and told_as != OTHERS:
-                source = told_as.removeprefix(HOST) if told_as.startswith(HOST) else host_of(told_as)
-            else:
+            source = sources.get(told_as)
+            if source is None:
                 source = told_as
-            _add(
-                pairs[source if source in names else OTHERS, target], (sums["bytes"], sums["seconds"], sums["requests"])
-            )
+                if by_host and told_as != OTHERS:
+                    source = told_as.removeprefix(HOST) if told_as.startswith(HOST) else host_of(told_as)
+                source = sources[told_as] = source if source in names else OTHERS
+            pair = pairs[source, target]
+            pair[0] += sums["bytes"]
+            pair[1] += sums["seconds"]
+            pair[2] += sums["requests"]
     if by_host and len(names) > HOSTS:
         _fold(pairs, names)
     if any(OTHERS in pair for pair in pairs):
