@@ -27,10 +27,12 @@ from dask_gpurt.client.recording import _end
 from dask_gpurt.errors import TraceError
 from dask_gpurt.observe.trace import format as format_module
 from dask_gpurt.observe.trace import writer as writer_module
-from dask_gpurt.observe.trace.chrome import check, events, write
+from dask_gpurt.observe.trace.chrome import events, write
 from dask_gpurt.observe.trace.format import MAGIC, Kind, pack, plain_key, read, write_header
 from dask_gpurt.observe.trace.reader import Trace
 from dask_gpurt.observe.trace.writer import Writer
+
+from .chrome_rules import check
 
 
 def _file(*blocks: list[list[Any]]) -> bytes:
