@@ -105,8 +105,10 @@ class record:
 
     async def __aenter__(self) -> record:
         target = found(self.client)
-        if not isinstance(target, Client) or not is_asynchronous(target):
+        if not is_asynchronous(target):
             raise TypeError("the client is not asynchronous. Remedy: `with dask_gpurt.record(client, path)`")
+        if not isinstance(target, Client):
+            raise TypeError(f"{type(target).__name__} is asynchronous. Remedy: give an asynchronous client of it")
         self.client = target
         await self._begin(target)
         return self

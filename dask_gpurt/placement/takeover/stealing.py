@@ -33,6 +33,8 @@ NAME = "stealing._get_thief"
 #: attributes of the extension that are used
 USED = ("_get_thief", "balance", "in_flight", "in_flight_tasks", "key_stealable", "move_task_request")
 PARAMETERS = ("scheduler", "ts", "potential_thieves", "occupancies")
+#: the scheduler's periodic callback of stock's own rounds
+CALLBACK = "stealing"
 #: waiting tasks that an additional round looks at; after one that looked at more, so many times as many are left out
 LOOKED = 2000
 
@@ -52,6 +54,8 @@ class Stealing:
         #: tasks that this round has looked at, and additional rounds that are left out
         self._looked = self._rest = 0
         self._wanted = bool(dask.config.get("distributed.scheduler.work-stealing"))
+        #: stock's own rounds were seen to go on: they begin later than a preload, and not at all in a simulation
+        self._went_on = False
 
     @property
     def installed(self) -> bool:
@@ -128,12 +132,17 @@ class Stealing:
     def balance(self) -> None:
         """Run a round of Dask's balancing now. It moves no tasks with very many inputs.
 
-        Does nothing where the user has switched stealing off, and is left out as often as the last one was too long. A
+        Does nothing where the user has switched stealing off, or has stopped it, and is left out as often as the last one was too long. A
         round looks at every task that waits on a full worker: of 100,000 that may run on that worker only, ten rounds a
         second would leave the event loop no time for anything else.
         """
         if self._extension is None or not self._wanted:
             return
+        # `WorkStealing.stop` waits until no task is being moved, so it would wait for us.
+        goes_on = CALLBACK in self.scheduler.periodic_callbacks
+        if self._went_on and not goes_on:
+            return
+        self._went_on = goes_on
         if self._rest:
             self._rest -= 1
             return

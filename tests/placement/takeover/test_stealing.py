@@ -43,7 +43,9 @@ def task(inputs: int) -> Any:
 
 def rig(choose: Any, tasks: list[Any]) -> tuple[Stealing, Extension]:
     extension = Extension(tasks)
-    scheduler: Any = types.SimpleNamespace(extensions={"stealing": extension}, valid_workers=lambda ts: None)
+    scheduler: Any = types.SimpleNamespace(
+        extensions={"stealing": extension}, valid_workers=lambda ts: None, periodic_callbacks={"stealing": object()}
+    )
     stealing = Stealing(scheduler, Guard("placement", logging.getLogger("test")))
     assert stealing.install(choose)
     extension.scheduler = scheduler
@@ -83,6 +85,18 @@ def test_additional_rounds_that_look_at_very_many_tasks_are_rare(monkeypatch: py
     assert extension.rounds == 13
     extension.balance()
     assert extension.rounds == 14
+
+
+def test_no_additional_rounds_once_stealing_was_stopped() -> None:
+    """`WorkStealing.stop` takes its callback away, and waits until no task is being moved."""
+    stealing, extension = rig(lambda *args: None, [task(1)])
+    stealing.balance()
+    callback = stealing.scheduler.periodic_callbacks.pop("stealing")
+    stealing.balance()
+    assert extension.rounds == 1
+    stealing.scheduler.periodic_callbacks["stealing"] = callback
+    stealing.balance()
+    assert extension.rounds == 2
 
 
 def test_an_additional_round_that_raises_is_over() -> None:
