@@ -85,9 +85,6 @@ def _array(array: pa.Array, at: int, n: int) -> Any:
 
     t, kind = pa.types, array.type
     buffers = array.buffers()
-    validity = None
-    if array.null_count:
-        validity = buffers[0].slice(at // 8, (n + 7) // 8)
     if t.is_primitive(kind) or t.is_decimal(kind) or t.is_fixed_size_binary(kind):
         first = at * kind.bit_width // 8
         rest = [buffers[1].slice(first, (n * kind.bit_width + 7) // 8)]
@@ -98,4 +95,6 @@ def _array(array: pa.Array, at: int, n: int) -> Any:
         rest = [pa.py_buffer(offsets - offsets[0]), buffers[2].slice(start, end - start)]
     else:
         return array.slice(at, n)
+    # Not before it is one of these types: a column of nothing but nulls has no bitmap.
+    validity = buffers[0].slice(at // 8, (n + 7) // 8) if array.null_count else None
     return pa.Array.from_buffers(kind, n, [validity, *rest], -1 if validity is not None else 0)

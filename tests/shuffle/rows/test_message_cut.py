@@ -70,6 +70,14 @@ def test_rows_of_very_different_sizes():
     assert sum(p.table.nbytes > 20_000 for p in pieces) <= 2
 
 
+def test_a_column_of_nothing_but_nulls_is_cut():
+    shard = shard_of(plain(1000).assign(o=pd.Series([None] * 1000, dtype="object")))
+    assert pa.types.is_null(shard.table.schema.field("o").type)
+    pieces = cut(shard, 5000)
+    assert len(pieces) > 1
+    assert pa.concat_tables([p.table for p in pieces]).equals(shard.table)
+
+
 def test_what_fits_is_left_alone():
     shard = shard_of(plain(100))
     assert cut(shard, 1 << 20) == [shard]
