@@ -27,9 +27,10 @@ from dask_gpurt.memory.pages import pages
 from dask_gpurt.shuffle import seam
 from dask_gpurt.shuffle.rows import arrow_dtypes, gather
 from dask_gpurt.shuffle.rows.pickled_columns import fixed_in, index_names, irregular, restored, unified
+from dask_gpurt.shuffle.rows.schema import schema_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
     from dask_gpurt.shuffle.rows.schema import KnownSchema
     from dask_gpurt.shuffle.rows.slices import Letters, Piece, Slice
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 LARGE_BYTES = 64 << 20
 #: bytes of pieces whose memory is given back at a time
 GIVE_BACK_BYTES = 32 << 20
+#: how the names of numpy's dtypes begin that have a missing value and are plain (see `gather`)
+_MISSING = ("float32", "float64", "datetime64[", "timedelta64[")
 
 
 class Assembler:
@@ -93,20 +96,29 @@ class Assembler:
                 large = sum(s.high - s.low for s in slices) * shape.row_bytes >= LARGE_BYTES
                 piecewise = large and all(s.rows.views[i].offsets is not None for s in slices for _, i in shape.text)
                 return built(slices, shape) if piecewise else joined(slices, shape)
-        odd = irregular(frozenset(s.rows.schema for s in slices), self._fixed)
-        return general([s.table() for s in slices], self._meta, odd)
+        schemas = [s.rows.schema for s in slices]
+        odd = irregular(frozenset(schemas), self._fixed)
+        return general([s.table() for s in slices], self._meta, odd, schemas)
 
 
-def general(tables: list[pa.Table], meta: pd.DataFrame, pickled: Collection[str] = ()) -> pd.DataFrame:
+def general(
+    tables: list[pa.Table],
+    meta: pd.DataFrame,
+    pickled: Collection[str] = (),
+    schemas: Sequence[KnownSchema] | None = None,
+) -> pd.DataFrame:
     """Make a frame of any types, by Arrow. At least one table; empties the list.
 
     Parameters
     ----------
     pickled
         Columns that the tables cannot have in common unless they are pickled.
+    schemas
+        Those of the tables, when the caller has them already.
     """
     import pyarrow as pa
 
+    _mark_missing(tables, [schema_of(table.schema) for table in tables] if schemas is None else schemas, meta)
     if pickled:
         tables = list(unified(tables, pickled))
     table = pa.concat_tables(tables, promote_options="permissive")
@@ -330,6 +342,41 @@ def _is_text(kind: pa.DataType) -> bool:
     import pyarrow as pa
 
     return bool(pa.types.is_large_string(kind) or pa.types.is_string(kind))
+
+
+def _mark_missing(tables: list[pa.Table], schemas: Sequence[KnownSchema], meta: pd.DataFrame) -> None:
+    """Make nulls of NaN and NaT in columns that do not have one numpy dtype in all tables and in the meta; in place.
+
+    Plain columns come as numpy has them (`gather`), and what is missing there is a value to Arrow. A column that stays
+    numpy's does not notice. But NaT cannot be cast to another unit, and pandas' own dtypes take NaN for a number.
+    """
+    wanted = {str(name): str(dtype) for name, dtype in meta.dtypes.items()}
+    kinds: dict[str, set[str]] = {}
+    for one in dict.fromkeys(schemas):
+        for name, dtype in one.dtypes.items():
+            kinds.setdefault(name, {wanted[name]} if name in wanted else set()).add(dtype)
+    changing = [name for name, dtypes in kinds.items() if len(dtypes) > 1]
+    for i, one in enumerate(schemas):
+        for name in changing:
+            at = one.schema.get_field_index(name)
+            if at >= 0 and one.dtypes.get(name, "").startswith(_MISSING):
+                tables[i] = tables[i].set_column(at, one.schema.field(at), _marked(tables[i].column(at)))
+
+
+def _marked(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    chunks, kind = [], column.type
+    for chunk in column.chunks:
+        if pa.types.is_floating(kind):
+            missing = pc.is_nan(chunk)
+        elif pa.types.is_duration(kind) or (pa.types.is_timestamp(kind) and not kind.tz):
+            missing = pc.equal(chunk.view(pa.int64()), np.iinfo(np.int64).min)
+        else:
+            return column
+        chunks.append(pc.if_else(missing, pa.scalar(None, kind), chunk))
+    return pa.chunked_array(chunks, type=kind)
 
 
 def _owned(column: pa.ChunkedArray) -> pa.ChunkedArray:

@@ -18,7 +18,7 @@ import numpy as np
 from dask_gpurt.shuffle.rows.identity_cache import ByObject
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     import pyarrow as pa
 
@@ -48,6 +48,8 @@ class KnownSchema:
     kinds: tuple[View, ...]
     #: names of fields whose values are pickled, see `pickled_columns`
     pickled: frozenset[str]
+    #: field -> pandas' dtype of it, as noted in the metadata
+    dtypes: Mapping[str, str]
 
 
 def schema_of(schema: pa.Schema) -> KnownSchema:
@@ -62,7 +64,9 @@ def pickled_in(metadata: Iterable[tuple[bytes, bytes]]) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=256)
 def _known(schema: pa.Schema, metadata: tuple[tuple[bytes, bytes], ...]) -> KnownSchema:
-    return KnownSchema(schema, tuple(_view(field.type) for field in schema), pickled_in(metadata))
+    notes = (schema.pandas_metadata or {}).get("columns", ())
+    dtypes = {note["field_name"]: note["numpy_type"] for note in notes}
+    return KnownSchema(schema, tuple(_view(field.type) for field in schema), pickled_in(metadata), dtypes)
 
 
 #: as `schema_of`, faster for a schema object that comes many times

@@ -274,6 +274,40 @@ def test_meta_of_another_dtype_is_settled_as_before():
     assert got["c0"].dtype == "f8"
 
 
+@pytest.mark.parametrize("units", [("us", "ns"), ("ns", "s"), ("s", "us")])
+@pytest.mark.parametrize("kind", ["M8", "m8"])
+def test_what_is_missing_among_dates_of_two_units_stays_missing(kind, units):
+    frames = [frame(i, 40, [f"{kind}[{unit}]"], "range", "plain") for i, unit in enumerate(units)]
+    assert all(df["c0"].isna().any() for df in frames)
+    with General():
+        want = shuffled(frames, True, "memory")
+    equal(shuffled(frames, True, "memory"), want)
+
+
+@pytest.mark.parametrize(
+    ("plain", "other"), [("f8", pa.float64()), ("f4", pa.float64()), ("M8[us]", pa.timestamp("us"))]
+)
+def test_what_is_missing_is_a_null_to_arrow_dtypes(plain, other):
+    """Whether the meta has such a dtype, or another input."""
+    frames = [frame(i, 40, [plain], "range", "plain") for i in range(2)]
+    arrow = pd.ArrowDtype(other)
+    chunk = ReceivedChunk(
+        [
+            s
+            for i, df in enumerate(frames)
+            for _, s in split(df, "p", True, i, OutputLayout(dict.fromkeys(range(12), "a")))
+        ]
+    )
+    got = Assembler(frames[0].iloc[:0].drop(columns="p").astype({"c0": arrow}))(chunk.get(3))
+    rows = pd.concat(frames)
+    assert got["c0"].dtype == arrow
+    assert got["c0"].isna().tolist() == rows["c0"][rows["p"] == 3].isna().tolist()
+    mixed_frames = [frames[0].astype({"c0": arrow}), frames[1]]
+    with General():
+        want = shuffled(mixed_frames, True, "memory")
+    equal(shuffled(mixed_frames, True, "memory"), want)
+
+
 def test_plain_frames_are_made_without_arrow():
     """Doubles above all: to numpy, None equals their dtype."""
 
